@@ -1,0 +1,37 @@
+# Each target makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
+#   make run     the taste of the README, shown as it runs
+#   make test    the tests, on every core
+#   make bench   what the transforms cost on this machine, in copies of the same array
+#   make lint    formatting, lint and types
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= auto
+
+.PHONY: run test bench lint format clean
+
+run: $(VENV)/made
+	$(BIN)/python -m doctest -v -o NORMALIZE_WHITESPACE README.md
+
+test: $(VENV)/made
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+bench: $(VENV)/made
+	$(BIN)/python -m experiments.bench transforms
+
+lint: $(VENV)/made
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+format: $(VENV)/made
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/made: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@

@@ -1,0 +1,44 @@
+"""N:M structured-sparse training in JAX: pruners, products and methods as values.
+
+>>> import nmjax as nm
+>>> nm.prune(nm.mse(2, 4), jnp.array([1., -2., 3., -4.]))
+Array([ 0.,  0.,  3., -4.], dtype=float32)
+"""
+
+from nmjax import groups as groups, methods as methods, random as random
+from nmjax.combinators import (
+    chain as chain,
+    fp8 as fp8,
+    hold as hold,
+    permute as permute,
+    raw as raw,
+    rescale as rescale,
+    stages as stages,
+)
+from nmjax.estimators import decay as decay, sr_ste as sr_ste, ste as ste
+from nmjax.products import (
+    Sparsity as Sparsity,
+    conv_general_dilated as conv_general_dilated,
+    dot_general as dot_general,
+    einsum as einsum,
+    prune as prune,
+)
+from nmjax.pruners import (
+    identity as identity,
+    mse as mse,
+    mvue as mvue,
+    mvue_approx as mvue_approx,
+    soft as soft,
+    transposable as transposable,
+    uniform as uniform,
+)
+from nmjax.schedules import (
+    constant as constant,
+    cosine as cosine,
+    exponential as exponential,
+    linear as linear,
+    optax_schedule as optax_schedule,
+    stairs as stairs,
+)
+from nmjax.spec import parse as parse, parse_pruner as parse_pruner
+from nmjax.typing import Ctx as Ctx, Pruner as Pruner

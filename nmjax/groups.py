@@ -1,0 +1,169 @@
+"""N:M arithmetic: groups of m consecutive values along any axis, split where they lie.
+
+Nothing is moved: a reshape puts the members of a group on an axis of their own, right after the axis of groups. Moving
+axes would cost ten copies, and under a sharded axis a neighbour's data.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def split(x: jax.Array, axis: int, m: int) -> jax.Array:
+    """(..., k, ...) -> (..., k/m, m, ...): the members of a group lie on axis + 1."""
+    axis = position(x.ndim, axis)
+    k = x.shape[axis]
+    if k % m or not k:
+        raise ValueError(
+            f"axis {axis} of an array of shape {x.shape} has {k} values, which do not divide into groups of {m}. "
+            f"Choose an m that divides {k}, or leave this array dense (identity)."
+        )
+    return x.reshape(*x.shape[:axis], k // m, m, *x.shape[axis + 1 :])
+
+
+def position(ndim: int, axis: int) -> int:
+    """A non-negative axis, checked."""
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"axis {axis} does not exist in an array of {ndim} dimensions.")
+    return axis % ndim
+
+
+def members(g: jax.Array, axis: int) -> list[jax.Array]:
+    """The members of split groups, one array each, with their axis kept as 1."""
+    return [lax.slice_in_dim(g, j, j + 1, axis=axis) for j in range(g.shape[axis])]
+
+
+def magnitude(x: jax.Array) -> jax.Array:
+    """Magnitudes as signed integers: the order of |x|, with inf and then NaN above all finite values."""
+    kind = np.dtype(f"int{8 * x.dtype.itemsize}")
+    most = np.iinfo(kind).max
+    size = lax.bitcast_convert_type(x, kind) & np.array(most, kind)
+    return jnp.minimum(size, np.array(most - 1, kind))  # so that size + 1 fits
+
+
+def top(x: jax.Array, axis: int, n, m: int) -> jax.Array:
+    """Mask of the n largest magnitudes of every group of m: exactly n, the first of equals. n may be traced.
+
+    >>> top(jnp.array([1., -2., 2., 2.]), 0, 2, 4)
+    Array([False,  True,  True, False], dtype=bool)
+    """
+    axis = position(x.ndim, axis)
+    return top_of(magnitude(split(x, axis, m)), axis + 1, n).reshape(x.shape)
+
+
+def top_of(size: jax.Array, axis: int, n) -> jax.Array:
+    """Mask of the n largest integers along a whole axis, the first of equals."""
+    m = size.shape[axis]
+    if m <= 16:
+        return _by_rank(size, axis, n)
+    if isinstance(n, int) and n == 1:
+        return _first_largest(size, axis)
+    return _by_bisection(size, axis, n)
+
+
+def _place(size, axis):
+    return lax.broadcasted_iota(size.dtype, size.shape, axis)
+
+
+def _by_rank(size, axis, n):
+    """Count for every entry those ahead of it: larger ones, and equal ones that come first."""
+    place, one = _place(size, axis), np.array(1, size.dtype)
+    rank = jnp.zeros_like(size)
+    for j, other in enumerate(members(size, axis)):
+        earlier = jnp.where(place > j, one, np.array(0, size.dtype))
+        rank = rank + (other + earlier > size).astype(size.dtype)
+    return rank < jnp.asarray(n).astype(size.dtype)
+
+
+def _first_largest(size, axis):
+    place = _place(size, axis)
+    largest = jnp.max(size, axis, keepdims=True)
+    first = jnp.min(jnp.where(size == largest, place, np.array(size.shape[axis], size.dtype)), axis, keepdims=True)
+    return place == first
+
+
+def _by_bisection(size, axis, n):
+    """The n-th largest, bit by bit, and then how far into its equals to go, bit by bit."""
+    place, n = _place(size, axis), jnp.asarray(n).astype(jnp.int32)
+    count = lambda hits: jnp.sum(hits, axis, keepdims=True, dtype=jnp.int32)
+    start = lax.slice_in_dim(size, 0, 1, axis=axis) * np.array(0, size.dtype)
+
+    def largest(reached, width):
+        """The largest number of so many bits for which ``reached`` holds: it holds up to there and no further."""
+
+        def body(i, best):
+            trial = best | lax.shift_left(np.array(1, size.dtype), (width - 1 - i).astype(size.dtype))
+            return jnp.where(reached(trial), trial, best)
+
+        return lax.fori_loop(0, width, body, start)
+
+    bound = largest(lambda t: count(size >= t) >= n, np.iinfo(size.dtype).bits - 1)
+    room = n - count(size > bound)
+    equal = size == bound
+    last = largest(lambda q: count(equal & (place < q)) < room, size.shape[axis].bit_length())
+    return (size > bound) | (equal & (place <= last) & (room > 0))
+
+
+def is_nm(x: jax.Array, n: int, m: int, axis: int = -1) -> jax.Array:
+    """Whether every group of m holds at most n non-zeros.
+
+    >>> bool(is_nm(jnp.array([0., 1., 2., 0.]), 2, 4))
+    True
+    """
+    return jnp.all(counts(x, m, axis) <= n)
+
+
+def counts(x: jax.Array, m: int, axis: int = -1) -> jax.Array:
+    """Non-zeros of every group; NaN counts as one."""
+    axis = position(x.ndim, axis)
+    return jnp.sum(split(x, axis, m) != 0, axis + 1, dtype=jnp.int32)
+
+
+def merge(x: jax.Array, axes: tuple[int, ...], block: int):
+    """One axis that ``block`` divides, out of several that a product contracts, the last of them the innermost.
+
+    As few of the innermost axes as needed are flattened: often the last alone, which moves nothing. Returns the array,
+    that axis, where each old axis went (None where flattened), and the way back; or None where even all of them
+    together do not divide.
+    """
+    for taken in range(1, len(axes) + 1):
+        inner = axes[len(axes) - taken :]
+        if math.prod(x.shape[a] for a in inner) % block == 0:
+            break
+    else:
+        return None
+    if taken == 1:
+        return x, inner[0], tuple(range(x.ndim)), lambda y: y
+    rest = [a for a in range(x.ndim) if a not in inner]
+    at = sum(a < inner[-1] for a in rest)
+    order = [*rest[:at], *inner, *rest[at:]]
+    moved = jnp.transpose(x, order)
+    flat = moved.reshape(*moved.shape[:at], -1, *moved.shape[at + taken :])
+    where = tuple(
+        None if a in inner else order.index(a) - (taken - 1 if order.index(a) > at else 0) for a in range(x.ndim)
+    )
+    back = lambda y: jnp.transpose(y.reshape(moved.shape), np.argsort(order))
+    return flat, at, where, back
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """At least float32: what sums and thresholds are computed in."""
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def rounded(x: jax.Array, dtype) -> jax.Array:
+    """From the dtype of `wide` back. To bf16 by its bits: XLA's own conversion keeps the CPU from fusing around it."""
+    if dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    high = lax.bitcast_convert_type(lax.reduce_precision(x, 8, 7), jnp.uint32) >> np.uint32(16)
+    return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
+
+
+@rounded.defjvp
+def _(dtype, primals, tangents):
+    return rounded(primals[0], dtype), tangents[0].astype(dtype)

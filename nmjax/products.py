@@ -1,0 +1,423 @@
+"""One linear layer is three products of two operands each: six slots, and one rule for all of them.
+
+===========  ==========================  ===============================  ===========================
+product      computes                    slots                            contracts, and so groups by
+===========  ==========================  ===============================  ===========================
+fwd          y  = x w                    ``fwd_lhs`` x, ``fwd_rhs`` w     in-features
+dlhs         dx = g w^T                  ``dlhs_g`` g, ``dlhs_rhs`` w     out-features
+drhs         dw = x^T g                  ``drhs_g`` g, ``drhs_lhs`` x     tokens: batch and positions
+===========  ==========================  ===============================  ===========================
+
+Forward slots are functions that autodiff goes through, by their own gradient rule. Backward slots are never
+differentiated. An empty one reuses the value that the forward product used; a pruner there prunes that value again;
+``raw(p)`` prunes the operand itself. Where all are empty the rule is autodiff itself, and no custom_vjp stands in the way
+of forward mode or of second derivatives.
+
+Noise is a function of (key, step, slot, group): the same key at another step draws anew. A product that is traced once and
+run many times with one key and step, under `jax.vmap` or as a tied layer, draws the same noise each time.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nmjax import groups, random
+from nmjax.combinators import raw, stages
+from nmjax.estimators import Estimator
+from nmjax.pruners import identity
+from nmjax.typing import Axes, Ctx, Pruner, Value, slot_state
+
+FORWARD = ("fwd_lhs", "fwd_rhs")
+BACKWARD = ("dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs")
+SLOTS = FORWARD + BACKWARD
+WEIGHT = ("fwd_rhs", "dlhs_rhs")  # the slots that can keep state between steps
+
+
+@dataclass(frozen=True, repr=False)
+class Sparsity(Value):
+    """A method: what to do in each of the six slots. All empty is dense."""
+
+    fwd_lhs: Pruner = identity
+    fwd_rhs: Pruner = identity
+    dlhs_g: Pruner = identity
+    dlhs_rhs: Pruner = identity
+    drhs_g: Pruner = identity
+    drhs_lhs: Pruner = identity
+
+    def __post_init__(self):
+        super().__post_init__()
+        for slot in SLOTS:
+            _check_slot(slot, getattr(self, slot))
+
+    def __repr__(self) -> str:
+        return "; ".join(f"{slot}={p}" for slot in SLOTS if (p := getattr(self, slot)) != identity) or "dense"
+
+    @property
+    def backward(self) -> bool:
+        """Whether any backward slot prunes."""
+        return any(getattr(self, slot) != identity for slot in BACKWARD)
+
+    def init(self, rhs: jax.Array, contract=0, out=-1, ctx: Ctx = Ctx()) -> dict[str, Any]:
+        """The state of the weight slots, for ``ctx.state``: the axes of ``rhs`` that the forward product contracts, and
+        those that it leaves. Empty for methods that remember nothing."""
+        return self._states(rhs, contract, out, ctx._replace(state=None), "init")
+
+    def refresh(self, rhs: jax.Array, contract=0, out=-1, ctx: Ctx = Ctx()) -> dict[str, Any]:
+        """The state of ``ctx.step``, out of ``ctx.state``."""
+        return self._states(rhs, contract, out, ctx, "refresh")
+
+    def _states(self, rhs, contract, out, ctx, make):
+        axes = lambda a: tuple(groups.position(rhs.ndim, i) for i in ((a,) if isinstance(a, int) else a))
+        inward, outward = axes(contract), axes(out)
+        space = tuple(a for a in range(rhs.ndim) if a not in inward + outward)
+        states, value = {}, rhs
+        for slot, operand in (
+            ("fwd_rhs", Operand(inward, outward, space)),
+            ("dlhs_rhs", Operand(outward, inward, space)),
+        ):
+            p = getattr(self, slot)
+            if p == identity:
+                continue
+            x, here = (rhs if isinstance(p, raw) else value), _slot_ctx(ctx, slot)
+            state = _along(f"{slot}={p}", p, x, operand, here, getattr(p, make))[0]
+            if state is not None:
+                states[slot] = state
+            if slot == "fwd_rhs" and self.dlhs_rhs.stateful:  # whose state is of what the forward product uses
+                value = _pruned(f"{slot}={p}", p, value, operand, here._replace(state=state))
+        return states
+
+
+def _check_slot(slot: str, p: Any) -> None:
+    """Refuse a pruner where it has no meaning."""
+    if not isinstance(p, Pruner):
+        hint = f": parse it first, nm.parse_pruner({p!r})" if isinstance(p, str) else ""
+        raise TypeError(f"{slot} takes a pruner, got {type(p).__name__}{hint}.")
+    if isinstance(p, raw) and slot not in ("dlhs_rhs", "drhs_lhs"):
+        raise ValueError(
+            f"{slot}={p}: raw chooses an operand's unpruned value in dlhs_rhs or drhs_lhs. Write {slot}={p.p}."
+        )
+    if p.ruled and slot not in FORWARD:
+        inner = p.p if isinstance(p, Estimator) else "the pruner itself"
+        raise ValueError(
+            f"{slot}={p}: a gradient rule has no meaning in a backward slot, which is never differentiated. Write {slot}={inner}."
+        )
+    if p.stochastic and slot in FORWARD and not _rule_for_noise(p):
+        raise ValueError(f"{slot}={p}: what autodiff makes of a random choice is no gradient. Write {slot}=ste({p}).")
+    if p.stateful and slot not in WEIGHT:
+        raise ValueError(
+            f"{slot}={p}: only a weight keeps state between steps, in fwd_rhs or dlhs_rhs. Here write a pruner without hold or permute."
+        )
+
+
+def _rule_for_noise(p: Pruner) -> bool:
+    if isinstance(p, stages):
+        return all(_rule_for_noise(q) for q in p.parts)
+    return isinstance(p, Estimator) or not p.stochastic
+
+
+class Operand(NamedTuple):
+    """Where the axes of an operand lie."""
+
+    contract: tuple[int, ...]  # the last is the innermost
+    other: tuple[int, ...]
+    space: tuple[int, ...]
+    runs: int = 1  # equal parts of the contraction that no group may straddle: feature groups of a convolution
+
+
+def _slot_ctx(ctx: Ctx, slot: str) -> Ctx:
+    """What one slot sees: noise of its own at every step, and its own state."""
+    key = None if ctx.key is None else random.fold(random.fold(random.words(ctx.key), ctx.step), SLOTS.index(slot))
+    return Ctx(key, ctx.step, slot_state(ctx.state, slot))
+
+
+def _pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
+    if p == identity:
+        return x
+    result, back = _along(label, p, x, operand, ctx, p)
+    return back(result)
+
+
+def _along(label, p, x, operand, ctx, call):
+    """Call a pruner, or its init or refresh, along one axis, of the several perhaps that its product contracts."""
+    flat, axis, where, back = _merged(label, p, x, operand, ctx)
+    other = [a for o in operand.other if (a := where[o]) is not None]
+    space = tuple(a for s in operand.space if (a := where[s]) is not None)
+    try:
+        return call(flat, axis, ctx._replace(axes=Axes(other[-1] if other else None, space))), back
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from error
+
+
+def _merged(label, p, x, operand, ctx):
+    """The operand with one axis to prune along, or a sentence on why there is none."""
+    where = f"{label} prunes an array of shape {x.shape}"
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{where} and dtype {x.dtype}: only floating-point values are pruned. Cast it, or leave it dense."
+        )
+    if not x.size:
+        raise ValueError(f"{where}: an empty array has no groups. Leave it dense.")
+    if not operand.contract:
+        raise ValueError(
+            f"{where}, of which its product contracts no axis, so there are no groups. Leave the slot empty."
+        )
+    if p.stochastic and ctx.key is None:
+        raise ValueError(
+            f"{where} and draws random numbers: pass a key, as Ctx(key=jax.random.key(0), step=step) or prune(..., key=...)."
+        )
+    merged = groups.merge(x, operand.contract, p.block * operand.runs)
+    if merged is None:
+        sizes, axes = (
+            join.join(map(str, v))
+            for join, v in ((" x ", [x.shape[a] for a in operand.contract]), (", ", operand.contract))
+        )
+        runs = f" in each of {operand.runs} feature groups" if operand.runs > 1 else ""
+        raise ValueError(
+            f"{where} along its contraction axis {axes}, whose {sizes} values do not divide into groups of {p.block}{runs}. "
+            "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
+        )
+    return merged
+
+
+# ---- the rule ----
+
+
+def bilinear(op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx()) -> jax.Array:
+    """``op(lhs, rhs)`` with its six operands pruned. ``op`` is a bilinear function and a frozen value, and knows the axes
+    of its operands."""
+    if ctx.key is not None:
+        ctx = ctx._replace(key=random.words(ctx.key))
+    x = _in_slot("fwd_lhs", op, sparsity, ctx, lhs, lhs.ndim, rhs.ndim)
+    w = _in_slot("fwd_rhs", op, sparsity, ctx, rhs, lhs.ndim, rhs.ndim)
+    if not sparsity.backward:
+        return op(x, w)
+    unpruned = (
+        lax.stop_gradient(lhs) if isinstance(sparsity.drhs_lhs, raw) else None,
+        lax.stop_gradient(rhs) if isinstance(sparsity.dlhs_rhs, raw) else None,
+    )
+    return _ruled(op, sparsity, x, w, unpruned, ctx[:3])
+
+
+def _in_slot(slot, op, sparsity, ctx, value, lhs_ndim, rhs_ndim, call=_pruned):
+    p = getattr(sparsity, slot)
+    if p == identity:
+        return value
+    return call(f"{slot}={p}", p, value, op.operands(lhs_ndim, rhs_ndim)[slot], _slot_ctx(ctx, slot))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ruled(op, sparsity, x, w, unpruned, dynamic):
+    return op(x, w)
+
+
+def _ruled_forward(op, sparsity, x, w, unpruned, dynamic):
+    y = op(x, w)
+    # What the backward pass would refuse is refused here, with the caller's line in the traceback; and not in _ruled, for
+    # a product that nobody differentiates needs no key, and may have any number of tokens.
+    for slot, value in _backward_values(x, w, unpruned, y).items():
+        _in_slot(slot, op, sparsity, Ctx(*dynamic), value, x.ndim, w.ndim, call=_merged)
+    return y, (x, w, unpruned, dynamic)
+
+
+def _ruled_backward(op, sparsity, residuals, g):
+    x, w, unpruned, dynamic = residuals
+    values = _backward_values(x, w, unpruned, g)
+    prune = lambda slot: _in_slot(slot, op, sparsity, Ctx(*dynamic), values[slot], x.ndim, w.ndim)
+    w_back, x_back = prune("dlhs_rhs"), prune("drhs_lhs")
+    (dx,) = jax.linear_transpose(lambda a: op(a, w_back), x)(prune("dlhs_g"))
+    (dw,) = jax.linear_transpose(lambda b: op(x_back, b), w)(prune("drhs_g"))
+    return dx, dw, None, None
+
+
+def _backward_values(x, w, unpruned, g):
+    lhs, rhs = unpruned
+    return {"dlhs_g": g, "dlhs_rhs": w if rhs is None else rhs, "drhs_g": g, "drhs_lhs": x if lhs is None else lhs}
+
+
+_ruled.defvjp(_ruled_forward, _ruled_backward)
+
+
+# ---- the products ----
+
+
+@dataclass(frozen=True)
+class Dot:
+    """`jax.lax.dot_general` as a value."""
+
+    dims: tuple
+    precision: Any
+    preferred_element_type: Any
+    out_sharding: Any
+
+    def __call__(self, lhs, rhs):
+        return lax.dot_general(
+            lhs, rhs, self.dims, self.precision, self.preferred_element_type, out_sharding=self.out_sharding
+        )  # fmt: skip
+
+    def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
+        (lc, rc), (lb, rb) = self.dims
+        lf = tuple(a for a in range(lhs_ndim) if a not in lc + lb)
+        rf = tuple(a for a in range(rhs_ndim) if a not in rc + rb)
+        g_lf = tuple(range(len(lb), len(lb) + len(lf)))
+        g_rf = tuple(range(len(lb) + len(lf), len(lb) + len(lf) + len(rf)))
+        between = lambda ndim, contract: tuple(a for a in range(1, ndim - 1) if a not in contract)
+        return {
+            "fwd_lhs": Operand(lc, lf, between(lhs_ndim, lc)),
+            "fwd_rhs": Operand(rc, rf, between(rhs_ndim, rc)),
+            "dlhs_g": Operand(g_rf, g_lf, between(len(lb + lf + rf), g_rf)),
+            "dlhs_rhs": Operand(rf, rc, between(rhs_ndim, rf)),
+            "drhs_g": Operand(g_lf, g_rf, between(len(lb + lf + rf), g_lf)),
+            "drhs_lhs": Operand(lf, lc, between(lhs_ndim, lf)),
+        }
+
+
+@dataclass(frozen=True)
+class Conv:
+    """`jax.lax.conv_general_dilated` as a value. Groups lie along channels, and for dw along batch and space."""
+
+    window_strides: tuple
+    padding: Any
+    lhs_dilation: Any
+    rhs_dilation: Any
+    dims: lax.ConvDimensionNumbers
+    feature_group_count: int
+    batch_group_count: int
+    precision: Any
+    preferred_element_type: Any
+    out_sharding: Any
+
+    def __call__(self, lhs, rhs):
+        options = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
+        return lax.conv_general_dilated(
+            lhs, rhs, self.window_strides, self.padding, self.lhs_dilation, self.rhs_dilation, self.dims,
+            self.feature_group_count, self.batch_group_count, self.precision, self.preferred_element_type, **options,
+        )  # fmt: skip
+
+    def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
+        (xb, xc, *xs), (wo, wi, *ws), (gb, gc, *gs) = self.dims.lhs_spec, self.dims.rhs_spec, self.dims.out_spec
+        space = lambda axes: tuple(sorted(axes))
+        features, batches = self.feature_group_count, self.batch_group_count
+        return {
+            "fwd_lhs": Operand((xc,), (xb,), space(xs), features),
+            "fwd_rhs": Operand((wi,), (wo,), space(ws)),
+            "dlhs_g": Operand((gc,), (gb,), space(gs), features * batches),
+            "dlhs_rhs": Operand((wo,), (wi,), space(ws), features * batches),
+            "drhs_g": Operand((gb, *space(gs)), (gc,), space(gs)),
+            "drhs_lhs": Operand((xb, *space(xs)), (xc,), space(xs), batches),
+        }
+
+
+def dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None,
+    *, sparsity: Sparsity, ctx: Ctx = Ctx(),
+) -> jax.Array:  # fmt: skip
+    """`jax.lax.dot_general` whose three products prune as ``sparsity`` says.
+
+    Where a product contracts several axes, the last one alone is grouped if m divides it, else as few as needed are
+    flattened with it, in order.
+    """
+    (lc, rc), (lb, rb) = dimension_numbers
+    whole = lambda axes, ndim: tuple(groups.position(ndim, int(a)) for a in axes)
+    dims = ((whole(lc, lhs.ndim), whole(rc, rhs.ndim)), (whole(lb, lhs.ndim), whole(rb, rhs.ndim)))
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    op = Dot(dims, precision, _dtype(preferred_element_type), out_sharding)
+    return bilinear(op, lhs, rhs, sparsity, ctx)
+
+
+def conv_general_dilated(
+    lhs: jax.Array, rhs: jax.Array, window_strides, padding, lhs_dilation=None, rhs_dilation=None,
+    dimension_numbers=None, feature_group_count: int = 1, batch_group_count: int = 1, precision=None,
+    preferred_element_type=None, out_sharding=None, *, sparsity: Sparsity, ctx: Ctx = Ctx(),
+) -> jax.Array:  # fmt: skip
+    """`jax.lax.conv_general_dilated` whose three products prune as ``sparsity`` says."""
+    ints = lambda v: None if v is None else tuple(map(int, v))
+    padding = padding if isinstance(padding, str) else tuple(ints(pair) for pair in padding)
+    dims = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    op = Conv(
+        ints(window_strides), padding, ints(lhs_dilation), ints(rhs_dilation), dims, int(feature_group_count),
+        int(batch_group_count), precision, _dtype(preferred_element_type), out_sharding,
+    )  # fmt: skip
+    return bilinear(op, lhs, rhs, sparsity, ctx)
+
+
+def einsum(
+    spec: str, lhs: jax.Array, rhs: jax.Array, *, precision=None, preferred_element_type=None,
+    sparsity: Sparsity, ctx: Ctx = Ctx(),
+) -> jax.Array:  # fmt: skip
+    """`jnp.einsum` of two operands whose three products prune as ``sparsity`` says. Contracted labels are ordered as the
+    right operand, the weight, has them.
+
+    >>> einsum("...i,io->...o", jnp.ones((2, 3, 4)), jnp.ones((4, 5)), sparsity=Sparsity()).shape
+    (2, 3, 5)
+    """
+    left, right, out = _labels(spec, lhs.ndim, rhs.ndim)
+    batch = [c for c in left if c in right and c in out]
+    summed = [c for c in right if c in left and c not in out]
+    dims = tuple(tuple(tuple(map(side.index, axes)) for side in (left, right)) for axes in (summed, batch))
+    y = dot_general(lhs, rhs, dims, precision, preferred_element_type, sparsity=sparsity, ctx=ctx)
+    made = batch + [c for c in left if c not in right] + [c for c in right if c not in left]
+    return jnp.transpose(y, [made.index(c) for c in out])
+
+
+def _labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[list, list, list]:
+    """The labels of both operands and of the result, an ellipsis spelt out."""
+    inputs, arrow, out = spec.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if len(operands) != 2:
+        raise ValueError(
+            f"einsum {spec!r} has {len(operands)} operands: a product has two. Split it, or use jnp.einsum for what is not pruned."
+        )
+    sides = []
+    for labels, ndim in zip(operands, (lhs_ndim, rhs_ndim), strict=True):
+        head, dots, tail = labels.partition("...")
+        hidden = ndim - len(head) - len(tail)
+        if hidden < 0 or (hidden and not dots):
+            raise ValueError(f"einsum {spec!r}: {labels!r} does not fit an operand of {ndim} dimensions.")
+        sides.append([*head, *range(-hidden, 0), *tail])
+    left, right = sides
+    hidden = sorted({c for c in left + right if isinstance(c, int)})
+    if arrow:
+        head, dots, tail = out.partition("...")
+        result = [*head, *(hidden if dots else []), *tail]
+    else:
+        result = hidden + sorted(c for c in {*left, *right} - {*hidden} if (left + right).count(c) == 1)
+    for side in (left, right, result):
+        if repeated := {c for c in side if side.count(c) > 1}:
+            raise ValueError(
+                f"einsum {spec!r} repeats {repeated} within one array, a diagonal. Take it with jnp.diagonal first."
+            )
+    for c in left + right:
+        if c not in result and not (c in left and c in right):
+            raise ValueError(f"einsum {spec!r} sums {c!r} over one operand alone, which is no product. Sum it before.")
+    if unknown := [c for c in result if c not in left + right]:
+        raise ValueError(f"einsum {spec!r}: {unknown} of the result is in neither operand.")
+    return left, right, result
+
+
+def _dtype(dtype):
+    return None if dtype is None else jnp.dtype(dtype)
+
+
+def prune(pruner: Pruner, x: jax.Array, *, axis: int = -1, key=None, step=0, state=None) -> jax.Array:
+    """``x`` pruned in groups along ``axis``, with everything checked.
+
+    >>> from nmjax.pruners import mse, mvue
+    >>> prune(mse(2, 4), jnp.array([1., -2., 3., -4.]))
+    Array([ 0.,  0.,  3., -4.], dtype=float32)
+    """
+    if not isinstance(pruner, Pruner):
+        hint = f": parse it first, nm.parse_pruner({pruner!r})" if isinstance(pruner, str) else ""
+        raise TypeError(f"prune takes a pruner such as mse(2,4), got {type(pruner).__name__}{hint}.")
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise ValueError(f"{pruner} prunes along an axis, and a 0-d array has none.")
+    axis = groups.position(x.ndim, axis)
+    ctx = Ctx(None if key is None else random.fold(random.words(key), step), step, state)
+    located = ctx.located(x.ndim, axis)
+    other = () if located.other is None else (located.other,)
+    return _pruned(f"{pruner}", pruner, x, Operand((axis,), other, located.space), ctx)

@@ -1,0 +1,59 @@
+"""S-STE's continuous soft threshold.
+
+Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-Training" (arXiv 2409.09099), section 3::
+
+    t = the (m-n)-th smallest magnitude of the group        (2:4: the second smallest)
+    s = sign(w) * max(|w| - t, 0)
+    w~ = beta * s,   beta = <w, s> / <s, s>  over the whole tensor, once, from the initial weights
+
+A hard mask jumps where two magnitudes swap; here both are zero when they meet. beta is frozen: computed anew at every
+step it grows without end. It is the state of this pruner, and 1 where no state is given.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from nmjax import groups
+from nmjax.typing import Ctx, Grouped
+
+
+@dataclass(frozen=True, repr=False)
+class soft(Grouped):
+    """Shrink every magnitude by the largest one that n:m drops. Wrap in `ste` for the paper's gradient; bare, autodiff's.
+
+    >>> soft(2, 4)(jnp.array([1., -2., 3., -4.]))
+    Array([ 0.,  0.,  1., -2.], dtype=float32)
+    """
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        shrunk = self._shrunk(x, axis)
+        if ctx.state is not None:
+            shrunk = shrunk * jnp.asarray(ctx.state).astype(shrunk.dtype)
+        return groups.rounded(shrunk, x.dtype)
+
+    def _shrunk(self, x: jax.Array, axis: int) -> jax.Array:
+        """In float32: a threshold subtracted in bf16 would make ties."""
+        axis = groups.position(x.ndim, axis)
+        if self.n == self.m:
+            return groups.wide(x)
+        kept = groups.split(self.mask(x, axis), axis, self.m)
+        w = groups.wide(groups.split(x, axis, self.m))
+        size = jnp.abs(w)
+        t = jnp.max(jnp.where(kept, 0.0, size), axis + 1, keepdims=True)
+        return jnp.where(kept & ~(size <= t), jnp.sign(w) * (size - t), 0.0).reshape(x.shape)  # NaN stays
+
+    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        """The n largest magnitudes, where the result may be other than zero: what flip rates count."""
+        return groups.top(x, axis, self.n, self.m)
+
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        """beta, the scale of least squared error."""
+        s = self._shrunk(x, axis)
+        energy = jnp.sum(s * s)
+        return jnp.where(energy > 0, jnp.sum(groups.wide(x) * s) / jnp.where(energy > 0, energy, 1.0), 1.0)
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        """beta as it was: frozen."""
+        return ctx.state

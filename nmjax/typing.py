@@ -1,0 +1,221 @@
+"""What everything else is made of: frozen values, the pruner, and the context it reads.
+
+A *pruner* is one noun: ``p(x, axis, ctx) -> array`` of the same shape and dtype, pruned in groups of m consecutive
+values along ``axis``. What is fixed (n, m, a schedule) is a field of the value; what changes (key, step, state) comes in
+through `Ctx`. Values compare, hash and print, and `nmjax.parse_pruner` reads back what they print.
+"""
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+
+Schedule = Callable[[Any], Any]
+"""``step -> scalar``. The values of `nmjax.schedules` print and parse; any other callable works too."""
+
+
+class Axes(NamedTuple):
+    """What a product knows of an operand beside the axis that its groups lie along."""
+
+    other: int | None  # the axis that the operand's transposed use contracts: out-features, of a weight
+    space: tuple[int, ...]  # positions: image height and width, or a sequence's tokens
+
+
+class Ctx(NamedTuple):
+    """The dynamic half of a call: randomness, time and memory, as data."""
+
+    key: Any = None  # a jax.random.key, an int seed, or two uint32 words
+    step: Any = 0
+    state: Any = None  # what `init` made; for a product, a dict from slot to state
+    axes: Axes | None = None  # set by products; arrays on their own are read as (batch, *space, features)
+
+    def located(self, ndim: int, axis: int) -> Axes:
+        """The axes beside ``axis``, by convention where no product has set them."""
+        if self.axes is not None:
+            return self.axes
+        others = [a for a in range(ndim) if a != axis]
+        return Axes(others[-1] if others else None, tuple(a for a in others if 0 < a < ndim - 1))
+
+
+@dataclass(frozen=True, repr=False)
+class Value:
+    """A frozen record of plain Python values that prints as the text which parses back to it."""
+
+    def __post_init__(self):
+        for f in fields(self):
+            object.__setattr__(self, f.name, _plain(self, f.name, f.type, getattr(self, f.name)))
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.default is MISSING:
+                shown.append(show(value))
+            elif value != f.default:
+                shown.append(f"{f.name}={show(value)}")
+        return f"{type(self).__name__}({','.join(shown)})"
+
+
+def show(value) -> str:
+    """Text of a field: Python's own grammar, without spaces."""
+    if isinstance(value, tuple):
+        return f"({','.join(map(show, value))}{',' if len(value) == 1 else ''})"
+    if callable(value) and not isinstance(value, Value):
+        return f"<callable {getattr(value, '__name__', type(value).__name__)}>"
+    return repr(value)
+
+
+def _plain(owner, name, kind, value):
+    """Numbers as Python's own, lists as tuples; arrays refused, for a value must hash and outlive a trace."""
+    where = f"{type(owner).__name__}: {name}"
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"{where} must be a plain Python value, got an array of shape {value.shape}. "
+            "What changes from step to step goes in through Ctx(key, step, state), or through a schedule of the step."
+        )
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(owner, name, None, v) for v in value)
+    if kind is int:
+        whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == math.floor(value)
+        if not whole:
+            raise TypeError(f"{where} must be a whole number, got {value!r}.")
+        return operator.index(int(value))
+    if kind is float:
+        if not isinstance(value, numbers.Real) or isinstance(value, bool) or math.isnan(value):
+            raise TypeError(f"{where} must be a number, got {value!r}.")
+        return float(value)
+    return value
+
+
+@dataclass(frozen=True, repr=False)
+class Pruner(Value):
+    """Base of all pruners. Combinators inherit their parts' needs; leaves override what they have."""
+
+    outermost: ClassVar[bool] = False  # whether it makes sense as a whole slot only
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> tuple["Pruner", ...]:
+        """The pruners inside this one."""
+        return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), Pruner))
+
+    @property
+    def block(self) -> int:
+        """What the pruned axis must divide by."""
+        return math.lcm(*(p.block for p in self.parts))
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a call draws random numbers and so needs a key."""
+        return any(p.stochastic for p in self.parts)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a call cannot do without state (`soft` can: its scale is then 1)."""
+        return any(p.stateful for p in self.parts)
+
+    @property
+    def ruled(self) -> bool:
+        """Whether it brings a gradient rule, which only a forward slot can use."""
+        return any(p.ruled for p in self.parts)
+
+    @property
+    def selects(self) -> bool:
+        """Whether a call only keeps or drops: ``p(x) == where(p.mask(x), x, 0)``."""
+        return False
+
+    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        """Which entries are kept."""
+        if len(self.parts) == 1:
+            return self.parts[0].mask(x, axis, ctx)
+        raise TypeError(f"{self} has no mask: it does not select entries by a rule of their own.")
+
+    @property
+    def final(self) -> "Pruner":
+        """The form that inference uses: without time, noise or gradient rule."""
+        if self.stochastic:
+            raise ValueError(f"{self} draws anew at every step, so it has no final form for inference to use.")
+        return self
+
+    def final_state(self, state):
+        """The state that `final` reads, out of this pruner's state."""
+        return state
+
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
+        """The first state; None where there is nothing to remember."""
+        return joined(p.init(x, axis, ctx) for p in self.parts)
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
+        """The state of ``ctx.step``, out of ``ctx.state``, that of an earlier step."""
+        return joined(p.refresh(x, axis, part) for p, part in zip(self.parts, apart(self, ctx), strict=True))
+
+
+@dataclass(frozen=True, repr=False)
+class Grouped(Pruner):
+    """A pruner that keeps at most n of every m consecutive values."""
+
+    n: int
+    m: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.n <= self.m:
+            raise ValueError(
+                f"{self}: n must lie between 1 and m, for at most n of every m values are kept"
+                + (f"; write {type(self).__name__}({self.m},{self.n})?" if 1 <= self.m < self.n else ".")
+            )
+
+    @property
+    def block(self) -> int:
+        return self.m
+
+
+def joined(states) -> Any:
+    """The state of a pruner out of its parts': that of a single part as it is, else a tuple; None if all are."""
+    states = tuple(states)
+    if all(s is None for s in states):
+        return None
+    return states[0] if len(states) == 1 else states
+
+
+def apart(p: Pruner, ctx: Ctx) -> list[Ctx]:
+    """A context for every part of ``p``, with that part's own state: the way back from `joined`."""
+    if len(p.parts) == 1:
+        return [ctx]
+    states = (None,) * len(p.parts) if ctx.state is None else ctx.state
+    if not isinstance(states, (tuple, list)) or len(states) != len(p.parts):
+        raise ValueError(
+            f"{p} has {len(p.parts)} parts and wants their states in a tuple, as {type(p).__name__}.init makes it."
+        )
+    return [ctx._replace(state=s) for s in states]
+
+
+def check_inner(owner: Pruner, *inner: Pruner, ruled: bool = False) -> None:
+    """Refuse what is no pruner, and what makes sense outermost only."""
+    for p in inner:
+        if not isinstance(p, Pruner):
+            hint = f"nm.parse_pruner({p!r})" if isinstance(p, str) else "a pruner, such as mse(2,4)"
+            raise TypeError(f"{type(owner).__name__} takes pruners, got {type(p).__name__}: pass {hint}.")
+        if p.outermost or (p.ruled and not ruled):
+            what, around = type(p).__name__, type(owner).__name__
+            raise ValueError(
+                f"{p} speaks for a whole slot, so it stands outermost: write {what}({around}(...)), not {around}({what}(...))."
+            )
+
+
+def slot_state(state, slot: str):
+    """The state of one slot out of a product's state."""
+    if state is None:
+        return None
+    if not isinstance(state, Mapping):
+        raise TypeError(f"ctx.state of a product is a dict from slot to state, got {type(state).__name__}.")
+    return state.get(slot)
