@@ -20,7 +20,7 @@ class chain(Pruner):
     """One after another, each on what the one before it gave.
 
     >>> chain(mse(2, 4), fp8("e4m3"))(jnp.array([1.0, -2.0, 3.1, -4.0]))
-    Array([ 0.       ,  0.       ,  3.142857, -4.       ], dtype=float32)
+    Array([ 0.       ,  0.       ,  3.1428573, -4.       ], dtype=float32)
     """
 
     pruners: tuple[Pruner, ...]
