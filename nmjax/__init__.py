@@ -17,11 +17,9 @@ from nmjax.combinators import (
 )
 from nmjax.estimators import decay as decay, sr_ste as sr_ste, ste as ste
 from nmjax.products import (
-    Sparsity as Sparsity,
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,
     einsum as einsum,
-    prune as prune,
 )
 from nmjax.pruners import (
     identity as identity,
@@ -40,5 +38,6 @@ from nmjax.schedules import (
     optax_schedule as optax_schedule,
     stairs as stairs,
 )
+from nmjax.sparsity import Sparsity as Sparsity, prune as prune
 from nmjax.spec import parse as parse, parse_pruner as parse_pruner
 from nmjax.typing import Ctx as Ctx, Pruner as Pruner

@@ -5,9 +5,9 @@ They compose by replacing slots: ``dataclasses.replace(s_ste(), dlhs_g=rescale(m
 
 from nmjax.combinators import chain, fp8, hold, permute, raw, rescale, stages
 from nmjax.estimators import decay, sr_ste as sr, ste as straight
-from nmjax.products import Sparsity
 from nmjax.pruners import identity, mse, mvue as unbiased, mvue_approx, soft, transposable, uniform
 from nmjax.schedules import exponential
+from nmjax.sparsity import Sparsity
 from nmjax.typing import Pruner, Schedule
 
 

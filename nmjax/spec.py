@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nmjax import combinators, estimators, methods, pruners, schedules
-from nmjax.products import SLOTS, Sparsity
+from nmjax.sparsity import SLOTS, Sparsity
 from nmjax.typing import Pruner
 
 PRUNERS: dict[str, Callable | Pruner] = {

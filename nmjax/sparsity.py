@@ -1,0 +1,195 @@
+"""The six slots of a linear layer, and what may stand in each.
+
+===========  ==========================  ===============================  ===========================
+product      computes                    slots                            contracts, and so groups by
+===========  ==========================  ===============================  ===========================
+fwd          y  = x w                    ``fwd_lhs`` x, ``fwd_rhs`` w     in-features
+dlhs         dx = g w^T                  ``dlhs_g`` g, ``dlhs_rhs`` w     out-features
+drhs         dw = x^T g                  ``drhs_g`` g, ``drhs_lhs`` x     tokens: batch and positions
+===========  ==========================  ===============================  ===========================
+
+Every slot prunes along the contraction axis of its own product, so nobody names an axis.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nmjax import groups, random
+from nmjax.combinators import raw, stages
+from nmjax.estimators import Estimator
+from nmjax.pruners import identity
+from nmjax.typing import Axes, Ctx, Pruner, Value, slot_state
+
+FORWARD = ("fwd_lhs", "fwd_rhs")
+BACKWARD = ("dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs")
+SLOTS = FORWARD + BACKWARD
+WEIGHT = ("fwd_rhs", "dlhs_rhs")  # the slots that can keep state between steps
+
+
+@dataclass(frozen=True, repr=False)
+class Sparsity(Value):
+    """A method: what to do in each of the six slots. All empty is dense."""
+
+    fwd_lhs: Pruner = identity
+    fwd_rhs: Pruner = identity
+    dlhs_g: Pruner = identity
+    dlhs_rhs: Pruner = identity
+    drhs_g: Pruner = identity
+    drhs_lhs: Pruner = identity
+
+    def __post_init__(self):
+        super().__post_init__()
+        for slot in SLOTS:
+            _check_slot(slot, getattr(self, slot))
+
+    def __repr__(self) -> str:
+        return "; ".join(f"{slot}={p}" for slot in SLOTS if (p := getattr(self, slot)) != identity) or "dense"
+
+    @property
+    def backward(self) -> bool:
+        """Whether any backward slot prunes."""
+        return any(getattr(self, slot) != identity for slot in BACKWARD)
+
+    def init(self, rhs: jax.Array, contract=0, out=-1, ctx: Ctx = Ctx()) -> dict[str, Any]:
+        """The state of the weight slots, for ``ctx.state``: the axes of ``rhs`` that the forward product contracts, and
+        those that it leaves. Empty for methods that remember nothing."""
+        return self._states(rhs, contract, out, ctx._replace(state=None), "init")
+
+    def refresh(self, rhs: jax.Array, contract=0, out=-1, ctx: Ctx = Ctx()) -> dict[str, Any]:
+        """The state of ``ctx.step``, out of ``ctx.state``."""
+        return self._states(rhs, contract, out, ctx, "refresh")
+
+    def _states(self, rhs, contract, out, ctx, make):
+        axes = lambda a: tuple(groups.position(rhs.ndim, i) for i in ((a,) if isinstance(a, int) else a))
+        inward, outward = axes(contract), axes(out)
+        space = tuple(a for a in range(rhs.ndim) if a not in inward + outward)
+        states, value = {}, rhs
+        for slot, operand in (
+            ("fwd_rhs", Operand(inward, outward, space)),
+            ("dlhs_rhs", Operand(outward, inward, space)),
+        ):
+            p = getattr(self, slot)
+            if p == identity:
+                continue
+            x, here = (rhs if isinstance(p, raw) else value), slot_ctx(ctx, slot)
+            state = along(f"{slot}={p}", p, x, operand, here, getattr(p, make))[0]
+            if state is not None:
+                states[slot] = state
+            if slot == "fwd_rhs" and self.dlhs_rhs.stateful:  # whose state is of what the forward product uses
+                value = pruned(f"{slot}={p}", p, value, operand, here._replace(state=state))
+        return states
+
+
+def _check_slot(slot: str, p: Any) -> None:
+    """Refuse a pruner where it has no meaning."""
+    if not isinstance(p, Pruner):
+        hint = f": parse it first, nm.parse_pruner({p!r})" if isinstance(p, str) else ""
+        raise TypeError(f"{slot} takes a pruner, got {type(p).__name__}{hint}.")
+    if isinstance(p, raw) and slot not in ("dlhs_rhs", "drhs_lhs"):
+        raise ValueError(
+            f"{slot}={p}: raw chooses an operand's unpruned value in dlhs_rhs or drhs_lhs. Write {slot}={p.p}."
+        )
+    if p.ruled and slot not in FORWARD:
+        inner = p.p if isinstance(p, Estimator) else "the pruner itself"
+        raise ValueError(
+            f"{slot}={p}: a gradient rule has no meaning in a backward slot, which is never differentiated. Write {slot}={inner}."
+        )
+    if p.stochastic and slot in FORWARD and not _rule_for_noise(p):
+        raise ValueError(f"{slot}={p}: what autodiff makes of a random choice is no gradient. Write {slot}=ste({p}).")
+    if p.stateful and slot not in WEIGHT:
+        raise ValueError(
+            f"{slot}={p}: only a weight keeps state between steps, in fwd_rhs or dlhs_rhs. Here write a pruner without hold or permute."
+        )
+
+
+def _rule_for_noise(p: Pruner) -> bool:
+    if isinstance(p, stages):
+        return all(_rule_for_noise(q) for q in p.parts)
+    return isinstance(p, Estimator) or not p.stochastic
+
+
+class Operand(NamedTuple):
+    """Where the axes of an operand lie."""
+
+    contract: tuple[int, ...]  # the last is the innermost
+    other: tuple[int, ...]
+    space: tuple[int, ...]
+    runs: int = 1  # equal parts of the contraction that no group may straddle: feature groups of a convolution
+
+
+def slot_ctx(ctx: Ctx, slot: str) -> Ctx:
+    """What one slot sees: noise of its own at every step, and its own state."""
+    key = None if ctx.key is None else random.fold(random.fold(random.words(ctx.key), ctx.step), SLOTS.index(slot))
+    return Ctx(key, ctx.step, slot_state(ctx.state, slot))
+
+
+def pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
+    if p == identity:
+        return x
+    result, back = along(label, p, x, operand, ctx, p)
+    return back(result)
+
+
+def along(label, p, x, operand, ctx, call):
+    """Call a pruner, or its init or refresh, along one axis, of the several perhaps that its product contracts."""
+    flat, axis, where, back = merged_operand(label, p, x, operand, ctx)
+    other = [a for o in operand.other if (a := where[o]) is not None]
+    space = tuple(a for s in operand.space if (a := where[s]) is not None)
+    try:
+        return call(flat, axis, ctx._replace(axes=Axes(other[-1] if other else None, space))), back
+    except ValueError as error:
+        raise ValueError(f"{label}: {error}") from error
+
+
+def merged_operand(label, p, x, operand, ctx):
+    """The operand with one axis to prune along, or a sentence on why there is none."""
+    where = f"{label} prunes an array of shape {x.shape}"
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{where} and dtype {x.dtype}: only floating-point values are pruned. Cast it, or leave it dense."
+        )
+    if not x.size:
+        raise ValueError(f"{where}: an empty array has no groups. Leave it dense.")
+    if not operand.contract:
+        raise ValueError(
+            f"{where}, of which its product contracts no axis, so there are no groups. Leave the slot empty."
+        )
+    if p.stochastic and ctx.key is None:
+        raise ValueError(
+            f"{where} and draws random numbers: pass a key, as Ctx(key=jax.random.key(0), step=step) or prune(..., key=...)."
+        )
+    merged = groups.merge(x, operand.contract, p.block * operand.runs)
+    if merged is None:
+        sizes, axes = (
+            join.join(map(str, v))
+            for join, v in ((" x ", [x.shape[a] for a in operand.contract]), (", ", operand.contract))
+        )
+        runs = f" in each of {operand.runs} feature groups" if operand.runs > 1 else ""
+        raise ValueError(
+            f"{where} along its contraction axis {axes}, whose {sizes} values do not divide into groups of {p.block}{runs}. "
+            "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
+        )
+    return merged
+
+
+def prune(pruner: Pruner, x: jax.Array, *, axis: int = -1, key=None, step=0, state=None) -> jax.Array:
+    """``x`` pruned in groups along ``axis``, with everything checked.
+
+    >>> from nmjax.pruners import mse, mvue
+    >>> prune(mse(2, 4), jnp.array([1., -2., 3., -4.]))
+    Array([ 0.,  0.,  3., -4.], dtype=float32)
+    """
+    if not isinstance(pruner, Pruner):
+        hint = f": parse it first, nm.parse_pruner({pruner!r})" if isinstance(pruner, str) else ""
+        raise TypeError(f"prune takes a pruner such as mse(2,4), got {type(pruner).__name__}{hint}.")
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise ValueError(f"{pruner} prunes along an axis, and a 0-d array has none.")
+    axis = groups.position(x.ndim, axis)
+    ctx = Ctx(None if key is None else random.fold(random.words(key), step), step, state)
+    located = ctx.located(x.ndim, axis)
+    other = () if located.other is None else (located.other,)
+    return pruned(f"{pruner}", pruner, x, Operand((axis,), other, located.space), ctx)
