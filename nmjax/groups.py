@@ -155,6 +155,12 @@ def wide(x: jax.Array) -> jax.Array:
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
+def settled(x: jax.Array) -> jax.Array:
+    """Non-negative floats as they are, divided by one. XLA's CPU fusion counts a division as costly, and so computes a
+    group's value once, where it would else compute all that led to it once more for every member: 1.5 copies, not 20."""
+    return x / jnp.where(x < 0, 2, 1).astype(x.dtype)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: jax.Array, dtype) -> jax.Array:
     """From the dtype of `wide` back. To bf16 by its bits: XLA's own conversion keeps the CPU from fusing around it."""

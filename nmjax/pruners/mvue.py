@@ -44,7 +44,7 @@ class mvue(Grouped):
         axis = groups.position(x.ndim, axis)
         g, u = groups.split(x, axis, self.m), jnp.expand_dims(u, axis + 1)
         u = u.astype(groups.wide(x).dtype)
-        way = _unrolled if self.m <= 4 else _whole
+        way = _single if self.n == 1 else _unrolled if self.m <= 16 else _whole
         return way(g, u, axis + 1, self.n).reshape(x.shape)
 
 
@@ -56,15 +56,38 @@ def group_uniforms(x: jax.Array, axis: int, m: int, ctx: Ctx) -> jax.Array:
 
 
 def visible(size: jax.Array, broken: jax.Array) -> jax.Array:
-    """Magnitudes to choose by. In a broken group, one that holds inf or NaN, these have weight 1 and finite values none."""
+    """Magnitudes to choose by. In a broken group, one that holds inf or NaN, these weigh 1 and finite values nothing."""
     return jnp.where(broken, (~(size < jnp.inf)).astype(size.dtype), size)
 
 
+def any_broken(size: list[jax.Array]) -> jax.Array:
+    """Whether a group holds inf or NaN, of which alone 0 times is not 0."""
+    return ~(sum(v * 0 for v in size) == 0)
+
+
+# Three ways to the same draw, for what they cost: where the choice is one index, one bit a member, or a running sum.
+
+
+def _single(g, u, axis, n):
+    """1:m. tau is the whole mass, and the index of the choice counts the members that end before its point."""
+    size = [jnp.abs(groups.wide(v)) for v in groups.members(g, axis)]
+    broken = any_broken(size)
+    a = [visible(v, broken) for v in size]
+    mass = sum(a)
+    point, upto, index = u * mass, jnp.zeros_like(u), jnp.zeros_like(u)
+    for v in a:
+        upto = upto + v
+        index = index + ((upto <= point) & (upto < mass)).astype(u.dtype)
+    chosen = groups.settled(index).astype(jnp.int32)
+    hit = lax.broadcasted_iota(jnp.int32, g.shape, axis) == chosen
+    return _written(g, hit, jnp.where(broken, 0.0, mass))
+
+
 def _unrolled(g, u, axis, n):
-    """Member by member, so that XLA fuses it into one pass over a small group."""
+    """Member by member."""
     x = [groups.wide(v) for v in groups.members(g, axis)]
     size = [jnp.abs(v) for v in x]
-    broken = ~(sum(v * 0 for v in size) == 0)
+    broken = any_broken(size)
     a = [visible(v, broken) for v in size]
     sat, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), sum(a)
     for _ in range(n - 1):
@@ -72,20 +95,25 @@ def _unrolled(g, u, axis, n):
         left = n - sum(s.astype(u.dtype) for s in sat)
         rest = sum(jnp.where(s, 0.0, v) for s, v in zip(sat, a, strict=True))
     tau, per_tau = _threshold(rest, left)
-    tau_out = _as_stored(tau, g)
-    reached, upto, out = jnp.zeros_like(u), jnp.zeros_like(u), []
-    for v, s, w in zip(a, sat, x, strict=True):
+    tau = jnp.where(broken, 0.0, tau)
+    upto, before, hits = jnp.zeros_like(u), jnp.zeros_like(u), []
+    for v, s in zip(a, sat, strict=True):
         upto = upto + jnp.where(s, 0.0, v)
         points = _points(upto, rest, per_tau, u, left)
-        out.append(_kept(w, s, points > reached, broken, tau_out))
-        reached = points
-    return groups.rounded(jnp.concatenate(out, axis), g.dtype)
+        hits.append(s | (points > before))
+        before = points
+    if len(x) <= 4:
+        tau = _as_stored(tau, g)
+        out = [jnp.where(hit, _value(v, tau), 0.0) for hit, v in zip(hits, x, strict=True)]
+        return groups.rounded(jnp.concatenate(out, axis), g.dtype)
+    word = sum(jnp.where(hit, float(1 << j), 0.0) for j, hit in enumerate(hits))
+    place = lax.broadcasted_iota(jnp.int32, g.shape, axis)
+    return _written(g, (groups.settled(word).astype(jnp.int32) >> place) & 1 == 1, tau)
 
 
 def _whole(g, u, axis, n):
-    """The same with reductions and a running sum along the members."""
-    x = groups.wide(g)
-    size = jnp.abs(x)
+    """With reductions and a running sum along the members."""
+    size = jnp.abs(groups.wide(g))
     broken = jnp.any(~(size < jnp.inf), axis, keepdims=True)
     a = visible(size, broken)
     total = lambda v: jnp.sum(v, axis, keepdims=True)
@@ -99,7 +127,7 @@ def _whole(g, u, axis, n):
     tau, per_tau = _threshold(rest, left)
     points = _points(upto, rest, per_tau, u, left)
     before = lax.pad(points, jnp.zeros((), u.dtype), [(int(d == axis), -int(d == axis), 0) for d in range(g.ndim)])
-    return groups.rounded(_kept(x, sat, points > before, broken, _as_stored(tau, g)), g.dtype)
+    return _written(g, sat | (points > before), jnp.where(broken, 0.0, tau))
 
 
 def _threshold(rest, left):
@@ -114,10 +142,17 @@ def _points(upto, rest, per_tau, u, left):
     return jnp.where(rest > 0, jnp.where(upto >= rest, left, before), 0.0)
 
 
-def _kept(x, sat, hit, broken, tau):
-    return jnp.where(sat | (hit & broken), x, jnp.where(hit, jnp.where(x < 0, -tau, tau), 0.0))
+def _written(g, hit, tau):
+    """The result, of choices and thresholds a group."""
+    tau = groups.settled(_as_stored(tau, g))
+    return groups.rounded(jnp.where(hit, _value(groups.wide(g), tau), 0.0), g.dtype)
+
+
+def _value(x, tau):
+    """sign(x) * max(|x|, tau), with NaN as it is."""
+    return jnp.where(jnp.abs(x) < tau, jnp.where(x < 0, -tau, tau), x)
 
 
 def _as_stored(tau, g):
-    """tau as the result's dtype will hold it, in float32: rounded once a group, not once a value."""
+    """tau as the result's dtype will hold it: rounded once a group, not once a value."""
     return lax.reduce_precision(tau, 8, 7) if g.dtype == jnp.bfloat16 else tau

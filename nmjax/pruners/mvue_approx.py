@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from nmjax import groups
-from nmjax.pruners.mvue import group_uniforms, visible
+from nmjax.pruners.mvue import any_broken, group_uniforms, visible
 from nmjax.random import fold, words
 from nmjax.typing import Ctx, Grouped
 
@@ -54,7 +54,7 @@ class mvue_approx(Grouped):
         first, second = (jnp.expand_dims(v, axis + 1).astype(groups.wide(x).dtype) for v in u)
         w = [groups.wide(v) for v in groups.members(g, axis + 1)]
         size = [jnp.abs(v) for v in w]
-        broken = ~(sum(v * 0 for v in size) == 0)
+        broken = any_broken(size)
         a = [visible(v, broken) for v in size]
         few = sum((v > 0).astype(jnp.float32) for v in a) <= 2  # nothing to choose: keep what there is
         others = _sums_of_others(a)

@@ -10,6 +10,7 @@ A hard mask jumps where two magnitudes swap; here both are zero when they meet. 
 step it grows without end. It is the state of this pruner, and 1 where no state is given.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -38,11 +39,12 @@ class soft(Grouped):
         axis = groups.position(x.ndim, axis)
         if self.n == self.m:
             return groups.wide(x)
-        kept = groups.split(self.mask(x, axis), axis, self.m)
-        w = groups.wide(groups.split(x, axis, self.m))
-        size = jnp.abs(w)
-        t = jnp.max(jnp.where(kept, 0.0, size), axis + 1, keepdims=True)
-        return jnp.where(kept & ~(size <= t), jnp.sign(w) * (size - t), 0.0).reshape(x.shape)  # NaN stays
+        g = groups.split(x, axis, self.m)
+        if self.m <= 4:  # member by member, so that XLA fuses it into one pass
+            return jnp.concatenate(_shrunk(groups.members(g, axis + 1), self.n), axis + 1).reshape(x.shape)
+        kept, w = groups.split(self.mask(x, axis), axis, self.m), groups.wide(g)
+        t = jnp.max(jnp.where(kept, 0.0, jnp.abs(w)), axis + 1, keepdims=True)
+        return _beyond(w, t, kept).reshape(x.shape)
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """The n largest magnitudes, where the result may be other than zero: what flip rates count."""
@@ -57,3 +59,19 @@ class soft(Grouped):
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """beta as it was: frozen."""
         return ctx.state
+
+
+def _shrunk(members, n):
+    """The members of a group less the largest magnitude that is dropped."""
+    order, w = [groups.magnitude(v) for v in members], [groups.wide(v) for v in members]
+    kept = []
+    for i, mine in enumerate(order):
+        ahead = [other >= mine if j < i else other > mine for j, other in enumerate(order) if j != i]
+        kept.append(sum(a.astype(jnp.int32) for a in ahead) < n)
+    t = functools.reduce(jnp.maximum, (jnp.where(k, 0.0, jnp.abs(v)) for k, v in zip(kept, w, strict=True)))
+    return [_beyond(v, t, k) for v, k in zip(w, kept, strict=True)]
+
+
+def _beyond(w, t, kept):
+    """What of a kept value lies beyond the threshold; NaN as it is."""
+    return jnp.where(kept & ~(jnp.abs(w) <= t), jnp.sign(w) * (jnp.abs(w) - t), 0.0)

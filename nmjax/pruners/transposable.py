@@ -94,7 +94,7 @@ def _halves(size, rows, columns):
             better = total > best
             best, word = jnp.where(better, total, best), jnp.where(better, joint, word)
     place = 4 * lax.broadcasted_iota(jnp.int32, size.shape, rows) + lax.broadcasted_iota(jnp.int32, size.shape, columns)
-    return (word >> place) & 1 == 1
+    return (groups.settled(word.astype(size.dtype)).astype(jnp.int32) >> place) & 1 == 1
 
 
 def _best_forms(pair_of_rows):

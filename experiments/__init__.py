@@ -1,0 +1,1 @@
+"""Runs on top of the library: benchmarks, and later training."""
