@@ -58,10 +58,10 @@ def top(x: jax.Array, axis: int, n, m: int) -> jax.Array:
 def top_of(size: jax.Array, axis: int, n) -> jax.Array:
     """Mask of the n largest integers along a whole axis, the first of equals."""
     m = size.shape[axis]
+    if isinstance(n, int) and n == 1 and m > 4:
+        return _first_largest(size, axis)
     if m <= 16:
         return _by_rank(size, axis, n)
-    if isinstance(n, int) and n == 1:
-        return _first_largest(size, axis)
     return _by_bisection(size, axis, n)
 
 

@@ -42,8 +42,7 @@ def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> 
     """S-STE: weights through a soft threshold, their scale frozen; unbiased gradients in dw (Hu et al., arXiv 2409.09099).
 
     ``gradient`` is "mvue" (exact), "mvue_approx" (the two draws that the paper trains with) or "dense". With ``fp8`` every
-    operand is rounded as in the paper: e4m3 forward, e5m2 for both operands of both backward products, pruning first. The
-    weight of dx is rounded to e5m2 from its e4m3 form.
+    operand is rounded as in the paper: e4m3 forward, e5m2 for both operands of both backward products, after pruning.
 
     >>> s_ste()
     fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
@@ -61,7 +60,7 @@ def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> 
         dlhs_g=wide,
         dlhs_rhs=wide,
         drhs_g=wide if g == identity else chain(g, wide),
-        drhs_lhs=raw(wide),
+        drhs_lhs=wide,
     )
 
 

@@ -2,8 +2,9 @@
 
 Forward slots are functions that autodiff goes through, by their own gradient rule. Backward slots are never
 differentiated. An empty one reuses the value that the forward product used; a pruner there prunes that value again;
-``raw(p)`` prunes the operand itself. Where all are empty the rule is autodiff itself, and no custom_vjp stands in the way
-of forward mode or of second derivatives.
+``raw(p)`` prunes the operand itself. A last `fp8` stays in its slot: each product rounds its operands for itself, out of
+what was pruned. Where all backward slots are empty the rule is autodiff itself, and no custom_vjp stands in the way of
+forward mode or of second derivatives.
 
 Noise is a function of (key, step, slot, group): the same key at another step draws anew. A product that is traced once and
 run many times with one key and step, under `jax.vmap` or as a tied layer, draws the same noise each time.
@@ -20,7 +21,7 @@ from jax import lax
 from nmjax import groups, random
 from nmjax.combinators import raw
 from nmjax.pruners import identity
-from nmjax.sparsity import Operand, Sparsity, merged_operand, pruned, slot_ctx
+from nmjax.sparsity import Operand, Sparsity, merged_operand, pruned, slot_ctx, stored
 from nmjax.typing import Ctx
 
 # ---- the rule ----
@@ -31,9 +32,11 @@ def bilinear(op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = 
     of its operands."""
     if ctx.key is not None:
         ctx = ctx._replace(key=random.words(ctx.key))
-    x = _in_slot("fwd_lhs", op, sparsity, ctx, lhs, lhs.ndim, rhs.ndim)
-    w = _in_slot("fwd_rhs", op, sparsity, ctx, rhs, lhs.ndim, rhs.ndim)
-    if not sparsity.backward:
+    (left, left_store), (right, right_store) = stored(sparsity.fwd_lhs), stored(sparsity.fwd_rhs)
+    axes = op.operands(lhs.ndim, rhs.ndim)
+    x = _in_slot("fwd_lhs", left, lhs, axes, ctx)
+    w = _in_slot("fwd_rhs", right, rhs, axes, ctx)
+    if not sparsity.backward and left_store == right_store == identity:
         return op(x, w)
     unpruned = (
         lax.stop_gradient(lhs) if isinstance(sparsity.drhs_lhs, raw) else None,
@@ -42,31 +45,30 @@ def bilinear(op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = 
     return _ruled(op, sparsity, x, w, unpruned, ctx[:3])
 
 
-def _in_slot(slot, op, sparsity, ctx, value, lhs_ndim, rhs_ndim, call=pruned):
-    p = getattr(sparsity, slot)
-    if p == identity:
-        return value
-    return call(f"{slot}={p}", p, value, op.operands(lhs_ndim, rhs_ndim)[slot], slot_ctx(ctx, slot))
+def _in_slot(slot, p, value, axes, ctx, call=pruned):
+    return value if p == identity else call(f"{slot}={p}", p, value, axes[slot], slot_ctx(ctx, slot))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _ruled(op, sparsity, x, w, unpruned, dynamic):
-    return op(x, w)
+    return op(stored(sparsity.fwd_lhs)[1](x), stored(sparsity.fwd_rhs)[1](w))
 
 
 def _ruled_forward(op, sparsity, x, w, unpruned, dynamic):
-    y = op(x, w)
+    y = _ruled(op, sparsity, x, w, unpruned, dynamic)
     # What the backward pass would refuse is refused here, with the caller's line in the traceback; and not in _ruled, for
     # a product that nobody differentiates needs no key, and may have any number of tokens.
+    axes = op.operands(x.ndim, w.ndim)
     for slot, value in _backward_values(x, w, unpruned, y).items():
-        _in_slot(slot, op, sparsity, Ctx(*dynamic), value, x.ndim, w.ndim, call=merged_operand)
+        _in_slot(slot, getattr(sparsity, slot), value, axes, Ctx(*dynamic), call=merged_operand)
     return y, (x, w, unpruned, dynamic)
 
 
 def _ruled_backward(op, sparsity, residuals, g):
     x, w, unpruned, dynamic = residuals
     values = _backward_values(x, w, unpruned, g)
-    prune = lambda slot: _in_slot(slot, op, sparsity, Ctx(*dynamic), values[slot], x.ndim, w.ndim)
+    axes = op.operands(x.ndim, w.ndim)
+    prune = lambda slot: _in_slot(slot, getattr(sparsity, slot), values[slot], axes, Ctx(*dynamic))
     w_back, x_back = prune("dlhs_rhs"), prune("drhs_lhs")
     (dx,) = jax.linear_transpose(lambda a: op(a, w_back), x)(prune("dlhs_g"))
     (dw,) = jax.linear_transpose(lambda b: op(x_back, b), w)(prune("drhs_g"))
@@ -231,11 +233,11 @@ def _labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[list, list, list]:
             raise ValueError(
                 f"einsum {spec!r} repeats {repeated} within one array, a diagonal. Take it with jnp.diagonal first."
             )
+    if unknown := [c for c in result if c not in left + right]:
+        raise ValueError(f"einsum {spec!r}: {unknown} of the result is in neither operand.")
     for c in left + right:
         if c not in result and not (c in left and c in right):
             raise ValueError(f"einsum {spec!r} sums {c!r} over one operand alone, which is no product. Sum it before.")
-    if unknown := [c for c in result if c not in left + right]:
-        raise ValueError(f"einsum {spec!r}: {unknown} of the result is in neither operand.")
     return left, right, result
 
 

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from nmjax import groups, random
-from nmjax.combinators import raw, stages
-from nmjax.estimators import Estimator
+from nmjax.combinators import chain, fp8, raw, stages
+from nmjax.estimators import Estimator, ste
 from nmjax.pruners import identity
 from nmjax.typing import Axes, Ctx, Pruner, Value, slot_state
 
@@ -79,7 +79,7 @@ class Sparsity(Value):
             if state is not None:
                 states[slot] = state
             if slot == "fwd_rhs" and self.dlhs_rhs.stateful:  # whose state is of what the forward product uses
-                value = pruned(f"{slot}={p}", p, value, operand, here._replace(state=state))
+                value = pruned(f"{slot}={p}", stored(p)[0], value, operand, here._replace(state=state))
         return states
 
 
@@ -109,6 +109,19 @@ def _rule_for_noise(p: Pruner) -> bool:
     if isinstance(p, stages):
         return all(_rule_for_noise(q) for q in p.parts)
     return isinstance(p, Estimator) or not p.stochastic
+
+
+def stored(p: Pruner) -> tuple[Pruner, Pruner]:
+    """A forward slot as what prunes and how its product stores the result: a last `fp8` stays in its slot, for every
+    product rounds its operands for itself."""
+    if isinstance(p, fp8):
+        return identity, p
+    if isinstance(p, chain) and p.parts and isinstance(p.parts[-1], fp8):
+        return chain(*p.parts[:-1], identity), p.parts[-1]
+    if isinstance(p, ste):
+        inner, store = stored(p.p)
+        return (identity if inner == identity else ste(inner)), store
+    return p, identity
 
 
 class Operand(NamedTuple):

@@ -1,0 +1,98 @@
+"""Schedules against closed forms, at their edges, as data and as values."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import nmjax as nm
+
+CASES = {
+    nm.constant(0.3): {0: 0.3, 10**6: 0.3},
+    nm.linear(1, 0, 10): {0: 1, 1: 0.9, 5: 0.5, 10: 0, 11: 0},
+    nm.linear(2, 4, 4, begin=3): {0: 2, 3: 2, 5: 3, 7: 4, 100: 4},
+    nm.cosine(1, 0, 10): {0: 1, 5: 0.5, 10: 0, 20: 0},
+    nm.cosine(0, 3, 4, begin=4): {4: 0, 6: 1.5, 8: 3},
+    nm.exponential(1e-4): {0: 1, 10920: np.exp(-1.092), 109200: np.exp(-10.92)},
+    nm.exponential(1e-3, begin=100, end=1100): {0: 1, 100: 1, 1099: np.exp(-0.999), 1100: 0, 9999: 0},
+    nm.stairs(((0, 1.0), (10, 0.5), (20, 0.0))): {0: 1, 9: 1, 10: 0.5, 19: 0.5, 20: 0, 10**6: 0},
+    nm.optax_schedule("linear_schedule", 1.0, 0.0, transition_steps=10): {0: 1, 5: 0.5, 10: 0},
+}
+
+
+@pytest.mark.parametrize("schedule", CASES, ids=str)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_values(schedule, wrap):
+    call = wrap(schedule)
+    for step, value in CASES[schedule].items():
+        got = call(jnp.int32(step))
+        assert got.dtype == jnp.float32
+        assert got.shape == ()
+        np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(schedule(step), value, rtol=1e-5, atol=1e-7)
+
+
+def test_exact_ends():
+    """What decides between dense, decayed and n:m must be exactly 1 and exactly 0."""
+    assert nm.linear(1, 0, 3)(3) == 0
+    assert nm.linear(1, 0, 3, begin=7)(7) == 1
+    assert nm.cosine(1, 0, 7)(0) == 1
+    assert nm.cosine(1, 0, 7)(7) == 0
+    assert nm.exponential(1e-4, begin=5, end=9)(5) == 1
+    assert nm.exponential(1e-4, end=9)(9) == 0
+
+
+def test_decay_table_of_the_released_config():
+    """D at 10, 25, 50, 70 and 100 % of ViT-B's 109,200 steps with rate 1e-4, as the notes on the paper give it."""
+    got = [float(nm.exponential(1e-4)(int(109_200 * part))) for part in (0.1, 0.25, 0.5, 0.7, 1)]
+    np.testing.assert_allclose(got, [0.34, 0.065, 4.3e-3, 4.8e-4, 1.8e-5], rtol=0.02)
+
+
+def test_optax_by_name_is_optax():
+    ours = nm.optax_schedule("warmup_cosine_decay_schedule", 0.0, 1.0, 10, 100)
+    theirs = optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100)
+    for step in (0, 5, 10, 50, 100):
+        np.testing.assert_array_equal(ours(step), theirs(step))
+
+
+def test_equal_schedules_share_a_trace():
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def at(step):
+        return nm.linear(1, 0, 10)(step)
+
+    for step in range(5):
+        at(step)
+    assert nm.linear(1, 0, 10) == nm.linear(1.0, 0.0, np.int64(10))
+    assert hash(nm.linear(1, 0, 10)) == hash(nm.linear(1.0, 0.0, np.int64(10)))
+    assert nm.optax_schedule("constant_schedule", 1.0) == nm.optax_schedule("constant_schedule", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nm.linear(1, 0, 0), "steps must be at least 1"),
+        (lambda: nm.linear(1, 0, 1.5), "steps must be a whole number, got 1.5"),
+        (lambda: nm.constant(float("nan")), "must be a number"),
+        (lambda: nm.constant("1"), "must be a number"),
+        (lambda: nm.stairs(((1, 1.0),)), "must start at step 0"),
+        (
+            lambda: nm.stairs(
+                ((0, 1.0), (5, 0.5), (5, 0.1)),
+            ),
+            "rise",
+        ),
+        (lambda: nm.stairs(()), r"takes rows \(\(0, first\)"),
+        (
+            lambda: nm.optax_schedule("cosine_schedul", 1.0),
+            "optax has no schedule 'cosine_schedul'; it has .*cosine_decay_schedule",
+        ),
+        (lambda: nm.optax_schedule("cosine_decay_schedule"), "missing"),
+        (lambda: nm.constant(jnp.float32(1)), "got an array"),
+    ],
+)
+def test_bad_schedules_say_so(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()

@@ -1,0 +1,219 @@
+"""The continuous soft threshold: its published values, its scale, its continuity and both of its gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+
+GOLDEN = [
+    ([1, -2, 3, -4], [0, 0, 1, -2]),
+    ([0.1, 0.5, -0.5, 2], [0, 0, 0, 1.5]),
+    ([0, 0, 0, 3], [0, 0, 0, 3]),
+    ([1, 1, 1, 1], [0, 0, 0, 0]),
+    ([-0.3, 0.2, -0.9, 0.4], [0, 0, -0.6, 0.1]),
+]
+P = nm.soft(2, 4)
+_CALL = jax.jit(lambda p, x, state: p(x, -1, nm.Ctx(state=state)), static_argnums=0)
+
+
+_INIT = jax.jit(P.init, static_argnums=1)
+
+
+def call(p, x, state=None):
+    return np.asarray(_CALL(p, jnp.asarray(x), state))
+
+
+def scale_of(w, axis=-1):
+    return float(_INIT(jnp.asarray(w), axis))
+
+
+@pytest.mark.parametrize(("a", "expected"), GOLDEN)
+def test_golden_values(a, expected):
+    a = np.array(a, np.float32)
+    np.testing.assert_allclose(call(P, a), expected, rtol=1e-6)
+    np.testing.assert_allclose(call(P, -a, jnp.float32(1.5)), -1.5 * np.array(expected), rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(P(jnp.asarray(a))), expected, rtol=1e-6)
+
+
+def test_golden_scale():
+    w = jnp.array([GOLDEN[0][0], GOLDEN[1][0], GOLDEN[4][0]], jnp.float32)
+    beta = P.init(w)
+    assert beta.dtype == jnp.float32
+    assert beta.shape == ()
+    assert float(beta) == pytest.approx(14.58 / 7.62, rel=1e-6)
+    assert scale_of(w) == pytest.approx(1.913386, abs=1e-6)
+    assert scale_of(w.T, 0) == pytest.approx(1.913386, abs=1e-6)
+    assert scale_of(w * 1e-12) == pytest.approx(1.913386, abs=1e-6)
+
+
+def soft_in_numpy(w):
+    """2:4 by the branch-free order statistic of the published kernel."""
+    a, b, c, d = np.moveaxis(np.abs(w), -1, 0)
+    t = np.minimum(
+        np.maximum(np.minimum(a, b), np.minimum(c, d)), np.minimum(np.maximum(a, b), np.maximum(c, d))
+    )
+    return np.sign(w) * np.maximum(np.abs(w) - t[..., None], 0)
+
+
+def test_threshold_is_the_second_smallest():
+    rng = np.random.default_rng(0)
+    w = np.concatenate([rng.normal(size=(20_000, 4)), rng.integers(-3, 4, (20_000, 4))]).astype(np.float32)
+    np.testing.assert_array_equal(call(P, w), soft_in_numpy(w))
+    by_sorting = np.sort(np.abs(w), axis=1)[:, 1:2]
+    np.testing.assert_array_equal(soft_in_numpy(w), np.sign(w) * np.maximum(np.abs(w) - by_sorting, 0))
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (1, 4), (3, 4), (4, 4), (3, 8), (8, 32), (1, 128)])
+def test_any_n_of_m(n, m):
+    w = np.random.default_rng(1).normal(size=(200, m)).astype(np.float32)
+    w[::5] = np.round(w[::5])
+    t = np.sort(np.abs(w), axis=1)[:, m - n - 1 : m - n] if n < m else np.float32(0)
+    np.testing.assert_array_equal(call(nm.soft(n, m), w), np.sign(w) * np.maximum(np.abs(w) - t, 0))
+
+
+def test_bfloat16_is_subtracted_in_float32():
+    """In bfloat16 itself nearby magnitudes would become ties, or lose digits."""
+    w = jnp.asarray(np.random.default_rng(2).normal(size=(5000, 4)), jnp.bfloat16)
+    wide = np.asarray(w.astype(jnp.float32))
+    got = call(P, w)
+    assert got.dtype == jnp.bfloat16
+    expected = jnp.asarray(soft_in_numpy(wide)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(got.astype(np.float32), np.asarray(expected.astype(jnp.float32)))
+    scaled = jnp.asarray(np.float32(1.483) * soft_in_numpy(wide)).astype(jnp.bfloat16)
+    got = call(P, w, jnp.float32(1.483))
+    np.testing.assert_array_equal(got.astype(np.float32), np.asarray(scaled.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize(
+    ("draw", "beta"),
+    [
+        (lambda rng: rng.normal(size=(250_000, 4)), 1.483),
+        (lambda rng: 0.02 * rng.normal(size=(250_000, 4)), 1.483),
+        (lambda rng: rng.uniform(-1, 1, (250_000, 4)), 1.751),
+        (lambda rng: rng.laplace(size=(250_000, 4)), 1.291),
+    ],
+    ids=["gaussian", "gaussian sigma 0.02", "uniform", "laplace"],
+)
+def test_scale_of_initial_distributions(draw, beta):
+    w = draw(np.random.default_rng(3)).astype(np.float32)
+    s = soft_in_numpy(w.astype(np.float64))
+    top, bottom = (w * s).sum(1), (s * s).sum(1)
+    error = (top - beta * bottom).std() / bottom.mean() / np.sqrt(len(w))  # of a ratio, by its linear part
+    assert error < 2e-3
+    # z = 4 over 4 comparisons: 2.5e-4; and half a unit of the stated last digit
+    assert abs(scale_of(w) - beta) < 4 * error + 5e-4
+    assert scale_of(w) == pytest.approx(top.sum() / bottom.sum(), rel=1e-5)
+
+
+def test_scale_has_the_least_squared_error():
+    w = np.random.default_rng(4).normal(size=(512, 4)).astype(np.float32)
+    beta, s = scale_of(w), soft_in_numpy(w).astype(np.float64)
+    loss = lambda b: np.sum((w - b * s) ** 2)
+    assert loss(beta) < min(loss(beta * 1.001), loss(beta * 0.999), loss(1.0))
+
+
+def test_scale_of_nothing_is_one():
+    for w in (jnp.zeros((2, 4)), jnp.ones((2, 4))):
+        assert scale_of(w) == 1.0
+        assert call(P, w, jnp.float32(1)).tolist() == np.zeros((2, 4)).tolist()
+
+
+def test_scale_is_frozen():
+    w = jnp.asarray(np.random.default_rng(5).normal(size=(8, 4)), jnp.float32)
+    beta = P.init(w)
+    for step in (1, 40, 1000):
+        assert P.refresh(w * 3 + 1, -1, nm.Ctx(state=beta, step=step)) is beta
+    assert not P.stateful  # without state its scale is 1
+
+
+def tied_blocks(rng, count):
+    w = rng.normal(size=(count, 4))
+    w[:, 1] = w[:, 0] * rng.choice([-1, 1], count)
+    w[::2, 2] = w[::2, 0]
+    w[::8, 3] = w[::8, 0]
+    return rng.permuted(w, axis=1)
+
+
+def steps(rng, p):
+    """||p(w + d) - p(w)|| / ||d|| over random and tied blocks, with steps from tiny to large."""
+    w = np.concatenate([rng.normal(size=(20_000, 4)), tied_blocks(rng, 20_000)]).astype(np.float32)
+    d = rng.normal(size=w.shape) * 10 ** rng.uniform(-3, 1, (len(w), 1))
+    moved = (w + d).astype(np.float32)
+    norm = lambda v: np.sqrt((v.astype(np.float64) ** 2).sum(1))
+    d = norm(moved.astype(np.float64) - w)
+    # differences of float32 values of size |w| + |d|: a few ulp of noise
+    return norm(call(p, moved).astype(np.float64) - call(p, w)), d, 1e-6 * (norm(w) + d)
+
+
+def test_continuity():
+    change, d, noise = steps(np.random.default_rng(6), P)
+    assert (change <= np.sqrt(3) * d + noise).all()
+    assert (change / d).max() > 1.6  # the constant is nearly reached
+    change, d, noise = steps(np.random.default_rng(6), nm.mse(2, 4))
+    assert (change / d).max() > 100  # a hard mask jumps
+
+
+_JACOBIANS = jax.jit(lambda w: (jax.jacrev(P)(w), jax.jacfwd(P)(w)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_jacobian_of_the_bare_pruner(dtype):
+    """Kept i: 1 at (i, i), and -sign(a_i) sign(a_j) at the owner j of the threshold. Nothing reaches the smallest."""
+    rng = np.random.default_rng(7)
+    blocks = [[1, -2, 3, -4], [-0.25, 4, 0.5, -1]] + [rng.permutation([0.5, 1, 2, 4]) * rng.choice([-1, 1], 4) for _ in range(6)]
+    for a in np.array(blocks):
+        order = np.argsort(np.abs(a))
+        expected, owner = np.zeros((4, 4)), order[1]
+        for i in order[2:]:
+            expected[i, i], expected[i, owner] = 1, -np.sign(a[i]) * np.sign(a[owner])
+        for got in _JACOBIANS(jnp.asarray(a, dtype)):
+            np.testing.assert_array_equal(np.asarray(got).astype(np.float32), expected)
+        assert (expected[:, order[0]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradient_of_the_bare_pruner_is_not_lost(dtype):
+    w = jnp.asarray(np.random.default_rng(8).normal(size=(64, 4)), dtype)
+    g = jax.jit(jax.grad(lambda w: (P(w).astype(jnp.float32) ** 2).sum()))(w)
+    assert g.dtype == dtype
+    g, wide = np.asarray(g).astype(np.float64), np.asarray(w).astype(np.float64)
+    there = soft_in_numpy(wide) != 0
+    assert there.sum() > 120
+    assert (g[there] != 0).all()
+    d = np.random.default_rng(9).normal(size=w.shape)
+    if dtype == jnp.float32:  # in bfloat16 ties have no slope
+        f = lambda w: (soft_in_numpy(w) ** 2).sum()
+        slope = (f(wide + 1e-7 * d) - f(wide - 1e-7 * d)) / 2e-7
+        assert np.vdot(g, d) == pytest.approx(slope, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("state", [None, 1.5])
+def test_straight_through_is_the_identity(dtype, state):
+    """The scale is not in the backward pass either."""
+    rng = np.random.default_rng(10)
+    w, g = (jnp.asarray(rng.normal(size=(16, 8)), dtype) for _ in range(2))
+    ctx = nm.Ctx(state=None if state is None else jnp.float32(state))
+    y, back = jax.vjp(lambda w: nm.ste(P)(w, -1, ctx), w)
+    np.testing.assert_array_equal(np.asarray(y), call(P, w, ctx.state))
+    np.testing.assert_array_equal(np.asarray(back(g)[0]), np.asarray(g))
+    _, tangent = jax.jvp(lambda w: nm.ste(P)(w, -1, ctx), (w,), (g,))
+    np.testing.assert_array_equal(np.asarray(tangent), np.asarray(g))
+
+
+def test_mask_counts_what_may_be_other_than_zero():
+    w = jnp.asarray(np.random.default_rng(11).integers(-3, 4, (500, 4)), jnp.float32)
+    mask = np.asarray(P.mask(w))
+    assert (mask.sum(1) == 2).all()
+    assert mask[call(P, w) != 0].all()
+    np.testing.assert_array_equal(mask, np.asarray(nm.mse(2, 4).mask(w)))
+
+
+@pytest.mark.parametrize("bad", [[np.inf, 1, 2, 3], [np.nan, 1, 2, 3], [-np.inf, np.nan, 1, 2], [np.inf, 1, -np.inf, 2]])
+def test_non_finite_values_stay(bad):
+    w = np.array(bad, np.float32)
+    got = call(P, w)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(w))
+    assert (got[np.isinf(w)] == w[np.isinf(w)]).all()
