@@ -23,43 +23,45 @@ class constant(Value):
 
 
 @dataclass(frozen=True, repr=False)
-class linear(Value):
-    """From ``start`` to ``end`` in ``steps`` steps after ``begin``.
+class _Ramp(Value):
+    """From ``start`` to ``end`` in ``steps`` steps after ``begin``."""
+
+    start: float
+    end: float
+    steps: int
+    begin: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.steps < 1:
+            raise ValueError(f"{self}: steps must be at least 1.")
+
+    def __call__(self, step) -> jax.Array:
+        gone = self._gone(jnp.clip((jnp.asarray(step).astype(jnp.float32) - self.begin) / self.steps, 0, 1))
+        return (1 - gone) * self.start + gone * self.end
+
+    def _gone(self, time: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class linear(_Ramp):
+    """From ``start`` to ``end`` in ``steps`` steps after ``begin``, along a line.
 
     >>> [float(linear(1, 0, 10, begin=5)(s)) for s in (0, 5, 10, 15, 99)]
     [1.0, 1.0, 0.5, 0.0, 0.0]
     """
 
-    start: float
-    end: float
-    steps: int
-    begin: int = 0
-
-    def __post_init__(self):
-        super().__post_init__()
-        _some(self)
-
-    def __call__(self, step) -> jax.Array:
-        done = _done(self, step)
-        return (1 - done) * self.start + done * self.end
+    def _gone(self, time: jax.Array) -> jax.Array:
+        return time
 
 
 @dataclass(frozen=True, repr=False)
-class cosine(Value):
+class cosine(_Ramp):
     """From ``start`` to ``end`` in ``steps`` steps after ``begin``, along half a cosine."""
 
-    start: float
-    end: float
-    steps: int
-    begin: int = 0
-
-    def __post_init__(self):
-        super().__post_init__()
-        _some(self)
-
-    def __call__(self, step) -> jax.Array:
-        left = (1 + jnp.cos(jnp.pi * _done(self, step))) / 2
-        return left * self.start + (1 - left) * self.end
+    def _gone(self, time: jax.Array) -> jax.Array:
+        return (1 - jnp.cos(jnp.pi * time)) / 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,13 +158,3 @@ def check_rows(owner, rows) -> None:
         raise ValueError(
             f"{type(owner).__name__}: rows must start at step 0 and rise in whole steps, got starts {starts}."
         )
-
-
-def _some(schedule):
-    if schedule.steps < 1:
-        raise ValueError(f"{schedule}: steps must be at least 1.")
-
-
-def _done(schedule, step) -> jax.Array:
-    passed = jnp.asarray(step).astype(jnp.float32) - schedule.begin
-    return jnp.clip(passed / schedule.steps, 0, 1)
