@@ -136,7 +136,8 @@ class optax_schedule(Value):
             raise TypeError(f"{self}: {error}") from None
 
     def __call__(self, step) -> jax.Array:
-        return jnp.asarray(self._made()(step)).astype(jnp.float32)
+        # a float step, for optax multiplies it with floats, which strict promotion would refuse an integer
+        return jnp.asarray(self._made()(jnp.asarray(step).astype(jnp.float32))).astype(jnp.float32)
 
 
 def row_at(rows, step) -> jax.Array:
