@@ -25,6 +25,11 @@ def split(x: jax.Array, axis: int, m: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], k // m, m, *x.shape[axis + 1 :])
 
 
+def unsplit(g: jax.Array, axis: int) -> jax.Array:
+    """The way back from `split`. One axis at a time, or a sharded one could not be told where it went."""
+    return g.reshape(*g.shape[:axis], g.shape[axis] * g.shape[axis + 1], *g.shape[axis + 2 :])
+
+
 def position(ndim: int, axis: int) -> int:
     """A non-negative axis, checked."""
     if not -ndim <= axis < ndim:

@@ -56,15 +56,16 @@ class transposable(Grouped):
                 )
             )
         first, second = sorted((axis, other))
-        tiles = groups.split(groups.split(x, second, m), first, m)  # members on first + 1 and second + 2
+        tiles = groups.split(groups.split(x, second, m), first, m)
+        rows, columns = first + 1, second + 2  # of a tile
         size = jnp.abs(groups.wide(tiles))
         size = jnp.where(size < _HUGE, size, _HUGE)
-        rows, columns = first + 1, second + 2
         if (self.n, m) == (2, 4):
-            return _halves(size, rows, columns).reshape(x.shape)
-        inner = jnp.moveaxis(size, (rows, columns), (-2, -1))
-        kept = _priced(inner.reshape(-1, m, m), self.n).reshape(inner.shape)
-        return jnp.moveaxis(kept, (-2, -1), (rows, columns)).reshape(x.shape)
+            kept = _halves(size, rows, columns)
+        else:
+            inner = jnp.moveaxis(size, (rows, columns), (-2, -1))
+            kept = jnp.moveaxis(_priced(inner, self.n), (-2, -1), (rows, columns))
+        return groups.unsplit(groups.unsplit(kept, second + 1), first)
 
 
 # ---- 2:4, exactly ----
@@ -117,42 +118,41 @@ def _best_forms(pair_of_rows):
 
 
 def _priced(a, n, rounds=16):
-    """Mask (tiles, m, m) with exactly n ones in every row and column."""
+    """Mask (..., m, m) with exactly n ones in every row and column."""
     m = a.shape[-1]
     if n == m:
-        return jnp.ones(a.shape, bool)
-    flip = lambda v: jnp.swapaxes(v, 1, 2)
-    charged = lambda w, v: w - v
-    tied = a * _tie_breaker(m, a.dtype)  # for the prices alone
+        return jnp.ones_like(a, bool)
+    flip = lambda v: jnp.swapaxes(v, -2, -1)
+    tied = a * jnp.broadcast_to(_tie_breaker(m, a.dtype), a.shape)  # for the prices alone
 
     def price(_, v):
-        return flip(_cut(flip(charged(tied, _cut(charged(tied, v), n))), n))
+        return flip(_cut(flip(tied - _cut(tied - v, n)), n))
 
-    v = lax.fori_loop(0, rounds, price, jnp.zeros_like(a[:, :1]))
-    kept = _row_top(charged(tied, v), n)
+    v = lax.fori_loop(0, rounds, price, jnp.zeros_like(a[..., :1, :]))
+    kept = _row_top(tied - v, n)
     kept = lax.fori_loop(0, n * (m - n), lambda _, s: _repaired(a, s, n), kept)
     return lax.fori_loop(0, m, lambda r, s: _traded(a, s, r), kept)
 
 
 def _tie_breaker(m, dtype):
     i, j = np.mgrid[:m, :m]
-    return jnp.asarray(1 + 1e-3 * ((i * 0.618034 + j * 0.7548777 + i * j * 0.41421) % 1), dtype)[None]
+    return jnp.asarray(1 + 1e-3 * ((i * 0.618034 + j * 0.7548777 + i * j * 0.41421) % 1), dtype)
 
 
 def _row_top(x, n):
     """The n largest of every row; of equals, row i takes columns i, i + 1, ... first, so that equal rows differ."""
-    m = x.shape[-1]
-    i, mine, theirs = (lax.broadcasted_iota(jnp.int32, (1, m, m, m), d) for d in (1, 2, 3))
-    first = (theirs - i) % m < (mine - i) % m
-    ahead = (x[:, :, None, :] > x[:, :, :, None]) | ((x[:, :, None, :] == x[:, :, :, None]) & first)
-    return jnp.sum(ahead, 3, dtype=jnp.int32) < n
+    mine, theirs = x[..., :, None], x[..., None, :]
+    i, j, k = (lax.broadcasted_iota(jnp.int32, (*x.shape, x.shape[-1]), x.ndim - 2 + d) for d in range(3))
+    first = (k - i) % x.shape[-1] < (j - i) % x.shape[-1]
+    ahead = (theirs > mine) | ((theirs == mine) & first)
+    return jnp.sum(ahead, -1, dtype=jnp.int32) < n
 
 
 def _cut(x, n):
     """Half way between the n-th and the next largest of every row."""
     kept = _row_top(x, n)
-    least = jnp.min(jnp.where(kept, x, jnp.inf), 2, keepdims=True)
-    return (least + jnp.max(jnp.where(kept, -jnp.inf, x), 2, keepdims=True)) / 2
+    least = jnp.min(jnp.where(kept, x, jnp.inf), -1, keepdims=True)
+    return (least + jnp.max(jnp.where(kept, -jnp.inf, x), -1, keepdims=True)) / 2
 
 
 def _at(index, m):
@@ -162,19 +162,19 @@ def _at(index, m):
 def _repaired(a, kept, n):
     """Move one unit of one row from an overfull column to an underfull one, at the least loss. While a column is off such
     a row exists, and no more than n * (m - n) units are in excess."""
-    count = jnp.sum(kept, 1, keepdims=True, dtype=jnp.int32)
+    count = jnp.sum(kept, -2, keepdims=True, dtype=jnp.int32)
     give = jnp.where(kept & (count > n), a, jnp.inf)
     take = jnp.where(~kept & (count < n), a, -jnp.inf)
-    loss = jnp.min(give, 2) - jnp.max(take, 2)
-    row = _at(jnp.argmin(loss, 1), a.shape[-1]) & (loss < jnp.inf)
-    return kept ^ (row[:, :, None] & (_at(jnp.argmin(give, 2), a.shape[-1]) | _at(jnp.argmax(take, 2), a.shape[-1])))
+    loss = jnp.min(give, -1) - jnp.max(take, -1)
+    row = _at(jnp.argmin(loss, -1), a.shape[-1]) & (loss < jnp.inf)
+    return kept ^ (row[..., None] & (_at(jnp.argmin(give, -1), a.shape[-1]) | _at(jnp.argmax(take, -1), a.shape[-1])))
 
 
 def _traded(a, kept, r):
     """Rows i and r - i trade one column each way where that gains: disjoint pairs, and m rounds meet every pair."""
     m = a.shape[-1]
-    partner = (r - jnp.arange(m)) % m
-    theirs, b = kept[:, partner], a[:, partner]
+    partner = lambda v: jnp.roll(jnp.flip(v, -2), r + 1, -2)  # row r - i, in place of row i
+    theirs, b = partner(kept), partner(a)
     give, take = jnp.where(kept & ~theirs, b - a, -jnp.inf), jnp.where(theirs & ~kept, a - b, -jnp.inf)
-    gains = jnp.max(give, 2) + jnp.max(take, 2) > 0
-    return kept ^ (gains[:, :, None] & (_at(jnp.argmax(give, 2), m) | _at(jnp.argmax(take, 2), m)))
+    gains = jnp.max(give, -1) + jnp.max(take, -1) > 0
+    return kept ^ (gains[..., None] & (_at(jnp.argmax(give, -1), m) | _at(jnp.argmax(take, -1), m)))
