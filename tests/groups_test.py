@@ -14,7 +14,6 @@ from nmjax import groups
 
 TOP = jax.jit(groups.top, static_argnums=(1, 2, 3))
 INTS = {1: np.int8, 2: np.int16, 4: np.int32}
-DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 NM = [
     (1, 2),
     (1, 4),
@@ -61,8 +60,10 @@ def awkward(rng, shape, dtype):
     return np.where(rng.random(shape) < 0.3, rng.choice(special, shape), plain).view(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize(("n", "m"), NM)
+@pytest.mark.parametrize(
+    ("n", "m", "dtype"),
+    [*((*nm, d) for nm in NM for d in (np.float32, ml_dtypes.bfloat16)), (2, 4, np.float16), (8, 32, np.float16)],
+)
 def test_top_is_a_stable_sort(n, m, dtype):
     x = awkward(np.random.default_rng(m), (64, 2 * m), dtype)
     got = TOP(jnp.asarray(x), 1, n, m)

@@ -11,7 +11,7 @@ import pytest
 from scipy import optimize
 
 import nmjax as nm
-from nmjax.pruners.mvue import _unrolled, _whole
+from nmjax.pruners.mvue import _single, _unrolled, _whole
 
 NM = [(1, 2), (1, 4), (2, 4), (4, 8), (3, 8), (8, 32), (1, 128)]
 ALMOST_ONE = np.nextafter(np.float32(1), np.float32(0))
@@ -98,7 +98,7 @@ def test_mean_over_the_uniform_is_the_input(n, m, scale):
     assert (np.abs(mean - x) <= bound + 1e-45).all()
 
 
-@pytest.mark.parametrize(("n", "m"), NM)
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (3, 8), (8, 32)])
 def test_mean_in_bfloat16(n, m):
     x = jnp.asarray(table_groups(m), jnp.bfloat16)
     wide = np.asarray(x.astype(jnp.float32))
@@ -155,7 +155,7 @@ def check_picks(x, out, n):
 @pytest.mark.parametrize("kind", ["fifth zeros", "nearly saturated"])
 def test_picks_of_many_random_groups(n, m, kind):
     rng = np.random.default_rng(4)
-    count = 200_000 * 2 // max(m, 2)
+    count = 200_000 if m <= 4 else 800_000 // m
     x = rng.normal(size=(count, m)).astype(np.float32)
     x[rng.random(x.shape) < 0.2] = 0
     if kind == "nearly saturated":  # one member a few ulp around what the others of its group make of tau
@@ -331,21 +331,37 @@ def test_no_other_inclusion_probabilities_do_better(n, m):
 # ---- two ways of computing it, exactness of scales, broken groups ----
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (1, 4), (2, 4), (3, 4)])
-def test_member_by_member_and_whole_are_the_same(n, m):
+@pytest.mark.parametrize(
+    ("way", "n", "m", "dtype"),
+    [
+        (_single, 1, 2, np.float32),
+        (_single, 1, 16, np.float32),
+        (_single, 1, 4, jnp.bfloat16),
+        (_unrolled, 1, 4, np.float32),
+        (_unrolled, 2, 4, np.float32),
+        (_unrolled, 2, 4, jnp.bfloat16),
+        (_unrolled, 3, 4, np.float32),
+        (_unrolled, 4, 8, np.float32),
+        (_unrolled, 4, 8, jnp.bfloat16),
+    ],
+)
+def test_the_ways_of_drawing_agree(way, n, m, dtype):
     rng = np.random.default_rng(8)
-    x = rng.normal(size=(20_000, m)).astype(np.float32)
+    count = 20_000
+    x = rng.normal(size=(count, m)).astype(np.float32)
     x[rng.random(x.shape) < 0.1] = 0
     x[::100, 0] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), len(x[::100]))
     x[1::100] = np.sign(x[1::100])
-    u = rng.random((20_000, 1), np.float32)
-    a, b = (
-        np.asarray(jax.jit(way, static_argnums=(2, 3))(x, u, 1, n))
-        for way in (_unrolled, _whole)
-    )
-    np.testing.assert_array_equal(a != 0, b != 0)
-    np.testing.assert_allclose(a, b, rtol=3e-7)
-    assert (a != x).any()
+    x = x.astype(dtype)
+    u = rng.random((count, 1), np.float32)
+    a, b = (np.asarray(jax.jit(f, static_argnums=(2, 3))(x, u, 1, n)).astype(np.float32) for f in (way, _whole))
+    # The ends of arcs are rounded otherwise, by some 1e-7 of tau: of 20,000 u a few 1e-3 fall in between. Allow one.
+    other = ((a != 0) != (b != 0)).any(1)
+    assert other.sum() <= 1
+    # where tau lies half way between two bfloat16 values, sums in another order may choose either
+    np.testing.assert_allclose(a[~other], b[~other], rtol=1e-6 if dtype == np.float32 else 2**-7)
+    assert (a == b).all(1).mean() > (0.5 if dtype == np.float32 else 0.99)
+    assert (a != x.astype(np.float32)).any()
 
 
 @pytest.mark.parametrize("power", [-60, -17, -1, 1, 24, 60])
@@ -399,9 +415,13 @@ def test_the_draw_is_the_generators_uniform():
     x = jnp.ones((3, 8, 5))
     for axis, shape in ((1, (3, 2, 5)), (-2, (3, 2, 5))):
         u = nm.mvue(2, 4).draw(x, axis, nm.Ctx(key=5))
+        assert u.dtype == jnp.float32
         np.testing.assert_array_equal(np.asarray(u), np.asarray(nm.random.uniform(nm.random.words(5), shape)))
-    y = nm.mvue(2, 4)(x, 1, nm.Ctx(key=5))
-    np.testing.assert_array_equal(np.asarray(y), np.asarray(nm.mvue(2, 4).sample(x, u, 1)))
+    y = jax.jit(lambda x: nm.mvue(2, 4)(x, 1, nm.Ctx(key=5)))(x)
+    expected = sample(
+        nm.mvue(2, 4), np.moveaxis(np.asarray(x), 1, -1).reshape(-1, 4), np.moveaxis(np.asarray(u), 1, -1).reshape(-1)
+    )
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(y), 1, -1).reshape(-1, 4), expected)
 
 
 def test_mean_over_keys():

@@ -34,12 +34,11 @@ def test_golden_values(a, expected):
     a = np.array(a, np.float32)
     np.testing.assert_allclose(call(P, a), expected, rtol=1e-6)
     np.testing.assert_allclose(call(P, -a, jnp.float32(1.5)), -1.5 * np.array(expected), rtol=1e-6)
-    np.testing.assert_allclose(np.asarray(P(jnp.asarray(a))), expected, rtol=1e-6)
 
 
 def test_golden_scale():
     w = jnp.array([GOLDEN[0][0], GOLDEN[1][0], GOLDEN[4][0]], jnp.float32)
-    beta = P.init(w)
+    beta = _INIT(w, -1)
     assert beta.dtype == jnp.float32
     assert beta.shape == ()
     assert float(beta) == pytest.approx(14.58 / 7.62, rel=1e-6)
@@ -51,9 +50,7 @@ def test_golden_scale():
 def soft_in_numpy(w):
     """2:4 by the branch-free order statistic of the published kernel."""
     a, b, c, d = np.moveaxis(np.abs(w), -1, 0)
-    t = np.minimum(
-        np.maximum(np.minimum(a, b), np.minimum(c, d)), np.minimum(np.maximum(a, b), np.maximum(c, d))
-    )
+    t = np.minimum(np.maximum(np.minimum(a, b), np.minimum(c, d)), np.minimum(np.maximum(a, b), np.maximum(c, d)))
     return np.sign(w) * np.maximum(np.abs(w) - t[..., None], 0)
 
 
@@ -122,7 +119,7 @@ def test_scale_of_nothing_is_one():
 
 def test_scale_is_frozen():
     w = jnp.asarray(np.random.default_rng(5).normal(size=(8, 4)), jnp.float32)
-    beta = P.init(w)
+    beta = _INIT(w, -1)
     for step in (1, 40, 1000):
         assert P.refresh(w * 3 + 1, -1, nm.Ctx(state=beta, step=step)) is beta
     assert not P.stateful  # without state its scale is 1
@@ -162,7 +159,9 @@ _JACOBIANS = jax.jit(lambda w: (jax.jacrev(P)(w), jax.jacfwd(P)(w)))
 def test_jacobian_of_the_bare_pruner(dtype):
     """Kept i: 1 at (i, i), and -sign(a_i) sign(a_j) at the owner j of the threshold. Nothing reaches the smallest."""
     rng = np.random.default_rng(7)
-    blocks = [[1, -2, 3, -4], [-0.25, 4, 0.5, -1]] + [rng.permutation([0.5, 1, 2, 4]) * rng.choice([-1, 1], 4) for _ in range(6)]
+    blocks = [[1, -2, 3, -4], [-0.25, 4, 0.5, -1]] + [
+        rng.permutation([0.5, 1, 2, 4]) * rng.choice([-1, 1], 4) for _ in range(6)
+    ]
     for a in np.array(blocks):
         order = np.argsort(np.abs(a))
         expected, owner = np.zeros((4, 4)), order[1]
@@ -196,10 +195,11 @@ def test_straight_through_is_the_identity(dtype, state):
     rng = np.random.default_rng(10)
     w, g = (jnp.asarray(rng.normal(size=(16, 8)), dtype) for _ in range(2))
     ctx = nm.Ctx(state=None if state is None else jnp.float32(state))
-    y, back = jax.vjp(lambda w: nm.ste(P)(w, -1, ctx), w)
+    f = jax.jit(lambda w: nm.ste(P)(w, -1, ctx))
+    y, back = jax.vjp(f, w)
     np.testing.assert_array_equal(np.asarray(y), call(P, w, ctx.state))
     np.testing.assert_array_equal(np.asarray(back(g)[0]), np.asarray(g))
-    _, tangent = jax.jvp(lambda w: nm.ste(P)(w, -1, ctx), (w,), (g,))
+    _, tangent = jax.jvp(f, (w,), (g,))
     np.testing.assert_array_equal(np.asarray(tangent), np.asarray(g))
 
 
@@ -211,8 +211,11 @@ def test_mask_counts_what_may_be_other_than_zero():
     np.testing.assert_array_equal(mask, np.asarray(nm.mse(2, 4).mask(w)))
 
 
-@pytest.mark.parametrize("bad", [[np.inf, 1, 2, 3], [np.nan, 1, 2, 3], [-np.inf, np.nan, 1, 2], [np.inf, 1, -np.inf, 2]])
+@pytest.mark.parametrize(
+    "bad", [[np.inf, 1, 2, 3], [np.nan, 1, 2, 3], [-np.inf, np.nan, 1, 2], [np.inf, 1, -np.inf, 2]]
+)
 def test_non_finite_values_stay(bad):
+    """Where more than n are infinite the threshold is too, and what is left is not a number: laws_test.py has that."""
     w = np.array(bad, np.float32)
     got = call(P, w)
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(w))

@@ -20,10 +20,12 @@ def masked(p, x, axis=-1, axes=None):
 
 
 def on_tiles(p, tiles):
-    """The mask of tiles (t, m, m), laid side by side as a weight (m, t m)."""
-    t, m, _ = tiles.shape
+    """The mask of tiles (t, m, m), laid side by side as a weight (m, t m), in few widths, for each is compiled."""
+    count, m, _ = tiles.shape
+    t = 256 if count <= 256 else 5000
+    tiles = np.concatenate([tiles, np.zeros((t - count, m, m), tiles.dtype)])
     wide = np.transpose(tiles, (1, 0, 2)).reshape(m, t * m)
-    return np.transpose(masked(p, wide).reshape(m, t, m), (1, 0, 2))
+    return np.transpose(masked(p, wide).reshape(m, t, m), (1, 0, 2))[:count]
 
 
 def patterns():
@@ -88,19 +90,24 @@ def test_two_of_four_is_the_best_of_all_patterns(kind):
         assert (value == best).mean() > 0.999
 
 
-@pytest.mark.parametrize(("n", "m"), NM)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("n", "m", "dtype"), [*((*nm, np.float32) for nm in NM), (2, 4, jnp.bfloat16), (4, 8, jnp.bfloat16)]
+)
 def test_n_of_m_both_ways_whatever_the_input(n, m, dtype):
     rng = np.random.default_rng(1)
-    tiles = [tiles_of(k, 20, m, seed=2) for k in ("gaussian", "heavy", "small integers", "zeros and ones", "all scales")]
+    tiles = [
+        tiles_of(k, 20, m, seed=2) for k in ("gaussian", "heavy", "small integers", "zeros and ones", "all scales")
+    ]
     zeros, ones = np.zeros((1, m, m)), np.ones((1, m, m))
     one_row, one_column, corner, diagonal = (np.zeros((1, m, m)) for _ in range(4))
     one_row[:, 0], one_column[:, :, -1], corner[:, : n + 1, : n + 1], diagonal[0] = 1, 1, 1, np.eye(m)
-    broken = np.where(rng.random((40, m, m)) < 0.2, rng.choice([np.nan, np.inf, -np.inf], (40, m, m)), rng.normal(size=(40, m, m)))
+    broken = np.where(
+        rng.random((40, m, m)) < 0.2, rng.choice([np.nan, np.inf, -np.inf], (40, m, m)), rng.normal(size=(40, m, m))
+    )
     full = np.concatenate([ones * np.nan, ones * np.inf, ones * 3e38, ones * 1e-45, ones * 1e30])
     ramp = np.arange(m * m, dtype=np.float64).reshape(1, m, m)
     x = np.concatenate([*tiles, zeros, ones, one_row, one_column, corner, diagonal, broken, full, ramp, -ramp])
-    check_both_ways(on_tiles(nm.transposable(n, m), jnp.asarray(x, dtype).__array__()), n)
+    check_both_ways(on_tiles(nm.transposable(n, m), x.astype(dtype)), n)
 
 
 @pytest.mark.parametrize(("n", "m"), NM)
@@ -141,7 +148,11 @@ def best_by_linear_programme(tile, n):
     rows = sparse.kron(sparse.eye(m), np.ones((1, m)))
     columns = sparse.kron(np.ones((1, m)), sparse.eye(m))
     solved = optimize.linprog(
-        -tile.ravel(), A_eq=sparse.vstack([rows, columns]).tocsr(), b_eq=np.full(2 * m, n), bounds=(0, 1), method="highs"
+        -tile.ravel(),
+        A_eq=sparse.vstack([rows, columns]).tocsr(),
+        b_eq=np.full(2 * m, n),
+        bounds=(0, 1),
+        method="highs",
     )
     assert solved.status == 0
     return -solved.fun
@@ -161,8 +172,8 @@ def test_gap_to_the_optimum(n, m, count, kind):
     assert gap.mean() <= 1e-3
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (4, 8)])
-@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize("axis", [1, -2])
 def test_the_mask_serves_both_axes(n, m, axis):
     """Of a matrix that is not square, the same mask from either side."""
     x = np.random.default_rng(7).normal(size=(2 * m, 3 * m)).astype(np.float32)
@@ -174,10 +185,8 @@ def test_the_mask_serves_both_axes(n, m, axis):
     np.testing.assert_array_equal(kept, expected)
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8)])
 @pytest.mark.parametrize(
-    ("layout", "first", "second"),
-    [("hwio", 2, 3), ("oihw", 1, 0), ("ohwi", 3, 0)],
+    ("n", "m", "layout", "first", "second"), [(2, 4, "hwio", 2, 3), (2, 4, "oihw", 1, 0), (4, 8, "ohwi", 3, 0)]
 )
 def test_convolution_kernels(n, m, layout, first, second):
     """Tiles of in- and out-channels, one kernel position at a time, whatever the layout."""

@@ -141,9 +141,9 @@ def _tie_breaker(m, dtype):
 
 def _row_top(x, n):
     """The n largest of every row; of equals, row i takes columns i, i + 1, ... first, so that equal rows differ."""
-    mine, theirs = x[..., :, None], x[..., None, :]
-    i, j, k = (lax.broadcasted_iota(jnp.int32, (*x.shape, x.shape[-1]), x.ndim - 2 + d) for d in range(3))
-    first = (k - i) % x.shape[-1] < (j - i) % x.shape[-1]
+    m, mine, theirs = x.shape[-1], x[..., :, None], x[..., None, :]
+    row, j, k = np.mgrid[:m, :m, :m]
+    first = ((k - row) % m < (j - row) % m).reshape((1,) * (x.ndim - 2) + (m, m, m))
     ahead = (theirs > mine) | ((theirs == mine) & first)
     return jnp.sum(ahead, -1, dtype=jnp.int32) < n
 
