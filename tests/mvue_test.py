@@ -1,6 +1,7 @@
 """Minimum-variance unbiased pruning, deterministically: averages over grids of the uniforms, against float64 oracles."""
 
 import itertools
+from functools import partial
 
 import hypothesis
 import hypothesis.strategies as st
@@ -411,6 +412,22 @@ def test_broken_groups_stay_visible(p, dtype):
     assert np.isfinite(sample_any(p, whole, draws(p, rng, 2000))).all()
 
 
+@pytest.mark.parametrize(
+    "p", [nm.mvue(1, 4), nm.mvue(2, 4), nm.mvue(3, 8), nm.mvue(8, 32), nm.mvue_approx(2, 4)], ids=repr
+)
+@pytest.mark.parametrize("value", [2.0**126, 1e38, 2.0**127, 3e38])
+def test_finite_groups_whose_sum_overflows_are_n_of_m(p, value):
+    """What float32 cannot add up may come out as inf, never as more than n of m, and never as nothing."""
+    rng = np.random.default_rng(14)
+    x = (value * rng.uniform(0.9, 1, (500, p.m)) * rng.choice([-1, 1, 1e-3], (500, p.m))).astype(np.float32)
+    x[0] = value
+    out = sample_any(p, x, draws(p, rng, 500))
+    kept = (out != 0).sum(1)
+    assert (kept <= p.n).all()
+    assert (kept >= 1).all()
+    assert not np.isnan(out).any()
+
+
 def test_the_draw_is_the_generators_uniform():
     x = jnp.ones((3, 8, 5))
     for axis, shape in ((1, (3, 2, 5)), (-2, (3, 2, 5))):
@@ -427,10 +444,9 @@ def test_the_draw_is_the_generators_uniform():
 def test_mean_over_keys():
     """The whole path with its own noise: z-scores of 64 entries' means over 4000 draws."""
     x = jnp.asarray(np.random.default_rng(11).normal(size=(16, 4)), jnp.float32)
+    draw = lambda p, s: p(x, -1, nm.Ctx(key=nm.random.fold(nm.random.words(1), s)))
     for p in (nm.mvue(2, 4), nm.mvue_approx(2, 4), nm.uniform(2, 4)):
-        out = np.asarray(
-            jax.jit(jax.vmap(lambda s: p(x, -1, nm.Ctx(key=nm.random.fold(nm.random.words(1), s)))))(jnp.arange(4000))
-        )
+        out = np.asarray(jax.jit(jax.vmap(partial(draw, p)))(jnp.arange(4000)))
         error = out.astype(np.float64).mean(0) - np.asarray(x)
         sd = out.std(0, dtype=np.float64)
         # 64 entries x 3 pruners at 4.5 standard errors: 1.3e-3; entries that are always kept have no spread

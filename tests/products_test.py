@@ -384,7 +384,7 @@ CONV_SLOTS = {
     "flattened batch": ((4, 3, 3, 8), (1, 1, 8, 12), conv()),
     "nchw, stride": ((2, 8, 8, 8), (12, 8, 3, 3), conv((2, 2), dimension_numbers=NCHW)),
     "feature groups": ((2, 4, 4, 16), (3, 3, 8, 24), conv(feature_group_count=2)),
-    "width before height": ((2, 8, 4, 3), (8, 3, 3, 12), conv(dimension_numbers=("NCWH", "IWHO", "NCWH"))),
+    "kernel turned": ((2, 8, 3, 8), (3, 3, 8, 12), conv(dimension_numbers=("NHWC", "WHIO", "NHWC"))),
 }
 
 
