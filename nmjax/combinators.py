@@ -165,7 +165,8 @@ class rescale(Pruner):
         norm = lambda v: jnp.sum(jnp.abs(groups.wide(view(v))), over, keepdims=True)
         kept = norm(y)
         ratio = jnp.where(kept == 0, 1.0, norm(x) / jnp.where(kept == 0, 1.0, kept))
-        return groups.rounded((groups.wide(view(y)) * ratio).reshape(x.shape), x.dtype)
+        y = groups.wide(view(y))
+        return groups.rounded(jnp.where(y == 0, y, y * ratio).reshape(x.shape), x.dtype)  # dropped stays dropped
 
     @property
     def final(self) -> Pruner:

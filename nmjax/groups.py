@@ -47,7 +47,8 @@ def magnitude(x: jax.Array) -> jax.Array:
     kind = np.dtype(f"int{8 * x.dtype.itemsize}")
     most = np.iinfo(kind).max
     size = lax.bitcast_convert_type(x, kind) & np.array(most, kind)
-    return jnp.minimum(size, np.array(most - 1, kind))  # so that size + 1 fits
+    size = jnp.minimum(size, np.array(most - 1, kind))  # so that size + 1 fits
+    return size if x.dtype.itemsize > 1 else size.astype(jnp.int16)  # places are counted in the same integers
 
 
 def top(x: jax.Array, axis: int, n, m: int) -> jax.Array:

@@ -32,6 +32,8 @@ def words(key) -> jax.Array:
     ([0, 5], [0, 5])
     """
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        if not -(2**63) <= key < 2**64:
+            raise ValueError(f"an int seed has 64 bits, got {key}.")
         return jnp.asarray(np.array([int(key) >> 32 & 0xFFFFFFFF, int(key) & 0xFFFFFFFF], _U32))
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim:

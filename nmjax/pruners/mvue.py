@@ -55,9 +55,11 @@ def group_uniforms(x: jax.Array, axis: int, m: int, ctx: Ctx) -> jax.Array:
     return random.uniform(random.words(ctx.key), shape)
 
 
-def visible(size: jax.Array, broken: jax.Array) -> jax.Array:
-    """Magnitudes to choose by. In a broken group, one that holds inf or NaN, these weigh 1 and finite values nothing."""
-    return jnp.where(broken, (~(size < jnp.inf)).astype(size.dtype), size)
+def visible(size: jax.Array, broken: jax.Array, m: int) -> jax.Array:
+    """Magnitudes to choose by. In a broken group, one that holds inf or NaN, these weigh 1 and finite values nothing. The
+    largest finite ones are cut, so that m of them add up to a number and have a reciprocal."""
+    most = float(jnp.finfo(size.dtype).max) / (4 * m)
+    return jnp.where(broken, (~(size < jnp.inf)).astype(size.dtype), jnp.minimum(size, most))
 
 
 def any_broken(size: list[jax.Array]) -> jax.Array:
@@ -72,7 +74,7 @@ def _single(g, u, axis, n):
     """1:m. tau is the whole mass, and the index of the choice counts the members that end before its point."""
     size = [jnp.abs(groups.wide(v)) for v in groups.members(g, axis)]
     broken = any_broken(size)
-    a = [visible(v, broken) for v in size]
+    a = [visible(v, broken, len(size)) for v in size]
     mass = sum(a)
     point, upto, index = u * mass, jnp.zeros_like(u), jnp.zeros_like(u)
     for v in a:
@@ -88,7 +90,7 @@ def _unrolled(g, u, axis, n):
     x = [groups.wide(v) for v in groups.members(g, axis)]
     size = [jnp.abs(v) for v in x]
     broken = any_broken(size)
-    a = [visible(v, broken) for v in size]
+    a = [visible(v, broken, len(size)) for v in size]
     sat, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), sum(a)
     for _ in range(n - 1):
         sat = [s | ((v * left >= rest) & (v > 0)) for s, v in zip(sat, a, strict=True)]
@@ -115,7 +117,7 @@ def _whole(g, u, axis, n):
     """With reductions and a running sum along the members."""
     size = jnp.abs(groups.wide(g))
     broken = jnp.any(~(size < jnp.inf), axis, keepdims=True)
-    a = visible(size, broken)
+    a = visible(size, broken, g.shape[axis])
     total = lambda v: jnp.sum(v, axis, keepdims=True)
     sat, left, rest = jnp.zeros_like(a, bool), jnp.full_like(u, n), total(a)
     for _ in range(n - 1):

@@ -55,7 +55,7 @@ class mvue_approx(Grouped):
         w = [groups.wide(v) for v in groups.members(g, axis + 1)]
         size = [jnp.abs(v) for v in w]
         broken = any_broken(size)
-        a = [visible(v, broken) for v in size]
+        a = [visible(v, broken, self.m) for v in size]
         few = sum((v > 0).astype(jnp.float32) for v in a) <= 2  # nothing to choose: keep what there is
         others = _sums_of_others(a)
         total = a[0] + others[0]

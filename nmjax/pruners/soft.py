@@ -73,5 +73,6 @@ def _shrunk(members, n):
 
 
 def _beyond(w, t, kept):
-    """What of a kept value lies beyond the threshold; NaN as it is."""
-    return jnp.where(kept & ~(jnp.abs(w) <= t), jnp.sign(w) * (jnp.abs(w) - t), 0.0)
+    """What of a kept value lies beyond the threshold. NaN as it is, and NaN where an infinity meets another."""
+    within = (jnp.abs(w) <= t) & (t < jnp.inf)
+    return jnp.where(kept & ~within, jnp.sign(w) * (jnp.abs(w) - t), 0.0)
