@@ -172,6 +172,15 @@ def test_gap_to_the_optimum(n, m, count, kind):
     assert gap.mean() <= 2e-4
 
 
+def test_gap_where_many_values_are_equal():
+    """Ties are the hard case: without the trades the mean gap here is 0.3 %, without the tie-breaker 0.1 %."""
+    size = np.random.default_rng(11).integers(0, 4, (100, 8, 8)).astype(np.float32)
+    value = (size * on_tiles(nm.transposable(2, 8), size)).sum((1, 2))
+    gap = 1 - value / np.array([best_by_linear_programme(t, 2) for t in size])
+    assert gap.min() > -1e-6
+    assert gap.mean() <= 6e-4
+
+
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8)])
 @pytest.mark.parametrize("axis", [1, -2])
 def test_the_mask_serves_both_axes(n, m, axis):
