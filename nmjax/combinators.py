@@ -43,24 +43,19 @@ class chain(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            x = p(x, axis, _folded(p, part, i))
+            x = p(x, axis, _folded(part, i))
         return x
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         kept = jnp.ones_like(x, bool)
         for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            here = _folded(p, part, i)
+            here = _folded(part, i)
             kept, x = kept & p.mask(x, axis, here), p(x, axis, here)
         return kept
 
     @property
     def final(self) -> Pruner:
         return chain(*(p.final for p in self.parts))
-
-    def final_state(self, state):
-        return joined(
-            p.final_state(part.state) for p, part in zip(self.parts, apart(self, Ctx(state=state)), strict=True)
-        )
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()):
         return self._through(x, axis, ctx._replace(state=None), lambda p, x, here: p.init(x, axis, here))
@@ -72,7 +67,7 @@ class chain(Pruner):
         """The parts' states, each made of what the part before it gives."""
         states = []
         for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            here = _folded(p, part, i)
+            here = _folded(part, i)
             states.append(new_state(p, x, here))
             x = p(x, axis, here._replace(state=states[-1]))
         return joined(states)
@@ -80,7 +75,8 @@ class chain(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class stages(Pruner):
-    """Rows (first step, pruner): the last row begun holds. Structure decay, dense phases, dense tails.
+    """Rows (first step, pruner): the last row begun holds. Structure decay, dense phases, dense tails. What state a row
+    has is made anew at its first step.
 
     Between magnitude pruners of one m only n changes, and is traced; else `lax.switch` chooses.
 
@@ -127,6 +123,10 @@ class stages(Pruner):
     @property
     def final(self) -> Pruner:
         return self.parts[-1].final
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()):
+        contexts = apart(self, ctx)
+        return joined(_begun(start, p, x, axis, part) for (start, p), part in zip(self.rows, contexts, strict=True))
 
     def final_state(self, state):
         return self.parts[-1].final_state(apart(self, Ctx(state=state))[-1].state)
@@ -199,6 +199,13 @@ class hold(Pruner):
         return True
 
     @property
+    def remembers(self) -> bool:
+        return True
+
+    def final_state(self, state):
+        return state
+
+    @property
     def selects(self) -> bool:
         return True
 
@@ -232,7 +239,7 @@ class hold(Pruner):
 class permute(Pruner):
     """Prune in a permuted order of the axis, renewed every ``every`` steps: the one of ``draws`` random ones that keeps
     most non-zeros. Bi-Mask's backward mask (Zhang et al., arXiv 2302.06058): with p applied to an already pruned weight,
-    the fewest of its values are lost. The permutation is state.
+    the fewest of its values are lost. The permutation is state; those tried are a function of the step alone.
     """
 
     p: Pruner
@@ -245,10 +252,19 @@ class permute(Pruner):
         _check_every(self)
         if self.draws < 1:
             raise ValueError(f"{self}: draws must be at least 1.")
+        if self.p.stochastic or self.p.remembers:
+            raise ValueError(f"{self} tries one order after another, so it takes a pruner without noise or state.")
 
     @property
     def stateful(self) -> bool:
         return True
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def final_state(self, state):
+        return state
 
     @property
     def selects(self) -> bool:
@@ -262,11 +278,14 @@ class permute(Pruner):
 
     def _permuted(self, x, axis, ctx, call):
         order = _state(self, ctx)
+        if getattr(order, "shape", None) != (x.shape[axis],):
+            held = getattr(order, "shape", order)
+            raise ValueError(f"{self} holds an order of shape {held}, and axis {axis} of {x.shape} has other values.")
         return jnp.take(call(jnp.take(x, order, axis), axis, ctx._replace(state=None)), jnp.argsort(order), axis)
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         size = x.shape[axis]
-        words = random.fold(random.words(0 if ctx.key is None else ctx.key), ctx.step)
+        words = random.fold(random.words(0), ctx.step)
         orders = jnp.argsort(random.bits(words, random.counter((self.draws, size))), axis=1)
         left = lambda order: jnp.sum(self.p(jnp.take(x, order, axis), axis) != 0, dtype=jnp.int32)
         return orders[jnp.argmax(lax.map(left, orders))]
@@ -292,6 +311,10 @@ class raw(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.p(x, axis, ctx)
+
+    @property
+    def final(self) -> Pruner:
+        return raw(self.p.final)
 
 
 _FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -336,9 +359,9 @@ class _Cast(Pruner):
         return groups.rounded(jnp.where(finite, held, wide), x.dtype)
 
 
-def _folded(p, ctx, i):
+def _folded(ctx, i):
     """A stream of noise of its own for every part."""
-    return ctx._replace(key=random.fold(random.words(ctx.key), i)) if p.stochastic else ctx
+    return ctx if ctx.key is None else ctx._replace(key=random.fold(random.words(ctx.key), i))
 
 
 def _check_every(owner):
@@ -352,6 +375,15 @@ def _state(owner, ctx):
             f"{owner} keeps state between steps and was given none: pass what its init(x, axis) makes as state."
         )
     return ctx.state
+
+
+def _begun(start, p, x, axis, ctx):
+    """The state of a row of stages: from its first step on, of the values that it finds there."""
+    if not p.remembers:
+        return None
+    here = p.refresh(x, axis, ctx)
+    fresh = lambda: p.init(x, axis, ctx._replace(state=None))
+    return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: here) if start else here
 
 
 def _renewed(owner, ctx, new):

@@ -135,7 +135,8 @@ def _decayed_forward(p, lam, axis, axes, x, dynamic):
 
 def _decayed_backward(p, lam, axis, axes, residuals, g):
     x, y = residuals
-    return g + jnp.asarray(lam, x.dtype) * (x - y), None  # x - y is (1 - mask) * x, exactly
+    dropped = jnp.where(x == y, jnp.zeros((), x.dtype), x)  # (1 - mask) * x
+    return g + jnp.asarray(lam, x.dtype) * dropped, None
 
 
 _decayed_through.defvjp(_decayed_forward, _decayed_backward)

@@ -27,6 +27,7 @@ def split(x: jax.Array, axis: int, m: int) -> jax.Array:
 
 def unsplit(g: jax.Array, axis: int) -> jax.Array:
     """The way back from `split`. One axis at a time, or a sharded one could not be told where it went."""
+    axis = position(g.ndim - 1, axis)
     return g.reshape(*g.shape[:axis], g.shape[axis] * g.shape[axis + 1], *g.shape[axis + 2 :])
 
 
@@ -42,8 +43,17 @@ def members(g: jax.Array, axis: int) -> list[jax.Array]:
     return [lax.slice_in_dim(g, j, j + 1, axis=axis) for j in range(g.shape[axis])]
 
 
+def check_floating(x: jax.Array) -> None:
+    """Refuse integers, whose bits say something else."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"an array of shape {x.shape} and dtype {x.dtype}: only floating-point values are pruned. Cast it."
+        )
+
+
 def magnitude(x: jax.Array) -> jax.Array:
     """Magnitudes as signed integers: the order of |x|, with inf and then NaN above all finite values."""
+    check_floating(x)
     kind = np.dtype(f"int{8 * x.dtype.itemsize}")
     most = np.iinfo(kind).max
     size = lax.bitcast_convert_type(x, kind) & np.array(most, kind)
@@ -158,6 +168,7 @@ def merge(x: jax.Array, axes: tuple[int, ...], block: int):
 
 def wide(x: jax.Array) -> jax.Array:
     """At least float32: what sums and thresholds are computed in."""
+    check_floating(x)
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 

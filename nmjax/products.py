@@ -3,8 +3,8 @@
 Forward slots are functions that autodiff goes through, by their own gradient rule. Backward slots are never
 differentiated. An empty one reuses the value that the forward product used; a pruner there prunes that value again;
 ``raw(p)`` prunes the operand itself. A last `fp8` stays in its slot: each product rounds its operands for itself, out of
-what was pruned. Where all backward slots are empty the rule is autodiff itself, and no custom_vjp stands in the way of
-forward mode or of second derivatives.
+what was pruned. Where all backward slots are empty, and nothing is rounded to fp8, the rule is autodiff itself, and no
+custom_vjp stands in the way of forward mode (`sr_ste` has one of its own).
 
 Noise is a function of (key, step, slot, group): the same key at another step draws anew. A product that is traced once and
 run many times with one key and step, under `jax.vmap` or as a tied layer, draws the same noise each time.
@@ -30,6 +30,10 @@ from nmjax.typing import Ctx
 def bilinear(op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx()) -> jax.Array:
     """``op(lhs, rhs)`` with its six operands pruned. ``op`` is a bilinear function and a frozen value, and knows the axes
     of its operands."""
+    if not isinstance(sparsity, Sparsity) or not isinstance(ctx, Ctx):
+        raise TypeError(
+            f"a product takes sparsity=nm.parse('s_ste(2,4)') and ctx=nm.Ctx(...), got {sparsity!r}, {ctx!r}."
+        )
     if ctx.key is not None:
         ctx = ctx._replace(key=random.words(ctx.key))
     (left, left_store), (right, right_store) = stored(sparsity.fwd_lhs), stored(sparsity.fwd_rhs)
@@ -237,7 +241,10 @@ def _labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[list, list, list]:
         raise ValueError(f"einsum {spec!r}: {unknown} of the result is in neither operand.")
     for c in left + right:
         if c not in result and not (c in left and c in right):
-            raise ValueError(f"einsum {spec!r} sums {c!r} over one operand alone, which is no product. Sum it before.")
+            shown = c if isinstance(c, str) else "..."
+            raise ValueError(
+                f"einsum {spec!r} sums {shown!r} over one operand alone, which is no product. Sum it before."
+            )
     return left, right, result
 
 

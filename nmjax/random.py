@@ -54,7 +54,7 @@ def bits(key_words: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def fold(key_words: jax.Array, number) -> jax.Array:
-    """New words for a number: a step, a slot, a part. Distinct numbers give independent streams."""
+    """New words for a number below 2**31: a step, a slot, a part. Distinct numbers give independent streams."""
     number = jnp.asarray(number).astype(jnp.uint32)
     return bits(key_words, jnp.stack([number * _U32(2), number * _U32(2) + _U32(1)]))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nmjax.typing import Value, show
 
@@ -95,6 +96,7 @@ class stairs(Value):
     def __post_init__(self):
         super().__post_init__()
         check_rows(self, self.rows)
+        object.__setattr__(self, "rows", tuple((start, constant(value).value) for start, value in self.rows))
 
     def __call__(self, step) -> jax.Array:
         return jnp.array([value for _, value in self.rows], jnp.float32)[row_at(self.rows, step)]
@@ -117,6 +119,11 @@ class optax_schedule(Value):
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", tuple(kwargs.items()))
         super().__post_init__()
+        for value in (*args, *kwargs.values()):
+            if not isinstance(value, (int, float, str, tuple, list, type(None), np.generic)):
+                raise TypeError(
+                    f"{self.name}: {value!r} is no number, text or tuple. For pieces, stairs(((0,1.0),(9,0.5)))."
+                )
         self._made()
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ drhs         dw = x^T g                  ``drhs_g`` g, ``drhs_lhs`` x     tokens
 Every slot prunes along the contraction axis of its own product, so nobody names an axis.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from nmjax import groups, random
-from nmjax.combinators import chain, fp8, raw, stages
+from nmjax.combinators import chain, fp8, permute, raw, stages
 from nmjax.estimators import Estimator, ste
 from nmjax.pruners import identity
-from nmjax.typing import Axes, Ctx, Pruner, Value, slot_state
+from nmjax.typing import Axes, Ctx, Pruner, Value
 
 FORWARD = ("fwd_lhs", "fwd_rhs")
 BACKWARD = ("dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs")
@@ -53,33 +54,37 @@ class Sparsity(Value):
         """Whether any backward slot prunes."""
         return any(getattr(self, slot) != identity for slot in BACKWARD)
 
-    def init(self, rhs: jax.Array, contract=0, out=-1, ctx: Ctx = Ctx()) -> dict[str, Any]:
-        """The state of the weight slots, for ``ctx.state``: the axes of ``rhs`` that the forward product contracts, and
-        those that it leaves. Empty for methods that remember nothing."""
+    def init(self, rhs: jax.Array, *, contract, out, ctx: Ctx = Ctx()) -> dict[str, Any]:
+        """The state of the weight slots, for ``ctx.state``. Empty for methods that remember nothing.
+
+        ``contract`` are the axes of ``rhs`` that the forward product contracts and ``out`` those that it leaves, one or
+        several, in the product's order.
+        """
         return self._states(rhs, contract, out, ctx._replace(state=None), "init")
 
-    def refresh(self, rhs: jax.Array, contract=0, out=-1, ctx: Ctx = Ctx()) -> dict[str, Any]:
+    def refresh(self, rhs: jax.Array, *, contract, out, ctx: Ctx = Ctx()) -> dict[str, Any]:
         """The state of ``ctx.step``, out of ``ctx.state``."""
         return self._states(rhs, contract, out, ctx, "refresh")
 
     def _states(self, rhs, contract, out, ctx, make):
-        axes = lambda a: tuple(groups.position(rhs.ndim, i) for i in ((a,) if isinstance(a, int) else a))
+        axes = lambda a: tuple(groups.position(rhs.ndim, i) for i in (a if isinstance(a, (tuple, list)) else (a,)))
         inward, outward = axes(contract), axes(out)
         space = tuple(a for a in range(rhs.ndim) if a not in inward + outward)
-        states, value = {}, rhs
+        states = {}
         for slot, operand in (
             ("fwd_rhs", Operand(inward, outward, space)),
             ("dlhs_rhs", Operand(outward, inward, space)),
         ):
             p = getattr(self, slot)
-            if p == identity:
+            if not p.remembers:
                 continue
-            x, here = (rhs if isinstance(p, raw) else value), slot_ctx(ctx, slot)
+            x, here = rhs, slot_ctx(ctx, slot)
+            if slot == "dlhs_rhs" and not isinstance(p, raw):  # which sees what the forward product uses
+                forward = slot_ctx(ctx._replace(state=states or None), "fwd_rhs")
+                q, sides = stored(self.fwd_rhs)[0], Operand(inward, outward, space)
+                x = pruned(f"fwd_rhs={q}", q, rhs, sides, forward)
             state = along(f"{slot}={p}", p, x, operand, here, getattr(p, make))[0]
-            if state is not None:
-                states[slot] = state
-            if slot == "fwd_rhs" and self.dlhs_rhs.stateful:  # whose state is of what the forward product uses
-                value = pruned(f"{slot}={p}", stored(p)[0], value, operand, here._replace(state=state))
+            states[slot] = state
         return states
 
 
@@ -116,8 +121,9 @@ def stored(p: Pruner) -> tuple[Pruner, Pruner]:
     product rounds its operands for itself."""
     if isinstance(p, fp8):
         return identity, p
-    if isinstance(p, chain) and p.parts and isinstance(p.parts[-1], fp8):
-        return chain(*p.parts[:-1], identity), p.parts[-1]
+    if isinstance(p, chain) and p.parts:
+        last, store = stored(p.parts[-1])
+        return chain(*p.parts[:-1], last), store
     if isinstance(p, ste):
         inner, store = stored(p.p)
         return (identity if inner == identity else ste(inner)), store
@@ -139,6 +145,21 @@ def slot_ctx(ctx: Ctx, slot: str) -> Ctx:
     return Ctx(key, ctx.step, slot_state(ctx.state, slot))
 
 
+def slot_state(state, slot: str):
+    """The state of one slot out of a product's state."""
+    if state is None:
+        return None
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"ctx.state of a product is a dict from slot to state, as Sparsity.init makes it, got {type(state).__name__}."
+        )
+    if unknown := set(state) - set(WEIGHT):
+        raise ValueError(
+            f"ctx.state has {', '.join(sorted(map(str, unknown)))}: only {' and '.join(WEIGHT)} keep state."
+        )
+    return state.get(slot)
+
+
 def pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
     if p == identity:
         return x
@@ -153,8 +174,8 @@ def along(label, p, x, operand, ctx, call):
     space = tuple(a for s in operand.space if (a := where[s]) is not None)
     try:
         return call(flat, axis, ctx._replace(axes=Axes(other[-1] if other else None, space))), back
-    except ValueError as error:
-        raise ValueError(f"{label}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{label}: {error}") from error
 
 
 def merged_operand(label, p, x, operand, ctx):
@@ -174,6 +195,8 @@ def merged_operand(label, p, x, operand, ctx):
         raise ValueError(
             f"{where} and draws random numbers: pass a key, as Ctx(key=jax.random.key(0), step=step) or prune(..., key=...)."
         )
+    if operand.runs > 1 and _permutes(p):
+        raise ValueError(f"{where}: its order would mix the {operand.runs} feature groups. Leave this layer dense.")
     merged = groups.merge(x, operand.contract, p.block * operand.runs)
     if merged is None:
         sizes, axes = (
@@ -186,6 +209,10 @@ def merged_operand(label, p, x, operand, ctx):
             "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
         )
     return merged
+
+
+def _permutes(p: Pruner) -> bool:
+    return isinstance(p, permute) or any(map(_permutes, p.parts))
 
 
 def prune(pruner: Pruner, x: jax.Array, *, axis: int = -1, key=None, step=0, state=None) -> jax.Array:

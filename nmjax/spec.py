@@ -63,6 +63,10 @@ def parse(text: str) -> Sparsity:
             )
         else:
             method = _value(part, METHODS, "method", other=PRUNERS)
+            if not isinstance(method, Sparsity):
+                raise ValueError(
+                    f"{text!r} is {method!r}: neither a method, as s_ste(2,4), nor a slot, as drhs_g=mvue(2,4)."
+                )
     return replace(method, **slots)
 
 
@@ -101,7 +105,14 @@ def _value(text, names, kind, other):
     if isinstance(name, ast.Name) and name.id not in names and name.id in other:
         right = "pruner, which stands in a slot: 'drhs_g=...'" if kind == "method" else "method, which stands alone"
         raise ValueError(f"{text!r}: {name.id} is a {right}.")
+    if kind == "method" and isinstance(tree, ast.Call) and any(_names_pruner(a) for a in tree.args):
+        raise ValueError(f"{text!r} is a pruner, which stands in a slot: 'fwd_rhs={text}'.")
     return _build(tree, names, kind, text)
+
+
+def _names_pruner(node) -> bool:
+    name = node.func if isinstance(node, ast.Call) else node
+    return isinstance(name, ast.Name) and name.id in PRUNERS
 
 
 def _build(node, names, kind, text):
@@ -134,7 +145,7 @@ def _build(node, names, kind, text):
 def _known(name, names, kind, text):
     if name not in names:
         raise ValueError(
-            f"{text!r}: no {kind} is called {name!r}{_nearest(name, names)} Known are {', '.join(sorted(names))}."
+            f"{text!r}: no {kind} is called {name!r}{_nearest(name, [*names, *PRUNERS, *METHODS])} Known are {', '.join(sorted(names))}."
         )
     return names[name]
 
@@ -153,7 +164,10 @@ def _call(make, args, keywords, text):
         inspect.signature(make).bind(*args, **keywords)
     except TypeError as error:
         raise ValueError(f"{text!r}: {make.__name__}{_takes(make)}, {_plainly(str(error), args)}.") from None
-    return make(*args, **keywords)
+    try:
+        return make(*args, **keywords)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{text!r}: {error}") from None
 
 
 def _takes(make) -> str:

@@ -8,7 +8,7 @@ through `Ctx`. Values compare, hash and print, and `nmjax.parse_pruner` reads ba
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +27,10 @@ class Axes(NamedTuple):
 
 
 class Ctx(NamedTuple):
-    """The dynamic half of a call: randomness, time and memory, as data."""
+    """The dynamic half of a call: randomness, time and memory, as data.
+
+    Products and `prune` draw by (key, step, slot); a pruner that is called by itself draws by the key as it is.
+    """
 
     key: Any = None  # a jax.random.key, an int seed, or two uint32 words
     step: Any = 0
@@ -82,9 +85,13 @@ def _plain(owner, name, kind, value):
         )
     if isinstance(value, (list, tuple)):
         return tuple(_plain(owner, name, None, v) for v in value)
-    if kind is int:
-        whole = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == math.floor(value)
-        if not whole:
+    if kind == int | None and value is None:
+        return None
+    if kind is bool and not isinstance(value, bool):
+        raise TypeError(f"{where} must be True or False, got {value!r}.")
+    if kind in (int, int | None):
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value != math.floor(value):
             raise TypeError(f"{where} must be a whole number, got {value!r}.")
         return operator.index(int(value))
     if kind is float:
@@ -124,6 +131,11 @@ class Pruner(Value):
         return any(p.stateful for p in self.parts)
 
     @property
+    def remembers(self) -> bool:
+        """Whether `init` makes a state."""
+        return any(p.remembers for p in self.parts)
+
+    @property
     def ruled(self) -> bool:
         """Whether it brings a gradient rule, which only a forward slot can use."""
         return any(p.ruled for p in self.parts)
@@ -148,7 +160,9 @@ class Pruner(Value):
 
     def final_state(self, state):
         """The state that `final` reads, out of this pruner's state."""
-        return state
+        return joined(
+            p.final_state(part.state) for p, part in zip(self.parts, apart(self, Ctx(state=state)), strict=True)
+        )
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
         """The first state; None where there is nothing to remember."""
@@ -210,12 +224,3 @@ def check_inner(owner: Pruner, *inner: Pruner, ruled: bool = False) -> None:
             raise ValueError(
                 f"{p} speaks for a whole slot, so it stands outermost: write {what}({around}(...)), not {around}({what}(...))."
             )
-
-
-def slot_state(state, slot: str):
-    """The state of one slot out of a product's state."""
-    if state is None:
-        return None
-    if not isinstance(state, Mapping):
-        raise TypeError(f"ctx.state of a product is a dict from slot to state, got {type(state).__name__}.")
-    return state.get(slot)

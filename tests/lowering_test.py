@@ -15,7 +15,7 @@ def test_gradients_lower(name, platform):
     x, w = jax.ShapeDtypeStruct((2, 8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
 
     def loss(x, w, step):
-        ctx = nm.Ctx(key=0, step=step, state=s.init(w))
+        ctx = nm.Ctx(key=0, step=step, state=s.init(w, contract=0, out=1))
         return nm.einsum("bti,io->bto", x, w, sparsity=s, ctx=ctx).astype(jnp.float32).sum()
 
     lowered = jax.jit(jax.grad(loss, (0, 1))).trace(x, w, jnp.int32(0)).lower(lowering_platforms=(platform,))

@@ -75,7 +75,7 @@ def test_mask_decay_over_steps():
 def test_fst_phases():
     s = nm.methods.fst(dense_from=100)
     w = jax.random.normal(jax.random.key(0), (16, 8))
-    state = s.init(w)
+    state = s.init(w, contract=0, out=1)
     call = lambda slot, x, step, **ctx: getattr(s, slot)(x, 0, nm.Ctx(step=step, **ctx))
     sparse, tail = (call("fwd_rhs", w, step, state=(state["fwd_rhs"][0], None)) for step in (99, 100))
     assert bool(nm.groups.is_nm(sparse, 2, 4, 0))

@@ -49,7 +49,7 @@ def of_matmul(x, w, g, sparsity, key=None, step=0, state=None):
 
 @functools.partial(fast_jit, static_argnames=("sparsity", "contract", "out"))
 def first_state(sparsity, w, contract=0, out=-1):
-    return sparsity.init(w, contract, out)
+    return sparsity.init(w, contract=contract, out=out)
 
 
 def bits(tree):
@@ -322,7 +322,7 @@ CHANGED = {  # which of y, dx, dw a case changes: one's own product, and the one
     "both gradients": "dx dw",
     "all six": "y dx dw",
 }
-Axes = collections.namedtuple("Axes", SLOTS)
+Axes = collections.namedtuple("Axes", "fwd_lhs fwd_rhs dlhs_g dlhs_rhs drhs_g drhs_lhs")
 
 
 def operands_used(slots, x, w, g, axes):
@@ -862,7 +862,7 @@ def test_fst_holds_its_mask_and_renews_it():
     state = first_state(sparsity, normal(100, 8, 12))
     assert set(state) == {"fwd_rhs"}
     np.testing.assert_array_equal(state["fwd_rhs"], numpy_transposable(normal(100, 8, 12)))
-    refresh = jax.jit(lambda w, step, state: sparsity.refresh(w, ctx=nm.Ctx(step=step, state=state)))
+    refresh = jax.jit(lambda w, step, state: sparsity.refresh(w, contract=0, out=1, ctx=nm.Ctx(step=step, state=state)))
     for step in range(8):
         w = normal(step, 8, 12)
         state = refresh(w, step, state)
@@ -891,7 +891,9 @@ def test_bi_mask_orders_the_pruned_weight_for_dx():
     some = [kept(np.random.default_rng(i).permutation(32)) for i in range(20)]
     assert kept(order) > max(kept(one), np.mean(some))
 
-    refresh = jax.jit(lambda step: sparsity.refresh(w, ctx=nm.Ctx(step=step, state=state))["dlhs_rhs"])
+    refresh = jax.jit(
+        lambda step: sparsity.refresh(w, contract=0, out=1, ctx=nm.Ctx(step=step, state=state))["dlhs_rhs"]
+    )
     np.testing.assert_array_equal(refresh(1), order)
     assert np.any(refresh(2) != order)
     np.testing.assert_array_equal(np.sort(refresh(2)), np.arange(32))
@@ -903,7 +905,7 @@ def test_beta_is_the_scale_of_least_squares():
     s = numpy_soft(w)
     assert set(state) == {"fwd_rhs"}
     np.testing.assert_allclose(state["fwd_rhs"], (w * s).sum() / (s * s).sum(), rtol=1e-6)
-    later = nm.methods.s_ste().refresh(3 * w + 1, ctx=nm.Ctx(step=40, state=state))
+    later = nm.methods.s_ste().refresh(3 * w + 1, contract=0, out=1, ctx=nm.Ctx(step=40, state=state))
     chex.assert_trees_all_equal(later, state)
     assert first_state(nm.methods.s_ste(), jnp.zeros((8, 8)))["fwd_rhs"] == 1.0
 

@@ -91,6 +91,10 @@ def test_equal_schedules_share_a_trace():
         ),
         (lambda: nm.optax_schedule("cosine_decay_schedule"), "missing"),
         (lambda: nm.constant(jnp.float32(1)), "got an array"),
+        (lambda: nm.stairs(((0, "a"),)), "must be a number, got 'a'"),
+        (lambda: nm.stairs(((0, float("nan")),)), "must be a number"),
+        (lambda: nm.exponential(1.0, end="x"), "end must be a whole number"),
+        (lambda: nm.optax_schedule("piecewise_constant_schedule", 1.0, {10: 0.5}), r"For pieces, stairs\("),
     ],
 )
 def test_bad_schedules_say_so(make, message):

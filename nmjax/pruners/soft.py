@@ -31,6 +31,8 @@ class soft(Grouped):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         shrunk = self._shrunk(x, axis)
         if ctx.state is not None:
+            if jnp.shape(ctx.state):
+                raise ValueError(f"{self} has one scale for a whole tensor, not state of shape {jnp.shape(ctx.state)}.")
             shrunk = shrunk * jnp.asarray(ctx.state).astype(shrunk.dtype)
         return groups.rounded(shrunk, x.dtype)
 
@@ -50,6 +52,13 @@ class soft(Grouped):
         """The n largest magnitudes, where the result may be other than zero: what flip rates count."""
         return groups.top(x, axis, self.n, self.m)
 
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def final_state(self, state):
+        return state
+
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """beta, the scale of least squared error."""
         s = self._shrunk(x, axis)
@@ -58,6 +67,8 @@ class soft(Grouped):
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """beta as it was: frozen."""
+        if ctx.state is None:
+            raise ValueError(f"{self} keeps its scale, and was given none: pass what its init(x, axis) makes as state.")
         return ctx.state
 
 

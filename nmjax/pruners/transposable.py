@@ -21,7 +21,7 @@ from jax import lax
 from nmjax import groups
 from nmjax.typing import Ctx, Grouped
 
-_HUGE = 1e30  # inf and NaN weigh as much; eight of them add up without overflow
+_HUGE = 2.0**124  # what inf, NaN and anything larger weigh: eight of them add up without overflow
 
 
 @dataclass(frozen=True, repr=False)
