@@ -55,16 +55,10 @@ def group_uniforms(x: jax.Array, axis: int, m: int, ctx: Ctx) -> jax.Array:
     return random.uniform(random.words(ctx.key), shape)
 
 
-def visible(size: jax.Array, broken: jax.Array, m: int) -> jax.Array:
-    """Magnitudes to choose by. In a broken group, one that holds inf or NaN, these weigh 1 and finite values nothing. The
-    largest finite ones are cut, so that m of them add up to a number and have a reciprocal."""
+def weights(size: jax.Array, m: int) -> jax.Array:
+    """Magnitudes to choose by: inf and NaN, and what is so large that m of it would not add up, weigh the same."""
     most = float(jnp.finfo(size.dtype).max) / (4 * m)
-    return jnp.where(broken, (~(size < jnp.inf)).astype(size.dtype), jnp.minimum(size, most))
-
-
-def any_broken(size: list[jax.Array]) -> jax.Array:
-    """Whether a group holds inf or NaN, of which alone 0 times is not 0."""
-    return ~(sum(v * 0 for v in size) == 0)
+    return jnp.where(size < most, size, most)
 
 
 # Three ways to the same draw, for what they cost: where the choice is one index, one bit a member, or a running sum.
@@ -72,9 +66,7 @@ def any_broken(size: list[jax.Array]) -> jax.Array:
 
 def _single(g, u, axis, n):
     """1:m. tau is the whole mass, and the index of the choice counts the members that end before its point."""
-    size = [jnp.abs(groups.wide(v)) for v in groups.members(g, axis)]
-    broken = any_broken(size)
-    a = [visible(v, broken, len(size)) for v in size]
+    a = [weights(jnp.abs(groups.wide(v)), g.shape[axis]) for v in groups.members(g, axis)]
     mass = sum(a)
     point, upto, index = u * mass, jnp.zeros_like(u), jnp.zeros_like(u)
     for v in a:
@@ -82,22 +74,19 @@ def _single(g, u, axis, n):
         index = index + ((upto <= point) & (upto < mass)).astype(u.dtype)
     chosen = groups.settled(index).astype(jnp.int32)
     hit = lax.broadcasted_iota(jnp.int32, g.shape, axis) == chosen
-    return _written(g, hit, jnp.where(broken, 0.0, mass))
+    return _written(g, hit, mass)
 
 
 def _unrolled(g, u, axis, n):
     """Member by member."""
     x = [groups.wide(v) for v in groups.members(g, axis)]
-    size = [jnp.abs(v) for v in x]
-    broken = any_broken(size)
-    a = [visible(v, broken, len(size)) for v in size]
+    a = [weights(jnp.abs(v), len(x)) for v in x]
     sat, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), sum(a)
     for _ in range(n - 1):
         sat = [s | ((v * left >= rest) & (v > 0)) for s, v in zip(sat, a, strict=True)]
         left = n - sum(s.astype(u.dtype) for s in sat)
         rest = sum(jnp.where(s, 0.0, v) for s, v in zip(sat, a, strict=True))
     tau, per_tau = _threshold(rest, left)
-    tau = jnp.where(broken, 0.0, tau)
     upto, before, hits = jnp.zeros_like(u), jnp.zeros_like(u), []
     for v, s in zip(a, sat, strict=True):
         upto = upto + jnp.where(s, 0.0, v)
@@ -115,9 +104,7 @@ def _unrolled(g, u, axis, n):
 
 def _whole(g, u, axis, n):
     """With reductions and a running sum along the members."""
-    size = jnp.abs(groups.wide(g))
-    broken = jnp.any(~(size < jnp.inf), axis, keepdims=True)
-    a = visible(size, broken, g.shape[axis])
+    a = weights(jnp.abs(groups.wide(g)), g.shape[axis])
     total = lambda v: jnp.sum(v, axis, keepdims=True)
     sat, left, rest = jnp.zeros_like(a, bool), jnp.full_like(u, n), total(a)
     for _ in range(n - 1):
@@ -129,7 +116,7 @@ def _whole(g, u, axis, n):
     tau, per_tau = _threshold(rest, left)
     points = _points(upto, rest, per_tau, u, left)
     before = lax.pad(points, jnp.zeros((), u.dtype), [(int(d == axis), -int(d == axis), 0) for d in range(g.ndim)])
-    return _written(g, sat | (points > before), jnp.where(broken, 0.0, tau))
+    return _written(g, sat | (points > before), tau)
 
 
 def _threshold(rest, left):
@@ -151,7 +138,7 @@ def _written(g, hit, tau):
 
 
 def _value(x, tau):
-    """sign(x) * max(|x|, tau), with NaN as it is."""
+    """sign(x) * max(|x|, tau); NaN as it is."""
     return jnp.where(jnp.abs(x) < tau, jnp.where(x < 0, -tau, tau), x)
 
 

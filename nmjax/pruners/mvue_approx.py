@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from nmjax import groups
-from nmjax.pruners.mvue import any_broken, group_uniforms, visible
+from nmjax.pruners.mvue import group_uniforms, weights
 from nmjax.random import fold, words
 from nmjax.typing import Ctx, Grouped
 
@@ -53,9 +53,7 @@ class mvue_approx(Grouped):
         g = groups.split(x, axis, self.m)
         first, second = (jnp.expand_dims(v, axis + 1).astype(groups.wide(x).dtype) for v in u)
         w = [groups.wide(v) for v in groups.members(g, axis + 1)]
-        size = [jnp.abs(v) for v in w]
-        broken = any_broken(size)
-        a = [visible(v, broken, self.m) for v in size]
+        a = [weights(jnp.abs(v), self.m) for v in w]
         few = sum((v > 0).astype(jnp.float32) for v in a) <= 2  # nothing to choose: keep what there is
         others = _sums_of_others(a)
         total = a[0] + others[0]
@@ -66,7 +64,7 @@ class mvue_approx(Grouped):
         j = _draw([jnp.where(taken, 0.0, v) for taken, v in zip(i, a, strict=True)], second)
         out = []
         for v, b, s, chosen, also in zip(w, a, p, i, j, strict=True):
-            scaled = jnp.where(broken, v, v / jnp.where(s > 0, s, 1.0))
+            scaled = v / jnp.where(s > 0, s, 1.0)
             out.append(jnp.where(few & (b > 0), v, jnp.where((chosen | also) & ~few, scaled, 0.0)))
         return groups.rounded(jnp.concatenate(out, axis + 1), x.dtype).reshape(x.shape)
 
