@@ -74,7 +74,8 @@ class soft(Grouped):
 
 def _shrunk(members, n):
     """The members of a group less the largest magnitude that is dropped."""
-    order, w = [groups.magnitude(v) for v in members], [groups.wide(v) for v in members]
+    w = [groups.wide(v) for v in members]
+    order = [groups.magnitude(v) for v in w]  # of float32: XLA shuffles 16-bit integers at twice the cost
     kept = []
     for i, mine in enumerate(order):
         ahead = [other >= mine if j < i else other > mine for j, other in enumerate(order) if j != i]
