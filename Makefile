@@ -31,7 +31,7 @@ format: $(VENV)/made
 clean:
 	rm -rf $(VENV)
 
-$(VENV)/made: requirements.txt
+$(VENV)/made: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt --editable .
 	touch $@

@@ -21,7 +21,7 @@ from jax import lax
 from nmjax import groups, random
 from nmjax.combinators import raw
 from nmjax.pruners import identity
-from nmjax.sparsity import Operand, Sparsity, merged_operand, pruned, slot_ctx, stored
+from nmjax.sparsity import WEIGHT, Operand, Sparsity, merged_operand, pruned, slot_ctx, stored
 from nmjax.typing import Ctx
 
 # ---- the rule ----
@@ -50,7 +50,15 @@ def bilinear(op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = 
 
 
 def _in_slot(slot, p, value, axes, ctx, call=pruned):
-    return value if p == identity else call(f"{slot}={p}", p, value, axes[slot], slot_ctx(ctx, slot))
+    if p == identity:
+        return value
+    here = slot_ctx(ctx, slot)
+    if p.remembers and slot in WEIGHT and here.state is None:
+        raise ValueError(
+            f"{slot}={p} keeps state between steps and was given none: pass "
+            "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)), with the axes of w that the product contracts and leaves."
+        )
+    return call(f"{slot}={p}", p, value, axes[slot], here)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -167,7 +167,7 @@ def test_products_that_cannot_be_pruned(call, message):
 
 
 def test_a_product_that_nobody_differentiates_needs_no_key_and_any_number_of_tokens():
-    assert dot(nm.methods.s_ste(), jnp.ones((3, 8))).shape == (3, 8)
+    assert dot(nm.methods.mvue(), jnp.ones((3, 8))).shape == (3, 8)
 
 
 def test_integer_products_are_refused_where_pruned_and_pass_where_dense():

@@ -594,7 +594,8 @@ def test_noise_is_unbiased_in_its_product(p, slot):
 def test_jvp_where_no_backward_slot_prunes(method):
     sparsity = nm.parse(method)
     x, w, u, v = whole(0, 8, 16), whole(1, 16, 12), whole(2, 8, 16), whole(3, 16, 12)
-    f = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=sparsity)
+    ctx = nm.Ctx(state={"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.remembers else None)
+    f = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=sparsity, ctx=ctx)
     y, tangent = jax.jit(lambda *a: jax.jvp(f, a[:2], a[2:]))(x, w, u, v)
     used = np.asarray(w)
     if sparsity.fwd_rhs != nm.identity:
@@ -650,10 +651,11 @@ def test_the_gradient_of_s_ste_is_without_beta():
         np.testing.assert_array_equal(more[2], one[2])
 
 
-def test_s_ste_without_state_has_beta_one():
-    x, w, g = whole(0, 8, 16), whole(1, 16, 12), whole(2, 8, 12)
-    y, _, _ = of_matmul(x, w, g, nm.methods.s_ste(), jax.random.key(0))
-    np.testing.assert_array_equal(y, x @ numpy_soft(w))
+def test_s_ste_asks_for_its_scale():
+    """Without it the product would be another method's, and nobody would see."""
+    with pytest.raises(ValueError, match=r"fwd_rhs=ste\(soft\(2,4\)\) keeps state .*sparsity.init\(w, contract="):
+        nm.dot_general(whole(0, 8, 16), whole(1, 16, 12), MATMUL, sparsity=nm.methods.s_ste())
+    np.testing.assert_array_equal(nm.prune(nm.soft(2, 4), whole(1, 16, 12), axis=0), numpy_soft(whole(1, 16, 12)))
 
 
 @pytest.mark.parametrize("lam", [0.25, 2.0**-12])

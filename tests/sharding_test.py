@@ -51,7 +51,7 @@ LAYOUTS = {  # of x (tokens, in), w (in, out) and g (tokens, out)
 
 def three_products(x, w, g, key, step, sparsity, out_sharding=None):
     def f(x, w):
-        ctx = nm.Ctx(key, step)
+        ctx = nm.Ctx(key, step, {"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.remembers else None)
         return nm.dot_general(x, w, MATMUL, out_sharding=out_sharding, sparsity=sparsity, ctx=ctx)
 
     y, back = jax.vjp(f, x, w)
@@ -125,7 +125,9 @@ def test_two_mesh_axes_and_a_sequence(kind):
     x, w, g = whole(0, 4, 16, 16), whole(1, 16, 8), whole(2, 4, 16, 8)
 
     def run(x, w, g):
-        f = lambda x, w: nm.einsum("bti,io->bto", x, w, sparsity=sparsity, ctx=nm.Ctx(jax.random.key(0)))
+        f = lambda x, w: nm.einsum(
+            "bti,io->bto", x, w, sparsity=sparsity, ctx=nm.Ctx(jax.random.key(0), 0, {"fwd_rhs": jnp.float32(1)})
+        )
         y, back = jax.vjp(f, x, w)
         return y, *back(g)
 
