@@ -12,7 +12,7 @@ from nmjax import groups, random
 from nmjax.estimators import straight_through
 from nmjax.pruners import identity, mse
 from nmjax.schedules import check_rows, row_at
-from nmjax.typing import Ctx, Pruner, apart, check_inner, joined, show
+from nmjax.typing import Ctx, Pruner, Remembering, apart, check_inner, joined, show
 
 
 @dataclass(frozen=True, repr=False, init=False)
@@ -121,6 +121,14 @@ class stages(Pruner):
         return lax.switch(row_at(self.rows, ctx.step), branches, [part[:3] for part in apart(self, ctx)])
 
     @property
+    def timed(self) -> bool:
+        return True
+
+    @property
+    def pattern(self) -> None:
+        return None  # which depends on the step
+
+    @property
     def final(self) -> Pruner:
         return self.parts[-1].final
 
@@ -174,7 +182,7 @@ class rescale(Pruner):
 
 
 @dataclass(frozen=True, repr=False)
-class hold(Pruner):
+class hold(Remembering):
     """Keep a mask for ``every`` steps, or for ever. The mask is state: `init` makes it, `refresh` renews it.
 
     >>> p = hold(mse(2, 4), every=40)
@@ -193,17 +201,6 @@ class hold(Pruner):
             raise ValueError(
                 f"{self} holds a mask, but {self.p} does not only keep or drop. Hold what selects, as in chain(hold(mse(2,4)),...)."
             )
-
-    @property
-    def stateful(self) -> bool:
-        return True
-
-    @property
-    def remembers(self) -> bool:
-        return True
-
-    def final_state(self, state):
-        return state
 
     @property
     def selects(self) -> bool:
@@ -236,7 +233,7 @@ class hold(Pruner):
 
 
 @dataclass(frozen=True, repr=False)
-class permute(Pruner):
+class permute(Remembering):
     """Prune in a permuted order of the axis, renewed every ``every`` steps: the one of ``draws`` random ones that keeps
     most non-zeros. Bi-Mask's backward mask (Zhang et al., arXiv 2302.06058): with p applied to an already pruned weight,
     the fewest of its values are lost. The permutation is state; those tried are a function of the step alone.
@@ -254,17 +251,6 @@ class permute(Pruner):
             raise ValueError(f"{self}: draws must be at least 1.")
         if self.p.stochastic or self.p.remembers:
             raise ValueError(f"{self} tries one order after another, so it takes a pruner without noise or state.")
-
-    @property
-    def stateful(self) -> bool:
-        return True
-
-    @property
-    def remembers(self) -> bool:
-        return True
-
-    def final_state(self, state):
-        return state
 
     @property
     def selects(self) -> bool:
@@ -292,6 +278,10 @@ class permute(Pruner):
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return _renewed(self, ctx, lambda: self.init(x, axis, ctx._replace(state=None)))
+
+    @property
+    def pattern(self) -> None:
+        return None  # but in an order of its own
 
     @property
     def final(self) -> Pruner:

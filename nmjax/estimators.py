@@ -108,6 +108,10 @@ class decay(Pruner):
         return jnp.where(self.p.mask(x, axis, ctx), x, faded)
 
     @property
+    def pattern(self) -> None:
+        return None  # while what is dropped still fades
+
+    @property
     def final(self) -> Pruner:
         return self.p.final
 

@@ -146,12 +146,10 @@ def merge(x: jax.Array, axes: tuple[int, ...], block: int):
     that axis, where each old axis went (None where flattened), and the way back; or None where even all of them
     together do not divide.
     """
-    for taken in range(1, len(axes) + 1):
-        inner = axes[len(axes) - taken :]
-        if math.prod(x.shape[a] for a in inner) % block == 0:
-            break
-    else:
+    taken = innermost(x.shape, axes, block)
+    if taken is None:
         return None
+    inner = axes[-taken:]
     if taken == 1:
         return x, inner[0], tuple(range(x.ndim)), lambda y: y
     rest = [a for a in range(x.ndim) if a not in inner]
@@ -164,6 +162,11 @@ def merge(x: jax.Array, axes: tuple[int, ...], block: int):
     )
     back = lambda y: jnp.transpose(y.reshape(moved.shape), np.argsort(order))
     return flat, at, where, back
+
+
+def innermost(shape: tuple[int, ...], axes: tuple[int, ...], block: int) -> int | None:
+    """How many of the last of ``axes`` it takes for ``block`` to divide their size; None where all are not enough."""
+    return next((k for k in range(1, len(axes) + 1) if math.prod(shape[a] for a in axes[-k:]) % block == 0), None)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -11,25 +11,41 @@ run many times with one key and step, under `jax.vmap` or as a tied layer, draws
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from nmjax import groups, random
 from nmjax.combinators import raw
 from nmjax.pruners import identity
-from nmjax.sparsity import WEIGHT, Operand, Sparsity, merged_operand, pruned, slot_ctx, stored
+from nmjax.sparsity import (
+    WEIGHT,
+    Operand,
+    Sparsity,
+    along,
+    check_shards,
+    merged_operand,
+    pruned,
+    slot_ctx,
+    stored,
+)  # fmt: skip
 from nmjax.typing import Ctx
+
+BACKENDS = ("auto", "xla")  # what computes a product. Both are XLA's dense products of pruned operands, so far
 
 # ---- the rule ----
 
 
-def bilinear(op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx()) -> jax.Array:
+def bilinear(
+    op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto"
+) -> jax.Array:
     """``op(lhs, rhs)`` with its six operands pruned. ``op`` is a bilinear function and a frozen value, and knows the axes
     of its operands."""
+    check_backend(backend)
     if not isinstance(sparsity, Sparsity) or not isinstance(ctx, Ctx):
         raise TypeError(
             f"a product takes sparsity=nm.parse('s_ste(2,4)') and ctx=nm.Ctx(...), got {sparsity!r}, {ctx!r}."
@@ -46,41 +62,46 @@ def bilinear(op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = 
         lax.stop_gradient(lhs) if isinstance(sparsity.drhs_lhs, raw) else None,
         lax.stop_gradient(rhs) if isinstance(sparsity.dlhs_rhs, raw) else None,
     )
-    return _ruled(op, sparsity, x, w, unpruned, ctx[:3])
+    return _ruled(op, sparsity, ctx.name, x, w, unpruned, ctx[:3])
+
+
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {' or '.join(map(repr, BACKENDS))}, got {backend!r}: packed kernels are to come.")
 
 
 def _in_slot(slot, p, value, axes, ctx, call=pruned):
     if p == identity:
         return value
-    here = slot_ctx(ctx, slot)
+    here, label = slot_ctx(ctx, slot), f"{slot}={p}" if ctx.name is None else f"{ctx.name}: {slot}={p}"
     if p.remembers and slot in WEIGHT and here.state is None:
         raise ValueError(
-            f"{slot}={p} keeps state between steps and was given none: pass "
+            f"{label} keeps state between steps and was given none: pass "
             "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)), with the axes of w that the product contracts and leaves."
         )
-    return call(f"{slot}={p}", p, value, axes[slot], here)
+    return call(label, p, value, axes[slot], here)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ruled(op, sparsity, x, w, unpruned, dynamic):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _ruled(op, sparsity, name, x, w, unpruned, dynamic):
     return op(stored(sparsity.fwd_lhs)[1](x), stored(sparsity.fwd_rhs)[1](w))
 
 
-def _ruled_forward(op, sparsity, x, w, unpruned, dynamic):
-    y = _ruled(op, sparsity, x, w, unpruned, dynamic)
+def _ruled_forward(op, sparsity, name, x, w, unpruned, dynamic):
+    y = _ruled(op, sparsity, name, x, w, unpruned, dynamic)
     # What the backward pass would refuse is refused here, with the caller's line in the traceback; and not in _ruled, for
     # a product that nobody differentiates needs no key, and may have any number of tokens.
     axes = op.operands(x.ndim, w.ndim)
     for slot, value in _backward_values(x, w, unpruned, y).items():
-        _in_slot(slot, getattr(sparsity, slot), value, axes, Ctx(*dynamic), call=merged_operand)
+        _in_slot(slot, getattr(sparsity, slot), value, axes, Ctx(*dynamic, name=name), call=merged_operand)
     return y, (x, w, unpruned, dynamic)
 
 
-def _ruled_backward(op, sparsity, residuals, g):
+def _ruled_backward(op, sparsity, name, residuals, g):
     x, w, unpruned, dynamic = residuals
     values = _backward_values(x, w, unpruned, g)
     axes = op.operands(x.ndim, w.ndim)
-    prune = lambda slot: _in_slot(slot, getattr(sparsity, slot), values[slot], axes, Ctx(*dynamic))
+    prune = lambda slot: _in_slot(slot, getattr(sparsity, slot), values[slot], axes, Ctx(*dynamic, name=name))
     w_back, x_back = prune("dlhs_rhs"), prune("drhs_lhs")
     (dx,) = jax.linear_transpose(lambda a: op(a, w_back), x)(prune("dlhs_g"))
     (dw,) = jax.linear_transpose(lambda b: op(x_back, b), w)(prune("drhs_g"))
@@ -93,6 +114,34 @@ def _backward_values(x, w, unpruned, g):
 
 
 _ruled.defvjp(_ruled_forward, _ruled_backward)
+
+
+@lru_cache
+def refusals(
+    op, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, sparsity: Sparsity
+) -> tuple[tuple[str, str], ...]:
+    """(slot, reason) for every slot that ``op`` would refuse to prune, of operands of these shapes and shardings."""
+    g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
+    values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | _backward_values(lhs, rhs, (None, None), g)
+    axes, found = op.operands(lhs.ndim, rhs.ndim), []
+    for slot, value in values.items():
+        p, label = getattr(sparsity, slot), f"{slot}={getattr(sparsity, slot)}"
+        if p == identity:
+            continue
+        try:
+            check_shards(label, p, value, axes[slot])
+            plain = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            jax.eval_shape(partial(_first_use, label, p, operand=axes[slot]), plain)
+        except (TypeError, ValueError) as error:
+            found.append((slot, str(error)))
+    return tuple(found)
+
+
+def _first_use(label, p, x, operand):
+    """A pruner and what it remembers, at the first step."""
+    ctx = Ctx(random.words(0), 0)
+    state = along(label, p, x, operand, ctx, p.init)[0] if p.remembers else None
+    return pruned(label, p, x, operand, ctx._replace(state=state))
 
 
 # ---- the products ----
@@ -167,7 +216,7 @@ class Conv:
 
 def dot_general(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None,
-    *, sparsity: Sparsity, ctx: Ctx = Ctx(),
+    *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
 ) -> jax.Array:  # fmt: skip
     """`jax.lax.dot_general` whose three products prune as ``sparsity`` says.
 
@@ -179,13 +228,13 @@ def dot_general(
     dims = ((whole(lc, lhs.ndim), whole(rc, rhs.ndim)), (whole(lb, lhs.ndim), whole(rb, rhs.ndim)))
     precision = tuple(precision) if isinstance(precision, list) else precision
     op = Dot(dims, precision, _dtype(preferred_element_type), out_sharding)
-    return bilinear(op, lhs, rhs, sparsity, ctx)
+    return bilinear(op, lhs, rhs, sparsity, ctx, backend)
 
 
 def conv_general_dilated(
     lhs: jax.Array, rhs: jax.Array, window_strides, padding, lhs_dilation=None, rhs_dilation=None,
     dimension_numbers=None, feature_group_count: int = 1, batch_group_count: int = 1, precision=None,
-    preferred_element_type=None, out_sharding=None, *, sparsity: Sparsity, ctx: Ctx = Ctx(),
+    preferred_element_type=None, out_sharding=None, *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
 ) -> jax.Array:  # fmt: skip
     """`jax.lax.conv_general_dilated` whose three products prune as ``sparsity`` says."""
     ints = lambda v: None if v is None else tuple(map(int, v))
@@ -196,12 +245,12 @@ def conv_general_dilated(
         ints(window_strides), padding, ints(lhs_dilation), ints(rhs_dilation), dims, int(feature_group_count),
         int(batch_group_count), precision, _dtype(preferred_element_type), out_sharding,
     )  # fmt: skip
-    return bilinear(op, lhs, rhs, sparsity, ctx)
+    return bilinear(op, lhs, rhs, sparsity, ctx, backend)
 
 
 def einsum(
-    spec: str, lhs: jax.Array, rhs: jax.Array, *, precision=None, preferred_element_type=None,
-    sparsity: Sparsity, ctx: Ctx = Ctx(),
+    spec: str, lhs: jax.Array, rhs: jax.Array, *, precision=None, preferred_element_type=None, out_sharding=None,
+    sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
 ) -> jax.Array:  # fmt: skip
     """`jnp.einsum` of two operands whose three products prune as ``sparsity`` says. Contracted labels are ordered as the
     right operand, the weight, has them.
@@ -209,16 +258,35 @@ def einsum(
     >>> einsum("...i,io->...o", jnp.ones((2, 3, 4)), jnp.ones((4, 5)), sparsity=Sparsity()).shape
     (2, 3, 5)
     """
-    left, right, out = _labels(spec, lhs.ndim, rhs.ndim)
+    dims, order = einsum_dims(spec, lhs.ndim, rhs.ndim)
+    if out_sharding is not None:
+        out_sharding = _unpermuted(out_sharding, order)
+    y = dot_general(
+        lhs, rhs, dims, precision, preferred_element_type, out_sharding, sparsity=sparsity, ctx=ctx, backend=backend
+    )
+    return jnp.transpose(y, order)
+
+
+def einsum_dims(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple, list[int]]:
+    """An einsum as dimension numbers of a dot, and the order of that dot's axes in the result."""
+    left, right, out = einsum_labels(spec, lhs_ndim, rhs_ndim)
     batch = [c for c in left if c in right and c in out]
     summed = [c for c in right if c in left and c not in out]
     dims = tuple(tuple(tuple(map(side.index, axes)) for side in (left, right)) for axes in (summed, batch))
-    y = dot_general(lhs, rhs, dims, precision, preferred_element_type, sparsity=sparsity, ctx=ctx)
     made = batch + [c for c in left if c not in right] + [c for c in right if c not in left]
-    return jnp.transpose(y, [made.index(c) for c in out])
+    return dims, [made.index(c) for c in out]
 
 
-def _labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[list, list, list]:
+def _unpermuted(sharding, order):
+    """The sharding before a transposition, out of that after it."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    spec = PartitionSpec(
+        *(tuple(spec)[order.index(a)] if order.index(a) < len(spec) else None for a in range(len(order)))
+    )
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
+
+
+def einsum_labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[list, list, list]:
     """The labels of both operands and of the result, an ellipsis spelt out."""
     inputs, arrow, out = spec.replace(" ", "").partition("->")
     operands = inputs.split(",")

@@ -11,17 +11,19 @@ drhs         dw = x^T g                  ``drhs_g`` g, ``drhs_lhs`` x     tokens
 Every slot prunes along the contraction axis of its own product, so nobody names an axis.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from nmjax import groups, random
 from nmjax.combinators import chain, fp8, permute, raw, stages
 from nmjax.estimators import Estimator, ste
-from nmjax.pruners import identity
+from nmjax.pruners import identity, transposable
 from nmjax.typing import Axes, Ctx, Pruner, Value
 
 FORWARD = ("fwd_lhs", "fwd_rhs")
@@ -208,7 +210,34 @@ def merged_operand(label, p, x, operand, ctx):
             f"{where} along its contraction axis {axes}, whose {sizes} values do not divide into groups of {p.block}{runs}. "
             "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
         )
+    check_shards(label, p, x, operand)
     return merged
+
+
+def check_shards(label: str, p: Pruner, x, operand: Operand) -> None:
+    """Refuse groups that lie on two devices, where the sharding can be seen: of a concrete array, of a shape that has one,
+    and of what is traced on a mesh of explicit axes."""
+    traced = isinstance(x, jax.core.Tracer)
+    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return
+    names = [() if s is None else s if isinstance(s, tuple) else (s,) for s in sharding.spec]
+    names += [()] * (len(x.shape) - len(names))
+    parts = [math.prod(sharding.mesh.shape[name] for name in axis) for axis in names]
+    for run in (operand.contract, operand.other[-1:] if _tiles(p) else ()):
+        taken = groups.innermost(x.shape, run, p.block * operand.runs)
+        for i, axis in enumerate(run[-taken:] if taken else ()):
+            inner = math.prod(x.shape[a] for a in run[len(run) - taken + i + 1 :])
+            if parts[axis] > 1 and (i or x.shape[axis] // parts[axis] * inner % p.block):
+                raise ValueError(
+                    f"{label} prunes an array of shape {x.shape}, sharded as {sharding.spec}: its groups of {p.block} would "
+                    f"lie on two devices, for axis {axis} has {x.shape[axis]} values on {parts[axis]} devices. Shard another "
+                    f"axis, use fewer devices along {' and '.join(map(repr, names[axis]))}, or leave it dense (identity)."
+                )
+
+
+def _tiles(p: Pruner) -> bool:
+    return isinstance(p, transposable) or any(map(_tiles, p.parts))
 
 
 def _permutes(p: Pruner) -> bool:

@@ -36,6 +36,7 @@ class Ctx(NamedTuple):
     step: Any = 0
     state: Any = None  # what `init` made; for a product, a dict from slot to state
     axes: Axes | None = None  # set by products; arrays on their own are read as (batch, *space, features)
+    name: str | None = None  # of the layer, for what an error says
 
     def located(self, ndim: int, axis: int) -> Axes:
         """The axes beside ``axis``, by convention where no product has set them."""
@@ -136,6 +137,17 @@ class Pruner(Value):
         return any(p.remembers for p in self.parts)
 
     @property
+    def timed(self) -> bool:
+        """Whether a call reads the step: to draw, or for a schedule."""
+        schedules = any(callable(v) and not isinstance(v, Pruner) for f in fields(self) if (v := getattr(self, f.name)))
+        return schedules or self.stochastic or any(p.timed for p in self.parts)
+
+    @property
+    def pattern(self) -> tuple[int, int] | None:
+        """(n, m) of what a call gives, whatever the step: the sparsest of its parts'; None where nothing is promised."""
+        return min((q for p in self.parts if (q := p.pattern)), key=lambda q: q[0] / q[1], default=None)
+
+    @property
     def ruled(self) -> bool:
         """Whether it brings a gradient rule, which only a forward slot can use."""
         return any(p.ruled for p in self.parts)
@@ -191,6 +203,26 @@ class Grouped(Pruner):
     @property
     def block(self) -> int:
         return self.m
+
+    @property
+    def pattern(self) -> tuple[int, int] | None:
+        return (self.n, self.m) if self.n < self.m else None
+
+
+@dataclass(frozen=True, repr=False)
+class Remembering(Pruner):
+    """A pruner with a state of its own, beside its parts'."""
+
+    @property
+    def stateful(self) -> bool:
+        return True
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def final_state(self, state):
+        return state
 
 
 def joined(states) -> Any:

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from nmjax import groups
-from nmjax.typing import Ctx, Grouped
+from nmjax.typing import Ctx, Grouped, Remembering
 
 
 @dataclass(frozen=True, repr=False)
-class soft(Grouped):
+class soft(Remembering, Grouped):
     """Shrink every magnitude by the largest one that n:m drops. Wrap in `ste` for the paper's gradient; bare, autodiff's.
 
     >>> soft(2, 4)(jnp.array([1., -2., 3., -4.]))
@@ -53,11 +53,8 @@ class soft(Grouped):
         return groups.top(x, axis, self.n, self.m)
 
     @property
-    def remembers(self) -> bool:
-        return True
-
-    def final_state(self, state):
-        return state
+    def stateful(self) -> bool:
+        return False  # without state the scale is 1
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """beta, the scale of least squared error."""
