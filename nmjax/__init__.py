@@ -5,7 +5,7 @@
 Array([ 0.,  0.,  3., -4.], dtype=float32)
 """
 
-from nmjax import groups as groups, methods as methods, random as random
+from nmjax import groups as groups, methods as methods, metrics as metrics, nnx as nnx, optim as optim, random as random
 from nmjax.combinators import (
     chain as chain,
     fp8 as fp8,
@@ -30,6 +30,7 @@ from nmjax.pruners import (
     transposable as transposable,
     uniform as uniform,
 )
+from nmjax.recipes import Recipe as Recipe
 from nmjax.schedules import (
     constant as constant,
     cosine as cosine,

@@ -223,12 +223,17 @@ def dot_general(
     Where a product contracts several axes, the last one alone is grouped if m divides it, else as few as needed are
     flattened with it, in order.
     """
+    op = as_dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
+    return bilinear(op, lhs, rhs, sparsity, ctx, backend)
+
+
+def as_dot(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None) -> Dot:
+    """The arguments of `jax.lax.dot_general` as a value."""
     (lc, rc), (lb, rb) = dimension_numbers
     whole = lambda axes, ndim: tuple(groups.position(ndim, int(a)) for a in axes)
     dims = ((whole(lc, lhs.ndim), whole(rc, rhs.ndim)), (whole(lb, lhs.ndim), whole(rb, rhs.ndim)))
     precision = tuple(precision) if isinstance(precision, list) else precision
-    op = Dot(dims, precision, _dtype(preferred_element_type), out_sharding)
-    return bilinear(op, lhs, rhs, sparsity, ctx, backend)
+    return Dot(dims, precision, _dtype(preferred_element_type), out_sharding)
 
 
 def conv_general_dilated(
@@ -237,15 +242,26 @@ def conv_general_dilated(
     preferred_element_type=None, out_sharding=None, *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
 ) -> jax.Array:  # fmt: skip
     """`jax.lax.conv_general_dilated` whose three products prune as ``sparsity`` says."""
+    op = as_conv(
+        lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+        batch_group_count, precision, preferred_element_type, out_sharding,
+    )  # fmt: skip
+    return bilinear(op, lhs, rhs, sparsity, ctx, backend)
+
+
+def as_conv(
+    lhs, rhs, window_strides, padding, lhs_dilation=None, rhs_dilation=None, dimension_numbers=None,
+    feature_group_count=1, batch_group_count=1, precision=None, preferred_element_type=None, out_sharding=None,
+) -> Conv:  # fmt: skip
+    """The arguments of `jax.lax.conv_general_dilated` as a value."""
     ints = lambda v: None if v is None else tuple(map(int, v))
     padding = padding if isinstance(padding, str) else tuple(ints(pair) for pair in padding)
     dims = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     precision = tuple(precision) if isinstance(precision, list) else precision
-    op = Conv(
+    return Conv(
         ints(window_strides), padding, ints(lhs_dilation), ints(rhs_dilation), dims, int(feature_group_count),
         int(batch_group_count), precision, _dtype(preferred_element_type), out_sharding,
     )  # fmt: skip
-    return bilinear(op, lhs, rhs, sparsity, ctx, backend)
 
 
 def einsum(

@@ -44,11 +44,11 @@ def final(sparsity: Sparsity) -> tuple[Pruner, Sparsity]:
     return sparsity.fwd_rhs.final, Sparsity(fwd_lhs=sparsity.fwd_lhs.final)
 
 
-def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state=None, dtype=None) -> jax.Array:
-    """A weight as inference will use it: pruned in the dtype that its product computes in, for ranks of rounded values
-    differ. It keeps its own dtype."""
+def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state=None) -> jax.Array:
+    """A weight as inference will use it. It comes in the dtype that its product computes in, for ranks of rounded values
+    differ from those of what they were."""
     p = sparsity.fwd_rhs.final
     if p == identity:
         return w
     held = sparsity.fwd_rhs.final_state(slot_state(state, "fwd_rhs"))
-    return pruned(f"fwd_rhs={p}", p, w.astype(dtype or w.dtype), operand, Ctx(state=held)).astype(w.dtype)
+    return pruned(f"fwd_rhs={p}", p, w, operand, Ctx(state=held))

@@ -18,7 +18,15 @@ FLOORS = {
     "products": 5,
     "methods": 5,
     "spec": 6,
-    "__init__": 9,
+    "metrics": 6,
+    "optim": 6,
+    "recipes": 7,
+    "sites": 7,
+    "flops": 7,
+    "plans": 8,
+    "nnx": 9,
+    "linen": 9,
+    "__init__": 10,
 }
 FILES = sorted((ROOT / "nmjax").rglob("*.py"))
 

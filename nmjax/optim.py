@@ -1,0 +1,248 @@
+"""Optax transformations for masked training: decay of dropped weights, and an Adam that says when masks may begin."""
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from nmjax.typing import Schedule
+
+
+def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs:
+    """Gradients plus ``lam`` times the weights that a mask drops: they shrink, and masks settle.
+
+    Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity" (arXiv 2404.01847), after Zhou et al.
+    (arXiv 2102.04010)::
+
+        g <- g + lam * (1 - mask) * w
+
+    It stands after clipping, which would shrink the term, and before Adam, whose moments are to see it. ``lam`` may be
+    a schedule of the updates done. Every update wants the masks, a tree like the parameters': bool arrays of their
+    shapes, or True where nothing is dropped. What `optax.masked` and `optax.multi_transform` leave out, masks may hold
+    or not. `optax.MultiSteps` goes around a chain: inside one it hands no masks on.
+
+    Where `sr_ste` adds its term in the weight's own dtype, here the sum is of float32 and rounded once.
+
+    >>> w, mask = jnp.array([1., -2., 3., -4.]), jnp.array([False, False, True, True])
+    >>> tx = optax.chain(optax.clip_by_global_norm(1.), masked_decay(.5), optax.sgd(1.))
+    >>> tx.update(jnp.array([0., 0., 0., 10.]), tx.init(w), w, masks=mask)[0]
+    Array([-0.5,  1. , -0. , -1. ], dtype=float32)
+    """
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)) if callable(lam) else optax.EmptyState()
+
+    def update(updates, state, params=None, *, masks=None, **extra):
+        del extra
+        if masks is None:
+            raise ValueError(
+                "masked_decay got no masks: write optimizer.update(model, grads, masks=nm.nnx.masks(model)), "
+                "or tx.update(grads, state, params, masks=masks)."
+            )
+        if params is None:
+            raise ValueError(
+                "masked_decay decays weights, and got none: write tx.update(grads, state, params, masks=masks)."
+            )
+        rate = lam
+        if callable(lam):
+            rate, state = lam(state.count), optax.ScaleByScheduleState(optax.safe_increment(state.count))
+        return _map_matched(lambda g, w, keep: _decayed(g, w, keep, rate), updates, params, masks), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _decayed(g, w, keep, rate):
+    """A kept weight is never multiplied, so that no NaN of it comes through; nor is any by a rate of 0."""
+    total = _wide(g)
+    rate = jnp.asarray(rate, total.dtype)
+    return jnp.where(keep | (rate == 0), g, (total + rate * w.astype(total.dtype)).astype(g.dtype))
+
+
+def _map_matched(f, updates, params, masks):
+    """``f(g, w, keep)`` of all updates, matched by path, for masks may hold more: where `optax.masked` leaves something
+    out, a whole subtree perhaps, updates and parameters have a node without leaves."""
+    absent = lambda node: node is None or isinstance(node, optax.MaskedNode)
+    leaves, structure = tree_flatten_with_path(updates, is_leaf=absent)
+    weights, kept = (dict(tree_flatten_with_path(tree)[0]) for tree in (params, masks))
+    out = []
+    for path, g in leaves:
+        if not absent(g):
+            g, w, keep = jnp.asarray(g), weights.pop(path, None), kept.pop(path, None)
+            _check_matched(path, g, w, keep)
+            g = f(g, jnp.asarray(w), jnp.asarray(keep))
+        out.append(g)
+    left_out = [path for path, g in leaves if absent(g)]
+    for what, rest in (("mask", kept), ("parameter", weights)):
+        for path in rest:
+            if not any(path[: len(start)] == start for start in left_out):
+                raise ValueError(
+                    f"masked_decay: the {what}{_at(path)}, of shape {jnp.shape(rest[path])}, has no gradient. "
+                    "The trees of gradients, parameters and masks must be alike."
+                )
+    return structure.unflatten(out)
+
+
+def _check_matched(path, g, w, keep):
+    if w is None or keep is None:
+        missing = "parameter" if w is None else "mask"
+        raise ValueError(
+            f"masked_decay: the gradient{_at(path)}, of shape {g.shape}, has no {missing}. "
+            "The trees of gradients, parameters and masks must be alike; where nothing is dropped, the mask is True."
+        )
+    if jnp.shape(w) != g.shape:
+        raise ValueError(f"masked_decay: the gradient{_at(path)} has shape {g.shape}, its parameter {jnp.shape(w)}.")
+    if jnp.shape(keep) not in ((), g.shape):
+        raise ValueError(
+            f"masked_decay: the mask{_at(path)} has shape {jnp.shape(keep)}, its parameter {g.shape}. "
+            "Give a mask of the parameter's shape, or True where nothing is dropped."
+        )
+    if jnp.result_type(keep) != jnp.bool_:
+        raise TypeError(
+            f"masked_decay: the mask{_at(path)} has dtype {jnp.result_type(keep)}. Write mask != 0: True where kept."
+        )
+
+
+def _at(path) -> str:
+    return f" at {keystr(path)}" if path else ""
+
+
+def _wide(x) -> jax.Array:
+    """At least float32: what to compute in."""
+    x = jnp.asarray(x)
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+
+
+class StepAdamState(NamedTuple):
+    """What `step_adam` remembers: arrays only."""
+
+    count: jax.Array  # updates done
+    since: jax.Array  # 0 while dense, then which of the sparse steps comes next: 1, 2, ...
+    mu: Any
+    nu: Any  # frozen after the switch
+    window: jax.Array  # Z of the last steps, in a ring
+
+
+def step_adam(
+    learning_rate: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    after: int,
+    before: int,
+    mean: str = "arithmetic",
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW for dense weights until its variance has settled, then with that variance for sparse ones.
+
+    Lu et al., "STEP: Learning N:M Structured Sparsity Masks from Scratch with Precondition" (arXiv 2302.01172):
+    gradients of masked weights spoil Adam's estimate of their variance. With its moments m and v, at update t from 1::
+
+        dense     w <- w - lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)
+        switches  after it if Z < eps and t > after, or if t > before
+                  where Z is the mean |v_t - v_(t-1)| of all weights over the last 1 / (1 - b2) updates
+        sparse    w <- w - lr * (m / (1 - b1^t) / (sqrt(v*) + eps^(3/4)) + weight_decay * w),  v* that of the switch
+
+    Published runs have ``after`` at 10 % of their updates and ``before`` at 50 %. Over the weights the mean may be
+    ``"geometric"``, which a single weight that has never had a gradient makes 0; over the updates it is of those there
+    were, while they are fewer. The sparse denominator is that of the code that FST's authors (arXiv 2404.01847) compare
+    with. There only pruned weights switch: give it those, by `optax.multi_transform`, and `optax.adamw` the others.
+
+    The model learns of the switch by `since`, as its step: its weights are ``ste(stages(((0,identity),(1,mse(2,4)))))``
+    and every update begins with ``nm.nnx.set_step(model, nm.optim.since(opt_state))``. Moments are float32, those of
+    bf16 weights too; updates have the gradients' dtype.
+
+    >>> w = jnp.ones(4)
+    >>> tx = step_adam(.1, after=1, before=2)
+    >>> state, seen = tx.init(w), []
+    >>> for step in range(5):
+    ...     seen.append(int(since(state)))                  # set_step(model, ...), and then the gradients
+    ...     updates, state = tx.update(w, state, w)
+    >>> seen                                                # 3 dense steps, then sparse ones
+    [0, 0, 0, 1, 2]
+    """
+    _check_step_adam(b1, b2, eps, after, before, mean)
+    after, before = int(after), int(before)
+    steps = math.floor(round(1 / (1 - b2), 6))  # without rounding first, 999 for 0.999
+
+    def init(params):
+        zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(_wide(p)), params)
+        count, since = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two buffers, for a state may be donated
+        return StepAdamState(count, since, zeros(), zeros(), jnp.zeros(steps, jnp.float32))
+
+    def update(updates, state, params=None, **extra):
+        del extra
+        decays = not isinstance(weight_decay, numbers.Real) or weight_decay != 0
+        if decays and params is None:
+            raise ValueError("step_adam decays weights, and got none: write tx.update(grads, state, params).")
+        sparse, t = state.since > 0, optax.safe_increment(state.count)
+        grads = jax.tree.map(_wide, updates)
+        # v_t - v_(t-1), without the rounding of that difference, which would make zeros for the geometric mean
+        change = jax.tree.map(lambda g, v: (1 - b2) * jnp.abs(g * g - v), grads, state.nu)
+        window = jnp.where(sparse, state.window, state.window.at[state.count % steps].set(_mean_change(change, mean)))
+        settled = (jnp.sum(window) / jnp.minimum(t, steps).astype(jnp.float32) < eps) & (t > after)
+        since = jnp.where(sparse, optax.safe_increment(state.since), (settled | (t > before)).astype(jnp.int32))
+
+        mu = optax.tree.update_moment(grads, state.mu, b1, 1)
+        nu = optax.tree.update_moment(grads, state.nu, b2, 2)
+        nu = jax.tree.map(lambda v, new: jnp.where(sparse, v, new), state.nu, nu)
+        m_hat, v_hat = (optax.tree.bias_correction(x, b, t.astype(jnp.float32)) for x, b in ((mu, b1), (nu, b2)))
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+
+        def step(g, m_hat, v_hat, v, w=None):
+            d = m_hat / jnp.where(sparse, jnp.sqrt(v) + eps**0.75, jnp.sqrt(v_hat) + eps)
+            d = d + weight_decay * jnp.asarray(w, d.dtype) if decays else d
+            return (jnp.asarray(-rate, d.dtype) * d).astype(jnp.result_type(g))
+
+        new = jax.tree.map(step, updates, m_hat, v_hat, nu, *([params] if decays else []))
+        return new, StepAdamState(t, since, mu, nu, window)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_step_adam(b1, b2, eps, after, before, mean):
+    if mean not in ("arithmetic", "geometric"):
+        raise ValueError(f"step_adam: mean is 'arithmetic' or 'geometric', got {mean!r}.")
+    for name, value in (("b2", b2), ("after", after), ("before", before)):
+        if not isinstance(value, numbers.Real):
+            raise TypeError(
+                f"step_adam: {name} must be a plain number, got {type(value).__name__}. With optax.inject_hyperparams, "
+                "write static_args=('b2', 'after', 'before', 'mean')."
+            )
+    for name, value in (("b1", b1), ("b2", b2)):
+        if isinstance(value, numbers.Real) and not 0 <= value < 1:
+            raise ValueError(f"step_adam: {name} must be at least 0 and less than 1, got {value}.")
+    if isinstance(eps, numbers.Real) and not eps > 0:
+        raise ValueError(f"step_adam: eps must be positive, for it is also the threshold of the switch, got {eps}.")
+    if after % 1 or before % 1 or not 0 <= after <= before:
+        raise ValueError(
+            "step_adam: after and before are whole numbers of updates, 0 <= after <= before; "
+            f"got after={after}, before={before}. For shares, write int(0.1 * updates) and int(0.5 * updates)."
+        )
+
+
+def _mean_change(change, mean) -> jax.Array:
+    """Z of one step: a mean over the values of all arrays."""
+    leaves = jax.tree.leaves(change)
+    if not (size := sum(x.size for x in leaves)):
+        raise ValueError("step_adam watches the variance of parameters, and has none. Check the labels or the mask.")
+    if mean == "geometric":
+        return jnp.exp(sum(jnp.sum(jnp.log(x)).astype(jnp.float32) for x in leaves) / float(size))
+    return sum(jnp.sum(x).astype(jnp.float32) for x in leaves) / float(size)
+
+
+def since(opt_state) -> jax.Array:
+    """0 while `step_adam` trains densely, then which of the sparse steps comes next, out of any optimizer's state."""
+    ours = lambda node: isinstance(node, StepAdamState)
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=ours) if ours(node)]
+    if len(found) != 1:
+        raise ValueError(
+            f"since reads the state of one step_adam, found {len(found) or 'none'} in a {type(opt_state).__name__}. "
+            + ("Give it the part that holds the one meant." if found else "Give it the state of such an optimizer.")
+        )
+    return jax.tree.leaves(found[0].since)[0]  # a Variable, in the state of an nnx.Optimizer
