@@ -181,6 +181,20 @@ def settled(x: jax.Array) -> jax.Array:
     return x / jnp.where(x < 0, 2, 1).astype(x.dtype)
 
 
+def spread(choices: list[jax.Array], shape: tuple[int, ...], axis: int) -> jax.Array:
+    """One choice for every member of groups, as a mask of the members: by one settled word a group, of whose bits each
+    member reads its own. Written side by side instead, each would carry along all that led to it: XLA's CPU fusion then
+    computes what came before a group once for every branch, and in bf16 once for every path."""
+    place, mask = lax.broadcasted_iota(jnp.int32, shape, axis), jnp.zeros(shape, bool)
+    for first in range(0, len(choices), 16):  # as many as float32 holds, in which they are settled
+        word = settled(
+            sum(jnp.where(choice, float(1 << j), 0.0) for j, choice in enumerate(choices[first : first + 16]))
+        )
+        bit = (word.astype(jnp.int32) >> jnp.clip(place - first, 0, 15)) & 1 == 1
+        mask = bit if len(choices) <= 16 else mask | (bit & (place >= first) & (place < first + 16))
+    return mask
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: jax.Array, dtype) -> jax.Array:
     """From the dtype of `wide` back. To bf16 by its bits: XLA's own conversion keeps the CPU from fusing around it."""

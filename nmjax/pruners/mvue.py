@@ -93,13 +93,7 @@ def _unrolled(g, u, axis, n):
         points = _points(upto, rest, per_tau, u, left)
         hits.append(s | (points > before))
         before = points
-    if len(x) <= 4:
-        tau = _as_stored(tau, g)
-        out = [jnp.where(hit, _value(v, tau), 0.0) for hit, v in zip(hits, x, strict=True)]
-        return groups.rounded(jnp.concatenate(out, axis), g.dtype)
-    word = sum(jnp.where(hit, float(1 << j), 0.0) for j, hit in enumerate(hits))
-    place = lax.broadcasted_iota(jnp.int32, g.shape, axis)
-    return _written(g, (groups.settled(word).astype(jnp.int32) >> place) & 1 == 1, tau)
+    return _written(g, groups.spread(hits, g.shape, axis), tau)
 
 
 def _whole(g, u, axis, n):

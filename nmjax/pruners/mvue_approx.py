@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from nmjax import groups
 from nmjax.pruners.mvue import group_uniforms, weights
@@ -52,8 +53,7 @@ class mvue_approx(Grouped):
         axis = groups.position(x.ndim, axis)
         g = groups.split(x, axis, self.m)
         first, second = (jnp.expand_dims(v, axis + 1).astype(groups.wide(x).dtype) for v in u)
-        w = [groups.wide(v) for v in groups.members(g, axis + 1)]
-        a = [weights(jnp.abs(v), self.m) for v in w]
+        a = [weights(jnp.abs(groups.wide(v)), self.m) for v in groups.members(g, axis + 1)]
         few = sum((v > 0).astype(jnp.float32) for v in a) <= 2  # nothing to choose: keep what there is
         others = _sums_of_others(a)
         total = a[0] + others[0]
@@ -62,11 +62,13 @@ class mvue_approx(Grouped):
         p = [s + v * o for s, v, o in zip(t, a, _sums_of_others(odds), strict=True)]
         i = _draw(a, first)
         j = _draw([jnp.where(taken, 0.0, v) for taken, v in zip(i, a, strict=True)], second)
-        out = []
-        for v, b, s, chosen, also in zip(w, a, p, i, j, strict=True):
-            scaled = v / jnp.where(s > 0, s, 1.0)
-            out.append(jnp.where(few & (b > 0), v, jnp.where((chosen | also) & ~few, scaled, 0.0)))
-        return groups.rounded(jnp.concatenate(out, axis + 1), x.dtype).reshape(x.shape)
+        kept = groups.spread(
+            [(few & (v > 0)) | ((b | c) & ~few) for v, b, c in zip(a, i, j, strict=True)], g.shape, axis + 1
+        )
+        place, odd = lax.broadcasted_iota(jnp.int32, g.shape, axis + 1), jnp.ones((), total.dtype)
+        for member, v in enumerate(p):
+            odd = jnp.where(place == member, groups.settled(jnp.where(v > 0, v, 1.0)), odd)
+        return groups.rounded(jnp.where(kept, groups.wide(g) / odd, 0.0), x.dtype).reshape(x.shape)
 
 
 def _sums_of_others(a):
