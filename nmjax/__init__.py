@@ -5,7 +5,15 @@
 Array([ 0.,  0.,  3., -4.], dtype=float32)
 """
 
-from nmjax import groups as groups, methods as methods, metrics as metrics, nnx as nnx, optim as optim, random as random
+from nmjax import (
+    groups as groups,
+    linen as linen,
+    methods as methods,
+    metrics as metrics,
+    nnx as nnx,
+    optim as optim,
+    random as random,
+)
 from nmjax.combinators import (
     chain as chain,
     fp8 as fp8,
