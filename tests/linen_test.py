@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
+from flax import linen as nn, nnx
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -720,3 +720,28 @@ def test_a_recipe_is_wanted():
         linen.dot_cls("s_ste(2,4)")
     with pytest.raises(dataclasses.FrozenInstanceError):
         linen.conv_cls(recipe("ste(2,4)")).seed = 3
+
+
+def test_the_noise_is_nnxs():
+    """The same seed and path: the same gradient, bit for bit, held masks and scales included."""
+    text = "fst(every=2); dlhs_g=mvue(2,4)"
+    recipe = nm.Recipe(((r"up", text),))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(16, dot_general_cls=nm.linen.dot_cls(recipe, seed=9), name="up")(x)
+
+    x = jnp.asarray(np.random.default_rng(0).integers(-3, 4, (8, 16)), jnp.float32)
+    other = nm.nnx.sparsify(nnx.Dict(up=nnx.Linear(16, 16, rngs=nnx.Rngs(0))), recipe, seed=9)
+    variables = Model().init(jax.random.key(0), x)
+    variables["params"] = {"up": {name: getattr(other.up, name)[...] for name in ("kernel", "bias")}}
+    variables = nm.linen.set_step(nm.linen.reset_state(variables), 6, 1)
+    nm.nnx.set_step(other, 6, 1)
+    loss = lambda params, x: jnp.sum(Model().apply({"params": params, "nm": variables["nm"]}, x) * jnp.sign(x))
+    grads = jax.grad(loss, (0, 1))(variables["params"], x)
+    expected = nnx.grad(lambda model, x: jnp.sum(model.up(x) * jnp.sign(x)), argnums=(0, 1))(other, x)
+    np.testing.assert_array_equal(grads[0]["up"]["kernel"], expected[0]["up"]["kernel"][...])
+    np.testing.assert_array_equal(grads[1], expected[1])
+    hard = nm.linen.harden(variables)["params"]["up"]["kernel"]
+    np.testing.assert_array_equal(hard, nm.nnx.harden(other).up.kernel[...])
