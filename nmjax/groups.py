@@ -136,7 +136,7 @@ def is_nm(x: jax.Array, n: int, m: int, axis: int = -1) -> jax.Array:
 def counts(x: jax.Array, m: int, axis: int = -1) -> jax.Array:
     """Non-zeros of every group; NaN counts as one."""
     axis = position(x.ndim, axis)
-    return jnp.sum(split(x, axis, m) != 0, axis + 1, dtype=jnp.int32)
+    return jnp.sum(split(x, axis, m).astype(bool), axis + 1, dtype=jnp.int32)
 
 
 def merge(x: jax.Array, axes: tuple[int, ...], block: int):

@@ -224,8 +224,9 @@ def gradient_variance(grads) -> jax.Array:
 
 def _error(draw, inputs, exact, sure=False):
     """The error of ``draw`` at one input after another, so that memory does not grow with them (Welford's running mean).
-    In units of the largest exact value, for its square not to underflow."""
-    unit = jnp.max(jnp.stack([jnp.max(jnp.abs(_f32(e)), initial=0.0) for e in exact]))
+    In units of the largest exact value, for no square to underflow."""
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(_f32(e)), initial=0.0) for e in exact]))
+    unit = lax.reduce_precision(largest, 8, 0)  # a power of two, so that dividing rounds nothing
     scaled = lambda leaves: [_f32(v) / unit for v in leaves]
     exact, zero = scaled(exact), jnp.float32(0)
     energy = _dot(exact, exact)
