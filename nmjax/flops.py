@@ -2,19 +2,21 @@
 
 A product of dense cost F costs F * n/m where one of its operands is n:m *along the axis that it contracts*. So a weight
 pruned for the forward product saves nothing in dx, which contracts its other axis, unless its mask is transposable.
-FLOPs are two for every multiply-add, and each of the three products of a layer costs the same when dense.
+FLOPs are two for every multiply-add, those with a convolution's padding among them, and each of the three products of a
+layer costs the same when dense.
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 import jax
 from jax.extend import core
 
-from nmjax.combinators import stages
+from nmjax.combinators import raw, stages
 from nmjax.estimators import decay
 from nmjax.products import Conv, Dot
-from nmjax.pruners import identity, transposable
+from nmjax.pruners import transposable
 from nmjax.schedules import row_at
 from nmjax.sparsity import Sparsity
 from nmjax.typing import Grouped, Pruner
@@ -27,10 +29,15 @@ def flops(op: Dot | Conv, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
     0.924844032
     """
     if isinstance(op, Dot):
-        (contract, _), (batch, _) = op.dims
-        return 2 * math.prod(lhs) * math.prod(rhs) // math.prod(lhs[a] for a in (*contract, *batch))
+        (_, contract), (_, batch) = op.dims
+        return _each(lhs, rhs, (*contract, *batch))
     out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(s, "float32") for s in (lhs, rhs))).shape
-    return 2 * math.prod(out) * math.prod(rhs) // rhs[op.dims.rhs_spec[0]]
+    return _each(out, rhs, op.dims.rhs_spec[:1])
+
+
+def _each(values: tuple[int, ...], rhs: tuple[int, ...], but: Iterable[int]) -> int:
+    """Two for each of some values and all axes of the right operand but those that they share."""
+    return 2 * math.prod(values) * math.prod(n for a, n in enumerate(rhs) if a not in but)
 
 
 def kept(p: Pruner, step: int | None = None) -> float:
@@ -40,25 +47,31 @@ def kept(p: Pruner, step: int | None = None) -> float:
     >>> kept(parse_pruner("ste(soft(2,4))")), kept(parse_pruner("decay(mse(1,8),linear(1,0,100))"), 50)
     (0.5, 1.0)
     """
+    return _least(p, step, Grouped)
+
+
+def _least(p: Pruner, step: int | None, kind: type[Grouped]) -> float:
+    """What the pruners of a kind leave."""
     if isinstance(p, Grouped):
-        return p.n / p.m
-    if isinstance(p, stages):
-        rows = p.parts if step is None else [p.parts[int(row_at(p.rows, step))]]
-        return min(kept(q, step) for q in rows)
+        return p.n / p.m if isinstance(p, kind) else 1.0
+    parts = p.parts
+    if isinstance(p, stages) and step is not None:
+        parts = (parts[int(row_at(p.rows, step))],)
     if isinstance(p, decay) and step is not None and float(p.schedule(step)) != 0:
         return 1.0
-    return min((kept(q, step) for q in p.parts), default=1.0)
+    return min((_least(q, step, kind) for q in parts), default=1.0)
 
 
 def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float, float]:
-    """The share of its dense FLOPs that each product is left with: (fwd, dlhs, drhs).
+    """The share of its dense FLOPs that each product is left with at a step, else at its sparsest: (fwd, dlhs, drhs).
 
     >>> from nmjax.spec import parse
     >>> effective(parse("s_ste(2,4)")), effective(parse("ste(1,8)")), effective(parse("fst()"))
     ((0.5, 1.0, 0.5), (0.125, 1.0, 1.0), (0.5, 0.5, 0.5))
     """
     share = lambda slot: kept(getattr(sparsity, slot), step)
-    reused = kept(sparsity.fwd_rhs, step) if sparsity.dlhs_rhs == identity and _both_ways(sparsity.fwd_rhs) else 1.0
+    # dx has the forward product's weight, or prunes it again; where that is n:m along both axes, it stays so
+    reused = 1.0 if isinstance(sparsity.dlhs_rhs, raw) else _least(sparsity.fwd_rhs, step, transposable)
     return (
         min(share("fwd_lhs"), share("fwd_rhs")),
         min(share("dlhs_g"), share("dlhs_rhs"), reused),
@@ -66,39 +79,48 @@ def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float
     )
 
 
-def _both_ways(p: Pruner) -> bool:
-    return isinstance(p, transposable) or any(map(_both_ways, p.parts))
-
-
-def counted(jaxpr: core.Jaxpr, mark: str) -> Iterator[tuple[str | None, int]]:
+def counted(jaxpr: core.Jaxpr, mark: str, name: str | None = None) -> Iterator[tuple[str | None, int]]:
     """(name, FLOPs) of every dot and convolution of a program, times how often loops run it. The name is that of the
-    jitted function around it that begins with ``mark``; None where there is none. A while loop counts as one turn, and of
-    branches the costliest counts."""
+    `jax.named_scope` around it that begins with ``mark``; None where there is none. A while loop counts as one turn,
+    and of branches the costliest."""
     for equation in jaxpr.eqns:
-        kind, parameters = equation.primitive.name, equation.params
-        shapes = [getattr(v.aval, "shape", ()) for v in equation.invars]
+        kind, given = equation.primitive.name, equation.params
+        scope = re.search(rf"{re.escape(mark)}\w*", str(equation.source_info.name_stack))
+        here = name or (scope and scope.group())
+        lhs, rhs = ([getattr(v.aval, "shape", ()) for v in equation.invars] + [(), ()])[:2]
         if kind == "dot_general":
-            yield None, flops(Dot(parameters["dimension_numbers"], None, None, None), *shapes)
+            (_, contract), (_, batch) = given["dimension_numbers"]
+            yield here, _each(lhs, rhs, (*contract, *batch))
+        elif kind == "ragged_dot_general":
+            numbers = given["ragged_dot_dimension_numbers"]
+            (_, contract), (_, batch) = numbers.dot_dimension_numbers
+            yield here, _each(lhs, rhs, (*contract, *batch, *numbers.rhs_group_dimensions))
         elif kind == "conv_general_dilated":
-            out, rhs = equation.outvars[0].aval.shape, shapes[1]
-            yield None, 2 * math.prod(out) * math.prod(rhs) // rhs[parameters["dimension_numbers"].rhs_spec[0]]
+            yield here, _each(equation.outvars[0].aval.shape, rhs, given["dimension_numbers"].rhs_spec[:1])
         elif kind == "cond":
-            branches = [list(counted(b.jaxpr, mark)) for b in parameters["branches"]]
-            yield from max(branches, key=lambda found: sum(f for _, f in found))
+            branches = [list(counted(branch, mark, here)) for branch in _programs(given["branches"])]
+            yield from max(branches, key=lambda found: sum(cost for _, cost in found))
         else:
-            times = parameters["length"] if kind == "scan" else 1
-            name = parameters.get("name")
-            for inner in _jaxprs(parameters):
-                for found, cost in counted(inner, mark):
-                    yield (name if isinstance(name, str) and name.startswith(mark) else found), times * cost
+            for inner in _programs(given.values()):
+                for found, cost in counted(inner, mark, here):
+                    yield found, _times(kind, given) * cost
 
 
-def _jaxprs(parameters) -> Iterator[core.Jaxpr]:
-    """The programs inside an equation."""
-    for value in jax.tree.leaves(
-        list(parameters.values()), is_leaf=lambda v: isinstance(v, (core.Jaxpr, core.ClosedJaxpr))
-    ):
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value
+def _times(kind: str, given) -> int:
+    """How often an equation runs the program in it."""
+    if kind == "scan":
+        return given["length"]
+    if kind == "shard_map":  # a shard's program, on every shard
+        return math.prod(given["mesh"].shape[a] for a in given.get("manual_axes", given.get("newly_manual_axes")))
+    if kind == "pallas_call":
+        return math.prod(n for n in given["grid_mapping"].grid if isinstance(n, int))
+    return 1
+
+
+def _programs(values: Iterable) -> Iterator[core.Jaxpr]:
+    """The programs among the parameters of an equation."""
+    for value in values:
+        if isinstance(value, (core.ClosedJaxpr, core.Jaxpr)):
+            yield value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+        elif isinstance(value, (tuple, list)):
+            yield from _programs(value)

@@ -5,6 +5,7 @@ import io
 import math
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from nmjax.products import refusals
 from nmjax.pruners import identity
-from nmjax.sparsity import SLOTS, Sparsity
+from nmjax.sparsity import SLOTS, WEIGHT, Sparsity
 from nmjax.typing import Pruner
 
 
@@ -33,17 +34,21 @@ class Slot(NamedTuple):
 
     name: str
     pruner: Pruner
-    along: tuple[int, ...] = ()  # the sizes that its product contracts; empty where only data tells
-    groups: int = 0
+    along: tuple[int, ...] = ()  # the sizes that its product contracts; empty where only a call tells
+    groups: int | None = None  # in one call; None where only a call tells
     refused: str | None = None
 
     def __str__(self) -> str:
         what = f"{self.name}={self.pruner}"
         if self.refused:
-            return f"{what}  REFUSED"
+            return f"{what}\n  REFUSED"
+        if self.pruner.block == 1:  # which only rounds
+            return what
+        unknown = "axes unknown" if self.name in WEIGHT else "tokens unknown"
         if not self.along:
-            return f"{what}  tokens unknown"
-        return f"{what}  {self.groups:,} groups along {' x '.join(map(str, self.along))}"
+            return f"{what}\n  {unknown}"
+        along = f"groups along {' x '.join(map(str, self.along))}"
+        return f"{what}\n  {along}, {unknown}" if self.groups is None else f"{what}\n  {self.groups:,} {along}"
 
 
 class LayerPlan(NamedTuple):
@@ -55,7 +60,17 @@ class LayerPlan(NamedTuple):
     sparsity: Sparsity
     slots: tuple[Slot, ...]
     flops: int | None  # of each of its three products when dense; None where no example was given
-    shares: tuple[float, float, float]  # what is effectively left of fwd, dlhs and drhs
+    shares: tuple[float, float, float]  # what is effectively left of fwd, dlhs and drhs, at its sparsest
+    hardened: str  # what `harden` makes of its weight: n:m, dense, or none where it is drawn anew at every step
+
+
+def hardened(sparsity: Sparsity) -> str:
+    """What `harden` makes of a weight, in words."""
+    try:
+        pattern = sparsity.fwd_rhs.final.pattern
+    except ValueError:
+        return "none"
+    return "dense" if pattern is None else f"{pattern[0]}:{pattern[1]}"
 
 
 def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[Slot, ...]:
@@ -70,8 +85,9 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
         shape = {"fwd_lhs": lhs, "drhs_lhs": lhs, "dlhs_g": g, "drhs_g": g}.get(name, rhs).shape
         along = tuple(shape[a] for a in op.operands(len(lhs.shape), len(rhs.shape))[name].contract)
+        groups = stacked * math.prod(shape) // p.block if tokens_known or name in WEIGHT else None
         reasons = (dict(refusals(*use[:3], sparsity)).get(name) for use in uses)
-        found.append(Slot(name, p, along, stacked * math.prod(shape) // p.block, next(filter(None, reasons), None)))
+        found.append(Slot(name, p, along, groups, next(filter(None, reasons), None)))
     return tuple(found)
 
 
@@ -107,13 +123,10 @@ class Plan:
             table.add_column(title, overflow="fold")
         for row in self._rows():
             table.add_row(*row)
-        out = io.StringIO()
-        console = Console(
-            file=out, width=max(100, shutil.get_terminal_size((120, 24)).columns), color_system=None, markup=False
-        )
-        console.print(table)
-        for line in self._notes():
-            console.print(line, soft_wrap=True)
+        out, width = io.StringIO(), min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)
+        plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False, "force_jupyter": False}
+        console = Console(file=out, width=width, legacy_windows=False, **plain)
+        console.print(table, *self._notes(), sep="\n")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
@@ -125,48 +138,73 @@ class Plan:
 
     def _rows(self) -> list[tuple[str, ...]]:
         """One row for all layers that differ in numbers of their path alone."""
-        alike: dict[tuple, list[LayerPlan]] = {}
-        for layer in self.layers:
-            alike.setdefault((re.sub(r"\d+", "#", layer.path), *layer[1:]), []).append(layer)
         rows = []
-        for same in alike.values():
+        for same in _alike((layer.path, layer[1:], layer) for layer in self.layers):
             first, cost = same[0], sum(layer.flops or 0 for layer in same)
+            many, kernel = f"{len(same)} " if len(same) > 1 else "", "x".join(map(str, first.kernel))
             rows.append((
-                _range([layer.path for layer in same]) or "(the model)",
-                f"{first.kind} {'x'.join(map(str, first.kernel))}",
+                f"{_range([layer.path for layer in same])}\n  {many}{first.kind} {kernel}",
                 "\n".join(map(str, first.slots)) or "dense",
                 " ".join(f"{share:.3g}" for share in first.shares),
-                f"{_giga(3 * cost)} → {_giga(cost * sum(first.shares))}" if cost and first.slots else _giga(3 * cost) if cost else "",
+                "" if first.flops is None else _change(3 * cost, cost * sum(first.shares)),
+                first.hardened,
             ))  # fmt: skip
         return rows
 
     def _notes(self) -> list[str]:
-        lines = [
-            f"{self.parameters:,} parameters, {sum(bool(layer.slots) for layer in self.layers)} of {len(self.layers)} layers pruned"
-        ]
+        pruned = sum(bool(layer.slots) for layer in self.layers)
+        lines = [f"{self.parameters:,} parameters, {pruned} of {len(self.layers)} layers pruned"]
         if self.forward[0]:
-            of = lambda cost: f"{_giga(cost[0])} GFLOPs dense, {_giga(cost[1])} effective"
-            lines[0] += f"; forward {of(self.forward)}; with backward {of(self.training)}"
-            lines.append(f"Products of no layer, as in attention: {_giga(self.elsewhere)} GFLOPs forward")
+            lines[0] += f"; GFLOPs forward {_change(*self.forward)}, with backward {_change(*self.training)}"
+            if self.elsewhere:
+                lines.append(f"Products of no layer, as in attention: {_giga(self.elsewhere)} GFLOPs forward")
+            if idle := [layer.path for layer in self.layers if not layer.flops]:
+                shown = map(_range, _alike((path, None, path) for path in idle))
+                lines.append(f"Layers that this call does not reach: {', '.join(shown)}")
         if self.uncovered:
-            alike: dict[tuple, list[str]] = {}
-            for path, shape in self.uncovered:
-                alike.setdefault((re.sub(r"\d+", "#", path), shape), []).append(path)
-            shown = [f"{_range(paths)} {'x'.join(map(str, shape))}" for (_, shape), paths in alike.items()]
+            groups = _alike((path, shape, (path, shape)) for path, shape in self.uncovered)
+            shown = (f"{_range([p for p, _ in same])} {'x'.join(map(str, same[0][1]))}" for same in groups)
             lines.append(f"Parameters that no rule reaches: {', '.join(shown)}")
-        lines += [f"REFUSED in {path}: {reason}" for path, reason in self.refused]
+        for same in _alike((path, reason, (path, reason)) for path, reason in self.refused):
+            lines.append(f"REFUSED in {_range([path for path, _ in same])}: {same[0][1]}")
         return lines
 
 
-_HEAD = ("layer", "kernel", "slots", "fwd dx dw", "GFLOPs")
+_HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
+
+
+def _alike(items: Iterable[tuple[str, Any, Any]]) -> list[list]:
+    """Of (path, what, item) the items whose paths differ in numbers alone and that are the same."""
+    found: dict[tuple, list] = {}
+    for path, what, item in items:
+        found.setdefault((*re.split(r"\d+", path), what), []).append(item)
+    return list(found.values())
 
 
 def _range(paths: list[str]) -> str:
-    """blocks/0/mlp .. blocks/11/mlp as blocks/0-11/mlp; one path as it is."""
+    """Paths that differ in numbers: blocks/0/mlp .. blocks/11/mlp as blocks/0-11/mlp."""
     parts = [re.split(r"(\d+)", path) for path in paths]
-    merged = [texts[0] if len(set(texts)) == 1 else f"{texts[0]}-{texts[-1]}" for texts in zip(*parts, strict=True)]
-    return "".join(merged) + (f"  ({len(paths)})" if len(paths) > 1 else "")
+    seen = [list(dict.fromkeys(texts)) for texts in zip(*parts, strict=True)]
+    if math.prod(map(len, seen)) == len(paths):
+        return "".join(texts[0] if len(texts) == 1 else _runs(texts) for texts in seen) or "(the model)"
+    at = next(i for i, texts in enumerate(seen) if len(texts) > 1)
+    return ", ".join(_range([path for path, p in zip(paths, parts, strict=True) if p[at] == n]) for n in seen[at])
+
+
+def _runs(numbers: list[str]) -> str:
+    """0, 1, 2, 5 as 0-2,5."""
+    runs: list[list[str]] = []
+    for n in sorted(numbers, key=int):
+        if runs and int(n) == int(runs[-1][-1]) + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _change(before: float, after: float) -> str:
+    return f"{_giga(before)} → {_giga(after)}" if after != before else _giga(before)
 
 
 def _giga(cost: float) -> str:
-    return f"{cost / 1e9:.4g}"
+    return f"{cost / 1e9:,.0f}" if cost >= 1e13 else f"{cost / 1e9:.4g}"

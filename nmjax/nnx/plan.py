@@ -1,13 +1,15 @@
 """The plan of a model: seen by tracing it on shapes, without a value being computed."""
 
 import math
+import os
 
 import jax
+import numpy as np
 from flax import nnx
 
 from nmjax import flops, products
-from nmjax.nnx.layers import Door, layers
-from nmjax.plans import LayerPlan, Plan, Use, slots_of
+from nmjax.nnx.layers import Layer, layers
+from nmjax.plans import LayerPlan, Plan, Use, hardened, slots_of
 from nmjax.sparsity import SLOTS
 
 _MARK = "nmjax_layer_"
@@ -21,77 +23,119 @@ class _Notes(list):
 
 
 class _Recorder(nnx.Module):
-    """Stands in a layer's door, notes what it is asked for, and computes it under a name that the program shows."""
+    """Stands in a layer's door, notes what it is asked for, and computes it under a name that the program shows: as
+    Flax does in place of a site, else as what stood there."""
 
-    def __init__(self, door: Door, number: int, notes: _Notes):
-        self.door, self.number, self.notes = nnx.static(door), number, nnx.static(notes)
+    def __init__(self, layer: Layer, number: int, notes: _Notes):
+        there, made = getattr(layer.module, layer.door.name), getattr(layer.module, "dot_general_cls", None)
+        if made is not None:
+            layer.module.dot_general_cls = None
+            there = lambda *operands, **options: made()(*operands, **options)
+        self.plain = layer.door.plain if layer.site is not None or there is None else there
+        self.product = None if layer.site is None else layer.door.product
+        self.number, self.notes = number, nnx.static(notes)
 
     def __call__(self, *operands, **options):
-        if self.door.product is products.einsum:
-            spec, lhs, rhs = operands
-            operation = products.as_dot(lhs, rhs, products.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
-            plain = lambda lhs, rhs: self.door.plain(spec, lhs, rhs, **options)
-        else:
-            lhs, rhs, *rest = operands
-            make = products.as_dot if self.door.product is products.dot_general else products.as_conv
-            operation = make(lhs, rhs, *rest, **{k: v for k, v in options.items() if k != "out_sharding"})
-            plain = lambda lhs, rhs: self.door.plain(lhs, rhs, *rest, **options)
-        shape = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)
-        self.notes.append((operation, shape(lhs), shape(rhs)))
-        plain.__name__ = f"{_MARK}{self.number}"
-        return jax.jit(plain)(lhs, rhs)
+        if self.product is not None:
+            told = {k: v for k, v in options.items() if k != "out_sharding"}
+            if self.product is products.einsum:
+                spec, lhs, rhs = operands
+                operation = products.as_dot(lhs, rhs, products.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
+            else:
+                lhs, rhs, *rest = operands
+                make = products.as_dot if self.product is products.dot_general else products.as_conv
+                operation = make(lhs, rhs, *rest, **told)
+            self.notes.append((operation, _shape(lhs), _shape(rhs)))
+        with jax.named_scope(f"{_MARK}{self.number}"):
+            return self.plain(*operands, **options)
 
 
 def plan(model, *inputs, **options) -> Plan:
     """What every layer will do, without doing it: slots, groups, FLOPs, and what would be refused and why.
 
-    ``inputs`` are an example of what the model is called with, arrays or their shapes; without them tokens and FLOPs stay
-    unknown. The model may be abstract itself, as `nnx.eval_shape` makes it.
+    ``inputs`` and ``options`` are an example of what the model is called with, arrays or their shapes and whatever else
+    it takes, as ``train=False``; without them tokens and FLOPs stay unknown. The model may be abstract itself, as
+    `nnx.eval_shape` makes it.
     """
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, jax.tree.map(_shape, state))
-    found, notes = list(layers(model)), []
-    for number, layer in enumerate(layers(copy)):
-        notes.append(_Notes())
-        setattr(layer.module, layer.door.name, nnx.data(_Recorder(layer.door, number, notes[-1])))
-    costs: list[int | None] = [None] * len(found)
-    elsewhere = 0
-    if inputs:
-        costs, elsewhere = _costs(copy, inputs, options, len(found))
-    plans = []
-    for layer, seen, cost in zip(found, notes, costs, strict=True):
-        stacked = math.prod(layer.module.kernel.shape[a] for a in layer.stack)
-        tokens = math.lcm(*(getattr(layer.sparsity, slot).block for slot in SLOTS))
-        products = seen if inputs else [layer.example(tokens)] if layer.example(tokens) else []
-        slots = slots_of(layer.sparsity, [Use(*p, stacked) for p in dict.fromkeys(products)], bool(inputs))
-        kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
-        plans.append(LayerPlan(layer.path, kind, kernel, layer.sparsity, slots, cost, flops.effective(layer.sparsity)))
-    params = nnx.to_flat_state(nnx.state(copy, nnx.Param))
-    doors = {layer.path for layer in found}
-    named = [("/".join(map(str, path[:-1])), "/".join(map(str, path)), tuple(v.shape)) for path, v in params]
-    uncovered = tuple((name, shape) for parent, name, shape in named if parent not in doors and len(shape) > 1)
-    return Plan(tuple(plans), elsewhere, uncovered, sum(math.prod(v.shape) for _, v in params))
+    found = list(layers(copy))
+    uncovered, parameters = _parameters(copy, found)
+    notes, given = [_Notes() for _ in found], bool(inputs or options)
+    for number, layer in enumerate(found):
+        setattr(layer.module, layer.door.name, nnx.data(_Recorder(layer, number, notes[number])))
+    costs, elsewhere = _costs(copy, inputs, options, len(found)) if given else ([None] * len(found), 0)
+    rows = [_row(*row) for row in zip(layers(model), notes, costs, strict=True)]
+    return Plan(tuple(rows), elsewhere, uncovered, parameters)
+
+
+def _row(layer: Layer, seen: _Notes, cost: int | None) -> LayerPlan:
+    sparsity, uses = layer.sparsity, dict.fromkeys(seen)
+    if layer.site is not None and not seen:
+        tokens = math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS))
+        uses = filter(None, [layer.example(tokens)])
+    stacked = math.prod(layer.module.kernel.shape[a] for a in _stack(layer))
+    slots = slots_of(sparsity, [Use(*product, stacked) for product in uses], bool(seen))
+    kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
+    return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, flops.effective(sparsity), hardened(sparsity))
 
 
 def _shape(v):
-    return jax.ShapeDtypeStruct(v.shape, v.dtype) if hasattr(v, "shape") and hasattr(v, "dtype") else v
+    """The shape of what is an array, on the mesh that its type tells of."""
+    if not isinstance(v, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return v
+    kind = jax.typeof(v)
+    sharding = None if kind.sharding.mesh.empty else kind.sharding
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
 def _costs(model, inputs, options, count: int) -> tuple[list[int], int]:
     """Forward FLOPs of every layer, and of what is no layer's."""
     graph, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten((inputs, options))
-    traced = [_shape(v) for v in leaves if hasattr(v, "dtype")]
+    leaves, tree = jax.tree.flatten(jax.tree.map(_shape, (state, inputs, options)))
+    shapes = [v for v in leaves if isinstance(v, jax.ShapeDtypeStruct)]
 
-    def forward(state, traced):
-        given = iter(traced)
-        inputs, options = jax.tree.unflatten(tree, [next(given) if hasattr(v, "dtype") else v for v in leaves])
-        return nnx.merge(graph, state)(*inputs, **options)
+    def forward(arrays):
+        given = iter(arrays)
+        whole = [next(given) if isinstance(v, jax.ShapeDtypeStruct) else v for v in leaves]
+        state, inputs, options = jax.tree.unflatten(tree, whole)
+        result = nnx.merge(graph, state)(*inputs, **options)
+        return [v for v in jax.tree.leaves(result) if isinstance(v, jax.Array)]
 
     costs, elsewhere = [0] * count, 0
-    for name, cost in flops.counted(jax.make_jaxpr(forward)(state, traced).jaxpr, _MARK):
+    for name, cost in flops.counted(jax.make_jaxpr(forward)(shapes).jaxpr, _MARK):
         if name is None:
             elsewhere += cost
         else:
             costs[int(name.removeprefix(_MARK))] += cost
     return costs, elsewhere
+
+
+def _parameters(model, found: list[Layer]) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], int]:
+    """(path, shape) of every parameter of more than one axis that is no layer's with a door, and how many numbers."""
+    covered = {id(v) for layer in found for v in vars(layer.module).values() if isinstance(v, nnx.Variable)}
+    uncovered, count = [], 0
+    for path, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Param):
+            for v in jax.tree.leaves(variable):
+                count += math.prod(np.shape(v))
+                names = tuple(map(str, path))
+                if id(variable) not in covered and np.ndim(v) > 1 and _rank(names, v.shape, found) > 1:
+                    uncovered.append(("/".join(names), tuple(v.shape)))
+    return tuple(uncovered), count
+
+
+def _rank(names: tuple[str, ...], shape: tuple[int, ...], found: list[Layer]) -> int:
+    """The rank of a parameter in one layer: where all layers beside it are one stack, it is too."""
+    shared = [len(os.path.commonprefix([names, tuple(layer.path.split("/"))])) for layer in found]
+    near = [layer for layer, n in zip(found, shared, strict=True) if n == max(shared)]
+    alike = lambda layer, a: a < len(shape) and layer.module.kernel.shape[a] == shape[a]
+    stacks = {_stack(layer) if all(alike(layer, a) for a in _stack(layer)) else () for layer in near}
+    return len(shape) - (len(stacks.pop()) if len(stacks) == 1 else 0)
+
+
+def _stack(layer: Layer) -> tuple[int, ...]:
+    try:
+        return layer.stack
+    except ValueError:  # of a kernel that is not as its layer declares it; the layer is dense
+        return ()
