@@ -54,7 +54,10 @@ def flip_rate(before, after) -> jax.Array:
     >>> flip_rate(jnp.array([True, True, False, False]), jnp.array([False, True, True, False]))
     Array(0.5, dtype=float32)
     """
-    return sum(jax.tree.leaves(sad(before, after))) / float(sum(m.size for m in _leaves(before)))
+    size = sum(m.size for m in _leaves(before) if m.ndim)  # in a tree of masks, True by itself stands for what has none
+    if not size:
+        raise ValueError(f"{before!r} has no mask.")
+    return sum(jax.tree.leaves(sad(before, after))) / float(size)
 
 
 def ties(x: jax.Array, n: int, m: int, axis: int = -1) -> jax.Array:

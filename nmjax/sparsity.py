@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from nmjax import groups, random
 from nmjax.combinators import chain, fp8, permute, raw, stages
@@ -224,6 +224,11 @@ def check_shards(label: str, p: Pruner, x, operand: Operand) -> None:
     names = [() if s is None else s if isinstance(s, tuple) else (s,) for s in sharding.spec]
     names += [()] * (len(x.shape) - len(names))
     parts = [math.prod(sharding.mesh.shape[name] for name in axis) for axis in names]
+    if _permutes(p) and max(parts) > 1 and AxisType.Explicit in sharding.mesh.axis_types:
+        raise ValueError(
+            f"{label} prunes an array of shape {x.shape}, sharded as {sharding.spec}: its order gathers values of other devices, "
+            "which explicit mesh axes want to be told of. Use automatic ones, or another method here."
+        )
     for run in (operand.contract, operand.other[-1:] if _tiles(p) else ()):
         taken = groups.innermost(x.shape, run, p.block * operand.runs)
         for i, axis in enumerate(run[-taken:] if taken else ()):

@@ -138,9 +138,10 @@ class Pruner(Value):
 
     @property
     def timed(self) -> bool:
-        """Whether a call reads the step: to draw, or for a schedule."""
+        """Whether a call reads the step: to draw, or for a schedule; of a class from elsewhere, it may."""
         schedules = any(callable(v) and not isinstance(v, Pruner) for f in fields(self) if (v := getattr(self, f.name)))
-        return schedules or self.stochastic or any(p.timed for p in self.parts)
+        foreign = not type(self).__module__.startswith("nmjax.")
+        return schedules or foreign or self.stochastic or any(p.timed for p in self.parts)
 
     @property
     def pattern(self) -> tuple[int, int] | None:

@@ -199,3 +199,32 @@ def test_a_random_forward_weight_has_no_final_form():
     model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("fwd_rhs=ste(uniform(2,4))"))
     with pytest.raises(ValueError, match="^(up|down): uniform.* no final form"):
         nm.nnx.harden(model)
+
+
+@pytest.mark.parametrize("how", ["held for longer", "other scales", "in a list", "a mask"])
+def test_tied_weights_of_one_rule_that_differ_all_the_same(how):
+    make = lambda seed, **k: nnx.Conv(8, 8, (1, 1), use_bias=False, rngs=nnx.Rngs(seed), **k)
+    mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (1, 1, 8, 8)), jnp.float32)
+    model = nnx.Dict(a=make(0), b=make(1, mask=mask) if how == "a mask" else make(1))
+    texts = {"held for longer": ["fwd_rhs=ste(hold(mse(2,4),every=2))", "fwd_rhs=ste(hold(mse(2,4),every=9))"]}
+    a, b = texts.get(how, ["s_ste(2,4)"] * 2)
+    if how != "other scales":
+        model.b.kernel = model.a.kernel
+    if how == "in a list":
+        model.b = nnx.data([model.a.kernel])
+    rules = nm.Recipe((("a", a), ("b", b))[: 1 if how == "in a list" else 2])
+    nm.nnx.sparsify(model, rules)
+    if how == "other scales":
+        model.b.kernel = model.a.kernel
+    with pytest.raises(ValueError, match="a: fwd_rhs=.* uses too, .* has no single final form"):
+        nm.nnx.harden(model)
+
+
+def test_the_dtype_of_a_layers_own_promotion():
+    """Through Flax's other door: the product sees bfloat16, though neither layer nor kernel says so."""
+    low = lambda args, dtype=None: tuple(None if v is None else v.astype(jnp.bfloat16) for v in args)
+    model = nnx.Linear(64, 32, promote_dtype=low, rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(model, recipe("ste(2,4)"))
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    run = nnx.jit(lambda m, x: m(x).astype(jnp.float32))
+    np.testing.assert_array_equal(run(nm.nnx.harden(model), x), run(model, x))

@@ -136,17 +136,63 @@ def test_set_step_in_another_trace():
 def test_a_kernel_of_another_shape():
     model = Cell(nnx.Rngs(0))
     model.linear.kernel = nnx.Param(jnp.ones((8, 16)))
-    with pytest.raises(ValueError, match=r"linear: the kernel has shape \(8, 16\), which is not \(16, 16\)"):
+    with pytest.raises(ValueError, match=r"  linear: the kernel has shape \(8, 16\), which is not \(16, 16\)"):
         nm.nnx.sparsify(model, recipe("ste(2,4)"))
 
 
 def test_an_einsum_of_the_call():
     layer = nnx.Einsum("ti,io->to", (16, 8), rngs=nnx.Rngs(0))
     layer.einsum_str = None
-    with pytest.raises(ValueError, match="einsum_str comes with the call: give it to the constructor"):
-        nm.nnx.sparsify(layer, recipe("s_ste(2,4)"))
-    nm.nnx.sparsify(layer, recipe("ste(2,4)"))
-    assert layer(jnp.ones((4, 16)), "ti,io->to").shape == (4, 8)
+    with pytest.raises(ValueError, match="  the model: its einsum_str comes with the call: give it to the constructor"):
+        nm.nnx.sparsify(layer, recipe("ste(2,4)"))
+
+
+def test_kernels_that_something_normalises():
+    model = nnx.WeightNorm(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="layer_instance: what stands around it normalises its kernel"):
+        nm.nnx.sparsify(model, recipe("ste(2,4)"))
+
+
+def test_a_stack_whose_axis_the_shape_leaves_open():
+    """Eight layers of 8 x 8: whichever axis is taken silently would prune another one than training does."""
+    make = lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+    cells = nnx.vmap(make, out_axes=1)(nnx.Rngs(0).split(8))
+    with pytest.raises(
+        ValueError,
+        match=r"of shape \(8, 8, 8\), leave open which stacks layers. Say so: sparsify\(..., stack=0 or stack=1 or",
+    ):
+        nm.nnx.sparsify(cells, recipe("ste(2,4)"))
+    nm.nnx.sparsify(cells, recipe("ste(2,4)"), stack=1)
+    hard = nm.nnx.harden(cells)
+    assert nm.groups.is_nm(hard.kernel[...], 2, 4, axis=0)
+    assert nm.nnx.patterns(hard) == nm.nnx.patterns(cells) == {"kernel": nm.metrics.Pattern(2, 4, 0)}
+
+
+def test_an_abstract_model():
+    model = nnx.eval_shape(lambda: Mlp(16, 32, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"up: its kernel is a shape. .*nnx.eval_shape\(lambda: sparsify"):
+        nm.nnx.sparsify(model, recipe("s_ste(2,4)"))
+
+
+def test_averaged_noise_and_broken_time():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
+    with pytest.raises(TypeError, match="set_step: step is a whole number, got 2.5"):
+        nm.nnx.set_step(model, 2.5)
+    state = nnx.state(model)
+    nnx.update(model, jax.tree.map(lambda v: 0.5 * v.astype(jnp.float32) + 0.5 * v.astype(jnp.float32), state))
+    with pytest.raises(
+        TypeError, match=r"up: its noise or time was averaged. Average nnx.state\(model, nnx.Param\) alone"
+    ):
+        model(jnp.ones((8, 16)))
+
+
+def test_rules_are_printed_as_patterns():
+    class Odd(nnx.Module):
+        def __init__(self):
+            setattr(self, "a+b", nnx.Linear(6, 8, rngs=nnx.Rngs(0)))
+
+    with pytest.raises(ValueError, match=r"\(r\"a\\\+b\", \"dense\"\)"):
+        nm.nnx.sparsify(Odd(), recipe("ste(2,4)"))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

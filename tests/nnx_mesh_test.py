@@ -139,3 +139,38 @@ def test_sharding_metadata_is_the_kernels():
     specs = nnx.get_partition_spec(nnx.state(model, nm.nnx.NM))["dot_general"]
     assert specs["state"]["fwd_rhs"].get_value() == P("layers", "in", "out")
     assert specs["words"].get_value() == specs["time"].get_value() == P("layers", None, None)
+
+
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
+@pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(every=2)"])
+def test_stacks_on_explicit_axes(text, spec):
+    """The stack itself sharded, or one of its layers' axes: time, state, masks and final forms are those of one device."""
+    make = lambda: nnx.vmap(lambda rngs: nnx.Linear(16, 16, use_bias=False, rngs=rngs))(nnx.Rngs(0).split(4))
+    rules = nm.Recipe(((".*", text),))
+    alone = nm.nnx.sparsify(make(), rules)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        model = make()
+        model.kernel.set_value(jax.device_put(model.kernel[...], NamedSharding(mesh, spec)))
+        nm.nnx.sparsify(model, rules)
+        model.kernel.set_value(model.kernel[...] ** 3)
+        nnx.jit(lambda m: nm.nnx.set_step(m, 2))(model)
+        results = (nnx.state(nm.nnx.harden(model)), nm.nnx.masks(model), nnx.state(model, nm.nnx.NM))
+    alone.kernel.set_value(alone.kernel[...] ** 3)
+    nnx.jit(lambda m: nm.nnx.set_step(m, 2))(alone)
+    for result, like in zip(
+        results, (nnx.state(nm.nnx.harden(alone)), nm.nnx.masks(alone), nnx.state(alone, nm.nnx.NM)), strict=True
+    ):
+        for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(like), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
+
+
+def test_orders_that_gather_from_other_devices():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    model.kernel.set_value(jax.device_put(model.kernel[...], NamedSharding(mesh, P("d", None))))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="dlhs_rhs=permute.*: its order gathers values of other devices"),
+    ):
+        nm.nnx.sparsify(model, nm.Recipe(((".*", "bi_mask()"),)))

@@ -118,7 +118,54 @@ def test_masks_for_the_optimizer_and_for_flip_rates():
 
 def test_virtual_masks_of_a_dense_model():
     model, _ = task("resnet")
-    masks = nm.nnx.masks(model, nm.Recipe(((r"blocks/.*", "ste(2,4)"),)))
     kernel = model.blocks[0].conv1.kernel[...]
-    np.testing.assert_array_equal(masks["blocks"][0]["conv1"]["kernel"][...], nm.groups.top(kernel, 2, 2, 4))
-    assert masks["stem"]["kernel"].shape == ()
+    for text in ("ste(2,4)", "s_ste(2,4)", "sdgf(2,4,dense=10)", "fwd_rhs=ste(hold(mse(2,4)))"):
+        masks = nm.nnx.masks(model, nm.Recipe(((r"blocks/.*", text),)))
+        np.testing.assert_array_equal(masks["blocks"][0]["conv1"]["kernel"][...], nm.groups.top(kernel, 2, 2, 4))
+        assert masks["stem"]["kernel"].shape == ()
+        flipped = jax.tree.map(lambda m: ~m if m.ndim else m, masks)
+        assert float(nm.metrics.flip_rate(masks, flipped)) == 1  # what has no mask counts nothing
+    with pytest.raises(ValueError, match="decide for no layer"):
+        nm.nnx.masks(model, nm.Recipe(((r"block/.*", "ste(2,4)"),)))
+
+
+def test_masks_are_those_in_use():
+    """A random forward weight: what the product keeps at this step and micro-step."""
+    model = nm.nnx.sparsify(
+        nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "fwd_rhs=ste(uniform(2,4))"),))
+    )
+    nm.nnx.set_step(model, 3, 2)
+    np.testing.assert_array_equal(model(jnp.eye(16)) != 0, nm.nnx.masks(model)["kernel"][...])
+
+
+def test_measures_of_weights_and_gradients():
+    model, loss = task("gpt")
+    nm.nnx.sparsify(
+        model,
+        nm.Recipe(
+            (
+                (r"blocks/mlp/up", "s_ste(2,4)"),
+                (r"blocks/mlp/down", "top_gradient(2,4)"),
+                (r"head", "mdgf(1,4,linear(1,0,4))"),
+            )
+        ),
+    )
+    nm.nnx.set_step(model, 1)
+    seen = nnx.jit(nm.nnx.weights)(model)
+    assert set(seen) == {"blocks/mlp/up", "head"}
+    w, kept = model.blocks.mlp.up.kernel[...], nm.nnx.harden(model).blocks.mlp.up.kernel[...]
+    np.testing.assert_allclose(seen["blocks/mlp/up"].density, 0.5)
+    np.testing.assert_allclose(
+        seen["blocks/mlp/up"].error, jnp.linalg.norm((kept - w).ravel()) / jnp.linalg.norm(w.ravel()), rtol=1e-5
+    )
+    a, b = np.ravel(w), np.ravel(kept)
+    np.testing.assert_allclose(seen["blocks/mlp/up"].cosine, a @ b / np.linalg.norm(a) / np.linalg.norm(b), rtol=1e-5)
+    assert seen["blocks/mlp/up"].ties == 0
+    assert seen["head"].density == 1
+    assert np.isnan(seen["head"].ties)
+    errors = nnx.jit(lambda model: nm.nnx.gradient_errors(model, loss, draws=16))(model)
+    drawn, top, dense = (errors[path] for path in ("blocks/mlp/up", "blocks/mlp/down", "head"))
+    assert drawn.bias < 3 * drawn.noise < 1
+    assert drawn.variance > 0.01
+    assert top.bias > 0.05 > 1e-6 > top.variance  # biased, and the same in every draw
+    assert dense == (0, 0, 0, 1) or dense.bias < 1e-5

@@ -1,6 +1,7 @@
 """A model made sparse, its time and its state."""
 
 import math
+import re
 from functools import partial
 
 import jax
@@ -12,15 +13,17 @@ from nmjax import random, sites
 from nmjax.nnx.layers import Layer, layers, over
 from nmjax.nnx.site import NM, Site, in_rank, write
 from nmjax.products import refusals
+from nmjax.pruners import identity
 from nmjax.recipes import Recipe
 from nmjax.sparsity import SLOTS, Operand, Sparsity
 from nmjax.typing import Ctx
 
 
-def sparsify(model, recipe: Recipe, seed=0):
+def sparsify(model, recipe: Recipe, seed=0, stack: int | tuple[int, ...] | None = None):
     """The model itself, with every layer's product pruned as the recipe says. Whatever sparsity it had is replaced.
 
     Scales and masks are made of the weights that the model has now: load weights before, or call `reset_state` after.
+    ``stack`` is needed where shapes leave open which axes of a kernel stack layers.
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
@@ -28,34 +31,62 @@ def sparsify(model, recipe: Recipe, seed=0):
         )
     chosen = [(layer, recipe(layer.path)) for layer in layers(model)]
     recipe.check(layer.path for layer, _ in chosen)
-    problems = [(layer.path, text) for layer, sparsity in chosen for text in _problems(layer, sparsity)]
+    told = (stack,) if isinstance(stack, int) else stack
+    wrapped = _wrapped(model)
+    problems = [
+        (layer.path, text)
+        for layer, sparsity in chosen
+        if sparsity != Sparsity()
+        for text in _problems(layer, sparsity, told, wrapped)
+    ]
     if problems:
         raise ValueError(
             "The recipe cannot be carried out:\n"
-            + "\n".join(f"  {path}: {text}" for path, text in problems)
+            + "\n".join(f"  {path or 'the model'}: {text}" for path, text in problems)
             + "\nRules that leave these layers dense, to be put first:\n"
-            + "\n".join(f'  (r"{path}", "dense"),' for path in dict.fromkeys(path for path, _ in problems))
+            + "\n".join(f'  (r"{re.escape(path)}", "dense"),' for path in dict.fromkeys(path for path, _ in problems))
         )
     for layer, sparsity in chosen:
-        furnish(layer, sparsity, recipe.backend, seed)
+        furnish(layer, sparsity, recipe.backend, seed, told)
     return model
 
 
-def _problems(layer: Layer, sparsity: Sparsity) -> list[str]:
+def _wrapped(model) -> set[int]:
+    """The layers whose kernels something else changes between parameter and product."""
+    wrappers = [m for _, m in nnx.iter_modules(model) if isinstance(m, (nnx.WeightNorm, nnx.SpectralNorm))]
+    return {id(m.layer_instance) for m in wrappers}
+
+
+def _problems(layer: Layer, sparsity: Sparsity, told, wrapped) -> list[str]:
     """What stands in the way of a sparsity, in words."""
-    if sparsity == Sparsity():
-        return []
     kernel, there = layer.module.kernel.get_value(), getattr(layer.module, layer.door.name)
+    if isinstance(kernel, jax.ShapeDtypeStruct) and sites.remembers(sparsity):
+        return [
+            "its kernel is a shape. Make the model and its sparsity abstract together: nnx.eval_shape(lambda: sparsify(...))."
+        ]
     if there not in (None, layer.door.plain) and layer.site is None or getattr(layer.module, "dot_general_cls", None):
         return [f"its {layer.door.name} is the model's own, {there!r}, and would be lost."]
-    if type(kernel).__name__ == "BatchTracer":
+    if id(layer.module) in wrapped:
+        return ["what stands around it normalises its kernel, so that what is pruned would not be what is multiplied."]
+    if type(kernel).__name__ == "BatchTracer" and sites.draws(sparsity):
         return [
             "it is being made inside vmap, where all layers of a stack would draw alike: call sparsify on the whole stack."
         ]
+    try:
+        ways = layer.stacks
+    except ValueError as error:
+        return [str(error).partition(": ")[2]]
+    if told not in ways and len(ways) > 1:
+        ways = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
+        return [
+            f"the axes of its kernel, of shape {kernel.shape}, leave open which stacks layers. Say so: sparsify(..., {ways})."
+        ]
     product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
     if product is None:
-        return ["its einsum_str comes with the call: give it to the constructor."] if sites.remembers(sparsity) else []
-    stack, sharding = layer.stack, getattr(kernel, "sharding", None)
+        if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:
+            return []
+        return ["its einsum_str comes with the call: give it to the constructor."]
+    stack, sharding = told if told in ways else ways[0], getattr(kernel, "sharding", None)
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec))]
         one = NamedSharding(sharding.mesh, PartitionSpec(*(s for a, s in enumerate(spec) if a not in stack)))
@@ -63,30 +94,24 @@ def _problems(layer: Layer, sparsity: Sparsity) -> list[str]:
     return [text for _, text in refusals(*product, sparsity)]
 
 
-def furnish(layer: Layer, sparsity: Sparsity, backend: str, seed) -> None:
+def furnish(layer: Layer, sparsity: Sparsity, backend: str, seed, told=None) -> None:
     """Put a site into a layer's door, or what Flax has there."""
     if sparsity == Sparsity():
         if layer.site is not None:
             setattr(layer.module, layer.door.name, nnx.static(layer.door.plain))
         return
-    words = time = state = None
-    ranks = ()
-    if sites.draws(sparsity):
-        words = _words(layer, seed)
-    if sites.timed(sparsity) or words is not None:
-        time = _times(layer, 0, 0)
-    if sites.remembers(sparsity):
-        first = partial(
-            sparsity.init, contract=layer.operand.contract, out=layer.operand.other, ctx=Ctx(random.words(0))
-        )
-        ranks = tuple(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(first, layer.example(1).rhs)))
-        state = _remade(layer, sparsity, ranks, words)
-    words, time, state = (
-        jax.tree.map(partial(_variable, layer, data=data), v)
-        for v, data in ((words, False), (time, False), (state, True))
-    )
-    site = Site(layer.path, sparsity, layer.door.product, backend, len(layer.declared), words, time, state, ranks)
+    stack, rank = told if told in layer.stacks else layer.stack, len(layer.declared)
+    site = Site(layer.path, sparsity, layer.door.product, backend, rank, stack, None, None, None, ())
     setattr(layer.module, layer.door.name, nnx.data(site))
+    if sites.draws(sparsity):
+        site.words = nnx.data(_variable(layer, _words(layer, seed), data=False))
+    if sites.timed(sparsity) or sites.draws(sparsity):
+        site.time = nnx.data(_variable(layer, times(layer, 0, 0), data=False))
+    if sites.remembers(sparsity):
+        operand, first = layer.operand, Ctx(random.words(0))
+        make = partial(sparsity.init, contract=operand.contract, out=operand.other, ctx=first)
+        site.ranks = tuple(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(make, layer.example(1).rhs)))
+        site.state = nnx.data(jax.tree.map(partial(_variable, layer, data=True), _remade(layer)))
 
 
 def _words(layer: Layer, seed) -> jax.Array:
@@ -96,7 +121,7 @@ def _words(layer: Layer, seed) -> jax.Array:
     return jnp.moveaxis(words, range(len(layer.stack)), layer.stack)
 
 
-def _times(layer: Layer, step, micro) -> jax.Array:
+def times(layer: Layer, step, micro) -> jax.Array:
     """The time for every layer of a stack, in the kernel's rank."""
     kernel, stack = layer.module.kernel, layer.stack
     own = [a for a in range(kernel.ndim) if a not in stack]
@@ -128,13 +153,16 @@ def set_step(model, step, micro=0) -> None:
 
     ``micro`` counts the micro-steps of gradient accumulation. Their noise differs; their masks do not.
     """
+    for name, value in (("step", step), ("micro", micro)):
+        if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+            raise TypeError(f"set_step: {name} is a whole number, got {value!r}.")
     for layer in _sparse(model):
         site = layer.site
         try:
             if site.time is not None:
-                write(site.time, _times(layer, step, micro))
+                write(site.time, times(layer, step, micro))
             if site.state is not None:
-                _write(site, _remade(layer, site.sparsity, site.ranks, _held(site.words), site.values(), step))
+                _write(site, _remade(layer, site.values(), step))
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{layer.path}: set_step was called in another trace than the one in which the model was made. Call it outside "
@@ -146,9 +174,8 @@ def reset_state(model) -> None:
     """Make scales and held masks anew, of the weights that the model has now."""
     for layer in _sparse(model):
         if layer.site.state is not None:
-            site, time = layer.site, _held(layer.site.time)
-            step = 0 if time is None else time.reshape(-1)[0]
-            _write(site, _remade(layer, site.sparsity, site.ranks, _held(site.words), step=step))
+            time = layer.site.held()[1]
+            _write(layer.site, _remade(layer, step=0 if time is None else time.reshape(-1)[0]))
 
 
 def reseed(model, seed) -> None:
@@ -162,19 +189,16 @@ def _sparse(model) -> list[Layer]:
     return [layer for layer in layers(model) if layer.site is not None]
 
 
-def _held(variable: NM | None):
-    return None if variable is None else variable[...]
-
-
 def _write(site: Site, values) -> None:
     for variable, value in zip(site.variables(), jax.tree.leaves(values), strict=True):
         write(variable, value)
 
 
-def _remade(layer: Layer, sparsity: Sparsity, ranks, words, state=None, step=0):
+def _remade(layer: Layer, state=None, step=0):
     """The state of a layer or stack: that of a step, out of the one before; or made anew."""
-    axes = {"operand": layer.operand, "stack": layer.stack, "ranks": ranks}
-    return _states(layer.weight(), words, state, step, sparsity=sparsity, **axes)
+    site = layer.site
+    static = {"sparsity": site.sparsity, "operand": layer.operand, "stack": layer.stack, "ranks": site.ranks}
+    return _states(layer.weight(), site.held()[0], state, step, **static)
 
 
 @partial(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import jax
@@ -66,18 +67,23 @@ class Layer(NamedTuple):
         return tuple(m.kernel_shape)
 
     @property
-    def stack(self) -> tuple[int, ...]:
-        """The axes of the kernel that stack layers: the first ones, or else the one without which it is as declared."""
+    def stacks(self) -> list[tuple[int, ...]]:
+        """The axes of the kernel that may stack layers: those without which it is as declared. The first ones come first."""
         shape, declared = tuple(self.module.kernel.shape), self.declared
-        extra = len(shape) - len(declared)
-        if extra >= 0 and shape[extra:] == declared:
-            return tuple(range(extra))
-        if extra == 1 and (at := [a for a in range(len(shape)) if shape[:a] + shape[a + 1 :] == declared]):
-            return (at[0],)
-        raise ValueError(
-            f"{self.path}: the kernel has shape {shape}, which is not {declared}, as the layer declares it, with axes of a "
-            "stack beside. Give the layer a kernel of its own shape."
-        )
+        ways = combinations(range(len(shape)), max(0, len(shape) - len(declared)))
+        found = [way for way in ways if tuple(n for a, n in enumerate(shape) if a not in way) == declared]
+        if not found:
+            raise ValueError(
+                f"{self.path}: the kernel has shape {shape}, which is not {declared}, as the layer declares it, with axes of "
+                "a stack beside. Give the layer a kernel of its own shape."
+            )
+        return found
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axes of the kernel that stack layers."""
+        told = None if self.site is None else self.site.stack
+        return told if told in self.stacks else self.stacks[0]  # inside a scan, one layer of the stack is no stack
 
     def example(self, tokens: int) -> "Product | None":
         """One layer's product, of as many tokens; None where only a call says what it is."""
@@ -115,14 +121,18 @@ class Layer(NamedTuple):
 
     @property
     def dtype(self):
-        """What the layer computes in, as far as it says so."""
-        return jnp.dtype(self.module.dtype or self.module.kernel.dtype)
+        """What the layer computes in, for inputs that do not widen it."""
+        kernel = self.module.kernel
+        return jax.eval_shape(self._promoted, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)).dtype
 
     def weight(self) -> jax.Array:
         """The kernel as its product sees it."""
         kernel = self.module.kernel[...]
         mask = getattr(self.module, "mask", None)
-        return (kernel if mask is None else kernel * mask).astype(self.dtype)
+        return self._promoted(kernel if mask is None else kernel * mask)
+
+    def _promoted(self, kernel):
+        return self.module.promote_dtype((kernel, kernel, None), dtype=self.module.dtype)[1]
 
 
 def layers(model: nnx.Module) -> Iterator[Layer]:

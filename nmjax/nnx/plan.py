@@ -113,7 +113,7 @@ def _costs(model, inputs, options, count: int) -> tuple[list[int], int]:
 
 def _parameters(model, found: list[Layer]) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], int]:
     """(path, shape) of every parameter of more than one axis that is no layer's with a door, and how many numbers."""
-    covered = {id(v) for layer in found for v in vars(layer.module).values() if isinstance(v, nnx.Variable)}
+    covered = {id(v) for layer in found for v in (layer.module.kernel, layer.module.bias)}
     uncovered, count = [], 0
     for path, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Param):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from nmjax import products, sites
@@ -21,10 +22,20 @@ class Site(nnx.Module):
     """A layer's product, pruned. It stands in the layer's own door."""
 
     def __init__(
-        self, path: str, sparsity: Sparsity, product: Callable, backend: str, rank: int, words, time, state, ranks
+        self,
+        path: str,
+        sparsity: Sparsity,
+        product: Callable,
+        backend: str,
+        rank: int,
+        stack,
+        words,
+        time,
+        state,
+        ranks,
     ):
         self.path, self.sparsity, self.product, self.backend = path, sparsity, product, backend
-        self.rank = rank  # of one layer's kernel
+        self.rank, self.stack = rank, stack  # of one layer's kernel; and the axes of it that stack layers
         self.words: NM | None = words
         self.time: NM | None = time
         self.state: Any = nnx.data(state)  # a tree of NM, each a pruner's state with axes of 1 at its end ...
@@ -37,18 +48,26 @@ class Site(nnx.Module):
         off += [v.shape for v in (self.words, self.time) if v is not None and math.prod(v.shape) != 2]
         if kernel.ndim != self.rank or off:
             raise ValueError(
-                f"{self.path}: reached with a kernel of shape {kernel.shape} and {f'an NM of shape {off[0]}' if off else 'no NM'}, "
+                f"{self.name}: reached with a kernel of shape {kernel.shape} and {f'an NM of shape {off[0]}' if off else 'no NM'}, "
                 f"where one layer's have {self.rank} axes. This is a stack of layers, of which nnx.Param and nm.nnx.NM are to be "
                 "sliced along the same axis: nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
             )
+        if any(v is not None and not jnp.issubdtype(v.dtype, jnp.integer) for v in (self.words, self.time)):
+            raise TypeError(f"{self.name}: its noise or time was averaged. Average nnx.state(model, nnx.Param) alone.")
         return self.product(*operands, sparsity=self.sparsity, ctx=self.ctx(), backend=self.backend, **options)
+
+    @property
+    def name(self) -> str:
+        return self.path or "the model"
 
     def ctx(self) -> Ctx:
         """The context of one layer's product."""
-        time = None if self.time is None else self.time[...].reshape(2)
-        key = None if self.words is None else sites.site_key(self.words[...].reshape(2), time[1])
-        state = None if self.state is None else in_rank(self.values(), self.ranks)
-        return Ctx(key, None if time is None else time[0], state, name=self.path)
+        return one_ctx(*self.held(), self.ranks)._replace(name=self.name)
+
+    def held(self) -> tuple:
+        """Words, time and state as arrays, of one layer or of a stack."""
+        value = lambda v: None if v is None else v[...]
+        return value(self.words), value(self.time), self.values()
 
     def values(self):
         """The state as arrays, of one layer or of a stack; None where there is none."""
@@ -57,6 +76,13 @@ class Site(nnx.Module):
     def variables(self) -> list[NM]:
         """The parts of the state."""
         return jax.tree.leaves(self.state, is_leaf=lambda v: isinstance(v, NM))
+
+
+def one_ctx(words, time, state, ranks: tuple[int, ...]) -> Ctx:
+    """The context of one layer, out of what it holds."""
+    time = None if time is None else time.reshape(2)
+    key = None if words is None else sites.site_key(words.reshape(2), time[1])
+    return Ctx(key, None if time is None else time[0], None if state is None else in_rank(state, ranks))
 
 
 def in_rank(state, ranks: tuple[int, ...]):
@@ -68,6 +94,9 @@ def in_rank(state, ranks: tuple[int, ...]):
 def write(variable: nnx.Variable, value: jax.Array) -> None:
     """Replace a value, and leave it where it was: assigning through an index would scatter into it."""
     old = variable.get_value()
-    if not isinstance(value, jax.core.Tracer) and isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
+    traced = isinstance(value, jax.core.Tracer) or isinstance(old, jax.core.Tracer)
+    if not traced:
         value = jax.device_put(value, old.sharding)
+    elif jax.typeof(value).sharding != (where := jax.typeof(old).sharding) and not where.mesh.empty:
+        value = jax.sharding.reshard(value, where)
     variable.set_value(value)

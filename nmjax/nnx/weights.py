@@ -1,5 +1,6 @@
 """What becomes of a model's weights: final forms, masks, scales."""
 
+import re
 from collections import defaultdict
 from functools import partial
 
@@ -7,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nmjax import sites
+from nmjax import random, sites
 from nmjax.metrics import Pattern
 from nmjax.nnx.delivery import furnish
 from nmjax.nnx.layers import Layer, layers, over
-from nmjax.nnx.site import in_rank, write
+from nmjax.nnx.site import Site, in_rank, one_ctx, write
 from nmjax.pruners import identity
 from nmjax.recipes import Recipe
 from nmjax.sparsity import along, slot_ctx
@@ -21,7 +22,9 @@ from nmjax.typing import Ctx, Pruner
 def harden(model):
     """A copy with every weight in its method's final form, as inference will use it, and no sites but for activations.
 
-    A weight is pruned in the dtype that its layer computes in, and keeps its own. `patterns` says which come out n:m.
+    A weight is pruned in the dtype that its layer computes in, and keeps its own: what a bfloat16 weight is in a product
+    with float32 inputs, it cannot hold. `patterns` says which come out n:m; each layer that was sparse says so too, as its
+    attribute ``hardened``.
     """
     hard = nnx.clone(model)
     users, done = _users(hard), set()
@@ -36,7 +39,9 @@ def harden(model):
             done.add(id(kernel))
             if getattr(layer.module, "mask", None) is not None:
                 layer.module.mask = None  # the kernel has it now
-        furnish(layer, rest, layer.site.backend, 0)
+        pattern = _pattern(layer, p)
+        furnish(layer, rest, layer.site.backend, 0, layer.stack)
+        layer.module.hardened = nnx.static(pattern)
     return hard
 
 
@@ -66,43 +71,71 @@ def _users(model) -> dict[int, list]:
     known, users = {id(layer.module): layer for layer in layers(model)}, defaultdict(list)
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
-            if isinstance(value, nnx.Variable):
-                users[id(value)].append(((*path, name), known.get(id(module)) if name == "kernel" else None))
+            for leaf in jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Module))):
+                if isinstance(leaf, nnx.Variable):
+                    users[id(leaf)].append(((*path, name), known.get(id(module)) if name == "kernel" else None))
     return users
 
 
 def _check_shared(layer: Layer, p: Pruner, users: list) -> None:
     """Refuse a weight that others use in another form: there is one array to harden."""
-    form = lambda of: (of.sparsity.fwd_rhs.final, of.operand, of.dtype, of.stack)
+    mask = lambda of: getattr(of.module, "mask", None)
+    form = lambda of: (
+        of.sparsity.fwd_rhs,
+        of.operand,
+        of.dtype,
+        of.stack,
+        mask(of) if mask(of) is None else id(mask(of)),
+    )
     for path, other in users:
-        if other is None or form(other) != form(layer):
+        alike = (
+            other is not None and form(other) == form(layer) and _same_values(other.site.values(), layer.site.values())
+        )
+        if not alike:
             theirs = "as it is" if other is None or other.site is None else f"by {other.sparsity.fwd_rhs}"
             raise ValueError(
                 f"{layer.path}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape {layer.module.kernel.shape} that "
-                f"{'/'.join(map(str, path))} uses too, {theirs} or along other axes: it has no single final form. Give both one "
-                f'rule, or leave this one dense: (r"{layer.path}", "dense").'
+                f"{'/'.join(map(str, path))} uses too, {theirs}, along other axes or with other state: it has no single final "
+                f'form. Give both one rule, or leave this one dense: (r"{re.escape(layer.path)}", "dense").'
             )
 
 
+def _same_values(a, b) -> bool:
+    """Whether states are alike, as far as their values are at hand."""
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        isinstance(v, jax.core.Tracer) or isinstance(w, jax.core.Tracer) or bool((v == w).all()) for v, w in pairs
+    )
+
+
+def _pattern(layer: Layer, p: Pruner) -> Pattern | None:
+    """n:m along the axes of the kernel that the product contracts; or None, dense."""
+    own = [a for a in range(layer.module.kernel.ndim) if a not in layer.stack]
+    return None if p.pattern is None else Pattern(*p.pattern, tuple(own[a] for a in layer.operand.contract))
+
+
 def patterns(model) -> dict[str, Pattern | None]:
-    """What `harden` makes of every weight that has a layer, by its path: n:m along the axes of its product, or None, dense."""
+    """What `harden` makes, or made, of every weight that has a layer, by its path: n:m along the axes that its product
+    contracts, or None, dense."""
     found = {}
     for layer in layers(model):
-        pattern = _final(layer)[0].pattern
-        own = [a for a in range(layer.module.kernel.ndim) if a not in layer.stack]
-        axes = () if pattern is None else tuple(own[a] for a in layer.operand.contract)
-        found[f"{layer.path}/kernel".lstrip("/")] = None if pattern is None else Pattern(*pattern, axes)
+        made = getattr(layer.module, "hardened", None)
+        found[f"{layer.path}/kernel".lstrip("/")] = (
+            made if layer.site is None or made else _pattern(layer, _final(layer)[0])
+        )
     return found
 
 
 def masks(model, recipe: Recipe | None = None) -> nnx.State:
     """What the forward masks keep at this step: a tree like the parameters', with True for what has no mask.
 
-    With a recipe, the masks that it would make, as to compare the flips of a dense run with.
+    With a recipe, the masks that it would end with, made of the weights at hand: for a dense run, to compare flips with.
     """
-    kept = {}
-    for layer in layers(model):
-        p = layer.sparsity.fwd_rhs if recipe is None else recipe(layer.path).fwd_rhs
+    found, kept = list(layers(model)), {}
+    if recipe is not None:
+        recipe.check(layer.path for layer in found)
+    for layer in found:
+        p = layer.sparsity.fwd_rhs if recipe is None else recipe(layer.path).fwd_rhs.final
         if p != identity:
             kept[id(layer.module.kernel)] = _mask(layer, p, own=recipe is None)
     paths = {path: kept[i] for i, users in _users(model).items() if i in kept for path, _ in users}
@@ -111,17 +144,23 @@ def masks(model, recipe: Recipe | None = None) -> nnx.State:
 
 
 def _mask(layer: Layer, p: Pruner, own: bool) -> jax.Array:
-    site = layer.site if own else None
-    time = None if site is None or site.time is None else site.time[...].reshape(-1)[0]
-    words = None if site is None or site.words is None else site.words[...]
+    return called(layer, p, p.mask, layer.site if own else None)
 
-    def one(weight, words, state):
-        held = None if state is None else in_rank(state, site.ranks)
-        ctx = slot_ctx(Ctx(None if words is None else words.reshape(2), 0 if time is None else time, held), "fwd_rhs")
-        kept, back = along(f"{layer.path}: fwd_rhs={p}", p, weight, layer.operand, ctx, p.mask)
-        return back(kept)
 
-    return over(layer.stack, one)(layer.weight(), words, None if site is None else site.values())
+def called(layer: Layer, p: Pruner, call, site: Site | None) -> jax.Array:
+    """What a pruner, or its mask, makes of a weight as the layer's product sees it; with what its site holds, if any."""
+    label = f"{layer.path}: fwd_rhs={p}"
+
+    def one(weight, words, time, state):
+        ctx = Ctx(random.words(0), 0)
+        if site is not None:
+            ctx = one_ctx(words, time, state, site.ranks)
+        elif p.remembers:
+            ctx = ctx._replace(state={"fwd_rhs": along(label, p, weight, layer.operand, ctx, p.init)[0]})
+        result, back = along(label, p, weight, layer.operand, slot_ctx(ctx, "fwd_rhs"), call)
+        return back(result)
+
+    return over(layer.stack, one)(layer.weight(), *((None, None, None) if site is None else site.held()))
 
 
 def scales(model) -> dict[str, jax.Array]:
