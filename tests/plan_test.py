@@ -17,6 +17,11 @@ from tests.flops_test import Encoder
 from tests.models import GPT, Mlp, ResNet
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 def shape(*sizes, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
