@@ -4,7 +4,7 @@ import os
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile much and compute little: LLVM's optimisations take 40 % of their time
+if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile much and compute little: optimising costs them two fifths
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 import hypothesis

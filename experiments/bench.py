@@ -1,10 +1,11 @@
 """What the library costs on this machine.
 
-    python -m experiments.bench transforms [--size 4096] [--rounds 9] [--save NAME]
+    python -m experiments.bench transforms [--size 4096] [--rounds 9] [--save NAME]    # of arrays, in copies
+    python -m experiments.bench delivery [--rounds 9] [--save NAME]                    # of models, against the dense one
 
 Machines are noisy, so every figure is a ratio taken in one run: the functions are timed in turn, round after round, and
-the best time of each is divided by the best of a *copy*, ``x * 1.0001`` of the same array. ``--save`` writes the tables to
-experiments/results/NAME.md, with the machine, the versions and the command.
+the best time of each is divided by the best of a *copy*, ``x * 1.0001`` of the same array, or by the dense model's.
+``--save`` writes the tables to experiments/results/NAME.md, with the machine, the versions and the command.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 from jax import lax
 
 import nmjax as nm
@@ -228,6 +231,113 @@ def _block_loss(weights, x, step, sparsity):
     return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
 
+# ---- models ----
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, width, heads, *, rngs):
+        self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+
+
+class ViT(nnx.Module):
+    """Vision transformer (Dosovitskiy et al. 2020), a mean over positions at its end."""
+
+    def __init__(self, width, depth, heads, image, patch, classes, *, rngs):
+        self.patch = nnx.Conv(3, width, (patch, patch), strides=patch, rngs=rngs)
+        self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, (image // patch) ** 2, width)))
+        self.blocks = nnx.List([Block(width, heads, rngs=rngs) for _ in range(depth)])
+        self.norm, self.head = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, classes, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.patch(x).reshape(x.shape[0], -1, self.positions.shape[-1]) + self.positions[...]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+DENSE_PATCH = (r"patch", nm.methods.dense())  # 3 colours are no groups of 4
+
+
+def delivery(rounds: int) -> str:
+    """All tables of ``bench delivery``."""
+    recipes = {
+        "untouched": None,
+        "every rule dense": nm.Recipe(((r".*", "dense"),)),
+        **{
+            f"{text} on every linear": nm.Recipe((DENSE_PATCH, (r".*", text)))
+            for text in ("ste()", "mvue()", "s_ste()")
+        },
+        "s_ste() on feed-forward": nm.Recipe(((r".*/(up|down)", "s_ste()"), (r".*", "dense"))),
+    }
+    x = jax.random.normal(jax.random.key(0), (32, 32, 32, 3))
+    steps, tracing = {}, dict.fromkeys(recipes, float("inf"))
+    for name, recipe in recipes.items():
+        model = ViT(192, 4, 3, 32, 4, 10, rngs=nnx.Rngs(0))
+        if recipe is not None:
+            nm.nnx.sparsify(model, recipe)
+        steps[name] = _training(model, x)
+    lowered = {}
+    for _ in range(3):
+        for name, (step, arguments) in steps.items():
+            jax.clear_caches()
+            start = time.perf_counter()
+            lowered[name] = jax.jit(lambda *a, step=step: step(*a)).trace(*arguments).lower()
+            tracing[name] = min(tracing[name], time.perf_counter() - start)
+    compiled = {name: low.compile() for name, low in lowered.items()}
+    times = best_times({name: partial(f, *steps[name][1]) for name, f in compiled.items()}, rounds)
+    memory = {name: f.memory_analysis().temp_size_in_bytes for name, f in compiled.items()}
+    rows = {
+        name: [v[name] / v["untouched"] for v in (times, memory, tracing)]
+        + [f"{times[name] * 1e3:.0f} ms, {memory[name] / 2**20:.0f} MiB, {tracing[name] * 1e3:.0f} ms"]
+        for name in recipes
+    }
+    first = markdown(
+        "A training step",
+        "ViT of 4 blocks, 192 wide, 32 images of 64 patches, AdamW: over the model that knows nothing of nmjax. Aim: every rule "
+        "dense 1.01, 1 and 1.6; s_ste on every linear 1.25 in time.",
+        rows, ["", "time", "temporary memory", "trace and lower", "absolute"],
+    )  # fmt: skip
+    start = time.perf_counter()
+    make = lambda: nm.nnx.sparsify(
+        ViT(768, 12, 12, 224, 16, 1000, rngs=nnx.Rngs(0)), recipes["s_ste() on feed-forward"]
+    )
+    model = nnx.eval_shape(make)
+    made = time.perf_counter()
+    plan = nm.nnx.plan(model, jax.ShapeDtypeStruct((8, 224, 224, 3), jnp.float32))
+    planned = time.perf_counter()
+    note = f"Made abstractly and sparsified in {made - start:.1f} s, planned in {planned - made:.1f} s (aim: 5 s)."
+    return "\n".join((first, f"## The plan of ViT-B/16\n\n{note}\n\n```\n{plan}\n```\n"))
+
+
+def _training(model, x):
+    """A step of AdamW as a function of arrays, and its arguments."""
+    labels, optimizer = jnp.arange(x.shape[0]) % 10, optax.adamw(1e-3)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def step(params, rest, state, x, now):
+        model = nnx.merge(graph, params, rest)
+        nm.nnx.set_step(model, now)
+        rest = nnx.split(model, nnx.Param, ...)[2]
+
+        def loss(params):
+            logits = nnx.merge(graph, params, rest, copy=True)(x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), rest, state, value
+
+    return step, (params, rest, optimizer.init(params), x, jnp.int32(0))
+
+
 def machine() -> str:
     """Where and when, for the head of a results file."""
     cpu = next(
@@ -247,13 +357,14 @@ def _lines(path):
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["transforms"])
+    parser.add_argument("what", choices=["transforms", "delivery"])
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of the arrays (default 4096)")
     parser.add_argument("--rounds", type=int, default=9, help="how often everything is timed (default 9)")
     parser.add_argument("--save", metavar="NAME", help="also write experiments/results/NAME.md")
     args = parser.parse_args(argv)
     command = shlex.join(["python", "-m", "experiments.bench", *argv])
-    text = f"# {args.what}\n\n{machine()}  \n`{command}`\n\n" + transforms(args.size, args.rounds)
+    tables = transforms(args.size, args.rounds) if args.what == "transforms" else delivery(args.rounds)
+    text = f"# {args.what}\n\n{machine()}  \n`{command}`\n\n" + tables
     print(text)
     if args.save:
         RESULTS.mkdir(exist_ok=True)
