@@ -1,7 +1,7 @@
 # Each target makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
 #   make run     the taste of the README, shown as it runs
 #   make test    the tests, on every core
-#   make bench   what the transforms cost on this machine, in copies of the same array
+#   make bench   what pruning costs on this machine: of arrays, in copies; of models, against the dense one
 #   make lint    formatting, lint and types
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,6 +18,7 @@ test: $(VENV)/made
 
 bench: $(VENV)/made
 	$(BIN)/python -m experiments.bench transforms
+	$(BIN)/python -m experiments.bench delivery
 
 lint: $(VENV)/made
 	$(BIN)/ruff format --check .

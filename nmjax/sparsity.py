@@ -206,9 +206,16 @@ def merged_operand(label, p, x, operand, ctx):
             for join, v in ((" x ", [x.shape[a] for a in operand.contract]), (", ", operand.contract))
         )
         runs = f" in each of {operand.runs} feature groups" if operand.runs > 1 else ""
+        tokens = "drhs_" in label.partition("=")[0]
+        remedy = (
+            "They are tokens, batch x positions: choose an m that divides them, pad or drop what a last batch leaves over, or "
+            "leave this slot empty."
+            if tokens
+            else "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
+        )
         raise ValueError(
             f"{where} along its contraction axis {axes}, whose {sizes} values do not divide into groups of {p.block}{runs}. "
-            "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
+            + remedy
         )
     check_shards(label, p, x, operand)
     return merged

@@ -7,6 +7,7 @@ with slots replaced: ``"s_ste(2,4)"``, ``"fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4
 import ast
 import difflib
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -98,8 +99,11 @@ def _value(text, names, kind, other):
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError):
+        hint = " Slots are parted by ';'." if re.search(r"\)\s*,\s*\w+\s*=", text) else ""
+        if pattern := re.search(r"(\d+):(\d+)", text):
+            hint = f" {pattern[0]} is written ({pattern[1]},{pattern[2]})."
         raise ValueError(
-            f"{text!r} is not a {kind}: expected a call such as 'ste(2,4)', with brackets closed."
+            f"{text!r} is not a {kind}: expected a call such as 'ste(2,4)', with brackets closed.{hint}"
         ) from None
     name = tree.func if isinstance(tree, ast.Call) else tree
     if isinstance(name, ast.Name) and name.id not in names and name.id in other:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -220,3 +220,33 @@ def test_tokens_that_straddle_shards_on_an_explicit_mesh():
         x = jax.device_put(jnp.ones((24, 16)), NamedSharding(mesh, P("data", None)))
         with pytest.raises(ValueError, match=r"(up|down): drhs_g=mvue\(2,4\) .*axis 0 has 24 values on 4 devices"):
             nnx.jit(nnx.grad(lambda m: m(x).sum()))(model)
+
+
+def test_what_is_no_model():
+    rules = recipe("s_ste(2,4)")
+    model = Mlp(16, 32, rngs=nnx.Rngs(0))
+    for wrong in (nn.Dense(4), {"params": 1}, nnx.state(model)):
+        for call in (lambda m: nm.nnx.sparsify(m, rules), lambda m: nm.nnx.set_step(m, 1)):
+            with pytest.raises(
+                TypeError,
+                match=f"an nnx.Module is wanted, got {type(wrong).__name__}. For flax.linen there is nm.linen",
+            ):
+                call(wrong)
+    with pytest.raises(
+        ValueError, match="LayerNorm has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned"
+    ):
+        nm.nnx.sparsify(nnx.LayerNorm(4, rngs=nnx.Rngs(0)), rules)
+    nm.nnx.set_step(model, 1)  # dense models go through the same loop
+
+
+def test_tokens_have_a_remedy_of_their_own():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
+    with pytest.raises(
+        ValueError, match="They are tokens, batch x positions: .* pad or drop what a last batch leaves over"
+    ):
+        nnx.grad(lambda m: m(jnp.ones((6, 16))).sum())(model)
+
+
+def test_a_hardened_model_still_says_what_it_is():
+    hard = nm.nnx.harden(nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("s_ste(2,4)")))
+    assert [layer.hardened for layer in nm.nnx.plan(hard, jnp.ones((8, 16))).layers] == ["2:4", "2:4"]

@@ -31,6 +31,11 @@ def sparsify(model, recipe: Recipe, seed=0, stack: int | tuple[int, ...] | None 
         )
     chosen = [(layer, recipe(layer.path)) for layer in layers(model)]
     recipe.check(layer.path for layer, _ in chosen)
+    if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
+        raise ValueError(
+            f"{type(model).__name__} has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned. A product written "
+            "out by hand is nm.einsum(..., sparsity=...)."
+        )
     told = (stack,) if isinstance(stack, int) else stack
     wrapped = _wrapped(model)
     problems = [

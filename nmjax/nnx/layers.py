@@ -137,6 +137,8 @@ class Layer(NamedTuple):
 
 def layers(model: nnx.Module) -> Iterator[Layer]:
     """Every layer with a door, once, in the order of its path."""
+    if not isinstance(model, nnx.Pytree | tuple | list):
+        raise TypeError(f"an nnx.Module is wanted, got {type(model).__name__}. For flax.linen there is nm.linen.")
     found = []
     for path, module in nnx.iter_modules(model):
         door = next((door for kind, door in DOORS.items() if isinstance(module, kind)), None)

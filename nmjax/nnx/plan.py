@@ -77,7 +77,7 @@ def _row(layer: Layer, seen: _Notes, cost: int | None) -> LayerPlan:
     stacked = math.prod(layer.module.kernel.shape[a] for a in _stack(layer))
     slots = slots_of(sparsity, [Use(*product, stacked) for product in uses], bool(seen))
     kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
-    return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, flops.effective(sparsity), hardened(sparsity))
+    return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, flops.effective(sparsity), _hardened(layer))
 
 
 def _shape(v):
@@ -139,3 +139,8 @@ def _stack(layer: Layer) -> tuple[int, ...]:
         return layer.stack
     except ValueError:  # of a kernel that is not as its layer declares it; the layer is dense
         return ()
+
+
+def _hardened(layer: Layer) -> str:
+    made = getattr(layer.module, "hardened", None)
+    return f"{made.n}:{made.m}" if made is not None and layer.site is None else hardened(layer.sparsity)
