@@ -6,6 +6,7 @@ Array([ 0.,  0.,  3., -4.], dtype=float32)
 """
 
 from nmjax import (
+    flops as flops,
     groups as groups,
     linen as linen,
     methods as methods,
