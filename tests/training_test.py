@@ -168,4 +168,5 @@ def test_measures_of_weights_and_gradients():
     assert drawn.bias < 3 * drawn.noise < 1
     assert drawn.variance > 0.01
     assert top.bias > 0.05 > 1e-6 > top.variance  # biased, and the same in every draw
-    assert dense == (0, 0, 0, 1) or dense.bias < 1e-5
+    assert dense.bias < 1e-5  # no backward slot: what is left is rounding, the same in every draw
+    assert dense.variance < 1e-10

@@ -34,7 +34,7 @@ def harden(model):
         p, rest = _final(layer)
         kernel = layer.module.kernel
         if p != identity and id(kernel) not in done:
-            _check_shared(layer, p, users[id(kernel)])
+            _check_shared(layer, users[id(kernel)])
             write(kernel, _final_weight(layer))
             done.add(id(kernel))
             if getattr(layer.module, "mask", None) is not None:
@@ -77,7 +77,7 @@ def _users(model) -> dict[int, list]:
     return users
 
 
-def _check_shared(layer: Layer, p: Pruner, users: list) -> None:
+def _check_shared(layer: Layer, users: list) -> None:
     """Refuse a weight that others use in another form: there is one array to harden."""
     mask = lambda of: getattr(of.module, "mask", None)
     form = lambda of: (
@@ -137,14 +137,10 @@ def masks(model, recipe: Recipe | None = None) -> nnx.State:
     for layer in found:
         p = layer.sparsity.fwd_rhs if recipe is None else recipe(layer.path).fwd_rhs.final
         if p != identity:
-            kept[id(layer.module.kernel)] = _mask(layer, p, own=recipe is None)
+            kept[id(layer.module.kernel)] = called(layer, p, p.mask, layer.site if recipe is None else None)
     paths = {path: kept[i] for i, users in _users(model).items() if i in kept for path, _ in users}
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return nnx.from_flat_state([(path, v.replace(paths.get(path, jnp.array(True)))) for path, v in flat])
-
-
-def _mask(layer: Layer, p: Pruner, own: bool) -> jax.Array:
-    return called(layer, p, p.mask, layer.site if own else None)
 
 
 def called(layer: Layer, p: Pruner, call, site: Site | None) -> jax.Array:
