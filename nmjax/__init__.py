@@ -11,6 +11,7 @@ from nmjax import (
     linen as linen,
     methods as methods,
     metrics as metrics,
+    models as models,
     nnx as nnx,
     optim as optim,
     random as random,
@@ -51,3 +52,5 @@ from nmjax.schedules import (
 from nmjax.sparsity import Sparsity as Sparsity, prune as prune
 from nmjax.spec import parse as parse, parse_pruner as parse_pruner
 from nmjax.typing import Ctx as Ctx, Pruner as Pruner
+
+__version__ = "0.1.0"

@@ -60,6 +60,16 @@ def flip_rate(before, after) -> jax.Array:
     return sum(jax.tree.leaves(sad(before, after))) / float(size)
 
 
+def flip_rates(before, after) -> dict[str, jax.Array]:
+    """`flip_rate` of every leaf that has a mask, by its path.
+
+    >>> flip_rates({"up": jnp.array([True, False]), "head": jnp.array(True)}, {"up": jnp.array([True, True]), "head": jnp.array(True)})
+    {'up': Array(0.5, dtype=float32)}
+    """
+    named = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
+    return {path(keys): flip_rate(m, new) for (keys, m), new in named if m.ndim}
+
+
 def ties(x: jax.Array, n: int, m: int, axis: int = -1) -> jax.Array:
     """The share of groups whose n-th and (n+1)-th largest magnitudes are equal, so that place decides which is kept. Where
     both are 0 is no tie: pruning changes nothing there.

@@ -1,0 +1,107 @@
+"""What every run has, with its default. A page changes what it must; a field that is not here, or on the page, cannot be set.
+
+Durations are steps, as "200", or a share of the run, as "5%"; so are the steps inside a method, as "mdgf(2,4,linear(1,0,75%))".
+"""
+
+from ml_collections import ConfigDict
+
+
+def run() -> ConfigDict:
+    c = ConfigDict()
+    c.experiment = ""  # image or text: a file of experiments/
+    c.seed = 0  # of weights, data order, augmentation and pruning noise
+    c.epochs, c.steps = 0.0, 0  # how long: one of them
+    c.batch = 128  # examples an optimizer step ...
+    c.accumulate = 1  # ... in so many micro-batches
+    c.dtype = "float32"  # what layers compute in, or bfloat16; parameters are float32
+    c.clip = 1.0  # of the gradient's norm; 0: none
+    c.ema = 0.0  # decay of the averaged weights that are evaluated; 0: the weights themselves
+    c.optimizer = dict(name="adamw", b1=0.9, b2=0.999, weight_decay=0.05)  # optax.NAME, or step_adam
+    c.learning_rate = dict(peak=1e-3, warmup="5%", shape="cosine", end=0.0)
+    c.masked_decay = 0.0  # of dropped weights, after clipping (nm.optim.masked_decay)
+    c.model = dict(name="", size="")  # and what else its class in nmjax/models takes
+    c.rules = ((r".*", "dense"),)  # the first pattern that matches a layer's whole path names its sparsity
+    c.sparsity = dict()  # name -> method, in words
+    c.backend = "auto"
+    c.evaluate = "10%"  # how often, and last of all; a checkpoint each time
+    c.measure = "5%"  # density, flip rate, variance of gradients
+    return c
+
+
+def image(data: str) -> ConfigDict:
+    """Classification of digits, which need nothing, or of another set."""
+    c = run()
+    c.experiment = "image"
+    c.data = dict(name="digits", dir="", crop=1, flip=False, mixup=0.0, smoothing=0.1)
+    if data in ("mnist", "fashion_mnist", "cifar10"):
+        c.data.update(name=data, crop=4 if data == "cifar10" else 2, flip=data != "mnist")
+    elif data not in ("", "digits", "smoke"):
+        raise ValueError(f"there is no variant {data!r}: digits, mnist, fashion_mnist, cifar10, smoke")
+    c.lock()
+    return c
+
+
+def vit(data: str) -> ConfigDict:
+    """Vision Transformers: of 16 tokens for digits, 49 for the sets of 28x28, 64 for CIFAR-10."""
+    c = image(data)
+    c.model = dict(name="vit", size="tiny", patch=2, pool="mean")
+    c.epochs, c.learning_rate.peak = 100.0, 2e-3
+    if data in ("mnist", "fashion_mnist"):
+        c.model.patch, c.epochs = 4, 10.0
+    elif data == "cifar10":
+        c.model.update(size="Ti", patch=4)
+        c.epochs, c.batch, c.dtype, c.data.mixup = 200.0, 512, "bfloat16", 0.2
+        c.learning_rate.peak = 1e-3
+    return smoke(c) if data == "smoke" else c
+
+
+def resnet(data: str) -> ConfigDict:
+    """Residual networks: a tiny one for digits, ResNet-18 of the CIFAR form for the others."""
+    c = image(data)
+    c.model = dict(name="resnet", size="tiny", stem="cifar")
+    c.optimizer = dict(name="sgd", momentum=0.9, nesterov=True, weight_decay=5e-4)
+    c.epochs, c.learning_rate.peak, c.clip = 40.0, 0.1, 0.0
+    if c.data.name != "digits":
+        c.model.size, c.batch, c.dtype = "18", 512, "bfloat16"
+        c.epochs, c.learning_rate.peak = (100.0 if data == "cifar10" else 20.0), 0.4
+    return smoke(c) if data == "smoke" else c
+
+
+def gpt(data: str) -> ConfigDict:
+    """Language models: of the bytes of the standard library's own pages, or of any text by --config.data.name=FILE."""
+    c = run()
+    c.experiment = "text"
+    c.data = dict(name="pydoc", dir="", valid="", tokenizer="bytes", length=128)
+    c.model = dict(name="gpt", size="tiny")
+    c.steps, c.batch = 1000, 16
+    c.optimizer.update(b2=0.95, weight_decay=0.1)
+    c.learning_rate.update(peak=2e-3, end=2e-4)
+    if data not in ("", "smoke"):
+        raise ValueError(f"there is no variant {data!r} but smoke: other texts are --config.data.name=FILE")
+    c.lock()
+    return smoke(c) if data == "smoke" else c
+
+
+def folder(examples: int, classes: int, size: int) -> ConfigDict:
+    """Images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg; the numbers are checked against the files."""
+    return ConfigDict(
+        dict(
+            name="folder",
+            dir="",
+            examples=examples,
+            classes=classes,
+            size=size,
+            crop=0,
+            flip=True,
+            mixup=0.0,
+            smoothing=0.1,
+        )
+    )
+
+
+def smoke(c: ConfigDict) -> ConfigDict:
+    """The same run in small: a few steps of a tiny model on embedded data, to see that it works."""
+    c.epochs, c.steps, c.batch, c.accumulate, c.dtype = 0.0, 4, 16, min(c.accumulate, 2), "float32"
+    c.model.size = "tiny"
+    c.evaluate, c.measure = "50%", "50%"
+    return c

@@ -1,0 +1,16 @@
+"""A GPT whose feed-forward layers are 2:4 by S-STE (arXiv 2409.09099), gradients of weights 2:4 by MVUE.
+
+    python launch.py --config=configs/gpt_sste.py
+
+Bytes of the standard library's pages, two CPU cores: TIME; EXPECT. Its dense twin is configs/gpt_dense.py.
+Any text: --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
+"""
+
+from configs import common
+
+
+def get_config(variant=""):
+    c = common.gpt(variant)
+    c.rules = ((r"blocks/.*/mlp/.*", "mlp"), (r".*", "dense"))
+    c.sparsity = dict(mlp="s_ste(2,4)")
+    return c

@@ -1,0 +1,23 @@
+"""ResNet-50 on ImageNet with 2:4 weights: the SR-STE paper's setting (arXiv 2102.04010).
+
+    python launch.py --config=configs/resnet50_imagenet.py --config.data.dir=DIR
+
+DIR holds train/ and val/, a folder of JPEGs for every class. 120 epochs: eight GPUs for about a day. Not run here. The paper
+prints 77.0 % for 2:4; others measured 75.8 with its code.
+"""
+
+from configs import common
+
+
+def get_config(variant=""):
+    c = common.resnet(variant)
+    c.model = dict(name="resnet", size="50", stem="imagenet")
+    if variant != "smoke":
+        c.data = common.folder(examples=1_281_167, classes=1000, size=224)
+        c.data.flip, c.data.smoothing = True, 0.0
+    c.epochs, c.batch, c.dtype = 120.0, 256, "bfloat16"
+    c.optimizer.update(nesterov=False, weight_decay=5e-5)
+    c.learning_rate.update(peak=0.1, warmup="4.2%")
+    c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
+    c.sparsity = dict(stages="sr_ste(2,4,lam=2e-4)")
+    return common.smoke(c) if variant == "smoke" else c

@@ -1,0 +1,16 @@
+"""A residual network whose weight gradients are pruned 1:2 without bias, at least variance: MVUE (arXiv 2203.10991).
+
+    python launch.py --config=configs/resnet_mvue.py
+
+Digits, 8x8, two CPU cores: TIME; EXPECT.
+The biased baseline that the paper warns of: --config.sparsity.stages='top_gradient(1,2)'.
+"""
+
+from configs import common
+
+
+def get_config(variant=""):
+    c = common.resnet(variant)
+    c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
+    c.sparsity = dict(stages="mvue(1,2)")
+    return c

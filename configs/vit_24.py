@@ -1,0 +1,16 @@
+"""A Vision Transformer with 2:4 weights (S-STE) and 2:4 weight gradients (MVUE).
+
+    python launch.py --config=configs/vit_24.py
+
+Digits, 8x8, two CPU cores: TIME; EXPECT. Its dense twin is configs/vit_dense.py.
+Other data: --config=configs/vit_24.py:cifar10 (or fashion_mnist, mnist) with --config.data.dir=DIR.
+"""
+
+from configs import common
+
+
+def get_config(variant=""):
+    c = common.vit(variant)
+    c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
+    c.sparsity = dict(blocks="s_ste(2,4)")
+    return c

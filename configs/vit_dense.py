@@ -1,0 +1,12 @@
+"""A dense Vision Transformer: what configs/vit_24.py is held against.
+
+    python launch.py --config=configs/vit_dense.py
+
+Digits, 8x8, two CPU cores: TIME; EXPECT.
+"""
+
+from configs import common
+
+
+def get_config(variant=""):
+    return common.vit(variant)

@@ -1,0 +1,25 @@
+"""ViT-B/16 on ImageNet whose feed-forward layers end at 1:8: the setting of progressive gradient flow (arXiv 2402.04744).
+
+    python launch.py --config=configs/vitb_imagenet.py --config.data.dir=DIR
+
+DIR holds train/ and val/, a folder of JPEGs for every class. 350 epochs: 44 hours on sixteen A100 in the paper, which also
+augments with RandAugment and drops paths; those are not here. Not run here.
+"""
+
+from configs import common
+
+
+def get_config(variant=""):
+    c = common.vit(variant)
+    c.model = dict(name="vit", size="B", patch=16, pool="cls", scan=True, remat=True)
+    if variant == "smoke":
+        c.model.patch = 2
+    else:
+        c.data = common.folder(examples=1_281_167, classes=1000, size=224)
+        c.data.flip, c.data.mixup = True, 0.5
+    c.epochs, c.batch, c.accumulate, c.dtype = 350.0, 4096, 4, "bfloat16"
+    c.optimizer.weight_decay = 0.01
+    c.learning_rate.update(peak=1e-3, warmup="4.3%", end=1e-7)
+    c.rules = ((r"blocks/mlp/.*", "mlp"), (r".*", "dense"))
+    c.sparsity = dict(mlp="mdgf(1,8,exponential(1e-4))")
+    return common.smoke(c) if variant == "smoke" else c

@@ -1,0 +1,114 @@
+"""The command line: flags, a page of settings and changes to it; and what is wrong with them, in one line."""
+
+import difflib
+import importlib
+import importlib.util
+import shlex
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from experiments.errors import Mistake
+
+ROOT = Path(__file__).parent.parent
+
+
+def main(argv: list[str], usage: str) -> None:
+    """Read the command, and run it."""
+    if {"-h", "--help", "-help"} & set(argv):
+        print(f"{usage.strip()}\n\nconfigs:\n{listing()}")
+        return
+    config, name, workdir, mode = read(argv)
+    if mode == "eval" and not workdir:
+        raise Mistake("--mode=eval wants --workdir, the directory of a run.")
+    workdir = Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        task = importlib.import_module(f"experiments.{config.experiment}").Task
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise Mistake(f"config.experiment={config.experiment!r}: experiments/ has image and text.") from error
+    from experiments import train  # with all of JAX, which a mistake above does without
+
+    train.run(config, task(config), workdir, mode, name, shlex.join(["python", *argv]))
+
+
+def read(argv: list[str]) -> tuple[ConfigDict, str, str, str]:
+    """The settings, the name of their page, the run's directory, and what to do."""
+    words, page = [], None
+    for i, word in enumerate(argv):
+        if word.startswith("--config="):
+            page = word.removeprefix("--config=")
+        elif word == "--config" and i + 1 < len(argv):
+            page = argv[i + 1]
+        elif i == 0 or argv[i - 1] != "--config":
+            words.append(word)
+    if not page:
+        raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages())}.")
+    config = load(page)
+    for word in words[1:]:
+        if word.startswith("--config."):
+            _exists(config, word.removeprefix("--config.").partition("=")[0])
+    values = flags.FlagValues()
+    flags.DEFINE_string("workdir", "", "the run's directory", flag_values=values)
+    flags.DEFINE_enum("mode", "train", ["train", "eval", "plan"], "what to do", flag_values=values)
+    before, sys.argv = sys.argv, words  # where config_flags looks for changes
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values)
+        rest = values(words)
+    except (flags.Error, TypeError, ValueError) as error:
+        raise Mistake(" ".join(str(error).split()) + ".") from error
+    finally:
+        sys.argv = before
+    if rest[1:]:
+        raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
+    name = Path(page.partition(":")[0]).stem + "".join(f"_{part}" for part in page.partition(":")[2:] if part)
+    return config, name, values.workdir, values.mode
+
+
+def load(page: str) -> ConfigDict:
+    """The settings of a page, FILE or FILE:VARIANT."""
+    file, _, variant = page.partition(":")
+    if not Path(file).is_file():
+        near = difflib.get_close_matches(file, pages(), 1, 0.4)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise Mistake(f"--config={page}: there is no file {file}.{hint} There are {', '.join(pages())}.")
+    spec = importlib.util.spec_from_file_location("page", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return module.get_config(variant) if variant else module.get_config()
+    except Mistake:
+        raise
+    except Exception as error:  # a page is a person's own program: whatever is wrong in it, say where
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
+        where = f"{file}, line {lines[-1]}" if lines else file
+        raise Mistake(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _exists(config: ConfigDict, field: str) -> None:
+    """Refuse a change to what the page does not have."""
+    here, known = config, "config"
+    for part in field.split("."):
+        if not isinstance(here, ConfigDict):
+            raise Mistake(f"--config.{field}: {known} is {here!r}, and has no fields.")
+        if part not in here:
+            near = difflib.get_close_matches(part, here.keys(), 1, 0.5)
+            hint = f" Did you mean {known}.{near[0]}?" if near else ""
+            raise Mistake(f"--config.{field}: {known} has no field {part!r}.{hint} It has {', '.join(here.keys())}.")
+        here, known = here[part], f"{known}.{part}"
+
+
+def pages() -> list[str]:
+    return sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py") if p.stem not in ("common", "__init__"))
+
+
+def listing() -> str:
+    """Every page with the first sentence of what it says of itself."""
+    rows = []
+    for page in pages():
+        said = (ROOT / page).read_text().split('"""')[1].strip().partition("\n")[0]
+        rows.append(f"  {page:<32}{said}")
+    return "\n".join(rows)

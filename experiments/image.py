@@ -1,0 +1,144 @@
+"""Image classification: its model, its data on the device, its loss and scores."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nmjax as nm
+from experiments import settings
+from experiments.data import augment, folder, images, order
+from experiments.errors import Mistake
+
+MODELS = {"vit": (nm.models.ViT, nm.models.vit.SIZES), "resnet": (nm.models.ResNet, nm.models.resnet.SIZES)}
+
+
+class Task:
+    """Small sets lie on the device and every batch is gathered and augmented inside the compiled step; folders are streamed."""
+
+    unit, units, metric = "images", 1, "accuracy"
+
+    def __init__(self, config):
+        self.config, c = config, config.data
+        self.notes, self.streamed = [], c.name == "folder"
+        if self.streamed:
+            self.classes, self.examples, self.shape = c.classes, c.examples, (c.size, c.size, 3)
+            self.mean, self.std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # ImageNet's
+            self.facts = [
+                ("data", f"the folder {c.dir or '$NMJAX_DATA'}: {c.examples:,} training images, {c.classes:,} classes")
+            ]
+            return
+        self.set = images.load(c.name, c.dir)
+        x, tests = self.set.train[0], self.set.test[0]
+        self.classes, self.examples, self.shape = len(self.set.classes), len(x), x.shape[1:]
+        self.mean, self.std = (np.float32(f(x / np.float32(255), (0, 1, 2))) for f in (np.mean, np.std))
+        self.notes += [self.set.note] * bool(self.set.note)
+        size = " x ".join(map(str, self.shape))
+        self.facts = [
+            (
+                "data",
+                f"{self.set.name}: {len(x):,} training images, {len(tests):,} to test, {size}, {self.classes} classes",
+            )
+        ]
+        self.facts += [("note", note) for note in self.notes]
+
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
+        options = dict(self.config.model)
+        name, size = options.pop("name"), options.pop("size")
+        make, sizes = MODELS[settings.one_of(name, MODELS, "config.model.name")]
+        options = sizes[settings.one_of(size, sizes, "config.model.size")] | options
+        if name == "vit":
+            options["image"] = self.shape[0]
+        return make(
+            **options, channels=self.shape[-1], classes=self.classes, dtype=settings.dtype(self.config), rngs=rngs
+        )
+
+    def example(self, batch: int) -> tuple:
+        return (jax.ShapeDtypeStruct((batch, *self.shape), jnp.float32),)
+
+    # ---- training ----
+
+    def feed(self, start: int, mesh):
+        if not self.streamed:
+            arrays = jax.device_put(tuple(self.set.train), NamedSharding(mesh, PartitionSpec()))
+            while True:
+                yield arrays
+        c = self.config
+        files = self._folder()
+        for batch in folder.stream(files.train, seed=c.seed, batch=c.batch, size=c.data.size, start=start, train=True):
+            yield jax.device_put((batch["image"], batch["label"]), NamedSharding(mesh, PartitionSpec("data")))
+
+    def batch(self, arrays, seed, step):
+        c = self.config.data
+        x, y = arrays
+        if not self.streamed:
+            _, index = order.positions(seed, step, self.config.batch, self.examples)
+            x, y = x[index], y[index]
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), step), 3)
+        x = augment.normalise(x, self.mean, self.std)
+        if c.crop:
+            x = augment.crop(keys[0], x, c.crop)
+        if c.flip:
+            x = augment.flip(keys[1], x)
+        return augment.mixup(keys[2], x, augment.one_hot(y, self.classes, c.smoothing), c.mixup)
+
+    def loss(self, model, batch):
+        x, target = batch
+        logits = model(x)
+        right = jnp.argmax(logits, -1) == jnp.argmax(target, -1)
+        return optax.softmax_cross_entropy(logits, target).mean(), {"accuracy": jnp.mean(right, dtype=jnp.float32)}
+
+    # ---- the test split ----
+
+    def tests(self, mesh):
+        """Batches of normalised images and labels, -1 where there is none: whole ones, for devices share them evenly."""
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        if self.streamed:
+            files = self._folder()
+            stream = folder.stream(
+                files.val, seed=0, batch=self.config.batch, size=self.config.data.size, start=0, train=False
+            )
+            raw = ((batch["image"], batch["label"]) for batch in stream)
+        else:
+            x, y = self.set.test
+            size = min(1024, math.ceil(len(x) / mesh.size) * mesh.size)
+            spare = -len(x) % size
+            x = np.concatenate([x, np.zeros((spare, *x.shape[1:]), x.dtype)])
+            y = np.concatenate([y, np.full(spare, -1, y.dtype)])
+            raw = ((x[i : i + size], y[i : i + size]) for i in range(0, len(x), size))
+        return (jax.device_put(batch, split) for batch in raw)
+
+    def score(self, model, batch) -> dict:
+        x, y = batch
+        logits, there = model(augment.normalise(x, self.mean, self.std)), y >= 0
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(y, 0))
+        right = jnp.argmax(logits, -1) == y
+        sums = {"count": there, "loss": jnp.where(there, loss, 0), "accuracy": there & right}
+        return {name: jnp.sum(value, dtype=jnp.float32) for name, value in sums.items()}
+
+    def pictures(self, graph, state) -> dict:
+        """Test images with what the model takes them for."""
+        if self.streamed:
+            return {}
+        x, y = (v[:: max(1, len(v) // 24)][:24] for v in self.set.test)
+        predict = jax.jit(
+            lambda state, x: jax.nn.softmax(nnx.merge(graph, state)(augment.normalise(x, self.mean, self.std)))
+        )
+        shares = np.asarray(predict(state, x))
+        found = {"predictions": shares.argmax(-1), "confidence": shares.max(-1), "classes": np.array(self.set.classes)}
+        return {"samples": x, "labels": y, **found}
+
+    def _folder(self):
+        c = self.config.data
+        found = folder.open(c.dir)
+        sizes = {"examples": len(found.train[0]), "classes": len(found.classes)}
+        for name, size in sizes.items():
+            if size != c[name]:
+                raise Mistake(
+                    f"{c.dir} holds {size:,} {name}, and config.data.{name}={c[name]:,}. Write --config.data.{name}={size}."
+                )
+        return found

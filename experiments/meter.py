@@ -1,0 +1,71 @@
+"""What the steps say, taken in while later ones run."""
+
+import contextlib
+import math
+import time
+from collections import deque
+
+import jax
+
+from experiments.errors import Failed
+
+AHEAD = 16  # steps that the host may be in front of the device
+
+
+class Meter:
+    """Takes steps' figures as they are done, without waiting for them, and gives means over windows of them.
+
+    ``tell(step, means)`` gets the means and the rate of steps, which leaves out compiling and what is done aside.
+    """
+
+    def __init__(self, window: int, tell):
+        self.window, self.tell = window, tell
+        self.first, self.last = None, None  # when the first step was done, and which was the last
+        self._waiting, self._seen = deque(), []
+        self._clock, self._timed = 0.0, 0
+
+    def push(self, step: int, shown: dict) -> None:
+        self._waiting.append((step, shown))
+        self.settle(AHEAD)
+
+    def settle(self, leave: int = 0) -> None:
+        """Take in the steps that are done; wait until at most so many are not."""
+        while self._waiting and (len(self._waiting) > leave or self._waiting[0][1]["loss"].is_ready()):
+            self._take(*self._waiting.popleft())
+
+    def _take(self, step: int, shown: dict) -> None:
+        shown = {name: float(value) for name, value in jax.device_get(shown).items()}
+        for name in ("loss", "gradient_norm"):
+            if not math.isfinite(shown[name]):
+                before = "the first step" if self.last is None else f"step {self.last:,} was finite"
+                raise Failed(f"the {name.replace('_', ' ')} is {shown[name]} at step {step:,} ({before})")
+        if self.first is None:
+            self.first = self._clock = time.monotonic()
+        else:
+            self._timed += 1
+        self.last = step
+        self._seen.append(shown)
+        if len(self._seen) == self.window:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give the means of the window as far as it goes."""
+        if not self._seen:
+            return
+        means = (
+            {name: math.fsum(s[name] for s in self._seen) / len(self._seen) for name in shown}
+            if (shown := self._seen[0])
+            else {}
+        )
+        now = time.monotonic()
+        rate = self._timed / (now - self._clock) if self._timed else None
+        self._seen, self._clock, self._timed = [], now, 0
+        self.tell(self.last + 1, means, rate)
+
+    @contextlib.contextmanager
+    def aside(self):
+        """Around what is no step, so that no rate counts it."""
+        self.settle()
+        begin = time.monotonic()
+        yield
+        self._clock += time.monotonic() - begin

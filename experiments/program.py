@@ -1,0 +1,226 @@
+"""What a run computes, as compiled functions of its state: the first state, the step, the scores, the measures.
+
+A *task* (`experiments/image.py`, `experiments/text.py`) brings the model and the data.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import nmjax as nm
+from experiments import settings
+from experiments.errors import Mistake
+
+
+class Task(Protocol):
+    """What an experiment gives to the loop."""
+
+    examples: int  # in an epoch
+    unit: str  # what throughput counts: images, tokens
+    units: int  # of them in an example
+    metric: str  # accuracy or loss: whose best is kept
+    facts: list  # (label, text): rows of the header
+    notes: list  # what has to stand beside the numbers
+
+    def make(self, rngs: nnx.Rngs) -> nnx.Module: ...
+    def example(self, batch: int) -> tuple: ...  # what the model is called with, as shapes
+    def feed(
+        self, start: int
+    ) -> Iterable: ...  # the arrays of every step from start on: held ones again and again, or a stream
+    def batch(self, arrays, seed, step) -> Any: ...  # out of them, inside the compiled step
+    def loss(self, model, batch) -> tuple[jax.Array, dict]: ...  # and what else to show
+    def tests(self, mesh) -> Iterable: ...  # batches of the test split
+    def score(self, model, batch) -> dict: ...  # sums over a batch, with "count"
+    def pictures(self, graph, state) -> dict: ...  # what the report shows of the model, given as nnx splits it
+
+
+class State(NamedTuple):
+    """All that a run is at a step."""
+
+    step: jax.Array
+    seed: jax.Array
+    params: Any
+    rest: Any  # what is no parameter: means of BatchNorm; noise, time, masks and scales of nmjax
+    opt: Any
+    ema: Any  # averaged parameters, or ()
+
+
+class Program:
+    """The functions of a run, compiled once: for other seeds and other data of the same shapes too."""
+
+    def __init__(self, config, task: Task):
+        self.config, self.task = config, task
+        self.total = settings.steps(config, task.examples)
+        self.recipe = settings.recipe(config, self.total)
+        self.rate = settings.learning_rate(config, self.total)
+        self.tx = settings.optimizer(config, self.rate, self.total)
+        self.mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+        if (config.batch // config.accumulate) % self.mesh.size:
+            raise Mistake(
+                f"config.batch={config.batch} in {config.accumulate} micro-batches leaves {config.batch // config.accumulate} "
+                f"examples, which {self.mesh.size} devices cannot share evenly."
+            )
+        with settings.as_mistake("the model"):
+            self.model = nnx.eval_shape(lambda: task.make(nnx.Rngs(0)))
+        with settings.as_mistake("config.rules and config.sparsity"):
+            self.model = nnx.eval_shape(lambda: nm.nnx.sparsify(task.make(nnx.Rngs(0)), self.recipe))
+            self.plan = nm.nnx.plan(self.model, *task.example(config.batch // config.accumulate))
+        if self.plan.refused:
+            reasons = "; ".join(f"{path}: {reason}" for path, reason in self.plan.refused)
+            raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}")
+        self.graph = nnx.split(self.model)[0]
+        everywhere, self.split = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+        self.everywhere = everywhere
+        self.init = jax.jit(self._init, out_shardings=everywhere)
+        self.train = jax.jit(self._train, donate_argnums=0)
+        self.score, self.hard_score = jax.jit(self._score), jax.jit(self._hard_score)
+        self.harden, self.measure = jax.jit(self._harden), jax.jit(self._measure)
+        self.masks, self.flips = jax.jit(self._masks), jax.jit(nm.metrics.flip_rates)
+        self.shapes = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32))
+        try:
+            self.graph_of_hard, self.soft_reason = self._harden_graph(), ""
+        except ValueError as error:
+            self.graph_of_hard, self.soft_reason = None, str(error)
+
+    def _init(self, seed) -> State:
+        key = jax.random.key(seed)
+        model = nm.nnx.sparsify(self.task.make(nnx.Rngs(key)), self.recipe, key)
+        _, params, rest = nnx.split(model, nnx.Param, ...)
+        params, rest = nnx.as_pure(params), nnx.as_pure(rest)
+        ema = jax.tree.map(jnp.copy, params) if self.config.ema else ()
+        return State(jnp.int32(0), seed, params, rest, self.tx.init(params), ema)
+
+    # ---- the step ----
+
+    def _train(self, state: State, arrays) -> tuple[State, dict]:
+        config, params = self.config, state.params
+        batch = self.task.batch(arrays, state.seed, state.step)
+        now = nm.optim.since(state.opt) if config.optimizer.name == "step_adam" else state.step
+
+        def micro(rest, numbered):
+            number, part = numbered
+            part = jax.lax.with_sharding_constraint(part, self.split)
+            model = nnx.merge(self.graph, params, rest)
+            nm.nnx.set_step(model, now, number)
+            rest = nnx.split(model, nnx.Param, ...)[2]
+
+            def loss(params):
+                model = nnx.merge(self.graph, params, rest, copy=True)
+                model.train()
+                value, shown = self.task.loss(model, part)
+                return value, ({"loss": value, **shown}, nnx.as_pure(nnx.split(model, nnx.Param, ...)[2]))
+
+            grads, (shown, rest) = jax.grad(loss, has_aux=True)(params)
+            return rest, (grads, shown)
+
+        if config.accumulate == 1:
+            rest, (grads, shown) = micro(state.rest, (0, batch))
+        else:
+            rest, (grads, shown) = self._accumulated(micro, state.rest, batch)
+        extra = {"masks": self._masks(state)} if config.masked_decay else {}
+        updates, opt = self.tx.update(grads, state.opt, params, **extra)
+        params = optax.apply_updates(params, updates)
+        ema = optax.incremental_update(params, state.ema, 1 - config.ema) if config.ema else ()
+        shown |= {
+            "gradient_norm": optax.tree.norm(grads),
+            "learning_rate": jnp.asarray(self.rate(state.step), jnp.float32),
+        }
+        return State(state.step + 1, state.seed, params, rest, opt, ema), shown
+
+    def _accumulated(self, micro, rest, batch):
+        """The means over micro-batches, one after another, in the memory of one."""
+        k = self.config.accumulate
+        parts = jax.tree.map(lambda v: v.reshape(k, -1, *v.shape[1:]), batch)
+        first = jax.eval_shape(micro, rest, (0, jax.tree.map(lambda v: v[0], parts)))[1]
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), first)
+
+        def add(carry, numbered):
+            rest, new = micro(carry[0], numbered)
+            return (rest, jax.tree.map(lambda a, b: a + b / k, carry[1], new)), None
+
+        return jax.lax.scan(add, (rest, zeros), (jnp.arange(k), parts))[0]
+
+    # ---- what is asked of a state ----
+
+    def _weights(self, state: State):
+        return state.ema if self.config.ema else state.params
+
+    def _model(self, state: State):
+        model = nnx.merge(self.graph, self._weights(state), state.rest, copy=True)
+        model.eval()
+        return model
+
+    def _score(self, state: State, batch):
+        return self.task.score(self._model(state), jax.lax.with_sharding_constraint(batch, self.split))
+
+    def _harden(self, state: State):
+        return nnx.as_pure(nnx.split(nm.nnx.harden(self._model(state)))[1])
+
+    def _harden_graph(self):
+        return jax.eval_shape(lambda state: nnx.split(nm.nnx.harden(self._model(state))), self.shapes)[0]
+
+    def _hard_score(self, hard, batch):
+        model = nnx.merge(self.graph_of_hard, hard)
+        return self.task.score(model, jax.lax.with_sharding_constraint(batch, self.split))
+
+    def _masks(self, state: State):
+        return nnx.as_pure(nm.nnx.masks(nnx.merge(self.graph, state.params, state.rest)))
+
+    def _measure(self, state: State, arrays) -> dict:
+        """What pruning does to the weights and to the gradients of a batch, by layer."""
+        batch = self.task.batch(arrays, state.seed, state.step)
+        batch = jax.tree.map(lambda v: v[: self.config.batch // self.config.accumulate], batch)
+        model = nnx.merge(self.graph, state.params, state.rest, copy=True)
+        nm.nnx.set_step(model, state.step)
+        weights = nm.nnx.weights(model)
+        errors = nm.nnx.gradient_errors(model, lambda model: self.task.loss(model, batch)[0])
+        of = lambda found, name: {path: getattr(value, name) for path, value in found.items()}
+        rows = [("density", weights, "density"), ("weight_error", weights, "error")]
+        rows += [(f"gradient_{name}", errors, name) for name in ("variance", "bias", "cosine")]
+        return {label: of(found, name) for label, found, name in rows if found}
+
+    def evaluate(self, state: State) -> dict[str, float]:
+        """Means over the test split: of the weights in training, and of the hardened ones that inference will use."""
+        hard = None if self.graph_of_hard is None else self.harden(state)
+        sums, hard_sums = [], []
+        for batch in self.task.tests(self.mesh):
+            sums.append(self.score(state, batch))
+            if hard is not None:
+                hard_sums.append(self.hard_score(hard, batch))
+        return _means(sums) | {f"hardened_{name}": value for name, value in _means(hard_sums).items()}
+
+    def pictures(self, state: State) -> dict:
+        """What the report shows: a corner of a weight's mask, and what the task shows of the model."""
+        if self.graph_of_hard is None:
+            found = self.task.pictures(*nnx.split(self._model(state)))
+        else:
+            found = self.task.pictures(self.graph_of_hard, self.harden(state))
+        kept = {"/".join(map(str, path)): mask for path, mask in nnx.to_flat_state(self.masks(state))}
+        patterns = nm.nnx.patterns(self.model) if self.graph_of_hard is not None else {}
+        for path, pattern in patterns.items():
+            if pattern is not None and kept[path].ndim > 1:
+                mask, axis = np.asarray(kept[path]), pattern.axes[-1] - kept[path].ndim + 2
+                while mask.ndim > 2:  # of a stack its middle layer, of a convolution its middle tap
+                    mask = mask[len(mask) // 2]
+                return found | {
+                    "mask": mask[:64, :64],
+                    "mask_name": f"{path}, {pattern}",
+                    "mask_axis": axis,
+                    "mask_m": pattern.m,
+                }
+        return found
+
+
+def _means(sums: list[dict]) -> dict[str, float]:
+    if not sums:
+        return {}
+    total = {name: math.fsum(float(part[name]) for part in jax.device_get(sums)) for name in sums[0]}
+    count = total.pop("count")
+    return {name: value / count for name, value in total.items()}

@@ -1,0 +1,201 @@
+"""A run's directory: its config, where it came from, its metrics as lines and as TensorBoard events, its checkpoints."""
+
+import contextlib
+import difflib
+import json
+import os
+import platform
+import subprocess
+import time
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from experiments.errors import Mistake
+
+ROOT = Path(__file__).parent.parent
+
+
+class Record:
+    """Writes what a run says of itself: config.json, run.json, plan.txt and plan.html, metrics.jsonl, TensorBoard events.
+
+    What a directory holds of the same config is gone on with; of another one it is refused.
+    """
+
+    def __init__(self, workdir: Path, config, about: dict, plan):
+        self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
+        resolved = json.dumps(config.to_dict(), indent=1, sort_keys=True)
+        with writable(workdir):
+            workdir.mkdir(parents=True, exist_ok=True)
+            if (old := workdir / "config.json").exists():
+                _same(old, resolved)
+            replace(old, resolved)
+            replace(workdir / "plan.txt", f"{plan}\n")
+            replace(workdir / "plan.html", plan._repr_html_())
+            self.about = {
+                **about,
+                "began": _now(),
+                "ended": None,
+                "outcome": "running",
+                "versions": versions(),
+                "git": git(),
+            }
+            self._about()
+            self._lines = self.metrics.open("a+")
+            from tensorboardX import SummaryWriter  # imported where a run begins: plans do without
+
+            self._events = SummaryWriter(str(workdir / "tensorboard"))
+        self._began = time.monotonic()
+
+    def write(self, kind: str, step: int, **values) -> None:
+        """A line of metrics: numbers, or tables of numbers by layer."""
+        line = {"step": step, "seconds": round(time.monotonic() - self._began, 3), "kind": kind, **values}
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        for name, value in values.items():
+            table = (
+                {f"{kind}/{name}/{layer}": v for layer, v in value.items()}
+                if isinstance(value, dict)
+                else {f"{kind}/{name}": value}
+            )
+            for tag, number in table.items():
+                self._events.add_scalar(tag, number, step)
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written after a step, from which the run goes on, and a line that was cut off."""
+        kept = [line for line in lines(self.metrics) if line["step"] + (line["kind"] == "sparsity") <= step]
+        self._lines.close()
+        replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        self._lines = self.metrics.open("a+")
+        self._began -= max((line["seconds"] for line in kept), default=0.0)
+
+    def best(self, name: str, higher: bool) -> float | None:
+        """The best evaluation yet, of hardened weights where there are any."""
+        found = [line.get(f"hardened_{name}", line.get(name)) for line in lines(self.metrics) if line["kind"] == "eval"]
+        found = [value for value in found if value is not None and np.isfinite(value)]
+        return (max if higher else min)(found, default=None)
+
+    def keep(self, summary: list, pictures: dict) -> None:
+        """What the report shows beside the curves."""
+        self.about["summary"] = summary
+        arrays = {name: value for name, value in pictures.items() if isinstance(value, np.ndarray | str | int)}
+        if texts := {
+            name: value
+            for name, value in pictures.items()
+            if name in ("prompt", "samples") and isinstance(value, str | list)
+        }:
+            replace(self.dir / "text.json", json.dumps(texts))
+        arrays = {name: value for name, value in arrays.items() if name not in texts}
+        if arrays:
+            np.savez_compressed(self.dir / "pictures.npz", **arrays)
+
+    def close(self, outcome: str) -> None:
+        self.about |= {"ended": _now(), "outcome": outcome}
+        self._about()
+        self._lines.close()
+        self._events.close()
+
+    def _about(self) -> None:
+        replace(self.dir / "run.json", json.dumps(self.about, indent=1))
+
+
+def _same(old: Path, resolved: str) -> None:
+    there, here = old.read_text(), resolved
+    if there != here:
+        changed = [
+            line[2:].strip(" ,") for line in difflib.ndiff(there.splitlines(), here.splitlines()) if line[0] in "-+"
+        ]
+        raise Mistake(
+            f"--workdir={old.parent} holds a run of another config ({'; '.join(changed[:4])}). Give this one a directory of its own."
+        )
+
+
+@contextlib.contextmanager
+def writable(workdir: Path):
+    try:
+        yield
+    except (PermissionError, FileExistsError, NotADirectoryError, OSError) as error:
+        raise Mistake(f"--workdir={workdir} cannot be written: {error.strerror or error}.") from error
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(text)
+    os.replace(draft, path)
+
+
+def lines(path: Path) -> list[dict]:
+    """The metrics of a run; a last line that was cut off is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    names = ("nmjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in names}}
+
+
+def git() -> dict | None:
+    """The commit that runs, and whether files differ from it; None outside a repository."""
+    ask = lambda *words: subprocess.run(
+        ["git", "-C", ROOT, *words], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class Checkpoints:
+    """The last state and the best one, by Orbax, in ``checkpoints/`` of a run's directory."""
+
+    def __init__(self, workdir: Path):
+        import orbax.checkpoint as ocp
+
+        self._ocp = ocp
+        options = ocp.CheckpointManagerOptions(max_to_keep=1)
+        self._managers = {
+            n: ocp.CheckpointManager((workdir / "checkpoints" / n).absolute(), options=options)
+            for n in ("last", "best")
+        }
+
+    def save(self, step: int, state, best: bool) -> None:
+        for name in ("last", "best") if best else ("last",):
+            self._managers[name].save(step, args=self._ocp.args.StandardSave(state._asdict()))
+
+    def restore(self, name: str, state):
+        """The step and the state of the last or the best checkpoint; 0 and the state given, where there is none."""
+        manager = self._managers[name]
+        if (step := manager.latest_step()) is None:
+            return 0, state
+        shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), state._asdict())
+        return step, type(state)(**manager.restore(step, args=self._ocp.args.StandardRestore(shapes)))
+
+    @property
+    def directory(self) -> Path:
+        return Path(self._managers["last"].directory).parent
+
+    def kept(self) -> str:
+        """In words, for who looks for what is left."""
+        step, where = self._managers["last"].latest_step(), self._managers["last"].directory
+        return (
+            "No checkpoint was written before."
+            if step is None
+            else f"The checkpoint of step {step:,} is kept in {where}."
+        )
+
+    def close(self) -> None:
+        for manager in self._managers.values():
+            manager.wait_until_finished()
+            manager.close()

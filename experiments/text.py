@@ -1,0 +1,87 @@
+"""Language models: tokens on the device, windows of them, loss in nats a token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import nmjax as nm
+from experiments import settings
+from experiments.data import order, text
+
+MODELS = {"gpt": (nm.models.GPT, nm.models.gpt.SIZES)}
+
+
+class Task:
+    """The tokens lie on the device, and every batch is cut out of them inside the compiled step."""
+
+    unit, metric = "tokens", "loss"
+
+    def __init__(self, config):
+        self.config, c = config, config.data
+        self.units = c.length
+        self.set = text.load(c.name, c.dir, c.valid, c.tokenizer)
+        self.examples = text.windows(len(self.set.train), c.length)
+        self.tests_cut = text.cut(self.set.valid, c.length)
+        self.notes = [self.set.note] * bool(self.set.note)
+        counts = (
+            f"{len(self.set.train):,} training tokens, {len(self.set.valid):,} to validate, of {self.set.vocabulary:,}"
+        )
+        self.facts = [("data", f"{self.set.name}: {counts}; windows of {c.length}")]
+        self.facts += [("note", note) for note in self.notes]
+
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
+        options = dict(self.config.model)
+        name, size = options.pop("name"), options.pop("size")
+        make, sizes = MODELS[settings.one_of(name, MODELS, "config.model.name")]
+        options = sizes[settings.one_of(size, sizes, "config.model.size")] | options
+        fixed = {"vocabulary": self.set.vocabulary, "length": self.config.data.length}
+        return make(**(fixed | options), dtype=settings.dtype(self.config), rngs=rngs)
+
+    def example(self, batch: int) -> tuple:
+        return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
+
+    def feed(self, start: int, mesh):
+        tokens = jax.device_put(self.set.train, NamedSharding(mesh, PartitionSpec()))
+        while True:
+            yield tokens
+
+    def batch(self, tokens, seed, step):
+        epoch, index = order.positions(seed, step, self.config.batch, self.examples)
+        return text.take(tokens, epoch, index, self.config.data.length, seed)
+
+    def loss(self, model, batch):
+        inputs, targets = batch
+        return optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets).mean(), {}
+
+    def tests(self, mesh):
+        """Batches of windows, and how many of them count: whole ones, for devices share them evenly."""
+        windows = self.tests_cut
+        size = -(-min(64, len(windows)) // mesh.size) * mesh.size
+        spare = -len(windows) % size
+        windows = np.concatenate([windows, np.zeros((spare, windows.shape[1]), windows.dtype)])
+        there = np.arange(len(windows)) < len(self.tests_cut)
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        for i in range(0, len(windows), size):
+            yield jax.device_put((windows[i : i + size], there[i : i + size]), split)
+
+    def score(self, model, batch) -> dict:
+        windows, there = batch
+        windows = windows.astype(jnp.int32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(model(windows[:, :-1]), windows[:, 1:]).mean(-1)
+        return {"count": jnp.sum(there, dtype=jnp.float32), "loss": jnp.sum(jnp.where(there, loss, 0))}
+
+    def pictures(self, graph, state) -> dict:
+        """Text that the model writes after the first words of the validation split."""
+        prompt = self.set.valid[: min(32, self.config.data.length // 2)].astype(np.int32)
+        draw = lambda state, key: nm.models.generate(
+            nnx.merge(graph, state), jnp.asarray(prompt)[None], key, count=200, temperature=0.8
+        )
+        keys = jax.random.split(jax.random.key(self.config.seed), 2)
+        drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)))(state, keys)
+        return {
+            "prompt": self.set.decode(prompt),
+            "samples": [self.set.decode(np.asarray(d)[0, len(prompt) :]) for d in drawn],
+        }

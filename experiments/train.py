@@ -1,0 +1,140 @@
+"""One run, told in order: what is to be done, the loop, what it leaves behind."""
+
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from experiments import report, settings
+from experiments.errors import Failed, Mistake
+from experiments.meter import Meter
+from experiments.program import Program, Task
+from experiments.record import Checkpoints, Record
+from experiments.show import Screen, clock, figures, number
+
+
+def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -> dict[str, float]:
+    """Train, evaluate or plan; and the figures of the last evaluation."""
+    began, program, screen = time.monotonic(), Program(config, task), Screen(task.unit)
+    screen.header(name, facts := header(program))
+    screen.line(f"\n{program.plan}\n")
+    if mode == "plan":
+        return {}
+    if mode == "eval":
+        return evaluate(program, workdir, screen)
+    about = {
+        "name": name,
+        "command": command,
+        "header": facts,
+        "unit": task.unit,
+        "metric": task.metric,
+        "notes": task.notes,
+    }
+    record = Record(workdir, config, about, program.plan)
+    checkpoints, outcome = Checkpoints(workdir), "failed"
+    try:
+        found = loop(program, record, checkpoints, screen, began)
+        outcome = "finished"
+    except Failed as error:
+        checkpoints.close()
+        outcome = f"failed: {error}"
+        raise Failed(f"{error}. {checkpoints.kept()}") from None
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+        raise
+    finally:
+        record.close(outcome)
+        report.write(workdir)
+    screen.line("")
+    screen.rows([*record.about["summary"], ("report", str(workdir / "report.html")), ("everything", f"{workdir}/")])
+    return found
+
+
+def header(program: Program) -> list[tuple[str, str]]:
+    """What is about to be done, and on what."""
+    config, task, plan, devices = program.config, program.task, program.plan, program.mesh.size
+    dense, effective = (cost * config.accumulate for cost in plan.training)
+    micro = f"{config.accumulate} micro-batches x " if config.accumulate > 1 else ""
+    each = config.batch // config.accumulate // devices
+    size = f"{config.model.name} {config.model.size}"
+    return [
+        ("devices", f"{devices} x {jax.devices()[0].device_kind}"),
+        ("computing", f"{config.dtype}, parameters float32; n:m products are emulated: zeros are multiplied"),
+        *task.facts,
+        ("batch", f"{config.batch:,} = {micro}{devices} device{'s' * (devices > 1)} x {each:,}"),
+        (
+            "length",
+            f"{program.total:,} steps = {program.total * config.batch / task.examples:.4g} epochs of {task.examples:,}",
+        ),
+        ("model", f"{size}, {plan.parameters:,} parameters"),
+        ("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({effective / dense:.2f})"),
+    ]
+
+
+def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Screen, began: float) -> dict[str, float]:
+    config, task, total = program.config, program.task, program.total
+    evaluations = settings.duration(config.evaluate, total, "config.evaluate") or total
+    measures = settings.duration(config.measure, total, "config.measure")
+
+    state = program.init(jnp.uint32(config.seed))
+    start, state = checkpoints.restore("last", state)
+    if start:
+        screen.line(f"going on from step {start:,} of {total:,}, as {checkpoints.directory} holds it")
+        record.rewind(start)
+    best, higher = record.best(task.metric, task.metric == "accuracy"), task.metric == "accuracy"
+    found = program.evaluate(state) if start == total else {}
+
+    def tell(step: int, means: dict, rate: float | None) -> None:
+        if rate is not None:
+            means |= {"per_second": rate * config.batch * task.units}
+            means |= {"flops_per_second": rate * config.accumulate * program.plan.training[0]}
+        record.write("train", step, **means)
+        screen.step(step, means)
+
+    meter = Meter(math.ceil(total / 500), tell)
+    with screen.progress(total, start):
+        for step, arrays in zip(range(start, total), task.feed(start, program.mesh), strict=False):
+            measuring = measures > 0 and step % measures == 0
+            if measuring:
+                with meter.aside():
+                    before, measured = program.masks(state), jax.device_get(program.measure(state, arrays))
+            state, shown = program.train(state, arrays)
+            meter.push(step, shown)
+            if measuring:
+                with meter.aside():
+                    measured["flip_rate"] = jax.device_get(program.flips(before, program.masks(state)))
+                    record.write("sparsity", step, **jax.tree.map(float, measured))
+            if (total - step - 1) % evaluations == 0:
+                with meter.aside():
+                    found = program.evaluate(state)
+                    record.write("eval", step + 1, **found)
+                    screen.evaluation(step + 1, found)
+                    value = found.get(f"hardened_{task.metric}", found[task.metric])
+                    better = best is None or (value > best if higher else value < best)
+                    best = value if better else best
+                    checkpoints.save(step + 1, state, best=better)
+        meter.flush()
+    checkpoints.close()
+    summary = [
+        ("test", "   ".join(figures(found))),
+        ("best", f"{task.metric} {best:.4f}"),
+        ("time", clock(time.monotonic() - began)),
+    ]
+    if meter.first is not None:
+        summary.append(("first step", f"after {meter.first - began:.1f} s"))
+    record.keep(summary, program.pictures(state))
+    return found
+
+
+def evaluate(program: Program, workdir: Path, screen: Screen) -> dict[str, float]:
+    """The best and the last checkpoint of a run, on the test split."""
+    if not (workdir / "checkpoints").is_dir():
+        raise Mistake(f"--mode=eval: {workdir} holds no checkpoints; --workdir names the directory of a run.")
+    checkpoints, found = Checkpoints(workdir), {}
+    for name in ("last", "best"):
+        step, state = checkpoints.restore(name, program.init(jnp.uint32(program.config.seed)))
+        found = program.evaluate(state)
+        screen.line(f"{name}, step {step:,}: " + "   ".join(figures(found)))
+    return found

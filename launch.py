@@ -1,0 +1,22 @@
+"""Train, evaluate or plan a run.
+
+python launch.py --config=configs/vit_24.py [--workdir=DIR] [--mode=train|eval|plan] [--config.FIELD=VALUE ...]
+"""
+
+import sys
+
+from experiments import command
+from experiments.errors import Failed, Mistake
+
+if __name__ == "__main__":
+    try:
+        command.main(sys.argv, __doc__)
+    except Mistake as error:
+        print(f"launch.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Failed as error:
+        print(f"launch.py: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("launch.py: interrupted", file=sys.stderr)
+        sys.exit(130)
