@@ -19,6 +19,7 @@ test: $(VENV)/made
 bench: $(VENV)/made
 	$(BIN)/python -m experiments.bench transforms
 	$(BIN)/python -m experiments.bench delivery
+	$(BIN)/python -m experiments.bench train
 
 lint: $(VENV)/made
 	$(BIN)/ruff format --check .

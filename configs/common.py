@@ -44,7 +44,7 @@ def image(data: str) -> ConfigDict:
 def vit(data: str) -> ConfigDict:
     """Vision Transformers: of 16 tokens for digits, 49 for the sets of 28x28, 64 for CIFAR-10."""
     c = image(data)
-    c.model = dict(name="vit", size="tiny", patch=2, pool="mean")
+    c.model = dict(name="vit", size="tiny", patch=2, pool="mean", scan=False, remat=False)
     c.epochs, c.learning_rate.peak = 100.0, 2e-3
     if data in ("mnist", "fashion_mnist"):
         c.model.patch, c.epochs = 4, 10.0
@@ -72,7 +72,7 @@ def gpt(data: str) -> ConfigDict:
     c = run()
     c.experiment = "text"
     c.data = dict(name="pydoc", dir="", valid="", tokenizer="bytes", length=128)
-    c.model = dict(name="gpt", size="tiny")
+    c.model = dict(name="gpt", size="tiny", scan=False, remat=False)
     c.steps, c.batch = 1000, 16
     c.optimizer.update(b2=0.95, weight_decay=0.1)
     c.learning_rate.update(peak=2e-3, end=2e-4)

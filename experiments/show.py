@@ -58,7 +58,7 @@ class Screen:
 
     def step(self, step: int, means: dict) -> None:
         """The bar, or a line a twentieth of the run."""
-        shown = [f"loss {means['loss']:.3f}"] + [f"accuracy {means['accuracy']:.1%}"] * ("accuracy" in means)
+        shown = [f"{name} {form(name, means[name])}" for name in ("loss", "accuracy") if name in means]
         if "per_second" in means:
             shown += [f"{number(means['per_second'])} {self.unit}/s", f"{number(means['flops_per_second'])}FLOP/s"]
         if self._bar is not None:
@@ -79,13 +79,16 @@ def figures(found: dict[str, float]) -> list[str]:
     >>> figures({"loss": 0.31, "accuracy": 0.97, "hardened_loss": 0.32, "hardened_accuracy": 0.968})
     ['loss 0.3100, hardened 0.3200', 'accuracy 97.00%, hardened 96.80%']
     """
-    form = lambda name, value: f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
     shown = []
     for name, value in found.items():
         if not name.startswith("hardened_"):
             hard = found.get(f"hardened_{name}")
             shown.append(f"{name} {form(name, value)}" + ("" if hard is None else f", hardened {form(name, hard)}"))
     return shown
+
+
+def form(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
 
 
 def clock(seconds: float) -> str:

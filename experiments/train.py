@@ -12,7 +12,7 @@ from experiments.errors import Failed, Mistake
 from experiments.meter import Meter
 from experiments.program import Program, Task
 from experiments.record import Checkpoints, Record
-from experiments.show import Screen, clock, figures, number
+from experiments.show import Screen, clock, figures, form, number
 
 
 def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -> dict[str, float]:
@@ -117,11 +117,9 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
                     checkpoints.save(step + 1, state, best=better)
         meter.flush()
     checkpoints.close()
-    summary = [
-        ("test", "   ".join(figures(found))),
-        ("best", f"{task.metric} {best:.4f}"),
-        ("time", clock(time.monotonic() - began)),
-    ]
+    names = sorted(found, key=lambda name: (task.metric not in name, "hardened" not in name))
+    summary = [(name.replace("_", " "), form(name, found[name])) for name in names]
+    summary += [(f"best {task.metric}", form(task.metric, best)), ("time", clock(time.monotonic() - began))]
     if meter.first is not None:
         summary.append(("first step", f"after {meter.first - began:.1f} s"))
     record.keep(summary, program.pictures(state))

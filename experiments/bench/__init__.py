@@ -1,0 +1,10 @@
+"""What the library costs on this machine.
+
+    python -m experiments.bench transforms [--size 4096] [--rounds 9] [--save NAME]    # of arrays, in copies
+    python -m experiments.bench delivery [--rounds 9] [--save NAME]                    # of models, against the dense one
+    python -m experiments.bench train [--config PAGE ...] [--rounds 9] [--save NAME]   # of runs, against a plain loop
+
+Machines are noisy, so every figure is a ratio taken in one run: the functions are timed in turn, round after round, and
+the best time of each is divided by the best of a *copy*, ``x * 1.0001`` of the same array, or by the dense model's.
+``--save`` writes the tables to experiments/results/NAME.md, with the machine, the versions and the command.
+"""

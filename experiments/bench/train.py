@@ -1,0 +1,113 @@
+"""What a training step of a run costs: sparse, dense, and written out by hand with Optax alone."""
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from experiments import command, settings
+from experiments.bench.measure import markdown
+from experiments.program import Program
+
+PAGES = ["configs/vit_24.py", "configs/resnet_24.py", "configs/gpt_sste.py"]
+STEPS = 5  # of each in turn
+
+
+def train(pages: list[str], directory: str, rounds: int) -> str:
+    """All tables of ``bench train``."""
+    rows = {}
+    for page in pages:
+        rows |= one(page, directory, rounds)
+    steps = markdown(
+        "A training step",
+        "Over the plain step: the same model, batches and optimizer in a page of Flax and Optax, nothing of this repository but "
+        "the model and the batch. Aim: dense 1.03. While they are timed, JAX refuses transfers between host and device.",
+        rows, ["", "time", "temporary memory", "a second", "a step"],
+    )  # fmt: skip
+    starts = {page: started(page, directory) for page in pages}
+    return steps + "\n" + markdown(
+        "From start to first step",
+        "Seconds: of the process, and from when it has read its command to when the first step is done, compiled and evaluated "
+        "nothing yet.", starts, ["", "whole process, one step", "first step"],
+    )  # fmt: skip
+
+
+def one(page: str, directory: str, rounds: int) -> dict[str, list]:
+    """A page's step, its dense twin's, and the plain one's."""
+    config = command.load(page)
+    config.data.dir = directory
+    task = importlib.import_module(f"experiments.{config.experiment}").Task(config)
+    dense = config.copy_and_resolve_references()
+    dense.rules, dense.sparsity = ((r".*", "dense"),), {}
+    programs = {"sparse": Program(config, task), "dense": Program(dense, task)}
+    arrays = next(iter(task.feed(0, programs["dense"].mesh)))
+    steps = {name: (program.train, program.init(jnp.uint32(0))) for name, program in programs.items()}
+    steps["plain"] = plain(programs["dense"], task)
+    memory = {}
+    for name, (step, state) in steps.items():
+        memory[name] = step.lower(state, arrays).compile().memory_analysis().temp_size_in_bytes
+        steps[name] = (step, step(state, arrays)[0])
+    best = dict.fromkeys(steps, float("inf"))
+    with jax.transfer_guard("disallow"):
+        for _ in range(rounds):
+            for name, (step, state) in steps.items():
+                start = time.perf_counter()
+                for _ in range(STEPS):
+                    state, shown = step(state, arrays)
+                jax.block_until_ready((state, shown))
+                best[name] = min(best[name], (time.perf_counter() - start) / STEPS)
+                steps[name] = (step, state)
+    rate = lambda name: f"{config.batch * task.units / best[name]:,.0f} {task.unit}"
+    return {
+        f"{page} {name}": [
+            best[name] / best["plain"],
+            memory[name] / memory["plain"],
+            rate(name),
+            f"{best[name] * 1e3:.2f} ms",
+        ]
+        for name in steps
+    }
+
+
+def plain(program: Program, task):
+    """The step that a person writes who has the model and the batches, with the optimizer of the config."""
+    model = task.make(nnx.Rngs(0))
+    model.train()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    tx = settings.optimizer(program.config, program.rate, program.total)
+
+    def step(state, arrays):
+        now, params, rest, opt = state
+
+        def loss(params):
+            model = nnx.merge(graph, params, rest, copy=True)
+            value, _ = task.loss(model, batch)
+            return value, nnx.split(model, nnx.Param, ...)[2]
+
+        batch = task.batch(arrays, jnp.uint32(0), now)
+        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt = tx.update(grads, opt, params)
+        return (now + 1, optax.apply_updates(params, updates), rest, opt), value
+
+    params, rest = nnx.as_pure(params), nnx.as_pure(rest)
+    return jax.jit(step, donate_argnums=0), (jnp.int32(0), params, rest, tx.init(params))
+
+
+def started(page: str, directory: str) -> list:
+    """A run of one step in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--config.epochs=0", "--config.steps=1", "--config.measure=0", "--config.learning_rate.warmup=0"]
+        words = [f"--config={page}", f"--config.data.dir={directory}", f"--workdir={folder}/run", *options]
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "launch.py", *words], check=True, stdout=subprocess.DEVNULL, cwd=command.ROOT)
+        took = time.perf_counter() - start
+        summary = dict(json.loads((Path(folder) / "run" / "run.json").read_text())["summary"])
+        return [took, summary["first step"].removeprefix("after ")]

@@ -1,0 +1,172 @@
+"""The curves of a run, section by section, each with the words for it."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from experiments.report import curves as cv
+from experiments.report.curves import Curve
+from experiments.report.runs import Run, layers, series
+from experiments.report.words import large, number, parts_that_differ, percent, safe
+
+# of each measure of layers: what it is, and values that its axis reaches
+MEASURES = {
+    "density": ("The share of a weight that is kept.", (0, 1)),
+    "flip_rate": ("The share of a mask that changed since it was last looked at.", ()),
+    "weight_error": ("How far the pruned weight is from the weight, relative to its norm.", ()),
+    "gradient_variance": ("The noise of the pruned gradient, relative to the exact one.", ()),
+    "gradient_bias": ("How far the mean of the pruned gradient is from the exact one, relative to its norm.", ()),
+    "gradient_cosine": ("How well the pruned gradient points along the exact one: 1 is exactly.", ()),
+}
+DISTINCT = 8  # of more layers the lines are grey, and their mean is clear
+
+
+def scores(run: Run) -> list[tuple[str, Callable[[float], str], list[Curve]]]:
+    """Of loss and accuracy how to say them, and their curves."""
+    kinds = {kind: run.metrics.get(kind, []) for kind in ("train", "eval")}
+    found = []
+    for key, say in (("loss", number), ("accuracy", percent)):
+        curves = [
+            Curve("train", *series(kinds["train"], key), "muted", 1.4),
+            Curve("eval", *series(kinds["eval"], key), "s0", 1.8, cv.DASHES[1]),
+            Curve("hardened", *series(kinds["eval"], f"hardened_{key}"), "s1", 2.2),
+        ]
+        if curves := [c for c in curves if c.steps.size]:
+            found.append((key, say, curves))
+    return found
+
+
+def latest(run: Run) -> list[tuple[str, str]]:
+    """Figures of a run that has not summed itself up."""
+    judged_first = sorted(scores(run), key=lambda score: score[0] != run.about.get("metric"))
+    found = [(f"{c.name} {key}", say(c.values[-1])) for key, say, curves in judged_first for c in reversed(curves)]
+    steps = [record["step"] for records in run.metrics.values() for record in records]
+    return [*found, ("steps", f"{max(steps):,}")] if steps else []
+
+
+def learning(run: Run) -> str:
+    """Loss, accuracy, learning rate and the norm of the gradient."""
+    figures = []
+    for key, say, curves in scores(run):
+        ring, words = None, last_words(curves, say)
+        judged = [c for c in curves if c.name != "train" and c.finite.any()]
+        if judged and key == run.about.get("metric"):
+            c, pick = judged[-1], np.argmin if key == "loss" else np.argmax
+            at = np.flatnonzero(c.finite)[pick(c.values[c.finite])]
+            ring = (c.steps[at], c.values[at], c.colour)
+            words += f" Best, ringed: {c.name} {say(c.values[at])} at step {c.steps[at]:,.0f}."
+        lines = [line for c in curves for line in (cv.smoothed(c) if c.name == "train" else [c])]
+        if len(lines) > len(curves):
+            words += " Train: each value faint, their means clear."
+        figures.append(plot(key, curves, words, run, lines, say=say, log=key == "loss", ring=ring))
+    train = run.metrics.get("train", [])
+    rate, norm = (Curve("", *series(train, key), "s0", 1.8) for key in ("learning_rate", "gradient_norm"))
+    if rate.steps.size:
+        figures.append(plot("learning_rate", [rate], last_words([rate], number), run, bounds=(0,)))
+    if norm.steps.size:
+        figures.append(plot("gradient_norm", [norm], last_words([norm], number), run, cv.smoothed(norm), log=True))
+    return _grid(figures)
+
+
+def sparsity(run: Run) -> str:
+    """Each measure of the layers, and their last values."""
+    figures, last = [], {}
+    for key, (meaning, bounds) in MEASURES.items():
+        found = layers(run.metrics.get("sparsity", []), key)
+        if not found:
+            continue
+        last[_title(key)] = ends = {name: values[-1] for name, (_, values) in found.items()}
+        curves = [Curve(name, *points, "muted", 0.7, "-", 0.45, "") for name, points in found.items()]
+        lines = [*curves, cv.mean(curves, colour="s0", width=2.4)]
+        if len(curves) <= DISTINCT:
+            labels = parts_that_differ(list(found))
+            lines = [
+                c._replace(colour=f"s{n}", width=1.7, dash=cv.DASHES[n % 4], opacity=1.0, label=label)
+                for n, (label, c) in enumerate(zip(labels, curves, strict=True))
+            ]
+        limit = max(60, min(500, 8000 // len(curves)))
+        words = f"{meaning} {spread(ends)}"
+        figures.append(plot(key, curves, words, run, lines, limit=limit, log=not bounds, bounds=bounds))
+    return _grid(figures) + _last_values(last)
+
+
+def spread(last: dict[str, float]) -> str:
+    """The last values of all layers in words."""
+    finite = {name: value for name, value in last.items() if np.isfinite(value)}
+    if len(last) == 1 or not finite:
+        return f"Last: {', '.join(f'{name} {number(value)}' for name, value in list(last.items())[:DISTINCT])}."
+    low, high = min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)
+    if finite[low] == finite[high]:
+        return f"Last: {number(finite[low])} in all {len(finite)} layers."
+    mean = number(float(np.mean(list(finite.values()))))
+    return (
+        f"Last: mean {mean} of {len(finite)} layers, lowest {number(finite[low])} in {low}, "
+        f"highest {number(finite[high])} in {high}."
+    )
+
+
+def throughput(run: Run) -> str:
+    """Examples and operations a second."""
+    figures = []
+    titles = {"per_second": f"{run.about.get('unit') or 'examples'} per second", "flops_per_second": "FLOP per second"}
+    for key, title in titles.items():
+        c = Curve("", *series(run.metrics.get("train", []), key), "s2", 1.8)
+        if c.steps.size:
+            median = f" Median {large(float(np.median(c.values[c.finite])))}." if c.finite.any() else ""
+            words = last_words([c], large) + median
+            figures.append(plot(key, [c], words, run, cv.smoothed(c), title=title, say=large, bounds=(0,)))
+    return _grid(figures)
+
+
+def plot(
+    key: str,
+    curves: list[Curve],
+    words: str,
+    run: Run,
+    lines: list[Curve] | None = None,
+    *,
+    title: str = "",
+    limit: int = 500,
+    **options,
+) -> str:
+    """A figure of curves over the steps of a run, with the words for it; ``lines`` are drawn for them."""
+    title = _title(title or key)
+    broken = sum(int((~c.finite).sum()) for c in curves)
+    if broken:
+        words += f" Not finite: {broken} value{'s' if broken > 1 else ''}, × on the axis."
+    until = max(record["step"] for records in run.metrics.values() for record in records)
+    thin = [cv.thinned(c, limit) for c in lines or curves]
+    svg = cv.draw(f"plot-{key}", thin, alt=f"{title} over steps. {words}", until=until, say_step=large, **options)
+    return f"<figure><h3>{safe(title)}</h3>{svg}<figcaption>{safe(words)}</figcaption></figure>"
+
+
+def last_words(curves: list[Curve], say: Callable[[float], str]) -> str:
+    """The exact last values in words."""
+    ends = [(f"{c.name} {say(c.values[-1])}".strip(), f"{c.steps[-1]:,.0f}") for c in curves]
+    if len({step for _, step in ends}) == 1:
+        return f"Last, at step {ends[0][1]}: {', '.join(value for value, _ in ends)}."
+    return f"Last: {', '.join(f'{value} at step {step}' for value, step in ends)}."
+
+
+def _last_values(last: dict[str, dict[str, float]]) -> str:
+    if not last:
+        return ""
+    names = dict.fromkeys(name for of in last.values() for name in of)
+    top = "".join(f'<th scope="col">{title}</th>' for title in ("layer", *last))
+    rows = ""
+    for name in names:
+        cells = "".join(f"<td>{number(of[name]) if name in of else ''}</td>" for of in last.values())
+        rows += f'<tr><th scope="row">{safe(name)}</th>{cells}</tr>'
+    return (
+        f"<details><summary>The last values of {len(names)} layer{'s' if len(names) > 1 else ''}</summary>"
+        f'<div class="scroll"><table class="values"><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>'
+        "</details>"
+    )
+
+
+def _title(key: str) -> str:
+    return f"{key[:1].upper()}{key[1:]}".replace("_", " ")
+
+
+def _grid(figures: list[str]) -> str:
+    return f'<div class="figures">{"".join(figures)}</div>' if figures else ""

@@ -1,0 +1,82 @@
+"""Numbers, times and texts, as a page says them."""
+
+import datetime
+import html
+import math
+import re
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+
+
+def visible(text) -> str:
+    """Any text, with a sign in the place of what is no character."""
+    text = str(text).replace("\r\n", "\n")
+    return _NO_TEXT.sub(lambda c: chr(0x2400 + ord(c[0])) if c[0] < " " else "\ufffd", text)
+
+
+def safe(text) -> str:
+    """Any text as HTML."""
+    return html.escape(visible(text))
+
+
+def number(x: float) -> str:
+    """A number of about three digits: 0.318, 12,000, 2.5·10⁻⁵."""
+    if not math.isfinite(x):
+        return "NaN" if math.isnan(x) else "∞" if x > 0 else "−∞"
+    if x == 0 or 1e-3 <= abs(x) < 1e6:
+        shown = f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+    else:
+        digits, power = f"{x:.2e}".split("e")
+        raised = f"10{str(int(power)).translate(_RAISED)}"
+        shown = raised if float(digits) == 1 else f"{float(digits):g}·{raised}"
+    return shown.replace("-", "−")
+
+
+def percent(x: float) -> str:
+    """A share in percent."""
+    return f"{100 * x:.3g} %".replace("-", "−") if math.isfinite(x) else number(x)
+
+
+def large(x: float) -> str:
+    """A count with a prefix: 12k, 3.4M."""
+    if not math.isfinite(x) or abs(x) < 1000:
+        return number(x)
+    power = min(int(math.log10(abs(x)) + 1e-9) // 3, 6)
+    return f"{x / 1000**power:.3g}{' kMGTPE'[power]}".replace("-", "−")
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    days, rest = divmod(round(seconds), 86400)
+    hours, minutes, seconds = rest // 3600, rest // 60 % 60, rest % 60
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
+    first = next(i for i, (count, _) in enumerate(parts) if count)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
+
+
+def moment(iso) -> str:
+    """A time as people write it; what is no ISO time as it stands."""
+    try:
+        at = datetime.datetime.fromisoformat(iso)
+        return f"{at.day} {at:%b %Y, %H:%M %Z}".strip()
+    except (ValueError, TypeError):
+        return str(iso or "")
+
+
+def short(name: str, length: int = 18) -> str:
+    """A long name without its middle."""
+    return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length // 2) :]}"
+
+
+def parts_that_differ(names: list[str]) -> list[str]:
+    """Paths without the parts in front and behind that all of them share."""
+    paths = [name.split("/") for name in names]
+    if len(paths) < 2:
+        return names
+    shortest = min(map(len, paths))
+    front = next((i for i in range(shortest - 1) if len({p[i] for p in paths}) > 1), shortest - 1)
+    back = next((i for i in range(shortest - 1 - front) if len({p[-1 - i] for p in paths}) > 1), shortest - 1 - front)
+    return ["/".join(p[front : len(p) - back]) for p in paths]
