@@ -79,6 +79,8 @@ def load(page: str) -> ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise Mistake(f"{file} is no page of settings: it has no function get_config(variant='').")
         return module.get_config(variant) if variant else module.get_config()
     except Mistake:
         raise

@@ -67,10 +67,9 @@ class Task:
             arrays = jax.device_put(tuple(self.set.train), NamedSharding(mesh, PartitionSpec()))
             while True:
                 yield arrays
-        c = self.config
-        files = self._folder()
-        for batch in folder.stream(files.train, seed=c.seed, batch=c.batch, size=c.data.size, start=start, train=True):
-            yield jax.device_put((batch["image"], batch["label"]), NamedSharding(mesh, PartitionSpec("data")))
+        c, found, split = self.config, self._folder(), NamedSharding(mesh, PartitionSpec("data"))
+        for batch in folder.stream(found.train, found.train_labels, c.seed, c.batch, c.data.size, start):
+            yield jax.device_put((batch["image"], batch["label"]), split)
 
     def batch(self, arrays, seed, step):
         c = self.config.data
@@ -79,11 +78,11 @@ class Task:
             _, index = order.positions(seed, step, self.config.batch, self.examples)
             x, y = x[index], y[index]
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), step), 3)
-        x = augment.normalise(x, self.mean, self.std)
         if c.crop:
             x = augment.crop(keys[0], x, c.crop)
         if c.flip:
             x = augment.flip(keys[1], x)
+        x = augment.normalise(x, self.mean, self.std)
         return augment.mixup(keys[2], x, augment.one_hot(y, self.classes, c.smoothing), c.mixup)
 
     def loss(self, model, batch):
@@ -98,10 +97,8 @@ class Task:
         """Batches of normalised images and labels, -1 where there is none: whole ones, for devices share them evenly."""
         split = NamedSharding(mesh, PartitionSpec("data"))
         if self.streamed:
-            files = self._folder()
-            stream = folder.stream(
-                files.val, seed=0, batch=self.config.batch, size=self.config.data.size, start=0, train=False
-            )
+            c, found = self.config, self._folder()
+            stream = folder.stream(found.val, found.val_labels, 0, c.batch, c.data.size, train=False)
             raw = ((batch["image"], batch["label"]) for batch in stream)
         else:
             x, y = self.set.test
@@ -135,7 +132,7 @@ class Task:
     def _folder(self):
         c = self.config.data
         found = folder.open(c.dir)
-        sizes = {"examples": len(found.train[0]), "classes": len(found.classes)}
+        sizes = {"examples": len(found.train), "classes": len(found.classes)}
         for name, size in sizes.items():
             if size != c[name]:
                 raise Mistake(

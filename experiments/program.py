@@ -190,10 +190,10 @@ class Program:
         """Means over the test split: of the weights in training, and of the hardened ones that inference will use."""
         hard = None if self.graph_of_hard is None else self.harden(state)
         sums, hard_sums = [], []
-        for batch in self.task.tests(self.mesh):
-            sums.append(self.score(state, batch))
+        for batch in self.task.tests(self.mesh):  # fetched one by one: the host does not run ahead
+            sums.append(jax.device_get(self.score(state, batch)))
             if hard is not None:
-                hard_sums.append(self.hard_score(hard, batch))
+                hard_sums.append(jax.device_get(self.hard_score(hard, batch)))
         return _means(sums) | {f"hardened_{name}": value for name, value in _means(hard_sums).items()}
 
     def pictures(self, state: State) -> dict:
@@ -221,6 +221,6 @@ class Program:
 def _means(sums: list[dict]) -> dict[str, float]:
     if not sums:
         return {}
-    total = {name: math.fsum(float(part[name]) for part in jax.device_get(sums)) for name in sums[0]}
+    total = {name: math.fsum(float(part[name]) for part in sums) for name in sums[0]}
     count = total.pop("count")
     return {name: value / count for name, value in total.items()}

@@ -10,6 +10,7 @@ FLOORS = {
     "typing": 0,
     "random": 0,
     "groups": 0,
+    "models": 0,
     "schedules": 1,
     "pruners": 1,
     "estimators": 2,
@@ -79,5 +80,5 @@ def test_files_stay_one_idea_long(path):
 
 
 def test_the_core_does_without_flax():
-    """Pruners, products and plans are of arrays and shapes; Flax is met in its deliveries alone."""
-    assert {room(p) for p in FILES if "flax" in p.read_text()} == {"nnx", "linen"}
+    """Pruners, products and plans are of arrays and shapes; Flax is met in its deliveries and in models alone."""
+    assert {room(p) for p in FILES if "flax" in p.read_text()} == {"nnx", "linen", "models"}

@@ -1,0 +1,54 @@
+"""What takes long to make, kept: arrays under ``$XDG_CACHE_HOME/nmjax``, which is ``~/.cache/nmjax`` unless set."""
+
+import hashlib
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+
+def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays that ``make`` gives, made once: uncompressed, in one ``.npz`` whose checksums are read with it.
+
+    ``name`` says all that they depend on. A file appears whole or not at all, so processes that make the same one at
+    the same time do no harm. Where nothing can be written, a warning says so, and the next run makes them again.
+    """
+    try:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nmjax" / f"{name}.npz"
+        with open(path, "rb") as file, np.load(file) as arrays:  # np.load leaves a damaged file open
+            return dict(arrays)
+    except FileNotFoundError:
+        pass
+    except RuntimeError as e:  # no home
+        log.warning("cannot keep %s: %s Set XDG_CACHE_HOME.", name, e)
+        return make()
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
+        log.warning("cannot read %s, and make it again: %s", path, e)
+    arrays = make()
+    part = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            part = file.name
+            np.savez(file, **arrays)
+        os.replace(part, path)
+    except OSError as e:
+        log.warning("cannot keep %s, so the next run makes it again: %s. XDG_CACHE_HOME says where.", path, e)
+        if part:
+            Path(part).unlink(missing_ok=True)
+    return arrays
+
+
+def checksum(*paths: str | Path) -> str:
+    """Of all bytes of some files and of their order: the first 16 hex digits of a SHA-256."""
+    digests = []
+    for path in paths:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return (hashlib.sha256(" ".join(digests).encode()).hexdigest() if len(digests) > 1 else digests[0])[:16]

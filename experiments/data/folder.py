@@ -1,0 +1,133 @@
+"""Folders of images in ImageNet's layout, ``train/<class>/*.jpg`` and ``val/<class>/*.jpg``, streamed through grain."""
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.data.order import positions
+from experiments.errors import Mistake
+
+_SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+class Folder(NamedTuple):
+    """Classes are numbered in the order of their names."""
+
+    train: list[str]
+    train_labels: np.ndarray
+    val: list[str]
+    val_labels: np.ndarray
+    classes: tuple[str, ...]
+
+
+def open(dir: str | Path) -> Folder:
+    """What lies in such a folder, its images not yet looked at."""
+    if not dir:
+        raise Mistake("a folder of images wants its place: add --config.data.dir=DIR, which holds train/ and val/.")
+    train, val = (Path(dir).expanduser() / part for part in ("train", "val"))
+    classes, held = _classes(train), _classes(val)
+    if classes != held:
+        odd = sorted(set(classes) ^ set(held))
+        raise Mistake(f"{train} and {val} should have the same classes; only one of them has {_some(odd)}.")
+    return Folder(*_files(train, classes), *_files(val, classes), tuple(classes))
+
+
+def _classes(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise Mistake(f"there is no folder {folder}. Images are wanted as train/CLASS/*.jpg and val/CLASS/*.jpg.")
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise Mistake(f"{folder} holds no folders. Images are wanted in one for each class: {folder}/CLASS/*.jpg.")
+    return names
+
+
+def _files(folder: Path, classes) -> tuple[list[str], np.ndarray]:
+    own = [
+        sorted(entry.path for entry in os.scandir(folder / name) if entry.name.lower().endswith(_SUFFIXES))
+        for name in classes
+    ]
+    if empty := [name for name, files in zip(classes, own, strict=True) if not files]:
+        raise Mistake(f"{folder}: no {', '.join(_SUFFIXES)} in {_some(empty)}. Add images, or remove the folder.")
+    return list(itertools.chain(*own)), np.repeat(np.arange(len(own), dtype=np.int32), [len(files) for files in own])
+
+
+def _some(names) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def stream(
+    files: list[str],
+    labels: np.ndarray,
+    seed: int,
+    batch: int,
+    size: int,
+    start: int = 0,
+    train: bool = True,
+    threads: int = 16,
+    rows: slice | None = None,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Batches from step ``start`` on: "image" uint8 (batch, size, size, 3) and "label" int32 (batch,).
+
+    In training they go on for ever, in the order of `positions`, and each is a function of (seed, step) alone: a random
+    part of each image, 8 to 100 % of its area and 3:4 to 4:3 in shape, resized (Szegedy et al., arXiv 1409.4842). In
+    evaluation files come once, in their order, and of each the centre: what is left of it when its short side is resized
+    to size * 256 / 224. The last batch is filled up with black images of label -1.
+
+    ``rows`` are those of every batch that this process reads, all if None. ``threads`` work on a batch each; that many
+    are made in advance.
+    """
+    import grain
+
+    steps = 2**32 // batch if train else -(-len(files) // batch)
+    mine = np.arange(batch)[rows or slice(None)]
+
+    def make(step) -> dict[str, np.ndarray]:
+        place = int(step) * batch + mine
+        index = positions(seed, int(step), batch, len(files), np)[1][mine] if train else place
+        image, label = np.zeros((len(mine), size, size, 3), np.uint8), np.full(len(mine), -1, np.int32)
+        for i, (p, k) in enumerate(zip(place.tolist(), index.tolist(), strict=True)):
+            if k < len(files):
+                image[i] = _image(files[k], size, np.random.default_rng((seed, p)) if train else None)
+                label[i] = labels[k]
+        return {"image": image, "label": label}
+
+    batches = grain.MapDataset.range(start, steps).map(make)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)))
+
+
+def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            full = image.size
+            left, top, width, height = _middle(*full) if rng is None else _part(*full, rng)
+            if rng is not None:  # decode a JPEG at 1/2, 1/4 or 1/8 of its size, where that is fine enough
+                image.draft("RGB", (math.ceil(full[0] * size / width), math.ceil(full[1] * size / height)))
+            x, y = image.size[0] / full[0], image.size[1] / full[1]
+            box = (left * x, top * y, (left + width) * x, (top + height) * y)
+            rgb = image if image.mode == "RGB" else image.convert("RGB")
+            return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
+        raise Mistake(f"{file} cannot be read as an image ({e}). Replace or remove it.") from e
+
+
+def _middle(width: int, height: int) -> tuple[float, float, float, float]:
+    side = min(width, height) * 224 / 256
+    return (width - side) / 2, (height - side) / 2, side, side
+
+
+def _part(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """Left, top, width and height; after ten draws that do not fit, the largest middle part of an allowed shape."""
+    for _ in range(10):
+        area, ratio = width * height * rng.uniform(0.08, 1), math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1)), w, h
+    w, h = min(width, max(round(height * 4 / 3), 1)), min(height, max(round(width * 4 / 3), 1))
+    return (width - w) // 2, (height - h) // 2, w, h

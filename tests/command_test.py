@@ -1,0 +1,101 @@
+"""The command line: what is read, and what is refused, in one line each."""
+
+import subprocess
+import sys
+
+import pytest
+
+from experiments import command
+from experiments.errors import Mistake
+
+PAGE = "configs/vit_24.py"
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch):
+    monkeypatch.chdir(command.ROOT)
+
+
+def test_a_page_and_changes_to_it():
+    words = [
+        f"--config={PAGE}",
+        "--config.batch=64",
+        "--config.sparsity.blocks=sdgp(2,4)",
+        "--workdir=/x",
+        "--mode=plan",
+    ]
+    config, name, workdir, mode = command.read(["launch.py", *words])
+    assert (config.batch, config.sparsity.blocks, name, workdir, mode) == (64, "sdgp(2,4)", "vit_24", "/x", "plan")
+    assert config.data.name == "digits"
+    assert config.learning_rate.peak == 2e-3
+
+
+def test_values_may_be_words_of_their_own_and_rules_tuples():
+    rules = "((r'.*/mlp/.*', 'blocks'), (r'.*', 'dense'))"
+    words = ["--config", f"{PAGE}:cifar10", "--config.batch", "32", f"--config.rules={rules}"]
+    config, name, _, mode = command.read(["launch.py", *words])
+    assert (config.batch, config.data.name, name, mode) == (32, "cifar10", "vit_24_cifar10", "train")
+    assert config.rules == ((".*/mlp/.*", "blocks"), (".*", "dense"))
+
+
+def test_one_reading_does_not_change_the_next():
+    command.read(["launch.py", f"--config={PAGE}", "--config.batch=64"])
+    assert command.read(["launch.py", f"--config={PAGE}"])[0].batch == 128
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], r"--config=PAGE is missing: one of .*configs/vit_24.py"),
+        (["--config=configs/vit24.py"], r"no file configs/vit24.py. Did you mean configs/vit_24.py\?"),
+        ([f"--config={PAGE}:cifar"], r"vit_24.py, line \d+: ValueError: there is no variant 'cifar'"),
+        ([f"--config={PAGE}", "--config.bach=3"], r"no field 'bach'. Did you mean config.batch\?"),
+        ([f"--config={PAGE}", "--config.data.nmae=x"], r"no field 'nmae'. Did you mean config.data.name\?"),
+        ([f"--config={PAGE}", "--config.batch.size=3"], "config.batch is 128, and has no fields"),
+        ([f"--config={PAGE}", "--config.batch=1.5"], "--config.batch=1.5: invalid literal for int"),
+        ([f"--config={PAGE}", "--config.learning_rate.peak=fast"], "could not convert string to float: 'fast'"),
+        ([f"--config={PAGE}", "--mode=trian"], "--mode=trian: value should be one of"),
+        ([f"--config={PAGE}", "--wrokdir=x"], r"Unknown command line flag 'wrokdir'. Did you mean: workdir"),
+        ([f"--config={PAGE}", "train"], "'train' is no flag"),
+        ([f"--config={PAGE}", "--mode=eval"], "--mode=eval wants --workdir"),
+        ([f"--config={PAGE}", "--config.experiment=imgae"], "experiments/ has image and text"),
+        ([f"--config={PAGE}", "--config.data.name=digist"], r"Did you mean digits\?"),
+        ([f"--config={PAGE}", "--config.data.name=cifar10", "--config.data.dir=/absent"], "/absent.*does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_that_helps(words, said):
+    with pytest.raises(Mistake, match=said) as caught:
+        command.main(["launch.py", *words], "")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_in_a_page_is_told_with_its_line(tmp_path):
+    page = tmp_path / "mine.py"
+    page.write_text(
+        "from configs import common\ndef get_config():\n    c = common.vit('')\n    c.bach = 3\n    return c\n"
+    )
+    with pytest.raises(Mistake, match=r"mine.py, line 4: .*bach"):
+        command.load(str(page))
+    page.write_text("def get_config(:\n")
+    with pytest.raises(Mistake, match="mine.py: SyntaxError"):
+        command.load(str(page))
+    page.write_text("x = 1\n")
+    with pytest.raises(Mistake, match="mine.py is no page.*get_config"):
+        command.load(str(page))
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 2), ([f"--config={PAGE}", "--config.bach=3"], 2), (["--help"], 0)])
+def test_a_process_says_it_on_stderr_and_in_its_exit_code(words, code):
+    done = subprocess.run([sys.executable, "launch.py", *words], capture_output=True, text=True, cwd=command.ROOT)
+    assert done.returncode == code
+    assert len(done.stderr.splitlines()) == (code != 0)
+    if not code:
+        assert "configs/vit_24.py" in done.stdout
+        assert "--mode=train|eval|plan" in done.stdout
+
+
+def test_every_page_says_what_it_is_and_how_to_run_it():
+    for page in command.pages():
+        text = (command.ROOT / page).read_text()
+        assert f"python launch.py --config={page}" in text.split('"""')[1]
+        assert len(text.splitlines()) <= 45

@@ -1,0 +1,325 @@
+"""Runs, end to end and small: every page, the step against one written out by hand, what a run leaves behind."""
+
+import importlib
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import command, record
+from experiments.bench import train as bench
+from experiments.errors import Failed, Mistake
+from experiments.program import Program
+
+
+@pytest.fixture(autouse=True)
+def _as_people_run_it(monkeypatch):
+    monkeypatch.chdir(command.ROOT)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def program(page: str, *changes: str, make=Program):
+    config = command.read(["launch.py", f"--config={page}", *changes])[0]
+    return make(config, importlib.import_module(f"experiments.{config.experiment}").Task(config))
+
+
+def steps(made: Program, count: int):
+    state, shown = made.init(jnp.uint32(made.config.seed)), []
+    for _, arrays in zip(range(count), made.task.feed(0, made.mesh), strict=False):
+        state, found = made.train(state, arrays)
+        shown.append({name: float(value) for name, value in found.items()})
+    return state, shown
+
+
+# ---- pages ----
+
+
+@pytest.mark.parametrize("page", command.pages())
+def test_every_page_plans_and_takes_a_step(page):
+    made = program(f"{page}:smoke")
+    state, shown = steps(made, 1)
+    assert math.isfinite(shown[0]["loss"])
+    assert shown[0]["gradient_norm"] > 0
+    assert int(state.step) == 1
+    dense, effective = made.plan.training
+    assert (effective < dense) == ("dense" not in page)
+    assert not made.plan.refused
+
+
+@pytest.mark.parametrize(
+    ("page", "parameters", "classes"),
+    [
+        ("configs/resnet50_imagenet.py", 25_557_032, ()),
+        ("configs/vitb_imagenet.py", 86_567_656, ()),
+        ("configs/gpt2_124m.py", 124_439_808 + (50304 - 50257) * 768, ("name=pydoc", "tokenizer=bytes")),
+    ],
+)
+def test_the_papers_sizes_plan(page, parameters, classes):
+    made = program(page, *(f"--config.data.{change}" for change in classes))
+    assert made.plan.parameters == parameters
+    assert 0.4 < made.plan.training[1] / made.plan.training[0] < 0.95
+
+
+# ---- the step ----
+
+
+def test_a_dense_step_is_the_one_written_out_by_hand():
+    made = program("configs/vit_dense.py:smoke")
+    step, theirs = bench.plain(made, made.task)
+    ours = made.init(jnp.uint32(0))._replace(params=jax.tree.map(jnp.copy, theirs[1]))
+    arrays = next(iter(made.task.feed(0, made.mesh)))
+    for _ in range(3):
+        theirs, loss = step(theirs, arrays)
+        ours, shown = made.train(ours, arrays)
+        np.testing.assert_allclose(float(shown["loss"]), float(loss), rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_micro_batches_make_the_whole_batchs_gradient():
+    changes = ["--config.optimizer.name=sgd", "--config.optimizer.weight_decay=0", "--config.clip=0"]
+    page = "configs/vit_dense.py:smoke"
+    config = lambda k: [f"--config.accumulate={k}", *changes]
+    drop = lambda c, task: (
+        c.optimizer.unlock(),
+        c.optimizer.__delitem__("b1"),
+        c.optimizer.__delitem__("b2"),
+        Program(c, task),
+    )[-1]
+    (whole, seen), (parts, also) = (steps(program(page, *config(k), make=drop), 2) for k in (1, 4))
+    np.testing.assert_allclose(seen[0]["loss"], also[0]["loss"], rtol=1e-5)
+    np.testing.assert_allclose(seen[1]["gradient_norm"], also[1]["gradient_norm"], rtol=1e-4)
+    for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(parts.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_averaged_weights_follow_and_are_those_evaluated():
+    made = program("configs/vit_dense.py:smoke", "--config.ema=0.75")
+    first = jax.tree.map(np.asarray, made.init(jnp.uint32(0)).params)
+    state, _ = steps(made, 1)
+    for a, before, now in zip(*map(jax.tree.leaves, (state.ema, first, state.params)), strict=True):
+        np.testing.assert_allclose(a, 0.75 * before + 0.25 * now, atol=1e-6)
+    assert made.evaluate(state)["loss"] == made.evaluate(state._replace(params=state.ema))["loss"]
+    assert made.evaluate(state)["loss"] != made.evaluate(state._replace(ema=state.params))["loss"]
+
+
+def test_another_seed_is_another_run_of_the_same_program():
+    made = program("configs/resnet_24.py:smoke", "--config.sparsity.stages=s_ste(2,4)")
+    arrays = next(iter(made.task.feed(0, made.mesh)))
+    found = [float(made.train(made.init(jnp.uint32(seed)), arrays)[1]["loss"]) for seed in (0, 1, 0)]
+    assert found[0] == found[2] != found[1]
+    assert made.train._cache_size() == made.init._cache_size() == 1
+
+
+def test_hardened_weights_are_scored_beside_those_in_training():
+    made = program("configs/vit_pgf.py:smoke", "--config.steps=100")
+    found = made.evaluate(made.init(jnp.uint32(0)))  # nothing has faded yet: hard weights are others
+    assert found["loss"] != found["hardened_loss"]
+    assert 0 <= found["hardened_accuracy"] <= 1
+    made = program("configs/vit_24.py:smoke")
+    found = made.evaluate(made.init(jnp.uint32(0)))
+    np.testing.assert_allclose(found["loss"], found["hardened_loss"], rtol=1e-6)
+
+
+def test_scores_are_means_over_the_test_split_alone():
+    made = program("configs/resnet_24.py:smoke")
+    state, task = made.init(jnp.uint32(0)), made.task
+    model = nnx.merge(made.graph, state.params, state.rest)
+    model.eval()
+    x, y = task.set.test
+    logits = model((x / np.float32(255) - task.mean) / task.std)
+    assert made.evaluate(state)["accuracy"] == pytest.approx(float((logits.argmax(-1) == y).mean()), abs=1e-6)
+
+
+def test_measures_by_layer():
+    made = program("configs/resnet_mvue.py:smoke", "--config.sparsity.stages=drhs_g=mvue(2,4); fwd_rhs=ste(mse(2,4))")
+    state = made.init(jnp.uint32(0))
+    found = made.measure(state, next(iter(made.task.feed(0, made.mesh))))
+    assert {float(v) for v in found["density"].values()} == {0.5}
+    assert set(found["gradient_variance"]) == set(found["density"])
+    assert all(v > 0 for v in found["gradient_variance"].values())
+    flips = made.flips(made.masks(state), made.masks(made.init(jnp.uint32(1))))
+    assert all(0.3 < float(v) < 0.7 for v in flips.values())  # independent masks: each keeps half
+
+
+@pytest.mark.parametrize(
+    ("page", "change", "said"),
+    [
+        ("vit_24", "rules=(('mlp','blocks'),)", "decide for no layer.*The layers are: blocks/0"),
+        ("vit_24", "rules=(('patches','blocks'),)", "patches: .*(1|divi)"),
+        ("vit_24", "batch=6", "4 devices"),
+        ("vit_24", "model.size=tine", r"config.model.size='tine' is not known. Did you mean 'tiny'\?"),
+        ("vit_24", "model.patch=3", "the model: patch must divide image"),
+        ("vit_24", "dtype=float16", "config.dtype"),
+        ("gpt_sste", "data.length=1000000", "longer text"),
+        ("gpt_sste", "data.name=absent.txt", "absent.txt"),
+        ("gpt_sste", "data.tokenizer=absent.json", "absent.json"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(page, change, said):
+    with pytest.raises(Mistake, match=said) as caught:
+        program(f"configs/{page}.py:smoke", f"--config.{change}")
+    assert "\n" not in str(caught.value)
+
+
+# ---- whole runs ----
+
+
+def launch(*words: str, code: int = 0, **env):
+    done = subprocess.run(
+        [sys.executable, "launch.py", *words], capture_output=True, text=True, cwd=command.ROOT, env=os.environ | env
+    )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small run, its directory, and what it printed."""
+    workdir = tmp_path_factory.mktemp("runs") / "vit"
+    return workdir, launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}").stdout
+
+
+def test_a_run_shows_what_it_does(finished):
+    workdir, said = finished
+    for part in (
+        "devices",
+        "4 x cpu",
+        "16 = 4 devices x 4",
+        "4 steps",
+        "effective",
+        "fwd_rhs=ste(soft(2,4))",
+        "step 4/4",
+    ):
+        assert part in said
+    assert "hardened" in said
+    assert str(workdir / "report.html") in said
+
+
+def test_a_run_leaves_its_directory(finished):
+    workdir, _ = finished
+    about = json.loads((workdir / "run.json").read_text())
+    assert about["outcome"] == "finished"
+    assert about["command"].startswith("python launch.py --config=configs/vit_24.py:smoke")
+    assert {"python", "jax", "flax", "nmjax"} <= set(about["versions"])
+    assert len(about["git"]["commit"]) == 40
+    assert json.loads((workdir / "config.json").read_text())["sparsity"] == {"blocks": "s_ste(2,4)"}
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [2, 4]
+    measured = [line for line in lines if line["kind"] == "sparsity"]
+    assert [line["step"] for line in measured] == [0, 2]
+    assert all(value == 0.5 for value in measured[0]["density"].values())
+    assert all(0 <= value < 0.2 for value in measured[1]["flip_rate"].values())
+    page = (workdir / "report.html").read_text()
+    assert "<svg" in page
+    assert "blocks/0/mlp/up" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert [p.name for p in (workdir / "checkpoints" / "last").iterdir()] == ["4"]
+
+
+def test_tensorboard_reads_its_events(finished):
+    from tensorboardX.proto import event_pb2
+
+    (file,) = (finished[0] / "tensorboard").iterdir()
+    data, found = file.read_bytes(), {}
+    while data:  # records: length, its checksum, bytes, their checksum
+        (size,) = struct.unpack("<Q", data[:8])
+        event = event_pb2.Event.FromString(data[12 : 12 + size])
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append(event.step)
+        data = data[16 + size :]
+    assert found["train/loss"] == [1, 2, 3, 4]
+    assert found["eval/hardened_accuracy"] == [2, 4]
+    assert found["sparsity/flip_rate/blocks/0/mlp/up/kernel"] == [0, 2]
+
+
+def test_a_finished_run_is_evaluated_from_its_checkpoint(finished):
+    workdir, _ = finished
+    said = launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}", "--mode=eval").stdout
+    last = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()][-1]
+    assert f"last, step 4: accuracy {last['accuracy']:.2%}, hardened {last['hardened_accuracy']:.2%}" in said
+    assert "best, step" in said
+
+
+def test_a_directory_is_of_one_config(finished):
+    workdir, _ = finished
+    done = launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}", "--config.seed=1", code=2)
+    assert "holds a run of another config" in done.stderr
+    assert '"seed": 1' in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    """A run stopped half way and started again ends as one that was not."""
+    words = [
+        "launch.py",
+        "--config=configs/resnet_24.py:smoke",
+        "--config.sparsity.stages=fst(every=2)",
+        "--config.ema=0.9",
+    ]
+    command.main([*words, f"--workdir={tmp_path / 'whole'}"], "")
+    stop = record.Checkpoints.save
+
+    def save(self, step, state, best):
+        stop(self, step, state, best)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(record.Checkpoints, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        command.main([*words, f"--workdir={tmp_path / 'cut'}"], "")
+    assert json.loads((tmp_path / "cut" / "run.json").read_text())["outcome"] == "interrupted"
+    monkeypatch.undo()
+    monkeypatch.chdir(command.ROOT)
+    command.main([*words, f"--workdir={tmp_path / 'cut'}"], "")
+    whole, cut = (record.lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    timeless = lambda line: {k: v for k, v in line.items() if k not in ("seconds", "per_second", "flops_per_second")}
+    assert list(map(timeless, whole)) == list(map(timeless, cut))
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    words = [
+        "--config=configs/resnet_24.py:smoke",
+        "--config.learning_rate.peak=1e30",
+        "--config.learning_rate.warmup=0",
+    ]
+    words += ["--config.measure=0", "--config.evaluate=1", "--config.clip=0"]
+    with pytest.raises(Failed, match=r"is (nan|inf) at step \d.*checkpoint of step \d is kept in"):
+        command.main(["launch.py", *words, f"--workdir={tmp_path}"], "")
+    assert json.loads((tmp_path / "run.json").read_text())["outcome"].startswith("failed: the ")
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_cannot_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(Mistake, match="cannot be written"):
+        command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'x'}"], "")
+
+
+def test_a_workdir_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Mistake, match="cannot be written"):
+        command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'file'}"], "")
+
+
+def test_a_language_model_writes(tmp_path):
+    (text := tmp_path / "mine.txt").write_text("To be, or not to be, that is the question. " * 200)
+    words = ["--config.measure=0", f"--config.data.name={text}", f"--workdir={tmp_path / 'run'}"]
+    command.main(["launch.py", "--config=configs/gpt_sste.py:smoke", *words], "")
+    written = json.loads((tmp_path / "run" / "text.json").read_text())
+    assert len(written["samples"]) == 2
+    assert written["prompt"]
+    assert {"loss", "hardened_loss"} <= {
+        name for line in record.lines(tmp_path / "run" / "metrics.jsonl") for name in line
+    }
