@@ -35,8 +35,10 @@ def image(data: str) -> ConfigDict:
     c.data = dict(name="digits", dir="", crop=1, flip=False, mixup=0.0, smoothing=0.1)
     if data in ("mnist", "fashion_mnist", "cifar10"):
         c.data.update(name=data, crop=4 if data == "cifar10" else 2, flip=data != "mnist")
+    elif data == "folder":
+        c.data = folder(size=224)
     elif data not in ("", "digits", "smoke"):
-        raise ValueError(f"there is no variant {data!r}: digits, mnist, fashion_mnist, cifar10, smoke")
+        raise ValueError(f"there is no variant {data!r}: digits, mnist, fashion_mnist, cifar10, folder, smoke")
     c.lock()
     return c
 
@@ -45,12 +47,16 @@ def vit(data: str) -> ConfigDict:
     """Vision Transformers: of 16 tokens for digits, 49 for the sets of 28x28, 64 for CIFAR-10."""
     c = image(data)
     c.model = dict(name="vit", size="tiny", patch=2, pool="mean", scan=False, remat=False)
-    c.epochs, c.learning_rate.peak = 100.0, 2e-3
+    c.epochs, c.batch, c.learning_rate.peak = 90.0, 32, 3e-3
     if data in ("mnist", "fashion_mnist"):
-        c.model.patch, c.epochs = 4, 10.0
+        c.model.patch, c.epochs, c.batch = 4, 10.0, 128
     elif data == "cifar10":
         c.model.update(size="Ti", patch=4)
         c.epochs, c.batch, c.dtype, c.data.mixup = 200.0, 512, "bfloat16", 0.2
+        c.learning_rate.peak = 1e-3
+    elif data == "folder":
+        c.model.update(size="S", patch=16)
+        c.epochs, c.batch, c.dtype, c.data.mixup = 100.0, 512, "bfloat16", 0.2
         c.learning_rate.peak = 1e-3
     return smoke(c) if data == "smoke" else c
 
@@ -62,8 +68,9 @@ def resnet(data: str) -> ConfigDict:
     c.optimizer = dict(name="sgd", momentum=0.9, nesterov=True, weight_decay=5e-4)
     c.epochs, c.learning_rate.peak, c.clip = 40.0, 0.1, 0.0
     if c.data.name != "digits":
-        c.model.size, c.batch, c.dtype = "18", 512, "bfloat16"
-        c.epochs, c.learning_rate.peak = (100.0 if data == "cifar10" else 20.0), 0.4
+        c.model.update(size="18", stem="imagenet" if data == "folder" else "cifar")
+        c.batch, c.dtype = 512, "bfloat16"
+        c.epochs, c.learning_rate.peak = (20.0 if "mnist" in data else 100.0), 0.4
     return smoke(c) if data == "smoke" else c
 
 
@@ -82,21 +89,10 @@ def gpt(data: str) -> ConfigDict:
     return smoke(c) if data == "smoke" else c
 
 
-def folder(examples: int, classes: int, size: int) -> ConfigDict:
-    """Images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg; the numbers are checked against the files."""
-    return ConfigDict(
-        dict(
-            name="folder",
-            dir="",
-            examples=examples,
-            classes=classes,
-            size=size,
-            crop=0,
-            flip=True,
-            mixup=0.0,
-            smoothing=0.1,
-        )
-    )
+def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
+    """Images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg, cut to ``size``; counted where the numbers are 0."""
+    counts = dict(examples=examples, classes=classes)
+    return ConfigDict(dict(name="folder", dir="", size=size, crop=0, flip=True, mixup=0.0, smoothing=0.1, **counts))
 
 
 def smoke(c: ConfigDict) -> ConfigDict:

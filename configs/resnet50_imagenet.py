@@ -13,7 +13,7 @@ def get_config(variant=""):
     c = common.resnet(variant)
     c.model = dict(name="resnet", size="50", stem="imagenet")
     if variant != "smoke":
-        c.data = common.folder(examples=1_281_167, classes=1000, size=224)
+        c.data = common.folder(size=224, examples=1_281_167, classes=1000)
         c.data.flip, c.data.smoothing = True, 0.0
     c.epochs, c.batch, c.dtype = 120.0, 256, "bfloat16"
     c.optimizer.update(nesterov=False, weight_decay=5e-5)

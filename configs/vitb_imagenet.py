@@ -15,7 +15,7 @@ def get_config(variant=""):
     if variant == "smoke":
         c.model.patch = 2
     else:
-        c.data = common.folder(examples=1_281_167, classes=1000, size=224)
+        c.data = common.folder(size=224, examples=1_281_167, classes=1000)
         c.data.flip, c.data.mixup = True, 0.5
     c.epochs, c.batch, c.accumulate, c.dtype = 350.0, 4096, 4, "bfloat16"
     c.optimizer.weight_decay = 0.01

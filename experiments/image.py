@@ -26,24 +26,21 @@ class Task:
         self.config, c = config, config.data
         self.notes, self.streamed = [], c.name == "folder"
         if self.streamed:
-            self.classes, self.examples, self.shape = c.classes, c.examples, (c.size, c.size, 3)
+            counted = self._folder() if not c.examples else None
+            self.examples = len(counted.train) if counted else c.examples
+            self.classes = len(counted.classes) if counted else c.classes
+            self.shape = (c.size, c.size, 3)
             self.mean, self.std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # ImageNet's
-            self.facts = [
-                ("data", f"the folder {c.dir or '$NMJAX_DATA'}: {c.examples:,} training images, {c.classes:,} classes")
-            ]
+            text = f"the folder {c.dir}: {self.examples:,} training images, {self.classes:,} classes"
+            self.facts = [("data", text)]
             return
         self.set = images.load(c.name, c.dir)
         x, tests = self.set.train[0], self.set.test[0]
         self.classes, self.examples, self.shape = len(self.set.classes), len(x), x.shape[1:]
         self.mean, self.std = (np.float32(f(x / np.float32(255), (0, 1, 2))) for f in (np.mean, np.std))
         self.notes += [self.set.note] * bool(self.set.note)
-        size = " x ".join(map(str, self.shape))
-        self.facts = [
-            (
-                "data",
-                f"{self.set.name}: {len(x):,} training images, {len(tests):,} to test, {size}, {self.classes} classes",
-            )
-        ]
+        counts = f"{len(x):,} training images, {len(tests):,} to test, {self.classes} classes"
+        self.facts = [("data", f"{self.set.name}: {counts}, {' x '.join(map(str, self.shape))}")]
         self.facts += [("note", note) for note in self.notes]
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
@@ -134,7 +131,7 @@ class Task:
         found = folder.open(c.dir)
         sizes = {"examples": len(found.train), "classes": len(found.classes)}
         for name, size in sizes.items():
-            if size != c[name]:
+            if c[name] and size != c[name]:
                 raise Mistake(
                     f"{c.dir} holds {size:,} {name}, and config.data.{name}={c[name]:,}. Write --config.data.{name}={size}."
                 )

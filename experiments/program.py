@@ -5,6 +5,7 @@ A *task* (`experiments/image.py`, `experiments/text.py`) brings the model and th
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -83,11 +84,21 @@ class Program:
         self.score, self.hard_score = jax.jit(self._score), jax.jit(self._hard_score)
         self.harden, self.measure = jax.jit(self._harden), jax.jit(self._measure)
         self.masks, self.flips = jax.jit(self._masks), jax.jit(nm.metrics.flip_rates)
-        self.shapes = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32))
+        placed = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere)
+        self.shapes = jax.tree.map(placed, jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32)))
         try:
             self.graph_of_hard, self.soft_reason = self._harden_graph(), ""
         except ValueError as error:
             self.graph_of_hard, self.soft_reason = None, str(error)
+
+    def compile(self, arrays, measure: bool) -> None:
+        """The functions that a run begins with, side by side; their first calls find them compiled."""
+        state = self.shapes
+        jobs = [(self.train, (state, arrays)), (self.init, (jnp.uint32(0),))]
+        jobs += [(self.measure, (state, arrays)), (self.masks, (state,))] * measure
+        with ThreadPoolExecutor() as pool:
+            for done in [pool.submit(lambda f, given: f.lower(*given).compile(), *job) for job in jobs]:
+                done.result()
 
     def _init(self, seed) -> State:
         key = jax.random.key(seed)

@@ -11,7 +11,6 @@ from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from experiments.errors import Mistake
@@ -174,13 +173,12 @@ class Checkpoints:
         for name in ("last", "best") if best else ("last",):
             self._managers[name].save(step, args=self._ocp.args.StandardSave(state._asdict()))
 
-    def restore(self, name: str, state):
-        """The step and the state of the last or the best checkpoint; 0 and the state given, where there is none."""
+    def restore(self, name: str, shapes):
+        """The step and the state of the last or the best checkpoint; 0 and None, where there is none."""
         manager = self._managers[name]
         if (step := manager.latest_step()) is None:
-            return 0, state
-        shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), state._asdict())
-        return step, type(state)(**manager.restore(step, args=self._ocp.args.StandardRestore(shapes)))
+            return 0, None
+        return step, type(shapes)(**manager.restore(step, args=self._ocp.args.StandardRestore(shapes._asdict())))
 
     @property
     def directory(self) -> Path:

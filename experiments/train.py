@@ -1,5 +1,6 @@
 """One run, told in order: what is to be done, the loop, what it leaves behind."""
 
+import itertools
 import math
 import time
 from pathlib import Path
@@ -78,11 +79,17 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
     evaluations = settings.duration(config.evaluate, total, "config.evaluate") or total
     measures = settings.duration(config.measure, total, "config.measure")
 
-    state = program.init(jnp.uint32(config.seed))
-    start, state = checkpoints.restore("last", state)
+    start, state = checkpoints.restore("last", program.shapes)
+    feed = iter(task.feed(start, program.mesh))
     if start:
         screen.line(f"going on from step {start:,} of {total:,}, as {checkpoints.directory} holds it")
         record.rewind(start)
+    if start < total:
+        screen.line("compiling ...")
+        feed = itertools.chain([arrays := next(feed)], feed)
+        program.compile(arrays, measures > 0)
+    if state is None:
+        state = program.init(jnp.uint32(config.seed))
     best, higher = record.best(task.metric, task.metric == "accuracy"), task.metric == "accuracy"
     found = program.evaluate(state) if start == total else {}
 
@@ -95,7 +102,7 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
 
     meter = Meter(math.ceil(total / 500), tell)
     with screen.progress(total, start):
-        for step, arrays in zip(range(start, total), task.feed(start, program.mesh), strict=False):
+        for step, arrays in zip(range(start, total), feed, strict=False):
             measuring = measures > 0 and step % measures == 0
             if measuring:
                 with meter.aside():
@@ -132,7 +139,11 @@ def evaluate(program: Program, workdir: Path, screen: Screen) -> dict[str, float
         raise Mistake(f"--mode=eval: {workdir} holds no checkpoints; --workdir names the directory of a run.")
     checkpoints, found = Checkpoints(workdir), {}
     for name in ("last", "best"):
-        step, state = checkpoints.restore(name, program.init(jnp.uint32(program.config.seed)))
+        step, state = checkpoints.restore(name, program.shapes)
+        if state is None:
+            raise Mistake(
+                f"--mode=eval: {checkpoints.directory} has no {name} checkpoint: the run was stopped before its first."
+            )
         found = program.evaluate(state)
         screen.line(f"{name}, step {step:,}: " + "   ".join(figures(found)))
     return found

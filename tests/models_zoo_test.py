@@ -172,7 +172,7 @@ def test_gradients_of_bfloat16_are_near():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_that_of_jax(causal):
-    layer = Attention(16, 4, causal=causal, std=1.0, rngs=nnx.Rngs(0))
+    layer = Attention(16, 4, causal=causal, inits=(jax.nn.initializers.normal(1.0),) * 2, rngs=nnx.Rngs(0))
     x, mask = jax.random.normal(jax.random.key(0), (3, 5, 16)), jnp.arange(5)[None] < jnp.array([[5], [3], [1]])
     layer.query.kernel[...] *= 30  # so that it chooses
     q, k, v = (f(x).reshape(3, 5, 4, 4) for f in (layer.query, layer.key, layer.value))

@@ -313,6 +313,24 @@ def test_a_workdir_that_is_a_file(tmp_path):
         command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'file'}"], "")
 
 
+def test_a_folder_of_images_is_streamed(tmp_path):
+    from PIL import Image
+
+    for i, split in enumerate(("train", "train", "train", "val")):
+        for name, colour in (("dark", 20), ("light", 230)):
+            (tmp_path / "data" / split / name).mkdir(parents=True, exist_ok=True)
+            for k in range(4):
+                Image.new("RGB", (40, 30), (colour + k,) * 3).save(tmp_path / "data" / split / name / f"{i}{k}.jpg")
+    page = f"--config=configs/resnet_24.py:folder --config.data.dir={tmp_path / 'data'} --config.data.size=16".split()
+    few = "--config.epochs=0 --config.steps=6 --config.batch=8 --config.model.size=tiny --config.dtype=float32 --config.measure=0"
+    words = [*page, *few.split(), "--config.data.flip=true", f"--workdir={tmp_path / 'run'}"]
+    command.main(["launch.py", *words], "")
+    found = [line for line in record.lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "eval"]
+    assert found[-1]["accuracy"] in {k / 8 for k in range(9)}
+    with pytest.raises(Mistake, match="holds 2 classes.*--config.data.classes=2"):
+        command.main(["launch.py", *words, "--config.data.classes=3"], "")
+
+
 def test_a_language_model_writes(tmp_path):
     (text := tmp_path / "mine.txt").write_text("To be, or not to be, that is the question. " * 200)
     words = ["--config.measure=0", f"--config.data.name={text}", f"--workdir={tmp_path / 'run'}"]

@@ -49,8 +49,9 @@ class GPT(nnx.Module):
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
 
         def make(rngs: nnx.Rngs) -> Block:
-            std = 0.02 / (2 * depth) ** 0.5  # two layers of each block add to the stream, at any depth as much
-            return Block(width, heads, hidden, jax.nn.gelu, 1e-5, causal=True, std=std, dtype=dtype, rngs=rngs)
+            # two layers of each block add to the stream, at any depth as much
+            inits = INIT, jax.nn.initializers.normal(0.02 / (2 * depth) ** 0.5)
+            return Block(width, heads, hidden, jax.nn.gelu, 1e-5, causal=True, inits=inits, dtype=dtype, rngs=rngs)
 
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, 1e-5, rngs=rngs)

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-# For timm too: its truncated normal is cut at -2 and 2, a hundred standard deviations out.
-INIT = jax.nn.initializers.normal(0.02)
+INIT = jax.nn.initializers.normal(0.02)  # of BERT and GPT-2
 
 
-def linear(inputs: int, outputs: int, *, std: float = 0.02, dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(inputs, outputs, kernel_init=jax.nn.initializers.normal(std), dtype=dtype, rngs=rngs)
+def linear(inputs: int, outputs: int, init=INIT, *, dtype, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(inputs, outputs, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -33,16 +32,16 @@ def wide_einsum(spec: str, x: jax.Array, y: jax.Array, dtype) -> jax.Array:
 class Attention(nnx.Module):
     """Softmax attention of ``heads`` heads. Its logits and softmax are of float32, whatever ``dtype`` is."""
 
-    def __init__(self, width: int, heads: int, *, causal: bool = False, std: float = 0.02, dtype=None, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, *, causal: bool = False, inits=(INIT, INIT), dtype=None, rngs: nnx.Rngs):
         if heads < 1 or width % heads:
             raise ValueError(
                 f"heads must divide width, got heads={heads} and width={width}. Write heads=1, "
                 f"or a width such as {max(heads, 1) * max(1, width // max(heads, 1))}."
             )
-        self.query = linear(width, width, dtype=dtype, rngs=rngs)
-        self.key = linear(width, width, dtype=dtype, rngs=rngs)
-        self.value = linear(width, width, dtype=dtype, rngs=rngs)
-        self.out = linear(width, width, std=std, dtype=dtype, rngs=rngs)
+        self.query = linear(width, width, inits[0], dtype=dtype, rngs=rngs)
+        self.key = linear(width, width, inits[0], dtype=dtype, rngs=rngs)
+        self.value = linear(width, width, inits[0], dtype=dtype, rngs=rngs)
+        self.out = linear(width, width, inits[1], dtype=dtype, rngs=rngs)
         self.heads, self.causal = heads, causal
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -60,9 +59,9 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """Up, activation, down."""
 
-    def __init__(self, width: int, hidden: int, activation: Callable, *, std: float = 0.02, dtype=None, rngs: nnx.Rngs):
-        self.up = linear(width, hidden, dtype=dtype, rngs=rngs)
-        self.down = linear(hidden, width, std=std, dtype=dtype, rngs=rngs)
+    def __init__(self, width: int, hidden: int, activation: Callable, *, inits=(INIT, INIT), dtype=None, rngs: nnx.Rngs):
+        self.up = linear(width, hidden, inits[0], dtype=dtype, rngs=rngs)
+        self.down = linear(hidden, width, inits[1], dtype=dtype, rngs=rngs)
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -72,16 +71,16 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
     """Attention and perceptron, each added to what came in. The norm stands before them, or ``post`` the sum.
 
-    ``std`` is of the weights of the two layers that add to the stream. Norms compute in float32.
+    ``inits`` are of the weights within, and of the two layers that add to the stream. Norms compute in float32.
     """
 
     def __init__(
-        self, width, heads, hidden, activation, epsilon, *, causal=False, post=False, std=0.02, dtype, rngs: nnx.Rngs
+        self, width, heads, hidden, activation, epsilon, *, causal=False, post=False, inits=(INIT, INIT), dtype, rngs: nnx.Rngs
     ):
         self.norm1 = norm(width, epsilon, rngs=rngs)
-        self.attention = Attention(width, heads, causal=causal, std=std, dtype=dtype, rngs=rngs)
+        self.attention = Attention(width, heads, causal=causal, inits=inits, dtype=dtype, rngs=rngs)
         self.norm2 = norm(width, epsilon, rngs=rngs)
-        self.mlp = Mlp(width, hidden, activation, std=std, dtype=dtype, rngs=rngs)
+        self.mlp = Mlp(width, hidden, activation, inits=inits, dtype=dtype, rngs=rngs)
         self.post = post
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:

@@ -20,7 +20,7 @@ class ViT(nnx.Module):
 
     Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929); Ti and S of Touvron et al. (arXiv
     2012.12877). Of 224x224 pixels, patches of 16, and 1000 classes, parameters are: Ti 5,717,416; S 22,050,664;
-    B 86,567,656; L 304,326,632. Initial values are those of timm, but for the bias of the patches, which is zero here.
+    B 86,567,656; L 304,326,632. Initial values are those of the first paper's own code, weights by Xavier.
 
     ``pool="cls"`` reads the class off a token of its own, "mean" off the mean of all patches, without that token.
 
@@ -53,16 +53,15 @@ class ViT(nnx.Module):
                 f"patch must divide image, got patch={patch} and image={image}. Resize or pad the images, to "
                 f"{max(1, image // max(patch, 1)) * max(patch, 1)} pixels for one."
             )
-        # PyTorch's default for convolutions, which timm leaves; a fixed 0.02 would be too small for small patches
-        init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         size = (patch, patch)
         self.patches = nnx.Conv(
-            channels, width, size, strides=size, padding="VALID", kernel_init=init, dtype=dtype, rngs=rngs
+            channels, width, size, strides=size, padding="VALID", dtype=dtype, rngs=rngs
         )
         self.cls = nnx.Param(jax.nn.initializers.normal(1e-6)(rngs.params(), (1, width))) if pool == "cls" else None
         tokens = (image // patch) ** 2 + (pool == "cls")
         self.positions = nnx.Param(INIT(rngs.params(), (tokens, width)))
-        make = lambda rngs: Block(width, heads, hidden, gelu, 1e-6, dtype=dtype, rngs=rngs)
+        inits = (jax.nn.initializers.xavier_uniform(),) * 2
+        make = lambda rngs: Block(width, heads, hidden, gelu, 1e-6, inits=inits, dtype=dtype, rngs=rngs)
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, 1e-6, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
