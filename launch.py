@@ -17,6 +17,6 @@ if __name__ == "__main__":
     except Failed as error:
         print(f"launch.py: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("launch.py: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"launch.py: {error or 'interrupted'}", file=sys.stderr)
         sys.exit(130)

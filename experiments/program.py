@@ -59,6 +59,8 @@ class Program:
     def __init__(self, config, task: Task):
         self.config, self.task = config, task
         self.total = settings.steps(config, task.examples)
+        self.evaluations = settings.duration(config.evaluate, self.total, "config.evaluate") or self.total
+        self.measures = settings.duration(config.measure, self.total, "config.measure")  # 0: never
         self.recipe = settings.recipe(config, self.total)
         self.rate = settings.learning_rate(config, self.total)
         self.tx = settings.optimizer(config, self.rate, self.total)
@@ -76,6 +78,8 @@ class Program:
         if self.plan.refused:
             reasons = "; ".join(f"{path}: {reason}" for path, reason in self.plan.refused)
             raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}")
+        if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
+            self.measures = 0  # there is nothing to measure
         self.graph = nnx.split(self.model)[0]
         everywhere, self.split = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
         self.everywhere = everywhere
@@ -87,9 +91,9 @@ class Program:
         placed = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere)
         self.shapes = jax.tree.map(placed, jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32)))
         try:
-            self.graph_of_hard, self.soft_reason = self._harden_graph(), ""
-        except ValueError as error:
-            self.graph_of_hard, self.soft_reason = None, str(error)
+            self.graph_of_hard, self.no_hard = self._harden_graph(), ""
+        except ValueError as error:  # as of weights that are drawn anew at every step
+            self.graph_of_hard, self.no_hard = None, str(error)
 
     def compile(self, arrays, measure: bool) -> None:
         """The functions that a run begins with, side by side; their first calls find them compiled."""

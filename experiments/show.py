@@ -6,6 +6,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 import nmjax as nm
 
@@ -30,18 +31,25 @@ class Screen:
         self._bar, self._task, self._total, self._said, self._began = None, None, 0, 0, 0.0
 
     def header(self, name: str, facts: list) -> None:
-        self.console.print(f"[bold]{name}[/bold]  nmjax {nm.__version__}")
+        self.console.print(Text(name, "bold"), f" nmjax {nm.__version__}")
         self.rows(facts)
 
     def rows(self, rows: list) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         for label, text in rows:
-            grid.add_row(label, text)
+            grid.add_row(label, Text(text))  # what others wrote is no markup
         self.console.print(grid)
 
     def line(self, text: str) -> None:
         self.console.print(text, markup=False)
+
+    def busy(self, what: str):
+        """While something is done that shows nothing."""
+        if self.console.is_terminal:
+            return self.console.status(what)
+        self.line(what)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def progress(self, total: int, start: int):
@@ -51,8 +59,9 @@ class Screen:
             yield
             return
         columns = (BarColumn(None), TextColumn("{task.completed:,}/{task.total:,}"), TextColumn("{task.description}"))
-        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console) as self._bar:
-            self._task = self._bar.add_task("compiling the first step", total=total, completed=start)
+        times = (TimeElapsedColumn(), TextColumn("+"), TimeRemainingColumn(compact=True))
+        with Progress(*columns, *times, console=self.console) as self._bar:
+            self._task = self._bar.add_task("", total=total, completed=start)
             yield
         self._bar = None
 

@@ -1,5 +1,6 @@
 """One run, told in order: what is to be done, the loop, what it leaves behind."""
 
+import contextlib
 import itertools
 import math
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments import report, settings
+from experiments import report
 from experiments.errors import Failed, Mistake
 from experiments.meter import Meter
 from experiments.program import Program, Task
@@ -34,20 +35,26 @@ def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -
         "notes": task.notes,
     }
     record = Record(workdir, config, about, program.plan)
-    checkpoints, outcome = Checkpoints(workdir), "failed"
+    checkpoints = Checkpoints(workdir)
     try:
         found = loop(program, record, checkpoints, screen, began)
-        outcome = "finished"
-    except Failed as error:
+    except BaseException as error:
+        told = isinstance(error, (Failed, Mistake))
         checkpoints.close()
-        outcome = f"failed: {error}"
-        raise Failed(f"{error}. {checkpoints.kept()}") from None
-    except KeyboardInterrupt:
-        outcome = "interrupted"
+        record.close(
+            "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error if told else repr(error)}"
+        )
+        with contextlib.suppress(Exception):  # the run's own error comes first
+            report.write(workdir)
+        if told:
+            raise Failed(f"{str(error).rstrip('.')}. {checkpoints.kept()}") from error
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(
+                f"interrupted. {checkpoints.kept()} The same command with --workdir={workdir} goes on."
+            ) from None
         raise
-    finally:
-        record.close(outcome)
-        report.write(workdir)
+    record.close("finished")
+    report.write(workdir)
     screen.line("")
     screen.rows([*record.about["summary"], ("report", str(workdir / "report.html")), ("everything", f"{workdir}/")])
     return found
@@ -71,23 +78,22 @@ def header(program: Program) -> list[tuple[str, str]]:
         ),
         ("model", f"{size}, {plan.parameters:,} parameters"),
         ("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({effective / dense:.2f})"),
+        *[("hardened", f"no such form, so none is evaluated: {program.no_hard}")] * bool(program.no_hard),
     ]
 
 
 def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Screen, began: float) -> dict[str, float]:
     config, task, total = program.config, program.task, program.total
-    evaluations = settings.duration(config.evaluate, total, "config.evaluate") or total
-    measures = settings.duration(config.measure, total, "config.measure")
-
+    evaluations, measures = program.evaluations, program.measures
     start, state = checkpoints.restore("last", program.shapes)
     feed = iter(task.feed(start, program.mesh))
     if start:
         screen.line(f"going on from step {start:,} of {total:,}, as {checkpoints.directory} holds it")
         record.rewind(start)
     if start < total:
-        screen.line("compiling ...")
-        feed = itertools.chain([arrays := next(feed)], feed)
-        program.compile(arrays, measures > 0)
+        with screen.busy("compiling"):
+            feed = itertools.chain([arrays := next(feed)], feed)
+            program.compile(arrays, measures > 0)
     if state is None:
         state = program.init(jnp.uint32(config.seed))
     best, higher = record.best(task.metric, task.metric == "accuracy"), task.metric == "accuracy"
@@ -112,6 +118,7 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
             if measuring:
                 with meter.aside():
                     measured["flip_rate"] = jax.device_get(program.flips(before, program.masks(state)))
+                    measured = {name: table for name, table in measured.items() if table}
                     record.write("sparsity", step, **jax.tree.map(float, measured))
             if (total - step - 1) % evaluations == 0:
                 with meter.aside():

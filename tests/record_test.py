@@ -1,0 +1,130 @@
+"""What is taken in, written down and shown while a run goes on."""
+
+import io
+import json
+
+import jax.numpy as jnp
+import pytest
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from experiments import meter as meters, record, show
+from experiments.errors import Failed, Mistake
+from nmjax.plans import Plan
+
+PLAN = Plan((), 0, (), 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves."""
+    now = [100.0]
+    monkeypatch.setattr(meters.time, "monotonic", lambda: now[0])
+    return now
+
+
+def figures(loss, norm=1.0):
+    return {"loss": jnp.float32(loss), "gradient_norm": jnp.float32(norm)}
+
+
+def test_a_meter_gives_means_and_the_rate_of_steps_after_the_first(clock):
+    told = []
+    meter = meters.Meter(2, lambda *line: told.append(line))
+    for step, loss in enumerate([4.0, 2.0, 1.0, 3.0, 5.0]):
+        clock[0] += 30.0 if step == 0 else 0.5  # the first compiles
+        meter.push(step, figures(loss))
+        meter.settle()
+    meter.flush()
+    assert [(step, means["loss"]) for step, means, _ in told] == [(2, 3.0), (4, 2.0), (5, 5.0)]
+    assert [rate for *_, rate in told] == [2.0, 2.0, 2.0]
+    assert meter.first == 130.0
+
+
+def test_no_rate_counts_what_is_done_aside(clock):
+    told = []
+    meter = meters.Meter(3, lambda *line: told.append(line))
+    for step in range(6):
+        clock[0] += 1.0
+        meter.push(step, figures(1.0))
+        with meter.aside():
+            clock[0] += 10.0
+    assert [rate for *_, rate in told] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"), [(figures(float("nan")), "loss is nan"), (figures(1.0, float("inf")), "gradient norm is inf")]
+)
+def test_a_meter_names_the_step_that_is_no_number(bad, what):
+    meter = meters.Meter(10, lambda *_: None)
+    meter.push(6, figures(1.0))
+    meter.settle()
+    with pytest.raises(Failed, match=f"{what} at step 7 .step 6 was finite"):
+        meter.push(7, bad)
+
+
+def made(path, **changes):
+    return record.Record(path, ConfigDict({"seed": 0, **changes}), {"name": "x"}, PLAN)
+
+
+def test_lines_written_after_the_step_gone_back_to_are_dropped(tmp_path):
+    run = made(tmp_path)
+    for step in (1, 2, 3):
+        run.write("sparsity", step - 1, density={"a": 0.5})
+        run.write("train", step, loss=1.0 / step)
+        run.write("eval", step, loss=2.0 / step, hardened_loss=3.0 / step)
+    run.close("interrupted")
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4, "kin')
+    run = made(tmp_path)
+    assert run.best("loss", higher=False) == 1.0
+    run.rewind(2)
+    run.write("train", 3, loss=0.25)
+    run.close("finished")
+    found = [(line["kind"], line["step"]) for line in record.lines(run.metrics)]
+    assert found == [(k, s + (k != "sparsity")) for s in (0, 1) for k in ("sparsity", "train", "eval")] + [("train", 3)]
+    assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "finished"
+    assert run.best("loss", higher=False) == 1.5
+    assert run.best("accuracy", higher=True) is None
+
+
+def test_a_directory_of_another_config_is_left_as_it_is(tmp_path):
+    made(tmp_path).close("finished")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(Mistake, match='"seed": 0; "seed": 1'):
+        made(tmp_path, seed=1)
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+
+def screen(terminal: bool):
+    out = io.StringIO()
+    return show.Screen("images", Console(file=out, force_terminal=terminal, width=100, highlight=False)), out
+
+
+MEANS = {"loss": 0.5, "accuracy": 0.75, "per_second": 12_345.0, "flops_per_second": 2e12}
+
+
+def test_a_log_gets_a_line_a_twentieth_of_the_run():
+    shown, out = screen(terminal=False)
+    with shown.progress(100, 0):
+        for step in range(1, 101):
+            shown.step(step, MEANS)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 20
+    assert lines[-1].startswith("step 100/100  loss 0.5000  accuracy 75.00%  12.3 k images/s  2 TFLOP/s")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_gets_a_bar():
+    shown, out = screen(terminal=True)
+    with shown.progress(100, 0):
+        shown.step(50, MEANS)
+        shown.evaluation(50, {"loss": 1.0, "hardened_loss": 2.0})
+    assert "50/100" in out.getvalue()
+    assert "12.3 k images/s" in out.getvalue()
+    assert "test  loss 1.0000, hardened 2.0000" in out.getvalue()
+
+
+def test_what_others_wrote_is_no_markup():
+    shown, out = screen(terminal=False)
+    shown.rows([("data", "a [bold]name[/bold] of [/] theirs")])
+    assert "[bold]name[/bold] of [/]" in out.getvalue()
