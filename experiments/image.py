@@ -44,15 +44,9 @@ class Task:
         self.facts += [("note", note) for note in self.notes]
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        options = dict(self.config.model)
-        name, size = options.pop("name"), options.pop("size")
-        make, sizes = MODELS[settings.one_of(name, MODELS, "config.model.name")]
-        options = sizes[settings.one_of(size, sizes, "config.model.size")] | options
-        if name == "vit":
-            options["image"] = self.shape[0]
-        return make(
-            **options, channels=self.shape[-1], classes=self.classes, dtype=settings.dtype(self.config), rngs=rngs
-        )
+        fixed = {"channels": self.shape[-1], "classes": self.classes}
+        fixed |= {"image": self.shape[0]} if self.config.model.name == "vit" else {}
+        return settings.model(self.config, MODELS, rngs, **fixed)
 
     def example(self, batch: int) -> tuple:
         return (jax.ShapeDtypeStruct((batch, *self.shape), jnp.float32),)

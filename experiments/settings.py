@@ -41,6 +41,15 @@ def dtype(config):
     return DTYPES[one_of(config.dtype, DTYPES, "config.dtype")]
 
 
+def model(config, known: dict, rngs, **fixed):
+    """The model of ``config.model``: its class by name, that size of it, and what else the page says, over what is ``fixed``."""
+    options = dict(config.model)
+    name, size = options.pop("name"), options.pop("size")
+    make, sizes = known[one_of(name, known, "config.model.name")]
+    options = fixed | sizes[one_of(size, sizes, "config.model.size")] | options
+    return make(**options, dtype=dtype(config), rngs=rngs)
+
+
 def steps(config, examples: int) -> int:
     """Optimizer steps of the whole run, out of ``config.steps`` or ``config.epochs``."""
     if config.batch < 1 or config.accumulate < 1 or config.batch % config.accumulate:

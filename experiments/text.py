@@ -33,12 +33,8 @@ class Task:
         self.facts += [("note", note) for note in self.notes]
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        options = dict(self.config.model)
-        name, size = options.pop("name"), options.pop("size")
-        make, sizes = MODELS[settings.one_of(name, MODELS, "config.model.name")]
-        options = sizes[settings.one_of(size, sizes, "config.model.size")] | options
-        fixed = {"vocabulary": self.set.vocabulary, "length": self.config.data.length}
-        return make(**(fixed | options), dtype=settings.dtype(self.config), rngs=rngs)
+        length = self.config.data.length
+        return settings.model(self.config, MODELS, rngs, vocabulary=self.set.vocabulary, length=length)
 
     def example(self, batch: int) -> tuple:
         return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
