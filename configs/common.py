@@ -16,7 +16,7 @@ def run() -> ConfigDict:
     c.dtype = "float32"  # what layers compute in, or bfloat16; parameters are float32
     c.clip = 1.0  # of the gradient's norm; 0: none
     c.ema = 0.0  # decay of the averaged weights that are evaluated; 0: the weights themselves
-    c.optimizer = dict(name="adamw", b1=0.9, b2=0.999, weight_decay=0.05)  # optax.NAME, or step_adam
+    c.optimizer = "adamw(b1=0.9, b2=0.999, weight_decay=0.05)"  # of Optax, or "step_adam(after=10%, before=50%)"
     c.learning_rate = dict(peak=1e-3, warmup="5%", shape="cosine", end=0.0)
     c.masked_decay = 0.0  # of dropped weights, after clipping (nm.optim.masked_decay)
     c.model = dict(name="", size="")  # and what else its class in nmjax/models takes
@@ -65,7 +65,7 @@ def resnet(data: str) -> ConfigDict:
     """Residual networks: a tiny one for digits, ResNet-18 of the CIFAR form for the others."""
     c = image(data)
     c.model = dict(name="resnet", size="tiny", stem="cifar")
-    c.optimizer = dict(name="sgd", momentum=0.9, nesterov=True, weight_decay=5e-4)
+    c.optimizer = "sgd(momentum=0.9, nesterov=True, weight_decay=5e-4)"
     c.epochs, c.learning_rate.peak, c.clip = 40.0, 0.1, 0.0
     if c.data.name != "digits":
         c.model.update(size="18", stem="imagenet" if data == "folder" else "cifar")
@@ -78,10 +78,10 @@ def gpt(data: str) -> ConfigDict:
     """Language models: of the bytes of the standard library's own pages, or of any text by --config.data.name=FILE."""
     c = run()
     c.experiment = "text"
-    c.data = dict(name="pydoc", dir="", valid="", tokenizer="bytes", length=128)
+    c.data = dict(name="pydoc", dir="", valid="", tokenizer="bytes", length=128, tests=0)  # tests: windows; 0: all
     c.model = dict(name="gpt", size="tiny", scan=False, remat=False)
     c.steps, c.batch = 1000, 16
-    c.optimizer.update(b2=0.95, weight_decay=0.1)
+    c.optimizer = "adamw(b1=0.9, b2=0.95, weight_decay=0.1)"
     c.learning_rate.update(peak=2e-3, end=2e-4)
     if data not in ("", "smoke"):
         raise ValueError(f"there is no variant {data!r} but smoke: other texts are --config.data.name=FILE")
@@ -93,6 +93,12 @@ def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
     """Images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg, cut to ``size``; counted where the numbers are 0."""
     counts = dict(examples=examples, classes=classes)
     return ConfigDict(dict(name="folder", dir="", size=size, crop=0, flip=True, mixup=0.0, smoothing=0.1, **counts))
+
+
+def full_size(variant: str) -> None:
+    """The papers' settings have one variant."""
+    if variant not in ("", "smoke"):
+        raise ValueError(f"there is no variant {variant!r} of the full-size settings but smoke")
 
 
 def smoke(c: ConfigDict) -> ConfigDict:

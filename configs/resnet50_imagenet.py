@@ -10,13 +10,14 @@ from configs import common
 
 
 def get_config(variant=""):
+    common.full_size(variant)
     c = common.resnet(variant)
     c.model = dict(name="resnet", size="50", stem="imagenet")
     if variant != "smoke":
         c.data = common.folder(size=224, examples=1_281_167, classes=1000)
-        c.data.flip, c.data.smoothing = True, 0.0
+        c.data.smoothing = 0.0
     c.epochs, c.batch, c.dtype = 120.0, 256, "bfloat16"
-    c.optimizer.update(nesterov=False, weight_decay=5e-5)
+    c.optimizer = "sgd(momentum=0.9, weight_decay=5e-5)"
     c.learning_rate.update(peak=0.1, warmup="4.2%")
     c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
     c.sparsity = dict(stages="sr_ste(2,4,lam=2e-4)")

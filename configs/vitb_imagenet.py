@@ -10,15 +10,16 @@ from configs import common
 
 
 def get_config(variant=""):
+    common.full_size(variant)
     c = common.vit(variant)
     c.model = dict(name="vit", size="B", patch=16, pool="cls", scan=True, remat=True)
     if variant == "smoke":
         c.model.patch = 2
     else:
         c.data = common.folder(size=224, examples=1_281_167, classes=1000)
-        c.data.flip, c.data.mixup = True, 0.5
+        c.data.mixup = 0.5
     c.epochs, c.batch, c.accumulate, c.dtype = 350.0, 4096, 4, "bfloat16"
-    c.optimizer.weight_decay = 0.01
+    c.optimizer = "adamw(b1=0.9, b2=0.999, weight_decay=0.01)"
     c.learning_rate.update(peak=1e-3, warmup="4.3%", end=1e-7)
     c.rules = ((r"blocks/mlp/.*", "mlp"), (r".*", "dense"))
     c.sparsity = dict(mlp="mdgf(1,8,exponential(1e-4))")

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict, config_flags
 from experiments.errors import Mistake
 
 ROOT = Path(__file__).parent.parent
+EXPERIMENTS = ("image", "text")
 
 
 def main(argv: list[str], usage: str) -> None:
@@ -26,11 +27,15 @@ def main(argv: list[str], usage: str) -> None:
     if mode == "eval" and not workdir:
         raise Mistake("--mode=eval wants --workdir, the directory of a run.")
     workdir = Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if config.experiment not in EXPERIMENTS:
+        raise Mistake(f"config.experiment={config.experiment!r}: there are {' and '.join(EXPERIMENTS)}.")
+    if not 0 <= config.seed < 2**32:
+        raise Mistake(f"config.seed={config.seed} is not from 0 to 4,294,967,295.")
     try:
         task = importlib.import_module(f"experiments.{config.experiment}").Task
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise Mistake(f"config.experiment={config.experiment!r}: experiments/ has image and text.") from error
-    from experiments import train  # with all of JAX, which a mistake above does without
+        from experiments import train  # with all of JAX, which a mistake above does without
+    except ModuleNotFoundError as error:
+        raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
 
     train.run(config, task(config), workdir, mode, name, shlex.join(["python", *argv]))
 
@@ -75,6 +80,8 @@ def load(page: str) -> ConfigDict:
         near = difflib.get_close_matches(file, pages(), 1, 0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise Mistake(f"--config={page}: there is no file {file}.{hint} There are {', '.join(pages())}.")
+    if not file.endswith(".py"):
+        raise Mistake(f"--config={page}: a page of settings is a .py file. There are {', '.join(pages())}.")
     spec = importlib.util.spec_from_file_location("page", file)
     module = importlib.util.module_from_spec(spec)
     try:

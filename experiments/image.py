@@ -17,6 +17,14 @@ from experiments.errors import Mistake
 MODELS = {"vit": (nm.models.ViT, nm.models.vit.SIZES), "resnet": (nm.models.ResNet, nm.models.resnet.SIZES)}
 
 
+def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of every channel of uint8 images, as shares of 255; exact, by counting values."""
+    counts = np.stack([np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])])
+    shares, values = counts / counts.sum(1, keepdims=True), np.arange(256) / 255
+    mean = shares @ values
+    return np.float32(mean), np.float32(np.sqrt(shares @ values**2 - mean**2))
+
+
 class Task:
     """Small sets lie on the device and every batch is gathered and augmented inside the compiled step; folders are streamed."""
 
@@ -24,11 +32,13 @@ class Task:
 
     def __init__(self, config):
         self.config, c = config, config.data
+        for name, good in {"crop": c.crop >= 0, "mixup": c.mixup >= 0, "smoothing": 0 <= c.smoothing < 1}.items():
+            if not good:
+                raise Mistake(f"config.data.{name}={c[name]} is out of range: at least 0, and smoothing below 1.")
         self.notes, self.streamed = [], c.name == "folder"
         if self.streamed:
-            counted = self._folder() if not c.examples else None
-            self.examples = len(counted.train) if counted else c.examples
-            self.classes = len(counted.classes) if counted else c.classes
+            self.files = folder.open(c.dir) if c.dir or not c.examples else None  # None: sizes alone, for a plan
+            self.examples, self.classes = self._counts()
             self.shape = (c.size, c.size, 3)
             self.mean, self.std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # ImageNet's
             text = f"the folder {c.dir}: {self.examples:,} training images, {self.classes:,} classes"
@@ -37,7 +47,7 @@ class Task:
         self.set = images.load(c.name, c.dir)
         x, tests = self.set.train[0], self.set.test[0]
         self.classes, self.examples, self.shape = len(self.set.classes), len(x), x.shape[1:]
-        self.mean, self.std = (np.float32(f(x / np.float32(255), (0, 1, 2))) for f in (np.mean, np.std))
+        self.mean, self.std = moments(x)
         self.notes += [self.set.note] * bool(self.set.note)
         counts = f"{len(x):,} training images, {len(tests):,} to test, {self.classes} classes"
         self.facts = [("data", f"{self.set.name}: {counts}, {' x '.join(map(str, self.shape))}")]
@@ -58,7 +68,7 @@ class Task:
             arrays = jax.device_put(tuple(self.set.train), NamedSharding(mesh, PartitionSpec()))
             while True:
                 yield arrays
-        c, found, split = self.config, self._folder(), NamedSharding(mesh, PartitionSpec("data"))
+        c, found, split = self.config, self._there(), NamedSharding(mesh, PartitionSpec("data"))
         for batch in folder.stream(found.train, found.train_labels, c.seed, c.batch, c.data.size, start):
             yield jax.device_put((batch["image"], batch["label"]), split)
 
@@ -88,12 +98,12 @@ class Task:
         """Batches of normalised images and labels, -1 where there is none: whole ones, for devices share them evenly."""
         split = NamedSharding(mesh, PartitionSpec("data"))
         if self.streamed:
-            c, found = self.config, self._folder()
+            c, found = self.config, self._there()
             stream = folder.stream(found.val, found.val_labels, 0, c.batch, c.data.size, train=False)
             raw = ((batch["image"], batch["label"]) for batch in stream)
         else:
             x, y = self.set.test
-            size = min(1024, math.ceil(len(x) / mesh.size) * mesh.size)
+            size = math.ceil(min(1024, len(x)) / mesh.size) * mesh.size
             spare = -len(x) % size
             x = np.concatenate([x, np.zeros((spare, *x.shape[1:]), x.dtype)])
             y = np.concatenate([y, np.full(spare, -1, y.dtype)])
@@ -120,13 +130,22 @@ class Task:
         found = {"predictions": shares.argmax(-1), "confidence": shares.max(-1), "classes": np.array(self.set.classes)}
         return {"samples": x, "labels": y, **found}
 
-    def _folder(self):
+    def _counts(self) -> tuple[int, int]:
+        """Images and classes of the folder, which are those that the page says, if it says any."""
         c = self.config.data
-        found = folder.open(c.dir)
-        sizes = {"examples": len(found.train), "classes": len(found.classes)}
+        if self.files is None:
+            return c.examples, c.classes
+        sizes = {"examples": len(self.files.train), "classes": len(self.files.classes)}
         for name, size in sizes.items():
             if c[name] and size != c[name]:
                 raise Mistake(
                     f"{c.dir} holds {size:,} {name}, and config.data.{name}={c[name]:,}. Write --config.data.{name}={size}."
                 )
-        return found
+        return sizes["examples"], sizes["classes"]
+
+    def _there(self) -> folder.Folder:
+        if self.files is None:
+            raise Mistake(
+                "config.data.name='folder' wants --config.data.dir=DIR, which holds train/CLASS/*.jpg and val/CLASS/*.jpg."
+            )
+        return self.files

@@ -45,18 +45,14 @@ class Meter:
             self._timed += 1
         self.last = step
         self._seen.append(shown)
-        if len(self._seen) == self.window:
+        if (step + 1) % self.window == 0:  # by the step's number, so that a run that goes on has the same windows
             self.flush()
 
     def flush(self) -> None:
         """Give the means of the window as far as it goes."""
         if not self._seen:
             return
-        means = (
-            {name: math.fsum(s[name] for s in self._seen) / len(self._seen) for name in shown}
-            if (shown := self._seen[0])
-            else {}
-        )
+        means = {name: math.fsum(s[name] for s in self._seen) / len(self._seen) for name in self._seen[0]}
         now = time.monotonic()
         rate = self._timed / (now - self._clock) if self._timed else None
         self._seen, self._clock, self._timed = [], now, 0

@@ -50,7 +50,7 @@ class State(NamedTuple):
     params: Any
     rest: Any  # what is no parameter: means of BatchNorm; noise, time, masks and scales of nmjax
     opt: Any
-    ema: Any  # averaged parameters, or ()
+    ema: Any  # averages of params and of rest's floats (means of BatchNorm), or ()
 
 
 class Program:
@@ -63,6 +63,9 @@ class Program:
         self.measures = settings.duration(config.measure, self.total, "config.measure")  # 0: never
         self.recipe = settings.recipe(config, self.total)
         self.rate = settings.learning_rate(config, self.total)
+        self.steps_since = (
+            settings.call(settings.in_steps(config.optimizer, self.total), "config.optimizer")[0] == "step_adam"
+        )
         self.tx = settings.optimizer(config, self.rate, self.total)
         self.mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
         if (config.batch // config.accumulate) % self.mesh.size:
@@ -82,7 +85,6 @@ class Program:
             self.measures = 0  # there is nothing to measure
         self.graph = nnx.split(self.model)[0]
         everywhere, self.split = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
-        self.everywhere = everywhere
         self.init = jax.jit(self._init, out_shardings=everywhere)
         self.train = jax.jit(self._train, donate_argnums=0)
         self.score, self.hard_score = jax.jit(self._score), jax.jit(self._hard_score)
@@ -109,7 +111,7 @@ class Program:
         model = nm.nnx.sparsify(self.task.make(nnx.Rngs(key)), self.recipe, key)
         _, params, rest = nnx.split(model, nnx.Param, ...)
         params, rest = nnx.as_pure(params), nnx.as_pure(rest)
-        ema = jax.tree.map(jnp.copy, params) if self.config.ema else ()
+        ema = jax.tree.map(jnp.copy, (params, rest)) if self.config.ema else ()
         return State(jnp.int32(0), seed, params, rest, self.tx.init(params), ema)
 
     # ---- the step ----
@@ -117,7 +119,7 @@ class Program:
     def _train(self, state: State, arrays) -> tuple[State, dict]:
         config, params = self.config, state.params
         batch = self.task.batch(arrays, state.seed, state.step)
-        now = nm.optim.since(state.opt) if config.optimizer.name == "step_adam" else state.step
+        now = self._now(state)
 
         def micro(rest, numbered):
             number, part = numbered
@@ -139,15 +141,27 @@ class Program:
             rest, (grads, shown) = micro(state.rest, (0, batch))
         else:
             rest, (grads, shown) = self._accumulated(micro, state.rest, batch)
-        extra = {"masks": self._masks(state)} if config.masked_decay else {}
+        extra = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
         updates, opt = self.tx.update(grads, state.opt, params, **extra)
         params = optax.apply_updates(params, updates)
-        ema = optax.incremental_update(params, state.ema, 1 - config.ema) if config.ema else ()
+        ema = self._averaged(state, params, rest) if config.ema else ()
         shown |= {
             "gradient_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(self.rate(state.step), jnp.float32),
         }
         return State(state.step + 1, state.seed, params, rest, opt, ema), shown
+
+    def _now(self, state: State):
+        """The time of the methods: the step, or with STEP the steps since its weights are sparse."""
+        return nm.optim.since(state.opt) if self.steps_since else state.step
+
+    def _averaged(self, state: State, params, rest):
+        """The averages, which the first steps enter faster, so that initial values are soon forgotten."""
+        rate = 1 - jnp.minimum(self.config.ema, (1.0 + state.step) / (10.0 + state.step))
+        mean = lambda old, new: (
+            (old + rate * (new - old)).astype(new.dtype) if jnp.issubdtype(new.dtype, jnp.floating) else new
+        )
+        return jax.tree.map(mean, state.ema, (params, rest))
 
     def _accumulated(self, micro, rest, batch):
         """The means over micro-batches, one after another, in the memory of one."""
@@ -164,11 +178,8 @@ class Program:
 
     # ---- what is asked of a state ----
 
-    def _weights(self, state: State):
-        return state.ema if self.config.ema else state.params
-
     def _model(self, state: State):
-        model = nnx.merge(self.graph, self._weights(state), state.rest, copy=True)
+        model = nnx.merge(self.graph, *(state.ema if self.config.ema else (state.params, state.rest)), copy=True)
         model.eval()
         return model
 
@@ -193,7 +204,7 @@ class Program:
         batch = self.task.batch(arrays, state.seed, state.step)
         batch = jax.tree.map(lambda v: v[: self.config.batch // self.config.accumulate], batch)
         model = nnx.merge(self.graph, state.params, state.rest, copy=True)
-        nm.nnx.set_step(model, state.step)
+        nm.nnx.set_step(model, self._now(state))
         weights = nm.nnx.weights(model)
         errors = nm.nnx.gradient_errors(model, lambda model: self.task.loss(model, batch)[0])
         of = lambda found, name: {path: getattr(value, name) for path, value in found.items()}

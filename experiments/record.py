@@ -26,12 +26,11 @@ class Record:
 
     def __init__(self, workdir: Path, config, about: dict, plan):
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
-        resolved = json.dumps(config.to_dict(), indent=1, sort_keys=True)
         with writable(workdir):
             workdir.mkdir(parents=True, exist_ok=True)
-            if (old := workdir / "config.json").exists():
-                _same(old, resolved)
-            replace(old, resolved)
+            if lines(self.metrics):  # else there is nothing to go on with
+                same_config(workdir, config)
+            replace(workdir / "config.json", _resolved(config))
             replace(workdir / "plan.txt", f"{plan}\n")
             replace(workdir / "plan.html", plan._repr_html_())
             self.about = {
@@ -43,11 +42,17 @@ class Record:
                 "git": git(),
             }
             self._about()
-            self._lines = self.metrics.open("a+")
-            from tensorboardX import SummaryWriter  # imported where a run begins: plans do without
+        self._lines, self._events, self._began = None, None, time.monotonic()
 
-            self._events = SummaryWriter(str(workdir / "tensorboard"))
-        self._began = time.monotonic()
+    def begin(self, step: int) -> None:
+        """Write from a step on: what is there of later ones is dropped, and a line that was cut off."""
+        from tensorboardX import SummaryWriter  # imported where a run begins: plans do without
+
+        kept = [line for line in lines(self.metrics) if line["step"] + (line["kind"] == "sparsity") <= step]
+        replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        self._lines = self.metrics.open("a")
+        self._events = SummaryWriter(str(self.dir / "tensorboard"), purge_step=step + 1 if step else None)
+        self._began -= max((line["seconds"] for line in kept), default=0.0)
 
     def write(self, kind: str, step: int, **values) -> None:
         """A line of metrics: numbers, or tables of numbers by layer."""
@@ -62,14 +67,6 @@ class Record:
             )
             for tag, number in table.items():
                 self._events.add_scalar(tag, number, step)
-
-    def rewind(self, step: int) -> None:
-        """Drop what was written after a step, from which the run goes on, and a line that was cut off."""
-        kept = [line for line in lines(self.metrics) if line["step"] + (line["kind"] == "sparsity") <= step]
-        self._lines.close()
-        replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
-        self._lines = self.metrics.open("a+")
-        self._began -= max((line["seconds"] for line in kept), default=0.0)
 
     def best(self, name: str, higher: bool) -> float | None:
         """The best evaluation yet, of hardened weights where there are any."""
@@ -94,15 +91,22 @@ class Record:
     def close(self, outcome: str) -> None:
         self.about |= {"ended": _now(), "outcome": outcome}
         self._about()
-        self._lines.close()
-        self._events.close()
+        if self._lines is not None:
+            self._lines.close()
+            self._events.close()
 
     def _about(self) -> None:
         replace(self.dir / "run.json", json.dumps(self.about, indent=1))
 
 
-def _same(old: Path, resolved: str) -> None:
-    there, here = old.read_text(), resolved
+def _resolved(config) -> str:
+    return json.dumps(config.to_dict(), indent=1, sort_keys=True)
+
+
+def same_config(workdir: Path, config) -> None:
+    """Refuse the directory of a run of another config."""
+    old = workdir / "config.json"
+    there, here = old.read_text() if old.exists() else "", _resolved(config)
     if there != here:
         changed = [
             line[2:].strip(" ,") for line in difflib.ndiff(there.splitlines(), here.splitlines()) if line[0] in "-+"

@@ -1,5 +1,6 @@
 """What the words of a config mean: durations, the learning rate, the optimizer, the recipe."""
 
+import ast
 import difflib
 import inspect
 import math
@@ -123,8 +124,8 @@ def optimizer(config, rate: Callable, total: int) -> optax.GradientTransformatio
 
     Weight decay is of kernels and embeddings only: where the optimizer has none of its own, it is added to the gradient.
     """
-    options = dict(config.optimizer)
-    name, ours = options.pop("name"), {"step_adam": nm.optim.step_adam}
+    name, options = call(in_steps(config.optimizer, total), "config.optimizer")
+    ours = {"step_adam": nm.optim.step_adam}
     known = [n for n, f in vars(optax).items() if inspect.isfunction(f) and _rates(f)]
     make = ours.get(name) or getattr(optax, one_of(name, [*known, *ours], "config.optimizer.name"))
     takes = inspect.signature(make).parameters
@@ -136,13 +137,27 @@ def optimizer(config, rate: Callable, total: int) -> optax.GradientTransformatio
         chain.append(optax.add_decayed_weights(options.pop("weight_decay"), matrices))
     elif "mask" in takes:
         options["mask"] = matrices
-    for option, value in options.items():
-        one_of(option, takes, f"an option of {name}, config.optimizer")
-        if isinstance(value, str) and option in ("after", "before"):
-            options[option] = duration(value, total, f"config.optimizer.{option}")
-    with as_mistake(f"config.optimizer {name}"):
+    for option in options:
+        one_of(option, takes, f"config.optimizer: an option of {name}")
+    with as_mistake("config.optimizer"):
         chain.append(make(rate, **options))
     return optax.with_extra_args_support(optax.chain(*chain))
+
+
+def call(text: str, what: str) -> tuple[str, dict]:
+    """The name and the options of a call, written as in Python.
+
+    >>> call("sgd(momentum=0.9, nesterov=True)", "config.optimizer")
+    ('sgd', {'momentum': 0.9, 'nesterov': True})
+    """
+    try:
+        node = ast.parse(text, mode="eval").body
+        node = ast.Call(node, [], []) if isinstance(node, ast.Name) else node
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+        raise ValueError
+    except (SyntaxError, ValueError):
+        raise Mistake(f"{what}={text!r} is no call with named options, as 'sgd(momentum=0.9)'.") from None
 
 
 def _rates(function) -> bool:

@@ -27,7 +27,10 @@ class Screen:
     """Says what happens, as it happens."""
 
     def __init__(self, unit: str, console: Console | None = None):
-        self.unit, self.console = unit, console or Console(highlight=False, soft_wrap=not Console().is_terminal)
+        self.unit = unit
+        self.console = console or Console(highlight=False)
+        if not self.console.is_terminal and console is None:
+            self.console = Console(highlight=False, width=200)  # a log wraps nothing
         self._bar, self._task, self._total, self._said, self._began = None, None, 0, 0, 0.0
 
     def header(self, name: str, facts: list) -> None:

@@ -24,7 +24,7 @@ class Task:
         self.units = c.length
         self.set = text.load(c.name, c.dir, c.valid, c.tokenizer)
         self.examples = text.windows(len(self.set.train), c.length)
-        self.tests_cut = text.cut(self.set.valid, c.length)
+        self.tests_cut = text.cut(self.set.valid[: c.tests * c.length + 1] if c.tests else self.set.valid, c.length)
         self.notes = [self.set.note] * bool(self.set.note)
         counts = (
             f"{len(self.set.train):,} training tokens, {len(self.set.valid):,} to validate, of {self.set.vocabulary:,}"
@@ -40,13 +40,13 @@ class Task:
         return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
 
     def feed(self, start: int, mesh):
-        tokens = jax.device_put(self.set.train, NamedSharding(mesh, PartitionSpec()))
+        rows = jax.device_put(text.rows(self.set.train, self.config.data.length), NamedSharding(mesh, PartitionSpec()))
         while True:
-            yield tokens
+            yield rows
 
-    def batch(self, tokens, seed, step):
+    def batch(self, rows, seed, step):
         epoch, index = order.positions(seed, step, self.config.batch, self.examples)
-        return text.take(tokens, epoch, index, self.config.data.length, seed)
+        return text.take(rows, epoch, index, seed)
 
     def loss(self, model, batch):
         inputs, targets = batch

@@ -13,7 +13,7 @@ from experiments import report
 from experiments.errors import Failed, Mistake
 from experiments.meter import Meter
 from experiments.program import Program, Task
-from experiments.record import Checkpoints, Record
+from experiments.record import Checkpoints, Record, same_config
 from experiments.show import Screen, clock, figures, form, number
 
 
@@ -39,19 +39,16 @@ def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -
     try:
         found = loop(program, record, checkpoints, screen, began)
     except BaseException as error:
-        told = isinstance(error, (Failed, Mistake))
         checkpoints.close()
-        record.close(
-            "interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error if told else repr(error)}"
-        )
+        stopped = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(Exception):  # the run's own error comes first
+            record.close("interrupted" if stopped else f"failed: {error or repr(error)}")
             report.write(workdir)
-        if told:
+        if stopped:
+            goes_on = f"The same command with --workdir={workdir} goes on."
+            raise KeyboardInterrupt(f"interrupted. {checkpoints.kept()} {goes_on}") from None
+        if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too
             raise Failed(f"{str(error).rstrip('.')}. {checkpoints.kept()}") from error
-        if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(
-                f"interrupted. {checkpoints.kept()} The same command with --workdir={workdir} goes on."
-            ) from None
         raise
     record.close("finished")
     report.write(workdir)
@@ -89,7 +86,7 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
     feed = iter(task.feed(start, program.mesh))
     if start:
         screen.line(f"going on from step {start:,} of {total:,}, as {checkpoints.directory} holds it")
-        record.rewind(start)
+    record.begin(start)
     if start < total:
         with screen.busy("compiling"):
             feed = itertools.chain([arrays := next(feed)], feed)
@@ -122,14 +119,15 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
                     record.write("sparsity", step, **jax.tree.map(float, measured))
             if (total - step - 1) % evaluations == 0:
                 with meter.aside():
+                    meter.flush()  # what is written is whole as far as the checkpoint goes
                     found = program.evaluate(state)
+                    _finite(found, step + 1)
                     record.write("eval", step + 1, **found)
                     screen.evaluation(step + 1, found)
                     value = found.get(f"hardened_{task.metric}", found[task.metric])
                     better = best is None or (value > best if higher else value < best)
                     best = value if better else best
                     checkpoints.save(step + 1, state, best=better)
-        meter.flush()
     checkpoints.close()
     names = sorted(found, key=lambda name: (task.metric not in name, "hardened" not in name))
     summary = [(name.replace("_", " "), form(name, found[name])) for name in names]
@@ -140,10 +138,18 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
     return found
 
 
+def _finite(found: dict[str, float], step: int) -> None:
+    """No checkpoint is kept of what has diverged."""
+    for name, value in found.items():
+        if not math.isfinite(value):
+            raise Failed(f"the {name.replace('_', ' ')} of the evaluation after step {step:,} is {value}")
+
+
 def evaluate(program: Program, workdir: Path, screen: Screen) -> dict[str, float]:
     """The best and the last checkpoint of a run, on the test split."""
     if not (workdir / "checkpoints").is_dir():
         raise Mistake(f"--mode=eval: {workdir} holds no checkpoints; --workdir names the directory of a run.")
+    same_config(workdir, program.config)
     checkpoints, found = Checkpoints(workdir), {}
     for name in ("last", "best"):
         step, state = checkpoints.restore(name, program.shapes)

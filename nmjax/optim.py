@@ -137,6 +137,7 @@ def step_adam(
     after: int,
     before: int,
     mean: str = "arithmetic",
+    mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW for dense weights until its variance has settled, then with that variance for sparse ones.
 
@@ -151,7 +152,8 @@ def step_adam(
     Published runs have ``after`` at 10 % of their updates and ``before`` at 50 %. Over the weights the mean may be
     ``"geometric"``, which a single weight that has never had a gradient makes 0; over the updates it is of those there
     were, while they are fewer. The sparse denominator is that of the code that FST's authors (arXiv 2404.01847) compare
-    with. There only pruned weights switch: give it those, by `optax.multi_transform`, and `optax.adamw` the others.
+    with. ``mask``, a tree of bools or a function from parameters to one, says what decays, as in `optax.adamw`: all, without
+    it. There only pruned weights switch: give it those, by `optax.multi_transform`, and `optax.adamw` the others.
 
     The model learns of the switch by `since`, as its step: its weights are ``ste(stages(((0,identity),(1,mse(2,4)))))``
     and every update begins with ``nm.nnx.set_step(model, nm.optim.since(opt_state))``. Moments are float32, those of
@@ -180,6 +182,9 @@ def step_adam(
         decays = not isinstance(weight_decay, numbers.Real) or weight_decay != 0
         if decays and params is None:
             raise ValueError("step_adam decays weights, and got none: write tx.update(grads, state, params).")
+        if decays and mask is not None:
+            decayed = mask(params) if callable(mask) else mask
+            params = jax.tree.map(lambda keep, w: w if keep else jnp.zeros_like(w), decayed, params)
         sparse, t = state.since > 0, optax.safe_increment(state.count)
         grads = jax.tree.map(_wide, updates)
         # v_t - v_(t-1), without the rounding of that difference, which would make zeros for the geometric mean

@@ -250,8 +250,8 @@ def test_windows_take_each_target_once_an_epoch(n, length):
     k = text.windows(n, length)
     epochs = 40 * length
     epoch, index = (x.reshape(-1) for x in np.meshgrid(np.arange(epochs), np.arange(k), indexing="ij"))
-    taken = jax.jit(text.take, static_argnums=3)
-    inputs, targets = taken(jnp.arange(n, dtype=jnp.uint16), jnp.asarray(epoch), jnp.asarray(index), length, 7)
+    rows = jnp.asarray(text.rows(np.arange(n, dtype=np.uint16), length))
+    inputs, targets = jax.jit(text.take)(rows, jnp.asarray(epoch), jnp.asarray(index), 7)
     assert inputs.dtype == targets.dtype == jnp.int32
     inputs, targets = np.asarray(inputs).reshape(epochs, k * length), np.asarray(targets).reshape(epochs, k * length)
     shift = inputs[:, 0]
@@ -264,8 +264,8 @@ def test_windows_take_each_target_once_an_epoch(n, length):
 
 
 def test_other_seeds_shift_otherwise():
-    tokens, epoch = jnp.arange(2000), jnp.arange(50)
-    starts = [np.asarray(text.take(tokens, epoch, epoch * 0, 500, seed)[0][:, 0]) for seed in (0, 1, jnp.uint32(1))]
+    rows, epoch = jnp.arange(2000).reshape(-1, 500), jnp.arange(50)
+    starts = [np.asarray(text.take(rows, epoch, epoch * 0, seed)[0][:, 0]) for seed in (0, 1, jnp.uint32(1))]
     assert (starts[0] == starts[1]).sum() < 4
     np.testing.assert_array_equal(starts[1], starts[2])
 

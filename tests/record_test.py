@@ -51,6 +51,24 @@ def test_no_rate_counts_what_is_done_aside(clock):
     assert [rate for *_, rate in told] == [1.0, 1.0]
 
 
+def test_windows_are_the_same_in_a_run_that_goes_on():
+    """They end at steps that the window divides, and where the run is evaluated."""
+
+    def lines(start, stop, evaluated):
+        told = []
+        meter = meters.Meter(3, lambda step, means, rate: told.append((step, means["loss"])))
+        for step in range(start, stop):
+            meter.push(step, figures(float(step)))
+            if step + 1 in evaluated:
+                with meter.aside():
+                    meter.flush()
+        return told
+
+    whole = lines(0, 12, (5, 12))
+    assert [step for step, _ in whole] == [3, 5, 6, 9, 12]
+    assert lines(0, 5, (5,)) + lines(5, 12, (12,)) == whole
+
+
 @pytest.mark.parametrize(
     ("bad", "what"), [(figures(float("nan")), "loss is nan"), (figures(1.0, float("inf")), "gradient norm is inf")]
 )
@@ -66,8 +84,14 @@ def made(path, **changes):
     return record.Record(path, ConfigDict({"seed": 0, **changes}), {"name": "x"}, PLAN)
 
 
+def begun(path, step=0, **changes):
+    run = made(path, **changes)
+    run.begin(step)
+    return run
+
+
 def test_lines_written_after_the_step_gone_back_to_are_dropped(tmp_path):
-    run = made(tmp_path)
+    run = begun(tmp_path)
     for step in (1, 2, 3):
         run.write("sparsity", step - 1, density={"a": 0.5})
         run.write("train", step, loss=1.0 / step)
@@ -77,7 +101,7 @@ def test_lines_written_after_the_step_gone_back_to_are_dropped(tmp_path):
         file.write('{"step": 4, "kin')
     run = made(tmp_path)
     assert run.best("loss", higher=False) == 1.0
-    run.rewind(2)
+    run.begin(2)
     run.write("train", 3, loss=0.25)
     run.close("finished")
     found = [(line["kind"], line["step"]) for line in record.lines(run.metrics)]
@@ -88,11 +112,20 @@ def test_lines_written_after_the_step_gone_back_to_are_dropped(tmp_path):
 
 
 def test_a_directory_of_another_config_is_left_as_it_is(tmp_path):
-    made(tmp_path).close("finished")
+    run = begun(tmp_path)
+    run.write("train", 1, loss=1.0)
+    run.close("finished")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(Mistake, match='"seed": 0; "seed": 1'):
         made(tmp_path, seed=1)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+
+def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
+    made(tmp_path).close("failed")
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+    made(tmp_path, seed=1).close("finished")
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
 
 
 def screen(terminal: bool):

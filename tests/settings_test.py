@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from ml_collections import ConfigDict
 
 import nmjax as nm
 from configs import common
@@ -105,17 +104,18 @@ GRADS = {"up": {"kernel": jnp.array([3.0, 4.0]), "bias": jnp.array([0.0])}}
 
 def test_sgd_clips_first_and_decays_kernels_only():
     c = common.run()
-    c.optimizer = {"name": "sgd", "weight_decay": 0.1}
+    c.optimizer = "sgd(weight_decay=0.1)"
     c.clip = 1.0
     found = updates(c, PARAMS, GRADS)["up"]
     np.testing.assert_allclose(found["kernel"], -0.5 * np.array([0.6 + 0.1, 0.8 - 0.2]), rtol=1e-6)
     np.testing.assert_allclose(found["bias"], [0.0])
 
 
-def test_adamw_decays_kernels_only():
+@pytest.mark.parametrize(("name", "more"), [("adamw", ""), ("lion", ""), ("step_adam", ", after=10%, before=50%")])
+def test_decay_is_of_kernels_only(name, more):
     c = common.run()
-    c.optimizer = {"name": "adamw", "weight_decay": 0.1}
-    plain, c.optimizer.weight_decay = updates(c, PARAMS, GRADS), 0.0
+    c.optimizer = f"{name}(weight_decay=0.1{more})"
+    plain, c.optimizer = updates(c, PARAMS, GRADS), f"{name}(weight_decay=0.0{more})"
     without = updates(c, PARAMS, GRADS)
     np.testing.assert_allclose(
         plain["up"]["kernel"] - without["up"]["kernel"], -0.05 * PARAMS["up"]["kernel"], rtol=1e-4
@@ -125,24 +125,24 @@ def test_adamw_decays_kernels_only():
 
 def test_masked_decay_comes_after_clipping():
     c = common.run()
-    c.optimizer, c.clip, c.masked_decay = {"name": "sgd"}, 1.0, 0.1
+    c.optimizer, c.clip, c.masked_decay = "sgd", 1.0, 0.1
     masks = {"up": {"kernel": jnp.array([True, False]), "bias": jnp.array(True)}}
     found = updates(c, PARAMS, GRADS, masks=masks)["up"]
     np.testing.assert_allclose(found["kernel"], -0.5 * np.array([0.6, 0.8 - 0.2]), rtol=1e-6)
 
 
-def test_step_adam_counts_in_shares_of_the_run():
-    c = common.run()
-    c.optimizer = {"name": "step_adam", "after": "10%", "before": "50%"}
-    assert "up" in updates(c, PARAMS, GRADS)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "said"),
-    [({"name": "adamx"}, "Did you mean 'adam"), ({"name": "sgd", "momentun": 0.9}, r"Did you mean 'momentum'\?")],
+    [
+        ("adamx()", "Did you mean 'adam"),
+        ("sgd(momentun=0.9)", r"Did you mean 'momentum'\?"),
+        ("sgd(0.9)", "no call with named options"),
+        ("sgd(momentum=", "no call with named options"),
+        ("step_adam()", "after"),
+    ],
 )
 def test_wrong_optimizers(optimizer, said):
     c = common.run()
-    c.optimizer = ConfigDict(optimizer)
+    c.optimizer = optimizer
     with pytest.raises(Mistake, match=said):
         updates(c, PARAMS, GRADS)

@@ -212,19 +212,25 @@ def windows(n: int, length: int) -> int:
     return n // length - 1
 
 
-def take(tokens: jax.Array, epoch: jax.Array, index: jax.Array, length: int, seed) -> tuple[jax.Array, jax.Array]:
+def rows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """The tokens as `take` reads them, (n, length): so that no place in a long text is a number past 32 bits."""
+    return tokens[: len(tokens) // length * length].reshape(-1, length)
+
+
+def take(rows: jax.Array, epoch: jax.Array, index: jax.Array, seed) -> tuple[jax.Array, jax.Array]:
     """Inputs and targets, int32 (batch, length): windows ``index`` of their ``epoch``s, as `order.positions` gives them.
 
-    Inside the compiled step, out of tokens that lie on the device and are an argument of the step.
+    Inside the compiled step, out of `rows` that lie on the device and are an argument of the step.
 
-    >>> take(jnp.arange(100, 120), jnp.array([0, 0, 1]), jnp.array([0, 1, 0]), 4, seed=0)[0].tolist()
+    >>> take(jnp.arange(100, 120).reshape(-1, 4), jnp.array([0, 0, 1]), jnp.array([0, 1, 0]), seed=0)[0].tolist()
     [[103, 104, 105, 106], [107, 108, 109, 110], [102, 103, 104, 105]]
     """
+    length = rows.shape[1]
     key = jnp.stack([jnp.uint32(length), jnp.asarray(seed).astype(jnp.uint32)])
     shift = (bits(key, epoch.astype(jnp.uint32)) % np.uint32(length)).astype(jnp.int32)
-    cut = jax.vmap(lambda start: lax.dynamic_slice(tokens, (start,), (length + 1,)))
-    rows = cut(shift + index * np.int32(length)).astype(jnp.int32)
-    return rows[:, :-1], rows[:, 1:]
+    pairs = jnp.concatenate([rows[index], rows[index + 1]], 1)
+    cut = jax.vmap(lambda pair, start: lax.dynamic_slice(pair, (start,), (length + 1,)))(pairs, shift)
+    return cut[:, :-1].astype(jnp.int32), cut[:, 1:].astype(jnp.int32)
 
 
 def cut(tokens: np.ndarray, length: int) -> np.ndarray:

@@ -59,7 +59,9 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """Up, activation, down."""
 
-    def __init__(self, width: int, hidden: int, activation: Callable, *, inits=(INIT, INIT), dtype=None, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, hidden: int, activation: Callable, *, inits=(INIT, INIT), dtype=None, rngs: nnx.Rngs
+    ):
         self.up = linear(width, hidden, inits[0], dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, inits[1], dtype=dtype, rngs=rngs)
         self.activation = activation
@@ -75,7 +77,18 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, width, heads, hidden, activation, epsilon, *, causal=False, post=False, inits=(INIT, INIT), dtype, rngs: nnx.Rngs
+        self,
+        width,
+        heads,
+        hidden,
+        activation,
+        epsilon,
+        *,
+        causal=False,
+        post=False,
+        inits=(INIT, INIT),
+        dtype,
+        rngs: nnx.Rngs,
     ):
         self.norm1 = norm(width, epsilon, rngs=rngs)
         self.attention = Attention(width, heads, causal=causal, inits=inits, dtype=dtype, rngs=rngs)

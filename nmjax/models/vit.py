@@ -54,9 +54,7 @@ class ViT(nnx.Module):
                 f"{max(1, image // max(patch, 1)) * max(patch, 1)} pixels for one."
             )
         size = (patch, patch)
-        self.patches = nnx.Conv(
-            channels, width, size, strides=size, padding="VALID", dtype=dtype, rngs=rngs
-        )
+        self.patches = nnx.Conv(channels, width, size, strides=size, padding="VALID", dtype=dtype, rngs=rngs)
         self.cls = nnx.Param(jax.nn.initializers.normal(1e-6)(rngs.params(), (1, width))) if pool == "cls" else None
         tokens = (image // patch) ** 2 + (pool == "cls")
         self.positions = nnx.Param(INIT(rngs.params(), (tokens, width)))
