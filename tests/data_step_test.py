@@ -1,6 +1,5 @@
 """Order, augmentation and windows: what of the data is computed inside the compiled step."""
 
-import doctest
 import logging
 from functools import partial
 
@@ -16,14 +15,6 @@ from experiments.errors import Mistake
 
 RNG = np.random.default_rng(0)
 positions = jax.jit(order.positions, static_argnums=(2, 3))
-
-
-@pytest.mark.parametrize("module", [order, text], ids=lambda module: module.__name__)
-def test_doctests(module):
-    flags = doctest.NORMALIZE_WHITESPACE
-    failed, tried = doctest.testmod(module, extraglobs={"jax": jax, "jnp": jnp, "np": np}, optionflags=flags)
-    assert tried > 0
-    assert failed == 0
 
 
 # ---- order ----
