@@ -5,8 +5,11 @@ python launch.py --config=configs/vit_24.py [--workdir=DIR] [--mode=train|eval|p
 
 import sys
 
-from experiments import command
-from experiments.errors import Failed, Mistake
+try:
+    from experiments import command
+    from experiments.errors import Failed, Mistake
+except ModuleNotFoundError as error:
+    sys.exit(f"launch.py: the package {error.name} is missing: make run, then .venv/bin/python launch.py ...")
 
 if __name__ == "__main__":
     try:

@@ -10,7 +10,7 @@ def run() -> ConfigDict:
     c = ConfigDict()
     c.experiment = ""  # image or text: a file of experiments/
     c.seed = 0  # of weights, data order, augmentation and pruning noise
-    c.epochs, c.steps = 0.0, 0  # how long: one of them
+    c.epochs, c.steps = 0.0, 0  # how long: steps, if they are not 0
     c.batch = 128  # examples an optimizer step ...
     c.accumulate = 1  # ... in so many micro-batches
     c.dtype = "float32"  # what layers compute in, or bfloat16; parameters are float32

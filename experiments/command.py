@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import importlib.util
+import json
 import shlex
 import sys
 import time
@@ -50,9 +51,13 @@ def read(argv: list[str]) -> tuple[ConfigDict, str, str, str]:
             page = argv[i + 1]
         elif i == 0 or argv[i - 1] != "--config":
             words.append(word)
-    if not page:
+    own = next((w.removeprefix("--workdir=") for w in words if w.startswith("--workdir=")), "")
+    if not page and "--mode=eval" in words and (Path(own) / "config.json").is_file():
+        config, page = ConfigDict(json.loads((Path(own) / "config.json").read_text())), Path(own).name
+    elif page:
+        config = load(page)
+    else:
         raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages())}.")
-    config = load(page)
     for word in words[1:]:
         if word.startswith("--config."):
             _exists(config, word.removeprefix("--config.").partition("=")[0])

@@ -1,7 +1,6 @@
 """A run's directory: its config, where it came from, its metrics as lines and as TensorBoard events, its checkpoints."""
 
 import contextlib
-import difflib
 import json
 import os
 import platform
@@ -27,9 +26,6 @@ class Record:
     def __init__(self, workdir: Path, config, about: dict, plan):
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
-            workdir.mkdir(parents=True, exist_ok=True)
-            if lines(self.metrics):  # else there is nothing to go on with
-                same_config(workdir, config)
             replace(workdir / "config.json", _resolved(config))
             replace(workdir / "plan.txt", f"{plan}\n")
             replace(workdir / "plan.html", plan._repr_html_())
@@ -56,7 +52,7 @@ class Record:
 
     def write(self, kind: str, step: int, **values) -> None:
         """A line of metrics: numbers, or tables of numbers by layer."""
-        line = {"step": step, "seconds": round(time.monotonic() - self._began, 3), "kind": kind, **values}
+        line = {"step": step, "seconds": round(self.elapsed(), 3), "kind": kind, **values}
         self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
         for name, value in values.items():
@@ -88,6 +84,10 @@ class Record:
         if arrays:
             np.savez_compressed(self.dir / "pictures.npz", **arrays)
 
+    def elapsed(self) -> float:
+        """Seconds that the run has taken, those before it was gone on with too."""
+        return time.monotonic() - self._began
+
     def close(self, outcome: str) -> None:
         self.about |= {"ended": _now(), "outcome": outcome}
         self._about()
@@ -103,17 +103,41 @@ def _resolved(config) -> str:
     return json.dumps(config.to_dict(), indent=1, sort_keys=True)
 
 
+def check(workdir: Path, config) -> None:
+    """Refuse, before anything is done, a directory that cannot be written or that holds a run of another config."""
+    if workdir.exists() and not workdir.is_dir():
+        raise Mistake(f"--workdir={workdir} is a file, not a directory.")
+    with writable(workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
+        (draft := workdir / ".writable").touch()
+        draft.unlink()
+    if lines(workdir / "metrics.jsonl"):  # else there is nothing to go on with
+        same_config(workdir, config)
+
+
+def finished(workdir: Path) -> bool:
+    about = workdir / "run.json"
+    return about.exists() and json.loads(about.read_text())["outcome"] == "finished"
+
+
 def same_config(workdir: Path, config) -> None:
     """Refuse the directory of a run of another config."""
-    old = workdir / "config.json"
-    there, here = old.read_text() if old.exists() else "", _resolved(config)
+    there, here = _flat(json.loads((workdir / "config.json").read_text())), _flat(json.loads(_resolved(config)))
     if there != here:
-        changed = [
-            line[2:].strip(" ,") for line in difflib.ndiff(there.splitlines(), here.splitlines()) if line[0] in "-+"
-        ]
+        names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
+        changed = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names[:4])
         raise Mistake(
-            f"--workdir={old.parent} holds a run of another config ({'; '.join(changed[:4])}). Give this one a directory of its own."
+            f"--workdir={workdir} holds a run of another config ({changed}). Give this one a directory of its own; to evaluate "
+            f"that one, write --mode=eval --workdir={workdir} alone."
         )
+
+
+def _flat(tree: dict, before: str = "") -> dict:
+    """The fields of a config by their dotted names."""
+    flat = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+    return flat
 
 
 @contextlib.contextmanager

@@ -52,16 +52,15 @@ def model(config, known: dict, rngs, **fixed):
 
 
 def steps(config, examples: int) -> int:
-    """Optimizer steps of the whole run, out of ``config.steps`` or ``config.epochs``."""
+    """Optimizer steps of the whole run: ``config.steps``, or where that is 0 ``config.epochs``."""
     if config.batch < 1 or config.accumulate < 1 or config.batch % config.accumulate:
         raise Mistake(
             f"config.batch={config.batch} is cut into config.accumulate={config.accumulate} micro-batches, so it has to be a "
             "multiple of it."
         )
-    if (config.steps > 0) == (config.epochs > 0):
+    if config.steps <= 0 and config.epochs <= 0:
         raise Mistake(
-            f"config.steps={config.steps} and config.epochs={config.epochs:g}: one of them says how long the run is, the other "
-            "is 0."
+            f"config.steps={config.steps} and config.epochs={config.epochs:g}: one of them says how long the run is."
         )
     return config.steps or max(1, round(config.epochs * examples / config.batch))
 
@@ -126,8 +125,10 @@ def optimizer(config, rate: Callable, total: int) -> optax.GradientTransformatio
     """
     name, options = call(in_steps(config.optimizer, total), "config.optimizer")
     ours = {"step_adam": nm.optim.step_adam}
-    known = [n for n, f in vars(optax).items() if inspect.isfunction(f) and _rates(f)]
-    make = ours.get(name) or getattr(optax, one_of(name, [*known, *ours], "config.optimizer.name"))
+    known = [
+        n for n, f in vars(optax).items() if inspect.isfunction(f) and _rates(f) and n[0] != "_" and "scale_by" not in n
+    ]
+    make = ours.get(name) or getattr(optax, one_of(name, [*known, *ours], "config.optimizer"))
     takes = inspect.signature(make).parameters
     chain = [optax.clip_by_global_norm(config.clip)] * (config.clip > 0)
     chain += [nm.optim.masked_decay(config.masked_decay)] * (config.masked_decay > 0)

@@ -4,7 +4,7 @@ import contextlib
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -61,9 +61,10 @@ class Screen:
         if not self.console.is_terminal:
             yield
             return
-        columns = (BarColumn(None), TextColumn("{task.completed:,}/{task.total:,}"), TextColumn("{task.description}"))
-        times = (TimeElapsedColumn(), TextColumn("+"), TimeRemainingColumn(compact=True))
-        with Progress(*columns, *times, console=self.console) as self._bar:
+        columns = (BarColumn(12), TextColumn("{task.completed:,}/{task.total:,}"), TextColumn("{task.description}"))
+        with Progress(
+            *columns, TimeRemainingColumn(compact=True), TextColumn("left"), console=self.console
+        ) as self._bar:
             self._task = self._bar.add_task("", total=total, completed=start)
             yield
         self._bar = None
@@ -72,7 +73,8 @@ class Screen:
         """The bar, or a line a twentieth of the run."""
         shown = [f"{name} {form(name, means[name])}" for name in ("loss", "accuracy") if name in means]
         if "per_second" in means:
-            shown += [f"{number(means['per_second'])} {self.unit}/s", f"{number(means['flops_per_second'])}FLOP/s"]
+            shown.append(f"{number(means['per_second'])} {self.unit}/s")
+            shown += [f"{number(means['flops_per_second'])}FLOP/s"] * (self.console.width >= 100)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description="  ".join(shown))
         elif (step - self._said) * 20 >= self._total or step == self._total:

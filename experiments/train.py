@@ -13,13 +13,23 @@ from experiments import report
 from experiments.errors import Failed, Mistake
 from experiments.meter import Meter
 from experiments.program import Program, Task
-from experiments.record import Checkpoints, Record, same_config
+from experiments.record import Checkpoints, Record, check, finished, same_config
 from experiments.show import Screen, clock, figures, form, number
 
 
 def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -> dict[str, float]:
     """Train, evaluate or plan; and the figures of the last evaluation."""
-    began, program, screen = time.monotonic(), Program(config, task), Screen(task.unit)
+    began, screen = time.monotonic(), Screen(task.unit)
+    if mode == "train":
+        check(workdir, config)
+        if finished(workdir):
+            screen.line(
+                f"finished already: {workdir}/report.html. --mode=eval evaluates it; another --workdir trains anew."
+            )
+            return {}
+    if mode == "eval" and not (workdir / "checkpoints").is_dir():
+        raise Mistake(f"--mode=eval: {workdir} holds no checkpoints; --workdir names the directory of a run.")
+    program = Program(config, task)
     screen.header(name, facts := header(program))
     screen.line(f"\n{program.plan}\n")
     if mode == "plan":
@@ -29,7 +39,7 @@ def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -
     about = {
         "name": name,
         "command": command,
-        "header": facts,
+        "header": [fact for fact in facts if fact[0] != "note"],
         "unit": task.unit,
         "metric": task.metric,
         "notes": task.notes,
@@ -45,7 +55,7 @@ def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -
             record.close("interrupted" if stopped else f"failed: {error or repr(error)}")
             report.write(workdir)
         if stopped:
-            goes_on = f"The same command with --workdir={workdir} goes on."
+            goes_on = f"The same command with --workdir={workdir} goes on from it, or begins anew."
             raise KeyboardInterrupt(f"interrupted. {checkpoints.kept()} {goes_on}") from None
         if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too
             raise Failed(f"{str(error).rstrip('.')}. {checkpoints.kept()}") from error
@@ -131,7 +141,7 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
     checkpoints.close()
     names = sorted(found, key=lambda name: (task.metric not in name, "hardened" not in name))
     summary = [(name.replace("_", " "), form(name, found[name])) for name in names]
-    summary += [(f"best {task.metric}", form(task.metric, best)), ("time", clock(time.monotonic() - began))]
+    summary += [(f"best {task.metric}", form(task.metric, best)), ("time", clock(record.elapsed()))]
     if meter.first is not None:
         summary.append(("first step", f"after {meter.first - began:.1f} s"))
     record.keep(summary, program.pictures(state))
@@ -147,8 +157,6 @@ def _finite(found: dict[str, float], step: int) -> None:
 
 def evaluate(program: Program, workdir: Path, screen: Screen) -> dict[str, float]:
     """The best and the last checkpoint of a run, on the test split."""
-    if not (workdir / "checkpoints").is_dir():
-        raise Mistake(f"--mode=eval: {workdir} holds no checkpoints; --workdir names the directory of a run.")
     same_config(workdir, program.config)
     checkpoints, found = Checkpoints(workdir), {}
     for name in ("last", "best"):

@@ -116,14 +116,15 @@ def test_a_directory_of_another_config_is_left_as_it_is(tmp_path):
     run.write("train", 1, loss=1.0)
     run.close("finished")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(Mistake, match='"seed": 0; "seed": 1'):
-        made(tmp_path, seed=1)
+    with pytest.raises(Mistake, match="seed: 0 there, 1 here"):
+        record.check(tmp_path, ConfigDict({"seed": 1}))
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
 
 
 def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
     made(tmp_path).close("failed")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+    record.check(tmp_path, ConfigDict({"seed": 1}))
     made(tmp_path, seed=1).close("finished")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
 

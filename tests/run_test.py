@@ -231,13 +231,13 @@ def test_what_cannot_be_done_is_one_line(page, change, said):
 # ---- whole runs ----
 
 
-def launch(*words: str, code: int = 0):
+def launch(*words: str, code: int = 0, **env: str):
     done = subprocess.run(
         [sys.executable, "launch.py", *words],
         capture_output=True,
         text=True,
         cwd=command.ROOT,
-        env=os.environ | {"COLUMNS": "120"},
+        env=os.environ | {"COLUMNS": "120"} | env,
     )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     return done
@@ -289,6 +289,19 @@ def test_a_run_leaves_its_directory(finished):
     assert [p.name for p in (workdir / "checkpoints" / "last").iterdir()] == ["4"]
 
 
+def test_the_number_of_devices_changes_rounding_alone(finished, tmp_path):
+    one = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=1")
+    launch("--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'one'}", XLA_FLAGS=one)
+    assert '"1 x cpu"' in (tmp_path / "one" / "run.json").read_text()
+    told = [
+        [line for line in record.lines(d / "metrics.jsonl") if line["kind"] == "train"]
+        for d in (finished[0], tmp_path / "one")
+    ]
+    for four, single in zip(*told, strict=True):
+        for name in ("loss", "gradient_norm", "accuracy"):
+            np.testing.assert_allclose(four[name], single[name], rtol=1e-4)
+
+
 def test_tensorboard_reads_its_events(finished):
     from tensorboardX.proto import event_pb2
 
@@ -307,20 +320,27 @@ def test_tensorboard_reads_its_events(finished):
 
 def test_a_finished_run_is_evaluated_from_its_checkpoint(finished):
     workdir, _ = finished
-    said = launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}", "--mode=eval").stdout
+    said = launch(f"--workdir={workdir}", "--mode=eval").stdout
     last = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()][-1]
     assert f"last, step 4: accuracy {last['accuracy']:.2%}, hardened {last['hardened_accuracy']:.2%}" in said
     assert "best, step" in said
-    done = launch("--config=configs/vit_dense.py:smoke", f"--workdir={workdir}", "--mode=eval", code=2)
-    assert "holds a run of another config" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_finished_run_is_left_as_it_is(finished):
+    workdir, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
+    said = launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}").stdout
+    assert said.startswith("finished already")
+    assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
 
 
 def test_a_directory_is_of_one_config(finished):
     workdir, _ = finished
     done = launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}", "--config.seed=1", code=2)
     assert "holds a run of another config" in done.stderr
-    assert '"seed": 1' in done.stderr
+    assert "seed: 0 there, 1 here" in done.stderr
+    done = launch("--config=configs/vit_dense.py:smoke", f"--workdir={workdir}", "--mode=eval", code=2)
+    assert "sparsity.blocks: 's_ste(2,4)' there, None here" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -389,7 +409,7 @@ def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path)
 
 def test_a_workdir_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(Mistake, match="cannot be written"):
+    with pytest.raises(Mistake, match="is a file, not a directory"):
         command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'file'}"], "")
 
 

@@ -36,9 +36,11 @@ def test_lengths():
     c.epochs, c.steps = 0.0, 7
     assert settings.steps(c, 1437) == 7
     c.epochs = 1.0
+    assert settings.steps(c, 1437) == 7
+    c.steps = c.epochs = 0
     with pytest.raises(Mistake, match="one of them"):
         settings.steps(c, 1437)
-    c.epochs, c.accumulate = 0.0, 3
+    c.epochs, c.accumulate = 1.0, 3
     with pytest.raises(Mistake, match="multiple"):
         settings.steps(c, 1437)
 
