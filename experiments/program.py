@@ -86,7 +86,7 @@ class Program:
         self.graph = nnx.split(self.model)[0]
         everywhere, self.split = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
         self.init = jax.jit(self._init, out_shardings=everywhere)
-        self.train = jax.jit(self._train, donate_argnums=0)
+        self.train = jax.jit(self._train, donate_argnums=0, out_shardings=everywhere)  # or it might compile twice
         self.score, self.hard_score = jax.jit(self._score), jax.jit(self._hard_score)
         self.harden, self.measure = jax.jit(self._harden), jax.jit(self._measure)
         self.masks, self.flips = jax.jit(self._masks), jax.jit(nm.metrics.flip_rates)

@@ -116,9 +116,16 @@ def throughput(run: Run) -> str:
     for key, title in titles.items():
         c = Curve("", *series(run.metrics.get("train", []), key), "s2", 1.8)
         if c.steps.size:
-            median = f" Median {large(float(np.median(c.values[c.finite])))}." if c.finite.any() else ""
-            words = last_words([c], large) + median
-            figures.append(plot(key, [c], words, run, cv.smoothed(c), title=title, say=large, bounds=(0,)))
+            words, lines = last_words([c], large), [c]
+            if c.finite.any():
+                middle = float(np.median(c.values[c.finite]))
+                words += f" Median {large(middle)}."
+                if (
+                    c.values > 2 * middle
+                ).any():  # steps that were done while the host was held up come out as one burst
+                    words += " What is above twice that is drawn there."
+                lines = cv.smoothed(c._replace(values=np.where(c.values > 2 * middle, 2 * middle, c.values)))
+            figures.append(plot(key, [c], words, run, lines, title=title, say=large, bounds=(0,)))
     return _grid(figures)
 
 
