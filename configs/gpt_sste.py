@@ -2,7 +2,8 @@
 
     python launch.py --config=configs/gpt_sste.py
 
-Bytes of the standard library's pages, two CPU cores: three minutes; 1.465 ± 0.015 nats a byte (three seeds), dense 1.430 ± 0.007: 2.5 % more. Its dense twin is configs/gpt_dense.py.
+Bytes of the standard library's pages, two CPU cores: three minutes; 1.465 ± 0.015 nats a byte (three seeds), dense
+1.430 ± 0.007: 2.5 % more. Its dense twin is configs/gpt_dense.py.
 Any text: --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
 """
 

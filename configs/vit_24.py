@@ -2,7 +2,8 @@
 
     python launch.py --config=configs/vit_24.py
 
-Digits, 8x8, two CPU cores: under two minutes; 98.1 ± 0.4 % of the 360 test images (three seeds), dense 98.2 ± 0.3. Its dense twin is configs/vit_dense.py.
+Digits, 8x8, two CPU cores: under two minutes; 98.1 ± 0.4 % of the 360 test images (three seeds), dense 98.2 ± 0.3. Its
+dense twin is configs/vit_dense.py.
 Other data: --config=configs/vit_24.py:cifar10 (or fashion_mnist, mnist) with --config.data.dir=DIR.
 """
 
