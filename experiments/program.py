@@ -32,9 +32,7 @@ class Task(Protocol):
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module: ...
     def example(self, batch: int) -> tuple: ...  # what the model is called with, as shapes
-    def feed(
-        self, start: int
-    ) -> Iterable: ...  # the arrays of every step from start on: held ones again and again, or a stream
+    def feed(self, start: int, mesh) -> Iterable: ...  # the arrays of every step from start on: held ones, or a stream
     def batch(self, arrays, seed, step) -> Any: ...  # out of them, inside the compiled step
     def loss(self, model, batch) -> tuple[jax.Array, dict]: ...  # and what else to show
     def tests(self, mesh) -> Iterable: ...  # batches of the test split
@@ -74,7 +72,7 @@ class Program:
                 f"examples, which {self.mesh.size} devices cannot share evenly."
             )
         with settings.as_mistake("the model"):
-            self.model = nnx.eval_shape(lambda: task.make(nnx.Rngs(0)))
+            nnx.eval_shape(lambda: task.make(nnx.Rngs(0)))
         with settings.as_mistake("config.rules and config.sparsity"):
             self.model = nnx.eval_shape(lambda: nm.nnx.sparsify(task.make(nnx.Rngs(0)), self.recipe))
             self.plan = nm.nnx.plan(self.model, *task.example(config.batch // config.accumulate))
@@ -204,6 +202,7 @@ class Program:
         batch = self.task.batch(arrays, state.seed, state.step)
         batch = jax.tree.map(lambda v: v[: self.config.batch // self.config.accumulate], batch)
         model = nnx.merge(self.graph, state.params, state.rest, copy=True)
+        model.train()
         nm.nnx.set_step(model, self._now(state))
         weights = nm.nnx.weights(model)
         errors = nm.nnx.gradient_errors(model, lambda model: self.task.loss(model, batch)[0])

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 class Record:
     """Writes what a run says of itself: config.json, run.json, plan.txt and plan.html, metrics.jsonl, TensorBoard events.
 
-    What a directory holds of the same config is gone on with; of another one it is refused.
+    What a directory holds of the same config is gone on with; `check` has refused that of another one.
     """
 
     def __init__(self, workdir: Path, config, about: dict, plan):
@@ -73,14 +73,10 @@ class Record:
     def keep(self, summary: list, pictures: dict) -> None:
         """What the report shows beside the curves."""
         self.about["summary"] = summary
-        arrays = {name: value for name, value in pictures.items() if isinstance(value, np.ndarray | str | int)}
-        if texts := {
-            name: value
-            for name, value in pictures.items()
-            if name in ("prompt", "samples") and isinstance(value, str | list)
-        }:
+        texts = {name: value for name, value in pictures.items() if name == "prompt" or isinstance(value, list)}
+        arrays = {name: value for name, value in pictures.items() if name not in texts}
+        if texts:
             replace(self.dir / "text.json", json.dumps(texts))
-        arrays = {name: value for name, value in arrays.items() if name not in texts}
         if arrays:
             np.savez_compressed(self.dir / "pictures.npz", **arrays)
 
@@ -122,6 +118,10 @@ def finished(workdir: Path) -> bool:
 
 def same_config(workdir: Path, config) -> None:
     """Refuse the directory of a run of another config."""
+    if not (workdir / "config.json").is_file():
+        raise Mistake(
+            f"--workdir={workdir} has lost its config.json, so nothing says what its run was. Give another one."
+        )
     there, here = _flat(json.loads((workdir / "config.json").read_text())), _flat(json.loads(_resolved(config)))
     if there != here:
         names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
@@ -144,7 +144,7 @@ def _flat(tree: dict, before: str = "") -> dict:
 def writable(workdir: Path):
     try:
         yield
-    except (PermissionError, FileExistsError, NotADirectoryError, OSError) as error:
+    except OSError as error:
         raise Mistake(f"--workdir={workdir} cannot be written: {error.strerror or error}.") from error
 
 

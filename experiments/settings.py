@@ -58,9 +58,10 @@ def steps(config, examples: int) -> int:
             f"config.batch={config.batch} is cut into config.accumulate={config.accumulate} micro-batches, so it has to be a "
             "multiple of it."
         )
-    if config.steps <= 0 and config.epochs <= 0:
+    if min(config.steps, config.epochs) < 0 or config.steps == config.epochs == 0:
         raise Mistake(
-            f"config.steps={config.steps} and config.epochs={config.epochs:g}: one of them says how long the run is."
+            f"config.steps={config.steps} and config.epochs={config.epochs:g}: one of them says how long the run is, and "
+            "neither is negative."
         )
     return config.steps or max(1, round(config.epochs * examples / config.batch))
 

@@ -40,7 +40,10 @@ def test_lengths():
     c.steps = c.epochs = 0
     with pytest.raises(Mistake, match="one of them"):
         settings.steps(c, 1437)
-    c.epochs, c.accumulate = 1.0, 3
+    c.steps, c.epochs = -5, 1.0
+    with pytest.raises(Mistake, match="neither is negative"):
+        settings.steps(c, 1437)
+    c.steps, c.accumulate = 0, 3
     with pytest.raises(Mistake, match="multiple"):
         settings.steps(c, 1437)
 
