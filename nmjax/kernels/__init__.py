@@ -1,0 +1,1 @@
+"""Packed 2:4 products, pruning and packing on GPUs."""
