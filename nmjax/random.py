@@ -85,5 +85,9 @@ def counter(shape: tuple[int, ...]) -> jax.Array:
 
 def uniform(key_words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Float32 in [0, 1), on a grid of 2**-23."""
-    mantissa = bits(key_words, counter(shape)) >> _U32(9)
-    return lax.bitcast_convert_type(mantissa | _U32(0x3F800000), jnp.float32) - 1
+    return as_uniform(bits(key_words, counter(shape)))
+
+
+def as_uniform(drawn: jax.Array) -> jax.Array:
+    """Float32 in [0, 1) of the upper 23 bits."""
+    return lax.bitcast_convert_type(drawn >> _U32(9) | _U32(0x3F800000), jnp.float32) - 1

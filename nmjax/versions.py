@@ -20,6 +20,13 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def triton(**options):
+    """Parameters of a Triton kernel; imported late, for where there is no such route."""
+    from jax.experimental.pallas import triton as route
+
+    return route.CompilerParams(**options)
+
+
 def has_warp_products() -> bool:
     """Whether Mosaic has register layouts for Ampere's mma instructions: from 0.11 on."""
     return hasattr(plgpu.Layout, "MMA_ACC")

@@ -30,3 +30,13 @@ class mse(Grouped):
     @property
     def selects(self) -> bool:
         return True
+
+    def of_members(self, x: list[jax.Array], u=None, state=None) -> list[jax.Array]:
+        """The same of a list of the members of groups: how a kernel has them."""
+        size = [groups.magnitude(v).astype(jnp.int32) for v in x]
+        pruned = []
+        for i, (v, mine) in enumerate(zip(x, size, strict=True)):
+            ahead = [other >= mine if j < i else other > mine for j, other in enumerate(size) if j != i]
+            kept = sum(a.astype(jnp.int32) for a in ahead) < self.n
+            pruned.append(jnp.where(kept, v, jnp.zeros((), v.dtype)))
+        return pruned

@@ -47,6 +47,13 @@ class mvue(Grouped):
         way = _single if self.n == 1 else _unrolled if self.m <= 16 else _whole
         return way(g, u, axis + 1, self.n).reshape(x.shape)
 
+    def of_members(self, x: list[jax.Array], u: jax.Array, state=None) -> list[jax.Array]:
+        """The same of a list of the members of groups: how a kernel has them."""
+        wide = [groups.wide(v) for v in x]
+        hits, tau = chosen(wide, u, self.n)
+        tau = tau.astype(x[0].dtype).astype(wide[0].dtype)
+        return [jnp.where(hit, _value(v, tau), 0.0).astype(x[0].dtype) for hit, v in zip(hits, wide, strict=True)]
+
 
 def group_uniforms(x: jax.Array, axis: int, m: int, ctx: Ctx) -> jax.Array:
     """One uniform for every group along an axis."""
@@ -79,21 +86,30 @@ def _single(g, u, axis, n):
 
 def _unrolled(g, u, axis, n):
     """Member by member."""
-    x = [groups.wide(v) for v in groups.members(g, axis)]
+    hits, tau = chosen([groups.wide(v) for v in groups.members(g, axis)], u, n)
+    return _written(g, groups.spread(hits, g.shape, axis), tau)
+
+
+def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], jax.Array]:
+    """Which members of groups a draw keeps, and tau. Without a multiplication that is added to, which a GPU would round
+    once where a CPU rounds twice: kernels choose by this too, and choose the same."""
     a = [weights(jnp.abs(v), len(x)) for v in x]
     sat, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), sum(a)
     for _ in range(n - 1):
         sat = [s | ((v * left >= rest) & (v > 0)) for s, v in zip(sat, a, strict=True)]
         left = n - sum(s.astype(u.dtype) for s in sat)
         rest = sum(jnp.where(s, 0.0, v) for s, v in zip(sat, a, strict=True))
-    tau, per_tau = _threshold(rest, left)
+    share = sum(jnp.where(left == j, 1 / j, 0.0) for j in range(1, n + 1))  # 1 / left
+    tau = rest * share.astype(u.dtype)
+    points = [(u + j) * tau for j in range(n)]
     upto, before, hits = jnp.zeros_like(u), jnp.zeros_like(u), []
     for v, s in zip(a, sat, strict=True):
         upto = upto + jnp.where(s, 0.0, v)
-        points = _points(upto, rest, per_tau, u, left)
-        hits.append(s | (points > before))
-        before = points
-    return _written(g, groups.spread(hits, g.shape, axis), tau)
+        passed = jnp.minimum(sum((point < upto).astype(u.dtype) for point in points), left)
+        passed = jnp.where(rest > 0, jnp.where(upto >= rest, left, passed), 0.0)  # all of them where the mass ends
+        hits.append(s | (passed > before))
+        before = passed
+    return hits, tau
 
 
 def _whole(g, u, axis, n):

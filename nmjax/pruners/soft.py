@@ -48,6 +48,11 @@ class soft(Remembering, Grouped):
         t = jnp.max(jnp.where(kept, 0.0, jnp.abs(w)), axis + 1, keepdims=True)
         return _beyond(w, t, kept).reshape(x.shape)
 
+    def of_members(self, x: list[jax.Array], u=None, state=None) -> list[jax.Array]:
+        """The same of a list of the members of groups: how a kernel has them."""
+        scale = 1.0 if state is None else state
+        return [(v * scale).astype(x[0].dtype) for v in _shrunk(x, self.n)]
+
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """The n largest magnitudes, where the result may be other than zero: what flip rates count."""
         return groups.top(x, axis, self.n, self.m)

@@ -58,14 +58,26 @@ class transposable(Grouped):
         first, second = sorted((axis, other))
         tiles = groups.split(groups.split(x, second, m), first, m)
         rows, columns = first + 1, second + 2  # of a tile
-        size = jnp.abs(groups.wide(tiles))
-        size = jnp.where(size < _HUGE, size, _HUGE)
+        size = _weight(tiles)
         if (self.n, m) == (2, 4):
             kept = _halves(size, rows, columns)
         else:
             inner = jnp.moveaxis(size, (rows, columns), (-2, -1))
             kept = jnp.moveaxis(_priced(inner, self.n), (-2, -1), (rows, columns))
         return groups.unsplit(groups.unsplit(kept, second + 1), first)
+
+
+    def of_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """The same of the 4 x 4 members of tiles of 2:4: how a kernel has them."""
+        word = _best_word([[_weight(v) for v in row] for row in x])
+        keep = lambda i, j: (word >> np.int32(4 * i + j)) & 1 == 1
+        zero = jnp.zeros((), x[0][0].dtype)
+        return [[jnp.where(keep(i, j), v, zero) for j, v in enumerate(row)] for i, row in enumerate(x)]
+
+
+def _weight(x):
+    size = jnp.abs(groups.wide(x))
+    return jnp.where(size < _HUGE, size, _HUGE)
 
 
 # ---- 2:4, exactly ----
@@ -83,7 +95,13 @@ def _forms() -> dict[tuple[int, ...], list[tuple[int, int]]]:
 
 def _halves(size, rows, columns):
     """Mask of the best of the 90 tiles, straight-line: bit 4 i + j of a word a tile says whether (i, j) is kept."""
-    a = [groups.members(row, columns) for row in groups.members(size, rows)]
+    word = _best_word([groups.members(row, columns) for row in groups.members(size, rows)])
+    place = 4 * lax.broadcasted_iota(jnp.int32, size.shape, rows) + lax.broadcasted_iota(jnp.int32, size.shape, columns)
+    return (groups.settled(word.astype(size.dtype)).astype(jnp.int32) >> place) & 1 == 1
+
+
+def _best_word(a):
+    """The mask bits of the best tile, of 4 x 4 arrays of magnitudes."""
     upper, lower = _best_forms(a[:2]), _best_forms(a[2:])
     best, word = None, None
     for counts, (value, bits) in upper.items():
@@ -94,8 +112,7 @@ def _halves(size, rows, columns):
         else:
             better = total > best
             best, word = jnp.where(better, total, best), jnp.where(better, joint, word)
-    place = 4 * lax.broadcasted_iota(jnp.int32, size.shape, rows) + lax.broadcasted_iota(jnp.int32, size.shape, columns)
-    return (groups.settled(word.astype(size.dtype)).astype(jnp.int32) >> place) & 1 == 1
+    return word
 
 
 def _best_forms(pair_of_rows):
