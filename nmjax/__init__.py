@@ -18,7 +18,6 @@ from nmjax import (
 )
 from nmjax.combinators import (
     chain as chain,
-    fp8 as fp8,
     hold as hold,
     permute as permute,
     raw as raw,
@@ -26,6 +25,8 @@ from nmjax.combinators import (
     stages as stages,
 )
 from nmjax.estimators import decay as decay, sr_ste as sr_ste, ste as ste
+from nmjax.float8 import fp8 as fp8
+from nmjax.packing import Packed as Packed, pack as pack, unpack as unpack
 from nmjax.products import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,

@@ -3,8 +3,9 @@
 They compose by replacing slots: ``dataclasses.replace(s_ste(), dlhs_g=rescale(mse(2, 4)))``.
 """
 
-from nmjax.combinators import chain, fp8, hold, permute, raw, rescale, stages
+from nmjax.combinators import chain, hold, permute, raw, rescale, stages
 from nmjax.estimators import decay, sr_ste as sr, ste as straight
+from nmjax.float8 import fp8
 from nmjax.pruners import identity, mse, mvue as unbiased, mvue_approx, soft, transposable, uniform
 from nmjax.schedules import exponential
 from nmjax.sparsity import Sparsity
@@ -42,7 +43,8 @@ def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> 
     """S-STE: weights through a soft threshold, their scale frozen; unbiased gradients in dw (Hu et al., arXiv 2409.09099).
 
     ``gradient`` is "mvue" (exact), "mvue_approx" (the two draws that the paper trains with) or "dense". With ``fp8`` every
-    operand is rounded as in the paper: e4m3 forward, e5m2 for both operands of both backward products, after pruning.
+    operand is rounded as in the paper: e4m3 forward, e5m2 for both operands of both backward products, after pruning;
+    pruned gradients at random, for to the nearest they would no longer be unbiased.
 
     >>> s_ste()
     fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
@@ -59,7 +61,7 @@ def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> 
         fwd_rhs=straight(chain(soft(n, m), narrow)),
         dlhs_g=wide,
         dlhs_rhs=wide,
-        drhs_g=wide if g == identity else chain(g, wide),
+        drhs_g=wide if g == identity else chain(g, _fp8("e5m2", "random")),
         drhs_lhs=wide,
     )
 

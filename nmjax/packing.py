@@ -167,15 +167,15 @@ def _gathered(split, kept, axis, n):
     return jnp.concatenate(values, axis), jnp.concatenate(places, axis)
 
 
-def two_of_four(v: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def two_of_four(v: list[jax.Array], full: list[jax.Array] | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of the members of groups of four with at most two non-zeros the two that are stored, and their nibble: what `pack`
-    does, for kernels. Where there are more, the first two."""
-    full = [(x != 0).astype(jnp.int32) for x in v]  # NaN too
+    does, for kernels. Where there are more, the first two. ``full`` says which are not zero, where ``v`` are bits."""
+    full = [f.astype(jnp.int32) for f in full or [x != 0 for x in v]]  # NaN is not
     zeros_first = jnp.minimum(sum(full), 2)  # the rank of the first zero
     keep, fulls, zeros = [], jnp.zeros_like(full[0]), zeros_first
-    for x in full:
-        keep.append(jnp.where(x == 1, fulls, zeros) < 2)
-        fulls, zeros = fulls + x, zeros + 1 - x
+    for f in full:
+        keep.append(jnp.where(f == 1, fulls, zeros) < 2)
+        fulls, zeros = fulls + f, zeros + 1 - f
     one, two, three = (np.uint32(i) for i in (1, 2, 3))
     low = jnp.where(keep[0], np.uint32(0), jnp.where(keep[1], one, two))
     high = jnp.where(keep[3], three, jnp.where(keep[2], two, one))

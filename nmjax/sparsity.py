@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from nmjax import groups, random
-from nmjax.combinators import chain, fp8, permute, raw, stages
+from nmjax.combinators import chain, permute, raw, stages
 from nmjax.estimators import Estimator, ste
+from nmjax.float8 import fp8
 from nmjax.pruners import identity, transposable
 from nmjax.typing import Axes, Ctx, Pruner, Value
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from nmjax import combinators, estimators, methods, pruners, schedules
+from nmjax import combinators, estimators, float8, methods, pruners, schedules
 from nmjax.sparsity import SLOTS, Sparsity
 from nmjax.typing import Pruner
 
@@ -21,8 +21,9 @@ PRUNERS: dict[str, Callable | Pruner] = {
         name: getattr(module, name)
         for module, names in (
             (pruners, ("mse", "mvue", "mvue_approx", "soft", "transposable", "uniform")),
-            (combinators, ("chain", "fp8", "hold", "permute", "raw", "rescale", "stages")),
+            (combinators, ("chain", "hold", "permute", "raw", "rescale", "stages")),
             (estimators, ("decay", "sr_ste", "ste")),
+            (float8, ("fp8",)),
         )
         for name in names
     },
