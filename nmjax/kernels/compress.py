@@ -24,25 +24,27 @@ BLOCK = 64
 
 
 def compress(
-    x: jax.Array, axis: int, pruner: Pruner = identity, key=None, state=None, *, interpret: bool = False
+    x: jax.Array, words: jax.Array, scale: jax.Array, *, axis: int, pruner: Pruner = identity, interpret: bool = False
 ) -> Packed:
-    """``[B, R, C]`` pruned along its last axis or the one before, and packed. With `identity` it is 2:4 already."""
+    """``[B, R, C]`` pruned along its last axis or the one before, and packed. With `identity` it is 2:4 already. Of
+    ``words [S, 2]`` and ``scale [S]``, those of the noise and of `soft`, each serves as many arrays of the batch."""
     batch, rows, columns = x.shape
     blocks = (batch, rows // BLOCK, columns // BLOCK)
-    body = partial(_down if axis == -2 else _across, pruner=pruner, shape=x.shape, dtype=x.dtype)
+    options = {"pruner": pruner, "shape": x.shape, "dtype": x.dtype, "share": batch // len(words)}
+    body = partial(_down if axis == -2 else _across, **options)
     if axis == -2:
         seen, seen_block = x, (None, BLOCK, BLOCK)
         kept, kept_block = jax.ShapeDtypeStruct((batch, rows // 2, columns), x.dtype), (None, BLOCK // 2, BLOCK)
     else:  # two members a word, of 16 bits each: what a thread reads or writes at once
         seen, seen_block = pairs(x, 4), (None, BLOCK, BLOCK // 4, 2)
         kept, kept_block = jax.ShapeDtypeStruct((batch, rows, columns // 4), jnp.uint32), (None, BLOCK, BLOCK // 4)
-    words, words_block = _words_of(blocks, turned=axis == -2)
+    places, places_block = _words_of(blocks, turned=axis == -2)
     here = lambda shape: pl.BlockSpec(shape, lambda b, i, j: (b, i, j, 0)[: len(shape)])
-    values, places = call(
-        body, blocks, noise(key, state), [(seen, here(seen_block))], [(kept, here(kept_block)), (words, words_block)],
+    values, written = call(
+        body, blocks, (words, scale), [(seen, here(seen_block))], [(kept, here(kept_block)), (places, places_block)],
         interpret,
     )  # fmt: skip
-    return Packed(unpaired(values, x.dtype), as_words16(places), axis, 2, 4, "words16")
+    return Packed(unpaired(values, x.dtype), as_words16(written), axis, 2, 4, "words16")
 
 
 def compress_both(x: jax.Array, pruner: Pruner = identity, *, interpret: bool = False) -> tuple[Packed, Packed]:
@@ -69,22 +71,20 @@ def compress_both(x: jax.Array, pruner: Pruner = identity, *, interpret: bool = 
 # ---- the kernels ----
 
 
-def _across(words, scale, seen, values, places, *, pruner, shape, dtype):
+def _across(words, scale, seen, values, places, *, pruner, shape, dtype, share):
     """Groups along columns."""
     _, rows, columns = shape
     x = members_of(seen, slice(None), dtype)
-    u = uniforms(words, (rows, columns // 4), x[0].shape) if pruner.stochastic else None
-    first, second, nibble = two_of_four(pruned(pruner, x, u, scale))
+    first, second, nibble = two_of_four(_pruned(pruner, x, words, scale, (rows, columns // 4), share))
     values[...] = together(first, second)
     places[...] = _block_of_words(nibble)
 
 
-def _down(words, scale, seen, values, places, *, pruner, shape, dtype):
+def _down(words, scale, seen, values, places, *, pruner, shape, dtype, share):
     """Groups along rows."""
     _, rows, columns = shape
     x = [seen[pl.ds(j, BLOCK // 4, stride=4), :] for j in range(4)]
-    u = uniforms(words, (rows // 4, columns), x[0].shape) if pruner.stochastic else None
-    kept = two_of_four(pruned(pruner, x, u, scale))
+    kept = two_of_four(_pruned(pruner, x, words, scale, (rows // 4, columns), share))
     for j in range(2):
         values[pl.ds(j, BLOCK // 4, stride=2), :] = kept[j]
     places[...] = _block_of_words_down(kept[2])
@@ -111,7 +111,7 @@ def _both(seen, values, places, values_down, places_down, *, pruner, dtype):
 
 def call(body, grid, scalars, inputs, outputs, interpret):
     """A Triton kernel of some small arrays and of blocks of large ones."""
-    whole = [pl.BlockSpec(v.shape, lambda *_: (0,)) for v in scalars]
+    whole = [pl.BlockSpec(v.shape, lambda *_, rank=v.ndim: (0,) * rank) for v in scalars]
     kernel = pl.pallas_call(
         body,
         grid=grid,
@@ -124,28 +124,19 @@ def call(body, grid, scalars, inputs, outputs, interpret):
     return kernel(*scalars, *(v for v, _ in inputs))
 
 
-def noise(key, state):
-    """What a pruner reads beside values: two words and a scale."""
-    words = jnp.zeros(2, jnp.uint32) if key is None else random.words(key)
-    scale = jnp.ones(1, jnp.float32) if state is None else jnp.asarray(state, jnp.float32).reshape(1)
-    return words, scale
+def _pruned(pruner, x, words, scale, whole, share):
+    """The members of groups pruned, with one uniform a group by its number in ``whole``, the shape of an array's groups."""
+    block, of, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
+    row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
+    u = uniform(words, of, share, whole, row, column) if pruner.stochastic else None
+    return x if pruner == identity else pruner.of_members(x, u, scale[of // share])
 
 
-def pruned(pruner, x, u, scale):
-    return x if pruner == identity else pruner.of_members(x, u, scale[0])
-
-
-def uniforms(words, whole, block):
-    """One uniform for every group of this program's block, by its number in ``whole``, of every array of a batch."""
-    return random.as_uniform(random.bits((words[0], words[1]), numbers(whole, block)))
-
-
-def numbers(whole, block):
-    """Row-major numbers of the places of this program's block."""
-    batch, i, j = (pl.program_id(d).astype(jnp.uint32) for d in range(3))
-    at = lambda axis, start: start * np.uint32(block[axis]) + lax.broadcasted_iota(jnp.uint32, block, axis)
-    row = batch * np.uint32(whole[0]) + at(0, i)
-    return row * np.uint32(whole[1]) + at(1, j)
+def uniform(words, of, share, whole, row, column, first: int = 0):
+    """The uniforms of groups at these rows and columns, in array ``of`` of a batch whose every ``share`` have two words,
+    from the ``first`` on."""
+    number = (of % share * whole[0] + row).astype(jnp.uint32) * np.uint32(whole[1]) + column.astype(jnp.uint32)
+    return random.as_uniform(random.bits((words[of // share, first], words[of // share, first + 1]), number))
 
 
 def pairs(x, per_group):

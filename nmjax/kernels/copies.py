@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nmjax import float8, random
-from nmjax.kernels.compress import call, members_of, pairs, pruned
+from nmjax import float8
+from nmjax.kernels.compress import call, members_of, pairs, uniform
 from nmjax.packing import Packed, two_of_four
 from nmjax.pruners import identity, mvue, soft
 from nmjax.typing import Pruner
@@ -38,27 +38,27 @@ class Copy(NamedTuple):
 
 
 def copies(
-    x: jax.Array, wanted: tuple[Copy, ...], keys=None, state=None, *, interpret: bool = False
+    x: jax.Array, words: jax.Array, beta: jax.Array, *, wanted: tuple[Copy, ...], interpret: bool = False
 ) -> list[tuple[jax.Array | Packed, jax.Array]]:
-    """Copies of ``[B, R, C]`` of 16-bit values, each with the factor that undoes its scale. ``keys`` are the words of the
-    pruners' draws and of the roundings'."""
+    """Copies of ``[B, R, C]`` of 16-bit values, each with the factors that undo its scale. Of ``words [S, 4]``, of the
+    draws of pruners and of roundings, and ``beta [S]``, the scale of `soft`, each serves as many arrays of the batch, which
+    have one scale in common."""
     batch, rows, columns = x.shape
-    drawn = jnp.zeros(4, jnp.uint32) if keys is None else jnp.concatenate([random.words(key) for key in keys])
-    beta = jnp.float32(1) if state is None else jnp.asarray(state, jnp.float32)
-    largest = float8.largest(x)
-    scales = jnp.stack([float8.scale(largest * _growth(copy.pruner, beta), copy.format) for copy in wanted])
+    share = batch // len(words)
+    largest = jax.vmap(float8.largest)(x.reshape(-1, share, rows, columns))
+    scales = jnp.stack([float8.scale(largest * _growth(copy.pruner, beta), copy.format) for copy in wanted], 1)
     parts = [_parts(copy, x.shape) for copy in wanted]
     written = call(
-        partial(_kernel, wanted=wanted, shape=x.shape, dtype=x.dtype),
+        partial(_kernel, wanted=wanted, shape=x.shape, dtype=x.dtype, share=share),
         (batch, rows // ROWS, columns // COLUMNS),
-        (drawn, jnp.concatenate([beta.reshape(1), scales])),
+        (words, jnp.concatenate([beta[:, None], scales], 1)),
         [(pairs(x, 4), pl.BlockSpec((None, ROWS, COLUMNS // 4, 2), lambda b, i, j: (b, i, j, 0)))],
         [part for both in parts for part in both],
         interpret,
     )
     made = iter(written)
-    undo = lambda i: jnp.where(scales[i] > 0, 1 / scales[i], 0.0)
-    return [(_made(copy, [next(made) for _ in both]), undo(i)) for i, (copy, both) in enumerate(zip(wanted, parts, strict=True))]
+    each = zip(wanted, parts, (1 / scales).T, strict=True)
+    return [(_made(copy, [next(made) for _ in both]), undo) for copy, both, undo in each]
 
 
 def _growth(pruner, beta):
@@ -90,14 +90,14 @@ def _made(copy, arrays):
     return Packed(flat(arrays[0]), lax.bitcast_convert_type(arrays[1], jnp.uint32), -1, 2, 4, "words8")
 
 
-def _kernel(drawn, factors, seen, *outputs, wanted, shape, dtype):
+def _kernel(words, factors, seen, *outputs, wanted, shape, dtype, share):
     some = lambda i, count: pl.ds(i, count, stride=4)
     tile = [members_of(seen, some(i, ROWS // 4), dtype) for i in _FOUR]
     turn = lambda word, turned: _turned(word) if turned else word
     outputs = iter(outputs)
     for at, copy in enumerate(wanted):
         down = copy.axis == -2
-        rounded = [_rounded(tile, copy, down, i, drawn, factors[0], factors[1 + at], shape) for i in _FOUR]
+        rounded = [_rounded(tile, copy, down, i, at, words, factors, shape, share) for i in _FOUR]
         of = (lambda i, j, v=rounded: v[j][i]) if down else (lambda i, j, v=rounded: v[i][j])  # member (i, j)
         if copy.packed:
             values, places = next(outputs), next(outputs)
@@ -114,30 +114,21 @@ def _kernel(drawn, factors, seen, *outputs, wanted, shape, dtype):
                 bytes_of[some(line, word.shape[0]), :] = word
 
 
-def _rounded(tile, copy, down, line, drawn, beta, scale, shape):
+def _rounded(tile, copy, down, line, at, words, factors, shape, share):
     """One line of members of the tile, a group of four, pruned and in the format: as bytes."""
     x = [tile[i][line] for i in _FOUR] if down else tile[line]
-    number = _numbers(shape, x[0].shape, down, line)
-    u = random.as_uniform(random.bits((drawn[0], drawn[1]), number)) if copy.pruner.stochastic else None
-    x = [v.astype(jnp.float32) * scale for v in pruned(copy.pruner, x, u, [beta])]
-    r = random.as_uniform(random.bits((drawn[2], drawn[3]), number)) if copy.rounding == "random" else None
-    byte = lambda v: lax.bitcast_convert_type(float8.cast(v, copy.format, r), jnp.uint8)
-    return [byte(v).astype(jnp.uint32) for v in x]
-
-
-def _numbers(shape, block, down, line):
-    """Row-major numbers of the groups that begin in one line of the tiles."""
     _, rows, columns = shape
-    row, column = (
-        pl.program_id(1 + d).astype(jnp.uint32) * np.uint32(block[d]) + lax.broadcasted_iota(jnp.uint32, block, d)
-        for d in range(2)
-    )
-    height, width = (rows // 4, columns) if down else (rows, columns // 4)
-    if down:
-        column = column * np.uint32(4) + np.uint32(line)
-    else:
-        row = row * np.uint32(4) + np.uint32(line)
-    return (pl.program_id(0).astype(jnp.uint32) * np.uint32(height) + row) * np.uint32(width) + column
+    block, of, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
+    row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
+    row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
+    whole = (rows // 4, columns) if down else (rows, columns // 4)
+    draw = lambda first: uniform(words, of, share, whole, row, column, first)
+    u = draw(0) if copy.pruner.stochastic else None
+    r = draw(2) if copy.rounding == "random" else None
+    beta, scale = factors[of // share, 0], factors[of // share, 1 + at]
+    x = x if copy.pruner == identity else copy.pruner.of_members(x, u, beta)
+    byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
+    return [byte(v).astype(jnp.uint32) for v in x]
 
 
 def _turned(word):

@@ -21,6 +21,7 @@ from jax import lax
 
 from nmjax import versions
 from nmjax.kernels import instructions
+from nmjax.kernels.instructions import swizzled
 from nmjax.packing import Packed, unpack
 from nmjax.typing import Value
 
@@ -60,18 +61,12 @@ def misfit(m: int, n: int, k: int, dtype, config: Config) -> str | None:
     return None
 
 
-def _transforms(values: int, itemsize: int):
-    """How a row of so many values is swizzled in shared memory."""
-    swizzle = plgpu.find_swizzle(values * itemsize * 8)
-    return swizzle, (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-
-
 def spmm(
     a: Packed, b: jax.Array, scale: jax.Array | None = None, *, b_axis: int, transpose: bool, dtype, config: Config,
     blocks: int, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """``[B, M, K]`` packed along K times ``b``, ``[B, K, N]`` or, with ``b_axis`` -1, ``[B, N, K]``: ``[B, M, N]``, or its
-    transposed. Of f32 sums, times ``scale``, rounded to ``dtype``. ``blocks`` is the size of the grid."""
+    transposed. Of f32 sums, times ``scale [B]``, rounded to ``dtype``. ``blocks`` is the size of the grid."""
     m_major, n_major = a.axis == -2, b_axis == -2
     batch, *_ = a.shape
     m, k = (a.shape[2], a.shape[1]) if m_major else a.shape[1:]
@@ -80,11 +75,11 @@ def spmm(
     wide = size == 2
     tile_m, tile_n, tile_k = config.tile_m, config.tile_n, config.tile_k * 2 // size
     groups, rows = config.warpgroups, config.rows
-    a_swizzle, a_form = _transforms(tile_m if m_major else tile_k // 2, size)
-    b_swizzle, b_form = _transforms(tile_n if n_major else tile_k, size)
+    a_swizzle, a_form = swizzled(tile_m if m_major else tile_k // 2, size)
+    b_swizzle, b_form = swizzled(tile_n if n_major else tile_k, size)
     columns = min(config.store_n, tile_n)
     stored = (columns, tile_m) if transpose else (tile_m, columns)
-    _, out_form = _transforms(stored[1], jnp.dtype(dtype).itemsize)
+    _, out_form = swizzled(stored[1], jnp.dtype(dtype).itemsize)
     slots = min(2, tile_n // columns)
     along_m, along_n = (2 if config.cluster == axis else 1 for axis in "mn")
     cluster = along_m * along_n
@@ -94,7 +89,7 @@ def spmm(
     word_block = (rows // 64, tile_k // 64 * 128) if wide else (rows, tile_k // 32)
     words_of_group = word_block[0] // groups
     word_layout = plgpu.Layout.WG_STRIDED((words_of_group, word_block[1]), vec_size=1)
-    scales = () if scale is None else (scale.reshape(1).astype(jnp.float32),)
+    scales = () if scale is None else (scale,)
 
     def kernel(a_all, words_all, b_all, *rest):
         scale_all, out_all = (None, *rest) if scale is None else rest
@@ -139,7 +134,7 @@ def spmm(
                     acc = jnp.zeros((tile_m, tile_n), jnp.float32)
                     acc = run(acc) if interpret else _settled(run(plgpu.layout_cast(acc, _ACC)), (tile_m, tile_n))
                     if scale_all is not None:
-                        acc = acc * scale_all[0]
+                        acc = acc * scale_all[of_batch]
                     narrow = transpose and jnp.dtype(dtype).itemsize == 1 and not interpret
                     acc = acc.astype(jnp.bfloat16 if narrow else dtype)  # stores transpose 16-bit values alone
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -10,12 +10,19 @@ Ampere's ``mma.sp`` does 16 x 8 x 32 out of the registers of a warp, with the sa
 Everything here runs while a kernel is lowered, in the lane semantics of Mosaic, where arrays are registers of a thread.
 """
 
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fa, mma_utils, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 _PTX = {"bf16": "bf16", "f16": "f16", "f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
+
+
+def swizzled(values: int, itemsize: int):
+    """How rows of so many values lie in shared memory: the width of the swizzle, and the transforms of a reference."""
+    swizzle = plgpu.find_swizzle(values * itemsize * 8)
+    return swizzle, (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
 
 
 def _i32():
