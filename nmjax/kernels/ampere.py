@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nmjax import versions
-from nmjax.kernels import instructions
+from nmjax.kernels import emulation, instructions
 from nmjax.kernels.instructions import swizzled
 from nmjax.packing import Packed
 from nmjax.typing import Value
@@ -31,9 +31,20 @@ class Config(Value):
     stages: int = 3
 
 
+def misfit(m: int, n: int, k: int, dtype, out, config: Config) -> str | None:
+    """Why a product of this size cannot be cut so; None if it can."""
+    if jnp.dtype(dtype).itemsize != 2:
+        return f"{jnp.dtype(dtype).name}: Ampere's sparse products are of 16-bit values"
+    for what, length, by in (("M", m, config.tile_m), ("N", n, config.tile_n), ("K", k, config.tile_k)):
+        if length % by:
+            return f"{what} = {length} does not divide by {by}"
+    return None
+
+
 def spmm(
-    a: Packed, b: jax.Array, scale: jax.Array | None = None, *, b_axis: int, transpose: bool, dtype, config: Config
-) -> jax.Array:
+    a: Packed, b: jax.Array, scale: jax.Array | None = None, *, b_axis: int, transpose: bool, dtype, config: Config,
+    interpret: bool = False,
+) -> jax.Array:  # fmt: skip
     """``[B, M, K]`` packed along K times ``b``, ``[B, K, N]`` or, with ``b_axis`` -1, ``[B, N, K]``: ``[B, M, N]``, or its
     transposed."""
     m_major, n_major = a.axis == -2, b_axis == -2
@@ -66,17 +77,21 @@ def spmm(
 
             return multiply(acc, left, places, right)
 
+        def emulated(_, a_block, word_block, b_block, acc):
+            form = {"order": a.order, "m_major": m_major, "n_major": n_major}
+            return acc + emulation.product(a_block[...], word_block[...], b_block[...], **form)
+
         def walk(shape, at, turned):
             shape, index = (shape[::-1], lambda i: (i, at)) if turned else (shape, lambda i: (at, i))
             form = swizzled(shape[1], 2)[1]
             return plgpu.BlockSpec(shape, index, transforms=form)
 
-        acc = plgpu.layout_cast(jnp.zeros((tile_m, tile_n), jnp.float32), acc_layout)
+        acc = jnp.zeros((tile_m, tile_n), jnp.float32)
         acc = plgpu.emit_pipeline(
-            step,
+            emulated if interpret else step,
             grid=(k // tile_k,),
             max_concurrent_steps=config.stages,
-            init_carry=acc,
+            init_carry=acc if interpret else plgpu.layout_cast(acc, acc_layout),
             in_specs=(
                 walk((tile_m, tile_k // 2), mi, m_major),
                 plgpu.BlockSpec(word_block, lambda i: (mi, i)),
@@ -85,23 +100,26 @@ def spmm(
         )(a_all.at[of_batch], words_all.at[of_batch], b_all.at[of_batch])
         if scale_all is not None:
             acc = acc * scale_all[of_batch]
-        acc = plgpu.layout_cast(acc.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED if transpose else plgpu.Layout.WGMMA)
+        acc = acc.astype(dtype)
+        down, across = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
+        where = (across, down) if transpose else (down, across)
+        if interpret:
+            out_all[of_batch, *where] = acc.T if transpose else acc
+            return
         stored = (tile_n, tile_m) if transpose else (tile_m, tile_n)
         swizzle, form = swizzled(stored[1], jnp.dtype(dtype).itemsize)
 
         @partial(pl.run_scoped, held=plgpu.SMEM(stored, dtype, transforms=form))
         def store(held):  # by way of shared memory, for lines that are written whole
-            (held.transpose((1, 0)) if transpose else held)[...] = acc
-            plgpu.commit_smem()
-            whole = versions.load(held, layout.SMEM_GMEM_COPY(stored, dtype, swizzle))
-            down, across = pl.ds(mi * tile_m, tile_m), pl.ds(ni * tile_n, tile_n)
-            where = (across, down) if transpose else (down, across)
-            out_all[of_batch, *where] = whole
+            to = layout.WGMMA_TRANSPOSED if transpose else layout.WGMMA
+            (held.transpose((1, 0)) if transpose else held)[...] = plgpu.layout_cast(acc, to)
+            plgpu.inline_mgpu()(lambda _: instructions.meet())()
+            out_all[of_batch, *where] = versions.load(held, layout.SMEM_GMEM_COPY(stored, dtype, swizzle))
 
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((batch, *((n, m) if transpose else (m, n))), dtype),
         grid=(batch, m // tile_m, n // tile_n),
         grid_names=("batch", "m", "n"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        **({"interpret": versions.interpreter()} if interpret else {}),
     )(a.values, words, b, *scales)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from nmjax import versions
-from nmjax.kernels import instructions
+from nmjax.kernels import emulation, instructions
 from nmjax.kernels.instructions import swizzled
-from nmjax.packing import Packed, unpack
+from nmjax.packing import Packed
 from nmjax.typing import Value
 
 _ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 a register: in pairs, LLVM makes ptxas serialise the instructions
@@ -50,14 +50,19 @@ class Config(Value):
         return self.tile_m * self.warpgroups
 
 
-def misfit(m: int, n: int, k: int, dtype, config: Config) -> str | None:
+def misfit(m: int, n: int, k: int, dtype, out, config: Config) -> str | None:
     """Why a product of this size cannot be cut so; None if it can."""
+    size, tile_k = jnp.dtype(dtype).itemsize, config.tile_k * 2 // jnp.dtype(dtype).itemsize
     by_m = config.rows * (2 if config.cluster == "m" else 1)
     by_n = config.tile_n * (2 if config.cluster == "n" else 1)
-    by_k = config.tile_k * 2 // jnp.dtype(dtype).itemsize
-    for what, size, by in (("M", m, by_m), ("N", n, by_n), ("K", k, by_k)):
-        if size % by:
-            return f"{what} = {size} does not divide by {by}, the tile of {config}"
+    for what, length, by in (("M", m, by_m), ("N", n, by_n), ("K", k, tile_k)):
+        if length % by:
+            return f"{what} = {length} does not divide by {by}"
+    a_step, b_step = config.rows * tile_k * size // 2, config.tile_n * tile_k * size
+    ring = config.stages * (a_step + config.rows * tile_k // 8 + b_step)
+    store = min(2, config.tile_n // config.store_n) * config.rows * config.store_n * jnp.dtype(out).itemsize
+    if ring + store + 1024 > SHARED:  # barriers beside them
+        return f"{config} takes {ring + store:,} bytes of shared memory, of {SHARED:,}"
     return None
 
 
@@ -186,12 +191,10 @@ def spmm(
                     return issue(acc, a_part, words_in, b_block)
 
                 def emulated(_, a_block, word_block, b_block, acc):
-                    places = word_block[...].reshape(rows // 64, tile_k // 64, 128) if wide else word_block[...]
-                    dense = unpack(Packed(a_block[...], places, -2 if m_major else -1, 2, 4, a.order))
-                    dense = lax.dynamic_slice_in_dim(dense, wg * tile_m, tile_m, 1 if m_major else 0)
-                    left, right = dense.astype(jnp.float32), b_block[...].astype(jnp.float32)
+                    form = {"order": a.order, "m_major": m_major, "n_major": n_major}
+                    sums = emulation.product(a_block[...], word_block[...], b_block[...], **form)
                     plgpu.commit_smem()  # before the ring fills this slot again
-                    return acc + (left.T if m_major else left) @ (right if n_major else right.T)
+                    return acc + lax.dynamic_slice_in_dim(sums, wg * tile_m, tile_m)
 
                 pick = lambda ref, at, axis, size: ref.at[of_batch, *((slice(None),) * axis), pl.ds(at * size, size)]
                 pipeline(emulated if interpret else step, multiply_and_store)(

@@ -122,6 +122,11 @@ def zeros(like):
     return fa.FragmentedArray.splat(utils.c(0.0, ir.F32Type.get()), like.shape, layout=like.layout)
 
 
+def meet() -> None:
+    """Wait for the other threads of the warpgroup."""
+    utils.warpgroup_barrier()
+
+
 def loaded_words(words) -> list:
     """The words of a thread, of an array in registers."""
     one = ir.VectorType.get((1,), _i32())
