@@ -42,13 +42,13 @@ class chain(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            x = p(x, axis, _folded(part, i))
+            x = p(x, axis, folded(part, i))
         return x
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         kept = jnp.ones_like(x, bool)
         for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            here = _folded(part, i)
+            here = folded(part, i)
             kept, x = kept & p.mask(x, axis, here), p(x, axis, here)
         return kept
 
@@ -66,7 +66,7 @@ class chain(Pruner):
         """The parts' states, each made of what the part before it gives."""
         states = []
         for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            here = _folded(part, i)
+            here = folded(part, i)
             states.append(new_state(p, x, here))
             x = p(x, axis, here._replace(state=states[-1]))
         return joined(states)
@@ -306,7 +306,7 @@ class raw(Pruner):
         return raw(self.p.final)
 
 
-def _folded(ctx, i):
+def folded(ctx, i):
     """A stream of noise of its own for every part."""
     return ctx if ctx.key is None else ctx._replace(key=random.fold(random.words(ctx.key), i))
 

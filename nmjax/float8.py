@@ -105,9 +105,9 @@ class _Cast(Pruner):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         wide = groups.wide(x)
         finite = jnp.isfinite(wide)
-        scale = scale(largest(wide), self.format).astype(wide.dtype)
+        factor = scale(largest(wide), self.format).astype(wide.dtype)
         u = None if self.rounding == "nearest" else group_uniforms(x, axis, 4, ctx)
         if u is not None:
             u = jnp.repeat(u, 4, groups.position(x.ndim, axis))
-        held = cast(jnp.where(finite, wide, 0.0) * scale, self.format, u).astype(wide.dtype) / scale
+        held = cast(jnp.where(finite, wide, 0.0) * factor, self.format, u).astype(wide.dtype) / factor
         return groups.rounded(jnp.where(finite, held, wide), x.dtype)

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from nmjax.combinators import raw, stages
 from nmjax.estimators import decay
-from nmjax.products import Conv, Dot
+from nmjax.ops import Conv, Dot
 from nmjax.pruners import transposable
 from nmjax.schedules import row_at
 from nmjax.sparsity import Sparsity

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from flax import linen as nn, struct
 from flax.core import meta
 
-from nmjax import groups, products, random, sites
+from nmjax import groups, ops, products, random, sites
 from nmjax.pruners import identity
 from nmjax.recipes import Recipe
 from nmjax.sparsity import Operand, Sparsity
@@ -55,7 +55,7 @@ class dot_cls(Value):
             raise TypeError(f"a Recipe is wanted, such as Recipe(((r'.*', 's_ste(2,4)'),)), got {self.recipe!r}.")
 
     def __call__(self) -> nn.Module:
-        return Product(self.recipe, self.seed, products.as_dot)
+        return Product(self.recipe, self.seed, ops.as_dot)
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +63,7 @@ class conv_cls(dot_cls):
     """What ``conv_general_dilated_cls`` takes."""
 
     def __call__(self) -> nn.Module:
-        return Product(self.recipe, self.seed, products.as_conv)
+        return Product(self.recipe, self.seed, ops.as_conv)
 
 
 # ---- what a layer keeps ----

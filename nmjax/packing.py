@@ -163,7 +163,7 @@ def _gathered(split, kept, axis, n):
             here = keep & (before == slot)
             values[slot] = jnp.where(here, value, values[slot])
             places[slot] = jnp.where(here, j, places[slot])
-        before = before + keep
+        before = before + keep.astype(jnp.int32)
     return jnp.concatenate(values, axis), jnp.concatenate(places, axis)
 
 
@@ -227,4 +227,3 @@ def _in_words(nibbles, count):
 def _nibbles_of(words, count):
     v = jnp.stack([words >> np.uint32(4 * i) & np.uint32(15) for i in range(count)], -1)
     return v.reshape(*words.shape[:-1], -1)
-

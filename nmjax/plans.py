@@ -5,6 +5,7 @@ import io
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nmjax.engines import Choice, explain
 from nmjax.products import refusals
 from nmjax.pruners import identity
 from nmjax.sparsity import SLOTS, WEIGHT, Sparsity
@@ -62,6 +64,7 @@ class LayerPlan(NamedTuple):
     flops: int | None  # of each of its three products when dense; None where no example was given
     shares: tuple[float, float, float]  # what is effectively left of fwd, dlhs and drhs, at its sparsest
     hardened: str  # what `harden` makes of its weight: n:m, dense, or none where it is drawn anew at every step
+    runs: tuple[tuple[str, Choice], ...] = ()  # how its products run: fwd, dlhs, drhs; empty where only a call tells
 
 
 def hardened(sparsity: Sparsity) -> str:
@@ -91,6 +94,11 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
     return tuple(found)
 
 
+def runs_of(sparsity: Sparsity, uses: list[Use], backend: str) -> tuple[tuple[str, Choice], ...]:
+    """How the products of a layer run."""
+    return tuple(explain(*uses[0][:3], sparsity, backend).items()) if uses else ()
+
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """Every layer with a door, what other products cost, and the parameters that no layer with a door covers."""
@@ -116,6 +124,11 @@ class Plan:
     def refused(self) -> tuple[tuple[str, str], ...]:
         """(layer, reason) of everything that a step of training would refuse."""
         return tuple((layer.path, s.refused) for layer in self.layers for s in layer.slots if s.refused)
+
+    @property
+    def runs(self) -> dict[str, int]:
+        """How many pruned products run "packed", in "fp8" and "emulated"."""
+        return dict(Counter(choice.how for layer in self.layers for _, choice in layer.runs if choice.how != "dense"))
 
     def __repr__(self) -> str:
         table = Table(box=box.SIMPLE, pad_edge=False)
@@ -165,11 +178,31 @@ class Plan:
             groups = _alike((path, shape, (path, shape)) for path, shape in self.uncovered)
             shown = (f"{_range([p for p, _ in same])} {'x'.join(map(str, same[0][1]))}" for same in groups)
             lines.append(f"Parameters that no rule reaches: {', '.join(shown)}")
+        lines += self._how()
         for same in _alike((path, reason, (path, reason)) for path, reason in self.refused):
             lines.append(f"REFUSED in {_range([path for path, _ in same])}: {same[0][1]}")
         return lines
 
+    def _how(self) -> list[str]:
+        """How pruned products run, in which layers, and why."""
+        found: dict[tuple[str, str], dict[str, list[str]]] = {}
+        for layer in self.layers:
+            for product, (how, why, *_) in layer.runs:
+                if how != "dense":
+                    found.setdefault((how, why), {}).setdefault(layer.path, []).append(_RESULTS[product])
+        lines, pruned = [], sum(bool(layer.slots) for layer in self.layers)
+        for (how, why), layers in found.items():
+            everywhere = len(found) == 1 and len(layers) == pruned
+            by_results: dict[str, list[str]] = {}
+            for same in _alike((path, tuple(results), path) for path, results in layers.items()):
+                by_results.setdefault(" and ".join(layers[same[0]]), []).append(_range(same))
+            some = "; ".join(f"{results} of {', '.join(_gathered(paths))}" for results, paths in by_results.items())
+            lines.append(f"{_HOW[how]} {'everywhere' if everywhere else some}: {why}")
+        return lines
 
+
+_RESULTS = {"fwd": "y", "dlhs": "dx", "drhs": "dw"}
+_HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated, zeros multiplied,"}
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 
 
@@ -189,6 +222,15 @@ def _range(paths: list[str]) -> str:
         return "".join(texts[0] if len(texts) == 1 else _runs(texts) for texts in seen) or "(the model)"
     at = next(i for i, texts in enumerate(seen) if len(texts) > 1)
     return ", ".join(_range([path for path, p in zip(paths, parts, strict=True) if p[at] == n]) for n in seen[at])
+
+
+def _gathered(paths: list[str]) -> list[str]:
+    """Paths that differ in their last name: mlp/up, mlp/down as mlp/(up|down)."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        front, slash, last = path.rpartition("/")
+        found.setdefault(front + slash, []).append(last)
+    return [front + (names[0] if len(names) == 1 else f"({'|'.join(names)})") for front, names in found.items()]
 
 
 def _runs(numbers: list[str]) -> str:

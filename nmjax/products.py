@@ -10,21 +10,21 @@ Noise is a function of (key, step, slot, group): the same key at another step dr
 run many times with one key and step, under `jax.vmap` or as a tied layer, draws the same noise each time.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nmjax import groups, random
+from nmjax import packed, random
 from nmjax.combinators import raw
+from nmjax.engines import Engine, engine as engine_of
+from nmjax.kernels.target import check_backend
+from nmjax.ops import as_conv, as_dot, einsum_dims
 from nmjax.pruners import identity
 from nmjax.sparsity import (
     WEIGHT,
-    Operand,
     Sparsity,
     along,
     check_shards,
@@ -34,8 +34,6 @@ from nmjax.sparsity import (
     stored,
 )  # fmt: skip
 from nmjax.typing import Ctx
-
-BACKENDS = ("auto", "xla")  # what computes a product. Both are XLA's dense products of pruned operands, so far
 
 # ---- the rule ----
 
@@ -56,18 +54,17 @@ def bilinear(
     axes = op.operands(lhs.ndim, rhs.ndim)
     x = _in_slot("fwd_lhs", left, lhs, axes, ctx)
     w = _in_slot("fwd_rhs", right, rhs, axes, ctx)
-    if not sparsity.backward and left_store == right_store == identity:
+    if not sparsity.backward and left == right == left_store == right_store == identity:
         return op(x, w)
+    engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name)
+    if engine is None and not sparsity.backward and left_store == right_store == identity:
+        return op(x, w)
+    fused = lambda operand: engine is not None and packed.needs_unpruned(engine, sparsity, operand)
     unpruned = (
-        lax.stop_gradient(lhs) if isinstance(sparsity.drhs_lhs, raw) else None,
-        lax.stop_gradient(rhs) if isinstance(sparsity.dlhs_rhs, raw) else None,
+        lax.stop_gradient(lhs) if isinstance(sparsity.drhs_lhs, raw) or fused("x") else None,
+        lax.stop_gradient(rhs) if isinstance(sparsity.dlhs_rhs, raw) or fused("w") else None,
     )
-    return _ruled(op, sparsity, ctx.name, x, w, unpruned, ctx[:3])
-
-
-def check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {' or '.join(map(repr, BACKENDS))}, got {backend!r}: packed kernels are to come.")
+    return _ruled(op, sparsity, ctx.name, engine, x, w, unpruned, ctx[:3])
 
 
 def _in_slot(slot, p, value, axes, ctx, call=pruned):
@@ -82,35 +79,75 @@ def _in_slot(slot, p, value, axes, ctx, call=pruned):
     return call(label, p, value, axes[slot], here)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _ruled(op, sparsity, name, x, w, unpruned, dynamic):
-    return op(stored(sparsity.fwd_lhs)[1](x), stored(sparsity.fwd_rhs)[1](w))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _ruled(op, sparsity, name, engine: Engine | None, x, w, unpruned, dynamic):
+    return _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, ("fwd",))[0]
 
 
-def _ruled_forward(op, sparsity, name, x, w, unpruned, dynamic):
-    y = _ruled(op, sparsity, name, x, w, unpruned, dynamic)
+def _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, products):
+    """y, and the forms of x and w that kernels want for some products."""
+    if engine is None:
+        return op(stored(sparsity.fwd_lhs)[1](x), stored(sparsity.fwd_rhs)[1](w)), {}
+    axes, ctx = op.operands(x.ndim, w.ndim), Ctx(*dynamic, name=name)
+    by_xla = lambda slot, p, value: _in_slot(slot, p, value, axes, ctx)
+    made = {
+        operand: packed.forms(engine, sparsity, operand, value, before, ctx, by_xla, products)
+        for operand, value, before in (("x", x, unpruned[0]), ("w", w, unpruned[1]))
+    }
+    if engine["fwd"] is None:
+        return op(stored(sparsity.fwd_lhs)[1](x), stored(sparsity.fwd_rhs)[1](w)), made
+    out = jax.eval_shape(op, x, w).dtype
+    dense = lambda: w if engine["fwd"].operand == "x" else x
+    return packed.product(engine, "fwd", _of(made, "fwd"), dense, out), made
+
+
+def _of(made, product):
+    """The forms of one product, by operand."""
+    return {operand: forms[product] for operand, forms in made.items() if product in forms}
+
+
+def _ruled_forward(op, sparsity, name, engine, x, w, unpruned, dynamic):
+    y, made = _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, ("fwd", "dlhs", "drhs"))
     # What the backward pass would refuse is refused here, with the caller's line in the traceback; and not in _ruled, for
     # a product that nobody differentiates needs no key, and may have any number of tokens.
     axes = op.operands(x.ndim, w.ndim)
-    for slot, value in _backward_values(x, w, unpruned, y).items():
+    for slot, value in _backward_values(sparsity, x, w, unpruned, y).items():
         _in_slot(slot, getattr(sparsity, slot), value, axes, Ctx(*dynamic, name=name), call=merged_operand)
-    return y, (x, w, unpruned, dynamic)
+    backward = {o: {p: form for p, form in forms.items() if p != "fwd"} for o, forms in made.items()}
+    return y, (x, w, unpruned, dynamic, backward)
 
 
-def _ruled_backward(op, sparsity, name, residuals, g):
-    x, w, unpruned, dynamic = residuals
-    values = _backward_values(x, w, unpruned, g)
-    axes = op.operands(x.ndim, w.ndim)
-    prune = lambda slot: _in_slot(slot, getattr(sparsity, slot), values[slot], axes, Ctx(*dynamic, name=name))
-    w_back, x_back = prune("dlhs_rhs"), prune("drhs_lhs")
-    (dx,) = jax.linear_transpose(lambda a: op(a, w_back), x)(prune("dlhs_g"))
-    (dw,) = jax.linear_transpose(lambda b: op(x_back, b), w)(prune("drhs_g"))
+def _ruled_backward(op, sparsity, name, engine, residuals, g):
+    x, w, unpruned, dynamic, made = residuals
+    values = _backward_values(sparsity, x, w, unpruned, g)
+    axes, ctx = op.operands(x.ndim, w.ndim), Ctx(*dynamic, name=name)
+    by_xla = lambda slot, p, value: _in_slot(slot, p, value, axes, ctx)
+    prune = lambda slot: by_xla(slot, getattr(sparsity, slot), values[slot])
+    if engine is not None:
+        made = made | {"g": packed.forms(engine, sparsity, "g", g, None, ctx, by_xla)}
+
+    def product(name, of_g, dense, transposed):
+        """By a kernel, of forms and one dense operand perhaps; else XLA's."""
+        if engine is None or engine[name] is None:
+            return transposed(prune(of_g), prune(dense))
+        other = of_g if engine[name].operand != "g" else dense
+        like = x if name == "dlhs" else w
+        return packed.product(engine, name, _of(made, name), lambda: prune(other), like.dtype)
+
+    dx = product("dlhs", "dlhs_g", "dlhs_rhs", lambda g, w: jax.linear_transpose(lambda a: op(a, w), x)(g)[0])
+    dw = product("drhs", "drhs_g", "drhs_lhs", lambda g, x: jax.linear_transpose(lambda b: op(x, b), w)(g)[0])
     return dx, dw, None, None
 
 
-def _backward_values(x, w, unpruned, g):
+def _backward_values(sparsity, x, w, unpruned, g):
     lhs, rhs = unpruned
-    return {"dlhs_g": g, "dlhs_rhs": w if rhs is None else rhs, "drhs_g": g, "drhs_lhs": x if lhs is None else lhs}
+    back = lambda slot, value, before: before if isinstance(getattr(sparsity, slot), raw) else value
+    return {
+        "dlhs_g": g,
+        "dlhs_rhs": back("dlhs_rhs", w, rhs),
+        "drhs_g": g,
+        "drhs_lhs": back("drhs_lhs", x, lhs),
+    }
 
 
 _ruled.defvjp(_ruled_forward, _ruled_backward)
@@ -122,7 +159,7 @@ def refusals(
 ) -> tuple[tuple[str, str], ...]:
     """(slot, reason) for every slot that ``op`` would refuse to prune, of operands of these shapes and shardings."""
     g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
-    values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | _backward_values(lhs, rhs, (None, None), g)
+    values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | _backward_values(sparsity, lhs, rhs, (lhs, rhs), g)
     axes, found = op.operands(lhs.ndim, rhs.ndim), []
     for slot, value in values.items():
         p, label = getattr(sparsity, slot), f"{slot}={getattr(sparsity, slot)}"
@@ -147,73 +184,6 @@ def _first_use(label, p, x, operand):
 # ---- the products ----
 
 
-@dataclass(frozen=True)
-class Dot:
-    """`jax.lax.dot_general` as a value."""
-
-    dims: tuple
-    precision: Any
-    preferred_element_type: Any
-    out_sharding: Any
-
-    def __call__(self, lhs, rhs):
-        return lax.dot_general(
-            lhs, rhs, self.dims, self.precision, self.preferred_element_type, out_sharding=self.out_sharding
-        )  # fmt: skip
-
-    def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
-        (lc, rc), (lb, rb) = self.dims
-        lf = tuple(a for a in range(lhs_ndim) if a not in lc + lb)
-        rf = tuple(a for a in range(rhs_ndim) if a not in rc + rb)
-        g_lf = tuple(range(len(lb), len(lb) + len(lf)))
-        g_rf = tuple(range(len(lb) + len(lf), len(lb) + len(lf) + len(rf)))
-        between = lambda ndim, contract: tuple(a for a in range(1, ndim - 1) if a not in contract)
-        return {
-            "fwd_lhs": Operand(lc, lf, between(lhs_ndim, lc)),
-            "fwd_rhs": Operand(rc, rf, between(rhs_ndim, rc)),
-            "dlhs_g": Operand(g_rf, g_lf, between(len(lb + lf + rf), g_rf)),
-            "dlhs_rhs": Operand(rf, rc, between(rhs_ndim, rf)),
-            "drhs_g": Operand(g_lf, g_rf, between(len(lb + lf + rf), g_lf)),
-            "drhs_lhs": Operand(lf, lc, between(lhs_ndim, lf)),
-        }
-
-
-@dataclass(frozen=True)
-class Conv:
-    """`jax.lax.conv_general_dilated` as a value. Groups lie along channels, and for dw along batch and space."""
-
-    window_strides: tuple
-    padding: Any
-    lhs_dilation: Any
-    rhs_dilation: Any
-    dims: lax.ConvDimensionNumbers
-    feature_group_count: int
-    batch_group_count: int
-    precision: Any
-    preferred_element_type: Any
-    out_sharding: Any
-
-    def __call__(self, lhs, rhs):
-        options = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
-        return lax.conv_general_dilated(
-            lhs, rhs, self.window_strides, self.padding, self.lhs_dilation, self.rhs_dilation, self.dims,
-            self.feature_group_count, self.batch_group_count, self.precision, self.preferred_element_type, **options,
-        )  # fmt: skip
-
-    def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
-        (xb, xc, *xs), (wo, wi, *ws), (gb, gc, *gs) = self.dims.lhs_spec, self.dims.rhs_spec, self.dims.out_spec
-        space = lambda axes: tuple(sorted(axes))
-        features, batches = self.feature_group_count, self.batch_group_count
-        return {
-            "fwd_lhs": Operand((xc,), (xb,), space(xs), features),
-            "fwd_rhs": Operand((wi,), (wo,), space(ws)),
-            "dlhs_g": Operand((gc,), (gb,), space(gs), features * batches),
-            "dlhs_rhs": Operand((wo,), (wi,), space(ws), features * batches),
-            "drhs_g": Operand((gb, *space(gs)), (gc,), space(gs)),
-            "drhs_lhs": Operand((xb, *space(xs)), (xc,), space(xs), batches),
-        }
-
-
 def dot_general(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None,
     *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
@@ -227,15 +197,6 @@ def dot_general(
     return bilinear(op, lhs, rhs, sparsity, ctx, backend)
 
 
-def as_dot(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None) -> Dot:
-    """The arguments of `jax.lax.dot_general` as a value."""
-    (lc, rc), (lb, rb) = dimension_numbers
-    whole = lambda axes, ndim: tuple(groups.position(ndim, int(a)) for a in axes)
-    dims = ((whole(lc, lhs.ndim), whole(rc, rhs.ndim)), (whole(lb, lhs.ndim), whole(rb, rhs.ndim)))
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    return Dot(dims, precision, _dtype(preferred_element_type), out_sharding)
-
-
 def conv_general_dilated(
     lhs: jax.Array, rhs: jax.Array, window_strides, padding, lhs_dilation=None, rhs_dilation=None,
     dimension_numbers=None, feature_group_count: int = 1, batch_group_count: int = 1, precision=None,
@@ -247,21 +208,6 @@ def conv_general_dilated(
         batch_group_count, precision, preferred_element_type, out_sharding,
     )  # fmt: skip
     return bilinear(op, lhs, rhs, sparsity, ctx, backend)
-
-
-def as_conv(
-    lhs, rhs, window_strides, padding, lhs_dilation=None, rhs_dilation=None, dimension_numbers=None,
-    feature_group_count=1, batch_group_count=1, precision=None, preferred_element_type=None, out_sharding=None,
-) -> Conv:  # fmt: skip
-    """The arguments of `jax.lax.conv_general_dilated` as a value."""
-    ints = lambda v: None if v is None else tuple(map(int, v))
-    padding = padding if isinstance(padding, str) else tuple(ints(pair) for pair in padding)
-    dims = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    return Conv(
-        ints(window_strides), padding, ints(lhs_dilation), ints(rhs_dilation), dims, int(feature_group_count),
-        int(batch_group_count), precision, _dtype(preferred_element_type), out_sharding,
-    )  # fmt: skip
 
 
 def einsum(
@@ -283,16 +229,6 @@ def einsum(
     return jnp.transpose(y, order)
 
 
-def einsum_dims(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple, list[int]]:
-    """An einsum as dimension numbers of a dot, and the order of that dot's axes in the result."""
-    left, right, out = einsum_labels(spec, lhs_ndim, rhs_ndim)
-    batch = [c for c in left if c in right and c in out]
-    summed = [c for c in right if c in left and c not in out]
-    dims = tuple(tuple(tuple(map(side.index, axes)) for side in (left, right)) for axes in (summed, batch))
-    made = batch + [c for c in left if c not in right] + [c for c in right if c not in left]
-    return dims, [made.index(c) for c in out]
-
-
 def _unpermuted(sharding, order):
     """The sharding before a transposition, out of that after it."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -300,45 +236,3 @@ def _unpermuted(sharding, order):
         *(tuple(spec)[order.index(a)] if order.index(a) < len(spec) else None for a in range(len(order)))
     )
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
-
-
-def einsum_labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[list, list, list]:
-    """The labels of both operands and of the result, an ellipsis spelt out."""
-    inputs, arrow, out = spec.replace(" ", "").partition("->")
-    operands = inputs.split(",")
-    if len(operands) != 2:
-        raise ValueError(
-            f"einsum {spec!r} has {len(operands)} operands: a product has two. Split it, or use jnp.einsum for what is not pruned."
-        )
-    sides = []
-    for labels, ndim in zip(operands, (lhs_ndim, rhs_ndim), strict=True):
-        head, dots, tail = labels.partition("...")
-        hidden = ndim - len(head) - len(tail)
-        if hidden < 0 or (hidden and not dots):
-            raise ValueError(f"einsum {spec!r}: {labels!r} does not fit an operand of {ndim} dimensions.")
-        sides.append([*head, *range(-hidden, 0), *tail])
-    left, right = sides
-    hidden = sorted({c for c in left + right if isinstance(c, int)})
-    if arrow:
-        head, dots, tail = out.partition("...")
-        result = [*head, *(hidden if dots else []), *tail]
-    else:
-        result = hidden + sorted(c for c in {*left, *right} - {*hidden} if (left + right).count(c) == 1)
-    for side in (left, right, result):
-        if repeated := {c for c in side if side.count(c) > 1}:
-            raise ValueError(
-                f"einsum {spec!r} repeats {repeated} within one array, a diagonal. Take it with jnp.diagonal first."
-            )
-    if unknown := [c for c in result if c not in left + right]:
-        raise ValueError(f"einsum {spec!r}: {unknown} of the result is in neither operand.")
-    for c in left + right:
-        if c not in result and not (c in left and c in right):
-            shown = c if isinstance(c, str) else "..."
-            raise ValueError(
-                f"einsum {spec!r} sums {shown!r} over one operand alone, which is no product. Sum it before."
-            )
-    return left, right, result
-
-
-def _dtype(dtype):
-    return None if dtype is None else jnp.dtype(dtype)

@@ -13,6 +13,11 @@ def interpreter():
     return InterpretGPUParams()
 
 
+def interprets_clusters() -> bool:
+    """Whether the interpreter knows thread blocks that share what they fetch: from 0.11 on."""
+    return hasattr(plgpu, "InterpretGPUParams")
+
+
 def load(ref, layout):
     """A whole reference into registers of a layout. Up to 0.11 the index is an argument, and in 0.10.2 a required one."""
     if jax.__version_info__ < (0, 12):

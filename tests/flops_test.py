@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import nmjax as nm
 from nmjax.flops import counted, effective, flops, kept
-from nmjax.products import as_conv, as_dot
+from nmjax.ops import as_conv, as_dot
 from nmjax.sparsity import Operand, pruned, slot_ctx
 from nmjax.spec import METHODS
 from tests.models import GPT, Block

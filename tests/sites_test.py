@@ -7,7 +7,8 @@ import pytest
 
 import nmjax as nm
 from nmjax import random, sites
-from nmjax.products import Dot, as_conv, as_dot, refusals
+from nmjax.ops import Dot, as_conv, as_dot
+from nmjax.products import refusals
 
 SAID = {  # pattern, timed, at random, with memory
     "identity": (None, False, False, False),
@@ -95,8 +96,12 @@ def test_backends():
     x, w = jnp.ones((4, 8)), jnp.ones((8, 4))
     run = lambda backend: nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), backend=backend)
     assert (run("auto") == run("xla")).all()
-    with pytest.raises(ValueError, match="backend is 'auto' or 'xla', got 'pallas': packed kernels are to come"):
-        run("pallas")
+    with pytest.raises(
+        ValueError, match="^up: backend='pallas', but fwd cannot be packed: cpu has no sparse tensor cores"
+    ):
+        nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), ctx=nm.Ctx(name="up"), backend="pallas")
+    with pytest.raises(ValueError, match="^backend is one of 'auto', 'xla', 'pallas', 'interpret', got 'cuda'"):
+        run("cuda")
 
 
 def test_errors_name_the_layer():

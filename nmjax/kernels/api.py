@@ -64,7 +64,7 @@ def reference(packed: Packed, b: jax.Array, scale=None, *, axis: int, transpose:
     a, b = (v.astype(jnp.bfloat16) if v.dtype.itemsize == 1 else v for v in (a, b))
     batch = tuple(range(a.ndim - 2))
     dims = (((a.ndim + packed.axis,), (b.ndim + axis,)), (batch, batch))
-    y = lax.dot_general(a, b, dims, preferred_element_type=jnp.promote_types(jnp.float32, a.dtype))
+    y = lax.dot_general(a, b, dims, preferred_element_type=jnp.float64 if a.dtype == jnp.float64 else jnp.float32)
     y = y if scale is None else y * jnp.asarray(scale, y.dtype)
     return (jnp.swapaxes(y, -1, -2) if transpose else y).astype(dtype)
 
@@ -83,7 +83,9 @@ def unfit(packed: Packed, b: jax.Array, shape: Shape, here: Target, config=None)
         return f"{packed.dtype.name} {packed.shape} is packed in plain order, which tensor cores do not read"
     same = b.dtype == packed.dtype if packed.dtype.itemsize == 2 else b.dtype.itemsize == 1
     if not same:
-        return f"the operands are {packed.dtype.name} and {b.dtype.name}: both are of one 16-bit kind, or both of 8 bits"
+        return (
+            f"the operands are {packed.dtype.name} and {b.dtype.name}: both are of one 16-bit kind, or both of 8 bits"
+        )
     return shape_unfit(shape, here, config)
 
 
@@ -155,9 +157,7 @@ def fuses(pruner: Pruner) -> bool:
     return pruner == identity or (type(pruner) in FUSED and pruner.m == 4 and pruner.n <= 2)
 
 
-def compress(
-    x: jax.Array, axis: int = -1, pruner: Pruner = identity, *, key=None, state=None, here: Target
-) -> Packed:
+def compress(x: jax.Array, axis: int = -1, pruner: Pruner = identity, *, key=None, state=None, here: Target) -> Packed:
     """``[..., R, C]`` of 16-bit values pruned along one of the last two axes, and packed, in one pass."""
     call = _compression(axis, pruner, here.interpret)
     *batch, rows, columns = x.shape
@@ -195,6 +195,14 @@ def copies(x: jax.Array, wanted: tuple[Copy, ...], *, keys=None, state=None, her
     shaped = lambda v: v.reshape(*batch, *v.shape[1:])
     made = call(x.reshape(-1, rows, columns), words[None], beta)
     return [(jax.tree.map(shaped, copy), undo[0]) for copy, undo in made]
+
+
+def copies_unfit(sides: list[int]) -> str | None:
+    """Why a matrix has no FP8 forms; None if it does."""
+    by = (float8_kernels.ROWS, float8_kernels.COLUMNS)
+    if any(side % unit for side, unit in zip(sides, by, strict=True)):
+        return f"FP8 forms of {sides[0]} x {sides[1]}: the first divides by {by[0]} and the second by {by[1]}"
+    return None
 
 
 @lru_cache

@@ -166,7 +166,12 @@ def spmm(
                     a_part = a_block.at[(slice(None),) * m_major + (pl.ds(wg * tile_m, tile_m),)]
                     some = word_block.at[pl.ds(wg * words_of_group, words_of_group)]
                     words_in = versions.load(some, word_layout) if wide else some
-                    types = (_ACC, plgpu.RefType(a_form), word_layout if wide else plgpu.RefType(()), plgpu.RefType(b_form))
+                    types = (
+                        _ACC,
+                        plgpu.RefType(a_form),
+                        word_layout if wide else plgpu.RefType(()),
+                        plgpu.RefType(b_form),
+                    )
 
                     @plgpu.inline_mgpu(
                         arg_types=types,

@@ -56,7 +56,7 @@ def wgmma_sp(acc, a, words, b, *, a_swizzle: int, b_swizzle: int, a_m_major: boo
     (k, n), b_type = mma_utils.tiled_memref_shape(b)
     wide = utils.bitwidth(a_type) == 16
     per_a, per_b = (16, 32) if wide else (32, 64)  # values of a row that an instruction takes
-    assert k == 2 * kept and n % 8 == 0 and n <= 256 and m % 64 == 0 and k % 64 == 0, (m, n, k, kept)
+    assert (k, n % 8, m % 64, k % 64) == (2 * kept, 0, 0, 0), (m, n, k, kept)
     group_a = kept if a_m_major else a_swizzle // (2 if wide else 1)
     group_b = b_swizzle // (2 if wide else 1)
     (a_base, (_, a_step)), (a_row_stride, a_group_stride), a_fast = mma_utils.create_descriptor(
@@ -73,7 +73,7 @@ def wgmma_sp(acc, a, words, b, *, a_swizzle: int, b_swizzle: int, a_m_major: boo
     registers = acc.registers.copy()
     for mi in range(m // 64):
         tile = list(registers[mi : mi + 1].flat)
-        assert len(tile) == n // 2 and tile[0].type == f32, (len(tile), tile[0].type)
+        assert (len(tile), tile[0].type) == (n // 2, f32), (len(tile), tile[0].type)
         for ki in range(k // per_b):
             at_a, at_b = ki * per_a, ki * per_b
             offset_a = mi * a_row_stride + at_a // group_a * a_group_stride + at_a % group_a // per_a * a_step[0]

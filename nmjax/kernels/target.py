@@ -16,7 +16,10 @@ BACKENDS = ("auto", "xla", "pallas", "interpret")
 """What computes products of 2:4 operands: kernels where they are expected to win, XLA's dense products always, kernels
 wherever they can or an error, or kernels simulated on the CPU, slowly, for tests."""
 
-_KINDS = {r"H100|H200|GH200|H800|H20\b": "hopper", r"A100|A800|A30\b|A40\b|A10\b|RTX 30|RTX A|L4\b|L40|RTX 40": "ampere"}
+_KINDS = {
+    r"H100|H200|GH200|H800|H20\b": "hopper",
+    r"A100|A800|A30\b|A40\b|A10\b|RTX 30|RTX A|L4\b|L40|RTX 40": "ampere",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +56,12 @@ def target(backend: str) -> Target | str:
         return f"{kind}: there are kernels for Hopper and for Ampere alone"
     if backend == "auto" and (why := _spread(mesh)):
         return why
-    return Target(kind, family, int(cores or 132))
+    here = Target(kind, family, int(cores or 132))
+    if told is None:  # it is really there
+        from nmjax.kernels import check
+
+        return check.fault(here, device) or here
+    return here
 
 
 def check_backend(backend: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from nmjax import versions
 from nmjax.kernels import ampere, hopper
 from nmjax.kernels.target import Target
 from nmjax.typing import Value
@@ -63,7 +64,9 @@ def table(kind: str) -> tuple[tuple[Shape, Config, float], ...]:
             try:
                 rows += [row_of(row) for row in json.loads(path.read_text())["rows"]]
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path} is no table of tiles: {error!r}. Delete it, or run the bench's tune again.") from error
+                raise ValueError(
+                    f"{path} is no table of tiles: {error!r}. Delete it, or run the bench's tune again."
+                ) from error
     return tuple(rows)
 
 
@@ -91,14 +94,18 @@ def candidates(shape: Shape, target: Target) -> list[Config]:
     if target.family == "ampere":
         made = [ampere.Config(tile_m=m, tile_n=n) for m, n in ((128, 128), (64, 128), (128, 64), (64, 64))]
         return [c for c in made if misfit(shape, c) is None]
-    made = []
-    for tile_m, tile_n in ((64, 256), (128, 128), (64, 192), (64, 128), (64, 64)):
-        for cluster in ("m", "n", ""):
-            for store_n, stages in ((64, 4), (32, 4), (32, 3)):
-                for groups in (2, 1):
-                    config = hopper.Config(tile_m, tile_n, 64, stages, store_n, cluster=cluster, warpgroups=groups)
-                    if misfit(shape, config) is None:
-                        made.append(config)
+    clusters = ("m", "n", "") if not target.interpret or versions.interprets_clusters() else ("",)
+    made = [
+        config
+        for tile_m, tile_n in ((64, 256), (128, 128), (64, 192), (64, 128), (64, 64))
+        for cluster in clusters
+        for store_n, stages in ((64, 4), (32, 4), (32, 3))
+        for groups in (2, 1)
+        if misfit(
+            shape, config := hopper.Config(tile_m, tile_n, 64, stages, store_n, cluster=cluster, warpgroups=groups)
+        )
+        is None
+    ]
     return sorted(made, key=lambda c: (_idle(shape, c, target) > 0.5, c.warpgroups == 1))
 
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from nmjax import products
 from nmjax.nnx.site import Site
-from nmjax.products import Conv, Dot, einsum_dims, einsum_labels
+from nmjax.ops import Conv, Dot, einsum_dims, einsum_labels
 from nmjax.sparsity import Operand, Sparsity
 
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from nmjax import flops, products
+from nmjax import flops, ops, products
 from nmjax.nnx.layers import Layer, layers
-from nmjax.plans import LayerPlan, Plan, Use, hardened, slots_of
+from nmjax.plans import LayerPlan, Plan, Use, hardened, runs_of, slots_of
 from nmjax.sparsity import SLOTS
 
 _MARK = "nmjax_layer_"
@@ -40,10 +40,10 @@ class _Recorder(nnx.Module):
             told = {k: v for k, v in options.items() if k != "out_sharding"}
             if self.product is products.einsum:
                 spec, lhs, rhs = operands
-                operation = products.as_dot(lhs, rhs, products.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
+                operation = ops.as_dot(lhs, rhs, ops.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
             else:
                 lhs, rhs, *rest = operands
-                make = products.as_dot if self.product is products.dot_general else products.as_conv
+                make = ops.as_dot if self.product is products.dot_general else ops.as_conv
                 operation = make(lhs, rhs, *rest, **told)
             self.notes.append((operation, _shape(lhs), _shape(rhs)))
         with jax.named_scope(f"{_MARK}{self.number}"):
@@ -75,9 +75,12 @@ def _row(layer: Layer, seen: _Notes, cost: int | None) -> LayerPlan:
         tokens = math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS))
         uses = filter(None, [layer.example(tokens)])
     stacked = math.prod(layer.module.kernel.shape[a] for a in _stack(layer))
-    slots = slots_of(sparsity, [Use(*product, stacked) for product in uses], bool(seen))
+    uses = [Use(*product, stacked) for product in uses]
+    slots = slots_of(sparsity, uses, bool(seen))
+    runs = runs_of(sparsity, uses, layer.site.backend) if seen and layer.site is not None else ()
     kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
-    return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, flops.effective(sparsity), _hardened(layer))
+    shares = flops.effective(sparsity)
+    return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer), runs)
 
 
 def _shape(v):

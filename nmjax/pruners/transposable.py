@@ -66,7 +66,6 @@ class transposable(Grouped):
             kept = jnp.moveaxis(_priced(inner, self.n), (-2, -1), (rows, columns))
         return groups.unsplit(groups.unsplit(kept, second + 1), first)
 
-
     def of_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """The same of the 4 x 4 members of tiles of 2:4: how a kernel has them."""
         word = _best_word([[_weight(v) for v in row] for row in x])
