@@ -73,23 +73,31 @@ def pack(x: jax.Array, axis: int = -1, n: int = 2, m: int = 4, order: str | None
     if not 1 <= n <= m or m > 256:
         raise ValueError(f"pack: {n}:{m} is no pattern: n lies between 1 and m, and m is at most 256.")
     axis = groups.position(x.ndim, axis)
-    split = groups.split(x, axis, m)
-    crowd = jnp.sum(split.astype(bool), axis + 1, dtype=jnp.int32) > n
-    if not isinstance(crowd, jax.core.Tracer) and crowd.any():
-        _refuse(np.asarray(crowd), x.shape, axis, n, m)
     order = _natural(x, axis, n, m) if order is None else order
     if why := misfit(x.shape, x.dtype, axis - x.ndim, n, m, order):
         raise ValueError(f"pack: {why}")
+    packed, crowd = _pack(x, axis, n, m, order)
+    if not isinstance(crowd, jax.core.Tracer) and crowd.any():
+        _refuse(np.asarray(crowd), x.shape, axis, n, m)
+    return packed
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _pack(x, axis, n, m, order):
+    """The packed array, and which groups have too many non-zeros."""
+    split = groups.split(x, axis, m)
+    crowd = jnp.sum(split.astype(bool), axis + 1, dtype=jnp.int32) > n
     kept = groups.top_of(split.astype(bool).astype(jnp.int32), axis + 1, n)  # non-zeros, then the first zeros
     values, places = _gathered(split, kept, axis + 1, n)
     broken = jnp.array(jnp.nan, x.dtype)
     values = groups.unsplit(jnp.where(jnp.expand_dims(crowd, axis + 1), broken, values), axis)
     if order == "plain":
-        return Packed(values, groups.unsplit(places.astype(jnp.uint8), axis), axis - x.ndim, n, m, order)
+        return Packed(values, groups.unsplit(places.astype(jnp.uint8), axis), axis - x.ndim, n, m, order), crowd
     i0, i1 = (v.squeeze(axis + 1).astype(jnp.uint32) for v in groups.members(places, axis + 1))
-    return Packed(values, in_order(i0 | i1 << np.uint32(2), axis - x.ndim, order), axis - x.ndim, n, m, order)
+    return Packed(values, in_order(i0 | i1 << np.uint32(2), axis - x.ndim, order), axis - x.ndim, n, m, order), crowd
 
 
+@jax.jit
 def unpack(packed: Packed) -> jax.Array:
     """The array that was packed.
 
