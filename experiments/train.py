@@ -76,7 +76,7 @@ def header(program: Program) -> list[tuple[str, str]]:
     size = f"{config.model.name} {config.model.size}"
     return [
         ("devices", f"{devices} x {jax.devices()[0].device_kind}"),
-        ("computing", f"{config.dtype}, parameters float32; n:m products are emulated: zeros are multiplied"),
+        ("computing", f"{config.dtype}, parameters float32; {_how(plan.runs)}"),
         *task.facts,
         ("batch", f"{config.batch:,} = {micro}{devices} device{'s' * (devices > 1)} x {each:,}"),
         (
@@ -87,6 +87,15 @@ def header(program: Program) -> list[tuple[str, str]]:
         ("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({effective / dense:.2f})"),
         *[("hardened", f"no such form, so none is evaluated: {program.no_hard}")] * bool(program.no_hard),
     ]
+
+
+def _how(runs: dict[str, int]) -> str:
+    """How pruned products run, in words."""
+    if set(runs) <= {"emulated"}:
+        return "n:m products are emulated: zeros are multiplied" if runs else "nothing is pruned"
+    words = {"packed": "on sparse tensor cores", "fp8": "dense in FP8", "emulated": "emulated, as the plan tells why"}
+    return "pruned products: " + ", ".join(f"{runs[how]} {word}" for how, word in words.items() if how in runs)
+
 
 
 def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Screen, began: float) -> dict[str, float]:

@@ -8,6 +8,7 @@ Array([ 0.,  0.,  3., -4.], dtype=float32)
 from nmjax import (
     flops as flops,
     groups as groups,
+    kernels as kernels,
     linen as linen,
     methods as methods,
     metrics as metrics,

@@ -150,7 +150,7 @@ def _choice(product, op, lhs, rhs, sparsity, backend, here, layout) -> Choice:
         return Choice("fp8", " x ".join(f for _, f in formats) + ", dense", formats=formats)
     if not found:
         return Choice("emulated", why)
-    return next((c for c in found if c.how == "emulated"), Choice("emulated", _loses(found[0], here)))
+    return next((c for c in found if c.how == "emulated"), None) or Choice("emulated", _loses(found[0], here))
 
 
 def _never(sparsity, slots, patterns) -> Choice:
@@ -244,7 +244,8 @@ def _fp8_unfit(product, layout, here) -> str | None:
 def _expected(choice, here) -> float:
     from nmjax.kernels import tuning
 
-    return tuning.gain(choice.shape, here, packed_before=choice.operand == "w")
+    free = choice.operand == "w" or bool(choice.formats)  # once a step; or less to write than the dense form in FP8
+    return tuning.gain(choice.shape, here, packed_before=free)
 
 
 def _pays(choice, here) -> bool:

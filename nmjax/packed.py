@@ -15,7 +15,7 @@ from nmjax.combinators import chain, folded, raw
 from nmjax.engines import CONTRACTED, OPERANDS, Engine, result, store
 from nmjax.float8 import fp8
 from nmjax.pruners import identity, transposable
-from nmjax.sparsity import Sparsity, slot_ctx
+from nmjax.sparsity import Sparsity, slot_ctx, stored
 from nmjax.typing import Ctx, Pruner, apart
 
 FORWARD = {"x": "fwd_lhs", "w": "fwd_rhs"}
@@ -53,15 +53,16 @@ def forms(
         choice = engine[product]
         if choice is None or operand not in OPERANDS[product] or not (choice.formats or choice.operand == operand):
             continue
-        source = _source(sparsity, product, operand, value, unpruned, ctx, prune)
-        packed = choice.how == "packed" and choice.operand == operand
-        wants.append(Want(product, packed, dict(choice.formats).get(operand), source))
+        packed, format = choice.how == "packed" and choice.operand == operand, dict(choice.formats).get(operand)
+        source = _source(sparsity, product, operand, value, unpruned, ctx, prune, whole=format is None)
+        wants.append(Want(product, packed, format, source))
     small = [want for want in wants if want.format]
     return _in_16_bits(engine, operand, [w for w in wants if not w.format]) | _in_fp8(engine, operand, small)
 
 
-def _source(sparsity, product, operand, value, unpruned, ctx, prune) -> Source:
-    """Where a form is made from: the operand as it was, with a pruner that is fused, or what XLA made of it."""
+def _source(sparsity, product, operand, value, unpruned, ctx, prune, whole) -> Source:
+    """Where a form is made from: the operand as it was, with a pruner that is fused, or what XLA made of it. The
+    ``whole`` slot is done, where one that ends in `fp8` is simulated; else the form is in FP8 itself."""
     slot = OPERANDS[product][operand]
     p, here = getattr(sparsity, slot), slot_ctx(ctx, slot)
     rounding = _rounding(p, here)
@@ -72,13 +73,16 @@ def _source(sparsity, product, operand, value, unpruned, ctx, prune) -> Source:
     else:
         along = CONTRACTED[product]
         given = unpruned if slot == forward or isinstance(p, raw) else value
+    simulated = whole and store(getattr(sparsity, OPERANDS[product][operand])) is not None
     core, inner = _core(p, here)
-    if core is not None and given is not None:
+    if core is not None and given is not None and not simulated:
         key = inner.key if core.stochastic else None
         return Source(given, core, along, key, inner.state, *rounding)
-    if slot == forward:
-        return Source(value, along=along, rounding=rounding[0], rounding_key=rounding[1])
-    return Source(prune(slot, _without_store(p), given), along=along, rounding=rounding[0], rounding_key=rounding[1])
+    if slot != forward:
+        value = prune(slot, p if whole else _without_store(p), given)
+    elif simulated:
+        value = stored(getattr(sparsity, OPERANDS[product][operand]))[1](value)
+    return Source(value, along=along, rounding=rounding[0], rounding_key=rounding[1])
 
 
 def needs_unpruned(engine: Engine, sparsity: Sparsity, operand: str) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nmjax import packed, random
 from nmjax.combinators import raw
 from nmjax.engines import Engine, engine as engine_of
-from nmjax.kernels.target import check_backend
+from nmjax.kernels.target import check_backend, varying
 from nmjax.ops import as_conv, as_dot, einsum_dims
 from nmjax.pruners import identity
 from nmjax.sparsity import (
@@ -132,7 +132,9 @@ def _ruled_backward(op, sparsity, name, engine, residuals, g):
             return transposed(prune(of_g), prune(dense))
         other = of_g if engine[name].operand != "g" else dense
         like = x if name == "dlhs" else w
-        return packed.product(engine, name, _of(made, name), lambda: prune(other), like.dtype)
+        y = packed.product(engine, name, _of(made, name), lambda: prune(other), like.dtype)
+        devices = tuple(varying(y) - varying(like))  # in shard_map: the gradient of what they share is their sum
+        return lax.psum(y, devices) if devices else y
 
     dx = product("dlhs", "dlhs_g", "dlhs_rhs", lambda g, w: jax.linear_transpose(lambda a: op(a, w), x)(g)[0])
     dw = product("drhs", "drhs_g", "drhs_lhs", lambda g, x: jax.linear_transpose(lambda b: op(x, b), w)(g)[0])

@@ -130,7 +130,9 @@ def test_fp8_shows_what_is_not_finite():
 
 
 def test_zeros_have_forms():
-    ((form, undo),) = api.copies(jnp.zeros((1, 128, 64), jnp.bfloat16), (Copy("e5m2", packed=True, pruner=mse(2, 4)),), here=HERE)
+    ((form, undo),) = api.copies(
+        jnp.zeros((1, 128, 64), jnp.bfloat16), (Copy("e5m2", packed=True, pruner=mse(2, 4)),), here=HERE
+    )
     assert (nm.unpack(form).astype(jnp.float32) == 0).all()
     assert jnp.isfinite(undo)
 
@@ -147,7 +149,9 @@ def test_rounding_at_random_is_right_on_average(format):
     made = np.asarray(float8.cast(jnp.broadcast_to(x, u.shape), format, u), np.float64)
     assert len(np.unique(np.abs(made[:, 0]))) <= 2
     least = float(jnp.finfo(float8.FORMATS[format]).smallest_subnormal)
-    step = np.maximum(np.exp2(np.floor(np.log2(np.abs(np.float64(x)))) - jnp.finfo(float8.FORMATS[format]).nmant), least)
+    step = np.maximum(
+        np.exp2(np.floor(np.log2(np.abs(np.float64(x)))) - jnp.finfo(float8.FORMATS[format]).nmant), least
+    )
     inside = np.abs(np.float64(x)) < float(jnp.finfo(float8.FORMATS[format]).max)
     assert (np.abs(made.mean(0) - x) <= step / 1000)[inside].all()
 

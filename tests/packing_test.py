@@ -247,6 +247,4 @@ def test_models_of_the_instructions_see_a_wrong_order():
 def test_values_of_fp8_round_trip_bit_for_bit():
     every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     x = jnp.zeros((256, 64), jnp.float8_e4m3fn).at[:, 5].set(every)
-    np.testing.assert_array_equal(
-        np.asarray(nm.unpack(nm.pack(x))[:, 5]).view(np.uint8) & 0x7F, np.arange(256) & 0x7F
-    )
+    np.testing.assert_array_equal(np.asarray(nm.unpack(nm.pack(x))[:, 5]).view(np.uint8) & 0x7F, np.arange(256) & 0x7F)

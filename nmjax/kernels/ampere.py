@@ -17,6 +17,7 @@ from jax import lax
 from nmjax import versions
 from nmjax.kernels import emulation, instructions
 from nmjax.kernels.instructions import swizzled
+from nmjax.kernels.target import result
 from nmjax.packing import Packed
 from nmjax.typing import Value
 
@@ -118,7 +119,7 @@ def spmm(
 
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((batch, *((n, m) if transpose else (m, n))), dtype),
+        out_type=result((batch, *((n, m) if transpose else (m, n))), dtype, a.values, words, b, *scales),
         grid=(batch, m // tile_m, n // tile_n),
         grid_names=("batch", "m", "n"),
         **({"interpret": versions.interpreter()} if interpret else {}),

@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from nmjax import random, versions
 from nmjax.kernels import ampere, compress as packing_kernels, copies as float8_kernels, hopper, tuning
 from nmjax.kernels.copies import Copy
-from nmjax.kernels.target import Target, target
+from nmjax.kernels.target import Target, as_varying, target, varying
 from nmjax.kernels.tuning import Shape
 from nmjax.packing import Packed, unpack
 from nmjax.pruners import identity, mse, mvue, soft
@@ -132,8 +132,14 @@ def _product(axis, order, shape, here, config, scaled):
 
 
 def _mapped(call):
-    """A kernel over arrays with a batch in front, which `jax.vmap` makes larger."""
-    mapped = custom_vmap(call)
+    """A kernel over arrays with a batch in front, which `jax.vmap` makes larger, and `jax.shard_map` differ between devices:
+    to a kernel all inputs do, if one does."""
+
+    @custom_vmap
+    def mapped(*arrays):
+        axes = varying(*arrays)
+        out = call(*(as_varying(v, axes) for v in arrays))
+        return jax.tree.map(lambda v: as_varying(v, axes), out)
 
     @mapped.def_vmap
     def rule(size, batched, *arrays):

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from nmjax import random, versions
+from nmjax.kernels.target import result
 from nmjax.packing import Packed, two_of_four
 from nmjax.pruners import identity
 from nmjax.typing import Pruner
@@ -117,7 +118,7 @@ def call(body, grid, scalars, inputs, outputs, interpret):
         grid=grid,
         in_specs=[*whole, *(spec for _, spec in inputs)],
         out_specs=[spec for _, spec in outputs],
-        out_shape=[shape for shape, _ in outputs],
+        out_shape=[result(shape.shape, shape.dtype, *scalars, *(v for v, _ in inputs)) for shape, _ in outputs],
         interpret=interpret,
         **({} if interpret else {"compiler_params": versions.triton(num_warps=4, num_stages=1)}),
     )

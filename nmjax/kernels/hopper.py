@@ -22,6 +22,7 @@ from jax import lax
 from nmjax import versions
 from nmjax.kernels import emulation, instructions
 from nmjax.kernels.instructions import swizzled
+from nmjax.kernels.target import result
 from nmjax.packing import Packed
 from nmjax.typing import Value
 
@@ -80,6 +81,7 @@ def spmm(
     wide = size == 2
     tile_m, tile_n, tile_k = config.tile_m, config.tile_n, config.tile_k * 2 // size
     groups, rows = config.warpgroups, config.rows
+    in_flight = min(config.in_flight, k // tile_k - 1)  # a block that is held for longer than all steps is never let go
     a_swizzle, a_form = swizzled(tile_m if m_major else tile_k // 2, size)
     b_swizzle, b_form = swizzled(tile_n if n_major else tile_k, size)
     columns = min(config.store_n, tile_n)
@@ -100,7 +102,7 @@ def spmm(
         scale_all, out_all = (None, *rest) if scale is None else rest
 
         def pipeline(body, context):
-            ring = partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=config.in_flight)
+            ring = partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=in_flight)
             return plgpu.emit_pipeline_warp_specialized(
                 body,
                 grid=(k // tile_k,),
@@ -190,7 +192,7 @@ def spmm(
                         into = instructions.fence(instructions.zeros(acc) if config.promote else acc)
                         options = {"a_swizzle": a_swizzle, "b_swizzle": b_swizzle, "a_m_major": m_major}
                         into = instructions.wgmma_sp(into, a, words, b, **options)
-                        instructions.commit_and_wait(0 if config.promote else config.in_flight)
+                        instructions.commit_and_wait(0 if config.promote else in_flight)
                         return acc + instructions.barrier(into) if config.promote else into
 
                     return issue(acc, a_part, words_in, b_block)
@@ -213,7 +215,7 @@ def spmm(
 
     call = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((batch, *((n, m) if transpose else (m, n))), dtype),
+        out_type=result((batch, *((n, m) if transpose else (m, n))), dtype, a.values, words, b, *scales),
         grid=(blocks // cluster,),
         grid_names=("block",),
         cluster=(cluster,),

@@ -93,3 +93,20 @@ def _spread(mesh) -> str | None:
         return None
     axes = ", ".join(f"{name!r}: {size}" for name, size in free.items())
     return f"arrays may lie in shards along the mesh's {axes}, and a kernel takes whole ones: call it in jax.shard_map"
+
+
+def varying(*inputs: jax.Array) -> frozenset:
+    """The axes of `jax.shard_map` along which some of the inputs differ between devices."""
+    return frozenset().union(*(jax.typeof(v).manual_axis_type.varying for v in inputs))
+
+
+def result(shape: tuple[int, ...], dtype, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result: it differs between devices where one of its inputs does."""
+    kind = jax.typeof(inputs[0]).manual_axis_type.update(varying=varying(*inputs))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
+def as_varying(y: jax.Array, axes: frozenset) -> jax.Array:
+    """A value that is said to differ between devices along these axes."""
+    missing = axes - varying(y)
+    return jax.lax.pcast(y, tuple(missing), to="varying") if missing else y
