@@ -151,6 +151,20 @@ def test_dense_products_are_those_of_what_was_packed(name, small):
     np.testing.assert_allclose(np.asarray(y, np.float32), wanted, atol=0.01 * float(jnp.abs(wanted).max()))
 
 
+def test_forms_are_those_that_training_makes(monkeypatch):
+    made, copies = {}, api.copies
+    monkeypatch.setattr(
+        api, "copies", lambda x, wanted, **how: made.update({x.shape: wanted}) or copies(x, wanted, **how)
+    )
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 384)))
+    ctx = nm.Ctx(0, 0, {"fwd_rhs": (1.0, None)})
+    product = lambda x, w: nm.einsum(
+        "ti,io->to", x, w, sparsity=nm.methods.s_ste(fp8=True), ctx=ctx, backend="interpret"
+    )
+    jax.eval_shape(jax.grad(lambda x, w: product(x, w).astype(jnp.float32).sum(), (0, 1)), x, w)
+    assert list(kernels.FORMS.values()) == [made[1, *shape] for shape in ((256, 128), (128, 384), (256, 384))]
+
+
 # ---- tune ----
 
 
