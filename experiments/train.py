@@ -97,7 +97,6 @@ def _how(runs: dict[str, int]) -> str:
     return "pruned products: " + ", ".join(f"{runs[how]} {word}" for how, word in words.items() if how in runs)
 
 
-
 def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Screen, began: float) -> dict[str, float]:
     config, task, total = program.config, program.task, program.total
     evaluations, measures = program.evaluations, program.measures
