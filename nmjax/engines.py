@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from nmjax import float8
-from nmjax.combinators import chain, raw
+from nmjax.combinators import chain, hold, raw, rescale
+from nmjax.estimators import sr_ste, ste
 from nmjax.float8 import fp8
 from nmjax.kernels.target import Target, target
 from nmjax.ops import Dot
@@ -33,6 +34,9 @@ OPERANDS = {  # of each product, and the slots that prune them
     "dlhs": {"g": "dlhs_g", "w": "dlhs_rhs"},
     "drhs": {"g": "drhs_g", "x": "drhs_lhs"},
 }
+
+
+WRAPPERS = (ste, sr_ste, raw)  # which leave the values of what is in them as they are
 
 
 class Choice(NamedTuple):
@@ -179,13 +183,21 @@ def _is_two_of_four(n: int, m: int) -> bool:
 def pattern(sparsity: Sparsity, slot: str) -> tuple[int, int] | None:
     """n:m of a slot's operand along the axis that its product contracts."""
     p, forward = getattr(sparsity, slot), sparsity.fwd_rhs
+    if not (_ours(p) and _ours(forward)):
+        return None  # a class from elsewhere inherits what its parts promise, and may do otherwise
     if p.pattern or slot != "dlhs_rhs" or isinstance(p, raw):
         return p.pattern
     return forward.pattern if forward.pattern and _both_ways(forward) else None  # along its other axis
 
 
+def _ours(p: Pruner) -> bool:
+    return type(p).__module__.startswith("nmjax.") and all(map(_ours, p.parts))
+
+
 def _both_ways(p: Pruner) -> bool:
-    return (isinstance(p, transposable) and p.m == 4) or any(map(_both_ways, p.parts))
+    """Whether a pruner keeps 2:4 along the weight's other axis too."""
+    through = isinstance(p, (chain, hold, rescale)) or type(p) in WRAPPERS
+    return (isinstance(p, transposable) and p.m == 4) or (through and any(map(_both_ways, p.parts)))
 
 
 def store(p: Pruner) -> fp8 | None:
@@ -194,7 +206,7 @@ def store(p: Pruner) -> fp8 | None:
         return p
     if isinstance(p, chain):
         return store(p.parts[-1]) if p.parts else None
-    return store(p.parts[0]) if len(p.parts) == 1 and (p.ruled or isinstance(p, raw)) else None
+    return store(p.parts[0]) if type(p) in WRAPPERS else None
 
 
 def _types_unfit(op, lhs, rhs, product) -> str | None:

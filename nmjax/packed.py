@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nmjax.combinators import chain, folded, raw
-from nmjax.engines import CONTRACTED, OPERANDS, Engine, result, store
+from nmjax.engines import CONTRACTED, OPERANDS, WRAPPERS, Engine, result, store
 from nmjax.float8 import fp8
 from nmjax.pruners import identity, transposable
 from nmjax.sparsity import Sparsity, slot_ctx, stored
@@ -91,22 +91,23 @@ def needs_unpruned(engine: Engine, sparsity: Sparsity, operand: str) -> bool:
     return wanted and _core(getattr(sparsity, FORWARD[operand]), Ctx())[0] is not None
 
 
-def _core(p: Pruner, ctx: Ctx) -> tuple[Pruner | None, Ctx]:
-    """The one pruner of a slot that a kernel fuses, with its own key and state; None where there is none such. How the
-    result is held, and what gradient it has, is aside."""
+def _core(p: Pruner, ctx: Ctx, last: bool = True) -> tuple[Pruner | None, Ctx]:
+    """The one pruner of a slot that a kernel fuses, with its own key and state; None where there is none such. What
+    gradient it has is aside, and a ``last`` `fp8`, which says how the result is held."""
     from nmjax.kernels import api
 
     if isinstance(p, fp8):
-        return identity, ctx
+        return (identity if last else None), ctx
     if isinstance(p, chain):
+        ends = [last and i == len(p.parts) - 1 for i in range(len(p.parts))]
         parts = [
-            (q, folded(part, i))
-            for i, (q, part) in enumerate(zip(p.parts, apart(p, ctx), strict=True))
-            if q != identity and not (isinstance(q, fp8) and i == len(p.parts) - 1)
+            (q, folded(part, i), end)
+            for i, (q, part, end) in enumerate(zip(p.parts, apart(p, ctx), ends, strict=True))
+            if q != identity and not (isinstance(q, fp8) and end)
         ]
         return (identity, ctx) if not parts else _core(*parts[0]) if len(parts) == 1 else (None, ctx)
-    if isinstance(p, raw) or (p.ruled and len(p.parts) == 1):
-        return _core(p.parts[0], ctx)
+    if type(p) in WRAPPERS:
+        return _core(p.parts[0], ctx, last)
     return (p if api.fuses(p) else None), ctx
 
 
@@ -191,9 +192,9 @@ def _in_fp8(engine, operand, wants) -> dict[str, Any]:
             next((k for k in keys if k is not None), 0)
             for keys in zip(*((w.source.key, w.source.rounding_key) for w in batch), strict=True)
         ]
-        made = api.copies(
-            matrix(engine, operand, source.array), copies, keys=keys, state=source.state, here=engine.here
-        )
+        state = next((want.source.state for want in batch if want.source.state is not None), None)
+        view = matrix(engine, operand, source.array)
+        made = api.copies(view, copies, keys=keys, state=state, here=engine.here)
         found |= {want.product: form for want, form in zip(batch, made, strict=True)}
     return found
 
@@ -201,7 +202,8 @@ def _in_fp8(engine, operand, wants) -> dict[str, Any]:
 def _read_together(a: Source, b: Source) -> bool:
     """Whether one kernel can make forms of both: of one array, and with no draws of two keys."""
     draws = lambda s: (s.pruner.stochastic, s.rounding == "random")
-    return a.array is b.array and not any(x and y for x, y in zip(draws(a), draws(b), strict=True))
+    apart = any(x and y for x, y in zip(draws(a), draws(b), strict=True)) or None not in (a.state, b.state)
+    return a.array is b.array and (not apart or (a.state is b.state and not any(draws(a)) and not any(draws(b))))
 
 
 # ---- products of forms ----

@@ -106,7 +106,20 @@ def _of(made, product):
     return {operand: forms[product] for operand, forms in made.items() if product in forms}
 
 
+@jax.custom_jvp
+def _once(v):
+    """A value that a packed product reads: its kernels have no derivative, and would give zeros for one."""
+    return v
+
+
+@_once.defjvp
+def _(primals, tangents):
+    raise TypeError("second derivatives of packed products are not defined: write backend='xla'.")
+
+
 def _ruled_forward(op, sparsity, name, engine, x, w, unpruned, dynamic):
+    if engine is not None:
+        x, w = _once(x), _once(w)
     y, made = _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, ("fwd", "dlhs", "drhs"))
     # What the backward pass would refuse is refused here, with the caller's line in the traceback; and not in _ruled, for
     # a product that nobody differentiates needs no key, and may have any number of tokens.
@@ -119,6 +132,8 @@ def _ruled_forward(op, sparsity, name, engine, x, w, unpruned, dynamic):
 
 def _ruled_backward(op, sparsity, name, engine, residuals, g):
     x, w, unpruned, dynamic, made = residuals
+    if engine is not None:
+        x, w, g = _once(x), _once(w), _once(g)
     values = _backward_values(sparsity, x, w, unpruned, g)
     axes, ctx = op.operands(x.ndim, w.ndim), Ctx(*dynamic, name=name)
     by_xla = lambda slot, p, value: _in_slot(slot, p, value, axes, ctx)

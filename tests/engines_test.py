@@ -350,3 +350,39 @@ def test_sparsities_with_one_product_each():
         run = lambda backend, s=s: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend)
         assert explain(as_dot(x, w, PLAIN), x, w, s, "interpret")[slot.split("_")[0]].how == "packed"
         near(everything(run("interpret"), x, w), everything(run("xla"), x, w))
+
+
+# ---- what is not to be packed, or not so ----
+
+HOSTILE = [
+    "fwd_lhs=ste(fp8('e4m3')); fwd_rhs=ste(chain(mse(2,4),fp8('e4m3'))); dlhs_g=fp8('e5m2'); dlhs_rhs=raw(chain(soft(2,4),fp8('e5m2')))",
+    "fwd_rhs=ste(chain(stages(((0,identity),(10,transposable(2,4)))),mse(2,4)))",
+    "fwd_rhs=ste(chain(decay(transposable(2,4),constant(0.5)),mse(2,4)))",
+    "drhs_g=chain(chain(mse(2,4),fp8('e5m2')),identity)",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_odd_mixes_are_as_xla_has_them(text):
+    s = nm.parse(text)
+    x, w = random((128, 256)), random((256, 128), 1)
+    state = s.init(w, contract=0, out=1)
+    run = lambda backend: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state), backend=backend)
+    real, simulated = everything(run("interpret"), x, w), everything(run("xla"), x, w)
+    norm = lambda v: float(jnp.linalg.norm(v.astype(jnp.float32)))
+    for a, b in zip(real, simulated, strict=True):
+        assert norm(a - b) <= (0.12 if "fp8" in text and text.startswith("fwd") else 0.01) * norm(b)
+
+
+def test_second_derivatives_are_refused_not_zero():
+    x, w = random((64, 64)), random((64, 64), 1)
+    loss = lambda w: jnp.sum(layer("interpret", "ste(2,4)")(x, w).astype(jnp.float32) ** 2)
+    with pytest.raises(TypeError, match="second derivatives of packed products are not defined: write backend='xla'"):
+        jax.jvp(jax.grad(loss), (w,), (w,))
+
+
+def test_explicit_axes_and_empty_arrays_are_xlas():
+    with on(kinds=(AxisType.Explicit,)):
+        assert "'x': 1" in choices("ste(2,4)")["fwd"].why
+    with on():
+        assert choices("ste(2,4)", (0, 4096))["fwd"].how == "emulated"

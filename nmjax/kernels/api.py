@@ -92,6 +92,10 @@ def unfit(packed: Packed, b: jax.Array, shape: Shape, here: Target, config=None)
 def shape_unfit(shape: Shape, here: Target, config=None) -> str | None:
     """Why no kernel serves a product of this shape; None if one does."""
     size = jnp.dtype(shape.dtype).itemsize
+    if min(shape.m, shape.n, shape.k) < 1:
+        return f"M, N, K = {shape.m}, {shape.n}, {shape.k}: it is empty"
+    if shape.out not in ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"):
+        return f"a result of {shape.out}, of which kernels know nothing"
     if shape.dtype not in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
         return f"{shape.dtype}: kernels take bfloat16, float16 and 8-bit floats"
     if size == 1 and here.family != "hopper":

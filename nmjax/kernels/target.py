@@ -87,7 +87,7 @@ def _spread(mesh) -> str | None:
     free = {
         name: size
         for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-        if size > 1 and kind != AxisType.Manual
+        if (size > 1 and kind != AxisType.Manual) or kind == AxisType.Explicit
     }
     if not free:
         return None
