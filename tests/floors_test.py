@@ -73,6 +73,7 @@ def test_every_file_has_a_floor():
 def test_the_check_sees_imports():
     assert imported(ROOT / "nmjax" / "engines.py") == {
         "combinators",
+        "estimators",
         "float8",
         "kernels",
         "ops",
