@@ -256,7 +256,7 @@ def _fp8_unfit(product, layout, here) -> str | None:
 def _expected(choice, here) -> float:
     from nmjax.kernels import tuning
 
-    free = choice.operand == "w" or bool(choice.formats)  # once a step; or less to write than the dense form in FP8
+    free = bool(choice.formats)  # in FP8 a packed form is less to write than the dense one
     return tuning.gain(choice.shape, here, packed_before=free)
 
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import nmjax as nm
-from nmjax import random, versions
+from nmjax import versions
 from nmjax.kernels import ampere, compress, copies, hopper
 from nmjax.kernels.copies import Copy
 from nmjax.packing import Packed
@@ -220,8 +220,3 @@ def test_kernels_compile_to_sparse_instructions(tmp_path):
         if disassembler():
             kind = "QGMMA.SP" if "fp8" in name else "HGMMA.SP"
             assert text["sass"].count(kind) >= 2, f"{name} has no {kind}"
-
-
-def test_the_generator_is_the_kernels():
-    """What kernels draw by is the library's generator itself, not a copy of it."""
-    assert compress.random is random

@@ -8,7 +8,12 @@ Array([[12.]], dtype=float32)
 from nmjax.kernels.target import Target as Target, target as target
 
 
-def spmm(*args, **options):
+def spmm(
+    packed, b, scale=None, *, axis: int = -2, transpose: bool = False, dtype=None, backend: str = "auto", config=None
+):
+    """A packed array ``[..., M, K]`` times ``b``, ``[..., K, N]``, or ``[..., N, K]`` with ``axis`` -1: ``[..., M, N]``, or
+    with ``transpose`` ``[..., N, M]``. K is the packed axis, the last or the one before. Sums are float32, times ``scale``,
+    rounded to ``dtype``."""
     from nmjax.kernels import api  # late: Mosaic takes 0.3 s to import, and not every jaxlib has it
 
-    return api.spmm(*args, **options)
+    return api.spmm(packed, b, scale, axis=axis, transpose=transpose, dtype=dtype, backend=backend, config=config)
