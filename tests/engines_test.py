@@ -386,3 +386,16 @@ def test_explicit_axes_and_empty_arrays_are_xlas():
         assert "'x': 1" in choices("ste(2,4)")["fwd"].why
     with on():
         assert choices("ste(2,4)", (0, 4096))["fwd"].how == "emulated"
+
+
+def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
+    """Under a mesh too, which tells of its device by itself."""
+    from nmjax.kernels import check
+
+    class Device:
+        device_kind, platform, core_count, compute_capability = "NVIDIA H200", "gpu", 132, "9.0"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(check, "fault", lambda here, device: f"{device.device_kind} is broken")
+    with on():
+        assert target("auto") == "NVIDIA H200 is broken"

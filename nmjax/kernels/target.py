@@ -57,11 +57,12 @@ def target(backend: str) -> Target | str:
     if backend == "auto" and (why := _spread(mesh)):
         return why
     here = Target(kind, family, int(cores or 132))
-    if told is None:  # it is really there
-        from nmjax.kernels import check
+    device = next((d for d in jax.local_devices() if d.device_kind == kind), None)
+    if device is None:  # told of, and not there: only compiled for
+        return here
+    from nmjax.kernels import check
 
-        return check.fault(here, device) or here
-    return here
+    return check.fault(here, device) or here
 
 
 def check_backend(backend: str) -> None:
