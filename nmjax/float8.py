@@ -43,17 +43,19 @@ def cast(x: jax.Array, format: str, u: jax.Array | None = None) -> jax.Array:
     dtype = FORMATS[format]
     info = jnp.finfo(dtype)
     if u is not None:
-        step = _step(x, info)
-        x = jnp.where(x < 0, -1.0, 1.0) * (jnp.floor(jnp.abs(x) / step + u) * step)
+        step, per_step = _step(x, info)
+        x = jnp.where(x < 0, -1.0, 1.0) * (jnp.floor(jnp.abs(x) * per_step + u) * step)
     x = jnp.where(jnp.abs(x) < jnp.inf, jnp.clip(x, -float(info.max), float(info.max)), jnp.nan)
     return x.astype(dtype)
 
 
 def _step(x, info):
-    """The distance of neighbours in the format, where x lies: a power of two, by its bits."""
+    """The distance of neighbours in the format, where x lies, and its reciprocal: powers of two, by their bits, so that
+    every device multiplies exactly."""
     exponent = lax.bitcast_convert_type(x, jnp.int32) >> np.int32(23) & np.int32(0xFF)
-    exponent = jnp.maximum(exponent, np.int32(127 + info.minexp))
-    return lax.bitcast_convert_type(exponent - np.int32(info.nmant) << np.int32(23), jnp.float32)
+    exponent = jnp.maximum(exponent, np.int32(127 + info.minexp)) - np.int32(info.nmant)
+    power = lambda e: lax.bitcast_convert_type(e << np.int32(23), jnp.float32)
+    return power(exponent), power(np.int32(254) - exponent)
 
 
 @dataclass(frozen=True, repr=False)
