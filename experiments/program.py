@@ -6,6 +6,7 @@ A *task* (`experiments/image.py`, `experiments/text.py`) brings the model and th
 import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -119,7 +120,7 @@ class Program:
         batch = self.task.batch(arrays, state.seed, state.step)
         now = self._now(state)
 
-        def micro(rest, numbered):
+        def micro(rest, numbered, forms=None):
             number, part = numbered
             part = jax.lax.with_sharding_constraint(part, self.split)
             model = nnx.merge(self.graph, params, rest)
@@ -129,7 +130,8 @@ class Program:
             def loss(params):
                 model = nnx.merge(self.graph, params, rest, copy=True)
                 model.train()
-                value, shown = self.task.loss(model, part)
+                with nm.nnx.packed(model, forms or {}):
+                    value, shown = self.task.loss(model, part)
                 return value, ({"loss": value, **shown}, nnx.as_pure(nnx.split(model, nnx.Param, ...)[2]))
 
             grads, (shown, rest) = jax.grad(loss, has_aux=True)(params)
@@ -138,7 +140,8 @@ class Program:
         if config.accumulate == 1:
             rest, (grads, shown) = micro(state.rest, (0, batch))
         else:
-            rest, (grads, shown) = self._accumulated(micro, state.rest, batch)
+            forms = self._packed(params, state.rest, now)
+            rest, (grads, shown) = self._accumulated(partial(micro, forms=forms), state.rest, batch)
         extra = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
         updates, opt = self.tx.update(grads, state.opt, params, **extra)
         params = optax.apply_updates(params, updates)
@@ -160,6 +163,13 @@ class Program:
             (old + rate * (new - old)).astype(new.dtype) if jnp.issubdtype(new.dtype, jnp.floating) else new
         )
         return jax.tree.map(mean, state.ema, (params, rest))
+
+    def _packed(self, params, rest, now) -> dict:
+        """The weights' packed forms, of which all micro-steps of a step make use."""
+        model = nnx.merge(self.graph, params, rest, copy=True)
+        model.train()
+        nm.nnx.set_step(model, now)
+        return nm.nnx.pack(model, *self.task.example(self.config.batch // self.config.accumulate))
 
     def _accumulated(self, micro, rest, batch):
         """The means over micro-batches, one after another, in the memory of one."""

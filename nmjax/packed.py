@@ -48,16 +48,27 @@ def forms(
 ) -> dict[str, Any]:  # fmt: skip
     """The forms of an operand, by product: packed, or in FP8. ``value`` is what its forward slot made of ``unpruned``, and
     ``prune(slot, p, value)`` is XLA's way."""
-    wants = []
+    wants, found = [], {}
     for product in products:
         choice = engine[product]
         if choice is None or operand not in OPERANDS[product] or not (choice.formats or choice.operand == operand):
+            continue
+        if operand == "w" and ctx.packed and (made := ctx.packed.get(form_of_weight(engine, product))) is not None:
+            found[product] = made
             continue
         packed, format = choice.how == "packed" and choice.operand == operand, dict(choice.formats).get(operand)
         source = _source(sparsity, product, operand, value, unpruned, ctx, prune, whole=format is None)
         wants.append(Want(product, packed, format, source))
     small = [want for want in wants if want.format]
-    return _in_16_bits(engine, operand, [w for w in wants if not w.format]) | _in_fp8(engine, operand, small)
+    found |= _in_16_bits(engine, operand, [w for w in wants if not w.format])
+    return found | _in_fp8(engine, operand, small)
+
+
+def form_of_weight(engine: Engine, product: str) -> str:
+    """What tells the forms of one weight apart."""
+    choice = engine[product]
+    how = "packed" if choice.operand == "w" else "whole"
+    return " ".join([product, dict(engine.layout.labels)["w"], how, dict(choice.formats).get("w", "16 bits")])
 
 
 def _source(sparsity, product, operand, value, unpruned, ctx, prune, whole) -> Source:

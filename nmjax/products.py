@@ -27,6 +27,7 @@ from nmjax.sparsity import (
     WEIGHT,
     Sparsity,
     along,
+    at_random,
     check_shards,
     merged_operand,
     pruned,
@@ -64,7 +65,7 @@ def bilinear(
         lax.stop_gradient(lhs) if isinstance(sparsity.drhs_lhs, raw) or fused("x") else None,
         lax.stop_gradient(rhs) if isinstance(sparsity.dlhs_rhs, raw) or fused("w") else None,
     )
-    return _ruled(op, sparsity, ctx.name, engine, x, w, unpruned, ctx[:3])
+    return _ruled(op, sparsity, ctx.name, engine, x, w, unpruned, (ctx.key, ctx.step, ctx.state, ctx.packed))
 
 
 def _in_slot(slot, p, value, axes, ctx, call=pruned):
@@ -88,8 +89,8 @@ def _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, products):
     """y, and the forms of x and w that kernels want for some products."""
     if engine is None:
         return op(stored(sparsity.fwd_lhs)[1](x), stored(sparsity.fwd_rhs)[1](w)), {}
-    axes, ctx = op.operands(x.ndim, w.ndim), Ctx(*dynamic, name=name)
-    by_xla = lambda slot, p, value: _in_slot(slot, p, value, axes, ctx)
+    ctx = _ctx(name, dynamic)
+    by_xla = partial(_by_xla, op.operands(x.ndim, w.ndim), ctx)
     made = {
         operand: packed.forms(engine, sparsity, operand, value, before, ctx, by_xla, products)
         for operand, value, before in (("x", x, unpruned[0]), ("w", w, unpruned[1]))
@@ -99,6 +100,15 @@ def _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, products):
     out = jax.eval_shape(op, x, w).dtype
     dense = lambda: w if engine["fwd"].operand == "x" else x
     return packed.product(engine, "fwd", _of(made, "fwd"), dense, out), made
+
+
+def _ctx(name, dynamic) -> Ctx:
+    key, step, state, weight = dynamic
+    return Ctx(key, step, state, name=name, packed=weight)
+
+
+def _by_xla(axes, ctx, slot, p, value):
+    return _in_slot(slot, p, value, axes, ctx)
 
 
 def _of(made, product):
@@ -125,7 +135,7 @@ def _ruled_forward(op, sparsity, name, engine, x, w, unpruned, dynamic):
     # a product that nobody differentiates needs no key, and may have any number of tokens.
     axes = op.operands(x.ndim, w.ndim)
     for slot, value in _backward_values(sparsity, x, w, unpruned, y).items():
-        _in_slot(slot, getattr(sparsity, slot), value, axes, Ctx(*dynamic, name=name), call=merged_operand)
+        _in_slot(slot, getattr(sparsity, slot), value, axes, _ctx(name, dynamic), call=merged_operand)
     backward = {o: {p: form for p, form in forms.items() if p != "fwd"} for o, forms in made.items()}
     return y, (x, w, unpruned, dynamic, backward)
 
@@ -135,8 +145,8 @@ def _ruled_backward(op, sparsity, name, engine, residuals, g):
     if engine is not None:
         x, w, g = _once(x), _once(w), _once(g)
     values = _backward_values(sparsity, x, w, unpruned, g)
-    axes, ctx = op.operands(x.ndim, w.ndim), Ctx(*dynamic, name=name)
-    by_xla = lambda slot, p, value: _in_slot(slot, p, value, axes, ctx)
+    ctx = _ctx(name, dynamic)
+    by_xla = partial(_by_xla, op.operands(x.ndim, w.ndim), ctx)
     prune = lambda slot: by_xla(slot, getattr(sparsity, slot), values[slot])
     if engine is not None:
         made = made | {"g": packed.forms(engine, sparsity, "g", g, None, ctx, by_xla)}
@@ -168,6 +178,21 @@ def _backward_values(sparsity, x, w, unpruned, g):
 
 
 _ruled.defvjp(_ruled_forward, _ruled_backward)
+
+
+def packed_weight(
+    op, lhs: jax.ShapeDtypeStruct, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto"
+) -> dict:
+    """A weight in the forms that packed products of it with ``lhs`` of this shape take, for `Ctx.packed`: so that the
+    micro-steps of a gradient pack it once. Empty where none runs packed; without what is drawn anew at every micro-step."""
+    engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name)
+    fixed = [p for p, s in (("fwd", "fwd_rhs"), ("dlhs", "dlhs_rhs")) if not at_random(getattr(sparsity, s))]
+    if engine is None or at_random(sparsity.fwd_rhs):
+        return {}
+    axes = op.operands(len(lhs.shape), rhs.ndim)
+    w = _in_slot("fwd_rhs", stored(sparsity.fwd_rhs)[0], rhs, axes, ctx)
+    made = packed.forms(engine, sparsity, "w", w, rhs, ctx, partial(_by_xla, axes, ctx), fixed)
+    return {packed.form_of_weight(engine, product): form for product, form in made.items()}
 
 
 @lru_cache

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from nmjax import random
 from nmjax.pruners import identity
-from nmjax.sparsity import SLOTS, WEIGHT, Operand, Sparsity, pruned, slot_state
+from nmjax.sparsity import SLOTS, WEIGHT, Operand, Sparsity, at_random, pruned, slot_state
 from nmjax.typing import Ctx, Pruner
 
 
@@ -25,7 +25,6 @@ def site_key(words: jax.Array, micro) -> jax.Array:
 
 def draws(sparsity: Sparsity) -> bool:
     """Whether a layer needs words: to prune, or to renew what it holds."""
-    at_random = lambda p: p.stochastic or any(map(at_random, p.parts))
     return any(at_random(getattr(sparsity, slot)) for slot in SLOTS)
 
 

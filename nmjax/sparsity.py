@@ -113,6 +113,11 @@ def _check_slot(slot: str, p: Any) -> None:
         )
 
 
+def at_random(p: Pruner) -> bool:
+    """Whether a pruner draws, anywhere in it."""
+    return p.stochastic or any(map(at_random, p.parts))
+
+
 def _rule_for_noise(p: Pruner) -> bool:
     if isinstance(p, stages):
         return all(_rule_for_noise(q) for q in p.parts)

@@ -37,6 +37,7 @@ class Ctx(NamedTuple):
     state: Any = None  # what `init` made; for a product, a dict from slot to state
     axes: Axes | None = None  # set by products; arrays on their own are read as (batch, *space, features)
     name: str | None = None  # of the layer, for what an error says
+    packed: Any = None  # what `packed_weight` made of the weight, for several products of it
 
     def located(self, ndim: int, axis: int) -> Axes:
         """The axes beside ``axis``, by convention where no product has set them."""

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from nmjax import flops, ops, products
-from nmjax.nnx.layers import Layer, layers
+from nmjax.nnx.layers import Layer, Product, layers
 from nmjax.plans import LayerPlan, Plan, Use, hardened, runs_of, slots_of
 from nmjax.sparsity import SLOTS
 
@@ -45,7 +45,7 @@ class _Recorder(nnx.Module):
                 lhs, rhs, *rest = operands
                 make = ops.as_dot if self.product is products.dot_general else ops.as_conv
                 operation = make(lhs, rhs, *rest, **told)
-            self.notes.append((operation, _shape(lhs), _shape(rhs)))
+            self.notes.append(Product(operation, _shape(lhs), _shape(rhs)))
         with jax.named_scope(f"{_MARK}{self.number}"):
             return self.plain(*operands, **options)
 
@@ -57,16 +57,30 @@ def plan(model, *inputs, **options) -> Plan:
     it takes, as ``train=False``; without them tokens and FLOPs stay unknown. The model may be abstract itself, as
     `nnx.eval_shape` makes it.
     """
-    graph, state = nnx.split(model)
-    copy = nnx.merge(graph, jax.tree.map(_shape, state))
-    found = list(layers(copy))
-    uncovered, parameters = _parameters(copy, found)
-    notes, given = [_Notes() for _ in found], bool(inputs or options)
-    for number, layer in enumerate(found):
-        setattr(layer.module, layer.door.name, nnx.data(_Recorder(layer, number, notes[number])))
-    costs, elsewhere = _costs(copy, inputs, options, len(found)) if given else ([None] * len(found), 0)
+    copy, notes = _recording(model)
+    uncovered, parameters = _parameters(model, list(layers(model)))
+    given = bool(inputs or options)
+    costs, elsewhere = _costs(copy, inputs, options, len(notes)) if given else ([None] * len(notes), 0)
     rows = [_row(*row) for row in zip(layers(model), notes, costs, strict=True)]
     return Plan(tuple(rows), elsewhere, uncovered, parameters)
+
+
+def uses(model, *inputs, **options) -> list[tuple[Layer, list[Product]]]:
+    """Every layer, and the products that a call asks it for."""
+    copy, notes = _recording(model)
+    _costs(copy, inputs, options, len(notes))
+    return [(layer, list(dict.fromkeys(seen))) for layer, seen in zip(layers(model), notes, strict=True)]
+
+
+def _recording(model) -> tuple[nnx.Module, list[_Notes]]:
+    """A copy of a model, of shapes, whose layers note what they are asked for."""
+    graph, state = nnx.split(model)
+    copy = nnx.merge(graph, jax.tree.map(_shape, state))
+    notes = []
+    for number, layer in enumerate(layers(copy)):
+        notes.append(_Notes())
+        setattr(layer.module, layer.door.name, nnx.data(_Recorder(layer, number, notes[-1])))
+    return copy, notes
 
 
 def _row(layer: Layer, seen: _Notes, cost: int | None) -> LayerPlan:

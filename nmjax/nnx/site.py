@@ -40,6 +40,7 @@ class Site(nnx.Module):
         self.time: NM | None = time
         self.state: Any = nnx.data(state)  # a tree of NM, each a pruner's state with axes of 1 at its end ...
         self.ranks = ranks  # ... beyond these
+        self.packed: Any = None  # the weight's packed forms, where `packed` gave them
 
     def __call__(self, *operands, **options):
         kernel = operands[2 if self.product is products.einsum else 1]
@@ -62,7 +63,8 @@ class Site(nnx.Module):
 
     def ctx(self) -> Ctx:
         """The context of one layer's product."""
-        return one_ctx(*self.held(), self.ranks)._replace(name=self.name)
+        forms = jax.tree.map(lambda v: v[...], self.packed, is_leaf=lambda v: isinstance(v, NM))
+        return one_ctx(*self.held(), self.ranks)._replace(name=self.name, packed=forms)
 
     def held(self) -> tuple:
         """Words, time and state as arrays, of one layer or of a stack."""

@@ -1,0 +1,58 @@
+"""Weights packed once for several calls, as the micro-steps of one optimizer step are."""
+
+from contextlib import contextmanager
+
+import jax
+from flax import nnx
+
+from nmjax.kernels.target import target
+from nmjax.nnx.layers import Layer, layers, over
+from nmjax.nnx.plan import uses
+from nmjax.nnx.site import NM, one_ctx
+from nmjax.products import packed_weight
+
+
+def pack(model, *inputs, **options) -> dict[str, dict]:
+    """The packed forms of the weights, by layer, that a call of the model with these inputs, or shapes, takes. Empty where
+    nothing runs packed. They hold for the weights, the step and the masks of now::
+
+        set_step(model, step)
+        forms = pack(model, x)
+        ...  # in the scan over micro-steps
+        with packed(model, forms):
+            loss = ...
+    """
+    found = {}
+    if any(layer.site and not isinstance(target(layer.site.backend), str) for layer in layers(model)):
+        for layer, products in uses(model, *inputs, **options):
+            in_front = layer.stack == tuple(range(len(layer.stack)))  # where forms of any rank have these axes too
+            if layer.site is not None and in_front and (forms := _forms(layer, products)):
+                found[layer.path] = forms
+    return found
+
+
+def _forms(layer: Layer, products) -> dict:
+    site = layer.site
+
+    def one(weight, words, time, state):
+        ctx, made = one_ctx(words, time, state, site.ranks)._replace(name=site.name), {}
+        for op, lhs, rhs in products:
+            made |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend)
+        return made
+
+    return over(layer.stack, one)(layer.weight(), *site.held())
+
+
+@contextmanager
+def packed(model, forms: dict[str, dict]):
+    """Within it, products take their weights in the forms that `pack` made."""
+    sites = {layer.path: layer.site for layer in layers(model)}
+    if unknown := [path for path in forms if sites.get(path) is None]:
+        raise ValueError(f"packed: the model has no sparse layer {', '.join(unknown)}: the forms are another model's.")
+    for path, made in forms.items():
+        sites[path].packed = nnx.data(jax.tree.map(NM, made))
+    try:
+        yield
+    finally:
+        for path in forms:
+            sites[path].packed = None
