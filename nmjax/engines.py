@@ -22,7 +22,7 @@ from nmjax import float8
 from nmjax.combinators import chain, hold, raw, rescale
 from nmjax.estimators import sr_ste, ste
 from nmjax.float8 import fp8
-from nmjax.kernels.target import Target, target
+from nmjax.kernels.targets import Target, target
 from nmjax.ops import Dot
 from nmjax.pruners import identity, transposable
 from nmjax.sparsity import Sparsity

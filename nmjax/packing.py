@@ -175,11 +175,15 @@ def _gathered(split, kept, axis, n):
     return jnp.concatenate(values, axis), jnp.concatenate(places, axis)
 
 
-def two_of_four(v: list[jax.Array], full: list[jax.Array] | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def two_of_four(
+    v: list[jax.Array], full: list[jax.Array] | None = None, crowded=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of the members of groups of four with at most two non-zeros the two that are stored, and their nibble: what `pack`
-    does, for kernels. Where there are more, the first two. ``full`` says which are not zero, where ``v`` are bits."""
+    does, for kernels. A group with more stores ``crowded``, if that is given, a NaN. ``full`` says which are not zero,
+    where ``v`` are bits."""
     full = [f.astype(jnp.int32) for f in full or [x != 0 for x in v]]  # NaN is not
-    zeros_first = jnp.minimum(sum(full), 2)  # the rank of the first zero
+    count = sum(full)
+    zeros_first = jnp.minimum(count, 2)  # the rank of the first zero
     keep, fulls, zeros = [], jnp.zeros_like(full[0]), zeros_first
     for f in full:
         keep.append(jnp.where(f == 1, fulls, zeros) < 2)
@@ -189,6 +193,8 @@ def two_of_four(v: list[jax.Array], full: list[jax.Array] | None = None) -> tupl
     high = jnp.where(keep[3], three, jnp.where(keep[2], two, one))
     first = jnp.where(keep[0], v[0], jnp.where(keep[1], v[1], v[2]))
     second = jnp.where(keep[3], v[3], jnp.where(keep[2], v[2], v[1]))
+    if crowded is not None:
+        first, second = (jnp.where(count > 2, crowded, x) for x in (first, second))
     return first, second, low | high << np.uint32(2)
 
 

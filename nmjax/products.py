@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nmjax import packed, random
 from nmjax.combinators import raw
 from nmjax.engines import Engine, engine as engine_of
-from nmjax.kernels.target import check_backend, varying
+from nmjax.kernels.targets import check_backend, varying
 from nmjax.ops import as_conv, as_dot, einsum_dims
 from nmjax.pruners import identity
 from nmjax.sparsity import (

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from nmjax.kernels.target import check_backend
+from nmjax.kernels.targets import check_backend
 from nmjax.sparsity import Sparsity
 from nmjax.spec import parse
 from nmjax.typing import Value

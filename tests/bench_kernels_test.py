@@ -12,7 +12,7 @@ from experiments.bench import __main__ as command, kernels, tune
 from experiments.bench.measure import speedup
 from nmjax import engines, ops
 from nmjax.kernels import api, hopper, tuning
-from nmjax.kernels.target import target
+from nmjax.kernels.targets import target
 from nmjax.kernels.tuning import Shape
 
 HERE = target("interpret")
@@ -184,7 +184,7 @@ def test_the_default_list_is_worth_tuning():
         varied = tune.variations(shape, config)
         assert config not in varied
         assert {c.band for c in varied} == {1, 8, 16}
-        assert {c.in_flight for c in varied} == {0}  # more would still read what the next tile's fetches write
+        assert {c.in_flight for c in varied} == {0, 1}
         assert all(tuning.misfit(shape, c) is None for c in varied)
 
 

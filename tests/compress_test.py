@@ -9,7 +9,7 @@ import nmjax as nm
 from nmjax import float8, random
 from nmjax.kernels import api
 from nmjax.kernels.copies import Copy
-from nmjax.kernels.target import Target
+from nmjax.kernels.targets import Target
 from nmjax.pruners import identity, mse, mvue, soft, transposable
 from nmjax.pruners.mvue import group_uniforms
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import nmjax as nm
 from nmjax.engines import engine, explain
-from nmjax.kernels.target import Target, target
+from nmjax.kernels.targets import Target, target
 from nmjax.ops import as_conv, as_dot
 
 PLAIN = (((1,), (0,)), ((), ()))

@@ -11,7 +11,7 @@ import pytest
 import nmjax as nm
 from nmjax import versions
 from nmjax.kernels import ampere, api, hopper, tuning
-from nmjax.kernels.target import Target
+from nmjax.kernels.targets import Target
 from nmjax.packing import Packed
 from nmjax.pruners import mse
 from tests.packing_test import two_of_four

@@ -28,7 +28,7 @@ from experiments.bench.measure import compiled, in_short, in_turn, machine, mark
 from nmjax import engines, float8, ops, random, versions
 from nmjax.kernels import ampere, api, hopper, tuning
 from nmjax.kernels.copies import Copy, _growth
-from nmjax.kernels.target import Target, target
+from nmjax.kernels.targets import Target, target
 from nmjax.kernels.tuning import Shape
 from nmjax.pruners.mvue import group_uniforms
 

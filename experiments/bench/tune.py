@@ -22,7 +22,7 @@ from jax import lax
 
 from experiments.bench.measure import compiled, in_turn, markdown, speedup
 from nmjax.kernels import api, hopper, tuning
-from nmjax.kernels.target import Target, target
+from nmjax.kernels.targets import Target, target
 from nmjax.kernels.tuning import Config, Shape
 from nmjax.models import gpt, vit
 from nmjax.packing import Packed
@@ -193,7 +193,7 @@ def variations(shape: Shape, config: Config) -> list[Config]:
     """The same tiles walked, fetched and stored in other ways."""
     changes = [{"stages": stages} for stages in (2, 3, 4, 5)]
     if isinstance(config, hopper.Config):
-        changes = [{"band": 1}, {"band": 16}]
+        changes = [{"band": 1}, {"band": 16}, {"in_flight": 0}]
         changes += [{"stages": s, "store_n": n} for s, n in ((4, 64), (5, 64), (4, 32), (3, 32), (5, 32))]
     made = [replace(config, **change) for change in changes]
     return [c for c in dict.fromkeys(made) if c != config and tuning.misfit(shape, c) is None]

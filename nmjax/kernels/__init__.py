@@ -5,7 +5,7 @@
 Array([[12.]], dtype=float32)
 """
 
-from nmjax.kernels.target import Target as Target, target as target
+from nmjax.kernels.targets import Target as Target, target as target
 
 
 def spmm(

@@ -17,9 +17,11 @@ from jax import lax
 from nmjax import versions
 from nmjax.kernels import emulation, instructions
 from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.target import result
+from nmjax.kernels.targets import result
 from nmjax.packing import Packed
 from nmjax.typing import Value
+
+SHARED = 99 * 1024  # bytes a thread block may have: of sm_86 and sm_89, which have least
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,6 +41,11 @@ def misfit(m: int, n: int, k: int, dtype, out, config: Config) -> str | None:
     for what, length, by in (("M", m, config.tile_m), ("N", n, config.tile_n), ("K", k, config.tile_k)):
         if length % by:
             return f"{what} = {length} does not divide by {by}"
+    if any(side < 64 or side % 64 for side in (config.tile_m, config.tile_n, config.tile_k)):
+        return f"{config}: tiles are of multiples of 64"
+    ring = config.stages * (config.tile_m * config.tile_k * 9 // 8 + config.tile_n * config.tile_k * 2)
+    if (shared := max(ring, config.tile_m * config.tile_n * jnp.dtype(out).itemsize)) > SHARED:
+        return f"{config} takes {shared:,} bytes of shared memory, of {SHARED:,}"
     return None
 
 

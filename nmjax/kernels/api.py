@@ -14,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from nmjax import random, versions
 from nmjax.kernels import ampere, compress as packing_kernels, copies as float8_kernels, hopper, tuning
 from nmjax.kernels.copies import Copy
-from nmjax.kernels.target import Target, as_varying, target, varying
+from nmjax.kernels.targets import Target, as_varying, target, varying
 from nmjax.kernels.tuning import Shape
 from nmjax.packing import Packed, unpack
 from nmjax.pruners import identity, mse, mvue, soft

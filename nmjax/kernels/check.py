@@ -13,7 +13,7 @@ import numpy as np
 
 from nmjax.kernels import api
 from nmjax.kernels.copies import Copy
-from nmjax.kernels.target import Target
+from nmjax.kernels.targets import Target
 from nmjax.packing import Packed, pack
 from nmjax.pruners import mse, mvue
 from nmjax.typing import Ctx

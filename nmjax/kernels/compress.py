@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from nmjax import random, versions
-from nmjax.kernels.target import result
+from nmjax.kernels.targets import result
 from nmjax.packing import Packed, two_of_four
 from nmjax.pruners import identity
 from nmjax.typing import Pruner
@@ -76,7 +76,8 @@ def _across(words, scale, seen, values, places, *, pruner, shape, dtype, share):
     """Groups along columns."""
     _, rows, columns = shape
     x = members_of(seen, slice(None), dtype)
-    first, second, nibble = two_of_four(_pruned(pruner, x, words, scale, (rows, columns // 4), share))
+    kept = _pruned(pruner, x, words, scale, (rows, columns // 4), share)
+    first, second, nibble = two_of_four(kept, crowded=_nan(pruner, dtype))
     values[...] = together(first, second)
     places[...] = _block_of_words(nibble)
 
@@ -85,7 +86,8 @@ def _down(words, scale, seen, values, places, *, pruner, shape, dtype, share):
     """Groups along rows."""
     _, rows, columns = shape
     x = [seen[pl.ds(j, BLOCK // 4, stride=4), :] for j in range(4)]
-    kept = two_of_four(_pruned(pruner, x, words, scale, (rows // 4, columns), share))
+    kept = _pruned(pruner, x, words, scale, (rows // 4, columns), share)
+    kept = two_of_four(kept, crowded=_nan(pruner, dtype))
     for j in range(2):
         values[pl.ds(j, BLOCK // 4, stride=2), :] = kept[j]
     places[...] = _block_of_words_down(kept[2])
@@ -97,11 +99,11 @@ def _both(seen, values, places, values_down, places_down, *, pruner, dtype):
     tile = [members_of(seen, some(i), dtype) for i in range(4)]
     tile = tile if pruner == identity else pruner.of_tile(tile)
     for i in range(4):
-        first, second, nibble = two_of_four(tile[i])
+        first, second, nibble = two_of_four(tile[i], crowded=_nan(pruner, dtype))
         values[some(i), :] = together(first, second)
         places[pl.ds(i, 8, stride=4), :] = _block_of_words(nibble)
     for j in range(4):
-        kept = two_of_four([tile[i][j] for i in range(4)])
+        kept = two_of_four([tile[i][j] for i in range(4)], crowded=_nan(pruner, dtype))
         for slot in range(2):
             values_down[pl.ds(slot, BLOCK // 4, stride=2), some(j)] = kept[slot]
         places_down[pl.ds(j, 8, stride=4), :] = _block_of_words_down(kept[2])
@@ -131,6 +133,11 @@ def _pruned(pruner, x, words, scale, whole, share):
     row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
     u = uniform(words, of, share, whole, row, column) if pruner.stochastic else None
     return x if pruner == identity else pruner.of_members(x, u, scale[of // share])
+
+
+def _nan(pruner, dtype):
+    """What a group becomes that was to be 2:4 as it came, and is not."""
+    return jnp.array(jnp.nan, dtype) if pruner == identity else None
 
 
 def uniform(words, of, share, whole, row, column, first: int = 0):

@@ -102,7 +102,8 @@ def _kernel(words, factors, seen, *outputs, wanted, shape, dtype, share):
         if copy.packed:
             values, places = next(outputs), next(outputs)
             for line, group in enumerate(rounded):
-                first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group])
+                crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
+                first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
                 word = turn(first | second << np.uint32(8) | nibble << np.uint32(16), down)
                 values[some(line, word.shape[0]), :] = (word & np.uint32(0xFFFF)).astype(jnp.uint16)
                 places[some(line, word.shape[0]), :] = _row_words(word >> np.uint32(16))

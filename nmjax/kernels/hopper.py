@@ -22,7 +22,7 @@ from jax import lax
 from nmjax import versions
 from nmjax.kernels import emulation, instructions
 from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.target import result
+from nmjax.kernels.targets import result
 from nmjax.packing import Packed
 from nmjax.typing import Value
 
@@ -39,7 +39,7 @@ class Config(Value):
     tile_k: int = 64  # of 16-bit values; twice as many of 8-bit ones
     stages: int = 4
     store_n: int = 64  # columns that are stored at once
-    in_flight: int = 0  # steps whose instructions may still run when the next step's are issued
+    in_flight: int = 1  # steps whose instructions may still run when the next step's are issued
     band: int = 8  # tiles along N before the walk turns to the next row of tiles
     cluster: str = ""  # "m": two blocks along M share B; "n": along N they share A
     warpgroups: int = 2
@@ -54,6 +54,11 @@ class Config(Value):
 def misfit(m: int, n: int, k: int, dtype, out, config: Config) -> str | None:
     """Why a product of this size cannot be cut so; None if it can."""
     size, tile_k = jnp.dtype(dtype).itemsize, config.tile_k * 2 // jnp.dtype(dtype).itemsize
+    tiles = (config.tile_m, config.tile_n, config.tile_k)
+    if any(side < 64 or side % 64 for side in tiles) or config.tile_n > 256 or config.tile_n % config.store_n:
+        return f"{config}: tiles are of multiples of 64, of at most 256 columns, which store_n divides"
+    if config.stages <= config.in_flight:
+        return f"{config}: of its {config.stages} stages one more is filled than in_flight keeps"
     by_m = config.rows * (2 if config.cluster == "m" else 1)
     by_n = config.tile_n * (2 if config.cluster == "n" else 1)
     for what, length, by in (("M", m, by_m), ("N", n, by_n), ("K", k, tile_k)):
@@ -164,7 +169,7 @@ def spmm(
                         where = (across, down) if transpose else (down, across)
                         plgpu.copy_smem_to_gmem(slot, out_all.at[of_batch, *where])
 
-                def step(_, a_block, word_block, b_block, acc):
+                def step(at, a_block, word_block, b_block, acc):
                     a_part = a_block.at[(slice(None),) * m_major + (pl.ds(wg * tile_m, tile_m),)]
                     some = word_block.at[pl.ds(wg * words_of_group, words_of_group)]
                     words_in = versions.load(some, word_layout) if wide else some
@@ -192,10 +197,18 @@ def spmm(
                         into = instructions.fence(instructions.zeros(acc) if config.promote else acc)
                         options = {"a_swizzle": a_swizzle, "b_swizzle": b_swizzle, "a_m_major": m_major}
                         into = instructions.wgmma_sp(into, a, words, b, **options)
-                        instructions.commit_and_wait(0 if config.promote else in_flight)
+                        instructions.commit()
+                        instructions.wait(0 if config.promote else in_flight)
                         return acc + instructions.barrier(into) if config.promote else into
 
-                    return issue(acc, a_part, words_in, b_block)
+                    acc = issue(acc, a_part, words_in, b_block)
+                    if in_flight:  # at the end all slots are let go at once
+
+                        @pl.when(at[0] == k // tile_k - 1)
+                        def _():
+                            plgpu.inline_mgpu()(lambda _: instructions.wait(0))()
+
+                    return acc
 
                 def emulated(_, a_block, word_block, b_block, acc):
                     form = {"order": a.order, "m_major": m_major, "n_major": n_major}

@@ -102,14 +102,18 @@ def fence(array):
     return array
 
 
-def commit_and_wait(in_flight: int) -> None:
+def commit() -> None:
     nvvm.wgmma_commit_group_sync_aligned()
+
+
+def wait(in_flight: int) -> None:
+    """Until at most so many groups of instructions are running."""
     nvvm.wgmma_wait_group_sync_aligned(in_flight)
 
 
 def settle(acc):
     """An accumulator whose instructions are done, in the layout that stores know."""
-    nvvm.wgmma_wait_group_sync_aligned(0)
+    wait(0)
     return fa.optimization_barrier(acc).to_layout(fa.WGMMA_LAYOUT)
 
 

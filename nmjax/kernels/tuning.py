@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from nmjax import versions
 from nmjax.kernels import ampere, hopper
-from nmjax.kernels.target import Target
+from nmjax.kernels.targets import Target
 from nmjax.typing import Value
 
 SHIPPED = Path(__file__).parent / "tables"

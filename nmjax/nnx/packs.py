@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import jax
 from flax import nnx
 
-from nmjax.kernels.target import target
+from nmjax.kernels.targets import target
 from nmjax.nnx.layers import Layer, layers, over
 from nmjax.nnx.plan import uses
 from nmjax.nnx.site import NM, one_ctx
