@@ -98,8 +98,13 @@ def _shapes(*values):
 
 @lru_cache
 def _chosen(op, lhs, rhs, sparsity, backend, here):
+    from nmjax.kernels import api  # late: see nmjax.kernels
+
     layout = _laid(op, lhs, rhs)
-    choices = tuple((p, _choice(p, op, lhs, rhs, sparsity, backend, here, layout)) for p in CONTRACTED)
+    made = lambda here: tuple((p, _choice(p, op, lhs, rhs, sparsity, backend, here, layout)) for p in CONTRACTED)
+    choices = made(here)
+    if any(choice.how in ("packed", "fp8") for _, choice in choices) and (why := api.fault(here)):
+        return made(why), layout, why
     return choices, layout, here
 
 
@@ -227,7 +232,7 @@ def result(product: str, layout: Layout) -> str:
 
 def _packed(product, operand, op, lhs, rhs, layout, formats, here) -> Choice:
     """A product with one operand packed, or why it cannot be."""
-    from nmjax.kernels import api  # late: see nmjax.kernels
+    from nmjax.kernels import api
 
     labels, sizes, contracted = dict(layout.labels), dict(layout.sizes), CONTRACTED[product]
     dense = next(o for o in OPERANDS[product] if o != operand)

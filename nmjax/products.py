@@ -4,7 +4,8 @@ Forward slots are functions that autodiff goes through, by their own gradient ru
 differentiated. An empty one reuses the value that the forward product used; a pruner there prunes that value again;
 ``raw(p)`` prunes the operand itself. A last `fp8` stays in its slot: each product rounds its operands for itself, out of
 what was pruned. Where all backward slots are empty, and nothing is rounded to fp8, the rule is autodiff itself, and no
-custom_vjp stands in the way of forward mode (`sr_ste` has one of its own).
+custom_vjp stands in the way of forward mode (`sr_ste` has one of its own); nor where of such a product y alone is packed.
+Where dx or dw is, `jax.jvp` and second derivatives are refused.
 
 Noise is a function of (key, step, slot, group): the same key at another step draws anew. A product that is traced once and
 run many times with one key and step, under `jax.vmap` or as a tied layer, draws the same noise each time.
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nmjax import packed, random
 from nmjax.combinators import raw
 from nmjax.engines import Engine, engine as engine_of
-from nmjax.kernels.targets import check_backend, varying
+from nmjax.kernels.targets import as_varying, check_backend, varying
 from nmjax.ops import as_conv, as_dot, einsum_dims
 from nmjax.pruners import identity
 from nmjax.sparsity import (
@@ -58,14 +59,16 @@ def bilinear(
     if not sparsity.backward and left == right == left_store == right_store == identity:
         return op(x, w)
     engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name)
-    if engine is None and not sparsity.backward and left_store == right_store == identity:
+    bare = not sparsity.backward and left_store == right_store == identity
+    if engine is None and bare:
         return op(x, w)
     fused = lambda operand: engine is not None and packed.needs_unpruned(engine, sparsity, operand)
     unpruned = (
         lax.stop_gradient(lhs) if isinstance(sparsity.drhs_lhs, raw) or fused("x") else None,
         lax.stop_gradient(rhs) if isinstance(sparsity.dlhs_rhs, raw) or fused("w") else None,
     )
-    return _ruled(op, sparsity, ctx.name, engine, x, w, unpruned, (ctx.key, ctx.step, ctx.state, ctx.packed))
+    rule = _derived if bare and engine["dlhs"] is engine["drhs"] is None else _ruled
+    return rule(op, sparsity, ctx.name, engine, x, w, unpruned, (ctx.key, ctx.step, ctx.state, ctx.packed))
 
 
 def _in_slot(slot, p, value, axes, ctx, call=pruned):
@@ -78,6 +81,22 @@ def _in_slot(slot, p, value, axes, ctx, call=pruned):
             "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)), with the axes of w that the product contracts and leaves."
         )
     return call(label, p, value, axes[slot], here)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def _derived(op, sparsity, name, engine: Engine, x, w, unpruned, dynamic):
+    """A product whose value alone is a kernel's: its derivatives are those of ``op``."""
+    return _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, ("fwd",))[0]
+
+
+@partial(_derived.defjvp, symbolic_zeros=True)
+def _(op, sparsity, name, engine, primals, tangents):
+    x, w, *rest = primals
+    y = _derived(op, sparsity, name, engine, x, w, *rest)
+    dx, dw, *_ = tangents
+    terms = ((dx, lambda: op(dx, w)), (dw, lambda: op(x, dw)))
+    parts = [make() for v, make in terms if not isinstance(v, jax.custom_derivatives.SymbolicZero)]
+    return y, as_varying(sum(parts[1:], parts[0]), varying(y)) if parts else jnp.zeros_like(y)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -116,20 +135,15 @@ def _of(made, product):
     return {operand: forms[product] for operand, forms in made.items() if product in forms}
 
 
-@jax.custom_jvp
-def _once(v):
-    """A value that a packed product reads: its kernels have no derivative, and would give zeros for one."""
-    return v
+def _underived(*values):
+    from nmjax.kernels import api  # late: see nmjax.kernels
 
-
-@_once.defjvp
-def _(primals, tangents):
-    raise TypeError("second derivatives of packed products are not defined: write backend='xla'.")
+    return map(api.underived, values)
 
 
 def _ruled_forward(op, sparsity, name, engine, x, w, unpruned, dynamic):
     if engine is not None:
-        x, w = _once(x), _once(w)
+        x, w = _underived(x, w)
     y, made = _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, ("fwd", "dlhs", "drhs"))
     # What the backward pass would refuse is refused here, with the caller's line in the traceback; and not in _ruled, for
     # a product that nobody differentiates needs no key, and may have any number of tokens.
@@ -143,7 +157,7 @@ def _ruled_forward(op, sparsity, name, engine, x, w, unpruned, dynamic):
 def _ruled_backward(op, sparsity, name, engine, residuals, g):
     x, w, unpruned, dynamic, made = residuals
     if engine is not None:
-        x, w, g = _once(x), _once(w), _once(g)
+        x, w, g = _underived(x, w, g)
     values = _backward_values(sparsity, x, w, unpruned, g)
     ctx = _ctx(name, dynamic)
     by_xla = partial(_by_xla, op.operands(x.ndim, w.ndim), ctx)

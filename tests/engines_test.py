@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import nmjax as nm
+from nmjax import engines
 from nmjax.engines import engine, explain
 from nmjax.kernels.targets import Target, target
 from nmjax.ops import as_conv, as_dot
@@ -374,11 +375,19 @@ def test_odd_mixes_are_as_xla_has_them(text):
         assert norm(a - b) <= (0.12 if "fp8" in text and text.startswith("fwd") else 0.01) * norm(b)
 
 
-def test_second_derivatives_are_refused_not_zero():
+def test_derivatives_beyond_the_gradient():
+    """Where y alone is packed they are XLA's; else they are refused, and not zero."""
     x, w = random((64, 64)), random((64, 64), 1)
-    loss = lambda w: jnp.sum(layer("interpret", "ste(2,4)")(x, w).astype(jnp.float32) ** 2)
-    with pytest.raises(TypeError, match="second derivatives of packed products are not defined: write backend='xla'"):
-        jax.jvp(jax.grad(loss), (w,), (w,))
+    loss = lambda text, backend: lambda w: jnp.sum(layer(backend, text)(x, w).astype(jnp.float32) ** 2)
+    second = lambda text, backend: jax.jvp(jax.grad(loss(text, backend)), (w,), (w,))
+    near(second("ste(2,4)", "interpret"), second("ste(2,4)", "xla"))
+    forward = lambda backend: jax.jvp(layer(backend, "ste(2,4)"), (x, w), (w, x))
+    near(forward("interpret"), forward("xla"))
+    with pytest.raises(TypeError, match="no derivative beyond the gradient of its layer: .* write backend='xla'"):
+        second("fwd_rhs=ste(transposable(2,4))", "interpret")
+    packed, b = nm.pack(nm.mse(2, 4)(x)), w
+    with pytest.raises(TypeError, match="a packed product has no derivative"):
+        jax.grad(lambda b: nm.kernels.spmm(packed, b, backend="interpret").astype(jnp.float32).sum())(b)
 
 
 def test_explicit_axes_and_empty_arrays_are_xlas():
@@ -396,6 +405,15 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
         device_kind, platform, core_count, compute_capability = "NVIDIA H200", "gpu", 132, "9.0"
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    monkeypatch.setattr(check, "fault", lambda here, device: f"{device.device_kind} is broken")
+    monkeypatch.setattr(check, "broken", lambda here, device: f"{device.device_kind} is broken")
+    check.fault.cache_clear()
+    engines._chosen.cache_clear()
     with on():
-        assert target("auto") == "NVIDIA H200 is broken"
+        assert choices("ste(2,4)")["fwd"] == engines.Choice("emulated", "NVIDIA H200 is broken")
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        check.fault.cache_clear()
+        engines._chosen.cache_clear()
+        with pytest.raises(RuntimeError, match="process 0: NVIDIA H200 is broken"):
+            choices("ste(2,4)")
+    check.fault.cache_clear()
+    engines._chosen.cache_clear()

@@ -281,19 +281,16 @@ def test_the_check_before_use_finds_wrong_kernels(monkeypatch):
     from nmjax.kernels import check, compress
 
     here = Target("interpreter", "hopper", 2, True)
-    check.fault.cache_clear()
     right = compress.as_words16
     monkeypatch.setattr(compress, "as_words16", lambda places: right(places)[..., ::-1])
     api._compression.cache_clear()
     try:
-        found = check.fault(here)
+        found = check.broken(here)
         wrong = "packing by mse(2,4), packing by mvue(2,4)"
         assert found == f"its kernels give wrong numbers on interpreter ({wrong}): please report it"
         monkeypatch.setattr(api, "compress", lambda *a, **k: 1 / 0)
-        check.fault.cache_clear()
-        assert check.fault(here).startswith("its kernels do not run on interpreter: ZeroDivisionError")
+        assert check.broken(here).startswith("its kernels do not run on interpreter: ZeroDivisionError")
     finally:
-        check.fault.cache_clear()
         api._compression.cache_clear()
 
 

@@ -27,7 +27,7 @@ def spmm(
 ) -> jax.Array:  # fmt: skip
     """A packed array ``[..., M, K]`` times ``b``, ``[..., K, N]``, or ``[..., N, K]`` with ``axis`` -1: ``[..., M, N]``, or
     with ``transpose`` ``[..., N, M]``. K is the packed axis, the last or the one before. Sums are float32, times ``scale``,
-    rounded to ``dtype``.
+    a number or one for every matrix of the batch, rounded to ``dtype``. Of a kernel it has no derivative.
 
     >>> from nmjax.packing import pack
     >>> spmm(pack(jnp.array([[0., 5., 0., 7.]])), jnp.eye(4))
@@ -46,11 +46,15 @@ def spmm(
             f"spmm: {packed.shape} packed along axis {packed.axis} does not multiply {b.shape} along axis {axis}: their axes "
             f"have {packed.shape[packed.axis]} and {b.shape[axis]} values, their batches are {packed.shape[:-2]} and {b.shape[:-2]}."
         )
+    if scale is not None and (scale := jnp.asarray(scale, jnp.float32)).shape not in ((), b.shape[:-2]):
+        raise ValueError(f"spmm: scale is a number, or of the batch's shape {b.shape[:-2]}, got {scale.shape}.")
+    if config is not None and not isinstance(config, tuning.Config):
+        raise TypeError(f"spmm: config is an nm.kernels.hopper.Config or nm.kernels.ampere.Config, got {config!r}.")
     dtype = jnp.dtype(dtype or (packed.dtype if packed.dtype.itemsize > 1 else jnp.bfloat16))
     shape = shape_of(packed, b, axis, transpose, dtype)
     here = target(backend)
     if isinstance(here, Target):
-        here = unfit(packed, b, shape, here, config) or here
+        here = unfit(packed, b, shape, here, config) or fault(here) or here
     if isinstance(here, str):
         if backend in ("pallas", "interpret"):
             raise ValueError(f"spmm: backend={backend!r}, but {here}. Write backend='auto', or 'xla'.")
@@ -65,7 +69,9 @@ def reference(packed: Packed, b: jax.Array, scale=None, *, axis: int, transpose:
     batch = tuple(range(a.ndim - 2))
     dims = (((a.ndim + packed.axis,), (b.ndim + axis,)), (batch, batch))
     y = lax.dot_general(a, b, dims, preferred_element_type=jnp.float64 if a.dtype == jnp.float64 else jnp.float32)
-    y = y if scale is None else y * jnp.asarray(scale, y.dtype)
+    if scale is not None:
+        scale = jnp.asarray(scale, y.dtype)
+        y = y * (scale[..., None, None] if scale.ndim else scale)
     return (jnp.swapaxes(y, -1, -2) if transpose else y).astype(dtype)
 
 
@@ -117,6 +123,7 @@ def run(packed: Packed, b: jax.Array, scale, *, shape: Shape, here: Target, conf
     batch = packed.shape[:-2]
     flat = lambda v, rank: v.reshape(math.prod(batch), *v.shape[len(batch) :]) if rank != len(batch) else v
     scales = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)
+    packed, b = jax.tree.map(underived, (packed, b))
     call = _product(packed.axis, packed.order, shape, here, config, scale is not None)
     y = call(flat(packed.values, 1), flat(packed.indices, 1), flat(b, 1), scales)
     return y.reshape(*batch, *y.shape[1:])
@@ -133,6 +140,27 @@ def _product(axis, order, shape, here, config, scaled):
         return kernel.spmm(packed, b, scales if scaled else None, config=config, interpret=here.interpret, **options)
 
     return _mapped(call)
+
+
+@jax.custom_jvp
+def underived(v):
+    """What a kernel reads: it has no derivative, and would give zeros for one."""
+    return v
+
+
+@underived.defjvp
+def _(primals, tangents):
+    raise TypeError(
+        "a packed product has no derivative beyond the gradient of its layer: for forward mode or a second derivative, write "
+        "backend='xla'."
+    )
+
+
+def fault(here: Target) -> str | None:
+    """Why kernels are not to be used here, though they could be."""
+    from nmjax.kernels import check
+
+    return None if here.interpret else check.fault(here)
 
 
 def _mapped(call):

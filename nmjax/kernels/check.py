@@ -1,7 +1,7 @@
 """Trust, but verify: kernels multiply small known arrays on a device before anything else is multiplied by them there.
 
 A wrong order of positions would train a network on garbage without a word. The check takes some seconds of compilation,
-once a process.
+once a process, when first a product is to be packed.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +20,18 @@ from nmjax.typing import Ctx
 
 
 @lru_cache
-def fault(here: Target, device=None) -> str | None:
-    """What is wrong with the kernels on a device; None if nothing is."""
+def fault(here: Target) -> str | None:
+    """What is wrong with the kernels on this device; None if nothing is, or the device is not there and they are only
+    compiled for it. Where several processes work together, what is wrong with one of them ends them all."""
+    device = next((d for d in jax.local_devices() if d.device_kind == here.kind), None)
+    found = None if device is None else broken(here, device)
+    if found and jax.process_count() > 1:
+        raise RuntimeError(f"process {jax.process_index()}: {found}. Or run all processes with backend='xla'.")
+    return found
 
+
+def broken(here: Target, device=None) -> str | None:
+    """What is wrong with the kernels, as far as they tell it themselves."""
     def wrong_ones():
         with jax.default_device(device):
             return [name for name, right in _cases(here) if not right]
@@ -44,6 +53,9 @@ def _cases(here: Target):
         wanted = pack(p(x, axis, Ctx(key=3)), axis)
         yield f"packing by {p}", _same(made, wanted)
         yield f"a product along axis {axis}", _close(wanted, b if axis == -1 else x, axis, here)
+    m, n, k = 128 * (here.cores + 2), 512, 320  # tiles more than one a core, of five steps: a ring of four begins anew
+    a, c = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (n, k)))
+    yield "a product of many tiles", _close(pack(mse(2, 4)(a)), c.T, -1, here)
     if here.family == "hopper":
         ((a, undo_a),) = api.copies(x, (Copy("e4m3", packed=True, pruner=mse(2, 4)),), here=here)
         ((c, undo_c),) = api.copies(b, (Copy("e5m2", turned=True),), here=here)
