@@ -57,7 +57,8 @@ def forms(
             found[product] = made
             continue
         packed, format = choice.how == "packed" and choice.operand == operand, dict(choice.formats).get(operand)
-        source = _source(sparsity, product, operand, value, unpruned, ctx, prune, whole=format is None)
+        fused = fuses(engine, sparsity, operand, products)
+        source = _source(sparsity, product, operand, value, unpruned, ctx, prune, fused, whole=format is None)
         wants.append(Want(product, packed, format, source))
     small = [want for want in wants if want.format]
     found |= _in_16_bits(engine, operand, [w for w in wants if not w.format])
@@ -71,21 +72,21 @@ def form_of_weight(engine: Engine, product: str) -> str:
     return " ".join([product, dict(engine.layout.labels)["w"], how, dict(choice.formats).get("w", "16 bits")])
 
 
-def _source(sparsity, product, operand, value, unpruned, ctx, prune, whole) -> Source:
+def _source(sparsity, product, operand, value, unpruned, ctx, prune, fused, whole) -> Source:
     """Where a form is made from: the operand as it was, with a pruner that is fused, or what XLA made of it. The
     ``whole`` slot is done, where one that ends in `fp8` is simulated; else the form is in FP8 itself."""
     slot = OPERANDS[product][operand]
     p, here = getattr(sparsity, slot), slot_ctx(ctx, slot)
     rounding = _rounding(p, here)
     forward = FORWARD.get(operand)
-    if slot != forward and forward and not isinstance(p, raw) and _core(p, here)[0] == identity:
+    if slot != forward and forward and not isinstance(p, raw) and _alone(p, here)[0] == identity:
         slot, p, along = forward, getattr(sparsity, forward), CONTRACTED["fwd"]  # the forward product's value again
         here, given = slot_ctx(ctx, slot), unpruned
     else:
         along = CONTRACTED[product]
         given = unpruned if slot == forward or isinstance(p, raw) else value
     simulated = whole and store(getattr(sparsity, OPERANDS[product][operand])) is not None
-    core, inner = _core(p, here)
+    core, inner = _core(p, here, fused)
     if core is not None and given is not None and not simulated:
         key = inner.key if core.stochastic else None
         return Source(given, core, along, key, inner.state, *rounding)
@@ -99,14 +100,31 @@ def _source(sparsity, product, operand, value, unpruned, ctx, prune, whole) -> S
 def needs_unpruned(engine: Engine, sparsity: Sparsity, operand: str) -> bool:
     """Whether a form is made from what an operand was before its forward slot."""
     wanted = any(c and (c.formats or c.operand == operand) for c in map(engine.__getitem__, CONTRACTED))
-    return wanted and _core(getattr(sparsity, FORWARD[operand]), Ctx())[0] is not None
+    fused = fuses(engine, sparsity, operand, CONTRACTED)
+    return wanted and _core(getattr(sparsity, FORWARD[operand]), Ctx(), fused)[0] is not None
 
 
-def _core(p: Pruner, ctx: Ctx, last: bool = True) -> tuple[Pruner | None, Ctx]:
-    """The one pruner of a slot that a kernel fuses, with its own key and state; None where there is none such. What
-    gradient it has is aside, and a ``last`` `fp8`, which says how the result is held."""
+def fuses(engine: Engine, sparsity: Sparsity, operand: str, products: Iterable[str]) -> Callable[[Pruner], bool]:
+    """Whether a kernel prunes an operand by a pruner while it packs it for these products: by `transposable` where it packs
+    a weight along both of its axes."""
     from nmjax.kernels import api
 
+    packed = lambda choice: choice is not None and choice.operand == operand == "w" and not choice.formats
+    both = {"fwd", "dlhs"} <= set(products) and packed(engine["fwd"]) and packed(engine["dlhs"])
+    again = not isinstance(sparsity.dlhs_rhs, raw) and _alone(sparsity.dlhs_rhs, Ctx())[0] == identity
+    tiles = both and again and len(dict(engine.layout.shapes)["w"]) == 2
+    return lambda p: api.fuses(p) or (tiles and p == transposable(2, 4))
+
+
+def _core(p: Pruner, ctx: Ctx, fused: Callable[[Pruner], bool]) -> tuple[Pruner | None, Ctx]:
+    """The pruner of a slot that a kernel fuses, with its own key and state; None where there is none such."""
+    core, inner = _alone(p, ctx)
+    return (core if core is not None and fused(core) else None), inner
+
+
+def _alone(p: Pruner, ctx: Ctx, last: bool = True) -> tuple[Pruner | None, Ctx]:
+    """The one pruner of a slot, with its own key and state; None where there are several. What gradient it has is aside,
+    and a ``last`` `fp8`, which says how the result is held."""
     if isinstance(p, fp8):
         return (identity if last else None), ctx
     if isinstance(p, chain):
@@ -116,10 +134,10 @@ def _core(p: Pruner, ctx: Ctx, last: bool = True) -> tuple[Pruner | None, Ctx]:
             for i, (q, part, end) in enumerate(zip(p.parts, apart(p, ctx), ends, strict=True))
             if q != identity and not (isinstance(q, fp8) and end)
         ]
-        return (identity, ctx) if not parts else _core(*parts[0]) if len(parts) == 1 else (None, ctx)
+        return (identity, ctx) if not parts else _alone(*parts[0]) if len(parts) == 1 else (None, ctx)
     if type(p) in WRAPPERS:
-        return _core(p.parts[0], ctx, last)
-    return (p if api.fuses(p) else None), ctx
+        return _alone(p.parts[0], ctx, last)
+    return p, ctx
 
 
 def _rounding(p: Pruner, ctx: Ctx) -> tuple[str, Any]:

@@ -97,13 +97,19 @@ def _pack(x, axis, n, m, order):
     return Packed(values, in_order(i0 | i1 << np.uint32(2), axis - x.ndim, order), axis - x.ndim, n, m, order), crowd
 
 
-@jax.jit
 def unpack(packed: Packed) -> jax.Array:
     """The array that was packed.
 
     >>> unpack(pack(jnp.array([0., 5., 0., 7.])))
     Array([0., 5., 0., 7.], dtype=float32)
     """
+    if not isinstance(packed, Packed):
+        raise TypeError(f"unpack takes what nm.pack made, got {type(packed).__name__}.")
+    return _unpack(packed)
+
+
+@jax.jit
+def _unpack(packed):
     axis = packed.values.ndim + packed.axis
     values = groups.split(packed.values, axis, packed.n)
     if packed.order == "plain":
@@ -138,7 +144,7 @@ def misfit(shape: tuple[int, ...], dtype, axis: int, n: int, m: int, order: str)
         last = "one of the last two axes" if order == "words16" else "the last axis: 8-bit operands lie along k"
         return f"{what}: groups lie along {last}, not along axis {len(shape) + axis}."
     k, rows = shape[axis], shape[-1 if axis == -2 else -2]
-    if order == "words16" and (k % 64 or rows % 64):
+    if order == "words16" and (k % 64 or rows % 64 or not rows):
         return f"{what}: both of the last axes divide by 64. Pad it with zeros, or write order='plain'."
     if order == "words8" and k % 32:
         return f"{what}: its last axis divides by 32. Pad it with zeros, or write order='plain'."

@@ -107,6 +107,11 @@ def _check_slot(slot: str, p: Any) -> None:
         )
     if p.stochastic and slot in FORWARD and not _rule_for_noise(p):
         raise ValueError(f"{slot}={p}: what autodiff makes of a random choice is no gradient. Write {slot}=ste({p}).")
+    if slot in FORWARD and stored(p)[1].stochastic:
+        raise ValueError(
+            f"{slot}={p}: a forward operand is rounded to nearest, for no two of its products would see the same. Random "
+            f"rounding is for gradients, dlhs_g and drhs_g. Here write fp8({stored(p)[1].format!r})."
+        )
     if p.stateful and slot not in WEIGHT:
         raise ValueError(
             f"{slot}={p}: only a weight keeps state between steps, in fwd_rhs or dlhs_rhs. Here write a pruner without hold or permute."

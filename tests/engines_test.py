@@ -46,6 +46,19 @@ def near(a, b, bits=8):
         assert np.abs(x - y).max() <= 2.0**-bits * np.abs(y).max()
 
 
+def packers(jaxpr) -> list[int]:
+    """Of every kernel that packs, in inner programs too, how many arrays it makes: two a form."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            found.append(len(eqn.outvars))
+            continue
+        inside = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns"))
+        for inner in (getattr(value, "jaxpr", value) for value in inside):
+            found += packers(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
 # ---- the same numbers ----
 
 PACKED = {  # how y, dx and dw run
@@ -417,3 +430,12 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
             choices("ste(2,4)")
     check.fault.cache_clear()
     engines._chosen.cache_clear()
+
+
+def test_transposable_is_packed_both_ways_out_of_one_reading():
+    """By one kernel, which prunes too; and by XLA's pruner where y alone is wanted."""
+    s, x, w = nm.parse("fwd_rhs=ste(transposable(2,4))"), *(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
+    product = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s).astype(jnp.float32).sum()
+    with on():
+        assert packers(jax.make_jaxpr(jax.grad(product, (0, 1)))(x, w).jaxpr) == [4]
+        assert packers(jax.make_jaxpr(product)(x, w).jaxpr) == [2]

@@ -7,9 +7,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from tests.engines_test import on, random
-
-PRIMITIVES = {"pallas_call", "core_map", "mosaic_gpu"}
+from tests.engines_test import on, packers, random
 
 
 class Two(nnx.Module):
@@ -72,21 +70,6 @@ def test_packed_once_the_numbers_are_the_same(text, stacked):
         np.testing.assert_array_equal(a, b)
 
 
-def kernels(jaxpr) -> int:
-    """Kernels that a program calls, in inner programs too."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in PRIMITIVES:
-            count += 1
-            continue
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            count += kernels(inner) if hasattr(inner, "eqns") else 0
-    return count
-
-
 def test_forms_of_another_model_are_refused():
     refused = pytest.raises(ValueError, match=r"no sparse layer layers/0: the forms are another model's")
     with refused, nm.nnx.packed(sparse("dense", "auto"), {"layers/0": {}}):
@@ -105,6 +88,6 @@ def test_micro_steps_do_not_pack_weights(stacked):
         for share in (True, False):
             program = jax.make_jaxpr(lambda m, p, share=share: gradients(m, p, share))(model, parts).jaxpr
             (scan,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan" and eqn.params["length"] == 4)
-            inside[share], whole = kernels(scan.params["jaxpr"].jaxpr), kernels(program)
+            inside[share], whole = len(packers(scan.params["jaxpr"].jaxpr)), len(packers(program))
             assert whole - inside[share] == (0 if not share else 1 if stacked else 2)
     assert inside[False] - inside[True] == (1 if stacked else 2)

@@ -32,6 +32,7 @@ def fault(here: Target) -> str | None:
 
 def broken(here: Target, device=None) -> str | None:
     """What is wrong with the kernels, as far as they tell it themselves."""
+
     def wrong_ones():
         with jax.default_device(device):
             return [name for name, right in _cases(here) if not right]
