@@ -68,6 +68,27 @@ def test_both_orientations_out_of_one_reading(p):
         same(packed, nm.pack(masked, axis))
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_what_is_not_two_of_four_becomes_nan(axis):
+    """As in `pack` under jit: a kernel too drops nothing silently."""
+    x = normal((64, 64)) if axis == -1 else normal((64, 64)).T
+    groups_of = lambda v: np.asarray(v, np.float32).reshape((64, 16, 4) if axis == -1 else (16, 4, 64))
+    crowded = (groups_of(x) != 0).sum(-1 if axis == -1 else 1) > 2
+    made = np.isnan(groups_of(nm.unpack(api.compress(x, axis, here=HERE)))).any(-1 if axis == -1 else 1)
+    np.testing.assert_array_equal(made, crowded)
+    both = api.compress_both(x, here=HERE)[0 if axis == -1 else 1]
+    np.testing.assert_array_equal(np.isnan(groups_of(nm.unpack(both))).any(-1 if axis == -1 else 1), crowded)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_in_fp8_too(format):
+    x = normal((128, 64)).at[0].set(0)
+    ((made, _),) = api.copies(x, (Copy(format, packed=True),), here=HERE)
+    seen = np.isnan(np.asarray(made.values, np.float32)).reshape(128, 16, 2).any(-1)
+    assert seen[1:].all()
+    assert not seen[0].any()
+
+
 def test_pruning_that_is_not_in_fours_is_packed_after_it():
     assert api.fuses(mse(2, 4))
     assert api.fuses(mvue(1, 4))

@@ -109,6 +109,10 @@ def test_spmm_is_unpack_and_a_dense_product():
         check(nm.kernels.spmm(packed, b, backend=backend), wanted, False)
         check(nm.kernels.spmm(packed, b.mT, 2.0, axis=-1, transpose=True, backend=backend), wanted * 2, True)
     check(nm.kernels.spmm(packed, b, dtype=jnp.float32, backend="interpret"), wanted, False)
+    scale = jnp.array([1.0, -2.0, 0.5])
+    for backend in ("xla", "interpret"):
+        y = nm.kernels.spmm(packed, b, scale, dtype=jnp.float32, backend=backend)
+        check(y, wanted * np.asarray(scale)[:, None, None], False)
 
 
 def test_spmm_of_any_packed_array():
@@ -169,6 +173,10 @@ def test_errors():
         nm.kernels.spmm(small, c, backend="interpret")
     with pytest.raises(ValueError, match="^backend is one of"):
         nm.kernels.spmm(packed, b, backend="cuda")
+    with pytest.raises(ValueError, match=r"scale is a number, or of the batch's shape \(1,\), got \(2,\)"):
+        nm.kernels.spmm(packed, b, jnp.ones(2))
+    with pytest.raises(TypeError, match=r"config is an nm\.kernels\.hopper\.Config .*, got 3"):
+        nm.kernels.spmm(packed, b, config=3)
 
 
 # ---- how operands lie in shared memory, of which the interpreter knows nothing ----
@@ -199,20 +207,48 @@ def across_k(memory, start, lead, stride, size, k):
     return np.array([[memory[at(i, j) ^ (at(i, j) >> 7 & 7) << 4] for j in range(k)] for i in range(size)])
 
 
-def test_descriptors_find_what_the_copy_engine_wrote():
-    """With the constants of the compiled kernel: of A 128 x 32 and B 256 x 64, two instructions along k each."""
+def constants(monkeypatch, m_major, n_major):
+    """What the kernel is lowered with: (lead, stride, swizzle) of the descriptors of A and B, and by how much those of every
+    instruction, (group of rows, step of k), are moved."""
+    from jax.experimental.mosaic.gpu import mma_utils
+
+    from nmjax.kernels import instructions
+    from tests.cuda_test import lowered, product
+
+    bases, moved = [], []
+    encode, move = mma_utils.encode_descriptor, instructions._moved
+    names = ("leading_byte_offset", "stride_byte_offset", "swizzle")
+    record = lambda ref, **told: (bases.append([int(told[name]) for name in names]), encode(ref, **told))[1]
+    monkeypatch.setattr(mma_utils, "encode_descriptor", record)
+    monkeypatch.setattr(instructions, "_moved", lambda base, by: (moved.append(by), move(base, by))[1])
+    lowered(*product(hopper, layout=(m_major, n_major, False), tile_m=128, tile_n=128))
+    monkeypatch.undo()
+    each = list(itertools.product(range(2), range(2)))
+    return bases[0], bases[1], dict(zip(each, moved[0:8:2], strict=True)), dict(zip(each, moved[1:8:2], strict=True))
+
+
+@pytest.mark.parametrize(("m_major", "n_major"), list(itertools.product((False, True), repeat=2)))
+def test_descriptors_find_what_the_copy_engine_wrote(m_major, n_major, monkeypatch):
+    """A of 256 x 32, of which the first warpgroup has 128 rows, and B of 128 x 64, two instructions along k each, with the
+    constants that the kernel is lowered with."""
+    (lead_a, stride_a, swizzle_a), (lead_b, stride_b, swizzle_b), at_a, at_b = constants(monkeypatch, m_major, n_major)
     draw = np.random.default_rng(0)
-    a, b = draw.integers(0, 1 << 16, (128, 32)), draw.integers(0, 1 << 16, (256, 64))
+    a, b = draw.integers(0, 1 << 16, (256, 32)), draw.integers(0, 1 << 16, (128, 64))
+    memory_a = written(a.T if m_major else a, swizzle_a)
+    memory_b = written(b.T if n_major else b, swizzle_b)
     for group, step in itertools.product(range(2), range(2)):
-        part = a[64 * group : 64 * group + 64, 16 * step : 16 * step + 16]
-        made = along_k(written(a, 64), 64 * 64 * group + 32 * step, 512, 64, 64, 16)
-        np.testing.assert_array_equal(made, part)
-        made = across_k(written(a.T, 128), 1024 * group + 4096 * step, 1024, 2048, 64, 16)
-        np.testing.assert_array_equal(made, part)
-    for step in range(2):
-        part = b[:, 32 * step : 32 * step + 32]
-        np.testing.assert_array_equal(along_k(written(b, 128), 64 * step, 1024, 128, 256, 32), part)
-        np.testing.assert_array_equal(across_k(written(b.T, 128), 16384 * step, 1024, 4096, 256, 32), part)
+        start = at_a[group, step]
+        if m_major:
+            made = across_k(memory_a, start, lead_a, stride_a, 64, 16)
+        else:
+            made = along_k(memory_a, start, stride_a, swizzle_a, 64, 16)
+        np.testing.assert_array_equal(made, a[64 * group : 64 * group + 64, 16 * step : 16 * step + 16])
+        start = at_b[group, step]
+        if n_major:
+            made = across_k(memory_b, start, lead_b, stride_b, 128, 32)
+        else:
+            made = along_k(memory_b, start, stride_b, swizzle_b, 128, 32)
+        np.testing.assert_array_equal(made, b[:, 32 * step : 32 * step + 32])
 
 
 # ---- choosing a cut ----
@@ -239,6 +275,10 @@ def test_misfits_say_why():
     )
     assert "of shared memory" in hopper.misfit(8192, 8192, 8192, "bfloat16", "float32", config)
     assert "16-bit" in ampere.misfit(128, 128, 128, "float8_e5m2", "bfloat16", ampere.Config())
+    odd = [hopper.Config(tile_n=40), hopper.Config(tile_m=96), hopper.Config(tile_n=512), hopper.Config(store_n=48)]
+    assert all("multiples of 64" in hopper.misfit(7680, 7680, 8192, "bfloat16", "bfloat16", c) for c in odd)
+    assert "one more is filled" in hopper.misfit(8192, 8192, 8192, "bfloat16", "bfloat16", hopper.Config(stages=1))
+    assert "of shared memory" in ampere.misfit(128, 128, 128, "bfloat16", "bfloat16", ampere.Config(stages=4))
 
 
 def test_a_gain_grows_with_what_shares_the_packing():
