@@ -93,6 +93,20 @@ def test_packed_or_not_the_numbers_are_the_same(text):
     near(everything(run("interpret"), x, w), everything(run("xla"), x, w))
 
 
+@pytest.mark.parametrize("backend", ["interpret", "xla"])
+def test_all_three_products_against_float64(backend):
+    """Packed or not, what is left is one rounding to bf16 and those of float32 sums: 2^-8 of a result, 2^-22 of its terms."""
+    s = nm.parse("fwd_rhs=ste(transposable(2,4)); drhs_g=mse(2,4)")
+    x, w, g = random((128, 256)), random((256, 128), 1), random((128, 128), 9)
+    made = everything(lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend), x, w, g=g)
+    exact = lambda v: np.asarray(v, np.float64)
+    kept = exact(nm.transposable(2, 4)(w, 0))
+    products = [(x, kept), (g, kept.T), (exact(x).T, nm.mse(2, 4)(g, 0))]
+    for y, (a, b) in zip(made, products, strict=True):
+        a, b = exact(a), exact(b)
+        assert (np.abs(exact(y) - a @ b) <= 2.0**-8 * np.abs(a @ b) + 2.0**-22 * (np.abs(a) @ np.abs(b))).all()
+
+
 LAYOUTS = {
     "weights (out, in)": ("ti,oi->to", (128, 64), (64, 64)),
     "batch x tokens": ("...i,io->...o", (2, 64, 64), (64, 128)),

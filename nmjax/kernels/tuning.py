@@ -138,15 +138,18 @@ def _distance(a: Shape, b: Shape) -> float:
 
 def gain(shape: Shape, target: Target, packed_before: bool = False) -> float:
     """How many times faster than a dense product the packed one is expected to be, its packing included unless it was
-    packed before: measured where it was, else estimated as 1.2 times the speed of dense tensor cores on Hopper, and 1 at
-    best on Ampere, where nothing was measured."""
+    packed before: measured where it was, else estimated as 1.2 times the speed of dense tensor cores on Hopper, in tiles
+    narrower than 256 by what reading A adds, and 1 at best on Ampere, where nothing was measured."""
     found = chosen(shape, target)
     if found is None:
         return 0.0
     config, speed = found
     if speed is None:
-        speed = 1.2 if target.family == "hopper" else 1.0
-        idle = _idle(shape, config, target) if isinstance(config, hopper.Config) else 0.0
+        speed, idle = 1.0, 0.0
+        if isinstance(config, hopper.Config):
+            width = lambda n: n / (n + 32)  # of shared memory's bandwidth, an instruction of n columns reads B by so much
+            speed = 1.2 * width(config.tile_n) / width(256) * (1 if config.warpgroups > 1 else 0.7)  # none fills its waits
+            idle = _idle(shape, config, target)
         speed *= 1 - idle if idle < 1 else 1.0
     dense = shape.flops / (_DENSE * target.cores * (2 if jnp.dtype(shape.dtype).itemsize == 1 else 1))
     moved = 0 if packed_before else shape.m * shape.k * 3.125
