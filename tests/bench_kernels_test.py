@@ -9,6 +9,8 @@ import pytest
 
 import nmjax as nm
 from experiments.bench import __main__ as command, kernels, tune
+from experiments.bench.kernels.check_packing import FORMS
+from experiments.bench.kernels.times import Program, built, timed
 from experiments.bench.measure import speedup
 from nmjax import engines, ops
 from nmjax.kernels import api, hopper, tuning
@@ -90,8 +92,8 @@ def test_a_program_that_fails_leaves_the_others_their_times():
         raise RuntimeError("no such instruction")
 
     ones = jnp.ones((8, 8))
-    programs = {name: kernels.Program(jax.jit(f), (ones,)) for name, f in {"sum": jnp.sum, "bad": fails}.items()}
-    times = kernels.timed(kernels.built(programs), rounds=3, seconds=1e-4)
+    programs = {name: Program(jax.jit(f), (ones,)) for name, f in {"sum": jnp.sum, "bad": fails}.items()}
+    times = timed(built(programs), rounds=3, seconds=1e-4)
     assert len(times["sum"]) == 3
     assert times["bad"] == times.note("bad") == "RuntimeError: no such instruction"
     assert times.over("sum", "sum") == 1
@@ -162,7 +164,7 @@ def test_forms_are_those_that_training_makes(monkeypatch):
         "ti,io->to", x, w, sparsity=nm.methods.s_ste(fp8=True), ctx=ctx, backend="interpret"
     )
     jax.eval_shape(jax.grad(lambda x, w: product(x, w).astype(jnp.float32).sum(), (0, 1)), x, w)
-    assert list(kernels.FORMS.values()) == [made[1, *shape] for shape in ((256, 128), (128, 384), (256, 384))]
+    assert list(FORMS.values()) == [made[1, *shape] for shape in ((256, 128), (128, 384), (256, 384))]
 
 
 # ---- tune ----

@@ -46,7 +46,7 @@ def copies(
     batch, rows, columns = x.shape
     share = batch // len(words)
     largest = jax.vmap(float8.largest)(x.reshape(-1, share, rows, columns))
-    scales = jnp.stack([float8.scale(largest * _growth(copy.pruner, beta), copy.format) for copy in wanted], 1)
+    scales = jnp.stack([float8.scale(largest * growth(copy.pruner, beta), copy.format) for copy in wanted], 1)
     parts = [_parts(copy, x.shape) for copy in wanted]
     written = call(
         partial(_kernel, wanted=wanted, shape=x.shape, dtype=x.dtype, share=share),
@@ -61,7 +61,7 @@ def copies(
     return [(_made(copy, [next(made) for _ in both]), undo) for copy, both, undo in each]
 
 
-def _growth(pruner, beta):
+def growth(pruner, beta):
     """How much larger than what it prunes a result can be."""
     if isinstance(pruner, mvue):
         return pruner.m / pruner.n

@@ -147,8 +147,12 @@ def gain(shape: Shape, target: Target, packed_before: bool = False) -> float:
     if speed is None:
         speed, idle = 1.0, 0.0
         if isinstance(config, hopper.Config):
-            width = lambda n: n / (n + 32)  # of shared memory's bandwidth, an instruction of n columns reads B by so much
-            speed = 1.2 * width(config.tile_n) / width(256) * (1 if config.warpgroups > 1 else 0.7)  # none fills its waits
+            width = lambda n: (
+                n / (n + 32)
+            )  # of shared memory's bandwidth, an instruction of n columns reads B by so much
+            speed = (
+                1.2 * width(config.tile_n) / width(256) * (1 if config.warpgroups > 1 else 0.7)
+            )  # none fills its waits
             idle = _idle(shape, config, target)
         speed *= 1 - idle if idle < 1 else 1.0
     dense = shape.flops / (_DENSE * target.cores * (2 if jnp.dtype(shape.dtype).itemsize == 1 else 1))
