@@ -1,13 +1,13 @@
 """Train, evaluate or plan a run.
 
-python launch.py --config=configs/vit_24.py [--workdir=DIR] [--mode=train|eval|plan] [--config.FIELD=VALUE ...]
+python launch.py --config=configs/vit_24.py [--workdir=DIR] [--from=DIR] [--mode=train|eval|plan] [--config.FIELD=VALUE ...]
 """
 
 import sys
 
 try:
     from experiments import command
-    from experiments.errors import Failed, Mistake
+    from experiments.errors import Failed, Mistake, Stopped
 except ModuleNotFoundError as error:
     sys.exit(f"launch.py: the package {error.name} is missing: make run, then .venv/bin/python launch.py ...")
 
@@ -20,6 +20,9 @@ if __name__ == "__main__":
     except Failed as error:
         print(f"launch.py: {error}", file=sys.stderr)
         sys.exit(1)
+    except Stopped as error:
+        print(f"launch.py: {error}", file=sys.stderr)
+        sys.exit(error.code)
     except KeyboardInterrupt as error:
         print(f"launch.py: {error or 'interrupted'}", file=sys.stderr)
         sys.exit(130)

@@ -24,7 +24,7 @@ def main(argv: list[str], usage: str) -> None:
     if {"-h", "--help", "-help"} & set(argv):
         print(f"{usage.strip()}\n\nconfigs:\n{listing()}")
         return
-    config, name, workdir, mode = read(argv)
+    config, name, workdir, mode, origin = read(argv)
     if mode == "eval" and not workdir:
         raise Mistake("--mode=eval wants --workdir, the directory of a run.")
     workdir = Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -38,11 +38,12 @@ def main(argv: list[str], usage: str) -> None:
     except ModuleNotFoundError as error:
         raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
 
-    train.run(config, task(config), workdir, mode, name, shlex.join(["python", *argv]))
+    origin = Path(origin) if origin else None
+    train.run(config, task(config), workdir, mode, name, shlex.join(["python", *argv]), origin)
 
 
-def read(argv: list[str]) -> tuple[ConfigDict, str, str, str]:
-    """The settings, the name of their page, the run's directory, and what to do."""
+def read(argv: list[str]) -> tuple[ConfigDict, str, str, str, str]:
+    """The settings, the name of their page, the run's directory, what to do, and the run to begin with."""
     words, page = [], None
     for i, word in enumerate(argv):
         if word.startswith("--config="):
@@ -63,6 +64,7 @@ def read(argv: list[str]) -> tuple[ConfigDict, str, str, str]:
             _exists(config, word.removeprefix("--config.").partition("=")[0])
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", "", "the run's directory", flag_values=values)
+    flags.DEFINE_string("from", "", "a run whose last state this one begins with", flag_values=values)
     flags.DEFINE_enum("mode", "train", ["train", "eval", "plan"], "what to do", flag_values=values)
     before, sys.argv = sys.argv, words  # where config_flags looks for changes
     try:
@@ -75,7 +77,7 @@ def read(argv: list[str]) -> tuple[ConfigDict, str, str, str]:
     if rest[1:]:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
     name = Path(page.partition(":")[0]).stem + "".join(f"_{part}" for part in page.partition(":")[2:] if part)
-    return config, name, values.workdir, values.mode
+    return config, name, values.workdir, values.mode, values["from"].value
 
 
 def load(page: str) -> ConfigDict:

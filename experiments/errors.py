@@ -7,3 +7,11 @@ class Mistake(Exception):
 
 class Failed(Exception):
     """A run that began and could not go on: the step, and where what it had reached is kept. Exit code 1."""
+
+
+class Stopped(Exception):
+    """A run that was told to stop, and has saved what it had. Exit code 128 and the signal's number."""
+
+    def __init__(self, text: str, signal: int):
+        super().__init__(text)
+        self.signal, self.code = signal, 128 + signal

@@ -18,10 +18,11 @@ class Meter:
     ``tell(step, means)`` gets the means and the rate of steps, which leaves out compiling and what is done aside.
     """
 
-    def __init__(self, window: int, tell):
+    def __init__(self, window: int, tell, seen: list[dict] = ()):
         self.window, self.tell = window, tell
         self.first, self.last = None, None  # when the first step was done, and which was the last
-        self._waiting, self._seen = deque(), []
+        self.seen = list(seen)  # what the steps since the last line said, those before a run went on too
+        self._waiting = deque()
         self._clock, self._timed = 0.0, 0
 
     def push(self, step: int, shown: dict) -> None:
@@ -44,18 +45,18 @@ class Meter:
         else:
             self._timed += 1
         self.last = step
-        self._seen.append(shown)
+        self.seen.append(shown)
         if (step + 1) % self.window == 0:  # by the step's number, so that a run that goes on has the same windows
             self.flush()
 
     def flush(self) -> None:
         """Give the means of the window as far as it goes."""
-        if not self._seen:
+        if not self.seen:
             return
-        means = {name: math.fsum(s[name] for s in self._seen) / len(self._seen) for name in self._seen[0]}
+        means = {name: math.fsum(s[name] for s in self.seen) / len(self.seen) for name in self.seen[0]}
         now = time.monotonic()
         rate = self._timed / (now - self._clock) if self._timed else None
-        self._seen, self._clock, self._timed = [], now, 0
+        self.seen, self._clock, self._timed = [], now, 0
         self.tell(self.last + 1, means, rate)
 
     @contextlib.contextmanager

@@ -76,13 +76,16 @@ class Program:
             nnx.eval_shape(lambda: task.make(nnx.Rngs(0)))
         with settings.as_mistake("config.rules and config.sparsity"):
             self.model = nnx.eval_shape(lambda: nm.nnx.sparsify(task.make(nnx.Rngs(0)), self.recipe))
-            self.plan = nm.nnx.plan(self.model, *task.example(config.batch // config.accumulate))
+            _, params, rest = nnx.split(self.model, nnx.Param, ...)
+            self.graph = nnx.split(self.model)[0]
+            forms = jax.eval_shape(self._packed, nnx.as_pure(params), nnx.as_pure(rest), 0)
+            with nm.nnx.packed(self.model, forms):
+                self.plan = nm.nnx.plan(self.model, *task.example(config.batch // config.accumulate))
         if self.plan.refused:
             reasons = "; ".join(f"{path}: {reason}" for path, reason in self.plan.refused)
             raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}")
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0  # there is nothing to measure
-        self.graph = nnx.split(self.model)[0]
         everywhere, self.split = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
         self.init = jax.jit(self._init, out_shardings=everywhere)
         self.train = jax.jit(self._train, donate_argnums=0, out_shardings=everywhere)  # or it might compile twice
@@ -166,6 +169,8 @@ class Program:
 
     def _packed(self, params, rest, now) -> dict:
         """The weights' packed forms, of which all micro-steps of a step make use."""
+        if self.config.accumulate == 1:
+            return {}
         model = nnx.merge(self.graph, params, rest, copy=True)
         model.train()
         nm.nnx.set_step(model, now)

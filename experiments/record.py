@@ -1,4 +1,4 @@
-"""A run's directory: its config, where it came from, its metrics as lines and as TensorBoard events, its checkpoints."""
+"""A run's directory: its config, where it came from, its metrics as lines and as TensorBoard events."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +24,7 @@ class Record:
     What a directory holds of the same config is gone on with; `check` has refused that of another one.
     """
 
-    def __init__(self, workdir: Path, config, about: dict, plan):
+    def __init__(self, workdir: Path, config, about: dict, plan, tell: Callable[[str], None] = print):
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
             replace(workdir / "config.json", _resolved(config))
@@ -38,31 +39,23 @@ class Record:
                 "git": git(),
             }
             self._about()
-        self._lines, self._events, self._began = None, None, time.monotonic()
+        self._tell, self._began = tell, time.monotonic()
+        self._lines, self._events = None, None
 
     def begin(self, step: int) -> None:
         """Write from a step on: what is there of later ones is dropped, and a line that was cut off."""
-        from tensorboardX import SummaryWriter  # imported where a run begins: plans do without
-
         kept = [line for line in lines(self.metrics) if line["step"] + (line["kind"] == "sparsity") <= step]
         replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
-        self._lines = self.metrics.open("a")
-        self._events = SummaryWriter(str(self.dir / "tensorboard"), purge_step=step + 1 if step else None)
+        self._lines, self._events = Lines(self.metrics), Events(self.dir / "tensorboard", step)
         self._began -= max((line["seconds"] for line in kept), default=0.0)
 
     def write(self, kind: str, step: int, **values) -> None:
-        """A line of metrics: numbers, or tables of numbers by layer."""
+        """A line of metrics: numbers, or tables of numbers by layer. What a full disk does not take is kept until it does."""
         line = {"step": step, "seconds": round(self.elapsed(), 3), "kind": kind, **values}
-        self._lines.write(json.dumps(line) + "\n")
-        self._lines.flush()
-        for name, value in values.items():
-            table = (
-                {f"{kind}/{name}/{layer}": v for layer, v in value.items()}
-                if isinstance(value, dict)
-                else {f"{kind}/{name}": value}
-            )
-            for tag, number in table.items():
-                self._events.add_scalar(tag, number, step)
+        whole = self._lines.write(json.dumps(line) + "\n")
+        self._events.write(step, {f"{kind}/{name}": value for name, value in values.items()})
+        if not whole and self._lines.late == 1:
+            self._tell(f"{self.metrics} cannot be written: {self._lines.why}. Its lines are kept until it can.")
 
     def best(self, name: str, higher: bool) -> float | None:
         """The best evaluation yet, of hardened weights where there are any."""
@@ -90,9 +83,76 @@ class Record:
         if self._lines is not None:
             self._lines.close()
             self._events.close()
+            self._lines = None
 
     def _about(self) -> None:
         replace(self.dir / "run.json", json.dumps(self.about, indent=1))
+
+
+class Lines:
+    """A file of lines, each of which is there whole as soon as it is written, or waits for the next."""
+
+    def __init__(self, path: Path):
+        self._file, self._size, self._waiting = path.open("ab", buffering=0), path.stat().st_size, []
+        self.why = ""
+
+    @property
+    def late(self) -> int:
+        """How many lines wait."""
+        return len(self._waiting)
+
+    def write(self, line: str) -> bool:
+        """Whether all is written."""
+        self._waiting.append(line)
+        data = "".join(self._waiting).encode()
+        try:
+            done = 0
+            while done < len(data):
+                done += self._file.write(data[done:])
+        except OSError as error:
+            self.why = error.strerror or str(error)
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # part of a line, which later ones would spoil
+            return False
+        self._size, self._waiting = self._size + done, []
+        return True
+
+    def close(self) -> None:
+        lost = self._waiting and not self.write("")
+        self._file.close()
+        if lost:
+            raise OSError(f"{len(self._waiting) - 1} lines of {self._file.name} could not be written: {self.why}")
+
+
+class Events:
+    """TensorBoard's file of numbers, written as they come: a thread of its own would hang on a full disk."""
+
+    def __init__(self, directory: Path, step: int):
+        from tensorboardX.event_file_writer import EventsWriter  # imported where a run begins: plans do without
+        from tensorboardX.proto import event_pb2
+        from tensorboardX.summary import scalar
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self._scalar, self._event = scalar, event_pb2.Event
+        self._writer = EventsWriter(str(directory / "events"))
+        if step:  # what an earlier file has of later steps is void
+            self._put(step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def write(self, step: int, values: dict) -> None:
+        for name, value in values.items():
+            table = {f"{name}/{layer}": v for layer, v in value.items()} if isinstance(value, dict) else {name: value}
+            for tag, number in table.items():
+                self._put(step, summary=self._scalar(tag, number))
+        with contextlib.suppress(OSError):
+            self._writer.flush()
+
+    def _put(self, step, **what):
+        with contextlib.suppress(OSError):  # metrics.jsonl has the same, and says what is missing
+            self._writer.write_event(self._event(step=step, wall_time=time.time(), **what))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.close()
 
 
 def _resolved(config) -> str:
@@ -182,46 +242,3 @@ def git() -> dict | None:
         return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-class Checkpoints:
-    """The last state and the best one, by Orbax, in ``checkpoints/`` of a run's directory."""
-
-    def __init__(self, workdir: Path):
-        import orbax.checkpoint as ocp
-
-        self._ocp = ocp
-        options = ocp.CheckpointManagerOptions(max_to_keep=1)
-        self._managers = {
-            n: ocp.CheckpointManager((workdir / "checkpoints" / n).absolute(), options=options)
-            for n in ("last", "best")
-        }
-
-    def save(self, step: int, state, best: bool) -> None:
-        for name in ("last", "best") if best else ("last",):
-            self._managers[name].save(step, args=self._ocp.args.StandardSave(state._asdict()))
-
-    def restore(self, name: str, shapes):
-        """The step and the state of the last or the best checkpoint; 0 and None, where there is none."""
-        manager = self._managers[name]
-        if (step := manager.latest_step()) is None:
-            return 0, None
-        return step, type(shapes)(**manager.restore(step, args=self._ocp.args.StandardRestore(shapes._asdict())))
-
-    @property
-    def directory(self) -> Path:
-        return Path(self._managers["last"].directory).parent
-
-    def kept(self) -> str:
-        """In words, for who looks for what is left."""
-        step, where = self._managers["last"].latest_step(), self._managers["last"].directory
-        return (
-            "No checkpoint was written before."
-            if step is None
-            else f"The checkpoint of step {step:,} is kept in {where}."
-        )
-
-    def close(self) -> None:
-        for manager in self._managers.values():
-            manager.wait_until_finished()
-            manager.close()

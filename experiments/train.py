@@ -10,15 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from experiments import report
-from experiments.errors import Failed, Mistake
+from experiments.checkpoints import Checkpoints, Restored
+from experiments.errors import Failed, Mistake, Stopped
 from experiments.meter import Meter
 from experiments.program import Program, Task
-from experiments.record import Checkpoints, Record, check, finished, same_config
+from experiments.record import Record, check, finished, same_config
 from experiments.show import Screen, clock, figures, form, number
+from experiments.signals import Stop
 
 
-def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -> dict[str, float]:
-    """Train, evaluate or plan; and the figures of the last evaluation."""
+def run(
+    config, task: Task, workdir: Path, mode: str, name: str, command: str, origin: Path | None = None
+) -> dict[str, float]:  # fmt: skip
+    """Train, evaluate or plan; and the figures of the last evaluation. ``origin`` is a run whose last state this one begins with."""
     began, screen = time.monotonic(), Screen(task.unit)
     if mode == "train":
         check(workdir, config)
@@ -27,8 +31,9 @@ def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -
                 f"finished already: {workdir}/report.html. --mode=eval evaluates it; another --workdir trains anew."
             )
             return {}
-    if mode == "eval" and not (workdir / "checkpoints").is_dir():
-        raise Mistake(f"--mode=eval: {workdir} holds no checkpoints; --workdir names the directory of a run.")
+    for option, place in (("--mode=eval: ", workdir if mode == "eval" else None), ("--from=", origin)):
+        if place is not None and not Checkpoints(place).steps():
+            raise Mistake(f"{option}{place} holds no checkpoints; what is wanted is the directory of a run.")
     program = Program(config, task)
     screen.header(name, facts := header(program))
     screen.line(f"\n{program.plan}\n")
@@ -44,27 +49,36 @@ def run(config, task: Task, workdir: Path, mode: str, name: str, command: str) -
         "metric": task.metric,
         "notes": task.notes,
     }
-    record = Record(workdir, config, about, program.plan)
-    checkpoints = Checkpoints(workdir)
-    try:
-        found = loop(program, record, checkpoints, screen, began)
-    except BaseException as error:
-        checkpoints.close()
-        stopped = isinstance(error, KeyboardInterrupt)
-        with contextlib.suppress(Exception):  # the run's own error comes first
-            record.close("interrupted" if stopped else f"failed: {error or repr(error)}")
-            report.write(workdir)
-        if stopped:
-            goes_on = f"The same command with --workdir={workdir} goes on from it, or begins anew."
-            raise KeyboardInterrupt(f"interrupted. {checkpoints.kept()} {goes_on}") from None
-        if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too
-            raise Failed(f"{str(error).rstrip('.')}. {checkpoints.kept()}") from error
-        raise
+    with Stop() as stop:
+        record = Record(workdir, config, about, program.plan, screen.line)
+        checkpoints = Checkpoints(workdir, screen.line)
+        try:
+            found = loop(program, record, checkpoints, screen, began, stop, origin)
+        except BaseException as error:
+            checkpoints.close()
+            stopped = isinstance(error, (KeyboardInterrupt, Stopped))
+            with contextlib.suppress(Exception):  # the run's own error comes first
+                record.close("interrupted" if stopped else f"failed: {error or repr(error)}")
+                report.write(workdir)
+            if stopped:
+                goes_on = f"The same command with --workdir={workdir} goes on from it, or begins anew."
+                text = f"interrupted{error and f' by {error}'}. {checkpoints.kept()} {goes_on}"
+                raise (Stopped(text, error.signal) if isinstance(error, Stopped) else KeyboardInterrupt(text)) from None
+            if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too
+                raise Failed(f"{str(error).rstrip('.')}. {checkpoints.kept()}{_otherwise(error, workdir)}") from error
+            raise
     record.close("finished")
     report.write(workdir)
     screen.line("")
     screen.rows([*record.about["summary"], ("report", str(workdir / "report.html")), ("everything", f"{workdir}/")])
     return found
+
+
+def _otherwise(error: Exception, workdir: Path) -> str:
+    """What may be done about a run that diverged."""
+    if not isinstance(error, Failed) or not Checkpoints(workdir).steps():
+        return ""
+    return f" To go on from it otherwise: --workdir=ANOTHER --from={workdir} and what is to change, as a smaller --config.learning_rate.peak."
 
 
 def header(program: Program) -> list[tuple[str, str]]:
@@ -97,13 +111,14 @@ def _how(runs: dict[str, int]) -> str:
     return "pruned products: " + ", ".join(f"{runs[how]} {word}" for how, word in words.items() if how in runs)
 
 
-def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Screen, began: float) -> dict[str, float]:
+def loop(
+    program: Program, record: Record, checkpoints: Checkpoints, screen: Screen, began: float, stop: Stop,
+    origin: Path | None,
+) -> dict[str, float]:  # fmt: skip
     config, task, total = program.config, program.task, program.total
     evaluations, measures = program.evaluations, program.measures
-    start, state = checkpoints.restore("last", program.shapes)
+    start, state, seen = begin(program, checkpoints, screen, origin)
     feed = iter(task.feed(start, program.mesh))
-    if start:
-        screen.line(f"going on from step {start:,} of {total:,}, as {checkpoints.directory} holds it")
     record.begin(start)
     if start < total:
         with screen.busy("compiling"):
@@ -121,7 +136,7 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
         record.write("train", step, **means)
         screen.step(step, means)
 
-    meter = Meter(math.ceil(total / 500), tell)
+    meter = Meter(math.ceil(total / 500), tell, seen)
     with screen.progress(total, start):
         for step, arrays in zip(range(start, total), feed, strict=False):
             measuring = measures > 0 and step % measures == 0
@@ -129,7 +144,8 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
                 with meter.aside():
                     before, measured = program.masks(state), jax.device_get(program.measure(state, arrays))
             state, shown = program.train(state, arrays)
-            meter.push(step, shown)
+            with checkpoints.dumping(step + 1, state):
+                meter.push(step, shown)
             if measuring:
                 with meter.aside():
                     measured["flip_rate"] = jax.device_get(program.flips(before, program.masks(state)))
@@ -145,14 +161,36 @@ def loop(program: Program, record: Record, checkpoints: Checkpoints, screen: Scr
                     value = found.get(f"hardened_{task.metric}", found[task.metric])
                     better = best is None or (value > best if higher else value < best)
                     best = value if better else best
-                    checkpoints.save(step + 1, state, best=better)
-    checkpoints.close()
+                    checkpoints.save(step + 1, state, meter.seen, best=better)
+            elif stop.signal:
+                meter.settle()
+                checkpoints.save(step + 1, state, meter.seen, best=False)
+            if stop.signal and step + 1 < total:
+                raise Stopped(f"{stop.signal.name} after step {step + 1:,}", stop.signal)
+    checkpoints.wait()
+    if checkpoints.lost:
+        raise Failed(checkpoints.lost)
     names = sorted(found, key=lambda name: (task.metric not in name, "hardened" not in name))
     summary = [(name.replace("_", " "), form(name, found[name])) for name in names]
     summary += [(f"best {task.metric}", form(task.metric, best)), ("time", clock(record.elapsed()))]
     if meter.first is not None:
         summary.append(("first step", f"after {meter.first - began:.1f} s"))
     record.keep(summary, program.pictures(state))
+    return found
+
+
+def begin(program: Program, checkpoints: Checkpoints, screen: Screen, origin: Path | None) -> Restored:
+    """Where a run starts: from its own last state, from another run's, or from nothing."""
+    found = checkpoints.restore(program.shapes)
+    if found.step:
+        screen.line(f"going on from step {found.step:,} of {program.total:,}, as {checkpoints.directory} holds it")
+    elif origin is not None:
+        there = Checkpoints(origin, screen.line)
+        found = there.restore(program.shapes)._replace(seen=[])
+        if found.step > program.total:
+            raise Mistake(f"--from={origin} is at step {found.step:,}, and this run has {program.total:,}")
+        found = found._replace(state=found.state._replace(seed=jnp.uint32(program.config.seed)))
+        screen.line(f"going on from step {found.step:,} of {program.total:,}, as {there.directory} holds it")
     return found
 
 
@@ -166,13 +204,10 @@ def _finite(found: dict[str, float], step: int) -> None:
 def evaluate(program: Program, workdir: Path, screen: Screen) -> dict[str, float]:
     """The best and the last checkpoint of a run, on the test split."""
     same_config(workdir, program.config)
-    checkpoints, found = Checkpoints(workdir), {}
+    checkpoints, found = Checkpoints(workdir, screen.line), {}
     for name in ("last", "best"):
-        step, state = checkpoints.restore(name, program.shapes)
-        if state is None:
-            raise Mistake(
-                f"--mode=eval: {checkpoints.directory} has no {name} checkpoint: the run was stopped before its first."
-            )
-        found = program.evaluate(state)
-        screen.line(f"{name}, step {step:,}: " + "   ".join(figures(found)))
+        step, state, _ = checkpoints.restore(program.shapes, best=name == "best")
+        if state is not None:
+            found = program.evaluate(state)
+            screen.line(f"{name}, step {step:,}: " + "   ".join(figures(found)))
     return found

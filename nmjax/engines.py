@@ -71,11 +71,14 @@ class Engine:
         return choice if choice.how in ("packed", "fp8") else None
 
 
-def engine(op, lhs, rhs, sparsity: Sparsity, backend: str, name: str | None = None) -> Engine | None:
-    """What runs the products of operands of these shapes; None where XLA runs all of them."""
+def engine(
+    op, lhs, rhs, sparsity: Sparsity, backend: str, name: str | None = None, before: frozenset[str] = frozenset()
+) -> Engine | None:  # fmt: skip
+    """What runs the products of operands of these shapes; None where XLA runs all of them. For those of ``before`` the
+    weight was packed before."""
     if backend == "xla":
         return None
-    choices, layout, here = _chosen(op, *_shapes(lhs, rhs), sparsity, backend, target(backend))
+    choices, layout, here = _chosen(op, *_shapes(lhs, rhs), sparsity, backend, target(backend), before)
     if backend == "pallas":
         for product, choice in choices:
             if choice.how == "emulated":
@@ -87,9 +90,11 @@ def engine(op, lhs, rhs, sparsity: Sparsity, backend: str, name: str | None = No
     return made if made and any(made[product] for product in CONTRACTED) else None
 
 
-def explain(op, lhs, rhs, sparsity: Sparsity, backend: str) -> dict[str, Choice]:
+def explain(
+    op, lhs, rhs, sparsity: Sparsity, backend: str, before: frozenset[str] = frozenset()
+) -> dict[str, Choice]:  # fmt: skip
     """How each product of operands of these shapes would run now, and why."""
-    return dict(_chosen(op, *_shapes(lhs, rhs), sparsity, backend, target(backend))[0])
+    return dict(_chosen(op, *_shapes(lhs, rhs), sparsity, backend, target(backend), before)[0])
 
 
 def _shapes(*values):
@@ -97,11 +102,13 @@ def _shapes(*values):
 
 
 @lru_cache
-def _chosen(op, lhs, rhs, sparsity, backend, here):
+def _chosen(op, lhs, rhs, sparsity, backend, here, before):
     from nmjax.kernels import api  # late: see nmjax.kernels
 
     layout = _laid(op, lhs, rhs)
-    made = lambda here: tuple((p, _choice(p, op, lhs, rhs, sparsity, backend, here, layout)) for p in CONTRACTED)
+    made = lambda here: tuple(
+        (p, _choice(p, op, lhs, rhs, sparsity, backend, here, layout, before)) for p in CONTRACTED
+    )
     choices = made(here)
     if any(choice.how in ("packed", "fp8") for _, choice in choices) and (why := api.fault(here)):
         return made(why), layout, why
@@ -134,7 +141,7 @@ def _order(batch, parts: dict[str, tuple[int, ...]]) -> str | None:
     return None
 
 
-def _choice(product, op, lhs, rhs, sparsity, backend, here, layout) -> Choice:
+def _choice(product, op, lhs, rhs, sparsity, backend, here, layout, before) -> Choice:
     slots = OPERANDS[product]
     patterns = {operand: pattern(sparsity, slot) for operand, slot in slots.items()}
     held = {operand: store(getattr(sparsity, slot)) for operand, slot in slots.items()}
@@ -153,13 +160,15 @@ def _choice(product, op, lhs, rhs, sparsity, backend, here, layout) -> Choice:
         return Choice("emulated", why)
     found = [_packed(product, operand, op, lhs, rhs, layout, formats, here) for operand in fitting]
     for choice in found:
-        if choice.how == "packed" and (backend != "auto" or _pays(choice, here)):
+        if choice.how == "packed" and (backend != "auto" or _expected(choice, here, product in before) > 1):
             return choice
     if formats and (why := _fp8_unfit(product, layout, here)) is None:
         return Choice("fp8", " x ".join(f for _, f in formats) + ", dense", formats=formats)
     if not found:
         return Choice("emulated", why)
-    return next((c for c in found if c.how == "emulated"), None) or Choice("emulated", _loses(found[0], here))
+    return next((c for c in found if c.how == "emulated"), None) or Choice(
+        "emulated", _loses(found[0], here, product in before)
+    )
 
 
 def _never(sparsity, slots, patterns) -> Choice:
@@ -258,18 +267,16 @@ def _fp8_unfit(product, layout, here) -> str | None:
     return next(filter(None, (api.copies_unfit([sizes[a] for a in labels[o]]) for o in OPERANDS[product])), None)
 
 
-def _expected(choice, here) -> float:
+def _expected(choice, here, before: bool) -> float:
     from nmjax.kernels import tuning
 
-    free = bool(choice.formats)  # in FP8 a packed form is less to write than the dense one
+    free = bool(choice.formats) or (
+        before and choice.operand == "w"
+    )  # in FP8 there is less to write than of a dense form
     return tuning.gain(choice.shape, here, packed_before=free)
 
 
-def _pays(choice, here) -> bool:
-    return _expected(choice, here) > 1
-
-
-def _loses(choice, here) -> str:
+def _loses(choice, here, before: bool) -> str:
     m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
-    expected = _expected(choice, here)
+    expected = _expected(choice, here, before)
     return f"packed, {m} x {n} x {k} is expected at {expected:.2f} of the dense speed on {here.kind}"

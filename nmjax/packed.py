@@ -4,6 +4,7 @@ What prunes an operand is fused with making its form where a kernel can do both;
 Forms of x and w are made in the forward pass, once for all products, those of g in the backward pass.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -48,21 +49,39 @@ def forms(
 ) -> dict[str, Any]:  # fmt: skip
     """The forms of an operand, by product: packed, or in FP8. ``value`` is what its forward slot made of ``unpruned``, and
     ``prune(slot, p, value)`` is XLA's way."""
-    wants, found = [], {}
-    for product in products:
+    takes = lambda c, product: c and operand in OPERANDS[product] and (c.formats or c.operand == operand)
+    wanted, wants = [product for product in products if takes(engine[product], product)], []
+    found = _made_before(engine, wanted, ctx) if operand == "w" and ctx.packed else {}
+    fused = fuses(engine, sparsity, operand, [product for product in wanted if product not in found])
+    for product in (product for product in wanted if product not in found):
         choice = engine[product]
-        if choice is None or operand not in OPERANDS[product] or not (choice.formats or choice.operand == operand):
-            continue
-        if operand == "w" and ctx.packed and (made := ctx.packed.get(form_of_weight(engine, product))) is not None:
-            found[product] = made
-            continue
         packed, format = choice.how == "packed" and choice.operand == operand, dict(choice.formats).get(operand)
-        fused = fuses(engine, sparsity, operand, products)
         source = _source(sparsity, product, operand, value, unpruned, ctx, prune, fused, whole=format is None)
         wants.append(Want(product, packed, format, source))
     small = [want for want in wants if want.format]
     found |= _in_16_bits(engine, operand, [w for w in wants if not w.format])
     return found | _in_fp8(engine, operand, small)
+
+
+def _made_before(engine: Engine, products: Iterable[str], ctx: Ctx) -> dict[str, Any]:
+    """The forms of the weight that were given."""
+    sizes, found = dict(engine.layout.sizes), {}
+    for product in products:
+        if (form := ctx.packed.get(form_of_weight(engine, product))) is not None:
+            shape = (form[0] if isinstance(form, tuple) else form).shape
+            if len(shape) != 3 or math.prod(shape) != sizes["B"] * sizes["I"] * sizes["O"]:
+                weight = dict(engine.layout.shapes)["w"]
+                raise ValueError(
+                    f"{ctx.name or 'a product'}: its weight of shape {weight} was packed before as one of {shape}. The forms of a stack "
+                    "of layers are sliced as its kernels are: nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
+                )
+            found[product] = form
+    return found
+
+
+def products_of(ctx: Ctx) -> frozenset[str]:
+    """The products whose form of the weight was given."""
+    return frozenset(name.partition(" ")[0] for name in ctx.packed or ())
 
 
 def form_of_weight(engine: Engine, product: str) -> str:

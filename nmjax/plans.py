@@ -94,9 +94,11 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
     return tuple(found)
 
 
-def runs_of(sparsity: Sparsity, uses: list[Use], backend: str) -> tuple[tuple[str, Choice], ...]:
-    """How the products of a layer run."""
-    return tuple(explain(*uses[0][:3], sparsity, backend).items()) if uses else ()
+def runs_of(
+    sparsity: Sparsity, uses: list[Use], backend: str, before: frozenset[str] = frozenset()
+) -> tuple[tuple[str, Choice], ...]:  # fmt: skip
+    """How the products of a layer run, of which some find the weight packed."""
+    return tuple(explain(*uses[0][:3], sparsity, backend, before).items()) if uses else ()
 
 
 @dataclass(frozen=True, repr=False)

@@ -58,7 +58,7 @@ def bilinear(
     w = _in_slot("fwd_rhs", right, rhs, axes, ctx)
     if not sparsity.backward and left == right == left_store == right_store == identity:
         return op(x, w)
-    engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name)
+    engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name, packed.products_of(ctx))
     bare = not sparsity.backward and left_store == right_store == identity
     if engine is None and bare:
         return op(x, w)
@@ -199,10 +199,11 @@ def packed_weight(
 ) -> dict:
     """A weight in the forms that packed products of it with ``lhs`` of this shape take, for `Ctx.packed`: so that the
     micro-steps of a gradient pack it once. Empty where none runs packed; without what is drawn anew at every micro-step."""
-    engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name)
-    fixed = [p for p, s in (("fwd", "fwd_rhs"), ("dlhs", "dlhs_rhs")) if not at_random(getattr(sparsity, s))]
+    fixed = frozenset(p for p, s in (("fwd", "fwd_rhs"), ("dlhs", "dlhs_rhs")) if not at_random(getattr(sparsity, s)))
+    engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name, fixed)
     if engine is None or at_random(sparsity.fwd_rhs):
         return {}
+    rhs = lax.stop_gradient(rhs)  # whose gradient does not come by its forms
     axes = op.operands(len(lhs.shape), rhs.ndim)
     w = _in_slot("fwd_rhs", stored(sparsity.fwd_rhs)[0], rhs, axes, ctx)
     made = packed.forms(engine, sparsity, "w", w, rhs, ctx, partial(_by_xla, axes, ctx), fixed)

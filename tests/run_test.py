@@ -16,6 +16,7 @@ from flax import nnx
 
 from experiments import command, image, record, settings
 from experiments.bench import train as bench
+from experiments.checkpoints import Checkpoints
 from experiments.errors import Failed, Mistake
 from experiments.program import Program
 
@@ -286,7 +287,7 @@ def test_a_run_leaves_its_directory(finished):
     assert "<svg" in page
     assert "blocks/0/mlp/up" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
-    assert [p.name for p in (workdir / "checkpoints" / "last").iterdir()] == ["4"]
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "2.json", "4", "4.json"]
 
 
 def test_the_number_of_devices_changes_rounding_alone(finished, tmp_path):
@@ -353,14 +354,14 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
         "--config.ema=0.9",
     ]
     command.main([*words, f"--workdir={tmp_path / 'whole'}"], "")
-    stop = record.Checkpoints.save
+    stop = Checkpoints.save
 
-    def save(self, step, state, best):
-        stop(self, step, state, best)
+    def save(self, step, state, seen, best):
+        stop(self, step, state, seen, best)
         if step == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(record.Checkpoints, "save", save)
+    monkeypatch.setattr(Checkpoints, "save", save)
     with pytest.raises(KeyboardInterrupt):
         command.main([*words, f"--workdir={tmp_path / 'cut'}"], "")
     assert json.loads((tmp_path / "cut" / "run.json").read_text())["outcome"] == "interrupted"
@@ -380,7 +381,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_state(tmp_path, monke
         command.main(["launch.py", *words, f"--workdir={tmp_path}"], "")
     assert json.loads((tmp_path / "run.json").read_text())["outcome"].startswith("failed: the ")
     assert (tmp_path / "report.html").exists()
-    step, state = record.Checkpoints(tmp_path).restore("last", program(words[0].partition("=")[2]).shapes)
+    step, state, _ = Checkpoints(tmp_path).restore(program(words[0].partition("=")[2]).shapes)
     assert step == 2
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
@@ -397,12 +398,12 @@ def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path)
     made = program("configs/resnet_24.py:smoke")
     state, _ = steps(made, 1)
     kept = jax.tree.map(np.array, state)
-    checkpoints = record.Checkpoints(tmp_path)
-    checkpoints.save(1, state, best=True)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state, [], best=True)
     for _, arrays in zip(range(5), made.task.feed(1, made.mesh), strict=False):
         state, _ = made.train(state, arrays)
     checkpoints.close()
-    step, found = record.Checkpoints(tmp_path).restore("best", made.shapes)
+    step, found, _ = Checkpoints(tmp_path).restore(made.shapes, best=True)
     assert step == 1
     jax.tree.map(np.testing.assert_array_equal, found, kept)
 

@@ -193,7 +193,7 @@ def variations(shape: Shape, config: Config) -> list[Config]:
     """The same tiles walked, fetched and stored in other ways."""
     changes = [{"stages": stages} for stages in (2, 3, 4, 5)]
     if isinstance(config, hopper.Config):
-        changes = [{"band": 1}, {"band": 16}, {"in_flight": 0}]
+        changes = [{"band": 1}, {"band": 16}, {"in_flight": 1}]
         changes += [{"stages": s, "store_n": n} for s, n in ((4, 64), (5, 64), (4, 32), (3, 32), (5, 32))]
     made = [replace(config, **change) for change in changes]
     return [c for c in dict.fromkeys(made) if c != config and tuning.misfit(shape, c) is None]

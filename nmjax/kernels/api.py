@@ -46,8 +46,8 @@ def spmm(
             f"spmm: {packed.shape} packed along axis {packed.axis} does not multiply {b.shape} along axis {axis}: their axes "
             f"have {packed.shape[packed.axis]} and {b.shape[axis]} values, their batches are {packed.shape[:-2]} and {b.shape[:-2]}."
         )
-    if scale is not None and (scale := jnp.asarray(scale, jnp.float32)).shape not in ((), b.shape[:-2]):
-        raise ValueError(f"spmm: scale is a number, or of the batch's shape {b.shape[:-2]}, got {scale.shape}.")
+    if scale is not None and jnp.shape(scale) not in ((), b.shape[:-2]):
+        raise ValueError(f"spmm: scale is a number, or of the batch's shape {b.shape[:-2]}, got {jnp.shape(scale)}.")
     if config is not None and not isinstance(config, tuning.Config):
         raise TypeError(f"spmm: config is an nm.kernels.hopper.Config or nm.kernels.ampere.Config, got {config!r}.")
     dtype = jnp.dtype(dtype or (packed.dtype if packed.dtype.itemsize > 1 else jnp.bfloat16))

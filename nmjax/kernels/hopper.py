@@ -39,7 +39,7 @@ class Config(Value):
     tile_k: int = 64  # of 16-bit values; twice as many of 8-bit ones
     stages: int = 4
     store_n: int = 64  # columns that are stored at once
-    in_flight: int = 1  # steps whose instructions may still run when the next step's are issued
+    in_flight: int = 0  # steps whose instructions may still run when the next step's are issued
     band: int = 8  # tiles along N before the walk turns to the next row of tiles
     cluster: str = ""  # "m": two blocks along M share B; "n": along N they share A
     warpgroups: int = 2

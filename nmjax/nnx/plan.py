@@ -9,8 +9,10 @@ from flax import nnx
 
 from nmjax import flops, ops, products
 from nmjax.nnx.layers import Layer, Product, layers
+from nmjax.packed import products_of
 from nmjax.plans import LayerPlan, Plan, Use, hardened, runs_of, slots_of
 from nmjax.sparsity import SLOTS
+from nmjax.typing import Ctx
 
 _MARK = "nmjax_layer_"
 
@@ -60,7 +62,7 @@ def plan(model, *inputs, **options) -> Plan:
     copy, notes = _recording(model)
     uncovered, parameters = _parameters(model, list(layers(model)))
     given = bool(inputs or options)
-    costs, elsewhere = _costs(copy, inputs, options, len(notes)) if given else ([None] * len(notes), 0)
+    costs, elsewhere = _costs(_traced(copy, inputs, options), len(notes)) if given else ([None] * len(notes), 0)
     rows = [_row(*row) for row in zip(layers(model), notes, costs, strict=True)]
     return Plan(tuple(rows), elsewhere, uncovered, parameters)
 
@@ -68,7 +70,7 @@ def plan(model, *inputs, **options) -> Plan:
 def uses(model, *inputs, **options) -> list[tuple[Layer, list[Product]]]:
     """Every layer, and the products that a call asks it for."""
     copy, notes = _recording(model)
-    _costs(copy, inputs, options, len(notes))
+    _traced(copy, inputs, options)
     return [(layer, list(dict.fromkeys(seen))) for layer, seen in zip(layers(model), notes, strict=True)]
 
 
@@ -91,7 +93,9 @@ def _row(layer: Layer, seen: _Notes, cost: int | None) -> LayerPlan:
     stacked = math.prod(layer.module.kernel.shape[a] for a in _stack(layer))
     uses = [Use(*product, stacked) for product in uses]
     slots = slots_of(sparsity, uses, bool(seen))
-    runs = runs_of(sparsity, uses, layer.site.backend) if seen and layer.site is not None else ()
+    runs = ()
+    if seen and layer.site is not None:
+        runs = runs_of(sparsity, uses, layer.site.backend, products_of(Ctx(packed=layer.site.packed)))
     kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
     shares = flops.effective(sparsity)
     return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer), runs)
@@ -106,8 +110,8 @@ def _shape(v):
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
-def _costs(model, inputs, options, count: int) -> tuple[list[int], int]:
-    """Forward FLOPs of every layer, and of what is no layer's."""
+def _traced(model, inputs, options):
+    """The program of a call."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(jax.tree.map(_shape, (state, inputs, options)))
     shapes = [v for v in leaves if isinstance(v, jax.ShapeDtypeStruct)]
@@ -119,8 +123,13 @@ def _costs(model, inputs, options, count: int) -> tuple[list[int], int]:
         result = nnx.merge(graph, state)(*inputs, **options)
         return [v for v in jax.tree.leaves(result) if isinstance(v, jax.Array)]
 
+    return jax.make_jaxpr(forward)(shapes).jaxpr
+
+
+def _costs(program, count: int) -> tuple[list[int], int]:
+    """Forward FLOPs of every layer, and of what is no layer's."""
     costs, elsewhere = [0] * count, 0
-    for name, cost in flops.counted(jax.make_jaxpr(forward)(shapes).jaxpr, _MARK):
+    for name, cost in flops.counted(program, _MARK):
         if name is None:
             elsewhere += cost
         else:

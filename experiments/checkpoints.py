@@ -1,0 +1,197 @@
+"""The states that a run can go on from, by Orbax, in ``checkpoints/`` of its directory.
+
+::
+
+    checkpoints/40/         the state after 40 steps
+    checkpoints/40.json     its seal, written last: sums of its files, whether it was the best yet, what the last steps said
+
+What has no seal was never finished, and is no checkpoint. Of what does not match its seal a copy is put aside, and the one
+before it serves. The last two are kept, and the best.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.errors import Failed
+
+
+class Restored(NamedTuple):
+    """What a run goes on from."""
+
+    step: int
+    state: Any
+    seen: list[dict]  # what the steps since the last line of metrics said
+
+
+class Checkpoints:
+    """Saving goes on beside training, and what fails of it is told and not raised: the run and the last good checkpoint stay."""
+
+    def __init__(self, workdir: Path, tell: Callable[[str], None] = print):
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax has to say is told here, once
+        self.directory, self._tell, self._orbax = (workdir / "checkpoints").absolute(), tell, ocp.StandardCheckpointer()
+        self._thread, self._writing, self.lost = ThreadPoolExecutor(1), Future(), None
+        self._writing.set_result(None)
+
+    # ---- saving ----
+
+    def save(self, step: int, state, seen: list[dict], best: bool) -> None:
+        """Save a state. It waits for the one before, and for the copy to the host."""
+        self.wait()
+        if (self.directory / f"{step}.json").exists():
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._orbax.save(self.directory / str(step), state._asdict(), force=True)
+        except (OSError, ValueError) as error:
+            self._failed(step, error)
+            return
+        self._writing = self._thread.submit(self._finish, step, {"best": best, "seen": seen})
+
+    def _finish(self, step: int, seal: dict) -> None:
+        try:
+            self._orbax.wait_until_finished()
+            seal["sums"] = _sums(self.directory / str(step))
+            _write(self.directory / f"{step}.json", json.dumps(seal))
+            self._clear()
+            self.lost = None
+        except Exception as error:  # whatever Orbax makes of a full disk
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        full = isinstance(error, OSError) and error.errno == 28 or "RESOURCE_EXHAUSTED" in str(error)
+        why = "no space is left on the disk" if full else " ".join(str(error).split())[:300]
+        self.lost = f"The checkpoint of step {step:,} could not be written: {why}."
+        with contextlib.suppress(OSError):
+            (self.directory / f"{step}.json").unlink(missing_ok=True)
+            self._clear()
+        self._tell(f"{self.lost} {self.kept()} Training goes on.")
+
+    def _clear(self) -> None:
+        """Remove what is not to be kept, and what was never finished. Seals go first."""
+        steps, best = self.steps(), self.steps(best=True)
+        kept = {*steps[-2:], *best[-1:]}
+        for step in set(steps) - kept:
+            (self.directory / f"{step}.json").unlink()
+        for path in self.directory.iterdir():
+            name = path.name.partition(".")[0]
+            if path.is_dir() and name.isdigit() and (int(name) not in kept or path.name != name):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Until what was begun is written."""
+        self._writing.result()
+
+    def close(self) -> None:
+        self.wait()
+        self._thread.shutdown()
+        self._orbax.close()
+
+    @contextlib.contextmanager
+    def dumping(self, step: int, state):
+        """Of what fails within it, the state is written for a person to look at: no run goes on from it."""
+        try:
+            yield
+        except Failed:
+            self.wait()
+            with contextlib.suppress(Exception):  # what failed comes first
+                self._orbax.save(self.directory / f"failed-{step}", state._asdict(), force=True)
+                self._orbax.wait_until_finished()
+                self._tell(f"The state after step {step:,} is in {self.directory / f'failed-{step}'}, to be looked at.")
+            raise
+
+    # ---- restoring ----
+
+    def steps(self, best: bool = False) -> list[int]:
+        """The steps of sealed checkpoints; or of those that were the best when they were saved."""
+        found = sorted(int(p.stem) for p in self.directory.glob("*.json") if p.stem.isdigit())
+        return [step for step in found if not best or _seal(self._path(step, ".json")).get("best")]
+
+    def restore(self, shapes, best: bool = False) -> Restored:
+        """The last checkpoint that can be read, or the best; of step 0 and without a state, where there is none."""
+        steps = self.steps(best)
+        for step in reversed(steps):
+            seal = _seal(self._path(step, ".json"))
+            why = _unsound(self._path(step), seal)
+            if why is None:
+                try:
+                    state = self._orbax.restore(self._path(step), shapes._asdict())
+                    return Restored(step, type(shapes)(**state), seal["seen"])
+                except Exception as error:  # whatever Orbax and TensorStore make of a file that is not as it was
+                    why = " ".join(str(error).split())[:200]
+            aside = self.directory / f"unreadable-{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            self._path(step, ".json").unlink()
+            if self._path(step).exists():
+                os.replace(self._path(step), aside)
+            self._tell(f"The checkpoint of step {step:,} cannot be read, and is put aside as {aside}: {why}.")
+        if steps:
+            raise Failed(
+                f"None of the checkpoints in {self.directory} can be read. To begin anew, remove that directory, or give another --workdir"
+            )
+        return Restored(0, None, [])
+
+    def _path(self, step: int, suffix: str = "") -> Path:
+        return self.directory / f"{step}{suffix}"
+
+    def kept(self) -> str:
+        """In words, for who looks for what is left."""
+        steps = self.steps()
+        return (
+            f"The checkpoint of step {steps[-1]:,} is kept in {self.directory}."
+            if steps
+            else "No checkpoint was written before."
+        )
+
+
+def _seal(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _sums(directory: Path) -> dict[str, int]:
+    """A sum of every file."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file())
+    return {str(p.relative_to(directory)): _sum(p) for p in files}
+
+
+def _sum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 24):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def _unsound(directory: Path, seal: dict) -> str | None:
+    """What is not as the seal says; None if all is."""
+    if not {"sums", "seen"} <= seal.keys():
+        return "its seal cannot be read"
+    for name, wanted in seal["sums"].items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if _sum(path) != wanted:
+            return f"{name} is not what was written"
+    return None
+
+
+def _write(path: Path, text: str) -> None:
+    """A file whole or not at all, and on the disk before what comes after it."""
+    draft = path.with_name(f".{path.name}.new")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
