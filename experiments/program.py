@@ -82,7 +82,8 @@ class Program:
             with nm.nnx.packed(self.model, forms):
                 self.plan = nm.nnx.plan(self.model, *task.example(config.batch // config.accumulate))
         if self.plan.refused:
-            reasons = "; ".join(f"{path}: {reason}" for path, reason in self.plan.refused)
+            reasons = "; ".join(f"{path}: {reason}" for path, reason in self.plan.refused[:3])
+            reasons += f"; and {len(self.plan.refused) - 3} more" if len(self.plan.refused) > 3 else ""
             raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}")
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0  # there is nothing to measure

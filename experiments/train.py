@@ -90,7 +90,7 @@ def header(program: Program) -> list[tuple[str, str]]:
     size = f"{config.model.name} {config.model.size}"
     return [
         ("devices", f"{devices} x {jax.devices()[0].device_kind}"),
-        ("computing", f"{config.dtype}, parameters float32; {_how(plan.runs)}"),
+        ("computing", f"{config.dtype}, parameters float32; {_how(plan.runs, config.backend)}"),
         *task.facts,
         ("batch", f"{config.batch:,} = {micro}{devices} device{'s' * (devices > 1)} x {each:,}"),
         (
@@ -103,11 +103,13 @@ def header(program: Program) -> list[tuple[str, str]]:
     ]
 
 
-def _how(runs: dict[str, int]) -> str:
+def _how(runs: dict[str, int], backend: str) -> str:
     """How pruned products run, in words."""
     if set(runs) <= {"emulated"}:
         return "n:m products are emulated: zeros are multiplied" if runs else "nothing is pruned"
     words = {"packed": "on sparse tensor cores", "fp8": "dense in FP8", "emulated": "emulated, as the plan tells why"}
+    if backend == "interpret":
+        words |= {"packed": "in simulated kernels", "fp8": "in simulated FP8"}
     return "pruned products: " + ", ".join(f"{runs[how]} {word}" for how, word in words.items() if how in runs)
 
 

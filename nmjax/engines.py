@@ -29,6 +29,7 @@ from nmjax.sparsity import Sparsity
 from nmjax.typing import Pruner
 
 CONTRACTED = {"fwd": "I", "dlhs": "O", "drhs": "T"}
+RESULTS = {"fwd": "y", "dlhs": "dx", "drhs": "dw"}
 OPERANDS = {  # of each product, and the slots that prune them
     "fwd": {"x": "fwd_lhs", "w": "fwd_rhs"},
     "dlhs": {"g": "dlhs_g", "w": "dlhs_rhs"},
@@ -84,7 +85,7 @@ def engine(
             if choice.how == "emulated":
                 where = f"{name}: " if name else ""
                 raise ValueError(
-                    f"{where}backend='pallas', but {product} cannot be packed: {choice.why}. Write backend='auto'."
+                    f"{where}backend='pallas', but {RESULTS[product]} cannot be packed: {choice.why}. Write backend='auto'."
                 )
     made = None if isinstance(here, str) else Engine(here, choices, layout)
     return made if made and any(made[product] for product in CONTRACTED) else None
@@ -254,7 +255,7 @@ def _packed(product, operand, op, lhs, rhs, layout, formats, here) -> Choice:
     shape = api.Shape(*sides, jnp.dtype(kind).name, along_m, along_n, turned, jnp.dtype(out).name)
     if why := (formats and _fp8_unfit(product, layout, here)) or api.shape_unfit(shape, here):
         return Choice("emulated", why)
-    return Choice("packed", f"{operand} {'in FP8 ' if formats else ''}by {here.family}", operand, shape, formats)
+    return Choice("packed", f"{operand} {'in FP8 ' if formats else ''}by {here}", operand, shape, formats)
 
 
 def _fp8_unfit(product, layout, here) -> str | None:
@@ -279,4 +280,4 @@ def _expected(choice, here, before: bool) -> float:
 def _loses(choice, here, before: bool) -> str:
     m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
     expected = _expected(choice, here, before)
-    return f"packed, {m} x {n} x {k} is expected at {expected:.2f} of the dense speed on {here.kind}"
+    return f"packed, M, N, K = {m}, {n}, {k} is expected at {expected:.2f} of the dense speed on {here.kind}"

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nmjax.engines import Choice, explain
+from nmjax.engines import RESULTS, Choice, explain
 from nmjax.products import refusals
 from nmjax.pruners import identity
 from nmjax.sparsity import SLOTS, WEIGHT, Sparsity
@@ -98,7 +98,9 @@ def runs_of(
     sparsity: Sparsity, uses: list[Use], backend: str, before: frozenset[str] = frozenset()
 ) -> tuple[tuple[str, Choice], ...]:  # fmt: skip
     """How the products of a layer run, of which some find the weight packed."""
-    return tuple(explain(*uses[0][:3], sparsity, backend, before).items()) if uses else ()
+    choices = explain(*uses[0][:3], sparsity, backend, before) if uses else {}
+    refused = lambda choice: backend == "pallas" and choice.how == "emulated"
+    return tuple((name, c._replace(how="refused") if refused(c) else c) for name, c in choices.items())
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,7 +127,10 @@ class Plan:
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
         """(layer, reason) of everything that a step of training would refuse."""
-        return tuple((layer.path, s.refused) for layer in self.layers for s in layer.slots if s.refused)
+        slots = [(layer.path, s.refused) for layer in self.layers for s in layer.slots if s.refused]
+        runs = [(layer.path, name, c) for layer in self.layers for name, c in layer.runs if c.how == "refused"]
+        text = lambda name, why: f"backend='pallas', but {RESULTS[name]} cannot be packed: {why}. Write backend='auto'."
+        return (*slots, *((path, text(name, choice.why)) for path, name, choice in runs))
 
     @property
     def runs(self) -> dict[str, int]:
@@ -190,8 +195,8 @@ class Plan:
         found: dict[tuple[str, str], dict[str, list[str]]] = {}
         for layer in self.layers:
             for product, (how, why, *_) in layer.runs:
-                if how != "dense":
-                    found.setdefault((how, why), {}).setdefault(layer.path, []).append(_RESULTS[product])
+                if how not in ("dense", "refused"):
+                    found.setdefault((how, why), {}).setdefault(layer.path, []).append(RESULTS[product])
         lines, pruned = [], sum(bool(layer.slots) for layer in self.layers)
         for (how, why), layers in found.items():
             everywhere = len(found) == 1 and len(layers) == pruned
@@ -203,7 +208,6 @@ class Plan:
         return lines
 
 
-_RESULTS = {"fwd": "y", "dlhs": "dx", "drhs": "dw"}
 _HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated, zeros multiplied,"}
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 

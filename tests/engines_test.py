@@ -282,7 +282,7 @@ def test_on_hopper_what_pays_is_packed():
 def test_reasons(text, options, why):
     with on():
         found = choices(text, **{"backend": "pallas"} | options)["fwd"]
-    assert (found.how, found.why) == (("packed", "w by hopper") if why is None else ("emulated", why))
+    assert (found.how, found.why) == (("packed", "w by hopper's kernels") if why is None else ("emulated", why))
 
 
 def test_other_devices():
@@ -328,10 +328,10 @@ def test_pallas_or_an_error():
         x, w, PLAIN, sparsity=nm.parse(text), ctx=nm.Ctx(name="up"), backend=backend
     )
     with pytest.raises(
-        ValueError, match="^up: backend='pallas', but fwd cannot be packed: cpu has no sparse tensor cores"
+        ValueError, match="^up: backend='pallas', but y cannot be packed: cpu has no sparse tensor cores"
     ):
         call("ste(2,4)")
-    with on(), pytest.raises(ValueError, match=r"^up: backend='pallas', but fwd cannot be packed: w is 4:8"):
+    with on(), pytest.raises(ValueError, match=r"^up: backend='pallas', but y cannot be packed: w is 4:8"):
         call("ste(4,8)")
     assert (call("dense") == x @ w).all()  # nothing to pack is no fault
     assert engine(as_dot(x, w, PLAIN), x, w, nm.methods.ste(), "xla") is None
@@ -350,6 +350,21 @@ def test_choices_are_made_once():
 # ---- the plan ----
 
 
+def test_a_plan_for_a_device_that_is_not_there():
+    recipe = nm.Recipe(((".*", "ste(2,4)"),), backend="pallas")
+    model = nm.nnx.sparsify(nnx.Linear(4096, 4096, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), recipe)
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
+    with nm.kernels.on("NVIDIA H200"):
+        plan = nm.nnx.plan(model, x)
+    assert (plan.runs, plan.refused) == ({"packed": 1}, ())
+    plan = nm.nnx.plan(model, x)
+    assert plan.runs == {"refused": 1}
+    assert plan.refused == (
+        ("", "backend='pallas', but y cannot be packed: cpu has no sparse tensor cores. Write backend='auto'."),
+    )
+    assert "REFUSED" in str(plan)
+
+
 def test_a_plan_tells_what_is_packed():
     make = lambda: nm.models.GPT(
         vocabulary=256, length=256, width=2048, depth=2, heads=8, hidden=8192, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
@@ -365,7 +380,7 @@ def test_a_plan_tells_what_is_packed():
         there = nm.nnx.plan(model, tokens)
     text = " ".join(str(there).split())
     assert there.runs["packed"] >= 4
-    assert "Packed y of blocks/0-1/mlp/(down|up): w by hopper" in text
+    assert "Packed y of blocks/0-1/mlp/(down|up): w by hopper's kernels" in text
     assert nm.nnx.plan(model).runs == {}  # which only a call tells
 
 
@@ -413,8 +428,9 @@ def test_derivatives_beyond_the_gradient():
     with pytest.raises(TypeError, match="no derivative beyond the gradient of its layer: .* write backend='xla'"):
         second("fwd_rhs=ste(transposable(2,4))", "interpret")
     packed, b = nm.pack(nm.mse(2, 4)(x)), w
-    with pytest.raises(TypeError, match="a packed product has no derivative"):
-        jax.grad(lambda b: nm.kernels.spmm(packed, b, backend="interpret").astype(jnp.float32).sum())(b)
+    for backend in ("interpret", "xla"):
+        with pytest.raises(TypeError, match="spmm has no derivative: differentiate a product with a sparsity"):
+            jax.grad(lambda b, k=backend: nm.kernels.spmm(packed, b, backend=k).astype(jnp.float32).sum())(b)
 
 
 def test_explicit_axes_and_empty_arrays_are_xlas():

@@ -175,6 +175,9 @@ def test_errors():
         nm.kernels.spmm(packed, b, backend="cuda")
     with pytest.raises(ValueError, match=r"scale is a number, or of the batch's shape \(1,\), got \(2,\)"):
         nm.kernels.spmm(packed, b, jnp.ones(2))
+    for other, kind in ((packed, "a packed array"), (b.astype(jnp.complex64), "one of complex64")):
+        with pytest.raises(TypeError, match=f"the other operand is a dense array of floats, got {kind}"):
+            nm.kernels.spmm(packed, other)
     with pytest.raises(TypeError, match=r"config is an nm\.kernels\.hopper\.Config .*, got 3"):
         nm.kernels.spmm(packed, b, config=3)
 
@@ -277,7 +280,7 @@ def test_misfits_say_why():
     assert "16-bit" in ampere.misfit(128, 128, 128, "float8_e5m2", "bfloat16", ampere.Config())
     odd = [hopper.Config(tile_n=40), hopper.Config(tile_m=96), hopper.Config(tile_n=512), hopper.Config(store_n=48)]
     assert all("multiples of 64" in hopper.misfit(7680, 7680, 8192, "bfloat16", "bfloat16", c) for c in odd)
-    assert "one more is filled" in hopper.misfit(8192, 8192, 8192, "bfloat16", "bfloat16", hopper.Config(stages=1))
+    assert "come and go" in hopper.misfit(8192, 8192, 8192, "bfloat16", "bfloat16", hopper.Config(stages=1))
     assert "of shared memory" in ampere.misfit(128, 128, 128, "bfloat16", "bfloat16", ampere.Config(stages=4))
 
 

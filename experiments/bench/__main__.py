@@ -27,7 +27,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dir", default="", help="train: where data lies, as --config.data.dir")
     parser.add_argument("--sizes", default="4096,8192,16384", help="kernels: n of the products n x n x n")
     parser.add_argument("--quick", action="store_true", help="kernels: fewer cases, and smaller ones")
-    parser.add_argument("--only", default="", help="kernels: some of the stages a to f, as a,c")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="kernels: some stages, as a,c: a products and b packing against float64, c speed of products, d cuSPARSELt, e speed of packing, f a feed-forward block",
+    )
     parser.add_argument("--shapes", help="tune: layers as tokens x in x out, such as '8192x1024x4096 8192x4096x1024'")
     parser.add_argument("--ship", action="store_true", help="tune: write the package's table, not one's own")
     parser.add_argument("--minutes", type=float, default=8, help="tune: when to begin no more (default 8)")
@@ -41,7 +45,9 @@ def main(argv: list[str]) -> int:
         sizes = tuple(int(n) for n in args.sizes.split(","))
         shapes = module.of_text(args.shapes) if args.what == "tune" and args.shapes else None
     except ValueError as error:
-        parser.error(f"{error}")
+        parser.error(f"--sizes={args.sizes} and --shapes={args.shapes}: {error}")
+    if args.shapes and args.what != "tune":
+        parser.error("--shapes are tune's; kernels has --sizes.")
     if args.what == "kernels":
         only = args.only.replace(",", " ").split()
         if unknown := set(only) - set(module.STAGES):

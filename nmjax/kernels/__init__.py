@@ -5,7 +5,7 @@
 Array([[12.]], dtype=float32)
 """
 
-from nmjax.kernels.targets import Target as Target, target as target
+from nmjax.kernels.targets import Target as Target, on as on, target as target
 
 
 def spmm(
@@ -13,7 +13,8 @@ def spmm(
 ):
     """A packed array ``[..., M, K]`` times ``b``, ``[..., K, N]``, or ``[..., N, K]`` with ``axis`` -1: ``[..., M, N]``, or
     with ``transpose`` ``[..., N, M]``. K is the packed axis, the last or the one before. Sums are float32, times ``scale``,
-    rounded to ``dtype``."""
+    a number or one for every matrix of the batch, rounded to ``dtype``. It has no derivative: that is of products with a
+    ``sparsity``, as `nmjax.einsum`. What no kernel serves is XLA's; with "pallas" and "interpret" it is an error."""
     from nmjax.kernels import api  # late: Mosaic takes 0.3 s to import, and not every jaxlib has it
 
     return api.spmm(packed, b, scale, axis=axis, transpose=transpose, dtype=dtype, backend=backend, config=config)

@@ -25,9 +25,7 @@ def spmm(
     packed: Packed, b: jax.Array, scale=None, *, axis: int = -2, transpose: bool = False, dtype=None,
     backend: str = "auto", config: tuning.Config | None = None,
 ) -> jax.Array:  # fmt: skip
-    """A packed array ``[..., M, K]`` times ``b``, ``[..., K, N]``, or ``[..., N, K]`` with ``axis`` -1: ``[..., M, N]``, or
-    with ``transpose`` ``[..., N, M]``. K is the packed axis, the last or the one before. Sums are float32, times ``scale``,
-    a number or one for every matrix of the batch, rounded to ``dtype``. Of a kernel it has no derivative.
+    """`nmjax.kernels.spmm`.
 
     >>> from nmjax.packing import pack
     >>> spmm(pack(jnp.array([[0., 5., 0., 7.]])), jnp.eye(4))
@@ -35,6 +33,9 @@ def spmm(
     """
     if not isinstance(packed, Packed):
         raise TypeError(f"spmm takes a packed array, got {type(packed).__name__}: pass nm.pack(x, axis).")
+    if isinstance(b, Packed) or not jnp.issubdtype(jnp.result_type(b), jnp.floating):
+        kind = "a packed array" if isinstance(b, Packed) else f"one of {jnp.result_type(b)}"
+        raise TypeError(f"spmm: the other operand is a dense array of floats, got {kind}.")
     b = jnp.asarray(b)
     if packed.axis not in (-1, -2) or axis not in (-1, -2) or b.ndim != packed.values.ndim or b.ndim < 2:
         raise ValueError(
@@ -50,6 +51,7 @@ def spmm(
         raise ValueError(f"spmm: scale is a number, or of the batch's shape {b.shape[:-2]}, got {jnp.shape(scale)}.")
     if config is not None and not isinstance(config, tuning.Config):
         raise TypeError(f"spmm: config is an nm.kernels.hopper.Config or nm.kernels.ampere.Config, got {config!r}.")
+    packed, b = jax.tree.map(_no_layer, (packed, b))
     dtype = jnp.dtype(dtype or (packed.dtype if packed.dtype.itemsize > 1 else jnp.bfloat16))
     shape = shape_of(packed, b, axis, transpose, dtype)
     here = target(backend)
@@ -140,6 +142,16 @@ def _product(axis, order, shape, here, config, scaled):
         return kernel.spmm(packed, b, scales if scaled else None, config=config, interpret=here.interpret, **options)
 
     return _mapped(call)
+
+
+@jax.custom_jvp
+def _no_layer(v):
+    return v
+
+
+@_no_layer.defjvp
+def _(primals, tangents):
+    raise TypeError("spmm has no derivative: differentiate a product with a sparsity, as nm.einsum(..., sparsity=...).")
 
 
 @jax.custom_jvp

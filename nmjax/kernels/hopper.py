@@ -57,8 +57,8 @@ def misfit(m: int, n: int, k: int, dtype, out, config: Config) -> str | None:
     tiles = (config.tile_m, config.tile_n, config.tile_k)
     if any(side < 64 or side % 64 for side in tiles) or config.tile_n > 256 or config.tile_n % config.store_n:
         return f"{config}: tiles are of multiples of 64, of at most 256 columns, which store_n divides"
-    if config.stages <= config.in_flight:
-        return f"{config}: of its {config.stages} stages one more is filled than in_flight keeps"
+    if config.stages < config.in_flight + 2:
+        return f"{config}: two of its stages at least are to come and go beside those of in_flight"
     by_m = config.rows * (2 if config.cluster == "m" else 1)
     by_n = config.tile_n * (2 if config.cluster == "n" else 1)
     for what, length, by in (("M", m, by_m), ("N", n, by_n), ("K", k, tile_k)):

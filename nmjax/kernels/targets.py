@@ -1,20 +1,22 @@
 """Which device a program is traced for, and whether its tensor cores know 2:4.
 
-A context mesh with an abstract device counts as that device, so that a program can be lowered and compiled for one that
-is not there: ``jax.sharding.use_abstract_mesh(AbstractMesh(..., abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu")))``.
+A context mesh with an abstract device counts as that device, so that a program can be planned, lowered and compiled for
+one that is not there: `on`.
 """
 
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from nmjax.typing import Value
 
 BACKENDS = ("auto", "xla", "pallas", "interpret")
 """What computes products of 2:4 operands: kernels where they are expected to win, XLA's dense products always, kernels
-wherever they can or an error, or kernels simulated on the CPU, slowly, for tests."""
+wherever they can or an error, or kernels wherever they can and simulated on the CPU, for tests of small arrays: a product
+takes seconds, and programs of several want ``XLA_FLAGS=--xla_force_host_platform_device_count=4``, for threads to wait in."""
 
 _KINDS = {
     r"H100|H200|GH200|H800|H20\b": "hopper",
@@ -30,6 +32,23 @@ class Target(Value):
     family: str  # "hopper" or "ampere"
     cores: int  # streaming multiprocessors
     interpret: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.family}'s kernels{', simulated' if self.interpret else ''}"
+
+
+@contextmanager
+def on(kind: str, cores: int = 132):
+    """Within it, plans are made and programs are traced for one GPU of this kind, though it is not there.
+
+    >>> with on("NVIDIA H200"):
+    ...     target("auto")
+    Target('NVIDIA H200','hopper',132)
+    """
+    device = AbstractDevice(kind, cores, "gpu")
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def target(backend: str) -> Target | str:
