@@ -4,6 +4,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import os
 import shlex
 import sys
 import time
@@ -34,12 +35,22 @@ def main(argv: list[str], usage: str) -> None:
         raise Mistake(f"config.seed={config.seed} is not from 0 to 4,294,967,295.")
     try:
         task = importlib.import_module(f"experiments.{config.experiment}").Task
+        import jax
+
         from experiments import train  # with all of JAX, which a mistake above does without
     except ModuleNotFoundError as error:
         raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
 
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # or it is jax's own affair; "" is none
+        jax.config.update("jax_compilation_cache_dir", str(cache()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     origin = Path(origin) if origin else None
     train.run(config, task(config), workdir, mode, name, shlex.join(["python", *argv]), origin)
+
+
+def cache() -> Path:
+    """Where compiled programs are kept, so that the next start is quick."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nmjax" / "compiled"
 
 
 def read(argv: list[str]) -> tuple[ConfigDict, str, str, str, str]:
