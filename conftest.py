@@ -1,11 +1,16 @@
 """The strict environment of every test and doctest, set before jax is imported."""
 
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile much and compute little: optimising costs them two fifths
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what a test has compiled serves all processes of this run
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="nmjax-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import hypothesis
 import jax
@@ -23,3 +28,9 @@ hypothesis.settings.load_profile("nmjax")
 @pytest.fixture(autouse=True)
 def _names_for_doctests(doctest_namespace):
     doctest_namespace.update(jax=jax, jnp=jnp, np=np)
+
+
+def pytest_unconfigure():
+    made = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    if os.path.basename(made).startswith("nmjax-tests-") and "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(made, ignore_errors=True)
