@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.errors import Failed
+from experiments.errors import Diverged, Failed
 
 
 class Restored(NamedTuple):
@@ -101,7 +101,7 @@ class Checkpoints:
         """Of what fails within it, the state is written for a person to look at: no run goes on from it."""
         try:
             yield
-        except Failed:
+        except Diverged:
             self.wait()
             with contextlib.suppress(Exception):  # what failed comes first
                 self._orbax.save(self.directory / f"failed-{step}", state._asdict(), force=True)

@@ -1,5 +1,6 @@
 """The command line: flags, a page of settings and changes to it; and what is wrong with them, in one line."""
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -10,10 +11,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from experiments import sweep
 from experiments.errors import Mistake
 
 ROOT = Path(__file__).parent.parent
@@ -25,10 +28,15 @@ def main(argv: list[str], usage: str) -> None:
     if {"-h", "--help", "-help"} & set(argv):
         print(f"{usage.strip()}\n\nconfigs:\n{listing()}")
         return
-    config, name, workdir, mode, origin = read(argv)
-    if mode == "eval" and not workdir:
+    asked = read(argv)
+    config, mode = asked.config, asked.mode
+    if mode == "eval" and not asked.workdir:
         raise Mistake("--mode=eval wants --workdir, the directory of a run.")
-    workdir = Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    sweeping = asked.sweep or asked.index is not None
+    if sweeping and (mode != "train" or asked.origin):
+        raise Mistake("--sweep trains: it goes without --mode and --from.")
+    place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    workdir = Path(asked.workdir or f"runs/{place}")
     if config.experiment not in EXPERIMENTS:
         raise Mistake(f"config.experiment={config.experiment!r}: there are {' and '.join(EXPERIMENTS)}.")
     if not 0 <= config.seed < 2**32:
@@ -44,8 +52,44 @@ def main(argv: list[str], usage: str) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # or it is jax's own affair; "" is none
         jax.config.update("jax_compilation_cache_dir", str(cache()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    origin = Path(origin) if origin else None
-    train.run(config, task(config), workdir, mode, name, shlex.join(["python", *argv]), origin)
+    words = shlex.join(["python", *argv])
+    if not sweeping:
+        origin = Path(asked.origin) if asked.origin else None
+        train.run(config, task(config), workdir, mode, asked.name, words, origin)
+        return
+
+    def one(member, directory, program):
+        made = task(member.config) if program is None else program.task
+        return train.run(member.config, made, directory, "train", member.name, words, program=program)
+
+    sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, one)
+
+
+class Asked(NamedTuple):
+    """What a command line asks for."""
+
+    config: ConfigDict
+    page: str
+    workdir: str
+    mode: str
+    origin: str  # the run to begin with
+    sweep: bool
+    index: int | None
+
+    @property
+    def name(self) -> str:
+        """Of the page and its variant."""
+        file, *variant = self.page.split(":", 1)
+        return Path(file).stem + "".join(f"_{part}" for part in variant if part)
+
+    def changes(self) -> list[dict]:
+        """The runs of the page's sweep."""
+        file, _, variant = self.page.partition(":")
+        module = _module(file)
+        if not hasattr(module, "get_sweep"):
+            raise Mistake(f"--sweep: {file} has no function get_sweep(), which gives the changes of every run.")
+        with _its_own(file):
+            return module.get_sweep(variant) if variant else module.get_sweep()
 
 
 def cache() -> Path:
@@ -53,8 +97,8 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nmjax" / "compiled"
 
 
-def read(argv: list[str]) -> tuple[ConfigDict, str, str, str, str]:
-    """The settings, the name of their page, the run's directory, what to do, and the run to begin with."""
+def read(argv: list[str]) -> Asked:
+    """The words of a command line."""
     words, page = [], None
     for i, word in enumerate(argv):
         if word.startswith("--config="):
@@ -77,6 +121,8 @@ def read(argv: list[str]) -> tuple[ConfigDict, str, str, str, str]:
     flags.DEFINE_string("workdir", "", "the run's directory", flag_values=values)
     flags.DEFINE_string("from", "", "a run whose last state this one begins with", flag_values=values)
     flags.DEFINE_enum("mode", "train", ["train", "eval", "plan"], "what to do", flag_values=values)
+    flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
+    flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
     before, sys.argv = sys.argv, words  # where config_flags looks for changes
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values)
@@ -87,8 +133,7 @@ def read(argv: list[str]) -> tuple[ConfigDict, str, str, str, str]:
         sys.argv = before
     if rest[1:]:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
-    name = Path(page.partition(":")[0]).stem + "".join(f"_{part}" for part in page.partition(":")[2:] if part)
-    return config, name, values.workdir, values.mode, values["from"].value
+    return Asked(config, page, values.workdir, values.mode, values["from"].value, values.sweep, values.sweep_index)
 
 
 def load(page: str) -> ConfigDict:
@@ -100,13 +145,26 @@ def load(page: str) -> ConfigDict:
         raise Mistake(f"--config={page}: there is no file {file}.{hint} There are {', '.join(pages())}.")
     if not file.endswith(".py"):
         raise Mistake(f"--config={page}: a page of settings is a .py file. There are {', '.join(pages())}.")
+    module = _module(file)
+    if not hasattr(module, "get_config"):
+        raise Mistake(f"{file} is no page of settings: it has no function get_config(variant='').")
+    with _its_own(file):
+        return module.get_config(variant) if variant else module.get_config()
+
+
+def _module(file: str):
     spec = importlib.util.spec_from_file_location("page", file)
     module = importlib.util.module_from_spec(spec)
-    try:
+    with _its_own(file):
         spec.loader.exec_module(module)
-        if not hasattr(module, "get_config"):
-            raise Mistake(f"{file} is no page of settings: it has no function get_config(variant='').")
-        return module.get_config(variant) if variant else module.get_config()
+    return module
+
+
+@contextlib.contextmanager
+def _its_own(file: str):
+    """What is wrong in a page, and where."""
+    try:
+        yield
     except Mistake:
         raise
     except Exception as error:  # a page is a person's own program: whatever is wrong in it, say where

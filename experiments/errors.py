@@ -9,6 +9,10 @@ class Failed(Exception):
     """A run that began and could not go on: the step, and where what it had reached is kept. Exit code 1."""
 
 
+class Diverged(Failed):
+    """A run whose numbers are no longer finite: it would diverge again."""
+
+
 class Stopped(Exception):
     """A run that was told to stop, and has saved what it had. Exit code 128 and the signal's number."""
 

@@ -63,13 +63,13 @@ class Task:
 
     # ---- training ----
 
-    def feed(self, start: int, mesh):
+    def feed(self, seed: int, start: int, mesh):
         if not self.streamed:
             arrays = jax.device_put(tuple(self.set.train), NamedSharding(mesh, PartitionSpec()))
             while True:
                 yield arrays
         c, found, split = self.config, self._there(), NamedSharding(mesh, PartitionSpec("data"))
-        for batch in folder.stream(found.train, found.train_labels, c.seed, c.batch, c.data.size, start):
+        for batch in folder.stream(found.train, found.train_labels, seed, c.batch, c.data.size, start):
             yield jax.device_put((batch["image"], batch["label"]), split)
 
     def batch(self, arrays, seed, step):

@@ -7,7 +7,7 @@ from collections import deque
 
 import jax
 
-from experiments.errors import Failed
+from experiments.errors import Diverged
 
 AHEAD = 16  # steps that the host may be in front of the device
 
@@ -39,7 +39,7 @@ class Meter:
         for name in ("loss", "gradient_norm"):
             if not math.isfinite(shown[name]):
                 before = "the first step" if self.last is None else f"step {self.last:,} was finite"
-                raise Failed(f"the {name.replace('_', ' ')} is {shown[name]} at step {step:,} ({before})")
+                raise Diverged(f"the {name.replace('_', ' ')} is {shown[name]} at step {step:,} ({before})")
         if self.first is None:
             self.first = self._clock = time.monotonic()
         else:

@@ -33,7 +33,9 @@ class Task(Protocol):
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module: ...
     def example(self, batch: int) -> tuple: ...  # what the model is called with, as shapes
-    def feed(self, start: int, mesh) -> Iterable: ...  # the arrays of every step from start on: held ones, or a stream
+    def feed(
+        self, seed: int, start: int, mesh
+    ) -> Iterable: ...  # the arrays of every step from start on: held ones, or a stream
     def batch(self, arrays, seed, step) -> Any: ...  # out of them, inside the compiled step
     def loss(self, model, batch) -> tuple[jax.Array, dict]: ...  # and what else to show
     def tests(self, mesh) -> Iterable: ...  # batches of the test split

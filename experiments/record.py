@@ -63,9 +63,9 @@ class Record:
         found = [value for value in found if value is not None and np.isfinite(value)]
         return (max if higher else min)(found, default=None)
 
-    def keep(self, summary: list, pictures: dict) -> None:
+    def keep(self, summary: list, figures: dict[str, float], pictures: dict) -> None:
         """What the report shows beside the curves."""
-        self.about["summary"] = summary
+        self.about |= {"summary": summary, "figures": figures}
         texts = {name: value for name, value in pictures.items() if name == "prompt" or isinstance(value, list)}
         arrays = {name: value for name, value in pictures.items() if name not in texts}
         if texts:

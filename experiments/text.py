@@ -39,7 +39,7 @@ class Task:
     def example(self, batch: int) -> tuple:
         return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
 
-    def feed(self, start: int, mesh):
+    def feed(self, seed: int, start: int, mesh):
         rows = jax.device_put(text.rows(self.set.train, self.config.data.length), NamedSharding(mesh, PartitionSpec()))
         while True:
             yield rows
@@ -75,7 +75,7 @@ class Task:
         draw = lambda state, key: nm.models.generate(
             nnx.merge(graph, state), jnp.asarray(prompt)[None], key, count=200, temperature=0.8
         )
-        keys = jax.random.split(jax.random.key(self.config.seed), 2)
+        keys = jax.random.split(jax.random.key(0), 2)
         drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)))(state, keys)
         return {
             "prompt": self.set.decode(prompt),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from experiments import report
 from experiments.checkpoints import Checkpoints, Restored
-from experiments.errors import Failed, Mistake, Stopped
+from experiments.errors import Diverged, Failed, Mistake, Stopped
 from experiments.meter import Meter
 from experiments.program import Program, Task
 from experiments.record import Record, check, finished, same_config
@@ -20,9 +20,11 @@ from experiments.signals import Stop
 
 
 def run(
-    config, task: Task, workdir: Path, mode: str, name: str, command: str, origin: Path | None = None
-) -> dict[str, float]:  # fmt: skip
-    """Train, evaluate or plan; and the figures of the last evaluation. ``origin`` is a run whose last state this one begins with."""
+    config, task: Task, workdir: Path, mode: str, name: str, command: str, origin: Path | None = None,
+    program: Program | None = None,
+) -> Program | None:  # fmt: skip
+    """Train, evaluate or plan; and the program, for another run that differs in its seed alone. ``origin`` is a run whose
+    last state this one begins with."""
     began, screen = time.monotonic(), Screen(task.unit)
     if mode == "train":
         check(workdir, config)
@@ -30,17 +32,18 @@ def run(
             screen.line(
                 f"finished already: {workdir}/report.html. --mode=eval evaluates it; another --workdir trains anew."
             )
-            return {}
+            return program
     for option, place in (("--mode=eval: ", workdir if mode == "eval" else None), ("--from=", origin)):
         if place is not None and not Checkpoints(place).steps():
             raise Mistake(f"{option}{place} holds no checkpoints; what is wanted is the directory of a run.")
-    program = Program(config, task)
+    program = Program(config, task) if program is None else program
     screen.header(name, facts := header(program))
     screen.line(f"\n{program.plan}\n")
     if mode == "plan":
-        return {}
+        return program
     if mode == "eval":
-        return evaluate(program, workdir, screen)
+        evaluate(program, workdir, screen)
+        return program
     about = {
         "name": name,
         "command": command,
@@ -48,35 +51,42 @@ def run(
         "unit": task.unit,
         "metric": task.metric,
         "notes": task.notes,
+        "steps": program.total,
+        "flops": [cost * config.accumulate for cost in program.plan.training],  # of a step, dense and effective
     }
     with Stop() as stop:
         record = Record(workdir, config, about, program.plan, screen.line)
         checkpoints = Checkpoints(workdir, screen.line)
         try:
-            found = loop(program, record, checkpoints, screen, began, stop, origin)
+            loop(program, config, record, checkpoints, screen, began, stop, origin)
         except BaseException as error:
             checkpoints.close()
             stopped = isinstance(error, (KeyboardInterrupt, Stopped))
             with contextlib.suppress(Exception):  # the run's own error comes first
-                record.close("interrupted" if stopped else f"failed: {error or repr(error)}")
+                record.close("interrupted" if stopped else f"{_kind(error)}: {error or repr(error)}")
                 report.write(workdir)
             if stopped:
                 goes_on = f"The same command with --workdir={workdir} goes on from it, or begins anew."
                 text = f"interrupted{error and f' by {error}'}. {checkpoints.kept()} {goes_on}"
                 raise (Stopped(text, error.signal) if isinstance(error, Stopped) else KeyboardInterrupt(text)) from None
             if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too
-                raise Failed(f"{str(error).rstrip('.')}. {checkpoints.kept()}{_otherwise(error, workdir)}") from error
+                kind = type(error) if isinstance(error, Failed) else Failed
+                raise kind(f"{str(error).rstrip('.')}. {checkpoints.kept()}{_otherwise(error, workdir)}") from error
             raise
     record.close("finished")
     report.write(workdir)
     screen.line("")
     screen.rows([*record.about["summary"], ("report", str(workdir / "report.html")), ("everything", f"{workdir}/")])
-    return found
+    return program
+
+
+def _kind(error: BaseException) -> str:
+    return "diverged" if isinstance(error, Diverged) else "failed"
 
 
 def _otherwise(error: Exception, workdir: Path) -> str:
     """What may be done about a run that diverged."""
-    if not isinstance(error, Failed) or not Checkpoints(workdir).steps():
+    if not isinstance(error, Diverged) or not Checkpoints(workdir).steps():
         return ""
     return f" To go on from it otherwise: --workdir=ANOTHER --from={workdir} and what is to change, as a smaller --config.learning_rate.peak."
 
@@ -114,13 +124,13 @@ def _how(runs: dict[str, int], backend: str) -> str:
 
 
 def loop(
-    program: Program, record: Record, checkpoints: Checkpoints, screen: Screen, began: float, stop: Stop,
+    program: Program, config, record: Record, checkpoints: Checkpoints, screen: Screen, began: float, stop: Stop,
     origin: Path | None,
-) -> dict[str, float]:  # fmt: skip
-    config, task, total = program.config, program.task, program.total
+) -> None:  # fmt: skip
+    task, total = program.task, program.total
     evaluations, measures = program.evaluations, program.measures
-    start, state, seen = begin(program, checkpoints, screen, origin)
-    feed = iter(task.feed(start, program.mesh))
+    start, state, seen = begin(program, config.seed, checkpoints, screen, origin)
+    feed = iter(task.feed(config.seed, start, program.mesh))
     record.begin(start)
     if start < total:
         with screen.busy("compiling"):
@@ -177,11 +187,10 @@ def loop(
     summary += [(f"best {task.metric}", form(task.metric, best)), ("time", clock(record.elapsed()))]
     if meter.first is not None:
         summary.append(("first step", f"after {meter.first - began:.1f} s"))
-    record.keep(summary, program.pictures(state))
-    return found
+    record.keep(summary, found, program.pictures(state))
 
 
-def begin(program: Program, checkpoints: Checkpoints, screen: Screen, origin: Path | None) -> Restored:
+def begin(program: Program, seed: int, checkpoints: Checkpoints, screen: Screen, origin: Path | None) -> Restored:
     """Where a run starts: from its own last state, from another run's, or from nothing."""
     found = checkpoints.restore(program.shapes)
     if found.step:
@@ -191,7 +200,7 @@ def begin(program: Program, checkpoints: Checkpoints, screen: Screen, origin: Pa
         found = there.restore(program.shapes)._replace(seen=[])
         if found.step > program.total:
             raise Mistake(f"--from={origin} is at step {found.step:,}, and this run has {program.total:,}")
-        found = found._replace(state=found.state._replace(seed=jnp.uint32(program.config.seed)))
+        found = found._replace(state=found.state._replace(seed=jnp.uint32(seed)))
         screen.line(f"going on from step {found.step:,} of {program.total:,}, as {there.directory} holds it")
     return found
 
@@ -200,16 +209,15 @@ def _finite(found: dict[str, float], step: int) -> None:
     """No checkpoint is kept of what has diverged."""
     for name, value in found.items():
         if not math.isfinite(value):
-            raise Failed(f"the {name.replace('_', ' ')} of the evaluation after step {step:,} is {value}")
+            raise Diverged(f"the {name.replace('_', ' ')} of the evaluation after step {step:,} is {value}")
 
 
-def evaluate(program: Program, workdir: Path, screen: Screen) -> dict[str, float]:
+def evaluate(program: Program, workdir: Path, screen: Screen) -> None:
     """The best and the last checkpoint of a run, on the test split."""
     same_config(workdir, program.config)
-    checkpoints, found = Checkpoints(workdir, screen.line), {}
+    checkpoints = Checkpoints(workdir, screen.line)
     for name in ("last", "best"):
         step, state, _ = checkpoints.restore(program.shapes, best=name == "best")
         if state is not None:
             found = program.evaluate(state)
             screen.line(f"{name}, step {step:,}: " + "   ".join(figures(found)))
-    return found

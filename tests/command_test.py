@@ -24,7 +24,9 @@ def test_a_page_and_changes_to_it():
         "--workdir=/x",
         "--mode=plan",
     ]
-    config, name, workdir, mode, origin = command.read(["launch.py", *words])
+    config, name, workdir, mode = (
+        getattr(command.read(["launch.py", *words]), n) for n in ("config", "name", "workdir", "mode")
+    )
     assert (config.batch, config.sparsity.blocks, name, workdir, mode) == (64, "sdgp(2,4)", "vit_24", "/x", "plan")
     assert config.data.name == "digits"
 
@@ -32,14 +34,15 @@ def test_a_page_and_changes_to_it():
 def test_values_may_be_words_of_their_own_and_rules_tuples():
     rules = "((r'.*/mlp/.*', 'blocks'), (r'.*', 'dense'))"
     words = ["--config", f"{PAGE}:cifar10", "--config.batch", "32", f"--config.rules={rules}"]
-    config, name, _, mode, _ = command.read(["launch.py", *words])
+    asked = command.read(["launch.py", *words])
+    config, name, mode = asked.config, asked.name, asked.mode
     assert (config.batch, config.data.name, name, mode) == (32, "cifar10", "vit_24_cifar10", "train")
     assert config.rules == ((".*/mlp/.*", "blocks"), (".*", "dense"))
 
 
 def test_one_reading_does_not_change_the_next():
-    changed = command.read(["launch.py", f"--config={PAGE}", "--config.batch=7"])[0]
-    assert changed.batch == 7 != command.read(["launch.py", f"--config={PAGE}"])[0].batch
+    changed = command.read(["launch.py", f"--config={PAGE}", "--config.batch=7"]).config
+    assert changed.batch == 7 != command.read(["launch.py", f"--config={PAGE}"]).config.batch
 
 
 @pytest.mark.parametrize(

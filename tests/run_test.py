@@ -33,13 +33,13 @@ def _as_people_run_it(monkeypatch):
 
 
 def program(page: str, *changes: str, make=Program):
-    config = command.read(["launch.py", f"--config={page}", *changes])[0]
+    config = command.read(["launch.py", f"--config={page}", *changes]).config
     return make(config, importlib.import_module(f"experiments.{config.experiment}").Task(config))
 
 
 def steps(made: Program, count: int):
     state, shown = made.init(jnp.uint32(made.config.seed)), []
-    for _, arrays in zip(range(count), made.task.feed(0, made.mesh), strict=False):
+    for _, arrays in zip(range(count), made.task.feed(0, 0, made.mesh), strict=False):
         state, found = made.train(state, arrays)
         shown.append({name: float(value) for name, value in found.items()})
     return state, shown
@@ -81,7 +81,7 @@ def test_a_dense_step_is_the_one_written_out_by_hand():
     made = program("configs/vit_dense.py:smoke", "--config.optimizer=sgd(momentum=0.9)")  # Adam makes much of rounding
     step, theirs = bench.plain(made, made.task)
     ours = made.init(jnp.uint32(0))._replace(params=jax.tree.map(jnp.copy, theirs[1]))
-    arrays = next(iter(made.task.feed(0, made.mesh)))
+    arrays = next(iter(made.task.feed(0, 0, made.mesh)))
     for _ in range(3):
         theirs, loss = step(theirs, arrays)
         ours, shown = made.train(ours, arrays)
@@ -138,7 +138,7 @@ def test_what_decays_is_what_this_steps_masks_drop():
         program("configs/resnet_24.py:smoke", *changes, f"--config.masked_decay={lam}") for lam in (0.0, 0.5)
     )
     state, _ = steps(plain, 2)
-    arrays, rate = next(iter(plain.task.feed(0, plain.mesh))), float(plain.rate(2))
+    arrays, rate = next(iter(plain.task.feed(0, 0, plain.mesh))), float(plain.rate(2))
     copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
     before = jax.tree.map(np.asarray, state.params)
     (a, _), (b, _) = (
@@ -158,13 +158,13 @@ def test_a_dense_start_is_measured_as_dense():
     adam = "--config.optimizer=step_adam(after=50%, before=75%)"
     made = program("configs/resnet_24.py:smoke", f"--config.sparsity.stages={text}", adam)
     state, _ = steps(made, 1)
-    found = made.measure(state, next(iter(made.task.feed(0, made.mesh))))["density"]
+    found = made.measure(state, next(iter(made.task.feed(0, 0, made.mesh))))["density"]
     assert {float(v) for v in found.values()} == {1.0}
 
 
 def test_another_seed_is_another_run_of_the_same_program():
     made = program("configs/resnet_24.py:smoke", "--config.sparsity.stages=s_ste(2,4)")
-    arrays = next(iter(made.task.feed(0, made.mesh)))
+    arrays = next(iter(made.task.feed(0, 0, made.mesh)))
     found = [float(made.train(made.init(jnp.uint32(seed)), arrays)[1]["loss"]) for seed in (0, 1, 0)]
     assert found[0] == found[2] != found[1]
     assert made.train._cache_size() == made.init._cache_size() == 1
@@ -201,7 +201,7 @@ def test_scores_are_means_over_the_test_split_alone():
 def test_measures_by_layer():
     made = program("configs/resnet_mvue.py:smoke", "--config.sparsity.stages=drhs_g=mvue(2,4); fwd_rhs=ste(mse(2,4))")
     state = made.init(jnp.uint32(0))
-    found = made.measure(state, next(iter(made.task.feed(0, made.mesh))))
+    found = made.measure(state, next(iter(made.task.feed(0, 0, made.mesh))))
     assert {float(v) for v in found["density"].values()} == {0.5}
     assert set(found["gradient_variance"]) == set(found["density"])
     assert all(v > 0 for v in found["gradient_variance"].values())
@@ -400,7 +400,7 @@ def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path)
     kept = jax.tree.map(np.array, state)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state, [], best=True)
-    for _, arrays in zip(range(5), made.task.feed(1, made.mesh), strict=False):
+    for _, arrays in zip(range(5), made.task.feed(0, 1, made.mesh), strict=False):
         state, _ = made.train(state, arrays)
     checkpoints.close()
     step, found, _ = Checkpoints(tmp_path).restore(made.shapes, best=True)

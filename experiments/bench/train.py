@@ -50,7 +50,7 @@ def one(page: str, directory: str, rounds: int) -> dict[str, list]:
     dense = config.copy_and_resolve_references()
     dense.rules, dense.sparsity = ((r".*", "dense"),), {}
     programs = {"sparse": Program(config, task), "dense": Program(dense, task)}
-    arrays = next(iter(task.feed(0, programs["dense"].mesh)))
+    arrays = next(iter(task.feed(0, 0, programs["dense"].mesh)))
     steps = {name: (program.train, program.init(jnp.uint32(0))) for name, program in programs.items()}
     steps["plain"] = plain(programs["dense"], task)
     memory = {}

@@ -1,0 +1,119 @@
+"""Many runs of one page: those that its ``get_sweep()`` lists, one after another, each in a directory of its own.
+
+What is finished is not done again, and what was interrupted goes on. Runs that differ in their seed alone share one
+compiled program. ``results.jsonl`` holds a line for every run that has ended.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from experiments.errors import Failed, Mistake
+from experiments.record import replace
+
+
+class Member(NamedTuple):
+    """One run of a sweep."""
+
+    name: str
+    changes: dict[str, Any]
+    config: ConfigDict
+
+
+def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
+    """The runs of a list of changes, each named by what is not the same in all of them."""
+    if not isinstance(changes, list) or not changes or not all(isinstance(c, dict) for c in changes):
+        raise Mistake("get_sweep() gives a list of changes, as [{'seed': 0}, {'seed': 1, 'sparsity.blocks': 'dense'}].")
+    keys = dict.fromkeys(key for change in changes for key in change)
+    varied = [key for key in keys if len({repr(change.get(key)) for change in changes}) > 1] or list(keys)[:1]
+    found = []
+    for change in changes:
+        made = config.copy_and_resolve_references()
+        for field, value in change.items():
+            _set(made, field, value)
+        shown = ",".join(f"{key.rpartition('.')[2]}={change[key]}" for key in varied if key in change)
+        found.append(Member(re.sub(r"[^\w.,=()+-]+", "_", shown)[:120] or "run", change, made.lock()))
+    names = [member.name for member in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise Mistake(f"get_sweep() has two runs named {sorted(twice)[0]}: every run differs from the others.")
+    return found
+
+
+def _set(config: ConfigDict, field: str, value) -> None:
+    *path, last = field.split(".")
+    here = config
+    for part in path:
+        here = here[part] if isinstance(here, ConfigDict) and part in here else None
+    if not isinstance(here, ConfigDict) or last not in here:
+        raise Mistake(f"get_sweep(): the config has no field {field!r}.")
+    try:
+        with here.unlocked():
+            here[last] = value
+    except TypeError as error:
+        raise Mistake(f"get_sweep(): {field}={value!r}: {error}") from error
+
+
+def run(found: list[Member], workdir: Path, index: int | None, one: Callable[[Member, Path, Any], Any]) -> None:
+    """Run those that are not done, or the one of an index. ``one(member, directory, program)`` gives the program that it
+    ran, for the next run that differs from it in its seed alone."""
+    if index is not None and not 0 <= index < len(found):
+        raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
+    failed, program, before = [], None, None
+    for member in found if index is None else [found[index]]:
+        about = ended(workdir / member.name)
+        if about is None or not done(about):
+            print(f"\n==== {member.name} ({found.index(member) + 1} of {len(found)}) ====\n", flush=True)
+            same = before is not None and _but_for_seed(before.config) == _but_for_seed(member.config)
+            try:
+                program, before = one(member, workdir / member.name, program if same else None), member
+            except Failed as error:  # the others are still wanted
+                print(f"{member.name}: {error}", flush=True)
+                failed.append(member.name)
+                program, before = None, None
+        collect(found, workdir)
+    print(f"\n{_told(found, workdir)}", flush=True)
+    if failed:
+        raise Failed(f"{len(failed)} of the runs failed: {', '.join(failed)}")
+
+
+def _but_for_seed(config: ConfigDict) -> dict:
+    return config.to_dict() | {"seed": None}
+
+
+def ended(directory: Path) -> dict | None:
+    """What a run says of itself; None where it has not begun."""
+    try:
+        return json.loads((directory / "run.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def done(about: dict) -> bool:
+    """Whether a run need not be run again: it is finished, or would diverge as it did."""
+    return about["outcome"] == "finished" or about["outcome"].startswith("diverged")
+
+
+def lines(found: list[Member], workdir: Path) -> Iterator[dict]:
+    """What became of the runs that have ended."""
+    for member in found:
+        about = ended(workdir / member.name)
+        if about is not None and about["outcome"] != "running":
+            kept = ("outcome", "figures", "steps", "flops", "began", "ended", "command", "versions", "git", "notes")
+            yield {"run": member.name, "changes": member.changes, **{k: about[k] for k in kept if k in about}}
+
+
+def collect(found: list[Member], workdir: Path) -> None:
+    """Write results.jsonl. Several processes may: each writes what all have done."""
+    replace(workdir / "results.jsonl", "".join(json.dumps(line, default=str) + "\n" for line in lines(found, workdir)))
+
+
+def _told(found: list[Member], workdir: Path) -> str:
+    outcomes = [
+        about["outcome"].partition(":")[0] if (about := ended(workdir / m.name)) else "not begun" for m in found
+    ]
+    counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in dict.fromkeys(outcomes))
+    return f"{len(found)} runs: {counts}. {workdir / 'results.jsonl'}"
