@@ -309,11 +309,11 @@ def test_the_command_prints_where_the_page_is(tmp_path, capsys):
     run = write_run(tmp_path / "run")
     assert main([str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
-    for wrong in (tmp_path, tmp_path / "nowhere"):
+    for wrong in (tmp_path / "tensorboard", tmp_path / "nowhere"):
         assert main([str(wrong)]) == 2
         out, err = capsys.readouterr()
         assert not out
-        assert err == f"{wrong} is no run: there is no run.json in it. Name the folder that a run wrote.\n"
+        assert err == f"{wrong} is no run and holds none: there is no run.json in it, nor in its folders.\n"
     (run / "run.json").write_text("[1]")
     with pytest.raises(Mistake, match="no JSON object"):
         report.write(run)

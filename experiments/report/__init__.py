@@ -1,6 +1,7 @@
 """A run told on one page: report.html, made of what the run wrote, with nothing fetched from anywhere.
 
-    python -m experiments.report RUN
+    python -m experiments.report RUN            report.html of a run
+    python -m experiments.report RUN RUN ...    several beside each other, or all of a sweep: compare.html, compare.md
 
 RUN is the folder of a run. A page can be made at any time, also of a run that goes on or that broke. It is made of:
 
@@ -34,10 +35,9 @@ mask_m; samples (uint8, k x H x W x C), labels and predictions (int), confidence
 ``text.json``: {"prompt": text, "samples": [text, ...]}.
 """
 
-import os
 from pathlib import Path
 
-from experiments.report.page import render
+from experiments.report.page import render, whole
 from experiments.report.runs import Run, read
 
 __all__ = ["Run", "read", "render", "write"]
@@ -45,12 +45,4 @@ __all__ = ["Run", "read", "render", "write"]
 
 def write(run_dir: Path) -> Path:
     """Makes report.html of a run's folder, whole or not at all, and says where it is."""
-    run_dir = Path(run_dir)
-    text = render(read(run_dir))
-    target, part = run_dir / "report.html", run_dir / f".report.html.{os.getpid()}"
-    try:
-        part.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-    return target
+    return whole(Path(run_dir) / "report.html", render(read(Path(run_dir))))

@@ -1,19 +1,35 @@
-"""The report of one run, from the command line."""
+"""The report of a run, or of many beside each other, from the command line."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from experiments.errors import Mistake
-from experiments.report import write
+from experiments.report import compare, write
+from experiments.report.page import whole
 
 
 def main(args: list[str] | None = None) -> int:
-    """Writes the page and prints where it is; 2 where the folder is no run."""
-    parser = argparse.ArgumentParser("python -m experiments.report", description="Make report.html of a run.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    """Writes the page and prints where it is; 2 where a folder is no run."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.report",
+        description="Make report.html of a run; or of several, or of a sweep, compare.html and compare.md.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", nargs="+", help="the folder of a run, or of a sweep")
+    parser.add_argument("--baseline", default="", help="the config to compare with, as the table names it: the first")
+    parser.add_argument("--to", type=Path, help="the folder of compare.html: the sweep's, or this one")
+    asked = parser.parse_args(args)
     try:
-        print(write(parser.parse_args(args).run))
+        if len(asked.run) == 1 and (asked.run[0] / "run.json").exists():
+            print(write(asked.run[0]))
+            return 0
+        found = compare.of(asked.run, asked.baseline)
+        folder = asked.to or (asked.run[0] if len(asked.run) == 1 else Path())
+        folder.mkdir(parents=True, exist_ok=True)
+        text = compare.markdown(found)
+        whole(folder / "compare.html", compare.render(found))
+        whole(folder / "compare.md", text)
+        print(f"{text}\n{folder / 'compare.html'}")
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
         return 2

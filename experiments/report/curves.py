@@ -28,6 +28,7 @@ class Curve(NamedTuple):
     dash: str | tuple = "-"
     opacity: float = 1.0
     label: str | None = None  # at its end; its name, unless this says otherwise
+    band: tuple[np.ndarray, np.ndarray] | None = None  # around it, from the one to the other
 
     @property
     def shown(self) -> str:
@@ -84,6 +85,7 @@ def draw(
     log: bool = False,
     bounds: tuple[float, ...] = (),
     ring: tuple[float, float, str] | None = None,
+    along: str = "step",
 ) -> str:
     """The curves over steps as an SVG element.
 
@@ -96,7 +98,8 @@ def draw(
 
     margin = min(LETTER * max(len(c.shown) for c in curves) + 12, 130)
     left, right, bottom, top = 52, WIDTH - max(margin, 46), 26, HEIGHT - 8
-    finite = np.concatenate([c.values[c.finite] for c in curves] + [np.array(bounds)])
+    bands = [edge[np.isfinite(edge)] for c in curves if c.band is not None for edge in c.band]
+    finite = np.concatenate([c.values[c.finite] for c in curves] + bands + [np.array(bounds)])
     with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11}]):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
         figure.patch.set_visible(False)
@@ -110,6 +113,8 @@ def draw(
         for n, c in enumerate(curves):
             looks = {"color": _hex(c.colour), "alpha": c.opacity, "clip_on": False, "solid_capstyle": "round"}
             shown = np.where(c.finite, c.values, np.nan)
+            if c.band is not None:
+                axes.fill_between(c.steps, *c.band, color=_hex(c.colour), alpha=0.18, linewidth=0)
             axes.plot(c.steps, shown, linewidth=c.width, linestyle=c.dash, gid=f"curve{n}", **looks)
             alone = c.finite & ~np.append(False, c.finite[:-1]) & ~np.append(c.finite[1:], False)
             if alone.any():
@@ -130,7 +135,7 @@ def draw(
         for n, (c, y) in enumerate(places):
             looks = {"color": _hex(c.colour), "transform": None, "va": "center_baseline"}
             axes.text(right + 7, y, f"@{n}@", **looks)  # no text of others: it may be TeX, or of no glyph
-        axes.text(right + 18, bottom - 13, "step", color=_hex("muted"), transform=None)
+        axes.text(right + 18, bottom - 13, along, color=_hex("muted"), transform=None)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     labels = [c.shown for c, _ in places]

@@ -1,6 +1,7 @@
 """The page of a run, section by section; a section of which a run wrote nothing is an empty text."""
 
 import datetime
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ def render(run: Run) -> str:
         ("text", "What it writes", text(run)),
         ("again", "Run it again", again(run)),
     ]
+    return document(name, head(run), sections)
+
+
+def document(name: str, header: str, sections: list[tuple[str, str, str]]) -> str:
+    """A page of sections, without those that are empty; ``name`` is safe."""
     found = [(key, title, body) for key, title, body in sections if body]
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in found)
     bodies = "\n".join(f'<section id="{key}"><h2>{title}</h2>{body}</section>' for key, title, body in found)
@@ -50,7 +56,7 @@ def render(run: Run) -> str:
 </head>
 <body>
 <header>
-{head(run)}
+{header}
 </header>
 <nav aria-label="Sections">{links}</nav>
 <main>
@@ -191,3 +197,14 @@ def flat(config: dict[str, Any], front: str = "") -> list[tuple[str, Any]]:
 def _size(value) -> str:
     """Long figures are set smaller."""
     return next((f' class="{name}"' for least, name in ((26, "longest"), (12, "long")) if len(str(value)) >= least), "")
+
+
+def whole(path: Path, text: str) -> Path:
+    """Write a page whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
