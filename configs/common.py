@@ -23,6 +23,7 @@ def run() -> ConfigDict:
     c.rules = ((r".*", "dense"),)  # the first pattern that matches a layer's whole path names its sparsity
     c.sparsity = dict()  # name -> method, in words
     c.backend = "auto"
+    c.mesh = dict(fsdp=1, tensor=1)  # devices that share the parameters, and those that share a block's products
     c.evaluate = "10%"  # how often, and last of all; a checkpoint each time
     c.measure = "5%"  # density, flip rate, variance of gradients
     return c

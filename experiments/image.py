@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import nmjax as nm
-from experiments import settings
+from experiments import settings, shards
 from experiments.data import augment, folder, images, order
 from experiments.errors import Mistake
 
@@ -65,10 +64,10 @@ class Task:
 
     def feed(self, seed: int, start: int, mesh):
         if not self.streamed:
-            arrays = jax.device_put(tuple(self.set.train), NamedSharding(mesh, PartitionSpec()))
+            arrays = jax.device_put(tuple(self.set.train), shards.whole(mesh))
             while True:
                 yield arrays
-        c, found, split = self.config, self._there(), NamedSharding(mesh, PartitionSpec("data"))
+        c, found, split = self.config, self._there(), shards.batch(mesh)
         for batch in folder.stream(found.train, found.train_labels, seed, c.batch, c.data.size, start):
             yield jax.device_put((batch["image"], batch["label"]), split)
 
@@ -96,7 +95,7 @@ class Task:
 
     def tests(self, mesh):
         """Batches of normalised images and labels, -1 where there is none: whole ones, for devices share them evenly."""
-        split = NamedSharding(mesh, PartitionSpec("data"))
+        split = shards.batch(mesh)
         if self.streamed:
             c, found = self.config, self._there()
             stream = folder.stream(found.val, found.val_labels, 0, c.batch, c.data.size, train=False)

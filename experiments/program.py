@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import nmjax as nm
-from experiments import settings
+from experiments import settings, shards
 from experiments.errors import Mistake
 
 
@@ -68,11 +67,11 @@ class Program:
             settings.call(settings.in_steps(config.optimizer, self.total), "config.optimizer")[0] == "step_adam"
         )
         self.tx = settings.optimizer(config, self.rate, self.total)
-        self.mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-        if (config.batch // config.accumulate) % self.mesh.size:
+        self.mesh = shards.mesh(config)
+        if (config.batch // config.accumulate) % shards.parts(self.mesh):
             raise Mistake(
                 f"config.batch={config.batch} in {config.accumulate} micro-batches leaves {config.batch // config.accumulate} "
-                f"examples, which {self.mesh.size} devices cannot share evenly."
+                f"examples, which {shards.parts(self.mesh)} devices cannot share evenly."
             )
         with settings.as_mistake("the model"):
             nnx.eval_shape(lambda: task.make(nnx.Rngs(0)))
@@ -89,14 +88,17 @@ class Program:
             raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}")
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0  # there is nothing to measure
-        everywhere, self.split = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
-        self.init = jax.jit(self._init, out_shardings=everywhere)
-        self.train = jax.jit(self._train, donate_argnums=0, out_shardings=everywhere)  # or it might compile twice
+        self.split = shards.batch(self.mesh)
+        state = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32))
+        where = shards.of_state(state, self.model, self.mesh)
+        self.init = jax.jit(self._init, out_shardings=where)
+        together = (where, shards.whole(self.mesh))  # told, or it might compile twice
+        self.train = jax.jit(self._train, donate_argnums=0, out_shardings=together)
         self.score, self.hard_score = jax.jit(self._score), jax.jit(self._hard_score)
         self.harden, self.measure = jax.jit(self._harden), jax.jit(self._measure)
         self.masks, self.flips = jax.jit(self._masks), jax.jit(nm.metrics.flip_rates)
-        placed = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere)
-        self.shapes = jax.tree.map(placed, jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32)))
+        placed = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)
+        self.shapes = jax.tree.map(placed, state, where)
         try:
             self.graph_of_hard, self.no_hard = self._harden_graph(), ""
         except ValueError as error:  # as of weights that are drawn anew at every step

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 import nmjax as nm
-from experiments import settings
+from experiments import settings, shards
 from experiments.data import order, text
 
 MODELS = {"gpt": (nm.models.GPT, nm.models.gpt.SIZES)}
@@ -40,7 +39,7 @@ class Task:
         return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
 
     def feed(self, seed: int, start: int, mesh):
-        rows = jax.device_put(text.rows(self.set.train, self.config.data.length), NamedSharding(mesh, PartitionSpec()))
+        rows = jax.device_put(text.rows(self.set.train, self.config.data.length), shards.whole(mesh))
         while True:
             yield rows
 
@@ -59,7 +58,7 @@ class Task:
         spare = -len(windows) % size
         windows = np.concatenate([windows, np.zeros((spare, windows.shape[1]), windows.dtype)])
         there = np.arange(len(windows)) < len(self.tests_cut)
-        split = NamedSharding(mesh, PartitionSpec("data"))
+        split = shards.batch(mesh)
         for i in range(0, len(windows), size):
             yield jax.device_put((windows[i : i + size], there[i : i + size]), split)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments import report
+from experiments import report, shards
 from experiments.checkpoints import Checkpoints, Restored
 from experiments.errors import Diverged, Failed, Mistake, Stopped
 from experiments.meter import Meter
@@ -96,13 +96,15 @@ def header(program: Program) -> list[tuple[str, str]]:
     config, task, plan, devices = program.config, program.task, program.plan, program.mesh.size
     dense, effective = (cost * config.accumulate for cost in plan.training)
     micro = f"{config.accumulate} micro-batches x " if config.accumulate > 1 else ""
-    each = config.batch // config.accumulate // devices
+    each = config.batch // config.accumulate // (parts := shards.parts(program.mesh))
+    axes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
+    told = f" as {' x '.join(axes)}" if axes and axes != [f"data {devices}"] else ""
     size = f"{config.model.name} {config.model.size}"
     return [
-        ("devices", f"{devices} x {jax.devices()[0].device_kind}"),
+        ("devices", f"{devices} x {jax.devices()[0].device_kind}{told}"),
         ("computing", f"{config.dtype}, parameters float32; {_how(plan.runs, config.backend)}"),
         *task.facts,
-        ("batch", f"{config.batch:,} = {micro}{devices} device{'s' * (devices > 1)} x {each:,}"),
+        ("batch", f"{config.batch:,} = {micro}{parts} device{'s' * (parts > 1)} x {each:,}"),
         (
             "length",
             f"{program.total:,} steps = {program.total * config.batch / task.examples:.4g} epochs of {task.examples:,}",

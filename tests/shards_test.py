@@ -1,0 +1,102 @@
+"""Parameters cut along a mesh: the numbers of one that is not, the memory of a part, and no group on two devices."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import shards
+from experiments.errors import Mistake
+from tests.run_test import _as_people_run_it as _as_people_run_it, program, steps
+
+MESHES = {"fsdp": (4, 1), "tensor": (1, 2), "both": (2, 2)}
+METHOD = "--config.sparsity.blocks=fst(every=2)"  # holds masks
+
+
+def made(fsdp, tensor, *changes, page="configs/vit_24.py:smoke"):
+    return program(page, f"--config.mesh.fsdp={fsdp}", f"--config.mesh.tensor={tensor}", METHOD, *changes)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_cut_run_is_the_whole_one_to_rounding(name):
+    stacked = ["--config.model.scan=true", "--config.accumulate=2"] if name == "both" else []
+    changes = [*stacked, "--config.model.depth=1", "--config.ema=0.9"]
+    (whole, told), (cut, also) = steps(made(1, 1, *changes), 2), steps(made(*MESHES[name], *changes), 2)
+    for a, b in zip(told, also, strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=2e-5)
+        np.testing.assert_allclose(a["gradient_norm"], b["gradient_norm"], rtol=2e-4)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(whole.params), jax.tree.leaves(cut.params), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=3e-4, err_msg=jax.tree_util.keystr(path))
+
+
+def parts_of(state) -> dict[str, float]:
+    """Which share of an array lies on a device, of all that are large."""
+    share = lambda v: v.addressable_shards[0].data.size / v.size
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): share(v) for path, v in flat if v.size >= shards.SMALL}
+
+
+def test_all_that_belongs_to_a_weight_lies_as_it_does():
+    state, _ = steps(made(4, 1, "--config.ema=0.9", "--config.model.depth=1"), 1)
+    found = parts_of(state)
+    for kind in ("params", "opt", "ema", "rest"):
+        shares = [share for path, share in found.items() if kind in path]
+        assert shares
+        assert set(shares) == {0.25}, kind
+    assert any("mask" in path or "state" in path for path in found if "rest" in path)
+    total = sum(v.nbytes for v in jax.tree.leaves(state))
+    mine = sum(v.addressable_shards[0].data.nbytes for v in jax.tree.leaves(state))
+    assert mine < 0.3 * total  # and the small ones whole
+
+
+def collectives(compiled: str) -> Counter:
+    return Counter(
+        re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", compiled)
+    )
+
+
+def test_what_devices_tell_each_other_in_a_step():
+    """Data parallel: gradients and figures are summed, and nothing is gathered. FSDP: weights are gathered too."""
+    found = {}
+    for name, mesh in {"data": (1, 1), "fsdp": (4, 1)}.items():
+        m = made(*mesh, "--config.model.depth=1")
+        arrays = next(iter(m.task.feed(0, 0, m.mesh)))
+        found[name] = collectives(m.train.lower(m.shapes, arrays).compile().as_text())
+    assert set(found["data"]) == {"all-reduce"}
+    assert found["fsdp"]["all-gather"] > 0
+    assert not {"all-to-all", "collective-permute"} & set(found["fsdp"])
+
+
+WRONG = {
+    (3, 1): r"config.mesh.fsdp=3 x config.mesh.tensor=1 is 3 devices, which do not divide the 4",
+    (0, 1): r"config.mesh.fsdp=0 is no number of devices",
+}
+
+
+@pytest.mark.parametrize("mesh", WRONG)
+def test_meshes_that_cannot_be(mesh):
+    with pytest.raises(Mistake, match=WRONG[mesh]):
+        made(*mesh)
+
+
+def test_groups_on_two_devices_are_refused_with_what_to_write():
+    """Of 64 in-features of the attention's layer out 2 x 32 are whole groups of 32, and 4 x 16 are not."""
+    text = "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))"
+    program("configs/vit_24.py:smoke", "--config.mesh.tensor=2", text)
+    with pytest.raises(
+        Mistake, match=r"config.mesh.tensor=4: blocks/0/\S+, a kernel of .*Write --config.mesh.tensor=2\."
+    ):
+        program("configs/vit_24.py:smoke", "--config.mesh.tensor=4", text)
+
+
+def test_fsdp_cuts_where_groups_stay_whole():
+    m = program("configs/vit_24.py:smoke", "--config.mesh.fsdp=4", "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))")
+    up = m.shapes.params["blocks"][0]["mlp"]["up"]["kernel"]
+    assert tuple(up.sharding.spec) != ("fsdp",)
+    state = m.init(jnp.uint32(0))
+    assert parts_of(state.params)
