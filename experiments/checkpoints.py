@@ -97,12 +97,15 @@ class Checkpoints:
         self._orbax.close()
 
     @contextlib.contextmanager
-    def dumping(self, step: int, state):
-        """Of what fails within it, the state is written for a person to look at: no run goes on from it."""
+    def dumping(self):
+        """Where a run diverges within it, the last state that it was told of is written for a person to look at: no run goes
+        on from it."""
+        last = []
         try:
-            yield
+            yield lambda step, state: last.__setitem__(slice(None), (step, state))
         except Diverged:
             self.wait()
+            step, state = last
             with contextlib.suppress(Exception):  # what failed comes first
                 self._orbax.save(self.directory / f"failed-{step}", state._asdict(), force=True)
                 self._orbax.wait_until_finished()

@@ -1,15 +1,35 @@
 """What the steps say, taken in while later ones run."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 
 from experiments.errors import Diverged
 
 AHEAD = 16  # steps that the host may be in front of the device
+
+
+def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
+    """The batches of a feed; ``tell`` is given their rate once, if the steps wait for them most of the time."""
+    began, waited, told = time.monotonic(), 0.0, False
+    feed = iter(feed)
+    for count in itertools.count(1):
+        asked = time.monotonic()
+        try:
+            arrays = next(feed)
+        except StopIteration:
+            return
+        now = time.monotonic()
+        waited += now - asked
+        if not told and count > AHEAD and now - began > 10 and waited > (now - began) / 2:
+            told = True
+            tell(count / (now - began))
+        yield arrays
 
 
 class Meter:

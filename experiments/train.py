@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from experiments import report, shards
 from experiments.checkpoints import Checkpoints, Restored
 from experiments.errors import Diverged, Failed, Mistake, Stopped
-from experiments.meter import Meter
+from experiments.meter import Meter, supplied
 from experiments.program import Program, Task
 from experiments.record import Record, check, finished, same_config
 from experiments.show import Screen, clock, figures, form, number
@@ -150,16 +150,22 @@ def loop(
         record.write("train", step, **means)
         screen.step(step, means)
 
+    def slow(rate: float) -> None:
+        rate = number(rate * config.batch * task.units)
+        screen.line(
+            f"steps wait for their data, which come at {rate} {task.unit}/s: more cores or a faster disk would help"
+        )
+
     meter = Meter(math.ceil(total / 500), tell, seen)
-    with screen.progress(total, start):
-        for step, arrays in zip(range(start, total), feed, strict=False):
+    with screen.progress(total, start), checkpoints.dumping() as dump:
+        for step, arrays in zip(range(start, total), supplied(feed, slow), strict=False):
             measuring = measures > 0 and step % measures == 0
             if measuring:
                 with meter.aside():
                     before, measured = program.masks(state), jax.device_get(program.measure(state, arrays))
             state, shown = program.train(state, arrays)
-            with checkpoints.dumping(step + 1, state):
-                meter.push(step, shown)
+            dump(step + 1, state)
+            meter.push(step, shown)
             if measuring:
                 with meter.aside():
                     measured["flip_rate"] = jax.device_get(program.flips(before, program.masks(state)))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import command, record, settings
+from experiments import command, meter, record, settings
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Failed, Mistake
 from tests.run_test import _as_people_run_it as _as_people_run_it
@@ -26,9 +26,9 @@ PAGE = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.
 PAGE += ["--config.measure=0", "--config.sparsity.blocks=fst(every=3)", "--config.ema=0.9", "--config.optimizer=sgd"]
 
 
-def start(workdir: Path, cache: Path, *words: str) -> subprocess.Popen:
+def start(workdir: Path, cache: Path, *words: str, devices: int = 1) -> subprocess.Popen:
     flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    flags |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_PLATFORMS": "cpu"}
+    flags |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, "launch.py", *PAGE, f"--workdir={workdir}", *words], env=os.environ | flags, text=True,
         cwd=command.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -104,6 +104,24 @@ def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
     assert f"going on from step {found[1]} of 40" in said
     assert timeless(tmp_path / "run") == timeless(whole)
     assert arrays(tmp_path / "run") == arrays(whole)
+
+
+def test_saved_on_four_devices_and_gone_on_with_on_two(whole, tmp_path):
+    """The rest of it is that of one device, to rounding."""
+    whole, cache = whole
+    process = start(tmp_path / "run", cache, devices=4)
+    for line in process.stdout:
+        if line.startswith("step"):
+            process.send_signal(signal.SIGTERM)
+            break
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 143, said
+    process = start(tmp_path / "run", cache, devices=2)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    assert "going on from step" in said
+    for mine, theirs in zip(timeless(tmp_path / "run"), timeless(whole), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
 
 
 # ---- checkpoints that are not as they were ----
@@ -239,6 +257,28 @@ def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
     os.close(full)
 
 
+def test_a_slow_feed_is_said_once(monkeypatch):
+    now, told = [0.0], []
+    monkeypatch.setattr(meter.time, "monotonic", lambda: now[0])
+
+    def feed(seconds):
+        for i in range(100):
+            now[0] += seconds
+            yield i
+
+    def taken(seconds_of_data, seconds_of_step):
+        told.clear()
+        for _ in meter.supplied(feed(seconds_of_data), told.append):
+            now[0] += seconds_of_step
+        return len(told), told
+
+    assert taken(0.1, 0.3) == (0, [])
+    count, (rate,) = taken(0.5, 0.1)
+    assert count == 1
+    assert rate == pytest.approx(1 / 0.6, rel=0.1)
+    assert taken(0.01, 0.001) == (0, [])  # too soon to tell
+
+
 # ---- a run that diverged, and one that goes on from it ----
 
 
@@ -252,6 +292,8 @@ def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, m
         Failed, match=rf"To go on from it otherwise: --workdir=ANOTHER --from={tmp_path / 'a'} and"
     ) as error:
         command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
+    assert "is in" in " ".join(capsys.readouterr().out.split())
+    assert len(list((tmp_path / "a" / "checkpoints").glob("failed-*"))) == 1
     kept = int(re.search(r"The checkpoint of step (\d) is kept", str(error.value))[1])
     monkeypatch.setattr(settings, "learning_rate", rate)
     again = [*words, "--config.learning_rate.peak=1e-4", f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"]

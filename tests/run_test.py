@@ -379,7 +379,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_state(tmp_path, monke
     words = ["--config=configs/resnet_24.py:smoke", "--config.measure=0", "--config.evaluate=1"]
     with pytest.raises(Failed, match=r"after step 3 is (nan|inf). The checkpoint of step 2 is kept in"):
         command.main(["launch.py", *words, f"--workdir={tmp_path}"], "")
-    assert json.loads((tmp_path / "run.json").read_text())["outcome"].startswith("failed: the ")
+    assert json.loads((tmp_path / "run.json").read_text())["outcome"].startswith("diverged: the ")
     assert (tmp_path / "report.html").exists()
     step, state, _ = Checkpoints(tmp_path).restore(program(words[0].partition("=")[2]).shapes)
     assert step == 2

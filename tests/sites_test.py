@@ -97,7 +97,7 @@ def test_backends():
     run = lambda backend: nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), backend=backend)
     assert (run("auto") == run("xla")).all()
     with pytest.raises(
-        ValueError, match="^up: backend='pallas', but fwd cannot be packed: cpu has no sparse tensor cores"
+        ValueError, match="^up: backend='pallas', but y cannot be packed: cpu has no sparse tensor cores"
     ):
         nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), ctx=nm.Ctx(name="up"), backend="pallas")
     with pytest.raises(ValueError, match="^backend is one of 'auto', 'xla', 'pallas', 'interpret', got 'cuda'"):

@@ -95,7 +95,7 @@ def test_words_of_a_sweep(tmp_path):
     with pytest.raises(Mistake, match="--sweep trains: it goes without --mode and --from"):
         command.main([*words, "--sweep", "--mode=plan"], "")
     with pytest.raises(Mistake, match="has no function get_sweep"):
-        command.main(["launch.py", "--config=configs/vit_24.py", "--sweep"], "")
+        command.main(["launch.py", "--config=configs/vit_dense.py", "--sweep"], "")
     assert [m.name for m in sweep.members(command.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == [
         "seed=3"
     ]
