@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from experiments import shards
-from experiments.checkpoints import Checkpoints
 from experiments.errors import Mistake
 from tests.run_test import _as_people_run_it as _as_people_run_it, program, steps
 
@@ -101,16 +100,3 @@ def test_fsdp_cuts_where_groups_stay_whole():
     assert tuple(up.sharding.spec) != ("fsdp",)
     state = m.init(jnp.uint32(0))
     assert parts_of(state.params)
-
-
-def test_a_checkpoint_fits_other_meshes(tmp_path):
-    """What was cut along four is read back whole, and cut along two."""
-    changes = ("--config.model.depth=1",)
-    state, _ = steps(made(4, 1, *changes), 1)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, state, [], best=True)
-    checkpoints.close()
-    for mesh in ((1, 1), (2, 2)):
-        found = Checkpoints(tmp_path).restore(made(*mesh, *changes).shapes).state
-        jax.tree.map(np.testing.assert_array_equal, found, state)
-    assert parts_of(found.params)
