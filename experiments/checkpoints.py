@@ -5,8 +5,8 @@
     checkpoints/40/         the state after 40 steps
     checkpoints/40.json     its seal, written last: sums of its files, whether it was the best yet, what the last steps said
 
-What has no seal was never finished, and is no checkpoint. Of what does not match its seal a copy is put aside, and the one
-before it serves. The last two are kept, and the best.
+What has no seal was never finished, and is no checkpoint. What does not match its seal is put aside, and the one before it
+serves. The last two are kept, and the best.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,12 +36,17 @@ class Checkpoints:
     """Saving goes on beside training, and what fails of it is told and not raised: the run and the last good checkpoint stay."""
 
     def __init__(self, workdir: Path, tell: Callable[[str], None] = print):
+        self.directory, self._tell = (workdir / "checkpoints").absolute(), tell
+        self._thread, self._writing, self.lost = ThreadPoolExecutor(1), Future(), None
+        self._writing.set_result(None)
+
+    @cached_property
+    def _orbax(self):
+        """Made when first something is saved or restored: it has threads of its own."""
         import orbax.checkpoint as ocp
 
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax has to say is told here, once
-        self.directory, self._tell, self._orbax = (workdir / "checkpoints").absolute(), tell, ocp.StandardCheckpointer()
-        self._thread, self._writing, self.lost = ThreadPoolExecutor(1), Future(), None
-        self._writing.set_result(None)
+        return ocp.StandardCheckpointer()
 
     # ---- saving ----
 
@@ -94,7 +100,8 @@ class Checkpoints:
     def close(self) -> None:
         self.wait()
         self._thread.shutdown()
-        self._orbax.close()
+        if "_orbax" in vars(self):
+            self._orbax.close()
 
     @contextlib.contextmanager
     def dumping(self):
@@ -119,29 +126,35 @@ class Checkpoints:
         found = sorted(int(p.stem) for p in self.directory.glob("*.json") if p.stem.isdigit())
         return [step for step in found if not best or _seal(self._path(step, ".json")).get("best")]
 
-    def restore(self, shapes, best: bool = False) -> Restored:
-        """The last checkpoint that can be read, or the best; of step 0 and without a state, where there is none."""
+    def restore(self, shapes, best: bool = False, mend: bool = True) -> Restored:
+        """The last checkpoint that is as it was written, or the best; of step 0 and without a state, where there is none.
+        ``mend`` puts aside what is not: of a run that goes on, but not of another's."""
         steps = self.steps(best)
         for step in reversed(steps):
             seal = _seal(self._path(step, ".json"))
-            why = _unsound(self._path(step), seal)
-            if why is None:
-                try:
-                    state = self._orbax.restore(self._path(step), shapes._asdict())
-                    return Restored(step, type(shapes)(**state), seal["seen"])
-                except Exception as error:  # whatever Orbax and TensorStore make of a file that is not as it was
-                    why = " ".join(str(error).split())[:200]
-            aside = self.directory / f"unreadable-{step}"
-            shutil.rmtree(aside, ignore_errors=True)
-            self._path(step, ".json").unlink()
-            if self._path(step).exists():
-                os.replace(self._path(step), aside)
-            self._tell(f"The checkpoint of step {step:,} cannot be read, and is put aside as {aside}: {why}.")
+            if why := _unsound(self._path(step), seal):
+                self._tell(f"The checkpoint of step {step:,} cannot be read{self._aside(step) if mend else ''}: {why}.")
+                continue
+            try:
+                state = self._orbax.restore(self._path(step), shapes._asdict())
+            except Exception as error:  # whatever Orbax and TensorStore make of it; its files are as they were written
+                why = " ".join(str(error).split())[:300]
+                raise Failed(f"{self._path(step)} holds no state of this model and optimizer: {why}") from error
+            return Restored(step, type(shapes)(**state), seal["seen"])
         if steps:
             raise Failed(
                 f"None of the checkpoints in {self.directory} can be read. To begin anew, remove that directory, or give another --workdir"
             )
         return Restored(0, None, [])
+
+    def _aside(self, step: int) -> str:
+        """Put a checkpoint aside, and say where."""
+        aside = self._path(step).with_name(f"unreadable-{step}")
+        shutil.rmtree(aside, ignore_errors=True)
+        self._path(step, ".json").unlink()
+        if self._path(step).exists():
+            os.replace(self._path(step), aside)
+        return f", and is put aside as {aside}"
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"{step}{suffix}"

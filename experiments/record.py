@@ -78,12 +78,12 @@ class Record:
         return time.monotonic() - self._began
 
     def close(self, outcome: str) -> None:
+        if self._lines is not None:
+            written, self._lines = self._lines, None
+            self._events.close()
+            written.close()
         self.about |= {"ended": _now(), "outcome": outcome}
         self._about()
-        if self._lines is not None:
-            self._lines.close()
-            self._events.close()
-            self._lines = None
 
     def _about(self) -> None:
         replace(self.dir / "run.json", json.dumps(self.about, indent=1))

@@ -59,6 +59,8 @@ def run(
         checkpoints = Checkpoints(workdir, screen.line)
         try:
             loop(program, config, record, checkpoints, screen, began, stop, origin)
+            checkpoints.close()
+            record.close("finished")
         except BaseException as error:
             checkpoints.close()
             stopped = isinstance(error, (KeyboardInterrupt, Stopped))
@@ -71,9 +73,10 @@ def run(
                 raise (Stopped(text, error.signal) if isinstance(error, Stopped) else KeyboardInterrupt(text)) from None
             if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too
                 kind = type(error) if isinstance(error, Failed) else Failed
-                raise kind(f"{str(error).rstrip('.')}. {checkpoints.kept()}{_otherwise(error, workdir)}") from error
+                raise kind(
+                    f"{str(error).rstrip('.')}. {checkpoints.kept()}{_otherwise(error, checkpoints, workdir)}"
+                ) from error
             raise
-    record.close("finished")
     report.write(workdir)
     screen.line("")
     screen.rows([*record.about["summary"], ("report", str(workdir / "report.html")), ("everything", f"{workdir}/")])
@@ -84,9 +87,9 @@ def _kind(error: BaseException) -> str:
     return "diverged" if isinstance(error, Diverged) else "failed"
 
 
-def _otherwise(error: Exception, workdir: Path) -> str:
+def _otherwise(error: Exception, checkpoints: Checkpoints, workdir: Path) -> str:
     """What may be done about a run that diverged."""
-    if not isinstance(error, Diverged) or not Checkpoints(workdir).steps():
+    if not isinstance(error, Diverged) or not checkpoints.steps():
         return ""
     return f" To go on from it otherwise: --workdir=ANOTHER --from={workdir} and what is to change, as a smaller --config.learning_rate.peak."
 
@@ -204,8 +207,8 @@ def begin(program: Program, seed: int, checkpoints: Checkpoints, screen: Screen,
     if found.step:
         screen.line(f"going on from step {found.step:,} of {program.total:,}, as {checkpoints.directory} holds it")
     elif origin is not None:
-        there = Checkpoints(origin, screen.line)
-        found = there.restore(program.shapes)._replace(seen=[])
+        with contextlib.closing(Checkpoints(origin, screen.line)) as there:
+            found = there.restore(program.shapes, mend=False)._replace(seen=[])
         if found.step > program.total:
             raise Mistake(f"--from={origin} is at step {found.step:,}, and this run has {program.total:,}")
         found = found._replace(state=found.state._replace(seed=jnp.uint32(seed)))
@@ -223,9 +226,9 @@ def _finite(found: dict[str, float], step: int) -> None:
 def evaluate(program: Program, workdir: Path, screen: Screen) -> None:
     """The best and the last checkpoint of a run, on the test split."""
     same_config(workdir, program.config)
-    checkpoints = Checkpoints(workdir, screen.line)
-    for name in ("last", "best"):
-        step, state, _ = checkpoints.restore(program.shapes, best=name == "best")
-        if state is not None:
-            found = program.evaluate(state)
-            screen.line(f"{name}, step {step:,}: " + "   ".join(figures(found)))
+    with contextlib.closing(Checkpoints(workdir, screen.line)) as checkpoints:
+        for name in ("last", "best"):
+            step, state, _ = checkpoints.restore(program.shapes, best=name == "best", mend=False)
+            if state is not None:
+                found = program.evaluate(state)
+                screen.line(f"{name}, step {step:,}: " + "   ".join(figures(found)))

@@ -186,6 +186,23 @@ def test_what_was_never_sealed_is_no_checkpoint(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "1.json", "2", "2.json"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's loops, of readings that failed
+def test_of_another_model_nothing_is_put_aside(tmp_path):
+    """Its files are as they were written, and it is not theirs to say what they are."""
+    saved(tmp_path, 1, 2)
+    before = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    other = shapes()._replace(params={"w": jax.ShapeDtypeStruct((7,), jnp.float32)})
+    wider = shapes()._replace(params=shapes().params | {"w": jax.ShapeDtypeStruct((5001,), jnp.float32)})
+    for wrong in (other, wider):
+        with pytest.raises(Failed, match="holds no state of this model and optimizer"):
+            Checkpoints(tmp_path).restore(wrong)
+    gc.collect()  # here, and not in another test
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
+    (tmp_path / "checkpoints" / "2.json").write_text("{")
+    assert Checkpoints(tmp_path, lambda text: None).restore(shapes(), mend=False).step == 1
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
+
+
 def test_the_last_two_and_the_best_are_kept(tmp_path):
     saved(tmp_path, *range(1, 7), best=(1, 3))
     assert Checkpoints(tmp_path).steps() == [3, 5, 6]
