@@ -18,6 +18,6 @@ def get_config(variant=""):
 
 
 def get_sweep(variant=""):
-    """Dense, and 2:4 by plain STE and by S-STE, three seeds each: a quarter of an hour on two CPU cores."""
+    """Dense, and 2:4 by plain STE and by S-STE, three seeds each."""
     methods = ("dense", "ste(2,4)", "s_ste(2,4)")
     return [{"sparsity.blocks": method, "seed": seed} for method in methods for seed in range(3)]

@@ -3,7 +3,7 @@
 ``config.mesh.fsdp`` devices share the parameters, and all that goes with them: the optimizer's state, averages, masks
 and scales. ``config.mesh.tensor`` devices share the products of a transformer's block: its layers *up*, *query*, *key* and
 *value* by out-features, *down* and *out* by in-features. What is left of the devices has its own part of the batch, as
-those of ``fsdp`` have. No group n:m lies on two devices.
+those of ``fsdp`` have. No group n:m of a weight lies on two devices.
 
 The axes are automatic: the compiler puts the collectives where they are wanted.
 """
@@ -92,8 +92,8 @@ def _kernel(layer: Layer, mesh: Mesh) -> tuple:
     part = next((part for pattern, part in CUT if pattern.search(layer.path)), None)
     if mesh.shape["tensor"] > 1 and part and operand is not None:
         axis = own[getattr(operand, part)[0]]
-        legal = [n for n in range(1, shape[axis] + 1) if _legal(layer, mesh, axis, n)]
-        if mesh.shape["tensor"] not in legal:
+        if not _legal(layer, axis, mesh.shape["tensor"]):
+            legal = [n for n in range(1, shape[axis] + 1) if _legal(layer, axis, n)]
             near = min(legal, key=lambda n: (abs(n - mesh.shape["tensor"]), n))
             raise Mistake(
                 f"config.mesh.tensor={mesh.shape['tensor']}: {layer.path}, a kernel of {' x '.join(map(str, shape))}, cannot be cut along "
@@ -103,13 +103,13 @@ def _kernel(layer: Layer, mesh: Mesh) -> tuple:
         cut[axis] = "tensor"
     if mesh.shape["fsdp"] > 1 and math.prod(shape) >= SMALL:
         free = sorted((a for a in own if cut[a] is None), key=lambda a: -shape[a])
-        fitting = [a for a in free if _legal(layer, mesh, a, mesh.shape["fsdp"])]
+        fitting = [a for a in free if _legal(layer, a, mesh.shape["fsdp"])]
         if fitting:
             cut[fitting[0]] = "fsdp"
     return tuple(cut)
 
 
-def _legal(layer: Layer, mesh: Mesh, axis: int, count: int) -> bool:
+def _legal(layer: Layer, axis: int, count: int) -> bool:
     """Whether an axis of a kernel can be cut in so many equal parts, each with whole groups."""
     if layer.module.kernel.shape[axis] % count:
         return False
