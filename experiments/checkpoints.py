@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.errors import Diverged, Failed
+from experiments.record import replace
 
 
 class Restored(NamedTuple):
@@ -67,7 +68,7 @@ class Checkpoints:
         try:
             self._orbax.wait_until_finished()
             seal["sums"] = _sums(self.directory / str(step))
-            _write(self.directory / f"{step}.json", json.dumps(seal))
+            replace(self.directory / f"{step}.json", json.dumps(seal))
             self._clear()
             self.lost = None
         except Exception as error:  # whatever Orbax makes of a full disk
@@ -201,13 +202,3 @@ def _unsound(directory: Path, seal: dict) -> str | None:
         if _sum(path) != wanted:
             return f"{name} is not what was written"
     return None
-
-
-def _write(path: Path, text: str) -> None:
-    """A file whole or not at all, and on the disk before what comes after it."""
-    draft = path.with_name(f".{path.name}.new")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)

@@ -89,7 +89,11 @@ class Asked(NamedTuple):
         if not hasattr(module, "get_sweep"):
             raise Mistake(f"--sweep: {file} has no function get_sweep(), which gives the changes of every run.")
         with _its_own(file):
-            return module.get_sweep(variant) if variant else module.get_sweep()
+            found = module.get_sweep(variant) if variant else module.get_sweep()
+        for change in found if isinstance(found, list) else ():
+            for field in change:
+                _exists(self.config, field)
+        return found
 
 
 def cache() -> Path:

@@ -209,10 +209,15 @@ def writable(workdir: Path):
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_text(text)
-    os.replace(draft, path)
+    """Write a file whole or not at all, and on the disk before what comes after it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8", newline="\n")
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def lines(path: Path) -> list[dict]:

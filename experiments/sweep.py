@@ -44,17 +44,11 @@ def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
 
 
 def _set(config: ConfigDict, field: str, value) -> None:
-    *path, last = field.split(".")
-    here = config
-    for part in path:
-        here = here[part] if isinstance(here, ConfigDict) and part in here else None
-    if not isinstance(here, ConfigDict) or last not in here:
-        raise Mistake(f"get_sweep(): the config has no field {field!r}.")
     try:
-        with here.unlocked():
-            here[last] = value
-    except TypeError as error:
-        raise Mistake(f"get_sweep(): {field}={value!r}: {error}") from error
+        with config.unlocked():
+            config.update_from_flattened_dict({field: value})
+    except (TypeError, KeyError) as error:
+        raise Mistake(f"get_sweep(): {field}={value!r}: {' '.join(str(error).split())}") from error
 
 
 def run(found: list[Member], workdir: Path, index: int | None, one: Callable[[Member, Path, Any], Any]) -> None:
@@ -63,10 +57,12 @@ def run(found: list[Member], workdir: Path, index: int | None, one: Callable[[Me
     if index is not None and not 0 <= index < len(found):
         raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
     failed, program, before = [], None, None
-    for member in found if index is None else [found[index]]:
+    for number, member in enumerate(found):
+        if index not in (None, number):
+            continue
         about = ended(workdir / member.name)
         if about is None or not done(about):
-            print(f"\n==== {member.name} ({found.index(member) + 1} of {len(found)}) ====\n", flush=True)
+            print(f"\n==== {member.name} ({number + 1} of {len(found)}) ====\n", flush=True)
             same = before is not None and _but_for_seed(before.config) == _but_for_seed(member.config)
             try:
                 program, before = one(member, workdir / member.name, program if same else None), member

@@ -73,7 +73,7 @@ def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
 
 WRONG = {
     "{}": "gives a list of changes",
-    "[{'batc': 3}]": "the config has no field 'batc'",
+    "[{'batc': 3}]": "--config.batc: config has no field 'batc'. Did you mean config.batch",
     "[{'batch': 'x'}]": "batch='x'",
     "[{'seed': 1}, {'seed': 1}]": "has two runs named seed=1",
     "1 / 0": r"page.py, line \d+: ZeroDivisionError",

@@ -7,14 +7,16 @@ RUN is the folder of a run. A page can be made at any time, also of a run that g
 
 ``run.json``, without which a folder is no run. All but the name may be left out::
 
-    {"name": "vit_24", "command": "python launch.py ...", "outcome": "finished" | "running" | "failed: why",
+    {"name": "vit_24", "command": "python launch.py ...", "outcome": "finished" | "running" | "interrupted" | "failed: why" | "diverged: why",
      "began": ISO time, "ended": ISO time or null,
      "summary": [[label, text], ...],       # the first figures are shown large
      "header": [[label, text], ...],        # devices, precision, batch, steps, parameters, FLOPs, ...
      "notes": [text, ...],                  # what must stand beside the numbers
      "versions": {"python": ..., "jax": ...}, "git": {"commit": ..., "dirty": bool} or null,
      "unit": "images" | "tokens",           # what per_second counts
-     "metric": "accuracy" | "loss"}         # whose best is kept: the highest accuracy, or the lowest loss
+     "metric": "accuracy" | "loss",         # whose best is kept: the highest accuracy, or the lowest loss
+     "figures": {name: number, ...},        # of the last evaluation, for a comparison
+     "steps": int, "flops": [float, float]} # of the run; of a step, dense and effective
 
 ``config.json``: the resolved config, a nested dict.
 
@@ -37,7 +39,8 @@ mask_m; samples (uint8, k x H x W x C), labels and predictions (int), confidence
 
 from pathlib import Path
 
-from experiments.report.page import render, whole
+from experiments.record import replace
+from experiments.report.page import render
 from experiments.report.runs import Run, read
 
 __all__ = ["Run", "read", "render", "write"]
@@ -45,4 +48,6 @@ __all__ = ["Run", "read", "render", "write"]
 
 def write(run_dir: Path) -> Path:
     """Makes report.html of a run's folder, whole or not at all, and says where it is."""
-    return whole(Path(run_dir) / "report.html", render(read(Path(run_dir))))
+    page = Path(run_dir) / "report.html"
+    replace(page, render(read(Path(run_dir))))
+    return page

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from experiments.errors import Mistake
+from experiments.record import replace
 from experiments.report import compare, write
-from experiments.report.page import whole
 
 
 def main(args: list[str] | None = None) -> int:
@@ -27,8 +27,8 @@ def main(args: list[str] | None = None) -> int:
         folder = asked.to or (asked.run[0] if len(asked.run) == 1 else Path())
         folder.mkdir(parents=True, exist_ok=True)
         text = compare.markdown(found)
-        whole(folder / "compare.html", compare.render(found))
-        whole(folder / "compare.md", text)
+        replace(folder / "compare.html", compare.render(found))
+        replace(folder / "compare.md", text)
         print(f"{text}\n{folder / 'compare.html'}")
     except Mistake as mistake:
         print(mistake, file=sys.stderr)

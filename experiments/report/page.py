@@ -1,7 +1,6 @@
 """The page of a run, section by section; a section of which a run wrote nothing is an empty text."""
 
 import datetime
-import os
 from pathlib import Path
 from typing import Any
 
@@ -197,14 +196,3 @@ def flat(config: dict[str, Any], front: str = "") -> list[tuple[str, Any]]:
 def _size(value) -> str:
     """Long figures are set smaller."""
     return next((f' class="{name}"' for least, name in ((26, "longest"), (12, "long")) if len(str(value)) >= least), "")
-
-
-def whole(path: Path, text: str) -> Path:
-    """Write a page whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
