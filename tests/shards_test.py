@@ -23,7 +23,12 @@ def made(fsdp, tensor, *changes, page="configs/vit_24.py:smoke"):
 @pytest.mark.parametrize("name", MESHES)
 def test_a_cut_run_is_the_whole_one_to_rounding(name):
     stacked = ["--config.model.scan=true", "--config.accumulate=2"] if name == "both" else []
-    changes = [*stacked, "--config.model.depth=1", "--config.ema=0.9"]
+    changes = [
+        *stacked,
+        "--config.model.depth=1",
+        "--config.ema=0.9",
+        "--config.optimizer=sgd",
+    ]  # Adam magnifies rounding
     (whole, told), (cut, also) = steps(made(1, 1, *changes), 2), steps(made(*MESHES[name], *changes), 2)
     for a, b in zip(told, also, strict=True):
         np.testing.assert_allclose(a["loss"], b["loss"], rtol=2e-5)
@@ -31,7 +36,7 @@ def test_a_cut_run_is_the_whole_one_to_rounding(name):
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(whole.params), jax.tree.leaves(cut.params), strict=True
     ):
-        np.testing.assert_allclose(a, b, atol=3e-4, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
 def parts_of(state) -> dict[str, float]:
