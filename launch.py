@@ -1,7 +1,7 @@
 """Train, evaluate or plan a run.
 
 python launch.py --config=configs/vit_24.py [--workdir=DIR] [--from=DIR] [--mode=train|eval|plan] [--config.FIELD=VALUE ...]
-                 [--sweep] [--sweep_index=I]
+                 [--sweep] [--sweep_index=I] [--distributed=auto|off|HOST:PORT,N,I]
 """
 
 import sys
@@ -15,15 +15,6 @@ except ModuleNotFoundError as error:
 if __name__ == "__main__":
     try:
         command.main(sys.argv, __doc__)
-    except Mistake as error:
-        print(f"launch.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except Failed as error:
-        print(f"launch.py: {error}", file=sys.stderr)
-        sys.exit(1)
-    except Stopped as error:
-        print(f"launch.py: {error}", file=sys.stderr)
-        sys.exit(error.code)
-    except KeyboardInterrupt as error:
+    except (Mistake, Failed, Stopped, KeyboardInterrupt) as error:
         print(f"launch.py: {error or 'interrupted'}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(getattr(error, "code", 130))

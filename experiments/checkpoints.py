@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments import processes
 from experiments.errors import Diverged, Failed
 from experiments.record import replace
 
@@ -54,8 +55,6 @@ class Checkpoints:
     def save(self, step: int, state, seen: list[dict], best: bool) -> None:
         """Save a state. It waits for the one before, and for the copy to the host."""
         self.wait()
-        if (self.directory / f"{step}.json").exists():
-            return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._orbax.save(self.directory / str(step), state._asdict(), force=True)
@@ -66,11 +65,13 @@ class Checkpoints:
 
     def _finish(self, step: int, seal: dict) -> None:
         try:
-            self._orbax.wait_until_finished()
+            self._orbax.wait_until_finished()  # of all processes
+            self.lost = None
+            if not processes.first():
+                return
             seal["sums"] = _sums(self.directory / str(step))
             replace(self.directory / f"{step}.json", json.dumps(seal))
             self._clear()
-            self.lost = None
         except Exception as error:  # whatever Orbax makes of a full disk
             self._failed(step, error)
 
@@ -78,9 +79,10 @@ class Checkpoints:
         full = isinstance(error, OSError) and error.errno == 28 or "RESOURCE_EXHAUSTED" in str(error)
         why = "no space is left on the disk" if full else " ".join(str(error).split())[:300]
         self.lost = f"The checkpoint of step {step:,} could not be written: {why}."
-        with contextlib.suppress(OSError):
-            (self.directory / f"{step}.json").unlink(missing_ok=True)
-            self._clear()
+        if processes.first():
+            with contextlib.suppress(OSError):
+                (self.directory / f"{step}.json").unlink(missing_ok=True)
+                self._clear()
         self._tell(f"{self.lost} {self.kept()} Training goes on.")
 
     def _clear(self) -> None:
@@ -130,23 +132,29 @@ class Checkpoints:
     def restore(self, shapes, best: bool = False, mend: bool = True) -> Restored:
         """The last checkpoint that is as it was written, or the best; of step 0 and without a state, where there is none.
         ``mend`` puts aside what is not: of a run that goes on, but not of another's."""
+        step, seen = processes.agreed(lambda: self._sound(best, mend))
+        if not step:
+            return Restored(0, None, [])
+        try:
+            state = self._orbax.restore(self._path(step), shapes._asdict())
+        except Exception as error:  # whatever Orbax and TensorStore make of it; its files are as they were written
+            why = " ".join(str(error).split())[:300]
+            raise Failed(f"{self._path(step)} holds no state of this model and optimizer: {why}") from error
+        return Restored(step, type(shapes)(**state), seen)
+
+    def _sound(self, best: bool, mend: bool) -> tuple[int, list[dict]]:
+        """The last step whose files are as they were written, and what its seal has of the steps before it."""
         steps = self.steps(best)
         for step in reversed(steps):
             seal = _seal(self._path(step, ".json"))
-            if why := _unsound(self._path(step), seal):
-                self._tell(f"The checkpoint of step {step:,} cannot be read{self._aside(step) if mend else ''}: {why}.")
-                continue
-            try:
-                state = self._orbax.restore(self._path(step), shapes._asdict())
-            except Exception as error:  # whatever Orbax and TensorStore make of it; its files are as they were written
-                why = " ".join(str(error).split())[:300]
-                raise Failed(f"{self._path(step)} holds no state of this model and optimizer: {why}") from error
-            return Restored(step, type(shapes)(**state), seal["seen"])
+            if not (why := _unsound(self._path(step), seal)):
+                return step, seal["seen"]
+            self._tell(f"The checkpoint of step {step:,} cannot be read{self._aside(step) if mend else ''}: {why}.")
         if steps:
             raise Failed(
                 f"None of the checkpoints in {self.directory} can be read. To begin anew, remove that directory, or give another --workdir"
             )
-        return Restored(0, None, [])
+        return 0, []
 
     def _aside(self, step: int) -> str:
         """Put a checkpoint aside, and say where."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import sweep
+from experiments import processes, sweep
 from experiments.errors import Mistake
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +29,12 @@ def main(argv: list[str], usage: str) -> None:
         print(f"{usage.strip()}\n\nconfigs:\n{listing()}")
         return
     asked = read(argv)
+    with processes.joined(asked.distributed):
+        carry_out(asked, shlex.join(["python", *argv]))
+
+
+def carry_out(asked: "Asked", words: str) -> None:
+    """What a command line asks for; ``words`` are the line."""
     config, mode = asked.config, asked.mode
     if mode == "eval" and not asked.workdir:
         raise Mistake("--mode=eval wants --workdir, the directory of a run.")
@@ -36,7 +42,8 @@ def main(argv: list[str], usage: str) -> None:
     if sweeping and (mode != "train" or asked.origin):
         raise Mistake("--sweep trains: it goes without --mode and --from.")
     place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    workdir = Path(asked.workdir or f"runs/{place}")
+    workdir = Path(asked.workdir or processes.agreed(lambda: f"runs/{place}"))
+    processes.same("the config", config.to_json_best_effort(sort_keys=True))
     if config.experiment not in EXPERIMENTS:
         raise Mistake(f"config.experiment={config.experiment!r}: there are {' and '.join(EXPERIMENTS)}.")
     if not 0 <= config.seed < 2**32:
@@ -52,7 +59,6 @@ def main(argv: list[str], usage: str) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # or it is jax's own affair; "" is none
         jax.config.update("jax_compilation_cache_dir", str(cache()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    words = shlex.join(["python", *argv])
     if not sweeping:
         origin = Path(asked.origin) if asked.origin else None
         train.run(config, task(config), workdir, mode, asked.name, words, origin)
@@ -73,6 +79,7 @@ class Asked(NamedTuple):
     workdir: str
     mode: str
     origin: str  # the run to begin with
+    distributed: str
     sweep: bool
     index: int | None
 
@@ -125,6 +132,7 @@ def read(argv: list[str]) -> Asked:
     flags.DEFINE_string("workdir", "", "the run's directory", flag_values=values)
     flags.DEFINE_string("from", "", "a run whose last state this one begins with", flag_values=values)
     flags.DEFINE_enum("mode", "train", ["train", "eval", "plan"], "what to do", flag_values=values)
+    flags.DEFINE_string("distributed", "", "auto, off or HOST:PORT,N,I", flag_values=values)
     flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
     flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
     before, sys.argv = sys.argv, words  # where config_flags looks for changes
@@ -137,7 +145,10 @@ def read(argv: list[str]) -> Asked:
         sys.argv = before
     if rest[1:]:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
-    return Asked(config, page, values.workdir, values.mode, values["from"].value, values.sweep, values.sweep_index)
+    origin = values["from"].value
+    return Asked(
+        config, page, values.workdir, values.mode, origin, values.distributed, values.sweep, values.sweep_index
+    )
 
 
 def load(page: str) -> ConfigDict:

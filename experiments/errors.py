@@ -2,11 +2,15 @@
 
 
 class Mistake(Exception):
-    """Something asked for that cannot be done as it stands: what, where, and what to write instead. Exit code 2."""
+    """Something asked for that cannot be done as it stands: what, where, and what to write instead."""
+
+    code = 2  # of the process
 
 
 class Failed(Exception):
-    """A run that began and could not go on: the step, and where what it had reached is kept. Exit code 1."""
+    """A run that began and could not go on: the step, and where what it had reached is kept."""
+
+    code = 1
 
 
 class Diverged(Failed):
@@ -14,7 +18,7 @@ class Diverged(Failed):
 
 
 class Stopped(Exception):
-    """A run that was told to stop, and has saved what it had. Exit code 128 and the signal's number."""
+    """A run that was told to stop, and has saved what it had."""
 
     def __init__(self, text: str, signal: int):
         super().__init__(text)

@@ -64,18 +64,22 @@ class Task:
 
     def feed(self, seed: int, start: int, mesh):
         if not self.streamed:
-            arrays = jax.device_put(tuple(self.set.train), shards.whole(mesh))
+            arrays = shards.placed(tuple(self.set.train), shards.whole(mesh))
             while True:
                 yield arrays
-        c, found, split = self.config, self._there(), shards.batch(mesh)
-        for batch in folder.stream(found.train, found.train_labels, seed, c.batch, c.data.size, start):
-            yield jax.device_put((batch["image"], batch["label"]), split)
+        c, found = self.config, self._there()
+        mine = shards.rows(mesh, c.batch)
+        for batch in folder.stream(found.train, found.train_labels, seed, c.batch, c.data.size, start, rows=mine):
+            yield shards.gathered((batch["image"], batch["label"]), mesh, c.batch)
 
-    def batch(self, arrays, seed, step):
+    def batch(self, arrays, seed, step, mesh):
         c = self.config.data
         x, y = arrays
         if not self.streamed:
             _, index = order.positions(seed, step, self.config.batch, self.examples)
+            index = jax.lax.with_sharding_constraint(
+                index, shards.whole(mesh)
+            )  # or they would ask each other as they draw
             x, y = x[index], y[index]
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), step), 3)
         if c.crop:
@@ -95,19 +99,18 @@ class Task:
 
     def tests(self, mesh):
         """Batches of normalised images and labels, -1 where there is none: whole ones, for devices share them evenly."""
-        split = shards.batch(mesh)
         if self.streamed:
             c, found = self.config, self._there()
-            stream = folder.stream(found.val, found.val_labels, 0, c.batch, c.data.size, train=False)
-            raw = ((batch["image"], batch["label"]) for batch in stream)
-        else:
-            x, y = self.set.test
-            size = math.ceil(min(1024, len(x)) / mesh.size) * mesh.size
-            spare = -len(x) % size
-            x = np.concatenate([x, np.zeros((spare, *x.shape[1:]), x.dtype)])
-            y = np.concatenate([y, np.full(spare, -1, y.dtype)])
-            raw = ((x[i : i + size], y[i : i + size]) for i in range(0, len(x), size))
-        return (jax.device_put(batch, split) for batch in raw)
+            mine = shards.rows(mesh, c.batch)
+            stream = folder.stream(found.val, found.val_labels, 0, c.batch, c.data.size, train=False, rows=mine)
+            return (shards.gathered((batch["image"], batch["label"]), mesh, c.batch) for batch in stream)
+        x, y = self.set.test
+        size = math.ceil(min(1024, len(x)) / mesh.size) * mesh.size
+        spare = -len(x) % size
+        x = np.concatenate([x, np.zeros((spare, *x.shape[1:]), x.dtype)])
+        y = np.concatenate([y, np.full(spare, -1, y.dtype)])
+        parts = ((x[i : i + size], y[i : i + size]) for i in range(0, len(x), size))
+        return (shards.placed(part, shards.batch(mesh)) for part in parts)
 
     def score(self, model, batch) -> dict:
         x, y = batch
@@ -117,13 +120,14 @@ class Task:
         sums = {"count": there, "loss": jnp.where(there, loss, 0), "accuracy": there & right}
         return {name: jnp.sum(value, dtype=jnp.float32) for name, value in sums.items()}
 
-    def pictures(self, graph, state) -> dict:
+    def pictures(self, graph, state, mesh) -> dict:
         """Test images with what the model takes them for."""
         if self.streamed:
             return {}
         x, y = (v[:: max(1, len(v) // 24)][:24] for v in self.set.test)
         predict = jax.jit(
-            lambda state, x: jax.nn.softmax(nnx.merge(graph, state)(augment.normalise(x, self.mean, self.std)))
+            lambda state, x: jax.nn.softmax(nnx.merge(graph, state)(augment.normalise(x, self.mean, self.std))),
+            out_shardings=shards.whole(mesh),
         )
         shares = np.asarray(predict(state, x))
         found = {"predictions": shares.argmax(-1), "confidence": shares.max(-1), "classes": np.array(self.set.classes)}

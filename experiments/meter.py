@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import jax
 
+from experiments import processes
 from experiments.errors import Diverged
 
 AHEAD = 16  # steps that the host may be in front of the device
@@ -51,8 +52,12 @@ class Meter:
 
     def settle(self, leave: int = 0) -> None:
         """Take in the steps that are done; wait until at most so many are not."""
-        while self._waiting and (len(self._waiting) > leave or self._waiting[0][1]["loss"].is_ready()):
+        while self._waiting and (len(self._waiting) > leave or self._done()):
             self._take(*self._waiting.popleft())
+
+    def _done(self) -> bool:
+        """Whether the next is; with several processes that is not asked, for all are to see it after the same step."""
+        return processes.count() == 1 and self._waiting[0][1]["loss"].is_ready()
 
     def _take(self, step: int, shown: dict) -> None:
         shown = {name: float(value) for name, value in jax.device_get(shown).items()}

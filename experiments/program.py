@@ -35,11 +35,11 @@ class Task(Protocol):
     def feed(
         self, seed: int, start: int, mesh
     ) -> Iterable: ...  # the arrays of every step from start on: held ones, or a stream
-    def batch(self, arrays, seed, step) -> Any: ...  # out of them, inside the compiled step
+    def batch(self, arrays, seed, step, mesh) -> Any: ...  # out of them, inside the compiled step
     def loss(self, model, batch) -> tuple[jax.Array, dict]: ...  # and what else to show
     def tests(self, mesh) -> Iterable: ...  # batches of the test split
     def score(self, model, batch) -> dict: ...  # sums over a batch, with "count"
-    def pictures(self, graph, state) -> dict: ...  # what the report shows of the model, given as nnx splits it
+    def pictures(self, graph, state, mesh) -> dict: ...  # what the report shows of the model, given as nnx splits it
 
 
 class State(NamedTuple):
@@ -92,11 +92,11 @@ class Program:
         state = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32))
         where = shards.of_state(state, self.model, self.mesh)
         self.init = jax.jit(self._init, out_shardings=where)
-        together = (where, shards.whole(self.mesh))  # told, or it might compile twice
-        self.train = jax.jit(self._train, donate_argnums=0, out_shardings=together)
-        self.score, self.hard_score = jax.jit(self._score), jax.jit(self._hard_score)
-        self.harden, self.measure = jax.jit(self._harden), jax.jit(self._measure)
-        self.masks, self.flips = jax.jit(self._masks), jax.jit(nm.metrics.flip_rates)
+        whole = shards.whole(self.mesh)  # every process reads it
+        self.train = jax.jit(self._train, donate_argnums=0, out_shardings=(where, whole))
+        self.score, self.hard_score = (jax.jit(score, out_shardings=whole) for score in (self._score, self._hard_score))
+        self.harden, self.measure = jax.jit(self._harden), jax.jit(self._measure, out_shardings=whole)
+        self.masks, self.flips = jax.jit(self._masks), jax.jit(nm.metrics.flip_rates, out_shardings=whole)
         placed = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)
         self.shapes = jax.tree.map(placed, state, where)
         try:
@@ -125,7 +125,7 @@ class Program:
 
     def _train(self, state: State, arrays) -> tuple[State, dict]:
         config, params = self.config, state.params
-        batch = self.task.batch(arrays, state.seed, state.step)
+        batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
         now = self._now(state)
 
         def micro(rest, numbered, forms=None):
@@ -219,7 +219,7 @@ class Program:
 
     def _measure(self, state: State, arrays) -> dict:
         """What pruning does to the weights and to the gradients of a batch, by layer."""
-        batch = self.task.batch(arrays, state.seed, state.step)
+        batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
         batch = jax.tree.map(lambda v: v[: self.config.batch // self.config.accumulate], batch)
         model = nnx.merge(self.graph, state.params, state.rest, copy=True)
         model.train()
@@ -244,14 +244,17 @@ class Program:
     def pictures(self, state: State) -> dict:
         """What the report shows: a corner of a weight's mask, and what the task shows of the model."""
         if self.graph_of_hard is None:
-            found = self.task.pictures(*nnx.split(self._model(state)))
+            found = self.task.pictures(*nnx.split(self._model(state)), self.mesh)
         else:
-            found = self.task.pictures(self.graph_of_hard, self.harden(state))
+            found = self.task.pictures(self.graph_of_hard, self.harden(state), self.mesh)
         kept = {"/".join(map(str, path)): mask for path, mask in nnx.to_flat_state(self.masks(state))}
         patterns = nm.nnx.patterns(self.model) if self.graph_of_hard is not None else {}
         for path, pattern in patterns.items():
             if pattern is not None and kept[path].ndim > 1:
-                mask, axis = np.asarray(kept[path]), pattern.axes[-1] - kept[path].ndim + 2
+                mask, axis = (
+                    np.asarray(jax.device_put(kept[path], shards.whole(self.mesh))),
+                    pattern.axes[-1] - kept[path].ndim + 2,
+                )
                 while mask.ndim > 2:  # of a stack its middle layer, of a convolution its middle tap
                     mask = mask[len(mask) // 2]
                 return found | {

@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -45,6 +46,23 @@ def parts(mesh: Mesh) -> int:
 
 def batch(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def rows(mesh: Mesh, size: int) -> np.ndarray:
+    """Those of a batch of so many that lie on devices of this process."""
+    held = batch(mesh).addressable_devices_indices_map((size,)).values()
+    return np.unique(np.concatenate([np.arange(size)[index] for index in held]))
+
+
+def gathered(arrays: Any, mesh: Mesh, size: int):
+    """Batches of so many, of which every process gives its `rows`."""
+    put = lambda x: jax.make_array_from_process_local_data(batch(mesh), x, (size, *x.shape[1:]))
+    return jax.tree.map(put, arrays)
+
+
+def placed(arrays: Any, where: NamedSharding):
+    """Arrays that every process has whole, on the devices."""
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), arrays)
 
 
 def whole(mesh: Mesh) -> NamedSharding:

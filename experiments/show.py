@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 import nmjax as nm
+from experiments import processes
 
 
 def number(value: float) -> str:
@@ -28,9 +29,9 @@ class Screen:
 
     def __init__(self, unit: str, console: Console | None = None):
         self.unit = unit
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(highlight=False, quiet=not processes.first())
         if not self.console.is_terminal and console is None:
-            self.console = Console(highlight=False, width=200)  # a log wraps nothing
+            self.console = Console(highlight=False, quiet=not processes.first(), width=200)  # a log wraps nothing
         self._bar, self._task, self._total, self._said, self._began = None, None, 0, 0, 0.0
 
     def header(self, name: str, facts: list) -> None:

@@ -7,12 +7,14 @@ compiled program. ``results.jsonl`` holds a line for every run that has ended.
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from experiments.errors import Failed, Mistake
+from experiments import processes
+from experiments.errors import Diverged, Failed, Mistake
 from experiments.record import replace
 
 
@@ -60,20 +62,32 @@ def run(found: list[Member], workdir: Path, index: int | None, one: Callable[[Me
     for number, member in enumerate(found):
         if index not in (None, number):
             continue
-        about = ended(workdir / member.name)
-        if about is None or not done(about):
-            print(f"\n==== {member.name} ({number + 1} of {len(found)}) ====\n", flush=True)
+        if not processes.agreed(partial(_done, workdir / member.name)):
+            _say(f"\n==== {member.name} ({number + 1} of {len(found)}) ====\n")
             same = before is not None and _but_for_seed(before.config) == _but_for_seed(member.config)
             try:
                 program, before = one(member, workdir / member.name, program if same else None), member
             except Failed as error:  # the others are still wanted
-                print(f"{member.name}: {error}", flush=True)
+                if processes.count() > 1 and not isinstance(error, Diverged):  # it may be one process' own
+                    raise
+                _say(f"{member.name}: {error}")
                 failed.append(member.name)
                 program, before = None, None
-        collect(found, workdir)
-    print(f"\n{_told(found, workdir)}", flush=True)
+        if processes.first():
+            collect(found, workdir)
+    _say(f"\n{_told(found, workdir)}")
     if failed:
         raise Failed(f"{len(failed)} of the runs failed: {', '.join(failed)}")
+
+
+def _say(text: str) -> None:
+    if processes.first():
+        print(text, flush=True)
+
+
+def _done(directory: Path) -> bool:
+    about = ended(directory)
+    return about is not None and done(about)
 
 
 def _but_for_seed(config: ConfigDict) -> dict:

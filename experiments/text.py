@@ -39,12 +39,13 @@ class Task:
         return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
 
     def feed(self, seed: int, start: int, mesh):
-        rows = jax.device_put(text.rows(self.set.train, self.config.data.length), shards.whole(mesh))
+        rows = shards.placed(text.rows(self.set.train, self.config.data.length), shards.whole(mesh))
         while True:
             yield rows
 
-    def batch(self, rows, seed, step):
-        epoch, index = order.positions(seed, step, self.config.batch, self.examples)
+    def batch(self, rows, seed, step, mesh):
+        positions = order.positions(seed, step, self.config.batch, self.examples)
+        epoch, index = jax.lax.with_sharding_constraint(positions, shards.whole(mesh))
         return text.take(rows, epoch, index, seed)
 
     def loss(self, model, batch):
@@ -60,7 +61,7 @@ class Task:
         there = np.arange(len(windows)) < len(self.tests_cut)
         split = shards.batch(mesh)
         for i in range(0, len(windows), size):
-            yield jax.device_put((windows[i : i + size], there[i : i + size]), split)
+            yield shards.placed((windows[i : i + size], there[i : i + size]), split)
 
     def score(self, model, batch) -> dict:
         windows, there = batch
@@ -68,14 +69,14 @@ class Task:
         loss = optax.softmax_cross_entropy_with_integer_labels(model(windows[:, :-1]), windows[:, 1:]).mean(-1)
         return {"count": jnp.sum(there, dtype=jnp.float32), "loss": jnp.sum(jnp.where(there, loss, 0))}
 
-    def pictures(self, graph, state) -> dict:
+    def pictures(self, graph, state, mesh) -> dict:
         """Text that the model writes after the first words of the validation split."""
         prompt = self.set.valid[: min(32, self.config.data.length // 2)].astype(np.int32)
         draw = lambda state, key: nm.models.generate(
             nnx.merge(graph, state), jnp.asarray(prompt)[None], key, count=200, temperature=0.8
         )
         keys = jax.random.split(jax.random.key(0), 2)
-        drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)))(state, keys)
+        drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)), out_shardings=shards.whole(mesh))(state, keys)
         return {
             "prompt": self.set.decode(prompt),
             "samples": [self.set.decode(np.asarray(d)[0, len(prompt) :]) for d in drawn],

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from experiments import report, shards
+from experiments import processes, report, shards
 from experiments.checkpoints import Checkpoints, Restored
 from experiments.errors import Diverged, Failed, Mistake, Stopped
 from experiments.meter import Meter, supplied
 from experiments.program import Program, Task
-from experiments.record import Record, check, finished, same_config
+from experiments.record import Record, Silent, check, finished, same_config
 from experiments.show import Screen, clock, figures, form, number
 from experiments.signals import Stop
 
@@ -27,8 +27,9 @@ def run(
     last state this one begins with."""
     began, screen = time.monotonic(), Screen(task.unit)
     if mode == "train":
-        check(workdir, config)
-        if finished(workdir):
+        if processes.first():
+            check(workdir, config)
+        if processes.agreed(lambda: finished(workdir)):
             screen.line(
                 f"finished already: {workdir}/report.html. --mode=eval evaluates it; another --workdir trains anew."
             )
@@ -55,18 +56,21 @@ def run(
         "flops": [cost * config.accumulate for cost in program.plan.training],  # of a step, dense and effective
     }
     with Stop() as stop:
-        record = Record(workdir, config, about, program.plan, screen.line)
+        record = Record(workdir, config, about, program.plan, screen.line) if processes.first() else Silent()
+        _seen_by_all(workdir)
         checkpoints = Checkpoints(workdir, screen.line)
         try:
-            loop(program, config, record, checkpoints, screen, began, stop, origin)
-            checkpoints.close()
+            with processes.at_end(lambda why: record.close(f"failed: {why}")):
+                loop(program, config, record, checkpoints, screen, began, stop, origin)
+                checkpoints.close()
             record.close("finished")
         except BaseException as error:
             checkpoints.close()
             stopped = isinstance(error, (KeyboardInterrupt, Stopped))
             with contextlib.suppress(Exception):  # the run's own error comes first
                 record.close("interrupted" if stopped else f"{_kind(error)}: {error or repr(error)}")
-                report.write(workdir)
+                if processes.first():
+                    report.write(workdir)
             if stopped:
                 goes_on = f"The same command with --workdir={workdir} goes on from it, or begins anew."
                 text = f"interrupted{error and f' by {error}'}. {checkpoints.kept()} {goes_on}"
@@ -77,10 +81,24 @@ def run(
                     f"{str(error).rstrip('.')}. {checkpoints.kept()}{_otherwise(error, checkpoints, workdir)}"
                 ) from error
             raise
-    report.write(workdir)
-    screen.line("")
-    screen.rows([*record.about["summary"], ("report", str(workdir / "report.html")), ("everything", f"{workdir}/")])
+    if processes.first():
+        report.write(workdir)
+        screen.line("")
+        screen.rows([*record.about["summary"], ("report", str(workdir / "report.html")), ("everything", f"{workdir}/")])
     return program
+
+
+def _seen_by_all(workdir: Path) -> None:
+    """Refuse a directory that is another one on another machine."""
+    wanted = processes.agreed(lambda: (workdir / "run.json").read_text())
+    for _ in range(20):  # a file system of many machines may be late
+        with contextlib.suppress(OSError):
+            if (workdir / "run.json").read_text() == wanted:
+                return
+        time.sleep(0.5)
+    raise Mistake(
+        f"--workdir={workdir.absolute()} is not the directory that process 0 has by this name: checkpoints want one that all share."
+    )
 
 
 def _kind(error: BaseException) -> str:
@@ -102,6 +120,7 @@ def header(program: Program) -> list[tuple[str, str]]:
     each = config.batch // config.accumulate // (parts := shards.parts(program.mesh))
     axes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
     told = f" as {' x '.join(axes)}" if axes and axes != [f"data {devices}"] else ""
+    told += f", in {processes.count()} processes" if processes.count() > 1 else ""
     size = f"{config.model.name} {config.model.size}"
     return [
         ("devices", f"{devices} x {jax.devices()[0].device_kind}{told}"),
@@ -142,7 +161,7 @@ def loop(
             feed = itertools.chain([arrays := next(feed)], feed)
             program.compile(arrays, measures > 0)
     if state is None:
-        state = program.init(jnp.uint32(config.seed))
+        state = program.init(np.uint32(config.seed))
     best, higher = record.best(task.metric, task.metric == "accuracy"), task.metric == "accuracy"
     found = program.evaluate(state) if start == total else {}
 
@@ -174,7 +193,8 @@ def loop(
                     measured["flip_rate"] = jax.device_get(program.flips(before, program.masks(state)))
                     measured = {name: table for name, table in measured.items() if table}
                     record.write("sparsity", step, **jax.tree.map(float, measured))
-            if (total - step - 1) % evaluations == 0:
+            evaluating = (total - step - 1) % evaluations == 0
+            if evaluating:
                 with meter.aside():
                     meter.flush()  # what is written is whole as far as the checkpoint goes
                     found = program.evaluate(state)
@@ -185,10 +205,11 @@ def loop(
                     better = best is None or (value > best if higher else value < best)
                     best = value if better else best
                     checkpoints.save(step + 1, state, meter.seen, best=better)
-            elif stop.signal:
+            stopping = stop.after(step)
+            if stopping and not evaluating:
                 meter.settle()
                 checkpoints.save(step + 1, state, meter.seen, best=False)
-            if stop.signal and step + 1 < total:
+            if stopping and step + 1 < total:
                 raise Stopped(f"{stop.signal.name} after step {step + 1:,}", stop.signal)
     checkpoints.wait()
     if checkpoints.lost:
@@ -211,7 +232,9 @@ def begin(program: Program, seed: int, checkpoints: Checkpoints, screen: Screen,
             found = there.restore(program.shapes, mend=False)._replace(seen=[])
         if found.step > program.total:
             raise Mistake(f"--from={origin} is at step {found.step:,}, and this run has {program.total:,}")
-        found = found._replace(state=found.state._replace(seed=jnp.uint32(seed)))
+        found = found._replace(
+            state=found.state._replace(seed=shards.placed(np.uint32(seed), shards.whole(program.mesh)))
+        )
         screen.line(f"going on from step {found.step:,} of {program.total:,}, as {there.directory} holds it")
     return found
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -21,35 +20,7 @@ import pytest
 from experiments import command, meter, record, settings
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Failed, Mistake
-from tests.run_test import _as_people_run_it as _as_people_run_it
-
-PAGE = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=40", "--config.evaluate=4"]
-PAGE += ["--config.measure=0", "--config.sparsity.blocks=fst(every=3)", "--config.ema=0.9", "--config.optimizer=sgd"]
-
-
-def start(workdir: Path, cache: Path, *words: str, devices: int = 1) -> subprocess.Popen:
-    flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    flags |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, "launch.py", *PAGE, f"--workdir={workdir}", *words], env=os.environ | flags, text=True,
-        cwd=command.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def timeless(workdir: Path) -> list[dict]:
-    """What metrics.jsonl holds, but for what a clock says."""
-    clocks = ("seconds", "per_second", "flops_per_second")
-    return [{k: v for k, v in line.items() if k not in clocks} for line in record.lines(workdir / "metrics.jsonl")]
-
-
-def arrays(workdir: Path) -> dict[str, bytes]:
-    """The last state, bit for bit."""
-    import orbax.checkpoint as ocp
-
-    step = Checkpoints(workdir).steps()[-1]
-    tree = ocp.StandardCheckpointer().restore((workdir / "checkpoints" / str(step)).absolute())
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path): np.asarray(v).tobytes() for path, v in flat}
+from tests.runs import arrays, as_people_run_it as as_people_run_it, start, timeless
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Runs, end to end and small: every page, the step against one written out by hand, what a run leaves behind."""
 
-import importlib
 import json
 import math
 import os
@@ -18,32 +17,7 @@ from experiments import command, image, record, settings
 from experiments.bench import train as bench
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Failed, Mistake
-from experiments.program import Program
-
-
-@pytest.fixture(autouse=True)
-def _as_people_run_it(monkeypatch):
-    monkeypatch.chdir(command.ROOT)
-    told = {name: getattr(jax.config, name) for name in ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")}
-    jax.config.update("jax_numpy_dtype_promotion", "standard")  # for all threads, of which some compile
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    yield
-    for name, value in told.items():
-        jax.config.update(name, value)
-
-
-def program(page: str, *changes: str, make=Program):
-    config = command.read(["launch.py", f"--config={page}", *changes]).config
-    return make(config, importlib.import_module(f"experiments.{config.experiment}").Task(config))
-
-
-def steps(made: Program, count: int):
-    state, shown = made.init(jnp.uint32(made.config.seed)), []
-    for _, arrays in zip(range(count), made.task.feed(0, 0, made.mesh), strict=False):
-        state, found = made.train(state, arrays)
-        shown.append({name: float(value) for name, value in found.items()})
-    return state, shown
-
+from tests.runs import as_people_run_it as as_people_run_it, program, steps
 
 # ---- pages ----
 

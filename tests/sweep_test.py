@@ -6,7 +6,7 @@ import pytest
 
 from experiments import command, program, sweep
 from experiments.errors import Failed, Mistake
-from tests.run_test import _as_people_run_it as _as_people_run_it
+from tests.runs import as_people_run_it as as_people_run_it
 
 PAGE = """
 from configs import common

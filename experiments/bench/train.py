@@ -94,7 +94,7 @@ def plain(program: Program, task):
             value, _ = task.loss(model, batch)
             return value, nnx.split(model, nnx.Param, ...)[2]
 
-        batch = task.batch(arrays, jnp.uint32(0), now)
+        batch = task.batch(arrays, jnp.uint32(0), now, program.mesh)
         (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(params)
         updates, opt = tx.update(grads, opt, params)
         return (now + 1, optax.apply_updates(params, updates), rest, opt), value

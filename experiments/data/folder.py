@@ -69,7 +69,7 @@ def stream(
     start: int = 0,
     train: bool = True,
     threads: int = 16,
-    rows: slice | None = None,
+    rows: np.ndarray | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Batches from step ``start`` on: "image" uint8 (batch, size, size, 3) and "label" int32 (batch,).
 
@@ -84,7 +84,7 @@ def stream(
     import grain
 
     steps = 2**32 // batch if train else -(-len(files) // batch)
-    mine = np.arange(batch)[rows or slice(None)]
+    mine = np.arange(batch) if rows is None else rows
 
     def make(step) -> dict[str, np.ndarray]:
         place = int(step) * batch + mine

@@ -1,0 +1,176 @@
+"""Runs of several processes: real ones, on this machine, over gloo."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from experiments import command, processes
+from experiments.checkpoints import Checkpoints
+from experiments.errors import Mistake
+from tests.runs import PAGE, arrays, as_people_run_it as as_people_run_it, start, timeless
+
+CUT = "--config.mesh.fsdp=4"  # over all devices of both
+
+
+def free() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def together(workdir, cache, *words, own=((), ()), page=PAGE) -> list[subprocess.Popen]:
+    """A process for each of ``own`` words, of two devices."""
+    port = free()
+    told = [f"--distributed=127.0.0.1:{port},{len(own)},{index}" for index in range(len(own))]
+    return [
+        start(workdir, cache, *words, *mine, how, devices=2, page=page) for mine, how in zip(own, told, strict=True)
+    ]
+
+
+def said(found: list[subprocess.Popen], timeout=300) -> list[str]:
+    try:
+        return [process.communicate(timeout=timeout)[0] for process in found]
+    finally:
+        for process in found:
+            process.kill()
+
+
+def until_a_step(process) -> None:
+    for line in process.stdout:
+        if line.startswith("step"):
+            return
+    raise AssertionError("it ended before its first steps")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same on four devices of one process, which sums over them in the same order: by gloo too."""
+    folder = tmp_path_factory.mktemp("runs")
+    process = start(folder / "alone", folder / "cache", f"--distributed=127.0.0.1:{free()},1,0", CUT, devices=4)
+    (text,) = said([process])
+    assert process.returncode == 0, text
+    return folder / "alone", folder / "cache"
+
+
+def test_two_processes_are_one_bit_for_bit(alone, tmp_path):
+    alone, cache = alone
+    both = together(tmp_path / "run", cache, CUT)
+    texts = said(both)
+    assert [process.returncode for process in both] == [0, 0], texts
+    assert timeless(tmp_path / "run") == timeless(alone)
+    assert arrays(tmp_path / "run") == arrays(alone)
+    assert "4 x cpu as fsdp 4, in 2 processes" in texts[0]
+    assert not [line for line in texts[1].splitlines() if line.strip() and "[Gloo]" not in line]  # one speaks
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_that_dies_ends_the_other_and_the_next_start_goes_on(alone, killed, tmp_path):
+    alone, cache = alone
+    both = together(tmp_path / "run", cache, CUT)
+    until_a_step(both[0])
+    both[killed].kill()
+    texts = said(both, timeout=30)
+    left = 1 - killed
+    assert both[left].returncode == 1
+    assert f"launch.py: process {killed} of 2 is gone, and had no time to say why. process {left} of 2" in texts[left]
+    if killed == 0:
+        return
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"].startswith("failed: process 1")
+    both = together(tmp_path / "run", cache, CUT)
+    texts = said(both)
+    assert [process.returncode for process in both] == [0, 0], texts
+    assert timeless(tmp_path / "run") == timeless(alone)
+    assert arrays(tmp_path / "run") == arrays(alone)
+
+
+def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path):
+    """Each has written its part of the parameters, and one process goes on with all of them."""
+    words = [CUT, "--config.steps=500", "--config.evaluate=250"]
+    both = together(tmp_path / "run", alone[1], *words)
+    until_a_step(both[0])
+    both[1].send_signal(signal.SIGINT)  # which it hands on as SIGTERM
+    texts = said(both, timeout=60)
+    assert [process.returncode for process in both] == [143, 130], texts
+    step = re.search(r"interrupted by SIGTERM after step ([\d,]+)\. The checkpoint of step \1 is kept", texts[0])[1]
+    assert Checkpoints(tmp_path / "run").steps()[-1] == int(step.replace(",", ""))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == "interrupted"
+    run = start(tmp_path / "run", alone[1], *words, devices=4)
+    (text,) = said([run])
+    assert run.returncode == 0, text
+    assert f"going on from step {step} of 500" in text
+
+
+def test_what_is_wrong_in_one_process_is_told_by_it_and_ends_all(tmp_path, alone):
+    _, cache = alone
+    for own, why in (
+        (((), ("--config.batch=32",)), "the config is not that of process 0; all processes want the same"),
+        (((), (f"--workdir={tmp_path / 'other'}",)), "is not the directory that process 0 has by this name"),
+    ):
+        both = together(tmp_path / "run", cache, own=own)
+        texts = said(both, timeout=120)
+        assert [process.returncode for process in both] == [1, 2], texts
+        assert re.search(rf"launch\.py: process 1 of 2 on \S+: .*{why}", texts[1])
+        assert re.search(rf"launch\.py: process 1 of 2 on \S+: .*{why}.* process 0 of 2 on \S+ ends with it", texts[0])
+
+
+def test_of_files_every_process_reads_its_part(alone, tmp_path):
+    """Of three batches of four in each epoch, and of five files to test in two."""
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 12), ("val", 5)):
+        for i in range(count):
+            (into := tmp_path / part / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(draw.integers(0, 256, (40, 48, 3), np.uint8)).save(into / f"{i}.png")
+    words = [f"--config.data.dir={tmp_path}", "--config.data.size=16", "--config.steps=4", "--config.batch=4"]
+    words += ["--config.epochs=0", "--config.model.size=tiny", "--config.dtype=float32", "--config.measure=0"]
+    page = ["--config=configs/resnet_24.py:folder"]
+    both = together(tmp_path / "both", alone[1], *words, page=page)
+    command.main(["launch.py", *page, *words, f"--workdir={tmp_path / 'one'}"], "")
+    texts = said(both)
+    assert [process.returncode for process in both] == [0, 0], texts
+    for ours, theirs in zip(timeless(tmp_path / "both"), timeless(tmp_path / "one"), strict=True):
+        assert ours.pop("kind") == theirs.pop("kind")
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_slurm_is_found_by_itself(alone, tmp_path):
+    port = free()
+    env = {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    env |= {"SLURM_STEP_NUM_TASKS": "2"}
+    both = [
+        start(
+            tmp_path / "run", alone[1], "--distributed=auto", "--mode=plan", devices=2, SLURM_PROCID=str(index),
+            SLURM_LOCALID=str(index), **env,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    texts = said(both)
+    assert [process.returncode for process in both] == [0, 0], texts
+    assert "in 2 processes" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("two", "write auto, off, or HOST:PORT,N,I"),
+        ("localhost:1234,2,2", "2 processes are numbered from 0 to 1"),
+        ("localhost,2,0", "write auto, off, or HOST:PORT,N,I"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(asked, why):
+    with pytest.raises(Mistake, match=why):
+        command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--distributed={asked}"], "")
+
+
+@pytest.mark.parametrize("who", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_several_of_one_command_that_do_not_know_of_each_other_are_refused(who, monkeypatch):
+    monkeypatch.setenv(who, "2")
+    with pytest.raises(Mistake, match="has started several of this command.* --distributed=auto"):
+        command.main(["launch.py", "--config=configs/vit_24.py:smoke", "--mode=plan"], "")
+    with processes.joined("off"):  # each a run of its own
+        assert processes.count() == 1

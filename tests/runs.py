@@ -1,0 +1,78 @@
+"""Runs for tests: programs in this process, and launch.py in processes of its own."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import command, record
+from experiments.checkpoints import Checkpoints
+from experiments.program import Program
+
+PAGE = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=40", "--config.evaluate=4"]
+PAGE += ["--config.measure=0", "--config.sparsity.blocks=fst(every=3)", "--config.ema=0.9", "--config.optimizer=sgd"]
+
+
+@pytest.fixture(autouse=True)
+def as_people_run_it(monkeypatch):
+    monkeypatch.chdir(command.ROOT)
+    told = {name: getattr(jax.config, name) for name in ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")}
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # for all threads, of which some compile
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    yield
+    for name, value in told.items():
+        jax.config.update(name, value)
+
+
+# ---- in this process ----
+
+
+def program(page: str, *changes: str, make=Program):
+    config = command.read(["launch.py", f"--config={page}", *changes]).config
+    return make(config, importlib.import_module(f"experiments.{config.experiment}").Task(config))
+
+
+def steps(made: Program, count: int):
+    state, shown = made.init(jnp.uint32(made.config.seed)), []
+    for _, arrays in zip(range(count), made.task.feed(0, 0, made.mesh), strict=False):
+        state, found = made.train(state, arrays)
+        shown.append({name: float(value) for name, value in found.items()})
+    return state, shown
+
+
+# ---- in a process of its own ----
+
+
+def start(workdir: Path, cache: Path, *words: str, devices: int = 1, page=PAGE, **env: str) -> subprocess.Popen:
+    flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    flags |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, "launch.py", *page, f"--workdir={workdir}", *words], env=os.environ | flags | env, text=True,
+        cwd=command.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def timeless(workdir: Path) -> list[dict]:
+    """What metrics.jsonl holds, but for what a clock says."""
+    clocks = ("seconds", "per_second", "flops_per_second")
+    return [{k: v for k, v in line.items() if k not in clocks} for line in record.lines(workdir / "metrics.jsonl")]
+
+
+def arrays(workdir: Path) -> dict[str, bytes]:
+    """The last state, bit for bit, on whatever devices it lay."""
+    import orbax.checkpoint as ocp
+
+    path = (workdir / "checkpoints" / str(Checkpoints(workdir).steps()[-1])).absolute()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        plain = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(path).item_metadata.tree
+        )
+        tree = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=plain))
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): np.asarray(v).tobytes() for path, v in flat}
