@@ -16,7 +16,7 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import sweep
+from experiments import sinks, sweep
 from experiments.errors import Mistake
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +35,10 @@ def main(argv: list[str], usage: str) -> None:
     sweeping = asked.sweep or asked.index is not None
     if sweeping and (mode != "train" or asked.origin):
         raise Mistake("--sweep trains: it goes without --mode and --from.")
+    if asked.sink:
+        if mode != "train":
+            raise Mistake(f"--sink is sent what a run writes while it trains: it goes without --mode={mode}.")
+        sinks.check(asked.sink)
     place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     workdir = Path(asked.workdir or f"runs/{place}")
     if config.experiment not in EXPERIMENTS:
@@ -55,12 +59,12 @@ def main(argv: list[str], usage: str) -> None:
     words = shlex.join(["python", *argv])
     if not sweeping:
         origin = Path(asked.origin) if asked.origin else None
-        train.run(config, task(config), workdir, mode, asked.name, words, origin)
+        train.run(config, task(config), workdir, mode, asked.name, words, origin, sink=asked.sink)
         return
 
     def one(member, directory, program):
         made = task(member.config) if program is None else program.task
-        return train.run(member.config, made, directory, "train", member.name, words, program=program)
+        return train.run(member.config, made, directory, "train", member.name, words, program=program, sink=asked.sink)
 
     sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, one)
 
@@ -75,6 +79,7 @@ class Asked(NamedTuple):
     origin: str  # the run to begin with
     sweep: bool
     index: int | None
+    sink: str  # what a run's numbers are sent to beside its files
 
     @property
     def name(self) -> str:
@@ -127,6 +132,7 @@ def read(argv: list[str]) -> Asked:
     flags.DEFINE_enum("mode", "train", ["train", "eval", "plan"], "what to do", flag_values=values)
     flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
     flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
+    flags.DEFINE_enum("sink", None, list(sinks.SINKS), "what numbers are sent to beside files", flag_values=values)
     before, sys.argv = sys.argv, words  # where config_flags looks for changes
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values)
@@ -137,7 +143,8 @@ def read(argv: list[str]) -> Asked:
         sys.argv = before
     if rest[1:]:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
-    return Asked(config, page, values.workdir, values.mode, values["from"].value, values.sweep, values.sweep_index)
+    origin, sink = values["from"].value, values.sink or ""
+    return Asked(config, page, values.workdir, values.mode, origin, values.sweep, values.sweep_index, sink)
 
 
 def load(page: str) -> ConfigDict:

@@ -21,10 +21,10 @@ from experiments.signals import Stop
 
 def run(
     config, task: Task, workdir: Path, mode: str, name: str, command: str, origin: Path | None = None,
-    program: Program | None = None,
+    program: Program | None = None, sink: str = "",
 ) -> Program | None:  # fmt: skip
     """Train, evaluate or plan; and the program, for another run that differs in its seed alone. ``origin`` is a run whose
-    last state this one begins with."""
+    last state this one begins with, and ``sink`` what its numbers are sent to beside its files."""
     began, screen = time.monotonic(), Screen(task.unit)
     if mode == "train":
         check(workdir, config)
@@ -55,7 +55,7 @@ def run(
         "flops": [cost * config.accumulate for cost in program.plan.training],  # of a step, dense and effective
     }
     with Stop() as stop:
-        record = Record(workdir, config, about, program.plan, screen.line)
+        record = Record(workdir, config, about, program.plan, screen.line, sink)
         checkpoints = Checkpoints(workdir, screen.line)
         try:
             loop(program, config, record, checkpoints, screen, began, stop, origin)
