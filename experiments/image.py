@@ -35,6 +35,7 @@ class Task:
             if not good:
                 raise Mistake(f"config.data.{name}={c[name]} is out of range: at least 0, and smoothing below 1.")
         self.notes, self.streamed = [], c.name == "folder"
+        self.skipped = folder.Skipped() if self.streamed and c.skip else None
         if self.streamed:
             self.files = folder.open(c.dir) if c.dir or not c.examples else None  # None: sizes alone, for a plan
             self.examples, self.classes = self._counts()
@@ -68,7 +69,8 @@ class Task:
             while True:
                 yield arrays
         c, found, split = self.config, self._there(), shards.batch(mesh)
-        for batch in folder.stream(found.train, found.train_labels, seed, c.batch, c.data.size, start):
+        stream = folder.stream(found.train, found.train_labels, seed, c.batch, c.data.size, start, skipped=self.skipped)
+        for batch in stream:
             yield jax.device_put((batch["image"], batch["label"]), split)
 
     def batch(self, arrays, seed, step):
@@ -98,7 +100,9 @@ class Task:
         split = shards.batch(mesh)
         if self.streamed:
             c, found = self.config, self._there()
-            stream = folder.stream(found.val, found.val_labels, 0, c.batch, c.data.size, train=False)
+            stream = folder.stream(
+                found.val, found.val_labels, 0, c.batch, c.data.size, train=False, skipped=self.skipped
+            )
             raw = ((batch["image"], batch["label"]) for batch in stream)
         else:
             x, y = self.set.test
