@@ -36,7 +36,7 @@ class Wandb:
     """Its own count of steps takes no number again, so that "step" is a number of ours."""
 
     def __init__(self, run: Run):
-        import wandb
+        import wandb  # pyrefly: ignore[missing-import]
 
         wandb.setup(wandb.Settings(silent=True))  # else it asks who one is, in the middle of a run
         self._run = wandb.init(
@@ -59,7 +59,7 @@ class Trackio:
     """It knows a run by its name, so that the id is a part of it. The outcome is a last line."""
 
     def __init__(self, run: Run):
-        import trackio
+        import trackio  # pyrefly: ignore[missing-import]
 
         name = f"{run.name}-{run.id}"
         self._run = trackio.init("nmjax", name, config=run.config, resume="allow", embed=False)
@@ -78,7 +78,7 @@ class Mlflow:
     """It names runs itself, so that the id is a tag, by which a run is found again."""
 
     def __init__(self, run: Run):
-        import mlflow
+        import mlflow  # pyrefly: ignore[missing-import]
 
         self._client, self._entities = mlflow.MlflowClient(), mlflow.entities
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "nmjax")
