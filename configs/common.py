@@ -91,9 +91,11 @@ def gpt(data: str) -> ConfigDict:
 
 
 def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
-    """Images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg, cut to ``size``; counted where the numbers are 0."""
+    """Images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg, cut to ``size``; counted where the numbers are 0. With ``skip``
+    those that cannot be read are passed over."""
     counts = dict(examples=examples, classes=classes)
-    return ConfigDict(dict(name="folder", dir="", size=size, crop=0, flip=True, mixup=0.0, smoothing=0.1, **counts))
+    augmented = dict(crop=0, flip=True, mixup=0.0, smoothing=0.1)
+    return ConfigDict(dict(name="folder", dir="", size=size, skip=False, **augmented, **counts))
 
 
 def full_size(variant: str) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import processes, sweep
+from experiments import processes, sinks, sweep
 from experiments.errors import Mistake
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +41,10 @@ def carry_out(asked: "Asked", words: str) -> None:
     sweeping = asked.sweep or asked.index is not None
     if sweeping and (mode != "train" or asked.origin):
         raise Mistake("--sweep trains: it goes without --mode and --from.")
+    if asked.sink:
+        if mode != "train":
+            raise Mistake(f"--sink is sent what a run writes while it trains: it goes without --mode={mode}.")
+        sinks.check(asked.sink)
     place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     workdir = Path(asked.workdir or processes.agreed(lambda: f"runs/{place}"))
     processes.same("the config", config.to_json_best_effort(sort_keys=True))
@@ -61,12 +65,12 @@ def carry_out(asked: "Asked", words: str) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     if not sweeping:
         origin = Path(asked.origin) if asked.origin else None
-        train.run(config, task(config), workdir, mode, asked.name, words, origin)
+        train.run(config, task(config), workdir, mode, asked.name, words, origin, sink=asked.sink)
         return
 
     def one(member, directory, program):
         made = task(member.config) if program is None else program.task
-        return train.run(member.config, made, directory, "train", member.name, words, program=program)
+        return train.run(member.config, made, directory, "train", member.name, words, program=program, sink=asked.sink)
 
     sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, one)
 
@@ -82,6 +86,7 @@ class Asked(NamedTuple):
     distributed: str
     sweep: bool
     index: int | None
+    sink: str  # what a run's numbers are sent to beside its files
 
     @property
     def name(self) -> str:
@@ -135,6 +140,7 @@ def read(argv: list[str]) -> Asked:
     flags.DEFINE_string("distributed", "", "auto, off or HOST:PORT,N,I", flag_values=values)
     flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
     flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
+    flags.DEFINE_enum("sink", None, list(sinks.SINKS), "what numbers are sent to beside files", flag_values=values)
     before, sys.argv = sys.argv, words  # where config_flags looks for changes
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values)
@@ -145,10 +151,9 @@ def read(argv: list[str]) -> Asked:
         sys.argv = before
     if rest[1:]:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
-    origin = values["from"].value
-    return Asked(
-        config, page, values.workdir, values.mode, origin, values.distributed, values.sweep, values.sweep_index
-    )
+    origin, sink = values["from"].value, values.sink or ""
+    where = (values.workdir, values.mode, origin, values.distributed)
+    return Asked(config, page, *where, values.sweep, values.sweep_index, sink)
 
 
 def load(page: str) -> ConfigDict:

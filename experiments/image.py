@@ -35,6 +35,7 @@ class Task:
             if not good:
                 raise Mistake(f"config.data.{name}={c[name]} is out of range: at least 0, and smoothing below 1.")
         self.notes, self.streamed = [], c.name == "folder"
+        self.skipped = folder.Skipped() if self.streamed and c.skip else None
         if self.streamed:
             self.files = folder.open(c.dir) if c.dir or not c.examples else None  # None: sizes alone, for a plan
             self.examples, self.classes = self._counts()
@@ -68,8 +69,9 @@ class Task:
             while True:
                 yield arrays
         c, found = self.config, self._there()
-        mine = shards.rows(mesh, c.batch)
-        for batch in folder.stream(found.train, found.train_labels, seed, c.batch, c.data.size, start, rows=mine):
+        mine, size = shards.rows(mesh, c.batch), c.data.size
+        files, labels = found.train, found.train_labels
+        for batch in folder.stream(files, labels, seed, c.batch, size, start, rows=mine, skipped=self.skipped):
             yield shards.gathered((batch["image"], batch["label"]), mesh, c.batch)
 
     def batch(self, arrays, seed, step, mesh):
@@ -101,8 +103,9 @@ class Task:
         """Batches of normalised images and labels, -1 where there is none: whole ones, for devices share them evenly."""
         if self.streamed:
             c, found = self.config, self._there()
-            mine = shards.rows(mesh, c.batch)
-            stream = folder.stream(found.val, found.val_labels, 0, c.batch, c.data.size, train=False, rows=mine)
+            mine, size = shards.rows(mesh, c.batch), c.data.size
+            files, labels = found.val, found.val_labels
+            stream = folder.stream(files, labels, 0, c.batch, size, train=False, rows=mine, skipped=self.skipped)
             return (shards.gathered((batch["image"], batch["label"]), mesh, c.batch) for batch in stream)
         x, y = self.set.test
         size = math.ceil(min(1024, len(x)) / mesh.size) * mesh.size

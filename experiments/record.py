@@ -1,9 +1,10 @@
-"""A run's directory: its config, where it came from, its metrics as lines and as TensorBoard events."""
+"""A run's directory: its config, where it came from, its metrics as lines and as TensorBoard events; and in a sink beside it."""
 
 import contextlib
 import json
 import os
 import platform
+import secrets
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments import sinks
 from experiments.errors import Mistake
 
 ROOT = Path(__file__).parent.parent
@@ -21,10 +23,11 @@ ROOT = Path(__file__).parent.parent
 class Record:
     """Writes what a run says of itself: config.json, run.json, plan.txt and plan.html, metrics.jsonl, TensorBoard events.
 
-    What a directory holds of the same config is gone on with; `check` has refused that of another one.
+    What a directory holds of the same config is gone on with; `check` has refused that of another one. A sink is sent the same
+    numbers, and run.json holds its name for this run.
     """
 
-    def __init__(self, workdir: Path, config, about: dict, plan, tell: Callable[[str], None] = print):
+    def __init__(self, workdir: Path, config, about: dict, plan, tell: Callable[[str], None] = print, sink: str = ""):
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
             replace(workdir / "config.json", _resolved(config))
@@ -37,10 +40,12 @@ class Record:
                 "outcome": "running",
                 "versions": versions(),
                 "git": git(),
+                "sent": _sent(workdir / "run.json"),
             }
             self._about()
         self._tell, self._began = tell, time.monotonic()
         self._lines, self._events = None, None
+        self._sink, self._config, self._sender = sink, config, None
 
     def begin(self, step: int) -> None:
         """Write from a step on: what is there of later ones is dropped, and a line that was cut off."""
@@ -48,12 +53,23 @@ class Record:
         replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         self._lines, self._events = Lines(self.metrics), Events(self.dir / "tensorboard", step)
         self._began -= max((line["seconds"] for line in kept), default=0.0)
+        if self._sink:
+            self._send(step)
+
+    def _send(self, step: int) -> None:
+        """Send from a step on, to where what was before it is."""
+        self.about["sent"] = {self._sink: secrets.token_hex(4)} | (self.about["sent"] if step else {})
+        self._about()
+        run = sinks.Run(self.about["sent"][self._sink], self.dir, _flat(json.loads(_resolved(self._config))))
+        self._sender = sinks.Sender(self._sink, run, self._tell)
 
     def write(self, kind: str, step: int, **values) -> None:
         """A line of metrics: numbers, or tables of numbers by layer. What a full disk does not take is kept until it does."""
         line = {"step": step, "seconds": round(self.elapsed(), 3), "kind": kind, **values}
         whole = self._lines.write(json.dumps(line) + "\n")
-        self._events.write(step, {f"{kind}/{name}": value for name, value in values.items()})
+        self._events.write(step, numbers := _flat(values, f"{kind}/", "/"))
+        if self._sender is not None:
+            self._sender.write(step, numbers)
         if not whole and self._lines.late == 1:
             self._tell(f"{self.metrics} cannot be written: {self._lines.why}. Its lines are kept until it can.")
 
@@ -84,6 +100,9 @@ class Record:
             written.close()
         self.about |= {"ended": _now(), "outcome": outcome}
         self._about()
+        if self._sender is not None:
+            sender, self._sender = self._sender, None
+            sender.close(outcome, {f"summary/{label}": text for label, text in self.about.get("summary", ())})
 
     def _about(self) -> None:
         replace(self.dir / "run.json", json.dumps(self.about, indent=1))
@@ -145,11 +164,9 @@ class Events:
         if step:  # what an earlier file has of later steps is void
             self._put(step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
-    def write(self, step: int, values: dict) -> None:
-        for name, value in values.items():
-            table = {f"{name}/{layer}": v for layer, v in value.items()} if isinstance(value, dict) else {name: value}
-            for tag, number in table.items():
-                self._put(step, summary=self._scalar(tag, number))
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for tag, number in values.items():
+            self._put(step, summary=self._scalar(tag, number))
         with contextlib.suppress(OSError):
             self._writer.flush()
 
@@ -199,12 +216,21 @@ def same_config(workdir: Path, config) -> None:
         )
 
 
-def _flat(tree: dict, before: str = "") -> dict:
-    """The fields of a config by their dotted names."""
+def _flat(tree: dict, before: str = "", joint: str = ".") -> dict:
+    """The leaves of nested tables by their whole names, as a config's fields by their dotted ones."""
     flat = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+        inner = isinstance(value, dict)
+        flat |= _flat(value, f"{before}{name}{joint}", joint) if inner else {before + name: value}
     return flat
+
+
+def _sent(about: Path) -> dict[str, str]:
+    """Under which name a directory's run has been sent to a sink, if it has."""
+    try:
+        return json.loads(about.read_text()).get("sent", {})
+    except (OSError, ValueError):
+        return {}
 
 
 @contextlib.contextmanager

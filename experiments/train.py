@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import math
 import time
 from pathlib import Path
@@ -21,10 +22,10 @@ from experiments.signals import Stop
 
 def run(
     config, task: Task, workdir: Path, mode: str, name: str, command: str, origin: Path | None = None,
-    program: Program | None = None,
+    program: Program | None = None, sink: str = "",
 ) -> Program | None:  # fmt: skip
     """Train, evaluate or plan; and the program, for another run that differs in its seed alone. ``origin`` is a run whose
-    last state this one begins with."""
+    last state this one begins with, and ``sink`` what its numbers are sent to beside its files."""
     began, screen = time.monotonic(), Screen(task.unit)
     if mode == "train":
         if processes.first():
@@ -56,7 +57,7 @@ def run(
         "flops": [cost * config.accumulate for cost in program.plan.training],  # of a step, dense and effective
     }
     with Stop() as stop:
-        record = Record(workdir, config, about, program.plan, screen.line) if processes.first() else Silent()
+        record = Record(workdir, config, about, program.plan, screen.line, sink) if processes.first() else Silent()
         _seen_by_all(workdir)
         checkpoints = Checkpoints(workdir, screen.line)
         try:
@@ -90,10 +91,11 @@ def run(
 
 def _seen_by_all(workdir: Path) -> None:
     """Refuse a directory that is another one on another machine."""
-    wanted = processes.agreed(lambda: (workdir / "run.json").read_text())
+    began = lambda: json.loads((workdir / "run.json").read_text())["began"]
+    wanted = processes.agreed(began)
     for _ in range(20):  # a file system of many machines may be late
         with contextlib.suppress(OSError):
-            if (workdir / "run.json").read_text() == wanted:
+            if began() == wanted:
                 return
         time.sleep(0.5)
     raise Mistake(

@@ -248,10 +248,76 @@ def test_what_part_of_a_picture_is_seen(tmp_path, end, train):
     assert middle.max() > 0.95
 
 
-def test_a_broken_picture_is_named(pictures):
-    Path(pictures.train[2]).write_bytes(Path(pictures.train[2]).read_bytes()[:100])
-    with pytest.raises(Mistake, match=f"{pictures.train[2]} cannot be read as an image"):
-        taken(folder.stream(pictures.train, pictures.train_labels, 0, 7, 8, threads=2), 1)
+BROKEN = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4]),
+    "text": lambda path: path.write_text("no picture, whatever its name"),
+    "empty": lambda path: path.write_bytes(b""),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("train", [True, False])
+def test_a_broken_picture_is_named_with_the_way_out(how, train, pictures):
+    files, labels = pictures[:2] if train else pictures[2:4]
+    BROKEN[how](Path(files[1]))
+    with pytest.raises(Mistake, match=rf"{files[1]} cannot be read as an image \(.+\). .* --config.data.skip=true\."):
+        taken(folder.stream(files, labels, 0, len(files), 8, train=train, threads=2), 1)
+
+
+@pytest.fixture
+def broken(pictures):
+    """Three of seven to train on, two of them in a row and one the last, and two of five to evaluate."""
+    bad = [pictures.train[1], pictures.train[2], pictures.train[6], pictures.val[0], pictures.val[3]]
+    for how, file in zip([*BROKEN, "truncated"], bad, strict=True):
+        BROKEN[how](Path(file))
+    return bad
+
+
+def test_for_a_skipped_picture_the_next_one_is_trained_on(pictures, broken):
+    told = []
+    skipped = folder.Skipped(told.append)
+    stream = lambda **kw: folder.stream(
+        pictures.train, pictures.train_labels, 3, 4, 16, threads=2, skipped=skipped, **kw
+    )
+    batches, stands = taken(stream(), 14), [0, 3, 3, 3, 4, 5, 0]
+    for step, batch in enumerate(batches):
+        index = [stands[i] for i in positions(3, step, 4, 7)[1].tolist()]
+        assert batch["label"].tolist() == pictures.train_labels[index].tolist()
+        want = [colour(pictures.train[i]) for i in index]
+        np.testing.assert_allclose(batch["image"].mean((1, 2, 3)), want, atol=2)
+    for batch, resumed, half in zip(
+        batches[5:], taken(stream(start=5), 9), taken(stream(start=5, rows=slice(1, 3)), 9), strict=True
+    ):
+        for key in batch:
+            np.testing.assert_array_equal(batch[key], resumed[key])
+            np.testing.assert_array_equal(batch[key][1:3], half[key])
+    assert skipped.files == set(broken[:3])
+    assert sorted(line.partition(" cannot be read as an image (")[0] for line in told) == sorted(broken[:3])
+    assert told[-1].endswith("): skipped, 3 in all")
+
+
+def test_a_skipped_picture_is_absent_from_the_evaluation(pictures, broken):
+    told = []
+    skipped = folder.Skipped(told.append)
+    for _ in range(2):
+        stream = folder.stream(pictures.val, pictures.val_labels, 0, 3, 16, train=False, threads=2, skipped=skipped)
+        batches = list(stream)
+        assert [batch["label"].tolist() for batch in batches] == [[-1, 0, 1], [-1, 1, -1]]
+        want = [0, *(colour(file) for file in pictures.val[1:3]), 0, colour(pictures.val[4]), 0]
+        np.testing.assert_allclose(np.concatenate([b["image"] for b in batches]).mean((1, 2, 3)), want, atol=2)
+    assert len(told) == 2
+
+
+def test_where_nothing_can_be_read_the_folder_is_to_be_looked_at(pictures):
+    for file in pictures.train:
+        BROKEN["empty"](Path(file))
+    told = []
+    skipped = folder.Skipped(told.append)
+    stream = folder.stream(pictures.train, pictures.train_labels, 0, 2, 8, threads=2, skipped=skipped)
+    with pytest.raises(Mistake, match="100 files in a row cannot be read, from .*. Look at the folder"):
+        next(stream)
+    assert len(told) == 7
 
 
 def test_folders_that_are_not_as_they_should_be(tmp_path, pictures):

@@ -388,7 +388,9 @@ def test_a_workdir_that_is_a_file(tmp_path):
         command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'file'}"], "")
 
 
-def test_a_folder_of_images_is_streamed(tmp_path):
+@pytest.fixture
+def shades(tmp_path):
+    """A folder of images, dark and light ones, and the words of a run on it."""
     from PIL import Image
 
     for i, split in enumerate(("train", "train", "train", "val")):
@@ -398,12 +400,41 @@ def test_a_folder_of_images_is_streamed(tmp_path):
                 Image.new("RGB", (40, 30), (colour + k,) * 3).save(tmp_path / "data" / split / name / f"{i}{k}.jpg")
     page = f"--config=configs/resnet_24.py:folder --config.data.dir={tmp_path / 'data'} --config.data.size=16".split()
     few = "--config.epochs=0 --config.steps=6 --config.batch=8 --config.model.size=tiny --config.dtype=float32 --config.measure=0"
-    words = [*page, *few.split(), "--config.data.flip=true", f"--workdir={tmp_path / 'run'}"]
-    command.main(["launch.py", *words], "")
+    return tmp_path / "data", ["launch.py", *page, *few.split(), f"--workdir={tmp_path / 'run'}"]
+
+
+def test_a_folder_of_images_is_streamed(shades, tmp_path):
+    words = [*shades[1], "--config.data.flip=true"]
+    command.main(words, "")
     found = [line for line in record.lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "eval"]
     assert found[-1]["accuracy"] in {k / 8 for k in range(9)}
     with pytest.raises(Mistake, match="holds 2 classes.*--config.data.classes=2"):
-        command.main(["launch.py", *words, "--config.data.classes=3"], "")
+        command.main([*words, "--config.data.classes=3"], "")
+
+
+def test_images_that_cannot_be_read_are_skipped_where_that_is_asked(shades, tmp_path, capfd):
+    """Each is named once, by the training and all evaluations of the run together."""
+    data, words = shades
+    broken = [
+        data / "train" / "dark" / "11.jpg",
+        data / "train" / "light" / "23.jpg",
+        data / "val" / "light" / "30.jpg",
+    ]
+    for file, text in zip(broken, (b"", b"no picture", broken[2].read_bytes()[:-200]), strict=True):
+        file.write_bytes(text)
+    with pytest.raises(Failed, match="cannot be read as an image .*--config.data.skip=true"):
+        command.main(words, "")
+    capfd.readouterr()
+    words = [*words[:-1], f"--workdir={tmp_path / 'skips'}", "--config.data.skip=true", "--config.evaluate=2"]
+    command.main(words, "")
+    said = capfd.readouterr().out
+    assert [said.count(f"{file} cannot be read as an image (") for file in broken] == [1, 1, 1]
+    assert "): skipped, 3 in all" in said
+    found = [line for line in record.lines(tmp_path / "skips" / "metrics.jsonl") if line["kind"] == "eval"]
+    assert len(found) == 3
+    assert all(
+        min(abs(line["accuracy"] * 7 - k) for k in range(8)) < 1e-5 for line in found
+    )  # of the seven that are there
 
 
 def test_a_language_model_writes(tmp_path):

@@ -3,7 +3,8 @@
 import itertools
 import math
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from experiments.data.order import positions
 from experiments.errors import Mistake
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
+_ROW = 100  # files in a row that cannot be read: more than a few are broken
 
 
 class Folder(NamedTuple):
@@ -23,6 +25,23 @@ class Folder(NamedTuple):
     val: list[str]
     val_labels: np.ndarray
     classes: tuple[str, ...]
+
+
+class Unreadable(Mistake):
+    """A file that is no image, or not a whole one."""
+
+
+class Skipped:
+    """Files that could not be read and were passed over, each told once, by whichever thread meets it first."""
+
+    def __init__(self, tell: Callable[[str], None] = print):
+        self.files, self._tell, self._lock = set(), tell, threading.Lock()
+
+    def add(self, file: str, why: BaseException | None) -> None:
+        with self._lock:
+            if file not in self.files:
+                self.files.add(file)
+                self._tell(f"{file} cannot be read as an image ({why}): skipped, {len(self.files):,} in all")
 
 
 def open(dir: str | Path) -> Folder:
@@ -70,6 +89,7 @@ def stream(
     train: bool = True,
     threads: int = 16,
     rows: np.ndarray | None = None,
+    skipped: Skipped | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Batches from step ``start`` on: "image" uint8 (batch, size, size, 3) and "label" int32 (batch,).
 
@@ -80,11 +100,28 @@ def stream(
 
     ``rows`` are those of every batch that this process reads, all if None. ``threads`` work on a batch each; that many
     are made in advance.
+
+    A file that cannot be read is an error, unless ``skipped`` is there to note it. Then in training the next file of the list
+    that can be read stands for it, image and label, so that a batch is still a function of (seed, step) and of the files; in
+    evaluation it is a black image of label -1.
     """
     import grain
 
     steps = 2**32 // batch if train else -(-len(files) // batch)
     mine = np.arange(batch) if rows is None else rows
+
+    def sample(p: int, k: int) -> tuple[np.ndarray, int]:
+        for other in range(k, k + _ROW if train else k + 1):
+            file, label = files[other % len(files)], labels[other % len(files)]
+            try:
+                return _image(file, size, np.random.default_rng((seed, p)) if train else None), label
+            except Unreadable as error:
+                if skipped is None:
+                    raise
+                skipped.add(file, error.__cause__)
+        if train:
+            raise Mistake(f"{_ROW} files in a row cannot be read, from {files[k]} on. Look at the folder.")
+        return np.zeros((size, size, 3), np.uint8), -1
 
     def make(step) -> dict[str, np.ndarray]:
         place = int(step) * batch + mine
@@ -92,8 +129,7 @@ def stream(
         image, label = np.zeros((len(mine), size, size, 3), np.uint8), np.full(len(mine), -1, np.int32)
         for i, (p, k) in enumerate(zip(place.tolist(), index.tolist(), strict=True)):
             if k < len(files):
-                image[i] = _image(files[k], size, np.random.default_rng((seed, p)) if train else None)
-                label[i] = labels[k]
+                image[i], label[i] = sample(p, k)
         return {"image": image, "label": label}
 
     batches = grain.MapDataset.range(start, steps).map(make)
@@ -114,7 +150,9 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
             rgb = image if image.mode == "RGB" else image.convert("RGB")
             return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
-        raise Mistake(f"{file} cannot be read as an image ({e}). Replace or remove it.") from e
+        raise Unreadable(
+            f"{file} cannot be read as an image ({e}). Replace or remove it, or pass over such files by --config.data.skip=true."
+        ) from e
 
 
 def _middle(width: int, height: int) -> tuple[float, float, float, float]:
