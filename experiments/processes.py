@@ -80,7 +80,10 @@ def _meet(asked: str) -> None:
         raise Mistake(
             f"--distributed={asked}: write auto, off, or HOST:PORT,N,I: where process 0 is, how many there are, and which this is."
         )
-    given = {"coordinator_address": told[1], "num_processes": int(told[2]), "process_id": int(told[3])} if told else {}
+    given = {}
+    if told:
+        given = {"coordinator_address": told[1], "num_processes": int(told[2]), "process_id": int(told[3])}
+        given |= {"cluster_detection_method": "deactivate"}  # it would give every process one device of its machine
     if told and given["process_id"] >= given["num_processes"]:
         raise Mistake(f"--distributed={asked}: {told[2]} processes are numbered from 0 to {int(told[2]) - 1}.")
     import jax

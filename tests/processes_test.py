@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 
 import numpy as np
@@ -13,14 +12,9 @@ from PIL import Image
 from experiments import command, processes
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Mistake
-from tests.runs import PAGE, arrays, as_people_run_it as as_people_run_it, start, timeless
+from tests.runs import PAGE, arrays, as_people_run_it as as_people_run_it, free, start, timeless
 
 CUT = "--config.mesh.fsdp=4"  # over all devices of both
-
-
-def free() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def together(workdir, cache, *words, own=((), ()), page=PAGE) -> list[subprocess.Popen]:

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,12 @@ def steps(made: Program, count: int):
 
 
 # ---- in a process of its own ----
+
+
+def free() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def start(workdir: Path, cache: Path, *words: str, devices: int = 1, page=PAGE, **env: str) -> subprocess.Popen:
