@@ -110,7 +110,7 @@ def smoke(c: ConfigDict) -> ConfigDict:
     c.epochs, c.steps, c.batch, c.accumulate, c.dtype = 0.0, 4, 16, min(c.accumulate, 2), "float32"
     c.model.size = "tiny"
     if c.model.name != "resnet":
-        c.model.depth = 2
+        c.model.depth = 1
     if c.experiment == "text":
         c.data.update(name="pydoc", tokenizer="bytes", length=32)
         c.model = {name: value for name, value in c.model.items() if name != "vocabulary"}
