@@ -85,17 +85,18 @@ def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
     assert arrays(tmp_path / "run") == arrays(whole)
 
 
-def test_saved_on_four_devices_and_gone_on_with_on_two(whole, tmp_path):
+def test_saved_on_four_devices_and_gone_on_with_on_two_and_on_one(whole, tmp_path):
     """The rest of it is that of one device, to rounding."""
     whole, cache = whole
-    process = start(tmp_path / "run", cache, devices=4)
-    for line in process.stdout:
-        if line.startswith("step"):
-            process.send_signal(signal.SIGTERM)
-            break
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 143, said
-    process = start(tmp_path / "run", cache, devices=2)
+    for devices in (4, 2):
+        process = start(tmp_path / "run", cache, devices=devices)
+        for line in process.stdout:
+            if line.startswith("step"):
+                process.send_signal(signal.SIGTERM)
+                break
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode == 143, said
+    process = start(tmp_path / "run", cache)
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     assert "going on from step" in said
