@@ -162,7 +162,8 @@ def _listen() -> None:
                 kind, what = "failed", f"process {who} of {_count} is gone, and had no time to say why"
             if kind == "failed":
                 for do in _at_end:
-                    do(what)
+                    with contextlib.suppress(Exception):  # this process ends all the same
+                        do(what)
                 print(f"launch.py: {what}. {name()} ends with it.", file=sys.stderr)
                 _end(what, 1)
             elif kind == "done":
@@ -171,10 +172,16 @@ def _listen() -> None:
                 _said.put(what)
 
 
+def wait_for_cause(error: BaseException) -> None:
+    """Of what another one's death does to this one the line tells the cause, and ends it meanwhile."""
+    if _count > 1 and not isinstance(error, Mistake | Failed | Stopped):
+        time.sleep(2)
+
+
 def _fail(error: BaseException) -> None:
     known = isinstance(error, Mistake | Failed)
+    wait_for_cause(error)
     if not known:
-        time.sleep(2)  # what another one's death did to this one is told by the line
         traceback.print_exception(error)
     what = f"{name()}: {error or type(error).__name__}"
     print(f"launch.py: {what}", file=sys.stderr)

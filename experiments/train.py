@@ -66,6 +66,7 @@ def run(
                 checkpoints.close()
             record.close("finished")
         except BaseException as error:
+            processes.wait_for_cause(error)
             checkpoints.close()
             stopped = isinstance(error, (KeyboardInterrupt, Stopped))
             with contextlib.suppress(Exception):  # the run's own error comes first
