@@ -83,6 +83,8 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 (self.directory / f"{step}.json").unlink(missing_ok=True)
                 self._clear()
+        if processes.count() > 1:  # the others wait for this one
+            raise Failed(self.lost.rstrip("."))
         self._tell(f"{self.lost} {self.kept()} Training goes on.")
 
     def _clear(self) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import processes, sinks, sweep
+from experiments import processes, record, sinks, sweep
 from experiments.errors import Mistake
 
 ROOT = Path(__file__).parent.parent
@@ -47,8 +47,9 @@ def carry_out(asked: "Asked", words: str) -> None:
             raise Mistake(f"--sink is sent what a run writes while it trains: it goes without --mode={mode}.")
         sinks.check(asked.sink)
     place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    workdir = Path(asked.workdir or processes.agreed(lambda: f"runs/{place}"))
-    processes.same("the config", config.to_json_best_effort(sort_keys=True))
+    if processes.count() > 1:
+        processes.same(record.fields(config) | asked.alike() | record.versions() | {"git": record.git()})
+    workdir = Path(processes.agreed(lambda: asked.workdir or f"runs/{place}"))
     if config.experiment not in EXPERIMENTS:
         raise Mistake(f"config.experiment={config.experiment!r}: there are {' and '.join(EXPERIMENTS)}.")
     if not 0 <= config.seed < 2**32:
@@ -95,6 +96,16 @@ class Asked(NamedTuple):
         """Of the page and its variant."""
         file, *variant = self.page.split(":", 1)
         return Path(file).stem + "".join(f"_{part}" for part in variant if part)
+
+    def alike(self) -> dict:
+        """What all processes of a run are asked for."""
+        return {
+            "--config": self.page,
+            **{f"--{name}": getattr(self, name) for name in ("workdir", "mode", "sweep", "sink")},
+        } | {
+            "--from": self.origin,
+            "--sweep_index": self.index,
+        }
 
     def changes(self) -> list[dict]:
         """The runs of the page's sweep."""

@@ -1,4 +1,4 @@
-"""The processes of a run, of which the first speaks and writes for all: how they meet, agree and part.
+"""The processes of a run, of which the first speaks and writes for all: how they meet, agree, stop and part.
 
 Every process holds a line to the first. One that fails says why on it, and one that dies closes it; the others then end at
 once, and do not wait for ever in their next collective. That a whole machine is gone, JAX notices within `SILENCE`.
@@ -26,7 +26,9 @@ _MANY = {"SLURM": "SLURM_STEP_NUM_TASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}  #
 
 _count, _index = 1, 0
 _lines: dict[int, Connection] = {}  # to the first process; the first has one to every other
+_sending = threading.Lock()
 _said: queue.Queue = queue.Queue()  # what the first has told all
+_over = threading.Event()  # the first has done all that it had to
 _at_end: list[Callable[[str], None]] = []
 
 
@@ -50,19 +52,19 @@ def name() -> str:
 def joined(asked: str):
     """Within it this process is one of several: as the cluster says with ``auto``, as told by ``HOST:PORT,N,I``; or it is
     alone, with ``off``. An error of its own ends the others; one that all have is said by the first."""
-    _meet(asked)
     try:
+        _meet(asked)
         yield
     except BaseException as error:
         if _count == 1:
             raise
         if not isinstance(error, Stopped | Diverged):
             _fail(error)
-        _tell("done", None)
+        _leave()
         if first():
             raise
         sys.exit(error.code)
-    _tell("done", None)
+    _leave()
 
 
 def _meet(asked: str) -> None:
@@ -87,9 +89,8 @@ def _meet(asked: str) -> None:
     if told and given["process_id"] >= given["num_processes"]:
         raise Mistake(f"--distributed={asked}: {told[2]} processes are numbered from 0 to {int(told[2]) - 1}.")
     import jax
-    from jax._src import distributed  # the one place that knows which address the cluster gave
-    from jax.experimental import multihost_utils
 
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself, from here to the end
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=SILENCE, shutdown_timeout_seconds=SILENCE)
     except Exception as error:  # of every cluster its own
@@ -98,21 +99,36 @@ def _meet(asked: str) -> None:
             f"--distributed={asked}: the processes did not meet: {' '.join(str(error).split())[:300].rstrip('.')}.{hint}"
         ) from error
     _count, _index = jax.process_count(), jax.process_index()
-    if _count == 1:
-        return
+    if _count > 1:
+        _connect()
+
+
+def _connect() -> None:
+    from jax._src import distributed  # the one place that knows which address the cluster gave
+    from jax.experimental import multihost_utils
+
+    host = distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
+    what = f"no line to process 0 on {host} within {SILENCE} s: machines of a run want all ports open between them"
+    late = threading.Timer(SILENCE, lambda: _end(f"{name()}: {what}", 1))
+    late.daemon = True
+    late.start()
     key = secrets.token_bytes(16)
     listener = Listener(("", 0), backlog=_count, authkey=key) if first() else None
     port = listener.address[1] if listener else 0
     known = multihost_utils.broadcast_one_to_all(np.frombuffer(port.to_bytes(2, "big") + key, np.uint8)).tobytes()
     if listener:
         while len(_lines) < _count - 1:
-            line = listener.accept()
-            _lines[line.recv()] = line
+            with contextlib.suppress(Exception):  # of who is none of ours
+                line = listener.accept()
+                _lines[line.recv()] = line
         listener.close()
     else:
-        host = distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
-        _lines[0] = Client((host, int.from_bytes(known[:2], "big")), authkey=known[2:])
-        _lines[0].send(_index)
+        try:
+            _lines[0] = Client((host, int.from_bytes(known[:2], "big")), authkey=known[2:])
+            _lines[0].send(_index)
+        except OSError as error:
+            raise Failed(f"{what} ({error})") from error
+    late.cancel()
     threading.Thread(target=_listen, daemon=True).start()
 
 
@@ -128,10 +144,57 @@ def agreed(find: Callable):
     return found
 
 
-def same(what: str, mine: str) -> None:
+def same(mine: dict) -> None:
     """Refuse what is not alike in all processes."""
-    if agreed(lambda: mine) != mine:
-        raise Mistake(f"{what} is not that of process 0; all processes want the same.")
+    theirs = agreed(lambda: mine)
+    if odd := [what for what in sorted(mine | theirs) if mine.get(what) != theirs.get(what)]:
+        raise Mistake(
+            f"{odd[0]} is {mine.get(odd[0])!r} here and {theirs.get(odd[0])!r} in process 0; all want the same."
+        )
+
+
+# ---- to stop together ----
+
+_gate = threading.Lock()  # held while all say how far they are
+_turns, _last, _asked, _far = 0, None, False, {}
+
+
+def turn(stop: bool) -> bool:
+    """To be called by all, after every step of theirs: whether all stop here. Some time after one of them wants to ``stop`` it
+    is so, and for all at the same turn."""
+    global _turns, _asked
+    if stop and not _asked:
+        _asked = True
+        _ask_all() if first() else _tell("stop", None)
+    with _gate:
+        _turns += 1
+        return _turns == _last
+
+
+def _ask_all() -> None:
+    if not _far:
+        _gate.acquire()
+        _far[0] = _turns
+        _tell("where", None)
+
+
+def _stopping(who: int, kind: str, what) -> None:
+    """One message more of: I want to stop; how far are you? so far; then stop after this turn."""
+    global _last
+    if kind == "stop":
+        _ask_all()
+    elif kind == "where":
+        _gate.acquire()
+        _tell("at", _turns)
+    elif kind == "at":
+        _far[who] = what
+        if len(_far) == _count:
+            _last = max(_far.values()) + 1
+            _tell("until", _last)
+            _gate.release()
+    else:
+        _last = what
+        _gate.release()
 
 
 # ---- to part ----
@@ -141,14 +204,30 @@ def same(what: str, mine: str) -> None:
 def at_end(do: Callable[[str], None]):
     """Within it, ``do`` is what the end of another process leaves to be done here."""
     _at_end.append(do)
-    yield
-    _at_end.remove(do)
+    try:
+        yield
+    finally:
+        _at_end.remove(do)
+
+
+def wait_for_cause(error: BaseException) -> None:
+    """Of what another one's death does to this one the line tells the cause, and ends it meanwhile."""
+    if _count > 1 and not isinstance(error, Mistake | Failed | Stopped | KeyboardInterrupt):
+        time.sleep(2)
+
+
+def _leave() -> None:
+    """The first may have more to do than the others, who wait for it: JAX would not for long."""
+    _tell("done", None)
+    if not first():
+        _over.wait()
 
 
 def _tell(kind: str, what) -> None:
-    for line in _lines.values():
-        with contextlib.suppress(OSError):
-            line.send((kind, what))
+    with _sending:
+        for line in _lines.values():
+            with contextlib.suppress(OSError):
+                line.send((kind, what))
 
 
 def _listen() -> None:
@@ -158,39 +237,38 @@ def _listen() -> None:
             who = open_lines[line]
             try:
                 kind, what = line.recv()
-            except (EOFError, OSError):
-                kind, what = "failed", f"process {who} of {_count} is gone, and had no time to say why"
+            except Exception:  # its end, or part of a last word
+                kind, what = "failed", (f"process {who} of {_count} is gone, and had no time to say why", 1)
             if kind == "failed":
-                for do in _at_end:
+                text, code = what
+                for do in list(_at_end):
                     with contextlib.suppress(Exception):  # this process ends all the same
-                        do(what)
-                print(f"launch.py: {what}. {name()} ends with it.", file=sys.stderr)
-                _end(what, 1)
+                        do(text)
+                _end(text, code, f"{text}. {name()} ends with it.")
             elif kind == "done":
                 del open_lines[line]
-            else:
+                if not first():
+                    _over.set()
+            elif kind == "known":
                 _said.put(what)
-
-
-def wait_for_cause(error: BaseException) -> None:
-    """Of what another one's death does to this one the line tells the cause, and ends it meanwhile."""
-    if _count > 1 and not isinstance(error, Mistake | Failed | Stopped):
-        time.sleep(2)
+            else:
+                _stopping(who, kind, what)
 
 
 def _fail(error: BaseException) -> None:
-    known = isinstance(error, Mistake | Failed)
+    known = isinstance(error, Mistake | Failed | KeyboardInterrupt)
     wait_for_cause(error)
-    if not known:
-        traceback.print_exception(error)
-    what = f"{name()}: {error or type(error).__name__}"
-    print(f"launch.py: {what}", file=sys.stderr)
-    _end(what.rstrip("."), error.code if known else 1)
+    what = f"{name()}: {str(error) or ('interrupted' if known else type(error).__name__)}"
+    text = "" if known else "".join(traceback.format_exception(error))
+    _end(what.rstrip("."), getattr(error, "code", 130 if known else 1), f"{text}launch.py: {what}")
 
 
-def _end(what: str, code: int) -> None:
-    """End here and now: what JAX does at its exit would wait for who is gone."""
-    _tell("failed", what)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _end(what: str, code: int, text: str = "") -> None:
+    """End here and now, and all others too: what JAX does at its exit would wait for who is gone."""
+    try:
+        _tell("failed", (what, code))
+        text = text or what
+        print(text if "launch.py: " in text else f"launch.py: {text}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)

@@ -60,7 +60,7 @@ class Record:
         """Send from a step on, to where what was before it is."""
         self.about["sent"] = {self._sink: secrets.token_hex(4)} | (self.about["sent"] if step else {})
         self._about()
-        run = sinks.Run(self.about["sent"][self._sink], self.dir, _flat(json.loads(_resolved(self._config))))
+        run = sinks.Run(self.about["sent"][self._sink], self.dir, fields(self._config))
         self._sender = sinks.Sender(self._sink, run, self._tell)
 
     def write(self, kind: str, step: int, **values) -> None:
@@ -206,7 +206,7 @@ def same_config(workdir: Path, config) -> None:
         raise Mistake(
             f"--workdir={workdir} has lost its config.json, so nothing says what its run was. Give another one."
         )
-    there, here = _flat(json.loads((workdir / "config.json").read_text())), _flat(json.loads(_resolved(config)))
+    there, here = _flat(json.loads((workdir / "config.json").read_text())), fields(config)
     if there != here:
         names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
         changed = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names[:4])
@@ -214,6 +214,11 @@ def same_config(workdir: Path, config) -> None:
             f"--workdir={workdir} holds a run of another config ({changed}). Give this one a directory of its own; to evaluate "
             f"that one, write --mode=eval --workdir={workdir} alone."
         )
+
+
+def fields(config) -> dict:
+    """Those of a config, by their dotted names, as config.json would give them back."""
+    return _flat(json.loads(_resolved(config)))
 
 
 def _flat(tree: dict, before: str = "", joint: str = ".") -> dict:

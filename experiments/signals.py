@@ -1,6 +1,5 @@
 """Being told to stop: by Ctrl-C, or by who runs the machine."""
 
-import os
 import signal
 import threading
 
@@ -8,10 +7,8 @@ from experiments import processes
 
 
 class Stop:
-    """Within it, the first SIGTERM or SIGINT is noted, for the loop to end after its step; a second one ends the process.
-
-    Several processes end after the same step, whichever of them was told: JAX hears SIGTERM, and they agree.
-    """
+    """Within it, the first SIGTERM or SIGINT is noted, for the loop to end after its step; a second one ends the process. Of
+    several processes any may be told, and all end after the same step."""
 
     def __init__(self):
         self.signal: signal.Signals | None = None
@@ -19,25 +16,19 @@ class Stop:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
-            heard = (signal.SIGINT, signal.SIGTERM)[: 1 if processes.count() > 1 else 2]
-            self._before = {s: signal.signal(s, self._told) for s in heard}
+            self._before = {s: signal.signal(s, self._told) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def after(self, step: int) -> bool:
-        """Whether the run ends after this step, which is asked after every one."""
-        if processes.count() > 1:
-            from jax.experimental.multihost_utils import reached_preemption_sync_point
-
-            if not reached_preemption_sync_point(step):
-                return False
-            self.signal = self.signal or signal.SIGTERM
-        return self.signal is not None
+    def now(self) -> bool:
+        """Whether the run ends here, to be asked after every step."""
+        if not processes.turn(self.signal is not None):
+            return processes.count() == 1 and self.signal is not None
+        self.signal = self.signal or signal.SIGTERM  # another one was told
+        return True
 
     def _told(self, number, _):
         self.signal = signal.Signals(number)
         self._restore()
-        if processes.count() > 1:
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def __exit__(self, *_):
         self._restore()

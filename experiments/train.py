@@ -58,16 +58,20 @@ def run(
     }
     with Stop() as stop:
         record = Record(workdir, config, about, program.plan, screen.line, sink) if processes.first() else Silent()
-        _seen_by_all(workdir)
+        ended = lambda why: record.close(f"failed: {why}")
+        with processes.at_end(ended):
+            _seen_by_all(workdir)
         checkpoints = Checkpoints(workdir, screen.line)
         try:
-            with processes.at_end(lambda why: record.close(f"failed: {why}")):
+            with processes.at_end(ended):
                 loop(program, config, record, checkpoints, screen, began, stop, origin)
                 checkpoints.close()
             record.close("finished")
         except BaseException as error:
-            processes.wait_for_cause(error)
-            checkpoints.close()
+            if processes.count() > 1 and not isinstance(error, Stopped | Diverged):
+                processes.wait_for_cause(error)  # and not for a checkpoint, which the others would have to finish too
+            else:
+                checkpoints.close()
             stopped = isinstance(error, (KeyboardInterrupt, Stopped))
             with contextlib.suppress(Exception):  # the run's own error comes first
                 record.close("interrupted" if stopped else f"{_kind(error)}: {error or repr(error)}")
@@ -95,7 +99,7 @@ def _seen_by_all(workdir: Path) -> None:
     began = lambda: json.loads((workdir / "run.json").read_text())["began"]
     wanted = processes.agreed(began)
     for _ in range(20):  # a file system of many machines may be late
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             if began() == wanted:
                 return
         time.sleep(0.5)
@@ -208,7 +212,7 @@ def loop(
                     better = best is None or (value > best if higher else value < best)
                     best = value if better else best
                     checkpoints.save(step + 1, state, meter.seen, best=better)
-            stopping = stop.after(step)
+            stopping = stop.now()
             if stopping and not evaluating:
                 meter.settle()
                 checkpoints.save(step + 1, state, meter.seen, best=False)

@@ -4,7 +4,8 @@
 #   launchers/ssh.sh node1 node2 -- --config=configs/gpt2_124m.py --workdir=/shared/runs/gpt2
 #
 # From the repository's root, which has its .venv (make run once) and is at the same place on every machine; --workdir is on
-# a file system that they share. The first machine's port 8476 is reached from the others (PORT=... for another one).
+# a file system that they share. The first machine listens at port 8476 (PORT=... for another one), and what the machines tell
+# each other goes over ports that the system chooses: between them all are open.
 # What to expect: lines of the first machine, and of another one only what is wrong with it, each after its machine's name. Ctrl-C
 # makes all save after the same step. A process that dies ends the others within seconds; the same line goes on.
 
@@ -16,9 +17,9 @@ if [ ${#hosts[@]} = 0 ] || [ $# -lt 2 ]; then
   exit 2
 fi
 shift
-place="${hosts[0]}:${PORT:-8476},${#hosts[@]}"
+place="${hosts[0]#*@}:${PORT:-8476},${#hosts[@]}"
 
-stop() {  # each process hands it on to the others; one is enough, and more do no harm
+stop() {
   for host in "${hosts[@]}"; do
     ssh "$host" "pkill -TERM -f -- '--distributed=$place,'" &
   done

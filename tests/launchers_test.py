@@ -56,14 +56,20 @@ def test_ssh_says_what_it_wants():
 def test_slurm_queues_again_what_was_told_to_stop_alone(code, again, tmp_path):
     stand_in(tmp_path, "srun", f'echo "srun $*"; exit {code}')
     stand_in(tmp_path, "scontrol", 'echo "scontrol $*"')
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "77"}
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_JOB_ID": "77",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
     words = ["bash", PAGES / "slurm.sbatch", "--config=configs/vit_24.py", "--sweep_index=ARRAY"]
     done = subprocess.run(words, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     srun, *rest = done.stdout.splitlines()
-    assert srun == "srun .venv/bin/python launch.py --distributed=auto --config=configs/vit_24.py --sweep_index=3"
+    launched = "launch.py --distributed=auto --config=configs/vit_24.py --sweep_index=3"
+    assert srun == f"srun --cpus-per-task=8 .venv/bin/python {launched}"
     assert rest == ["scontrol requeue 77"] * again
-    asked = command.read(srun.split()[2:])
+    asked = command.read(launched.split())
     assert (asked.distributed, asked.index) == ("auto", 3)
 
 

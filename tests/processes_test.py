@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,9 +74,10 @@ def test_one_that_dies_ends_the_other_and_the_next_start_goes_on(alone, killed, 
     left = 1 - killed
     assert both[left].returncode == 1
     assert f"launch.py: process {killed} of 2 is gone, and had no time to say why. process {left} of 2" in texts[left]
-    if killed == 0:
+    outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
+    assert outcome == "running" if killed == 0 else outcome.startswith("failed: process 1 of 2 is gone")
+    if killed == 1:
         return
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"].startswith("failed: process 1")
     both = together(tmp_path / "run", cache, CUT)
     texts = said(both)
     assert [process.returncode for process in both] == [0, 0], texts
@@ -101,16 +103,29 @@ def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path)
 
 
 def test_what_is_wrong_in_one_process_is_told_by_it_and_ends_all(tmp_path, alone):
-    _, cache = alone
-    for own, why in (
-        (((), ("--config.batch=32",)), "the config is not that of process 0; all processes want the same"),
-        (((), (f"--workdir={tmp_path / 'other'}",)), "is not the directory that process 0 has by this name"),
-    ):
-        both = together(tmp_path / "run", cache, own=own)
-        texts = said(both, timeout=120)
-        assert [process.returncode for process in both] == [1, 2], texts
-        assert re.search(rf"launch\.py: process 1 of 2 on \S+: .*{why}", texts[1])
-        assert re.search(rf"launch\.py: process 1 of 2 on \S+: .*{why}.* process 0 of 2 on \S+ ends with it", texts[0])
+    both = together(tmp_path / "run", alone[1], own=((), ("--config.batch=32",)))
+    why = r"launch\.py: process 1 of 2 on \S+: batch is 32 here and 16 in process 0; all want the same"
+    refused(both, why)
+
+
+def test_a_directory_that_others_do_not_see_is_refused(tmp_path, alone):
+    """Of one name, but on another machine; here, below another place."""
+    both, port = [], free()
+    for index in range(2):
+        (place := tmp_path / f"machine{index}").mkdir()
+        (place / "configs").symlink_to(command.ROOT / "configs")
+        how = f"--distributed=127.0.0.1:{port},2,{index}"
+        both.append(start(Path("run"), alone[1], how, devices=2, cwd=place))
+    refused(
+        both, r"launch\.py: process 1 of 2 on \S+: .*machine1/run is not the directory that process 0 has by this name"
+    )
+
+
+def refused(both, why: str) -> None:
+    texts = said(both, timeout=120)
+    assert [process.returncode for process in both] == [2, 2], texts
+    assert re.search(why, texts[1])
+    assert re.search(rf"{why}.* process 0 of 2 on \S+ ends with it", texts[0])
 
 
 def test_of_files_every_process_reads_its_part(alone, tmp_path):

@@ -56,13 +56,15 @@ def free() -> int:
         return server.getsockname()[1]
 
 
-def start(workdir: Path, cache: Path, *words: str, devices: int = 1, page=PAGE, **env: str) -> subprocess.Popen:
+def start(
+    workdir: Path, cache: Path, *words: str, devices: int = 1, page=PAGE, cwd=command.ROOT, **env: str
+) -> subprocess.Popen:
     flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     xla = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"  # as in conftest.py
     flags |= {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
-        [sys.executable, "launch.py", *page, f"--workdir={workdir}", *words], env=os.environ | flags | env, text=True,
-        cwd=command.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, command.ROOT / "launch.py", *page, f"--workdir={workdir}", *words], env=os.environ | flags | env, text=True,
+        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from experiments import command, record, sinks
 from experiments.errors import Mistake
 from nmjax.plans import Plan
-from tests.run_test import _as_people_run_it as _as_people_run_it
+from tests.runs import as_people_run_it as as_people_run_it
 from tests.sweep_test import PAGE
 
 KEEPS = """
