@@ -3,6 +3,7 @@
     python -m experiments.bench transforms [--size 4096] [--rounds 9] [--save NAME]    # of arrays, in copies
     python -m experiments.bench delivery [--rounds 9] [--save NAME]                    # of models, against the dense one
     python -m experiments.bench train [--config PAGE ...] [--rounds 9] [--save NAME]   # of runs, against a plain loop
+    python -m experiments.bench scale [--config PAGE ...] [--rounds 9] [--save NAME]   # of many devices, saving, starting again
     python -m experiments.bench kernels [--sizes 4096,8192] [--only a,c] [--quick] [--save NAME]   # right, and how fast
     python -m experiments.bench tune [--shapes TEXT] [--ship] [--minutes 8]            # the fastest tiles, for the library
 

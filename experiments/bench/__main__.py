@@ -10,7 +10,7 @@ from experiments import bench
 from experiments.bench.measure import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-TABLES = ("transforms", "delivery", "train", "kernels", "tune")
+TABLES = ("transforms", "delivery", "train", "scale", "kernels", "tune")
 
 
 def main(argv: list[str]) -> int:
@@ -23,8 +23,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--size", type=int, default=4096, help="transforms: rows and columns of the arrays (default 4096)"
     )
-    parser.add_argument("--config", action="append", help="train: a page of configs/, with a variant perhaps")
-    parser.add_argument("--dir", default="", help="train: where data lies, as --config.data.dir")
+    parser.add_argument("--config", action="append", help="train, scale: a page of configs/, with a variant perhaps")
+    parser.add_argument("--dir", default="", help="train, scale: where data lies, as --config.data.dir")
     parser.add_argument("--sizes", default="4096,8192,16384", help="kernels: n of the products n x n x n")
     parser.add_argument("--quick", action="store_true", help="kernels: fewer cases, and smaller ones")
     parser.add_argument(
@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
         "transforms": lambda: module.transforms(args.size, args.rounds),
         "delivery": lambda: module.delivery(args.rounds),
         "train": lambda: module.train(args.config or module.PAGES, args.dir, args.rounds),
+        "scale": lambda: module.scale(args.config or module.PAGES, args.dir, args.rounds),
         "tune": lambda: module.tune(shapes or module.default(), args.ship, args.minutes),
     }[args.what]()
     if tables is None:

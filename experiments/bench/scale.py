@@ -1,0 +1,281 @@
+"""How runs grow: what devices tell each other in a step, what a device holds, what saving and starting again cost."""
+
+import importlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments import command
+from experiments.bench.collectives import KINDS, Collective, collectives
+from experiments.bench.measure import markdown
+from experiments.checkpoints import Checkpoints
+from experiments.errors import Mistake
+from experiments.program import Program
+from experiments.shards import CUT
+
+PAGES = ["configs/vit_24.py"]
+COUNTS = (1, 2, 4, 8)
+SAVES, EVERY = 4, (10, 100)  # so many in a run, after so many steps each
+SHORT = ["--config.epochs=0", "--config.steps=4", "--config.evaluate=4", "--config.measure=2", "--config.learning_rate.warmup=0"]  # fmt: skip
+PARTS = ("imports", "data", "plan", "tracing", "lowering", "compiling", "first step")
+
+
+def scale(pages: list[str], directory: str, rounds: int) -> str:
+    """All tables of ``bench scale``."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the devices
+    counts = COUNTS if jax.default_backend() == "cpu" else [n for n in COUNTS if n <= jax.device_count()]
+    data, found, stalls, starts, parts = f"--config.data.dir={directory}", {}, {}, {}, {}
+    for page in pages:
+        for n in counts:
+            for name, words in meshes(n).items():
+                found[page, name] = apart(n, "step", page, str(rounds), data, *words)
+        for every in EVERY:
+            stalls[f"{page}, every {every} steps"] = stall(made(page, data), every)
+        for one in dict.fromkeys((page.partition(":")[0] + ":smoke", page)):
+            with tempfile.TemporaryDirectory() as folder:
+                cold, warm = restart(one, data, folder), restart(one, data, folder)
+                starts[one] = [warm / cold, f"{cold:.1f} s", f"{warm:.1f} s"]
+                parts[one] = apart(1, "start", one, str(time.monotonic()), data, *SHORT, cache=folder)
+    saving = (
+        f"The longest time between two steps while {SAVES} checkpoints are written, over the median step without any; and the "
+        "share of all time that the loop waited for them. Every step's loss is waited for."
+    )
+    again = "To the first step, as launch.py tells it: with what was compiled kept, over without. Aim: 0.40."
+    whole = (
+        "Seconds of a start that finds everything compiled, one thing after another; a run traces, lowers and reads four "
+        "programs side by side."
+    )
+    return "\n".join([
+        _steps(found), _memory(found),
+        markdown("Saving", saving, stalls, ["", "longest", "share", "a step", "a checkpoint"]),
+        markdown("Starting again", again, starts, ["", "warm over cold", "cold", "warm"]),
+        markdown("What the time goes to", whole, parts, ["", *PARTS]),
+    ])  # fmt: skip
+
+
+def meshes(n: int) -> dict[str, list[str]]:
+    """How so many devices are arranged."""
+    if n == 1:
+        return {"1 device": []}
+    found = {f"{n} x data": [], f"{n} x fsdp": [f"--config.mesh.fsdp={n}"]}
+    found[f"{n} x fsdp, 2 micro-batches"] = [f"--config.mesh.fsdp={n}", "--config.accumulate=2"]
+    found[f"{n // 2} x data, 2 x tensor" if n > 2 else "2 x tensor"] = ["--config.mesh.tensor=2"]
+    return found
+
+
+def apart(n: int, what: str, *words: str, cache: str = "") -> Any:
+    """What a process of its own finds, which sees so many devices."""
+    here = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(n)))}
+    if jax.default_backend() == "cpu":
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n}"
+        here = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "experiments.bench.scale", what, *words],
+        cwd=command.ROOT, env=os.environ | here | _caching(cache), capture_output=True, text=True,
+    )  # fmt: skip
+    if ran.returncode:
+        raise Mistake(f"{' '.join(words)} on {n} devices: {ran.stderr.strip()[-300:]}")
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def _caching(folder: str) -> dict[str, str]:
+    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"} if folder else {}
+
+
+def made(page: str, *words: str) -> Program:
+    config = command.read(["launch.py", f"--config={page}", *words]).config
+    return Program(config, importlib.import_module(f"experiments.{config.experiment}").Task(config))
+
+
+# ---- the step ----
+
+
+def least(program: Program) -> dict[str, float]:
+    """The bytes that a device cannot but send in a step, by kind, in float32. Gradients are summed over all devices that have
+    their parameter: in parts, where it is cut by fsdp, and then it is gathered, once. A product that is cut along what it sums over
+    (down and out, and backward what comes before them) is summed over tensor."""
+    data, fsdp, tensor = (program.mesh.shape[name] for name in ("data", "fsdp", "tensor"))
+    ring, found = lambda n: (n - 1) / n, Counter(dict.fromkeys(KINDS, 0.0))
+    for leaf in jax.tree.leaves(program.shapes.params):
+        size, cut = leaf.size * leaf.dtype.itemsize, leaf.sharding.spec
+        size /= tensor if "tensor" in cut else 1
+        if "fsdp" in cut:
+            found["all-gather"] += size * ring(fsdp)
+            found["reduce-scatter"] += size * ring(fsdp)
+            found["all-reduce"] += 2 * size / fsdp * ring(data)
+        else:
+            found["all-reduce"] += 2 * size * ring(data * fsdp)
+    for layer in program.plan.layers if tensor > 1 else ():
+        if CUT[1][0].search(layer.path):
+            width = 4 if program.config.dtype == "float32" else 2
+            out = layer.flops / (2 * layer.kernel[-2]) * width / data / fsdp
+            found["all-reduce"] += 2 * program.config.accumulate * out * 2 * ring(tensor)
+    return dict(found)
+
+
+def step(page: str, rounds: str, *words: str) -> dict:
+    """What a step of a page does on the devices that are here, and what it takes."""
+    program = made(page, *words)
+    arrays = next(iter(program.task.feed(0, 0, program.mesh)))
+    compiled = program.train.lower(program.shapes, arrays).compile()
+    state, best = program.init(jnp.uint32(0)), math.inf
+    for _ in range(int(rounds) + 1):
+        start = time.perf_counter()
+        state, shown = compiled(state, arrays)
+        jax.block_until_ready((state, shown))
+        best = min(best, time.perf_counter() - start)
+    named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(program.shapes)]
+    size = lambda leaf, shape: math.prod(shape) * leaf.dtype.itemsize
+    whole = [(size(leaf, leaf.shape), name) for name, leaf in named if leaf.sharding.shard_shape(leaf.shape) == leaf.shape]  # fmt: skip
+    memory = compiled.memory_analysis()
+    return {
+        "seconds": best,
+        "least": least(program),
+        "collectives": collectives(compiled.as_text()),
+        "total": sum(size(leaf, leaf.shape) for _, leaf in named),
+        "held": sum(size(leaf, leaf.sharding.shard_shape(leaf.shape)) for _, leaf in named),
+        "whole": sorted(whole, reverse=True)[:3],
+        "memory": memory and [memory.argument_size_in_bytes, memory.temp_size_in_bytes],
+    }
+
+
+def _steps(found: dict) -> str:
+    rows, beyond = {}, []
+    for (page, name), told in found.items():
+        told["collectives"] = [Collective(*row) for row in told["collectives"]]
+        counts, moved = Counter(), Counter()
+        for row in told["collectives"]:
+            counts[row.kind] += row.times
+            moved[row.kind] += row.times * row.moved
+        wanted, sent = sum(told["least"].values()), sum(moved.values())
+        spared = told["least"]["reduce-scatter"] * (not counts["reduce-scatter"])
+        ratio = lambda sent, wanted=wanted: sent / wanted if wanted else None
+        cells = [f"{counts[kind]}: {moved[kind] / 1e6:.3f}" if counts[kind] else "" for kind in KINDS[:3]]
+        others = ", ".join(f"{counts[kind]} {kind}: {moved[kind] / 1e6:.3f}" for kind in KINDS[3:] if counts[kind])
+        rows[f"{page} {name}"] = [*cells, others, f"{wanted / 1e6:.3f}", ratio(sent), ratio(sent - spared),
+                                  told["seconds"] / found[page, "1 device"]["seconds"]]  # fmt: skip
+        for kind in KINDS if wanted and sent - spared > 1.1 * wanted else ():
+            of = sorted((r for r in told["collectives"] if r.kind == kind), key=lambda row: -row.moved * row.times)
+            if moved[kind] > 1.1 * told["least"][kind]:
+                shown = "; ".join(f"{row.times} x {row.shape[:60]} of `{row.name[-60:]}`" for row in of[:3])
+                beyond.append(
+                    f"- {page} {name}, {kind}: {moved[kind] / 1e6:.3f} MB, least {told['least'][kind] / 1e6:.3f}: {shown}"
+                )
+    table = markdown(
+        "A step on several devices",
+        "How many collectives the compiled step has, and the megabytes that each device sends by them; the least that it can send, and "
+        "what is sent over that. XLA's compiler for CPUs scatters no sums: it reduces whole gradients, which is twice the bytes, and "
+        "cuts them; the next column counts these as scattered. The time is that of one device over: where devices are virtual they "
+        "share the same cores, and it tells only what cutting costs.",
+        rows, ["", *KINDS[:3], "others", "least MB", "over least", "scattered", "time"],
+    )  # fmt: skip
+    return table + ("\nBeyond 1.1 of the least:\n\n" + "\n".join(beyond) + "\n" if beyond else "")
+
+
+def _memory(found: dict) -> str:
+    rows = {}
+    for (page, name), told in found.items():
+        n, one = int(name.split()[0]), found[page, "1 device"]
+        if name.endswith("fsdp") or n == 1:
+            uncut = ", ".join(f"{name} {size:,} B" for size, name in told["whole"]) if n > 1 else ""
+            over = (
+                [a / b for a, b in zip(told["memory"], one["memory"], strict=True)] if told["memory"] else [None, None]
+            )
+            rows[f"{page} {name}"] = [told["held"] / (told["total"] / n), f"{told['held'] / 1e6:.3f} MB", *over, uncut]
+    return markdown(
+        "What a device holds",
+        "The state of a run on each device, over its n-th part; arguments and temporary memory of the compiled step, over those on one "
+        "device, where the batch is n times as large and the training data lie whole; and the largest arrays that are not cut.",
+        rows, ["", "state over ideal", "state", "arguments", "temporary", "whole"],
+    )  # fmt: skip
+
+
+# ---- saving and starting again ----
+
+
+def stall(program: Program, every: int) -> list:
+    """What saving every so many steps costs."""
+    arrays, state = next(iter(program.task.feed(0, 0, program.mesh))), program.init(jnp.uint32(0))
+
+    def steps(state, save) -> tuple:
+        times, last = [], time.perf_counter()
+        for i in range(1, SAVES * every + 1):
+            state, shown = program.train(state, arrays)
+            jax.block_until_ready(shown["loss"])
+            times.append((now := time.perf_counter()) - last)
+            last = now
+            if save and i % every == 0:
+                save(i, state)
+        return state, times, time.perf_counter() - last
+
+    state, _, _ = steps(state, None)  # compiled by then
+    state, alone, _ = steps(state, None)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints, waited = Checkpoints(Path(folder)), []
+
+        def save(i, state):
+            start = time.perf_counter()
+            checkpoints.save(i, state, [], best=False)
+            waited.append(time.perf_counter() - start)
+
+        checkpoints.save(0, state, [], best=False)  # Orbax is imported by then
+        checkpoints.wait()
+        state, times, rest = steps(state, save)
+        checkpoints.close()
+        size = sum(p.stat().st_size for p in (checkpoints.directory / str(SAVES * every)).rglob("*"))
+    usual = statistics.median(alone)
+    share = sum(waited) / (sum(times) + rest)
+    return [max(*times, rest) / usual, share, f"{usual * 1e3:.1f} ms", f"{size / 1e6:.1f} MB"]
+
+
+def restart(page: str, data: str, cache: str) -> float:
+    """Seconds to the first step, as a run itself tells them."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"--config={page}", data, f"--workdir={folder}/run", *SHORT]
+        subprocess.run([sys.executable, "launch.py", *words], cwd=command.ROOT, env=os.environ | _caching(cache),
+                       stdout=subprocess.DEVNULL, check=True)  # fmt: skip
+        told = dict(json.loads((Path(folder) / "run/run.json").read_text())["summary"])
+    return float(told["first step"].split()[1])
+
+
+def start(page: str, began: str, *words: str) -> list[float]:
+    """What a start does, one thing after another, in a process that began at that time."""
+    importlib.import_module("experiments.train")  # as launch.py does
+    config = command.read(["launch.py", f"--config={page}", *words]).config
+    make = importlib.import_module(f"experiments.{config.experiment}").Task
+    times, last = dict.fromkeys(PARTS, 0.0), float(began)
+
+    def spent(part: str, value=None):
+        nonlocal last
+        now = time.monotonic()
+        times[part], last = times[part] + now - last, now
+        return value
+
+    spent("imports")
+    task = spent("data", make(config))
+    program = spent("plan", Program(config, task))
+    arrays = spent("data", next(iter(task.feed(0, 0, program.mesh))))
+    jobs = [(program.train, (program.shapes, arrays)), (program.init, (jnp.uint32(0),))]
+    jobs += [(program.measure, (program.shapes, arrays)), (program.masks, (program.shapes,))] * (program.measures > 0)
+    for function, given in jobs:
+        traced = spent("tracing", function.trace(*given))
+        lowered = spent("lowering", traced.lower())
+        spent("compiling", lowered.compile())
+    jax.block_until_ready(program.train(program.init(jnp.uint32(0)), arrays))
+    spent("first step")
+    return list(times.values())
+
+
+if __name__ == "__main__":
+    print(json.dumps({"step": step, "start": start}[sys.argv[1]](*sys.argv[2:])))
