@@ -125,6 +125,7 @@ class Program:
 
     def _train(self, state: State, arrays) -> tuple[State, dict]:
         config, params = self.config, state.params
+        where = jax.tree.map(lambda shape: shape.sharding, (self.shapes.params, self.shapes.rest))
         batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
         now = self._now(state)
 
@@ -133,17 +134,18 @@ class Program:
             part = jax.lax.with_sharding_constraint(part, self.split)
             model = nnx.merge(self.graph, params, rest)
             nm.nnx.set_step(model, now, number)
-            rest = nnx.split(model, nnx.Param, ...)[2]
+            rest = nnx.as_pure(nnx.split(model, nnx.Param, ...)[2])
 
             def loss(params):
-                model = nnx.merge(self.graph, params, rest, copy=True)
+                given = jax.lax.with_sharding_constraint((params, rest), shards.in_use(where, self.mesh))
+                model = nnx.merge(self.graph, *given, copy=True)
                 model.train()
                 with nm.nnx.packed(model, forms or {}):
                     value, shown = self.task.loss(model, part)
                 return value, ({"loss": value, **shown}, nnx.as_pure(nnx.split(model, nnx.Param, ...)[2]))
 
             grads, (shown, rest) = jax.grad(loss, has_aux=True)(params)
-            return rest, (grads, shown)
+            return rest, (jax.lax.with_sharding_constraint(grads, where[0]), shown)
 
         if config.accumulate == 1:
             rest, (grads, shown) = micro(state.rest, (0, batch))

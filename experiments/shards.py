@@ -94,6 +94,13 @@ def of_state(state, model: nnx.Module, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def in_use(where, mesh: Mesh):
+    """Where parameters lie while a step computes with them: whole along fsdp. Said of what goes into the model, for within a
+    loop the compiler would rather cut the products, and tell activations."""
+    whole = lambda at: NamedSharding(mesh, PartitionSpec(*(None if name == "fsdp" else name for name in at.spec)))
+    return jax.tree.map(whole, where)
+
+
 def _name(layer: Layer) -> str:
     return f"{layer.path}/kernel".lstrip("/")
 

@@ -1,14 +1,13 @@
 """Parameters cut along a mesh: the numbers of one that is not, the memory of a part, and no group on two devices."""
 
-import re
-from collections import Counter
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments import shards
+from experiments.bench import scale
+from experiments.bench.collectives import collectives
 from experiments.errors import Mistake
 from tests.runs import as_people_run_it as as_people_run_it, program, steps
 
@@ -59,22 +58,25 @@ def test_all_that_belongs_to_a_weight_lies_as_it_does():
     assert mine < 0.3 * total  # and the small ones whole
 
 
-def collectives(compiled: str) -> Counter:
-    return Counter(
-        re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", compiled)
-    )
+CUT = {"data": (1, 1), "fsdp": (4, 1), "tensor": (1, 2)}
+LOOPS = {"": [], "micro-batches": ["--config.accumulate=2"], "scan": ["--config.model.scan=true"]}
 
 
-def test_what_devices_tell_each_other_in_a_step():
-    """Data parallel: gradients and figures are summed, and nothing is gathered. FSDP: weights are gathered too."""
-    found = {}
-    for name, mesh in {"data": (1, 1), "fsdp": (4, 1)}.items():
-        m = made(*mesh, "--config.model.depth=1")
-        arrays = next(iter(m.task.feed(0, 0, m.mesh)))
-        found[name] = collectives(m.train.lower(m.shapes, arrays).compile().as_text())
-    assert found["data"] == {"all-reduce": 1}
-    assert found["fsdp"]["all-gather"] > 0
-    assert not {"all-to-all", "collective-permute"} & set(found["fsdp"])
+@pytest.mark.parametrize(("name", "loop"), [*((name, "") for name in CUT), ("fsdp", "micro-batches"), ("fsdp", "scan")])
+def test_devices_tell_each_other_no_more_than_they_must(name, loop):
+    """Data parallel: gradients and figures are summed. FSDP: weights are gathered too, once, whatever goes round how often;
+    no activation is. A CPU sums what others scatter. The order of the data is nobody else's affair."""
+    m = made(*CUT[name], "--config.model.depth=2", *LOOPS[loop])
+    arrays = next(iter(m.task.feed(0, 0, m.mesh)))
+    found, wanted = collectives(m.train.lower(m.shapes, arrays).compile().as_text()), scale.least(m)
+    moved = lambda kind: sum(row.moved * row.times for row in found if row.kind == kind)
+    assert not [row for row in found if row.shape == "pred[]"]
+    if name == "tensor":
+        return
+    assert {row.kind for row in found} == {"all-reduce", *["all-gather"] * (name == "fsdp")}
+    masks = m.config.accumulate / 4  # a byte for four of a weight
+    assert moved("all-gather") <= (1 + masks) * wanted["all-gather"]
+    assert moved("all-reduce") <= 1.01 * m.config.accumulate * (wanted["all-reduce"] + 2 * wanted["reduce-scatter"])
 
 
 WRONG = {
