@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import gc
 import importlib
 import importlib.util
 import json
@@ -60,6 +61,7 @@ def carry_out(asked: "Asked", words: str) -> None:
     except ModuleNotFoundError as error:
         raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
 
+    gc.freeze()  # what is imported stays, and need not be looked through while programs are traced
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # or it is jax's own affair; "" is none
         jax.config.update("jax_compilation_cache_dir", str(cache()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -104,15 +104,16 @@ def _shapes(*values):
 
 @lru_cache
 def _chosen(op, lhs, rhs, sparsity, backend, here, before):
-    from nmjax.kernels import api  # late: see nmjax.kernels
-
     layout = _laid(op, lhs, rhs)
     made = lambda here: tuple(
         (p, _choice(p, op, lhs, rhs, sparsity, backend, here, layout, before)) for p in CONTRACTED
     )
     choices = made(here)
-    if any(choice.how in ("packed", "fp8") for _, choice in choices) and (why := api.fault(here)):
-        return made(why), layout, why
+    if any(choice.how in ("packed", "fp8") for _, choice in choices):
+        from nmjax.kernels import api  # late: see nmjax.kernels
+
+        if why := api.fault(here):
+            return made(why), layout, why
     return choices, layout, here
 
 

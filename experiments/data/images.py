@@ -1,6 +1,7 @@
 """Small image sets, whole in memory: digits, CIFAR-10, MNIST and Fashion-MNIST."""
 
 import difflib
+import importlib.util
 import io
 import logging
 import zipfile
@@ -50,13 +51,12 @@ def load(name: str, dir: str | Path = "") -> Images:
 def _digits(dir) -> Images:
     """Of the images of each digit, in scikit-learn's order, 36 evenly spaced ones are for the test: 360 in all."""
     del dir
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise Mistake("digits come with scikit-learn: pip install scikit-learn") from None
-    data = load_digits()
-    x = ((data.images.astype(np.int32) * 255 + 8) // 16).astype(np.uint8)[..., None]
-    y = data.target.astype(np.int32)
+    there = importlib.util.find_spec("sklearn")  # whose file is read: to import it takes a second
+    if there is None or there.origin is None:
+        raise Mistake("digits come with scikit-learn: pip install scikit-learn")
+    data = np.loadtxt(Path(there.origin).parent / "datasets/data/digits.csv.gz", np.int32, delimiter=",")
+    x = ((data[:, :64] * 255 + 8) // 16).astype(np.uint8).reshape(-1, 8, 8, 1)
+    y = np.ascontiguousarray(data[:, 64])
     own = [np.flatnonzero(y == digit) for digit in range(10)]
     test = np.sort(np.concatenate([i[np.arange(36) * len(i) // 36] for i in own]))
     train = np.setdiff1d(np.arange(len(y)), test)
