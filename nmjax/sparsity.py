@@ -13,7 +13,9 @@ Every slot prunes along the contraction axis of its own product, so nobody names
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -176,8 +178,21 @@ def slot_state(state, slot: str):
 def pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
     if p == identity:
         return x
+    if isinstance(x, jax.core.Tracer):
+        with suppress(TypeError, ValueError):  # told below, under the name of the layer
+            return _traced(x, ctx.key, ctx.step, ctx.state, p=p, operand=operand)
+    return _pruned(label, p, x, operand, ctx)
+
+
+def _pruned(label, p, x, operand, ctx):
     result, back = along(label, p, x, operand, ctx, p)
     return back(result)
+
+
+@partial(jax.jit, static_argnames=("p", "operand"), inline=True)
+def _traced(x, key, step, state, *, p, operand):
+    """The same, traced once for all layers that are alike; compiled programs do not know of it."""
+    return _pruned(str(p), p, x, operand, Ctx(key, step, state))
 
 
 def along(label, p, x, operand, ctx, call):
