@@ -61,7 +61,8 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             self._failed(step, error)
             return
-        self._writing = self._thread.submit(self._finish, step, {"best": best, "seen": seen})
+        seal = {"best": best, "seen": list(seen)}  # written while later steps say more
+        self._writing = self._thread.submit(self._finish, step, seal)
 
     def _finish(self, step: int, seal: dict) -> None:
         try:
