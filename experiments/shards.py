@@ -94,6 +94,12 @@ def of_state(state, model: nnx.Module, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(place, state)
 
 
+def stacked(count: int, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """So many of an array, of which each is cut as one is."""
+    cut = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
+    return jax.ShapeDtypeStruct((count, *one.shape), one.dtype, sharding=cut)
+
+
 def _name(layer: Layer) -> str:
     return f"{layer.path}/kernel".lstrip("/")
 
