@@ -1,7 +1,8 @@
 """Train, evaluate or plan a run.
 
 python launch.py --config=configs/vit_24.py [--workdir=DIR] [--from=DIR] [--mode=train|eval|plan] [--config.FIELD=VALUE ...]
-                 [--sweep] [--sweep_index=I] [--sink=wandb|trackio|mlflow] [--distributed=auto|off|HOST:PORT,N,I]
+                 [--sweep [--seeds_at_once=N]] [--sweep_index=I] [--sink=wandb|trackio|mlflow]
+                 [--distributed=auto|off|HOST:PORT,N,I]
 """
 
 import sys

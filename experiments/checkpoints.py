@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import processes
-from experiments.errors import Diverged, Failed
+from experiments.errors import Failed
 from experiments.record import replace
 
 
@@ -61,7 +61,8 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             self._failed(step, error)
             return
-        self._writing = self._thread.submit(self._finish, step, {"best": best, "seen": seen})
+        seal = {"best": best, "seen": list(seen)}  # written while later steps say more
+        self._writing = self._thread.submit(self._finish, step, seal)
 
     def _finish(self, step: int, seal: dict) -> None:
         try:
@@ -108,21 +109,14 @@ class Checkpoints:
         if "_orbax" in vars(self):
             self._orbax.close()
 
-    @contextlib.contextmanager
-    def dumping(self):
-        """Where a run diverges within it, the last state that it was told of is written for a person to look at: no run goes
-        on from it."""
-        last = []
-        try:
-            yield lambda step, state: last.__setitem__(slice(None), (step, state))
-        except Diverged:
-            self.wait()
-            step, state = last
-            with contextlib.suppress(Exception):  # what failed comes first
-                self._orbax.save(self.directory / f"failed-{step}", state._asdict(), force=True)
-                self._orbax.wait_until_finished()
-                self._tell(f"The state after step {step:,} is in {self.directory / f'failed-{step}'}, to be looked at.")
-            raise
+    def dump(self, state) -> None:
+        """Write what a run that diverged is now, for a person to look at: no run goes on from it."""
+        self.wait()
+        with contextlib.suppress(Exception):  # what failed comes first
+            step = int(state.step)
+            self._orbax.save(self.directory / f"failed-{step}", state._asdict(), force=True)
+            self._orbax.wait_until_finished()
+            self._tell(f"The state after step {step:,} is in {self.directory / f'failed-{step}'}, to be looked at.")
 
     # ---- restoring ----
 
@@ -130,6 +124,10 @@ class Checkpoints:
         """The steps of sealed checkpoints; or of those that were the best when they were saved."""
         found = sorted(int(p.stem) for p in self.directory.glob("*.json") if p.stem.isdigit())
         return [step for step in found if not best or _seal(self._path(step, ".json")).get("best")]
+
+    def last(self) -> int:
+        """The step of the last checkpoint that is as it was written, or 0."""
+        return self._sound(best=False, mend=False)[0]
 
     def restore(self, shapes, best: bool = False, mend: bool = True) -> Restored:
         """The last checkpoint that is as it was written, or the best; of step 0 and without a state, where there is none.

@@ -46,6 +46,10 @@ def carry_out(asked: "Asked", words: str) -> None:
         if mode != "train":
             raise Mistake(f"--sink is sent what a run writes while it trains: it goes without --mode={mode}.")
         sinks.check(asked.sink)
+    if asked.at_once < 1 or asked.at_once > 1 and (not asked.sweep or asked.index is not None):
+        raise Mistake(f"--seeds_at_once={asked.at_once}: at least 1, and more of a --sweep that has no --sweep_index.")
+    if asked.at_once > 1 and processes.count() > 1:
+        raise Mistake(f"--seeds_at_once={asked.at_once} is for one process: it goes without --distributed.")
     place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if processes.count() > 1:
         processes.same(record.fields(config) | asked.alike() | record.versions() | {"git": record.git()})
@@ -67,15 +71,16 @@ def carry_out(asked: "Asked", words: str) -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     if not sweeping:
-        origin = Path(asked.origin) if asked.origin else None
-        train.run(config, task(config), workdir, mode, asked.name, words, origin, sink=asked.sink)
+        origin, alone = Path(asked.origin) if asked.origin else None, train.Run(asked.name, config, workdir)
+        train.run([alone], task(config), mode, words, origin, sink=asked.sink)
         return
 
-    def one(member, directory, program):
-        made = task(member.config) if program is None else program.task
-        return train.run(member.config, made, directory, "train", member.name, words, program=program, sink=asked.sink)
+    def side_by_side(members, program):
+        runs = [train.Run(member.name, member.config, workdir / member.name) for member in members]
+        train.run(runs, program.task, "train", words, program=program, sink=asked.sink)
 
-    sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, one)
+    make = lambda member: train.Program(member.config, task(member.config))
+    sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, asked.at_once, make, side_by_side)
 
 
 class Asked(NamedTuple):
@@ -89,6 +94,7 @@ class Asked(NamedTuple):
     distributed: str
     sweep: bool
     index: int | None
+    at_once: int  # runs of a sweep that differ in their seed alone
     sink: str  # what a run's numbers are sent to beside its files
 
     @property
@@ -153,6 +159,7 @@ def read(argv: list[str]) -> Asked:
     flags.DEFINE_string("distributed", "", "auto, off or HOST:PORT,N,I", flag_values=values)
     flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
     flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
+    flags.DEFINE_integer("seeds_at_once", 1, "runs trained side by side", flag_values=values)
     flags.DEFINE_enum("sink", None, list(sinks.SINKS), "what numbers are sent to beside files", flag_values=values)
     before, sys.argv = sys.argv, words  # where config_flags looks for changes
     try:
@@ -166,7 +173,7 @@ def read(argv: list[str]) -> Asked:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
     origin, sink = values["from"].value, values.sink or ""
     where = (values.workdir, values.mode, origin, values.distributed)
-    return Asked(config, page, *where, values.sweep, values.sweep_index, sink)
+    return Asked(config, page, *where, values.sweep, values.sweep_index, values.seeds_at_once, sink)
 
 
 def load(page: str) -> ConfigDict:

@@ -5,9 +5,10 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import jax
+import numpy as np
 
 from experiments import processes
 from experiments.errors import Diverged
@@ -33,17 +34,30 @@ def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
         yield arrays
 
 
+def fetched(figures, count: int) -> list:
+    """Figures of the device as numbers, of each of so many runs: in arrays, where there are several. Fetched at once."""
+    figures = jax.device_get(figures)
+    of = lambda number: jax.tree.map(lambda value: float(np.ravel(value)[number]), figures)
+    return [of(number) for number in range(count)]
+
+
+def mean(tables: Collection[dict[str, float]]) -> dict[str, float]:
+    """Of what all of them have."""
+    return {name: math.fsum(table[name] for table in tables) / len(tables) for name in next(iter(tables))}
+
+
 class Meter:
     """Takes steps' figures as they are done, without waiting for them, and gives means over windows of them.
 
-    ``tell(step, means)`` gets the means and the rate of steps, which leaves out compiling and what is done aside.
+    ``runs`` are those that go on, by their numbers, and ``seen`` of each is what its steps since the last line said, those
+    before it went on too. ``tell(step, means, rate)`` gets the means of each and the rate of steps, which leaves out compiling
+    and what is done aside; ``lose(number, error)`` is told of a run that diverged.
     """
 
-    def __init__(self, window: int, tell, seen: list[dict] = ()):
-        self.window, self.tell = window, tell
+    def __init__(self, window: int, runs: dict, tell, lose):
+        self.window, self.runs, self.tell, self.lose = window, runs, tell, lose
         self.first, self.last = None, None  # when the first step was done, and which was the last
-        self.seen = list(seen)  # what the steps since the last line said, those before a run went on too
-        self._waiting = deque()
+        self._count, self._waiting = len(runs), deque()
         self._clock, self._timed = 0.0, 0
 
     def push(self, step: int, shown: dict) -> None:
@@ -60,28 +74,36 @@ class Meter:
         return processes.count() == 1 and self._waiting[0][1]["loss"].is_ready()
 
     def _take(self, step: int, shown: dict) -> None:
-        shown = {name: float(value) for name, value in jax.device_get(shown).items()}
-        for name in ("loss", "gradient_norm"):
-            if not math.isfinite(shown[name]):
-                before = "the first step" if self.last is None else f"step {self.last:,} was finite"
-                raise Diverged(f"the {name.replace('_', ' ')} is {shown[name]} at step {step:,} ({before})")
+        for number, figures in enumerate(fetched(shown, self._count)):
+            if number in self.runs:
+                self._look(number, step, figures)
         if self.first is None:
             self.first = self._clock = time.monotonic()
         else:
             self._timed += 1
         self.last = step
-        self.seen.append(shown)
         if (step + 1) % self.window == 0:  # by the step's number, so that a run that goes on has the same windows
             self.flush()
 
+    def _look(self, number: int, step: int, figures: dict[str, float]) -> None:
+        for name in ("loss", "gradient_norm"):
+            if not math.isfinite(figures[name]):
+                before = "the first step" if self.last is None else f"step {self.last:,} was finite"
+                what = f"the {name.replace('_', ' ')} is {figures[name]} at step {step:,} ({before})"
+                self.lose(number, Diverged(what))
+                return
+        self.runs[number].seen.append(figures)
+
     def flush(self) -> None:
         """Give the means of the window as far as it goes."""
-        if not self.seen:
+        means = {number: mean(run.seen) for number, run in self.runs.items() if run.seen}
+        if not means:
             return
-        means = {name: math.fsum(s[name] for s in self.seen) / len(self.seen) for name in self.seen[0]}
         now = time.monotonic()
         rate = self._timed / (now - self._clock) if self._timed else None
-        self.seen, self._clock, self._timed = [], now, 0
+        for run in self.runs.values():
+            run.seen = []
+        self._clock, self._timed = now, 0
         self.tell(self.last + 1, means, rate)
 
     @contextlib.contextmanager

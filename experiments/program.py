@@ -3,8 +3,8 @@
 A *task* (`experiments/image.py`, `experiments/text.py`) brings the model and the data.
 """
 
-import math
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +27,7 @@ class Task(Protocol):
     unit: str  # what throughput counts: images, tokens
     units: int  # of them in an example
     metric: str  # accuracy or loss: whose best is kept
+    streamed: bool  # whether another seed has another feed
     facts: list  # (label, text): rows of the header
     notes: list  # what has to stand beside the numbers
 
@@ -53,8 +54,14 @@ class State(NamedTuple):
     ema: Any  # averages of params and of rest's floats (means of BatchNorm), or ()
 
 
+RUNS: Any = State(None, 0, 0, 0, 0, 0)  # where a state of several runs has their axis; they are all at one step
+
+
 class Program:
-    """The functions of a run, compiled once: for other seeds and other data of the same shapes too."""
+    """The functions of a run, compiled once: for other seeds and other data of the same shapes too.
+
+    Those of `beside` are of several runs at once, whose states are one state with an axis more.
+    """
 
     def __init__(self, config, task: Task):
         self.config, self.task = config, task
@@ -92,17 +99,48 @@ class Program:
         state = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32))
         where = shards.of_state(state, self.model, self.mesh)
         self.init = jax.jit(self._init, out_shardings=where)
-        whole = shards.whole(self.mesh)  # every process reads it
-        self.train = jax.jit(self._train, donate_argnums=0, out_shardings=(where, whole))
-        self.score, self.hard_score = (jax.jit(score, out_shardings=whole) for score in (self._score, self._hard_score))
-        self.harden, self.measure = jax.jit(self._harden), jax.jit(self._measure, out_shardings=whole)
-        self.masks, self.flips = jax.jit(self._masks), jax.jit(nm.metrics.flip_rates, out_shardings=whole)
         placed = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)
         self.shapes = jax.tree.map(placed, state, where)
+        self.one, self.count, self._made = self, 1, {1: self}
+        self._functions(where, lambda f, *axes, **_: f)
         try:
             self.graph_of_hard, self.no_hard = self._harden_graph(), ""
         except ValueError as error:  # as of weights that are drawn anew at every step
             self.graph_of_hard, self.no_hard = None, str(error)
+
+    def _functions(self, where: State, over: Callable) -> None:
+        """What is compiled of a state; ``over(f, axis, ...)`` is f over the runs that lie along these axes of what it takes."""
+        whole = shards.whole(self.mesh)  # every process reads it
+        train, score, hard = over(self._train, RUNS, None, out=(RUNS, 0)), self._score, self._hard_score
+        self.train = jax.jit(train, donate_argnums=0, out_shardings=(where, whole))
+        self.score = jax.jit(over(score, RUNS, None), out_shardings=whole)
+        self.hard_score = jax.jit(over(hard, 0, None), out_shardings=whole)
+        self.harden = jax.jit(over(self._harden, RUNS))
+        self.measure = jax.jit(over(self._measure, RUNS, None), out_shardings=whole)
+        self.masks = jax.jit(over(self._masks, RUNS))
+        self.flips = jax.jit(over(nm.metrics.flip_rates, 0, 0), out_shardings=whole)
+
+    # ---- several runs ----
+
+    def beside(self, count: int) -> "Program":
+        """That of so many runs at once, which is made once."""
+        if count not in self._made:
+            made = self._made[count] = copy.copy(self.one)
+            made.count, one = count, self.one.shapes
+            made.shapes = jax.tree.map(partial(shards.stacked, count), one)._replace(step=one.step)
+            where = jax.tree.map(lambda s: s.sharding, made.shapes)
+            made._functions(where, lambda f, *axes, out=0: jax.vmap(f, axes, out))
+            made._stack = jax.jit(_stack, out_shardings=where)
+            made._part = jax.jit(_part, out_shardings=jax.tree.map(lambda s: s.sharding, one))
+        return self._made[count]
+
+    def together(self, states: Sequence[State]) -> State:
+        """The state of all runs, out of those of each."""
+        return states[0] if self.count == 1 else self._stack(*states)
+
+    def part(self, state: State, number: int) -> State:
+        """The state of one of the runs, as it would be alone."""
+        return state if self.count == 1 else self._part(state, number)
 
     def compile(self, arrays, measure: bool) -> None:
         """The functions that a run begins with, side by side; their first calls find them compiled."""
@@ -233,8 +271,9 @@ class Program:
         rows += [(f"gradient_{name}", errors, name) for name in ("variance", "bias", "cosine")]
         return {label: of(found, name) for label, found, name in rows if found}
 
-    def evaluate(self, state: State) -> dict[str, float]:
-        """Means over the test split: of the weights in training, and of the hardened ones that inference will use."""
+    def evaluate(self, state: State) -> dict:
+        """Means over the test split: of the weights in training, and of the hardened ones that inference will use. Of several
+        runs each is an array."""
         hard = None if self.graph_of_hard is None else self.harden(state)
         sums, hard_sums = [], []
         for batch in self.task.tests(self.mesh):  # fetched one by one: the host does not run ahead
@@ -268,9 +307,18 @@ class Program:
         return found
 
 
-def _means(sums: list[dict]) -> dict[str, float]:
+def _means(sums: list[dict]) -> dict:
     if not sums:
         return {}
-    total = {name: math.fsum(float(part[name]) for part in sums) for name in sums[0]}
+    total = {name: np.sum([part[name] for part in sums], 0, np.float64) for name in sums[0]}
     count = total.pop("count")
     return {name: value / count for name, value in total.items()}
+
+
+def _stack(*states: State) -> State:
+    runs = [state._replace(step=()) for state in states]
+    return jax.tree.map(lambda *values: jnp.stack(values), *runs)._replace(step=states[0].step)
+
+
+def _part(state: State, number) -> State:
+    return jax.tree.map(lambda value: value[number], state._replace(step=()))._replace(step=state.step)

@@ -101,6 +101,12 @@ def in_use(where, mesh: Mesh):
     return jax.tree.map(whole, where)
 
 
+def stacked(count: int, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """So many of an array, of which each is cut as one is."""
+    cut = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
+    return jax.ShapeDtypeStruct((count, *one.shape), one.dtype, sharding=cut)
+
+
 def _name(layer: Layer) -> str:
     return f"{layer.path}/kernel".lstrip("/")
 

@@ -1,7 +1,8 @@
 """Many runs of one page: those that its ``get_sweep()`` lists, one after another, each in a directory of its own.
 
 What is finished is not done again, and what was interrupted goes on. Runs that differ in their seed alone share one
-compiled program. ``results.jsonl`` holds a line for every run that has ended.
+compiled program, and may be trained side by side in it: those that are at the same step. ``results.jsonl`` holds a line
+for every run that has ended.
 """
 
 import json
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from experiments import processes
+from experiments.checkpoints import Checkpoints
 from experiments.errors import Diverged, Failed, Mistake
-from experiments.record import replace
+from experiments.record import finished, replace
 
 
 class Member(NamedTuple):
@@ -53,31 +55,60 @@ def _set(config: ConfigDict, field: str, value) -> None:
         raise Mistake(f"get_sweep(): {field}={value!r}: {' '.join(str(error).split())}") from error
 
 
-def run(found: list[Member], workdir: Path, index: int | None, one: Callable[[Member, Path, Any], Any]) -> None:
-    """Run those that are not done, or the one of an index. ``one(member, directory, program)`` gives the program that it
-    ran, for the next run that differs from it in its seed alone."""
+def run(
+    found: list[Member], workdir: Path, index: int | None, at_once: int, make: Callable[[Member], Any],
+    train: Callable[[list[Member], Any], None],
+) -> None:  # fmt: skip
+    """Run those that are not done, or the one of an index; so many ``at_once`` that differ in their seed alone. ``make`` gives
+    the program of a run, which serves the next one too if that differs in its seed alone, and ``train(members, program)``
+    trains with it."""
     if index is not None and not 0 <= index < len(found):
         raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
-    failed, program, before = [], None, None
+    begun, failed, program, before = set(), [], None, None
     for number, member in enumerate(found):
-        if index not in (None, number):
+        if index not in (None, number) or member.name in begun:
             continue
         if not processes.agreed(partial(_done, workdir / member.name)):
-            _say(f"\n==== {member.name} ({number + 1} of {len(found)}) ====\n")
-            same = before is not None and _but_for_seed(before.config) == _but_for_seed(member.config)
+            if program is None or before is None or _but_for_seed(before) != _but_for_seed(member):
+                program, before = make(member), member
+                if at_once > 1 and program.task.streamed:
+                    _say(
+                        "--seeds_at_once: one after another, for data that are streamed come in an order of each seed."
+                    )
+            group = [member]
+            if at_once > 1 and not program.task.streamed:
+                later = [m for m in found[number + 1 :] if m.name not in begun and not _done(workdir / m.name)]
+                group += _beside(member, later, workdir)[: at_once - 1]
+            names, places = [m.name for m in group], [str(found.index(m) + 1) for m in group]
+            begun.update(names)
+            _say(f"\n==== {', '.join(names)} ({', '.join(places)} of {len(found)}) ====\n")
             try:
-                program, before = one(member, workdir / member.name, program if same else None), member
+                train(group, program)
             except Failed as error:  # the others are still wanted
                 if processes.count() > 1 and not isinstance(error, Diverged):  # it may be one process' own
                     raise
-                _say(f"{member.name}: {error}")
-                failed.append(member.name)
-                program, before = None, None
+                _say(str(error) if len(group) > 1 else f"{member.name}: {error}")
+            failed += processes.agreed(lambda names=names: [n for n in names if not finished(workdir / n)])
         if processes.first():
             collect(found, workdir)
     _say(f"\n{_told(found, workdir)}")
     if failed:
         raise Failed(f"{len(failed)} of the runs failed: {', '.join(failed)}")
+
+
+def _beside(member: Member, later: list[Member], workdir: Path) -> list[Member]:
+    """Those that can be trained beside a run: they differ in their seed alone, and go on from the same step."""
+    alike = [other for other in later if _but_for_seed(other) == _but_for_seed(member)]
+    step = _step(workdir / member.name) if alike else None
+    return [other for other in alike if step is not None and _step(workdir / other.name) == step]
+
+
+def _step(directory: Path) -> int | None:
+    """Where a run goes on from; None where that cannot be told, and the run will say why."""
+    try:
+        return Checkpoints(directory, lambda _: None).last()
+    except Failed:
+        return None
 
 
 def _say(text: str) -> None:
@@ -90,8 +121,8 @@ def _done(directory: Path) -> bool:
     return about is not None and done(about)
 
 
-def _but_for_seed(config: ConfigDict) -> dict:
-    return config.to_dict() | {"seed": None}
+def _but_for_seed(member: Member) -> dict:
+    return member.config.to_dict() | {"seed": None}
 
 
 def ended(directory: Path) -> dict | None:

@@ -16,7 +16,7 @@ MODELS = {"gpt": (nm.models.GPT, nm.models.gpt.SIZES)}
 class Task:
     """The tokens lie on the device, and every batch is cut out of them inside the compiled step."""
 
-    unit, metric = "tokens", "loss"
+    unit, metric, streamed = "tokens", "loss", False
 
     def __init__(self, config):
         self.config, c = config, config.data

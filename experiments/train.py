@@ -1,4 +1,4 @@
-"""One run, told in order: what is to be done, the loop, what it leaves behind."""
+"""One run, or several side by side, told in order: what is to be done, the loop, what it leaves behind."""
 
 import contextlib
 import itertools
@@ -11,43 +11,90 @@ import jax
 import numpy as np
 
 from experiments import processes, report, shards
-from experiments.checkpoints import Checkpoints, Restored
+from experiments.checkpoints import Checkpoints
 from experiments.errors import Diverged, Failed, Mistake, Stopped
-from experiments.meter import Meter, supplied
-from experiments.program import Program, Task
+from experiments.meter import Meter, fetched, mean, supplied
+from experiments.program import Program, State, Task
 from experiments.record import Record, Silent, check, finished, same_config
 from experiments.show import Screen, clock, figures, form, number
 from experiments.signals import Stop
 
 
+class Run:
+    """What a run has of its own, alone or beside others: a config, a directory, and how far it has come."""
+
+    record: Record | Silent
+    checkpoints: Checkpoints
+
+    def __init__(self, name: str, config, workdir: Path):
+        self.name, self.config, self.workdir = name, config, workdir
+        self.seen: list[dict] = []  # what its steps since the last line of metrics said
+        self.best: float | None = None
+
+    def open(self, about: dict, plan, screen: Screen, sink: str) -> None:
+        about = {"name": self.name, **about}
+        first = processes.first()
+        self.record = Record(self.workdir, self.config, about, plan, screen.line, sink) if first else Silent()
+        self.checkpoints = Checkpoints(self.workdir, screen.line)
+
+    def better(self, value: float, higher: bool) -> bool:
+        """Whether it is the best yet."""
+        found = self.best is None or (value > self.best if higher else value < self.best)
+        self.best = value if found else self.best
+        return found
+
+    def end(self, error: BaseException) -> None:
+        """End before all is done: what is written stays."""
+        if processes.count() > 1 and not isinstance(error, Stopped | Diverged):
+            processes.wait_for_cause(error)  # and not for a checkpoint, which the others would have to finish too
+        else:
+            self.checkpoints.close()
+        kind = "diverged" if isinstance(error, Diverged) else "failed"
+        outcome = "interrupted" if _stopped(error) else f"{kind}: {error or repr(error)}"
+        with contextlib.suppress(Exception):  # the run's own error comes first
+            self.record.close(outcome)
+            if processes.first():
+                report.write(self.workdir)
+
+    def why(self, error: Exception) -> str:
+        """What ended it, what is kept, and what may be done about it."""
+        text = f"{str(error).rstrip('.')}. {self.checkpoints.kept()}"
+        if isinstance(error, Diverged) and self.checkpoints.steps():
+            text += f" To go on from it otherwise: --workdir=ANOTHER --from={self.workdir} and what is to change, as a smaller --config.learning_rate.peak."
+        return text
+
+
 def run(
-    config, task: Task, workdir: Path, mode: str, name: str, command: str, origin: Path | None = None,
-    program: Program | None = None, sink: str = "",
-) -> Program | None:  # fmt: skip
-    """Train, evaluate or plan; and the program, for another run that differs in its seed alone. ``origin`` is a run whose
-    last state this one begins with, and ``sink`` what its numbers are sent to beside its files."""
-    began, screen = time.monotonic(), Screen(task.unit)
+    runs: list[Run], task: Task, mode: str, command: str, origin: Path | None = None, program: Program | None = None,
+    sink: str = "",
+) -> None:  # fmt: skip
+    """Train, evaluate or plan a run; or train several that differ in their seed alone side by side. ``program`` is that of
+    another run which differs in its seed alone, ``origin`` a run whose last state this one begins with, and ``sink`` what
+    numbers are sent to beside the files."""
+    began, screen, names = time.monotonic(), Screen(task.unit), [each.name for each in runs]
+    config, workdir, several = runs[0].config, runs[0].workdir, len(runs) > 1
     if mode == "train":
         if processes.first():
-            check(workdir, config)
-        if processes.agreed(lambda: finished(workdir)):
+            for each in runs:
+                check(each.workdir, each.config)
+        if processes.agreed(lambda: all(finished(each.workdir) for each in runs)):
             screen.line(
                 f"finished already: {workdir}/report.html. --mode=eval evaluates it; another --workdir trains anew."
             )
-            return program
+            return
     for option, place in (("--mode=eval: ", workdir if mode == "eval" else None), ("--from=", origin)):
         if place is not None and not Checkpoints(place).steps():
             raise Mistake(f"{option}{place} holds no checkpoints; what is wanted is the directory of a run.")
-    program = Program(config, task) if program is None else program
-    screen.header(name, facts := header(program))
+    program = (Program(config, task) if program is None else program).beside(len(runs))
+    facts = header(program)
+    screen.header(", ".join(names), facts)
     screen.line(f"\n{program.plan}\n")
     if mode == "plan":
-        return program
+        return
     if mode == "eval":
         evaluate(program, workdir, screen)
-        return program
+        return
     about = {
-        "name": name,
         "command": command,
         "header": [fact for fact in facts if fact[0] != "note"],
         "unit": task.unit,
@@ -56,42 +103,50 @@ def run(
         "steps": program.total,
         "flops": [cost * config.accumulate for cost in program.plan.training],  # of a step, dense and effective
     }
+    going, done = dict(enumerate(runs)), []
+
+    def left(why: str) -> None:
+        for each in going.values():
+            each.record.close(f"failed: {why}")
+
     with Stop() as stop:
-        record = Record(workdir, config, about, program.plan, screen.line, sink) if processes.first() else Silent()
-        ended = lambda why: record.close(f"failed: {why}")
-        with processes.at_end(ended):
+        for each in runs:
+            beside = {"beside": [name for name in names if name != each.name]} if several else {}
+            each.open(about | beside, program.plan, screen, sink)
+        with processes.at_end(left):
             _seen_by_all(workdir)
-        checkpoints = Checkpoints(workdir, screen.line)
         try:
-            with processes.at_end(ended):
-                loop(program, config, record, checkpoints, screen, began, stop, origin)
-                checkpoints.close()
-            record.close("finished")
+            with processes.at_end(left):
+                loop(program, going, screen, began, stop, origin)
+                for each in going.values():
+                    each.checkpoints.close()
+            while going:
+                going[next(iter(going))].record.close("finished")
+                done.append(going.pop(next(iter(going))))
         except BaseException as error:
-            if processes.count() > 1 and not isinstance(error, Stopped | Diverged):
-                processes.wait_for_cause(error)  # and not for a checkpoint, which the others would have to finish too
-            else:
-                checkpoints.close()
-            stopped = isinstance(error, (KeyboardInterrupt, Stopped))
-            with contextlib.suppress(Exception):  # the run's own error comes first
-                record.close("interrupted" if stopped else f"{_kind(error)}: {error or repr(error)}")
-                if processes.first():
-                    report.write(workdir)
-            if stopped:
-                goes_on = f"The same command with --workdir={workdir} goes on from it, or begins anew."
-                text = f"interrupted{error and f' by {error}'}. {checkpoints.kept()} {goes_on}"
+            for each in going.values():
+                each.end(error)
+            kept = " ".join(each.checkpoints.kept() for each in going.values())
+            if _stopped(error):
+                goes_on = f"with --workdir={workdir} goes on from it" if not several else "goes on from them"
+                text = f"interrupted{error and f' by {error}'}. {kept} The same command {goes_on}, or begins anew."
                 raise (Stopped(text, error.signal) if isinstance(error, Stopped) else KeyboardInterrupt(text)) from None
             if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too
                 kind = type(error) if isinstance(error, Failed) else Failed
                 raise kind(
-                    f"{str(error).rstrip('.')}. {checkpoints.kept()}{_otherwise(error, checkpoints, workdir)}"
+                    "\n".join(f"{each.name}: " * several + each.why(error) for each in going.values())
                 ) from error
             raise
     if processes.first():
-        report.write(workdir)
-        screen.line("")
-        screen.rows([*record.about["summary"], ("report", str(workdir / "report.html")), ("everything", f"{workdir}/")])
-    return program
+        for each in done:
+            report.write(each.workdir)
+            screen.line(f"\n{each.name}" if several else "")
+            summary = each.record.about["summary"]
+            screen.rows([*summary, ("report", str(each.workdir / "report.html")), ("everything", f"{each.workdir}/")])
+
+
+def _stopped(error: BaseException) -> bool:
+    return isinstance(error, (KeyboardInterrupt, Stopped))
 
 
 def _seen_by_all(workdir: Path) -> None:
@@ -108,17 +163,6 @@ def _seen_by_all(workdir: Path) -> None:
     )
 
 
-def _kind(error: BaseException) -> str:
-    return "diverged" if isinstance(error, Diverged) else "failed"
-
-
-def _otherwise(error: Exception, checkpoints: Checkpoints, workdir: Path) -> str:
-    """What may be done about a run that diverged."""
-    if not isinstance(error, Diverged) or not checkpoints.steps():
-        return ""
-    return f" To go on from it otherwise: --workdir=ANOTHER --from={workdir} and what is to change, as a smaller --config.learning_rate.peak."
-
-
 def header(program: Program) -> list[tuple[str, str]]:
     """What is about to be done, and on what."""
     config, task, plan, devices = program.config, program.task, program.plan, program.mesh.size
@@ -132,6 +176,8 @@ def header(program: Program) -> list[tuple[str, str]]:
     return [
         ("devices", f"{devices} x {jax.devices()[0].device_kind}{told}"),
         ("computing", f"{config.dtype}, parameters float32; {_how(plan.runs, config.backend)}"),
+        *[("side by side", f"{program.count} runs, and what is shown of their steps is the mean")]
+        * (program.count > 1),
         *task.facts,
         ("batch", f"{config.batch:,} = {micro}{parts} device{'s' * (parts > 1)} x {each:,}"),
         (
@@ -155,29 +201,47 @@ def _how(runs: dict[str, int], backend: str) -> str:
 
 
 def loop(
-    program: Program, config, record: Record, checkpoints: Checkpoints, screen: Screen, began: float, stop: Stop,
-    origin: Path | None,
-) -> None:  # fmt: skip
-    task, total = program.task, program.total
+    program: Program, going: dict[int, Run], screen: Screen, began: float, stop: Stop, origin: Path | None
+) -> None:
+    """Train runs, by their numbers in the program's state. One that cannot go on is taken out; with the last, its error is
+    raised."""
+    task, total, config = program.task, program.total, program.config
     evaluations, measures = program.evaluations, program.measures
-    start, state, seen = begin(program, config.seed, checkpoints, screen, origin)
-    feed = iter(task.feed(config.seed, start, program.mesh))
-    record.begin(start)
+    start, states = begin(program, list(going.values()), screen, origin)
+    feed = iter(task.feed(going[0].config.seed, start, program.mesh))
+    higher = task.metric == "accuracy"
+    for run in going.values():
+        run.record.begin(start)
+        run.best = run.record.best(task.metric, higher)
     if start < total:
         with screen.busy("compiling"):
             feed = itertools.chain([arrays := next(feed)], feed)
             program.compile(arrays, measures > 0)
-    if state is None:
-        state = program.init(np.uint32(config.seed))
-    best, higher = record.best(task.metric, task.metric == "accuracy"), task.metric == "accuracy"
-    found = program.evaluate(state) if start == total else {}
+    seeds = [np.uint32(run.config.seed) for run in going.values()]
+    state = program.together([program.init(seed) if s is None else s for s, seed in zip(states, seeds, strict=True)])
+    del states  # which are donated with it, or take up room
 
-    def tell(step: int, means: dict, rate: float | None) -> None:
-        if rate is not None:
-            means |= {"per_second": rate * config.batch * task.units}
-            means |= {"flops_per_second": rate * config.accumulate * program.plan.training[0]}
-        record.write("train", step, **means)
-        screen.step(step, means)
+    def lose(i: int, error: Failed) -> None:
+        run = going[i]
+        if isinstance(error, Diverged):
+            run.checkpoints.dump(program.part(state, i))
+        if len(going) == 1:
+            raise error
+        del going[i]
+        run.end(error)
+        screen.line(f"{run.name}: {run.why(error)} The others go on.")
+
+    def evaluated() -> dict[int, dict[str, float]]:
+        found = fetched(program.evaluate(state), program.count)
+        return {i: found[i] for i in going}
+
+    def tell(step: int, means: dict[int, dict], rate: float | None) -> None:
+        for i, each in means.items():
+            if rate is not None:
+                each |= {"per_second": rate * config.batch * task.units}
+                each |= {"flops_per_second": rate * config.accumulate * program.plan.training[0]}
+            going[i].record.write("train", step, **each)
+        screen.step(step, mean(means.values()))
 
     def slow(rate: float) -> None:
         rate = number(rate * config.batch * task.units)
@@ -185,72 +249,88 @@ def loop(
             f"steps wait for their data, which come at {rate} {task.unit}/s: more cores or a faster disk would help"
         )
 
-    meter = Meter(math.ceil(total / 500), tell, seen)
-    with screen.progress(total, start), checkpoints.dumping() as dump:
+    def save(step: int, best: tuple[int, ...] = ()) -> None:
+        for i, run in going.items():
+            run.checkpoints.save(step, program.part(state, i), run.seen, best=i in best)
+
+    found = evaluated() if start == total else {}
+    meter = Meter(math.ceil(total / 500), going, tell, lose)
+    with screen.progress(total, start):
         for step, arrays in zip(range(start, total), supplied(feed, slow), strict=False):
             measuring = measures > 0 and step % measures == 0
             if measuring:
                 with meter.aside():
                     before, measured = program.masks(state), jax.device_get(program.measure(state, arrays))
             state, shown = program.train(state, arrays)
-            dump(step + 1, state)
             meter.push(step, shown)
             if measuring:
                 with meter.aside():
-                    measured["flip_rate"] = jax.device_get(program.flips(before, program.masks(state)))
-                    measured = {name: table for name, table in measured.items() if table}
-                    record.write("sparsity", step, **jax.tree.map(float, measured))
+                    measured["flip_rate"] = program.flips(before, program.masks(state))
+                    measured = fetched({name: table for name, table in measured.items() if table}, program.count)
+                    for i, run in going.items():
+                        run.record.write("sparsity", step, **measured[i])
             evaluating = (total - step - 1) % evaluations == 0
             if evaluating:
                 with meter.aside():
                     meter.flush()  # what is written is whole as far as the checkpoint goes
-                    found = program.evaluate(state)
-                    _finite(found, step + 1)
-                    record.write("eval", step + 1, **found)
-                    screen.evaluation(step + 1, found)
-                    value = found.get(f"hardened_{task.metric}", found[task.metric])
-                    better = best is None or (value > best if higher else value < best)
-                    best = value if better else best
-                    checkpoints.save(step + 1, state, meter.seen, best=better)
+                    found = evaluated()
+                    for i in list(found):
+                        if error := _not_finite(found[i], step + 1):
+                            lose(i, error)
+                    for i, run in going.items():
+                        run.record.write("eval", step + 1, **found[i])
+                    screen.evaluation(step + 1, mean([found[i] for i in going]))
+                    values = {i: found[i].get(f"hardened_{task.metric}", found[i][task.metric]) for i in going}
+                    save(step + 1, tuple(i for i, run in going.items() if run.better(values[i], higher)))
             stopping = stop.now()
             if stopping and not evaluating:
                 meter.settle()
-                checkpoints.save(step + 1, state, meter.seen, best=False)
+                save(step + 1)
             if stopping and step + 1 < total:
                 raise Stopped(f"{stop.signal.name} after step {step + 1:,}", stop.signal)
-    checkpoints.wait()
-    if checkpoints.lost:
-        raise Failed(checkpoints.lost)
-    names = sorted(found, key=lambda name: (task.metric not in name, "hardened" not in name))
-    summary = [(name.replace("_", " "), form(name, found[name])) for name in names]
-    summary += [(f"best {task.metric}", form(task.metric, best)), ("time", clock(record.elapsed()))]
-    if meter.first is not None:
-        summary.append(("first step", f"after {meter.first - began:.1f} s"))
-    record.keep(summary, found, program.pictures(state))
+    for i, run in list(going.items()):
+        run.checkpoints.wait()
+        if run.checkpoints.lost:
+            lose(i, Failed(run.checkpoints.lost))
+    for i, run in going.items():
+        names = sorted(found[i], key=lambda name: (task.metric not in name, "hardened" not in name))
+        summary = [(name.replace("_", " "), form(name, found[i][name])) for name in names]
+        summary += [(f"best {task.metric}", form(task.metric, run.best)), ("time", clock(run.record.elapsed()))]
+        if meter.first is not None:
+            summary.append(("first step", f"after {meter.first - began:.1f} s"))
+        run.record.keep(summary, found[i], program.one.pictures(program.part(state, i)))
 
 
-def begin(program: Program, seed: int, checkpoints: Checkpoints, screen: Screen, origin: Path | None) -> Restored:
-    """Where a run starts: from its own last state, from another run's, or from nothing."""
-    found = checkpoints.restore(program.shapes)
-    if found.step:
-        screen.line(f"going on from step {found.step:,} of {program.total:,}, as {checkpoints.directory} holds it")
+def begin(program: Program, runs: list[Run], screen: Screen, origin: Path | None) -> tuple[int, list[State | None]]:
+    """Where runs start: from their own last states, from another run's, or from nothing."""
+    shapes = program.one.shapes
+    found = [run.checkpoints.restore(shapes) for run in runs]
+    steps = [each.step for each in found]
+    if len(set(steps)) > 1:
+        raise Failed(f"runs side by side go on from one step, and these are at {', '.join(map(str, steps))}")
+    if steps[0]:
+        for run in runs:
+            where = run.checkpoints.directory
+            screen.line(f"going on from step {steps[0]:,} of {program.total:,}, as {where} holds it")
     elif origin is not None:
         with contextlib.closing(Checkpoints(origin, screen.line)) as there:
-            found = there.restore(program.shapes, mend=False)._replace(seen=[])
-        if found.step > program.total:
-            raise Mistake(f"--from={origin} is at step {found.step:,}, and this run has {program.total:,}")
-        found = found._replace(
-            state=found.state._replace(seed=shards.placed(np.uint32(seed), shards.whole(program.mesh)))
-        )
-        screen.line(f"going on from step {found.step:,} of {program.total:,}, as {there.directory} holds it")
-    return found
+            other = there.restore(shapes, mend=False)._replace(seen=[])
+        if other.step > program.total:
+            raise Mistake(f"--from={origin} is at step {other.step:,}, and this run has {program.total:,}")
+        seed = shards.placed(np.uint32(runs[0].config.seed), shards.whole(program.mesh))
+        found = [other._replace(state=other.state._replace(seed=seed))]
+        screen.line(f"going on from step {other.step:,} of {program.total:,}, as {there.directory} holds it")
+    for run, each in zip(runs, found, strict=True):
+        run.seen = each.seen
+    return found[0].step, [each.state for each in found]
 
 
-def _finite(found: dict[str, float], step: int) -> None:
+def _not_finite(found: dict[str, float], step: int) -> Diverged | None:
     """No checkpoint is kept of what has diverged."""
     for name, value in found.items():
         if not math.isfinite(value):
-            raise Diverged(f"the {name.replace('_', ' ')} of the evaluation after step {step:,} is {value}")
+            return Diverged(f"the {name.replace('_', ' ')} of the evaluation after step {step:,} is {value}")
+    return None
 
 
 def evaluate(program: Program, workdir: Path, screen: Screen) -> None:

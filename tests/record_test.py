@@ -2,8 +2,10 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -24,29 +26,39 @@ def clock(monkeypatch):
 
 
 def figures(loss, norm=1.0):
-    return {"loss": jnp.float32(loss), "gradient_norm": jnp.float32(norm)}
+    return {"loss": jnp.asarray(loss, jnp.float32), "gradient_norm": jnp.asarray(norm, jnp.float32)}
+
+
+def meter(window, told, runs=1):
+    """One that notes what it tells, and takes out runs that are lost; the error of the last is raised."""
+    going = {number: SimpleNamespace(seen=[]) for number in range(runs)}
+
+    def lose(number, error):
+        if len(going) == 1:
+            raise error
+        del going[number]
+
+    return meters.Meter(window, going, lambda step, means, rate: told.append((step, means, rate)), lose)
 
 
 def test_a_meter_gives_means_and_the_rate_of_steps_after_the_first(clock):
-    told = []
-    meter = meters.Meter(2, lambda *line: told.append(line))
+    taken = meter(2, told := [])
     for step, loss in enumerate([4.0, 2.0, 1.0, 3.0, 5.0]):
         clock[0] += 30.0 if step == 0 else 0.5  # the first compiles
-        meter.push(step, figures(loss))
-        meter.settle()
-    meter.flush()
-    assert [(step, means["loss"]) for step, means, _ in told] == [(2, 3.0), (4, 2.0), (5, 5.0)]
+        taken.push(step, figures(loss))
+        taken.settle()
+    taken.flush()
+    assert [(step, means[0]["loss"]) for step, means, _ in told] == [(2, 3.0), (4, 2.0), (5, 5.0)]
     assert [rate for *_, rate in told] == [2.0, 2.0, 2.0]
-    assert meter.first == 130.0
+    assert taken.first == 130.0
 
 
 def test_no_rate_counts_what_is_done_aside(clock):
-    told = []
-    meter = meters.Meter(3, lambda *line: told.append(line))
+    taken = meter(3, told := [])
     for step in range(6):
         clock[0] += 1.0
-        meter.push(step, figures(1.0))
-        with meter.aside():
+        taken.push(step, figures(1.0))
+        with taken.aside():
             clock[0] += 10.0
     assert [rate for *_, rate in told] == [1.0, 1.0]
 
@@ -55,14 +67,13 @@ def test_windows_are_the_same_in_a_run_that_goes_on():
     """They end at steps that the window divides, and where the run is evaluated."""
 
     def lines(start, stop, evaluated):
-        told = []
-        meter = meters.Meter(3, lambda step, means, rate: told.append((step, means["loss"])))
+        taken = meter(3, told := [])
         for step in range(start, stop):
-            meter.push(step, figures(float(step)))
+            taken.push(step, figures(float(step)))
             if step + 1 in evaluated:
-                with meter.aside():
-                    meter.flush()
-        return told
+                with taken.aside():
+                    taken.flush()
+        return [(step, means[0]["loss"]) for step, means, _ in told]
 
     whole = lines(0, 12, (5, 12))
     assert [step for step, _ in whole] == [3, 5, 6, 9, 12]
@@ -73,11 +84,20 @@ def test_windows_are_the_same_in_a_run_that_goes_on():
     ("bad", "what"), [(figures(float("nan")), "loss is nan"), (figures(1.0, float("inf")), "gradient norm is inf")]
 )
 def test_a_meter_names_the_step_that_is_no_number(bad, what):
-    meter = meters.Meter(10, lambda *_: None)
-    meter.push(6, figures(1.0))
-    meter.settle()
+    taken = meter(10, [])
+    taken.push(6, figures(1.0))
+    taken.settle()
     with pytest.raises(Failed, match=f"{what} at step 7 .step 6 was finite"):
-        meter.push(7, bad)
+        taken.push(7, bad)
+
+
+def test_runs_side_by_side_have_means_of_their_own_and_one_that_diverges_leaves_them():
+    taken = meter(2, told := [], runs=3)
+    for step, losses in enumerate([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [4.0, np.nan, 6.0], [8.0, 0.0, 2.0]]):
+        taken.push(step, figures(losses, [1.0, 1.0, 1.0]))
+        taken.settle()
+    means = [{number: found["loss"] for number, found in means.items()} for _, means, _ in told]
+    assert means == [{0: 2.0, 1: 2.0, 2: 2.0}, {0: 6.0, 2: 4.0}]
 
 
 def made(path, **changes):

@@ -182,6 +182,14 @@ def test_of_another_model_nothing_is_put_aside(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
 
 
+def test_a_seal_holds_nothing_of_later_steps(tmp_path):
+    checkpoints, seen = Checkpoints(tmp_path), [{"loss": 2.0}]
+    checkpoints.save(1, small(1), seen, best=False)
+    seen.append({"loss": 1.0})
+    checkpoints.close()
+    assert Checkpoints(tmp_path).restore(shapes()).seen == [{"loss": 2.0}]
+
+
 def test_the_last_two_and_the_best_are_kept(tmp_path):
     saved(tmp_path, *range(1, 7), best=(1, 3))
     assert Checkpoints(tmp_path).steps() == [3, 5, 6]
