@@ -163,7 +163,7 @@ class Program:
 
     def _train(self, state: State, arrays) -> tuple[State, dict]:
         config, params = self.config, state.params
-        where = jax.tree.map(lambda shape: shape.sharding, (self.shapes.params, self.shapes.rest))
+        where = jax.tree.map(lambda shape: shape.sharding, (self.one.shapes.params, self.one.shapes.rest))
         batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
         now = self._now(state)
 

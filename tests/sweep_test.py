@@ -219,14 +219,14 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
     assert len(programs) == 1
 
 
-def stopping(monkeypatch, step):
-    """Runs are told to stop after a step."""
+def stopping(monkeypatch):
+    """Runs are told to stop after their first step."""
 
-    def after(self, now):
-        self.signal = signal.SIGTERM if now == step else None
-        return now == step
+    def now(self):
+        self.signal = signal.SIGTERM
+        return True
 
-    monkeypatch.setattr(signals.Stop, "after", after)
+    monkeypatch.setattr(signals.Stop, "now", now)
 
 
 def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
@@ -234,7 +234,7 @@ def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
 ):
     words, runs = page(tmp_path, SEEDS), tmp_path / "runs"
     with monkeypatch.context() as told:
-        stopping(told, 0)
+        stopping(told)
         with pytest.raises(
             Stopped, match=r"interrupted by SIGTERM after step 1\. (The checkpoint of step 1 is kept .*){2}"
         ) as stop:
