@@ -120,9 +120,8 @@ SEEDS = SEEDS.replace("return c.lock()", "c.optimizer = 'sgd'\n    return c.lock
 def alone(tmp_path_factory):
     """Four runs, one after another."""
     folder = tmp_path_factory.mktemp("alone")
-    (_, config, _), here = page(folder, SEEDS), os.environ
-    flags = {"XLA_FLAGS": here["XLA_FLAGS"]}
-    process = start(folder / "runs", here["JAX_COMPILATION_CACHE_DIR"], "--sweep", page=[config], **flags)
+    config = page(folder, SEEDS)[1]
+    process = start(folder / "runs", os.environ["JAX_COMPILATION_CACHE_DIR"], "--sweep", devices=4, page=[config])
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     return folder / "runs"
