@@ -21,8 +21,10 @@ class Stop:
 
     def now(self) -> bool:
         """Whether the run ends here, to be asked after every step."""
+        if processes.count() == 1:
+            return self.signal is not None
         if not processes.turn(self.signal is not None):
-            return processes.count() == 1 and self.signal is not None
+            return False
         self.signal = self.signal or signal.SIGTERM  # another one was told
         return True
 
