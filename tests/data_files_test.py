@@ -184,6 +184,16 @@ def test_open(pictures):
     assert pictures.val_labels.tolist() == [0, 0, 1, 1, 1]
 
 
+def gone_on_with_and_in_part(batches, stream, start: int) -> None:
+    """A stream that starts later, or gives two rows of each batch, is that part of all batches."""
+    rest = batches[start:]
+    later, part = (taken(stream(start=start, **rows), len(rest)) for rows in ({}, {"rows": np.arange(1, 3)}))
+    for batch, resumed, half in zip(rest, later, part, strict=True):
+        for key in batch:
+            np.testing.assert_array_equal(batch[key], resumed[key])
+            np.testing.assert_array_equal(batch[key][1:3], half[key])
+
+
 def taken(stream, steps):
     return [next(stream) for _ in range(steps)]
 
@@ -197,12 +207,7 @@ def test_stream_trains_in_the_order_of_positions(pictures):
         assert batch["label"].tolist() == pictures.train_labels[index].tolist()
         want = np.array([colour(pictures.train[i]) for i in index])
         np.testing.assert_allclose(batch["image"].mean((1, 2, 3)), want, atol=2)
-    for batch, resumed, half in zip(
-        batches[2:], taken(stream(start=2), 4), taken(stream(start=2, rows=np.arange(1, 3)), 4), strict=True
-    ):
-        for key in batch:
-            np.testing.assert_array_equal(batch[key], resumed[key])
-            np.testing.assert_array_equal(batch[key][1:3], half[key])
+    gone_on_with_and_in_part(batches, stream, 2)
 
 
 def test_stream_evaluates_once_and_fills_up(pictures):
@@ -286,12 +291,7 @@ def test_for_a_skipped_picture_the_next_one_is_trained_on(pictures, broken):
         assert batch["label"].tolist() == pictures.train_labels[index].tolist()
         want = [colour(pictures.train[i]) for i in index]
         np.testing.assert_allclose(batch["image"].mean((1, 2, 3)), want, atol=2)
-    for batch, resumed, half in zip(
-        batches[5:], taken(stream(start=5), 9), taken(stream(start=5, rows=np.arange(1, 3)), 9), strict=True
-    ):
-        for key in batch:
-            np.testing.assert_array_equal(batch[key], resumed[key])
-            np.testing.assert_array_equal(batch[key][1:3], half[key])
+    gone_on_with_and_in_part(batches, stream, 5)
     assert skipped.files == set(broken[:3])
     assert sorted(line.partition(" cannot be read as an image (")[0] for line in told) == sorted(broken[:3])
     assert told[-1].endswith("): skipped, 3 in all")
