@@ -206,12 +206,15 @@ def at_end(do: Callable[[str], None]):
     _at_end.append(do)
     try:
         yield
+    except BaseException as error:
+        _wait_for_cause(error)
+        raise
     finally:
         _at_end.remove(do)
 
 
-def wait_for_cause(error: BaseException) -> None:
-    """Of what another one's death does to this one the line tells the cause, and ends it meanwhile."""
+def _wait_for_cause(error: BaseException) -> None:
+    """What another one's death does to this one may come before the line tells of it, which then ends this one."""
     if _count > 1 and not isinstance(error, Mistake | Failed | Stopped | KeyboardInterrupt):
         time.sleep(2)
 
@@ -257,7 +260,7 @@ def _listen() -> None:
 
 def _fail(error: BaseException) -> None:
     known = isinstance(error, Mistake | Failed | KeyboardInterrupt)
-    wait_for_cause(error)
+    _wait_for_cause(error)
     what = f"{name()}: {str(error) or ('interrupted' if known else type(error).__name__)}"
     text = "" if known else "".join(traceback.format_exception(error))
     _end(what.rstrip("."), getattr(error, "code", 130 if known else 1), f"{text}launch.py: {what}")

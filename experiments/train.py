@@ -45,10 +45,8 @@ class Run:
 
     def end(self, error: BaseException) -> None:
         """End before all is done: what is written stays."""
-        if processes.count() > 1 and not isinstance(error, Stopped | Diverged):
-            processes.wait_for_cause(error)  # and not for a checkpoint, which the others would have to finish too
-        else:
-            self.checkpoints.close()
+        if processes.count() == 1 or isinstance(error, Stopped | Diverged):
+            self.checkpoints.close()  # else the others would have to finish it too
         kind = "diverged" if isinstance(error, Diverged) else "failed"
         outcome = "interrupted" if _stopped(error) else f"{kind}: {error or repr(error)}"
         with contextlib.suppress(Exception):  # the run's own error comes first

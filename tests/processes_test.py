@@ -183,3 +183,14 @@ def test_several_of_one_command_that_do_not_know_of_each_other_are_refused(who, 
         command.main(["launch.py", "--config=configs/vit_24.py:smoke", "--mode=plan"], "")
     with processes.joined("off"):  # each a run of its own
         assert processes.count() == 1
+
+
+def test_what_is_left_to_do_at_another_ones_end_stays_known_until_its_cause_is(monkeypatch):
+    """A collective fails before the line tells who has died."""
+    known, left = [], lambda why: None
+    monkeypatch.setattr(processes, "_count", 2)
+    monkeypatch.setattr(processes.time, "sleep", lambda _: known.extend(processes._at_end))
+    with pytest.raises(RuntimeError), processes.at_end(left):
+        raise RuntimeError("gloo: connection reset by peer")
+    assert known == [left]
+    assert not processes._at_end
