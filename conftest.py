@@ -1,13 +1,15 @@
 """The strict environment of every test and doctest, set before jax is imported."""
 
+import gc
 import os
 import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile much and compute little: optimising costs them two fifths
-    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile much and compute little: optimising costs them half
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_emitter_verification_level=0"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what a test has compiled serves all processes of this run
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="nmjax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
@@ -17,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+gc.set_threshold(100_000, 20, 50)  # what traces makes many objects, and hardly any garbage
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

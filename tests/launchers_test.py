@@ -12,7 +12,7 @@ import yaml
 
 from experiments import command
 from experiments.checkpoints import Checkpoints
-from tests.runs import PAGE, free
+from tests.runs import PAGE, free, xla_flags
 
 PAGES = command.ROOT / "launchers"
 
@@ -26,7 +26,7 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
     stand_in(tmp_path, "ssh", 'shift; exec bash -c "$*"')
     words = [*PAGE, "--config.steps=4000", "--config.evaluate=1000", f"--workdir={tmp_path / 'run'}"]
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PORT": str(free())}
-    env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu"}
+    env |= {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
         [PAGES / "ssh.sh", "localhost", "127.0.0.1", "--", *words], env=os.environ | env, cwd=command.ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -52,22 +52,9 @@ def alone(tmp_path_factory):
     return folder / "alone", folder / "cache"
 
 
-def test_two_processes_are_one_bit_for_bit(alone, tmp_path):
-    alone, cache = alone
-    both = together(tmp_path / "run", cache, CUT)
-    texts = said(both)
-    assert [process.returncode for process in both] == [0, 0], texts
-    assert timeless(tmp_path / "run") == timeless(alone)
-    assert arrays(tmp_path / "run") == arrays(alone)
-    assert "4 x cpu as fsdp 4, in 2 processes" in texts[0]
-    assert not [line for line in texts[1].splitlines() if line.strip() and "[Gloo]" not in line]  # one speaks
-    assert (tmp_path / "run" / "report.html").exists()
-
-
 @pytest.mark.parametrize("killed", [0, 1])
-def test_one_that_dies_ends_the_other_and_the_next_start_goes_on(alone, killed, tmp_path):
-    alone, cache = alone
-    both = together(tmp_path / "run", cache, CUT)
+def test_one_that_dies_ends_the_other(alone, killed, tmp_path):
+    both = together(tmp_path / "run", alone[1], CUT)
     until_a_step(both[0])
     both[killed].kill()
     texts = said(both, timeout=30)
@@ -76,18 +63,25 @@ def test_one_that_dies_ends_the_other_and_the_next_start_goes_on(alone, killed, 
     assert f"launch.py: process {killed} of 2 is gone, and had no time to say why. process {left} of 2" in texts[left]
     outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
     assert outcome == "running" if killed == 0 else outcome.startswith("failed: process 1 of 2 is gone")
-    if killed == 1:
-        return
-    both = together(tmp_path / "run", cache, CUT)
+    if killed == 0:
+        goes_on_as_one(tmp_path / "run", *alone)
+
+
+def goes_on_as_one(run, alone, cache):
+    """The next start ends the run, which two processes began, as one process that nothing disturbed: bit for bit."""
+    both = together(run, cache, CUT)
     texts = said(both)
     assert [process.returncode for process in both] == [0, 0], texts
-    assert timeless(tmp_path / "run") == timeless(alone)
-    assert arrays(tmp_path / "run") == arrays(alone)
+    assert timeless(run) == timeless(alone)
+    assert arrays(run) == arrays(alone)
+    assert "4 x cpu as fsdp 4, in 2 processes" in texts[0]
+    assert not [line for line in texts[1].splitlines() if line.strip() and "[Gloo]" not in line]  # one speaks
+    assert (run / "report.html").exists()
 
 
 def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path):
     """Each has written its part of the parameters, and one process goes on with all of them."""
-    words = [CUT, "--config.steps=500", "--config.evaluate=250"]
+    words = [CUT, "--config.steps=160", "--config.evaluate=80"]
     both = together(tmp_path / "run", alone[1], *words)
     until_a_step(both[0])
     both[1].send_signal(signal.SIGINT)  # which it hands on as SIGTERM
@@ -99,7 +93,7 @@ def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path)
     run = start(tmp_path / "run", alone[1], *words, devices=4)
     (text,) = said([run])
     assert run.returncode == 0, text
-    assert f"going on from step {step} of 500" in text
+    assert f"going on from step {step} of 160" in text
 
 
 def test_what_is_wrong_in_one_process_is_told_by_it_and_ends_all(tmp_path, alone):

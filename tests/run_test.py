@@ -17,7 +17,7 @@ from experiments import command, image, record, settings
 from experiments.bench import train as bench
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Failed, Mistake
-from tests.runs import as_people_run_it as as_people_run_it, program, steps
+from tests.runs import as_people_run_it as as_people_run_it, program, steps, xla_flags
 
 # ---- pages ----
 
@@ -265,8 +265,7 @@ def test_a_run_leaves_its_directory(finished):
 
 
 def test_the_number_of_devices_changes_rounding_alone(finished, tmp_path):
-    one = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=1")
-    launch("--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'one'}", XLA_FLAGS=one)
+    launch("--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'one'}", XLA_FLAGS=xla_flags(1))
     assert '"1 x cpu"' in (tmp_path / "one" / "run.json").read_text()
     told = [
         [line for line in record.lines(d / "metrics.jsonl") if line["kind"] == "train"]
@@ -324,7 +323,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     words = [
         "launch.py",
         "--config=configs/resnet_24.py:smoke",
-        "--config.sparsity.stages=fst(every=2)",
+        "--config.sparsity.stages=fwd_rhs=ste(hold(mse(2,4),every=2)); drhs_g=mvue_approx(2,4)",
         "--config.ema=0.9",
     ]
     command.main([*words, f"--workdir={tmp_path / 'whole'}"], "")

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from experiments.checkpoints import Checkpoints
 from experiments.program import Program
 
 PAGE = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=40", "--config.evaluate=4"]
-PAGE += ["--config.measure=0", "--config.sparsity.blocks=fst(every=3)", "--config.ema=0.9", "--config.optimizer=sgd"]
+PAGE += ["--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=3)); drhs_g=mvue_approx(2,4)"]  # holds, and draws
+PAGE += ["--config.measure=0", "--config.ema=0.9", "--config.optimizer=sgd"]
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +58,16 @@ def free() -> int:
         return server.getsockname()[1]
 
 
+def xla_flags(devices: int) -> str:
+    """Those of this process, but for the number of devices."""
+    return re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
+
+
 def start(
     workdir: Path, cache: Path, *words: str, devices: int = 1, page=PAGE, cwd=command.ROOT, **env: str
 ) -> subprocess.Popen:
     flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    xla = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"  # as in conftest.py
-    flags |= {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}
+    flags |= {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, command.ROOT / "launch.py", *page, f"--workdir={workdir}", *words], env=os.environ | flags | env, text=True,
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
