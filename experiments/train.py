@@ -71,6 +71,9 @@ def run(
     numbers are sent to beside the files."""
     began, screen, names = time.monotonic(), Screen(task.unit), [each.name for each in runs]
     config, workdir, several = runs[0].config, runs[0].workdir, len(runs) > 1
+    again = (
+        "The same command" if program else f"The same command with --workdir={workdir}"
+    )  # which a sweep names itself
     if mode == "train":
         if processes.first():
             for each in runs:
@@ -126,8 +129,8 @@ def run(
                 each.end(error)
             kept = " ".join(each.checkpoints.kept() for each in going.values())
             if _stopped(error):
-                goes_on = f"with --workdir={workdir} goes on from it" if not several else "goes on from them"
-                text = f"interrupted{error and f' by {error}'}. {kept} The same command {goes_on}, or begins anew."
+                kept += f" {again} goes on from {'them' if several else 'it'}, or begins anew."
+                text = f"interrupted{error and f' by {error}'}. {kept}"
                 raise (Stopped(text, error.signal) if isinstance(error, Stopped) else KeyboardInterrupt(text)) from None
             if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too
                 kind = type(error) if isinstance(error, Failed) else Failed

@@ -26,6 +26,7 @@ from nmjax.ops import as_conv, as_dot, einsum_dims
 from nmjax.pruners import identity
 from nmjax.sparsity import (
     WEIGHT,
+    Operand,
     Sparsity,
     along,
     at_random,
@@ -35,7 +36,7 @@ from nmjax.sparsity import (
     slot_ctx,
     stored,
 )  # fmt: skip
-from nmjax.typing import Ctx
+from nmjax.typing import Ctx, Pruner
 
 # ---- the rule ----
 
@@ -224,18 +225,28 @@ def refusals(
             continue
         try:
             check_shards(label, p, value, axes[slot])
-            plain = jax.ShapeDtypeStruct(value.shape, value.dtype)
-            jax.eval_shape(partial(_first_use, label, p, operand=axes[slot]), plain)
+            why = _misfit(label, p, jax.ShapeDtypeStruct(value.shape, value.dtype), axes[slot])
         except (TypeError, ValueError) as error:
-            found.append((slot, str(error)))
+            why = str(error)
+        if why:
+            found.append((slot, why))
     return tuple(found)
 
 
-def _first_use(label, p, x, operand):
-    """A pruner and what it remembers, at the first step."""
-    ctx = Ctx(random.words(0), 0)
-    state = along(label, p, x, operand, ctx, p.init)[0] if p.remembers else None
-    return pruned(label, p, x, operand, ctx._replace(state=state))
+@lru_cache
+def _misfit(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Operand) -> str:
+    """Why a pruner, or what it remembers, would refuse an array of this shape at the first step; "" if it does not."""
+
+    def first_use(x):
+        ctx = Ctx(random.words(0), 0)
+        state = along(label, p, x, operand, ctx, p.init)[0] if p.remembers else None
+        return pruned(label, p, x, operand, ctx._replace(state=state))
+
+    try:
+        jax.eval_shape(first_use, x)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 # ---- the products ----

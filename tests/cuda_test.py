@@ -179,6 +179,47 @@ COMPILE = """
 """
 
 
+def compiled(test):
+    """For machines with all that compiles."""
+    reason = "the CUDA plugin is not installed: pip install --no-deps -r requirements-cuda.txt"
+    test = pytest.mark.skipif(not PTXAS, reason="no ptxas: install a CUDA toolkit")(test)
+    return pytest.mark.skipif(not PLUGIN, reason=reason)(test)
+
+
+def apart(script: str, told=(), **values) -> subprocess.CompletedProcess:
+    """A script in a process of its own, which no GPU is shown to."""
+    script = textwrap.dedent(script).format(root=str(Path(__file__).parent.parent), **values)
+    env = {"JAX_PLATFORMS": "cpu", "PATH": f"{Path(PTXAS).parent}:/usr/bin:/bin", **dict(told)}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run
+
+
+CUT = """
+    import os, sys, warnings
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, {root!r})
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from experiments import shards
+    from experiments.bench import collectives, scale
+    from tests import cuda_test, runs
+    words = ("configs/vit_24.py:smoke", "--config.mesh.fsdp=4")
+    made = runs.program(*words)
+    arrays = next(iter(made.task.feed(0, 0, made.mesh)))
+    topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x4")
+    four = Mesh(np.array(topology.devices).reshape(1, 4, 1), shards.AXES, axis_types=(AxisType.Auto,) * 3)
+    there = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(four, v.sharding.spec))
+    shards.mesh = lambda config: four
+    made = runs.program(*words)
+    lowered = made.train.lower(made.shapes, jax.tree.map(there, arrays))
+    found = collectives.collectives(lowered.compile().as_text())
+    print(*sorted(row.kind for row in found), sum(row.moved * row.times for row in found) / sum(scale.least(made).values()))
+"""
+
+
 def programs() -> dict:
     """What is compiled: the shipped cuts of products in the layouts of training, and all that packs."""
     cuts = {
@@ -196,21 +237,11 @@ def programs() -> dict:
     return cuts | {name: producer(name) for name in PRODUCERS}
 
 
-@pytest.mark.skipif(
-    not PLUGIN, reason="the CUDA plugin is not installed: pip install --no-deps -r requirements-cuda.txt"
-)
-@pytest.mark.skipif(not PTXAS, reason="no ptxas: install a CUDA toolkit")
+@compiled
 def test_kernels_compile_to_sparse_instructions(tmp_path):
     """In a process of its own: the dumps are told by the environment. No registers spilt, no products put in a row."""
-    script = textwrap.dedent(COMPILE).format(
-        root=str(Path(__file__).parent.parent), out=str(tmp_path), cuda=str(disassembler())
-    )
     told = {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTX", "PTXAS", "SASS")}
-    path = f"{Path(PTXAS).parent}:/usr/bin:/bin"
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu", "PATH": path, **told}
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
+    run = apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()))
     for name in (name for name in programs() if name not in PRODUCERS):
         text = {kind: "".join(p.read_text() for p in (tmp_path / name).glob(f"*{kind}*")) for kind in ("ptxas", "sass")}
         spilt = sum(map(int, re.findall(r"(\d+) bytes spill", text["ptxas"])))
@@ -220,3 +251,12 @@ def test_kernels_compile_to_sparse_instructions(tmp_path):
         if disassembler():
             kind = "QGMMA.SP" if "fp8" in name else "HGMMA.SP"
             assert text["sass"].count(kind) >= 2, f"{name} has no {kind}"
+
+
+@compiled
+def test_cut_among_four_devices_a_step_sends_the_least_there_is():
+    """Weights are gathered once, and gradients are scattered where a CPU sums them whole; what is left are a few figures."""
+    run = apart(CUT, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"})
+    *kinds, ratio = run.stdout.split()
+    assert kinds == ["all-gather", "all-reduce", "reduce-scatter"]
+    assert 1 <= float(ratio) < 1.01

@@ -12,7 +12,7 @@ import yaml
 
 from experiments import command
 from experiments.checkpoints import Checkpoints
-from tests.runs import PAGE, free, xla_flags
+from tests.runs import free, xla_flags
 
 PAGES = command.ROOT / "launchers"
 
@@ -24,7 +24,13 @@ def stand_in(folder: Path, name: str, script: str) -> None:
 
 def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_path):
     stand_in(tmp_path, "ssh", 'shift; exec bash -c "$*"')
-    words = [*PAGE, "--config.steps=4000", "--config.evaluate=1000", f"--workdir={tmp_path / 'run'}"]
+    words = [
+        "--config=configs/vit_dense.py:smoke",
+        "--config.measure=0",
+        "--config.steps=4000",
+        "--config.evaluate=1000",
+        f"--workdir={tmp_path / 'run'}",
+    ]
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PORT": str(free())}
     env |= {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(

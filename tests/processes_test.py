@@ -77,6 +77,10 @@ def goes_on_as_one(run, alone, cache):
     assert "4 x cpu as fsdp 4, in 2 processes" in texts[0]
     assert not [line for line in texts[1].splitlines() if line.strip() and "[Gloo]" not in line]  # one speaks
     assert (run / "report.html").exists()
+    both = together(run, cache, CUT, "--mode=eval")
+    texts = said(both)
+    assert [process.returncode for process in both] == [0, 0], texts
+    assert re.search(r"^last, step 40: .*\nbest, step \d+: ", texts[0], re.MULTILINE)
 
 
 def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path):

@@ -14,7 +14,9 @@ from experiments.errors import Mistake
 from tests.runs import as_people_run_it as as_people_run_it, program, steps
 
 MESHES = {"fsdp": (4, 1), "tensor": (1, 2), "both": (2, 2)}
-METHOD = "--config.sparsity.blocks=fst(every=2)"  # holds masks
+METHOD = (
+    "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=2)); drhs_g=mvue_approx(2,4)"  # holds masks, and draws
+)
 
 
 def made(fsdp, tensor, *changes, page="configs/vit_24.py:smoke"):

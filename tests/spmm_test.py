@@ -36,8 +36,8 @@ LAYOUTS = list(itertools.product((False, True), repeat=3))
 
 
 @pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_hopper_in_every_layout(dtype, m_major, n_major, transpose):
+def test_hopper_in_every_layout(m_major, n_major, transpose):
+    dtype = ("bfloat16", "float16")[(m_major + n_major + transpose) % 2]  # of each operand both, in both orders
     config = hopper.Config(tile_n=64, store_n=32, stages=2)
     packed, b, wanted = operands(256, 128, 256, dtype, m_major, n_major)
     options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype(dtype)}
@@ -69,9 +69,9 @@ def test_hopper_in_every_cut(name):
     check(y, wanted * np.array([1.0, -2.0])[:, None, None], False)
 
 
-@pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("kinds", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e5m2")])
-def test_hopper_in_fp8(kinds, transpose):
+def test_hopper_in_fp8(kinds):
+    transpose = kinds[0] == "e5m2"
     config = hopper.Config(tile_n=64, store_n=32, stages=2)
     packed, b, wanted = operands(256, 128, 256, *(f"float8_{kinds[0]}", False, False, f"float8_{kinds[1]}"))
     options = {"b_axis": -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16"), "config": config, "blocks": 2}
