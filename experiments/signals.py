@@ -2,17 +2,18 @@
 
 import signal
 import threading
+import time
 
 from experiments import processes
 
 
 class Stop:
-    """Within it, the first SIGTERM or SIGINT is noted, for the loop to end after its step; a second one ends the process. Of
+    """Within it, the first SIGTERM or SIGINT is noted, for the loop to end after its step; a later one ends the process. Of
     several processes any may be told, and all end after the same step."""
 
     def __init__(self):
         self.signal: signal.Signals | None = None
-        self._before = {}
+        self._before, self._since = {}, 0.0
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
@@ -29,8 +30,11 @@ class Stop:
         return True
 
     def _told(self, number, _):
-        self.signal = signal.Signals(number)
-        self._restore()
+        if self.signal is None:
+            self.signal, self._since = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self._since > 1:  # else it is one stop, told twice: by a terminal and by a launcher
+            self._restore()
+            signal.raise_signal(number)
 
     def __exit__(self, *_):
         self._restore()

@@ -27,8 +27,8 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
     words = [
         "--config=configs/vit_dense.py:smoke",
         "--config.measure=0",
-        "--config.steps=4000",
-        "--config.evaluate=1000",
+        "--config.steps=800",
+        "--config.evaluate=400",
         f"--workdir={tmp_path / 'run'}",
     ]
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PORT": str(free())}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import command, meter, record, settings
+from experiments import command, meter, record, settings, signals
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Failed, Mistake
 from tests.runs import arrays, as_people_run_it as as_people_run_it, start, timeless
@@ -85,6 +85,19 @@ def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
     assert f"going on from step {found[1]} of 40" in said
     assert timeless(tmp_path / "run") == timeless(whole)
     assert arrays(tmp_path / "run") == arrays(whole)
+
+
+def test_one_stop_told_twice_is_one_and_a_later_one_ends_at_once(monkeypatch):
+    """A terminal's Ctrl-C reaches a run and the launcher that hands it on."""
+    now = [10.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    with signals.Stop() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGINT
+        now[0] += 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_saved_on_four_devices_and_gone_on_with_on_two_and_on_one(whole, tmp_path):
