@@ -96,7 +96,7 @@ def conv(text):
     return make, (4, 8, 8, 16), by_hand, (2,), (3,)
 
 
-CASES = [(dense, m) for m in METHODS] + [(f, m) for f in (general, batched, conv) for m in SOME]
+CASES = [(dense, m) for m in METHODS] + [(f, m) for f in (general, conv) for m in SOME] + [(batched, EVERY)]
 CASES += [(general, "bi_mask(every=2,draws=4)"), (conv, "sdgp(2,4)")]
 
 

@@ -1,5 +1,7 @@
 """Sparse models on meshes: data parallel and with sharded weights, on automatic and explicit axes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,11 +87,15 @@ LAYOUTS = {  # of the kernels and biases of both layers
 }
 
 
+@functools.cache
+def on_one_device(text):
+    return steps(sparse(exact(Mlp(32, 64, rngs=nnx.Rngs(0))), text), whole(9, 32, 32))
+
+
 @pytest.mark.parametrize(("layout", "kind"), [("data", "auto"), ("data", "explicit"), ("fsdp", "auto")])
 @pytest.mark.parametrize("text", METHODS)
 def test_a_mesh_trains_as_one_device_does(text, layout, kind):
-    x = whole(9, 32, 32)
-    expected = steps(sparse(exact(Mlp(32, 64, rngs=nnx.Rngs(0))), text), x)
+    x, expected = whole(9, 32, 32), on_one_device(text)
     mesh = jax.make_mesh((4,), ("d",), axis_types=(KINDS[kind],))
     with jax.set_mesh(mesh):
         model = sparse(placed(exact(Mlp(32, 64, rngs=nnx.Rngs(0))), mesh, LAYOUTS[layout]), text)

@@ -71,9 +71,7 @@ def conv():
 
 
 SOME = ("s_ste(2,4)", "fst(every=3)", EVERY)
-CASES = [(f, m) for f in (linear, general) for m in METHODS] + [
-    (f, m) for f in (batched, einsum, experts) for m in SOME
-]
+CASES = [(linear, m) for m in METHODS] + [(f, m) for f in (general, batched, einsum, experts) for m in SOME]
 CASES += [(conv, m) for m in METHODS if "bi_mask" not in m]  # which refuses feature groups
 
 
