@@ -22,6 +22,7 @@ import numpy as np
 from experiments.errors import Diverged, Failed, Mistake, Stopped
 
 SILENCE = 45  # seconds after which a process that is not heard of counts as dead
+PATIENCE = 300  # seconds to wait for one that has not come yet
 _MANY = {"SLURM": "SLURM_STEP_NUM_TASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}  # how many each says it has started
 
 _count, _index = 1, 0
@@ -91,6 +92,10 @@ def _meet(asked: str) -> None:
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself, from here to the end
+    who = f"process {told[3]} of {told[2]} at {told[1]}" if told else "a process of several"
+    met = threading.Event()
+    threading.Thread(target=_patient, args=(who, met), daemon=True).start()
+    given |= {"initialization_timeout": PATIENCE + 60}  # JAX would end with a stack trace
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=SILENCE, shutdown_timeout_seconds=SILENCE)
     except Exception as error:  # of every cluster its own
@@ -98,9 +103,18 @@ def _meet(asked: str) -> None:
         raise Mistake(
             f"--distributed={asked}: the processes did not meet: {' '.join(str(error).split())[:300].rstrip('.')}.{hint}"
         ) from error
+    finally:
+        met.set()
     _count, _index = jax.process_count(), jax.process_index()
     if _count > 1:
         _connect()
+
+
+def _patient(who: str, met: threading.Event) -> None:
+    if not met.wait(5):
+        print(f"{who} waits for the others, up to {PATIENCE} s", file=sys.stderr, flush=True)
+        if not met.wait(PATIENCE - 5):
+            _end(f"{who} has waited {PATIENCE} s for the others", Failed.code)
 
 
 def _connect() -> None:

@@ -15,11 +15,11 @@ from experiments import processes
 def number(value: float) -> str:
     """With its magnitude's letter.
 
-    >>> number(12_345), number(3.2e9), number(950)
-    ('12.3 k', '3.2 G', '950')
+    >>> number(12_345), number(3.2e9), number(950), number(999.9)
+    ('12.3 k', '3.2 G', '950', '1 k')
     """
     for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
+        if value >= 0.9995 * size:
             return f"{value / size:.3g} {letter}"
     return f"{value:.3g}"
 

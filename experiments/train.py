@@ -71,9 +71,8 @@ def run(
     numbers are sent to beside the files."""
     began, screen, names = time.monotonic(), Screen(task.unit), [each.name for each in runs]
     config, workdir, several = runs[0].config, runs[0].workdir, len(runs) > 1
-    again = (
-        "The same command" if program else f"The same command with --workdir={workdir}"
-    )  # which a sweep names itself
+    named = program is not None or "--workdir" in command  # else its directory bears the time; a sweep's does not
+    again = "The same command" + ("" if named else f" with --workdir={workdir}")
     if mode == "train":
         if processes.first():
             for each in runs:
@@ -129,7 +128,8 @@ def run(
                 each.end(error)
             kept = " ".join(each.checkpoints.kept() for each in going.values())
             if _stopped(error):
-                kept += f" {again} goes on from {'them' if several else 'it'}, or begins anew."
+                begun = any(each.checkpoints.steps() for each in going.values())
+                kept += f" {again} goes on from there." if begun else f" {again} begins anew."
                 text = f"interrupted{error and f' by {error}'}. {kept}"
                 raise (Stopped(text, error.signal) if isinstance(error, Stopped) else KeyboardInterrupt(text)) from None
             if isinstance(error, (Failed, Mistake, OSError)):  # a broken file and a full disk too

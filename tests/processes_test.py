@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +193,13 @@ def test_what_is_left_to_do_at_another_ones_end_stays_known_until_its_cause_is(m
         raise RuntimeError("gloo: connection reset by peer")
     assert known == [left]
     assert not processes._at_end
+
+
+def test_one_that_nobody_meets_says_so_and_gives_up():
+    words = ["launch.py", *PAGE, f"--distributed=127.0.0.1:{free()},2,1"]
+    text = f"from experiments import command, processes; processes.PATIENCE = 7; command.main({words}, '')"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=command.ROOT, timeout=100)
+    assert done.returncode == 1
+    (waits, ended) = [line for line in done.stderr.splitlines() if "process 1 of 2" in line]
+    assert re.fullmatch(r"process 1 of 2 at 127.0.0.1:\d+ waits for the others, up to 7 s", waits)
+    assert re.fullmatch(r"launch.py: process 1 of 2 at 127.0.0.1:\d+ has waited 7 s for the others", ended)

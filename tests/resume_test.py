@@ -77,6 +77,7 @@ def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
     assert process.returncode == 128 + told, said
     found = re.search(rf"interrupted by {told.name} after step (\d+)\. The checkpoint of step (\d+) is kept in", said)
     assert found[1] == found[2]
+    assert "The same command goes on from there." in " ".join(said.split())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == "interrupted"
     if told == signal.SIGINT:
         return
