@@ -77,7 +77,7 @@ def carry_out(asked: "Asked", words: str) -> None:
 
     def side_by_side(members, program):
         runs = [train.Run(member.name, member.config, workdir / member.name) for member in members]
-        train.run(runs, program.task, "train", words, program=program, sink=asked.sink)
+        return train.run(runs, program.task, "train", words, program=program, sink=asked.sink)
 
     make = lambda member: train.Program(member.config, task(member.config))
     sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, asked.at_once, make, side_by_side)

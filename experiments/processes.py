@@ -92,7 +92,7 @@ def _meet(asked: str) -> None:
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself, from here to the end
-    who = f"process {told[3]} of {told[2]} at {told[1]}" if told else "a process of several"
+    who = f"process {told[3]} of {told[2]} at {told[1]}" if told else f"a process on {socket.gethostname()}"
     met = threading.Event()
     threading.Thread(target=_patient, args=(who, met), daemon=True).start()
     given |= {"initialization_timeout": PATIENCE + 60}  # JAX would end with a stack trace
@@ -111,9 +111,9 @@ def _meet(asked: str) -> None:
 
 
 def _patient(who: str, met: threading.Event) -> None:
-    if not met.wait(5):
+    if not met.wait(10):
         print(f"{who} waits for the others, up to {PATIENCE} s", file=sys.stderr, flush=True)
-        if not met.wait(PATIENCE - 5):
+        if not met.wait(PATIENCE - 10):
             _end(f"{who} has waited {PATIENCE} s for the others", Failed.code)
 
 
@@ -170,6 +170,7 @@ def same(mine: dict) -> None:
 # ---- to stop together ----
 
 _gate = threading.Lock()  # held while all say how far they are
+_first_to_ask = threading.Lock()  # for both threads may
 _turns, _last, _asked, _far = 0, None, False, {}
 
 
@@ -186,10 +187,12 @@ def turn(stop: bool) -> bool:
 
 
 def _ask_all() -> None:
-    if not _far:
+    with _first_to_ask:
+        if _far:
+            return
         _gate.acquire()
         _far[0] = _turns
-        _tell("where", None)
+    _tell("where", None)
 
 
 def _stopping(who: int, kind: str, what) -> None:

@@ -191,7 +191,7 @@ def check(workdir: Path, config) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         (draft := workdir / ".writable").touch()
         draft.unlink()
-    if lines(workdir / "metrics.jsonl"):  # else there is nothing to go on with
+    if lines(workdir / "metrics.jsonl") or any((workdir / "checkpoints").glob("*.json")):  # there is what to go on with
         same_config(workdir, config)
 
 
@@ -201,12 +201,13 @@ def finished(workdir: Path) -> bool:
 
 
 def same_config(workdir: Path, config) -> None:
-    """Refuse the directory of a run of another config."""
+    """Refuse the directory of a run of another config, but for its mesh: where arrays lie changes rounding alone."""
     if not (workdir / "config.json").is_file():
         raise Mistake(
             f"--workdir={workdir} has lost its config.json, so nothing says what its run was. Give another one."
         )
-    there, here = _flat(json.loads((workdir / "config.json").read_text())), fields(config)
+    both = _flat(json.loads((workdir / "config.json").read_text())), fields(config)
+    there, here = ({name: each[name] for name in each if not name.startswith("mesh.")} for each in both)
     if there != here:
         names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
         changed = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names[:4])

@@ -124,7 +124,8 @@ def _kernel(layer: Layer, mesh: Mesh) -> tuple:
     if mesh.shape["tensor"] > 1 and part and operand is not None:
         axis = own[getattr(operand, part)[0]]
         if not _legal(layer, axis, mesh.shape["tensor"]):
-            legal = [n for n in range(1, shape[axis] + 1) if _legal(layer, axis, n)]
+            there = mesh.size // mesh.shape["fsdp"]  # devices that may be asked for
+            legal = [n for n in range(1, there + 1) if there % n == 0 and _legal(layer, axis, n)]
             near = min(legal, key=lambda n: (abs(n - mesh.shape["tensor"]), n))
             raise Mistake(
                 f"config.mesh.tensor={mesh.shape['tensor']}: {layer.path}, a kernel of {' x '.join(map(str, shape))}, cannot be cut along "

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from experiments import processes
 from experiments.checkpoints import Checkpoints
-from experiments.errors import Diverged, Failed, Mistake
+from experiments.errors import Diverged, Failed, Mistake, Stopped
 from experiments.record import finished, replace
 
 
@@ -57,14 +57,14 @@ def _set(config: ConfigDict, field: str, value) -> None:
 
 def run(
     found: list[Member], workdir: Path, index: int | None, at_once: int, make: Callable[[Member], Any],
-    train: Callable[[list[Member], Any], None],
+    train: Callable[[list[Member], Any], Any],
 ) -> None:  # fmt: skip
     """Run those that are not done, or the one of an index; so many ``at_once`` that differ in their seed alone. ``make`` gives
     the program of a run, which serves the next one too if that differs in its seed alone, and ``train(members, program)``
-    trains with it."""
+    trains with it, and gives the signal that told it to stop when there was no step left."""
     if index is not None and not 0 <= index < len(found):
         raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
-    begun, failed, program, before = set(), [], None, None
+    begun, failed, program, before, told = set(), [], None, None, None
     for number, member in enumerate(found):
         if index not in (None, number) or member.name in begun:
             continue
@@ -82,8 +82,9 @@ def run(
             names, places = [m.name for m in group], [str(found.index(m) + 1) for m in group]
             begun.update(names)
             _say(f"\n==== {', '.join(names)} ({', '.join(places)} of {len(found)}) ====\n")
+            told = None
             try:
-                train(group, program)
+                told = train(group, program)
             except Failed as error:  # the others are still wanted
                 if processes.count() > 1 and not isinstance(error, Diverged):  # it may be one process' own
                     raise
@@ -91,6 +92,9 @@ def run(
             failed += processes.agreed(lambda names=names: [n for n in names if not finished(workdir / n)])
         if processes.first():
             collect(found, workdir)
+        if told and index is None and number + 1 < len(found):
+            text = f"interrupted by {told.name} after the last step of {', '.join(names)}. The same command goes on with the others."
+            raise Stopped(text, told)
     _say(f"\n{_told(found, workdir)}")
     if failed:
         raise Failed(f"{len(failed)} of the runs failed: {', '.join(failed)}")
@@ -148,8 +152,11 @@ def lines(found: list[Member], workdir: Path) -> Iterator[dict]:
 
 
 def collect(found: list[Member], workdir: Path) -> None:
-    """Write results.jsonl. Several processes may: each writes what all have done."""
-    replace(workdir / "results.jsonl", "".join(json.dumps(line, default=str) + "\n" for line in lines(found, workdir)))
+    """Write results.jsonl. Several processes may: each writes what all have done, until that is no more."""
+    made = lambda: "".join(json.dumps(line, default=str) + "\n" for line in lines(found, workdir))
+    text = None
+    while text != (text := made()):
+        replace(workdir / "results.jsonl", text)
 
 
 def _told(found: list[Member], workdir: Path) -> str:

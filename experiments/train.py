@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+import signal
 import time
 from pathlib import Path
 
@@ -65,10 +66,10 @@ class Run:
 def run(
     runs: list[Run], task: Task, mode: str, command: str, origin: Path | None = None, program: Program | None = None,
     sink: str = "",
-) -> None:  # fmt: skip
+) -> signal.Signals | None:  # fmt: skip
     """Train, evaluate or plan a run; or train several that differ in their seed alone side by side. ``program`` is that of
     another run which differs in its seed alone, ``origin`` a run whose last state this one begins with, and ``sink`` what
-    numbers are sent to beside the files."""
+    numbers are sent to beside the files. Gives the signal that came when all was trained, if one did."""
     began, screen, names = time.monotonic(), Screen(task.unit), [each.name for each in runs]
     config, workdir, several = runs[0].config, runs[0].workdir, len(runs) > 1
     named = program is not None or "--workdir" in command  # else its directory bears the time; a sweep's does not
@@ -144,6 +145,7 @@ def run(
             screen.line(f"\n{each.name}" if several else "")
             summary = each.record.about["summary"]
             screen.rows([*summary, ("report", str(each.workdir / "report.html")), ("everything", f"{each.workdir}/")])
+    return processes.agreed(lambda: stop.signal)
 
 
 def _stopped(error: BaseException) -> bool:

@@ -147,6 +147,17 @@ def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
     record.check(tmp_path, ConfigDict({"seed": 1}))
     made(tmp_path, seed=1).close("finished")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "1.json").write_text("{}")  # told to stop before its first line of metrics
+    with pytest.raises(Mistake, match="seed: 1 there, 2 here"):
+        record.check(tmp_path, ConfigDict({"seed": 2}))
+
+
+def test_another_mesh_goes_on_with_the_same_run(tmp_path):
+    run = begun(tmp_path)
+    run.write("train", 1, loss=1.0)
+    run.close("interrupted")
+    record.check(tmp_path, ConfigDict({"seed": 0, "mesh": {"fsdp": 4}}))
 
 
 def screen(terminal: bool):

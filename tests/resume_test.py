@@ -105,7 +105,7 @@ def test_saved_on_four_devices_and_gone_on_with_on_two_and_on_one(whole, tmp_pat
     """The rest of it is that of one device, to rounding."""
     whole, cache = whole
     for devices in (4, 2):
-        process = start(tmp_path / "run", cache, devices=devices)
+        process = start(tmp_path / "run", cache, f"--config.mesh.fsdp={devices}", devices=devices)
         for line in process.stdout:
             if line.startswith("step"):
                 process.send_signal(signal.SIGTERM)

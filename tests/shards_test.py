@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from experiments import shards
 from experiments.bench import scale
@@ -113,6 +114,7 @@ def test_groups_on_two_devices_are_refused_with_what_to_write():
 def test_fsdp_cuts_where_groups_stay_whole():
     m = program("configs/vit_24.py:smoke", "--config.mesh.fsdp=4", "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))")
     up = m.shapes.params["blocks"][0]["mlp"]["up"]["kernel"]
-    assert tuple(up.sharding.spec) != ("fsdp",)
-    state = m.init(jnp.uint32(0))
-    assert parts_of(state.params)
+    assert up.sharding.spec == PartitionSpec(None, "fsdp")
+    found = parts_of(m.init(jnp.uint32(0)).params)
+    (share,) = (share for path, share in found.items() if "mlp" in path and "up" in path)
+    assert share == 0.25

@@ -94,6 +94,19 @@ def test_a_sweep_that_is_wrong(text, tmp_path):
         command.main([*words, "--sweep"], "")
 
 
+def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypatch):
+    keep = record.Record.keep
+    monkeypatch.setattr(
+        record.Record, "keep", lambda self, *what: (signal.raise_signal(signal.SIGTERM), keep(self, *what))
+    )
+    words = page(tmp_path)
+    with pytest.raises(
+        Stopped, match=r"SIGTERM after the last step of blocks=ste\(2,4\),seed=0\. The same command goes"
+    ):
+        command.main([*words, "--sweep"], "")
+    assert [line["outcome"] for line in results(tmp_path)] == ["finished"]
+
+
 def test_words_of_a_sweep(tmp_path):
     words = page(tmp_path)
     with pytest.raises(Mistake, match="--sweep_index=4: the sweep has 4 runs, from 0 to 3"):
