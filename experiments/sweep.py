@@ -64,10 +64,11 @@ def run(
     trains with it, and gives the signal that told it to stop when there was no step left."""
     if index is not None and not 0 <= index < len(found):
         raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
-    begun, failed, program, before, told = set(), [], None, None, None
+    begun, failed, program, before = set(), [], None, None
     for number, member in enumerate(found):
         if index not in (None, number) or member.name in begun:
             continue
+        told = None
         if not processes.agreed(partial(_done, workdir / member.name)):
             if program is None or before is None or _but_for_seed(before) != _but_for_seed(member):
                 program, before = make(member), member
@@ -82,7 +83,6 @@ def run(
             names, places = [m.name for m in group], [str(found.index(m) + 1) for m in group]
             begun.update(names)
             _say(f"\n==== {', '.join(names)} ({', '.join(places)} of {len(found)}) ====\n")
-            told = None
             try:
                 told = train(group, program)
             except Failed as error:  # the others are still wanted

@@ -196,7 +196,7 @@ def apart(script: str, told=(), **values) -> subprocess.CompletedProcess:
 
 
 CUT = """
-    import os, sys, warnings
+    import sys, warnings
     warnings.simplefilter("ignore")
     sys.path.insert(0, {root!r})
     import jax
