@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import nmjax as nm
+from nmjax.kernels import api
 
 GOLDEN = [
     ([1, -2, 3, -4], [0, 0, 1, -2]),
@@ -45,6 +46,24 @@ def test_golden_scale():
     assert scale_of(w) == pytest.approx(1.913386, abs=1e-6)
     assert scale_of(w.T, 0) == pytest.approx(1.913386, abs=1e-6)
     assert scale_of(w * 1e-12) == pytest.approx(1.913386, abs=1e-6)
+
+
+def test_other_scales():
+    """Of the weights as they are now, or none; neither is kept."""
+    w, later = (jnp.asarray(np.random.default_rng(i).normal(size=(64, 64)), jnp.float32) for i in (0, 1))
+    now, one = nm.soft(2, 4, scale="now"), nm.soft(2, 4, scale="one")
+    np.testing.assert_allclose(call(now, later), call(P, later, _INIT(later, -1)), rtol=1e-6)
+    np.testing.assert_array_equal(call(one, later), call(P, later))
+    np.testing.assert_array_equal(call(one, later, jnp.float32(2)), call(P, later))  # a scale is not for it
+    for p in (now, one):
+        assert not p.remembers
+        assert p.init(w) is None
+        assert nm.parse_pruner(str(p)) == p
+        assert nm.Sparsity(fwd_rhs=nm.ste(p)).init(w, contract=0, out=1) == {}
+    assert not api.fuses(now)
+    assert api.fuses(one)
+    with pytest.raises(ValueError, match="scale is 'frozen', 'now' or 'one'"):
+        nm.soft(2, 4, scale="2")
 
 
 def soft_in_numpy(w):

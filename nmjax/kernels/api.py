@@ -204,6 +204,8 @@ FUSED = (mse, mvue, soft)
 
 def fuses(pruner: Pruner) -> bool:
     """Whether a kernel prunes by this pruner: 2:4, or sparser in groups of four."""
+    if isinstance(pruner, soft) and pruner.scale == "now":
+        return False  # which is a sum over the whole array
     return pruner == identity or (type(pruner) in FUSED and pruner.m == 4 and pruner.n <= 2)
 
 

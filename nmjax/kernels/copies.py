@@ -65,7 +65,7 @@ def growth(pruner, beta):
     """How much larger than what it prunes a result can be."""
     if isinstance(pruner, mvue):
         return pruner.m / pruner.n
-    return jnp.abs(beta) if isinstance(pruner, soft) else 1.0
+    return jnp.abs(beta) if isinstance(pruner, soft) and pruner.remembers else 1.0
 
 
 def _parts(copy, shape):

@@ -6,8 +6,9 @@ Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-Trai
     s = sign(w) * max(|w| - t, 0)
     w~ = beta * s,   beta = <w, s> / <s, s>  over the whole tensor, once, from the initial weights
 
-A hard mask jumps where two magnitudes swap; here both are zero when they meet. beta is frozen: computed anew at every
-step it grows without end. It is the state of this pruner, and 1 where no state is given.
+A hard mask jumps where two magnitudes swap; here both are zero when they meet. beta is frozen: it is the state of this
+pruner, and 1 where no state is given. For comparison, as in the paper: ``scale="now"``, computed anew at every step, by
+which it grows unexpectedly large, and ``scale="one"``.
 """
 
 import functools
@@ -28,9 +29,18 @@ class soft(Remembering, Grouped):
     Array([ 0.,  0.,  1., -2.], dtype=float32)
     """
 
+    scale: str = "frozen"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.scale not in ("frozen", "now", "one"):
+            raise ValueError(f"{self}: scale is 'frozen', 'now' or 'one'.")
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         shrunk = self._shrunk(x, axis)
-        if ctx.state is not None:
+        if self.scale == "now":
+            shrunk = shrunk * self._best(x, shrunk).astype(shrunk.dtype)
+        elif self.remembers and ctx.state is not None:
             if jnp.shape(ctx.state):
                 raise ValueError(f"{self} has one scale for a whole tensor, not state of shape {jnp.shape(ctx.state)}.")
             shrunk = shrunk * jnp.asarray(ctx.state).astype(shrunk.dtype)
@@ -50,7 +60,7 @@ class soft(Remembering, Grouped):
 
     def of_members(self, x: list[jax.Array], u=None, state=None) -> list[jax.Array]:
         """The same of a list of the members of groups: how a kernel has them."""
-        scale = 1.0 if state is None else state
+        scale = state if self.remembers and state is not None else 1.0
         return [(v * scale).astype(x[0].dtype) for v in _shrunk(x, self.n)]
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
@@ -61,14 +71,22 @@ class soft(Remembering, Grouped):
     def stateful(self) -> bool:
         return False  # without state the scale is 1
 
-    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+    @property
+    def remembers(self) -> bool:
+        return self.scale == "frozen"
+
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array | None:
         """beta, the scale of least squared error."""
-        s = self._shrunk(x, axis)
+        return self._best(x, self._shrunk(x, axis)) if self.remembers else None
+
+    def _best(self, x: jax.Array, s: jax.Array) -> jax.Array:
         energy = jnp.sum(s * s)
         return jnp.where(energy > 0, jnp.sum(groups.wide(x) * s) / jnp.where(energy > 0, energy, 1.0), 1.0)
 
-    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array | None:
         """beta as it was: frozen."""
+        if not self.remembers:
+            return None
         if ctx.state is None:
             raise ValueError(f"{self} keeps its scale, and was given none: pass what its init(x, axis) makes as state.")
         return ctx.state
