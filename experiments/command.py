@@ -50,6 +50,8 @@ def carry_out(asked: "Asked", words: str) -> None:
         raise Mistake(f"--seeds_at_once={asked.at_once}: at least 1, and more of a --sweep that has no --sweep_index.")
     if asked.at_once > 1 and processes.count() > 1:
         raise Mistake(f"--seeds_at_once={asked.at_once} is for one process: it goes without --distributed.")
+    if asked.results and not (sweeping and Path(asked.results).parent.is_dir() and not Path(asked.results).is_dir()):
+        raise Mistake(f"--results={asked.results} is a file, in a folder that is there, for the runs of a --sweep.")
     place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if processes.count() > 1:
         processes.same(record.fields(config) | asked.alike() | record.versions() | {"git": record.git()})
@@ -79,8 +81,9 @@ def carry_out(asked: "Asked", words: str) -> None:
         runs = [train.Run(member.name, member.config, workdir / member.name) for member in members]
         return train.run(runs, program.task, "train", words, program=program, sink=asked.sink)
 
-    make = lambda member: train.Program(member.config, task(member.config))
-    sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, asked.at_once, make, side_by_side)
+    make, results = lambda member: train.Program(member.config, task(member.config)), asked.results
+    found = sweep.members(config, asked.changes())
+    sweep.run(found, workdir, asked.index, asked.at_once, make, side_by_side, Path(results) if results else None)
 
 
 class Asked(NamedTuple):
@@ -96,6 +99,7 @@ class Asked(NamedTuple):
     index: int | None
     at_once: int  # runs of a sweep that differ in their seed alone
     sink: str  # what a run's numbers are sent to beside its files
+    results: str  # a file that is given a line for every run of a sweep that is finished, or has diverged
 
     @property
     def name(self) -> str:
@@ -107,7 +111,7 @@ class Asked(NamedTuple):
         """What all processes of a run are asked for."""
         return {
             "--config": self.page,
-            **{f"--{name}": getattr(self, name) for name in ("workdir", "mode", "sweep", "sink")},
+            **{f"--{name}": getattr(self, name) for name in ("workdir", "mode", "sweep", "sink", "results")},
         } | {
             "--from": self.origin,
             "--sweep_index": self.index,
@@ -160,6 +164,7 @@ def read(argv: list[str]) -> Asked:
     flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
     flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
     flags.DEFINE_integer("seeds_at_once", 1, "runs trained side by side", flag_values=values)
+    flags.DEFINE_string("results", "", "a file that is given the results of a sweep", flag_values=values)
     flags.DEFINE_enum("sink", None, list(sinks.SINKS), "what numbers are sent to beside files", flag_values=values)
     before, sys.argv = sys.argv, words  # where config_flags looks for changes
     try:
@@ -173,7 +178,8 @@ def read(argv: list[str]) -> Asked:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
     origin, sink = values["from"].value, values.sink or ""
     where = (values.workdir, values.mode, origin, values.distributed)
-    return Asked(config, page, *where, values.sweep, values.sweep_index, values.seeds_at_once, sink)
+    how = (values.sweep, values.sweep_index, values.seeds_at_once)
+    return Asked(config, page, *where, *how, sink, values.results)
 
 
 def load(page: str) -> ConfigDict:

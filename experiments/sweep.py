@@ -2,10 +2,12 @@
 
 What is finished is not done again, and what was interrupted goes on. Runs that differ in their seed alone share one
 compiled program, and may be trained side by side in it: those that are at the same step. ``results.jsonl`` holds a line
-for every run that has ended.
+for every run that has ended, and a file of results elsewhere is given what it does not have.
 """
 
+import fcntl
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +19,7 @@ from ml_collections import ConfigDict
 from experiments import processes
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Diverged, Failed, Mistake, Stopped
-from experiments.record import finished, replace
+from experiments.record import finished, lines as lines_of, replace
 
 
 class Member(NamedTuple):
@@ -57,11 +59,12 @@ def _set(config: ConfigDict, field: str, value) -> None:
 
 def run(
     found: list[Member], workdir: Path, index: int | None, at_once: int, make: Callable[[Member], Any],
-    train: Callable[[list[Member], Any], Any],
+    train: Callable[[list[Member], Any], Any], results: Path | None = None,
 ) -> None:  # fmt: skip
     """Run those that are not done, or the one of an index; so many ``at_once`` that differ in their seed alone. ``make`` gives
     the program of a run, which serves the next one too if that differs in its seed alone, and ``train(members, program)``
-    trains with it, and gives the signal that told it to stop when there was no step left."""
+    trains with it, and gives the signal that told it to stop when there was no step left. ``results`` is a file that is given
+    a line for each of them too."""
     if index is not None and not 0 <= index < len(found):
         raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
     begun, failed, program, before = set(), [], None, None
@@ -92,6 +95,8 @@ def run(
             failed += processes.agreed(lambda names=names: [n for n in names if not finished(workdir / n)])
         if processes.first():
             collect(found, workdir)
+            if results is not None:
+                add(found, workdir, results)
         if told and index is None and number + 1 < len(found):
             text = f"interrupted by {told.name} after the last step of {', '.join(names)}. The same command goes on with the others."
             raise Stopped(text, told)
@@ -142,13 +147,34 @@ def done(about: dict) -> bool:
     return about["outcome"] == "finished" or about["outcome"].startswith("diverged")
 
 
+FORMAT = 1  # of a line of results: what reads others of another one says so
+KEPT = ("outcome", "metric", "figures", "steps", "flops", "began", "ended")  # of what a run says of itself
+KEPT += ("command", "versions", "git", "notes")
+
+
 def lines(found: list[Member], workdir: Path) -> Iterator[dict]:
     """What became of the runs that have ended."""
     for member in found:
         about = ended(workdir / member.name)
         if about is not None and about["outcome"] != "running":
-            kept = ("outcome", "figures", "steps", "flops", "began", "ended", "command", "versions", "git", "notes")
-            yield {"run": member.name, "changes": member.changes, **{k: about[k] for k in kept if k in about}}
+            line = {"format": FORMAT, "run": member.name, "changes": member.changes}
+            line["devices"] = dict(about.get("header", ())).get("devices", "")
+            yield line | {k: about[k] for k in KEPT if k in about}
+
+
+def curves(directory: Path) -> dict[str, dict[str, list]]:
+    """What a run evaluated and measured over its steps, to five digits; of measures by layer their mean over the layers."""
+    found = {}
+    for kind in ("eval", "sparsity"):
+        rows = [line for line in lines_of(directory / "metrics.jsonl") if line["kind"] == kind]
+        names = dict.fromkeys(name for row in rows for name in row if name not in ("kind", "seconds"))
+        found[kind] = {name: [row[name] if name == "step" else _short(row.get(name)) for row in rows] for name in names}
+    return found
+
+
+def _short(value) -> float | None:
+    each = [v for v in (value.values() if isinstance(value, dict) else [value]) if v is not None and math.isfinite(v)]
+    return float(f"{math.fsum(each) / len(each):.5g}") if each else None
 
 
 def collect(found: list[Member], workdir: Path) -> None:
@@ -157,6 +183,25 @@ def collect(found: list[Member], workdir: Path) -> None:
     text = None
     while text != (text := made()):
         replace(workdir / "results.jsonl", text)
+
+
+def add(found: list[Member], workdir: Path, results: Path) -> None:
+    """Append to a file the lines of finished and diverged runs that it does not have, with their curves. Several processes may."""
+    complete = [line for line in lines(found, workdir) if done(line)]
+    if not complete:
+        return
+    with results.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        held = {(line.get("run"), line.get("began")) for line in lines_of(results)}
+        new = [
+            line | {"curves": curves(workdir / line["run"])}
+            for line in complete
+            if (line["run"], line["began"]) not in held
+        ]
+        cut = "\n" * bool(text and not text.endswith("\n"))  # a line that was, by a full disk
+        file.write(cut * bool(new) + "".join(json.dumps(line, default=str) + "\n" for line in new))
 
 
 def _told(found: list[Member], workdir: Path) -> str:

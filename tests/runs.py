@@ -1,8 +1,10 @@
 """Runs for tests: programs in this process, and launch.py in processes of its own."""
 
+import fcntl
 import importlib
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import command, record
 from experiments.checkpoints import Checkpoints
 from experiments.program import Program
 
-PAGE = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=40", "--config.evaluate=4"]
+PAGE = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=24", "--config.evaluate=4"]
 PAGE += ["--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=3)); drhs_g=mvue_approx(2,4)"]  # holds, and draws
 PAGE += ["--config.measure=0", "--config.ema=0.9", "--config.optimizer=sgd"]
 
@@ -25,12 +28,15 @@ PAGE += ["--config.measure=0", "--config.ema=0.9", "--config.optimizer=sgd"]
 @pytest.fixture(autouse=True)
 def as_people_run_it(monkeypatch):
     monkeypatch.chdir(command.ROOT)
-    told = {name: getattr(jax.config, name) for name in ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")}
-    jax.config.update("jax_numpy_dtype_promotion", "standard")  # for all threads, of which some compile
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    yield
-    for name, value in told.items():
-        jax.config.update(name, value)
+    people = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+    people |= {"jax_enable_compilation_cache": True}
+    told = {name: getattr(jax.config, name) for name in people}
+    for values in (people, told):  # for all threads, of which some compile
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # which asks once whether it is to be used
+        if values is people:
+            yield
 
 
 # ---- in this process ----
@@ -72,6 +78,22 @@ def start(
         [sys.executable, command.ROOT / "launch.py", *page, f"--workdir={workdir}", *words], env=os.environ | flags | env, text=True,
         cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+def once(factory: pytest.TempPathFactory, name: str, make) -> Path:
+    """A folder that ``make(folder)`` fills, once for all workers of these tests: for those that only read it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        make(folder := factory.mktemp(name))
+        return folder
+    folder = factory.getbasetemp().parent / name
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            (folder / "made").touch()
+    return folder
 
 
 def timeless(workdir: Path) -> list[dict]:

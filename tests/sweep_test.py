@@ -13,7 +13,7 @@ import pytest
 from experiments import command, program, record, signals, sweep
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Failed, Mistake, Stopped
-from tests.runs import as_people_run_it as as_people_run_it, program as made_of, start, timeless
+from tests.runs import as_people_run_it as as_people_run_it, once, program as made_of, start, timeless
 
 PAGE = """
 from configs import common
@@ -43,7 +43,7 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
     made = []
     first = program.Program.__init__
     monkeypatch.setattr(program.Program, "__init__", lambda self, *args: (made.append(1), first(self, *args))[1])
-    words = page(tmp_path)
+    words = [*page(tmp_path), f"--results={tmp_path / 'all.jsonl'}"]
     command.main([*words, "--sweep_index=3"], "")
     assert [line["run"] for line in results(tmp_path)] == ["blocks=s_ste(2,4),seed=1"]
     command.main([*words, "--sweep"], "")
@@ -55,13 +55,21 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
         {"sparsity.blocks": text, "seed": seed} for text in ("ste(2,4)", "s_ste(2,4)") for seed in (0, 1)
     ]
     assert all(line["figures"]["loss"] > 0 and line["steps"] == 4 and len(line["flops"]) == 2 for line in found)
+    held = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    curves = [line.pop("curves") for line in held]
+    assert held == found[3:] + found[:3]  # as they came, each once
+    assert curves[0]["eval"]["step"] == [2, 4]
+    assert curves[0]["eval"]["loss"][-1] == pytest.approx(held[0]["figures"]["loss"], rel=1e-4)
     alone = ["--config.sparsity.blocks=ste(2,4)", "--config.seed=1", f"--workdir={tmp_path / 'alone'}"]
     command.main([*words[:2], *alone], "")
     assert json.loads((tmp_path / "alone" / "run.json").read_text())["figures"] == found[1]["figures"]
     before = (tmp_path / "runs" / "results.jsonl").read_text()
+    with (tmp_path / "all.jsonl").open("r+") as file:  # a line that a full disk cut off is one more to be added
+        file.truncate(len(file.read()) - 9)
     command.main([*words, "--sweep"], "")
     assert len(made) == 4
     assert (tmp_path / "runs" / "results.jsonl").read_text() == before
+    assert len(record.lines(tmp_path / "all.jsonl")) == 4
 
 
 def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
@@ -113,6 +121,11 @@ def test_words_of_a_sweep(tmp_path):
         command.main([*words, "--sweep_index=4"], "")
     with pytest.raises(Mistake, match="--sweep trains: it goes without --mode and --from"):
         command.main([*words, "--sweep", "--mode=plan"], "")
+    for results in (["--sweep", "--results=nowhere/a.jsonl"], ["--sweep", "--results=tests"], ["--results=a.jsonl"]):
+        with pytest.raises(
+            Mistake, match=r"--results=\S+ is a file, in a folder that is there, for the runs of a --sweep"
+        ):
+            command.main([*words, *results], "")
     with pytest.raises(Mistake, match="has no function get_sweep"):
         command.main(["launch.py", "--config=configs/vit_dense.py", "--sweep"], "")
     assert [m.name for m in sweep.members(command.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == [
@@ -129,15 +142,17 @@ SEEDS = (
 SEEDS = SEEDS.replace("return c.lock()", "c.optimizer = 'sgd'\n    return c.lock()")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(tmp_path_factory):
     """Four runs, one after another."""
-    folder = tmp_path_factory.mktemp("alone")
-    config = page(folder, SEEDS)[1]
-    process = start(folder / "runs", os.environ["JAX_COMPILATION_CACHE_DIR"], "--sweep", devices=4, page=[config])
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, said
-    return folder / "runs"
+
+    def make(folder):
+        config = page(folder, SEEDS)[1]
+        process = start(folder / "runs", os.environ["JAX_COMPILATION_CACHE_DIR"], "--sweep", devices=4, page=[config])
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, said
+
+    return once(tmp_path_factory, "one_after_another", make) / "runs"
 
 
 @pytest.fixture
