@@ -4,8 +4,7 @@
 
 Digits, 8x8, two CPU cores: half a minute; 98.3 % of the 360 test images (one seed), dense 98.9.
 The paper's CIFAR-10 column: --config=configs/resnet_sdgp.py:cifar10, one GPU; it prints 95.2 for 2:4 beside 95.3 dense,
-of
-another residual network than ResNet-18. Other rows: --config.sparsity.stages='sdgp(1,8)'.
+of another residual network than ResNet-18. Other rows: --config.sparsity.stages='sdgp(1,8)'.
 """
 
 from configs import common

@@ -102,28 +102,22 @@ def draw(
     finite = np.concatenate([c.values[c.finite] for c in curves] + bands + [np.array(bounds)])
     with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11}]):
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), dpi=72)
-        figure.patch.set_visible(False)
-        axes = figure.add_axes((left / WIDTH, bottom / HEIGHT, (right - left) / WIDTH, (top - bottom) / HEIGHT))
-        axes.patch.set_visible(False)
-        axes.spines[["left", "top", "right"]].set_visible(False)
-        axes.spines["bottom"].set(color=_hex("muted"), linewidth=0.7)
-        axes.tick_params(length=0, pad=5, labelcolor=_hex("muted"))
-        axes.grid(axis="y", color=_hex("rule"), linewidth=0.7)
-        axes.set_axisbelow(True)
+        place = (left / WIDTH, bottom / HEIGHT, (right - left) / WIDTH, (top - bottom) / HEIGHT)
+        axes = plain_axes(figure, place, grid="y")
         for n, c in enumerate(curves):
-            looks = {"color": _hex(c.colour), "alpha": c.opacity, "clip_on": False, "solid_capstyle": "round"}
+            looks = {"color": hex_of(c.colour), "alpha": c.opacity, "clip_on": False, "solid_capstyle": "round"}
             shown = np.where(c.finite, c.values, np.nan)
             if c.band is not None:
-                axes.fill_between(c.steps, *c.band, color=_hex(c.colour), alpha=0.18, linewidth=0)
+                axes.fill_between(c.steps, *c.band, color=hex_of(c.colour), alpha=0.18, linewidth=0)
             axes.plot(c.steps, shown, linewidth=c.width, linestyle=c.dash, gid=f"curve{n}", **looks)
             alone = c.finite & ~np.append(False, c.finite[:-1]) & ~np.append(c.finite[1:], False)
             if alone.any():
                 axes.plot(c.steps[alone], c.values[alone], "o", markersize=2.5 * c.width, markeredgewidth=0, **looks)
         if ring:
-            looks = {"markerfacecolor": "none", "markeredgecolor": _hex(ring[2]), "clip_on": False}
+            looks = {"markerfacecolor": "none", "markeredgecolor": hex_of(ring[2]), "clip_on": False}
             axes.plot(*ring[:2], "o", markersize=8, markeredgewidth=1.3, **looks)
         broken = np.unique(np.concatenate([c.steps[~c.finite] for c in curves]))
-        bars = {"color": _hex("bad"), "clip_on": False, "transform": axes.get_xaxis_transform()}
+        bars = {"color": hex_of("bad"), "clip_on": False, "transform": axes.get_xaxis_transform()}
         axes.plot(broken, np.full(len(broken), 0.03), "x", markersize=6, markeredgewidth=1.6, **bars)
         _scale(axes, finite, log, bounds)
         axes.set_xlim(0, max([until, 1, *(c.steps.max() for c in curves)]))
@@ -133,13 +127,26 @@ def draw(
         axes.minorticks_off()
         places = _label_places(axes, curves, bottom, top)
         for n, (c, y) in enumerate(places):
-            looks = {"color": _hex(c.colour), "transform": None, "va": "center_baseline"}
+            looks = {"color": hex_of(c.colour), "transform": None, "va": "center_baseline"}
             axes.text(right + 7, y, f"@{n}@", **looks)  # no text of others: it may be TeX, or of no glyph
-        axes.text(right + 18, bottom - 13, along, color=_hex("muted"), transform=None)
+        axes.text(right + 18, bottom - 13, along, color=hex_of("muted"), transform=None)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     labels = [c.shown for c, _ in places]
-    return _inline(out.getvalue(), alt, labels, [c.name for c in curves])
+    return inline(out.getvalue(), alt, labels, [c.name for c in curves])
+
+
+def plain_axes(figure, place: tuple[float, ...], grid: str):
+    """Axes on the page's own ground, with a line below and a grid across one of them."""
+    figure.patch.set_visible(False)
+    axes = figure.add_axes(place)
+    axes.patch.set_visible(False)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.spines["bottom"].set(color=hex_of("muted"), linewidth=0.7)
+    axes.tick_params(length=0, pad=5, labelcolor=hex_of("muted"))
+    axes.grid(axis=grid, color=hex_of("rule"), linewidth=0.7)
+    axes.set_axisbelow(True)
+    return axes
 
 
 def _scale(axes, finite: np.ndarray, log: bool, bounds: tuple[float, ...]) -> None:
@@ -177,12 +184,12 @@ def _label_places(axes, curves: list[Curve], bottom: float, top: float) -> list[
     return [(c, y) for (_, c), y in zip(ends, heights.tolist(), strict=True)]
 
 
-def _hex(colour: str) -> str:
+def hex_of(colour: str) -> str:
     """The placeholder of a colour."""
     return f"#0000{COLOURS.index(colour) + 1:02x}"
 
 
-def _inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
+def inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
     """matplotlib's file as an element of a page: colours as variables, texts in their places, names to hover over."""
     root = ElementTree.fromstring(svg)
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))

@@ -1,0 +1,40 @@
+"""MVUE (arXiv 2203.10991): gradients of weights pruned unbiased, beside those that keep the largest or any.
+
+    python launch.py --config=experiments/studies/mvue.py:vit_cpu --sweep --results=experiments/results/mvue_vit_cpu.jsonl
+
+Variants are resnet, vit and gpt, each with _cpu or _gpu. Of the paper's tables none could be verified: there is no column
+beside ours.
+"""
+
+from configs import common
+from experiments.studies import s_ste, seeds, size
+
+METHODS = (
+    "dense",
+    "mvue(2,4)",
+    "drhs_g=mvue_approx(2,4)",
+    "mvue(1,2)",
+    "mvue(1,4)",
+    "mvue(1,8)",
+    "top_gradient(2,4)",
+    "top_gradient(1,4)",
+    "top_gradient(1,8)",
+    "drhs_g=uniform(2,4)",
+    "fwd_rhs=ste(hold(transposable(4,8),every=40)); drhs_g=mvue(2,4)",  # every product has a sparse operand
+)
+
+
+def get_config(variant=""):
+    model, _, of = (variant or "vit_cpu").partition("_")
+    if model not in ("resnet", "vit", "gpt"):
+        raise ValueError(f"there is no variant {variant!r}: resnet, vit or gpt, with _cpu or _gpu, as vit_cpu")
+    gpu = size(of) == "gpu"
+    c = s_ste.get_config(of) if model == "gpt" else getattr(common, model)("cifar10" if gpu else "digits")
+    inner = {"resnet": r"stages/.*", "vit": r"blocks/.*", "gpt": r"blocks/.*"}[model]
+    c.rules = ((inner, "blocks"), (r".*", "dense"))
+    c.sparsity = dict(blocks="dense")
+    return c
+
+
+def get_sweep(variant=""):
+    return seeds("sparsity.blocks", METHODS)

@@ -1,0 +1,44 @@
+"""S-STE (arXiv 2409.09099): a GPT's feed-forward weights 2:4, continuously or not, judged hardened.
+
+    python launch.py --config=experiments/studies/s_ste.py:cpu --sweep --results=experiments/results/s_ste_cpu.jsonl
+    python launch.py --config=experiments/studies/s_ste.py:gpu --sweep --results=experiments/results/s_ste_gpu.jsonl
+
+cpu is a GPT of four blocks on the bytes of tinyshakespeare, gpu one of twelve on books. The paper's own tables were not at hand:
+there is no column beside ours. `fst` ends dense, and is judged dense, as its paper does.
+"""
+
+from configs import common
+from experiments.studies import seeds, size
+
+METHODS = (
+    "dense",
+    "ste(2,4)",
+    "sr_ste(2,4,lam=2e-4)",
+    "sr_ste(2,4,lam=6e-5)",
+    "sr_ste(2,4,lam=6e-6)",
+    "fst(dense_from=83%)",
+    "s_ste(gradient='dense')",
+    "fwd_rhs=ste(soft(2,4,scale='one'))",
+    "fwd_rhs=ste(soft(2,4,scale='now'))",
+    "ste(2,4); drhs_g=mvue_approx(2,4)",
+    "s_ste(gradient='mvue_approx')",
+    "s_ste(2,4)",
+    "s_ste(fp8=True)",
+)
+
+
+def get_config(variant=""):
+    c = common.gpt("")
+    if size(variant) == "gpu":
+        c.model.size, c.data.name, c.data.valid = "small", "books_train.txt.xz", "books_val.txt.xz"
+        c.data.tokenizer, c.data.length, c.dtype = "books_bpe16k.json", 512, "bfloat16"
+        c.steps, c.batch, c.learning_rate.peak, c.learning_rate.end = 3000, 64, 6e-4, 6e-5
+    else:
+        c.data.name, c.steps, c.data.tests = "tinyshakespeare.txt", 400, 256
+    c.rules = ((r"blocks/.*/mlp/.*", "mlp"), (r".*", "dense"))
+    c.sparsity = dict(mlp="dense")
+    return c
+
+
+def get_sweep(variant=""):
+    return seeds("sparsity.mlp", METHODS)

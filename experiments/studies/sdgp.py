@@ -1,0 +1,48 @@
+"""SDGP (arXiv 2202.00774): a residual network's data gradients pruned, top-N or at random, rescaled or not.
+
+    python launch.py --config=experiments/studies/sdgp.py:cpu --sweep --results=experiments/results/sdgp_cpu.jsonl
+    python launch.py --config=experiments/studies/sdgp.py:gpu --sweep --results=experiments/results/sdgp_gpu.jsonl
+
+gpu is ResNet-18 of the CIFAR form on CIFAR-10, 30 epochs; the paper's network is another one, a wide ResNet-9 of 150 epochs.
+cpu is a small residual network, one pass over Fashion-MNIST.
+"""
+
+from configs import common
+from experiments.studies import seeds, size
+
+PUBLISHED = {  # accuracy on CIFAR-10: single runs, so that 0.1 is noise
+    "dense": 95.3,
+    "sdgp(2,4,rescale=False,select='random')": 94.5,
+    "sdgp(2,4,rescale=False)": 95.2,
+    "sdgp(2,4)": 95.2,
+    "sdgp(1,4)": 95.1,
+    "sdgp(1,8)": 94.7,
+    "sdgp(2,8)": 95.1,
+    "sdgp(4,8)": 95.2,
+    "sdgp(2,16)": 95.1,
+    "sdgp(4,16)": 95.2,
+    "sdgp(8,16)": 95.2,
+    "sdgp(4,32)": 94.9,
+    "sdgp(8,32)": 95.3,
+    "sdgp(16,32)": 95.3,
+}
+
+
+def get_config(variant=""):
+    if size(variant) == "gpu":
+        c = common.resnet("cifar10")
+        c.epochs = 30.0
+    else:
+        c = common.resnet("fashion_mnist")
+        c.unlock()
+        c.model = dict(name="resnet", size="tiny", stem="imagenet", width=32)  # channels that 32 divides
+        c.batch, c.dtype, c.epochs, c.learning_rate.peak = 128, "float32", 1.0, 0.1
+        c.evaluate = c.measure = "25%"
+        c.lock()
+    c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
+    c.sparsity = dict(stages="dense")
+    return c
+
+
+def get_sweep(variant=""):
+    return seeds("sparsity.stages", PUBLISHED)
