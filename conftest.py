@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile much and compute little: optimising costs them two fifths
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_emitter_verification_level=0"
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what a test has compiled serves all processes of this run
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what a run has compiled serves the next
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="nmjax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
@@ -22,6 +22,18 @@ import pytest
 
 gc.set_threshold(100_000, 20, 50)  # what traces makes many objects, and hardly any garbage
 
+# The interpreter of kernels in 0.10.2 compiles each block of threads anew: seconds a product.
+if jax.__version_info__ < (0, 11):
+    from jax._src.pallas.mosaic.interpret import thread_map
+
+    def _run(jaxpr, consts, *args):
+        jax.core.eval_jaxpr(jaxpr, consts, *args)
+
+    thread_map._run_jaxpr = lambda jaxpr, consts, *args: (
+        jax.jit(_run, static_argnums=0).trace(jaxpr, consts, *args).lower().compile()(consts, *args)
+    )
+
+jax.config.update("jax_enable_compilation_cache", False)  # asking it costs more than it saves, but for tests of runs
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -1,5 +1,7 @@
 """Pruning and packing in one pass: bit for bit what the pruner and `pack` give one after the other."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +56,7 @@ def test_what_is_not_finite_ties_and_zeros(p, axis):
     x = hostile((1, 64, 128))
     x = mse(2, 4)(x, axis) if p == identity else x
     made = api.compress(x, axis, p, key=3, here=HERE)
-    pruned = p(x, axis, nm.Ctx(key=3))
+    pruned = jax.jit(lambda x: p(x, axis, nm.Ctx(key=3)))(x)
     equal = np.asarray(nm.unpack(made), np.float32), np.asarray(pruned, np.float32)
     np.testing.assert_array_equal(*equal)
 
@@ -99,9 +101,9 @@ def test_noise_of_stacked_layers_is_their_own():
     """Mapped over layers each has its key's noise, as the reference mapped has; a batch in one array has one key's."""
     x, keys = normal((3, 64, 128)), jnp.stack([random.words(i) for i in range(3)])
     made = jax.vmap(lambda x, k: api.compress(x, -2, mvue(2, 4), key=k, here=HERE))(x, keys)
-    same(made, jax.vmap(lambda x, k: nm.pack(mvue(2, 4)(x, -2, nm.Ctx(key=k)), -2))(x, keys))
+    same(made, jax.jit(jax.vmap(lambda x, k: nm.pack(mvue(2, 4)(x, -2, nm.Ctx(key=k)), -2)))(x, keys))
     made = api.compress(x, -1, mvue(2, 4), key=5, here=HERE)
-    same(made, nm.pack(mvue(2, 4)(x, -1, nm.Ctx(key=5)), -1))
+    same(made, jax.jit(lambda x: nm.pack(mvue(2, 4)(x, -1, nm.Ctx(key=5)), -1))(x))
 
 
 # ---- the forms of FP8 ----
@@ -117,6 +119,7 @@ WANTED = {
 }
 
 
+@partial(jax.jit, static_argnames=("copy", "beta"))
 def by_hand(x, copy, beta):
     """What a copy holds, in float32, and its factor: pruned, scaled by its largest value or a bound of it, rounded."""
     grows = {mvue: 2.0, soft: beta}.get(type(copy.pruner), 1.0)
@@ -185,7 +188,8 @@ def test_nearest_rounding_is_what_it_was():
 def test_random_rounding_keeps_an_unbiased_gradient_unbiased():
     """The mean of many draws comes as near as their scatter lets it; rounded to the nearest it stays 5 % off."""
     x = normal((64, 64), jnp.float32)
-    mean = lambda p: jnp.mean(jax.vmap(lambda i: nm.prune(p, x, axis=0, key=1, step=i))(jnp.arange(800)), 0)
+    draws = jax.jit(jax.vmap(lambda i, p: nm.prune(p, x, axis=0, key=1, step=i), (0, None)), static_argnums=1)
+    mean = lambda p: jnp.mean(draws(jnp.arange(800), p), 0)
     off = {kind: float(jnp.std(mean(nm.chain(mvue(2, 4), nm.fp8("e5m2", kind))) - x)) for kind in ("nearest", "random")}
     plain = float(jnp.std(mean(mvue(2, 4)) - x))
     assert off["random"] < 1.15 * plain

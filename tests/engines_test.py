@@ -31,10 +31,18 @@ def random(shape, seed=0, dtype=jnp.bfloat16):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def everything(f, *arrays, g=None):
+def everything(f, *arrays, g=None, jit=True):
     """The value and the gradients for a random cotangent."""
-    y, vjp = jax.vjp(f, *arrays)
-    return y, *vjp(random(y.shape, 9, y.dtype) if g is None else g)
+
+    def run(*arrays):
+        y, vjp = jax.vjp(f, *arrays)
+        return y, *vjp(random(y.shape, 9, y.dtype) if g is None else g)
+
+    return (jax.jit(run) if jit else run)(*arrays)
+
+
+def first_state(s, w):
+    return jax.jit(lambda w: s.init(w, contract=0, out=1))(w)
 
 
 def near(a, b, bits=8):
@@ -86,7 +94,7 @@ def test_packed_or_not_the_numbers_are_the_same(text):
     """The pruned values are the same bits, and the sums float32: results differ by a rounding of bf16 at most."""
     s = nm.parse(text)
     x, w = random((128, 256)), random((256, 128), 1)
-    state = s.init(w, contract=0, out=1)
+    state = first_state(s, w)
     run = lambda backend: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state), backend=backend)
     how = explain(as_dot(x, w, PLAIN), x, w, s, "interpret")
     assert " ".join(choice.how for choice in how.values()) == PACKED[text]
@@ -125,7 +133,8 @@ def test_operands_in_every_order(name):
     run = lambda backend: lambda x, w: nm.einsum(spec, x, w, sparsity=s, ctx=nm.Ctx(7, 3), backend=backend)
     dims = jax.make_jaxpr(lambda x, w: everything(run("interpret"), x, w))(x, w)
     assert str(dims).count("pallas_call[") >= 3  # what prunes and packs
-    near(everything(run("interpret"), x, w), everything(run("xla"), x, w))
+    jit = name != "batch x tokens"  # whose dw XLA sums in bfloat16 along one of the two axes, compiled for a CPU
+    near(everything(run("interpret"), x, w), everything(run("xla"), x, w, jit=jit))
 
 
 def test_fp8_products_err_as_simulated_ones_do():
@@ -133,7 +142,7 @@ def test_fp8_products_err_as_simulated_ones_do():
     s = nm.methods.s_ste(fp8=True)
     plain = nm.parse("fwd_rhs=ste(chain(soft(2,4),identity)); drhs_g=chain(mvue(2,4),identity)")  # the same noise
     x, w = random((256, 256)), random((256, 128), 1)
-    state = s.init(w, contract=0, out=1)
+    state = first_state(s, w)
     run = lambda s, backend: (
         lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state), backend=backend)
     )
@@ -164,21 +173,22 @@ def layer(backend, text="s_ste()"):
     return f
 
 
-@pytest.mark.parametrize("wrap", ["jit", "scan", "vmap", "vmap of weights"])
+@pytest.mark.parametrize("wrap", ["op by op", "scan", "vmap", "vmap of weights"])
 def test_under_transformations(wrap):
     x, w = random((4, 64, 64)), random((64, 64), 1)
 
     def f(backend):
         one = layer(backend)
-        if wrap == "jit":
-            return lambda x, w: jax.jit(one)(x[0], w)
+        if wrap == "op by op":
+            return lambda x, w: one(x[0], w)
         if wrap == "scan":
             return lambda x, w: jax.lax.scan(lambda c, v: (c, one(v, w)), 0, x)[1]
         if wrap == "vmap":
             return lambda x, w: jax.vmap(one, (0, None))(x, w)
         return lambda x, w: jax.vmap(one)(x, jnp.stack([w, 2 * w, 3 * w, -w]))
 
-    near(everything(f("interpret"), x, w), everything(f("xla"), x, w), bits=7)
+    jit = wrap != "op by op"
+    near(everything(f("interpret"), x, w, jit=jit), everything(f("xla"), x, w, jit=jit), bits=7)
 
 
 def test_in_a_shard():
@@ -190,7 +200,7 @@ def test_in_a_shard():
     def f(backend):
         s = nm.parse("fwd_rhs=ste(mse(2,4)); drhs_g=mse(2,4)")
         one = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend)
-        return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(tokens, whole), out_specs=tokens, check_vma=False))
+        return jax.shard_map(one, mesh=mesh, in_specs=(tokens, whole), out_specs=tokens, check_vma=False)
 
     near(everything(f("interpret"), x, w), everything(f("xla"), x, w), bits=7)
 
@@ -225,11 +235,11 @@ def test_a_layer_of_a_model():
     for backend in ("xla", "interpret"):
         model = nnx.Linear(64, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         nm.nnx.sparsify(model, nm.Recipe(((".*", "s_ste()"),), backend))
-        grads = []
+        loss = lambda m: jnp.sum(m(random((64, 64))).astype(jnp.float32) * random((64, 64), 2, jnp.float32))
+        gradient, grads = nnx.jit(nnx.grad(loss)), []
         for micro in range(2):
             nm.nnx.set_step(model, 3, micro)
-            loss = lambda m: jnp.sum(m(random((64, 64))).astype(jnp.float32) * random((64, 64), 2, jnp.float32))
-            grads.append(jax.tree.leaves(nnx.grad(loss)(model)))
+            grads.append(jax.tree.leaves(gradient(model)))
         assert not np.array_equal(grads[0][-1], grads[1][-1])
         made[backend] = grads[0] + grads[1]
     near(made["interpret"], made["xla"], bits=7)
@@ -409,7 +419,7 @@ HOSTILE = [
 def test_odd_mixes_are_as_xla_has_them(text):
     s = nm.parse(text)
     x, w = random((128, 256)), random((256, 128), 1)
-    state = s.init(w, contract=0, out=1)
+    state = first_state(s, w)
     run = lambda backend: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state), backend=backend)
     real, simulated = everything(run("interpret"), x, w), everything(run("xla"), x, w)
     norm = lambda v: float(jnp.linalg.norm(v.astype(jnp.float32)))
@@ -421,9 +431,9 @@ def test_derivatives_beyond_the_gradient():
     """Where y alone is packed they are XLA's; else they are refused, and not zero."""
     x, w = random((64, 64)), random((64, 64), 1)
     loss = lambda text, backend: lambda w: jnp.sum(layer(backend, text)(x, w).astype(jnp.float32) ** 2)
-    second = lambda text, backend: jax.jvp(jax.grad(loss(text, backend)), (w,), (w,))
+    second = lambda text, backend: jax.jit(lambda w: jax.jvp(jax.grad(loss(text, backend)), (w,), (w,)))(w)
     near(second("ste(2,4)", "interpret"), second("ste(2,4)", "xla"))
-    forward = lambda backend: jax.jvp(layer(backend, "ste(2,4)"), (x, w), (w, x))
+    forward = lambda backend: jax.jit(lambda *v: jax.jvp(layer(backend, "ste(2,4)"), v, (w, x)))(x, w)
     near(forward("interpret"), forward("xla"))
     with pytest.raises(TypeError, match="no derivative beyond the gradient of its layer: .* write backend='xla'"):
         second("fwd_rhs=ste(transposable(2,4))", "interpret")

@@ -49,6 +49,8 @@ CASES = [
     Case(transposable(4, 8), (4, 8), local=False, final="transposable(4,8)"),
     Case(nm.identity, None, commutes=True, final="identity"),
     selector(nm.chain(mse(2, 4), mse(1, 4)), 1, 4),
+    Case(soft(2, 4, scale="one"), (2, 4), final="soft(2,4,scale='one')"),
+    Case(soft(2, 4, scale="now"), (2, 4), local=False, final="soft(2,4,scale='now')"),
     Case(nm.chain(soft(2, 4), nm.fp8("e4m3")), (2, 4), local=False, final="chain(soft(2,4),fp8('e4m3'))"),
     Case(nm.chain(mvue(2, 4), nm.fp8("e5m2")), (2, 4), local=False),
     Case(nm.chain(uniform(2, 4, rescale=False), mvue(1, 4)), (1, 4), chooses_blindly=True),
@@ -251,7 +253,7 @@ def test_along_any_axis_as_along_the_last(case, dtype, axis):
     # sums in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6), state_after, moved_state)
     got, expected = run(case, moved, 3, state_after, axes=axes), move(run(case, x, axis, state))
-    if isinstance(case.p, nm.rescale):
+    if isinstance(case.p, nm.rescale) or getattr(case.p, "scale", "") == "now":  # sums over more than a group
         np.testing.assert_allclose(wide(got), wide(expected), rtol=1e-6 if dtype == np.float32 else 2**-7)
     else:
         same(got, expected)

@@ -72,7 +72,7 @@ def test_packed_once_the_numbers_are_the_same(text, stacked):
     model, parts = sparse(text, "interpret", stacked), random((2, 128, 128))
     for layer in [model.layers] if stacked else model.layers:
         layer.kernel.set_value(layer.kernel[...] + 0.1 * random(layer.kernel.shape, 5, jnp.float32))
-    forms = nm.nnx.pack(model, parts[0])
+    forms = nnx.jit(nm.nnx.pack)(model, parts[0])
     assert len(forms) == (0 if "mvue" in text else 1 if stacked else 2)
     run = jax.jit(gradients, static_argnames="share")
     for a, b in zip(*(jax.tree.leaves(run(model, parts, share=share)) for share in (True, False)), strict=True):
@@ -85,13 +85,14 @@ def test_forms_are_what_is_multiplied(text, count):
     s, x, w, g = nm.parse(text), random((128, 128)), random((128, 128), 1), random((128, 128), 2)
     op, state = as_dot(x, w, PLAIN), s.init(w, contract=0, out=1)
     ctx = nm.Ctx(7, 3, state)
-    forms = packed_weight(op, x, w, s, ctx, "interpret")
+    forms = jax.jit(lambda x, w: packed_weight(op, x, w, s, ctx, "interpret"))(x, w)
     assert len(forms) == count
 
+    @jax.jit
     def all_of(packed):
         call = lambda x: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=ctx._replace(packed=packed), backend="interpret")
         y, vjp = jax.vjp(call, x)
-        return {"fwd": np.asarray(y, np.float32), "dlhs": np.asarray(vjp(g)[0], np.float32)}
+        return {"fwd": y.astype(jnp.float32), "dlhs": vjp(g)[0].astype(jnp.float32)}
 
     right = all_of(None)
     for name, form in forms.items():

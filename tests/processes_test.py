@@ -14,7 +14,7 @@ from PIL import Image
 from experiments import command, processes
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Mistake
-from tests.runs import PAGE, arrays, as_people_run_it as as_people_run_it, free, start, timeless
+from tests.runs import PAGE, arrays, as_people_run_it as as_people_run_it, free, once, start, timeless
 
 CUT = "--config.mesh.fsdp=4"  # over all devices of both
 
@@ -43,13 +43,16 @@ def until_a_step(process, step=1) -> None:
     raise AssertionError("it ended before its first steps")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(tmp_path_factory):
     """The same on four devices of one process, which sums over them in the same order: by gloo too."""
-    folder = tmp_path_factory.mktemp("runs")
-    process = start(folder / "alone", folder / "cache", f"--distributed=127.0.0.1:{free()},1,0", CUT, devices=4)
-    (text,) = said([process])
-    assert process.returncode == 0, text
+
+    def make(folder):
+        process = start(folder / "alone", folder / "cache", f"--distributed=127.0.0.1:{free()},1,0", CUT, devices=4)
+        (text,) = said([process])
+        assert process.returncode == 0, text
+
+    folder = once(tmp_path_factory, "one_process", make)
     return folder / "alone", folder / "cache"
 
 
@@ -76,14 +79,14 @@ def goes_on_as_one(run, alone, cache):
     assert timeless(run) == timeless(alone)
     assert arrays(run) == arrays(alone)
     assert "4 x cpu as fsdp 4, in 2 processes" in texts[0]
-    assert re.search(r"going on from step \d+ of 40", texts[0])
+    assert re.search(r"going on from step \d+ of 24", texts[0])
     others = re.compile(r"\[Gloo\]|waits for the others")
     assert not [line for line in texts[1].splitlines() if line.strip() and not others.search(line)]  # one speaks
     assert (run / "report.html").exists()
     both = together(run, cache, CUT, "--mode=eval")
     texts = said(both)
     assert [process.returncode for process in both] == [0, 0], texts
-    assert re.search(r"^last, step 40: .*\nbest, step \d+: ", texts[0], re.MULTILINE)
+    assert re.search(r"^last, step 24: .*\nbest, step \d+: ", texts[0], re.MULTILINE)
 
 
 def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path):

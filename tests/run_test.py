@@ -17,7 +17,7 @@ from experiments import command, image, record, settings
 from experiments.bench import train as bench
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Failed, Mistake
-from tests.runs import as_people_run_it as as_people_run_it, program, steps, xla_flags
+from tests.runs import as_people_run_it as as_people_run_it, once, program, steps, xla_flags
 
 # ---- pages ----
 
@@ -218,11 +218,16 @@ def launch(*words: str, code: int = 0, **env: str):
     return done
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """A small run, its directory, and what it printed."""
-    workdir = tmp_path_factory.mktemp("runs") / "vit"
-    return workdir, launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}").stdout
+
+    def make(folder):
+        done = launch("--config=configs/vit_24.py:smoke", f"--workdir={folder / 'vit'}")
+        (folder / "said").write_text(done.stdout)
+
+    folder = once(tmp_path_factory, "finished", make)
+    return folder / "vit", (folder / "said").read_text()
 
 
 def test_a_run_shows_what_it_does(finished):

@@ -120,7 +120,8 @@ def test_virtual_masks_of_a_dense_model():
     model, _ = task("resnet")
     kernel = model.blocks[0].conv1.kernel[...]
     for text in ("ste(2,4)", "s_ste(2,4)", "sdgf(2,4,dense=10)", "fwd_rhs=ste(hold(mse(2,4)))"):
-        masks = nm.nnx.masks(model, nm.Recipe(((r"blocks/.*", text),)))
+        recipe = nm.Recipe(((r"blocks/.*", text),))
+        masks = nnx.jit(nm.nnx.masks, static_argnames="recipe")(model, recipe=recipe)
         np.testing.assert_array_equal(masks["blocks"][0]["conv1"]["kernel"][...], nm.groups.top(kernel, 2, 2, 4))
         assert masks["stem"]["kernel"].shape == ()
         flipped = jax.tree.map(lambda m: ~m if m.ndim else m, masks)
