@@ -92,7 +92,7 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, str]:
         "method",
         f"{found.metric.replace('_', ' ')}{unit}",
         "difference to dense, paired",
-        "FLOPs at its sparsest",
+        "effective FLOPs",
         "seeds",
         "",
     ]

@@ -102,7 +102,7 @@ def run(
         "metric": task.metric,
         "notes": task.notes,
         "steps": program.total,
-        "flops": [cost * config.accumulate for cost in program.plan.training],  # of a step, dense and effective
+        "flops": [cost * config.accumulate for cost in program.plan.over(program.total)],  # of a step, dense and effective
     }
     going, done = dict(enumerate(runs)), []
 
@@ -169,7 +169,7 @@ def _seen_by_all(workdir: Path) -> None:
 def header(program: Program) -> list[tuple[str, str]]:
     """What is about to be done, and on what."""
     config, task, plan, devices = program.config, program.task, program.plan, program.mesh.size
-    dense, effective = (cost * config.accumulate for cost in plan.training)
+    dense, effective = (cost * config.accumulate for cost in plan.over(program.total))
     micro = f"{config.accumulate} micro-batches x " if config.accumulate > 1 else ""
     each = config.batch // config.accumulate // (parts := shards.parts(program.mesh))
     axes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]

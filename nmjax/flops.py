@@ -79,6 +79,19 @@ def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float
     )
 
 
+def over(sparsity: Sparsity, steps: int) -> tuple[float, float, float]:
+    """What `effective` is on average over so many steps of training, of which up to 200 are looked at.
+
+    >>> from nmjax.spec import parse
+    >>> over(parse("mdgf(2,4,linear(1,0,80))"), 160)
+    (0.75, 1.0, 1.0)
+    """
+    count = min(steps, 200)
+    looked = [effective(sparsity, int((i + 0.5) * steps / count)) for i in range(count)]
+    fwd, dlhs, drhs = (math.fsum(shares) / count for shares in zip(*looked, strict=True))
+    return fwd, dlhs, drhs
+
+
 def counted(jaxpr: core.Jaxpr, mark: str, name: str | None = None) -> Iterator[tuple[str | None, int]]:
     """(name, FLOPs) of every dot and convolution of a program, times how often loops run it. The name is that of the
     `jax.named_scope` around it that begins with ``mark``; None where there is none. A while loop counts as one turn,

@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nmjax import flops
 from nmjax.engines import RESULTS, Choice, explain
 from nmjax.products import refusals
 from nmjax.pruners import identity
@@ -123,6 +124,12 @@ class Plan:
         """FLOPs of a forward and backward pass, dense and effective."""
         cost = [(3 * (layer.flops or 0), (layer.flops or 0) * sum(layer.shares)) for layer in self.layers]
         return 3 * self.elsewhere + sum(d for d, _ in cost), 3 * self.elsewhere + sum(e for _, e in cost)
+
+    def over(self, steps: int) -> tuple[float, float]:
+        """FLOPs of a forward and backward pass, dense and effective, on average over so many steps: methods change with them."""
+        shares = {sparsity: flops.over(sparsity, steps) for sparsity in {layer.sparsity for layer in self.layers}}
+        cost = [(layer.flops or 0) * sum(shares[layer.sparsity]) for layer in self.layers]
+        return self.training[0], 3 * self.elsewhere + sum(cost)
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:

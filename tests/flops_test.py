@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec as P
 
 import nmjax as nm
-from nmjax.flops import counted, effective, flops, kept
+from nmjax.flops import counted, effective, flops, kept, over
 from nmjax.ops import as_conv, as_dot
 from nmjax.sparsity import Operand, pruned, slot_ctx
 from nmjax.spec import METHODS
@@ -315,6 +315,15 @@ def test_what_a_schedule_leaves_at_a_step(text, at):
     sparsity = nm.parse(text)
     assert {step: effective(sparsity, step) for step in at} == at
     assert effective(sparsity) == tuple(map(min, zip(*at.values(), strict=True)))
+
+
+def test_over_a_run_what_changes_is_averaged():
+    """Dense for 300 steps, half for 100, an eighth for 100; what rounds to 200 looks is within 1/200 of it."""
+    sparsity = nm.parse("fwd_rhs=stages(((0,ste(mse(4,4))),(300,ste(mse(2,4))),(400,ste(mse(1,8)))))")
+    left = (300 + 50 + 12.5) / 500
+    assert over(sparsity, 500) == pytest.approx((left, 1, 1), abs=1 / 200)
+    assert over(nm.parse("fst(dense_from=3)"), 4) == (5 / 8,) * 3
+    assert over(nm.parse("s_ste(2,4)"), 1) == effective(nm.parse("s_ste(2,4)"))
 
 
 def test_a_pruner_that_says_nothing_saves_nothing():

@@ -17,7 +17,7 @@ RUN is the folder of a run. A page can be made at any time, also of a run that g
      "metric": "accuracy" | "loss",         # whose best is kept: the highest accuracy, or the lowest loss
      "figures": {name: number, ...},        # of the last evaluation, for a comparison
      "beside": [name, ...],                 # runs that were trained in one program with it, if there were any
-     "steps": int, "flops": [float, float]} # of the run; of a step, dense and effective
+     "steps": int, "flops": [float, float]} # of the run; of a step on average, dense and effective
 
 ``config.json``: the resolved config, a nested dict.
 

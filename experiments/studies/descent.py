@@ -74,7 +74,8 @@ def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> dict:
     rows: dict[str, list] = {"step": []}
     for step, arrays in zip(range(program.total), program.task.feed(seed, 0, program.mesh), strict=False):
         before = jax.tree.map(jnp.copy, state) if step % EVERY == 0 else None
-        state, _ = program.train(state, arrays)
+        state, shown = program.train(state, arrays)
+        jax.block_until_ready(shown)  # programs of several devices that run at once may wait for each other without end
         if before is not None:
             rows["step"].append(step)
             for name, value in look(before, state, arrays).items():
