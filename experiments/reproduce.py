@@ -81,7 +81,7 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, str]:
     lines = read(results / f"{name}.jsonl")
     asked = study.get_sweep(variant)
     key = next(field for field in asked[0] if field != "seed")
-    word, published = key.rpartition(".")[2], getattr(study, "PUBLISHED", {})
+    word, published = key.rpartition(".")[2], getattr(study, "published", lambda variant: {})(variant)
     order = list(dict.fromkeys(change[key] for change in asked))
     lines.sort(key=lambda line: order.index(line["changes"][key]) if line["changes"][key] in order else len(order))
     if len({line["changes"][key] == "dense" for line in lines}) < 2:

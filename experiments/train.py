@@ -102,7 +102,9 @@ def run(
         "metric": task.metric,
         "notes": task.notes,
         "steps": program.total,
-        "flops": [cost * config.accumulate for cost in program.plan.over(program.total)],  # of a step, dense and effective
+        "flops": [
+            cost * config.accumulate for cost in program.plan.over(program.total)
+        ],  # of a step, dense and effective
     }
     going, done = dict(enumerate(runs)), []
 

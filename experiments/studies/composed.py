@@ -1,13 +1,12 @@
 """What none of the papers has: every product of training sparse, by mixes of their methods.
 
-    python launch.py --config=experiments/studies/composed.py:cpu --sweep --results=experiments/results/composed_cpu.jsonl
+    python launch.py --config=experiments/studies/composed.py:vit_cpu --sweep --results=experiments/results/composed_vit_cpu.jsonl
 
 Weights by S-STE or MdGf, gradients in dw by MVUE, and in dx by SDGP or MVUE: which mix keeps dense accuracy, at which effective
-FLOPs? A ViT, as in configs/vit_24.py.
+FLOPs? Variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu: the networks of the studies pgf and s_ste, every layer of their blocks sparse.
 """
 
-from configs import common
-from experiments.studies import SMALL_VIT, seeds, size
+from experiments.studies import pgf, s_ste, seeds
 
 WEIGHTS = ("fwd_rhs=ste(soft(2,4))", "mdgf(2,4,linear(1,0,70%))", "fwd_rhs=ste(hold(transposable(2,4),every=40))")
 METHODS = (
@@ -20,13 +19,10 @@ METHODS = (
 
 
 def get_config(variant=""):
-    gpu = size(variant) == "gpu"
-    c = common.vit("cifar10" if gpu else "fashion_mnist")
-    if not gpu:
-        c.unlock()
-        c.model = dict(SMALL_VIT)
-        c.epochs, c.batch = 1.0, 64
-        c.lock()
+    model, _, of = (variant or "vit_cpu").partition("_")
+    if model not in ("vit", "gpt"):
+        raise ValueError(f"there is no variant {variant!r}: vit or gpt, with _cpu or _gpu, as vit_cpu")
+    c = {"vit": pgf, "gpt": s_ste}[model].get_config(of)
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="dense")
     return c

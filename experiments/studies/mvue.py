@@ -2,12 +2,11 @@
 
     python launch.py --config=experiments/studies/mvue.py:vit_cpu --sweep --results=experiments/results/mvue_vit_cpu.jsonl
 
-Variants are resnet, vit and gpt, each with _cpu or _gpu. Of the paper's tables none could be verified: there is no column
+Variants are resnet, vit and gpt, each with _cpu or _gpu: the networks of the other studies. Of the paper's tables none could be verified: there is no column
 beside ours.
 """
 
-from configs import common
-from experiments.studies import s_ste, seeds, size
+from experiments.studies import pgf, s_ste, sdgp, seeds
 
 METHODS = (
     "dense",
@@ -28,8 +27,7 @@ def get_config(variant=""):
     model, _, of = (variant or "vit_cpu").partition("_")
     if model not in ("resnet", "vit", "gpt"):
         raise ValueError(f"there is no variant {variant!r}: resnet, vit or gpt, with _cpu or _gpu, as vit_cpu")
-    gpu = size(of) == "gpu"
-    c = s_ste.get_config(of) if model == "gpt" else getattr(common, model)("cifar10" if gpu else "digits")
+    c = {"resnet": sdgp, "vit": pgf, "gpt": s_ste}[model].get_config(of)
     inner = {"resnet": r"stages/.*", "vit": r"blocks/.*", "gpt": r"blocks/.*"}[model]
     c.rules = ((inner, "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="dense")
