@@ -2,70 +2,78 @@
 
     python -m experiments.reproduce
 
-What stands between ``<!-- NAME -->`` and ``<!-- end -->`` is made of the results of that name, beside what the study's page says
-was published; all else is written by hand.
+What stands between ``<!-- NAME -->`` and ``<!-- end -->`` is made of the results of that name: of a sweep beside what the study's
+page says was published, or as a study that looks into runs draws its own figure. All else is written by hand.
 """
 
+import datetime
 import importlib
 import json
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 from experiments import sweep
 from experiments.errors import Mistake
 from experiments.record import replace
 from experiments.report import compare, dots
 from experiments.report.runs import Run
+from experiments.report.words import duration
+from experiments.studies import __main__ as looks
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
 BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
+class Study(NamedTuple):
+    """What some results are of."""
+
+    module: ModuleType
+    variant: str
+    short: str  # what each of its commands has
+    command: str  # that makes what is missing
+
+
+def study(name: str) -> Study:
+    """That of the results of a name: sdgp_cpu are those of studies/sdgp.py at the size of two cores."""
+    known = [path.stem for path in (ROOT / "studies").glob("[a-z]*.py") if name.startswith(f"{path.stem}_")]
+    if not known:
+        raise Mistake(f"{name} names no study of experiments/studies, as sdgp_cpu does.")
+    which = max(known, key=len)
+    module, variant = importlib.import_module(f"experiments.studies.{which}"), name.removeprefix(f"{which}_")
+    if which in looks.NAMES:
+        return Study(module, variant, looks.command(which), looks.command(which))
+    short = f"python launch.py --config=experiments/studies/{which}.py:{variant} --sweep"
+    return Study(module, variant, short, f"{short} --results=experiments/results/{name}.jsonl")
+
+
 def read(path: Path) -> list[dict]:
     """The last line of every run in a file of results."""
+    of = study(path.stem)
     if not path.exists():
-        raise Mistake(f"there is no {path}: {_command(path.stem)}")
+        raise Mistake(f"there is no {path}: {of.command}")
     found = {}
     for number, text in enumerate(path.read_text().splitlines(), 1):
+        where = f"{path}, line {number}"
         try:
             line = json.loads(text)
             form, name = line["format"], line["run"]
         except (ValueError, TypeError, KeyError) as error:
+            why = f"{type(error).__name__}: {error}"
             raise Mistake(
-                f"{path}, line {number} is no line of results ({type(error).__name__}: {error}): take it out, and run what is "
-                f"missing by {_command(path.stem)}"
+                f"{where} is no line of results ({why}): take it out, and run what is missing by {of.command}"
             ) from error
         if form != sweep.FORMAT:
             raise Mistake(
-                f"{path}, line {number} is of format {form}, and this reads {sweep.FORMAT}: take the line out, and run it again by "
-                f"{_command(path.stem)}"
+                f"{where} is of format {form}, and this reads {sweep.FORMAT}: take the line out, and run it again by {of.command}"
             )
-        if "--config." in line["command"] or _page(path.stem) not in line["command"]:
-            raise Mistake(
-                f"{path}, line {number} was made by another command than {_command(path.stem)}: {line['command']}. Take it out."
-            )
+        if "--config." in line["command"] or of.short not in line["command"]:
+            raise Mistake(f"{where} was made by another command than {of.command}: {line['command']}. Take it out.")
         found[name] = line
     return list(found.values())
-
-
-def _of(name: str) -> tuple[str, str]:
-    """The study and the variant that results are named by."""
-    known = [path.stem for path in (ROOT / "studies").glob("*.py") if name.startswith(f"{path.stem}_")]
-    if not known:
-        raise Mistake(f"{name} names no study of experiments/studies, as sdgp_cpu does.")
-    study = max(known, key=len)
-    return study, name.removeprefix(f"{study}_")
-
-
-def _page(name: str) -> str:
-    study, variant = _of(name)
-    return f"experiments/studies/{study}.py:{variant}"
-
-
-def _command(name: str) -> str:
-    return f"python launch.py --config={_page(name)} --sweep --results=experiments/results/{name}.jsonl"
 
 
 def compared(lines: list[dict], baseline: str) -> compare.Comparison:
@@ -74,71 +82,129 @@ def compared(lines: list[dict], baseline: str) -> compare.Comparison:
     return compare.compare(runs, baseline)
 
 
-def block(name: str, results: Path = RESULTS) -> tuple[str, str]:
-    """The table of some results, as Markdown, and the picture of the differences, as SVG."""
-    which, variant = _of(name)
-    study = importlib.import_module(f"experiments.studies.{which}")
-    lines = read(results / f"{name}.jsonl")
-    asked = study.get_sweep(variant)
+# ---- a block ----
+
+
+def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
+    """Its Markdown, and its pictures as SVG by their names."""
+    of, lines = study(name), read(results / f"{name}.jsonl")
+    if hasattr(of.module, "figure"):
+        return _figure(name, of, lines)
+    asked = of.module.get_sweep(of.variant)
     key = next(field for field in asked[0] if field != "seed")
-    word, published = key.rpartition(".")[2], getattr(study, "published", lambda variant: {})(variant)
     order = list(dict.fromkeys(change[key] for change in asked))
     lines.sort(key=lambda line: order.index(line["changes"][key]) if line["changes"][key] in order else len(order))
     if len({line["changes"][key] == "dense" for line in lines}) < 2:
-        raise Mistake(f"{results / name}.jsonl has not both dense runs and others yet: {_command(name)}")
+        raise Mistake(f"{results / name}.jsonl has not both dense runs and others yet: {of.command}")
+    word, published = key.rpartition(".")[2], getattr(of.module, "published", lambda variant: {})(of.variant)
     found = compared(lines, f"{word}=dense")
-    unit = " %" if found.metric.endswith("accuracy") else ""
-    head = [
-        "method",
-        f"{found.metric.replace('_', ' ')}{unit}",
-        "difference to dense, paired",
-        "effective FLOPs",
-        "seeds",
-        "",
-    ]
-    if published:
-        head[3:3] = ["published", "its difference"]
-    rows, marks = [head, ["---"] * len(head)], []
-    for row in found.rows:
-        method = row.name.removeprefix(f"{word}=")
-        mean = found.say(row.mean).removesuffix(" %") + (
-            f" ± {found.say(row.spread).removesuffix(' %')}" if row.spread else ""
-        )
-        base = row.name == found.names[found.base]
-        off = "" if base else found.say(row.difference, signed=True)
-        off += f" ± {found.say(row.error).removesuffix(' %')}" if row.error is not None else ""
-        cells = [f"`{method}`", mean, off, "" if row.cost is None else f"{row.cost:.3f}", row.seeds, row.marks]
-        theirs = published.get(method)
-        if published:
-            cells[3:3] = [
-                "" if theirs is None else f"{theirs}",
-                "" if theirs is None or base else f"{theirs - published['dense']:+.1f}",
-            ]
-        rows.append(cells)
-        if not base:
-            scale = 100 if unit else 1
-            wide = lambda value, scale=scale: None if value is None else scale * value
-            gap = None if theirs is None else theirs - published["dense"]
-            marks.append(dots.Dot(method, wide(row.difference), wide(row.error), gap))
+    rows = {row.name.removeprefix(f"{word}="): row for row in found.rows}
+    table = _table(found, rows, published)
+    words = f"mean ± deviation over seeds; of the difference, its standard error. `{of.command}`; {_made(lines)}."
+    ours = "Dots: ours, with the standard error of the paired difference" + "; diamonds: published" * bool(published)
+    pictures = {name: _dots(name, found, rows, published, ours)}
+    parts = [f"![{ours}](results/{name}.svg)", ""]
+    if labels := getattr(of.module, "LABELS", {}):
+        pictures[f"{name}_frontier"] = _frontier(name, found, rows, labels)
+        parts[:0] = [f"![Against effective FLOPs](results/{name}_frontier.svg)", ""]
     missing = [method for method in order if method not in {line["changes"][key] for line in lines}]
     told = [f"\nNot run: {', '.join(f'`{method}`' for method in missing)}."] * bool(missing)
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows)
-    notes = "\n".join(f"\n{note}" for note in found.notes)
-    words = f"mean ± deviation over seeds; of the difference, its standard error. `{_command(name)}`; {_made(lines)}."
-    along = f"{found.metric.replace('_', ' ')}, difference to dense{' in points' if unit else ''}"
-    ours = "Dots: ours, with the standard error of the paired difference" + "; diamonds: published" * bool(published)
-    svg = dots.standalone(
-        dots.draw(name, marks, alt=f"{along}. {ours}.", along=along, say=lambda x: f"{x:+.3g}" if x else "0")
-    )
-    parts = [f"![{ours}](results/{name}.svg)", "", table, "", words[0].upper() + words[1:], *told, notes]
-    return "\n".join(parts).rstrip() + "\n", svg
+    notes = [f"\n{note}" for note in found.notes]
+    return _lines([*parts, table, "", words[0].upper() + words[1:], *told, *notes]), pictures
+
+
+def _lines(parts: list[str]) -> str:
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _figure(name: str, of: Study, lines: list[dict]) -> tuple[str, dict[str, str]]:
+    """What a study that looks into runs makes of its lines."""
+    asked = [",".join(f"{field}={value}" for field, value in case.items()) for case in of.module.CASES]
+    missing = [run for run in asked if run not in {line["run"] for line in lines}]
+    if missing:
+        raise Mistake(f"results of {name} lack {len(missing)} of {len(asked)} cases, as {missing[0]}: {of.command}")
+    table, drawn = of.module.figure(sorted(lines, key=lambda line: asked.index(line["run"])))
+    pictures = {f"{name}_{part}": dots.standalone(svg) for part, svg in drawn.items()}
+    shown = [f"![{part.replace('_', ' ')}](results/{name}_{part}.svg)" for part in drawn]
+    notes = [f"\n{note}" for note in dict.fromkeys(note for line in lines for note in line["notes"])]
+    return _lines([*shown, "", table, "", f"`{of.command}`; {_made(lines)}.", *notes]), pictures
+
+
+def _table(found: compare.Comparison, rows: dict[str, compare.Row], published: dict) -> str:
+    metric = found.metric.replace("_", " ") + " %" * found.metric.endswith("accuracy")
+    head = ["method", metric, "difference to dense, paired", "effective FLOPs", "seeds", ""]
+    if published:
+        head[3:3] = ["published", "its difference"]
+    table = [head, ["---"] * len(head)]
+    plain = lambda value, **how: found.say(value, **how).removesuffix(" %")
+    for method, row in rows.items():
+        base, theirs = row.name == found.names[found.base], published.get(method)
+        mean = plain(row.mean) + (f" ± {plain(row.spread)}" if row.spread else "")
+        off = "" if base else plain(row.difference, signed=True)
+        off += f" ± {plain(row.error)}" if row.error is not None else ""
+        cells = [f"`{method}`", mean, off, "" if row.cost is None else f"{row.cost:.3f}", row.seeds, row.marks]
+        if published:
+            gap = "" if theirs is None or base else f"{theirs - published['dense']:+.1f}"
+            cells[3:3] = ["" if theirs is None else f"{theirs}", gap]
+        table.append(cells)
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in table)
+
+
+def _scaled(found: compare.Comparison, value: float | None) -> float | None:
+    """In points, where it is a share."""
+    return None if value is None else value * (100 if found.metric.endswith("accuracy") else 1)
+
+
+def _along(found: compare.Comparison) -> str:
+    points = " in points" if found.metric.endswith("accuracy") else ""
+    return f"{found.metric.replace('_', ' ')}, difference to dense{points}"
+
+
+def _signed(x: float) -> str:
+    return f"{x:+.3g}".replace("-", "−") if x else "0"
+
+
+def _dots(name: str, found: compare.Comparison, rows: dict[str, compare.Row], published: dict, words: str) -> str:
+    """The differences to dense, ours and theirs."""
+    marks = []
+    for method, row in rows.items():
+        if row.name != found.names[found.base]:
+            theirs = published.get(method)
+            gap = None if theirs is None else theirs - published["dense"]
+            marks.append(dots.Dot(method, _scaled(found, row.difference), _scaled(found, row.error), gap))
+    along = _along(found)
+    return dots.standalone(dots.draw(name, marks, alt=f"{along}. {words}.", along=along, say=_signed))
+
+
+def _frontier(name: str, found: compare.Comparison, rows: dict[str, compare.Row], labels: dict[str, str]) -> str:
+    """The differences to dense by what a run costs."""
+    colours = list(dict.fromkeys(label.partition(" + ")[0] for label in labels.values()))
+    points = [
+        dots.Point(label, row.cost, _scaled(found, row.difference or 0.0), _scaled(found, row.error), colour)
+        for method, label in labels.items()
+        if (row := rows.get(method)) and row.mean is not None
+        for colour in [f"s{colours.index(label.partition(' + ')[0])}"]
+    ]
+    along, up = "effective FLOPs of the training run, shares of dense", _along(found)
+    best = min if found.metric.endswith("loss") else max
+    words = {"alt": f"{up}, by {along}.", "along": along, "up": up}
+    return dots.standalone(dots.frontier(f"{name}-f", points, **words, say=_signed, best=best))
 
 
 def _made(lines: list[dict]) -> str:
-    """With what the runs were made."""
+    """With what the runs were made, and how fast."""
     devices = " and ".join(dict.fromkeys(line.get("devices", "") for line in lines if line.get("devices")))
     versions = " and ".join(dict.fromkeys(f"jax {line['versions']['jax']}" for line in lines))
-    return f"{versions}{f', {devices}' if devices else ''}"
+    taken, until = 0.0, 0.0
+    for began, ended in sorted(
+        [datetime.datetime.fromisoformat(line[at]).timestamp() for at in ("began", "ended")] for line in lines
+    ):
+        taken, until = taken + max(ended - max(began, until), 0), max(until, ended)
+    rate = f"; {len(lines)} runs in {duration(taken)}: {60 * len(lines) / taken:.2g} a minute" if taken else ""
+    return f"{versions}{f', {devices}' if devices else ''}{rate}"
+
+
+# ---- the page ----
 
 
 def page(text: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
@@ -146,7 +212,8 @@ def page(text: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     pictures = {}
 
     def made(found):
-        table, pictures[found[1]] = block(found[1], results)
+        table, drawn = block(found[1], results)
+        pictures.update(drawn)
         return f"<!-- {found[1]} -->\n{table}<!-- end -->"
 
     return BLOCK.sub(made, text), pictures

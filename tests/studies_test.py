@@ -1,13 +1,18 @@
 """Studies: pages whose every method is known, results that are kept as they come, and tables made of them."""
 
+import itertools
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from experiments import command, reproduce, settings, sweep
 from experiments.errors import Mistake
-from experiments.studies import descent
+from experiments.report import dots
+from experiments.studies import __main__ as looks, descent, dw, noise
 from tests.runs import as_people_run_it as as_people_run_it
 
 VARIANTS = [f"experiments/studies/{name}.py:{size}" for name in ("sdgp", "s_ste", "pgf") for size in ("cpu", "gpu")]
@@ -31,7 +36,7 @@ def test_every_method_of_every_study_is_known(page):
 LINE = {
     "format": 1, "run": "stages=dense,seed=0", "changes": {"sparsity.stages": "dense", "seed": 0}, "outcome": "finished",
     "metric": "accuracy", "figures": {"accuracy": 0.9, "hardened_accuracy": 0.9}, "steps": 10, "flops": [2, 2],
-    "devices": "1 x cpu", "command": "python launch.py --config=experiments/studies/sdgp.py:cpu --sweep", "versions": {"jax": "0.0"}, "notes": ["A note."],
+    "devices": "1 x cpu", "began": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:30+00:00", "command": "python launch.py --config=experiments/studies/sdgp.py:cpu --sweep", "versions": {"jax": "0.0"}, "notes": ["A note."],
 }  # fmt: skip
 
 
@@ -51,7 +56,8 @@ def test_a_table_is_what_its_results_say(tmp_path):
     lines = [line("dense", 0, 0.90), line("dense", 1, 0.92), line("sdgp(2,4)", 1, 0.94, flops=[2, 1])]
     lines += [line("sdgp(2,4)", 0, 0.5), line("sdgp(2,4)", 0, 0.91)]  # run again: the last one counts
     lines += [line("sdgp(1,8)", 0, float("nan"), outcome="diverged: the loss is nan at step 3")]
-    text, svg = reproduce.block("sdgp_cpu", written(tmp_path, *lines))
+    text, pictures = reproduce.block("sdgp_cpu", written(tmp_path, *lines))
+    svg = pictures["sdgp_cpu"]
     rows = [row for row in text.splitlines() if row.startswith("| `")]
     assert rows[0] == "| `dense` | 91.00 ± 1.41 |  | 95.3 |  | 1.000 | 2 of 2 |  |"
     assert rows[1] == "| `sdgp(2,4)` | 92.50 ± 2.12 | +1.50 ± 0.50 | 95.2 | -0.1 | 0.500 | 2 of 2 |  |"
@@ -97,15 +103,16 @@ def test_results_that_cannot_be_read_say_why(text, why, tmp_path):
 def test_every_study_is_found_by_the_name_of_its_results():
     for page in VARIANTS:
         name = page.removeprefix("experiments/studies/").replace(".py:", "_")
-        assert f"--config={page} --sweep --results=experiments/results/{name}.jsonl" in reproduce._command(name)
+        assert f"--config={page} --sweep --results=experiments/results/{name}.jsonl" in reproduce.study(name).command
     with pytest.raises(Mistake, match="nothing_cpu names no study"):
-        reproduce._command("nothing_cpu")
+        reproduce.study("nothing_cpu")
 
 
 def test_the_page_is_what_its_results_say():
     text = reproduce.PAGE.read_text()
-    assert reproduce.page(text)[0] == text
-    assert all((reproduce.RESULTS / f"{name}.svg").exists() for name in reproduce.BLOCK.findall(text))
+    made, pictures = reproduce.page(text)
+    assert made == text
+    assert {name for name in pictures if not (reproduce.RESULTS / f"{name}.svg").exists()} == set()
 
 
 @pytest.mark.parametrize("method", ["ste(2,4)", "s_ste(gradient='dense')"])
@@ -113,7 +120,7 @@ def test_a_small_step_descends_as_predicted(method):
     """By its first-order term, where no mask jumps; under the old mask it descends too, as the gradient has it."""
     small = ["steps=6", "batch=8", "data.name=pydoc", "data.length=32", "learning_rate.peak=1e-5"]
     small += ["learning_rate.warmup=0", "learning_rate.shape=constant"]
-    rows = descent.run(method, 0, tuple(f"--config.{change}" for change in small))["rows"]
+    rows, _ = descent.run(method, 0, tuple(f"--config.{change}" for change in small))
     assert rows["step"] == [0, 5]
     assert all(value > 1e-3 for value in rows["predicted"])
     if method != "ste(2,4)":
@@ -122,3 +129,111 @@ def test_a_small_step_descends_as_predicted(method):
         assert all(value > 1e-3 for value in rows["under the old mask"])
     assert 0 < max(rows["flips"]) < 0.05
     assert ("under the old mask" in rows) == (method == "ste(2,4)")
+
+
+VIT = ("--config.data.name=digits", "--config.model.patch=2", "--config.model.depth=1", "--config.batch=8")
+
+
+def test_gradients_are_those_that_adams_moments_tell_of():
+    """In the third step, against the gradient of the loss itself; clipped to half and less."""
+    words = ["launch.py", "--config=experiments/studies/pgf.py:cpu", *VIT, "--config.clip=0.1", "--config.steps=9"]
+    config = command.read(words).config
+    program = noise.Program(config, noise.image.Task(config))
+    look, state = noise.looked_at(program), program.init(jnp.uint32(0))
+    for arrays in itertools.islice(program.task.feed(0, 0, program.mesh), 3):
+        before = jax.tree.map(jnp.copy, state)
+        state, shown = program.train(state, arrays)
+        jax.block_until_ready(shown)
+    batch = program.task.batch(arrays, before.seed, before.step, program.mesh)
+    loss = lambda params: program.task.loss(nnx.merge(program.graph, params, before.rest), batch)[0]
+    flat = nnx.to_flat_state(jax.jit(jax.grad(loss))(before.params))
+    grads = [g for path, g in flat if "mlp" in path and path[-1] == "kernel"]
+    assert shown["gradient_norm"] > 0.2
+    found = look(before.opt, state.opt, shown["gradient_norm"])
+    np.testing.assert_allclose(
+        found["gradient variance"], np.var(np.abs(np.concatenate([g.ravel() for g in grads]))), rtol=1e-3
+    )
+
+
+def test_errors_of_dw_are_of_one_draw(monkeypatch):
+    """Nothing dropped is no error; and one of two, unbiased, errs by its variance alone, which is that of a plain sum over draws."""
+    monkeypatch.setitem(dw.BATCHES, "vit", (8,))
+    program, state, batch = dw.trained("vit", 0, tuple(word.removeprefix("--config.") for word in VIT), after=1)
+    assert batch[0].shape == (8, 8, 8, 1)
+    assert dw.errors(program, state, batch, "mse(4,4)") == (0, 0)
+    biased, none = dw.errors(program, state, batch, "mse(2,4)")
+    error, variance = dw.errors(program, state, batch, "mvue(2,4)")
+    assert none == 0
+    assert 0.1 < biased < 1
+    assert error == pytest.approx(variance**0.5, rel=0.3)
+
+
+def looked(study, **rows):
+    """Lines of all cases, with the same rows but for a value that grows by seed."""
+    for case in study.CASES:
+        run = ",".join(f"{field}={value}" for field, value in case.items())
+        grown = lambda name, values, seed=case["seed"]: (
+            values if name in ("step", "tokens") else [v + 0.1 * seed for v in values]
+        )
+        made = {name: grown(name, values) for name, values in rows.items()}
+        yield LINE | {
+            "run": run,
+            "case": case,
+            "rows": made,
+            "command": looks.command(study.__name__.rpartition(".")[2]),
+        }
+
+
+def test_figures_of_what_was_looked_into(tmp_path):
+    """By hand, of three seeds a tenth apart."""
+    rows = {f"{of}{pruner}": [0.5, 0.25] for pruner in dw.PRUNERS for of in ("", "variance of ")}
+    text, pictures = reproduce.block(
+        "dw_cpu", written(tmp_path, *looked(dw, tokens=[128, 1024], **rows), name="dw_cpu")
+    )
+    assert "| gpt: tokens summed | 128 | 1,024 | variance at the end, of the least |" in text
+    assert "| `mse(2,4)` | 0.600 ± 0.100 | 0.350 ± 0.100 | 1.00 |" in text
+    assert pictures.keys() == {"dw_cpu_gpt", "dw_cpu_vit"}
+    assert "`python -m experiments.studies dw`" in text
+    lines = looked(noise, step=[0, 10], **{"gradient variance": [1.0, 0.1], "second moment": [1.0, 2.0]})
+    text, pictures = reproduce.block("noise_cpu", written(tmp_path, *lines, name="noise_cpu"))
+    assert "| `dense` | 2.00e-01 | 1.00 ± 0.00 | 2.10e+00 | 1.00 ± 0.00 |" in text
+    assert pictures.keys() == {"noise_cpu_gradient_variance", "noise_cpu_second_moment"}
+    rows = {"predicted": [0.5, 0.5], "actual": [0.25, -0.5], "under the old mask": [0.5, 0.5], "flips": [0.1, 0.1]}
+    lines = list(looked(descent, step=[0, 5], **rows))
+    text, pictures = reproduce.block("descent_cpu", written(tmp_path, *lines, name="descent_cpu"))
+    assert "| `dense` | 50 ± 0 % | 0 ± 0 % | " in text
+    assert "| 20 ± 1e+01 % |" in text
+    with pytest.raises(
+        Mistake, match=r"lack 1 of 12 cases, as method=dense,seed=0: python -m experiments.studies descent"
+    ):
+        reproduce.block("descent_cpu", written(tmp_path, *lines[1:], name="descent_cpu"))
+
+
+def test_what_is_there_is_not_looked_into_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(descent, "run", lambda method, seed: ({"step": [0], "flips": [0.5]}, ["A note."]))
+    monkeypatch.setattr(descent, "told", str)
+    for _ in range(2):
+        looks.add("descent", tmp_path)
+        lines = [json.loads(line) for line in (tmp_path / "descent_cpu.jsonl").read_text().splitlines()]
+        assert [line["case"] for line in lines] == descent.CASES
+    assert capsys.readouterr().out.count("\n") == len(descent.CASES)
+    assert looks.main(["nothing"]) == 2
+    assert "takes one of descent, dw, noise." in capsys.readouterr().err
+
+
+def test_a_frontier_joins_what_nothing_beats(tmp_path):
+    names = ["dense", "fwd_rhs=ste(soft(2,4))", "fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)"]
+    page = "python launch.py --config=experiments/studies/composed.py:vit_cpu --sweep"
+    lines = [
+        line(name, 0, accuracy, flops=[2, cost], command=page)
+        for name, accuracy, cost in zip(names, (0.9, 0.8, 0.85), (2, 1.8, 1.5), strict=True)
+    ]
+    for each in lines:
+        each["changes"] = {"sparsity.blocks": each["changes"]["sparsity.stages"], "seed": 0}
+    text, pictures = reproduce.block("composed_vit_cpu", written(tmp_path, *lines, name="composed_vit_cpu"))
+    assert text.startswith("![Against effective FLOPs](results/composed_vit_cpu_frontier.svg)")
+    svg = pictures["composed_vit_cpu_frontier"]
+    assert svg.count(">S-STE + MVUE dw<") == svg.count(">S-STE<") == svg.count(">dense<") == 1
+    points = [dots.Point(str(n), *at) for n, at in enumerate([(1.0, 0.0), (0.9, -2.0), (0.8, -1.0)])]
+    assert [p.name for p in points if not any(dots._beats(q, p, max) for q in points)] == ["0", "2"]
+    assert [p.name for p in points if not any(dots._beats(q, p, min) for q in points)] == ["1", "2"]

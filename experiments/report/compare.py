@@ -231,12 +231,7 @@ def _curves(found: Comparison) -> str:
         each = [c for c in each if c.steps.size and c.finite.any()]
         if each:
             colour, dash = _looks(n)
-            line = cv.mean(each, colour=colour, dash=dash, width=1.8)._replace(name=name)
-            at = lambda step, of=each: [
-                c.values[c.steps == step][0] for c in of if (c.finite & (c.steps == step)).any()
-            ]
-            seen = [at(step) or [np.nan] for step in line.steps]
-            curves.append(line._replace(band=(np.array([min(v) for v in seen]), np.array([max(v) for v in seen]))))
+            curves.append(cv.banded(each, name, colour=colour, dash=dash, width=1.8))
     if not curves:
         return ""
     say = percent if found.metric.endswith("accuracy") else number

@@ -74,6 +74,14 @@ def mean(curves: list[Curve], **looks) -> Curve:
     return Curve("mean", steps, np.where(count > 0, total / np.maximum(count, 1), np.nan), **looks)
 
 
+def banded(curves: list[Curve], name: str, **looks) -> Curve:
+    """The mean of some curves, in a band from the least to the largest."""
+    line = mean(curves, **looks)._replace(name=name)
+    at = lambda step: [c.values[c.steps == step][0] for c in curves if (c.finite & (c.steps == step)).any()] or [np.nan]
+    seen = [at(step) for step in line.steps]
+    return line._replace(band=(np.array([min(v) for v in seen]), np.array([max(v) for v in seen])))
+
+
 def draw(
     name: str,
     curves: list[Curve],

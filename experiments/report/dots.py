@@ -1,4 +1,4 @@
-"""A value of everything that is compared, with its error: dots beside their names, as SVG that belongs to its page."""
+"""A value of everything that is compared, with its error, beside its name or by its cost: as SVG that belongs to its page."""
 
 import io
 import re
@@ -51,6 +51,75 @@ def draw(name: str, dots: list[Dot], *, alt: str, along: str, say: Callable[[flo
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return inline(out.getvalue(), alt, [*(dot.name for dot in dots), along], [])
+
+
+class Point(NamedTuple):
+    """What is reached for a cost."""
+
+    name: str
+    cost: float
+    value: float
+    error: float | None = None
+    colour: str = "s0"
+
+
+def frontier(
+    name: str, points: list[Point], *, alt: str, along: str, up: str, say: Callable[[float], str], best: Callable = max
+) -> str:
+    """Values by their costs, each with its name; what no other beats in both is joined by a line."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    width, height, left, bottom = 700, 380, 52, 44
+    with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11}]):
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+        place = (left / width, bottom / height, (width - left - 20) / width, (height - bottom - 30) / height)
+        axes = plain_axes(figure, place, grid="y")
+        axes.axhline(0, color=hex_of("muted"), linewidth=1)
+        edge = [p for p in points if not any(_beats(q, p, best) for q in points)]
+        edge.sort(key=lambda p: p.cost)
+        axes.plot(
+            [p.cost for p in edge], [p.value for p in edge], color=hex_of("muted"), linewidth=1, linestyle=(0, (4, 3))
+        )
+        for p in points:
+            axes.errorbar(
+                p.cost, p.value, yerr=p.error, fmt="o", color=hex_of(p.colour), markersize=7, elinewidth=1.4, capsize=0,
+                markeredgewidth=0,
+            )  # fmt: skip
+        low, high = min(p.cost for p in points), max(p.cost for p in points)
+        axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low) or 1)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
+        for n, (p, x, y, how) in enumerate(_places(axes, points)):
+            axes.text(x, y, f"@{n}@", **_beside(p.colour, how))
+        axes.text(left + (width - left - 20) / 2, 12, f"@{len(points)}@", **_beside("muted", "center"))
+        axes.text(8, height - 12, f"@{len(points) + 1}@", **_beside("muted", "left"))
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return inline(out.getvalue(), alt, [*(p.name for p in points), along, up], [])
+
+
+def _beats(q: Point, p: Point, best: Callable) -> bool:
+    """Whether one costs no more and is no worse, and is not the same."""
+    no_worse = best(q.value, p.value) == q.value
+    return q.cost <= p.cost and no_worse and (q.cost, q.value) != (p.cost, p.value)
+
+
+def _places(axes, points: list[Point]) -> list[tuple[Point, float, float, str]]:
+    """Where each name stands: beside its point, on the side that has room, and off the names that stand there already."""
+    box, taken, found = axes.get_window_extent(), [], {}
+    for p in sorted(points, key=lambda p: -p.value):
+        x, y = axes.transData.transform((p.cost, p.value))
+        long = LETTER * len(p.name)
+        how = "left" if x + 10 + long < box.x1 or x < (box.x0 + box.x1) / 2 else "right"
+        start = x + 10 if how == "left" else x - 10 - long
+        while any(start < b and a < start + long and abs(y - at) < 14 for a, b, at in taken):
+            y -= 1
+        taken.append((start, start + long, y))
+        found[p] = (p, x + 10 if how == "left" else x - 10, y, how)
+    return [found[p] for p in points]
 
 
 def _beside(colour: str, how: str) -> dict:

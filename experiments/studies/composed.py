@@ -8,14 +8,21 @@ FLOPs? Variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu: the networks of the studi
 
 from experiments.studies import pgf, s_ste, seeds
 
-WEIGHTS = ("fwd_rhs=ste(soft(2,4))", "mdgf(2,4,linear(1,0,70%))", "fwd_rhs=ste(hold(transposable(2,4),every=40))")
-METHODS = (
-    "dense",
-    *WEIGHTS,
-    *(f"{w}; drhs_g=mvue(2,4)" for w in WEIGHTS),
-    *(f"{w}; drhs_g=mvue(2,4); dlhs_g=rescale(mse(2,4),'group')" for w in WEIGHTS[:2]),
-    *(f"{w}; drhs_g=mvue(2,4); dlhs_g=mvue(2,4)" for w in WEIGHTS[:2]),
-)
+WEIGHTS = {
+    "S-STE": "fwd_rhs=ste(soft(2,4))",
+    "MdGf": "mdgf(2,4,linear(1,0,70%))",
+    "transposable": "fwd_rhs=ste(hold(transposable(2,4),every=40))",
+}
+SUMMED, BACK = "drhs_g=mvue(2,4)", {"SDGP": "dlhs_g=rescale(mse(2,4),'group')", "MVUE": "dlhs_g=mvue(2,4)"}
+LABELS = {"dense": "dense"}  # of methods, as a picture names them
+LABELS |= {w: of for of, w in WEIGHTS.items()}
+LABELS |= {f"{w}; {SUMMED}": f"{of} + MVUE dw" for of, w in WEIGHTS.items()}
+LABELS |= {
+    f"{w}; {SUMMED}; {dx}": f"{of} + MVUE dw + {by} dx"
+    for by, dx in BACK.items()
+    for of, w in WEIGHTS.items()
+    if of != "transposable"  # whose dx is sparse already
+}
 
 
 def get_config(variant=""):
@@ -29,4 +36,4 @@ def get_config(variant=""):
 
 
 def get_sweep(variant=""):
-    return seeds("sparsity.blocks", METHODS)
+    return seeds("sparsity.blocks", LABELS)

@@ -1,6 +1,6 @@
 """How far a step descends, and how far it should: the three diagnostics of S-STE (arXiv 2409.09099, figures 1, 2 and 4).
 
-    python -m experiments.studies.descent
+    python -m experiments.studies descent
 
 Every fifth step of a GPT's training is looked at with the batch that it was taken on, by the loss f of the pruned weights w~ as
 inference would use them. *Actual* descent is f(w~) - f(w~'), *predicted* the first-order term <grad f(w~), w~ - w~'>. Where a mask
@@ -8,10 +8,6 @@ jumps, the step that was taken is not the one that the gradient spoke of; *under
 have had if no mask had changed. Flips are the share of a 2:4 mask's entries that one step changes; of a dense run too, whose mask
 nobody uses.
 """
-
-import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +17,13 @@ from flax import nnx
 import nmjax as nm
 from experiments import command, text
 from experiments.program import Program
+from experiments.report import curves as cv
+from experiments.report.words import percent
 
 METHODS = ("dense", "ste(2,4)", "sr_ste(2,4,lam=2e-4)", "s_ste(gradient='dense')")
 MASKS = nm.Recipe(((r"blocks/.*/mlp/.*", "ste(2,4)"), (r".*", "dense")))  # of all methods, and of dense weights too
 EVERY = 5
-RESULTS = Path(__file__).parent.parent / "results" / "descent_cpu.jsonl"
+CASES = [{"method": method, "seed": seed} for method in METHODS for seed in range(3)]
 
 
 def looked_at(program: Program):
@@ -65,7 +63,7 @@ def looked_at(program: Program):
     return look
 
 
-def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> dict:
+def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> tuple[dict, list[str]]:
     """A run of the study's GPT, looked at."""
     words = ["launch.py", "--config=experiments/studies/s_ste.py:cpu", f"--config.sparsity.mlp={method}", *changes]
     config = command.read(words).config
@@ -80,10 +78,10 @@ def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> dict:
             rows["step"].append(step)
             for name, value in look(before, state, arrays).items():
                 rows.setdefault(name, []).append(float(f"{float(value):.5g}"))
-    return {"method": method, "seed": seed, "rows": rows}
+    return rows, program.task.notes
 
 
-def told(line: dict) -> dict[str, float]:
+def summary(line: dict) -> dict[str, float]:
     """What its rows come to: how many steps raise the loss, and how far what happens is from what was predicted."""
     rows = {name: np.array(values) for name, values in line["rows"].items()}
     found = {"raised": float(np.mean(rows["actual"] < 0))}
@@ -93,17 +91,31 @@ def told(line: dict) -> dict[str, float]:
     return found | {"flips": float(np.mean(rows["flips"]))}
 
 
-def main() -> int:
-    held = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    for method in METHODS:
-        for seed in range(3):
-            if not any((line["method"], line["seed"]) == (method, seed) for line in held):
-                line = run(method, seed)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(method, seed, told(line), flush=True)
-    return 0
+def told(line: dict) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in summary(line).items())
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+HEAD = {  # what stands over the columns
+    "raised": "steps that raise the loss",
+    "raised under the old mask": "they would under the old mask",
+    "off": "descent off its prediction, median",
+    "flips": "mask entries that flip a step",
+}
+
+
+def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
+    """What the rows come to, and the flips over the steps."""
+    table, shown = [f"| method | {' | '.join(HEAD.values())} |", "|---" * (len(HEAD) + 1) + "|"], []
+    for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
+        of = [line for line in lines if line["case"]["method"] == method]
+        found, cells = [summary(line) for line in of], [f"`{method}`"]
+        for name in HEAD:
+            values = 100 * np.array([each[name] for each in found if name in each])
+            cells.append(f"{values.mean():.3g} ± {values.std(ddof=1):.1g} %" if len(values) > 1 else "")
+        table.append(f"| {' | '.join(cells)} |")
+        each = [cv.Curve("", np.array(line["rows"]["step"]), np.array(line["rows"]["flips"])) for line in of]
+        each = [cv.smoothed(c, 20)[-1] for c in each]
+        shown.append(cv.banded(each, method, colour=f"s{n}"))
+    words = "The share of mask entries that a step flips, by step."
+    picture = cv.draw("descent-flips", shown, alt=words, say=percent, bounds=(0,))
+    return "\n".join([*table, "", "Mean ± deviation over seeds."]), {"flips": picture}

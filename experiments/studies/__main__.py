@@ -1,0 +1,59 @@
+"""What is looked at while a network trains, not at its end: each of CASES that is not in the results is run, and appended.
+
+python -m experiments.studies descent      how far a step descends, and how far it should
+python -m experiments.studies dw           what pruned gradients make of dw, by how much is summed
+python -m experiments.studies noise        gradients' variance and Adam's second moment
+"""
+
+import datetime
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+from experiments import record, sweep
+from experiments.errors import Mistake
+
+NAMES = ("descent", "dw", "noise")
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def command(name: str) -> str:
+    return f"python -m experiments.studies {name}"
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def add(name: str, results: Path = RESULTS) -> None:
+    """Run the cases of a study that its file of results has not, and append each as it ends."""
+    study, path = importlib.import_module(f"experiments.studies.{name}"), results / f"{name}_cpu.jsonl"
+    held = {line.get("run") for line in record.lines(path)}
+    for case in study.CASES:
+        if (run := ",".join(f"{field}={value}" for field, value in case.items())) not in held:
+            began = now()
+            rows, notes = study.run(**case)
+            line = {"format": sweep.FORMAT, "run": run, "case": case, "rows": rows, "began": began, "ended": now()}
+            line |= {"command": command(name), "versions": record.versions(), "git": record.git(), "notes": notes}
+            line["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{run}: {study.told(line)}", flush=True)
+
+
+def main(words: list[str]) -> int:
+    try:
+        if len(words) != 1 or words[0] not in NAMES:
+            raise Mistake(f"python -m experiments.studies takes one of {', '.join(NAMES)}.")
+        add(words[0])
+    except Mistake as mistake:
+        print(mistake, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

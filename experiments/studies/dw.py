@@ -1,0 +1,105 @@
+"""What pruned gradients make of dw, by how much is summed (MVUE, arXiv 2203.10991): where least squares begin to lose.
+
+    python -m experiments.studies dw
+
+A network is trained dense for some steps. Then, of batches of one sequence or picture to hundreds, each layer's dw is computed with
+whole gradients of its outputs and with pruned ones. The error of one draw, ||dw' - dw|| / ||dw||, is the root of its squared bias and its
+variance; the mean over the layers is told. A pruner of least squared error is biased by as much however long the sum; of an unbiased
+one the errors of the summands average out, once what they are errors of does not.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import nmjax as nm
+from experiments import command, image, text
+from experiments.program import Program
+from experiments.report import curves as cv
+from experiments.report.words import large
+
+PRUNERS = ("mse(2,4)", "mvue(2,4)", "mvue_approx(2,4)", "mvue(1,2)", "uniform(2,4)")
+TASKS = {"gpt": ("s_ste", text, 128), "vit": ("pgf", image, 16)}  # of which study's page, and tokens of an example
+AFTER = 100  # steps
+BATCHES = {"gpt": (1, 4, 16, 64, 128), "vit": (4, 16, 64, 256, 1024)}
+DRAWS = 4
+CASES = [{"model": model, "seed": seed} for model in TASKS for seed in range(3)]
+
+
+def trained(model: str, seed: int, changes: tuple[str, ...] = (), after: int = AFTER):
+    """A program whose model has been trained for some steps, its state, and examples that it goes on with."""
+    page, module, _ = TASKS[model]
+    words = ["launch.py", f"--config=experiments/studies/{page}.py:cpu", *(f"--config.{change}" for change in changes)]
+    config = command.read(words).config
+    program = Program(config, module.Task(config))
+    state, feed = program.init(jnp.uint32(seed)), program.task.feed(seed, 0, program.mesh)
+    arrays = None
+    for arrays in itertools.islice(feed, after):
+        state, shown = program.train(state, arrays)
+        jax.block_until_ready(shown)
+    drawn = jax.jit(lambda step: program.task.batch(arrays, state.seed, step, program.mesh))
+    many = [drawn(state.step + i) for i in range(-(-max(BATCHES[model]) // config.batch))]
+    return program, state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *many)
+
+
+def errors(program: Program, state, batch, pruner: str) -> tuple[float, float]:
+    """Of dw over the layers of the blocks: the mean error of one draw, and the mean variance."""
+
+    @jax.jit
+    def found(params, rest, batch):
+        model = nnx.merge(program.graph, params, rest)
+        nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", f"drhs_g={pruner}"), (r".*", "dense"))))
+        nm.nnx.set_step(model, state.step)
+        return nm.nnx.gradient_errors(model, lambda model: program.task.loss(model, batch)[0], draws=DRAWS)
+
+    each = [jax.device_get(error) for error in found(state.params, state.rest, batch).values()]
+    variances = [float(np.nan_to_num(e.variance)) for e in each]
+    squared = [float(e.bias) ** 2 - v / DRAWS + v for e, v in zip(each, variances, strict=True)]
+    return float(np.mean(np.sqrt(np.maximum(squared, 0)))), float(np.mean(variances))
+
+
+def run(model: str, seed: int) -> tuple[dict, list[str]]:
+    program, state, many = trained(model, seed)
+    rows: dict[str, list] = {"tokens": [count * TASKS[model][2] for count in BATCHES[model]]}
+    for pruner in PRUNERS:
+        found = [errors(program, state, jax.tree.map(lambda v, n=n: v[:n], many), pruner) for n in BATCHES[model]]
+        rows[pruner] = [float(f"{error:.4g}") for error, _ in found]
+        rows[f"variance of {pruner}"] = [float(f"{variance:.4g}") for _, variance in found]
+    return rows, program.task.notes
+
+
+def told(line: dict) -> str:
+    rows = line["rows"]
+    ends = lambda name: f"{rows[name][0]:.3g} to {rows[name][-1]:.3g}"
+    return ", ".join(f"{name} {ends(name)}" for name in PRUNERS)
+
+
+def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
+    """A table and a picture of each network."""
+    table, pictures = [], {}
+    for model in dict.fromkeys(line["case"]["model"] for line in lines):
+        of = [line["rows"] for line in lines if line["case"]["model"] == model]
+        tokens = of[0]["tokens"]
+        shown = []
+        table += [
+            f"| {model}: tokens summed | {' | '.join(f'{n:,}' for n in tokens)} | variance at the end, of the least |"
+        ]
+        table += ["|---" * (len(tokens) + 2) + "|"]
+        least = np.mean([rows["variance of mvue(2,4)"][-1] for rows in of])
+        for n, pruner in enumerate(PRUNERS):
+            each = np.array([rows[pruner] for rows in of])
+            cells = [
+                f"{mean:.3f} ± {spread:.3f}" for mean, spread in zip(each.mean(0), each.std(0, ddof=1), strict=True)
+            ]
+            share = np.mean([rows[f"variance of {pruner}"][-1] for rows in of]) / least
+            table += [f"| `{pruner}` | {' | '.join(cells)} | {f'{share:.2f}' if share else ''} |"]
+            shown.append(cv.banded([cv.Curve("", np.log2(tokens), values) for values in each], pruner, colour=f"s{n}"))
+        table += [""]
+        words = f"{model}: error of one draw of dw, of its norm, by the tokens that it sums over."
+        pictures[model] = cv.draw(
+            f"dw-{model}", shown, alt=words, bounds=(0,), along="tokens", say_step=lambda x: large(2**x)
+        )
+    return "\n".join([*table, "Mean ± deviation over seeds."]), pictures
