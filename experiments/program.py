@@ -93,6 +93,8 @@ class Program:
             reasons = "; ".join(f"{path}: {reason}" for path, reason in self.plan.refused[:3])
             reasons += f"; and {len(self.plan.refused) - 3} more" if len(self.plan.refused) > 3 else ""
             raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}")
+        # of a step on average; at its sparsest where only the run will tell when it gets sparse
+        self.flops = self.plan.training if self.steps_since else self.plan.over(self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0  # there is nothing to measure
         self.split = shards.batch(self.mesh)

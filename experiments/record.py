@@ -1,13 +1,15 @@
 """A run's directory: its config, where it came from, its metrics as lines and as TensorBoard events; and in a sink beside it."""
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import platform
 import secrets
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -35,7 +37,7 @@ class Record:
             replace(workdir / "plan.html", plan._repr_html_())
             self.about = {
                 **about,
-                "began": _now(),
+                "began": now(),
                 "ended": None,
                 "outcome": "running",
                 "versions": versions(),
@@ -98,7 +100,7 @@ class Record:
             written, self._lines = self._lines, None
             self._events.close()
             written.close()
-        self.about |= {"ended": _now(), "outcome": outcome}
+        self.about |= {"ended": now(), "outcome": outcome}
         self._about()
         if self._sender is not None:
             sender, self._sender = self._sender, None
@@ -206,8 +208,7 @@ def same_config(workdir: Path, config) -> None:
         raise Mistake(
             f"--workdir={workdir} has lost its config.json, so nothing says what its run was. Give another one."
         )
-    both = _flat(json.loads((workdir / "config.json").read_text())), fields(config)
-    there, here = ({name: each[name] for name in each if not name.startswith("mesh.")} for each in both)
+    there, here = held(workdir), _but_for_mesh(fields(config))
     if there != here:
         names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
         changed = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names[:4])
@@ -215,6 +216,32 @@ def same_config(workdir: Path, config) -> None:
             f"--workdir={workdir} holds a run of another config ({changed}). Give this one a directory of its own; to evaluate "
             f"that one, write --mode=eval --workdir={workdir} alone."
         )
+
+
+def held(workdir: Path) -> dict:
+    """The fields of the config whose run is there."""
+    return _but_for_mesh(_flat(json.loads((workdir / "config.json").read_text())))
+
+
+def _but_for_mesh(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if not name.startswith("mesh.")}
+
+
+def digest(fields: dict) -> str:
+    """A name of a config, by which results are known to be of it."""
+    return hashlib.sha256(json.dumps(_but_for_mesh(fields), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def append(path: Path, texts: Callable[[list[dict]], Iterable[dict]]) -> None:
+    """Append lines, made of those that are there, to a file that others may append to. A last line that was cut off, as by a full
+    disk, stays a line of its own."""
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        new = [json.dumps(line, default=str) + "\n" for line in texts(lines(path))]
+        cut = "\n" * bool(new and text and not text.endswith("\n"))
+        file.write(cut + "".join(new))
 
 
 def fields(config) -> dict:
@@ -268,7 +295,7 @@ def lines(path: Path) -> list[dict]:
     return found
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -283,6 +310,9 @@ def git() -> dict | None:
         ["git", "-C", ROOT, *words], capture_output=True, text=True, check=True
     ).stdout.strip()
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+        return {
+            "commit": ask("rev-parse", "HEAD"),
+            "dirty": bool(ask("status", "--porcelain", "--", ".", ":!*results/*")),
+        }
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from experiments import sweep
+from experiments import command, record, sweep
 from experiments.errors import Mistake
 from experiments.record import replace
 from experiments.report import compare, dots
@@ -33,6 +33,7 @@ class Study(NamedTuple):
 
     module: ModuleType
     variant: str
+    page: str  # of its config, if it is a sweep
     short: str  # what each of its commands has
     command: str  # that makes what is missing
 
@@ -45,9 +46,10 @@ def study(name: str) -> Study:
     which = max(known, key=len)
     module, variant = importlib.import_module(f"experiments.studies.{which}"), name.removeprefix(f"{which}_")
     if which in looks.NAMES:
-        return Study(module, variant, looks.command(which), looks.command(which))
-    short = f"python launch.py --config=experiments/studies/{which}.py:{variant} --sweep"
-    return Study(module, variant, short, f"{short} --results=experiments/results/{name}.jsonl")
+        return Study(module, variant, "", looks.command(which), looks.command(which))
+    page = f"experiments/studies/{which}.py:{variant}"
+    short = f"python launch.py --config={page} --sweep"
+    return Study(module, variant, page, short, f"{short} --results=experiments/results/{name}.jsonl")
 
 
 def read(path: Path) -> list[dict]:
@@ -60,7 +62,7 @@ def read(path: Path) -> list[dict]:
         where = f"{path}, line {number}"
         try:
             line = json.loads(text)
-            form, name = line["format"], line["run"]
+            form, name, made_by = line["format"], line["run"], line.get("command", "")
         except (ValueError, TypeError, KeyError) as error:
             why = f"{type(error).__name__}: {error}"
             raise Mistake(
@@ -70,16 +72,27 @@ def read(path: Path) -> list[dict]:
             raise Mistake(
                 f"{where} is of format {form}, and this reads {sweep.FORMAT}: take the line out, and run it again by {of.command}"
             )
-        if "--config." in line["command"] or of.short not in line["command"]:
-            raise Mistake(f"{where} was made by another command than {of.command}: {line['command']}. Take it out.")
+        if "--config." in made_by or of.short not in made_by:
+            raise Mistake(f"{where} was made by another command than {of.command}: {made_by}. Take it out.")
+        if line.get("config") != _digest(of, line):
+            raise Mistake(
+                f"{where} is of another config than the page has now: take it out, and run it again by {of.command}"
+            )
         found[name] = line
     return list(found.values())
 
 
-def compared(lines: list[dict], baseline: str) -> compare.Comparison:
+def _digest(of: Study, line: dict) -> str:
+    """Of the config that a line's run would have now."""
+    if not of.page:
+        return record.digest(record.fields(of.module.config(**line["case"])))
+    return record.digest(record.fields(sweep.members(command.load(of.page), [line["changes"]])[0].config))
+
+
+def compared(lines: list[dict], baseline: str, seeds: set[int]) -> compare.Comparison:
     """Results compared as runs are."""
     runs = [Run(Path(line["run"]), line, line["changes"], {}, "", "", {}, {}, ()) for line in lines]
-    return compare.compare(runs, baseline)
+    return compare.compare(runs, baseline, seeds)
 
 
 # ---- a block ----
@@ -93,11 +106,11 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     asked = of.module.get_sweep(of.variant)
     key = next(field for field in asked[0] if field != "seed")
     order = list(dict.fromkeys(change[key] for change in asked))
-    lines.sort(key=lambda line: order.index(line["changes"][key]) if line["changes"][key] in order else len(order))
-    if len({line["changes"][key] == "dense" for line in lines}) < 2:
-        raise Mistake(f"{results / name}.jsonl has not both dense runs and others yet: {of.command}")
+    lines.sort(key=lambda line: order.index(line["changes"][key]))
+    if len({line["changes"][key] == order[0] for line in lines}) < 2:
+        raise Mistake(f"{results / name}.jsonl has not both runs of {order[0]} and others yet: {of.command}")
     word, published = key.rpartition(".")[2], getattr(of.module, "published", lambda variant: {})(of.variant)
-    found = compared(lines, f"{word}=dense")
+    found = compared(lines, f"{word}={order[0]}", {change["seed"] for change in asked})
     rows = {row.name.removeprefix(f"{word}="): row for row in found.rows}
     table = _table(found, rows, published)
     words = f"mean ± deviation over seeds; of the difference, its standard error. `{of.command}`; {_made(lines)}."
@@ -118,16 +131,22 @@ def _lines(parts: list[str]) -> str:
 
 
 def _figure(name: str, of: Study, lines: list[dict]) -> tuple[str, dict[str, str]]:
-    """What a study that looks into runs makes of its lines."""
+    """What a study that looks into runs makes of its lines; of those that diverged it is said."""
     asked = [",".join(f"{field}={value}" for field, value in case.items()) for case in of.module.CASES]
     missing = [run for run in asked if run not in {line["run"] for line in lines}]
     if missing:
         raise Mistake(f"results of {name} lack {len(missing)} of {len(asked)} cases, as {missing[0]}: {of.command}")
-    table, drawn = of.module.figure(sorted(lines, key=lambda line: asked.index(line["run"])))
+    lines.sort(key=lambda line: asked.index(line["run"]))
+    lost = [
+        f"\n`{line['run']}` {line['outcome']}: it is in none of this."
+        for line in lines
+        if line["outcome"] != "finished"
+    ]
+    table, drawn = of.module.figure([line for line in lines if line["outcome"] == "finished"])
     pictures = {f"{name}_{part}": dots.standalone(svg) for part, svg in drawn.items()}
     shown = [f"![{part.replace('_', ' ')}](results/{name}_{part}.svg)" for part in drawn]
     notes = [f"\n{note}" for note in dict.fromkeys(note for line in lines for note in line["notes"])]
-    return _lines([*shown, "", table, "", f"`{of.command}`; {_made(lines)}.", *notes]), pictures
+    return _lines([*shown, "", table, "", f"`{of.command}`; {_made(lines)}.", *lost, *notes]), pictures
 
 
 def _table(found: compare.Comparison, rows: dict[str, compare.Row], published: dict) -> str:
@@ -139,7 +158,7 @@ def _table(found: compare.Comparison, rows: dict[str, compare.Row], published: d
     plain = lambda value, **how: found.say(value, **how).removesuffix(" %")
     for method, row in rows.items():
         base, theirs = row.name == found.names[found.base], published.get(method)
-        mean = plain(row.mean) + (f" ± {plain(row.spread)}" if row.spread else "")
+        mean = plain(row.mean) + (f" ± {plain(row.spread)}" if row.spread is not None else "")
         off = "" if base else plain(row.difference, signed=True)
         off += f" ± {plain(row.error)}" if row.error is not None else ""
         cells = [f"`{method}`", mean, off, "" if row.cost is None else f"{row.cost:.3f}", row.seeds, row.marks]
@@ -171,7 +190,8 @@ def _dots(name: str, found: compare.Comparison, rows: dict[str, compare.Row], pu
         if row.name != found.names[found.base]:
             theirs = published.get(method)
             gap = None if theirs is None else theirs - published["dense"]
-            marks.append(dots.Dot(method, _scaled(found, row.difference), _scaled(found, row.error), gap))
+            name_of = method if not row.marks else f"{method} ({row.seeds})"
+            marks.append(dots.Dot(name_of, _scaled(found, row.difference), _scaled(found, row.error), gap))
     along = _along(found)
     return dots.standalone(dots.draw(name, marks, alt=f"{along}. {words}.", along=along, say=_signed))
 
@@ -180,9 +200,16 @@ def _frontier(name: str, found: compare.Comparison, rows: dict[str, compare.Row]
     """The differences to dense by what a run costs."""
     colours = list(dict.fromkeys(label.partition(" + ")[0] for label in labels.values()))
     points = [
-        dots.Point(label, row.cost, _scaled(found, row.difference or 0.0), _scaled(found, row.error), colour)
+        dots.Point(
+            f"{label} ({row.seeds})" if row.marks else label,
+            row.cost,
+            _scaled(found, gap),
+            _scaled(found, row.error),
+            colour,
+        )
         for method, label in labels.items()
-        if (row := rows.get(method)) and row.mean is not None
+        if (row := rows.get(method))
+        and None not in (row.cost, gap := 0.0 if row.name == found.names[found.base] else row.difference)
         for colour in [f"s{colours.index(label.partition(' + ')[0])}"]
     ]
     along, up = "effective FLOPs of the training run, shares of dense", _along(found)

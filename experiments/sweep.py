@@ -5,7 +5,6 @@ compiled program, and may be trained side by side in it: those that are at the s
 for every run that has ended, and a file of results elsewhere is given what it does not have.
 """
 
-import fcntl
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from ml_collections import ConfigDict
 from experiments import processes
 from experiments.checkpoints import Checkpoints
 from experiments.errors import Diverged, Failed, Mistake, Stopped
-from experiments.record import finished, lines as lines_of, replace
+from experiments.record import append, digest, fields, finished, lines as lines_of, replace, same_config
 
 
 class Member(NamedTuple):
@@ -67,6 +66,9 @@ def run(
     a line for each of them too."""
     if index is not None and not 0 <= index < len(found):
         raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
+    for member in found:
+        if _done(workdir / member.name):
+            same_config(workdir / member.name, member.config)
     begun, failed, program, before = set(), [], None, None
     for number, member in enumerate(found):
         if index not in (None, number) or member.name in begun:
@@ -159,6 +161,7 @@ def lines(found: list[Member], workdir: Path) -> Iterator[dict]:
         if about is not None and about["outcome"] != "running":
             line = {"format": FORMAT, "run": member.name, "changes": member.changes}
             line["devices"] = dict(about.get("header", ())).get("devices", "")
+            line["config"] = digest(fields(member.config))
             yield line | {k: about[k] for k in KEPT if k in about}
 
 
@@ -173,8 +176,9 @@ def curves(directory: Path) -> dict[str, dict[str, list]]:
 
 
 def _short(value) -> float | None:
-    each = [v for v in (value.values() if isinstance(value, dict) else [value]) if v is not None and math.isfinite(v)]
-    return float(f"{math.fsum(each) / len(each):.5g}") if each else None
+    each = list(value.values() if isinstance(value, dict) else [value])
+    whole = bool(each) and all(v is not None and math.isfinite(v) for v in each)
+    return float(f"{math.fsum(each) / len(each):.5g}") if whole else None
 
 
 def collect(found: list[Member], workdir: Path) -> None:
@@ -187,21 +191,14 @@ def collect(found: list[Member], workdir: Path) -> None:
 
 def add(found: list[Member], workdir: Path, results: Path) -> None:
     """Append to a file the lines of finished and diverged runs that it does not have, with their curves. Several processes may."""
-    complete = [line for line in lines(found, workdir) if done(line)]
-    if not complete:
-        return
-    with results.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        held = {(line.get("run"), line.get("began")) for line in lines_of(results)}
-        new = [
-            line | {"curves": curves(workdir / line["run"])}
-            for line in complete
-            if (line["run"], line["began"]) not in held
-        ]
-        cut = "\n" * bool(text and not text.endswith("\n"))  # a line that was, by a full disk
-        file.write(cut * bool(new) + "".join(json.dumps(line, default=str) + "\n" for line in new))
+
+    def new(there: list[dict]) -> Iterator[dict]:
+        known = {(line.get("run"), line.get("began")) for line in there}
+        for line in lines(found, workdir):
+            if done(line) and (line["run"], line["began"]) not in known:
+                yield line | {"curves": curves(workdir / line["run"])}
+
+    append(results, new)
 
 
 def _told(found: list[Member], workdir: Path) -> str:

@@ -102,9 +102,7 @@ def run(
         "metric": task.metric,
         "notes": task.notes,
         "steps": program.total,
-        "flops": [
-            cost * config.accumulate for cost in program.plan.over(program.total)
-        ],  # of a step, dense and effective
+        "flops": [cost * config.accumulate for cost in program.flops],  # of a step, dense and effective
     }
     going, done = dict(enumerate(runs)), []
 
@@ -171,7 +169,7 @@ def _seen_by_all(workdir: Path) -> None:
 def header(program: Program) -> list[tuple[str, str]]:
     """What is about to be done, and on what."""
     config, task, plan, devices = program.config, program.task, program.plan, program.mesh.size
-    dense, effective = (cost * config.accumulate for cost in plan.over(program.total))
+    dense, effective = (cost * config.accumulate for cost in program.flops)
     micro = f"{config.accumulate} micro-batches x " if config.accumulate > 1 else ""
     each = config.batch // config.accumulate // (parts := shards.parts(program.mesh))
     axes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
@@ -190,7 +188,7 @@ def header(program: Program) -> list[tuple[str, str]]:
             f"{program.total:,} steps = {program.total * config.batch / task.examples:.4g} epochs of {task.examples:,}",
         ),
         ("model", f"{size}, {plan.parameters:,} parameters"),
-        ("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({effective / dense:.2f})"),
+        ("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({effective / dense:.2f}), on average"),
         *[("hardened", f"no such form, so none is evaluated: {program.no_hard}")] * bool(program.no_hard),
     ]
 

@@ -304,7 +304,15 @@ def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys)
     assert grouped(tmp_path / "9", changes, 9) == named((16, 0, 1, 2), (32, 0, 1, 2))
     (tmp_path / "3" / "batch=16,seed=0").mkdir(parents=True)
     (tmp_path / "3" / "batch=16,seed=0" / "run.json").write_text('{"outcome": "diverged: the loss"}')
+    page = command.load("configs/vit_24.py:smoke")
+    own = sweep.members(page, changes)[0].config
+    (tmp_path / "3" / "batch=16,seed=0" / "config.json").write_text(own.to_json())
     assert grouped(tmp_path / "3", changes, 9) == named((32, 0, 1, 2), (16, 1, 2))
+    with own.unlocked():
+        own.steps = 5
+    (tmp_path / "3" / "batch=16,seed=0" / "config.json").write_text(own.to_json())
+    with pytest.raises(Mistake, match=r"batch=16,seed=0 holds a run of another config \(steps: 5 there, 4 here\)"):
+        grouped(tmp_path / "3", changes, 9)
     capsys.readouterr()
     assert grouped(tmp_path / "s", changes[::2], 9, streamed=True) == [["seed=0"], ["seed=1"], ["seed=2"]]
     assert capsys.readouterr().out.count("one after another, for data that are streamed") == 1

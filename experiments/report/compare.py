@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,8 +113,8 @@ class Comparison(NamedTuple):
         )
 
 
-def compare(runs: list[Run], baseline: str = "") -> Comparison:
-    """Runs, compared with the first of their groups, or the one of that name."""
+def compare(runs: list[Run], baseline: str = "", asked: Iterable[int] = ()) -> Comparison:
+    """Runs, compared with the first of their groups, or the one of that name; of which those seeds were asked for, beside any that are there."""
     found = groups(runs)
     names = _names(found)
     if baseline and baseline not in names:
@@ -125,7 +126,7 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
     kind = kinds.pop()
     hardened = all(f"hardened_{kind}" in run.about.get("figures", {}) for run in runs if run_ended(run))
     metric = f"hardened_{kind}" if hardened else kind
-    seeds = sorted({seed for group in found for seed in group.runs})
+    seeds = sorted({seed for group in found for seed in group.runs} | {*asked})
     rows = [_row(group, name, found[base], metric, seeds) for group, name in zip(found, names, strict=True)]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
     return Comparison(metric, found, names, rows, base, notes)

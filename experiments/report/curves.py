@@ -94,10 +94,11 @@ def draw(
     bounds: tuple[float, ...] = (),
     ring: tuple[float, float, str] | None = None,
     along: str = "step",
+    since: float = 0,
 ) -> str:
     """The curves over steps as an SVG element.
 
-    ``name`` is unique on its page, ``until`` the last step of the axis, ``bounds`` are values that it reaches, ``log``
+    ``name`` is unique on its page, ``until`` the last step of the axis, ``since`` its first, ``bounds`` are values that it reaches, ``log``
     lets values that span decades have a logarithmic axis, ``ring`` marks a (step, value, colour).
     """
     import matplotlib.style  # slow, and of no use to a launch
@@ -128,7 +129,7 @@ def draw(
         bars = {"color": hex_of("bad"), "clip_on": False, "transform": axes.get_xaxis_transform()}
         axes.plot(broken, np.full(len(broken), 0.03), "x", markersize=6, markeredgewidth=1.6, **bars)
         _scale(axes, finite, log, bounds)
-        axes.set_xlim(0, max([until, 1, *(c.steps.max() for c in curves)]))
+        axes.set_xlim(since, max([until, 1, *(c.steps.max() for c in curves)]))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=STEPS))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: say_step(x)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))

@@ -88,7 +88,8 @@ def frontier(
                 markeredgewidth=0,
             )  # fmt: skip
         low, high = min(p.cost for p in points), max(p.cost for p in points)
-        axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low) or 1)
+        room = 0.05 * (high - low or 1)
+        axes.set_xlim(low - room, high + room)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
@@ -112,6 +113,7 @@ def _places(axes, points: list[Point]) -> list[tuple[Point, float, float, str]]:
     box, taken, found = axes.get_window_extent(), [], {}
     for p in sorted(points, key=lambda p: -p.value):
         x, y = axes.transData.transform((p.cost, p.value))
+        y += 9 * (p.value == 0)  # off the line
         long = LETTER * len(p.name)
         how = "left" if x + 10 + long < box.x1 or x < (box.x0 + box.x1) / 2 else "right"
         start = x + 10 if how == "left" else x - 10 - long

@@ -5,9 +5,8 @@ python -m experiments.studies dw           what pruned gradients make of dw, by 
 python -m experiments.studies noise        gradients' variance and Adam's second moment
 """
 
-import datetime
 import importlib
-import json
+import math
 import sys
 from pathlib import Path
 
@@ -24,23 +23,28 @@ def command(name: str) -> str:
     return f"python -m experiments.studies {name}"
 
 
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def outcome(rows: dict[str, list]) -> str:
+    for name, values in rows.items():
+        if bad := [n for n, value in enumerate(values) if not math.isfinite(value)]:
+            return f"diverged: the {name} is {values[bad[0]]} at look {bad[0] + 1}"
+    return "finished"
 
 
 def add(name: str, results: Path = RESULTS) -> None:
     """Run the cases of a study that its file of results has not, and append each as it ends."""
-    study, path = importlib.import_module(f"experiments.studies.{name}"), results / f"{name}_cpu.jsonl"
-    held = {line.get("run") for line in record.lines(path)}
+    study = importlib.import_module(f"experiments.studies.{name}")
+    path = results / f"{name}_{'cpu' if jax.default_backend() == 'cpu' else 'gpu'}.jsonl"
+    held = {line["run"] for line in record.lines(path) if line.get("format") == sweep.FORMAT}
     for case in study.CASES:
         if (run := ",".join(f"{field}={value}" for field, value in case.items())) not in held:
-            began = now()
+            began = record.now()
             rows, notes = study.run(**case)
-            line = {"format": sweep.FORMAT, "run": run, "case": case, "rows": rows, "began": began, "ended": now()}
+            line = {"format": sweep.FORMAT, "run": run, "case": case, "outcome": outcome(rows), "rows": rows}
+            line["config"] = record.digest(record.fields(study.config(**case)))
+            line |= {"began": began, "ended": record.now()}
             line |= {"command": command(name), "versions": record.versions(), "git": record.git(), "notes": notes}
             line["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            record.append(path, lambda there, line=line: [line])
             print(f"{run}: {study.told(line)}", flush=True)
 
 

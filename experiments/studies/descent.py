@@ -63,11 +63,16 @@ def looked_at(program: Program):
     return look
 
 
+def config(method: str, seed: int, changes: tuple[str, ...] = ()):
+    """Of a run that is looked at."""
+    words = [f"--config.sparsity.mlp={method}", f"--config.seed={seed}", *changes]
+    return command.read(["launch.py", "--config=experiments/studies/s_ste.py:cpu", *words]).config
+
+
 def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> tuple[dict, list[str]]:
     """A run of the study's GPT, looked at."""
-    words = ["launch.py", "--config=experiments/studies/s_ste.py:cpu", f"--config.sparsity.mlp={method}", *changes]
-    config = command.read(words).config
-    program = Program(config, text.Task(config))
+    made = config(method, seed, changes)
+    program = Program(made, text.Task(made))
     look, state = looked_at(program), program.init(jnp.uint32(seed))
     rows: dict[str, list] = {"step": []}
     for step, arrays in zip(range(program.total), program.task.feed(seed, 0, program.mesh), strict=False):
@@ -104,18 +109,26 @@ HEAD = {  # what stands over the columns
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
-    """What the rows come to, and the flips over the steps."""
-    table, shown = [f"| method | {' | '.join(HEAD.values())} |", "|---" * (len(HEAD) + 1) + "|"], []
+    """What the rows come to; over the steps the flips, and how much of the descent that was predicted there was."""
+    table, flips, amount = [f"| method | {' | '.join(HEAD.values())} |", "|---" * (len(HEAD) + 1) + "|"], [], []
     for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
         of = [line for line in lines if line["case"]["method"] == method]
         found, cells = [summary(line) for line in of], [f"`{method}`"]
         for name in HEAD:
             values = 100 * np.array([each[name] for each in found if name in each])
-            cells.append(f"{values.mean():.3g} ± {values.std(ddof=1):.1g} %" if len(values) > 1 else "")
+            cells.append(f"{values.mean():.3g} ± {values.std(ddof=1):.2g} %" if len(values) > 1 else "")
         table.append(f"| {' | '.join(cells)} |")
-        each = [cv.Curve("", np.array(line["rows"]["step"]), np.array(line["rows"]["flips"])) for line in of]
-        each = [cv.smoothed(c, 20)[-1] for c in each]
-        shown.append(cv.banded(each, method, colour=f"s{n}"))
+        curves = {name: [_curve(line, name) for line in of] for name in ("flips", "actual", "predicted")}
+        flips.append(cv.banded(curves["flips"], method, colour=f"s{n}"))
+        share = cv.mean(curves["actual"]).values / cv.mean(curves["predicted"]).values
+        amount.append(cv.Curve(method, flips[-1].steps, share, f"s{n}"))
     words = "The share of mask entries that a step flips, by step."
-    picture = cv.draw("descent-flips", shown, alt=words, say=percent, bounds=(0,))
-    return "\n".join([*table, "", "Mean ± deviation over seeds."]), {"flips": picture}
+    pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
+    words = "By how much the loss fell in 20 bins of steps, of what was predicted."
+    pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
+    return "\n".join([*table, "", "Mean ± deviation over seeds. The curves are means of 20 bins of steps."]), pictures
+
+
+def _curve(line: dict, name: str) -> cv.Curve:
+    """The means of 20 bins of steps."""
+    return cv.smoothed(cv.Curve("", np.array(line["rows"]["step"]), np.array(line["rows"][name])), 20)[-1]

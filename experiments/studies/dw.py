@@ -29,19 +29,23 @@ DRAWS = 4
 CASES = [{"model": model, "seed": seed} for model in TASKS for seed in range(3)]
 
 
+def config(model: str, seed: int, changes: tuple[str, ...] = ()):
+    """Of the network that is trained."""
+    words = [f"--config.seed={seed}", *(f"--config.{change}" for change in changes)]
+    return command.read(["launch.py", f"--config=experiments/studies/{TASKS[model][0]}.py:cpu", *words]).config
+
+
 def trained(model: str, seed: int, changes: tuple[str, ...] = (), after: int = AFTER):
     """A program whose model has been trained for some steps, its state, and examples that it goes on with."""
-    page, module, _ = TASKS[model]
-    words = ["launch.py", f"--config=experiments/studies/{page}.py:cpu", *(f"--config.{change}" for change in changes)]
-    config = command.read(words).config
-    program = Program(config, module.Task(config))
+    made = config(model, seed, changes)
+    program = Program(made, TASKS[model][1].Task(made))
     state, feed = program.init(jnp.uint32(seed)), program.task.feed(seed, 0, program.mesh)
     arrays = None
     for arrays in itertools.islice(feed, after):
         state, shown = program.train(state, arrays)
         jax.block_until_ready(shown)
     drawn = jax.jit(lambda step: program.task.batch(arrays, state.seed, step, program.mesh))
-    many = [drawn(state.step + i) for i in range(-(-max(BATCHES[model]) // config.batch))]
+    many = [drawn(state.step + i) for i in range(-(-max(BATCHES[model]) // made.batch))]
     return program, state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *many)
 
 
@@ -55,9 +59,14 @@ def errors(program: Program, state, batch, pruner: str) -> tuple[float, float]:
         nm.nnx.set_step(model, state.step)
         return nm.nnx.gradient_errors(model, lambda model: program.task.loss(model, batch)[0], draws=DRAWS)
 
-    each = [jax.device_get(error) for error in found(state.params, state.rest, batch).values()]
-    variances = [float(np.nan_to_num(e.variance)) for e in each]
-    squared = [float(e.bias) ** 2 - v / DRAWS + v for e, v in zip(each, variances, strict=True)]
+    drawn = nm.parse_pruner(pruner).stochastic
+    return of_one_draw([jax.device_get(error) for error in found(state.params, state.rest, batch).values()], drawn)
+
+
+def of_one_draw(errors: list[nm.metrics.Error], drawn: bool, draws: int = DRAWS) -> tuple[float, float]:
+    """The mean error of one draw, and the mean variance: what the bias of so many draws has of their variance is taken off it."""
+    variances = [float(e.variance) if drawn else 0.0 for e in errors]
+    squared = [float(e.bias) ** 2 - v / draws + v for e, v in zip(errors, variances, strict=True)]
     return float(np.mean(np.sqrt(np.maximum(squared, 0)))), float(np.mean(variances))
 
 
@@ -100,6 +109,12 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         table += [""]
         words = f"{model}: error of one draw of dw, of its norm, by the tokens that it sums over."
         pictures[model] = cv.draw(
-            f"dw-{model}", shown, alt=words, bounds=(0,), along="tokens", say_step=lambda x: large(2**x)
+            f"dw-{model}",
+            shown,
+            alt=words,
+            bounds=(0,),
+            along="tokens",
+            since=np.log2(tokens[0]),
+            say_step=lambda x: large(2**x),
         )
     return "\n".join([*table, "Mean ± deviation over seeds."]), pictures

@@ -2,8 +2,8 @@
 
     python -m experiments.studies noise
 
-Two scalars of the feed-forward weights, as the paper has them: the variance of |g| over all entries, of the gradient as it is before it is
-clipped, and the norm of Adam's second moment v. The paper shows both for SR-STE and MdGf at 1:16, of single runs.
+Scalars of the feed-forward weights: the variance of |g| over all entries, of the gradient as it is before it is clipped; and of Adam's
+second moment v its norm and its variance, for the paper writes of the one and draws the other. It shows both for SR-STE and MdGf at 1:16, of single runs.
 """
 
 import jax
@@ -35,16 +35,23 @@ def looked_at(program: Program):
         clipped = [(new - B1 * old) / (1 - B1) for old, new in zip(*first, strict=True)]
         whole = jnp.maximum(norm / program.config.clip, 1.0)
         found = {"gradient variance": nm.metrics.gradient_variance([g * whole for g in clipped])}
-        return found | {"second moment": optax.tree.norm(weights(optax.tree_utils.tree_get(after, "nu")))}
+        second = weights(optax.tree_utils.tree_get(after, "nu"))
+        found["second moment"] = optax.tree.norm(second)
+        return found | {"variance of the second moment": nm.metrics.gradient_variance(second)}
 
     return look
 
 
+def config(method: str, seed: int, changes: tuple[str, ...] = ()):
+    """Of a run that is looked at."""
+    words = [f"--config.sparsity.mlp={method}", f"--config.seed={seed}", *changes]
+    return command.read(["launch.py", "--config=experiments/studies/pgf.py:cpu", *words]).config
+
+
 def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> tuple[dict, list[str]]:
     """A run of the study's ViT, looked at."""
-    words = ["launch.py", "--config=experiments/studies/pgf.py:cpu", f"--config.sparsity.mlp={method}", *changes]
-    config = command.read(words).config
-    program = Program(config, image.Task(config))
+    made = config(method, seed, changes)
+    program = Program(made, image.Task(made))
     look, state = looked_at(program), program.init(jnp.uint32(seed))
     rows: dict[str, list] = {"step": []}
     for step, arrays in zip(range(program.total), program.task.feed(seed, 0, program.mesh), strict=False):
@@ -62,28 +69,35 @@ def told(line: dict) -> str:
     return ", ".join(f"{name} {values[-1]:.3g} at the end" for name, values in line["rows"].items() if name != "step")
 
 
+SHOWN = {  # of a step
+    "gradient variance": "Variance of |g| over the feed-forward weights",
+    "second moment": "Norm of Adam's second moment",
+    "variance of the second moment": "Variance of Adam's second moment",
+}
+
+
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
-    """Both over the steps, and what they are in the last tenth."""
-    table = [
-        "| method | variance of gradients, last tenth | of dense | second moment, last tenth | of dense |",
-        "|---" * 5 + "|",
-    ]
-    shown: dict[str, list] = {"gradient variance": [], "second moment": []}
-    dense: dict[str, np.ndarray] = {}
+    """All over the steps, and what they are in the last tenth, of dense's."""
+    table = [f"| method, last tenth of its steps | {', of dense | '.join(SHOWN)}, of dense |", "|---" * 4 + "|"]
+    curves: dict[str, list] = {name: [] for name in SHOWN}
+    dense: dict[str, dict] = {}
     for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
-        of = sorted((line for line in lines if line["case"]["method"] == method), key=lambda line: line["case"]["seed"])
-        cells = [f"`{method}`"]
-        for name, curves in shown.items():
-            each = [cv.Curve("", np.array(line["rows"]["step"]), np.array(line["rows"][name])) for line in of]
-            last = np.array([np.mean(c.values[-max(len(c.values) // 10, 1) :]) for c in each])
-            share = last / dense.setdefault(name, last)
-            cells += [f"{last.mean():.2e}", f"{share.mean():.2f} ± {share.std(ddof=1) / len(share) ** 0.5:.2f}"]
-            each = [cv.smoothed(c, 20)[-1] for c in each]
-            curves.append(cv.banded(each, method, colour=f"s{n % 8}", dash=cv.DASHES[n // 8]))
+        of, cells = (
+            {line["case"]["seed"]: line["rows"] for line in lines if line["case"]["method"] == method},
+            [f"`{method}`"],
+        )
+        for name in SHOWN:
+            each = {seed: cv.Curve("", np.array(rows["step"]), np.array(rows[name])) for seed, rows in of.items()}
+            last = {seed: float(np.mean(c.values[-max(len(c.values) // 10, 1) :])) for seed, c in each.items()}
+            dense.setdefault(name, last)
+            shares = [value / dense[name][seed] for seed, value in last.items() if seed in dense[name]]
+            error = f" ± {np.std(shares, ddof=1) / len(shares) ** 0.5:.2f}" if len(shares) > 1 else ""
+            cells.append(f"{np.mean(shares):.2f}{error}")
+            smooth = [cv.smoothed(c, 20)[-1] for c in each.values()]
+            curves[name].append(cv.banded(smooth, method, colour=f"s{n % 8}", dash=cv.DASHES[n // 8]))
         table.append(f"| {' | '.join(cells)} |")
-    words = {
-        "gradient variance": "Variance of |g| over the feed-forward weights",
-        "second moment": "Norm of Adam's second moment",
-    }
-    draw = lambda name: cv.draw(f"noise-{name[0]}", shown[name], alt=f"{words[name]}, by step.", log=True)
-    return "\n".join(table), {name.replace(" ", "_"): draw(name) for name in shown}
+    said = "Means over seeds of the quotient to dense of the same seed, and its standard error; curves are means of 20 bins of steps."
+    draw = lambda name: cv.draw(
+        f"noise-{name.replace(' ', '-')}", curves[name], alt=f"{SHOWN[name]}, by step.", log=True
+    )
+    return "\n".join([*table, "", said]), {name.replace(" ", "_"): draw(name) for name in SHOWN if " of " not in name}

@@ -3,15 +3,16 @@
     python launch.py --config=experiments/studies/pgf.py:cpu --sweep --results=experiments/results/pgf_cpu.jsonl
     python launch.py --config=experiments/studies/pgf.py:gpu --sweep --results=experiments/results/pgf_gpu.jsonl
 
-Variants qk_cpu and qk_gpu prune queries and keys too.
+Variants qk_cpu and qk_gpu prune queries and keys too; short_cpu and short_gpu are dense and end sooner, for a comparison at equal FLOPs.
 
 Does MdGf still beat SR-STE when SR-STE is carried out? In the released code its term is added to the gradient of the scaled loss, so
 that it is divided by 65,536 and more. If the paper's runs were made so, what is called SR-STE there is STE; here it is whole.
 
 The published column is ViT-B/16 on ImageNet-1K, of single runs, and of other schedules: its linear decay was over after 1 to 5 % of
 training (here 70 %, as the paper advises), its geometric one began at 8 or 16 times the group (here 4, or 2 at 1:32, for a small
-model's axes), and its structure decayed to the end (here to 75 %). gpu is the paper's small model, a ViT of three blocks on CIFAR-10;
-cpu a smaller one on Fashion-MNIST.
+model's axes), and its structure came to n:m later (with k levels at (k - 1)/k of the run, here of 75 % of it).
+gpu is the paper's small model, a ViT of three blocks on CIFAR-10, in float32, for in bfloat16 part of SR-STE's term would be lost to
+rounding; cpu a smaller one on Fashion-MNIST.
 """
 
 from configs import common
@@ -39,39 +40,49 @@ QK_METHODS = {
 STEPS = {"cpu": 600, "gpu": 9000}
 
 
-def _of(variant: str) -> tuple[bool, str]:
-    """Whether queries and keys are pruned too, and the size."""
-    return variant.startswith("qk_"), size(variant.removeprefix("qk_"))
+SHARES = (1.0, 0.9, 0.8, 0.7)  # of the steps, of the dense runs that end sooner
+
+
+def _of(variant: str) -> tuple[str, str]:
+    """What is varied, "" or qk or short, and the size."""
+    what = next((kind for kind in ("qk", "short") if variant.startswith(f"{kind}_")), "")
+    return what, size(variant.removeprefix(f"{what}_"))
 
 
 def published(variant=""):
     """Of every pattern every method, with its published accuracy or None; exponentials fall as the paper's, to 2e-5 at the end."""
-    qk, of = _of(variant)
+    what, of = _of(variant)
+    if what == "short":
+        return {}
     found = {"dense": 76.389}
-    for at, (n, m) in enumerate(QK_PATTERNS if qk else PATTERNS):
-        for method, values in (QK_METHODS if qk else METHODS).items():
+    for at, (n, m) in enumerate(QK_PATTERNS if what else PATTERNS):
+        for method, values in (QK_METHODS if what else METHODS).items():
             text = method.format(n=n, m=m, k=4 if m < 32 else 2, rate=f"{10.9 / STEPS[of]:.4g}")
             found[text] = values[at] if values else None
     return found
 
 
 def get_config(variant=""):
-    qk, of = _of(variant)
+    what, of = _of(variant)
     gpu = of == "gpu"
     c = common.vit("cifar10" if gpu else "fashion_mnist")
     c.unlock()
     c.epochs, c.steps = 0.0, STEPS[of]
     if gpu:
         c.model = dict(name="vit", size="Ti", depth=3, patch=4, pool="mean", scan=False, remat=False)
+        c.dtype = "float32"
     else:
         c.model = dict(SMALL_VIT)
         c.batch = 64
         c.update(SEEN)
     c.lock()
-    c.rules = ((r".*/(mlp/.*|query|key)" if qk else r".*/mlp/.*", "mlp"), (r".*", "dense"))
+    c.rules = ((r".*/(mlp/.*|query|key)" if what == "qk" else r".*/mlp/.*", "mlp"), (r".*", "dense"))
     c.sparsity = dict(mlp="dense")
     return c
 
 
 def get_sweep(variant=""):
+    what, of = _of(variant)
+    if what == "short":
+        return seeds("steps", [round(share * STEPS[of]) for share in SHARES])
     return seeds("sparsity.mlp", published(variant))
