@@ -1,15 +1,16 @@
 # Each target makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
-#   make run     trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
-#   make test    the tests, on every core
-#   make bench   what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
-#   make lint    formatting, lint and types
+#   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
+#   make test       the tests, on every core
+#   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
+#   make notebooks  runs the notebooks anew, and writes what they print and draw
+#   make lint       formatting, lint and types
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 CONFIG ?= configs/vit_24.py
 
-.PHONY: run test bench lint format clean
+.PHONY: run test bench notebooks lint format clean
 
 run: $(VENV)/made
 	$(BIN)/python launch.py --config=$(CONFIG)
@@ -21,6 +22,9 @@ bench: $(VENV)/made
 	$(BIN)/python -m experiments.bench transforms
 	$(BIN)/python -m experiments.bench delivery
 	$(BIN)/python -m experiments.bench train
+
+notebooks: $(VENV)/made
+	$(BIN)/python -m tests.notebooks_test
 
 lint: $(VENV)/made
 	$(BIN)/ruff format --check .

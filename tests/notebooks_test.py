@@ -1,0 +1,125 @@
+"""The notebooks run, and what is committed is what they say. ``python -m tests.notebooks_test`` runs them and writes it.
+
+Each runs in a process of its own, with this Python: of kernels that other environments have installed under the same
+name none is looked for. Nothing of the tests' own settings reaches it, neither strict promotion nor their XLA flags: a
+notebook runs as it does for its reader, on a CPU.
+"""
+
+import math
+import os
+import re
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what they import
+    import nbformat
+    from jupyter_client import AsyncKernelManager
+    from jupyter_client.kernelspec import KernelSpecManager
+    from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+SECONDS = 300  # for a cell, on a machine that does other things beside
+RELATIVE, ABSOLUTE = 0.05, 0.02  # how far a number may be from the committed one: other versions round otherwise
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?(?!\w)")
+FOREIGN = re.compile(r"(?<![\w<.*)/:])/(?:\w[\w.-]*/)+|\b[A-Z]:\\|\b0x[0-9a-f]{6,}")  # paths of a machine, addresses
+
+
+def executed(path: Path):
+    """The notebook with the outputs of a fresh run, and nothing in it that differs from run to run."""
+    book = nbformat.read(path, as_version=4)
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "COLUMNS")}
+    env |= {"JAX_PLATFORMS": "cpu", "SOURCE_DATE_EPOCH": "0"}  # pictures without a date
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), env.get("PYTHONPATH")]))}
+    with tempfile.TemporaryDirectory(prefix="nmjax-") as sockets:
+        kernel = AsyncKernelManager(
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # ipykernel's own, of this Python
+            transport="ipc",
+            ip=f"{sockets}/kernel",
+            connection_file=f"{sockets}/kernel.json",
+        )
+        told = {"timeout": SECONDS, "record_timing": False, "coalesce_streams": True}
+        client = NotebookClient(book, km=kernel, resources={"metadata": {"path": str(FOLDER)}}, **told)
+        client.execute(env=env, cleanup_kc=True)
+    book.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return book
+
+
+def texts(cell) -> list[tuple[str, str]]:
+    """What a cell says, as (kind, text); of a picture that it is one."""
+    found = []
+    for output in cell.get("outputs", []):
+        if output.output_type == "stream":
+            found.append((output.name, output.text))
+        elif output.output_type == "error":
+            found.append(("error", f"{output.ename}: {output.evalue}"))
+        else:
+            for kind, data in sorted(output.data.items()):
+                found.append((kind, "" if kind.startswith("image/") else data))
+    return found
+
+
+def numbers(text: str) -> list[float]:
+    return [float(n.replace(",", "")) for n in NUMBER.findall(text)]
+
+
+def words(text: str) -> str:
+    """The text between numbers; how many spaces stand there depends on the numbers."""
+    return " ".join(NUMBER.sub(" # ", text).split())
+
+
+def alike(told: str, committed: str) -> bool:
+    a, b = numbers(told), numbers(committed)
+    close = lambda x, y: math.isclose(x, y, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    return words(told) == words(committed) and all(map(close, a, b))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_run_gives_what_is_committed(path):
+    for old, new in zip(nbformat.read(path, as_version=4).cells, executed(path).cells, strict=True):
+        committed, told = texts(old), texts(new)
+        assert [kind for kind, _ in told] == [kind for kind, _ in committed], f"of:\n{old.source}"
+        for (kind, now), (_, before) in zip(told, committed, strict=True):
+            assert kind not in ("stderr", "error"), now
+            assert alike(now, before), f"{kind} of:\n{old.source}\n\nnow:\n{now}\n\ncommitted:\n{before}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_what_is_committed_is_short_and_of_no_machine(path):
+    book = nbformat.read(path, as_version=4)
+    nbformat.validate(book)
+    assert sum(len(cell.source.splitlines()) for cell in book.cells) < 200
+    assert set(book.metadata) == {"kernelspec", "language_info"}
+    assert not any(cell.metadata for cell in book.cells)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    for cell in code:
+        assert not FOREIGN.search("\n".join(text for _, text in texts(cell)))
+
+
+def test_there_are_notebooks():
+    assert len(NOTEBOOKS) >= 4
+
+
+def test_texts_are_compared_by_their_numbers():
+    assert alike("error 1.00, of 1,797\n  mse(2,4)", "error 1.01, of 1,797 mse(2,4)")
+    assert not alike("error 1.00", "error 1.10")
+    assert not alike("mse(2,4)", "mse(2,8)")
+    assert not alike("error 1.00", "an error 1.00")
+    assert FOREIGN.search("see /home/me/file.py")
+    assert FOREIGN.search("<function f at 0x7f00aa00bb00>")
+    assert not FOREIGN.search("blocks/0/mlp, r'.*/mlp/.*' </td>")
+
+
+if __name__ == "__main__":
+    for path in [p for p in NOTEBOOKS if any(word in p.name for word in sys.argv[1:] or [""])]:
+        print(path.name, flush=True)
+        nbformat.write(executed(path), path)
