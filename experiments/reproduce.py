@@ -10,6 +10,7 @@ import datetime
 import importlib
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -123,6 +124,7 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     missing = [method for method in order if method not in {line["changes"][key] for line in lines}]
     told = [f"\nNot run: {', '.join(f'`{method}`' for method in missing)}."] * bool(missing)
     notes = [f"\n{note}" for note in found.notes]
+    table += _pairs(found, rows, getattr(of.module, "pairs", lambda variant: {})(of.variant))
     return _lines([*parts, table, "", words[0].upper() + words[1:], *told, *notes]), pictures
 
 
@@ -167,6 +169,25 @@ def _table(found: compare.Comparison, rows: dict[str, compare.Row], published: d
             cells[3:3] = ["" if theirs is None else f"{theirs}", gap]
         table.append(cells)
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in table)
+
+
+def _pairs(found: compare.Comparison, rows: dict, asked: dict[str, dict[str, list[tuple[str, str]]]]) -> str:
+    """A table of what one method has over another, run by run of the same seed: by its rows and columns lists of such pairs."""
+    if not asked:
+        return ""
+    values = {method: group.values(found.metric) for method, group in zip(rows, found.groups, strict=True)}
+    columns = list(next(iter(asked.values())))
+    table = [["first less second, paired by seed (pairs)", *columns], ["---"] * (len(columns) + 1)]
+    for label, of in asked.items():
+        cells = [label]
+        for pairs in of.values():
+            both = [(values.get(a, {}), values.get(b, {})) for a, b in pairs]
+            gaps = [left[seed] - right[seed] for left, right in both for seed in left if seed in right]
+            error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
+            told = f" ± {found.say(error).removesuffix(' %')}" if error is not None else ""
+            cells.append(f"{found.say(statistics.fmean(gaps), signed=True)}{told} ({len(gaps)})" if gaps else "")
+        table.append(cells)
+    return "\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
 def _scaled(found: compare.Comparison, value: float | None) -> float | None:

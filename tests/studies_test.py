@@ -95,6 +95,25 @@ def test_a_table_is_what_its_results_say(tmp_path):
     assert svg.count(">sdgp(2,4) (2 of 3)<") == 1
 
 
+def test_pairs_are_of_runs_of_one_seed(tmp_path):
+    """By hand: of 1:4 two seeds that are both there, 3 and 5 points; of all patterns one more, of -2."""
+    page = "experiments/studies/mvue.py:vit_cpu"
+    lines = [line("dense", 0, 0.5, page), line("top_gradient(1,4)", 2, 0.1, page), line("mvue(1,4)", 1, 0.55, page)]
+    lines += [line("top_gradient(1,4)", seed, 0.5, page) for seed in (0, 1)] + [line("mvue(1,4)", 0, 0.53, page)]
+    text, _ = reproduce.block("mvue_vit_cpu", written(tmp_path, *lines, name="mvue_vit_cpu"))
+    assert "| unbiased over least squares, 1:4 | +4.00 ± 1.00 (2) |" in text
+    assert "| unbiased over least squares, 1:8 |  |" in text
+    for page, count in (("pgf.py:cpu", 7), ("s_ste.py:cpu", 8), ("mvue.py:gpt_cpu", 5)):
+        name = page.replace(".py:", "_")
+        of = reproduce.study(name)
+        known = {change[key] for change in of.module.get_sweep(of.variant) for key in change if key != "seed"}
+        asked = of.module.pairs(of.variant)
+        assert len(asked) == count
+        assert {
+            method for row in asked.values() for pairs in row.values() for pair in pairs for method in pair
+        } <= known
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -23,6 +23,17 @@ METHODS = (
 )
 
 
+def pairs(variant=""):
+    """What is asked: what no bias is worth, and the exact form over the approximation."""
+    asked = {
+        f"unbiased over least squares, {n}:{m}": [(f"mvue({n},{m})", f"top_gradient({n},{m})")]
+        for n, m in ((2, 4), (1, 4), (1, 8))
+    }
+    asked["exact over approximate, 2:4"] = [("mvue(2,4)", "drhs_g=mvue_approx(2,4)")]
+    asked["least variance over uniform, 2:4"] = [("mvue(2,4)", "drhs_g=uniform(2,4)")]
+    return {label: {"difference": found} for label, found in asked.items()}
+
+
 def get_config(variant=""):
     model, _, of = (variant or "vit_cpu").partition("_")
     if model not in ("resnet", "vit", "gpt"):

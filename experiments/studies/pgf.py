@@ -62,6 +62,30 @@ def published(variant=""):
     return found
 
 
+CONTRASTS = {  # by the places of METHODS
+    "SR-STE over STE": (1, 0),
+    "MdGf linear over SR-STE": (2, 1),
+    "MdGf exponential over SR-STE": (4, 1),
+    "MdGf linear, autodiff, over SR-STE": (3, 1),
+    "MdGf exponential, autodiff, over SR-STE": (5, 1),
+    "SdGf stepwise over SR-STE": (6, 1),
+    "SdGf geometric over SR-STE": (7, 1),
+}
+
+
+def pairs(variant=""):
+    """What is asked: which method has what over another, by pattern and over all."""
+    what, of = _of(variant)
+    if what:
+        return {}
+    methods = [list(published(variant))[1:][at * len(METHODS) : (at + 1) * len(METHODS)] for at in range(len(PATTERNS))]
+    asked = {}
+    for label, (a, b) in CONTRASTS.items():
+        each = {f"{n}:{m}": [(found[a], found[b])] for (n, m), found in zip(PATTERNS, methods, strict=True)}
+        asked[label] = each | {"1:8 and beyond": [pair for found in list(each.values())[2:] for pair in found]}
+    return asked
+
+
 def get_config(variant=""):
     what, of = _of(variant)
     gpu = of == "gpu"
