@@ -53,6 +53,6 @@ from nmjax.schedules import (
 )
 from nmjax.sparsity import Sparsity as Sparsity, prune as prune
 from nmjax.spec import parse as parse, parse_pruner as parse_pruner
-from nmjax.typing import Ctx as Ctx, Pruner as Pruner
+from nmjax.typing import Ctx as Ctx, Grouped as Grouped, Pruner as Pruner
 
 __version__ = "0.1.0"

@@ -157,7 +157,9 @@ class Plan:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        cell = lambda tag, text: f"<{tag} style='text-align:left;white-space:pre'>{html.escape(text)}</{tag}>"
+        # breaks and spaces as such, for some pages of notebooks, as GitHub's, leave styles out
+        plain = lambda text: html.escape(text).replace("\n", "<br>").replace("  ", "&nbsp; ")
+        cell = lambda tag, text: f"<{tag} style='text-align:left'>{plain(text)}</{tag}>"
         rows = [f"<tr>{''.join(cell('td', text) for text in row)}</tr>" for row in self._rows()]
         head = "".join(cell("th", text) for text in _HEAD)
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._notes())
