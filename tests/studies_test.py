@@ -220,12 +220,17 @@ def test_an_error_of_one_draw_is_its_bias_and_its_variance():
 def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
     """Nothing dropped is no error, and what least squares drop is less than what is random."""
     monkeypatch.setitem(dw.BATCHES, "vit", (8,))
-    program, state, batch = dw.trained("vit", 0, tuple(word.removeprefix("--config.") for word in VIT), after=1)
+    changes = tuple(word.removeprefix("--config.") for word in VIT)
+    _, found, _ = dw.prepared("vit", changes)
+    state, batch = dw.trained("vit", 0, changes, after=1)
     assert batch[0].shape == (8, 8, 8, 1)
-    assert dw.errors(program, state, batch, "mse(4,4)") == (0, 0)
-    biased, none = dw.errors(program, state, batch, "mse(2,4)")
-    error, variance = dw.errors(program, state, batch, "uniform(2,4)")
+    assert dw.errors(found, state, batch, "mse(4,4)") == (0, 0)
+    biased, none = dw.errors(found, state, batch, "mse(2,4)")
+    error, variance = dw.errors(found, state, batch, "uniform(2,4)")
     assert none == 0 < biased < error
+    other, _ = dw.trained("vit", 1, changes, after=1)
+    assert dw.errors(found, other, batch, "mse(2,4)") != (biased, none)
+    assert found._cache_size() == 3  # of three pruners, and of no seed
     assert 0.5 < variance / error**2 < 2
 
 

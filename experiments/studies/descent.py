@@ -9,6 +9,8 @@ have had if no mask had changed. Flips are the share of a 2:4 mask's entries tha
 nobody uses.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,11 +71,18 @@ def config(method: str, seed: int, changes: tuple[str, ...] = ()):
     return command.read(["launch.py", "--config=experiments/studies/s_ste.py:cpu", *words]).config
 
 
+@functools.lru_cache(maxsize=1)
+def prepared(method: str, changes: tuple[str, ...]):
+    """What is compiled once for all seeds."""
+    made = config(method, 0, changes)
+    program = Program(made, text.Task(made))
+    return program, looked_at(program)
+
+
 def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> tuple[dict, list[str]]:
     """A run of the study's GPT, looked at."""
-    made = config(method, seed, changes)
-    program = Program(made, text.Task(made))
-    look, state = looked_at(program), program.init(jnp.uint32(seed))
+    program, look = prepared(method, changes)
+    state = program.init(jnp.uint32(seed))
     rows: dict[str, list] = {"step": []}
     for step, arrays in zip(range(program.total), program.task.feed(seed, 0, program.mesh), strict=False):
         before = jax.tree.map(jnp.copy, state) if step % EVERY == 0 else None

@@ -8,7 +8,9 @@ variance; the mean over the layers is told. A pruner of least squared error is b
 one the errors of the summands average out, once what they are errors of does not.
 """
 
+import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -35,32 +37,40 @@ def config(model: str, seed: int, changes: tuple[str, ...] = ()):
     return command.read(["launch.py", f"--config=experiments/studies/{TASKS[model][0]}.py:cpu", *words]).config
 
 
-def trained(model: str, seed: int, changes: tuple[str, ...] = (), after: int = AFTER):
-    """A program whose model has been trained for some steps, its state, and examples that it goes on with."""
-    made = config(model, seed, changes)
+@functools.lru_cache(maxsize=1)
+def prepared(model: str, changes: tuple[str, ...]):
+    """What is compiled once for all seeds: the training, and for each pruner the errors of dw in the layers of the blocks."""
+    made = config(model, 0, changes)
     program = Program(made, TASKS[model][1].Task(made))
+
+    @functools.partial(jax.jit, static_argnames="pruner")
+    def found(params, rest, step, batch, pruner):
+        model = nnx.merge(program.graph, params, rest)
+        nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", f"drhs_g={pruner}"), (r".*", "dense"))))
+        nm.nnx.set_step(model, step)
+        return nm.nnx.gradient_errors(model, lambda model: program.task.loss(model, batch)[0], draws=DRAWS)
+
+    drawn = jax.jit(lambda arrays, seed, step: program.task.batch(arrays, seed, step, program.mesh))
+    return program, found, drawn
+
+
+def trained(model: str, seed: int, changes: tuple[str, ...] = (), after: int = AFTER):
+    """The state of a network that has been trained for some steps, and examples that it goes on with."""
+    program, _, drawn = prepared(model, changes)
     state, feed = program.init(jnp.uint32(seed)), program.task.feed(seed, 0, program.mesh)
     arrays = None
     for arrays in itertools.islice(feed, after):
         state, shown = program.train(state, arrays)
         jax.block_until_ready(shown)
-    drawn = jax.jit(lambda step: program.task.batch(arrays, state.seed, step, program.mesh))
-    many = [drawn(state.step + i) for i in range(-(-max(BATCHES[model]) // made.batch))]
-    return program, state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *many)
+    steps = -(-max(BATCHES[model]) // program.config.batch)
+    many = [drawn(arrays, state.seed, state.step + i) for i in range(steps)]
+    return state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *many)
 
 
-def errors(program: Program, state, batch, pruner: str) -> tuple[float, float]:
-    """Of dw over the layers of the blocks: the mean error of one draw, and the mean variance."""
-
-    @jax.jit
-    def found(params, rest, batch):
-        model = nnx.merge(program.graph, params, rest)
-        nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", f"drhs_g={pruner}"), (r".*", "dense"))))
-        nm.nnx.set_step(model, state.step)
-        return nm.nnx.gradient_errors(model, lambda model: program.task.loss(model, batch)[0], draws=DRAWS)
-
-    drawn = nm.parse_pruner(pruner).stochastic
-    return of_one_draw([jax.device_get(error) for error in found(state.params, state.rest, batch).values()], drawn)
+def errors(found: Callable, state, batch, pruner: str) -> tuple[float, float]:
+    """Of dw over the layers: the mean error of one draw, and the mean variance."""
+    each = jax.device_get(found(state.params, state.rest, state.step, batch, pruner))
+    return of_one_draw(list(each.values()), nm.parse_pruner(pruner).stochastic)
 
 
 def of_one_draw(errors: list[nm.metrics.Error], drawn: bool, draws: int = DRAWS) -> tuple[float, float]:
@@ -71,12 +81,13 @@ def of_one_draw(errors: list[nm.metrics.Error], drawn: bool, draws: int = DRAWS)
 
 
 def run(model: str, seed: int) -> tuple[dict, list[str]]:
-    program, state, many = trained(model, seed)
+    program, found, _ = prepared(model, ())
+    state, many = trained(model, seed)
     rows: dict[str, list] = {"tokens": [count * TASKS[model][2] for count in BATCHES[model]]}
     for pruner in PRUNERS:
-        found = [errors(program, state, jax.tree.map(lambda v, n=n: v[:n], many), pruner) for n in BATCHES[model]]
-        rows[pruner] = [float(f"{error:.4g}") for error, _ in found]
-        rows[f"variance of {pruner}"] = [float(f"{variance:.4g}") for _, variance in found]
+        each = [errors(found, state, jax.tree.map(lambda v, n=n: v[:n], many), pruner) for n in BATCHES[model]]
+        rows[pruner] = [float(f"{error:.4g}") for error, _ in each]
+        rows[f"variance of {pruner}"] = [float(f"{variance:.4g}") for _, variance in each]
     return rows, program.task.notes
 
 

@@ -6,6 +6,8 @@ Scalars of the feed-forward weights: the variance of |g| over all entries, of th
 second moment v its norm and its variance, for the paper writes of the one and draws the other. It shows both for SR-STE and MdGf at 1:16, of single runs.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,11 +50,18 @@ def config(method: str, seed: int, changes: tuple[str, ...] = ()):
     return command.read(["launch.py", "--config=experiments/studies/pgf.py:cpu", *words]).config
 
 
+@functools.lru_cache(maxsize=1)
+def prepared(method: str, changes: tuple[str, ...]):
+    """What is compiled once for all seeds."""
+    made = config(method, 0, changes)
+    program = Program(made, image.Task(made))
+    return program, looked_at(program)
+
+
 def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> tuple[dict, list[str]]:
     """A run of the study's ViT, looked at."""
-    made = config(method, seed, changes)
-    program = Program(made, image.Task(made))
-    look, state = looked_at(program), program.init(jnp.uint32(seed))
+    program, look = prepared(method, changes)
+    state = program.init(jnp.uint32(seed))
     rows: dict[str, list] = {"step": []}
     for step, arrays in zip(range(program.total), program.task.feed(seed, 0, program.mesh), strict=False):
         before = jax.tree.map(jnp.copy, state.opt) if step % EVERY == 0 else None
