@@ -21,6 +21,17 @@ from experiments.report import curves as cv
 from experiments.studies import pgf
 
 METHODS = ["dense", *(m for m in pgf.published("cpu") if "(1,16" in m and "stepwise" not in m)]
+NAMES = (
+    "dense",
+    "STE",
+    "SR-STE",
+    "MdGf linear",
+    "its autodiff",
+    "MdGf exp.",
+    "its autodiff",
+    "SdGf geom.",
+)  # in pictures
+COLOURS = ("s0", "s1", "s2", "s3", "s3", "s4", "s4", "s7")
 EVERY, B1 = 10, 0.9  # steps; and of the page's Adam
 CASES = [{"method": method, "seed": seed} for method in METHODS for seed in range(3)]
 
@@ -90,7 +101,9 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     table = [f"| method, last tenth of its steps | {', of dense | '.join(SHOWN)}, of dense |", "|---" * 4 + "|"]
     curves: dict[str, list] = {name: [] for name in SHOWN}
     dense: dict[str, dict] = {}
-    for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
+    for method in dict.fromkeys(line["case"]["method"] for line in lines):
+        at = METHODS.index(method)
+        looks = {"label": NAMES[at], "colour": COLOURS[at], "dash": cv.DASHES["autodiff" in method]}
         of, cells = (
             {line["case"]["seed"]: line["rows"] for line in lines if line["case"]["method"] == method},
             [f"`{method}`"],
@@ -103,7 +116,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
             error = f" ± {np.std(shares, ddof=1) / len(shares) ** 0.5:.2f}" if len(shares) > 1 else ""
             cells.append(f"{np.mean(shares):.2f}{error}")
             smooth = [cv.smoothed(c, 20)[-1] for c in each.values()]
-            curves[name].append(cv.banded(smooth, method, colour=f"s{n % 8}", dash=cv.DASHES[n // 8]))
+            curves[name].append(cv.banded(smooth, method, **looks))
         table.append(f"| {' | '.join(cells)} |")
     said = "Means over seeds of the quotient to dense of the same seed, and its standard error; curves are means of 20 bins of steps."
     draw = lambda name: cv.draw(
