@@ -127,17 +127,20 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
             values = 100 * np.array([each[name] for each in found if name in each])
             cells.append(f"{values.mean():.3g} ± {values.std(ddof=1):.2g} %" if len(values) > 1 else "")
         table.append(f"| {' | '.join(cells)} |")
-        curves = {name: [_curve(line, name) for line in of] for name in ("flips", "actual", "predicted")}
-        flips.append(cv.banded(curves["flips"], method, colour=f"s{n}"))
-        share = cv.mean(curves["actual"]).values / cv.mean(curves["predicted"]).values
+        rows = [{name: np.array(values) for name, values in line["rows"].items()} for line in of]
+        each = [cv.smoothed(cv.Curve("", row["step"], row["flips"]), 20)[-1] for row in rows]
+        flips.append(cv.banded(each, method, colour=f"s{n}"))
+        shares = np.array([row["actual"] / row["predicted"] for row in rows])
+        share = np.array([np.median(bin) for bin in np.array_split(shares, len(each[0].steps), axis=1)])
         amount.append(cv.Curve(method, flips[-1].steps, share, f"s{n}"))
     words = "The share of mask entries that a step flips, by step."
     pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
-    words = "By how much the loss fell in 20 bins of steps, of what was predicted."
+    words = "By how much the loss fell, of what was predicted: medians of the steps of a bin."
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
-    return "\n".join([*table, "", "Mean ± deviation over seeds. The curves are means of 20 bins of steps."]), pictures
-
-
-def _curve(line: dict, name: str) -> cv.Curve:
-    """The means of 20 bins of steps."""
-    return cv.smoothed(cv.Curve("", np.array(line["rows"]["step"]), np.array(line["rows"][name])), 20)[-1]
+    return "\n".join(
+        [
+            *table,
+            "",
+            "Mean ± deviation over seeds. The curves are of 20 bins of steps: means, and of the amount of descent medians.",
+        ]
+    ), pictures
