@@ -113,7 +113,8 @@ def _places(axes, points: list[Point]) -> list[tuple[Point, float, float, str]]:
     box, taken, found = axes.get_window_extent(), [], {}
     for p in sorted(points, key=lambda p: -p.value):
         x, y = axes.transData.transform((p.cost, p.value))
-        y += 9 * (p.value == 0)  # off the line
+        zero = axes.transData.transform((p.cost, 0.0))[1]
+        y = zero + 9 if abs(y - zero) < 7 else y  # off the line
         long = LETTER * len(p.name)
         how = "left" if x + 10 + long < box.x1 or x < (box.x0 + box.x1) / 2 else "right"
         start = x + 10 if how == "left" else x - 10 - long
