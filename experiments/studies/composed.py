@@ -25,6 +25,18 @@ LABELS |= {
 }
 
 
+def pairs(variant=""):
+    """What is asked: what gradients in dx are worth, of MVUE and of SDGP, and MdGf's dense beginning."""
+    method = {label: text for text, label in LABELS.items()}
+    each = {
+        f"MVUE over SDGP in dx, {of}": (f"{of} + MVUE dw + MVUE dx", f"{of} + MVUE dw + SDGP dx")
+        for of in list(WEIGHTS)[:2]
+    }
+    each["MdGf over S-STE, every product sparse"] = tuple(f"{of} + MVUE dw + MVUE dx" for of in ("MdGf", "S-STE"))
+    each["S-STE over transposable, every product sparse"] = ("S-STE + MVUE dw + MVUE dx", "transposable + MVUE dw")
+    return {label: {"difference": [(method[a], method[b])]} for label, (a, b) in each.items()}
+
+
 def get_config(variant=""):
     model, _, of = (variant or "vit_cpu").partition("_")
     if model not in ("vit", "gpt"):

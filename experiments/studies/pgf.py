@@ -68,6 +68,8 @@ CONTRASTS = {  # by the places of METHODS
     "MdGf exponential over SR-STE": (4, 1),
     "MdGf linear, autodiff, over SR-STE": (3, 1),
     "MdGf exponential, autodiff, over SR-STE": (5, 1),
+    "MdGf linear, autodiff over not": (3, 2),
+    "MdGf exponential, autodiff over not": (5, 4),
     "SdGf stepwise over SR-STE": (6, 1),
     "SdGf geometric over SR-STE": (7, 1),
 }
