@@ -15,7 +15,7 @@ import nmjax as nm
 from experiments import command, record, reproduce, settings, sweep
 from experiments.errors import Mistake
 from experiments.report import dots
-from experiments.studies import __main__ as looks, descent, dw, noise
+from experiments.studies import __main__ as looks, descent, dw, looking, noise
 from tests.runs import as_people_run_it as as_people_run_it
 
 VARIANTS = [f"experiments/studies/{name}.py:{size}" for name in ("sdgp", "s_ste", "pgf") for size in ("cpu", "gpu")]
@@ -168,7 +168,7 @@ def test_a_small_step_descends_as_predicted(method):
     """By its first-order term, where no mask jumps; under the old mask it descends too, as the gradient has it."""
     small = ["steps=6", "batch=8", "data.name=pydoc", "data.length=32", "learning_rate.peak=1e-5"]
     small += ["learning_rate.warmup=0", "learning_rate.shape=constant"]
-    rows, _ = descent.run(method, 0, tuple(f"--config.{change}" for change in small))
+    rows, _ = descent.run(method, 0, *small)
     assert rows["step"] == [0, 5]
     assert all(value > 1e-3 for value in rows["predicted"])
     if method != "ste(2,4)":
@@ -179,14 +179,12 @@ def test_a_small_step_descends_as_predicted(method):
     assert ("under the old mask" in rows) == (method == "ste(2,4)")
 
 
-VIT = ("--config.data.name=digits", "--config.model.patch=2", "--config.model.depth=1", "--config.batch=8")
+VIT = ("data.name=digits", "model.patch=2", "model.depth=1", "batch=8")
 
 
 def test_gradients_are_those_that_adams_moments_tell_of():
     """In the third step, against the gradients of the losses themselves; clipped to half and less."""
-    words = ["launch.py", "--config=experiments/studies/pgf.py:cpu", *VIT, "--config.clip=0.1", "--config.steps=9"]
-    config = command.read(words).config
-    program = noise.Program(config, noise.image.Task(config))
+    program = looking.program("pgf", *VIT, "clip=0.1", "steps=9")
 
     @jax.jit
     def gradient(state, arrays):
@@ -202,7 +200,7 @@ def test_gradients_are_those_that_adams_moments_tell_of():
         grads = np.asarray(gradient(before, arrays), np.float64)
         assert shown["gradient_norm"] > 0.2
         second = 0.999 * second + 0.001 * (grads * 0.1 / float(shown["gradient_norm"])) ** 2
-    found = look(before.opt, state.opt, shown["gradient_norm"])
+    found = look(before, state, arrays, shown["gradient_norm"])
     np.testing.assert_allclose(found["gradient variance"], np.var(np.abs(grads)), rtol=1e-3)
     np.testing.assert_allclose(found["second moment"], np.linalg.norm(second), rtol=1e-3)
     np.testing.assert_allclose(found["variance of the second moment"], np.var(second), rtol=1e-3)
@@ -220,15 +218,14 @@ def test_an_error_of_one_draw_is_its_bias_and_its_variance():
 def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
     """Nothing dropped is no error, and what least squares drop is less than what is random."""
     monkeypatch.setitem(dw.BATCHES, "vit", (8,))
-    changes = tuple(word.removeprefix("--config.") for word in VIT)
-    _, found, _ = dw.prepared("vit", changes)
-    state, batch = dw.trained("vit", 0, changes, after=1)
+    _, found, _ = dw.prepared("vit", *VIT)
+    state, batch = dw.trained("vit", 0, *VIT, after=1)
     assert batch[0].shape == (8, 8, 8, 1)
     assert dw.errors(found, state, batch, "mse(4,4)") == (0, 0)
     biased, none = dw.errors(found, state, batch, "mse(2,4)")
     error, variance = dw.errors(found, state, batch, "uniform(2,4)")
     assert none == 0 < biased < error
-    other, _ = dw.trained("vit", 1, changes, after=1)
+    other, _ = dw.trained("vit", 1, *VIT, after=1)
     assert dw.errors(found, other, batch, "mse(2,4)") != (biased, none)
     assert found._cache_size() == 3  # of three pruners, and of no seed
     assert 0.5 < variance / error**2 < 2

@@ -9,18 +9,16 @@ have had if no mask had changed. Flips are the share of a 2:4 mask's entries tha
 nobody uses.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 import nmjax as nm
-from experiments import command, text
 from experiments.program import Program
 from experiments.report import curves as cv
 from experiments.report.words import percent
+from experiments.studies import looking
 
 METHODS = ("dense", "ste(2,4)", "sr_ste(2,4,lam=2e-4)", "s_ste(gradient='dense')")
 MASKS = nm.Recipe(((r"blocks/.*/mlp/.*", "ste(2,4)"), (r".*", "dense")))  # of all methods, and of dense weights too
@@ -46,7 +44,7 @@ def looked_at(program: Program):
         return program.task.loss(model, batch)[0]
 
     @jax.jit
-    def look(before, after, arrays):
+    def look(before, after, arrays, norm):
         batch = program.task.batch(arrays, before.seed, before.step, program.mesh)
         (old, rest), (new, _) = split(before), split(after)
         at, slope = jax.value_and_grad(loss)(old, rest, batch)
@@ -65,34 +63,15 @@ def looked_at(program: Program):
     return look
 
 
-def config(method: str, seed: int, changes: tuple[str, ...] = ()):
+def config(method: str, seed: int, *changes: str):
     """Of a run that is looked at."""
-    words = [f"--config.sparsity.mlp={method}", f"--config.seed={seed}", *changes]
-    return command.read(["launch.py", "--config=experiments/studies/s_ste.py:cpu", *words]).config
+    return looking.config("s_ste", f"sparsity.mlp={method}", f"seed={seed}", *changes)
 
 
-@functools.lru_cache(maxsize=1)
-def prepared(method: str, changes: tuple[str, ...]):
-    """What is compiled once for all seeds."""
-    made = config(method, 0, changes)
-    program = Program(made, text.Task(made))
-    return program, looked_at(program)
-
-
-def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> tuple[dict, list[str]]:
+def run(method: str, seed: int, *changes: str) -> tuple[dict, list[str]]:
     """A run of the study's GPT, looked at."""
-    program, look = prepared(method, changes)
-    state = program.init(jnp.uint32(seed))
-    rows: dict[str, list] = {"step": []}
-    for step, arrays in zip(range(program.total), program.task.feed(seed, 0, program.mesh), strict=False):
-        before = jax.tree.map(jnp.copy, state) if step % EVERY == 0 else None
-        state, shown = program.train(state, arrays)
-        jax.block_until_ready(shown)  # programs of several devices that run at once may wait for each other without end
-        if before is not None:
-            rows["step"].append(step)
-            for name, value in look(before, state, arrays).items():
-                rows.setdefault(name, []).append(float(f"{float(value):.5g}"))
-    return rows, program.task.notes
+    program, look = looking.prepared(looked_at, "s_ste", (f"sparsity.mlp={method}", *changes))
+    return looking.rows(program, look, seed, EVERY), program.task.notes
 
 
 def summary(line: dict) -> dict[str, float]:

@@ -18,30 +18,27 @@ import numpy as np
 from flax import nnx
 
 import nmjax as nm
-from experiments import command, image, text
-from experiments.program import Program
 from experiments.report import curves as cv
 from experiments.report.words import large
+from experiments.studies import looking
 
 PRUNERS = ("mse(2,4)", "mvue(2,4)", "mvue_approx(2,4)", "mvue(1,2)", "uniform(2,4)")
-TASKS = {"gpt": ("s_ste", text, 128), "vit": ("pgf", image, 16)}  # of which study's page, and tokens of an example
+PAGES = {"gpt": ("s_ste", 128), "vit": ("pgf", 16)}  # of which study's page, and tokens of an example
 AFTER = 100  # steps
 BATCHES = {"gpt": (1, 4, 16, 64, 128), "vit": (4, 16, 64, 256, 1024)}
 DRAWS = 4
-CASES = [{"model": model, "seed": seed} for model in TASKS for seed in range(3)]
+CASES = [{"model": model, "seed": seed} for model in PAGES for seed in range(3)]
 
 
-def config(model: str, seed: int, changes: tuple[str, ...] = ()):
+def config(model: str, seed: int, *changes: str):
     """Of the network that is trained."""
-    words = [f"--config.seed={seed}", *(f"--config.{change}" for change in changes)]
-    return command.read(["launch.py", f"--config=experiments/studies/{TASKS[model][0]}.py:cpu", *words]).config
+    return looking.config(PAGES[model][0], f"seed={seed}", *changes)
 
 
 @functools.lru_cache(maxsize=1)
-def prepared(model: str, changes: tuple[str, ...]):
+def prepared(model: str, *changes: str):
     """What is compiled once for all seeds: the training, and for each pruner the errors of dw in the layers of the blocks."""
-    made = config(model, 0, changes)
-    program = Program(made, TASKS[model][1].Task(made))
+    program = looking.program(PAGES[model][0], *changes)
 
     @functools.partial(jax.jit, static_argnames="pruner")
     def found(params, rest, step, batch, pruner):
@@ -54,9 +51,9 @@ def prepared(model: str, changes: tuple[str, ...]):
     return program, found, drawn
 
 
-def trained(model: str, seed: int, changes: tuple[str, ...] = (), after: int = AFTER):
+def trained(model: str, seed: int, *changes: str, after: int = AFTER):
     """The state of a network that has been trained for some steps, and examples that it goes on with."""
-    program, _, drawn = prepared(model, changes)
+    program, _, drawn = prepared(model, *changes)
     state, feed = program.init(jnp.uint32(seed)), program.task.feed(seed, 0, program.mesh)
     arrays = None
     for arrays in itertools.islice(feed, after):
@@ -81,9 +78,9 @@ def of_one_draw(errors: list[nm.metrics.Error], drawn: bool, draws: int = DRAWS)
 
 
 def run(model: str, seed: int) -> tuple[dict, list[str]]:
-    program, found, _ = prepared(model, ())
+    program, found, _ = prepared(model)
     state, many = trained(model, seed)
-    rows: dict[str, list] = {"tokens": [count * TASKS[model][2] for count in BATCHES[model]]}
+    rows: dict[str, list] = {"tokens": [count * PAGES[model][1] for count in BATCHES[model]]}
     for pruner in PRUNERS:
         each = [errors(found, state, jax.tree.map(lambda v, n=n: v[:n], many), pruner) for n in BATCHES[model]]
         rows[pruner] = [float(f"{error:.4g}") for error, _ in each]

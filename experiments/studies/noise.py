@@ -6,8 +6,6 @@ Scalars of the feed-forward weights: the variance of |g| over all entries, of th
 second moment v its norm and its variance, for the paper writes of the one and draws the other. It shows both for SR-STE and MdGf at 1:16, of single runs.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +13,9 @@ import optax
 from flax import nnx
 
 import nmjax as nm
-from experiments import command, image
 from experiments.program import Program
 from experiments.report import curves as cv
-from experiments.studies import pgf
+from experiments.studies import looking, pgf
 
 METHODS = ["dense", *(m for m in pgf.published("cpu") if "(1,16" in m and "stepwise" not in m)]
 NAMES = (
@@ -43,46 +40,27 @@ def looked_at(program: Program):
         return [v for path, v in nnx.to_flat_state(tree) if "mlp" in path and path[-1] == "kernel"]
 
     @jax.jit
-    def look(before, after, norm):
-        first = [weights(optax.tree_utils.tree_get(state, "mu")) for state in (before, after)]
+    def look(before, after, arrays, norm):
+        first = [weights(optax.tree_utils.tree_get(state.opt, "mu")) for state in (before, after)]
         clipped = [(new - B1 * old) / (1 - B1) for old, new in zip(*first, strict=True)]
         whole = jnp.maximum(norm / program.config.clip, 1.0)
         found = {"gradient variance": nm.metrics.gradient_variance([g * whole for g in clipped])}
-        second = weights(optax.tree_utils.tree_get(after, "nu"))
+        second = weights(optax.tree_utils.tree_get(after.opt, "nu"))
         found["second moment"] = optax.tree.norm(second)
         return found | {"variance of the second moment": nm.metrics.gradient_variance(second)}
 
     return look
 
 
-def config(method: str, seed: int, changes: tuple[str, ...] = ()):
+def config(method: str, seed: int, *changes: str):
     """Of a run that is looked at."""
-    words = [f"--config.sparsity.mlp={method}", f"--config.seed={seed}", *changes]
-    return command.read(["launch.py", "--config=experiments/studies/pgf.py:cpu", *words]).config
+    return looking.config("pgf", f"sparsity.mlp={method}", f"seed={seed}", *changes)
 
 
-@functools.lru_cache(maxsize=1)
-def prepared(method: str, changes: tuple[str, ...]):
-    """What is compiled once for all seeds."""
-    made = config(method, 0, changes)
-    program = Program(made, image.Task(made))
-    return program, looked_at(program)
-
-
-def run(method: str, seed: int, changes: tuple[str, ...] = ()) -> tuple[dict, list[str]]:
+def run(method: str, seed: int, *changes: str) -> tuple[dict, list[str]]:
     """A run of the study's ViT, looked at."""
-    program, look = prepared(method, changes)
-    state = program.init(jnp.uint32(seed))
-    rows: dict[str, list] = {"step": []}
-    for step, arrays in zip(range(program.total), program.task.feed(seed, 0, program.mesh), strict=False):
-        before = jax.tree.map(jnp.copy, state.opt) if step % EVERY == 0 else None
-        state, shown = program.train(state, arrays)
-        jax.block_until_ready(shown)
-        if before is not None:
-            rows["step"].append(step)
-            for name, value in look(before, state.opt, shown["gradient_norm"]).items():
-                rows.setdefault(name, []).append(float(f"{float(value):.5g}"))
-    return rows, program.task.notes
+    program, look = looking.prepared(looked_at, "pgf", (f"sparsity.mlp={method}", *changes))
+    return looking.rows(program, look, seed, EVERY), program.task.notes
 
 
 def told(line: dict) -> str:
