@@ -103,7 +103,14 @@ def test_pairs_are_of_runs_of_one_seed(tmp_path):
     text, _ = reproduce.block("mvue_vit_cpu", written(tmp_path, *lines, name="mvue_vit_cpu"))
     assert "| unbiased over least squares, 1:4 | +4.00 ± 1.00 (2) |" in text
     assert "| unbiased over least squares, 1:8 |  |" in text
-    for page, count in (("pgf.py:cpu", 9), ("s_ste.py:cpu", 8), ("mvue.py:gpt_cpu", 5), ("composed.py:gpt_cpu", 4)):
+    for page, count in (
+        ("pgf.py:cpu", 9),
+        ("pgf.py:qk_cpu", 4),
+        ("pgf.py:short_cpu", 0),
+        ("s_ste.py:cpu", 8),
+        ("mvue.py:gpt_cpu", 5),
+        ("composed.py:gpt_cpu", 4),
+    ):
         name = page.replace(".py:", "_")
         of = reproduce.study(name)
         known = {change[key] for change in of.module.get_sweep(of.variant) for key in change if key != "seed"}

@@ -49,6 +49,10 @@ def _of(variant: str) -> tuple[str, str]:
     return what, size(variant.removeprefix(f"{what}_"))
 
 
+def _text(method: str, n: int, m: int, of: str) -> str:
+    return method.format(n=n, m=m, k=4 if m < 32 else 2, rate=f"{10.9 / STEPS[of]:.4g}")
+
+
 def published(variant=""):
     """Of every pattern every method, with its published accuracy or None; exponentials fall as the paper's, to 2e-5 at the end."""
     what, of = _of(variant)
@@ -57,34 +61,36 @@ def published(variant=""):
     found = {"dense": 76.389}
     for at, (n, m) in enumerate(QK_PATTERNS if what else PATTERNS):
         for method, values in (QK_METHODS if what else METHODS).items():
-            text = method.format(n=n, m=m, k=4 if m < 32 else 2, rate=f"{10.9 / STEPS[of]:.4g}")
-            found[text] = values[at] if values else None
+            found[_text(method, n, m, of)] = values[at] if values else None
     return found
 
 
-CONTRASTS = {  # by the places of METHODS
-    "SR-STE over STE": (1, 0),
-    "MdGf linear over SR-STE": (2, 1),
-    "MdGf exponential over SR-STE": (4, 1),
-    "MdGf linear, autodiff, over SR-STE": (3, 1),
-    "MdGf exponential, autodiff, over SR-STE": (5, 1),
-    "MdGf linear, autodiff over not": (3, 2),
-    "MdGf exponential, autodiff over not": (5, 4),
-    "SdGf stepwise over SR-STE": (6, 1),
-    "SdGf geometric over SR-STE": (7, 1),
+STE, SR_STE, LINEAR, LINEAR_AUTODIFF, EXPONENTIAL, EXPONENTIAL_AUTODIFF, STEPWISE, GEOMETRIC = METHODS
+CONTRASTS = {
+    "SR-STE over STE": (SR_STE, STE),
+    "MdGf linear over SR-STE": (LINEAR, SR_STE),
+    "MdGf exponential over SR-STE": (EXPONENTIAL, SR_STE),
+    "MdGf linear, autodiff, over SR-STE": (LINEAR_AUTODIFF, SR_STE),
+    "MdGf exponential, autodiff, over SR-STE": (EXPONENTIAL_AUTODIFF, SR_STE),
+    "MdGf linear, autodiff over not": (LINEAR_AUTODIFF, LINEAR),
+    "MdGf exponential, autodiff over not": (EXPONENTIAL_AUTODIFF, EXPONENTIAL),
+    "SdGf stepwise over SR-STE": (STEPWISE, SR_STE),
+    "SdGf geometric over SR-STE": (GEOMETRIC, SR_STE),
 }
 
 
 def pairs(variant=""):
-    """What is asked: which method has what over another, by pattern and over all."""
+    """What is asked: which method has what over another, by pattern and over all that are sparse."""
     what, of = _of(variant)
-    if what:
-        return {}
-    methods = [list(published(variant))[1:][at * len(METHODS) : (at + 1) * len(METHODS)] for at in range(len(PATTERNS))]
+    patterns, methods = (QK_PATTERNS, QK_METHODS) if what == "qk" else (PATTERNS, METHODS)
     asked = {}
-    for label, (a, b) in CONTRASTS.items():
-        each = {f"{n}:{m}": [(found[a], found[b])] for (n, m), found in zip(PATTERNS, methods, strict=True)}
-        asked[label] = each | {"1:8 and beyond": [pair for found in list(each.values())[2:] for pair in found]}
+    for label, two in CONTRASTS.items() if what != "short" else ():
+        if set(two) <= set(methods):
+            each = {f"{n}:{m}": [tuple(_text(method, n, m, of) for method in two)] for n, m in patterns}
+            sparse = [
+                pair for (n, m), found in zip(patterns, each.values(), strict=True) if m // n > 4 for pair in found
+            ]
+            asked[label] = each | ({"1:8 and beyond": sparse} if len(sparse) > 1 else {})
     return asked
 
 
