@@ -107,6 +107,10 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     asked = of.module.get_sweep(of.variant)
     key = next(field for field in asked[0] if field != "seed")
     order = list(dict.fromkeys(change[key] for change in asked))
+    if odd := {line["changes"].get(key) for line in lines} - {*order}:
+        raise Mistake(
+            f"{results / name}.jsonl has runs of {sorted(map(str, odd))[0]}, which the sweep has not: take them out."
+        )
     lines.sort(key=lambda line: order.index(line["changes"][key]))
     if len({line["changes"][key] == order[0] for line in lines}) < 2:
         raise Mistake(f"{results / name}.jsonl has not both runs of {order[0]} and others yet: {of.command}")

@@ -143,6 +143,7 @@ def test_pairs_are_of_runs_of_one_seed(tmp_path):
             json.dumps({k: v for k, v in LINE.items() if k != "command"}),
             "line 1 was made by another command",
         ),
+        (json.dumps(line("ste(2,4)", 0, 0.9)), r"has runs of ste\(2,4\), which the sweep has not: take them out"),
         (json.dumps(line("dense", 0, 0.9)), "has not both runs of dense and others yet: python launch.py"),
     ],
 )
