@@ -96,6 +96,7 @@ def test_slots_where_a_pruner_has_no_meaning(slots, message):
         (lambda: nm.prune(nm.mse(2, 4), jnp.ones((8, 0))), "an empty array has no groups"),
         (lambda: nm.prune(nm.mvue(2, 4), X), r"draws random numbers: pass a key, as Ctx\(key=jax.random.key\(0\), step=step\) or prune\(..., key=...\)"),
         (lambda: nm.prune(nm.mvue(2, 4), X, key=0.5), "key must be a jax.random.key, an int seed or two uint32 words, got 0.5"),
+        (lambda: jax.jit(lambda s: nm.prune(nm.mvue(2, 4), X, key=s))(1), r"got int32\[\]. Of a seed that is .* traced: jax.random.key\(seed\)"),
         (lambda: nm.prune(nm.mvue(2, 4), X, key=jax.random.split(jax.random.key(0), 3)), "one key is wanted"),
         (lambda: nm.prune("mse(2,4)", X), r"prune takes a pruner such as mse\(2,4\), got str: parse it first"),
         (lambda: nm.prune(nm.hold(nm.mse(2, 4)), X), "keeps state between steps and was given none"),
