@@ -90,10 +90,33 @@ def _digest(of: Study, line: dict) -> str:
     return record.digest(record.fields(sweep.members(command.load(of.page), [line["changes"]])[0].config))
 
 
-def compared(lines: list[dict], baseline: str, seeds: set[int]) -> compare.Comparison:
-    """Results compared as runs are."""
+class Compared(NamedTuple):
+    """The results of a sweep, compared to the first of its methods as runs are."""
+
+    lines: list[dict]
+    missing: list[str]  # methods
+    found: compare.Comparison
+    rows: dict[str, compare.Row]  # by method
+
+
+def compared(name: str, results: Path) -> Compared:
+    of, lines = study(name), read(results / f"{name}.jsonl")
+    asked = of.module.get_sweep(of.variant)
+    key = next(field for field in asked[0] if field != "seed")
+    order = list(dict.fromkeys(change[key] for change in asked))
+    there = {line["changes"].get(key) for line in lines}
+    if odd := there - {*order}:
+        raise Mistake(
+            f"{results / name}.jsonl has runs of {sorted(map(str, odd))[0]}, which the sweep has not: take them out."
+        )
+    if len({method == order[0] for method in there}) < 2:
+        raise Mistake(f"{results / name}.jsonl has not both runs of {order[0]} and others yet: {of.command}")
+    lines.sort(key=lambda line: order.index(line["changes"][key]))
     runs = [Run(Path(line["run"]), line, line["changes"], {}, "", "", {}, {}, ()) for line in lines]
-    return compare.compare(runs, baseline, seeds)
+    word = key.rpartition(".")[2]
+    found = compare.compare(runs, f"{word}={order[0]}", {change["seed"] for change in asked})
+    rows = {row.name.removeprefix(f"{word}="): row for row in found.rows}
+    return Compared(lines, [method for method in order if method not in there], found, rows)
 
 
 # ---- a block ----
@@ -101,35 +124,23 @@ def compared(lines: list[dict], baseline: str, seeds: set[int]) -> compare.Compa
 
 def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Its Markdown, and its pictures as SVG by their names."""
-    of, lines = study(name), read(results / f"{name}.jsonl")
+    of = study(name)
     if hasattr(of.module, "figure"):
-        return _figure(name, of, lines)
-    asked = of.module.get_sweep(of.variant)
-    key = next(field for field in asked[0] if field != "seed")
-    order = list(dict.fromkeys(change[key] for change in asked))
-    if odd := {line["changes"].get(key) for line in lines} - {*order}:
-        raise Mistake(
-            f"{results / name}.jsonl has runs of {sorted(map(str, odd))[0]}, which the sweep has not: take them out."
-        )
-    lines.sort(key=lambda line: order.index(line["changes"][key]))
-    if len({line["changes"][key] == order[0] for line in lines}) < 2:
-        raise Mistake(f"{results / name}.jsonl has not both runs of {order[0]} and others yet: {of.command}")
-    word, published = key.rpartition(".")[2], getattr(of.module, "published", lambda variant: {})(of.variant)
-    found = compared(lines, f"{word}={order[0]}", {change["seed"] for change in asked})
-    rows = {row.name.removeprefix(f"{word}="): row for row in found.rows}
-    table = _table(found, rows, published)
-    words = f"mean ± deviation over seeds; of the difference, its standard error. `{of.command}`; {_made(lines)}."
+        return _figure(name, of, read(results / f"{name}.jsonl"))
+    lines, missing, found, rows = compared(name, results)
+    published = getattr(of.module, "published", lambda variant: {})(of.variant)
     ours = "Dots: ours, with the standard error of the paired difference" + "; diamonds: published" * bool(published)
     pictures = {name: _dots(name, found, rows, published, ours)}
     parts = [f"![{ours}](results/{name}.svg)", ""]
-    if labels := getattr(of.module, "LABELS", {}):
-        pictures[f"{name}_frontier"] = _frontier(name, found, rows, labels)
+    if against := getattr(of.module, "AGAINST", ""):
+        beside = compared(f"{against}_{of.variant}", results)
+        pictures[f"{name}_frontier"] = _frontier(name, found, rows, of.module.METHODS, beside)
         parts[:0] = [f"![Against effective FLOPs](results/{name}_frontier.svg)", ""]
-    missing = [method for method in order if method not in {line["changes"][key] for line in lines}]
-    told = [f"\nNot run: {', '.join(f'`{method}`' for method in missing)}."] * bool(missing)
-    notes = [f"\n{note}" for note in found.notes]
+    table = _table(found, rows, published)
     table += _pairs(found, rows, getattr(of.module, "pairs", lambda variant: {})(of.variant))
-    return _lines([*parts, table, "", words[0].upper() + words[1:], *told, *notes]), pictures
+    words = f"Mean ± deviation over seeds; of the difference, its standard error. `{of.command}`; {_made(lines)}."
+    told = [f"\nNot run: {', '.join(f'`{method}`' for method in missing)}."] * bool(missing)
+    return _lines([*parts, table, "", words, *told, *(f"\n{note}" for note in found.notes)]), pictures
 
 
 def _lines(parts: list[str]) -> str:
@@ -221,26 +232,32 @@ def _dots(name: str, found: compare.Comparison, rows: dict[str, compare.Row], pu
     return dots.standalone(dots.draw(name, marks, alt=f"{along}. {words}.", along=along, say=_signed))
 
 
-def _frontier(name: str, found: compare.Comparison, rows: dict[str, compare.Row], labels: dict[str, str]) -> str:
-    """The differences to dense by what a run costs."""
-    colours = list(dict.fromkeys(label.partition(" + ")[0] for label in labels.values()))
-    points = [
-        dots.Point(
-            f"{label} ({row.seeds})" if row.marks else label,
-            row.cost,
-            _scaled(found, gap),
-            _scaled(found, row.error),
-            colour,
-        )
-        for method, label in labels.items()
-        if (row := rows.get(method))
-        and None not in (row.cost, gap := 0.0 if row.name == found.names[found.base] else row.difference)
-        for colour in [f"s{colours.index(label.partition(' + ')[0])}"]
-    ]
+def _frontier(
+    name: str,
+    found: compare.Comparison,
+    rows: dict[str, compare.Row],
+    methods: dict[tuple[str, str], str],
+    line: Compared,
+) -> str:
+    """The differences to dense by what a run costs, of methods by their kinds and their names in these; beside a line."""
+    kinds = list(dict.fromkeys(kind for kind, _ in methods))
+    points = [_point(found, rows.get(text), name, f"s{kinds.index(of) + 1}") for (of, name), text in methods.items()]
+    ended = [_point(line.found, row, "", "s0") for row in line.rows.values()]
     along, up = "effective FLOPs of the training run, shares of dense", _along(found)
+    keys = {"dense, ended sooner": "s0"} | {kind: f"s{n}" for n, kind in enumerate(kinds, 1)}
+    words = {"alt": f"{up}, by {along}.", "along": along, "up": up, "keys": keys}
     best = min if found.metric.endswith("loss") else max
-    words = {"alt": f"{up}, by {along}.", "along": along, "up": up}
-    return dots.standalone(dots.frontier(f"{name}-f", points, **words, say=_signed, best=best))
+    shown, joined = ([point for point in each if point] for each in (points, ended))
+    return dots.standalone(dots.frontier(f"{name}-f", shown, joined, **words, say=_signed, best=best))
+
+
+def _point(found: compare.Comparison, row: compare.Row | None, name: str, colour: str) -> dots.Point | None:
+    """A difference to dense and what it costs, if both are known."""
+    gap = row and (0.0 if row.name == found.names[found.base] else row.difference)
+    if row is None or None in (row.cost, gap):
+        return None
+    seeds = f" ({row.seeds})" * bool(row.marks)
+    return dots.Point(name + seeds, row.cost, _scaled(found, gap), _scaled(found, row.error), colour)
 
 
 def _made(lines: list[dict]) -> str:

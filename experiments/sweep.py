@@ -41,7 +41,7 @@ def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
         for field, value in change.items():
             _set(made, field, value)
         shown = ",".join(f"{key.rpartition('.')[2]}={change[key]}" for key in varied if key in change)
-        found.append(Member(re.sub(r"[^\w.,=()+-]+", "_", shown)[:120] or "run", change, made.lock()))
+        found.append(Member(re.sub(r"[^\w.,=()+-]+", "_", shown)[:200] or "run", change, made.lock()))
     names = [member.name for member in found]
     if twice := {name for name in names if names.count(name) > 1}:
         raise Mistake(f"get_sweep() has two runs named {sorted(twice)[0]}: every run differs from the others.")

@@ -64,42 +64,50 @@ class Point(NamedTuple):
 
 
 def frontier(
-    name: str, points: list[Point], *, alt: str, along: str, up: str, say: Callable[[float], str], best: Callable = max
-) -> str:
-    """Values by their costs, each with its name; what no other beats in both is joined by a line."""
+    name: str, points: list[Point], line: list[Point], *, alt: str, along: str, up: str, keys: dict[str, str],
+    say: Callable[[float], str], best: Callable = max,
+) -> str:  # fmt: skip
+    """Values by their costs, each with its name, and in a row above what their colours stand for. What no other beats in both
+    is joined; so are the points of a ``line``, that are something else."""
     import matplotlib.style
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    width, height, left, bottom = 700, 380, 52, 44
+    width, height, left, bottom, top = 760, 470, 52, 44, 58
     with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11}]):
         figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-        place = (left / width, bottom / height, (width - left - 20) / width, (height - bottom - 30) / height)
+        place = (left / width, bottom / height, (width - left - 20) / width, (height - bottom - top) / height)
         axes = plain_axes(figure, place, grid="y")
         axes.axhline(0, color=hex_of("muted"), linewidth=1)
-        edge = [p for p in points if not any(_beats(q, p, best) for q in points)]
-        edge.sort(key=lambda p: p.cost)
-        axes.plot(
-            [p.cost for p in edge], [p.value for p in edge], color=hex_of("muted"), linewidth=1, linestyle=(0, (4, 3))
-        )
-        for p in points:
+        known = [*points, *line]
+        edge = [p for p in known if not any(_beats(q, p, best) for q in known)]
+        for joined, looks in ((edge, (0, (4, 3))), (line, "-")):
+            at = sorted((p.cost, p.value) for p in joined)
+            colour = line[0].colour if joined is line and line else "muted"
+            axes.plot([x for x, _ in at], [y for _, y in at], color=hex_of(colour), linewidth=1, linestyle=looks)
+        low, high = (end(p.cost for p in known) for end in (min, max))
+        axes.set_xlim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
+        shown = _apart(points, 0.011 * (high - low))
+        for p in [*line, *shown]:
             axes.errorbar(
-                p.cost, p.value, yerr=p.error, fmt="o", color=hex_of(p.colour), markersize=7, elinewidth=1.4, capsize=0,
-                markeredgewidth=0,
+                p.cost, p.value, yerr=p.error, fmt="o", color=hex_of(p.colour), markersize=4 if p in line else 7,
+                elinewidth=1.4, capsize=0, markeredgewidth=0,
             )  # fmt: skip
-        low, high = min(p.cost for p in points), max(p.cost for p in points)
-        room = 0.05 * (high - low or 1)
-        axes.set_xlim(low - room, high + room)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
-        for n, (p, x, y, how) in enumerate(_places(axes, points)):
-            axes.text(x, y, f"@{n}@", **_beside(p.colour, how))
-        axes.text(left + (width - left - 20) / 2, 12, f"@{len(points)}@", **_beside("muted", "center"))
-        axes.text(8, height - 12, f"@{len(points) + 1}@", **_beside("muted", "left"))
+        texts = [(p.name, x, y, p.colour, how) for p, x, y, how in _places(axes, shown, line)]
+        texts.append((along, left + (width - left - 20) / 2, 12, "muted", "center"))
+        texts.append((up, 8, height - 12, "muted", "left"))
+        start = left
+        for key, colour in keys.items():
+            texts.append((f"● {key}", start, height - 36, colour, "left"))
+            start += LETTER * (len(key) + 2) + 18
+        for n, (_, x, y, colour, how) in enumerate(texts):
+            axes.text(x, y, f"@{n}@", **_beside(colour, how))
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return inline(out.getvalue(), alt, [*(p.name for p in points), along, up], [])
+    return inline(out.getvalue(), alt, [text for text, *_ in texts], [])
 
 
 def _beats(q: Point, p: Point, best: Callable) -> bool:
@@ -108,21 +116,40 @@ def _beats(q: Point, p: Point, best: Callable) -> bool:
     return q.cost <= p.cost and no_worse and (q.cost, q.value) != (p.cost, p.value)
 
 
-def _places(axes, points: list[Point]) -> list[tuple[Point, float, float, str]]:
-    """Where each name stands: beside its point, on the side that has room, and off the names that stand there already."""
-    box, taken, found = axes.get_window_extent(), [], {}
-    for p in sorted(points, key=lambda p: -p.value):
-        x, y = axes.transData.transform((p.cost, p.value))
-        zero = axes.transData.transform((p.cost, 0.0))[1]
-        y = zero + 9 if abs(y - zero) < 7 else y  # off the line
-        long = LETTER * len(p.name)
-        how = "left" if x + 10 + long < box.x1 or x < (box.x0 + box.x1) / 2 else "right"
-        start = x + 10 if how == "left" else x - 10 - long
-        while any(start < b and a < start + long and abs(y - at) < 14 for a, b, at in taken):
-            y -= 1
-        taken.append((start, start + long, y))
-        found[p] = (p, x + 10 if how == "left" else x - 10, y, how)
-    return [found[p] for p in points]
+def _apart(points: list[Point], step: float) -> list[Point]:
+    """Those of one cost side by side, so that their errors can be told apart."""
+    alike = [[q for q in points if abs(q.cost - p.cost) < step / 2] for p in points]
+    shift = lambda p, of: step * (of.index(p) - (len(of) - 1) / 2)
+    return [p._replace(cost=p.cost + shift(p, of)) for p, of in zip(points, alike, strict=True)]
+
+
+def _places(axes, points: list[Point], line: list[Point]) -> list[tuple[Point, float, float, str]]:
+    """Where each name stands: near its point, where least is in its way."""
+    box, to = axes.get_window_extent(), axes.transData.transform
+    zero = to((0.0, 0.0))[1]
+    there = [(box.x0, box.x1, zero - 1, zero + 1, 2.0)]  # left, right, bottom, top, and how bad it is to stand on it
+    for p in [*points, *line]:
+        (x, y), (_, low), (_, high) = (to((p.cost, p.value + off)) for off in (0.0, -(p.error or 0), p.error or 0))
+        there += [(x - 5, x + 5, y - 5, y + 5, 9.0), (x - 1, x + 1, low, high, 3.0)]
+    found = []
+    for p in points:
+        (x, y), long = to((p.cost, p.value)), LETTER * len(p.name)
+        best = None
+        for how, start in (("left", x + 9), ("right", x - 9 - long)):
+            for off in range(-60, 61, 2):
+                met = sum(
+                    bad
+                    for a, b, c, d, bad in there
+                    if a < start + long and start < b and c < y + off + 6 and y + off - 6 < d
+                )
+                out = start < box.x0 or start + long > box.x1 + 18 or not box.y0 + 6 < y + off < box.y1 + 6
+                price = met + 0.12 * abs(off) + 0.5 * (how == "right") + 50 * out
+                if best is None or price < best[0]:
+                    best = price, start, y + off, how
+        _, start, at, how = best
+        there.append((start, start + long, at - 6, at + 6, 30.0))
+        found.append((p, start if how == "left" else start + long, at, how))
+    return found
 
 
 def _beside(colour: str, how: str) -> dict:

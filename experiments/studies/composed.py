@@ -11,30 +11,40 @@ from experiments.studies import pgf, s_ste, seeds
 WEIGHTS = {
     "S-STE": "fwd_rhs=ste(soft(2,4))",
     "MdGf": "mdgf(2,4,linear(1,0,70%))",
-    "transposable": "fwd_rhs=ste(hold(transposable(2,4),every=40))",
+    "MdGf to 30 %": "mdgf(2,4,linear(1,0,30%))",
+    "STE": "ste(2,4)",
+    "transposable": "fwd_rhs=ste(hold(transposable(2,4),every=40))",  # its dx is sparse by its weights
 }
-SUMMED, BACK = "drhs_g=mvue(2,4)", {"SDGP": "dlhs_g=rescale(mse(2,4),'group')", "MVUE": "dlhs_g=mvue(2,4)"}
-LABELS = {"dense": "dense"}  # of methods, as a picture names them
-LABELS |= {w: of for of, w in WEIGHTS.items()}
-LABELS |= {f"{w}; {SUMMED}": f"{of} + MVUE dw" for of, w in WEIGHTS.items()}
-LABELS |= {
-    f"{w}; {SUMMED}; {dx}": f"{of} + MVUE dw + {by} dx"
-    for by, dx in BACK.items()
-    for of, w in WEIGHTS.items()
-    if of != "transposable"  # whose dx is sparse already
+GRADIENTS = {
+    "weights": "",
+    "dw": "; drhs_g=mvue(2,4)",
+    "dw, SDGP dx": "; drhs_g=mvue(2,4); dlhs_g=rescale(mse(2,4),'group')",
+    "dw, dx": "; drhs_g=mvue(2,4); dlhs_g=mvue(2,4)",
+    "dw, dx to 80 %": "; drhs_g=stages(((0,mvue(2,4)),(80%,identity))); dlhs_g=stages(((0,mvue(2,4)),(80%,identity)))",
 }
+MIXES = {
+    "S-STE": ("weights", "dw", "dw, SDGP dx", "dw, dx", "dw, dx to 80 %"),
+    "MdGf": ("weights", "dw", "dw, SDGP dx", "dw, dx"),
+    "MdGf to 30 %": ("dw", "dw, dx"),
+    "STE": ("dw, dx",),
+    "transposable": ("weights", "dw"),
+}
+METHODS = {(of, by): WEIGHTS[of] + GRADIENTS[by] for of, each in MIXES.items() for by in each}
+AGAINST = "shorter"  # the study whose runs are a line beside these, in a picture where each method has its two names
 
 
 def pairs(variant=""):
-    """What is asked: what gradients in dx are worth, of MVUE and of SDGP, and MdGf's dense beginning."""
-    method = {label: text for text, label in LABELS.items()}
-    each = {
-        f"MVUE over SDGP in dx, {of}": (f"{of} + MVUE dw + MVUE dx", f"{of} + MVUE dw + SDGP dx")
-        for of in list(WEIGHTS)[:2]
+    """What is asked: what gradients in dx are worth, of MVUE and of SDGP; MdGf's dense beginning; whole gradients in the end."""
+    asked = {f"MVUE over SDGP in dx, {of}": ((of, "dw, dx"), (of, "dw, SDGP dx")) for of in ("S-STE", "MdGf")}
+    asked |= {
+        "MdGf over S-STE, every product sparse": (("MdGf", "dw, dx"), ("S-STE", "dw, dx")),
+        "MdGf to 70 % over to 30 %, MVUE in dw": (("MdGf", "dw"), ("MdGf to 30 %", "dw")),
+        "MdGf to 70 % over to 30 %, every product sparse": (("MdGf", "dw, dx"), ("MdGf to 30 %", "dw, dx")),
+        "S-STE over STE, every product sparse": (("S-STE", "dw, dx"), ("STE", "dw, dx")),
+        "S-STE over transposable, every product sparse": (("S-STE", "dw, dx"), ("transposable", "dw")),
+        "S-STE, whole gradients from 80 % on over never": (("S-STE", "dw, dx to 80 %"), ("S-STE", "dw, dx")),
     }
-    each["MdGf over S-STE, every product sparse"] = tuple(f"{of} + MVUE dw + MVUE dx" for of in ("MdGf", "S-STE"))
-    each["S-STE over transposable, every product sparse"] = ("S-STE + MVUE dw + MVUE dx", "transposable + MVUE dw")
-    return {label: {"difference": [(method[a], method[b])]} for label, (a, b) in each.items()}
+    return {label: {"difference": [(METHODS[a], METHODS[b])]} for label, (a, b) in asked.items()}
 
 
 def get_config(variant=""):
@@ -48,4 +58,4 @@ def get_config(variant=""):
 
 
 def get_sweep(variant=""):
-    return seeds("sparsity.blocks", LABELS)
+    return seeds("sparsity.blocks", ["dense", *METHODS.values()])

@@ -3,7 +3,7 @@
     python launch.py --config=experiments/studies/pgf.py:cpu --sweep --results=experiments/results/pgf_cpu.jsonl
     python launch.py --config=experiments/studies/pgf.py:gpu --sweep --results=experiments/results/pgf_gpu.jsonl
 
-Variants qk_cpu and qk_gpu prune queries and keys too; short_cpu and short_gpu are dense and end sooner, for a comparison at equal FLOPs.
+Variants qk_cpu and qk_gpu prune queries and keys too. Dense runs of fewer FLOPs are those of shorter.py.
 
 Does MdGf still beat SR-STE when SR-STE is carried out? In the released code its term is added to the gradient of the scaled loss, so
 that it is divided by 65,536 and more. If the paper's runs were made so, what is called SR-STE there is STE; here it is whole.
@@ -40,13 +40,9 @@ QK_METHODS = {
 STEPS = {"cpu": 600, "gpu": 9000}
 
 
-SHARES = (1.0, 0.9, 0.8, 0.7)  # of the steps, of the dense runs that end sooner
-
-
-def _of(variant: str) -> tuple[str, str]:
-    """What is varied, "" or qk or short, and the size."""
-    what = next((kind for kind in ("qk", "short") if variant.startswith(f"{kind}_")), "")
-    return what, size(variant.removeprefix(f"{what}_"))
+def _of(variant: str) -> tuple[bool, str]:
+    """Whether queries and keys are pruned too, and the size."""
+    return variant.startswith("qk_"), size(variant.removeprefix("qk_"))
 
 
 def _text(method: str, n: int, m: int, of: str) -> str:
@@ -55,12 +51,10 @@ def _text(method: str, n: int, m: int, of: str) -> str:
 
 def published(variant=""):
     """Of every pattern every method, with its published accuracy or None; exponentials fall as the paper's, to 2e-5 at the end."""
-    what, of = _of(variant)
-    if what == "short":
-        return {}
+    qk, of = _of(variant)
     found = {"dense": 76.389}
-    for at, (n, m) in enumerate(QK_PATTERNS if what else PATTERNS):
-        for method, values in (QK_METHODS if what else METHODS).items():
+    for at, (n, m) in enumerate(QK_PATTERNS if qk else PATTERNS):
+        for method, values in (QK_METHODS if qk else METHODS).items():
             found[_text(method, n, m, of)] = values[at] if values else None
     return found
 
@@ -81,10 +75,10 @@ CONTRASTS = {
 
 def pairs(variant=""):
     """What is asked: which method has what over another, by pattern and over all that are sparse."""
-    what, of = _of(variant)
-    patterns, methods = (QK_PATTERNS, QK_METHODS) if what == "qk" else (PATTERNS, METHODS)
+    qk, of = _of(variant)
+    patterns, methods = (QK_PATTERNS, QK_METHODS) if qk else (PATTERNS, METHODS)
     asked = {}
-    for label, two in CONTRASTS.items() if what != "short" else ():
+    for label, two in CONTRASTS.items():
         if set(two) <= set(methods):
             each = {f"{n}:{m}": [tuple(_text(method, n, m, of) for method in two)] for n, m in patterns}
             sparse = [
@@ -95,7 +89,7 @@ def pairs(variant=""):
 
 
 def get_config(variant=""):
-    what, of = _of(variant)
+    qk, of = _of(variant)
     gpu = of == "gpu"
     c = common.vit("cifar10" if gpu else "fashion_mnist")
     c.unlock()
@@ -108,13 +102,10 @@ def get_config(variant=""):
         c.batch = 64
         c.update(SEEN)
     c.lock()
-    c.rules = ((r".*/(mlp/.*|query|key)" if what == "qk" else r".*/mlp/.*", "mlp"), (r".*", "dense"))
+    c.rules = ((r".*/(mlp/.*|query|key)" if qk else r".*/mlp/.*", "mlp"), (r".*", "dense"))
     c.sparsity = dict(mlp="dense")
     return c
 
 
 def get_sweep(variant=""):
-    what, of = _of(variant)
-    if what == "short":
-        return seeds("steps", [round(share * STEPS[of]) for share in SHARES])
     return seeds("sparsity.mlp", published(variant))
