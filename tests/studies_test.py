@@ -225,7 +225,7 @@ def test_an_error_of_one_draw_is_its_bias_and_its_variance():
 
 def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
     """Nothing dropped is no error, and what least squares drop is less than what is random."""
-    monkeypatch.setitem(dw.BATCHES, "vit", (8,))
+    monkeypatch.setitem(dw.MODELS, "vit", dw.MODELS["vit"]._replace(batches=(8,)))
     _, found, _ = dw.prepared("vit", *VIT)
     state, batch = dw.trained("vit", 0, *VIT, after=1)
     assert batch[0].shape == (8, 8, 8, 1)
@@ -237,6 +237,15 @@ def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
     assert dw.errors(found, other, batch, "mse(2,4)") != (biased, none)
     assert found._cache_size() == 3  # of three pruners, and of no seed
     assert 0.5 < variance / error**2 < 2
+
+
+def test_windows_are_cut_to_their_first_tokens(monkeypatch):
+    monkeypatch.setitem(dw.MODELS, "gpt of 32 tokens", dw.Of("s_ste", 8, (3,)))
+    changes = ("data.name=pydoc", "data.length=32", "model.depth=1", "batch=4")
+    _, (cut, _) = dw.trained("gpt of 32 tokens", 0, *changes, after=1)
+    _, (whole, _) = dw.trained("gpt", 0, *changes, after=1)
+    assert (cut.shape, whole.shape) == ((4, 8), (128, 32))
+    np.testing.assert_array_equal(cut, whole[:4, :8])
 
 
 def looked(study, **rows):
@@ -264,7 +273,7 @@ def test_figures_of_what_was_looked_into(tmp_path):
     )
     assert "| gpt: tokens summed | 128 | 1,024 | variance at the end, of the least |" in text
     assert "| `mse(2,4)` | 0.600 ± 0.100 | 0.350 ± 0.100 | 1.00 |" in text
-    assert pictures.keys() == {"dw_cpu_gpt", "dw_cpu_vit"}
+    assert pictures.keys() == {"dw_cpu_gpt", "dw_cpu_gpt_of_32_tokens", "dw_cpu_vit"}
     assert "`python -m experiments.studies dw`" in text
     lines = list(
         looked(

@@ -2,8 +2,8 @@
 
     python -m experiments.studies dw
 
-A network is trained dense for some steps. Then, of batches of one sequence or picture to hundreds, each layer's dw is computed with
-whole gradients of its outputs and with pruned ones. The error of one draw, ||dw' - dw|| / ||dw||, is the root of its squared bias and its
+A network is trained dense for some steps. Then, of batches of one sequence or picture to hundreds, of whole sequences and of their
+beginnings, each layer's dw is computed with whole gradients of its outputs and with pruned ones. The error of one draw, ||dw' - dw|| / ||dw||, is the root of its squared bias and its
 variance; the mean over the layers is told. A pruner of least squared error is biased by as much however long the sum; of an unbiased
 one the errors of the summands average out, once what they are errors of does not.
 """
@@ -11,6 +11,7 @@ one the errors of the summands average out, once what they are errors of does no
 import functools
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +24,35 @@ from experiments.report.words import large
 from experiments.studies import looking
 
 PRUNERS = ("mse(2,4)", "mvue(2,4)", "mvue_approx(2,4)", "mvue(1,2)", "uniform(2,4)")
-PAGES = {"gpt": ("s_ste", 128), "vit": ("pgf", 16)}  # of which study's page, and tokens of an example
+
+
+class Of(NamedTuple):
+    """What is looked at: the network of a study's page, on batches of so many examples, each of so many tokens."""
+
+    page: str
+    tokens: int
+    batches: tuple[int, ...]
+
+
+MODELS = {
+    "gpt": Of("s_ste", 128, (1, 4, 16, 64, 128)),
+    "gpt of 32 tokens": Of("s_ste", 32, (4, 16, 64, 256)),  # the first ones of its windows
+    "vit": Of("pgf", 16, (4, 16, 64, 256, 1024)),
+}
 AFTER = 100  # steps
-BATCHES = {"gpt": (1, 4, 16, 64, 128), "vit": (4, 16, 64, 256, 1024)}
 DRAWS = 4
-CASES = [{"model": model, "seed": seed} for model in PAGES for seed in range(3)]
+CASES = [{"model": model, "seed": seed} for model in MODELS for seed in range(3)]
 
 
 def config(model: str, seed: int, *changes: str):
     """Of the network that is trained."""
-    return looking.config(PAGES[model][0], f"seed={seed}", *changes)
+    return looking.config(MODELS[model].page, f"seed={seed}", *changes)
 
 
 @functools.lru_cache(maxsize=1)
 def prepared(model: str, *changes: str):
     """What is compiled once for all seeds: the training, and for each pruner the errors of dw in the layers of the blocks."""
-    program = looking.program(PAGES[model][0], *changes)
+    program = looking.program(MODELS[model].page, *changes)
 
     @functools.partial(jax.jit, static_argnames="pruner")
     def found(params, rest, step, batch, pruner):
@@ -59,9 +73,10 @@ def trained(model: str, seed: int, *changes: str, after: int = AFTER):
     for arrays in itertools.islice(feed, after):
         state, shown = program.train(state, arrays)
         jax.block_until_ready(shown)
-    steps = -(-max(BATCHES[model]) // program.config.batch)
+    steps = -(-max(MODELS[model].batches) // program.config.batch)
     many = [drawn(arrays, state.seed, state.step + i) for i in range(steps)]
-    return state, jax.tree.map(lambda *parts: jnp.concatenate(parts), *many)
+    begun = lambda v: v[:, : MODELS[model].tokens] if v.ndim == 2 else v  # windows of text
+    return state, jax.tree.map(lambda *parts: begun(jnp.concatenate(parts)), *many)
 
 
 def errors(found: Callable, state, batch, pruner: str) -> tuple[float, float]:
@@ -80,9 +95,10 @@ def of_one_draw(errors: list[nm.metrics.Error], drawn: bool, draws: int = DRAWS)
 def run(model: str, seed: int) -> tuple[dict, list[str]]:
     program, found, _ = prepared(model)
     state, many = trained(model, seed)
-    rows: dict[str, list] = {"tokens": [count * PAGES[model][1] for count in BATCHES[model]]}
+    of = MODELS[model]
+    rows: dict[str, list] = {"tokens": [count * of.tokens for count in of.batches]}
     for pruner in PRUNERS:
-        each = [errors(found, state, jax.tree.map(lambda v, n=n: v[:n], many), pruner) for n in BATCHES[model]]
+        each = [errors(found, state, jax.tree.map(lambda v, n=n: v[:n], many), pruner) for n in of.batches]
         rows[pruner] = [float(f"{error:.4g}") for error, _ in each]
         rows[f"variance of {pruner}"] = [float(f"{variance:.4g}") for _, variance in each]
     return rows, program.task.notes
@@ -116,7 +132,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
             shown.append(cv.banded([cv.Curve("", np.log2(tokens), values) for values in each], pruner, colour=f"s{n}"))
         table += [""]
         words = f"{model}: error of one draw of dw, of its norm, by the tokens that it sums over."
-        pictures[model] = cv.draw(
+        pictures[model.replace(" ", "_")] = cv.draw(
             f"dw-{model}",
             shown,
             alt=words,
