@@ -106,7 +106,7 @@ def test_pairs_are_of_runs_of_one_seed(tmp_path):
     assert "| unbiased over least squares, 1:8 |  |" in text
     for page, count in (
         ("pgf.py:cpu", 9),
-        ("pgf.py:qk_cpu", 4),
+        ("pgf.py:qk_cpu", 9),
         ("s_ste.py:cpu", 8),
         ("mvue.py:gpt_cpu", 5),
         ("composed.py:gpt_cpu", 8),

@@ -31,9 +31,12 @@ METHODS = {  # with what is published of each pattern
 }
 QK_PATTERNS = ((1, 4), (1, 8))
 QK_METHODS = {
+    "ste({n},{m})": (),
     "sr_ste({n},{m})": (78.145, 75.527),
     "mdgf({n},{m},linear(1,0,70%))": (77.755, 76.473),
+    "mdgf({n},{m},linear(1,0,70%),'autodiff')": (),
     "mdgf({n},{m},exponential({rate}))": (78.113, 77.349),
+    "mdgf({n},{m},exponential({rate}),'autodiff')": (),
     "sdgf({n},{m},'stepwise',steps=75%)": (77.163, 76.617),
     "sdgf({n},{m},'geometric',steps=75%,k={k})": (78.229, 76.334),
 }
