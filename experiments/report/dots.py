@@ -68,7 +68,7 @@ def frontier(
     say: Callable[[float], str], best: Callable = max,
 ) -> str:  # fmt: skip
     """Values by their costs, each with its name, and in a row above what their colours stand for. What no other beats in both
-    is joined; so are the points of a ``line``, that are something else."""
+    is joined, to the dearest of a ``line`` too, whose points are something else and joined to each other."""
     import matplotlib.style
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -80,10 +80,11 @@ def frontier(
         axes = plain_axes(figure, place, grid="y")
         axes.axhline(0, color=hex_of("muted"), linewidth=1)
         known = [*points, *line]
-        edge = [p for p in known if not any(_beats(q, p, best) for q in known)]
+        edge = [*points, max(line, key=lambda p: p.cost)]
+        edge = [p for p in edge if not any(_beats(q, p, best) for q in edge)]
         for joined, looks in ((edge, (0, (4, 3))), (line, "-")):
             at = sorted((p.cost, p.value) for p in joined)
-            colour = line[0].colour if joined is line and line else "muted"
+            colour = line[0].colour if joined is line else "muted"
             axes.plot([x for x, _ in at], [y for _, y in at], color=hex_of(colour), linewidth=1, linestyle=looks)
         low, high = (end(p.cost for p in known) for end in (min, max))
         axes.set_xlim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
@@ -134,21 +135,16 @@ def _places(axes, points: list[Point], line: list[Point]) -> list[tuple[Point, f
     found = []
     for p in points:
         (x, y), long = to((p.cost, p.value)), LETTER * len(p.name)
-        best = None
-        for how, start in (("left", x + 9), ("right", x - 9 - long)):
-            for off in range(-60, 61, 2):
-                met = sum(
-                    bad
-                    for a, b, c, d, bad in there
-                    if a < start + long and start < b and c < y + off + 6 and y + off - 6 < d
-                )
-                out = start < box.x0 or start + long > box.x1 + 18 or not box.y0 + 6 < y + off < box.y1 + 6
-                price = met + 0.12 * abs(off) + 0.5 * (how == "right") + 50 * out
-                if best is None or price < best[0]:
-                    best = price, start, y + off, how
-        _, start, at, how = best
+
+        def price(place: tuple[float, float], x=x, y=y, long=long) -> float:
+            start, at = place
+            met = (bad for a, b, c, d, bad in there if a < start + long and start < b and c < at + 6 and at - 6 < d)
+            out = start < box.x0 or start + long > box.x1 + 18 or not box.y0 + 6 < at < box.y1 + 6
+            return sum(met) + 0.12 * abs(at - y) + 0.5 * (start < x) + 50 * out
+
+        start, at = min(((start, y + up) for start in (x + 9, x - 9 - long) for up in range(-60, 61, 2)), key=price)
         there.append((start, start + long, at - 6, at + 6, 30.0))
-        found.append((p, start if how == "left" else start + long, at, how))
+        found.append((p, start, at, "left") if start > x else (p, start + long, at, "right"))
     return found
 
 
