@@ -2,10 +2,12 @@
 
     python launch.py --config=configs/gpt_24.py
 
-Of the mixes in experiments/REPRODUCTION.md it is the one that stays next to dense with gradients pruned: what is to be dropped of
-a weight fades until 70 % of the run, and gradients are pruned without bias from the first step on. Every product is 2:4 throughout,
-for fewer FLOPs and a little more loss, with --config.sparsity.blocks='s_ste(2,4); dlhs_g=mvue(2,4)'.
-Its dense twin is configs/gpt_dense.py.
+Of the mixes in experiments/REPRODUCTION.md it is the one that stays next to dense for few FLOPs: what is to be dropped of a weight
+fades until 30 % of the run, and gradients are pruned without bias from the first step on. Gradients in dx too, for fewer FLOPs
+still: --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
+
+Bytes of the standard library's pages, two CPU cores: TIME; LOSS nats a byte (three seeds), dense 1.430 ± 0.007. Its dense twin is
+configs/gpt_dense.py, and configs/gpt_sste.py has 2:4 feed-forward layers from the first step on.
 Any text: --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
 """
 
@@ -15,5 +17,5 @@ from configs import common
 def get_config(variant=""):
     c = common.gpt(variant)
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
-    c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,70%)); drhs_g=mvue(2,4)")
+    c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)")
     return c

@@ -94,7 +94,8 @@ class Compared(NamedTuple):
     """The results of a sweep, compared to the first of its methods as runs are."""
 
     lines: list[dict]
-    missing: list[str]  # methods
+    what: str  # differs: the method, or another field
+    missing: list[str]  # of these
     found: compare.Comparison
     rows: dict[str, compare.Row]  # by method
 
@@ -116,7 +117,7 @@ def compared(name: str, results: Path) -> Compared:
     word = key.rpartition(".")[2]
     found = compare.compare(runs, f"{word}={order[0]}", {change["seed"] for change in asked})
     rows = {row.name.removeprefix(f"{word}="): row for row in found.rows}
-    return Compared(lines, [method for method in order if method not in there], found, rows)
+    return Compared(lines, "method" if "." in key else key, [method for method in order if method not in there], found, rows)
 
 
 # ---- a block ----
@@ -127,7 +128,7 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     of = study(name)
     if hasattr(of.module, "figure"):
         return _figure(name, of, read(results / f"{name}.jsonl"))
-    lines, missing, found, rows = compared(name, results)
+    lines, what, missing, found, rows = compared(name, results)
     published = getattr(of.module, "published", lambda variant: {})(of.variant)
     ours = "Dots: ours, with the standard error of the paired difference" + "; diamonds: published" * bool(published)
     pictures = {name: _dots(name, found, rows, published, ours)}
@@ -136,7 +137,7 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
         beside = compared(f"{against}_{of.variant}", results)
         pictures[f"{name}_frontier"] = _frontier(name, found, rows, of.module.METHODS, beside)
         parts[:0] = [f"![Against effective FLOPs](results/{name}_frontier.svg)", ""]
-    table = _table(found, rows, published)
+    table = _table(what, found, rows, published)
     table += _pairs(found, rows, getattr(of.module, "pairs", lambda variant: {})(of.variant))
     words = f"Mean ± deviation over seeds; of the difference, its standard error. `{of.command}`; {_made(lines)}."
     told = [f"\nNot run: {', '.join(f'`{method}`' for method in missing)}."] * bool(missing)
@@ -166,9 +167,9 @@ def _figure(name: str, of: Study, lines: list[dict]) -> tuple[str, dict[str, str
     return _lines([*shown, "", table, "", f"`{of.command}`; {_made(lines)}.", *lost, *notes]), pictures
 
 
-def _table(found: compare.Comparison, rows: dict[str, compare.Row], published: dict) -> str:
+def _table(what: str, found: compare.Comparison, rows: dict[str, compare.Row], published: dict) -> str:
     metric = found.metric.replace("_", " ") + " %" * found.metric.endswith("accuracy")
-    head = ["method", metric, "difference to dense, paired", "effective FLOPs", "seeds", ""]
+    head = [what, metric, "difference to dense, paired", "effective FLOPs", "seeds", ""]
     if published:
         head[3:3] = ["published", "its difference"]
     table = [head, ["---"] * len(head)]

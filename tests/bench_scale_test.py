@@ -82,7 +82,7 @@ def test_all_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(scale, "COUNTS", (1, 4))
     monkeypatch.setattr(scale, "EVERY", (2,))
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    assert command.main(["scale", "--config", "configs/vit_24.py:smoke", "--rounds", "1", "--save", "here"]) == 0
+    assert command.main(["scale", "--config", "configs/vit_sste.py:smoke", "--rounds", "1", "--save", "here"]) == 0
     text = (tmp_path / "here.md").read_text()
     titles = ["A step on several devices", "What a device holds", "Saving", "Starting again", "What the time goes to"]
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == titles

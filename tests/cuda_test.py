@@ -206,7 +206,7 @@ CUT = """
     from experiments import shards
     from experiments.bench import collectives, scale
     from tests import cuda_test, runs
-    words = ("configs/vit_24.py:smoke", "--config.mesh.fsdp=4")
+    words = ("configs/vit_sste.py:smoke", "--config.mesh.fsdp=4")
     made = runs.program(*words)
     arrays = next(iter(made.task.feed(0, 0, made.mesh)))
     topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x4")

@@ -149,7 +149,7 @@ def test_hardened_weights_are_scored_beside_those_in_training():
     found = made.evaluate(made.init(jnp.uint32(0)))  # nothing has faded yet: hard weights are others
     assert found["loss"] != found["hardened_loss"]
     assert 0 <= found["hardened_accuracy"] <= 1
-    made = program("configs/vit_24.py:smoke")
+    made = program("configs/vit_sste.py:smoke")
     found = made.evaluate(made.init(jnp.uint32(0)))
     np.testing.assert_allclose(found["loss"], found["hardened_loss"], rtol=1e-6)
 
@@ -223,7 +223,7 @@ def finished(tmp_path_factory):
     """A small run, its directory, and what it printed."""
 
     def make(folder):
-        done = launch("--config=configs/vit_24.py:smoke", f"--workdir={folder / 'vit'}")
+        done = launch("--config=configs/vit_sste.py:smoke", f"--workdir={folder / 'vit'}")
         (folder / "said").write_text(done.stdout)
 
     folder = once(tmp_path_factory, "finished", make)
@@ -250,7 +250,7 @@ def test_a_run_leaves_its_directory(finished):
     workdir, _ = finished
     about = json.loads((workdir / "run.json").read_text())
     assert about["outcome"] == "finished"
-    assert about["command"].startswith("python launch.py --config=configs/vit_24.py:smoke")
+    assert about["command"].startswith("python launch.py --config=configs/vit_sste.py:smoke")
     assert {"python", "jax", "flax", "nmjax"} <= set(about["versions"])
     assert len(about["git"]["commit"]) == 40
     assert json.loads((workdir / "config.json").read_text())["sparsity"] == {"blocks": "s_ste(2,4)"}
@@ -270,7 +270,7 @@ def test_a_run_leaves_its_directory(finished):
 
 
 def test_the_number_of_devices_changes_rounding_alone(finished, tmp_path):
-    launch("--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'one'}", XLA_FLAGS=xla_flags(1))
+    launch("--config=configs/vit_sste.py:smoke", f"--workdir={tmp_path / 'one'}", XLA_FLAGS=xla_flags(1))
     assert '"1 x cpu"' in (tmp_path / "one" / "run.json").read_text()
     told = [
         [line for line in record.lines(d / "metrics.jsonl") if line["kind"] == "train"]
@@ -308,14 +308,14 @@ def test_a_finished_run_is_evaluated_from_its_checkpoint(finished):
 def test_a_finished_run_is_left_as_it_is(finished):
     workdir, _ = finished
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
-    said = launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}").stdout
+    said = launch("--config=configs/vit_sste.py:smoke", f"--workdir={workdir}").stdout
     assert said.startswith("finished already")
     assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
 
 
 def test_a_directory_is_of_one_config(finished):
     workdir, _ = finished
-    done = launch("--config=configs/vit_24.py:smoke", f"--workdir={workdir}", "--config.seed=1", code=2)
+    done = launch("--config=configs/vit_sste.py:smoke", f"--workdir={workdir}", "--config.seed=1", code=2)
     assert "holds a run of another config" in done.stderr
     assert "seed: 0 there, 1 here" in done.stderr
     done = launch("--config=configs/vit_dense.py:smoke", f"--workdir={workdir}", "--mode=eval", code=2)
@@ -368,7 +368,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_state(tmp_path, monke
 def test_a_directory_that_cannot_be_written(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(Mistake, match="cannot be written"):
-        command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'x'}"], "")
+        command.main(["launch.py", "--config=configs/vit_sste.py:smoke", f"--workdir={tmp_path / 'x'}"], "")
 
 
 def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path):
@@ -389,7 +389,7 @@ def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path)
 def test_a_workdir_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Mistake, match="is a file, not a directory"):
-        command.main(["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'file'}"], "")
+        command.main(["launch.py", "--config=configs/vit_sste.py:smoke", f"--workdir={tmp_path / 'file'}"], "")
 
 
 @pytest.fixture

@@ -341,6 +341,19 @@ def test_a_frontier_joins_what_nothing_beats(tmp_path):
     assert [p.name for p in points if not any(dots._beats(q, p, min) for q in points)] == ["1", "2"]
 
 
+def test_names_stand_beside_their_points():
+    points = [dots.Point(name, *at) for name, *at in (("a", 0.6, -40.0), ("b", 0.8, -3.0))]
+    line = [dots.Point("", cost, value, 90.0) for cost, value in ((1.0, 0.0), (0.5, -90.0))]
+    words = {"alt": "", "along": "cost", "up": "value", "keys": {"one": "s0"}}
+    svg = dots.frontier("here", points, line, **words, say=str)
+    marks = [(float(x), float(y)) for x, y in re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill', svg)]
+    assert len(marks) == 4
+    for name, (x, y) in zip("ab", marks[2:], strict=True):
+        ((a, b),) = re.findall(rf'x="([\d.]+)" y="([\d.]+)">{name}<', svg)
+        assert abs(float(a) - x) < 20
+        assert abs(float(b) - y) < 20
+
+
 def test_names_beside_points_are_apart():
     """Of points that lie close, in a line and one above the other, no two names overlap, and none lies on a point."""
     from matplotlib.figure import Figure

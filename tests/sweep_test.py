@@ -319,7 +319,7 @@ def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys)
 
 
 FORMS = {
-    "vit_24": ["model.depth=1", "mesh.fsdp=2", "mesh.tensor=2"],
+    "vit_sste": ["model.depth=1", "mesh.fsdp=2", "mesh.tensor=2"],
     "resnet_24": ["sparsity.stages=fst(every=2)", "ema=0.9", "masked_decay=1e-3"],
     "gpt_sste": ["model.depth=1", "accumulate=2", "optimizer=step_adam(after=50%, before=75%)", "batch=8"],
 }

@@ -24,7 +24,7 @@ from experiments.errors import Mistake
 from experiments.program import Program
 from experiments.shards import CUT
 
-PAGES = ["configs/vit_24.py"]
+PAGES = ["configs/vit_sste.py"]
 COUNTS = (1, 2, 4, 8)
 SAVES, EVERY = 4, (10, 100)  # so many in a run, after so many steps each
 SHORT = ["--config.epochs=0", "--config.steps=4", "--config.evaluate=4", "--config.measure=2", "--config.learning_rate.warmup=0"]  # fmt: skip

@@ -17,7 +17,7 @@ from experiments.bench.measure import markdown
 from experiments.errors import Mistake
 from experiments.program import Program
 
-PAGES = ["configs/vit_24.py", "configs/resnet_24.py", "configs/gpt_sste.py"]
+PAGES = ["configs/vit_sste.py", "configs/resnet_24.py", "configs/gpt_sste.py"]
 STEPS = 5  # of each in turn
 
 

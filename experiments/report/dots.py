@@ -97,6 +97,7 @@ def frontier(
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
+        axes.set_ylim(axes.get_ylim())  # as they are now: matplotlib finds them when it is asked
         texts = [(p.name, x, y, p.colour, how) for p, x, y, how in _places(axes, shown, line)]
         texts.append((along, left + (width - left - 20) / 2, 12, "muted", "center"))
         texts.append((up, 8, height - 12, "muted", "left"))
