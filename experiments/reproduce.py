@@ -3,7 +3,8 @@
     python -m experiments.reproduce
 
 What stands between ``<!-- NAME -->`` and ``<!-- end -->`` is made of the results of that name: of a sweep beside what the study's
-page says was published, or as a study that looks into runs draws its own figure. All else is written by hand.
+page says was published, and against the dense runs of other results that it names; or as a study that looks into runs draws its own
+figure. All else is written by hand.
 """
 
 import datetime
@@ -15,6 +16,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+
+import numpy as np
 
 from experiments import command, record, sweep
 from experiments.errors import Mistake
@@ -99,6 +102,11 @@ class Compared(NamedTuple):
     found: compare.Comparison
     rows: dict[str, compare.Row]  # by method
 
+    @property
+    def values(self) -> dict[str, dict[int, float]]:
+        """By method and seed."""
+        return {m: group.values(self.found.metric) for m, group in zip(self.rows, self.found.groups, strict=True)}
+
 
 def compared(name: str, results: Path) -> Compared:
     of, lines = study(name), read(results / f"{name}.jsonl")
@@ -117,7 +125,9 @@ def compared(name: str, results: Path) -> Compared:
     word = key.rpartition(".")[2]
     found = compare.compare(runs, f"{word}={order[0]}", {change["seed"] for change in asked})
     rows = {row.name.removeprefix(f"{word}="): row for row in found.rows}
-    return Compared(lines, "method" if "." in key else key, [method for method in order if method not in there], found, rows)
+    return Compared(
+        lines, "method" if "." in key else key, [method for method in order if method not in there], found, rows
+    )
 
 
 # ---- a block ----
@@ -128,20 +138,23 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     of = study(name)
     if hasattr(of.module, "figure"):
         return _figure(name, of, read(results / f"{name}.jsonl"))
-    lines, what, missing, found, rows = compared(name, results)
+    ours = compared(name, results)
     published = getattr(of.module, "published", lambda variant: {})(of.variant)
-    ours = "Dots: ours, with the standard error of the paired difference" + "; diamonds: published" * bool(published)
-    pictures = {name: _dots(name, found, rows, published, ours)}
-    parts = [f"![{ours}](results/{name}.svg)", ""]
-    if against := getattr(of.module, "AGAINST", ""):
-        beside = compared(f"{against}_{of.variant}", results)
-        pictures[f"{name}_frontier"] = _frontier(name, found, rows, of.module.METHODS, beside)
+    seen = "Dots: ours, with the standard error of the paired difference" + "; diamonds: published" * bool(published)
+    pictures = {name: _dots(name, ours, published, seen)}
+    parts = [f"![{seen}](results/{name}.svg)", ""]
+    against = getattr(of.module, "against", lambda variant: "")(of.variant)
+    shorter = compared(against, results) if against and (results / f"{against}.jsonl").exists() else None
+    if names := getattr(of.module, "NAMES", {}):
+        pictures[f"{name}_frontier"] = _frontier(name, ours, names, shorter)
         parts[:0] = [f"![Against effective FLOPs](results/{name}_frontier.svg)", ""]
-    table = _table(what, found, rows, published)
-    table += _pairs(found, rows, getattr(of.module, "pairs", lambda variant: {})(of.variant))
-    words = f"Mean ± deviation over seeds; of the difference, its standard error. `{of.command}`; {_made(lines)}."
-    told = [f"\nNot run: {', '.join(f'`{method}`' for method in missing)}."] * bool(missing)
-    return _lines([*parts, table, "", words, *told, *(f"\n{note}" for note in found.notes)]), pictures
+    table = _table(ours, published, shorter)
+    table += _pairs(ours, getattr(of.module, "pairs", lambda variant: {})(of.variant))
+    words = f"Mean ± deviation over seeds; of the difference, its standard error. `{of.command}`; {_made(ours.lines)}."
+    told = [f"\nNot run: {', '.join(f'`{method}`' for method in ours.missing)}."] * bool(ours.missing)
+    if against and shorter is None:
+        told.append(f"\nNot run: the dense runs of as many FLOPs, `{study(against).command}`.")
+    return _lines([*parts, table, "", words, *told, *(f"\n{note}" for note in ours.found.notes)]), pictures
 
 
 def _lines(parts: list[str]) -> str:
@@ -167,19 +180,24 @@ def _figure(name: str, of: Study, lines: list[dict]) -> tuple[str, dict[str, str
     return _lines([*shown, "", table, "", f"`{of.command}`; {_made(lines)}.", *lost, *notes]), pictures
 
 
-def _table(what: str, found: compare.Comparison, rows: dict[str, compare.Row], published: dict) -> str:
+def _table(ours: Compared, published: dict, shorter: Compared | None) -> str:
+    found, values = ours.found, ours.values
     metric = found.metric.replace("_", " ") + " %" * found.metric.endswith("accuracy")
-    head = [what, metric, "difference to dense, paired", "effective FLOPs", "seeds", ""]
+    head = [ours.what, metric, "difference to dense, paired", "effective FLOPs", "seeds", ""]
+    if shorter:
+        head[4:4] = ["difference to dense of as many FLOPs"]
     if published:
         head[3:3] = ["published", "its difference"]
     table = [head, ["---"] * len(head)]
     plain = lambda value, **how: found.say(value, **how).removesuffix(" %")
-    for method, row in rows.items():
+    for method, row in ours.rows.items():
         base, theirs = row.name == found.names[found.base], published.get(method)
         mean = plain(row.mean) + (f" ± {plain(row.spread)}" if row.spread is not None else "")
         off = "" if base else plain(row.difference, signed=True)
         off += f" ± {plain(row.error)}" if row.error is not None else ""
         cells = [f"`{method}`", mean, off, "" if row.cost is None else f"{row.cost:.3f}", row.seeds, row.marks]
+        if shorter:
+            cells[4:4] = ["" if base else _with_error(found, _over(values[method], row.cost, shorter))]
         if published:
             gap = "" if theirs is None or base else f"{theirs - published['dense']:+.1f}"
             cells[3:3] = ["" if theirs is None else f"{theirs}", gap]
@@ -187,11 +205,31 @@ def _table(what: str, found: compare.Comparison, rows: dict[str, compare.Row], p
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in table)
 
 
-def _pairs(found: compare.Comparison, rows: dict, asked: dict[str, dict[str, list[tuple[str, str]]]]) -> str:
+def _over(values: dict[int, float], cost: float | None, shorter: Compared) -> list[float]:
+    """By seed, a value less that of dense runs of the seed that cost as much: on straight lines between those that were run."""
+    found = []
+    for seed, value in values.items():
+        runs = [(shorter.rows[steps].cost, of[seed]) for steps, of in shorter.values.items() if seed in of]
+        known = sorted((at, dense) for at, dense in runs if at is not None)
+        if known and cost is not None and known[0][0] - 1e-6 <= cost <= known[-1][0] + 1e-6:
+            found.append(value - float(np.interp(cost, *zip(*known, strict=True))))
+    return found
+
+
+def _with_error(found: compare.Comparison, gaps: list[float]) -> str:
+    """The mean of differences by seed, and its standard error."""
+    if not gaps:
+        return ""
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
+    told = f" ± {found.say(error).removesuffix(' %')}" if error is not None else ""
+    return f"{found.say(statistics.fmean(gaps), signed=True).removesuffix(' %')}{told}"
+
+
+def _pairs(ours: Compared, asked: dict[str, dict[str, list[tuple[str, str]]]]) -> str:
     """A table of what one method has over another, run by run of the same seed: by its rows and columns lists of such pairs."""
     if not asked:
         return ""
-    values = {method: group.values(found.metric) for method, group in zip(rows, found.groups, strict=True)}
+    values = ours.values
     columns = list(next(iter(asked.values())))
     table = [["first less second, paired by seed (pairs)", *columns], ["---"] * (len(columns) + 1)]
     for label, of in asked.items():
@@ -199,9 +237,7 @@ def _pairs(found: compare.Comparison, rows: dict, asked: dict[str, dict[str, lis
         for pairs in of.values():
             both = [(values.get(a, {}), values.get(b, {})) for a, b in pairs]
             gaps = [left[seed] - right[seed] for left, right in both for seed in left if seed in right]
-            error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
-            told = f" ± {found.say(error).removesuffix(' %')}" if error is not None else ""
-            cells.append(f"{found.say(statistics.fmean(gaps), signed=True)}{told} ({len(gaps)})" if gaps else "")
+            cells.append(f"{_with_error(ours.found, gaps)} ({len(gaps)})" if gaps else "")
         table.append(cells)
     return "\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
@@ -220,45 +256,43 @@ def _signed(x: float) -> str:
     return f"{x:+.3g}".replace("-", "−") if x else "0"
 
 
-def _dots(name: str, found: compare.Comparison, rows: dict[str, compare.Row], published: dict, words: str) -> str:
+def _dots(name: str, ours: Compared, published: dict, words: str) -> str:
     """The differences to dense, ours and theirs."""
-    marks = []
-    for method, row in rows.items():
+    found, marks = ours.found, []
+    for method, row in ours.rows.items():
         if row.name != found.names[found.base]:
             theirs = published.get(method)
             gap = None if theirs is None else theirs - published["dense"]
-            name_of = method if not row.marks else f"{method} ({row.seeds})"
+            name_of = (method if ours.what == "method" else f"{method} {ours.what}") + f" ({row.seeds})" * bool(
+                row.marks
+            )
             marks.append(dots.Dot(name_of, _scaled(found, row.difference), _scaled(found, row.error), gap))
     along = _along(found)
     return dots.standalone(dots.draw(name, marks, alt=f"{along}. {words}.", along=along, say=_signed))
 
 
-def _frontier(
-    name: str,
-    found: compare.Comparison,
-    rows: dict[str, compare.Row],
-    methods: dict[tuple[str, str], str],
-    line: Compared,
-) -> str:
-    """The differences to dense by what a run costs, of methods by their kinds and their names in these; beside a line."""
-    kinds = list(dict.fromkeys(kind for kind, _ in methods))
-    points = [_point(found, rows.get(text), name, f"s{kinds.index(of) + 1}") for (of, name), text in methods.items()]
-    ended = [_point(line.found, row, "", "s0") for row in line.rows.values()]
-    along, up = "effective FLOPs of the training run, shares of dense", _along(found)
-    keys = {"dense, ended sooner": "s0"} | {kind: f"s{n}" for n, kind in enumerate(kinds, 1)}
+def _frontier(name: str, ours: Compared, names: dict[tuple[str, str], str], shorter: Compared | None) -> str:
+    """The differences to dense by what a run costs, of methods by their kinds and their names in these; and of dense runs."""
+    kinds = list(dict.fromkeys(kind for kind, _ in names))
+    points = [_point(ours, text, part, f"s{kinds.index(kind) + 1}") for (kind, part), text in names.items()]
+    line = [_point(shorter, steps, "", "s0") for steps in shorter.rows] if shorter else []
+    along, up = "effective FLOPs of the training run, shares of dense", _along(ours.found)
+    keys = {"dense, ended sooner": "s0"} if shorter else {}
+    keys |= {kind: f"s{n}" for n, kind in enumerate(kinds, 1)}
     words = {"alt": f"{up}, by {along}.", "along": along, "up": up, "keys": keys}
-    best = min if found.metric.endswith("loss") else max
-    shown, joined = ([point for point in each if point] for each in (points, ended))
+    best = min if ours.found.metric.endswith("loss") else max
+    shown, joined = ([point for point in each if point] for each in (points, line))
     return dots.standalone(dots.frontier(f"{name}-f", shown, joined, **words, say=_signed, best=best))
 
 
-def _point(found: compare.Comparison, row: compare.Row | None, name: str, colour: str) -> dots.Point | None:
+def _point(of: Compared, method: str, name: str, colour: str) -> dots.Point | None:
     """A difference to dense and what it costs, if both are known."""
-    gap = row and (0.0 if row.name == found.names[found.base] else row.difference)
+    row = of.rows.get(method)
+    gap = row and (0.0 if row.name == of.found.names[of.found.base] else row.difference)
     if row is None or None in (row.cost, gap):
         return None
     seeds = f" ({row.seeds})" * bool(row.marks)
-    return dots.Point(name + seeds, row.cost, _scaled(found, gap), _scaled(found, row.error), colour)
+    return dots.Point(name + seeds, row.cost, _scaled(of.found, gap), _scaled(of.found, row.error), colour)
 
 
 def _made(lines: list[dict]) -> str:

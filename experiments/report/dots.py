@@ -68,7 +68,7 @@ def frontier(
     say: Callable[[float], str], best: Callable = max,
 ) -> str:  # fmt: skip
     """Values by their costs, each with its name, and in a row above what their colours stand for. What no other beats in both
-    is joined, to the dearest of a ``line`` too, whose points are something else and joined to each other."""
+    is joined. So are the points of a ``line``, which stand for something else; the dearest of them is among the others."""
     import matplotlib.style
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -80,15 +80,14 @@ def frontier(
         axes = plain_axes(figure, place, grid="y")
         axes.axhline(0, color=hex_of("muted"), linewidth=1)
         known = [*points, *line]
-        edge = [*points, max(line, key=lambda p: p.cost)]
+        edge = [*points, *sorted(line, key=lambda p: p.cost)[-1:]]
         edge = [p for p in edge if not any(_beats(q, p, best) for q in edge)]
-        for joined, looks in ((edge, (0, (4, 3))), (line, "-")):
+        for joined, colour, looks in ((edge, "muted", (0, (4, 3))), (line, line[0].colour if line else "muted", "-")):
             at = sorted((p.cost, p.value) for p in joined)
-            colour = line[0].colour if joined is line else "muted"
             axes.plot([x for x, _ in at], [y for _, y in at], color=hex_of(colour), linewidth=1, linestyle=looks)
         low, high = (end(p.cost for p in known) for end in (min, max))
         axes.set_xlim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
-        shown = _apart(points, 0.011 * (high - low))
+        shown = _apart(points, 0.011 * (high - low or 1))
         for p in [*line, *shown]:
             axes.errorbar(
                 p.cost, p.value, yerr=p.error, fmt="o", color=hex_of(p.colour), markersize=4 if p in line else 7,
@@ -120,9 +119,9 @@ def _beats(q: Point, p: Point, best: Callable) -> bool:
 
 def _apart(points: list[Point], step: float) -> list[Point]:
     """Those of one cost side by side, so that their errors can be told apart."""
-    alike = [[q for q in points if abs(q.cost - p.cost) < step / 2] for p in points]
-    shift = lambda p, of: step * (of.index(p) - (len(of) - 1) / 2)
-    return [p._replace(cost=p.cost + shift(p, of)) for p, of in zip(points, alike, strict=True)]
+    alike = [[n for n, q in enumerate(points) if abs(q.cost - p.cost) < step / 2] for p in points]
+    shifts = [step * (of.index(n) - (len(of) - 1) / 2) for n, of in enumerate(alike)]
+    return [p._replace(cost=p.cost + shift) for p, shift in zip(points, shifts, strict=True)]
 
 
 def _places(axes, points: list[Point], line: list[Point]) -> list[tuple[Point, float, float, str]]:

@@ -3,7 +3,7 @@
     python launch.py --config=experiments/studies/composed.py:vit_cpu --sweep --results=experiments/results/composed_vit_cpu.jsonl
 
 Weights by S-STE or MdGf, gradients in dw by MVUE, and in dx by SDGP or MVUE: which mix keeps dense accuracy, at which effective
-FLOPs? Variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu: the networks of the studies pgf and s_ste, every layer of their blocks sparse.
+FLOPs? Beside them plain STE and transposable weights, a shorter fading, and gradients that are whole in the end. Variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu: the networks of the studies pgf and s_ste, every layer of their blocks sparse.
 """
 
 from experiments.studies import pgf, s_ste, seeds
@@ -29,8 +29,7 @@ MIXES = {
     "STE": ("dw, dx",),
     "transposable": ("weights", "dw"),
 }
-METHODS = {(of, by): WEIGHTS[of] + GRADIENTS[by] for of, each in MIXES.items() for by in each}
-AGAINST = "shorter"  # the study whose runs are a line beside these, in a picture where each method has its two names
+NAMES = {(of, by): WEIGHTS[of] + GRADIENTS[by] for of, each in MIXES.items() for by in each}  # of methods, in a picture
 
 
 def pairs(variant=""):
@@ -44,7 +43,12 @@ def pairs(variant=""):
         "S-STE over transposable, every product sparse": (("S-STE", "dw, dx"), ("transposable", "dw")),
         "S-STE, whole gradients from 80 % on over never": (("S-STE", "dw, dx to 80 %"), ("S-STE", "dw, dx")),
     }
-    return {label: {"difference": [(METHODS[a], METHODS[b])]} for label, (a, b) in asked.items()}
+    return {label: {"difference": [(NAMES[a], NAMES[b])]} for label, (a, b) in asked.items()}
+
+
+def against(variant=""):
+    """The results of dense runs that cost as much."""
+    return f"shorter_{variant or 'vit_cpu'}"
 
 
 def get_config(variant=""):
@@ -58,4 +62,4 @@ def get_config(variant=""):
 
 
 def get_sweep(variant=""):
-    return seeds("sparsity.blocks", ["dense", *METHODS.values()])
+    return seeds("sparsity.blocks", ["dense", *NAMES.values()])

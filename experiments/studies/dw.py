@@ -2,8 +2,8 @@
 
     python -m experiments.studies dw
 
-A network is trained dense for some steps. Then, of batches of one sequence or picture to hundreds, of whole sequences and of their
-beginnings, each layer's dw is computed with whole gradients of its outputs and with pruned ones. The error of one draw, ||dw' - dw|| / ||dw||, is the root of its squared bias and its
+A network is trained dense for some steps. Then, of batches of one sequence or picture to hundreds, of whole sequences and of
+their beginnings, each layer's dw is computed with whole gradients of its outputs and with pruned ones. The error of one draw, ||dw' - dw|| / ||dw||, is the root of its squared bias and its
 variance; the mean over the layers is told. A pruner of least squared error is biased by as much however long the sum; of an unbiased
 one the errors of the summands average out, once what they are errors of does not.
 """
@@ -75,7 +75,7 @@ def trained(model: str, seed: int, *changes: str, after: int = AFTER):
         jax.block_until_ready(shown)
     steps = -(-max(MODELS[model].batches) // program.config.batch)
     many = [drawn(arrays, state.seed, state.step + i) for i in range(steps)]
-    begun = lambda v: v[:, : MODELS[model].tokens] if v.ndim == 2 else v  # windows of text
+    begun = lambda v: v[:, : MODELS[model].tokens] if program.config.experiment == "text" else v
     return state, jax.tree.map(lambda *parts: begun(jnp.concatenate(parts)), *many)
 
 

@@ -2,8 +2,8 @@
 
     python launch.py --config=experiments/studies/mvue.py:vit_cpu --sweep --results=experiments/results/mvue_vit_cpu.jsonl
 
-Variants are resnet, vit and gpt, each with _cpu or _gpu: the networks of the other studies. Of the paper's tables none could be verified: there is no column
-beside ours.
+Variants are resnet, vit and gpt, each with _cpu or _gpu: the networks of the other studies. Of the paper's tables none could be
+verified: there is no column beside ours.
 """
 
 from experiments.studies import pgf, s_ste, sdgp, seeds
@@ -32,6 +32,11 @@ def pairs(variant=""):
     asked["exact over approximate, 2:4"] = [("mvue(2,4)", "drhs_g=mvue_approx(2,4)")]
     asked["least variance over uniform, 2:4"] = [("mvue(2,4)", "drhs_g=uniform(2,4)")]
     return {label: {"difference": found} for label, found in asked.items()}
+
+
+def against(variant=""):
+    """The results of dense runs that cost as much, of the networks that have some."""
+    return "" if variant.startswith("resnet") else f"shorter_{variant or 'vit_cpu'}"
 
 
 def get_config(variant=""):

@@ -91,6 +91,11 @@ def pairs(variant=""):
     return asked
 
 
+def against(variant=""):
+    """The results of dense runs that cost as much."""
+    return f"shorter_vit_{_of(variant)[1]}"
+
+
 def get_config(variant=""):
     qk, of = _of(variant)
     gpu = of == "gpu"

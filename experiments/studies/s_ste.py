@@ -46,6 +46,11 @@ def pairs(variant=""):
     return {label: {"loss": [pair]} for label, pair in PAIRS.items()}
 
 
+def against(variant=""):
+    """The results of dense runs that cost as much."""
+    return f"shorter_gpt_{size(variant)}"
+
+
 def get_config(variant=""):
     c = common.gpt("")
     if size(variant) == "gpu":
