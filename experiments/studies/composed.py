@@ -3,7 +3,8 @@
     python launch.py --config=experiments/studies/composed.py:vit_cpu --sweep --results=experiments/results/composed_vit_cpu.jsonl
 
 Weights by S-STE or MdGf, gradients in dw by MVUE, and in dx by SDGP or MVUE: which mix keeps dense accuracy, at which effective
-FLOPs? Beside them plain STE and transposable weights, a shorter fading, and gradients that are whole in the end. Variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu: the networks of the studies pgf and s_ste, every layer of their blocks sparse.
+FLOPs? Beside them plain STE and transposable weights, a shorter fading, and gradients that are whole in the end. Variants vit_cpu,
+vit_gpu, gpt_cpu and gpt_gpu: the networks of the studies pgf and s_ste, every layer of their blocks sparse.
 """
 
 from experiments.studies import pgf, s_ste, seeds
