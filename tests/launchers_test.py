@@ -36,6 +36,7 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
     process = subprocess.Popen(
         [PAGES / "ssh.sh", "localhost", "127.0.0.1", "--", *words], env=os.environ | env, cwd=command.ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )  # fmt: skip
     try:
         head = []
