@@ -184,7 +184,10 @@ class Plan:
         pruned = sum(bool(layer.slots) for layer in self.layers)
         lines = [f"{self.parameters:,} parameters, {pruned} of {len(self.layers)} layers pruned"]
         if self.forward[0]:
-            lines[0] += f"; GFLOPs forward {_change(*self.forward)}, with backward {_change(*self.training)}"
+            at = (
+                " at the sparsest step," if self.over(1)[1] != self.training[1] else ""
+            )  # the first one is not as sparse
+            lines[0] += f"; GFLOPs{at} forward {_change(*self.forward)}, with backward {_change(*self.training)}"
             if self.elsewhere:
                 lines.append(f"Products of no layer, as in attention: {_giga(self.elsewhere)} GFLOPs forward")
             if idle := [layer.path for layer in self.layers if not layer.flops]:

@@ -685,5 +685,7 @@ def test_numbers_are_short():
     plan = nm.nnx.plan(model, shape(2**20, 4096))
     said = " ".join(repr(plan).split())  # lines end where the terminal does
     assert "GFLOPs forward 35,184, with backward 105,553" in said
+    faded = nm.nnx.plan(nm.nnx.sparsify(model, nm.Recipe(((".*", "mdgf(2,4,linear(1,0,9))"),))), shape(2**20, 4096))
+    assert "GFLOPs at the sparsest step, forward 35,184 → 17,592" in " ".join(repr(faded).split())
     assert "16,781,312 parameters" in said
     assert math.prod(plan.layers[0].kernel) * 2**21 == plan.forward[0]

@@ -29,7 +29,7 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
     wanted = (
         f"no {names[0]}" if len(names) == 1 else f"none of {', '.join(map(str, names[:4]))}{', ...' * (len(names) > 4)}"
     )
-    looked = ", ".join(place for place, _ in places) + ("" if env else "; $NMJAX_DATA is not set")
+    looked = ", ".join(place for place, _ in places) + ("" if env else "; $NMJAX_DATA, a folder of data, is not set")
     raise Mistake(f"found {wanted} in {looked}." + (f" {how}" if how else ""))
 
 
