@@ -40,8 +40,9 @@ def carry_out(asked: "Asked", words: str) -> None:
     if mode == "eval" and not asked.workdir:
         raise Mistake("--mode=eval wants --workdir, the directory of a run.")
     sweeping = asked.sweep or asked.index is not None
-    if sweeping and (mode != "train" or asked.origin):
-        raise Mistake("--sweep trains: it goes without --mode and --from.")
+    planned = mode == "plan" and asked.index is not None
+    if sweeping and (mode != "train" and not planned or asked.origin):
+        raise Mistake("--sweep trains: it goes without --from, and without --mode but for --sweep_index=N --mode=plan.")
     if asked.sink:
         if mode != "train":
             raise Mistake(f"--sink is sent what a run writes while it trains: it goes without --mode={mode}.")
@@ -50,7 +51,8 @@ def carry_out(asked: "Asked", words: str) -> None:
         raise Mistake(f"--seeds_at_once={asked.at_once}: at least 1, and more of a --sweep that has no --sweep_index.")
     if asked.at_once > 1 and processes.count() > 1:
         raise Mistake(f"--seeds_at_once={asked.at_once} is for one process: it goes without --distributed.")
-    if asked.results and not (sweeping and Path(asked.results).parent.is_dir() and not Path(asked.results).is_dir()):
+    results = Path(asked.results) if asked.results else None
+    if results and (not sweeping or planned or not results.parent.is_dir() or results.is_dir()):
         raise Mistake(f"--results={asked.results} is a file, in a folder that is there, for the runs of a --sweep.")
     place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if processes.count() > 1:
@@ -72,7 +74,9 @@ def carry_out(asked: "Asked", words: str) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # or it is jax's own affair; "" is none
         jax.config.update("jax_compilation_cache_dir", str(cache()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    if not sweeping:
+    if planned:
+        config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
+    if not sweeping or planned:
         origin, alone = Path(asked.origin) if asked.origin else None, train.Run(asked.name, config, workdir)
         train.run([alone], task(config), mode, words, origin, sink=asked.sink)
         return
@@ -81,9 +85,8 @@ def carry_out(asked: "Asked", words: str) -> None:
         runs = [train.Run(member.name, member.config, workdir / member.name) for member in members]
         return train.run(runs, program.task, "train", words, program=program, sink=asked.sink)
 
-    make, results = lambda member: train.Program(member.config, task(member.config)), asked.results
-    found = sweep.members(config, asked.changes())
-    sweep.run(found, workdir, asked.index, asked.at_once, make, side_by_side, Path(results) if results else None)
+    make = lambda member: train.Program(member.config, task(member.config))
+    sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, asked.at_once, make, side_by_side, results)
 
 
 class Asked(NamedTuple):

@@ -48,6 +48,13 @@ def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
     return found
 
 
+def at(found: list[Member], index: int) -> Member:
+    """That of an index."""
+    if not 0 <= index < len(found):
+        raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
+    return found[index]
+
+
 def _set(config: ConfigDict, field: str, value) -> None:
     try:
         with config.unlocked():
@@ -64,8 +71,8 @@ def run(
     the program of a run, which serves the next one too if that differs in its seed alone, and ``train(members, program)``
     trains with it, and gives the signal that told it to stop when there was no step left. ``results`` is a file that is given
     a line for each of them too."""
-    if index is not None and not 0 <= index < len(found):
-        raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
+    if index is not None:
+        at(found, index)
     for member in found:
         if _done(workdir / member.name):
             same_config(workdir / member.name, member.config)

@@ -115,11 +115,16 @@ def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypat
     assert [line["outcome"] for line in results(tmp_path)] == ["finished"]
 
 
-def test_words_of_a_sweep(tmp_path):
+def test_words_of_a_sweep(tmp_path, capsys):
     words = page(tmp_path)
+    command.main([*words, "--sweep_index=3", "--mode=plan"], "")
+    assert "ste(soft(2,4))" in capsys.readouterr().out  # the page itself has ste(mse(2,4))
+    with pytest.raises(Mistake, match=r"--results=\S+ is a file, in a folder that is there, for the runs of a --sweep"):
+        command.main([*words, "--sweep_index=3", "--mode=plan", f"--results={tmp_path / 'a.jsonl'}"], "")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.py"]
     with pytest.raises(Mistake, match="--sweep_index=4: the sweep has 4 runs, from 0 to 3"):
         command.main([*words, "--sweep_index=4"], "")
-    with pytest.raises(Mistake, match="--sweep trains: it goes without --mode and --from"):
+    with pytest.raises(Mistake, match="--sweep trains: it goes without --from, and without --mode but"):
         command.main([*words, "--sweep", "--mode=plan"], "")
     for results in (["--sweep", "--results=nowhere/a.jsonl"], ["--sweep", "--results=tests"], ["--results=a.jsonl"]):
         with pytest.raises(
