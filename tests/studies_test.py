@@ -239,6 +239,14 @@ def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
     assert 0.5 < variance / error**2 < 2
 
 
+def test_batches_of_one_size_have_no_example_twice():
+    many = (jnp.arange(10), jnp.arange(20).reshape(10, 2))
+    found = dw.apart(many, 3)
+    np.testing.assert_array_equal([batch[0] for batch in found], np.arange(9).reshape(3, 3))
+    np.testing.assert_array_equal(found[2][1][:, 0], [12, 14, 16])
+    assert [len(dw.apart(many, n)) for n in (1, 5, 10)] == [4, 2, 1]
+
+
 def test_windows_are_cut_to_their_first_tokens(monkeypatch):
     monkeypatch.setitem(dw.MODELS, "gpt of 32 tokens", dw.Of("s_ste", 8, (3,)))
     changes = ("data.name=pydoc", "data.length=32", "model.depth=1", "batch=4")

@@ -3,7 +3,7 @@
     python -m experiments.studies dw
 
 A network is trained dense for some steps. Then, of batches of one sequence or picture to hundreds, of whole sequences and of
-their beginnings, each layer's dw is computed with whole gradients of its outputs and with pruned ones. The error of one draw,
+their beginnings, the mean over some batches, each layer's dw is computed with whole gradients of its outputs and with pruned ones. The error of one draw,
 ||dw' - dw|| / ||dw||, is the root of its squared bias and its variance; the mean over the layers is told. A pruner of least squared
 error is biased by as much however long the sum; of an unbiased one the errors of the summands average out, once what they are errors
 of does not.
@@ -42,6 +42,7 @@ MODELS = {
 }
 AFTER = 100  # steps
 DRAWS = 4
+APART = 4  # batches of one size, of other examples each, as far as there are so many
 CASES = [{"model": model, "seed": seed} for model in MODELS for seed in range(3)]
 
 
@@ -93,13 +94,19 @@ def of_one_draw(errors: list[nm.metrics.Error], drawn: bool, draws: int = DRAWS)
     return float(np.mean(np.sqrt(np.maximum(squared, 0)))), float(np.mean(variances))
 
 
+def apart(many, n: int) -> list:
+    """Batches of n examples, none of which is in two."""
+    there = len(jax.tree.leaves(many)[0])
+    return [jax.tree.map(lambda v, i=i: v[i : i + n], many) for i in range(0, there - n + 1, n)][:APART]
+
+
 def run(model: str, seed: int) -> tuple[dict, list[str]]:
     program, found, _ = prepared(model)
     state, many = trained(model, seed)
     of = MODELS[model]
     rows: dict[str, list] = {"tokens": [count * of.tokens for count in of.batches]}
     for pruner in PRUNERS:
-        each = [errors(found, state, jax.tree.map(lambda v, n=n: v[:n], many), pruner) for n in of.batches]
+        each = [np.mean([errors(found, state, batch, pruner) for batch in apart(many, n)], 0) for n in of.batches]
         rows[pruner] = [float(f"{error:.4g}") for error, _ in each]
         rows[f"variance of {pruner}"] = [float(f"{variance:.4g}") for _, variance in each]
     return rows, program.task.notes
