@@ -22,6 +22,13 @@ def stand_in(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
+HEARS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # which what tests were begun with in the background ignores
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_path):
     stand_in(tmp_path, "ssh", 'shift; exec bash -c "$*"')
     words = [
@@ -34,9 +41,8 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PORT": str(free())}
     env |= {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
-        [PAGES / "ssh.sh", "localhost", "127.0.0.1", "--", *words], env=os.environ | env, cwd=command.ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+        [sys.executable, "-c", HEARS, PAGES / "ssh.sh", "localhost", "127.0.0.1", "--", *words], env=os.environ | env,
+        cwd=command.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         head = []

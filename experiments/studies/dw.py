@@ -3,10 +3,10 @@
     python -m experiments.studies dw
 
 A network is trained dense for some steps. Then, of batches of one sequence or picture to hundreds, of whole sequences and of
-their beginnings, the mean over some batches, each layer's dw is computed with whole gradients of its outputs and with pruned ones. The error of one draw,
-||dw' - dw|| / ||dw||, is the root of its squared bias and its variance; the mean over the layers is told. A pruner of least squared
-error is biased by as much however long the sum; of an unbiased one the errors of the summands average out, once what they are errors
-of does not.
+their beginnings, each layer's dw is computed with whole gradients of its outputs and with pruned ones. The error of one draw,
+||dw' - dw|| / ||dw||, is the root of its squared bias and its variance; the mean over the layers, and over batches that have no
+example in common, is told. A pruner of least squared error is biased by as much however long the sum; of an unbiased one the errors
+of the summands average out, once what they are errors of does not.
 """
 
 import functools
