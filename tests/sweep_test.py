@@ -115,7 +115,8 @@ def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypat
     assert [line["outcome"] for line in results(tmp_path)] == ["finished"]
 
 
-def test_words_of_a_sweep(tmp_path, capsys):
+def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # narrower tables fold words
     words = page(tmp_path)
     command.main([*words, "--sweep_index=3", "--mode=plan"], "")
     assert "ste(soft(2,4))" in capsys.readouterr().out  # the page itself has ste(mse(2,4))
