@@ -184,9 +184,8 @@ class Plan:
         pruned = sum(bool(layer.slots) for layer in self.layers)
         lines = [f"{self.parameters:,} parameters, {pruned} of {len(self.layers)} layers pruned"]
         if self.forward[0]:
-            at = (
-                " at the sparsest step," if self.over(1)[1] != self.training[1] else ""
-            )  # the first one is not as sparse
+            changes = self.over(1)[1] != self.training[1]  # the first step is not as sparse
+            at = " at the sparsest step," if changes else ""
             lines[0] += f"; GFLOPs{at} forward {_change(*self.forward)}, with backward {_change(*self.training)}"
             if self.elsewhere:
                 lines.append(f"Products of no layer, as in attention: {_giga(self.elsewhere)} GFLOPs forward")

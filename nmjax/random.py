@@ -45,8 +45,8 @@ def words(key) -> jax.Array:
     if getattr(key, "dtype", None) == jnp.uint32 and key.shape == (2,):
         return jnp.asarray(key)
     got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
-    scalar = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jnp.integer) and not key.shape
-    hint = " Of a seed that is an array, or traced: jax.random.key(seed)." if scalar else ""
+    seed = isinstance(key, (jax.Array, np.ndarray)) and not key.ndim and jnp.issubdtype(key.dtype, jnp.integer)
+    hint = " Of a seed that is an array, or traced: jax.random.key(seed)." if seed else ""
     raise TypeError(f"key must be a jax.random.key, an int seed or two uint32 words, got {got}.{hint}")
 
 
