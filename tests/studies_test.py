@@ -325,6 +325,19 @@ def test_what_is_there_is_not_looked_into_again(tmp_path, monkeypatch, capsys):
     assert "takes one of descent, dw, noise." in capsys.readouterr().err
 
 
+def test_dense_runs_of_as_many_flops_are_of_the_same_seed(tmp_path):
+    """By hand: at 0.75 the line of seed 0 is at 75, that of seed 1 at 60; seed 2 has none; above it are 10 and 15 points."""
+    method, page = "fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)", "experiments/studies/composed.py:vit_cpu"
+    lines = [line("dense", seed, dense, page, flops=[2, 2]) for seed, dense in enumerate((0.9, 0.8, 0.7))]
+    lines += [line(method, seed, found, page, flops=[2, 1.5]) for seed, found in enumerate((0.85, 0.75, 0.1))]
+    written(tmp_path, *lines, name="composed_vit_cpu")
+    runs = ((600, 0, 0.9), (600, 1, 0.8), (300, 1, 0.4), (300, 0, 0.6))
+    page = "experiments/studies/shorter.py:vit_cpu"
+    lines = [line(steps, seed, found, page, "steps", steps=steps) for steps, seed, found in runs]
+    text, _ = reproduce.block("composed_vit_cpu", written(tmp_path, *lines, name="shorter_vit_cpu"))
+    assert "| 0.750 | +12.50 ± 2.50 | 3 of 3 |" in text
+
+
 def test_a_frontier_joins_what_nothing_beats(tmp_path):
     """By hand: half of the steps cost half, and lose 30 points."""
     names = ["dense", "fwd_rhs=ste(soft(2,4))", "fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)"]
