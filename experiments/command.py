@@ -17,8 +17,10 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import processes, record, sinks, sweep
+from experiments import sweep
 from experiments.errors import Mistake
+from experiments.scale import processes, sinks
+from experiments.training import record
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = ("image", "text")
@@ -66,7 +68,7 @@ def carry_out(asked: "Asked", words: str) -> None:
         task = importlib.import_module(f"experiments.{config.experiment}").Task
         import jax
 
-        from experiments import train  # with all of JAX, which a mistake above does without
+        from experiments.training import loop as train  # with all of JAX, which a mistake above does without
     except ModuleNotFoundError as error:
         raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
 

@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments import command, record, sweep
+from experiments import command, sweep
 from experiments.errors import Mistake
-from experiments.record import replace
+from experiments.files import replace
 from experiments.report import compare, dots
 from experiments.report.runs import Run
 from experiments.report.words import duration
 from experiments.studies import __main__ as looks
+from experiments.training import record
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from experiments import processes
-from experiments.checkpoints import Checkpoints
 from experiments.errors import Diverged, Failed, Mistake, Stopped
-from experiments.record import append, digest, fields, finished, lines as lines_of, replace, same_config
+from experiments.files import append, lines as lines_of, replace
+from experiments.scale import processes
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.record import digest, fields, finished, same_config
 
 
 class Member(NamedTuple):

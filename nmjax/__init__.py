@@ -5,34 +5,18 @@
 Array([ 0.,  0.,  3., -4.], dtype=float32)
 """
 
-from nmjax import (
-    flops as flops,
-    groups as groups,
-    kernels as kernels,
-    linen as linen,
-    methods as methods,
-    metrics as metrics,
-    models as models,
-    nnx as nnx,
-    optim as optim,
-    random as random,
-)
-from nmjax.combinators import (
-    chain as chain,
-    hold as hold,
-    permute as permute,
-    raw as raw,
-    rescale as rescale,
-    stages as stages,
-)
-from nmjax.estimators import decay as decay, sr_ste as sr_ste, ste as ste
-from nmjax.float8 import fp8 as fp8
-from nmjax.packing import Packed as Packed, pack as pack, unpack as unpack
-from nmjax.products import (
+from nmjax import kernels as kernels, linen as linen, models as models, nnx as nnx, optim as optim
+from nmjax.analysis import flops as flops, metrics as metrics
+from nmjax.core import groups as groups, random as random
+from nmjax.core.context import Ctx as Ctx
+from nmjax.core.pruner import Grouped as Grouped, Pruner as Pruner
+from nmjax.kernels.format import Packed as Packed, pack as pack, unpack as unpack
+from nmjax.products.rule import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,
     einsum as einsum,
 )
+from nmjax.products.sparsity import Sparsity as Sparsity, prune as prune
 from nmjax.pruners import (
     identity as identity,
     mse as mse,
@@ -42,8 +26,17 @@ from nmjax.pruners import (
     transposable as transposable,
     uniform as uniform,
 )
-from nmjax.recipes import Recipe as Recipe
-from nmjax.schedules import (
+from nmjax.pruners.combinators import (
+    chain as chain,
+    hold as hold,
+    permute as permute,
+    raw as raw,
+    rescale as rescale,
+    stages as stages,
+)
+from nmjax.pruners.estimators import decay as decay, sr_ste as sr_ste, ste as ste
+from nmjax.pruners.float8 import fp8 as fp8
+from nmjax.pruners.schedules import (
     constant as constant,
     cosine as cosine,
     exponential as exponential,
@@ -51,8 +44,8 @@ from nmjax.schedules import (
     optax_schedule as optax_schedule,
     stairs as stairs,
 )
-from nmjax.sparsity import Sparsity as Sparsity, prune as prune
-from nmjax.spec import parse as parse, parse_pruner as parse_pruner
-from nmjax.typing import Ctx as Ctx, Grouped as Grouped, Pruner as Pruner
+from nmjax.recipes import methods as methods
+from nmjax.recipes.table import Recipe as Recipe
+from nmjax.recipes.text import parse as parse, parse_pruner as parse_pruner
 
 __version__ = "0.1.0"

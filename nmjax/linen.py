@@ -29,11 +29,13 @@ import jax.numpy as jnp
 from flax import linen as nn, struct
 from flax.core import meta
 
-from nmjax import groups, ops, products, random, sites
+from nmjax.core import groups, random
+from nmjax.core.context import Ctx
+from nmjax.core.value import Value
+from nmjax.products import operations as ops, rule as products, sites
+from nmjax.products.sparsity import Operand, Sparsity
 from nmjax.pruners import identity
-from nmjax.recipes import Recipe
-from nmjax.sparsity import Operand, Sparsity
-from nmjax.typing import Ctx, Value
+from nmjax.recipes.table import Recipe
 
 _GOES = (
     "'nm' goes wherever 'params' goes: model.apply({'params': params, 'nm': variables['nm']}, x), and in nn.scan and nn.vmap "

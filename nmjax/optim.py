@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from nmjax.typing import Schedule
+from nmjax.pruners.schedules import Schedule
 
 
 def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs:

@@ -14,7 +14,8 @@ from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import nmjax as nm
-from nmjax import linen, sites
+from nmjax import linen
+from nmjax.products import sites
 
 
 def whole(seed, *shape, most=3):

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from experiments import command
 from experiments.bench.collectives import KINDS, Collective, collectives
 from experiments.bench.measure import markdown
-from experiments.checkpoints import Checkpoints
 from experiments.errors import Mistake
-from experiments.program import Program
-from experiments.shards import CUT
+from experiments.scale.shards import CUT
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.program import Program
 
 PAGES = ["configs/vit_sste.py"]
 COUNTS = (1, 2, 4, 8)
@@ -254,7 +254,7 @@ def restart(page: str, data: str, cache: str) -> float:
 
 def start(page: str, began: str, *words: str) -> list[float]:
     """What a start does, one thing after another, in a process that began at that time."""
-    importlib.import_module("experiments.train")  # as launch.py does
+    importlib.import_module("experiments.training.loop")  # as launch.py does
     config = command.read(["launch.py", f"--config={page}", *words]).config
     make = importlib.import_module(f"experiments.{config.experiment}").Task
     times, last = dict.fromkeys(PARTS, 0.0), float(began)

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from experiments import command, settings
+from experiments import command
 from experiments.bench.measure import markdown
 from experiments.errors import Mistake
-from experiments.program import Program
+from experiments.training import settings
+from experiments.training.program import Program
 
 PAGES = ["configs/vit_sste.py", "configs/resnet_24.py", "configs/gpt_sste.py"]
 STEPS = 5  # of each in turn

@@ -11,8 +11,8 @@ from jax import lax
 
 import nmjax as nm
 from experiments.bench.measure import best_times, in_copies, markdown
-from nmjax import groups
-from nmjax.pruners.mvue import _unrolled, _whole
+from nmjax.core import groups
+from nmjax.pruners.unbiased import _unrolled, _whole
 
 # ---- how other libraries do it ----
 

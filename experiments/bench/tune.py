@@ -22,10 +22,10 @@ from jax import lax
 
 from experiments.bench.measure import compiled, in_turn, markdown, speedup
 from nmjax.kernels import api, hopper, tuning
+from nmjax.kernels.format import Packed
 from nmjax.kernels.targets import Target, target
 from nmjax.kernels.tuning import Config, Shape
 from nmjax.models import gpt, vit
-from nmjax.packing import Packed
 
 MODELS = {
     "ViT-B": vit.SIZES["B"],

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from experiments.errors import Mistake
-from nmjax.random import mix
+from nmjax.core.random import mix
 
 _U32 = np.uint32
 _ROUNDS = 16

@@ -19,7 +19,7 @@ from jax import lax
 from experiments.data import cache
 from experiments.data.find import find
 from experiments.errors import Mistake
-from nmjax.random import bits
+from nmjax.core.random import bits
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ mask_m; samples (uint8, k x H x W x C), labels and predictions (int), confidence
 
 from pathlib import Path
 
-from experiments.record import replace
+from experiments.files import replace
 from experiments.report.page import render
 from experiments.report.runs import Run, read
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from experiments.errors import Mistake
-from experiments.record import replace
+from experiments.files import replace
 from experiments.report import compare, write
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import jax
 
-from experiments import record, sweep
+from experiments import files, sweep
 from experiments.errors import Mistake
+from experiments.training import record
 
 NAMES = ("descent", "dw", "noise")
 RESULTS = Path(__file__).parent.parent / "results"
@@ -34,7 +35,7 @@ def add(name: str, results: Path = RESULTS) -> None:
     """Run the cases of a study that its file of results has not, and append each as it ends."""
     study = importlib.import_module(f"experiments.studies.{name}")
     path = results / f"{name}_{'cpu' if jax.default_backend() == 'cpu' else 'gpu'}.jsonl"
-    held = {line["run"] for line in record.lines(path) if line.get("format") == sweep.FORMAT}
+    held = {line["run"] for line in files.lines(path) if line.get("format") == sweep.FORMAT}
     for case in study.CASES:
         if (run := ",".join(f"{field}={value}" for field, value in case.items())) not in held:
             began = record.now()
@@ -44,7 +45,7 @@ def add(name: str, results: Path = RESULTS) -> None:
             line |= {"began": began, "ended": record.now()}
             line |= {"command": command(name), "versions": record.versions(), "git": record.git(), "notes": notes}
             line["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-            record.append(path, lambda there, line=line: [line])
+            files.append(path, lambda there, line=line: [line])
             print(f"{run}: {study.told(line)}", flush=True)
 
 

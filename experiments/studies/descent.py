@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 
 import nmjax as nm
-from experiments.program import Program
 from experiments.report import curves as cv
 from experiments.report.words import percent
 from experiments.studies import looking
+from experiments.training.program import Program
 
 METHODS = ("dense", "ste(2,4)", "sr_ste(2,4,lam=2e-4)", "s_ste(gradient='dense')")
 MASKS = nm.Recipe(((r"blocks/.*/mlp/.*", "ste(2,4)"), (r".*", "dense")))  # of all methods, and of dense weights too

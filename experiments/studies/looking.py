@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments import command
-from experiments.program import Program
+from experiments.training.program import Program
 
 
 def config(page: str, *changes: str):

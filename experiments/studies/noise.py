@@ -13,9 +13,9 @@ import optax
 from flax import nnx
 
 import nmjax as nm
-from experiments.program import Program
 from experiments.report import curves as cv
 from experiments.studies import looking, pgf
+from experiments.training.program import Program
 
 METHODS = ["dense", *(m for m in pgf.published("cpu") if "(1,16" in m and "stepwise" not in m)]
 NAMES = (

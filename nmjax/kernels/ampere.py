@@ -14,12 +14,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from nmjax import versions
+from nmjax.core import versions
+from nmjax.core.value import Value
 from nmjax.kernels import emulation, instructions
+from nmjax.kernels.format import Packed
 from nmjax.kernels.instructions import swizzled
 from nmjax.kernels.targets import result
-from nmjax.packing import Packed
-from nmjax.typing import Value
 
 SHARED = 99 * 1024  # bytes a thread block may have: of sm_86 and sm_89, which have least
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from nmjax import random, versions
+from nmjax.core import random, versions
+from nmjax.core.pruner import Pruner
 from nmjax.kernels import ampere, compress as packing_kernels, copies as float8_kernels, hopper, tuning
 from nmjax.kernels.copies import Copy
+from nmjax.kernels.format import Packed, unpack
 from nmjax.kernels.targets import Target, as_varying, target, varying
 from nmjax.kernels.tuning import Shape
-from nmjax.packing import Packed, unpack
 from nmjax.pruners import identity, mse, mvue, soft
-from nmjax.typing import Pruner
 
 
 def spmm(
@@ -27,7 +27,7 @@ def spmm(
 ) -> jax.Array:  # fmt: skip
     """`nmjax.kernels.spmm`.
 
-    >>> from nmjax.packing import pack
+    >>> from nmjax.kernels.format import pack
     >>> spmm(pack(jnp.array([[0., 5., 0., 7.]])), jnp.eye(4))
     Array([[0., 5., 0., 7.]], dtype=float32)
     """

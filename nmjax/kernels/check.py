@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nmjax.core.context import Ctx
 from nmjax.kernels import api
 from nmjax.kernels.copies import Copy
+from nmjax.kernels.format import Packed, pack
 from nmjax.kernels.targets import Target
-from nmjax.packing import Packed, pack
 from nmjax.pruners import mse, mvue
-from nmjax.typing import Ctx
 
 
 @lru_cache

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nmjax import random, versions
+from nmjax.core import random, versions
+from nmjax.core.pruner import Pruner
+from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.targets import result
-from nmjax.packing import Packed, two_of_four
 from nmjax.pruners import identity
-from nmjax.typing import Pruner
 
 BLOCK = 64
 

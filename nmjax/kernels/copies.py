@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nmjax import float8
+from nmjax.core.pruner import Pruner
 from nmjax.kernels.compress import call, members_of, pairs, uniform
-from nmjax.packing import Packed, two_of_four
-from nmjax.pruners import identity, mvue, soft
-from nmjax.typing import Pruner
+from nmjax.kernels.format import Packed, two_of_four
+from nmjax.pruners import float8, identity, mvue, soft
 
 ROWS, COLUMNS = 128, 64
 _FOUR = tuple(range(4))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from nmjax.packing import Packed, unpack
+from nmjax.kernels.format import Packed, unpack
 
 
 def product(

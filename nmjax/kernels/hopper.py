@@ -19,12 +19,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from nmjax import versions
+from nmjax.core import versions
+from nmjax.core.value import Value
 from nmjax.kernels import emulation, instructions
+from nmjax.kernels.format import Packed
 from nmjax.kernels.instructions import swizzled
 from nmjax.kernels.targets import result
-from nmjax.packing import Packed
-from nmjax.typing import Value
 
 _ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 a register: in pairs, LLVM makes ptxas serialise the instructions
 SHARED = 227 * 1024  # bytes a thread block may have

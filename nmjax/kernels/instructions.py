@@ -3,7 +3,7 @@
 Hopper's ``wgmma.mma_async.sp`` multiplies 64 rows of packed A by up to 256 columns of B, of 32 k for 16-bit values and 64 k
 for 8-bit ones: 32 bytes of a row of A and 64 of B either way, so that descriptors, swizzles and strides are the same. A
 and B come from shared memory, of 16-bit values in either order, of 8-bit ones along k alone. The accumulator lies in the
-registers of the 128 threads of a warpgroup, which also hand over one word of positions each (`nmjax.packing`).
+registers of the 128 threads of a warpgroup, which also hand over one word of positions each (`nmjax.kernels.format`).
 
 Ampere's ``mma.sp`` does 16 x 8 x 32 out of the registers of a warp, with the same words.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from nmjax.typing import Value
+from nmjax.core.value import Value
 
 BACKENDS = ("auto", "xla", "pallas", "interpret")
 """What computes products of 2:4 operands: kernels where they are expected to win, XLA's dense products always, kernels

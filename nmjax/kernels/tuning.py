@@ -14,10 +14,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from nmjax import versions
+from nmjax.core import versions
+from nmjax.core.value import Value
 from nmjax.kernels import ampere, hopper
 from nmjax.kernels.targets import Target
-from nmjax.typing import Value
 
 SHIPPED = Path(__file__).parent / "tables"
 

@@ -9,9 +9,14 @@ Time is data. `set_step` is the only writer of time and state. The noise of a st
 the stack, step, micro-step, slot), whatever came before.
 """
 
-from nmjax.nnx.delivery import reseed as reseed, reset_state as reset_state, set_step as set_step, sparsify as sparsify
+from nmjax.nnx.delivery import (
+    reseed as reseed,
+    reset_state as reset_state,
+    set_step as set_step,
+    sparsify as sparsify,
+)
+from nmjax.nnx.hardening import harden as harden, masks as masks, patterns as patterns, scales as scales
 from nmjax.nnx.measures import gradient_errors as gradient_errors, weights as weights
-from nmjax.nnx.packs import pack as pack, packed as packed
-from nmjax.nnx.plan import plan as plan
-from nmjax.nnx.site import NM as NM, Site as Site
-from nmjax.nnx.weights import harden as harden, masks as masks, patterns as patterns, scales as scales
+from nmjax.nnx.packing import pack as pack, packed as packed
+from nmjax.nnx.planning import plan as plan
+from nmjax.nnx.variables import NM as NM, Site as Site

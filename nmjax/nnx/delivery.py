@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from flax import errors, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nmjax import random, sites
-from nmjax.nnx.layers import Layer, layers, over
-from nmjax.nnx.site import NM, Site, in_rank, write
-from nmjax.products import refusals
+from nmjax.core import random
+from nmjax.core.context import Ctx
+from nmjax.nnx.doors import Layer, layers, over
+from nmjax.nnx.variables import NM, Site, in_rank, write
+from nmjax.products import sites
+from nmjax.products.rule import refusals
+from nmjax.products.sparsity import SLOTS, Operand, Sparsity
 from nmjax.pruners import identity
-from nmjax.recipes import Recipe
-from nmjax.sparsity import SLOTS, Operand, Sparsity
-from nmjax.typing import Ctx
+from nmjax.recipes.table import Recipe
 
 
 def sparsify(model, recipe: Recipe, seed=0, stack: int | tuple[int, ...] | None = None):

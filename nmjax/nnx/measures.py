@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from nmjax import groups, metrics
-from nmjax.metrics import Error
+from nmjax.analysis import metrics
+from nmjax.analysis.metrics import Error
+from nmjax.core import groups
 from nmjax.nnx.delivery import times
-from nmjax.nnx.layers import layers
-from nmjax.nnx.site import write
-from nmjax.nnx.weights import called
+from nmjax.nnx.doors import layers
+from nmjax.nnx.hardening import called
+from nmjax.nnx.variables import write
+from nmjax.products.sparsity import BACKWARD
 from nmjax.pruners import identity
-from nmjax.sparsity import BACKWARD
 
 
 class Weight(NamedTuple):

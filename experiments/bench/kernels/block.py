@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.kernels.times import Program, built, timed
-from nmjax import engines, ops
+from nmjax.products import operations as ops, routes as engines
 
 METHODS = {  # and the backend
     "dense bf16": ("dense", "auto"),

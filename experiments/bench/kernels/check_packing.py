@@ -11,11 +11,12 @@ import numpy as np
 import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.measure import compiled, in_short
-from nmjax import float8, random
+from nmjax.core import random
 from nmjax.kernels import api
 from nmjax.kernels.copies import Copy, growth
 from nmjax.kernels.targets import Target, target
-from nmjax.pruners.mvue import group_uniforms
+from nmjax.pruners import float8
+from nmjax.pruners.unbiased import group_uniforms
 
 KEY, ROUNDING, BETA = 3, 4, 1.25  # of draws, of roundings to FP8, and of the soft threshold
 

@@ -13,7 +13,7 @@ import numpy as np
 import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting, shown
 from experiments.bench.measure import compiled, in_short
-from nmjax import versions
+from nmjax.core import versions
 from nmjax.kernels import ampere, api, hopper, tuning
 from nmjax.kernels.targets import Target
 from nmjax.kernels.tuning import Shape

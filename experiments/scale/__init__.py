@@ -1,0 +1,1 @@
+"""Many devices and many processes: meshes, agreement between processes, signals, services that receive numbers."""

@@ -1,0 +1,344 @@
+"""Pruners out of pruners."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from nmjax.core import groups, random
+from nmjax.core.context import Ctx
+from nmjax.core.pruner import Pruner, Remembering, apart, check_inner, joined
+from nmjax.core.value import show
+from nmjax.pruners import identity, mse
+from nmjax.pruners.schedules import check_rows, row_at
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class chain(Pruner):
+    """One after another, each on what the one before it gave.
+
+    >>> chain(mse(2, 4), mse(1, 4))(jnp.array([1.0, -2.0, 3.1, -4.0]))
+    Array([ 0.,  0.,  0., -4.], dtype=float32)
+    """
+
+    pruners: tuple[Pruner, ...]
+
+    def __init__(self, *pruners: Pruner):
+        object.__setattr__(self, "pruners", pruners)
+        super().__post_init__()
+        check_inner(self, *self.pruners)
+
+    def __repr__(self) -> str:
+        return f"chain({','.join(map(show, self.pruners))})"
+
+    @property
+    def parts(self) -> tuple[Pruner, ...]:
+        return self.pruners
+
+    @property
+    def selects(self) -> bool:
+        return all(p.selects for p in self.parts)
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
+            x = p(x, axis, folded(part, i))
+        return x
+
+    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        kept = jnp.ones_like(x, bool)
+        for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
+            here = folded(part, i)
+            kept, x = kept & p.mask(x, axis, here), p(x, axis, here)
+        return kept
+
+    @property
+    def final(self) -> Pruner:
+        return chain(*(p.final for p in self.parts))
+
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()):
+        return self._through(x, axis, ctx._replace(state=None), lambda p, x, here: p.init(x, axis, here))
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()):
+        return self._through(x, axis, ctx, lambda p, x, here: p.refresh(x, axis, here))
+
+    def _through(self, x, axis, ctx, new_state):
+        """The parts' states, each made of what the part before it gives."""
+        states = []
+        for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
+            here = folded(part, i)
+            states.append(new_state(p, x, here))
+            x = p(x, axis, here._replace(state=states[-1]))
+        return joined(states)
+
+
+@dataclass(frozen=True, repr=False)
+class stages(Pruner):
+    """Rows (first step, pruner): the last row begun holds. Structure decay, dense phases, dense tails. What state a row
+    has is made anew at its first step.
+
+    Between magnitude pruners of one m only n changes, and is traced; else `lax.switch` chooses.
+
+    >>> stages(((0, identity), (100, mse(3, 4)), (200, mse(2, 4))))(jnp.arange(1., 5.), ctx=Ctx(step=150))
+    Array([0., 2., 3., 4.], dtype=float32)
+    """
+
+    rows: tuple[tuple[int, Pruner], ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_rows(self, self.rows)
+        check_inner(self, *self.parts, ruled=True)
+
+    @property
+    def parts(self) -> tuple[Pruner, ...]:
+        return tuple(p for _, p in self.rows)
+
+    @property
+    def selects(self) -> bool:
+        return all(p.selects for p in self.parts)
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        if self._one_m():
+            return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
+        return self._switch(ctx, lambda p, part: p(x, axis, part))
+
+    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        if m := self._one_m():
+            ns = jnp.array([p.n if isinstance(p, mse) else m for p in self.parts], jnp.int32)
+            return groups.top(x, axis, ns[row_at(self.rows, ctx.step)], m)
+        return self._switch(ctx, lambda p, part: p.mask(x, axis, part))
+
+    def _one_m(self) -> int | None:
+        """The m that all rows share, where they differ in n alone."""
+        ms = {p.m for p in self.parts if type(p) is mse}
+        return ms.pop() if len(ms) == 1 and all(type(p) is mse or p == identity for p in self.parts) else None
+
+    def _switch(self, ctx, call):
+        branch = lambda i, p: lambda dynamic: call(p, Ctx(*dynamic[i], ctx.axes))
+        branches = [branch(i, p) for i, p in enumerate(self.parts)]
+        return lax.switch(row_at(self.rows, ctx.step), branches, [part[:3] for part in apart(self, ctx)])
+
+    @property
+    def timed(self) -> bool:
+        return True
+
+    @property
+    def pattern(self) -> None:
+        return None  # which depends on the step
+
+    @property
+    def final(self) -> Pruner:
+        return self.parts[-1].final
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()):
+        contexts = apart(self, ctx)
+        return joined(_begun(start, p, x, axis, part) for (start, p), part in zip(self.rows, contexts, strict=True))
+
+    def final_state(self, state):
+        return self.parts[-1].final_state(apart(self, Ctx(state=state))[-1].state)
+
+
+@dataclass(frozen=True, repr=False)
+class rescale(Pruner):
+    """Multiply what is kept so that the L1 norm is what it was: the feature maps' (SDGP), or every group's.
+
+    McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774): prune across
+    channels, then for each sample and channel multiply by ||x||_1 / ||pruned||_1 over space, in float32.
+
+    >>> rescale(mse(2, 4), over="group")(jnp.array([1., 2., 3., 4.]))
+    Array([0.      , 0.      , 4.285714, 5.714286], dtype=float32)
+    """
+
+    p: Pruner
+    over: str = "spatial"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_inner(self, self.p)
+        if self.over not in ("spatial", "group"):
+            raise ValueError(f"{self}: over is 'spatial' or 'group'.")
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        y, axis = self.p(x, axis, ctx), groups.position(x.ndim, axis)
+        if self.over == "group":
+            view, over = partial(groups.split, axis=axis, m=self.block), (axis + 1,)
+        else:
+            view, over = (lambda v: v), ctx.located(x.ndim, axis).space
+            if not over:
+                raise ValueError(
+                    f"{self} rescales over space, and an array of shape {x.shape} pruned along axis {axis} has none. Write over='group'."
+                )
+        norm = lambda v: jnp.sum(jnp.abs(groups.wide(view(v))), over, keepdims=True)
+        kept = norm(y)
+        ratio = jnp.where(kept == 0, 1.0, norm(x) / jnp.where(kept == 0, 1.0, kept))
+        y = groups.wide(view(y))
+        return groups.rounded(jnp.where(y == 0, y, y * ratio).reshape(x.shape), x.dtype)  # dropped stays dropped
+
+    @property
+    def final(self) -> Pruner:
+        return rescale(self.p.final, self.over)
+
+
+@dataclass(frozen=True, repr=False)
+class hold(Remembering):
+    """Keep a mask for ``every`` steps, or for ever. The mask is state: `init` makes it, `refresh` renews it.
+
+    >>> p = hold(mse(2, 4), every=40)
+    >>> p(jnp.array([9., 1., 1., 9.]), ctx=Ctx(state=p.init(jnp.arange(4.))))
+    Array([0., 0., 1., 9.], dtype=float32)
+    """
+
+    p: Pruner
+    every: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_inner(self, self.p)
+        _check_every(self)
+        if not self.p.selects:
+            raise ValueError(
+                f"{self} holds a mask, but {self.p} does not only keep or drop. Hold what selects, as in chain(hold(mse(2,4)),...)."
+            )
+
+    @property
+    def selects(self) -> bool:
+        return True
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
+
+    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        kept = _state(self, ctx)
+        if getattr(kept, "shape", None) != x.shape:
+            raise ValueError(
+                f"{self} holds a mask of shape {getattr(kept, 'shape', None)}, and was given an array of shape {x.shape}."
+            )
+        return kept
+
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return self.p.mask(x, axis, ctx._replace(state=self.p.init(x, axis, ctx)))
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return _renewed(self, ctx, lambda: self.init(x, axis, ctx._replace(state=None)))
+
+    @property
+    def stochastic(self) -> bool:
+        return False
+
+    @property
+    def final(self) -> Pruner:
+        return hold(self.p)
+
+
+@dataclass(frozen=True, repr=False)
+class permute(Remembering):
+    """Prune in a permuted order of the axis, renewed every ``every`` steps: the one of ``draws`` random ones that keeps
+    most non-zeros. Bi-Mask's backward mask (Zhang et al., arXiv 2302.06058): with p applied to an already pruned weight,
+    the fewest of its values are lost. The permutation is state; those tried are a function of the step alone.
+    """
+
+    p: Pruner
+    every: int | None = 100
+    draws: int = 100
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_inner(self, self.p)
+        _check_every(self)
+        if self.draws < 1:
+            raise ValueError(f"{self}: draws must be at least 1.")
+        if self.p.stochastic or self.p.remembers:
+            raise ValueError(f"{self} tries one order after another, so it takes a pruner without noise or state.")
+
+    @property
+    def selects(self) -> bool:
+        return self.p.selects
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return self._permuted(x, axis, ctx, self.p)
+
+    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return self._permuted(x, axis, ctx, self.p.mask)
+
+    def _permuted(self, x, axis, ctx, call):
+        order = _state(self, ctx)
+        if getattr(order, "shape", None) != (x.shape[axis],):
+            held = getattr(order, "shape", order)
+            raise ValueError(f"{self} holds an order of shape {held}, and axis {axis} of {x.shape} has other values.")
+        return jnp.take(call(jnp.take(x, order, axis), axis, ctx._replace(state=None)), jnp.argsort(order), axis)
+
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        size = x.shape[axis]
+        words = random.fold(random.words(0), ctx.step)
+        orders = jnp.argsort(random.bits(words, random.counter((self.draws, size))), axis=1)
+        left = lambda order: jnp.sum(self.p(jnp.take(x, order, axis), axis) != 0, dtype=jnp.int32)
+        return orders[jnp.argmax(lax.map(left, orders))]
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return _renewed(self, ctx, lambda: self.init(x, axis, ctx._replace(state=None)))
+
+    @property
+    def pattern(self) -> None:
+        return None  # but in an order of its own
+
+    @property
+    def final(self) -> Pruner:
+        return permute(self.p.final, None, self.draws)
+
+
+@dataclass(frozen=True, repr=False)
+class raw(Pruner):
+    """In a backward slot of an operand: prune the operand itself, not the value that the forward product made of it."""
+
+    p: Pruner
+    outermost = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_inner(self, self.p)
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return self.p(x, axis, ctx)
+
+    @property
+    def final(self) -> Pruner:
+        return raw(self.p.final)
+
+
+def folded(ctx, i):
+    """A stream of noise of its own for every part."""
+    return ctx if ctx.key is None else ctx._replace(key=random.fold(random.words(ctx.key), i))
+
+
+def _check_every(owner):
+    if owner.every is not None and (type(owner.every) is not int or owner.every < 1):
+        raise ValueError(f"{owner}: every is a number of steps, or None for ever.")
+
+
+def _state(owner, ctx):
+    if ctx.state is None:
+        raise ValueError(
+            f"{owner} keeps state between steps and was given none: pass what its init(x, axis) makes as state."
+        )
+    return ctx.state
+
+
+def _begun(start, p, x, axis, ctx):
+    """The state of a row of stages: from its first step on, of the values that it finds there."""
+    if not p.remembers:
+        return None
+    here = p.refresh(x, axis, ctx)
+    fresh = lambda: p.init(x, axis, ctx._replace(state=None))
+    return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: here) if start else here
+
+
+def _renewed(owner, ctx, new):
+    if owner.every is None:
+        return _state(owner, ctx)
+    old = jnp.asarray(_state(owner, ctx))
+    return lax.cond(
+        jnp.asarray(ctx.step) % np.int32(owner.every) == 0, lambda: jnp.asarray(new(), old.dtype), lambda: old
+    )

@@ -1,0 +1,1 @@
+"""Published methods, their text, and the table of rules that gives each layer its own."""

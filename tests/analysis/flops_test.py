@@ -1,0 +1,368 @@
+"""What products cost, in closed forms and in a paper's table."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, PartitionSpec as P
+
+import nmjax as nm
+from nmjax.analysis.flops import counted, effective, flops, kept, over
+from nmjax.products.operations import as_conv, as_dot
+from nmjax.products.sparsity import Operand, pruned, slot_ctx
+from nmjax.recipes.text import METHODS
+from tests.networks import GPT, Block
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def of(f, *shapes, mark="layer_"):
+    """FLOPs of a function, by name."""
+    found = {}
+    for name, cost in counted(jax.make_jaxpr(f)(*shapes).jaxpr, mark):
+        found[name] = found.get(name, 0) + cost
+    return found
+
+
+# ---- a paper's table ----
+
+
+class Encoder(nnx.Module):
+    """ViT's blocks (Dosovitskiy et al. 2021), in a list or in a stack; by default the Base of 12."""
+
+    def __init__(self, width=768, hidden=3072, heads=12, depth=12, *, stacked=False, rngs):
+        make = lambda rngs: Block(width, hidden, heads, rngs=rngs)
+        self.blocks = nnx.vmap(make)(rngs.split(depth)) if stacked else nnx.List([make(rngs) for _ in range(depth)])
+
+    def __call__(self, x):
+        if isinstance(self.blocks, Block):
+            return nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def planned(text, **options):
+    model = nnx.eval_shape(lambda: Encoder(rngs=nnx.Rngs(0), **options))
+    nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*mlp/.*", text),)))
+    return nm.nnx.plan(model, shape(1, 196, 768))
+
+
+# GFLOPs of ViT-B, 196 tokens, n:m in the feed-forward layers: Bambhaniya et al. (arXiv 2402.04744). For 1:32 the paper
+# prints 13.20; 2 * 196 * 768 * 12 * (4 * 768 + 2 * 196 + 2 * 3072 / 32) is 13.208 G.
+VIT = {"ste(2,4)": 23.61, "ste(1,4)": 18.06, "ste(1,8)": 15.29, "ste(1,16)": 13.90, "ste(1,32)": 13.21, "ste(1,128)": 12.69}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["dense", *VIT])
+def test_vit_costs_what_the_paper_says(text):
+    plan = planned(text, stacked=True)
+    dense, left = plan.forward
+    assert round(dense / 1e9, 2) == 34.71
+    assert round(left / 1e9, 2) == VIT.get(text, 34.71)
+    share = kept(nm.parse(text).fwd_rhs)
+    assert left == 2 * 196 * 768 * 12 * (4 * 768 + 2 * 196 + 2 * 3072 * share)
+    assert plan.elsewhere == 2 * 196 * 768 * 12 * 2 * 196  # logits and what attends
+    assert plan.training == (3 * dense, 3 * dense - (dense - left))  # a mask along inputs saves nothing in dx and dw
+
+
+def test_a_list_of_blocks_costs_what_their_stack_does():
+    listed, stacked = planned("ste(2,4)"), planned("ste(2,4)", stacked=True)
+    assert (listed.forward, listed.elsewhere) == (stacked.forward, stacked.elsewhere)
+    assert (len(listed.layers), len(stacked.layers)) == (72, 6)
+    for layer in stacked.layers:
+        own = [of.flops for of in listed.layers if of.path.endswith(layer.path.removeprefix("blocks"))]
+        assert layer.flops == sum(own)
+        assert len(own) == 12
+
+
+def test_gpt_scanned_and_rematted():
+    """Width 32, hidden 64, vocabulary 64, 16 tokens, three blocks, two texts."""
+    model = nnx.eval_shape(lambda: GPT(rngs=nnx.Rngs(0)))
+    plan = nm.nnx.plan(model, shape(2, 16, dtype=jnp.int32))
+    tokens = 2 * 16
+    assert plan.elsewhere == 2 * tokens * 3 * 2 * 16 * 32
+    assert plan.forward[0] - plan.elsewhere == 2 * tokens * (3 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 64)
+
+
+# ---- closed forms ----
+
+
+@pytest.mark.parametrize(
+    ("dims", "lhs", "rhs", "expected"),
+    [
+        ((((1,), (0,)), ((), ())), (5, 7), (7, 3), 2 * 5 * 7 * 3),
+        ((((2,), (1,)), ((0,), (0,))), (2, 5, 7), (2, 7, 3), 2 * 2 * 5 * 7 * 3),
+        ((((0, 2), (1, 0)), ((3,), (3,))), (5, 2, 7, 3), (7, 5, 4, 3), 2 * (5 * 7) * 3 * 2 * 4),
+        (((( -1,), (-2,)), ((), ())), (2, 5, 7), (7, 3), 2 * 2 * 5 * 7 * 3),
+        ((((), ()), ((), ())), (5,), (3,), 2 * 5 * 3),
+        ((((0,), (0,)), ((), ())), (7,), (7,), 2 * 7),
+        ((((1,), (0,)), ((), ())), (5, 0), (0, 3), 0),
+        ((((2,), (1,)), ((0,), (0,))), (0, 5, 7), (0, 7, 3), 0),
+    ],
+)  # fmt: skip
+def test_a_dot(dims, lhs, rhs, expected):
+    lhs, rhs = shape(*lhs), shape(*rhs)
+    op = as_dot(lhs, rhs, dims)
+    assert flops(op, lhs.shape, rhs.shape) == expected
+    assert of(op, lhs, rhs) == {None: expected}
+
+
+CONVS = [
+    ({"window_strides": (1, 1), "padding": "SAME"}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 9 * 9 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (2, 2), "padding": "SAME"}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 5 * 5 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (1, 2), "padding": "VALID"}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 7 * 4 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (1, 1), "padding": ((0, 0), (2, 1))}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 7 * 10 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 4}, (2, 9, 9, 8), (3, 3, 2, 12), 2 * (2 * 9 * 9 * 12) * (3 * 3 * 2)),
+    ({"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 8}, (2, 9, 9, 8), (3, 3, 1, 8), 2 * (2 * 9 * 9 * 8) * (3 * 3)),
+    ({"window_strides": (1, 1), "padding": "SAME", "batch_group_count": 2}, (4, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 9 * 9 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 2)}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 5 * 5 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (1, 1), "padding": "VALID"}, (2, 9, 9, 8), (9, 9, 8, 0), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "lhs", "rhs", "expected"), CONVS, ids=lambda v: str(v) if isinstance(v, dict) else ""
+)
+@pytest.mark.parametrize("layout", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NHWC")])
+def test_a_convolution(options, lhs, rhs, expected, layout):
+    moved = lambda sizes, here, there: shape(*(sizes[here.index(c)] for c in there))
+    lhs, rhs = moved(lhs, "NHWC", layout[0]), moved(rhs, "HWIO", layout[1])
+    op = as_conv(lhs, rhs, **options, dimension_numbers=layout)
+    assert flops(op, lhs.shape, rhs.shape) == expected
+    assert of(op, lhs, rhs) == {None: expected}
+
+
+def test_all_three_products_of_a_layer_cost_the_same():
+    loss = lambda x, w: jnp.square(jnp.einsum("bti,ihd->bthd", x, w)).sum()
+    x, w = shape(2, 5, 7), shape(7, 3, 4)
+    one = 2 * (2 * 5) * 7 * (3 * 4)
+    assert of(loss, x, w) == {None: one}
+    assert of(jax.grad(loss), x, w) == {None: 2 * one}
+    assert of(jax.grad(loss, (0, 1)), x, w) == {None: 3 * one}
+
+
+ONE = 2 * 4 * 4 * 4  # of a 4 x 4 product
+
+
+def dot(x):
+    return x @ x
+
+
+@pytest.mark.parametrize(
+    ("f", "times"),
+    [
+        (lambda x: dot(dot(x)), 2),
+        (jax.jit(lambda x: jax.jit(dot)(dot(x))), 2),
+        (lambda x: lax.scan(lambda c, _: (dot(c), None), x, None, length=7)[0], 7),
+        (lambda x: lax.scan(lambda c, _: (dot(c), None), x, None, length=7, unroll=3)[0], 7),
+        (lambda x: lax.scan(lambda c, _: (lax.fori_loop(0, 3, lambda _, c: dot(c), c), None), x, None, length=5)[0], 15),
+        (lambda x: lax.map(dot, jnp.stack([x] * 3)), 3),
+        (lambda x: jax.vmap(dot)(jnp.stack([x] * 3)), 3),
+        (lambda x: jax.vmap(lambda y: y @ x)(jnp.stack([x] * 3)), 3),
+        (lambda x: lax.cond(x[0, 0] > 0, lambda x: dot(dot(x)), dot, x), 2),
+        (lambda x: lax.switch(jnp.int32(x[0, 0]), [jnp.sin, dot, lambda x: dot(dot(dot(x)))], x), 3),
+        (lambda x: lax.scan(lambda c, _: (lax.cond(c[0, 0] > 0, dot, jnp.sin, c), None), x, None, length=5)[0], 5),
+        (lambda x: lax.while_loop(lambda c: dot(c)[0, 0] > 0, dot, x), 2),  # one turn, and its condition
+        (jax.checkpoint(lambda x: dot(dot(x))), 2),
+        (lambda x: jax.checkpoint(dot, policy=jax.checkpoint_policies.nothing_saveable)(x), 1),
+        (lambda x: nm.einsum("ti,io->to", x, x, sparsity=nm.parse("s_ste(2,4); dlhs_g=mse(2,4)"), ctx=nm.Ctx(key=0, state={"fwd_rhs": jnp.float32(1)})), 1),
+        (lambda x: lax.ragged_dot(x, jnp.ones((3, 4, 4)), jnp.array([1, 0, 3])), 1),
+        (jnp.sin, 0),
+    ],
+)  # fmt: skip
+def test_how_often_a_program_runs_a_product(f, times):
+    assert of(f, shape(4, 4)).get(None, 0) == times * ONE
+
+
+def test_gradients_of_ragged_dots():
+    """Each token meets the matrix of its group, in all three products."""
+    x, w, sizes = shape(12, 4), shape(3, 4, 5), jnp.array([2, 4, 6])
+    forward = lambda x, w: lax.ragged_dot(x, w, sizes).sum()
+    assert of(forward, x, w) == {None: 2 * 12 * 4 * 5}
+    assert of(jax.grad(forward, (0, 1)), x, w) == {None: 3 * 2 * 12 * 4 * 5}
+
+
+def test_shards_and_kernels():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    by_rows = jax.shard_map(lambda x, y: x @ y, mesh=mesh, in_specs=(P(("a", "b")), P()), out_specs=P(("a", "b")))
+    assert of(by_rows, shape(8, 4), shape(4, 4)) == {None: 2 * 8 * 4 * 4}
+    some = jax.shard_map(
+        lambda x, y: x @ y, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names=frozenset({"a"})
+    )
+    assert of(some, shape(8, 4), shape(4, 4)) == {None: 2 * 8 * 4 * 4}
+
+    def kernel(x, y, out):
+        out[...] = x[...] @ y[...]
+
+    tiles = [pl.BlockSpec((2, 4), lambda i, j: (i, 0)), pl.BlockSpec((4, 4), lambda i, j: (0, j))]
+    tiled = pl.pallas_call(
+        kernel, shape(8, 8), grid=(4, 2), in_specs=tiles, out_specs=pl.BlockSpec((2, 4), lambda i, j: (i, j))
+    )
+    assert of(tiled, shape(8, 4), shape(4, 8)) == {None: 2 * 8 * 4 * 8}
+
+
+def test_products_have_the_name_of_the_scope_around_them():
+    inner = jax.jit(dot)
+
+    @jax.custom_vjp
+    def ruled(x):
+        return dot(x)
+
+    ruled.defvjp(lambda x: (dot(x), x), lambda x, g: (g,))
+
+    def f(x):
+        x = inner(x)  # traced once, in a scope or not
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = inner(x)
+        with jax.named_scope("outer"), jax.named_scope("layer_10"), jax.named_scope("layer_11"):
+            x = ruled(x)
+        with jax.named_scope("player"):
+            x = dot(x)
+
+        def body(x, _):
+            with jax.named_scope("layer_1"):
+                return jax.vmap(lambda row: row @ x)(x), None
+
+        with jax.named_scope("layer_20"):
+            x = lax.scan(lambda x, _: body(dot(x), None), x, None, length=2)[0]
+        return inner(lax.scan(jax.checkpoint(body), x, None, length=5)[0])
+
+    named = {"layer_0": 1, "layer_1": 6, "layer_2": 1, "layer_10": 1, "layer_20": 4, None: 3}
+    assert of(f, shape(4, 4)) == {name: times * ONE for name, times in named.items()}
+
+
+def test_a_layer_used_twice_costs_twice():
+    linear = nnx.eval_shape(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    model = nm.nnx.sparsify(nnx.Sequential(linear, jnp.sign, linear), nm.Recipe(((".*", "ste(2,4)"),)))
+    plan = nm.nnx.plan(model, shape(8, 16))
+    assert [layer.flops for layer in plan.layers] == [2 * 2 * 8 * 16 * 16]
+    assert plan.forward == (2 * 2 * 8 * 16 * 16, 2 * 8 * 16 * 16)
+
+
+# ---- what is left ----
+
+LEFT = {
+    "dense()": (1, 1, 1),
+    "ste(1,8)": (1 / 8, 1, 1),
+    "sr_ste(2,4)": (1 / 2, 1, 1),
+    "s_ste(2,4)": (1 / 2, 1, 1 / 2),
+    "s_ste(2,4,gradient='mvue_approx')": (1 / 2, 1, 1 / 2),
+    "s_ste(2,4,gradient='dense')": (1 / 2, 1, 1),
+    "s_ste(2,4,fp8=True)": (1 / 2, 1, 1 / 2),
+    "sdgp(2,4)": (1, 1 / 2, 1),
+    "sdgp(1,4,over='group')": (1, 1 / 4, 1),
+    "sdgp(1,4,rescale=False)": (1, 1 / 4, 1),
+    "sdgp(1,4,rescale=False,select='random')": (1, 1 / 4, 1),
+    "mvue(1,2)": (1, 1, 1 / 2),
+    "mdgf(1,8)": (1 / 8, 1, 1),
+    "mdgf(1,8,linear(1,0,9),'autodiff')": (1 / 8, 1, 1),
+    "sdgf(1,8)": (1 / 8, 1, 1),
+    "sdgf(1,8,kind='geometric',dense=10)": (1 / 8, 1, 1),
+    "fst()": (1 / 2, 1 / 2, 1 / 2),
+    "fst(2,8,lam=0,dense_from=9)": (1 / 4, 1 / 4, 1 / 4),
+    "bi_mask(2,4)": (1 / 2, 1 / 2, 1),
+    "bdwp(1,4)": (1 / 4, 1 / 4, 1),
+    "activation(2,4)": (1 / 2, 1, 1 / 2),
+    "activation(2,4,'up')": (1, 1 / 2, 1 / 2),
+    "top_gradient(2,4)": (1, 1, 1 / 2),
+    # of two operands the sparser counts, of a chain the sparsest
+    "fwd_lhs=mse(2,8); fwd_rhs=ste(mse(2,4))": (1 / 4, 1, 1),
+    "drhs_g=mse(2,4); drhs_lhs=mse(1,4); dlhs_g=mse(3,4); dlhs_rhs=mse(2,4)": (1, 1 / 2, 1 / 4),
+    "fwd_rhs=ste(chain(mse(2,4),mse(1,8),fp8('e4m3')))": (1 / 8, 1, 1),
+    # dx is left with less where it has a weight that is n:m along both of its axes
+    "fwd_rhs=ste(transposable(2,4)); dlhs_rhs=fp8('e5m2')": (1 / 2, 1 / 2, 1),
+    "fwd_rhs=ste(chain(transposable(2,4),fp8('e4m3'))); dlhs_rhs=mse(1,4)": (1 / 2, 1 / 4, 1),
+    "fwd_rhs=ste(transposable(2,4)); dlhs_rhs=raw(fp8('e5m2'))": (1 / 2, 1, 1),
+    "fwd_rhs=ste(chain(transposable(2,4),mse(1,8)))": (1 / 8, 1 / 2, 1),
+    "fwd_rhs=decay(hold(transposable(1,4)),linear(1,0,9)); dlhs_g=mse(2,4)": (1 / 4, 1 / 4, 1),
+    "fwd_rhs=ste(mse(4,4)); drhs_g=fp8('e5m2')": (1, 1, 1),
+    "fwd_rhs=ste(stages(((0,mse(1,8)),(9,transposable(2,4)))))": (1 / 8, 1 / 2, 1),
+}
+
+
+@pytest.mark.parametrize("text", LEFT)
+def test_what_a_method_leaves_of_its_products(text):
+    assert effective(nm.parse(text)) == LEFT[text]
+
+
+def test_of_every_method_it_is_known_what_it_leaves():
+    assert {text.split("(")[0] for text in LEFT if "=" not in text.split("(")[0]} == set(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("mdgf(1,8,linear(1,0,100,begin=10))", {0: (1, 1, 1), 109: (1, 1, 1), 110: (1 / 8, 1, 1), 999: (1 / 8, 1, 1)}),
+        ("mdgf(1,8,exponential(1e-3,end=500))", {499: (1, 1, 1), 500: (1 / 8, 1, 1)}),
+        ("sdgf(1,8,steps=400)", {0: (7 / 8, 1, 1), 99: (7 / 8, 1, 1), 100: (1 / 2, 1, 1), 200: (1 / 4, 1, 1), 300: (1 / 8, 1, 1)}),
+        ("sdgf(2,4,steps=100,dense=20)", {19: (1, 1, 1), 20: (3 / 4, 1, 1), 60: (1 / 2, 1, 1)}),
+        ("sdgf(1,4,kind='geometric',steps=100,k=4)", {0: (1 / 4, 1, 1), 50: (1 / 4, 1, 1)}),
+        ("fst(dense_from=250)", {0: (1 / 2,) * 3, 249: (1 / 2,) * 3, 250: (1, 1, 1)}),
+        ("fwd_rhs=ste(stages(((0,mse(2,4)),(9,transposable(2,4)))))", {8: (1 / 2, 1, 1), 9: (1 / 2, 1 / 2, 1)}),
+        ("fwd_rhs=stages(((0,decay(mse(2,4),linear(1,0,4))),(9,ste(mse(1,4)))))", {3: (1, 1, 1), 4: (1 / 2, 1, 1), 9: (1 / 4, 1, 1)}),
+        ("s_ste(2,4)", {0: (1 / 2, 1, 1 / 2)}),
+    ],
+)  # fmt: skip
+def test_what_a_schedule_leaves_at_a_step(text, at):
+    sparsity = nm.parse(text)
+    assert {step: effective(sparsity, step) for step in at} == at
+    assert effective(sparsity) == tuple(map(min, zip(*at.values(), strict=True)))
+
+
+def test_over_a_run_what_changes_is_averaged():
+    """Dense for 300 steps, half for 100, an eighth for 100; what rounds to 200 looks is within 1/200 of it."""
+    sparsity = nm.parse("fwd_rhs=stages(((0,ste(mse(4,4))),(300,ste(mse(2,4))),(400,ste(mse(1,8)))))")
+    left = (300 + 50 + 12.5) / 500
+    assert over(sparsity, 500) == pytest.approx((left, 1, 1), abs=1 / 200)
+    assert over(nm.parse("fst(dense_from=3)"), 4) == (5 / 8,) * 3
+    assert over(nm.parse("s_ste(2,4)"), 1) == effective(nm.parse("s_ste(2,4)"))
+
+
+def test_a_pruner_that_says_nothing_saves_nothing():
+    class half(nm.Pruner):
+        def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+            return x * 0.5
+
+    assert kept(half()) == kept(nm.chain(half())) == kept(nm.identity) == kept(nm.chain()) == 1
+    assert kept(nm.chain(half(), nm.mse(2, 4))) == 0.5
+
+
+@pytest.mark.parametrize("text", [text for text in LEFT if "transposable(" in text and "stages" not in text and "decay" not in text] + ["fst()", "bdwp(1,4)", "s_ste(2,4,fp8=True)", "activation(2,4,'up')"])  # fmt: skip
+def test_what_is_saved_is_there(text):
+    """A product that is said to cost n/m has an operand that is n:m along what it contracts."""
+    sparsity, rng = nm.parse(text), np.random.default_rng(0)
+    x, w, g = (jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for _ in range(3))
+    ctx = nm.Ctx(jnp.array([1, 2], jnp.uint32), 0, sparsity.init(w, contract=0, out=1) or None)
+
+    def operand(slot, value, axis):
+        p = getattr(sparsity, slot)
+        return np.asarray(pruned(slot, p, value, Operand((axis,), (1 - axis,), ()), slot_ctx(ctx, slot))), axis
+
+    (x_forward, _), (w_forward, _) = forward = operand("fwd_lhs", x, 1), operand("fwd_rhs", w, 0)
+    w_back = w if isinstance(sparsity.dlhs_rhs, nm.raw) else jnp.asarray(w_forward)
+    products = (
+        forward,
+        (operand("dlhs_g", g, 1), operand("dlhs_rhs", w_back, 1)),
+        (operand("drhs_g", g, 0), operand("drhs_lhs", jnp.asarray(x_forward), 0)),
+    )
+    left = effective(sparsity)
+    assert min(left) < 1
+    for share, operands in zip(left, products, strict=True):
+        patterns = [(n, m) for m in (4, 8) for n in range(1, m + 1) if n / m == share]
+        most = lambda v, axis, m: (np.moveaxis(v, axis, -1).reshape(-1, m) != 0).sum(-1).max()
+        assert any(most(v, axis, m) <= n for n, m in patterns for v, axis in operands), operands
+
+
+def test_flops_are_whole_numbers():
+    plan = planned("ste(1,8)", stacked=True, depth=2)
+    assert all(type(layer.flops) is int for layer in plan.layers)
+    assert type(plan.elsewhere) is int
+    assert math.isclose(plan.forward[1], plan.elsewhere + sum(of.flops * of.shares[0] for of in plan.layers), rel_tol=0)

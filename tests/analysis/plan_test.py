@@ -1,0 +1,691 @@
+"""What a plan says of a model, and that it does nothing to it."""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import nmjax as nm
+from tests.analysis.flops_test import Encoder
+from tests.networks import GPT, Mlp, ResNet
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def abstract(make, *rules, inside=False):
+    """A model of shapes alone; sparsified inside, where its method keeps state, which is made of weights."""
+    recipe = nm.Recipe(rules or ((".*", "dense"),))
+    if inside:
+        return nnx.eval_shape(lambda: nm.nnx.sparsify(make(), recipe))
+    return nm.nnx.sparsify(nnx.eval_shape(make), recipe)
+
+
+def mlp(text, width=16, hidden=32):
+    return abstract(lambda: Mlp(width, hidden, rngs=nnx.Rngs(0)), (".*", text), inside=True)
+
+
+# ---- rows ----
+
+EVERY = "fwd_lhs=ste(mse(2,8)); fwd_rhs=ste(mse(1,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(1,2); drhs_lhs=mse(2,4)"
+
+
+def test_every_slot_of_a_layer():
+    """Two texts of 12 tokens through 16 -> 32: what each slot prunes, along what, in how many groups."""
+    plan = nm.nnx.plan(mlp(EVERY), shape(2, 12, 16))
+    down, up = plan.layers
+    assert (down.path, up.path) == ("down", "up")
+    assert (up.kind, up.kernel, up.sparsity) == ("Linear", (16, 32), nm.parse(EVERY))
+    x, w, g = 2 * 12 * 16, 16 * 32, 2 * 12 * 32
+    assert [(s.name, str(s.pruner), s.along, s.groups, s.refused) for s in up.slots] == [
+        ("fwd_lhs", "ste(mse(2,8))", (16,), x // 8, None),
+        ("fwd_rhs", "ste(mse(1,4))", (16,), w // 4, None),
+        ("dlhs_g", "mvue(2,4)", (32,), g // 4, None),
+        ("dlhs_rhs", "raw(mse(2,4))", (32,), w // 4, None),
+        ("drhs_g", "mvue(1,2)", (2, 12), g // 2, None),
+        ("drhs_lhs", "mse(2,4)", (2, 12), x // 4, None),
+    ]
+    assert up.flops == down.flops == 2 * 2 * 12 * 16 * 32
+    assert up.shares == (1 / 4, 1 / 2, 1 / 2)
+    assert up.hardened == "1:4"
+    assert plan.forward == (2 * up.flops, 2 * up.flops / 4)
+    assert plan.training == (6 * up.flops, 2 * up.flops * 1.25)
+    assert (plan.elsewhere, plan.uncovered, plan.refused) == (0, (), ())
+    assert plan.parameters == 2 * 16 * 32 + 16 + 32
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "along", "groups"),
+    [
+        (lambda r: nnx.LinearGeneral((4, 8), (2, 12), axis=(-2, -1), rngs=r), (8, 4, 8), {"fwd_rhs": (4, 8), "dlhs_g": (2, 12), "drhs_g": (8,)}, {"fwd_rhs": 4 * 8 * 24, "dlhs_g": 8 * 24, "drhs_g": 8 * 24}),
+        (lambda r: nnx.LinearGeneral(16, 8, axis=-1, batch_axis={0: 3}, rngs=r), (3, 8, 16), {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (8,)}, {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 3 * 8 * 8, "drhs_g": 3 * 8 * 8}),
+        (lambda r: nnx.Einsum("eti,eio->eto", (3, 16, 8), rngs=r), (3, 12, 16), {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (12,)}, {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 3 * 12 * 8, "drhs_g": 3 * 12 * 8}),
+        (lambda r: nnx.Conv(16, 8, (3, 3), strides=2, feature_group_count=2, rngs=r), (4, 7, 7, 16), {"fwd_rhs": (8,), "dlhs_g": (8,), "drhs_g": (4, 4, 4)}, {"fwd_rhs": 9 * 8 * 8, "dlhs_g": 4 * 4 * 4 * 8, "drhs_g": 4 * 4 * 4 * 8}),
+        (lambda r: nnx.Conv(16, 8, 3, padding="VALID", rngs=r), (2, 10, 16), {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (2, 8)}, {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 2 * 8 * 8, "drhs_g": 2 * 8 * 8}),
+    ],
+    ids=["general", "batched", "experts", "grouped conv", "conv1d"],
+)  # fmt: skip
+def test_layers_of_every_kind(make, inputs, along, groups):
+    model = abstract(lambda: make(nnx.Rngs(0)), (".*", "ste(1,4); dlhs_g=mse(2,4); drhs_g=mse(2,4)"))
+    (layer,) = nm.nnx.plan(model, shape(*inputs)).layers
+    assert layer.path == ""
+    assert {s.name: s.along for s in layer.slots} == along
+    assert {s.name: 4 * s.groups for s in layer.slots} == groups
+    assert {s.name: (s.along, s.groups) for s in nm.nnx.plan(model).layers[0].slots} == {
+        "fwd_rhs": (along["fwd_rhs"], groups["fwd_rhs"] // 4),
+        "dlhs_g": (along["dlhs_g"], None),
+        "drhs_g": ((), None),
+    }
+
+
+def test_a_stack_has_the_groups_and_the_flops_of_all_its_layers():
+    model = abstract(lambda: GPT(rngs=nnx.Rngs(0)), ("blocks/mlp/up", "s_ste(2,4)"), inside=True)
+    layers = {layer.path: layer for layer in nm.nnx.plan(model, shape(2, 16, dtype=jnp.int32)).layers}
+    up = layers["blocks/mlp/up"]
+    assert up.kernel == (3, 32, 64)
+    assert up.flops == 3 * 2 * (2 * 16) * 32 * 64
+    assert [(s.along, s.groups) for s in up.slots] == [((32,), 3 * 32 * 64 // 4), ((2, 16), 3 * 2 * 16 * 64 // 4)]
+    assert layers["head"].flops == 2 * (2 * 16) * 32 * 64
+
+
+def test_rounding_has_no_groups():
+    (layer,) = nm.nnx.plan(
+        abstract(lambda: nnx.Linear(6, 5, rngs=nnx.Rngs(0)), ("", "fwd_lhs=fp8('e4m3')")), shape(7, 6)
+    ).layers
+    assert [str(slot) for slot in layer.slots] == ["fwd_lhs=fp8('e4m3')"]
+    assert layer.shares == (1, 1, 1)
+
+
+def test_rows_are_in_the_order_of_paths():
+    layers = nm.nnx.plan(abstract(lambda: Encoder(8, 16, 2, 12, rngs=nnx.Rngs(0)))).layers
+    names = ("attention/key", "attention/out", "attention/query", "attention/value", "mlp/down", "mlp/up")
+    assert [layer.path for layer in layers] == [f"blocks/{i}/{name}" for i in range(12) for name in names]
+
+
+class Named(nnx.Module):
+    """Layers under names of all kinds, one after another."""
+
+    def __init__(self, *names, width=8):
+        for name in names:
+            *parents, last = name.split("/")
+            at = self
+            for parent in parents:
+                at.__dict__.get(parent) or setattr(at, parent, nnx.Module())
+                at = getattr(at, parent)
+            setattr(at, last, nnx.Linear(width, width, use_bias=False, rngs=nnx.Rngs(0)))
+
+    def __call__(self, x):
+        for _, layer in nnx.iter_modules(self):
+            x = layer(x) if isinstance(layer, nnx.Linear) else x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("names", "pruned", "rows"),
+    [
+        ([f"b/{i}" for i in range(12)], "", ["b/0-11"]),
+        ([f"b/{i}" for i in range(12)], "b/1", ["b/0,2-11", "b/1"]),
+        ([f"b/{i}" for i in range(8)], "b/[367]", ["b/0-2,4-5", "b/3,6-7"]),
+        ([f"s{i}/{j}" for i in range(2) for j in range(3)], "", ["s0-1/0-2"]),
+        (["s0/0", "s0/1", "s1/0", "s2/0", "s2/1"], "", ["s0/0-1, s1/0, s2/0-1"]),
+        (["b", "a#", "a2x", "a1", "a"], "", ["a", "a1", "a2x", "a#", "b"]),
+    ],
+    ids=str,
+)
+def test_layers_that_differ_in_a_number_alone_share_a_row(names, pruned, rows):
+    model = abstract(lambda: Named(*names), *([(pruned, "ste(2,4)")] if pruned else []))
+    plan = nm.nnx.plan(model, shape(4, 8))
+    shown = [row[0].split("\n") for row in plan._rows()]
+    assert [path for path, _ in shown] == rows
+    counts = [int(re.fullmatch(r"  (?:(\d+) )?Linear 8x8", kind)[1] or 1) for _, kind in shown]
+    assert sum(counts) == len(plan.layers) == len(names)
+    assert all(path in repr(plan) for path in rows)
+
+
+# ---- what would be refused ----
+
+
+def test_tokens_that_do_not_divide_are_refused_as_training_refuses_them():
+    """Three images of 7 x 7, in the sentence that a step of training ends with."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.stem = nnx.Conv(4, 8, (3, 3), rngs=rngs)
+            self.head = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.stem(x).mean((1, 2)))
+
+    model = abstract(lambda: Net(nnx.Rngs(0)), ("stem", "mvue(2,4)"), ("head", "mvue(1,3)"))
+    train = nnx.grad(lambda model, x: model(x).sum())
+    for images, path in ((3, "stem"), (4, "head")):
+        x = shape(images, 7, 7, 4)
+        plan = nm.nnx.plan(model, x)
+        ((refused, reason),) = plan.refused
+        assert refused == path
+        with pytest.raises(ValueError, match="values do not divide into groups of") as error:
+            nnx.eval_shape(train, model, x)
+        assert f"{path}: {reason}" == str(error.value)
+        assert f"REFUSED in {path}: {reason}" in plan._notes()
+        assert [row[1].endswith("\n  REFUSED") for row in plan._rows()] == [path == "head", path == "stem"]
+    assert nm.nnx.plan(model, shape(3, 7, 7, 4)).layers[1].slots[0].along == (3, 7, 7)
+    assert nm.nnx.plan(model, shape(12, 7, 7, 4)).refused == ()
+    nnx.eval_shape(train, model, shape(12, 7, 7, 4))
+    assert nm.nnx.plan(model).refused == ()  # for tokens are unknown
+
+
+def test_a_use_of_many_that_is_refused():
+    linear = nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+
+    class Twice(nnx.Module):
+        def __init__(self):
+            self.linear = linear
+
+        def __call__(self, x, y):
+            return self.linear(x), self.linear(y)
+
+    model = nm.nnx.sparsify(Twice(), nm.Recipe((("linear", "mvue(2,4)"),)))
+    assert nm.nnx.plan(model, shape(8, 8), shape(4, 8)).refused == ()
+    ((_, reason),) = nm.nnx.plan(model, shape(8, 8), shape(7, 8)).refused
+    assert "shape (7, 8) along its contraction axis 0, whose 7 values do not divide" in reason
+
+
+def test_the_same_refusal_is_said_once():
+    model = abstract(lambda: Encoder(8, 16, 2, 3, rngs=nnx.Rngs(0)), (".*/up|.*/1/.*/down", "mvue(2,4)"))
+    plan = nm.nnx.plan(model, shape(1, 7, 8))
+    assert [path for path, _ in plan.refused] == [
+        "blocks/0/mlp/up",
+        "blocks/1/mlp/down",
+        "blocks/1/mlp/up",
+        "blocks/2/mlp/up",
+    ]
+    notes = [note.split(":")[0] for note in plan._notes() if "REFUSED" in note]
+    assert notes == ["REFUSED in blocks/0-2/mlp/up", "REFUSED in blocks/1/mlp/down"]
+
+
+# ---- parameters ----
+
+
+class Odd(nnx.Module):
+    """Parameters that are no layer's kernel."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.positions = nnx.Param(jnp.ones((4, 8)))
+        self.up = nnx.ConvTranspose(8, 8, (3,), rngs=rngs)
+        self.w = nnx.Param(jnp.ones((8, 6)))
+        self.scale = nnx.Param(jnp.ones(8))
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.linear = nnx.Linear(6, 8, rngs=rngs)
+        self.lora = nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs)
+        self.head = nnx.Einsum("btd,vd->btv", (16, 8), rngs=rngs)
+        self.head.kernel = self.embed.embedding  # tied, so it is the head's
+
+    def __call__(self, tokens):
+        x = self.up(self.embed(tokens) + self.positions[...][None])
+        return self.head(self.lora(self.norm(self.linear(x @ self.w[...]))))
+
+
+def test_parameters_that_no_rule_reaches():
+    plan = nm.nnx.plan(abstract(lambda: Odd(nnx.Rngs(0))), shape(2, 4, dtype=jnp.int32))
+    assert dict(plan.uncovered) == {
+        "lora/lora/lora_a": (8, 2),
+        "lora/lora/lora_b": (2, 8),
+        "positions": (4, 8),
+        "up/kernel": (3, 8, 8),
+        "w": (8, 6),
+    }
+    assert plan.elsewhere == 2 * (2 * 4) * 3 * 8 * 8 + 2 * (2 * 4) * 8 * 6 + 2 * (2 * 4) * 8 * 2 * 2
+    assert [layer.path for layer in plan.layers] == ["head", "linear", "lora"]
+    note = next(n for n in plan._notes() if n.startswith("Parameters that no rule reaches: "))
+    assert all(part in note for part in ("positions 4x8", "up/kernel 3x8x8", "w 8x6"))
+
+
+def test_parameters_are_counted_once():
+    model = nnx.eval_shape(lambda: Odd(nnx.Rngs(0)))
+    embed, up, linear, lora = 16 * 8, 3 * 8 * 8 + 8, 6 * 8 + 8, 8 * 8 + 8 + 8 * 2 + 2 * 8
+    assert nm.nnx.plan(model).parameters == embed + 4 * 8 + up + 8 * 6 + 8 + 2 * 8 + linear + lora
+    assert "592 parameters, 0 of 3 layers pruned" in repr(nm.nnx.plan(model))
+
+
+def test_vectors_of_a_stack_are_no_matrices():
+    class Cell(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
+            self.w = nnx.Param(jnp.ones((8, 5)))
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.cells = nnx.vmap(Cell)(rngs.split(3))
+            self.pairs = nnx.Param(jnp.ones((3, 2)))  # beside a layer of no stack
+            self.head = nnx.Linear(8, 8, rngs=rngs)
+
+    stacked = lambda make: dict(nm.nnx.plan(abstract(make)).uncovered)
+    assert stacked(lambda: Two(nnx.Rngs(0))) == {"cells/w": (3, 8, 5), "pairs": (3, 2)}
+    assert stacked(lambda: nnx.vmap(Cell)(nnx.Rngs(0).split(3))) == {"w": (3, 8, 5)}
+    assert stacked(lambda: nnx.vmap(nnx.vmap(Cell))(nnx.Rngs(0).split((2, 3)))) == {"w": (2, 3, 8, 5)}
+    assert stacked(lambda: GPT(rngs=nnx.Rngs(0))) == {"positions": (16, 32), "tokens/embedding": (64, 32)}
+
+
+# ---- what it is called with ----
+
+
+def test_without_an_example_tokens_are_unknown():
+    plan = nm.nnx.plan(mlp(EVERY))
+    assert (plan.forward, plan.training, plan.elsewhere) == ((0, 0), (0, 0), 0)
+    (layer,) = [layer for layer in plan.layers if layer.path == "up"]
+    assert layer.flops is None
+    assert [str(slot).split("\n  ")[1] for slot in layer.slots] == [
+        "groups along 16, tokens unknown",
+        "128 groups along 16",
+        "groups along 32, tokens unknown",
+        "128 groups along 32",
+        "tokens unknown",
+        "tokens unknown",
+    ]
+    said = repr(plan)
+    assert "tokens unknown" in said
+    assert not re.search(r"GFLOPs (forward|dense)|\d+ → ", said)
+    assert len(plan._notes()) == 1
+
+
+def test_a_dense_model():
+    plan = nm.nnx.plan(nnx.eval_shape(lambda: Mlp(16, 32, rngs=nnx.Rngs(0))), shape(7, 16))
+    assert [(layer.slots, layer.shares, layer.hardened) for layer in plan.layers] == [((), (1, 1, 1), "dense")] * 2
+    assert plan.forward == (2 * 2 * 7 * 16 * 32,) * 2
+    assert plan._notes()[0].startswith("1,072 parameters, 0 of 2 layers pruned; GFLOPs forward ")
+    assert "→" not in repr(plan)
+
+
+class Busy(nnx.Module):
+    """Norms, noise, options and a result that is more than arrays."""
+
+    def __init__(self, rngs):
+        self.stem, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.dropout, self.loose = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5)
+        self.head, self.never = nnx.Linear(16, 4, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, mode, *, train=False, scale=1.0, extra=None, rngs=None):
+        assert mode == "logits"
+        self.calls[...] += 1
+        x = self.dropout(self.norm(self.stem(x["image"]), use_running_average=not train), deterministic=not train)
+        x = self.loose(x, rngs=rngs) if train else x
+        if scale > 2:
+            x = x @ jnp.ones((16, 16))
+        for v in extra or ():
+            x = x + v[:, None]
+        return {"logits": self.head(x), "mode": mode, "rngs": rngs, "none": None}
+
+
+@pytest.mark.parametrize("concrete", [True, False])
+def test_options_noise_and_norms(concrete):
+    make = lambda: Busy(nnx.Rngs(0, dropout=1))
+    model = make() if concrete else nnx.eval_shape(make)
+    nm.nnx.sparsify(model, nm.Recipe(((".*", "mvue(2,4)"),)))
+    arrays = jax.tree.leaves(nnx.state(model))
+    x = {"image": jnp.ones((8, 8)) if concrete else shape(8, 8)}
+    plan = nm.nnx.plan(
+        model, x, "logits", train=True, scale=np.float32(3), rngs=nnx.Rngs(dropout=1), extra=[np.ones(8, np.float32)]
+    )
+    costs = {"head": 2 * 8 * 16 * 4, "never": 0, "stem": 2 * 8 * 8 * 16}
+    assert {layer.path: layer.flops for layer in plan.layers} == costs
+    assert plan.elsewhere == 2 * 8 * 16 * 16
+    assert nm.nnx.plan(model, x=x, mode="logits").forward[0] == sum(costs.values())
+    assert all(a is b for a, b in zip(jax.tree.leaves(nnx.state(model)), arrays, strict=True))
+    assert "Layers that this call does not reach: never" in plan._notes()
+    never = next(layer for layer in plan.layers if layer.path == "never")
+    assert (never.slots[0].along, never.slots[0].groups) == ((), None)
+
+
+def test_a_residual_network():
+    model = abstract(lambda: ResNet((8, 16), 2, rngs=nnx.Rngs(0)), ("blocks/.*", "s_ste(2,4)"), inside=True)
+    plan = nm.nnx.plan(model, shape(4, 8, 8, 3))
+    layers = {layer.path: layer for layer in plan.layers}
+    conv = lambda size, out, inputs, k: 2 * 4 * size * size * out * k * k * inputs
+    expected = {"stem": conv(8, 8, 3, 3), "head": 2 * 4 * 16 * 4, "blocks/2/shortcut": conv(4, 16, 8, 1)}
+    expected |= {f"blocks/{i}/conv{j}": conv(8, 8, 8, 3) for i in (0, 1) for j in (1, 2)}
+    expected |= {"blocks/2/conv1": conv(4, 16, 8, 3)} | {
+        f"blocks/{b}": conv(4, 16, 16, 3) for b in ("2/conv2", "3/conv1", "3/conv2")
+    }
+    assert {path: layer.flops for path, layer in layers.items()} == expected
+    assert (plan.elsewhere, plan.uncovered, plan.refused) == (0, (), ())
+    assert [(s.along, s.groups) for s in layers["blocks/2/conv1"].slots] == [
+        ((8,), 9 * 8 * 16 // 4),
+        ((4, 4, 4), 64 * 16 // 4),
+    ]
+
+
+def test_transformed_calls():
+    """A layer inside jit, remat, vmap over examples and over an ensemble: all of its products, once."""
+
+    class Inside(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            x = nnx.jit(lambda layer, x: layer(x))(self.linear, x)
+            x = nnx.remat(lambda layer, x: layer(x))(self.linear, x)
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))(self.linear, x)
+
+    model = abstract(lambda: Inside(nnx.Rngs(0)), (".*", "mvue(2,4)"))
+    (layer,) = nm.nnx.plan(model, shape(4, 3, 8)).layers
+    assert layer.flops == 3 * 2 * 4 * 3 * 8 * 8
+    ((_, reason),) = [(p, r) for p, r in nm.nnx.plan(model, shape(4, 3, 8)).refused]
+    assert "shape (3, 8)" in reason  # of one example, where each draws by itself
+
+    class Ensemble(nnx.Module):
+        def __init__(self, rngs):
+            self.members = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.split(5))
+
+        def __call__(self, x):
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(self.members, x)
+
+    model = abstract(lambda: Ensemble(nnx.Rngs(0)), (".*", "s_ste(2,4)"), inside=True)
+    (layer,) = nm.nnx.plan(model, shape(4, 8)).layers
+    assert layer.flops == 5 * 2 * 4 * 8 * 8
+    assert [s.groups for s in layer.slots] == [5 * 8 * 8 // 4, 5 * 4 * 8 // 4]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_on_a_mesh(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4); drhs_lhs=mse(2,4)"),)))
+        sharded = NamedSharding(mesh, P("data", None))
+        for x in (
+            jax.device_put(jnp.ones((24, 16)), sharded),
+            jax.ShapeDtypeStruct((24, 16), jnp.float32, sharding=sharded),
+        ):
+            plan = nm.nnx.plan(model, x)
+            assert plan.forward == (2 * 2 * 24 * 16 * 32, 2 * 24 * 16 * 32)
+            if kind == AxisType.Explicit:  # where a shape tells of its shards
+                assert all("axis 0 has 24 values on 4 devices" in reason for _, reason in plan.refused)
+            assert len(plan.refused) == 2 * (kind == AxisType.Explicit)
+        assert nm.nnx.plan(model, jax.device_put(jnp.ones((32, 16)), sharded)).refused == ()
+
+
+# ---- what stands in a door ----
+
+
+def twice(product):
+    """A product of the model's own, which costs two."""
+    return lambda *operands, **options: (product(*operands, **options) + product(*operands, **options)) / 2
+
+
+class Counting(nnx.Module):
+    """Another one, with state."""
+
+    def __init__(self):
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, *operands, **options):
+        self.calls[...] += 1
+        return twice(lax.dot_general)(*operands, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda r: nnx.Linear(16, 8, dot_general=twice(lax.dot_general), rngs=r),
+        lambda r: nnx.Linear(16, 8, dot_general=Counting(), rngs=r),
+        lambda r: nnx.LinearGeneral(16, 8, dot_general=twice(lax.dot_general), rngs=r),
+        lambda r: nnx.LinearGeneral(16, 8, dot_general_cls=lambda: twice(lax.dot_general), rngs=r),
+        lambda r: nnx.Einsum("ti,io->to", (16, 8), einsum_op=twice(jnp.einsum), rngs=r),
+    ],
+    ids=["function", "module", "general", "class", "einsum"],
+)
+def test_a_product_of_the_models_own_counts_as_the_layers(make):
+    model = nnx.Sequential(make(nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+    nm.nnx.sparsify(model, nm.Recipe((("layers/1", "ste(2,4)"),)))
+    graph = nnx.graphdef(model)
+    plan = nm.nnx.plan(model, shape(4, 16))
+    assert [layer.flops for layer in plan.layers] == [2 * 2 * 4 * 16 * 8, 2 * 4 * 8 * 8]
+    assert [layer.slots for layer in plan.layers][0] == ()
+    assert plan.elsewhere == 0
+    assert plan.uncovered == ()
+    assert nnx.graphdef(model) == graph
+    assert all(v == 0 for v in jax.tree.leaves(nnx.state(model, lambda path, _: "calls" in path)))
+
+
+def test_a_layer_that_is_not_as_it_declares():
+    """Dense, with a kernel of another shape, or with a product that nm.einsum would refuse: counted all the same."""
+    linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    linear.kernel = nnx.Param(jnp.ones((4, 8)))
+    assert nm.nnx.plan(linear, shape(2, 4)).layers[0].flops == 2 * 2 * 4 * 8
+    summed = nnx.Einsum("bti,i->b", (8,), rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones)
+    assert nm.nnx.plan(summed).layers[0].kernel == (8,)
+    assert nm.nnx.plan(summed, shape(2, 3, 8)).layers[0].flops > 0
+
+
+def test_an_einsum_that_is_told_by_its_call():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.project = nnx.Einsum("ti,io->to", (16, 8), rngs=rngs)
+            self.project.einsum_str = None
+
+        def __call__(self, x):
+            return self.project(x, "ti,io->to")
+
+    model = abstract(lambda: Net(nnx.Rngs(0)), ("project", "fwd_lhs=mse(2,4); drhs_g=mvue(2,4)"))
+    told = [(s.along, s.groups) for s in nm.nnx.plan(model, shape(12, 16)).layers[0].slots]
+    assert told == [((16,), 12 * 16 // 4), ((12,), 12 * 8 // 4)]
+    plan = nm.nnx.plan(model)
+    assert [str(s) for s in plan.layers[0].slots] == [
+        "fwd_lhs=mse(2,4)\n  tokens unknown",
+        "drhs_g=mvue(2,4)\n  tokens unknown",
+    ]
+    assert "tokens unknown" in repr(plan)
+
+
+# ---- what becomes of the weights ----
+
+FINAL = {
+    "dense": "dense",
+    "ste(1,8)": "1:8",
+    "s_ste(2,4)": "2:4",
+    "s_ste(2,4,fp8=True)": "2:4",
+    "fst()": "2:4",
+    "fst(dense_from=9)": "dense",
+    "mdgf(1,4)": "1:4",
+    "sdgf(1,4,steps=8)": "1:4",
+    "mvue(2,4)": "dense",
+    "activation(2,4)": "dense",
+    "fwd_rhs=ste(mse(4,4))": "dense",
+    "fwd_rhs=ste(permute(mse(2,4)))": "dense",
+    "fwd_rhs=ste(uniform(2,4))": "none",
+    "fwd_rhs=ste(mvue(2,4))": "none",
+    "fwd_rhs=stages(((0,ste(uniform(2,4))),(9,ste(mse(2,4)))))": "2:4",
+    "fwd_rhs=ste(hold(mse(2,4)))": "2:4",
+}
+
+
+@pytest.mark.parametrize("text", FINAL)
+def test_it_says_what_hardens(text):
+    """As `patterns` does, which raises where there is no final form."""
+    model = abstract(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), (".*", text), inside=True)
+    (layer,) = nm.nnx.plan(model).layers
+    assert layer.hardened == FINAL[text] == nm.nnx.plan(model)._rows()[0][-1]
+    if layer.hardened == "none":
+        with pytest.raises(ValueError, match="no final form"):
+            nm.nnx.patterns(model)
+    else:
+        (pattern,) = nm.nnx.patterns(model).values()
+        assert layer.hardened == ("dense" if pattern is None else f"{pattern.n}:{pattern.m}")
+
+
+# ---- nothing is done to the model ----
+
+
+@pytest.mark.parametrize("text", ["dense", "s_ste(2,4)", "fst(every=3); dlhs_g=mvue(2,4)"])
+def test_the_model_stays_as_it_was(text):
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe(((".*", text),)), seed=3)
+    doors, graph = [model.up.dot_general, model.down.dot_general], nnx.graphdef(model)
+    variables = {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+    values = {path: jax.tree.leaves(v) for path, v in variables.items()}
+    plans = [nm.nnx.plan(model, jnp.ones((8, 16))), nm.nnx.plan(model, shape(8, 16))]
+    assert plans[0] == plans[1]
+    assert hash(plans[0]) == hash(plans[1])
+    assert nnx.graphdef(model) == graph
+    assert [model.up.dot_general, model.down.dot_general] == doors
+    assert all(a is b for a, b in zip([model.up.dot_general, model.down.dot_general], doors, strict=True))
+    for path, v in nnx.iter_graph(model):
+        if isinstance(v, nnx.Variable):
+            assert v is variables[path]
+            assert all(a is b for a, b in zip(jax.tree.leaves(v), values[path], strict=True))
+
+
+def test_an_abstract_vit_is_planned_without_its_parameters():
+    rules = (".*/mlp/.*", "ste(2,4); drhs_g=mvue(2,4)"), (".*/attention/.*", "mvue(2,4)")
+    model = abstract(lambda: Encoder(rngs=nnx.Rngs(0)), *rules)
+    plan = nm.nnx.plan(model, shape(64, 196, 768))
+    assert plan.parameters == 12 * (4 * 768 * 768 + 2 * 768 * 3072 + 9 * 768 + 3072)
+    assert all(isinstance(v, jax.ShapeDtypeStruct) for v in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert len(plan.layers) == 72
+    assert len(plan._rows()) == 6
+    assert plan.refused == ()
+    assert plan.layers[5].slots[1].groups == 64 * 196 * 3072 // 4
+
+
+# ---- how it prints ----
+
+
+class Loud(nnx.Module):
+    """Long and odd names, many slots, refusals, parameters: all that a plan can say."""
+
+    def __init__(self, rngs):
+        self.encoder_blocks_of_the_vision_tower = nnx.Dict(
+            {f"<b>{i} & &lt; [red]:smile:": Mlp(16, 32, rngs=rngs) for i in range(3)}
+        )
+        self.never = nnx.Linear(4, 4, rngs=rngs)
+        self.a_table_with_a_very_long_name_that_fills_more_than_a_narrow_line = nnx.Param(jnp.ones((16, 16)))
+
+    def __call__(self, x):
+        for block in self.encoder_blocks_of_the_vision_tower.values():
+            x = block(x)
+        return x @ self.a_table_with_a_very_long_name_that_fills_more_than_a_narrow_line[...]
+
+
+@pytest.fixture(scope="module")
+def loud():
+    model = abstract(
+        lambda: Loud(nnx.Rngs(0)),
+        (".*up", "fst(every=40); dlhs_g=rescale(mse(2,4),over='group')"),
+        (".*down", EVERY),
+        inside=True,
+    )
+    return nm.nnx.plan(model, shape(3, 7, 16))
+
+
+def columns(said, titles):
+    """The text of every column of a printed table, folded lines joined, and what stands below the table."""
+    lines = said.split("\n")
+    rule = next(i for i, line in enumerate(lines) if line.strip() and not line.strip(" ─"))
+    end = next(i for i in range(rule, len(lines)) if not lines[i].strip())
+    starts = [min(line.index(t[0]) for line in lines[:rule] if t[0] in line) for t in map(str.split, titles)]
+    cut = lambda line: [line[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    text = ["".join("".join(parts).split()) for parts in zip(*map(cut, lines[rule + 1 : end]), strict=True)]
+    return text, "".join("".join(lines[end:]).split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_it_prints_within_the_terminal_and_says_everything(loud, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    said = repr(loud)
+    assert max(map(len, said.split("\n"))) <= min(width, 120)
+    assert "…" not in said
+    assert "..." not in said
+    titles = ("layer", "slots", "left of", "GFLOPs of", "hardened")
+    found, notes = columns(said, titles)
+    squeezed = ["".join("".join(cells).split()) for cells in zip(*loud._rows(), strict=True)]
+    assert found == squeezed
+    assert notes == "".join("".join(loud._notes()).split())
+
+
+def test_a_very_narrow_terminal_loses_nothing(loud, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    expected = repr(loud)
+    monkeypatch.setenv("COLUMNS", "7")
+    assert repr(loud) == expected
+
+
+def test_the_environment_of_a_notebook_or_a_terminal_does_not_matter(loud, monkeypatch):
+    expected = repr(loud)
+    for name, value in {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert repr(loud) == str(loud) == f"{loud}" == expected
+
+
+class Reader(HTMLParser):
+    """Text by cell, and whether every tag that opens closes."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.open, self.cells, self.paragraphs, self.styles, self.tags = [], [], [], [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag == "br":
+            self.cells[-1][-1] += "\n"
+            return
+        self.open.append(tag)
+        self.styles += [value for name, value in attrs if name == "style"]
+        assert {name for name, _ in attrs} <= {"style"}
+        if tag == "tr":
+            self.cells.append([])
+        elif tag in ("td", "th"):
+            self.cells[-1].append("")
+        elif tag == "p":
+            self.paragraphs.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] in ("td", "th"):
+            self.cells[-1][-1] += data
+        else:
+            assert self.open[-1] == "p", data
+            self.paragraphs[-1] += data
+
+
+def test_a_notebook_shows_the_same_table(loud):
+    reader = Reader()
+    reader.feed(loud._repr_html_())
+    reader.close()
+    assert reader.open == []
+    assert reader.tags == {"table", "thead", "tbody", "tr", "th", "td", "p", "br"}
+    assert [[cell.replace("\xa0", " ") for cell in cells] for cells in reader.cells[1:]] == [
+        list(row) for row in loud._rows()
+    ]
+    assert reader.paragraphs == loud._notes()
+    assert any("<b>0-2 & &lt; [red]:smile:" in row[0] for row in reader.cells)
+    assert not re.search("color|background|#|rgb", " ".join(reader.styles))  # so that dark and light both can be read
+
+
+def test_numbers_are_short():
+    model = nnx.eval_shape(lambda: nnx.Linear(4096, 4096, rngs=nnx.Rngs(0)))
+    plan = nm.nnx.plan(model, shape(2**20, 4096))
+    said = " ".join(repr(plan).split())  # lines end where the terminal does
+    assert "GFLOPs forward 35,184, with backward 105,553" in said
+    faded = nm.nnx.plan(nm.nnx.sparsify(model, nm.Recipe(((".*", "mdgf(2,4,linear(1,0,9))"),))), shape(2**20, 4096))
+    assert "GFLOPs at the sparsest step, forward 35,184 → 17,592" in " ".join(repr(faded).split())
+    assert "16,781,312 parameters" in said
+    assert math.prod(plan.layers[0].kernel) * 2**21 == plan.forward[0]

@@ -1,0 +1,81 @@
+"""Runs beside each other: the numbers of the table, its marks, its page."""
+
+import json
+import math
+
+import pytest
+
+from experiments.report import __main__ as command, compare
+from tests.experiments.report.report_test import Tags
+
+
+def run(folder, method, seed, accuracy, outcome="finished", flops=(10, 8)):
+    folder.mkdir(parents=True)
+    about = {"name": f"m={method},seed={seed}", "outcome": outcome, "metric": "accuracy", "flops": flops, "steps": 100}
+    about |= {"notes": ["of a lossy copy"]}
+    if outcome == "finished":
+        about["figures"] = {"accuracy": accuracy, "hardened_accuracy": accuracy - 0.01}
+    (folder / "run.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text(json.dumps({"seed": seed, "sparsity": {"blocks": method}, "batch": 4}))
+    lines = [{"step": s, "seconds": s, "kind": "eval", "hardened_accuracy": accuracy * s / 100} for s in (50, 100)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def study(tmp_path):
+    for seed, (dense, sparse) in enumerate([(0.90, 0.91), (0.92, 0.90), (0.94, 0.95)]):
+        run(tmp_path / f"a{seed}", "dense", seed, dense, flops=(10, 10))
+        run(tmp_path / f"b{seed}", "s_ste(2,4)", seed, sparse)
+    run(tmp_path / "c0", "<i>mse</i>", 0, 0.5)
+    run(tmp_path / "c1", "<i>mse</i>", 1, 0.0, outcome="diverged: the loss is nan at step 7")
+    return tmp_path
+
+
+def test_means_spreads_and_paired_differences(study):
+    dense, sparse, odd = compare.of([study]).rows
+    assert (dense.name, sparse.name, odd.name) == ("blocks=dense", "blocks=s_ste(2,4)", "blocks=<i>mse</i>")
+    assert dense.mean == pytest.approx(0.91)  # hardened
+    assert dense.spread == pytest.approx(0.02)
+    differences = [0.01, -0.02, 0.01]
+    assert sparse.difference == pytest.approx(0, abs=1e-12)
+    spread = math.sqrt(sum(d * d for d in differences) / 2)
+    assert sparse.error == pytest.approx(spread / math.sqrt(3))
+    assert (dense.cost, sparse.cost, odd.seeds) == (1, 0.8, "1 of 3")
+    assert odd.marks == "seed 1 diverged, seed 2 missing"
+    assert (odd.spread, odd.error) == (None, None)  # of one seed nothing is known
+    other = compare.of([study], baseline="blocks=s_ste(2,4)").rows
+    assert other[0].difference == pytest.approx(0, abs=1e-12)
+    assert other[0].cost == 1.25
+
+
+def test_the_page_and_the_text(study, capsys):
+    assert command.main([str(study)]) == 0
+    said = capsys.readouterr().out
+    assert "| blocks=dense | 91.00 % ± 2.00 | 3 of 3 | the baseline | 1.000 |  |" in said
+    assert "| blocks=s_ste(2,4) | 91.00 % ± 2.65 | 3 of 3 | -0.00 ± 1.00 | 0.800 |  |".replace(
+        "-0.00", "+0.00"
+    ) in said.replace("-0.00", "+0.00")
+    assert "of a lossy copy" in said
+    assert said.startswith((study / "compare.md").read_text())
+    text = (study / "compare.html").read_text()
+    assert text.count("<svg") == 3  # the mark of the page, curves, the frontier
+    found = Tags(text)
+    assert not [r for r in found.references if not r.startswith(("#", "data:"))]
+    assert "i" not in found.tags
+
+
+def test_what_cannot_be_compared(study, capsys):
+    assert command.main([str(study / "a0"), str(study / "a0")]) == 2
+    assert "are the same run" in capsys.readouterr().err
+    assert command.main([str(study), "--baseline", "blocks=x"]) == 2
+    assert "--baseline='blocks=x': there are 'blocks=dense'" in capsys.readouterr().err
+    (study / "empty").mkdir()
+    assert command.main([str(study / "empty")]) == 2
+    assert "is no run and holds none" in capsys.readouterr().err
+
+
+def test_seeds_alone(tmp_path):
+    for seed in (0, 1):
+        run(tmp_path / str(seed), "dense", seed, 0.9)
+    (row,) = compare.of([tmp_path]).rows
+    assert (row.name, row.seeds, row.mean) == ("m=dense", "2 of 2", pytest.approx(0.89))

@@ -1,0 +1,121 @@
+"""Parameters cut along a mesh: the numbers of one that is not, the memory of a part, and no group on two devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from experiments.bench import scale
+from experiments.bench.collectives import collectives
+from experiments.errors import Mistake
+from experiments.scale import shards
+from tests.experiments.runs import as_people_run_it as as_people_run_it, program, steps
+
+MESHES = {"fsdp": (4, 1), "tensor": (1, 2), "both": (2, 2)}
+METHOD = (
+    "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=2)); drhs_g=mvue_approx(2,4)"  # holds masks, and draws
+)
+
+
+def made(fsdp, tensor, *changes, page="configs/vit_24.py:smoke"):
+    return program(page, f"--config.mesh.fsdp={fsdp}", f"--config.mesh.tensor={tensor}", METHOD, *changes)
+
+
+@functools.cache
+def uncut(*changes):
+    return steps(made(1, 1, *changes), 2)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_cut_run_is_the_whole_one_to_rounding(name):
+    stacked = ["--config.model.scan=true", "--config.accumulate=2"] if name == "both" else []
+    changes = [
+        *stacked,
+        "--config.model.depth=1",
+        "--config.ema=0.9",
+        "--config.optimizer=sgd",
+    ]  # Adam magnifies rounding
+    (whole, told), (cut, also) = uncut(*changes), steps(made(*MESHES[name], *changes), 2)
+    for a, b in zip(told, also, strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=2e-5)
+        np.testing.assert_allclose(a["gradient_norm"], b["gradient_norm"], rtol=2e-4)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(whole.params), jax.tree.leaves(cut.params), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
+def parts_of(state) -> dict[str, float]:
+    """Which share of an array lies on a device, of all that are large."""
+    share = lambda v: v.addressable_shards[0].data.size / v.size
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): share(v) for path, v in flat if v.size >= shards.SMALL}
+
+
+def test_all_that_belongs_to_a_weight_lies_as_it_does():
+    state, _ = steps(made(4, 1, "--config.ema=0.9", "--config.model.depth=1"), 1)
+    found = parts_of(state)
+    for kind in ("params", "opt", "ema", "rest"):
+        shares = [share for path, share in found.items() if kind in path]
+        assert shares
+        assert set(shares) == {0.25}, kind
+    assert any("mask" in path or "state" in path for path in found if "rest" in path)
+    total = sum(v.nbytes for v in jax.tree.leaves(state))
+    mine = sum(v.addressable_shards[0].data.nbytes for v in jax.tree.leaves(state))
+    assert mine < 0.3 * total  # and the small ones whole
+
+
+CUT = {"data": (1, 1), "fsdp": (4, 1), "tensor": (1, 2)}
+LOOPS = {"": [], "micro-batches": ["--config.accumulate=2"], "scan": ["--config.model.scan=true"]}
+
+
+@pytest.mark.parametrize(("name", "loop"), [*((name, "") for name in CUT), ("fsdp", "micro-batches"), ("fsdp", "scan")])
+def test_devices_tell_each_other_no_more_than_they_must(name, loop):
+    """Data parallel: gradients and figures are summed. FSDP: weights are gathered too, once, whatever goes round how often;
+    no activation is. A CPU sums what others scatter. The order of the data is nobody else's affair."""
+    depth = 2 if loop == "scan" else 1
+    m = made(*CUT[name], f"--config.model.depth={depth}", *LOOPS[loop])
+    arrays = next(iter(m.task.feed(0, 0, m.mesh)))
+    found, wanted = collectives(m.train.lower(m.shapes, arrays).compile().as_text()), scale.least(m)
+    moved = lambda kind: sum(row.moved * row.times for row in found if row.kind == kind)
+    assert not [row for row in found if row.shape == "pred[]"]
+    if name == "tensor":
+        return
+    assert {row.kind for row in found} == {"all-reduce", *["all-gather"] * (name == "fsdp")}
+    masks = m.config.accumulate / 4  # a byte for four of a weight
+    assert moved("all-gather") <= (1 + masks) * wanted["all-gather"]
+    assert moved("all-reduce") <= 1.01 * m.config.accumulate * (wanted["all-reduce"] + 2 * wanted["reduce-scatter"])
+
+
+WRONG = {
+    (3, 1): r"config.mesh.fsdp=3 x config.mesh.tensor=1 is 3 devices, which do not divide the 4",
+    (0, 1): r"config.mesh.fsdp=0 is no number of devices",
+}
+
+
+@pytest.mark.parametrize("mesh", WRONG)
+def test_meshes_that_cannot_be(mesh):
+    with pytest.raises(Mistake, match=WRONG[mesh]):
+        made(*mesh)
+
+
+def test_groups_on_two_devices_are_refused_with_what_to_write():
+    """Of 64 in-features of the attention's layer out 2 x 32 are whole groups of 32, and 4 x 16 are not."""
+    text = "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))"
+    program("configs/vit_24.py:smoke", "--config.mesh.tensor=2", text)
+    with pytest.raises(
+        Mistake, match=r"config.mesh.tensor=4: blocks/0/\S+, a kernel of .*Write --config.mesh.tensor=2\."
+    ):
+        program("configs/vit_24.py:smoke", "--config.mesh.tensor=4", text)
+
+
+def test_fsdp_cuts_where_groups_stay_whole():
+    m = program("configs/vit_24.py:smoke", "--config.mesh.fsdp=4", "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))")
+    up = m.shapes.params["blocks"][0]["mlp"]["up"]["kernel"]
+    assert up.sharding.spec == PartitionSpec(None, "fsdp")
+    found = parts_of(m.init(jnp.uint32(0)).params)
+    (share,) = (share for path, share in found.items() if "mlp" in path and "up" in path)
+    assert share == 0.25

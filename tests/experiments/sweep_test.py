@@ -1,0 +1,364 @@
+"""Many runs of one page: named by what differs, done once, compiled once for all seeds, and trained side by side."""
+
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import command, files, sweep
+from experiments.errors import Failed, Mistake, Stopped
+from experiments.scale import signals
+from experiments.training import program, record
+from experiments.training.checkpoints import Checkpoints
+from tests.experiments.runs import as_people_run_it as as_people_run_it, once, program as made_of, start, timeless
+
+PAGE = """
+from configs import common
+
+def get_config(variant=""):
+    c = common.vit("smoke")
+    c.unlock()
+    c.model.depth, c.measure = 1, "0"
+    c.rules, c.sparsity = ((r".*mlp.*", "blocks"), (r".*", "dense")), dict(blocks="ste(2,4)")
+    return c.lock()
+
+def get_sweep(variant=""):
+    return [{"sparsity.blocks": text, "seed": seed} for text in ("ste(2,4)", "s_ste(2,4)") for seed in (0, 1)]
+"""
+
+
+def page(tmp_path, text=PAGE):
+    (tmp_path / "page.py").write_text(text)
+    return ["launch.py", f"--config={tmp_path / 'page.py'}", f"--workdir={tmp_path / 'runs'}"]
+
+
+def results(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
+    made = []
+    first = program.Program.__init__
+    monkeypatch.setattr(program.Program, "__init__", lambda self, *args: (made.append(1), first(self, *args))[1])
+    words = [*page(tmp_path), f"--results={tmp_path / 'all.jsonl'}"]
+    command.main([*words, "--sweep_index=3"], "")
+    assert [line["run"] for line in results(tmp_path)] == ["blocks=s_ste(2,4),seed=1"]
+    command.main([*words, "--sweep"], "")
+    said = capsys.readouterr().out
+    assert "4 runs: 4 finished." in said
+    assert len(made) == 3  # of the index; then one for each method, whatever the seeds
+    found = results(tmp_path)
+    assert [line["changes"] for line in found] == [
+        {"sparsity.blocks": text, "seed": seed} for text in ("ste(2,4)", "s_ste(2,4)") for seed in (0, 1)
+    ]
+    assert all(line["figures"]["loss"] > 0 and line["steps"] == 4 and len(line["flops"]) == 2 for line in found)
+    held = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    curves = [line.pop("curves") for line in held]
+    assert held == found[3:] + found[:3]  # as they came, each once
+    assert curves[0]["eval"]["step"] == [2, 4]
+    assert curves[0]["eval"]["loss"][-1] == pytest.approx(held[0]["figures"]["loss"], rel=1e-4)
+    alone = ["--config.sparsity.blocks=ste(2,4)", "--config.seed=1", f"--workdir={tmp_path / 'alone'}"]
+    command.main([*words[:2], *alone], "")
+    assert json.loads((tmp_path / "alone" / "run.json").read_text())["figures"] == found[1]["figures"]
+    before = (tmp_path / "runs" / "results.jsonl").read_text()
+    with (tmp_path / "all.jsonl").open("r+") as file:  # a line that a full disk cut off is one more to be added
+        file.truncate(len(file.read()) - 9)
+    command.main([*words, "--sweep"], "")
+    assert len(made) == 4
+    assert (tmp_path / "runs" / "results.jsonl").read_text() == before
+    assert len(files.lines(tmp_path / "all.jsonl")) == 4
+
+
+def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
+    text = (
+        PAGE[: PAGE.index("def get_sweep")]
+        + "def get_sweep():\n    return [{'learning_rate.peak': p} for p in (1e38, 1e-3)]\n"
+    )
+    words = page(tmp_path, text)
+    with pytest.raises(Failed, match=r"1 of the runs failed: peak=1e.38"):
+        command.main([*words, "--sweep", "--config.optimizer=sgd", "--config.clip=0"], "")
+    assert [line["outcome"].partition(":")[0] for line in results(tmp_path)] == ["diverged", "finished"]
+    capsys.readouterr()
+    command.main([*words, "--sweep", "--config.optimizer=sgd", "--config.clip=0"], "")  # it would diverge again
+    assert "2 runs: 1 diverged, 1 finished." in capsys.readouterr().out
+
+
+WRONG = {
+    "{}": "gives a list of changes",
+    "[{'batc': 3}]": "--config.batc: config has no field 'batc'. Did you mean config.batch",
+    "[{'batch': 'x'}]": "batch='x'",
+    "[{'seed': 1}, {'seed': 1}]": "has two runs named seed=1",
+    "1 / 0": r"page.py, line \d+: ZeroDivisionError",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_sweep_that_is_wrong(text, tmp_path):
+    words = page(tmp_path, PAGE[: PAGE.index("def get_sweep")] + f"def get_sweep():\n    return {text}\n")
+    with pytest.raises(Mistake, match=WRONG[text]):
+        command.main([*words, "--sweep"], "")
+
+
+def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypatch):
+    keep = record.Record.keep
+    monkeypatch.setattr(
+        record.Record, "keep", lambda self, *what: (signal.raise_signal(signal.SIGTERM), keep(self, *what))
+    )
+    words = page(tmp_path)
+    with pytest.raises(
+        Stopped, match=r"SIGTERM after the last step of blocks=ste\(2,4\),seed=0\. The same command goes"
+    ):
+        command.main([*words, "--sweep"], "")
+    assert [line["outcome"] for line in results(tmp_path)] == ["finished"]
+
+
+def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # narrower tables fold words
+    words = page(tmp_path)
+    command.main([*words, "--sweep_index=3", "--mode=plan"], "")
+    assert "ste(soft(2,4))" in capsys.readouterr().out  # the page itself has ste(mse(2,4))
+    with pytest.raises(Mistake, match=r"--results=\S+ is a file, in a folder that is there, for the runs of a --sweep"):
+        command.main([*words, "--sweep_index=3", "--mode=plan", f"--results={tmp_path / 'a.jsonl'}"], "")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.py"]
+    with pytest.raises(Mistake, match="--sweep_index=4: the sweep has 4 runs, from 0 to 3"):
+        command.main([*words, "--sweep_index=4"], "")
+    with pytest.raises(Mistake, match="--sweep trains: it goes without --from, and without --mode but"):
+        command.main([*words, "--sweep", "--mode=plan"], "")
+    for results in (["--sweep", "--results=nowhere/a.jsonl"], ["--sweep", "--results=tests"], ["--results=a.jsonl"]):
+        with pytest.raises(
+            Mistake, match=r"--results=\S+ is a file, in a folder that is there, for the runs of a --sweep"
+        ):
+            command.main([*words, *results], "")
+    with pytest.raises(Mistake, match="has no function get_sweep"):
+        command.main(["launch.py", "--config=configs/vit_dense.py", "--sweep"], "")
+    assert [m.name for m in sweep.members(command.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == [
+        "seed=3"
+    ]
+
+
+# ---- side by side ----
+
+SEEDS = (
+    PAGE[: PAGE.index("def get_sweep")].replace('"0"', '"50%"')
+    + "def get_sweep():\n    return [{'seed': s} for s in range(4)]\n"
+)
+SEEDS = SEEDS.replace("return c.lock()", "c.optimizer = 'sgd'\n    return c.lock()")
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory):
+    """Four runs, one after another."""
+
+    def make(folder):
+        config = page(folder, SEEDS)[1]
+        process = start(folder / "runs", os.environ["JAX_COMPILATION_CACHE_DIR"], "--sweep", devices=4, page=[config])
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, said
+
+    return once(tmp_path_factory, "one_after_another", make) / "runs"
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Those that are made."""
+    made, first = [], program.Program.__init__
+    monkeypatch.setattr(program.Program, "__init__", lambda self, *args: (made.append(self), first(self, *args))[1])
+    return made
+
+
+def about(directory):
+    return json.loads((directory / "run.json").read_text())
+
+
+def left(directory):
+    """What a run has left, but for the inside of checkpoints and for names with a time in them."""
+    paths = [path.relative_to(directory) for path in directory.rglob("*")]
+    deep = lambda path: "checkpoints" in path.parts and len(path.parts) > 2 or path.parent.name == "tensorboard"
+    return sorted(str(path) for path in paths if not deep(path))
+
+
+def alike(here, there, shapes, last=4):
+    """Two directories of one run: the same lines, figures and last state, to rounding."""
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    ours, theirs = timeless(here), timeless(there)[: len(timeless(here))]
+    assert [line.keys() for line in ours] == [line.keys() for line in theirs]
+    for ours_of, theirs_of in zip(ours, theirs, strict=True):
+        jax.tree.map(lambda a, b: a == b if isinstance(a, str) else close(a, b), ours_of, theirs_of)
+    states = [Checkpoints(directory).restore(shapes) for directory in (here, there)]
+    assert [state.step for state in states] == [last, last]
+    jax.tree.map(close, *(state.state for state in states))
+    assert about(here)["figures"] == pytest.approx(about(there)["figures"], rel=1e-4)
+
+
+def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_path, capsys):
+    command.main([*page(tmp_path, SEEDS), "--sweep", "--seeds_at_once=2"], "")
+    said = capsys.readouterr().out
+    for part in (
+        "seed=0, seed=1 (1, 2 of 4)",
+        "seed=2, seed=3 (3, 4 of 4)",
+        "4 runs: 4 finished.",
+        "2 runs, and",
+    ):
+        assert part in said
+    assert said.count("step 3/4") == said.count("step 4/4  loss") == 2  # a line for both
+    (made,) = programs
+    for seed in range(4):
+        here, there = (folder / f"seed={seed}" for folder in (tmp_path / "runs", alone))
+        alike(here, there, made.shapes)
+        assert about(here)["beside"] == [f"seed={seed ^ 1}"]
+        assert json.loads((here / "config.json").read_text())["seed"] == seed
+        assert left(here) == left(there)
+        assert files.lines(here / "metrics.jsonl")[-2]["per_second"] > 0
+    assert "beside" not in about(alone / "seed=0")
+    figures = {line["run"]: line["figures"]["loss"] for line in results(tmp_path)}
+    assert len(set(figures.values())) == 4
+    both, functions = made.beside(2), ("train", "score", "hard_score", "harden", "measure", "masks", "flips")
+    assert [getattr(both, name)._cache_size() for name in functions] == [1] * 7  # for both groups
+    assert [getattr(made, name)._cache_size() for name in ("train", "score", "hard_score", "measure")] == [0] * 4
+    command.main(["launch.py", f"--workdir={tmp_path / 'runs' / 'seed=3'}", "--mode=eval"], "")
+    assert f"last, step 4: accuracy {about(here)['figures']['accuracy']:.2%}" in capsys.readouterr().out
+
+
+def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkeypatch, tmp_path, capsys):
+    train = program.Program._train
+
+    def poisoned(self, state, arrays):
+        bad = (state.seed == 1) & (state.step == 2)
+        params = jax.tree.map(lambda w: jnp.where(bad, jnp.nan, w), state.params)
+        return train(self, state._replace(params=params), arrays)
+
+    monkeypatch.setattr(program.Program, "_train", poisoned)
+    with pytest.raises(Failed, match="1 of the runs failed: seed=1"):
+        command.main([*page(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")
+    said = capsys.readouterr().out
+    assert "seed=1: the loss is nan at step 2 (step 1 was finite). The checkpoint of step 2 is kept in" in said
+    assert "4 runs: 3 finished, 1 diverged." in said.replace(
+        "1 finished, 1 diverged, 2 finished", "3 finished, 1 diverged"
+    )
+    for seed in (0, 2, 3):
+        alike(tmp_path / "runs" / f"seed={seed}", alone / f"seed={seed}", programs[0].shapes)
+    lost = tmp_path / "runs" / "seed=1"
+    assert about(lost)["outcome"] == "diverged: the loss is nan at step 2 (step 1 was finite)"
+    assert [line["step"] for line in files.lines(lost / "metrics.jsonl") if line["kind"] == "train"] == [1, 2]
+    assert Checkpoints(lost).steps() == [2]
+    assert len(list((lost / "checkpoints").glob("failed-*"))) == 1
+    assert (lost / "report.html").exists()
+    command.main([*page(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")  # it would diverge again
+    assert len(programs) == 1
+
+
+def stopping(monkeypatch):
+    """Runs are told to stop after their first step."""
+
+    def now(self):
+        self.signal = signal.SIGTERM
+        return True
+
+    monkeypatch.setattr(signals.Stop, "now", now)
+
+
+def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
+    alone, programs, monkeypatch, tmp_path, capsys
+):
+    words, runs = page(tmp_path, SEEDS), tmp_path / "runs"
+    with monkeypatch.context() as told:
+        stopping(told)
+        with pytest.raises(
+            Stopped, match=r"interrupted by SIGTERM after step 1\. (The checkpoint of step 1 is kept .*){2}"
+        ) as stop:
+            command.main([*words, "--sweep", "--seeds_at_once=2"], "")
+        assert stop.value.code == 143
+        for seed in (2, 3):
+            with pytest.raises(Stopped):
+                command.main([*words, f"--sweep_index={seed}"], "")
+    assert [about(runs / f"seed={seed}")["outcome"] for seed in range(4)] == ["interrupted"] * 4
+    (runs / "seed=0" / "checkpoints" / "1.json").write_text("{}")
+    with pytest.raises(Failed, match="1 of the runs failed: seed=0"):  # as it would alone
+        command.main([*words, "--sweep", "--seeds_at_once=2"], "")
+    command.main([*words, "--sweep", "--seeds_at_once=2"], "")
+    said = capsys.readouterr().out
+    assert [about(runs / f"seed={seed}").get("beside") for seed in range(4)] == [None, ["seed=2"], ["seed=1"], None]
+    assert said.count("going on from step 1 of 4") == 3
+    assert "seed=0: None of the checkpoints in" in said
+    for seed in range(4):
+        alike(runs / f"seed={seed}", alone / f"seed={seed}", programs[0].shapes)
+
+
+def grouped(workdir, changes, at_once, streamed=False):
+    """Which runs are trained together, by a sweep that does nothing else."""
+    groups = []
+
+    def train(members, _):
+        groups.append([m.name for m in members])
+        for m in members:
+            (workdir / m.name).mkdir(parents=True)
+            (workdir / m.name / "run.json").write_text('{"outcome": "finished"}')
+
+    found = sweep.members(command.load("configs/vit_24.py:smoke"), changes)
+    make = lambda member: SimpleNamespace(task=SimpleNamespace(streamed=streamed))
+    sweep.run(found, workdir, None, at_once, make, train)
+    return groups
+
+
+def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys):
+    changes = [{"batch": batch, "seed": seed} for seed in range(3) for batch in (16, 32)]
+    named = lambda *groups: [[f"batch={batch},seed={seed}" for seed in seeds] for batch, *seeds in groups]
+    assert grouped(tmp_path / "2", changes, 2) == named((16, 0, 1), (32, 0, 1), (16, 2), (32, 2))
+    assert grouped(tmp_path / "9", changes, 9) == named((16, 0, 1, 2), (32, 0, 1, 2))
+    (tmp_path / "3" / "batch=16,seed=0").mkdir(parents=True)
+    (tmp_path / "3" / "batch=16,seed=0" / "run.json").write_text('{"outcome": "diverged: the loss"}')
+    page = command.load("configs/vit_24.py:smoke")
+    own = sweep.members(page, changes)[0].config
+    (tmp_path / "3" / "batch=16,seed=0" / "config.json").write_text(own.to_json())
+    assert grouped(tmp_path / "3", changes, 9) == named((32, 0, 1, 2), (16, 1, 2))
+    with own.unlocked():
+        own.steps = 5
+    (tmp_path / "3" / "batch=16,seed=0" / "config.json").write_text(own.to_json())
+    with pytest.raises(Mistake, match=r"batch=16,seed=0 holds a run of another config \(steps: 5 there, 4 here\)"):
+        grouped(tmp_path / "3", changes, 9)
+    capsys.readouterr()
+    assert grouped(tmp_path / "s", changes[::2], 9, streamed=True) == [["seed=0"], ["seed=1"], ["seed=2"]]
+    assert capsys.readouterr().out.count("one after another, for data that are streamed") == 1
+
+
+FORMS = {
+    "vit_sste": ["model.depth=1", "mesh.fsdp=2", "mesh.tensor=2"],
+    "resnet_24": ["sparsity.stages=fst(every=2)", "ema=0.9", "masked_decay=1e-3"],
+    "gpt_sste": ["model.depth=1", "accumulate=2", "optimizer=step_adam(after=50%, before=75%)", "batch=8"],
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_step_side_by_side_is_that_of_each_alone(name):
+    made = made_of(f"configs/{name}.py:smoke", *(f"--config.{change}" for change in FORMS[name]))
+    both, arrays = made.beside(2), next(iter(made.task.feed(0, 0, made.mesh)))
+    states = [made.init(jnp.uint32(seed)) for seed in (3, 8)]
+    state = both.together(states)
+    if name == "resnet_24":  # a mask that is renewed every other step costs nothing between
+        assert "stablehlo.case" in both.train.lower(state, arrays).as_text()
+    for _ in range(3):
+        found = [made.train(state, arrays) for state in states]
+        states = [state for state, _ in found]
+        state, shown = both.train(state, arrays)
+        for label in shown:
+            np.testing.assert_allclose(shown[label], [each[label] for _, each in found], rtol=1e-4)
+    for number, wanted in enumerate(states):
+        part = both.part(state, number)
+        assert jax.tree.map(lambda v: v.sharding, part) == jax.tree.map(lambda v: v.sharding, wanted)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), part, wanted)
+
+
+def test_words_of_runs_side_by_side(tmp_path, monkeypatch):
+    words = page(tmp_path)
+    for wrong in (["--seeds_at_once=2"], ["--sweep", "--seeds_at_once=0"], ["--sweep_index=1", "--seeds_at_once=2"]):
+        said = "--seeds_at_once=.: at least 1, and more of a --sweep that has no --sweep_index"
+        with pytest.raises(Mistake, match=said):
+            command.main([*words, *wrong], "")
+    monkeypatch.setattr(command.processes, "count", lambda: 2)
+    with pytest.raises(Mistake, match="--seeds_at_once=2 is for one process: it goes without --distributed"):
+        command.main([*words, "--sweep", "--seeds_at_once=2"], "")

@@ -1,0 +1,196 @@
+"""What is taken in, written down and shown while a run goes on."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from experiments import files
+from experiments.errors import Failed, Mistake
+from experiments.training import meter as meters, record, screen as show
+from nmjax.analysis.plan import Plan
+
+PLAN = Plan((), 0, (), 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves."""
+    now = [100.0]
+    monkeypatch.setattr(meters.time, "monotonic", lambda: now[0])
+    return now
+
+
+def figures(loss, norm=1.0):
+    return {"loss": jnp.asarray(loss, jnp.float32), "gradient_norm": jnp.asarray(norm, jnp.float32)}
+
+
+def meter(window, told, runs=1):
+    """One that notes what it tells, and takes out runs that are lost; the error of the last is raised."""
+    going = {number: SimpleNamespace(seen=[]) for number in range(runs)}
+
+    def lose(number, error):
+        if len(going) == 1:
+            raise error
+        del going[number]
+
+    return meters.Meter(window, going, lambda step, means, rate: told.append((step, means, rate)), lose)
+
+
+def test_a_meter_gives_means_and_the_rate_of_steps_after_the_first(clock):
+    taken = meter(2, told := [])
+    for step, loss in enumerate([4.0, 2.0, 1.0, 3.0, 5.0]):
+        clock[0] += 30.0 if step == 0 else 0.5  # the first compiles
+        taken.push(step, figures(loss))
+        taken.settle()
+    taken.flush()
+    assert [(step, means[0]["loss"]) for step, means, _ in told] == [(2, 3.0), (4, 2.0), (5, 5.0)]
+    assert [rate for *_, rate in told] == [2.0, 2.0, 2.0]
+    assert taken.first == 130.0
+
+
+def test_no_rate_counts_what_is_done_aside(clock):
+    taken = meter(3, told := [])
+    for step in range(6):
+        clock[0] += 1.0
+        taken.push(step, figures(1.0))
+        with taken.aside():
+            clock[0] += 10.0
+    assert [rate for *_, rate in told] == [1.0, 1.0]
+
+
+def test_windows_are_the_same_in_a_run_that_goes_on():
+    """They end at steps that the window divides, and where the run is evaluated."""
+
+    def lines(start, stop, evaluated):
+        taken = meter(3, told := [])
+        for step in range(start, stop):
+            taken.push(step, figures(float(step)))
+            if step + 1 in evaluated:
+                with taken.aside():
+                    taken.flush()
+        return [(step, means[0]["loss"]) for step, means, _ in told]
+
+    whole = lines(0, 12, (5, 12))
+    assert [step for step, _ in whole] == [3, 5, 6, 9, 12]
+    assert lines(0, 5, (5,)) + lines(5, 12, (12,)) == whole
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"), [(figures(float("nan")), "loss is nan"), (figures(1.0, float("inf")), "gradient norm is inf")]
+)
+def test_a_meter_names_the_step_that_is_no_number(bad, what):
+    taken = meter(10, [])
+    taken.push(6, figures(1.0))
+    taken.settle()
+    with pytest.raises(Failed, match=f"{what} at step 7 .step 6 was finite"):
+        taken.push(7, bad)
+
+
+def test_runs_side_by_side_have_means_of_their_own_and_one_that_diverges_leaves_them():
+    taken = meter(2, told := [], runs=3)
+    for step, losses in enumerate([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [4.0, np.nan, 6.0], [8.0, 0.0, 2.0]]):
+        taken.push(step, figures(losses, [1.0, 1.0, 1.0]))
+        taken.settle()
+    means = [{number: found["loss"] for number, found in means.items()} for _, means, _ in told]
+    assert means == [{0: 2.0, 1: 2.0, 2: 2.0}, {0: 6.0, 2: 4.0}]
+
+
+def made(path, **changes):
+    return record.Record(path, ConfigDict({"seed": 0, **changes}), {"name": "x"}, PLAN)
+
+
+def begun(path, step=0, **changes):
+    run = made(path, **changes)
+    run.begin(step)
+    return run
+
+
+def test_lines_written_after_the_step_gone_back_to_are_dropped(tmp_path):
+    run = begun(tmp_path)
+    for step in (1, 2, 3):
+        run.write("sparsity", step - 1, density={"a": 0.5})
+        run.write("train", step, loss=1.0 / step)
+        run.write("eval", step, loss=2.0 / step, hardened_loss=3.0 / step)
+    run.close("interrupted")
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4, "kin')
+    run = made(tmp_path)
+    assert run.best("loss", higher=False) == 1.0
+    run.begin(2)
+    run.write("train", 3, loss=0.25)
+    run.close("finished")
+    found = [(line["kind"], line["step"]) for line in files.lines(run.metrics)]
+    assert found == [(k, s + (k != "sparsity")) for s in (0, 1) for k in ("sparsity", "train", "eval")] + [("train", 3)]
+    assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "finished"
+    assert run.best("loss", higher=False) == 1.5
+    assert run.best("accuracy", higher=True) is None
+
+
+def test_a_directory_of_another_config_is_left_as_it_is(tmp_path):
+    run = begun(tmp_path)
+    run.write("train", 1, loss=1.0)
+    run.close("finished")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(Mistake, match="seed: 0 there, 1 here"):
+        record.check(tmp_path, ConfigDict({"seed": 1}))
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+
+
+def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
+    made(tmp_path).close("failed")
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+    record.check(tmp_path, ConfigDict({"seed": 1}))
+    made(tmp_path, seed=1).close("finished")
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "1.json").write_text("{}")  # told to stop before its first line of metrics
+    with pytest.raises(Mistake, match="seed: 1 there, 2 here"):
+        record.check(tmp_path, ConfigDict({"seed": 2}))
+
+
+def test_another_mesh_goes_on_with_the_same_run(tmp_path):
+    run = begun(tmp_path)
+    run.write("train", 1, loss=1.0)
+    run.close("interrupted")
+    record.check(tmp_path, ConfigDict({"seed": 0, "mesh": {"fsdp": 4}}))
+
+
+def screen(terminal: bool):
+    out = io.StringIO()
+    return show.Screen("images", Console(file=out, force_terminal=terminal, width=100, highlight=False)), out
+
+
+MEANS = {"loss": 0.5, "accuracy": 0.75, "per_second": 12_345.0, "flops_per_second": 2e12}
+
+
+def test_a_log_gets_a_line_a_twentieth_of_the_run():
+    shown, out = screen(terminal=False)
+    with shown.progress(100, 0):
+        for step in range(1, 101):
+            shown.step(step, MEANS)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 20
+    assert lines[-1].startswith("step 100/100  loss 0.5000  accuracy 75.00%  12.3 k images/s  2 TFLOP/s")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_gets_a_bar():
+    shown, out = screen(terminal=True)
+    with shown.progress(100, 0):
+        shown.step(50, MEANS)
+        shown.evaluation(50, {"loss": 1.0, "hardened_loss": 2.0})
+    assert "50/100" in out.getvalue()
+    assert "12.3 k images/s" in out.getvalue()
+    assert "test  loss 1.0000, hardened 2.0000" in out.getvalue()
+
+
+def test_what_others_wrote_is_no_markup():
+    shown, out = screen(terminal=False)
+    shown.rows([("data", "a [bold]name[/bold] of [/] theirs")])
+    assert "[bold]name[/bold] of [/]" in out.getvalue()

@@ -1,0 +1,333 @@
+"""Runs that are killed, told to stop, or find the disk full, and end as if nothing had happened."""
+
+import gc
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import command, files
+from experiments.errors import Failed, Mistake
+from experiments.scale import signals
+from experiments.training import meter, record, settings
+from experiments.training.checkpoints import Checkpoints
+from tests.experiments.runs import arrays, as_people_run_it as as_people_run_it, once, start, timeless
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """A run that nothing disturbs, and a cache of what it compiled."""
+
+    def make(folder):
+        process = start(folder / "whole", folder / "cache")
+        said = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, said
+
+    folder = once(tmp_path_factory, "undisturbed", make)
+    return folder / "whole", folder / "cache"
+
+
+def test_killed_at_any_moment_a_run_ends_as_one_that_was_not(whole, tmp_path):
+    """Twenty times: ten while it begins, finds its checkpoint and compiles, and ten while it trains and saves. A run that
+    ends before it is killed is one more to be compared."""
+    whole, cache = whole
+    draw, killed, runs = random.Random(), 0, 0
+    while True:
+        process = start(tmp_path / f"run{runs}", cache)
+        if killed < 20:
+            if killed % 2:
+                time.sleep(draw.uniform(0.3, 4))
+            else:
+                next((line for line in process.stdout if line.startswith(("step", "report"))), None)  # or it is done
+                time.sleep(draw.uniform(0, 0.6))
+            if process.poll() is None:
+                process.kill()
+                killed += 1
+        said = process.communicate(timeout=300)[0]
+        if process.returncode == -signal.SIGKILL:
+            continue
+        assert process.returncode == 0, said
+        same_as(whole, tmp_path / f"run{runs}")
+        runs += 1
+        if killed == 20:
+            return
+
+
+def same_as(whole: Path, run: Path) -> None:
+    assert timeless(run) == timeless(whole)
+    assert arrays(run) == arrays(whole)
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == sorted(
+        p.name for p in (whole / "checkpoints").iterdir()
+    )
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
+    whole, cache = whole
+    process = start(tmp_path / "run", cache)
+    for line in process.stdout:
+        if line.startswith("step"):
+            process.send_signal(told)
+            break
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 128 + told, said
+    found = re.search(rf"interrupted by {told.name} after step (\d+)\. The checkpoint of step (\d+) is kept in", said)
+    assert found[1] == found[2]
+    assert "The same command goes on from there." in " ".join(said.split())
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == "interrupted"
+    process = start(tmp_path / "run", cache)
+    said = process.communicate(timeout=300)[0]
+    assert f"going on from step {found[1]} of 24" in said
+    assert timeless(tmp_path / "run") == timeless(whole)
+    assert arrays(tmp_path / "run") == arrays(whole)
+
+
+def test_one_stop_told_twice_is_one_and_a_later_one_is_another(monkeypatch):
+    """A terminal's Ctrl-C reaches a run and the launcher that hands it on."""
+    now = [10.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    with signals.Stop() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal == signal.SIGINT
+        now[0] += 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_saved_on_four_devices_and_gone_on_with_on_two_and_on_one(whole, tmp_path):
+    """The rest of it is that of one device, to rounding."""
+    whole, cache = whole
+    for devices in (4, 2):
+        process = start(tmp_path / "run", cache, f"--config.mesh.fsdp={devices}", devices=devices)
+        for line in process.stdout:
+            if line.startswith("step"):
+                process.send_signal(signal.SIGTERM)
+                break
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode == 143, said
+    process = start(tmp_path / "run", cache)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    assert "going on from step" in said
+    for mine, theirs in zip(timeless(tmp_path / "run"), timeless(whole), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+# ---- checkpoints that are not as they were ----
+
+
+class Small(NamedTuple):
+    step: jax.Array
+    params: dict
+
+
+def small(step):
+    return Small(jnp.int32(step), {"w": jnp.arange(5000.0) + step, "b": jnp.full(3, step, jnp.bfloat16)})
+
+
+def saved(workdir, *steps, best=()) -> list[str]:
+    told = []
+    checkpoints = Checkpoints(workdir, told.append)
+    for step in steps:
+        checkpoints.save(step, small(step), [{"loss": step / 2}], best=step in best)
+    checkpoints.close()
+    return told
+
+
+def shapes():
+    return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), small(0))
+
+
+SPOILT = {
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "gone": lambda path: path.unlink(),
+    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_checkpoint_that_cannot_be_read_is_put_aside(how, tmp_path):
+    saved(tmp_path, 1, 2)
+    good = shutil.copytree(tmp_path / "checkpoints", tmp_path / "good") / "2"
+    files = [p.relative_to(good) for p in good.rglob("*") if p.is_file() and p.stat().st_size]
+    assert len(files) > 3
+    for path in files:
+        SPOILT[how](tmp_path / "checkpoints" / "2" / path)
+        told = []
+        found = Checkpoints(tmp_path, told.append).restore(shapes())
+        assert (found.step, found.seen) == (1, [{"loss": 0.5}])
+        np.testing.assert_array_equal(found.state.params["w"], np.arange(5000.0) + 1)
+        assert len(told) == 1
+        assert "The checkpoint of step 2 cannot be read, and is put aside as" in told[0]
+        assert (tmp_path / "checkpoints" / "unreadable-2").is_dir()
+        shutil.rmtree(tmp_path / "checkpoints")
+        shutil.copytree(tmp_path / "good", tmp_path / "checkpoints")
+    assert Checkpoints(tmp_path).restore(shapes()).step == 2
+
+
+def test_what_was_never_sealed_is_no_checkpoint(tmp_path):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "checkpoints" / "2.json").unlink()
+    (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()
+    assert Checkpoints(tmp_path).restore(shapes()).step == 1
+    saved(tmp_path, 2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "1.json", "2", "2.json"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's loops, of readings that failed
+def test_of_another_model_nothing_is_put_aside(tmp_path):
+    """Its files are as they were written, and it is not theirs to say what they are."""
+    saved(tmp_path, 1, 2)
+    before = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    other = shapes()._replace(params={"w": jax.ShapeDtypeStruct((7,), jnp.float32)})
+    wider = shapes()._replace(params=shapes().params | {"w": jax.ShapeDtypeStruct((5001,), jnp.float32)})
+    for wrong in (other, wider):
+        with pytest.raises(Failed, match="holds no state of this model and optimizer"):
+            Checkpoints(tmp_path).restore(wrong)
+    gc.collect()  # here, and not in another test
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
+    (tmp_path / "checkpoints" / "2.json").write_text("{")
+    assert Checkpoints(tmp_path, lambda text: None).restore(shapes(), mend=False).step == 1
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
+
+
+def test_a_seal_holds_nothing_of_later_steps(tmp_path):
+    checkpoints, seen = Checkpoints(tmp_path), [{"loss": 2.0}]
+    checkpoints.save(1, small(1), seen, best=False)
+    seen.append({"loss": 1.0})
+    checkpoints.close()
+    assert Checkpoints(tmp_path).restore(shapes()).seen == [{"loss": 2.0}]
+
+
+def test_the_last_two_and_the_best_are_kept(tmp_path):
+    saved(tmp_path, *range(1, 7), best=(1, 3))
+    assert Checkpoints(tmp_path).steps() == [3, 5, 6]
+    assert Checkpoints(tmp_path).restore(shapes(), best=True).step == 3
+    for step in (3, 5, 6):
+        (tmp_path / "checkpoints" / f"{step}.json").write_text("{")
+    with pytest.raises(Failed, match="None of the checkpoints in .* can be read. To begin anew, remove"):
+        Checkpoints(tmp_path, lambda text: None).restore(shapes())
+
+
+# ---- a full disk ----
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A small one."""
+    (place := tmp_path / "disk").mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
+    if done.returncode:
+        pytest.skip("a file system of its own may not be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's loops, of writes that failed
+def test_a_full_disk_costs_checkpoints_and_not_the_run(disk, monkeypatch, capsys):
+    words = ["launch.py", "--config=configs/resnet_24.py:smoke", "--config.steps=10", "--config.evaluate=2"]
+    words += ["--config.measure=0"]
+    save = Checkpoints.save
+
+    def filling(self, step, *rest, **options):
+        if step == 6:
+            self.wait()
+            subprocess.run(["dd", "if=/dev/zero", f"of={disk / 'filler'}"], capture_output=True)  # until it is full
+        if step == 10:
+            (disk / "filler").unlink()
+        save(self, step, *rest, **options)
+        self.wait()
+
+    monkeypatch.setattr(Checkpoints, "save", filling)
+    command.main([*words, f"--workdir={disk / 'a'}"], "")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The checkpoint of step 6 could not be written: no space is left on the disk." in said
+    assert "The checkpoint of step 4 is kept" in said
+    assert [line["step"] for line in files.lines(disk / "a" / "metrics.jsonl") if line["kind"] == "eval"] == [
+        2,
+        4,
+        6,
+        8,
+        10,
+    ]
+    assert Checkpoints(disk / "a").steps()[-1] == 10
+    gc.collect()  # here, and not in another test
+
+
+def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
+    lines = record.Lines(tmp_path / "lines")
+    assert lines.write("one\n")
+    file, full = os.dup(lines._file.fileno()), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, lines._file.fileno())
+    assert not lines.write("two\n")
+    assert not lines.write("three\n")
+    assert (lines.late, lines.why) == (2, "No space left on device")
+    os.dup2(file, lines._file.fileno())
+    assert lines.write("four\n")
+    assert (tmp_path / "lines").read_text().split() == ["one", "two", "three", "four"]
+    os.dup2(full, lines._file.fileno())
+    lines.write("five\n")
+    with pytest.raises(OSError, match="1 lines of .*lines could not be written: No space left on device"):
+        lines.close()
+    os.close(file)
+    os.close(full)
+
+
+def test_a_slow_feed_is_said_once(monkeypatch):
+    now, told = [0.0], []
+    monkeypatch.setattr(meter.time, "monotonic", lambda: now[0])
+
+    def feed(seconds):
+        for i in range(100):
+            now[0] += seconds
+            yield i
+
+    def taken(seconds_of_data, seconds_of_step):
+        told.clear()
+        for _ in meter.supplied(feed(seconds_of_data), told.append):
+            now[0] += seconds_of_step
+        return len(told), told
+
+    assert taken(0.1, 0.3) == (0, [])
+    count, (rate,) = taken(0.5, 0.1)
+    assert count == 1
+    assert rate == pytest.approx(1 / 0.6, rel=0.1)
+    assert taken(0.01, 0.001) == (0, [])  # too soon to tell
+
+
+# ---- a run that diverged, and one that goes on from it ----
+
+
+def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, monkeypatch, capsys):
+    words = ["launch.py", "--config=configs/resnet_24.py:smoke", "--config.measure=0", "--config.evaluate=1"]
+    rate = settings.learning_rate
+    monkeypatch.setattr(
+        settings, "learning_rate", lambda config, total: lambda step: jnp.where(step < 2, 0.01, jnp.nan)
+    )
+    with pytest.raises(
+        Failed, match=rf"To go on from it otherwise: --workdir=ANOTHER --from={tmp_path / 'a'} and"
+    ) as error:
+        command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
+    assert "is in" in " ".join(capsys.readouterr().out.split())
+    assert len(list((tmp_path / "a" / "checkpoints").glob("failed-*"))) == 1
+    kept = int(re.search(r"The checkpoint of step (\d) is kept", str(error.value))[1])
+    monkeypatch.setattr(settings, "learning_rate", rate)
+    again = [*words, "--config.learning_rate.peak=1e-4", f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"]
+    command.main(again, "")
+    assert f"going on from step {kept} of 4" in " ".join(capsys.readouterr().out.split())
+    steps = [line["step"] for line in files.lines(tmp_path / "b" / "metrics.jsonl") if line["kind"] == "train"]
+    assert steps == list(range(kept + 1, 5))
+    with pytest.raises(Mistake, match="--from=.*nothing holds no checkpoints"):
+        command.main([*again[:-2], f"--from={tmp_path / 'nothing'}", f"--workdir={tmp_path / 'c'}"], "")

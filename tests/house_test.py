@@ -1,0 +1,192 @@
+"""The house, executable: what may import what, and what may not."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# The rooms of each package and the files of each room, in order: a file imports from earlier files of its own room and
+# from earlier rooms. A room without a list holds files of any order, but no circles.
+HOUSE = {
+    "nmjax": {
+        "core": ("versions", "value", "context", "groups", "random", "pruner"),
+        "pruners": (
+            "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
+            "transposable_mask", "__init__", "estimators", "float8", "combinators",
+        ),
+        "kernels": (
+            "targets", "format", "emulation", "instructions", "ampere", "hopper", "tuning", "compress", "copies",
+            "api", "check", "__init__",
+        ),
+        "products": ("sparsity", "operations", "routes", "forms", "rule", "sites"),
+        "recipes": ("methods", "text", "table"),
+        "analysis": ("flops", "plan", "metrics"),
+        "optim": (),
+        "models": ("transformer", "vit", "gpt", "bert", "resnet", "__init__"),
+        "nnx": ("variables", "doors", "delivery", "planning", "packing", "hardening", "measures", "__init__"),
+        "linen": (),
+        "__init__": (),
+    },
+    "experiments": {
+        "errors": (),
+        "files": (),
+        "data": ("augment", "cache", "find", "order", "cifar", "idx", "folder", "images", "text"),
+        "scale": ("processes", "signals", "shards", "sinks"),
+        "report": ("words", "runs", "curves", "dots", "pictures", "figures", "page", "__init__", "compare", "__main__"),
+        "training": ("settings", "program", "image", "text", "screen", "meter", "record", "checkpoints", "loop"),
+        "sweep": (),
+        "command": (),
+        "studies": (
+            "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
+            "__main__",
+        ),
+        "bench": ("measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "transforms", "__init__", "__main__"),
+        "reproduce": (),
+    },
+}  # fmt: skip
+
+# Imports inside functions: file -> what it imports there. Each has its reason.
+LATE = {
+    "nmjax/kernels/__init__.py": {"nmjax.kernels"},  # Mosaic takes 0.3 s to import, and not every jaxlib has it
+    "nmjax/kernels/api.py": {"nmjax.kernels"},
+    "nmjax/kernels/hopper.py": {"jax.experimental.mosaic.gpu"},
+    "nmjax/products/rule.py": {"nmjax.kernels"},
+    "nmjax/products/routes.py": {"nmjax.kernels"},
+    "nmjax/products/forms.py": {"nmjax.kernels"},
+    "nmjax/core/versions.py": {"jax._src.pallas.mosaic_gpu.interpret.params", "jax.experimental.pallas"},
+    "nmjax/pruners/schedules.py": {"optax"},  # takes longer to import than all of nmjax
+    "launch.py": {"experiments", "experiments.errors"},  # Ctrl-C during an import is told in one line
+    "experiments/command.py": {"jax", "experiments.training"},  # a mistake in the command is told without JAX
+    "experiments/training/record.py": {
+        "tensorboardX.event_file_writer", "tensorboardX.proto", "tensorboardX.summary",
+    },  # a plan does without it
+    "experiments/training/checkpoints.py": {"orbax.checkpoint"},  # takes two seconds, and a plan does without it
+    "experiments/report/pictures.py": {"PIL"},  # a report without pictures does without it
+    "experiments/report/curves.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},  # slow to import
+    "experiments/report/dots.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},
+    "experiments/scale/processes.py": {"jax", "jax._src", "jax.experimental"},  # a mistake is told without JAX
+    "experiments/scale/sinks.py": {"wandb", "trackio", "mlflow"},  # each is there only where somebody installed it
+    "experiments/data/images.py": {"PIL"},  # digits do without it
+    "experiments/data/folder.py": {"PIL", "grain"},  # grain takes two seconds
+    "experiments/data/text.py": {"pydoc_data.topics", "tokenizers"},  # each is one data set's alone
+    "experiments/bench/transforms.py": {"qwix._src.core.sparsity"},  # a peer, where somebody installed it
+}  # fmt: skip
+
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for package in HOUSE
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Every module that a file imports, and whether it does so inside a function."""
+    tree = ast.parse(path.read_text())
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inside = {id(n) for function in functions for n in ast.walk(function)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names = [node.module]
+            if node.module.split(".")[0] in HOUSE:  # a module by its own name, where one is imported
+                names = [
+                    f"{node.module}.{a.name}" if _file(f"{node.module}.{a.name}") else node.module for a in node.names
+                ]
+        else:
+            continue
+        found += [(name, id(node) in inside) for name in names]
+    return found
+
+
+def _file(module: str) -> str | None:
+    """The name of the file that a module of ours is."""
+    return next((name for name in (module, f"{module}.__init__") if name in FILES), None)
+
+
+def place(name: str) -> tuple[int, int]:
+    """Where a file stands: the number of its room, and its own in it."""
+    package, room, *rest = name.split(".")
+    rooms = HOUSE[package]
+    order = rooms[room]
+    return list(rooms).index(room), order.index(rest[0]) if rest and order else 0
+
+
+OURS = {
+    name: sorted({f for module, _ in imports(path) if (f := _file(module)) and f != name})
+    for name, path in FILES.items()
+}
+PACKAGES = tuple(
+    name for name in FILES if name.endswith(".__init__") and not OURS[name]
+)  # a sentence, and nothing else
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name not in PACKAGES])
+def test_a_file_imports_from_above(name):
+    package = name.split(".")[0]
+    for other in OURS[name]:
+        if other.split(".")[0] != package or other in PACKAGES:
+            assert (package, other.split(".")[0]) != ("nmjax", "experiments"), f"{name} imports {other}"
+        else:
+            mine, theirs = place(name), place(other)
+            same_folder = name.split(".")[:3] == other.split(".")[:3] and name.count(".") > 2
+            assert theirs < mine or same_folder, f"{name} at {mine} imports {other} at {theirs}"
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    done, path = set(), []
+
+    def visit(name):
+        assert name not in path, f"a circle: {' -> '.join([*path, name])}"
+        if name not in done:
+            path.append(name)
+            for other in OURS[name]:
+                visit(other)
+            path.pop()
+            done.add(name)
+
+    for name in FILES:
+        visit(name)
+
+
+def test_every_file_has_a_place():
+    for package, rooms in HOUSE.items():
+        assert {
+            name.split(".")[1] for name in FILES if name.startswith(f"{package}.") and name != f"{package}.__init__"
+        } | {"__init__"} == set(rooms) | {"__init__"}
+    for name in FILES:
+        if name not in PACKAGES:
+            place(name)
+
+
+def test_imports_inside_functions_are_the_listed_ones():
+    late = {}
+    for path in (*FILES.values(), ROOT / "launch.py"):
+        names = {
+            ".".join(name.split(".")[:2]) if name.startswith("nmjax.kernels") else name
+            for name, inside in imports(path)
+            if inside
+        }
+        if names:
+            late[str(path.relative_to(ROOT))] = {
+                re.sub(r"^experiments\.training\..*", "experiments.training", name) for name in names
+            }
+    assert late == LATE or {k: v - LATE.get(k, set()) for k, v in late.items() if v - LATE.get(k, set())} == {}, late
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_stay_one_idea_long(name):
+    assert len(FILES[name].read_text().splitlines()) <= 400
+
+
+def test_the_core_does_without_flax():
+    """Pruners, products and plans are of arrays and shapes; Flax is met in its deliveries and in models alone."""
+    users = {
+        name.split(".")[1] for name, path in FILES.items() if name.startswith("nmjax.") and "flax" in path.read_text()
+    }
+    assert users == {"nnx", "linen", "models"}

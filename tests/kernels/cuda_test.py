@@ -1,0 +1,262 @@
+"""Kernels for GPUs on a machine that has none: lowered always, and compiled to machine code where CUDA's plugin is."""
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+import nmjax as nm
+from nmjax.core import versions
+from nmjax.kernels import ampere, compress, copies, hopper
+from nmjax.kernels.copies import Copy
+from nmjax.kernels.format import Packed
+from nmjax.pruners import identity, mse, mvue, soft, transposable
+
+H200 = AbstractMesh(
+    (1,),
+    ("x",),
+    axis_types=(AxisType.Auto,),
+    abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"),
+)
+SIZE = 1024
+
+
+def shape(*dims, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def operands(kind, m_major, n_major):
+    """Shapes of packed A and of B."""
+    dtype, wide = jnp.dtype(kind), jnp.dtype(kind).itemsize == 2
+    values = shape(1, *((SIZE // 2, SIZE) if m_major else (SIZE, SIZE // 2)), dtype=dtype)
+    words = (SIZE // 64, SIZE // 64, 128) if wide else (SIZE, SIZE // 32)
+    order = "words16" if wide else "words8"
+    return Packed(values, shape(1, *words, dtype=jnp.uint32), -2 if m_major else -1, 2, 4, order), shape(
+        1, SIZE, SIZE, dtype=dtype
+    )
+
+
+def lowered(f, *shapes) -> str:
+    with jax.sharding.use_abstract_mesh(H200):
+        return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+LAYOUTS = [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
+
+
+def product(kernel, kind="bfloat16", layout=(False, False, False), out="bfloat16", **cut):
+    """A kernel as a function of its operands, and their shapes."""
+    m_major, n_major, transpose = layout
+    options = {
+        "b_axis": -2 if n_major else -1,
+        "transpose": transpose,
+        "dtype": jnp.dtype(out),
+        "config": kernel.Config(**cut),
+    }
+    options |= {"blocks": 132} if kernel is hopper else {}
+    packed, b = operands(kind, m_major, n_major)
+    return lambda a, b, s: kernel.spmm(a, b, s, **options), packed, b, shape(1, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hopper_lowers_in_every_layout(layout):
+    assert "wgmma.mma_async.sp.sync.aligned.m64n256k32.f32.bf16.bf16" in lowered(
+        *product(hopper, layout=layout, cluster="m")
+    )
+
+
+def test_hopper_lowers_in_fp8():
+    text = lowered(*product(hopper, "float8_e4m3fn", (False, False, True), promote=True, tile_n=128))
+    assert "wgmma.mma_async.sp.sync.aligned.m64n128k64.f32.e4m3.e4m3" in text
+
+
+@pytest.mark.skipif(not versions.has_warp_products(), reason="this jax has no layouts for Ampere's instructions")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ampere_lowers_in_every_layout(layout):
+    assert "mma.sp::ordered_metadata.sync.aligned.m16n8k32" in lowered(*product(ampere, layout=layout))
+
+
+def test_too_much_shared_memory_is_refused_before_it_is_compiled():
+    config = hopper.Config(stages=6)
+    assert "of shared memory" in hopper.misfit(SIZE, SIZE, SIZE, "bfloat16", "bfloat16", config)
+    with pytest.raises(ValueError, match="exceeds available shared memory"):
+        lowered(*product(hopper, stages=6))
+
+
+PRODUCERS = {
+    **{f"{p} along {axis}": (compress.compress, {"axis": axis, "pruner": p}) for p in (mse(2, 4), mvue(2, 4), soft(2, 4), identity) for axis in (-1, -2)},
+    "both, transposable": (compress.compress_both, {"pruner": transposable(2, 4)}),
+    "x of S-STE in FP8": (copies.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
+    "g of S-STE in FP8": (copies.copies, {"wanted": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"))}),
+    "w of S-STE in FP8": (copies.copies, {"wanted": (Copy("e4m3", packed=True, pruner=soft(2, 4), axis=-2), Copy("e5m2", pruner=soft(2, 4), axis=-2))}),
+}  # fmt: skip
+
+
+def producer(name):
+    make, options = PRODUCERS[name]
+    noise = {
+        compress.compress: [shape(1, 2, dtype=jnp.uint32), shape(1, dtype=jnp.float32)],
+        compress.compress_both: [],
+    }
+    extra = noise.get(make, [shape(1, 4, dtype=jnp.uint32), shape(1, dtype=jnp.float32)])
+    return (lambda *arrays: jax.tree.leaves(make(*arrays, **options))), shape(1, SIZE, SIZE), *extra
+
+
+@pytest.mark.parametrize("name", PRODUCERS)
+def test_producers_lower(name):
+    assert lowered(*producer(name)).count("triton") == 1  # one kernel, of one reading
+
+
+@pytest.mark.parametrize("text", ["s_ste()", "s_ste(fp8=True)", "fst()", "bdwp()", "sdgp(over='group')"])
+def test_gradients_lower_with_kernels(text):
+    s = nm.parse(text)
+    state = jax.eval_shape(lambda w: s.init(w, contract=0, out=1), shape(4096, 16384))
+
+    def gradients(x, w, state, key):
+        loss = lambda x, w: (
+            nm.einsum("bti,io->bto", x, w, sparsity=s, ctx=nm.Ctx(key, 3, state)).astype(jnp.float32).sum()
+        )
+        return jax.grad(jax.checkpoint(loss), (0, 1))(x, w)
+
+    made = lowered(gradients, shape(8, 4096, 4096), shape(4096, 16384), state, shape(2, dtype=jnp.uint32))
+    assert "wgmma.mma_async.sp" in made
+    assert "triton" in made
+
+
+# ---- machine code ----
+
+PLUGIN = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")
+PTXAS = shutil.which("ptxas") or next((str(p) for p in Path("/usr/local").glob("cuda*/bin/ptxas")), None)
+
+
+def disassembler() -> Path | None:
+    """The folder of the wheels' CUDA, with nvdisasm in it."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(p) / "cu13" for p in spec.submodule_search_locations] if spec else []
+    return next((root for root in roots if (root / "bin" / "nvdisasm").exists()), None)
+
+
+TARGET = """
+gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+device_memory_size: 151397597184 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 feature_extension:
+ACCELERATED_FEATURES } registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024
+thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" platform_version:
+"Compute Capability 9.0a" model_str: "sm_9.0a" device_address_bits: 64 name: "NVIDIA H200" driver_version: "13.0.0"
+runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0" }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_description_str: "NVIDIA H200"
+"""
+
+COMPILE = """
+    import json, os, sys, warnings
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, {root!r})
+    import jax
+    import jax.experimental.mosaic.gpu
+    from jax.experimental import topologies
+    from tests import cuda_test
+    os.environ["MOSAIC_GPU_CUDA_ROOT"] = {cuda!r}  # which importing Mosaic has set
+    topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for name, (f, *shapes) in cuda_test.programs().items():
+        os.environ["MOSAIC_GPU_DUMP_TO"] = os.path.join({out!r}, name)
+        os.makedirs(os.environ["MOSAIC_GPU_DUMP_TO"])
+        put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=there)
+        with jax.sharding.use_abstract_mesh(cuda_test.H200):
+            lowered = jax.jit(f).trace(*jax.tree.map(put, shapes)).lower()
+        lowered.compile()
+"""
+
+
+def compiled(test):
+    """For machines with all that compiles."""
+    reason = "the CUDA plugin is not installed: pip install --no-deps -r requirements-cuda.txt"
+    test = pytest.mark.skipif(not PTXAS, reason="no ptxas: install a CUDA toolkit")(test)
+    return pytest.mark.skipif(not PLUGIN, reason=reason)(test)
+
+
+def apart(script: str, told=(), **values) -> subprocess.CompletedProcess:
+    """A script in a process of its own, which no GPU is shown to."""
+    script = textwrap.dedent(script).format(root=str(Path(__file__).parents[2]), **values)
+    env = {"JAX_PLATFORMS": "cpu", "PATH": f"{Path(PTXAS).parent}:/usr/bin:/bin", **dict(told)}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run
+
+
+CUT = """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, {root!r})
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from experiments import shards
+    from experiments.bench import collectives, scale
+    from tests import cuda_test, runs
+    words = ("configs/vit_sste.py:smoke", "--config.mesh.fsdp=4")
+    made = runs.program(*words)
+    arrays = next(iter(made.task.feed(0, 0, made.mesh)))
+    topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x4")
+    four = Mesh(np.array(topology.devices).reshape(1, 4, 1), shards.AXES, axis_types=(AxisType.Auto,) * 3)
+    there = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(four, v.sharding.spec))
+    shards.mesh = lambda config: four
+    made = runs.program(*words)
+    lowered = made.train.lower(made.shapes, jax.tree.map(there, arrays))
+    found = collectives.collectives(lowered.compile().as_text())
+    print(*sorted(row.kind for row in found), sum(row.moved * row.times for row in found) / sum(scale.least(made).values()))
+"""
+
+
+def programs() -> dict:
+    """What is compiled: the shipped cuts of products in the layouts of training, and all that packs."""
+    cuts = {
+        "fwd": product(hopper, layout=(True, False, True), cluster="m"),
+        "dlhs": product(hopper, layout=(False, False, False), cluster="m"),
+        "drhs": product(hopper, layout=(True, True, True), cluster="m"),
+        "f16": product(hopper, "float16", cluster="m", out="float16"),
+        "f32 result": product(hopper, store_n=32, out="float32"),
+        "tall": product(hopper, tile_m=128, tile_n=128, cluster="n"),
+        "narrow": product(hopper, tile_n=64),
+        "fp8 forward": product(hopper, "float8_e4m3fn", (False, False, True), cluster="m"),
+        "fp8 backward": product(hopper, "float8_e5m2", (False, False, True), cluster="m"),
+        "fp8 promoted": product(hopper, "float8_e5m2", promote=True, tile_n=128),
+    }
+    return cuts | {name: producer(name) for name in PRODUCERS}
+
+
+@compiled
+def test_kernels_compile_to_sparse_instructions(tmp_path):
+    """In a process of its own: the dumps are told by the environment. No registers spilt, no products put in a row."""
+    told = {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTX", "PTXAS", "SASS")}
+    run = apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()))
+    for name in (name for name in programs() if name not in PRODUCERS):
+        text = {kind: "".join(p.read_text() for p in (tmp_path / name).glob(f"*{kind}*")) for kind in ("ptxas", "sass")}
+        spilt = sum(map(int, re.findall(r"(\d+) bytes spill", text["ptxas"])))
+        assert spilt == 0, f"{name} spills {spilt} bytes"
+        assert "Used" in text["ptxas"]
+        assert "C75" not in run.stdout + run.stderr + text["ptxas"], f"{name}: its instructions are put in a row"
+        if disassembler():
+            kind = "QGMMA.SP" if "fp8" in name else "HGMMA.SP"
+            assert text["sass"].count(kind) >= 2, f"{name} has no {kind}"
+
+
+@compiled
+def test_cut_among_four_devices_a_step_sends_the_least_there_is():
+    """Weights are gathered once, and gradients are scattered where a CPU sums them whole; what is left are a few figures."""
+    run = apart(CUT, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"})
+    *kinds, ratio = run.stdout.split()
+    assert kinds == ["all-gather", "all-reduce", "reduce-scatter"]
+    assert 1 <= float(ratio) < 1.01

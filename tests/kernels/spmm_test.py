@@ -1,0 +1,343 @@
+"""Packed products as kernels compute them, on the interpreter, against float64; and how operands lie in shared memory."""
+
+import itertools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax.core import versions
+from nmjax.kernels import ampere, api, hopper, tuning
+from nmjax.kernels.format import Packed
+from nmjax.kernels.targets import Target
+from nmjax.pruners import mse
+from tests.kernels.format_test import two_of_four
+
+ERROR = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-18}  # of the result's rounding; sums are float32
+
+
+def operands(m, n, k, dtype, m_major, n_major, other=None, batch=1, seed=0):
+    """Packed A and B, and A @ B in float64."""
+    a = two_of_four((batch, m, k), dtype, seed)
+    b = jnp.asarray(np.random.default_rng(seed + 9).standard_normal((batch, k, n)), other or dtype)
+    packed = nm.pack(a.mT if m_major else a, -2 if m_major else -1)
+    return packed, b if n_major else b.mT, np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+
+
+def check(y, wanted, transpose):
+    made = np.asarray(y.mT if transpose else y, np.float64)
+    assert np.abs(made - wanted).max() <= ERROR[y.dtype.name] * np.abs(wanted).max()
+
+
+LAYOUTS = list(itertools.product((False, True), repeat=3))
+
+
+@pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
+def test_hopper_in_every_layout(m_major, n_major, transpose):
+    dtype = ("bfloat16", "float16")[(m_major + n_major + transpose) % 2]  # of each operand both, in both orders
+    config = hopper.Config(tile_n=64, store_n=32, stages=2)
+    packed, b, wanted = operands(256, 128, 256, dtype, m_major, n_major)
+    options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype(dtype)}
+    check(hopper.spmm(packed, b, config=config, blocks=2, interpret=True, **options), wanted, transpose)
+
+
+CONFIGS = {
+    "several stored columns": hopper.Config(tile_n=128, store_n=32, stages=3),
+    "one warpgroup": hopper.Config(tile_n=64, warpgroups=1, stages=2, in_flight=0),
+    "tall": hopper.Config(tile_m=128, tile_n=64, stages=2),
+    "two steps of k at once": hopper.Config(tile_n=64, tile_k=128, stages=2),
+    "cluster along m": hopper.Config(tile_n=64, stages=2, cluster="m"),
+    "cluster along n": hopper.Config(tile_n=64, stages=2, cluster="n"),
+    "narrow band": hopper.Config(tile_n=64, stages=2, band=1),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hopper_in_every_cut(name):
+    config = CONFIGS[name]
+    if config.cluster and not versions.interprets_clusters():
+        pytest.skip("this interpreter knows no clusters")
+    packed, b, wanted = operands(512, 256, 256, "bfloat16", False, True, batch=2)
+    assert tuning.misfit(tuning.Shape(512, 256, 256), config) is None
+    y = hopper.spmm(
+        packed, b, jnp.array([1.0, -2.0]), b_axis=-2, transpose=False, dtype=jnp.dtype("float32"), config=config, blocks=4,
+        interpret=True,
+    )  # fmt: skip
+    check(y, wanted * np.array([1.0, -2.0])[:, None, None], False)
+
+
+@pytest.mark.parametrize("kinds", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e5m2")])
+def test_hopper_in_fp8(kinds):
+    transpose = kinds[0] != kinds[1]
+    config = hopper.Config(tile_n=64, store_n=32, stages=2)
+    packed, b, wanted = operands(256, 128, 256, *(f"float8_{kinds[0]}", False, False, f"float8_{kinds[1]}"))
+    options = {"b_axis": -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16"), "config": config, "blocks": 2}
+    check(hopper.spmm(packed, b, jnp.array([0.25]), interpret=True, **options), wanted / 4, transpose)
+
+
+@pytest.mark.skipif(not versions.has_warp_products(), reason="this jax has no layouts for Ampere's instructions")
+@pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
+def test_ampere_in_every_layout(m_major, n_major, transpose):
+    packed, b, wanted = operands(128, 128, 128, "bfloat16", m_major, n_major, batch=2)
+    options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16")}
+    config = ampere.Config(tile_m=64, tile_n=64)
+    check(ampere.spmm(packed, b, config=config, interpret=True, **options), wanted, transpose)
+
+
+def test_the_ring_has_no_races():
+    """What is read as ordinary memory is fenced from what the copy engine writes next."""
+    if not versions.interprets_clusters():
+        pytest.skip("this interpreter finds no races")
+    packed, b, wanted = operands(128, 64, 256, "bfloat16", False, False)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    config = hopper.Config(tile_n=64, store_n=32, stages=2)
+    options = {"b_axis": -1, "transpose": False, "dtype": jnp.dtype("bfloat16"), "config": config, "blocks": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "interpreter", lambda: params)
+        check(hopper.spmm(packed, b, interpret=True, **options), wanted, False)
+
+
+# ---- the public function ----
+
+
+def test_spmm_is_unpack_and_a_dense_product():
+    packed, b, wanted = operands(128, 64, 128, "bfloat16", False, True, batch=3)
+    for backend in ("auto", "xla", "interpret"):
+        check(nm.kernels.spmm(packed, b, backend=backend), wanted, False)
+        check(nm.kernels.spmm(packed, b.mT, 2.0, axis=-1, transpose=True, backend=backend), wanted * 2, True)
+    check(nm.kernels.spmm(packed, b, dtype=jnp.float32, backend="interpret"), wanted, False)
+    scale = jnp.array([1.0, -2.0, 0.5])
+    for backend in ("xla", "interpret"):
+        y = nm.kernels.spmm(packed, b, scale, dtype=jnp.float32, backend=backend)
+        check(y, wanted * np.asarray(scale)[:, None, None], False)
+
+
+def test_spmm_of_any_packed_array():
+    """Float32, plain order, any n:m: what no kernel serves is XLA's."""
+    x = nm.prune(nm.mse(1, 5), jnp.asarray(np.random.default_rng(0).standard_normal((6, 15)), jnp.float32))
+    b = jnp.asarray(np.random.default_rng(1).standard_normal((15, 7)), jnp.float32)
+    np.testing.assert_allclose(nm.kernels.spmm(nm.pack(x, n=1, m=5), b), x @ b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
+def test_spmm_under_vmap(mapped):
+    packed, b, wanted = operands(128, 64, 64, "bfloat16", False, True, batch=2)
+    one = lambda v: jax.tree.map(lambda x: x[0], v)
+    a, c = (v if axis == 0 else one(v) for v, axis in zip((packed, b), mapped, strict=True))
+    y = jax.vmap(lambda a, c: nm.kernels.spmm(a, c, backend="interpret"), mapped)(a, c)
+    unpacked, b = np.asarray(nm.unpack(packed), np.float64), np.asarray(b, np.float64)
+    left, right = (v if axis == 0 else v[:1] for v, axis in zip((unpacked, b), mapped, strict=True))
+    check(y, left @ right, False)
+
+
+def test_spmm_in_loops_and_a_shard():
+    packed, b, wanted = operands(128, 64, 64, "bfloat16", False, True, batch=4)
+    one = lambda a, c: nm.kernels.spmm(a, c, backend="interpret")
+    _, y = jax.jit(lambda a, c: jax.lax.scan(lambda n, ac: (n, one(*ac)), 0, (a, c)))(packed, b)
+    check(y, wanted, False)
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=kinds, devices=jax.devices()[:1])  # on several it stands still
+    spec = jax.sharding.PartitionSpec("data")
+    sharded = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+    check(sharded(packed, b), wanted, False)
+
+
+def test_errors():
+    packed, b, _ = operands(128, 64, 64, "bfloat16", False, True)
+    with pytest.raises(TypeError, match=r"^spmm takes a packed array, got .*: pass nm\.pack\(x, axis\)"):
+        nm.kernels.spmm(b, b)
+    with pytest.raises(
+        ValueError,
+        match=r"does not multiply \(2, 64, 64\) along axis -2: their axes have 64 and 64 values, their batches",
+    ):
+        nm.kernels.spmm(packed, jnp.zeros((2, 64, 64), jnp.bfloat16))
+    with pytest.raises(ValueError, match="have 64 and 32 values"):
+        nm.kernels.spmm(packed, b[:, :32])
+    with pytest.raises(ValueError, match="both have the same number of axes"):
+        nm.kernels.spmm(packed, b[0])
+    with pytest.raises(ValueError, match="^spmm: backend='pallas', but cpu has no sparse tensor cores"):
+        nm.kernels.spmm(packed, b, backend="pallas")
+    with pytest.raises(ValueError, match="the operands are bfloat16 and float32"):
+        nm.kernels.spmm(packed, b.astype(jnp.float32), backend="interpret")
+    with pytest.raises(ValueError, match="packed in plain order"):
+        nm.kernels.spmm(nm.pack(nm.unpack(packed), order="plain"), b, backend="interpret")
+    with pytest.raises(ValueError, match="M, N, K = 128, 72, 64 do not divide into tiles"):
+        nm.kernels.spmm(packed, jnp.zeros((1, 64, 72), jnp.bfloat16), backend="interpret")
+    with pytest.raises(ValueError, match="N = 64 does not divide by 256"):
+        nm.kernels.spmm(packed, b, backend="interpret", config=hopper.Config())
+    small, c, _ = operands(64, 64, 64, "float8_e4m3fn", False, True)
+    with pytest.raises(ValueError, match="8-bit operands lie along k"):
+        nm.kernels.spmm(small, c, backend="interpret")
+    with pytest.raises(ValueError, match="^backend is one of"):
+        nm.kernels.spmm(packed, b, backend="cuda")
+    with pytest.raises(ValueError, match=r"scale is a number, or of the batch's shape \(1,\), got \(2,\)"):
+        nm.kernels.spmm(packed, b, jnp.ones(2))
+    for other, kind in ((packed, "a packed array"), (b.astype(jnp.complex64), "one of complex64")):
+        with pytest.raises(TypeError, match=f"the other operand is a dense array of floats, got {kind}"):
+            nm.kernels.spmm(packed, other)
+    with pytest.raises(TypeError, match=r"config is an nm\.kernels\.hopper\.Config .*, got 3"):
+        nm.kernels.spmm(packed, b, config=3)
+
+
+# ---- how operands lie in shared memory, of which the interpreter knows nothing ----
+
+
+def written(tile, swizzle):
+    """Where the copy engine puts the 16-bit values of a tile, cut into pieces of eight rows: address -> value."""
+    mask, columns, memory = {128: 7, 64: 3, 32: 1}[swizzle], swizzle // 2, {}
+    rows, width = tile.shape
+    for r in range(rows):
+        for c in range(width):
+            piece = r // 8 * (width // columns) + c // columns
+            at = 2 * (piece * 8 * columns + r % 8 * columns + c % columns)
+            memory[at ^ (at >> 7 & mask) << 4] = tile[r, c]
+    return memory
+
+
+def along_k(memory, start, stride, swizzle, rows, k):
+    """A wgmma operand with k contiguous, as its descriptor says: groups of eight rows ``stride`` bytes apart."""
+    mask = {128: 7, 64: 3, 32: 1}[swizzle]
+    at = lambda r, i: start + r // 8 * stride + r % 8 * swizzle + 2 * i
+    return np.array([[memory[at(r, i) ^ (at(r, i) >> 7 & mask) << 4] for i in range(k)] for r in range(rows)])
+
+
+def across_k(memory, start, lead, stride, size, k):
+    """One with the other axis contiguous: 128-byte runs ``lead`` apart, groups of eight k ``stride`` apart."""
+    at = lambda i, j: start + 2 * i // 128 * lead + j // 8 * stride + j % 8 * 128 + 2 * i % 128
+    return np.array([[memory[at(i, j) ^ (at(i, j) >> 7 & 7) << 4] for j in range(k)] for i in range(size)])
+
+
+def constants(monkeypatch, m_major, n_major):
+    """What the kernel is lowered with: (lead, stride, swizzle) of the descriptors of A and B, and by how much those of every
+    instruction, (group of rows, step of k), are moved."""
+    from jax.experimental.mosaic.gpu import mma_utils
+
+    from nmjax.kernels import instructions
+    from tests.kernels.cuda_test import lowered, product
+
+    bases, moved = [], []
+    encode, move = mma_utils.encode_descriptor, instructions._moved
+    names = ("leading_byte_offset", "stride_byte_offset", "swizzle")
+    record = lambda ref, **told: (bases.append([int(told[name]) for name in names]), encode(ref, **told))[1]
+    monkeypatch.setattr(mma_utils, "encode_descriptor", record)
+    monkeypatch.setattr(instructions, "_moved", lambda base, by: (moved.append(by), move(base, by))[1])
+    lowered(*product(hopper, layout=(m_major, n_major, False), tile_m=128, tile_n=128))
+    monkeypatch.undo()
+    each = list(itertools.product(range(2), range(2)))
+    return bases[0], bases[1], dict(zip(each, moved[0:8:2], strict=True)), dict(zip(each, moved[1:8:2], strict=True))
+
+
+@pytest.mark.parametrize(("m_major", "n_major"), list(itertools.product((False, True), repeat=2)))
+def test_descriptors_find_what_the_copy_engine_wrote(m_major, n_major, monkeypatch):
+    """A of 256 x 32, of which the first warpgroup has 128 rows, and B of 128 x 64, two instructions along k each, with the
+    constants that the kernel is lowered with."""
+    (lead_a, stride_a, swizzle_a), (lead_b, stride_b, swizzle_b), at_a, at_b = constants(monkeypatch, m_major, n_major)
+    draw = np.random.default_rng(0)
+    a, b = draw.integers(0, 1 << 16, (256, 32)), draw.integers(0, 1 << 16, (128, 64))
+    memory_a = written(a.T if m_major else a, swizzle_a)
+    memory_b = written(b.T if n_major else b, swizzle_b)
+    for group, step in itertools.product(range(2), range(2)):
+        start = at_a[group, step]
+        if m_major:
+            made = across_k(memory_a, start, lead_a, stride_a, 64, 16)
+        else:
+            made = along_k(memory_a, start, stride_a, swizzle_a, 64, 16)
+        np.testing.assert_array_equal(made, a[64 * group : 64 * group + 64, 16 * step : 16 * step + 16])
+        start = at_b[group, step]
+        if n_major:
+            made = across_k(memory_b, start, lead_b, stride_b, 128, 32)
+        else:
+            made = along_k(memory_b, start, stride_b, swizzle_b, 128, 32)
+        np.testing.assert_array_equal(made, b[:, 32 * step : 32 * step + 32])
+
+
+# ---- choosing a cut ----
+
+H200 = Target("NVIDIA H200", "hopper", 132)
+
+
+def test_candidates_fit_and_the_first_is_large():
+    for size in (128, 1024, 4096, 8192):
+        shape = tuning.Shape(size, size, size)
+        found = tuning.candidates(shape, H200)
+        assert found
+        assert all(tuning.misfit(shape, c) is None for c in found)
+    assert tuning.chosen(tuning.Shape(8192, 8192, 8192), H200)[0] == hopper.Config(cluster="m")
+
+
+def test_misfits_say_why():
+    config = hopper.Config()
+    assert hopper.misfit(8192, 8192, 96, "bfloat16", "bfloat16", config) == "K = 96 does not divide by 64"
+    assert hopper.misfit(8192, 8192, 64, "float8_e4m3fn", "bfloat16", config) == "K = 64 does not divide by 128"
+    assert (
+        hopper.misfit(128, 256, 64, "bfloat16", "bfloat16", hopper.Config(cluster="m"))
+        == "M = 128 does not divide by 256"
+    )
+    assert "of shared memory" in hopper.misfit(8192, 8192, 8192, "bfloat16", "float32", config)
+    assert "16-bit" in ampere.misfit(128, 128, 128, "float8_e5m2", "bfloat16", ampere.Config())
+    odd = [hopper.Config(tile_n=40), hopper.Config(tile_m=96), hopper.Config(tile_n=512), hopper.Config(store_n=48)]
+    assert all("multiples of 64" in hopper.misfit(7680, 7680, 8192, "bfloat16", "bfloat16", c) for c in odd)
+    assert "come and go" in hopper.misfit(8192, 8192, 8192, "bfloat16", "bfloat16", hopper.Config(stages=1))
+    assert "of shared memory" in ampere.misfit(128, 128, 128, "bfloat16", "bfloat16", ampere.Config(stages=4))
+
+
+def test_a_gain_grows_with_what_shares_the_packing():
+    gains = [tuning.gain(tuning.Shape(4096, n, 4096), H200) for n in (1024, 4096, 16384, 65536)]
+    assert gains == sorted(gains)
+    assert gains[0] < 1 < gains[-1]
+    shape = tuning.Shape(4096, 4096, 4096)
+    assert tuning.gain(shape, H200, packed_before=True) > tuning.gain(shape, H200)
+    assert tuning.gain(tuning.Shape(8192, 8192, 8192), Target("NVIDIA A100", "ampere", 108)) <= 1
+    assert tuning.gain(tuning.Shape(8190, 8192, 8192), H200) == 0
+
+
+def test_a_table_is_read_back_and_followed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tuning.table.cache_clear()
+    tuning.chosen.cache_clear()
+    shape, config = tuning.Shape(4096, 4096, 4096, n_major=True), hopper.Config(tile_m=128, tile_n=128, cluster="n")
+    path = tuning.own_tables() / "nvidia_h200.json"
+    path.parent.mkdir(parents=True)
+    row = tuning.as_row(shape, config, 1.31)
+    assert tuning.row_of(row) == (shape, config, 1.31)
+    path.write_text(f'{{"rows": [{str(row).replace(chr(39), chr(34)).replace("True", "true")}]}}')
+    try:
+        assert tuning.chosen(shape, H200) == (config, 1.31)
+        assert tuning.chosen(tuning.Shape(4096, 6144, 4096, n_major=True), H200) == (config, 1.31)  # near enough
+        assert tuning.chosen(tuning.Shape(256, 256, 256), H200)[1] is None
+        assert tuning.gain(shape, H200, True) == pytest.approx(1.31)
+        path.write_text("{}")
+        tuning.table.cache_clear()
+        tuning.chosen.cache_clear()
+        with pytest.raises(ValueError, match=r"nvidia_h200\.json is no table of tiles: KeyError\('rows'\)\. Delete it"):
+            tuning.chosen(shape, H200)
+    finally:
+        tuning.table.cache_clear()
+        tuning.chosen.cache_clear()
+
+
+def test_the_check_before_use_finds_wrong_kernels(monkeypatch):
+    """The interpreter's kernels pass; with two words swapped they are refused by name."""
+    from nmjax.kernels import check, compress
+
+    here = Target("interpreter", "hopper", 2, True)
+    right = compress.as_words16
+    monkeypatch.setattr(compress, "as_words16", lambda places: right(places)[..., ::-1])
+    api._compression.cache_clear()
+    try:
+        found = check.broken(here)
+        wrong = "packing by mse(2,4), packing by mvue(2,4)"
+        assert found == f"its kernels give wrong numbers on interpreter ({wrong}): please report it"
+        monkeypatch.setattr(api, "compress", lambda *a, **k: 1 / 0)
+        assert check.broken(here).startswith("its kernels do not run on interpreter: ZeroDivisionError")
+    finally:
+        api._compression.cache_clear()
+
+
+def test_packed_arrays_say_what_they_are():
+    packed = nm.pack(mse(2, 4)(jnp.ones((64, 64), jnp.bfloat16)))
+    assert isinstance(packed, Packed)
+    assert (packed.shape, packed.dtype, packed.order, packed.axis) == ((64, 64), jnp.bfloat16, "words16", -1)

@@ -1,0 +1,443 @@
+"""Delivery into flax.nnx: layers of every kind, stacks, traces, time, state, meshes, and what is refused."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax import lax
+
+import nmjax as nm
+from nmjax.products import sites
+
+
+def whole(seed, *shape, most=3):
+    """Whole numbers: sums in any order are exact, and equal means equal."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-most, most + 1, shape), jnp.float32)
+
+
+def recipe(text, pattern=".*"):
+    return nm.Recipe(((pattern, text),))
+
+
+def exact(model):
+    """The model with whole numbers for parameters."""
+    params = nnx.state(model, nnx.Param)
+    leaves, tree = jax.tree.flatten(params)
+    nnx.update(model, jax.tree.unflatten(tree, [whole(i, *v.shape) for i, v in enumerate(leaves)]))
+    return model
+
+
+EVERY = "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(2,4); drhs_lhs=mse(2,4)"
+METHODS = ("ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "sdgp(2,4,over='group')", "mvue(2,4)", "fst(every=3)", "bi_mask(every=2,draws=4)", "bdwp()", "mdgf(2,4,linear(1,0,4))", "sdgf(1,4,steps=8)", EVERY)  # fmt: skip
+
+# ---- every kind of layer does what its product does by hand ----
+
+
+def linear():
+    return nnx.Linear(16, 8, rngs=nnx.Rngs(0)), (8, 16), lambda x, w, **k: nm.einsum("ti,io->to", x, w, **k), (0,), (1,)
+
+
+def general():
+    layer = nnx.LinearGeneral((4, 8), (2, 12), axis=(-2, -1), rngs=nnx.Rngs(0))
+    return layer, (8, 4, 8), lambda x, w, **k: nm.einsum("tab,abcd->tcd", x, w, **k), (0, 1), (2, 3)
+
+
+def batched():
+    layer = nnx.LinearGeneral(16, 8, axis=-1, batch_axis={0: 3}, rngs=nnx.Rngs(0))
+    return layer, (3, 8, 16), lambda x, w, **k: nm.einsum("eti,eio->eto", x, w, **k), (1,), (2,)
+
+
+def einsum():
+    layer = nnx.Einsum("...i,hio->...ho", (2, 16, 8), (2, 8), rngs=nnx.Rngs(0))
+    return layer, (2, 4, 16), lambda x, w, **k: nm.einsum("bti,hio->btho", x, w, **k), (1,), (0, 2)
+
+
+def experts():
+    layer = nnx.Einsum("eti,eio->eto", (3, 16, 8), rngs=nnx.Rngs(0))
+    return layer, (3, 8, 16), lambda x, w, **k: nm.einsum("eti,eio->eto", x, w, **k), (1,), (2,)
+
+
+def conv():
+    layer = nnx.Conv(16, 8, (3, 3), strides=2, feature_group_count=2, padding="SAME", rngs=nnx.Rngs(0))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    by_hand = lambda x, w, **k: nm.conv_general_dilated(
+        x, w, (2, 2), "SAME", dimension_numbers=numbers, feature_group_count=2, **k
+    )
+    return layer, (4, 8, 8, 16), by_hand, (2,), (3,)
+
+
+SOME = ("s_ste(2,4)", "fst(every=3)", EVERY)
+CASES = [(linear, m) for m in METHODS] + [(f, m) for f in (general, batched, einsum, experts) for m in SOME]
+CASES += [(conv, m) for m in METHODS if "bi_mask" not in m]  # which refuses feature groups
+
+
+@pytest.mark.parametrize(("make", "method"), CASES, ids=lambda v: getattr(v, "__name__", v))
+def test_a_layer_is_its_product(make, method):
+    """Value, dx and dw, with the words, the time and the state that the adapters promise."""
+    layer, shape, by_hand, contract, out = make()
+    layer = exact(layer)
+    if layer.bias is not None:
+        layer.bias[...] = jnp.zeros_like(layer.bias[...])
+    sparsity, x = nm.parse(method), whole(5, *shape)
+    nm.nnx.sparsify(layer, recipe(method), seed=7)
+    w = layer.kernel[...]
+    words = sites.site_words(7, "")
+    nm.nnx.set_step(layer, 6, 2)
+    params, rest = nnx.split(layer, nnx.Param, ...)[1:]
+    graph = nnx.graphdef(layer)
+
+    def delivered(x, kernel):
+        copy = nnx.merge(graph, params, rest, copy=True)
+        copy.kernel[...] = kernel
+        return copy(x)
+
+    def written(x, w):
+        state = sparsity.init(w, contract=contract, out=out, ctx=nm.Ctx(words)) or None
+        if state:
+            state = sparsity.refresh(w, contract=contract, out=out, ctx=nm.Ctx(words, 6, state))
+        return by_hand(x, w, sparsity=sparsity, ctx=nm.Ctx(sites.site_key(words, 2), 6, jax.lax.stop_gradient(state)))
+
+    def with_gradients(f):
+        @jax.jit
+        def found(x, w, g):
+            y, back = jax.vjp(f, x, w)
+            return y, *back(g)
+
+        return found(x, w, g)
+
+    g = whole(9, *jax.eval_shape(delivered, x, w).shape)
+    chex.assert_trees_all_equal(with_gradients(delivered), with_gradients(written))
+
+
+# ---- stacks: each layer its own noise, whatever axis stacks them ----
+
+
+class Cell(nnx.Module):
+    """Without a bias, so that any axis can stack it."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.sign(self.linear(x))
+
+
+def stack(axis, text, depth=3, seed=1):
+    cells = nnx.vmap(Cell, in_axes=0, out_axes=axis)(nnx.Rngs(0).split(depth))
+    return nm.nnx.sparsify(exact(cells), recipe(text), seed=seed)
+
+
+def single(cells, axis, i, text, seed=1):
+    """Layer i by itself, with the words that it has in its stack."""
+    cell = Cell(nnx.Rngs(0))
+    cell.linear.kernel[...] = jnp.take(cells.linear.kernel[...], i, axis)
+    nm.nnx.sparsify(cell, recipe(text), seed=seed)
+    site = cell.linear.dot_general
+    if site.words is not None:
+        site.words[...] = sites.site_words(seed, "linear", (3,))[i].reshape(2, 1)
+    return cell
+
+
+def loss_of(y):
+    return jnp.sum(y * whole(4, *y.shape))
+
+
+@pytest.mark.parametrize(
+    ("axis", "text", "remat"),
+    [
+        (0, "s_ste(2,4)", True),
+        (0, "fst(every=2)", False),
+        (0, EVERY, True),
+        (1, "s_ste(2,4)", False),
+        (2, EVERY, False),
+        (-1, "fst(every=2)", True),
+    ],
+    ids=str,
+)
+def test_a_scanned_stack_is_its_layers(axis, text, remat):
+    """Loss and gradients of scan over a stack on any axis, against a loop over layers of their own."""
+    cells, x = stack(axis, text), whole(2, 8, 16)
+    body = nnx.remat(lambda cell, x: cell(x)) if remat else lambda cell, x: cell(x)
+
+    @nnx.jit
+    def scanned(cells, x):
+        nm.nnx.set_step(cells, 5, 1)
+        run = nnx.scan(body, in_axes=(axis, nnx.Carry), out_axes=nnx.Carry)
+        return nnx.value_and_grad(lambda cells: loss_of(run(cells, x)))(cells)
+
+    value, grads = scanned(cells, x)
+    apart = [single(cells, axis, i, text) for i in range(3)]
+
+    @nnx.jit
+    def looped(apart, x):
+        for cell in apart:
+            nm.nnx.set_step(cell, 5, 1)
+
+        def loss(apart):
+            y = x
+            for cell in apart:
+                y = cell(y)
+            return loss_of(y)
+
+        return nnx.value_and_grad(loss)(apart)
+
+    expected, each = looped(apart, x)
+    assert value == expected
+    np.testing.assert_array_equal(
+        np.asarray(grads["linear"]["kernel"][...]), np.stack([g["linear"]["kernel"][...] for g in each], axis)
+    )
+
+
+def test_layers_of_a_stack_draw_apart_and_hold_apart():
+    cells = stack(0, "s_ste(2,4); dlhs_rhs=hold(mse(2,4))")
+    site = cells.linear.dot_general
+    assert len({tuple(np.ravel(w)) for w in np.asarray(site.words[...])}) == 3
+    for i, w in enumerate(cells.linear.kernel[...]):
+        own = nm.soft(2, 4).init(w, 0)
+        np.testing.assert_allclose(nm.nnx.scales(cells)["linear"][i], own, rtol=1e-6)
+    assert len(np.unique(nm.nnx.scales(cells)["linear"])) == 3
+
+
+def test_an_ensemble():
+    """nnx.vmap over members: as each by itself."""
+    cells, x = stack(0, "s_ste(2,4)"), whole(2, 8, 16)
+    nm.nnx.set_step(cells, 3)
+    grads = nnx.vmap(nnx.grad(lambda cell, x: loss_of(cell(x))), in_axes=(0, None))(cells, x)["linear"]["kernel"][...]
+    for i in range(3):
+        cell = single(cells, 0, i, "s_ste(2,4)")
+        nm.nnx.set_step(cell, 3)
+        own = nnx.grad(lambda cell: loss_of(cell(x)))(cell)["linear"]["kernel"][...]
+        np.testing.assert_array_equal(np.asarray(grads[i]), np.asarray(own))
+
+
+def test_two_stacks_deep():
+    make = lambda rngs: Cell(rngs)
+    cells = nnx.vmap(nnx.vmap(make))(nnx.Rngs(0).split((2, 3)))
+    nm.nnx.sparsify(cells, recipe("s_ste(2,4)"))
+    words = np.asarray(cells.linear.dot_general.words[...]).reshape(6, 2)
+    assert len(np.unique(words, axis=0)) == 6
+    np.testing.assert_array_equal(words, sites.site_words(0, "linear", (2, 3)).reshape(6, 2))
+    assert nm.nnx.scales(cells)["linear"].shape == (2, 3)
+    hard = nm.nnx.harden(cells)
+    assert nm.groups.is_nm(hard.linear.kernel[...], 2, 4, axis=2)
+
+
+# ---- traces ----
+
+
+def draws_of(model, x, step, micro=0):
+    """The gradient of every kernel at a step."""
+
+    @nnx.jit
+    def run(model, x, step, micro):
+        nm.nnx.set_step(model, step, micro)
+        return nnx.grad(lambda model: loss_of(model(x)))(model)
+
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(run(model, x, step, micro)))
+
+
+def two(text="s_ste(2,4)", seed=0):
+    model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), jnp.sign, nnx.Linear(16, 16, rngs=nnx.Rngs(1)))
+    return nm.nnx.sparsify(exact(model), recipe(text), seed=seed)
+
+
+def equal(a, b):
+    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def test_noise_is_a_function_of_seed_step_and_micro_step():
+    x = whole(2, 8, 16)
+    model = two()
+    at = {(s, m): draws_of(model, x, s, m) for s, m in ((3, 0), (4, 0), (3, 1))}
+    assert not equal(at[3, 0], at[4, 0])
+    assert not equal(at[3, 0], at[3, 1])
+    assert not equal(at[4, 0], at[3, 1])
+    draws_of(model, x, 100)
+    assert equal(draws_of(model, x, 3), at[3, 0])  # whatever came before
+    assert equal(draws_of(two(), x, 3), at[3, 0])
+    other = draws_of(two(seed=1), x, 3)
+    assert not equal(other, at[3, 0])
+    nm.nnx.reseed(model, 1)
+    assert equal(draws_of(model, x, 3), other)
+
+
+def test_two_layers_of_one_shape_draw_apart():
+    model = nnx.Dict(a=nnx.Linear(16, 16, rngs=nnx.Rngs(0)), b=nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    nm.nnx.sparsify(model, recipe("mvue(2,4)"))
+    assert not np.array_equal(model.a.dot_general.words[...], model.b.dot_general.words[...])
+
+
+def test_another_seed_or_step_compiles_nothing_anew():
+    x, traces = whole(2, 8, 16), []
+
+    @nnx.jit
+    def run(model, step):
+        traces.append(1)
+        nm.nnx.set_step(model, step)
+        return nnx.grad(lambda model: loss_of(model(x)))(model)
+
+    for seed in (0, 1):
+        model = two(seed=seed)
+        for step in range(3):
+            run(model, step)
+    assert len(traces) == 1
+
+
+def test_plain_jax_on_a_split_and_donated_state():
+    """Bit for bit what nnx.jit does, over steps with held masks, with the pattern that the docs give."""
+    x, text = whole(2, 8, 16), "fst(every=2)"
+    model = two(text)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.125), wrt=nnx.Param)
+
+    @nnx.jit
+    def nnx_step(model, optimizer, step):
+        nm.nnx.set_step(model, step)
+        optimizer.update(model, nnx.grad(lambda model: loss_of(model(x)))(model))
+
+    graph, params, rest = nnx.split(two(text), nnx.Param, ...)
+
+    def plain_step(params, rest, step):
+        model = nnx.merge(graph, params, rest)
+        nm.nnx.set_step(model, step)
+        rest = nnx.split(model, nnx.Param, ...)[2]
+        loss = lambda params: loss_of(nnx.merge(graph, params, rest, copy=True)(x))
+        return jax.tree.map(lambda w, g: w - 0.125 * g, params, jax.grad(loss)(params)), rest
+
+    plain_step = jax.jit(plain_step, donate_argnums=(0, 1))
+    for step in range(5):
+        nnx_step(model, optimizer, step)
+        params, rest = plain_step(params, rest, step)
+    expected = nnx.split(model, nnx.Param, ...)[1:]
+    chex.assert_trees_all_equal(nnx.to_pure_dict(params), nnx.to_pure_dict(expected[0]))
+    chex.assert_trees_all_equal(nnx.to_pure_dict(rest), nnx.to_pure_dict(expected[1]))
+
+
+def test_held_masks_change_when_they_should():
+    model = two("fwd_rhs=ste(hold(mse(2,4),every=3))")
+    step = nnx.jit(lambda model, s, m: nm.nnx.set_step(model, s, m))
+    seen = []
+    for s in range(8):
+        for m in range(2):
+            for layer in (model.layers[0], model.layers[2]):
+                layer.kernel[...] = layer.kernel[...] + whole(100 + s, 16, 16) * float(m == 0)
+            step(model, s, m)
+            seen.append(np.asarray(model.layers[0].dot_general.state["fwd_rhs"][...]))
+            if s % 3 == 0:
+                np.testing.assert_array_equal(seen[-1], nm.groups.top(model.layers[0].kernel[...], 0, 2, 4))
+    changed = [i // 2 for i in range(1, len(seen)) if not np.array_equal(seen[i], seen[i - 1])]
+    assert changed == [3, 6]
+
+
+def test_accumulated_gradients_have_fresh_noise():
+    """Micro-steps of one step: the mean of their gradients, each with noise of its own and the same masks."""
+    x = whole(2, 8, 16)
+    model = two("fst(every=2)")
+    each = [draws_of(model, x, 4, m) for m in range(3)]
+    assert not any(equal(each[i], each[j]) for i in range(3) for j in range(i))
+
+    @nnx.jit
+    def accumulated(model):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def one(carry, micro):
+            model = nnx.merge(graph, params, carry[1], copy=True)
+            nm.nnx.set_step(model, 4, micro)
+            grads = nnx.grad(lambda model: loss_of(model(x)))(model)
+            return (jax.tree.map(jnp.add, carry[0], grads), nnx.split(model, nnx.Param, ...)[2]), None
+
+        return lax.scan(one, (jax.tree.map(jnp.zeros_like, params), rest), jnp.arange(3))[0][0]
+
+    total = jax.tree.map(np.asarray, nnx.to_pure_dict(accumulated(model)))
+    chex.assert_trees_all_equal(total, jax.tree.map(lambda *g: sum(g), *each))
+
+
+def test_clones_tied_layers_and_averages():
+    x = whole(2, 8, 16)
+    model = two("fst(every=2)")
+    nm.nnx.set_step(model, 2)
+    copy = nnx.clone(model)
+    assert equal(draws_of(copy, x, 3), draws_of(model, x, 3))
+    model.layers[0].kernel[...] = -model.layers[0].kernel[...]
+    assert not equal(draws_of(copy, x, 3), draws_of(model, x, 3))
+
+    linear = exact(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    tied = nm.nnx.sparsify(nnx.Sequential(linear, jnp.sign, linear), recipe("s_ste(2,4)"))
+    assert list(nm.nnx.patterns(tied)) == ["layers/0/kernel"]
+    assert np.isfinite(draws_of(tied, x, 1)["layers"][0]["kernel"]).all()
+
+    state = nnx.state(model)
+    averaged = jax.tree.map(lambda a, b: a if a.dtype != jnp.float32 else 0.5 * a + 0.5 * b, state, nnx.state(copy))
+    nnx.update(model, averaged)
+    assert np.isfinite(loss_of(model(x)))
+
+
+def test_arrays_only_where_needed():
+    """Dense and noiseless methods add none, and a dense rule leaves Flax's own function in the door."""
+    arrays = lambda text: len(jax.tree.leaves(nnx.state(two(text), nm.nnx.NM)))
+    assert [arrays(t) for t in ("dense", "ste(2,4)", "bdwp()", "sdgp(2,4,over='group')")] == [0, 0, 0, 0]
+    assert [arrays(t) for t in ("mvue(2,4)", "mdgf(2,4,linear(1,0,9))", "s_ste(2,4)", "fst()")] == [4, 2, 6, 6]
+    assert two("dense").layers[0].dot_general is lax.dot_general
+    model = nm.nnx.sparsify(two("fst()"), recipe("dense"))
+    plain = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), jnp.sign, nnx.Linear(16, 16, rngs=nnx.Rngs(1)))
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(plain))
+
+
+def test_paths_of_parameters_stay():
+    before = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), jnp.sign, nnx.Linear(16, 16, rngs=nnx.Rngs(1)))
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(before, nnx.Param))]
+    for text in METHODS:
+        assert [path for path, _ in nnx.to_flat_state(nnx.state(two(text), nnx.Param))] == paths
+
+
+def test_sparsified_twice_is_the_second():
+    x = whole(2, 8, 16)
+    model = nm.nnx.sparsify(two("fst()"), recipe("s_ste(2,4)"))
+    assert equal(draws_of(model, x, 3), draws_of(two(), x, 3))
+
+
+def test_state_is_of_the_weights_at_hand():
+    """Weights loaded after sparsify: reset_state makes scales and masks anew."""
+    model, other = two(), two()
+    for layer in (model.layers[0], other.layers[0]):
+        layer.kernel[...] = layer.kernel[...] ** 3
+    nm.nnx.reset_state(model)
+    expected = nm.soft(2, 4).init(model.layers[0].kernel[...], 0)
+    np.testing.assert_allclose(nm.nnx.scales(model)["layers/0"], expected, rtol=1e-6)
+    assert nm.nnx.scales(other)["layers/0"] != expected
+
+
+def test_resume_from_orbax_is_exact(tmp_path):
+    x = whole(2, 8, 16)
+    text = "fst(every=3); dlhs_g=mvue(2,4)"
+
+    def steps(model, optimizer, first, last):
+        @nnx.jit
+        def one(model, optimizer, step):
+            nm.nnx.set_step(model, step)
+            optimizer.update(model, nnx.grad(lambda model: loss_of(model(x)))(model))
+
+        for step in range(first, last):
+            one(model, optimizer, step)
+
+    def fresh():
+        model = two(text)
+        return model, nnx.Optimizer(model, optax.sgd(0.125, momentum=0.5), wrt=nnx.Param)
+
+    whole_run = fresh()
+    steps(*whole_run, 0, 8)
+    first = fresh()
+    steps(*first, 0, 4)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "4", nnx.to_pure_dict(nnx.state(first)))
+    second = fresh()
+    with ocp.StandardCheckpointer() as saver:
+        restored = saver.restore(tmp_path / "4", nnx.to_pure_dict(nnx.state(second)))
+    state = nnx.state(second)
+    nnx.replace_by_pure_dict(state, restored)
+    nnx.update(second, state)
+    steps(*second, 4, 8)
+    chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(second)), nnx.to_pure_dict(nnx.state(whole_run)))

@@ -1,0 +1,253 @@
+"""What is refused when a model is made sparse: our own sentence, with path, slot, shape and remedy."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn, nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import nmjax as nm
+from tests.networks import Mlp, ResNet
+
+
+def recipe(text, pattern=".*"):
+    return nm.Recipe(((pattern, text),))
+
+
+def test_a_rule_that_matches_nothing():
+    model = Mlp(16, 32, rngs=nnx.Rngs(0))
+    rules = nm.Recipe(((r"mlp/.*", "ste(2,4)"), (r"up", "mvue(2,4)")))
+    with pytest.raises(ValueError) as error:
+        nm.nnx.sparsify(model, rules)
+    assert str(error.value) == (
+        "These rules of the recipe decide for no layer:\n  'mlp/.*'\n"
+        "A pattern is a regular expression for a layer's whole path. The layers are:\n"
+        + "\n".join(sorted(["  up", "  down"], key=str(error.value).index))  # the nearest first
+    )
+    assert model.up.dot_general is lax.dot_general
+
+
+def test_all_layers_that_do_not_divide_at_once():
+    """With the reason of each slot, the rules that would leave them dense, and nothing half done."""
+    model = ResNet((6, 16), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError) as error:
+        nm.nnx.sparsify(model, recipe("ste(2,4)"))
+    said = str(error.value)
+    assert (
+        "  stem: fwd_rhs=ste(mse(2,4)) prunes an array of shape (3, 3, 3, 6) along its contraction axis 2, whose 3 values do not"
+        in said
+    )
+    assert "  blocks/1/shortcut: fwd_rhs=ste(mse(2,4)) prunes an array of shape (1, 1, 6, 16)" in said
+    assert "blocks/1/conv2:" not in said
+    dense = said.split("to be put first:\n")[1]
+    assert model.blocks[1].conv2.conv_general_dilated is lax.conv_general_dilated
+    fixed = nm.Recipe((*eval(f"({dense})"), (".*", "ste(2,4)")))  # the rules are Python, as printed
+    nm.nnx.sparsify(model, fixed)
+    assert isinstance(model.blocks[1].conv2.conv_general_dilated, nm.nnx.Site)
+    assert model.stem.conv_general_dilated is lax.conv_general_dilated
+
+
+@pytest.mark.parametrize(
+    ("text", "slot", "shape"),
+    [
+        ("fwd_lhs=mse(2,3)", "fwd_lhs", "(3, 16)"),
+        ("dlhs_g=mse(2,3)", "dlhs_g", "(3, 32)"),
+        ("fwd_rhs=ste(transposable(1,16)); dlhs_rhs=raw(mse(2,3))", "dlhs_rhs", "(16, 32)"),
+        ("fwd_rhs=ste(transposable(3,6))", "fwd_rhs", "(16, 32)"),
+    ],
+)
+def test_every_slot_of_features_is_checked(text, slot, shape):
+    with pytest.raises(ValueError, match="  up: " + slot) as error:
+        nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe(text, "up"))
+    assert f"prunes an array of shape {shape}" in str(error.value)
+
+
+def test_tokens_are_checked_where_they_are_known_and_the_layer_is_named():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
+    model(jnp.ones((7, 16)))  # nothing is differentiated, so nothing is pruned
+    with pytest.raises(
+        ValueError, match=r"(up|down): drhs_g=mvue\(2,4\) prunes an array of shape \(7, \d+\) .* 7 values do not divide"
+    ):
+        nnx.grad(lambda m: m(jnp.ones((7, 16))).sum())(model)
+    through = nnx.remat(lambda m, x: m(x))
+    with pytest.raises(ValueError, match=r"(up|down): drhs_g=mvue\(2,4\) .* 7 values"):
+        nnx.jit(nnx.grad(lambda m: through(m, jnp.ones((7, 16))).sum()))(model)
+
+
+def test_layers_that_are_someone_elses():
+    model = nnx.Linear(16, 8, dot_general=lambda *a, **k: lax.dot_general(*a, **k), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="its dot_general is the model's own, <function .*lambda.*, and would be lost"):
+        nm.nnx.sparsify(model, recipe("ste(2,4)"))
+    nm.nnx.sparsify(model, recipe("dense"))
+    general = nnx.LinearGeneral(16, 8, dot_general_cls=lambda: lax.dot_general, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="would be lost"):
+        nm.nnx.sparsify(general, recipe("ste(2,4)"))
+
+
+def test_what_is_no_recipe():
+    with pytest.raises(TypeError, match=r"sparsify takes a Recipe, such as .*, got Sparsity"):
+        nm.nnx.sparsify(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nm.methods.ste())
+
+
+class Cell(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("text", ["s_ste(2,4)", "mvue(2,4)", "fwd_rhs=ste(soft(2,4))"])
+def test_a_stack_reached_without_its_axis(text):
+    cells = nnx.vmap(Cell)(nnx.Rngs(0).split(3))
+    nm.nnx.sparsify(cells, recipe(text))
+    x, sentence = jnp.ones((8, 16)), "linear: reached with a kernel of shape .* nnx.StateAxes"
+    with pytest.raises(ValueError, match=sentence):
+        cells(x)
+    run = lambda axes: nnx.scan(lambda cell, x: cell(x), in_axes=(nnx.StateAxes(axes), nnx.Carry), out_axes=nnx.Carry)
+    with pytest.raises(ValueError, match=sentence):
+        run({nnx.Param: 0, ...: None})(cells, x)
+    assert run({nnx.Param: 0, nm.nnx.NM: 0, ...: None})(cells, x).shape == (8, 16)
+
+
+def test_made_inside_vmap():
+    make = nnx.vmap(lambda rngs: nm.nnx.sparsify(Cell(rngs), recipe("mvue(2,4)")))
+    with pytest.raises(ValueError, match="linear: it is being made inside vmap, .* call sparsify on the whole stack"):
+        make(nnx.Rngs(0).split(3))
+
+
+def test_set_step_in_another_trace():
+    model = nm.nnx.sparsify(Cell(nnx.Rngs(0)), recipe("s_ste(2,4)"))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def step(params, rest, copy):
+        def loss(params):
+            model = nnx.merge(graph, params, rest, copy=copy)
+            nm.nnx.set_step(model, 1)
+            return model(jnp.ones((8, 16))).sum()
+
+        return jax.grad(loss)(params)
+
+    with pytest.raises(ValueError, match=r"^linear: set_step was called in another trace .* copy=True"):
+        jax.jit(step, static_argnums=2)(params, rest, False)
+    jax.jit(step, static_argnums=2)(params, rest, True)
+
+
+def test_a_kernel_of_another_shape():
+    model = Cell(nnx.Rngs(0))
+    model.linear.kernel = nnx.Param(jnp.ones((8, 16)))
+    with pytest.raises(ValueError, match=r"  linear: the kernel has shape \(8, 16\), which is not \(16, 16\)"):
+        nm.nnx.sparsify(model, recipe("ste(2,4)"))
+
+
+def test_an_einsum_of_the_call():
+    layer = nnx.Einsum("ti,io->to", (16, 8), rngs=nnx.Rngs(0))
+    layer.einsum_str = None
+    with pytest.raises(ValueError, match="  the model: its einsum_str comes with the call: give it to the constructor"):
+        nm.nnx.sparsify(layer, recipe("ste(2,4)"))
+
+
+def test_kernels_that_something_normalises():
+    model = nnx.WeightNorm(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="layer_instance: what stands around it normalises its kernel"):
+        nm.nnx.sparsify(model, recipe("ste(2,4)"))
+
+
+def test_a_stack_whose_axis_the_shape_leaves_open():
+    """Eight layers of 8 x 8: whichever axis is taken silently would prune another one than training does."""
+    make = lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+    cells = nnx.vmap(make, out_axes=1)(nnx.Rngs(0).split(8))
+    with pytest.raises(
+        ValueError,
+        match=r"of shape \(8, 8, 8\), leave open which stacks layers. Say so: sparsify\(..., stack=0 or stack=1 or",
+    ):
+        nm.nnx.sparsify(cells, recipe("ste(2,4)"))
+    nm.nnx.sparsify(cells, recipe("ste(2,4)"), stack=1)
+    hard = nm.nnx.harden(cells)
+    assert nm.groups.is_nm(hard.kernel[...], 2, 4, axis=0)
+    assert nm.nnx.patterns(hard) == nm.nnx.patterns(cells) == {"kernel": nm.metrics.Pattern(2, 4, 0)}
+
+
+def test_an_abstract_model():
+    model = nnx.eval_shape(lambda: Mlp(16, 32, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"up: its kernel is a shape. .*nnx.eval_shape\(lambda: sparsify"):
+        nm.nnx.sparsify(model, recipe("s_ste(2,4)"))
+
+
+def test_averaged_noise_and_broken_time():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
+    with pytest.raises(TypeError, match="set_step: step is a whole number, got 2.5"):
+        nm.nnx.set_step(model, 2.5)
+    state = nnx.state(model)
+    nnx.update(model, jax.tree.map(lambda v: 0.5 * v.astype(jnp.float32) + 0.5 * v.astype(jnp.float32), state))
+    with pytest.raises(
+        TypeError, match=r"up: its noise or time was averaged. Average nnx.state\(model, nnx.Param\) alone"
+    ):
+        model(jnp.ones((8, 16)))
+
+
+def test_rules_are_printed_as_patterns():
+    class Odd(nnx.Module):
+        def __init__(self):
+            setattr(self, "a+b", nnx.Linear(6, 8, rngs=nnx.Rngs(0)))
+
+    with pytest.raises(ValueError, match=r"\(r\"a\\\+b\", \"dense\"\)"):
+        nm.nnx.sparsify(Odd(), recipe("ste(2,4)"))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_groups_that_straddle_shards(kind):
+    """24 values on 4 devices are 6 for each: groups of 4 lie on two. Seen at the start, whatever the mesh's axes."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,))
+    model = nnx.Linear(24, 8, rngs=nnx.Rngs(0))
+    model.kernel.set_value(jax.device_put(model.kernel[...], NamedSharding(mesh, P("fsdp", None))))
+    with jax.set_mesh(mesh):
+        with pytest.raises(
+            ValueError,
+            match=r"fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(24, 8\), sharded as .*: its groups of 4 would lie on two "
+            r"devices, for axis 0 has 24 values on 4 devices\. Shard another axis, use fewer devices along 'fsdp', or leave",
+        ):
+            nm.nnx.sparsify(model, recipe("ste(2,4)"))
+        with pytest.raises(ValueError, match=r"transposable.*its groups of 4 would lie on two devices, for axis 0"):
+            nm.nnx.sparsify(model, recipe("fwd_rhs=ste(transposable(2,4)); dlhs_rhs=raw(mse(2,4))"))
+        nm.nnx.sparsify(model, recipe("ste(2,6)"))
+
+
+def test_tokens_that_straddle_shards_on_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
+        x = jax.device_put(jnp.ones((24, 16)), NamedSharding(mesh, P("data", None)))
+        with pytest.raises(ValueError, match=r"(up|down): drhs_g=mvue\(2,4\) .*axis 0 has 24 values on 4 devices"):
+            nnx.jit(nnx.grad(lambda m: m(x).sum()))(model)
+
+
+def test_what_is_no_model():
+    rules = recipe("s_ste(2,4)")
+    model = Mlp(16, 32, rngs=nnx.Rngs(0))
+    for wrong in (nn.Dense(4), {"params": 1}, nnx.state(model)):
+        for call in (lambda m: nm.nnx.sparsify(m, rules), lambda m: nm.nnx.set_step(m, 1)):
+            with pytest.raises(
+                TypeError,
+                match=f"an nnx.Module is wanted, got {type(wrong).__name__}. For flax.linen there is nm.linen",
+            ):
+                call(wrong)
+    with pytest.raises(
+        ValueError, match="LayerNorm has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned"
+    ):
+        nm.nnx.sparsify(nnx.LayerNorm(4, rngs=nnx.Rngs(0)), rules)
+    nm.nnx.set_step(model, 1)  # dense models go through the same loop
+
+
+def test_tokens_have_a_remedy_of_their_own():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
+    with pytest.raises(
+        ValueError, match="They are tokens, batch x positions: .* pad or drop what a last batch leaves over"
+    ):
+        nnx.grad(lambda m: m(jnp.ones((6, 16))).sum())(model)
+
+
+def test_a_hardened_model_still_says_what_it_is():
+    hard = nm.nnx.harden(nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("s_ste(2,4)")))
+    assert [layer.hardened for layer in nm.nnx.plan(hard, jnp.ones((8, 16))).layers] == ["2:4", "2:4"]

@@ -1,0 +1,230 @@
+"""Weights as inference will use them: n:m along the right axis, and the training form bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nmjax as nm
+from tests.networks import GPT, Mlp, ResNet
+
+
+def recipe(text, pattern=".*"):
+    return nm.Recipe(((pattern, text),))
+
+
+def randomly(model, seed=0):
+    """The model after some training, as it were: other weights than those of its scales and masks."""
+    params = nnx.state(model, nnx.Param)
+    leaves, tree = jax.tree.flatten(params)
+    noise = np.random.default_rng(seed)
+    moved = [v + jnp.asarray(0.05 * noise.standard_normal(v.shape), v.dtype) for v in leaves]
+    nnx.update(model, jax.tree.unflatten(tree, moved))
+    return model
+
+
+def violations(model, patterns):
+    return {path: int(n) for path, n in nm.metrics.violations(nnx.state(model, nnx.Param), patterns).items()}
+
+
+FINAL = ("ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "s_ste(2,4,fp8=True)", "fst(2,4,every=5)", "mdgf(1,4,linear(1,0,4))", "sdgf(1,4,steps=8)", "bdwp()", "fwd_lhs=mse(2,4); fwd_rhs=ste(mse(2,4))")  # fmt: skip
+
+
+class Three(nnx.Module):
+    """Two matrices and what attention ends in: a kernel of three axes, two of them contracted."""
+
+    def __init__(self, dtype):
+        self.mlp = Mlp(16, 32, dtype=dtype, rngs=nnx.Rngs(0))
+        self.out = nnx.LinearGeneral((2, 8), 16, axis=(-2, -1), dtype=dtype, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.out(self.mlp(x).reshape(-1, 2, 8))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("text", FINAL)
+def test_hardened_is_the_training_form(text, dtype):
+    """Where the method has reached its final form: the same output, from weights that are n:m."""
+    model = Three(dtype)
+    nm.nnx.sparsify(model, recipe(text))
+    randomly(model)
+    nm.nnx.set_step(model, 10)
+    x = jax.random.normal(jax.random.key(1), (8, 16), dtype)
+    hard = nm.nnx.harden(model)
+    run = nnx.jit(lambda model, x: model(x))
+    np.testing.assert_array_equal(np.asarray(run(hard, x), np.float32), np.asarray(run(model, x), np.float32))
+    patterns, n = nm.nnx.patterns(model), 1 if "1,4" in text else 2
+    assert patterns == {
+        "mlp/down/kernel": nm.metrics.Pattern(n, 4, 0),
+        "mlp/up/kernel": nm.metrics.Pattern(n, 4, 0),
+        "out/kernel": nm.metrics.Pattern(n, 4, (0, 1)),
+    }
+    assert set(violations(hard, patterns).values()) == {0}
+    assert all(count > 0 for count in violations(model, patterns).values())
+    for (path, before), (_, after) in zip(
+        *(nnx.to_flat_state(nnx.state(m, nnx.Param)) for m in (model, hard)), strict=True
+    ):
+        assert before.dtype == after.dtype, path
+        if "kernel" in path and "s_ste" not in text and "fst" not in text:  # dropped, or as it was in the layer's dtype
+            kept = np.asarray(after[...]) != 0
+            rounded = np.asarray(before[...].astype(dtype).astype(before.dtype))
+            np.testing.assert_array_equal(np.asarray(after[...])[kept], rounded[kept])
+
+
+def test_masks_are_ranked_in_the_dtype_of_the_product():
+    """In float32 1 and 1.001 differ; in bfloat16 they tie, and the first is kept."""
+    layer = nnx.Linear(4, 1, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer.kernel[...] = jnp.array([[1.0], [1.001], [0.5], [2.0]])
+    hard = nm.nnx.harden(nm.nnx.sparsify(layer, recipe("ste(2,4)")))
+    np.testing.assert_array_equal(hard.kernel[...][:, 0], [1.0, 0.0, 0.0, 2.0])
+    assert hard.kernel.dtype == jnp.float32
+    wide = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(0))
+    wide.kernel[...] = layer.kernel[...]
+    np.testing.assert_array_equal(
+        nm.nnx.harden(nm.nnx.sparsify(wide, recipe("ste(2,4)"))).kernel[...][:, 0], np.float32([0.0, 1.001, 0.0, 2.0])
+    )
+
+
+def test_stacks_and_convolutions():
+    model = GPT(rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", "s_ste(2,4)"), (r"head", "ste(1,4)"))))
+    randomly(model)
+    hard, patterns = nm.nnx.harden(model), nm.nnx.patterns(model)
+    assert patterns["blocks/mlp/up/kernel"] == nm.metrics.Pattern(2, 4, 1)
+    assert patterns["blocks/attention/out/kernel"] == nm.metrics.Pattern(2, 4, (1, 2))
+    assert patterns["head/kernel"] == nm.metrics.Pattern(1, 4, 0)
+    assert set(violations(hard, patterns).values()) == {0}
+    tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 64)
+    run = nnx.jit(lambda m, x: m(x))
+    np.testing.assert_array_equal(run(hard, tokens), run(model, tokens))
+    for i, kernel in enumerate(model.blocks.mlp.up.kernel[...]):  # each layer by its own scale
+        beta = nm.nnx.scales(model)["blocks/mlp/up"][i]
+        expected = nm.prune(nm.soft(2, 4), kernel, axis=0, state=beta)
+        np.testing.assert_array_equal(hard.blocks.mlp.up.kernel[...][i], expected)
+
+    images = ResNet(rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(images, nm.Recipe(((r"blocks/.*", "s_ste(2,4)"),)))
+    randomly(images)
+    images.eval()
+    hard, patterns = nm.nnx.harden(images), nm.nnx.patterns(images)
+    assert patterns["blocks/1/conv1/kernel"] == nm.metrics.Pattern(2, 4, 2)
+    assert patterns["stem/kernel"] is None
+    assert set(violations(hard, patterns).values()) == {0}
+    x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
+    np.testing.assert_array_equal(run(hard, x), run(images, x))
+
+
+def test_it_says_where_a_method_ends_dense():
+    model = Mlp(16, 32, rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(model, nm.Recipe(((r"up", "fst(dense_from=100)"), (r"down", "mvue(2,4)"))))
+    assert nm.nnx.patterns(model) == {"up/kernel": None, "down/kernel": None}
+    hard = nm.nnx.harden(randomly(model))
+    np.testing.assert_array_equal(hard.up.kernel[...], model.up.kernel[...])
+    assert not jax.tree.leaves(nnx.state(hard, nm.nnx.NM))
+
+
+def test_a_held_mask_is_what_hardens():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(model, recipe("fwd_rhs=ste(hold(mse(2,4),every=100))"))
+    mask = model.dot_general.state["fwd_rhs"][...]
+    randomly(model)
+    model.kernel[...] = model.kernel[...] * jnp.where(mask, 0.01, 1.0)  # which other ranks would drop
+    np.testing.assert_array_equal(nm.nnx.harden(model).kernel[...], jnp.where(mask, model.kernel[...], 0))
+
+
+def test_inside_jit_and_of_a_split_state():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("s_ste(2,4)"))
+    x = jnp.ones((4, 16))
+    graph, state = nnx.split(model)
+    hard = jax.jit(lambda state, x: nm.nnx.harden(nnx.merge(graph, state))(x))(state, x)
+    np.testing.assert_array_equal(hard, nnx.jit(lambda m, x: m(x))(nm.nnx.harden(model), x))
+    assert isinstance(model.up.dot_general, nm.nnx.Site)  # the model itself stays as it was
+
+
+def test_activations_stay_pruned():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe(((r"down", "activation(2,4)"),)))
+    hard = nm.nnx.harden(model)
+    assert hard.down.dot_general.sparsity == nm.parse("fwd_lhs=mse(2,4)")
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    np.testing.assert_array_equal(hard(x), model(x))
+    dense = nnx.clone(hard)
+    nm.nnx.sparsify(dense, nm.Recipe(((r".*", "dense"),)))
+    assert not np.array_equal(dense(x), model(x))
+
+
+def test_a_masked_convolution():
+    mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (3, 3, 8, 8)), jnp.float32)
+    model = nnx.Conv(8, 8, (3, 3), mask=mask, rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(model, recipe("s_ste(2,4)"))
+    hard, x = nm.nnx.harden(model), jax.random.normal(jax.random.key(0), (2, 6, 6, 8))
+    np.testing.assert_array_equal(hard(x), model(x))
+    assert hard.mask is None
+
+
+def test_tied_weights():
+    """One array in two layers: hardened once where both agree, refused where they do not."""
+
+    def tied(second, other=None):
+        model = nnx.Dict(
+            a=nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0)),
+            b=nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(1)),
+        )
+        model.b.kernel = model.a.kernel
+        return nm.nnx.sparsify(model, nm.Recipe(((r"a", "s_ste(2,4)"), (r"b", second))))
+
+    model = tied("s_ste(2,4); drhs_g=identity")
+    hard = nm.nnx.harden(model)
+    expected = nm.prune(nm.soft(2, 4), model.a.kernel[...], axis=0, state=nm.nnx.scales(model)["a"])
+    np.testing.assert_array_equal(hard.a.kernel[...], expected)  # and not shrunk twice
+    assert hard.a.kernel is hard.b.kernel
+    for second in ("ste(2,4)", "dense", "s_ste(1,4)"):
+        with pytest.raises(
+            ValueError,
+            match=r"^a: fwd_rhs=ste\(soft\(2,4\)\) prunes a weight of shape \(16, 16\) that b/kernel uses too, .*\(r\"a\", \"dense\"\)\.$",
+        ):
+            nm.nnx.harden(tied(second))
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(16, 8, rngs=rngs)
+            self.head = nnx.Einsum("td,vd->tv", (16, 8), rngs=rngs)
+            self.head.kernel = self.embed.embedding
+
+    with pytest.raises(ValueError, match="head: .* that embed/embedding uses too, as it is"):
+        nm.nnx.harden(nm.nnx.sparsify(Tied(nnx.Rngs(0)), recipe("ste(2,4)")))
+
+
+def test_a_random_forward_weight_has_no_final_form():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("fwd_rhs=ste(uniform(2,4))"))
+    with pytest.raises(ValueError, match="^(up|down): uniform.* no final form"):
+        nm.nnx.harden(model)
+
+
+@pytest.mark.parametrize("how", ["held for longer", "other scales", "in a list", "a mask"])
+def test_tied_weights_of_one_rule_that_differ_all_the_same(how):
+    make = lambda seed, **k: nnx.Conv(8, 8, (1, 1), use_bias=False, rngs=nnx.Rngs(seed), **k)
+    mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (1, 1, 8, 8)), jnp.float32)
+    model = nnx.Dict(a=make(0), b=make(1, mask=mask) if how == "a mask" else make(1))
+    texts = {"held for longer": ["fwd_rhs=ste(hold(mse(2,4),every=2))", "fwd_rhs=ste(hold(mse(2,4),every=9))"]}
+    a, b = texts.get(how, ["s_ste(2,4)"] * 2)
+    if how != "other scales":
+        model.b.kernel = model.a.kernel
+    if how == "in a list":
+        model.b = nnx.data([model.a.kernel])
+    rules = nm.Recipe((("a", a), ("b", b))[: 1 if how == "in a list" else 2])
+    nm.nnx.sparsify(model, rules)
+    if how == "other scales":
+        model.b.kernel = model.a.kernel
+    with pytest.raises(ValueError, match="a: fwd_rhs=.* uses too, .* has no single final form"):
+        nm.nnx.harden(model)
+
+
+def test_the_dtype_of_a_layers_own_promotion():
+    """Through Flax's other door: the product sees bfloat16, though neither layer nor kernel says so."""
+    low = lambda args, dtype=None: tuple(None if v is None else v.astype(jnp.bfloat16) for v in args)
+    model = nnx.Linear(64, 32, promote_dtype=low, rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(model, recipe("ste(2,4)"))
+    x = jax.random.normal(jax.random.key(0), (4, 64))
+    run = nnx.jit(lambda m, x: m(x).astype(jnp.float32))
+    np.testing.assert_array_equal(run(nm.nnx.harden(model), x), run(model, x))

@@ -1,0 +1,1035 @@
+"""Products against plain lax where nothing is pruned, and against plain numpy where something is."""
+
+import collections
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import nmjax as nm
+from nmjax.recipes.text import METHODS
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+BACKWARD = ("dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs")
+SLOTS = ("fwd_lhs", "fwd_rhs", *BACKWARD)
+MATMUL = (((1,), (0,)), ((), ()))
+TOKENS = (((2,), (0,)), ((), ()))
+
+
+def whole(seed, *shape, most=3, dtype=F32):
+    """Whole numbers: their sums are exact in any order, so that equality can be demanded of any two ways to add."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-most, most + 1, shape), dtype)
+
+
+def normal(seed, *shape, dtype=F32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+# Most of the time of these tests is LLVM's; where sums are exact, or shapes all that is asked, its optimiser adds nothing.
+fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def products(f, x, w, g):
+    """y, dx and dw."""
+    y, back = jax.vjp(f, x, w)
+    return y, *back(g.astype(y.dtype))
+
+
+@functools.partial(fast_jit, static_argnames="sparsity")
+def of_matmul(x, w, g, sparsity, key=None, step=0, state=None):
+    """The same, of a plain matrix product; compiled, for op by op a first call takes ten times as long."""
+    f = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=sparsity, ctx=nm.Ctx(key, step, state))
+    return products(f, x, w, g)
+
+
+@functools.partial(fast_jit, static_argnames=("sparsity", "contract", "out"))
+def first_state(sparsity, w, contract=0, out=-1):
+    return sparsity.init(w, contract=contract, out=out)
+
+
+def bits(tree):
+    """What equality of floats would hide: the dtype, and the sign of zero."""
+    return [(a.dtype, a.shape, np.asarray(a).tobytes()) for a in jax.tree.leaves(tree)]
+
+
+def numpy_pruned(x, axis, n=2, m=4):
+    """The n largest magnitudes of every m along one axis, or along several flattened in order; the first of equals."""
+    x = np.asarray(x)
+    axes = [a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis)]
+    rest = [a for a in range(x.ndim) if a not in axes]
+    lines = x.transpose(*rest, *axes)
+    blocks = lines.reshape(-1, m)
+    order = np.argsort(-np.abs(blocks), axis=1, kind="stable")
+    kept = np.zeros_like(blocks)
+    np.put_along_axis(kept, order[:, :n], np.take_along_axis(blocks, order[:, :n], 1), 1)
+    return kept.reshape(lines.shape).transpose(np.argsort([*rest, *axes]))
+
+
+# ---- nothing pruned: lax, bit for bit ----
+
+DOTS = {
+    "plain": ((8, 12), (12, 16), MATMUL),
+    "tokens": ((2, 4, 12), (12, 16), TOKENS),
+    "first axis of lhs": ((12, 8), (12, 16), (((0,), (0,)), ((), ()))),
+    "last axis of rhs": ((8, 12), (16, 12), (((1,), (1,)), ((), ()))),
+    "first and last": ((12, 8), (16, 12), (((0,), (1,)), ((), ()))),
+    "batch": ((3, 8, 12), (3, 12, 16), (((2,), (1,)), ((0,), (0,)))),
+    "batch last": ((8, 12, 3), (12, 16, 3), (((1,), (0,)), ((2,), (2,)))),
+    "two batch axes": ((2, 3, 4, 8), (2, 3, 8, 4), (((3,), (2,)), ((0, 1), (0, 1)))),
+    "permuted batch": ((2, 8, 3, 12), (3, 12, 2, 4), (((3,), (1,)), ((0, 2), (2, 0)))),
+    "two contracted": ((8, 3, 4), (3, 4, 16), (((1, 2), (0, 1)), ((), ()))),
+    "two contracted, permuted": ((8, 3, 4), (4, 3, 16), (((1, 2), (1, 0)), ((), ()))),
+    "two free on both sides": ((3, 4, 12), (12, 2, 4), (((2,), (0,)), ((), ()))),
+    "vector and matrix": ((12,), (12, 16), (((0,), (0,)), ((), ()))),
+    "matrix and vector": ((8, 12), (12,), (((1,), (0,)), ((), ()))),
+    "outer product": ((8,), (16,), (((), ()), ((), ()))),
+    "inner product": ((12,), (12,), (((0,), (0,)), ((), ()))),
+}
+NUMERICS = {
+    "f32": (F32, F32, None, None),
+    "f32 highest": (F32, F32, None, lax.Precision.HIGHEST),
+    "bf16": (BF16, BF16, None, None),
+    "bf16 to f32": (BF16, BF16, F32, None),
+    "bf16 x f32": (BF16, F32, None, None),
+    "f32 x bf16 to f32": (F32, BF16, F32, (lax.Precision.DEFAULT, lax.Precision.HIGHEST)),
+}
+
+
+def keeping_all(dims, lhs, rhs):
+    """Backward slots that prune nothing away, where a product has something to contract: the rule itself runs."""
+    (lc, rc), (lb, rb) = dims
+    slots = {}
+    if len(rhs) > len(rc) + len(rb):
+        slots |= {"dlhs_g": nm.mse(4, 4), "dlhs_rhs": nm.mse(4, 4)}
+    if len(lhs) > len(lc) + len(lb):
+        slots |= {"drhs_g": nm.mse(4, 4), "drhs_lhs": nm.raw(nm.mse(4, 4))}
+    return nm.Sparsity(**slots)
+
+
+@functools.cache
+def dense_dot(case, numerics, jit):
+    lhs, rhs, dims = DOTS[case]
+    left, right, preferred, precision = NUMERICS[numerics]
+    x, w = normal(0, *lhs, dtype=left), normal(1, *rhs, dtype=right)
+    f = lambda x, w: lax.dot_general(x, w, dims, precision, preferred)
+    g = normal(2, *jax.eval_shape(f, x, w).shape)
+    run = lambda x, w, g: products(f, x, w, g)
+    return x, w, g, bits((jax.jit(run) if jit else run)(x, w, g))
+
+
+def dot_cases():
+    """All shapes in f32 and all numerics on three shapes, compiled; op by op, what does not take minutes."""
+    few = ("plain", "permuted batch", "two contracted")
+    for case, numerics in itertools.product(DOTS, NUMERICS):
+        if case in few or numerics == "f32":
+            yield "empty", case, numerics, True
+            yield "keeping all", case, numerics, True
+        if case == "plain" or numerics == "f32":
+            yield "empty", case, numerics, False
+        if case == "plain" and numerics in ("f32", "bf16"):
+            yield "keeping all", case, numerics, False
+
+
+@pytest.mark.parametrize(("rule", "case", "numerics", "jit"), list(dot_cases()))
+def test_dot_that_prunes_nothing_is_lax(rule, case, numerics, jit):
+    lhs, rhs, dims = DOTS[case]
+    _, _, preferred, precision = NUMERICS[numerics]
+    sparsity = nm.methods.dense() if rule == "empty" else keeping_all(dims, lhs, rhs)
+    assert sparsity.backward == (rule != "empty" and case != "inner product")
+    x, w, g, expected = dense_dot(case, numerics, jit)
+    f = lambda x, w: nm.dot_general(x, w, dims, precision, preferred, sparsity=sparsity)
+    run = lambda x, w, g: products(f, x, w, g)
+    assert bits((jax.jit(run) if jit else run)(x, w, g)) == expected
+
+
+def test_dense_is_the_empty_sparsity():
+    assert nm.methods.dense() == nm.Sparsity()
+    assert hash(nm.methods.dense()) == hash(nm.Sparsity())
+    x, w = normal(0, 8, 12), normal(1, 12, 16)
+    program = lambda f: str(jax.make_jaxpr(f)(x, w))
+    empty = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=nm.Sparsity())
+    assert program(empty) == program(lambda x, w: lax.dot_general(x, w, MATMUL))
+
+
+EINSUMS = {
+    "bi,io->bo": ((8, 12), (12, 16)),
+    "...i,io->...o": ((2, 4, 12), (12, 16)),
+    "...i,oi->o...": ((2, 4, 12), (16, 12)),
+    "bqhd,hdo->bqo": ((2, 4, 3, 4), (3, 4, 16)),
+    "bqhd,dho->bqo": ((2, 4, 3, 4), (4, 3, 16)),
+    "bqe,ehd->bqhd": ((2, 4, 12), (12, 3, 4)),
+    "bhqd,bhkd->bhqk": ((2, 3, 8, 4), (2, 3, 8, 4)),
+    "bqhd,bkhd->bhqk": ((2, 8, 3, 4), (2, 8, 3, 4)),
+    "...qd,...kd->...qk": ((2, 3, 8, 4), (2, 3, 8, 4)),
+    "bi,ih->hb": ((8, 12), (12, 16)),
+    "bik,kjb->jbi": ((2, 4, 12), (12, 16, 2)),
+    "bi,io": ((8, 12), (12, 16)),
+    "zi,ia": ((8, 12), (12, 16)),
+    "...i,io": ((2, 4, 12), (12, 16)),
+    " b i , i o -> b o ": ((8, 12), (12, 16)),
+    "bi,bi->": ((8, 12), (8, 12)),
+    "i,o->io": ((8,), (16,)),
+    "bi,bo->bio": ((4, 8), (4, 8)),
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"), [*((spec, F32) for spec in EINSUMS), ("...i,io->...o", BF16), ("bhqd,bhkd->bhqk", BF16)]
+)
+def test_einsum_that_prunes_nothing_is_jnp_einsum(spec, dtype):
+    lhs, rhs = EINSUMS[spec]
+    x, w = whole(0, *lhs, most=2, dtype=dtype), whole(1, *rhs, most=2, dtype=dtype)
+    theirs = lambda x, w: jnp.einsum(spec, x, w)
+    ours = lambda x, w: nm.einsum(spec, x, w, sparsity=nm.Sparsity())
+    g = whole(2, *jax.eval_shape(theirs, x, w).shape, most=2)
+    expected = fast_jit(lambda *a: products(theirs, *a))(x, w, g)
+    chex.assert_trees_all_equal(fast_jit(lambda *a: products(ours, *a))(x, w, g), expected, strict=True)
+
+
+@pytest.mark.parametrize("spec", ["bi,io->bo", "...i,io->...o", "bhqd,bhkd->bhqk"])
+def test_einsum_in_lax_order_is_jnp_einsum_bit_for_bit(spec):
+    """Where neither side turns operands round, even rounding agrees."""
+    lhs, rhs = EINSUMS[spec]
+    x, w = normal(0, *lhs), normal(1, *rhs)
+    ours = lambda x, w: nm.einsum(spec, x, w, precision="highest", sparsity=nm.Sparsity())
+    theirs = lambda x, w: jnp.einsum(spec, x, w, precision="highest")
+    assert bits(jax.jit(ours)(x, w)) == bits(jax.jit(theirs)(x, w))
+
+
+@pytest.mark.parametrize(
+    ("spec", "lhs", "rhs", "words"),
+    [
+        ("bi->b", (8, 12), (12, 16), "1 operands"),
+        ("bi,ij,jo->bo", (8, 12), (12, 16), "3 operands"),
+        ("bib,io->bo", (8, 12, 8), (12, 16), "repeats"),
+        ("bi,io->bb", (8, 12), (12, 16), "repeats"),
+        ("bi,io->b", (8, 12), (12, 16), "sums 'o' over one operand"),
+        ("bid,io->bo", (8, 12, 2), (12, 16), "sums 'd' over one operand"),
+        ("bi,io->boz", (8, 12), (12, 16), "'z'.* in neither operand"),
+        ("bi,io->bo", (2, 8, 12), (12, 16), "does not fit"),
+        ("abi...,io->abo", (8, 12), (12, 16), "does not fit"),
+    ],
+)
+def test_einsum_refuses_what_is_no_product(spec, lhs, rhs, words):
+    with pytest.raises(ValueError, match=words):
+        nm.einsum(spec, jnp.ones(lhs), jnp.ones(rhs), sparsity=nm.Sparsity())
+
+
+NHWC, NCHW = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
+
+
+def conv(strides=(1, 1), padding="SAME", dimension_numbers=NHWC, **options):
+    return {"window_strides": strides, "padding": padding, "dimension_numbers": dimension_numbers, **options}
+
+
+CONVS = {
+    "same": ((2, 6, 6, 4), (3, 3, 4, 8), conv()),
+    "valid": ((2, 6, 6, 4), (3, 3, 4, 8), conv(padding="VALID")),
+    "stride": ((2, 8, 8, 4), (3, 3, 4, 8), conv((2, 2))),
+    "uneven stride": ((4, 7, 8, 4), (3, 2, 4, 8), conv((2, 3), "VALID")),
+    "asymmetric padding": ((4, 6, 5, 4), (3, 3, 4, 8), conv((1, 2), ((0, 2), (3, 1)))),
+    "lhs dilation": ((4, 4, 4, 4), (3, 3, 4, 8), conv(padding=((1, 1), (1, 2)), lhs_dilation=(2, 2))),
+    "rhs dilation": ((4, 7, 7, 4), (3, 3, 4, 8), conv(rhs_dilation=(2, 1))),
+    "feature groups": ((4, 5, 5, 8), (3, 3, 4, 8), conv(feature_group_count=2)),
+    "depthwise": ((4, 5, 5, 8), (3, 3, 1, 32), conv(feature_group_count=8)),
+    "batch groups": ((8, 5, 5, 4), (3, 3, 4, 8), conv(batch_group_count=2)),
+    "nchw": ((4, 4, 6, 5), (8, 4, 3, 3), conv((1, 2), dimension_numbers=NCHW)),
+    "lists, and the default layout": ((4, 4, 6, 5), (8, 4, 3, 3), conv([1, 1], [[1, 1], [0, 2]], None)),
+    "one axis": ((4, 9, 4), (3, 4, 8), conv((2,), dimension_numbers=("NWC", "WIO", "NWC"))),
+    "precision": ((4, 5, 5, 4), (3, 3, 4, 8), conv(precision="highest")),
+    "result in f32": ((4, 5, 5, 4), (3, 3, 4, 8), conv(preferred_element_type=F32)),
+}
+
+
+@functools.cache
+def dense_conv(case, dtype):
+    lhs, rhs, options = CONVS[case]
+    x, w = normal(0, *lhs, dtype=dtype), normal(1, *rhs, dtype=dtype)
+    f = lambda x, w: lax.conv_general_dilated(x, w, **options)
+    g = normal(2, *jax.eval_shape(f, x, w).shape)
+    return x, w, g, bits(jax.jit(lambda x, w, g: products(f, x, w, g))(x, w, g))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, F32) for case in CONVS), ("same", BF16), ("depthwise", BF16), ("result in f32", BF16)]
+)
+@pytest.mark.parametrize("rule", ["empty", "keeping all"])
+def test_conv_that_prunes_nothing_is_lax(rule, case, dtype):
+    x, w, g, expected = dense_conv(case, dtype)
+    keep = {slot: nm.mse(4, 4) for slot in BACKWARD} if rule != "empty" else {}
+    f = lambda x, w: nm.conv_general_dilated(x, w, **CONVS[case][2], sparsity=nm.Sparsity(**keep))
+    assert bits(jax.jit(lambda x, w, g: products(f, x, w, g))(x, w, g)) == expected
+
+
+def test_conv_that_prunes_nothing_is_lax_outside_jit():
+    lhs, rhs, options = CONVS["stride"]
+    x, w = normal(0, *lhs), normal(1, *rhs)
+    plain = lambda x, w: lax.conv_general_dilated(x, w, **options)
+    g = normal(2, *jax.eval_shape(plain, x, w).shape)
+    for sparsity in (nm.Sparsity(), nm.Sparsity(dlhs_g=nm.mse(4, 4))):
+        ours = lambda x, w: nm.conv_general_dilated(x, w, **options, sparsity=sparsity)  # noqa: B023
+        assert bits(products(ours, x, w, g)) == bits(products(plain, x, w, g))
+
+
+# ---- every slot, against numpy ----
+
+P24 = nm.mse(2, 4)
+SLOT_CASES = {
+    "dense": {},
+    "fwd_lhs": {"fwd_lhs": nm.ste(P24)},
+    "fwd_rhs": {"fwd_rhs": nm.ste(P24)},
+    "dlhs_g": {"dlhs_g": P24},
+    "dlhs_rhs": {"dlhs_rhs": P24},
+    "drhs_g": {"drhs_g": P24},
+    "drhs_lhs": {"drhs_lhs": P24},
+    "raw dlhs_rhs": {"dlhs_rhs": nm.raw(P24)},
+    "raw drhs_lhs": {"drhs_lhs": nm.raw(P24)},
+    "fwd_rhs, dlhs_rhs": {"fwd_rhs": nm.ste(P24), "dlhs_rhs": P24},
+    "fwd_rhs, raw dlhs_rhs": {"fwd_rhs": nm.ste(P24), "dlhs_rhs": nm.raw(P24)},
+    "fwd_lhs, drhs_lhs": {"fwd_lhs": nm.ste(P24), "drhs_lhs": P24},
+    "fwd_lhs, raw drhs_lhs": {"fwd_lhs": nm.ste(P24), "drhs_lhs": nm.raw(P24)},
+    "fwd_rhs, raw nothing": {"fwd_rhs": nm.ste(P24), "dlhs_rhs": nm.raw(nm.identity)},
+    "both gradients": {"dlhs_g": P24, "drhs_g": P24},
+    "all six": {
+        "fwd_lhs": nm.ste(P24),
+        "fwd_rhs": nm.ste(P24),
+        "dlhs_g": P24,
+        "dlhs_rhs": P24,
+        "drhs_g": P24,
+        "drhs_lhs": nm.raw(P24),
+    },
+}
+CHANGED = {  # which of y, dx, dw a case changes: one's own product, and the one that reuses a forward value
+    "dense": "",
+    "fwd_lhs": "y dw",
+    "fwd_rhs": "y dx",
+    "dlhs_g": "dx",
+    "dlhs_rhs": "dx",
+    "drhs_g": "dw",
+    "drhs_lhs": "dw",
+    "raw dlhs_rhs": "dx",
+    "raw drhs_lhs": "dw",
+    "fwd_rhs, dlhs_rhs": "y dx",
+    "fwd_rhs, raw dlhs_rhs": "y dx",
+    "fwd_lhs, drhs_lhs": "y dw",
+    "fwd_lhs, raw drhs_lhs": "y dw",
+    "fwd_rhs, raw nothing": "y",
+    "both gradients": "dx dw",
+    "all six": "y dx dw",
+}
+Axes = collections.namedtuple("Axes", "fwd_lhs fwd_rhs dlhs_g dlhs_rhs drhs_g drhs_lhs")
+
+
+def operands_used(slots, x, w, g, axes):
+    """By the words of the docs alone: (x, w) of y, (g, w) of dx, (x, g) of dw, each pruned along its own axes."""
+    x, w, g = (np.asarray(v) for v in (x, w, g))
+    drop = lambda slot, v: numpy_pruned(v, getattr(axes, slot)) if slot in slots else v
+    xf, wf = drop("fwd_lhs", x), drop("fwd_rhs", w)
+    behind = lambda slot, used, given: (
+        used
+        if slot not in slots
+        else given
+        if slots[slot] == nm.raw(nm.identity)
+        else drop(slot, given if isinstance(slots[slot], nm.raw) else used)
+    )
+    return (
+        (xf, wf),
+        (drop("dlhs_g", g), behind("dlhs_rhs", wf, w)),
+        (behind("drhs_lhs", xf, x), drop("drhs_g", g)),
+    )
+
+
+def by_lax_vjp(f, used, x, w):
+    """The three products out of their operands by the transposes of plain lax."""
+    (xf, wf), (g_dx, w_dx), (x_dw, g_dw) = (tuple(jnp.asarray(v) for v in pair) for pair in used)
+    return f(xf, wf), jax.vjp(lambda a: f(a, w_dx), x)[1](g_dx)[0], jax.vjp(lambda b: f(x_dw, b), w)[1](g_dw)[0]
+
+
+def changed(results, plain):
+    return " ".join(name for name, a, b in zip(("y", "dx", "dw"), results, plain, strict=True) if np.any(a != b))
+
+
+FEW = ("fwd_lhs", "fwd_rhs", "raw dlhs_rhs", "both gradients", "all six")
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens"),
+    [*((c, t) for t in ((8,), (2, 4)) for c in SLOT_CASES), *((c, t) for t in ((4, 3), (2, 2, 3)) for c in FEW)],
+)
+def test_slots_of_a_dot_are_numpy(case, tokens):
+    """Tokens are grouped in order of memory, whether the last of their axes divides by m or only the product does."""
+    slots = SLOT_CASES[case]
+    x, w, g = whole(0, *tokens, 16), whole(1, 16, 12), whole(2, *tokens, 12)
+    at = tuple(range(len(tokens)))
+    axes = Axes(fwd_lhs=-1, fwd_rhs=0, dlhs_g=-1, dlhs_rhs=1, drhs_g=at, drhs_lhs=at)
+    (xf, wf), (g_dx, w_dx), (x_dw, g_dw) = operands_used(slots, x, w, g, axes)
+    expected = xf @ wf, g_dx @ w_dx.T, x_dw.reshape(-1, 16).T @ g_dw.reshape(-1, 12)
+    dims = (((len(tokens),), (0,)), ((), ()))
+    f = lambda x, w: nm.dot_general(x, w, dims, sparsity=nm.Sparsity(**slots))
+    results = fast_jit(lambda *a: products(f, *a))(x, w, g)
+    chex.assert_trees_all_equal(results, expected)
+    x, w, g = (np.asarray(v) for v in (x, w, g))
+    plain = x @ w, g @ w.T, x.reshape(-1, 16).T @ g.reshape(-1, 12)
+    assert changed(results, plain) == CHANGED[case]
+
+
+CONV_SLOTS = {
+    "nhwc": ((2, 4, 4, 8), (3, 3, 8, 12), conv()),
+    "flattened space": ((1, 4, 3, 8), (3, 3, 8, 12), conv()),
+    "flattened batch": ((4, 3, 3, 8), (1, 1, 8, 12), conv()),
+    "nchw, stride": ((2, 8, 8, 8), (12, 8, 3, 3), conv((2, 2), dimension_numbers=NCHW)),
+    "feature groups": ((2, 4, 4, 16), (3, 3, 8, 24), conv(feature_group_count=2)),
+    "kernel turned": ((2, 8, 3, 8), (3, 3, 8, 12), conv(dimension_numbers=("NHWC", "WHIO", "NHWC"))),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"), [(c, s) for s in CONV_SLOTS for c in (SLOT_CASES if s == "nhwc" else FEW[2:])]
+)
+def test_slots_of_a_conv_are_numpy(case, shape):
+    """In-channels, out-channels, and batch with space: positions in the order of memory."""
+    lhs, rhs, options = CONV_SLOTS[shape]
+    x, w = whole(0, *lhs, most=2), whole(1, *rhs, most=2)
+    plain = lambda x, w: lax.conv_general_dilated(x, w, **options)
+    g = whole(2, *jax.eval_shape(plain, x, w).shape, most=2)
+    spec, weight, _ = options["dimension_numbers"]
+    channel = spec.index("C")
+    at = tuple(a for a in range(4) if a != channel)
+    axes = Axes(
+        fwd_lhs=channel, fwd_rhs=weight.index("I"), dlhs_g=channel, dlhs_rhs=weight.index("O"), drhs_g=at, drhs_lhs=at
+    )
+    used = operands_used(SLOT_CASES[case], x, w, g, axes)
+    f = lambda x, w: nm.conv_general_dilated(x, w, **options, sparsity=nm.Sparsity(**SLOT_CASES[case]))
+    results = fast_jit(lambda *a: products(f, *a))(x, w, g)
+    chex.assert_trees_all_equal(results, by_lax_vjp(plain, used, x, w))
+    assert changed(results, products(plain, x, w, g)) == CHANGED[case]
+
+
+@pytest.mark.parametrize(
+    ("slot", "lhs", "rhs", "options"),
+    [
+        ("fwd_lhs", (4, 4, 4, 12), (3, 3, 6, 8), {"feature_group_count": 2}),
+        ("fwd_rhs", (4, 4, 4, 12), (3, 3, 6, 8), {"feature_group_count": 2}),
+        ("dlhs_g", (4, 4, 4, 8), (3, 3, 4, 12), {"feature_group_count": 2}),
+        ("dlhs_rhs", (4, 4, 4, 8), (3, 3, 4, 12), {"feature_group_count": 2}),
+        ("dlhs_g", (4, 4, 4, 8), (3, 3, 8, 12), {"batch_group_count": 2}),
+        ("drhs_g", (2, 3, 3, 8), (3, 3, 8, 12), {}),
+        ("drhs_lhs", (2, 3, 3, 8), (3, 3, 8, 12), {}),
+    ],
+)
+def test_conv_groups_never_straddle_feature_groups(slot, lhs, rhs, options):
+    """Each shape divides by 4 along the axis as a whole, or nearly: what it contracts at once does not."""
+    p = nm.ste(P24) if slot.startswith("fwd") else P24
+    f = lambda x, w: nm.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=NHWC, sparsity=nm.Sparsity(**{slot: p}), **options
+    )
+    with pytest.raises(ValueError, match=f"{slot}=.* do not divide into groups of 4"):
+        jax.grad(lambda x: f(x, jnp.ones(rhs)).sum())(jnp.ones(lhs))
+
+
+HEADS = {  # (heads, dim): the last contracted axis divides by 4, or only the product does
+    "in place": (3, 4),
+    "flattened": (6, 2),
+}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("spec", ["bqhd,hdo->bqo", "bqhd,dho->bqo", "bqdh,hdo->bqo"])
+@pytest.mark.parametrize("case", FEW)
+def test_slots_of_two_contracted_axes_are_numpy(case, spec, heads):
+    """Groups lie along the weight's contracted axes in the weight's order, whatever the order in the activations."""
+    sizes = {"b": 2, "q": 4, "h": HEADS[heads][0], "d": HEADS[heads][1], "o": 8}
+    if spec == "bqhd,dho->bqo":  # so that d, then h, is grouped: the last of this weight's is h
+        sizes |= {"h": HEADS[heads][1], "d": HEADS[heads][0]}
+    left, right, out = spec.replace("->", ",").split(",")
+    x, w, g = (whole(i, *(sizes[c] for c in labels)) for i, labels in enumerate((left, right, out)))
+    inward = [c for c in right if c in "hd"]
+    axes = Axes(
+        fwd_lhs=tuple(left.index(c) for c in inward),
+        fwd_rhs=tuple(right.index(c) for c in inward),
+        dlhs_g=out.index("o"),
+        dlhs_rhs=right.index("o"),
+        drhs_g=tuple(out.index(c) for c in "bq"),
+        drhs_lhs=tuple(left.index(c) for c in "bq"),
+    )
+    (xf, wf), (g_dx, w_dx), (x_dw, g_dw) = operands_used(SLOT_CASES[case], x, w, g, axes)
+    expected = (
+        np.einsum(spec, xf, wf),
+        np.einsum(f"{out},{right}->{left}", g_dx, w_dx),
+        np.einsum(f"{left},{out}->{right}", x_dw, g_dw),
+    )
+    f = lambda x, w: nm.einsum(spec, x, w, sparsity=nm.Sparsity(**SLOT_CASES[case]))
+    chex.assert_trees_all_equal(fast_jit(lambda *a: products(f, *a))(x, w, g), expected)
+
+
+@pytest.mark.parametrize("case", ["dlhs_g", "dlhs_rhs", "both gradients"])
+def test_backward_groups_of_two_output_axes_are_numpy(case):
+    """A projection to heads contracts both of them in dx."""
+    x, w, g = whole(0, 2, 4, 8), whole(1, 8, 6, 2), whole(2, 2, 4, 6, 2)
+    axes = Axes(None, None, dlhs_g=(2, 3), dlhs_rhs=(1, 2), drhs_g=(0, 1), drhs_lhs=(0, 1))
+    _, (g_dx, w_dx), (x_dw, g_dw) = operands_used(SLOT_CASES[case], x, w, g, axes)
+    f = lambda x, w: nm.einsum("bqe,ehd->bqhd", x, w, sparsity=nm.Sparsity(**SLOT_CASES[case]))
+    _, dx, dw = jax.jit(lambda *a: products(f, *a))(x, w, g)
+    np.testing.assert_array_equal(dx, np.einsum("bqhd,ehd->bqe", g_dx, w_dx))
+    np.testing.assert_array_equal(dw, np.einsum("bqe,bqhd->ehd", x_dw, g_dw))
+
+
+@pytest.mark.parametrize(
+    ("slot", "tokens", "heads", "out"),
+    [
+        ("fwd_lhs", (2, 4), (3, 2), 8),
+        ("fwd_rhs", (2, 4), (3, 2), 8),
+        ("dlhs_g", (2, 4), (3, 4), 6),
+        ("dlhs_rhs", (2, 4), (3, 4), 6),
+        ("drhs_g", (2, 3), (3, 4), 8),
+        ("drhs_lhs", (2, 3), (3, 4), 8),
+    ],
+)
+def test_groups_that_nothing_divides_into_are_refused_by_slot(slot, tokens, heads, out):
+    p = nm.ste(P24) if slot.startswith("fwd") else P24
+    f = lambda x, w: nm.einsum("bqhd,hdo->bqo", x, w, sparsity=nm.Sparsity(**{slot: p}))
+    x, w = jnp.ones((*tokens, *heads)), jnp.ones((*heads, out))
+    with pytest.raises(ValueError, match=f"{slot}=.* do not divide into groups of 4"):
+        jax.grad(lambda x: f(x, w).sum())(x)
+    if not slot.startswith("fwd"):  # a product that nobody differentiates may have any shape
+        chex.assert_shape(f(x, w), (*tokens, out))
+
+
+def test_a_product_that_contracts_nothing_has_no_groups():
+    f = lambda x, w: nm.dot_general(x, w, (((0,), (0,)), ((), ())), sparsity=nm.Sparsity(drhs_g=P24)).sum()
+    with pytest.raises(ValueError, match="drhs_g=mse.* contracts no axis"):
+        jax.grad(f)(jnp.ones(8), jnp.ones((8, 4)))
+
+
+def test_only_floats_are_pruned_but_all_are_multiplied():
+    x, w = jnp.arange(32).reshape(4, 8), jnp.ones((8, 4), jnp.int32)
+    chex.assert_trees_all_equal(nm.dot_general(x, w, MATMUL, sparsity=nm.Sparsity()), x @ w)
+    with pytest.raises(TypeError, match="fwd_rhs=.* int32"):
+        nm.dot_general(x, w, MATMUL, sparsity=nm.methods.ste())
+
+
+# ---- noise ----
+
+BOTH = nm.Sparsity(dlhs_g=nm.mvue(2, 4), drhs_g=nm.mvue(2, 4))
+
+
+def test_the_same_key_and_step_draw_the_same_noise():
+    x, w, g = normal(0, 16, 16), normal(1, 16, 16), normal(2, 16, 16)
+    first = of_matmul(x, w, g, BOTH, jax.random.key(5), 3)
+    for key in (5, np.int64(5), np.array([0, 5], np.uint32)):
+        fixed = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=BOTH, ctx=nm.Ctx(key, 3))  # noqa: B023
+        assert bits(fast_jit(lambda *a: products(fixed, *a))(x, w, g)) == bits(first)  # noqa: B023
+    for step in (jnp.int32(3), np.int64(3), jnp.uint32(3)):
+        assert bits(of_matmul(x, w, g, BOTH, jax.random.key(5), step)) == bits(first)
+    for key, step in ((6, 3), (5, 4), (5, 0)):
+        y, dx, dw = of_matmul(x, w, g, BOTH, jax.random.key(key), step)
+        assert bits(y) == bits(first[0])
+        assert np.any(dx != first[1])
+        assert np.any(dw != first[2])
+
+
+def test_slots_draw_noise_of_their_own():
+    """With g all ones a group shows its uniform: 2:4 keeps members i and i + 2. Both slots have as many groups."""
+    size = 32
+    _, dx, dw = of_matmul(jnp.eye(size), jnp.eye(size), jnp.ones((size, size)), BOTH, jax.random.key(0))
+    first_kept = lambda kept: kept.reshape(-1, 4)[:, 0] != 0  # groups in the order in which uniforms are drawn
+    of_dlhs, of_drhs = first_kept(np.asarray(dx)), first_kept(np.moveaxis(np.asarray(dw).reshape(-1, 4, size), 1, 2))
+    assert 0.3 < of_dlhs.mean() < 0.7
+    assert 0.3 < of_drhs.mean() < 0.7
+    assert 0.3 < np.mean(of_dlhs == of_drhs) < 0.7
+
+
+@pytest.mark.parametrize("slot", BACKWARD)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_backward_noise_wants_a_key_of_the_gradient_alone(slot, jit):
+    f = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=nm.Sparsity(**{slot: nm.mvue(2, 4)})).sum()
+    grad = jax.grad(f, (0, 1))
+    if jit:
+        f, grad = jax.jit(f), jax.jit(grad)
+    x, w = jnp.ones((8, 8)), jnp.ones((8, 8))
+    assert f(x, w) == 8 * 8 * 8
+    with pytest.raises(ValueError, match=rf"{slot}=mvue\(2,4\) .* pass a key"):
+        grad(x, w)
+
+
+def test_forward_noise_wants_a_key_of_every_call():
+    sparsity = nm.Sparsity(fwd_rhs=nm.ste(nm.mvue(2, 4)))
+    with pytest.raises(ValueError, match=r"fwd_rhs=ste\(mvue\(2,4\)\) .* pass a key"):
+        nm.dot_general(jnp.ones((8, 8)), jnp.ones((8, 8)), MATMUL, sparsity=sparsity)
+
+
+@pytest.mark.parametrize(
+    ("slot", "p"),
+    [
+        *(("drhs_g", p) for p in ("mvue(2,4)", "mvue(1,4)", "mvue(3,8)", "mvue_approx(2,4)", "uniform(2,4)")),
+        *((slot, "mvue(2,4)") for slot in ("drhs_lhs", "dlhs_g", "dlhs_rhs")),
+    ],
+)
+def test_noise_is_unbiased_in_its_product(p, slot):
+    """Keys are fixed, so a pass is a pass; 5 standard errors for each of some hundred entries."""
+    x, w, g = normal(0, 16, 8), normal(1, 8, 8), normal(2, 16, 8)
+    which = 2 if slot.startswith("drhs") else 1
+    plain = (None, g @ w.T, x.T @ g)[which]
+    run = lambda key: of_matmul(x, w, g, nm.Sparsity(**{slot: nm.parse_pruner(p)}), key)[which]
+    noisy = np.asarray(jax.vmap(run)(jax.vmap(jax.random.key)(np.arange(4096))), np.float64)
+    spread = noisy.std(0)
+    bound = 5 * spread / np.sqrt(4096) + 1e-5
+    assert np.all(np.abs(noisy.mean(0) - plain) <= bound)
+    assert np.mean(spread > 1e-3) > 0.9
+    biased = of_matmul(x, w, g, nm.Sparsity(**{slot: nm.mse(2, 4)}))[which]
+    assert np.mean(np.abs(biased - plain) > bound) > 0.5  # the bound is one that bias breaks
+
+
+# ---- gradient rules ----
+
+
+@pytest.mark.parametrize(
+    "method", ["dense()", "ste(2,4)", "s_ste(2,4,gradient='dense')", "bdwp(2,4); dlhs_rhs=identity"]
+)
+def test_jvp_where_no_backward_slot_prunes(method):
+    sparsity = nm.parse(method)
+    x, w, u, v = whole(0, 8, 16), whole(1, 16, 12), whole(2, 8, 16), whole(3, 16, 12)
+    ctx = nm.Ctx(state={"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.remembers else None)
+    f = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=sparsity, ctx=ctx)
+    y, tangent = jax.jit(lambda *a: jax.jvp(f, a[:2], a[2:]))(x, w, u, v)
+    used = np.asarray(w)
+    if sparsity.fwd_rhs != nm.identity:
+        used = numpy_soft(w) if "s_ste" in method else numpy_pruned(w, 0)
+    np.testing.assert_array_equal(y, x @ used)
+    np.testing.assert_array_equal(tangent, u @ used + x @ v)
+
+
+def numpy_soft(w, axis=0):
+    """2:4 soft threshold by sorting: magnitudes less their group's second smallest."""
+    lines = np.moveaxis(np.asarray(w, np.float64), axis, -1)
+    blocks = lines.reshape(*lines.shape[:-1], -1, 4)
+    t = np.sort(np.abs(blocks), -1)[..., 1:2]
+    return np.moveaxis((np.sign(blocks) * np.maximum(np.abs(blocks) - t, 0)).reshape(lines.shape), -1, axis)
+
+
+@pytest.mark.parametrize("method", ["dense()", "ste(2,4)"])
+@pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
+def test_hessian_vector_products(method, mode):
+    """Of sum(y**2): 2 x^T x v, for straight through w~ moves as w does."""
+    x, w, v = whole(0, 8, 16), whole(1, 16, 4), whole(2, 16, 4)
+    loss = lambda w: (nm.dot_general(x, w, MATMUL, sparsity=nm.parse(method)) ** 2).sum()
+    if mode == "forward over reverse":
+        second = lambda w: jax.jvp(jax.grad(loss), (w,), (v,))[1]
+    else:
+        second = jax.grad(lambda w: (jax.grad(loss)(w) * v).sum())
+    np.testing.assert_array_equal(jax.jit(second)(w), 2 * x.T @ (x @ v))
+
+
+def test_a_backward_slot_rules_out_forward_mode():
+    f = lambda w: nm.dot_general(jnp.ones((8, 8)), w, MATMUL, sparsity=nm.Sparsity(dlhs_g=P24))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(f, (jnp.ones((8, 8)),), (jnp.ones((8, 8)),))
+
+
+def test_the_gradient_of_s_ste_is_without_beta():
+    """The loss is linear in y, so g is the same for every beta."""
+    x, w, g = whole(0, 8, 16), whole(1, 16, 12), whole(2, 8, 12)
+
+    def run(beta, sparsity):
+        return of_matmul(x, w, g, sparsity, jax.random.key(0), 0, {"fwd_rhs": jnp.float32(beta)})
+
+    shrunk = numpy_soft(w)
+    for beta in (0.5, 1.0, 2.0):  # powers of two scale without rounding
+        y, dx, dw = run(beta, nm.methods.s_ste(gradient="dense"))
+        np.testing.assert_array_equal(y, beta * (x @ shrunk))
+        np.testing.assert_array_equal(dx, beta * (g @ shrunk.T))
+        np.testing.assert_array_equal(dw, np.asarray(x).T @ np.asarray(g))
+    for sparsity in (nm.methods.s_ste(), nm.methods.s_ste(gradient="dense")):
+        one, more = run(1.0, sparsity), run(1.7, sparsity)
+        np.testing.assert_allclose(more[0], 1.7 * one[0], rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(more[1], 1.7 * one[1], rtol=1e-5, atol=1e-4)
+        np.testing.assert_array_equal(more[2], one[2])
+
+
+def test_s_ste_asks_for_its_scale():
+    """Without it the product would be another method's, and nobody would see."""
+    with pytest.raises(ValueError, match=r"fwd_rhs=ste\(soft\(2,4\)\) keeps state .*sparsity.init\(w, contract="):
+        nm.dot_general(whole(0, 8, 16), whole(1, 16, 12), MATMUL, sparsity=nm.methods.s_ste())
+    np.testing.assert_array_equal(nm.prune(nm.soft(2, 4), whole(1, 16, 12), axis=0), numpy_soft(whole(1, 16, 12)))
+
+
+@pytest.mark.parametrize("lam", [0.25, 2.0**-12])
+def test_sr_ste_adds_lambda_times_the_dropped(lam):
+    """Values are multiples of 1/8 and lam a power of two: every sum is exact, and so is equality."""
+    x, w, g = whole(0, 8, 16), whole(1, 16, 12, most=20) / 8, whole(2, 8, 12)
+    y, dx, dw = of_matmul(x, w, g, nm.methods.sr_ste(2, 4, lam))
+    kept = numpy_pruned(w, 0)
+    np.testing.assert_array_equal(y, x @ kept)
+    np.testing.assert_array_equal(dx, g @ kept.T)
+    np.testing.assert_array_equal(dw, np.asarray(x).T @ np.asarray(g) + np.float32(lam) * (w - kept))
+    assert np.any(w != kept)
+
+
+def test_sr_ste_adds_once_for_every_use():
+    x, w = whole(0, 8, 16), whole(1, 16, 16, most=20) / 8
+    use = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=nm.methods.sr_ste(2, 4, 0.25))
+    zero = jnp.zeros_like(x)
+    dw = jax.jit(jax.grad(lambda w: (zero * use(x, w)).sum() + (zero * use(x + 1, w)).sum()))(w)
+    np.testing.assert_array_equal(dw, 0.5 * (w - numpy_pruned(w, 0)))
+
+
+@pytest.mark.parametrize("gradient", ["ste", "autodiff"])
+@pytest.mark.parametrize(("step", "d"), [(0, 1.0), (2, 0.5), (4, 0.0), (9, 0.0)])
+def test_both_gradients_of_mask_decay(gradient, step, d):
+    x, w, g = whole(0, 8, 16), whole(1, 16, 12, most=20) / 8, whole(2, 8, 12)
+    sparsity = nm.methods.mdgf(2, 4, nm.linear(1, 0, 4), gradient)
+    y, dx, dw = of_matmul(x, w, g, sparsity, step=step)
+    factor = np.where(numpy_pruned(w, 0) != 0, 1.0, d)  # where w is 0 it is 0 in y and dx whatever its factor
+    np.testing.assert_array_equal(y, x @ (w * factor))
+    np.testing.assert_array_equal(dx, g @ (w * factor).T)
+    full, drawn = np.asarray(x).T @ np.asarray(g), np.asarray(w) != 0
+    np.testing.assert_array_equal(dw[drawn], (full * (1.0 if gradient == "ste" else factor))[drawn])
+
+
+def test_mask_decay_ends_as_magnitude_pruning():
+    """To the bit: what was dropped is 0, not -0 and not something small."""
+    x, w, g = normal(0, 8, 16), normal(1, 16, 12), normal(2, 8, 12)
+    fading = nm.methods.mdgf(2, 4, nm.linear(1, 0, 4))
+    assert bits(of_matmul(x, w, g, fading, step=4)[:2]) == bits(of_matmul(x, w, g, nm.methods.ste())[:2])
+    assert bits(of_matmul(x, w, g, fading, step=0)) == bits(of_matmul(x, w, g, nm.methods.dense()))
+    decayed = jax.jit(lambda w, step: nm.prune(fading.fwd_rhs, w, axis=0, step=step))
+    assert bits(decayed(w, 4)) == bits(jnp.asarray(numpy_pruned(w, 0)))
+
+
+# ---- the same numbers however a program is written ----
+
+CHANGING = "stages(((0,mse(2,4)),(1,mse(1,2)),(2,mse(1,8))))"
+LAYERED = {  # lam and rescaling by powers of two, so that nothing rounds; exact mvue of whole numbers is dyadic
+    "s_ste(2,4)": "s_ste(2,4)",
+    "sdgp": "sdgp(2,4,rescale=False)",
+    "sdgp, random": "sdgp(2,4,select='random')",
+    "changing m": f"fwd_rhs=ste({CHANGING}); dlhs_g={CHANGING}; drhs_g=stages(((0,identity),(2,mvue(2,4))))",
+    "held": "fst(2,4,lam=0.125,every=2); drhs_g=mvue(2,4)",
+}
+
+
+def stacked_layers(sparsity):
+    """Two layers of whole numbers, a state for each, and a key for each."""
+    x, w, g = whole(0, 8, 8, most=1), whole(1, 2, 8, 8, most=1), whole(2, 8, 8, most=1)
+    states = [first_state(sparsity, v) for v in whole(3, 2, 8, 8, most=9)]
+    keys = jax.random.split(jax.random.key(0), 2)
+    return x, w, g, jax.tree.map(lambda *s: jnp.stack(s), *states), keys
+
+
+WAYS = (("unrolled", False), ("scan", False), ("scan", True))
+
+
+def layered(sparsity, loop, remat):
+    def layer(h, w, state, key, step):
+        return nm.dot_general(h, w, MATMUL, sparsity=sparsity, ctx=nm.Ctx(key, step, state))
+
+    layer = jax.checkpoint(layer) if remat else layer
+
+    def loss(x, w, g, states, keys, step):
+        if loop == "scan":
+            y = lax.scan(lambda h, each: (layer(h, *each, step), None), x, (w, states, keys))[0]
+        else:
+            y = x
+            for i in range(w.shape[0]):
+                y = layer(y, w[i], jax.tree.map(lambda s: s[i], states), keys[i], step)  # noqa: B023
+        return (y * g).sum(), y
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)
+
+
+@pytest.mark.parametrize("method", LAYERED)
+def test_scan_is_unrolled_and_remat_is_not(method):
+    sparsity = nm.parse(LAYERED[method])
+    data = stacked_layers(sparsity)
+    runs = {how: fast_jit(layered(sparsity, *how)) for how in WAYS}
+    seen = []
+    for step in range(3):
+        expected = runs["unrolled", False](*data, jnp.int32(step))
+        for run in runs.values():
+            chex.assert_trees_all_equal(run(*data, jnp.int32(step)), expected)
+        seen.append(expected)
+    if "sdgp" != method != "held":  # which know no step, or show it through noise alone
+        assert bits(seen[0]) != bits(seen[2])
+    for dw in seen[0][1][1]:
+        assert np.any(dw)
+
+
+@pytest.mark.parametrize("method", LAYERED)
+def test_jit_is_eager(method):
+    sparsity = nm.parse(LAYERED[method])
+    data = stacked_layers(sparsity)
+    run = layered(sparsity, "unrolled", False)
+    chex.assert_trees_all_equal(run(*data, 1), jax.jit(run)(*data, 1))
+
+
+def test_sdgp_rescales_alike_in_and_out_of_scan():
+    """Weights that only move and flip features keep gradients at few distinct sizes, so that ratios are exact."""
+    sparsity = nm.methods.sdgp(over="group")
+    rng = np.random.default_rng(0)
+    w = jnp.asarray([np.eye(8)[rng.permutation(8)] * rng.choice([-1.0, 1.0], 8) for _ in range(2)], F32)
+    x, g = whole(0, 8, 8), jnp.asarray(rng.choice([-1.0, 1.0], (8, 8)), F32)
+    data = x, w, g, {}, jax.random.split(jax.random.key(0), 2)
+    expected = jax.jit(layered(sparsity, "unrolled", False))(*data, 0)
+    for how in WAYS:
+        chex.assert_trees_all_equal(fast_jit(layered(sparsity, *how))(*data, 0), expected)
+    first, second = (np.asarray(g @ w[1].T), np.asarray(w[0]).T)  # of what g becomes on its way back
+    back = lambda g: (
+        numpy_pruned(g, 1)
+        * np.repeat(
+            np.abs(g).reshape(8, 2, 4).sum(2) / np.maximum(np.abs(numpy_pruned(g, 1)).reshape(8, 2, 4).sum(2), 1), 4, 1
+        )
+    )
+    first = back(np.asarray(g)) @ np.asarray(w[1]).T
+    np.testing.assert_array_equal(expected[1][0], back(first) @ second)
+
+
+def test_layers_of_a_scan_draw_by_their_own_keys():
+    x, w, g = jnp.eye(16), jnp.broadcast_to(jnp.eye(16), (3, 16, 16)), jnp.ones((16, 16))
+    run = jax.jit(layered(nm.methods.mvue(2, 4), "scan", False))
+    dw = run(x, w, g, {}, jax.random.split(jax.random.key(0), 3), 0)[1][1]
+    for a, b in itertools.combinations(dw, 2):
+        assert np.any(a != b)
+    same = run(x, w, g, {}, jnp.stack([jax.random.key(0)] * 3), 0)[1][1]
+    chex.assert_trees_all_equal(*same)
+
+
+# ---- one compilation ----
+
+
+def counted(n):
+    """A gradient of both operands, jitted, that may be traced n times, and the list of its traces."""
+    traces = []
+
+    def run(x, w, key, step, state, *, sparsity):
+        traces.append(sparsity)
+        f = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=sparsity, ctx=nm.Ctx(key, step, state))
+        return products(f, x, w, jnp.ones((x.shape[0], w.shape[1])))
+
+    chex.clear_trace_counter()
+    return jax.jit(chex.assert_max_traces(run, n=n), static_argnames="sparsity"), traces
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "s_ste(2,4)",
+        "sdgf(1,8,steps=40)",
+        "mdgf(2,4,linear(1,0,30,begin=5))",
+        "mdgf(2,4,optax_schedule('cosine_decay_schedule',1.0,40))",
+        "fst(2,4,every=7,dense_from=40)",
+        f"fwd_rhs=ste({CHANGING}); dlhs_g={CHANGING}",
+    ],
+)
+def test_one_trace_for_all_steps_and_for_equal_values(method):
+    x, w = normal(0, 8, 8), normal(1, 8, 8)
+    run, traces = counted(1)
+    results, state = [], first_state(nm.parse(method), w)
+    for step in range(50):
+        sparsity = nm.parse(method)  # a new value, equal to the others
+        results.append(bits(run(x, w, jax.random.key(0), jnp.int32(step), state, sparsity=sparsity)))
+    assert len(traces) == 1
+    assert any(r != results[0] for r in results)
+
+
+def test_values_that_differ_are_traced_apart():
+    run, traces = counted(2)
+    x = jnp.ones((8, 8))
+    for method in ("ste(2,4)", "ste(1,4)", "ste(2,4)"):
+        run(x, x, None, 0, {}, sparsity=nm.parse(method))
+    assert [str(s) for s in traces] == ["fwd_rhs=ste(mse(2,4))", "fwd_rhs=ste(mse(1,4))"]
+
+
+# ---- state ----
+
+
+def numpy_transposable(w):
+    """The best of all 90 patterns of every 4 x 4 tile."""
+    rows = [np.isin(np.arange(4), pair) for pair in itertools.combinations(range(4), 2)]
+    patterns = np.array([p for p in itertools.product(rows, repeat=4) if np.all(np.sum(p, 0) == 2)])
+    assert len(patterns) == 90
+    kept = np.zeros(w.shape, bool)
+    for i, j in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 4)):
+        tile = np.abs(np.asarray(w)[i : i + 4, j : j + 4])
+        kept[i : i + 4, j : j + 4] = patterns[np.argmax((patterns * tile).sum((1, 2)))]
+    return kept
+
+
+def test_fst_holds_its_mask_and_renews_it():
+    sparsity, every = nm.methods.fst(2, 4, every=3), 3
+    state = first_state(sparsity, normal(100, 8, 12))
+    assert set(state) == {"fwd_rhs"}
+    np.testing.assert_array_equal(state["fwd_rhs"], numpy_transposable(normal(100, 8, 12)))
+    refresh = jax.jit(lambda w, step, state: sparsity.refresh(w, contract=0, out=1, ctx=nm.Ctx(step=step, state=state)))
+    for step in range(8):
+        w = normal(step, 8, 12)
+        state = refresh(w, step, state)
+        expected = numpy_transposable(normal(step - step % every, 8, 12))
+        np.testing.assert_array_equal(state["fwd_rhs"], expected)
+        y, _, _ = of_matmul(jnp.eye(8), w, jnp.ones((8, 12)), sparsity, jax.random.key(0), step, state)
+        np.testing.assert_array_equal(y, np.where(expected, w, 0))
+
+
+def test_bi_mask_orders_the_pruned_weight_for_dx():
+    sparsity = nm.methods.bi_mask(2, 4, every=2)
+    x, w, g = normal(0, 8, 16), normal(1, 16, 32), normal(2, 8, 32)
+    state = first_state(sparsity, w)
+    assert set(state) == {"dlhs_rhs"}
+    order = np.asarray(state["dlhs_rhs"])
+    np.testing.assert_array_equal(np.sort(order), np.arange(32))
+
+    pruned = numpy_pruned(w, 0)
+    in_order = lambda order: numpy_pruned(pruned[:, order], 1)
+    y, dx, _ = of_matmul(x, w, g, sparsity, state=state)
+    np.testing.assert_allclose(y, x @ pruned, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, g @ in_order(order)[:, np.argsort(order)].T, rtol=1e-5, atol=1e-5)
+
+    kept = lambda order: np.count_nonzero(in_order(order))
+    one = np.asarray(first_state(nm.methods.bi_mask(2, 4, draws=1), w)["dlhs_rhs"])  # the first of the hundred
+    some = [kept(np.random.default_rng(i).permutation(32)) for i in range(20)]
+    assert kept(order) > max(kept(one), np.mean(some))
+
+    refresh = jax.jit(
+        lambda step: sparsity.refresh(w, contract=0, out=1, ctx=nm.Ctx(step=step, state=state))["dlhs_rhs"]
+    )
+    np.testing.assert_array_equal(refresh(1), order)
+    assert np.any(refresh(2) != order)
+    np.testing.assert_array_equal(np.sort(refresh(2)), np.arange(32))
+
+
+def test_beta_is_the_scale_of_least_squares():
+    w = normal(0, 16, 12)
+    state = first_state(nm.methods.s_ste(), w)
+    s = numpy_soft(w)
+    assert set(state) == {"fwd_rhs"}
+    np.testing.assert_allclose(state["fwd_rhs"], (w * s).sum() / (s * s).sum(), rtol=1e-6)
+    later = nm.methods.s_ste().refresh(3 * w + 1, contract=0, out=1, ctx=nm.Ctx(step=40, state=state))
+    chex.assert_trees_all_equal(later, state)
+    assert first_state(nm.methods.s_ste(), jnp.zeros((8, 8)))["fwd_rhs"] == 1.0
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_state_of_a_kernel_with_two_input_axes(heads):
+    h, d = HEADS[heads]
+    w, x = normal(0, h, d, 8), normal(1, 2, 4, h, d)
+    flat = w.reshape(h * d, 8)
+    s = numpy_soft(flat)
+    beta = first_state(nm.methods.s_ste(), w, contract=(0, 1), out=2)["fwd_rhs"]
+    np.testing.assert_allclose(beta, (flat * s).sum() / (s * s).sum(), rtol=1e-6)
+
+    held = nm.Sparsity(fwd_rhs=nm.ste(nm.hold(P24)))
+    state = first_state(held, w, contract=(-3, -2), out=-1)
+    moved = w[::-1] + 1  # whose own mask is another
+    y = nm.einsum("bqhd,hdo->bqo", x, moved, sparsity=held, ctx=nm.Ctx(state=state))
+    kept = np.where(numpy_pruned(flat, 0) != 0, moved.reshape(h * d, 8), 0).reshape(h, d, 8)
+    np.testing.assert_allclose(y, np.einsum("bqhd,hdo->bqo", x, kept), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("s_ste", "fst", "bi_mask")])
+def test_methods_that_remember_nothing_have_no_state(name):
+    assert first_state(METHODS[name](), normal(0, 8, 8)) == {}
+
+
+@pytest.mark.parametrize(("method", "slot"), [("fst()", "fwd_rhs"), ("bi_mask()", "dlhs_rhs")])
+def test_state_that_is_missing_is_asked_for(method, slot):
+    f = lambda w: nm.dot_general(jnp.ones((8, 8)), w, MATMUL, sparsity=nm.parse(method), ctx=nm.Ctx(key=0)).sum()
+    with pytest.raises(ValueError, match=f"{slot}=.*keeps state"):
+        jax.grad(f)(jnp.ones((8, 8)))
+
+
+# ---- all methods, all products ----
+
+KINDS = {  # how a product is called, its shapes, and which axes of the weight it contracts and leaves
+    "dot": (functools.partial(nm.dot_general, dimension_numbers=MATMUL), (8, 16), (16, 8), 0, 1),
+    "tokens": (functools.partial(nm.dot_general, dimension_numbers=TOKENS), (2, 4, 16), (16, 8), 0, 1),
+    "einsum": (lambda *a, **k: nm.einsum("bqhd,hdo->bqo", *a, **k), (2, 4, 2, 8), (2, 8, 8), (0, 1), 2),
+    "conv": (
+        functools.partial(nm.conv_general_dilated, **conv()),
+        (2, 4, 4, 8),
+        (3, 3, 8, 8),
+        2,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, F32) for kind in KINDS), ("tokens", BF16), ("conv", BF16)])
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_times_products(name, kind, dtype):
+    call, lhs, rhs, contract, out = KINDS[kind]
+    sparsity = METHODS[name]()
+    x, w = normal(0, *lhs, dtype=dtype), normal(1, *rhs, dtype=dtype)
+    f = lambda x, w, ctx: call(x, w, sparsity=sparsity, ctx=ctx)
+    g = normal(2, *jax.eval_shape(lambda x, w: call(x, w, sparsity=nm.Sparsity()), x, w).shape)
+    ctx = nm.Ctx(jax.random.key(0), 1, first_state(sparsity, w, contract, out))
+    run = lambda x, w, g, ctx: products(lambda x, w: f(x, w, ctx), x, w, g)
+    if (name, kind) == ("sdgp", "dot"):
+        with pytest.raises(ValueError, match=r"dlhs_g=.*has none\. Write over='group'"):
+            run(x, w, g, ctx)
+        sparsity = METHODS[name](over="group")
+    results = fast_jit(run)(x, w, g, ctx)
+    for result, like in zip(results, (g, x, w), strict=True):
+        chex.assert_shape(result, like.shape)
+        chex.assert_type(result, dtype)
+        chex.assert_tree_all_finite(result)
+        assert np.mean(np.asarray(result, np.float32) != 0) >= 0.5
+    if kind == "tokens" and name in ("activation", "bdwp", "dense", "mdgf", "sr_ste", "ste"):  # others: see layers
+        near = 1e-5 if dtype == F32 else 0.03
+        eager = run(x, w, g, ctx)
+        chex.assert_trees_all_equal_dtypes(eager, results)
+        widened = jax.tree.map(lambda a: np.asarray(a, np.float32), (eager, results))
+        chex.assert_trees_all_close(*widened, rtol=near, atol=near)
+
+
+PROMISED = {  # where a method's defaults keep at most n of every m at step 1, and nowhere else
+    "activation": {"fwd_lhs": (2, 4), "drhs_lhs": (2, 4), "dlhs_g": (2, 4)},  # dx, by autodiff, only of what was kept
+    "bdwp": {"fwd_rhs": (2, 4), "dlhs_rhs": (2, 4)},
+    "bi_mask": {"fwd_rhs": (2, 4), "dlhs_rhs": (2, 4)},
+    "dense": {},
+    "fst": {"fwd_rhs": (2, 4), "dlhs_rhs": (2, 4), "drhs_g": (2, 4)},
+    "mdgf": {},
+    "mvue": {"drhs_g": (2, 4)},
+    "s_ste": {"fwd_rhs": (2, 4), "drhs_g": (2, 4)},
+    "sdgf": {"fwd_rhs": (3, 4)},
+    "sdgp": {"dlhs_g": (2, 4)},
+    "sr_ste": {"fwd_rhs": (2, 4)},
+    "ste": {"fwd_rhs": (2, 4)},
+    "top_gradient": {"drhs_g": (2, 4)},
+}
+
+
+def most_kept(x, axis, m=4):
+    """The fullest group along an axis."""
+    return np.count_nonzero(np.moveaxis(np.asarray(x), axis, -1).reshape(-1, m), axis=1).max()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_promised_patterns_are_kept_and_no_others(name):
+    """An identity matrix for one operand of a product shows the other; of itself, pruning leaves an identity as it is."""
+    assert set(PROMISED) == set(METHODS)
+    sparsity = METHODS[name](**({"over": "group"} if name == "sdgp" else {}))
+    size, eye = 16, jnp.eye(16)
+    x, w, g = normal(0, size, size), normal(1, size, size), normal(2, size, size)
+
+    def run(x, w, g):
+        return of_matmul(x, w, g, sparsity, jax.random.key(0), 1, first_state(sparsity, w))
+
+    w_fwd, _, g_drhs = run(eye, w, g)
+    x_fwd, g_dlhs, _ = run(x, eye, g)
+    _, w_dlhs, x_drhs = run(x, w, eye)
+    w_dlhs, x_drhs = np.asarray(w_dlhs).T, np.asarray(x_drhs).T
+    if name == "bi_mask":
+        w_dlhs = w_dlhs[:, first_state(sparsity, w)["dlhs_rhs"]]
+    if name in ("sr_ste", "bi_mask", "fst"):  # whose dw holds their decay too, where the weight is dropped
+        g_drhs = g_drhs - sparsity.fwd_rhs.lam * (w - w_fwd)
+        g_drhs = np.where(np.abs(g_drhs) < 1e-6, 0, g_drhs)
+    seen = {
+        "fwd_lhs": (x_fwd, 1), "fwd_rhs": (w_fwd, 0), "dlhs_g": (g_dlhs, 1), "dlhs_rhs": (w_dlhs, 1), "drhs_g": (g_drhs, 0), "drhs_lhs": (x_drhs, 0)
+    }  # fmt: skip
+    for slot, (value, axis) in seen.items():
+        n, m = PROMISED[name].get(slot, (4, 4))
+        assert most_kept(value, axis, m) == n, slot

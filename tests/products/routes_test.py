@@ -1,0 +1,481 @@
+"""Which products run packed, why others do not, and that a layer's numbers do not depend on it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+
+import nmjax as nm
+from nmjax.kernels.targets import Target, target
+from nmjax.products import routes as engines
+from nmjax.products.operations import as_conv, as_dot
+from nmjax.products.routes import engine, explain
+
+PLAIN = (((1,), (0,)), ((), ()))
+
+
+def on(kind="NVIDIA H200", axes=(("x", 1),), kinds=None):
+    """A program is traced for this device."""
+    names, sizes = zip(*axes, strict=True)
+    types = kinds or (AxisType.Auto,) * len(names)
+    cores = {"NVIDIA H200": 132}.get(kind, 108)
+    device = AbstractDevice(kind, num_cores=cores, platform="cpu" if kind == "cpu" else "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types=types, abstract_device=device))
+
+
+def random(shape, seed=0, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def everything(f, *arrays, g=None, jit=True):
+    """The value and the gradients for a random cotangent."""
+
+    def run(*arrays):
+        y, vjp = jax.vjp(f, *arrays)
+        return y, *vjp(random(y.shape, 9, y.dtype) if g is None else g)
+
+    return (jax.jit(run) if jit else run)(*arrays)
+
+
+def first_state(s, w):
+    return jax.jit(lambda w: s.init(w, contract=0, out=1))(w)
+
+
+def near(a, b, bits=8):
+    """To one rounding of bf16, of the largest."""
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.abs(x - y).max() <= 2.0**-bits * np.abs(y).max()
+
+
+def packers(jaxpr) -> list[int]:
+    """Of every kernel that packs, in inner programs too, how many arrays it makes: two a form."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            found.append(len(eqn.outvars))
+            continue
+        inside = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns"))
+        for inner in (getattr(value, "jaxpr", value) for value in inside):
+            found += packers(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+# ---- the same numbers ----
+
+PACKED = {  # how y, dx and dw run
+    "ste(2,4)": "packed dense dense",
+    "sr_ste(2,4)": "packed dense dense",
+    "s_ste()": "packed dense packed",
+    "s_ste(gradient='mvue_approx')": "packed dense packed",
+    "mvue(2,4)": "dense dense packed",
+    "mvue(1,2)": "dense dense packed",
+    "sdgp(over='group')": "dense packed dense",
+    "fst(every=5)": "packed packed packed",
+    "bdwp()": "packed packed dense",
+    "bi_mask()": "packed emulated dense",
+    "ste(1,8)": "packed dense dense",
+    "activation()": "packed dense packed",
+    "activation(layer='up')": "dense packed packed",
+    "fwd_rhs=ste(transposable(2,4)); drhs_g=mvue(2,4)": "packed packed packed",
+    "fwd_rhs=ste(chain(mse(2,4),fp8('e4m3')))": "packed dense dense",
+    "fwd_rhs=mse(2,4); dlhs_g=mvue(2,4); drhs_lhs=raw(mse(2,4))": "packed packed packed",
+}
+
+
+@pytest.mark.parametrize("text", PACKED)
+def test_packed_or_not_the_numbers_are_the_same(text):
+    """The pruned values are the same bits, and the sums float32: results differ by a rounding of bf16 at most."""
+    s = nm.parse(text)
+    x, w = random((128, 256)), random((256, 128), 1)
+    state = first_state(s, w)
+    run = lambda backend: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state), backend=backend)
+    how = explain(as_dot(x, w, PLAIN), x, w, s, "interpret")
+    assert " ".join(choice.how for choice in how.values()) == PACKED[text]
+    near(everything(run("interpret"), x, w), everything(run("xla"), x, w))
+
+
+@pytest.mark.parametrize("backend", ["interpret", "xla"])
+def test_all_three_products_against_float64(backend):
+    """Packed or not, what is left is one rounding to bf16 and those of float32 sums: 2^-8 of a result, 2^-22 of its terms."""
+    s = nm.parse("fwd_rhs=ste(transposable(2,4)); drhs_g=mse(2,4)")
+    x, w, g = random((128, 256)), random((256, 128), 1), random((128, 128), 9)
+    made = everything(lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend), x, w, g=g)
+    exact = lambda v: np.asarray(v, np.float64)
+    kept = exact(nm.transposable(2, 4)(w, 0))
+    products = [(x, kept), (g, kept.T), (exact(x).T, nm.mse(2, 4)(g, 0))]
+    for y, (a, b) in zip(made, products, strict=True):
+        a, b = exact(a), exact(b)
+        assert (np.abs(exact(y) - a @ b) <= 2.0**-8 * np.abs(a @ b) + 2.0**-22 * (np.abs(a) @ np.abs(b))).all()
+
+
+LAYOUTS = {
+    "weights (out, in)": ("ti,oi->to", (128, 64), (64, 64)),
+    "batch x tokens": ("...i,io->...o", (2, 64, 64), (64, 128)),
+    "several out-features": ("ti,ihd->thd", (128, 64), (64, 4, 32)),
+    "several in-features": ("bthd,hdo->bto", (2, 64, 2, 32), (2, 32, 64)),
+    "batched products": ("bti,bio->bto", (3, 64, 64), (3, 64, 128)),
+    "tokens contiguous": ("it,io->to", (64, 128), (64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_operands_in_every_order(name):
+    spec, lhs, rhs = LAYOUTS[name]
+    s = nm.parse("fwd_rhs=ste(mse(2,4)); dlhs_g=mse(2,4); drhs_g=mvue(2,4)")
+    x, w = random(lhs), random(rhs, 1)
+    run = lambda backend: lambda x, w: nm.einsum(spec, x, w, sparsity=s, ctx=nm.Ctx(7, 3), backend=backend)
+    dims = jax.make_jaxpr(lambda x, w: everything(run("interpret"), x, w))(x, w)
+    assert str(dims).count("pallas_call[") >= 3  # what prunes and packs
+    jit = name != "batch x tokens"  # whose dw XLA sums in bfloat16 along one of the two axes, compiled for a CPU
+    near(everything(run("interpret"), x, w), everything(run("xla"), x, w, jit=jit))
+
+
+def test_fp8_products_err_as_simulated_ones_do():
+    """Real FP8 and simulated FP8 round differently, by as much: against products of what was pruned."""
+    s = nm.methods.s_ste(fp8=True)
+    plain = nm.parse("fwd_rhs=ste(chain(soft(2,4),identity)); drhs_g=chain(mvue(2,4),identity)")  # the same noise
+    x, w = random((256, 256)), random((256, 128), 1)
+    state = first_state(s, w)
+    run = lambda s, backend: (
+        lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state), backend=backend)
+    )
+    exact = everything(run(plain, "xla"), x, w)
+    how = explain(as_dot(x, w, PLAIN), x, w, s, "interpret")
+    assert [c.how for c in how.values()] == ["packed", "fp8", "packed"]
+    off = lambda made: [
+        float(jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(b.astype(jnp.float32)))
+        for a, b in zip(made, exact, strict=True)
+    ]
+    real, simulated = off(everything(run(s, "interpret"), x, w)), off(everything(run(s, "xla"), x, w))
+    np.testing.assert_allclose(real, simulated, rtol=0.1)
+    assert 0.02 < real[0] < 0.05  # e4m3 x e4m3
+    assert 0.05 < real[1] < 0.09  # e5m2 x e5m2, to the nearest
+    assert 0.05 < real[2] < 0.13  # e5m2 at random x e5m2
+
+
+# ---- under every transformation ----
+
+
+def layer(backend, text="s_ste()"):
+    s = nm.parse(text)
+    state = {"fwd_rhs": jnp.float32(1.5)} if "s_ste" in text else None
+
+    def f(x, w, step=0):
+        return nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, step, state), backend=backend)
+
+    return f
+
+
+@pytest.mark.parametrize("wrap", ["op by op", "scan", "vmap", "vmap of weights"])
+def test_under_transformations(wrap):
+    x, w = random((4, 64, 64)), random((64, 64), 1)
+
+    def f(backend):
+        one = layer(backend)
+        if wrap == "op by op":
+            return lambda x, w: one(x[0], w)
+        if wrap == "scan":
+            return lambda x, w: jax.lax.scan(lambda c, v: (c, one(v, w)), 0, x)[1]
+        if wrap == "vmap":
+            return lambda x, w: jax.vmap(one, (0, None))(x, w)
+        return lambda x, w: jax.vmap(one)(x, jnp.stack([w, 2 * w, 3 * w, -w]))
+
+    jit = wrap != "op by op"
+    near(everything(f("interpret"), x, w, jit=jit), everything(f("xla"), x, w, jit=jit), bits=7)
+
+
+def test_in_a_shard():
+    """In `jax.shard_map`, on one device: on several the interpreter stands still."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    tokens, whole = PartitionSpec("data"), PartitionSpec()
+    x, w = random((64, 64)), random((64, 64), 1)
+
+    def f(backend):
+        s = nm.parse("fwd_rhs=ste(mse(2,4)); drhs_g=mse(2,4)")
+        one = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend)
+        return jax.shard_map(one, mesh=mesh, in_specs=(tokens, whole), out_specs=tokens, check_vma=False)
+
+    near(everything(f("interpret"), x, w), everything(f("xla"), x, w), bits=7)
+
+
+def test_in_shards_on_gpus():
+    """Lowered for four: each packs its own tokens, and dw is summed over them."""
+    mesh = AbstractMesh(
+        (4,),
+        ("data",),
+        axis_types=(AxisType.Auto,),
+        abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"),
+    )
+    tokens, whole = PartitionSpec("data"), PartitionSpec()
+    s = nm.parse("s_ste()")
+
+    def one(x, w):
+        state = {"fwd_rhs": jnp.float32(1.5)}
+        loss = lambda w: jnp.sum(nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state)).astype(jnp.float32))
+        return jax.grad(loss)(w)
+
+    shapes = [jax.ShapeDtypeStruct(v, jnp.bfloat16) for v in ((32768, 4096), (4096, 4096))]
+    with jax.sharding.use_abstract_mesh(mesh):
+        sharded = jax.shard_map(one, mesh=mesh, in_specs=(tokens, whole), out_specs=whole)
+        text = jax.jit(sharded).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert text.count("stablehlo.all_reduce") == 1
+
+
+def test_a_layer_of_a_model():
+    """Delivered by a recipe; and gradient accumulation draws anew in every micro-step."""
+    made = {}
+    for backend in ("xla", "interpret"):
+        model = nnx.Linear(64, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        nm.nnx.sparsify(model, nm.Recipe(((".*", "s_ste()"),), backend))
+        loss = lambda m: jnp.sum(m(random((64, 64))).astype(jnp.float32) * random((64, 64), 2, jnp.float32))
+        gradient, grads = nnx.jit(nnx.grad(loss)), []
+        for micro in range(2):
+            nm.nnx.set_step(model, 3, micro)
+            grads.append(jax.tree.leaves(gradient(model)))
+        assert not np.array_equal(grads[0][-1], grads[1][-1])
+        made[backend] = grads[0] + grads[1]
+    near(made["interpret"], made["xla"], bits=7)
+
+
+# ---- choosing ----
+
+
+def choices(text, lhs=(8192, 4096), rhs=(4096, 16384), dims=PLAIN, dtype=jnp.bfloat16, backend="auto", **options):
+    x, w = jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(rhs, dtype)
+    return explain(as_dot(x, w, dims, **options), x, w, nm.parse(text), backend)
+
+
+def test_on_a_cpu_nothing_is_packed():
+    found = choices("s_ste()")
+    assert [c.how for c in found.values()] == ["emulated", "dense", "emulated"]
+    assert found["fwd"].why == "cpu has no sparse tensor cores"
+    assert target("auto") == target("pallas") == "cpu has no sparse tensor cores"
+
+
+def test_on_hopper_what_pays_is_packed():
+    with on():
+        assert target("auto") == Target("NVIDIA H200", "hopper", 132)
+        found = choices("s_ste()")
+        assert [c.how for c in found.values()] == ["packed", "dense", "packed"]
+        assert (found["fwd"].operand, found["drhs"].operand) == ("w", "g")
+        w, g = found["fwd"].shape, found["drhs"].shape
+        assert (w.m, w.n, w.k, w.m_major, w.n_major, w.transpose) == (16384, 8192, 4096, True, False, True)
+        assert (g.m, g.n, g.k, g.m_major, g.n_major, g.transpose) == (16384, 4096, 8192, True, True, True)
+        small = choices("s_ste()", (512, 256), (256, 256))
+        assert small["drhs"].how == "emulated"
+        assert "of the dense speed on NVIDIA H200" in small["drhs"].why
+        assert [c.how for c in choices("s_ste(fp8=True)").values()] == ["packed", "fp8", "packed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "why"),
+    [
+        ("ste(2,4)", {"dtype": jnp.float32}, "it is of x float32 and w float32: kernels take bfloat16 or float16, as dtype=jnp.bfloat16 of a layer gives"),
+        ("ste(4,8)", {}, "w is 4:8, and sparse tensor cores know 2:4"),
+        ("mdgf(2,4,linear(1,0,9))", {}, "fwd_rhs=decay(mse(2,4),linear(1.0,0.0,9)) is not 2:4 at every step"),
+        ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles: of 128 or 64, 64 and 64"),
+        ("ste(2,4)", {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, None),
+        ("ste(2,4)", {"dims": (((1,), (0,)), ((), ())), "lhs": (64, 64, 64), "rhs": (64, 128)}, "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"),
+        ("fwd_rhs=ste(fp8('e4m3'))", {}, "fwd_rhs=ste(fp8('e4m3')) leaves it dense"),
+        ("s_ste(fp8=True)", {"lhs": (96, 4096)}, "FP8 forms of 96 x 4096: the first divides by 128 and the second by 64"),
+        ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, of which a kernel knows nothing"),
+    ],
+)  # fmt: skip
+def test_reasons(text, options, why):
+    with on():
+        found = choices(text, **{"backend": "pallas"} | options)["fwd"]
+    assert (found.how, found.why) == (("packed", "w by hopper's kernels") if why is None else ("emulated", why))
+
+
+def test_other_devices():
+    with on("NVIDIA A100-SXM4-80GB"):
+        assert target("auto").family == "ampere"
+        assert (
+            "of the dense speed on NVIDIA A100" in choices("ste(2,4)")["fwd"].why
+            or "0.11" in choices("ste(2,4)")["fwd"].why
+        )
+        assert choices("s_ste(fp8=True)")["dlhs"].why == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"
+    with on("NVIDIA B200"):
+        assert choices("ste(2,4)")["fwd"].why == "NVIDIA B200: there are kernels for Hopper and for Ampere alone"
+    with on("AMD Instinct MI300X"):
+        assert choices("ste(2,4)")["fwd"].why == "AMD Instinct MI300X has no sparse tensor cores"
+    assert choices("ste(2,4)", backend="xla")["fwd"].why == "backend='xla'"
+
+
+def test_a_mesh_whose_shards_xla_chooses():
+    with on(axes=(("data", 8), ("model", 2))):
+        found = choices("ste(2,4)")["fwd"]
+        assert found.why == (
+            "arrays may lie in shards along the mesh's 'data': 8, 'model': 2, and a kernel takes whole ones: call it in "
+            "jax.shard_map"
+        )
+        assert choices("ste(2,4)", backend="pallas")["fwd"].how == "packed"
+    with on(axes=(("data", 8),), kinds=(AxisType.Manual,)):
+        assert choices("ste(2,4)")["fwd"].how == "packed"
+
+
+def test_a_convolution_is_emulated():
+    x, w = jax.ShapeDtypeStruct((8, 32, 32, 64), jnp.bfloat16), jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
+    op = as_conv(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    with on():
+        assert (
+            explain(op, x, w, nm.methods.ste(), "auto")["fwd"].why
+            == "it is a convolution, and kernels multiply matrices"
+        )
+
+
+def test_pallas_or_an_error():
+    x, w = random((64, 64)), random((64, 64), 1)
+    call = lambda text, backend="pallas": nm.dot_general(
+        x, w, PLAIN, sparsity=nm.parse(text), ctx=nm.Ctx(name="up"), backend=backend
+    )
+    with pytest.raises(
+        ValueError, match="^up: backend='pallas', but y cannot be packed: cpu has no sparse tensor cores"
+    ):
+        call("ste(2,4)")
+    with on(), pytest.raises(ValueError, match=r"^up: backend='pallas', but y cannot be packed: w is 4:8"):
+        call("ste(4,8)")
+    assert (call("dense") == x @ w).all()  # nothing to pack is no fault
+    assert engine(as_dot(x, w, PLAIN), x, w, nm.methods.ste(), "xla") is None
+
+
+def test_choices_are_made_once():
+    from nmjax.products.routes import _chosen
+
+    before = _chosen.cache_info()
+    for _ in range(5):
+        choices("ste(2,4)", (640, 64), (64, 64))
+    after = _chosen.cache_info()
+    assert (after.misses - before.misses, after.hits - before.hits) == (1, 4)
+
+
+# ---- the plan ----
+
+
+def test_a_plan_for_a_device_that_is_not_there():
+    recipe = nm.Recipe(((".*", "ste(2,4)"),), backend="pallas")
+    model = nm.nnx.sparsify(nnx.Linear(4096, 4096, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), recipe)
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
+    with nm.kernels.on("NVIDIA H200"):
+        plan = nm.nnx.plan(model, x)
+    assert (plan.runs, plan.refused) == ({"packed": 1}, ())
+    plan = nm.nnx.plan(model, x)
+    assert plan.runs == {"refused": 1}
+    assert plan.refused == (
+        ("", "backend='pallas', but y cannot be packed: cpu has no sparse tensor cores. Write backend='auto'."),
+    )
+    assert "REFUSED" in str(plan)
+
+
+def test_a_plan_tells_what_is_packed():
+    make = lambda: nm.models.GPT(
+        vocabulary=256, length=256, width=2048, depth=2, heads=8, hidden=8192, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    recipe = nm.Recipe(((r".*/mlp/.*", "s_ste()"), (r".*/attention/out", "ste(4,8)")))
+    tokens = jax.ShapeDtypeStruct((64, 256), jnp.int32)
+    model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(), recipe))
+    here = nm.nnx.plan(model, tokens)
+    assert here.runs == {"emulated": 10}
+    assert "Emulated, zeros multiplied, y and dw of blocks/0-1/mlp/(down|up)" in " ".join(str(here).split())
+    assert "y of blocks/0-1/attention/out: w is 4:8, and sparse tensor cores know 2:4" in " ".join(str(here).split())
+    with on():
+        there = nm.nnx.plan(model, tokens)
+    text = " ".join(str(there).split())
+    assert there.runs["packed"] >= 4
+    assert "Packed y of blocks/0-1/mlp/(down|up): w by hopper's kernels" in text
+    assert nm.nnx.plan(model).runs == {}  # which only a call tells
+
+
+def test_sparsities_with_one_product_each():
+    """Every product alone, by the other operand too."""
+    x, w = random((64, 64)), random((64, 64), 1)
+    for slot in ("fwd_lhs", "fwd_rhs", "dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs"):
+        p = nm.ste(nm.mse(2, 4)) if slot.startswith("fwd") else nm.mse(2, 4)
+        s = replace(nm.Sparsity(), **{slot: p})
+        run = lambda backend, s=s: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend)
+        assert explain(as_dot(x, w, PLAIN), x, w, s, "interpret")[slot.split("_")[0]].how == "packed"
+        near(everything(run("interpret"), x, w), everything(run("xla"), x, w))
+
+
+# ---- what is not to be packed, or not so ----
+
+HOSTILE = [
+    "fwd_lhs=ste(fp8('e4m3')); fwd_rhs=ste(chain(mse(2,4),fp8('e4m3'))); dlhs_g=fp8('e5m2'); dlhs_rhs=raw(chain(soft(2,4),fp8('e5m2')))",
+    "fwd_rhs=ste(chain(stages(((0,identity),(10,transposable(2,4)))),mse(2,4)))",
+    "fwd_rhs=ste(chain(decay(transposable(2,4),constant(0.5)),mse(2,4)))",
+    "drhs_g=chain(chain(mse(2,4),fp8('e5m2')),identity)",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_odd_mixes_are_as_xla_has_them(text):
+    s = nm.parse(text)
+    x, w = random((128, 256)), random((256, 128), 1)
+    state = first_state(s, w)
+    run = lambda backend: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3, state), backend=backend)
+    real, simulated = everything(run("interpret"), x, w), everything(run("xla"), x, w)
+    norm = lambda v: float(jnp.linalg.norm(v.astype(jnp.float32)))
+    for a, b in zip(real, simulated, strict=True):
+        assert norm(a - b) <= (0.12 if "fp8" in text and text.startswith("fwd") else 0.01) * norm(b)
+
+
+def test_derivatives_beyond_the_gradient():
+    """Where y alone is packed they are XLA's; else they are refused, and not zero."""
+    x, w = random((64, 64)), random((64, 64), 1)
+    loss = lambda text, backend: lambda w: jnp.sum(layer(backend, text)(x, w).astype(jnp.float32) ** 2)
+    second = lambda text, backend: jax.jit(lambda w: jax.jvp(jax.grad(loss(text, backend)), (w,), (w,)))(w)
+    near(second("ste(2,4)", "interpret"), second("ste(2,4)", "xla"))
+    forward = lambda backend: jax.jit(lambda *v: jax.jvp(layer(backend, "ste(2,4)"), v, (w, x)))(x, w)
+    near(forward("interpret"), forward("xla"))
+    with pytest.raises(TypeError, match="no derivative beyond the gradient of its layer: .* write backend='xla'"):
+        second("fwd_rhs=ste(transposable(2,4))", "interpret")
+    packed, b = nm.pack(nm.mse(2, 4)(x)), w
+    for backend in ("interpret", "xla"):
+        with pytest.raises(TypeError, match="spmm has no derivative: differentiate a product with a sparsity"):
+            jax.grad(lambda b, k=backend: nm.kernels.spmm(packed, b, backend=k).astype(jnp.float32).sum())(b)
+
+
+def test_explicit_axes_and_empty_arrays_are_xlas():
+    with on(kinds=(AxisType.Explicit,)):
+        assert "'x': 1" in choices("ste(2,4)")["fwd"].why
+    with on():
+        assert choices("ste(2,4)", (0, 4096))["fwd"].how == "emulated"
+
+
+def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
+    """Under a mesh too, which tells of its device by itself."""
+    from nmjax.kernels import check
+
+    class Device:
+        device_kind, platform, core_count, compute_capability = "NVIDIA H200", "gpu", 132, "9.0"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(check, "broken", lambda here, device: f"{device.device_kind} is broken")
+    check.fault.cache_clear()
+    engines._chosen.cache_clear()
+    with on():
+        assert choices("ste(2,4)")["fwd"] == engines.Choice("emulated", "NVIDIA H200 is broken")
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        check.fault.cache_clear()
+        engines._chosen.cache_clear()
+        with pytest.raises(RuntimeError, match="process 0: NVIDIA H200 is broken"):
+            choices("ste(2,4)")
+    check.fault.cache_clear()
+    engines._chosen.cache_clear()
+
+
+def test_transposable_is_packed_both_ways_out_of_one_reading():
+    """By one kernel, which prunes too; and by XLA's pruner where y alone is wanted."""
+    s, x, w = nm.parse("fwd_rhs=ste(transposable(2,4))"), *(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
+    product = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s).astype(jnp.float32).sum()
+    with on():
+        assert packers(jax.make_jaxpr(jax.grad(product, (0, 1)))(x, w).jaxpr) == [4]
+        assert packers(jax.make_jaxpr(product)(x, w).jaxpr) == [2]

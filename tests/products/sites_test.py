@@ -1,0 +1,113 @@
+"""What pruners say of themselves to deliveries, and what deliveries share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax.core import random
+from nmjax.products import sites
+from nmjax.products.operations import Dot, as_conv, as_dot
+from nmjax.products.rule import refusals
+
+SAID = {  # pattern, timed, at random, with memory
+    "identity": (None, False, False, False),
+    "mse(2,4)": ((2, 4), False, False, False),
+    "mse(4,4)": (None, False, False, False),
+    "mvue(1,8)": ((1, 8), True, True, False),
+    "soft(2,4)": ((2, 4), False, False, True),
+    "transposable(2,4)": ((2, 4), False, False, False),
+    "ste(mse(2,4))": ((2, 4), False, False, False),
+    "sr_ste(mse(2,4))": ((2, 4), False, False, False),
+    "decay(mse(2,4),linear(1,0,9))": (None, True, False, False),
+    "ste(stages(((0,mse(3,4)),(9,mse(2,4)))))": (None, True, False, False),
+    "chain(mse(2,4),mse(1,4))": ((1, 4), False, False, False),
+    "chain(soft(2,4),fp8('e4m3'))": ((2, 4), False, False, True),
+    "rescale(mse(2,4),over='group')": ((2, 4), False, False, False),
+    "hold(mse(2,4),every=3)": ((2, 4), False, False, True),
+    "hold(uniform(2,4,rescale=False),every=3)": ((2, 4), True, True, True),
+    "permute(mse(2,4))": (None, False, False, True),
+    "raw(mvue(2,4))": ((2, 4), True, True, False),
+}
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_what_a_pruner_says_of_itself(text):
+    p = nm.parse_pruner(text)
+    slot = "dlhs_rhs" if text.startswith("raw") else "fwd_rhs" if p.ruled or p.remembers else "drhs_g"
+    assert (p.pattern, p.timed, sites.draws(nm.Sparsity(**{slot: p})), p.remembers) == SAID[text]
+
+
+@pytest.mark.parametrize("text", [t for t, said in SAID.items() if said[0]])
+def test_a_pattern_holds(text):
+    p = nm.parse_pruner(text)
+    x = jax.random.normal(jax.random.key(0), (64, 32))
+    state = p.init(x, 1, nm.Ctx(0)) if p.remembers else None
+    n, m = p.pattern
+    y = p(x, 1, nm.Ctx(0, 0, state))
+    assert nm.groups.is_nm(y, n, m, 1)
+    assert int(nm.groups.counts(y, m, 1).max()) == n  # and no stricter one does
+
+
+def test_words_of_a_layer():
+    """One pair for every seed, path and place; the place is folded in, axis by axis."""
+    some = [sites.site_words(seed, path) for seed in (0, 1) for path in ("", "a", "b", "a/b", "layers/1", "layers/11")]
+    assert len({tuple(np.asarray(w)) for w in some}) == len(some)
+    stacked = np.asarray(sites.site_words(3, "a/b", (2, 5)))
+    assert stacked.shape == (2, 5, 2)
+    for i in range(2):
+        for j in range(5):
+            np.testing.assert_array_equal(stacked[i, j], random.fold(random.fold(sites.site_words(3, "a/b"), i), j))
+    assert len(np.unique(stacked.reshape(-1, 2), axis=0)) == 10
+
+
+def test_words_do_not_change_between_versions():
+    """A checkpoint's noise goes on after an upgrade."""
+    assert sites.site_words(0, "blocks/0/mlp/up").tolist() == GOLDEN
+    assert sites.site_words(jax.random.key(0), "blocks/0/mlp/up").tolist() == GOLDEN
+
+
+GOLDEN = [2776127469, 4185689343]
+
+
+def test_refusals_name_every_slot():
+    op = Dot((((1,), (0,)), ((), ())), None, None, None)
+    x, w = jax.ShapeDtypeStruct((6, 10), "float32"), jax.ShapeDtypeStruct((10, 12), "float32")
+    found = dict(
+        refusals(op, x, w, nm.parse("fwd_lhs=mse(2,5); fwd_rhs=ste(mse(2,4)); dlhs_g=mse(2,4); drhs_g=mvue(2,4)"))
+    )
+    assert list(found) == ["fwd_rhs", "drhs_g"]
+    assert found["fwd_rhs"].startswith(
+        "fwd_rhs=ste(mse(2,4)) prunes an array of shape (10, 12) along its contraction axis 0"
+    )
+    assert found["drhs_g"].startswith("drhs_g=mvue(2,4) prunes an array of shape (6, 12)")
+    assert refusals(op, x, w, nm.Sparsity()) == ()
+
+
+def test_a_products_arguments_are_a_value():
+    x, w = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 6))
+    assert as_dot(x, w, (((-1,), (2,)), ((), ()))) == as_dot(x, w, (((3,), (-2,)), ((), ())))
+    one = as_conv(x, w, [1, 1], [[1, 1], [1, 1]], dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    assert one == as_conv(x, w, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    hash(one)
+
+
+def test_backends():
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 4))
+    run = lambda backend: nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), backend=backend)
+    assert (run("auto") == run("xla")).all()
+    with pytest.raises(
+        ValueError, match="^up: backend='pallas', but y cannot be packed: cpu has no sparse tensor cores"
+    ):
+        nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), ctx=nm.Ctx(name="up"), backend="pallas")
+    with pytest.raises(ValueError, match="^backend is one of 'auto', 'xla', 'pallas', 'interpret', got 'cuda'"):
+        run("cuda")
+
+
+def test_errors_name_the_layer():
+    x, w = jnp.ones((4, 10)), jnp.ones((10, 4))
+    with pytest.raises(ValueError, match=r"^blocks/0/up: fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(10, 4\)"):
+        nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), ctx=nm.Ctx(name="blocks/0/up"))
+    with pytest.raises(ValueError, match=r"^up: fwd_rhs=ste\(soft\(2,5\)\) keeps state"):
+        nm.einsum("ti,io->to", x, w, sparsity=nm.parse("fwd_rhs=ste(soft(2,5))"), ctx=nm.Ctx(name="up"))

@@ -1,0 +1,397 @@
+"""What every pruner promises, over one table of them all."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax.core.context import Axes
+
+LATE = 10**6  # later than every schedule of the table ends
+
+
+@dataclass(frozen=True)
+class Case:
+    p: nm.Pruner
+    nm: tuple[int, int] | None  # at most n of m are kept, at this step
+    step: int = 0
+    commutes: bool = False  # with permutations inside a group
+    chooses_blindly: bool = False  # so that NaN may be dropped
+    local: bool = True  # a group's result is a function of that group
+    final: str | None = None  # the final form's text; None where there is none
+
+    def __str__(self):
+        return f"{self.p}@{self.step}" if self.step else f"{self.p}"
+
+
+def selector(p, n, m, **more):
+    return Case(p, (n, m), commutes=True, final=f"{p}", **more)
+
+
+mse, mvue, uniform, soft, transposable = nm.mse, nm.mvue, nm.uniform, nm.soft, nm.transposable
+_rows = ((0, nm.identity), (10, mse(3, 4)), (20, mse(2, 4)))
+_geometric = ((0, mse(8, 32)), (10, mse(2, 8)), (20, mse(1, 4)))
+_fading = nm.linear(1, 0, 10)
+
+CASES = [
+    *(selector(mse(n, m), n, m) for n, m in ((1, 2), (1, 4), (2, 4), (4, 4), (3, 8), (8, 16), (8, 32), (1, 128))),
+    *(Case(mvue(n, m), (n, m)) for n, m in ((1, 2), (2, 4), (3, 8), (8, 32), (1, 128))),
+    *(Case(nm.mvue_approx(2, m), (2, m)) for m in (4,)),
+    *(Case(uniform(n, m), (n, m), chooses_blindly=True) for n, m in ((2, 4), (1, 128))),
+    Case(uniform(3, 8, rescale=False), (3, 8), chooses_blindly=True),
+    *(Case(soft(n, m), (n, m), final=f"soft({n},{m})") for n, m in ((1, 2), (2, 4), (8, 32))),
+    selector(transposable(2, 4), 2, 4, local=False),
+    Case(transposable(4, 8), (4, 8), local=False, final="transposable(4,8)"),
+    Case(nm.identity, None, commutes=True, final="identity"),
+    selector(nm.chain(mse(2, 4), mse(1, 4)), 1, 4),
+    Case(soft(2, 4, scale="one"), (2, 4), final="soft(2,4,scale='one')"),
+    Case(soft(2, 4, scale="now"), (2, 4), local=False, final="soft(2,4,scale='now')"),
+    Case(nm.chain(soft(2, 4), nm.fp8("e4m3")), (2, 4), local=False, final="chain(soft(2,4),fp8('e4m3'))"),
+    Case(nm.chain(mvue(2, 4), nm.fp8("e5m2")), (2, 4), local=False),
+    Case(nm.chain(uniform(2, 4, rescale=False), mvue(1, 4)), (1, 4), chooses_blindly=True),
+    Case(nm.chain(nm.hold(mse(2, 4), 5), soft(1, 4)), (1, 4), final="chain(hold(mse(2,4)),soft(1,4))"),
+    Case(nm.rescale(mse(2, 4), "group"), (2, 4), final="rescale(mse(2,4),over='group')"),
+    Case(nm.rescale(mse(2, 4)), (2, 4), local=False, final="rescale(mse(2,4))"),
+    Case(nm.decay(mse(2, 4), _fading), None, step=5, final="mse(2,4)"),
+    Case(nm.decay(mse(2, 4), _fading, "autodiff"), (2, 4), step=10, final="mse(2,4)"),
+    Case(nm.decay(mse(4, 8), nm.exponential(1e-3, end=100)), None, step=50, final="mse(4,8)"),
+    Case(nm.stages(_rows), (3, 4), step=10, commutes=True, final="mse(2,4)"),
+    Case(nm.stages(_geometric), (2, 8), step=19, final="mse(1,4)"),
+    Case(nm.stages(((0, mvue(2, 4)), (10, nm.hold(mse(2, 4))))), (2, 4), final="hold(mse(2,4))"),
+    Case(nm.stages(((0, nm.ste(mse(2, 4))), (10, soft(2, 4)))), (2, 4), step=15, final="soft(2,4)"),
+    Case(nm.hold(mse(2, 4), 40), (2, 4), final="hold(mse(2,4))"),
+    Case(nm.hold(transposable(2, 4)), (2, 4), local=False, final="hold(transposable(2,4))"),
+    Case(nm.hold(uniform(2, 4, rescale=False), 7), (2, 4), chooses_blindly=True, final="hold(uniform(2,4,rescale=False))"),
+    Case(nm.permute(mse(2, 4), 3, 4), (2, 4), final="permute(mse(2,4),every=None,draws=4)"),
+    Case(nm.fp8("e4m3"), None, local=False, final="fp8('e4m3')"),
+    Case(nm.ste(mse(1, 4)), (1, 4), commutes=True, final="mse(1,4)"),
+    Case(nm.ste(mvue(2, 4)), (2, 4)),
+    Case(nm.sr_ste(mse(2, 4), 6e-5), (2, 4), commutes=True, final="mse(2,4)"),
+    Case(nm.raw(mse(1, 2)), (1, 2), final="raw(mse(1,2))"),
+    Case(nm.raw(mvue(1, 2)), (1, 2)),
+]  # fmt: skip
+
+FIRST, MIDDLE, LAST = (np.float32, 0), (ml_dtypes.bfloat16, 1), (np.float32, 3)
+
+
+def law(*cases, layouts=(FIRST, MIDDLE, LAST)):
+    """A test of every case in every layout; of wide groups, which take long to compile, not along the first axis."""
+    table = [
+        pytest.param(c, *layout, id=f"{c}-{np.dtype(layout[0]).name}-{layout[1]}")
+        for c in cases
+        for layout in layouts
+        if c.p.block < 32 or layout != FIRST
+    ]
+    return pytest.mark.parametrize(("case", "dtype", "axis"), table)
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+# ---- calling them ----
+
+
+def call(p, x, axis, axes, key, step, state):
+    """What it gives, and its mask if that says it all."""
+    ctx = nm.Ctx(key, step, state, axes)
+    return p(x, axis, ctx), p.mask(x, axis, ctx) if p.selects else None
+
+
+def init(p, x, axis, axes, key, step, state):
+    return p.init(x, axis, nm.Ctx(key, step, None, axes))
+
+
+COMPILED = {f: jax.jit(f, static_argnums=(0, 2, 3)) for f in (call, init)}
+KEY = nm.random.words(7)
+
+
+def run(case, x, axis, state=None, *, axes=None, step=None, jit=True, p=None, mask=False):
+    made = COMPILED[call] if jit else call
+    x = x if jit else jnp.asarray(x)
+    y = made(p or case.p, x, axis, axes, KEY, case.step if step is None else step, state)
+    return tuple(map(np.asarray, y)) if mask else np.asarray(y[0])
+
+
+@cache
+def remembers(case):
+    x = np.ones(shape_of(case, 3), np.float32)
+    return jax.eval_shape(lambda: init(case.p, x, 3, None, KEY, 0, None)) is not None
+
+
+def begun(case, x, axis, axes=None):
+    return COMPILED[init](case.p, x, axis, axes, KEY, case.step, None) if remembers(case) else None
+
+
+def shape_of(case, axis):
+    """Four dimensions of which one is pruned; for tiles the others divide by m too."""
+    block = case.p.block
+    shape = [block] * 3 if "transposable" in f"{case.p}" else [3, 2, 4]
+    shape.insert(axis, block * (2 if block > 4 else 3))
+    return tuple(shape)
+
+
+def normal(case, dtype, axis, seed=0):
+    return np.random.default_rng(seed).normal(size=shape_of(case, axis)).astype(dtype)
+
+
+def distinct(case, dtype, axis):
+    """Random orders of 1 to m, with signs: no ties, in bfloat16 either."""
+    if "transposable" in f"{case.p}":  # whole sums must differ
+        return normal(case, dtype, axis)
+    m = case.p.block
+    rng = np.random.default_rng(1)
+    shape = shape_of(case, 3)
+    ranks = rng.permuted(np.broadcast_to(np.arange(1.0, m + 1), (*shape[:-1], shape[-1] // m, m)), axis=-1)
+    return np.moveaxis((ranks * rng.choice([-1, 1], ranks.shape)).reshape(shape), -1, axis).astype(dtype)
+
+
+def grouped(case, x, axis, state):
+    """(..., m): the groups that the case promises something of, in their permuted order if there is one."""
+    if isinstance(case.p, nm.permute):
+        x = np.take(x, np.asarray(state), axis)
+    return np.moveaxis(x, axis, -1).reshape(-1, case.nm[1])
+
+
+def wide(x):
+    return x.astype(np.float32)
+
+
+def same(a, b):
+    np.testing.assert_array_equal(wide(a), wide(b))
+
+
+# ---- the laws ----
+
+
+@law(*CASES)
+def test_shape_dtype_and_counts(case, dtype, axis):
+    for seed, spoil in enumerate((lambda x: x, np.round, lambda x: np.where(np.abs(x) < 0.7, 0, x), np.ones_like)):
+        x = spoil(wide(normal(case, dtype, axis, seed))).astype(dtype)
+        state = begun(case, x, axis)
+        y = run(case, x, axis, state)
+        assert y.shape == x.shape
+        assert y.dtype == x.dtype
+        assert np.isfinite(wide(y)).all()
+        assert (y[x == 0] == 0).all()
+        if case.nm:
+            assert (grouped(case, y != 0, axis, state).sum(1) <= case.nm[0]).all()
+        if seed == 0:
+            assert (y != 0).any()
+            assert case.nm in (None, (4, 4)) or (y == 0).any()
+
+
+@law(*(c for c in CASES if c.p.selects))
+def test_selectors_only_keep_or_drop(case, dtype, axis):
+    x = normal(case, dtype, axis)
+    state = begun(case, x, axis)
+    y, kept = run(case, x, axis, state, mask=True)
+    assert kept.dtype == bool
+    assert kept.shape == x.shape
+    same(y, np.where(kept, x, np.zeros((), dtype)))
+    same(run(case, y, axis, state), y)
+    if case.nm:
+        assert (grouped(case, kept, axis, state).sum(1) == case.nm[0]).all()
+
+
+def test_which_of_the_table_select():
+    plain = {c.p for c in CASES if c.p.selects}
+    assert {nm.identity, mse(2, 4), transposable(2, 4), uniform(3, 8, rescale=False), nm.hold(mse(2, 4), 40)} <= plain
+    assert not plain & {mvue(2, 4), soft(2, 4), uniform(2, 4), nm.fp8("e4m3"), nm.rescale(mse(2, 4))}
+
+
+@law(*(c for c in CASES if c.commutes))
+def test_selectors_commute_with_permutations_inside_a_group(case, dtype, axis):
+    if not case.local:
+        dtype = np.float32  # sums of eight bfloat16 values may tie
+    x = distinct(case, dtype, axis)
+    block = case.nm[1] if case.nm else case.p.block
+    order = np.random.default_rng(2).permutation(block)
+    order = (np.arange(0, x.shape[axis], block)[:, None] + order).ravel()
+    same(run(case, np.take(x, order, axis), axis), np.take(run(case, x, axis), order, axis))
+
+
+@law(*CASES)
+def test_signs_and_powers_of_two_pass_through(case, dtype, axis):
+    x = normal(case, dtype, axis)
+    state = begun(case, x, axis)
+    y = run(case, x, axis, state)
+    same(run(case, -x, axis, state), -y)
+    for power in (-20, 30):
+        scale = np.array(2.0**power, dtype)
+        same(run(case, x * scale, axis, state), y * scale)
+
+
+@law(*CASES)
+def test_groups_of_zeros_give_plain_zeros(case, dtype, axis):
+    x = np.moveaxis(normal(case, dtype, axis), axis, -1).copy()
+    x[..., : case.p.block] = 0
+    for zeros in (np.moveaxis(x, -1, axis), np.zeros(shape_of(case, axis), dtype)):
+        y = wide(run(case, zeros, axis, begun(case, zeros, axis)))
+        assert np.isfinite(y).all()
+        here = np.moveaxis(y, axis, -1)[..., : case.p.block]
+        assert (here == 0).all()
+        assert not np.signbit(here).any()
+
+
+# The noise is that of a position, so what draws is left out.
+@law(*(c for c in CASES if not c.p.stochastic and "uniform" not in f"{c.p}"), layouts=[FIRST])
+def test_along_any_axis_as_along_the_last(case, dtype, axis):
+    x = normal(case, dtype, axis)
+    moved = np.moveaxis(x, axis, -1)
+    others = [a for a in range(4) if a != axis]  # in order, before the pruned one: where moveaxis puts them
+    axes = Axes(others.index(others[-1]), tuple(others.index(a) for a in others if 0 < a < 3))
+    if not isinstance(case.p, nm.rescale):
+        axes = None  # by convention the other axis is the last one of the rest, and nobody else reads space
+    state, moved_state = begun(case, x, axis), begun(case, moved, 3, axes)
+    move = lambda a: np.moveaxis(np.asarray(a), axis, -1) if a.ndim == 4 else np.asarray(a)
+    state_after = jax.tree.map(move, state)
+    # sums in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6), state_after, moved_state)
+    got, expected = run(case, moved, 3, state_after, axes=axes), move(run(case, x, axis, state))
+    if isinstance(case.p, nm.rescale) or getattr(case.p, "scale", "") == "now":  # sums over more than a group
+        np.testing.assert_allclose(wide(got), wide(expected), rtol=1e-6 if dtype == np.float32 else 2**-7)
+    else:
+        same(got, expected)
+
+
+def broken(case, dtype, axis):
+    """Groups of NaN and both infinities among plain values, from one of them to nothing else; one alone for tiles."""
+    rng = np.random.default_rng(3)
+    x = np.moveaxis(normal(case, dtype, axis), axis, -1)
+    groups = x.reshape(-1, case.nm[1] if case.nm else case.p.block)
+    bad = rng.random(groups.shape) < rng.choice([0.1, 0.5, 1.0], (len(groups), 1))
+    bad &= rng.random((len(groups), 1)) < 0.4
+    bad[0, 0] = True
+    if "transposable" in f"{case.p}":
+        bad[:] = False
+        bad[0, 1] = True
+    bad = np.moveaxis(bad.reshape(x.shape), -1, axis)
+    return np.where(
+        bad, rng.choice(np.array([np.nan, np.inf, -np.inf], dtype), bad.shape), np.moveaxis(x, -1, axis)
+    ), bad
+
+
+@law(*CASES)
+def test_what_is_not_finite_stays_visible(case, dtype, axis):
+    x, bad = broken(case, dtype, axis)
+    state = begun(case, x, axis)
+    y = wide(run(case, x, axis, state))
+    if case.nm is None:
+        assert (~np.isfinite(y[bad])).all()
+        assert np.isfinite(y[~bad]).all()
+        return
+    n = case.nm[0]
+    kept, gone, there = (grouped(case, v, axis, state) for v in (y != 0, ~np.isfinite(y), bad))
+    assert (kept.sum(1) <= n).all()
+    if not case.chooses_blindly:
+        assert (gone.sum(1) >= np.minimum(n, there.sum(1))).all()
+    if case.local:
+        assert not gone[~there.any(1)].any()
+
+
+@law(*{type(c.p): c for c in CASES if c.p.block <= 8}.values(), *CASES[2:4], layouts=[LAST])
+def test_run_at_once_as_compiled(case, dtype, axis):
+    """The same choices; values to the rounding of a fused multiplication and addition."""
+    x = normal(case, dtype, axis)
+    x[:, :, ::2] = np.round(x[:, :, ::2])
+    state = begun(case, x, axis)
+    a, b = (run(case, x, axis, state, jit=jit) for jit in (True, False))
+    assert b.dtype == dtype
+    np.testing.assert_array_equal(a != 0, b != 0)
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    if case.p.selects:
+        same(a, b)
+
+
+@each_case
+def test_prints_what_parses_back(case):
+    text = str(case.p)
+    again = nm.parse_pruner(text)
+    assert again == case.p
+    assert hash(again) == hash(case.p)
+    assert str(again) == repr(again) == text
+    assert type(again) is type(case.p)
+    assert " " not in text
+
+
+def test_values_of_the_table_differ():
+    assert len({str(c) for c in CASES}) == len(CASES)
+    assert len({c.p for c in CASES}) == len({str(c.p) for c in CASES})
+
+
+@each_case
+def test_final_form(case):
+    p = case.p
+    if case.final is None:
+        assert p.stochastic
+        with pytest.raises(ValueError, match="no final form"):
+            p.final  # noqa: B018
+        return
+    final = p.final
+    assert str(final) == case.final
+    assert final.final == final
+    assert not final.ruled
+    assert not final.stochastic
+    x = normal(case, np.float32, 3)
+    state = begun(case, x, 3)
+    at = [run(case, x, 3, p.final_state(state), step=s, p=final) for s in (0, case.step, LATE)]
+    same(at[0], at[1])
+    same(at[0], at[2])
+    np.testing.assert_allclose(run(case, x, 3, state, step=LATE), at[0], rtol=1e-6)
+
+
+@each_case
+def test_needs_are_declared(case):
+    """A key where random, state where stateful, and neither elsewhere."""
+    p, x = case.p, normal(case, np.float32, 3)
+    state = begun(case, x, 3)
+    trace = lambda key, state: jax.eval_shape(lambda x: p(x, 3, nm.Ctx(key, case.step, state)), x)
+    assert trace(KEY if p.stochastic else None, state if p.stateful else None).shape == x.shape
+    if p.stochastic:
+        with pytest.raises(TypeError, match="key"):
+            trace(None, state)
+    if p.stateful:
+        with pytest.raises(ValueError, match="state"):
+            trace(KEY, None)
+
+
+@pytest.mark.parametrize("p", [nm.hold(mse(2, 4)), nm.permute(mse(2, 4)), soft(2, 4), nm.ste(soft(2, 4))], ids=str)
+def test_state_outlives_the_final_form(p):
+    state = jax.jit(p.init)(jnp.arange(8.0))
+    assert state is not None
+    assert p.final_state(state) is state
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_held_masks_are_renewed_on_time(every):
+    p = nm.hold(mse(2, 4), every)
+    x, later = jnp.array([1.0, 2, 3, 4]), jnp.array([4.0, 3, 2, 1])
+    state = p.init(x)
+    refresh = jax.jit(lambda x, step, state: p.refresh(x, -1, nm.Ctx(step=step, state=state)))
+    for step in range(1, 11):
+        new = refresh(later, step, state)
+        due = step % every == 0
+        assert new.tolist() == ([True, True, False, False] if due else [False, False, True, True])
+
+
+def test_structure_decay_of_identity_mse_and_others_follows_its_rows():
+    staged = jax.jit(lambda p, x, step: p(x, -1, nm.Ctx(step=step)), static_argnums=0)
+    p = nm.stages(_geometric)
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(4, 64)), jnp.float32)
+    for step, q in (
+        (0, mse(8, 32)),
+        (9, mse(8, 32)),
+        (10, mse(2, 8)),
+        (19, mse(2, 8)),
+        (20, mse(1, 4)),
+        (LATE, mse(1, 4)),
+    ):
+        same(staged(p, x, step), np.asarray(staged(q, x, 0)))
+    p = nm.stages(_rows)
+    for step, q in ((0, nm.identity), (9, nm.identity), (10, mse(3, 4)), (20, mse(2, 4))):
+        same(staged(p, x, jnp.int32(step)), np.asarray(staged(q, x, 0)))

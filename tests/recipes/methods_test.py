@@ -1,0 +1,151 @@
+"""The methods as published: their patterns, phases and slots, and the README's table of them."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax.products.sparsity import SLOTS
+from nmjax.recipes import text as spec
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def patterns(s: nm.Sparsity) -> list[tuple]:
+    """(first step, n, m) of every stage of a structure decay; a dense phase as (step, 1, 1)."""
+    rows = s.fwd_rhs.p.rows
+    return [(start, *((p.n, p.m) if isinstance(p, nm.mse) else (1, 1))) for start, p in rows]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ((1, 8), [(7, 8), (4, 8), (2, 8), (1, 8)]),
+        ((2, 4), [(3, 4), (2, 4)]),
+        ((1, 2), [(1, 2)]),
+        ((1, 16), [(15, 16), (8, 16), (4, 16), (2, 16), (1, 16)]),
+        ((1, 128), [(127, 128), (64, 128), (32, 128), (16, 128), (8, 128), (4, 128), (2, 128), (1, 128)]),
+    ],
+)
+def test_stepwise_patterns_of_the_paper(pattern, expected):
+    """log2(M/N) + 1 intervals: M-1:M, M/2:M, ... N:M."""
+    assert [row[1:] for row in patterns(nm.methods.sdgf(*pattern, steps=8000))] == expected
+
+
+@pytest.mark.parametrize(
+    ("k", "expected"),
+    [(16, [(16, 128), (8, 64), (4, 32), (2, 16), (1, 8)]), (8, [(8, 64), (4, 32), (2, 16), (1, 8)]), (1, [(1, 8)])],
+)
+def test_geometric_patterns_of_the_paper_and_of_its_code(k, expected):
+    assert [row[1:] for row in patterns(nm.methods.sdgf(1, 8, kind="geometric", k=k))] == expected
+
+
+def test_structure_decay_phases():
+    s = nm.methods.sdgf(1, 8, steps=1000, dense=100, finetune=100)
+    assert patterns(s) == [
+        (0, 1, 1),
+        (100, 7, 8),
+        (300, 4, 8),
+        (500, 2, 8),
+        (700, 1, 8),
+    ]  # the last one lasts to the end
+
+
+@pytest.mark.parametrize("kind", ["stepwise", "geometric"])
+def test_structure_decay_over_steps(kind):
+    s = nm.methods.sdgf(1, 4, kind=kind, steps=60, dense=10, k=4)
+    w = jax.random.normal(jax.random.key(0), (32, 5))
+    got = [int(jnp.sum(nm.prune(s.fwd_rhs, w, axis=0, step=step) != 0)) for step in range(0, 65, 5)]
+    shares = {"stepwise": [160] * 2 + [120] * 4 + [80] * 3 + [40] * 4, "geometric": [160] * 2 + [40] * 11}[kind]
+    assert got == shares  # 10 dense; 50 steps in thirds, from 10, 26 and 43
+
+
+def test_mask_decay_over_steps():
+    s = nm.methods.mdgf(2, 4, nm.linear(1, 0, 70, begin=10))
+    w = jnp.array([1.0, 2.0, 3.0, 4.0])
+    for step, d in ((0, 1.0), (10, 1.0), (45, 0.5), (80, 0.0), (99, 0.0)):
+        np.testing.assert_array_equal(nm.prune(s.fwd_rhs, w, step=step), np.float32([d, 2 * d, 3, 4]))
+    np.testing.assert_array_equal(nm.prune(s.fwd_rhs.final, w), [0, 0, 3, 4])
+
+
+def test_fst_phases():
+    s = nm.methods.fst(dense_from=100)
+    w = jax.random.normal(jax.random.key(0), (16, 8))
+    state = s.init(w, contract=0, out=1)
+    call = lambda slot, x, step, **ctx: getattr(s, slot)(x, 0, nm.Ctx(step=step, **ctx))
+    sparse, tail = (call("fwd_rhs", w, step, state=(state["fwd_rhs"][0], None)) for step in (99, 100))
+    assert bool(nm.groups.is_nm(sparse, 2, 4, 0))
+    assert bool(nm.groups.is_nm(sparse, 2, 4, 1))
+    np.testing.assert_array_equal(tail, w)
+    key = nm.random.words(0)
+    assert bool(nm.groups.is_nm(call("drhs_g", w, 99, key=key), 2, 4, 0))
+    np.testing.assert_array_equal(call("drhs_g", w, 100, key=key), w)
+    assert s.fwd_rhs.final == nm.identity
+
+
+def test_squared_relu_activations():
+    """2:4 by magnitude of relu(y)**2 is relu(.)**2 of the two largest, signed: the paper's order of the two."""
+    y = jax.random.normal(jax.random.key(0), (50, 16))
+    srelu = lambda v: jnp.square(jax.nn.relu(v))
+    fewest = jnp.sort(y.reshape(50, 4, 4), axis=-1)[..., 2:3]
+    signed = jnp.where(y.reshape(50, 4, 4) >= fewest, y.reshape(50, 4, 4), 0).reshape(y.shape)
+    np.testing.assert_array_equal(nm.prune(nm.methods.activation().fwd_lhs, srelu(y)), srelu(signed))
+
+
+def test_fp8_products_err_as_the_notes_say():
+    """Gaussian operands: 3.5 to 3.7 % in the forward product, both e4m3; 7.45 % in the two
+    behind, both e5m2."""
+    s = nm.methods.s_ste(gradient="dense", fp8=True)
+    x, w, g = (
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(512, 256), (256, 384), (512, 384)])
+    )
+    plain = nm.Sparsity(fwd_rhs=nm.ste(nm.soft(2, 4)))
+
+    def product(s):
+        ctx = nm.Ctx(state=s.init(w, contract=0, out=1))
+        return jax.vjp(lambda x, w: nm.einsum("ti,io->to", x, w, sparsity=s, ctx=ctx), x, w)
+
+    (y, back), (exact, exact_back) = product(s), product(plain)
+    error = lambda got, want: float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    (dx, dw), (exact_dx, exact_dw) = back(g), exact_back(g)
+    assert 0.034 < error(y, exact) < 0.038
+    assert 0.073 < error(dw, exact_dw) < 0.076
+    assert 0.073 < error(dx, exact_dx) < 0.076
+
+
+def table() -> list[list[str]]:
+    slots = README.read_text().split("## The slots")[1].split("\n## ")[0]
+    rows = [line.strip()[1:-1].split("|") for line in slots.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in row] for row in rows if len(row) == 7 and "fwd_lhs" not in row[1]]
+
+
+VALUES = {"n": 2, "m": 4, "lam": 2e-4}
+
+
+@pytest.mark.parametrize("row", table(), ids=lambda row: row[0])
+def test_the_readme_tells_the_slots(row):
+    call = (
+        row[0].strip("`").replace("exponential(...)", "nm.exponential(1e-4)").replace("linear(...)", "nm.linear(1,0,9)")
+    )
+    call = (
+        call.replace("dense_from=...", "dense_from=500").replace('"down"', 'layer="down"').replace('"up"', 'layer="up"')
+    )
+    call = call.replace('n,m,"', 'n,m,kind="')
+    s = eval(f"nm.methods.{call}", {"nm": nm, **VALUES})
+    for slot, cell in zip(SLOTS, row[1:], strict=True):
+        p = getattr(s, slot)
+        if cell == "the same mask":  # an empty slot that reuses a transposable weight
+            assert p == nm.identity
+            continue
+        told = re.findall(r"\w+", cell)
+        names = [word for word in re.findall(r"\w+(?=\()", str(p)) if word in spec.PRUNERS]
+        assert list(dict.fromkeys(names)) == told
+
+
+def test_the_readme_tells_all_methods():
+    told = {re.match(r"`(\w+)", row[0])[1] for row in table()}
+    assert told == set(spec.METHODS)

@@ -1,0 +1,210 @@
+"""Text and values: parse(str(v)) == v, and errors that tell the right line."""
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax.recipes import text as spec
+
+# ---- every value that there can be ----
+
+whole = st.integers(1, 10**6)
+real = st.floats(allow_nan=False)
+nms = st.integers(1, 64).flatmap(lambda m: st.tuples(st.integers(1, m), st.just(m)))
+schedules = st.one_of(
+    st.builds(nm.constant, real),
+    st.builds(nm.linear, real, real, whole, whole),
+    st.builds(nm.cosine, real, real, whole, begin=whole),
+    st.builds(nm.exponential, real, begin=whole, end=st.none() | whole),
+    st.builds(lambda a, b: nm.stairs(((0, a), (7, b))), real, real),
+    st.builds(lambda v, n: nm.optax_schedule("polynomial_schedule", v, 0.0, power=1, transition_steps=n), real, whole),
+)
+selectors = st.one_of(
+    st.just(nm.identity),
+    nms.map(lambda v: nm.mse(*v)),
+    nms.map(lambda v: nm.transposable(*v)),
+    nms.map(lambda v: nm.uniform(*v, rescale=False)),
+)
+leaves = st.one_of(
+    selectors,
+    nms.map(lambda v: nm.mvue(*v)),
+    st.integers(2, 64).map(lambda m: nm.mvue_approx(2, m)),
+    nms.map(lambda v: nm.soft(*v)),
+    nms.map(lambda v: nm.uniform(*v)),
+    st.sampled_from(["e4m3", "e5m2"]).map(nm.fp8),
+    st.builds(nm.hold, selectors, st.none() | whole),
+    st.builds(nm.decay, selectors, schedules, st.sampled_from(["ste", "autodiff"])),
+)
+
+
+def combined(inner):
+    rows = st.lists(inner, min_size=1, max_size=3).map(lambda ps: tuple((100 * i, p) for i, p in enumerate(ps)))
+    return st.one_of(
+        st.lists(inner, max_size=3).map(lambda ps: nm.chain(*ps)),
+        rows.map(nm.stages),
+        st.builds(nm.rescale, inner, st.sampled_from(["group", "spatial"])),
+        st.builds(nm.permute, inner.filter(lambda p: not (p.stochastic or p.remembers)), st.none() | whole, whole),
+    )
+
+
+pruners = st.recursive(leaves, combined, max_leaves=6)
+forward = pruners.map(nm.ste) | st.builds(nm.sr_ste, selectors, real)
+backward = pruners.filter(lambda p: not p.stateful)
+sparsities = st.builds(
+    nm.Sparsity,
+    fwd_lhs=forward.filter(lambda p: not p.stateful),
+    fwd_rhs=forward,
+    dlhs_g=backward,
+    dlhs_rhs=pruners | pruners.map(nm.raw),
+    drhs_g=backward,
+    drhs_lhs=backward | backward.map(nm.raw),
+)
+
+
+@hypothesis.given(pruners | forward | pruners.map(nm.raw))
+def test_pruners_come_back(p):
+    again = nm.parse_pruner(str(p))
+    assert again == p
+    assert hash(again) == hash(p)
+    assert str(again) == str(p)
+    assert repr(p) == str(p)
+
+
+@hypothesis.given(sparsities)
+def test_sparsities_come_back(s):
+    assert nm.parse(str(s)) == s
+    assert hash(nm.parse(str(s))) == hash(s)
+
+
+@hypothesis.given(schedules)
+def test_schedules_come_back(schedule):
+    assert nm.parse_pruner(f"decay(mse(2,4),{schedule})").schedule == schedule
+
+
+@pytest.mark.parametrize("name", spec.METHODS)
+def test_methods_come_back(name):
+    value = spec.METHODS[name]()
+    assert nm.parse(name) == nm.parse(f"{name}()") == nm.parse(str(value)) == value
+
+
+def test_every_public_value_has_a_name():
+    """A pruner or schedule that is exported but cannot be parsed would make a log that cannot be run again."""
+    exported = {n for n in dir(nm) if isinstance(getattr(nm, n), type) and issubclass(getattr(nm, n), nm.Pruner)}
+    assert exported - {"Pruner", "Grouped"} == set(spec.PRUNERS) - {"identity"}
+    assert all(getattr(nm, n) is v for n, v in (spec.PRUNERS | spec.SCHEDULES).items())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("dense", nm.Sparsity()),
+        ("", nm.Sparsity()),
+        ("s_ste(2,4)", nm.methods.s_ste(2, 4)),
+        (" s_ste ( 2 , 4 ) ", nm.methods.s_ste()),
+        ("s_ste(gradient='mvue_approx', fp8=True)", nm.methods.s_ste(gradient="mvue_approx", fp8=True)),
+        ("mvue(2,4)", nm.Sparsity(drhs_g=nm.mvue(2, 4))),
+        ("drhs_g=mvue(2,4)", nm.Sparsity(drhs_g=nm.mvue(2, 4))),
+        ("fwd_rhs=sr_ste(mse(2,4),lam=2e-4); drhs_g=mvue(2,4)", nm.Sparsity(fwd_rhs=nm.sr_ste(nm.mse(2, 4)), drhs_g=nm.mvue(2, 4))),
+        ("fwd_rhs=ste(mse(2,4));\n drhs_g=mvue(2,4);\n", nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), drhs_g=nm.mvue(2, 4))),
+        ("s_ste(); drhs_g=identity", nm.Sparsity(fwd_rhs=nm.ste(nm.soft(2, 4)))),
+        ("sdgp(); drhs_g=mvue(1,2)", nm.Sparsity(dlhs_g=nm.rescale(nm.mse(2, 4)), drhs_g=nm.mvue(1, 2))),
+        ("mdgf(1,16,linear(1,0,700))", nm.methods.mdgf(1, 16, nm.linear(1, 0, 700))),
+        ("dlhs_rhs=raw(mse(n=2,m=4))", nm.Sparsity(dlhs_rhs=nm.raw(nm.mse(2, 4)))),
+    ],
+)  # fmt: skip
+def test_parse(text, value):
+    assert nm.parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("identity", nm.identity),
+        ("identity()", None),
+        ("stages([(0, identity), (5, mse(2,4))])", nm.stages(((0, nm.identity), (5, nm.mse(2, 4))))),
+        ("decay(mse(2,4), constant(-inf))", nm.decay(nm.mse(2, 4), nm.constant(-np.inf))),
+        ("hold(mse(2,4), None)", nm.hold(nm.mse(2, 4))),
+    ],
+)
+def test_parse_pruner(text, value):
+    assert nm.parse_pruner(text) == (value or nm.identity)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ss_te(2,4)", "no method is called 'ss_te'; did you mean 's_ste'.*Known are activation"),
+        ("mes(2,4)", "no method is called 'mes'; did you mean 'mse'"),
+        ("ste(mse(2,4))", r"is a pruner, which stands in a slot: 'fwd_rhs=ste\(mse\(2,4\)\)'"),
+        ("2", "is 2: neither a method"),
+        ("drhs_g=mse(2,inf)", "m must be a whole number, got inf"),
+        ("drhs_g=uniform(2,4,rescale='no')", "rescale must be True or False, got 'no'"),
+        ("mse(2,4)", r"mse is a pruner, which stands in a slot: 'drhs_g=...'"),
+        ("drhs=mvue(2,4)", "no slot is called 'drhs'; did you mean 'drhs_g'.*The slots are fwd_lhs"),
+        ("drhs_g=mvu(2,4)", "no pruner is called 'mvu'; did you mean 'mvue'"),
+        ("drhs_g=sdgp(2,4)", "sdgp is a method, which stands alone"),
+        ("drhs_g=mvue(2,4); drhs_g=mse(2,4)", "fills drhs_g twice"),
+        ("drhs_g=mvue(2,4); s_ste()", "a method comes first and once"),
+        ("s_ste(); mvue()", "a method comes first and once"),
+        ("s_ste(2,4", "is not a method: expected a call such as"),
+        ("s_ste(2,4,6,8,10)", r"s_ste\(n=2, m=4, gradient='mvue', fp8=False\), got 5 values"),
+        ("s_ste(n=2,n=2)", "n is given twice|expected a call"),
+        ("s_ste(k=2)", "unexpected keyword argument 'k'"),
+        ("drhs_g=mvue(2)", r"mvue\(n, m\), missing a required argument: 'm'"),
+        ("drhs_g=mvue(4,2)", r"mvue\(4,2\): n must lie between 1 and m.*write mvue\(2,4\)"),
+        ("drhs_g=mvue(2,nan)", "no pruner or schedule is called 'nan'"),
+        ("drhs_g=2", "is 2, not a pruner"),
+        ("drhs_g=linear(1,0,5)", "no pruner is called 'linear'"),
+        ("fwd_rhs=decay(mse(2,4),<callable f>)", "bare callable, which has no text"),
+        ("drhs_g=__import__('os')", "no pruner is called '__import__'"),
+        ("drhs_g=mse(2,4).final", "is not a pruner"),
+        ("drhs_g=mse(*(2,4))", "is not a pruner"),
+        ("drhs_g=mse(**{})", r"\*\* is not allowed"),
+        ("drhs_g=mse(1+1,4)", "is not a pruner or schedule"),
+        ("s_ste(gradient='exact')", "gradient is 'mvue', 'mvue_approx' or 'dense', got 'exact'"),
+        ("drhs_g=identity(2)", "identity takes nothing"),
+    ],
+)  # fmt: skip
+def test_bad_text_says_what_to_write(text, message):
+    with pytest.raises(ValueError, match=message):
+        nm.parse(text)
+
+
+def test_values_need_no_parsing():
+    with pytest.raises(TypeError, match="is a value already"):
+        nm.parse(nm.methods.s_ste())
+    with pytest.raises(TypeError, match="is a value already"):
+        nm.parse_pruner(nm.mse(2, 4))
+
+
+def test_a_bare_callable_works_but_does_not_parse():
+    def half(step):
+        return 0.5
+
+    p = nm.decay(nm.mse(2, 4), half)
+    assert str(p) == "decay(mse(2,4),<callable half>)"
+    assert p == nm.decay(nm.mse(2, 4), half)
+    assert p != nm.decay(nm.mse(2, 4), lambda step: 0.5)
+    np.testing.assert_array_equal(nm.prune(p, np.arange(4, dtype=np.float32)), [0, 0.5, 2, 3])
+
+
+def test_numbers_print_as_python_writes_them():
+    assert str(nm.mse(np.int64(2), 4.0)) == "mse(2,4)"
+    assert str(nm.sr_ste(nm.mse(2, 4), np.float32(0.5))) == "sr_ste(mse(2,4),lam=0.5)"
+    assert nm.mse(2.0, 4) == nm.mse(2, 4)
+    assert str(nm.stages(((0, nm.mse(1, 2)),))) == "stages(((0,mse(1,2)),))"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("s_ste(2:4)", r"2:4 is written \(2,4\)"),
+        ("2:4", r"2:4 is written \(2,4\)"),
+        ("s_ste(2,4), dlhs_g=mse(2,4)", "Slots are parted by ';'"),
+    ],
+)
+def test_slips_are_seen(text, hint):
+    with pytest.raises(ValueError, match=hint):
+        nm.parse(text)
