@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 # from earlier rooms. A room without a list holds files of any order, but no circles.
 HOUSE = {
     "nmjax": {
-        "core": ("versions", "value", "context", "groups", "random", "pruner"),
+        "core": ("versions", "refusal", "value", "context", "groups", "random", "pruner"),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
             "transposable_mask", "__init__", "estimators", "float8", "combinators",
