@@ -36,7 +36,7 @@ HOUSE = {
         "data": ("augment", "cache", "find", "order", "cifar", "idx", "folder", "images", "text"),
         "scale": ("processes", "signals", "shards", "sinks"),
         "report": ("words", "runs", "curves", "dots", "pictures", "figures", "page", "__init__", "compare", "__main__"),
-        "training": ("settings", "program", "image", "text", "screen", "meter", "record", "checkpoints", "loop"),
+        "training": ("settings", "task", "program", "image", "text", "screen", "meter", "record", "checkpoints", "loop"),
         "sweep": (),
         "command": (),
         "studies": (

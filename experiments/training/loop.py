@@ -17,9 +17,10 @@ from experiments.scale import processes, shards
 from experiments.scale.signals import Stop
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.meter import Meter, fetched, mean, supplied
-from experiments.training.program import Program, State, Task
+from experiments.training.program import Program, State
 from experiments.training.record import Record, Silent, check, finished, same_config
 from experiments.training.screen import Screen, clock, figures, form, number
+from experiments.training.task import Task
 
 
 class Run:

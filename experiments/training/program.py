@@ -4,10 +4,10 @@ A *task* (`experiments/training/image.py`, `experiments/training/text.py`) bring
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +19,7 @@ import nmjax as nm
 from experiments.errors import Mistake
 from experiments.scale import shards
 from experiments.training import settings
-
-
-class Task(Protocol):
-    """What an experiment gives to the loop."""
-
-    examples: int  # in an epoch
-    unit: str  # what throughput counts: images, tokens
-    units: int  # of them in an example
-    metric: str  # accuracy or loss: whose best is kept
-    streamed: bool  # whether another seed has another feed
-    facts: list  # (label, text): rows of the header
-    notes: list  # what has to stand beside the numbers
-
-    def make(self, rngs: nnx.Rngs) -> nnx.Module: ...
-    def example(self, batch: int) -> tuple: ...  # what the model is called with, as shapes
-    def feed(
-        self, seed: int, start: int, mesh
-    ) -> Iterable: ...  # the arrays of every step from start on: held ones, or a stream
-    def batch(self, arrays, seed, step, mesh) -> Any: ...  # out of them, inside the compiled step
-    def loss(self, model, batch) -> tuple[jax.Array, dict]: ...  # and what else to show
-    def tests(self, mesh) -> Iterable: ...  # batches of the test split
-    def score(self, model, batch) -> dict: ...  # sums over a batch, with "count"
-    def pictures(self, graph, state, mesh) -> dict: ...  # what the report shows of the model, given as nnx splits it
+from experiments.training.task import Task
 
 
 class State(NamedTuple):

@@ -1,0 +1,65 @@
+"""The task protocol: what an experiment brings to the training loop."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+
+class Task(Protocol):
+    """A model, its data, its loss and its scores.
+
+    A task is made from a run's config: `Task(config)`. The loop reads its attributes and calls its methods; it knows
+    nothing else of the model and the data. `experiments/training/image.py` and `experiments/training/text.py` are two.
+
+    Attributes:
+        examples: Number of training examples in one epoch.
+        unit: Name of what throughput counts, as "images" or "tokens".
+        units: Number of these in one example.
+        metric: Name of the score that decides which checkpoint is the best: "accuracy" (highest) or "loss" (lowest).
+        streamed: True if the feed depends on the seed. Runs of several seeds then cannot share one feed.
+        facts: Rows (label, text) that the header of a run shows.
+        notes: Sentences that have to stand beside the numbers, as that the data are synthetic.
+    """
+
+    examples: int
+    unit: str
+    units: int
+    metric: str
+    streamed: bool
+    facts: list[tuple[str, str]]
+    notes: list[str]
+
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Return a new dense model. The program makes it sparse."""
+        ...
+
+    def example(self, batch: int) -> tuple[Any, ...]:
+        """Return the model's arguments for so many examples, as `jax.ShapeDtypeStruct`s."""
+        ...
+
+    def feed(self, seed: int, start: int, mesh: Mesh) -> Iterator[Any]:
+        """Yield the arrays of every step from `start` on: the same resident arrays each time, or a stream of batches."""
+        ...
+
+    def batch(self, arrays: Any, seed: jax.Array, step: jax.Array, mesh: Mesh) -> Any:
+        """Return the batch of a step, made of the feed's arrays. It is traced inside the compiled step."""
+        ...
+
+    def loss(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return the mean loss of a batch, and other scalars to show beside it, by name."""
+        ...
+
+    def tests(self, mesh: Mesh) -> Iterable[Any]:
+        """Yield the batches of the test split."""
+        ...
+
+    def score(self, model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
+        """Return sums over a test batch: "count" examples, "loss", and others by name. Their means are the scores."""
+        ...
+
+    def pictures(self, graph: nnx.GraphDef, state: Any, mesh: Mesh) -> dict[str, Any]:
+        """Return what the report shows of the final model, which is given as nnx.split gives it: arrays and texts by name."""
+        ...
