@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import gc
-import importlib
 import importlib.util
 import json
 import os
@@ -23,7 +22,6 @@ from experiments.scale import processes, sinks
 from experiments.training import record
 
 ROOT = Path(__file__).parent.parent
-EXPERIMENTS = ("image", "text")
 
 
 def main(argv: list[str], usage: str) -> None:
@@ -60,15 +58,12 @@ def carry_out(asked: "Asked", words: str) -> None:
     if processes.count() > 1:
         processes.same(record.fields(config) | asked.alike() | record.versions() | {"git": record.git()})
     workdir = Path(processes.agreed(lambda: asked.workdir or f"runs/{place}"))
-    if config.experiment not in EXPERIMENTS:
-        raise Mistake(f"config.experiment={config.experiment!r}: there are {' and '.join(EXPERIMENTS)}.")
     if not 0 <= config.seed < 2**32:
         raise Mistake(f"config.seed={config.seed} is not from 0 to 4,294,967,295.")
     try:
-        task = importlib.import_module(f"experiments.{config.experiment}").Task
         import jax
 
-        from experiments.training import loop as train  # with all of JAX, which a mistake above does without
+        from experiments.training import loop as train, tasks  # with all of JAX, which a mistake above does without
     except ModuleNotFoundError as error:
         raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
 
@@ -80,14 +75,14 @@ def carry_out(asked: "Asked", words: str) -> None:
         config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
     if not sweeping or planned:
         origin, alone = Path(asked.origin) if asked.origin else None, train.Run(asked.name, config, workdir)
-        train.run([alone], task(config), mode, words, origin, sink=asked.sink)
+        train.run([alone], tasks.task(config), mode, words, origin, sink=asked.sink)
         return
 
     def side_by_side(members, program):
         runs = [train.Run(member.name, member.config, workdir / member.name) for member in members]
         return train.run(runs, program.task, "train", words, program=program, sink=asked.sink)
 
-    make = lambda member: train.Program(member.config, task(member.config))
+    make = lambda member: train.Program(member.config, tasks.task(member.config))
     sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, asked.at_once, make, side_by_side, results)
 
 

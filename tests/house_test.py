@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 # from earlier rooms. A room without a list holds files of any order, but no circles.
 HOUSE = {
     "nmjax": {
-        "core": ("versions", "refusal", "value", "context", "groups", "random", "pruner"),
+        "core": ("versions", "refusal", "value", "names", "context", "groups", "random", "pruner"),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
             "transposable_mask", "__init__", "estimators", "float8", "combinators",
@@ -36,7 +36,7 @@ HOUSE = {
         "data": ("augment", "cache", "find", "order", "cifar", "idx", "folder", "images", "text"),
         "scale": ("processes", "signals", "shards", "sinks"),
         "report": ("words", "runs", "curves", "dots", "pictures", "figures", "page", "__init__", "compare", "__main__"),
-        "training": ("settings", "task", "program", "image", "text", "screen", "meter", "record", "checkpoints", "loop"),
+        "training": ("settings", "task", "program", "image", "text", "tasks", "screen", "meter", "record", "checkpoints", "loop"),
         "sweep": (),
         "command": (),
         "studies": (
