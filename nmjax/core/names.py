@@ -57,7 +57,8 @@ def _module(path: str) -> Any:
         missing = error.name or ""
         if path == missing or path.startswith(f"{missing}."):
             raise ValueError(
-                f"there is no module {missing!r}. Start in the folder that holds it, add that folder to PYTHONPATH, or install it."
+                f"there is no module {missing!r}. Start in the folder that holds it, add that folder to PYTHONPATH, or "
+                "install it."
             ) from error
         raise ValueError(
             f"the module {path} cannot be imported, because it needs {missing!r}, which is missing."

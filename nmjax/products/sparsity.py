@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from nmjax.core import groups, random
 from nmjax.core.context import Axes, Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.core.value import Value
+from nmjax.core.value import Value, written
 from nmjax.pruners import identity, transposable
 from nmjax.pruners.combinators import chain, permute, raw, stages
 from nmjax.pruners.estimators import Estimator, ste
@@ -54,7 +54,8 @@ class Sparsity(Value):
             _check_slot(slot, getattr(self, slot))
 
     def __repr__(self) -> str:
-        return "; ".join(f"{slot}={p}" for slot in SLOTS if (p := getattr(self, slot)) != identity) or "dense"
+        slots = "; ".join(f"{slot}={p}" for slot in SLOTS if (p := getattr(self, slot)) != identity)
+        return written(self) or slots or "dense"
 
     @property
     def backward(self) -> bool:
