@@ -19,7 +19,7 @@ from ml_collections import ConfigDict, config_flags
 from experiments import sweep
 from experiments.errors import Mistake
 from experiments.scale import processes, sinks
-from experiments.training import record
+from experiments.training import digest, provenance
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,14 +56,15 @@ def carry_out(asked: "Asked", words: str) -> None:
         raise Mistake(f"--results={asked.results} is a file, in a folder that is there, for the runs of a --sweep.")
     place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if processes.count() > 1:
-        processes.same(record.fields(config) | asked.alike() | record.versions() | {"git": record.git()})
+        own = digest.identity(config).fields | asked.alike() | provenance.versions()
+        processes.same(own | {"git": provenance.git()})
     workdir = Path(processes.agreed(lambda: asked.workdir or f"runs/{place}"))
     if not 0 <= config.seed < 2**32:
         raise Mistake(f"config.seed={config.seed} is not from 0 to 4,294,967,295.")
     try:
         import jax
 
-        from experiments.training import loop as train, tasks  # with all of JAX, which a mistake above does without
+        from experiments.training import modes, tasks  # with all of JAX, which a mistake above does without
     except ModuleNotFoundError as error:
         raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
 
@@ -74,15 +75,15 @@ def carry_out(asked: "Asked", words: str) -> None:
     if planned:
         config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
     if not sweeping or planned:
-        origin, alone = Path(asked.origin) if asked.origin else None, train.Run(asked.name, config, workdir)
-        train.run([alone], tasks.task(config), mode, words, origin, sink=asked.sink)
+        origin, alone = Path(asked.origin) if asked.origin else None, modes.Run(asked.name, config, workdir)
+        modes.carry_out(mode, [alone], tasks.task(config), words, origin, sink=asked.sink)
         return
 
     def side_by_side(members, program):
-        runs = [train.Run(member.name, member.config, workdir / member.name) for member in members]
-        return train.run(runs, program.task, "train", words, program=program, sink=asked.sink)
+        runs = [modes.Run(member.name, member.config, workdir / member.name) for member in members]
+        return modes.carry_out("train", runs, program.task, words, program=program, sink=asked.sink)
 
-    make = lambda member: train.Program(member.config, tasks.task(member.config))
+    make = lambda member: modes.Program(member.config, tasks.task(member.config))
     sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, asked.at_once, make, side_by_side, results)
 
 

@@ -255,7 +255,7 @@ def restart(page: str, data: str, cache: str) -> float:
 
 def start(page: str, began: str, *words: str) -> list[float]:
     """What a start does, one thing after another, in a process that began at that time."""
-    importlib.import_module("experiments.training.loop")  # as launch.py does
+    importlib.import_module("experiments.training.modes")  # as launch.py does
     config = command.read(["launch.py", f"--config={page}", *words]).config
     times, last = dict.fromkeys(PARTS, 0.0), float(began)
 
