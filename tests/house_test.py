@@ -38,7 +38,7 @@ HOUSE = {
         "report": ("words", "runs", "curves", "dots", "pictures", "figures", "page", "__init__", "compare", "__main__"),
         "training": (
             "settings", "task", "state", "program", "image", "text", "tasks", "provenance", "digest", "events", "record",
-            "seals", "checkpoints", "screen", "meter", "run", "header", "loop", "modes",
+            "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
         ),
         "sweep": (),
         "command": (),

@@ -5,28 +5,33 @@ import signal
 import time
 from pathlib import Path
 
+import jax
+from ml_collections import ConfigDict
+
 from experiments.errors import Failed, Mistake, Stopped
-from experiments.scale import processes
+from experiments.scale import processes, shards
 from experiments.scale.signals import Stop
-from experiments.training import digest, header, record
+from experiments.training import digest, record, tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.loop import Loop
 from experiments.training.program import Program
 from experiments.training.run import Run, stopped
-from experiments.training.screen import Screen, figures
-from experiments.training.task import Task
+from experiments.training.screen import Screen, figures, number
+
+
+def make_program(config: ConfigDict) -> Program:
+    """Return the program of a config, with its task."""
+    return Program(config, tasks.task(config))
 
 
 def carry_out(
-    mode: str, runs: list[Run], task: Task, command: str, origin: Path | None = None, program: Program | None = None,
-    sink: str = "",
+    mode: str, runs: list[Run], command: str, origin: Path | None = None, program: Program | None = None, sink: str = ""
 ) -> signal.Signals | None:  # fmt: skip
     """Train, evaluate or plan a run; or train several runs side by side that differ in their seed alone.
 
     Args:
         mode: "train", "eval" or "plan".
         runs: One run, or several to train side by side.
-        task: The task of the runs.
         command: The command line, for run.json.
         origin: Directory of a run whose last state is the first state of this one.
         program: The program of another run that differs in its seed alone. Without it one is made.
@@ -35,7 +40,9 @@ def carry_out(
     Returns:
         The signal that came when no step was left to be stopped, if one came.
     """
-    began, screen = time.monotonic(), Screen(task.unit)
+    began, config = time.monotonic(), runs[0].config
+    task = tasks.task(config) if program is None else program.task
+    screen = Screen(task.unit)
     if mode == "train" and all_finished(runs):
         screen.line(
             f"finished already: {runs[0].workdir}/report.html. --mode=eval evaluates it; another --workdir trains anew."
@@ -48,8 +55,8 @@ def carry_out(
     again = "The same command"
     if program is None and "--workdir" not in command:  # then the name of the directory holds the time
         again += f" with --workdir={runs[0].workdir}"
-    program = (Program(runs[0].config, task) if program is None else program).beside(len(runs))
-    facts = header.rows(program)
+    program = (Program(config, task) if program is None else program).beside(len(runs))
+    facts = header(program)
     screen.header(", ".join(run.name for run in runs), facts)
     screen.line(f"\n{program.plan}\n")
     if mode == "plan":
@@ -86,6 +93,67 @@ def _about(program: Program, command: str, facts: list[tuple[str, str]]) -> dict
         "steps": program.total,
         "flops": program.step_flops(),
     }
+
+
+# ---- the header ----
+
+
+def header(program: Program) -> list[tuple[str, str]]:
+    """Return rows (label, text) that say what is about to be done, and on which devices."""
+    config, task, plan = program.config, program.task, program.plan
+    dense, effective = program.step_flops()
+    epochs = program.total * config.batch / task.examples
+    rows = [("devices", _devices(program))]
+    rows.append(("computing", f"{config.dtype}, parameters float32; {_products(plan.runs, config.backend)}"))
+    if program.count > 1:
+        rows.append(("side by side", f"{program.count} runs; the figures of their steps on screen are the mean"))
+    rows += task.facts
+    rows.append(("batch", _batch(program)))
+    rows.append(("length", f"{program.total:,} steps = {epochs:.4g} epochs of {task.examples:,}"))
+    rows.append(("model", f"{config.model.name} {config.model.size}, {plan.parameters:,} parameters"))
+    share = effective / dense
+    rows.append(("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"))
+    if program.no_hard:
+        rows.append(("hardened", f"not evaluated: {program.no_hard}"))
+    return rows
+
+
+def _devices(program: Program) -> str:
+    """Return the number and the kind of the devices, and how they are arranged."""
+    count = program.mesh.size
+    axes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
+    text = f"{count} x {jax.devices()[0].device_kind}"
+    if axes and axes != [f"data {count}"]:
+        text += f" as {' x '.join(axes)}"
+    if processes.count() > 1:
+        text += f", in {processes.count()} processes"
+    return text
+
+
+def _batch(program: Program) -> str:
+    """Return the size of the batch, and how micro-batches and devices share it."""
+    config, parts = program.config, shards.parts(program.mesh)
+    each = config.batch // config.accumulate // parts
+    micro = f"{config.accumulate} micro-batches x " if config.accumulate > 1 else ""
+    devices = "device" if parts == 1 else "devices"
+    return f"{config.batch:,} = {micro}{parts} {devices} x {each:,}"
+
+
+def _products(runs: dict[str, int], backend: str) -> str:
+    """Return in words how pruned products run.
+
+    >>> _products({"packed": 12, "emulated": 2}, "auto")
+    'pruned products: 12 on sparse tensor cores, 2 emulated, for the reasons in the plan'
+    """
+    if not runs:
+        return "nothing is pruned"
+    if set(runs) == {"emulated"}:
+        return "n:m products are emulated: zeros are multiplied"
+    words = {"packed": "on sparse tensor cores", "fp8": "dense in FP8"}
+    if backend == "interpret":
+        words = {"packed": "in simulated kernels", "fp8": "in simulated FP8"}
+    words["emulated"] = "emulated, for the reasons in the plan"
+    return "pruned products: " + ", ".join(f"{runs[how]} {text}" for how, text in words.items() if how in runs)
 
 
 # ---- training ----
