@@ -14,6 +14,7 @@ from jax import lax
 
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner, apart
+from nmjax.kernels import calls, limits
 from nmjax.products.routes import CONTRACTED, OPERANDS, WRAPPERS, Engine, result, store
 from nmjax.products.sparsity import Sparsity, slot_ctx, stored
 from nmjax.pruners import identity, transposable
@@ -127,13 +128,11 @@ def needs_unpruned(engine: Engine, sparsity: Sparsity, operand: str) -> bool:
 def fuses(engine: Engine, sparsity: Sparsity, operand: str, products: Iterable[str]) -> Callable[[Pruner], bool]:
     """Whether a kernel prunes an operand by a pruner while it packs it for these products: by `transposable` where it packs
     a weight along both of its axes."""
-    from nmjax.kernels import api
-
     packed = lambda choice: choice is not None and choice.operand == operand == "w" and not choice.formats
     both = {"fwd", "dlhs"} <= set(products) and packed(engine["fwd"]) and packed(engine["dlhs"])
     again = not isinstance(sparsity.dlhs_rhs, raw) and _alone(sparsity.dlhs_rhs, Ctx())[0] == identity
     tiles = both and again and len(dict(engine.layout.shapes)["w"]) == 2
-    return lambda p: api.fuses(p) or (tiles and p == transposable(2, 4))
+    return lambda p: limits.fuses(p) or (tiles and p == transposable(2, 4))
 
 
 def _core(p: Pruner, ctx: Ctx, fused: Callable[[Pruner], bool]) -> tuple[Pruner | None, Ctx]:
@@ -193,11 +192,9 @@ def _axis(engine, operand, axis: str) -> int:
 
 
 def _in_16_bits(engine, operand, wants) -> dict[str, Any]:
-    from nmjax.kernels import api
-
     if len(wants) == 2 and wants[0].source.array is wants[1].source.array and _one_mask(wants):
-        made = api.compress_both(
-            matrix(engine, operand, wants[0].source.array), wants[0].source.pruner, here=engine.here
+        made = calls.compress_both(
+            matrix(engine, operand, wants[0].source.array), wants[0].source.pruner, target=engine.here
         )
         by_axis = {form.axis: form for form in made}
         return {want.product: by_axis[_axis(engine, operand, CONTRACTED[want.product])] for want in wants}
@@ -206,7 +203,7 @@ def _in_16_bits(engine, operand, wants) -> dict[str, Any]:
         source, axis = want.source, _axis(engine, operand, CONTRACTED[want.product])
         view = matrix(engine, operand, source.array)
         noise = {"key": source.key, "state": source.state}
-        found[want.product] = api.compress(view, axis, source.pruner, here=engine.here, **noise)
+        found[want.product] = calls.compress(view, axis, source.pruner, target=engine.here, **noise)
     return found
 
 
@@ -217,8 +214,6 @@ def _one_mask(wants) -> bool:
 
 def _in_fp8(engine, operand, wants) -> dict[str, Any]:
     """Forms in FP8, along k; those of one array and one key out of one reading."""
-    from nmjax.kernels import api
-
     batches: list[list[Want]] = []
     for want in wants:
         mate = next((b for b in batches if _read_together(b[0].source, want.source)), None)
@@ -227,7 +222,7 @@ def _in_fp8(engine, operand, wants) -> dict[str, Any]:
     for batch in batches:
         source = batch[0].source
         copies = tuple(
-            api.Copy(
+            limits.Copy(
                 want.format,
                 turned=_axis(engine, operand, CONTRACTED[want.product]) == -2,
                 packed=want.packed,
@@ -243,7 +238,7 @@ def _in_fp8(engine, operand, wants) -> dict[str, Any]:
         ]
         state = next((want.source.state for want in batch if want.source.state is not None), None)
         view = matrix(engine, operand, source.array)
-        made = api.copies(view, copies, keys=keys, state=state, here=engine.here)
+        made = calls.copies(view, copies, keys=keys, state=state, target=engine.here)
         found |= {want.product: form for want, form in zip(batch, made, strict=True)}
     return found
 
@@ -260,8 +255,6 @@ def _read_together(a: Source, b: Source) -> bool:
 
 def product(engine: Engine, name: str, made: dict[str, Any], dense: Callable[[], jax.Array], dtype) -> jax.Array:
     """A product of the forms of its operands; of 16 bits, of one form and the other operand as ``dense`` gives it."""
-    from nmjax.kernels import api
-
     choice, layout = engine[name], engine.layout
     axes, wanted = CONTRACTED[name], result(name, layout)
     shape = dict(layout.shapes)[{"fwd": "g", "dlhs": "x", "drhs": "w"}[name]]
@@ -269,9 +262,9 @@ def product(engine: Engine, name: str, made: dict[str, Any], dense: Callable[[],
         other = next(o for o in OPERANDS[name] if o != choice.operand)
         if choice.formats:
             (a, undo_a), (b, undo_b) = made[choice.operand], made[other]
-            return api.run(a, b, undo_a * undo_b, shape=choice.shape, here=engine.here).reshape(shape)
+            return calls.run(a, b, undo_a * undo_b, shape=choice.shape, target=engine.here).reshape(shape)
         b = matrix(engine, other, dense())
-        return api.run(made[choice.operand], b, None, shape=choice.shape, here=engine.here).reshape(shape)
+        return calls.run(made[choice.operand], b, None, shape=choice.shape, target=engine.here).reshape(shape)
     first = next(o for o in OPERANDS[name] if dict(layout.labels)[o].replace(axes, "") == wanted[0])
     second = next(o for o in OPERANDS[name] if o != first)
     (a, undo_a), (b, undo_b) = made[first], made[second]

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core.pruner import Pruner
+from nmjax.core.refusal import Refusal
+from nmjax.kernels import check, limits, tuning
 from nmjax.kernels.targets import Target, target
 from nmjax.products.operations import Dot
 from nmjax.products.sparsity import Sparsity
@@ -86,7 +88,7 @@ def engine(
                 raise ValueError(
                     f"{where}backend='pallas', but {RESULTS[product]} cannot be packed: {choice.why}. Write backend='auto'."
                 )
-    made = None if isinstance(here, str) else Engine(here, choices, layout)
+    made = None if isinstance(here, Refusal) else Engine(here, choices, layout)
     return made if made and any(made[product] for product in CONTRACTED) else None
 
 
@@ -108,11 +110,8 @@ def _chosen(op, lhs, rhs, sparsity, backend, here, before):
         (p, _choice(p, op, lhs, rhs, sparsity, backend, here, layout, before)) for p in CONTRACTED
     )
     choices = made(here)
-    if any(choice.how in ("packed", "fp8") for _, choice in choices):
-        from nmjax.kernels import api  # late: see nmjax.kernels
-
-        if why := api.fault(here):
-            return made(why), layout, why
+    if any(choice.how in ("packed", "fp8") for _, choice in choices) and (refusal := check.fault(here)):
+        return made(refusal), layout, refusal
     return choices, layout, here
 
 
@@ -152,8 +151,8 @@ def _choice(product, op, lhs, rhs, sparsity, backend, here, layout, before) -> C
     if not fitting and not formats:
         return _never(sparsity, slots, patterns)
     if (
-        why := here
-        if isinstance(here, str)
+        why := here.reason
+        if isinstance(here, Refusal)
         else layout
         if isinstance(layout, str)
         else _types_unfit(op, lhs, rhs, product)
@@ -242,8 +241,6 @@ def result(product: str, layout: Layout) -> str:
 
 def _packed(product, operand, op, lhs, rhs, layout, formats, here) -> Choice:
     """A product with one operand packed, or why it cannot be."""
-    from nmjax.kernels import api
-
     labels, sizes, contracted = dict(layout.labels), dict(layout.sizes), CONTRACTED[product]
     dense = next(o for o in OPERANDS[product] if o != operand)
     m, n = (labels[o].replace(contracted, "") for o in (operand, dense))
@@ -252,25 +249,22 @@ def _packed(product, operand, op, lhs, rhs, layout, formats, here) -> Choice:
     out = {"fwd": op.preferred_element_type or lhs.dtype, "dlhs": lhs.dtype, "drhs": rhs.dtype}[product]
     sides = [sizes[axis] for axis in (m, n, contracted)]
     turned = result(product, layout) == n + m
-    shape = api.Shape(*sides, jnp.dtype(kind).name, along_m, along_n, turned, jnp.dtype(out).name)
-    if why := (formats and _fp8_unfit(product, layout, here)) or api.shape_unfit(shape, here):
-        return Choice("emulated", why)
+    shape = limits.Shape(*sides, jnp.dtype(kind).name, along_m, along_n, turned, jnp.dtype(out).name)
+    if why := (formats and _fp8_unfit(product, layout, here)) or limits.product_refusal(shape, here):
+        return Choice("emulated", str(why))
     return Choice("packed", f"{operand} {'in FP8 ' if formats else ''}by {here}", operand, shape, formats)
 
 
 def _fp8_unfit(product, layout, here) -> str | None:
     """Why operands cannot be held in FP8."""
-    from nmjax.kernels import api
-
     if here.family != "hopper":
         return f"{here.kind} has no FP8 tensor cores"
     labels, sizes = dict(layout.labels), dict(layout.sizes)
-    return next(filter(None, (api.copies_unfit([sizes[a] for a in labels[o]]) for o in OPERANDS[product])), None)
+    refusals = (limits.copies_refusal([sizes[a] for a in labels[o]]) for o in OPERANDS[product])
+    return next((r.reason for r in refusals if r is not None), None)
 
 
 def _expected(choice, here, before: bool) -> float:
-    from nmjax.kernels import tuning
-
     free = bool(choice.formats) or (
         before and choice.operand == "w"
     )  # in FP8 there is less to write than of a dense form

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
+from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
 from nmjax.products import forms as packed
 from nmjax.products.operations import as_conv, as_dot, einsum_dims
@@ -139,9 +140,7 @@ def _of(made, product):
 
 
 def _underived(*values):
-    from nmjax.kernels import api  # late: see nmjax.kernels
-
-    return map(api.underived, values)
+    return map(calls.underived, values)
 
 
 def _ruled_forward(op, sparsity, name, engine, x, w, unpruned, dynamic):
