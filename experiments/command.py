@@ -59,7 +59,7 @@ def carry_out(asked: "Asked", words: str) -> None:
         processes.same(own | {"git": provenance.git()})
     workdir = Path(processes.agreed(lambda: asked.workdir or f"runs/{place}"))
     try:
-        from experiments.training import modes, tasks  # with all of JAX, which a mistake above does without
+        from experiments.training import modes  # with all of JAX, which a mistake above does without
     except ModuleNotFoundError as error:
         raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
     gc.freeze()  # imported objects stay for good, and are not searched while programs are traced
@@ -72,7 +72,7 @@ def carry_out(asked: "Asked", words: str) -> None:
         config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
     origin = Path(asked.origin) if asked.origin else None
     run = modes.Run(asked.name, config, workdir)
-    modes.carry_out(asked.mode, [run], tasks.task(config), words, origin, sink=asked.sink)
+    modes.carry_out(asked.mode, [run], words, origin, sink=asked.sink)
 
 
 def _check(asked: "Asked") -> None:
@@ -108,13 +108,13 @@ def _cache_programs() -> None:
 
 
 def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
-    from experiments.training import modes, tasks
+    from experiments.training import modes
 
     def side_by_side(members: list[sweep.Member], program: modes.Program) -> Any:
         runs = [modes.Run(member.name, member.config, workdir / member.name) for member in members]
-        return modes.carry_out("train", runs, program.task, words, program=program, sink=asked.sink)
+        return modes.carry_out("train", runs, words, program=program, sink=asked.sink)
 
-    make = lambda member: modes.Program(member.config, tasks.task(member.config))
+    make = lambda member: modes.make_program(member.config)
     results = Path(asked.results) if asked.results else None
     members = sweep.members(asked.config, asked.changes())
     sweep.run(members, workdir, asked.index, asked.at_once, make, side_by_side, results)
