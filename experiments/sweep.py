@@ -1,8 +1,8 @@
 """Many runs of one page: those that its `get_sweep()` lists, each in a directory of its own.
 
 Finished runs are not done again, and interrupted runs continue. Runs that differ in their seed alone share one compiled
-program. Those of them that are at the same step may be trained side by side in it. `results.jsonl` holds a line for every
-run that has ended; a file of results elsewhere gets the lines that it does not have.
+program. Those of them that are at the same step may be trained side by side in it. `results.jsonl` holds a line for
+every run that has ended; a file of results elsewhere gets the lines that it does not have.
 """
 
 import json
@@ -127,8 +127,8 @@ def run(
                 add(runs, workdir, results)
         if told and index is None and number + 1 < len(runs):
             names = ", ".join(member.name for member in group)
-            text = f"interrupted by {told.name} after the last step of {names}. The same command continues with the others."
-            raise Stopped(text, told)
+            text = f"interrupted by {told.name} after the last step of {names}."
+            raise Stopped(f"{text} The same command continues with the others.", told)
     _say(f"\n{_outcomes(runs, workdir)}")
     if sweep.failed:
         raise Failed(f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}")
@@ -177,7 +177,7 @@ class _Sweep:
 
 
 def _beside(member: Member, later: list[Member], workdir: Path) -> list[Member]:
-    """Return those that can be trained beside a run: they differ in their seed alone, and continue from the same step."""
+    """Return those that can be trained beside a run: they differ in their seed alone, and are at the same step."""
     alike = [other for other in later if _but_for_seed(other) == _but_for_seed(member)]
     step = _step(workdir / member.name) if alike else None
     return [other for other in alike if step is not None and _step(workdir / other.name) == step]

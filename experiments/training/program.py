@@ -93,8 +93,8 @@ class Program:
         parts = shards.parts(self.mesh)
         if self.micro_batch % parts:
             raise Mistake(
-                f"config.batch={config.batch} in {config.accumulate} micro-batches gives {self.micro_batch} examples to a "
-                f"micro-batch, which {parts} devices cannot share evenly. Choose a multiple of {parts * config.accumulate}."
+                f"config.batch={config.batch} in {config.accumulate} micro-batches gives each {self.micro_batch} "
+                f"examples, which {parts} devices cannot share evenly. Write a multiple of {parts * config.accumulate}."
             )
 
     def _set_model(self) -> None:

@@ -74,10 +74,9 @@ def start(
 ) -> subprocess.Popen:
     flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     flags |= {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, command.ROOT / "launch.py", *page, f"--workdir={workdir}", *words], env=os.environ | flags | env, text=True,
-        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    launch = [sys.executable, command.ROOT / "launch.py", *page, f"--workdir={workdir}", *words]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(launch, env=os.environ | flags | env, cwd=cwd, **output)
 
 
 def once(factory: pytest.TempPathFactory, name: str, make) -> Path:

@@ -74,8 +74,8 @@ LOOPS = {"": [], "micro-batches": ["--config.accumulate=2"], "scan": ["--config.
 
 @pytest.mark.parametrize(("name", "loop"), [*((name, "") for name in CUT), ("fsdp", "micro-batches"), ("fsdp", "scan")])
 def test_devices_tell_each_other_no_more_than_they_must(name, loop):
-    """Data parallel: gradients and figures are summed. FSDP: weights are gathered too, once, whatever goes round how often;
-    no activation is. A CPU sums what others scatter. The order of the data is nobody else's affair."""
+    """Data parallel sums gradients and figures. FSDP also gathers the weights, once, however often a loop runs, and no
+    activation. A CPU sums what other devices scatter. No device tells the others the order of its data."""
     depth = 2 if loop == "scan" else 1
     m = made(*CUT[name], f"--config.model.depth={depth}", *LOOPS[loop])
     arrays = next(iter(m.task.feed(0, 0, m.mesh)))
@@ -92,7 +92,7 @@ def test_devices_tell_each_other_no_more_than_they_must(name, loop):
 
 WRONG = {
     (3, 1): r"config.mesh.fsdp=3 x config.mesh.tensor=1 is 3 devices, which do not divide the 4",
-    (0, 1): r"config.mesh.fsdp=0 is no number of devices",
+    (0, 1): r"config.mesh.fsdp=0 is not a number of devices",
 }
 
 
