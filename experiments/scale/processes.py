@@ -84,7 +84,7 @@ def joined(option: str) -> Iterator[None]:
 
 
 class _Address(NamedTuple):
-    """Where a process finds the others, as --distributed=HOST:PORT,N,I says it."""
+    """The value of --distributed=HOST:PORT,N,I."""
 
     coordinator: str
     count: int

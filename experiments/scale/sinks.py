@@ -21,7 +21,7 @@ PATIENCE = 30.0  # seconds that a run waits at its end for what is not sent yet
 
 
 class Run(NamedTuple):
-    """What a sink is told of a run. A run that continues has the same `id`, and so continues there too."""
+    """A run as a sink sees it. A run that continues has the same `id`, and so continues there too."""
 
     id: str  # ours: eight hexadecimal digits
     dir: Path
@@ -37,7 +37,7 @@ class Sink(Protocol):
     """A service that is sent numbers. It is made with a `Run`."""
 
     place: str
-    """Where a person finds the run."""
+    """The address at which a person finds the run."""
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Send the numbers of a step."""

@@ -26,7 +26,7 @@ from experiments.training import seals
 
 
 class Restored(NamedTuple):
-    """What a run continues from. If there is no checkpoint: step 0 and no state."""
+    """A checkpoint that is read; or step 0 and no state, if there is none."""
 
     step: int
     state: Any

@@ -21,7 +21,7 @@ CUT = "--config.mesh.fsdp=4"  # over all devices of both
 
 
 def together(workdir, cache, *words, own=((), ()), page=PAGE) -> list[subprocess.Popen]:
-    """A process for each of ``own`` words, of two devices."""
+    """Start a process of two devices for each of ``own`` words."""
     port = free()
     told = [f"--distributed=127.0.0.1:{port},{len(own)},{index}" for index in range(len(own))]
     return [
@@ -114,7 +114,7 @@ def test_what_is_wrong_in_one_process_is_told_by_it_and_ends_all(tmp_path, alone
 
 
 def test_a_directory_that_others_do_not_see_is_refused(tmp_path, alone):
-    """Of one name, but on another machine; here, below another place."""
+    """It has the same name on another machine; here, in another folder."""
     both, port = [], free()
     for index in range(2):
         (place := tmp_path / f"machine{index}").mkdir()
@@ -134,7 +134,7 @@ def refused(both, why: str) -> None:
 
 
 def test_of_files_every_process_reads_its_part(alone, tmp_path):
-    """Of three batches of four in each epoch, and of five files to test in two."""
+    """Each epoch has three batches of four; the five test files make two."""
     draw = np.random.default_rng(0)
     for part, count in (("train", 12), ("val", 5)):
         for i in range(count):

@@ -49,7 +49,7 @@ def test_a_cut_run_is_the_whole_one_to_rounding(name):
 
 
 def parts_of(state) -> dict[str, float]:
-    """Which share of an array lies on a device, of all that are large."""
+    """Return the share of each large array that lies on one device."""
     share = lambda v: v.addressable_shards[0].data.size / v.size
     flat = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): share(v) for path, v in flat if v.size >= shards.SMALL}
@@ -103,7 +103,7 @@ def test_meshes_that_cannot_be(mesh):
 
 
 def test_groups_on_two_devices_are_refused_with_what_to_write():
-    """Of 64 in-features of the attention's layer out 2 x 32 are whole groups of 32, and 4 x 16 are not."""
+    """The layer out of the attention has 64 in-features: 2 x 32 are whole groups of 32, and 4 x 16 are not."""
     text = "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))"
     program("configs/vit_24.py:smoke", "--config.mesh.tensor=2", text)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What a sink is sent: to a package of our own that keeps it, and to the real ones where they are installed."""
+"""Sinks: with a package of our own that keeps what it is sent, and with the real ones if they are installed."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def init(dir, settings, **options):
 
 @pytest.fixture
 def sent(tmp_path, monkeypatch):
-    """What a package that goes by the name of wandb has been sent."""
+    """Return what a package by the name of wandb has been sent."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(KEEPS)
     monkeypatch.syspath_prepend(tmp_path / "packages")
