@@ -1,5 +1,6 @@
 """Doors for others: a pruner, a model, a data set and a task in a folder outside the repository, each in one file."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from experiments import command
+from experiments import command, report, reproduce
 from experiments.data import images, others, text
 from experiments.errors import Mistake
 from experiments.training import settings, tasks
@@ -183,7 +184,7 @@ def get_config(variant=""):
 
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
-    """A folder outside the repository, which is the current one."""
+    """Make a folder outside the repository the current one."""
     for name, source in {
         "mylab": PRUNER,
         "mixer": MIXER,
@@ -297,6 +298,20 @@ def test_a_file_of_results_imports_nothing(outside, monkeypatch):
     (outside / "run" / "config.json").write_text(rules.to_json_best_effort())
     with pytest.raises(Mistake, match="config.json names evil:boom, "):
         command.read(["launch.py", "--mode=eval", "--workdir=run"])
+    assert "evil" not in sys.modules
+
+
+def test_results_and_reports_import_nothing(outside):
+    (outside / "evil.py").write_text("raise SystemExit('it ran')\n")
+    line = json.loads((command.ROOT / "experiments/results/sdgp_cpu.jsonl").read_text().partition("\n")[0])
+    line["changes"] |= {"sparsity.stages": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
+    (outside / "sdgp_cpu.jsonl").write_text(json.dumps(line))
+    with pytest.raises(Mistake, match="is of another config than the page has now"):
+        reproduce.read(outside / "sdgp_cpu.jsonl")
+    (outside / "run").mkdir()
+    (outside / "run" / "run.json").write_text(json.dumps({"name": "a run"}))
+    (outside / "run" / "config.json").write_text(read("mixer.py", "model.name=evil:Boom").to_json_best_effort())
+    assert "evil:Boom" in report.write(outside / "run").read_text()
     assert "evil" not in sys.modules
 
 
