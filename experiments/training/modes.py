@@ -115,8 +115,8 @@ def header(program: Program) -> list[tuple[str, str]]:
     rows.append(("model", f"{name}{', ' if name else ''}{plan.parameters:,} parameters"))
     share = effective / dense
     rows.append(("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"))
-    if program.no_hard:
-        rows.append(("hardened", f"not evaluated: {program.no_hard}"))
+    if program.hardening_refusal:
+        rows.append(("hardened", f"not evaluated: {program.hardening_refusal}"))
     return rows
 
 
