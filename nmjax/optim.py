@@ -1,31 +1,42 @@
-"""Optax transformations for masked training: decay of dropped weights, and an Adam that says when masks may begin."""
+"""Optax transformations for masked training: decay of dropped weights, and an Adam that decides when masks begin."""
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
+from jaxtyping import Array, Float, Int, PyTree
 
 from nmjax.pruners.schedules import Schedule
 
 
 def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs:
-    """Gradients plus ``lam`` times the weights that a mask drops: they shrink, and masks settle.
+    """Return a transformation that adds ``lam`` times the dropped weights to the gradient.
 
-    Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity" (arXiv 2404.01847), after Zhou et al.
-    (arXiv 2102.04010)::
+    Dropped weights shrink, and masks settle. Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity"
+    (arXiv 2404.01847), after Zhou et al. (arXiv 2102.04010)::
 
         g <- g + lam * (1 - mask) * w
 
-    It stands after clipping, which would shrink the term, and before Adam, whose moments are to see it. ``lam`` may be
-    a schedule of the updates done. Every update wants the masks, a tree like the parameters': bool arrays of their
-    shapes, or True where nothing is dropped. What `optax.masked` and `optax.multi_transform` leave out, masks may hold
-    or not. `optax.MultiSteps` goes around a chain: inside one it hands no masks on.
+    Put it after clipping, which would shrink the term, and before Adam, whose moments have to see it.
+    `optax.MultiSteps` goes around a chain: inside a chain it passes no masks on. `sr_ste` adds the same term in the
+    weight's own dtype; here the sum is taken in float32 and rounded once.
 
-    Where `sr_ste` adds its term in the weight's own dtype, here the sum is of float32 and rounded once.
+    Args:
+        lam: Strength of the decay, or a schedule of the number of updates done.
+
+    Returns:
+        A transformation whose ``update`` takes the parameters and ``masks=``: a tree like the parameters', of bool arrays
+        of their shapes, or True for a weight without a mask. Masks of what `optax.masked` and `optax.multi_transform`
+        leave out are ignored.
+
+    Raises:
+        ValueError: In ``update``: masks or parameters are missing, or the trees do not match.
+        TypeError: In ``update``: a mask is not bool.
 
     >>> w, mask = jnp.array([1., -2., 3., -4.]), jnp.array([False, False, True, True])
     >>> tx = optax.chain(optax.clip_by_global_norm(1.), masked_decay(.5), optax.sgd(1.))
@@ -33,11 +44,13 @@ def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs
     Array([-0.5,  1. , -0. , -1. ], dtype=float32)
     """
 
-    def init(params):
+    def init(params: PyTree) -> Any:
         del params
         return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)) if callable(lam) else optax.EmptyState()
 
-    def update(updates, state, params=None, *, masks=None, **extra):
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, *, masks: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
         del extra
         if masks is None:
             raise ValueError(
@@ -46,7 +59,7 @@ def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs
             )
         if params is None:
             raise ValueError(
-                "masked_decay decays weights, and got none: write tx.update(grads, state, params, masks=masks)."
+                "masked_decay got no parameters to decay: write tx.update(grads, state, params, masks=masks)."
             )
         rate = lam
         if callable(lam):
@@ -56,50 +69,56 @@ def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _decayed(g, w, keep, rate):
-    """A kept weight is never multiplied, so that no NaN of it comes through; nor is any by a rate of 0."""
+def _decayed(g: jax.Array, w: jax.Array, keep: jax.Array, rate: Any) -> jax.Array:
+    """Decay a dropped weight. Kept ones are selected, not multiplied by 0, so that no NaN in them comes through."""
     total = _wide(g)
     rate = jnp.asarray(rate, total.dtype)
     return jnp.where(keep | (rate == 0), g, (total + rate * w.astype(total.dtype)).astype(g.dtype))
 
 
-def _map_matched(f, updates, params, masks):
-    """``f(g, w, keep)`` of all updates, matched by path, for masks may hold more: where `optax.masked` leaves something
-    out, a whole subtree perhaps, updates and parameters have a node without leaves."""
+def _map_matched(
+    f: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], updates: PyTree, params: PyTree, masks: PyTree
+) -> PyTree:
+    """Return ``f(g, w, keep)`` of all updates, matched by path.
+
+    If `optax.masked` leaves out a subtree, updates and parameters have a node without leaves there, and masks may not.
+    """
     absent = lambda node: node is None or isinstance(node, optax.MaskedNode)
     leaves, structure = tree_flatten_with_path(updates, is_leaf=absent)
     weights, kept = (dict(tree_flatten_with_path(tree)[0]) for tree in (params, masks))
-    out = []
+    new: list[Any] = []
+    left_out: list[tuple[Any, ...]] = []
     for path, g in leaves:
-        if not absent(g):
+        if absent(g):
+            left_out.append(path)
+        else:
             g, w, keep = jnp.asarray(g), weights.pop(path, None), kept.pop(path, None)
             _check_matched(path, g, w, keep)
             g = f(g, jnp.asarray(w), jnp.asarray(keep))
-        out.append(g)
-    left_out = [path for path, g in leaves if absent(g)]
-    for what, rest in (("mask", kept), ("parameter", weights)):
+        new.append(g)
+    for kind, rest in (("mask", kept), ("parameter", weights)):
         for path in rest:
             if not any(path[: len(start)] == start for start in left_out):
                 raise ValueError(
-                    f"masked_decay: the {what}{_at(path)}, of shape {jnp.shape(rest[path])}, has no gradient. "
+                    f"masked_decay: the {kind}{_at(path)}, of shape {jnp.shape(rest[path])}, has no gradient. "
                     "The trees of gradients, parameters and masks must be alike."
                 )
-    return structure.unflatten(out)
+    return structure.unflatten(new)
 
 
-def _check_matched(path, g, w, keep):
+def _check_matched(path: tuple[Any, ...], g: jax.Array, w: Any, keep: Any) -> None:
     if w is None or keep is None:
         missing = "parameter" if w is None else "mask"
         raise ValueError(
             f"masked_decay: the gradient{_at(path)}, of shape {g.shape}, has no {missing}. "
-            "The trees of gradients, parameters and masks must be alike; where nothing is dropped, the mask is True."
+            "The trees of gradients, parameters and masks must be alike; a weight without a mask has True."
         )
     if jnp.shape(w) != g.shape:
         raise ValueError(f"masked_decay: the gradient{_at(path)} has shape {g.shape}, its parameter {jnp.shape(w)}.")
     if jnp.shape(keep) not in ((), g.shape):
         raise ValueError(
             f"masked_decay: the mask{_at(path)} has shape {jnp.shape(keep)}, its parameter {g.shape}. "
-            "Give a mask of the parameter's shape, or True where nothing is dropped."
+            "Give a mask of the parameter's shape, or True for a weight without one."
         )
     if jnp.result_type(keep) != jnp.bool_:
         raise TypeError(
@@ -107,24 +126,32 @@ def _check_matched(path, g, w, keep):
         )
 
 
-def _at(path) -> str:
+def _at(path: tuple[Any, ...]) -> str:
     return f" at {keystr(path)}" if path else ""
 
 
-def _wide(x) -> jax.Array:
-    """At least float32: what to compute in."""
+def _wide(x: Any) -> jax.Array:
+    """Return an array in at least float32, to compute in."""
     x = jnp.asarray(x)
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
 class StepAdamState(NamedTuple):
-    """What `step_adam` remembers: arrays only."""
+    """The state of `step_adam`: arrays only.
 
-    count: jax.Array  # updates done
-    since: jax.Array  # 0 while dense, then which of the sparse steps comes next: 1, 2, ...
-    mu: Any
-    nu: Any  # frozen after the switch
-    window: jax.Array  # Z of the last steps, in a ring
+    Attributes:
+        count: Number of updates done.
+        since: 0 while dense, then the number of the next sparse step: 1, 2, ...
+        mu: The first moments, in float32.
+        nu: The second moments, in float32, frozen after the switch.
+        window: Z of the last updates, in a ring.
+    """
+
+    count: Int[Array, ""]
+    since: Int[Array, ""]
+    mu: PyTree
+    nu: PyTree
+    window: Float[Array, " updates"]
 
 
 def step_adam(
@@ -137,27 +164,44 @@ def step_adam(
     after: int,
     before: int,
     mean: str = "arithmetic",
-    mask: Any = None,
+    mask: PyTree | Callable[[PyTree], PyTree] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW for dense weights until its variance has settled, then with that variance for sparse ones.
+    """Return AdamW for dense weights until its variance has settled, then with that variance for sparse ones.
 
     Lu et al., "STEP: Learning N:M Structured Sparsity Masks from Scratch with Precondition" (arXiv 2302.01172):
     gradients of masked weights spoil Adam's estimate of their variance. With its moments m and v, at update t from 1::
 
         dense     w <- w - lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)
-        switches  after it if Z < eps and t > after, or if t > before
-                  where Z is the mean |v_t - v_(t-1)| of all weights over the last 1 / (1 - b2) updates
-        sparse    w <- w - lr * (m / (1 - b1^t) / (sqrt(v*) + eps^(3/4)) + weight_decay * w),  v* that of the switch
+        switches  after the update if Z < eps and t > after, or if t > before
+                  Z is the mean |v_t - v_(t-1)| of all weights over the last 1 / (1 - b2) updates
+        sparse    w <- w - lr * (m / (1 - b1^t) / (sqrt(v*) + eps^(3/4)) + weight_decay * w),  v* is v at the switch
 
-    Published runs have ``after`` at 10 % of their updates and ``before`` at 50 %. Over the weights the mean may be
-    ``"geometric"``, which a single weight that has never had a gradient makes 0; over the updates it is of those there
-    were, while they are fewer. The sparse denominator is that of the code that FST's authors (arXiv 2404.01847) compare
-    with. ``mask``, a tree of bools or a function from parameters to one, says what decays, as in `optax.adamw`: all, without
-    it. There only pruned weights switch: give it those, by `optax.multi_transform`, and `optax.adamw` the others.
+    The sparse denominator is that of the code that FST's authors (arXiv 2404.01847) compare with. Only pruned weights
+    need the switch: give them this optimizer by `optax.multi_transform`, and all others `optax.adamw`.
 
-    The model learns of the switch by `since`, as its step: its weights are ``ste(stages(((0,identity),(1,mse(2,4)))))``
-    and every update begins with ``nm.nnx.set_step(model, nm.optim.since(opt_state))``. Moments are float32, those of
-    bf16 weights too; updates have the gradients' dtype.
+    The model learns of the switch by `since`, as its step. Its weights are ``ste(stages(((0,identity),(1,mse(2,4)))))``,
+    and every update begins with ``nm.nnx.set_step(model, nm.optim.since(opt_state))``. Moments are float32, also those
+    of bf16 weights; updates have the gradients' dtype.
+
+    Args:
+        learning_rate: A number, or a schedule of the number of updates done.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Term in the denominator, and the threshold of the switch.
+        weight_decay: Strength of the weight decay.
+        after: The switch comes after this update at the earliest; 10 % of all updates in published runs.
+        before: The switch comes after this update at the latest; 50 % of all updates in published runs.
+        mean: The mean over the weights: "arithmetic", or "geometric", which is 0 as soon as one weight has never had a
+            gradient. Over the updates the mean is of as many as there were.
+        mask: Weights that decay, a tree of bools or a function from parameters to one, as in `optax.adamw`. All decay
+            without it.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: b2, after or before is no plain number.
+        ValueError: A number is out of its range.
 
     >>> w = jnp.ones(4)
     >>> tx = step_adam(.1, after=1, before=2)
@@ -170,24 +214,27 @@ def step_adam(
     """
     _check_step_adam(b1, b2, eps, after, before, mean)
     after, before = int(after), int(before)
-    steps = math.floor(round(1 / (1 - b2), 6))  # without rounding first, 999 for 0.999
+    steps = math.floor(round(1 / (1 - b2), 6))  # rounded first, because 1 / (1 - 0.999) is a little less than 1000
 
-    def init(params):
+    def init(params: PyTree) -> StepAdamState:
         zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(_wide(p)), params)
-        count, since = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two buffers, for a state may be donated
+        count, since = (
+            jnp.zeros((), jnp.int32),
+            jnp.zeros((), jnp.int32),
+        )  # two buffers: a donated state must not hold one twice
         return StepAdamState(count, since, zeros(), zeros(), jnp.zeros(steps, jnp.float32))
 
-    def update(updates, state, params=None, **extra):
+    def update(updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
         del extra
         decays = not isinstance(weight_decay, numbers.Real) or weight_decay != 0
         if decays and params is None:
-            raise ValueError("step_adam decays weights, and got none: write tx.update(grads, state, params).")
+            raise ValueError("step_adam got no parameters to decay: write tx.update(grads, state, params).")
         if decays and mask is not None:
             decayed = mask(params) if callable(mask) else mask
             params = jax.tree.map(lambda keep, w: w if keep else jnp.zeros_like(w), decayed, params)
-        sparse, t = state.since > 0, optax.safe_increment(state.count)
+        sparse, t = state.since > 0, jnp.asarray(optax.safe_increment(state.count))
         grads = jax.tree.map(_wide, updates)
-        # v_t - v_(t-1), without the rounding of that difference, which would make zeros for the geometric mean
+        # |v_t - v_(t-1)|, computed without that difference, whose rounding would give zeros to the geometric mean
         change = jax.tree.map(lambda g, v: (1 - b2) * jnp.abs(g * g - v), grads, state.nu)
         window = jnp.where(sparse, state.window, state.window.at[state.count % steps].set(_mean_change(change, mean)))
         settled = (jnp.sum(window) / jnp.minimum(t, steps).astype(jnp.float32) < eps) & (t > after)
@@ -199,7 +246,7 @@ def step_adam(
         m_hat, v_hat = (optax.tree.bias_correction(x, b, t.astype(jnp.float32)) for x, b in ((mu, b1), (nu, b2)))
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
-        def step(g, m_hat, v_hat, v, w=None):
+        def step(g: Any, m_hat: jax.Array, v_hat: jax.Array, v: jax.Array, w: Any = None) -> jax.Array:
             d = m_hat / jnp.where(sparse, jnp.sqrt(v) + eps**0.75, jnp.sqrt(v_hat) + eps)
             d = d + weight_decay * jnp.asarray(w, d.dtype) if decays else d
             return (jnp.asarray(-rate, d.dtype) * d).astype(jnp.result_type(g))
@@ -210,7 +257,7 @@ def step_adam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_step_adam(b1, b2, eps, after, before, mean):
+def _check_step_adam(b1: float, b2: float, eps: float, after: int, before: int, mean: str) -> None:
     if mean not in ("arithmetic", "geometric"):
         raise ValueError(f"step_adam: mean is 'arithmetic' or 'geometric', got {mean!r}.")
     for name, value in (("b2", b2), ("after", after), ("before", before)):
@@ -223,7 +270,7 @@ def _check_step_adam(b1, b2, eps, after, before, mean):
         if isinstance(value, numbers.Real) and not 0 <= value < 1:
             raise ValueError(f"step_adam: {name} must be at least 0 and less than 1, got {value}.")
     if isinstance(eps, numbers.Real) and not eps > 0:
-        raise ValueError(f"step_adam: eps must be positive, for it is also the threshold of the switch, got {eps}.")
+        raise ValueError(f"step_adam: eps must be positive, because it is also the threshold of the switch; got {eps}.")
     if after % 1 or before % 1 or not 0 <= after <= before:
         raise ValueError(
             "step_adam: after and before are whole numbers of updates, 0 <= after <= before; "
@@ -231,23 +278,44 @@ def _check_step_adam(b1, b2, eps, after, before, mean):
         )
 
 
-def _mean_change(change, mean) -> jax.Array:
-    """Z of one step: a mean over the values of all arrays."""
+def _mean_change(change: PyTree, mean: str) -> jax.Array:
+    """Return Z of one update: the mean over the values of all arrays."""
     leaves = jax.tree.leaves(change)
-    if not (size := sum(x.size for x in leaves)):
+    size = sum(x.size for x in leaves)
+    if not size:
         raise ValueError("step_adam watches the variance of parameters, and has none. Check the labels or the mask.")
     if mean == "geometric":
         return jnp.exp(sum(jnp.sum(jnp.log(x)).astype(jnp.float32) for x in leaves) / float(size))
-    return sum(jnp.sum(x).astype(jnp.float32) for x in leaves) / float(size)
+    total: Any = sum(jnp.sum(x).astype(jnp.float32) for x in leaves)
+    return total / float(size)
 
 
-def since(opt_state) -> jax.Array:
-    """0 while `step_adam` trains densely, then which of the sparse steps comes next, out of any optimizer's state."""
-    ours = lambda node: isinstance(node, StepAdamState)
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=ours) if ours(node)]
-    if len(found) != 1:
+def since(opt_state: PyTree) -> Int[Array, ""]:
+    """Return 0 while `step_adam` trains densely, then the number of the next sparse step.
+
+    Args:
+        opt_state: The state of an optimizer that holds one `step_adam`, anywhere in it.
+
+    Returns:
+        An int32 scalar, to be the model's step.
+
+    Raises:
+        ValueError: The state holds no `step_adam`, or several.
+
+    >>> tx = optax.chain(optax.clip(1.0), step_adam(1e-3, after=10, before=50))
+    >>> since(tx.init(jnp.ones(4)))
+    Array(0, dtype=int32)
+    """
+    is_state = lambda node: isinstance(node, StepAdamState)
+    states = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    if not states:
         raise ValueError(
-            f"since reads the state of one step_adam, found {len(found) or 'none'} in a {type(opt_state).__name__}. "
-            + ("Give it the part that holds the one meant." if found else "Give it the state of such an optimizer.")
+            f"since reads the state of one step_adam, found none in a {type(opt_state).__name__}. "
+            "Give it the state of such an optimizer."
         )
-    return jax.tree.leaves(found[0].since)[0]  # a Variable, in the state of an nnx.Optimizer
+    if len(states) > 1:
+        raise ValueError(
+            f"since reads the state of one step_adam, found {len(states)} in a {type(opt_state).__name__}. "
+            "Give it the part that holds the one meant."
+        )
+    return jax.tree.leaves(states[0].since)[0]  # in the state of an nnx.Optimizer it is a Variable

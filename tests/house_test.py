@@ -23,7 +23,7 @@ HOUSE = {
         ),
         "products": ("sparsity", "operations", "routes", "forms", "rule", "sites"),
         "recipes": ("methods", "text", "table"),
-        "analysis": ("flops", "plan", "metrics"),
+        "analysis": ("flops", "plan", "patterns", "metrics"),
         "optim": (),
         "models": ("transformer", "vit", "gpt", "bert", "resnet", "__init__"),
         "nnx": ("variables", "doors", "delivery", "planning", "packing", "hardening", "measures", "__init__"),

@@ -1,188 +1,177 @@
-"""What a run reports of its sparsity: densities, flips and ties, violated patterns, errors of what was pruned.
+"""Measures of sparsity: densities, flips of masks, ties, broken patterns, errors of pruned values and gradients.
 
-Functions of arrays or pytrees (None is skipped), reductions in float32 and int32, to be logged from inside `jax.jit`.
+They are functions of arrays or pytrees, in which None is skipped. Sums are taken in float32 and int32. Call them inside
+`jax.jit` to log them from a training step.
 """
 
-import difflib
-import math
-import operator
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, PyTree
 
+from nmjax.analysis.patterns import Pattern as Pattern, count, path as path, violations as violations
 from nmjax.core import groups, random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.core.value import Value
 from nmjax.products.rule import einsum
 from nmjax.products.sparsity import Sparsity, prune
 from nmjax.pruners import identity
 
+Key: TypeAlias = Any  # a jax.random.key, an int seed, or two uint32 words
 
-def density(tree) -> jax.Array:
-    """The share of non-zeros over all leaves; NaN counts as one.
+
+def density(tree: PyTree) -> Float[Array, ""]:
+    """Return the share of non-zeros over all leaves. NaN counts as a non-zero.
+
+    Args:
+        tree: An array or a pytree of arrays.
+
+    Returns:
+        A float32 scalar between 0 and 1.
+
+    Raises:
+        ValueError: The tree has no entries.
 
     >>> density({"w": jnp.array([[1., 0.], [jnp.nan, 0.]]), "b": jnp.zeros(4)})
     Array(0.25, dtype=float32)
     """
     leaves = _leaves(tree)
-    return sum(_f32(_count(x.astype(bool))) for x in leaves) / float(sum(x.size for x in leaves))
+    nonzeros: Any = sum(_f32(count(x.astype(bool))) for x in leaves)
+    return nonzeros / float(sum(x.size for x in leaves))
 
 
-def sad(before, after):
-    """The sum of absolute differences ``|m - m'|_1`` of every mask (SR-STE, Zhou et al., arXiv 2102.04010), in float32.
+def sad(before: PyTree[Bool[Array, "..."]], after: PyTree[Bool[Array, "..."]]) -> PyTree[Float[Array, ""]]:
+    """Return the sum of absolute differences ``|m - m'|_1`` of every mask (SR-STE, Zhou et al., arXiv 2102.04010).
+
+    Args:
+        before: A mask or a pytree of masks.
+        after: The masks of a later step, a pytree of the same structure.
+
+    Returns:
+        A pytree of the same structure, with a float32 scalar for each mask.
+
+    Raises:
+        ValueError: Two masks differ in shape, or are not bool.
 
     >>> sad({"w": jnp.array([True, True, False])}, {"w": jnp.array([False, True, True])})
     {'w': Array(2., dtype=float32)}
     """
 
-    def flips(m, new):
+    def flips(m: Bool[Array, "..."], new: Bool[Array, "..."]) -> Float[Array, ""]:
         if m.shape != new.shape or not m.dtype == new.dtype == bool:
             raise ValueError(f"masks are bool, of one shape, as w != 0: got {jax.typeof(m)} and {jax.typeof(new)}.")
-        return _f32(_count(m != new))
+        return _f32(count(m != new))
 
     return jax.tree.map(flips, before, after)
 
 
-def flip_rate(before, after) -> jax.Array:
-    """The share of mask entries that changed, ``r = |m xor m'|_1 / d`` over all leaves: of masks that are held, or that a
-    dense run would have (Hu et al., arXiv 2404.01847 and 2409.09099).
+def flip_rate(before: PyTree, after: PyTree) -> Float[Array, ""]:
+    """Return the share of mask entries that changed, ``r = |m xor m'|_1 / d``, over all leaves.
+
+    The masks are those of a sparse run, or those that a dense run would have (Hu et al., arXiv 2404.01847 and
+    2409.09099).
+
+    Args:
+        before: A mask or a pytree of masks. A scalar True stands for a weight without a mask and does not count.
+        after: The masks of a later step, a pytree of the same structure.
+
+    Returns:
+        A float32 scalar between 0 and 1.
+
+    Raises:
+        ValueError: There is no mask, or two masks differ in shape.
 
     >>> flip_rate(jnp.array([True, True, False, False]), jnp.array([False, True, True, False]))
     Array(0.5, dtype=float32)
     """
-    size = sum(m.size for m in _leaves(before) if m.ndim)  # in a tree of masks, True by itself stands for what has none
+    size = sum(m.size for m in _leaves(before) if m.ndim)
     if not size:
-        raise ValueError(f"{before!r} has no mask.")
-    return sum(jax.tree.leaves(sad(before, after))) / float(size)
+        raise ValueError(f"{before!r} has no mask: all of its leaves are scalars.")
+    flips: Any = sum(jax.tree.leaves(sad(before, after)))
+    return flips / float(size)
 
 
-def flip_rates(before, after) -> dict[str, jax.Array]:
-    """`flip_rate` of every leaf that has a mask, by its path.
+def flip_rates(before: PyTree, after: PyTree) -> dict[str, Float[Array, ""]]:
+    """Return the `flip_rate` of every leaf that has a mask, by its path.
 
-    >>> flip_rates({"up": jnp.array([True, False]), "head": jnp.array(True)}, {"up": jnp.array([True, True]), "head": jnp.array(True)})
+    Args:
+        before: A pytree of masks, as in `flip_rate`.
+        after: The masks of a later step.
+
+    Returns:
+        A dict from path, as `path` writes it, to a float32 scalar.
+
+    >>> before = {"up": jnp.array([True, False]), "head": jnp.array(True)}
+    >>> flip_rates(before, {"up": jnp.array([True, True]), "head": jnp.array(True)})
     {'up': Array(0.5, dtype=float32)}
     """
     named = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
     return {path(keys): flip_rate(m, new) for (keys, m), new in named if m.ndim}
 
 
-def ties(x: jax.Array, n: int, m: int, axis: int = -1) -> jax.Array:
-    """The share of groups whose n-th and (n+1)-th largest magnitudes are equal, so that place decides which is kept. Where
-    both are 0 is no tie: pruning changes nothing there.
+def ties(x: Float[Array, "..."], n: int, m: int, axis: int = -1) -> Float[Array, ""]:
+    """Return the share of groups whose n-th and (n+1)-th largest magnitudes are equal.
+
+    In such a group the place of a value decides whether it is kept. Two zeros are no tie, because pruning them changes
+    nothing.
+
+    Args:
+        x: An array.
+        n: Number of values kept in each group.
+        m: Size of a group.
+        axis: The axis that groups lie along.
+
+    Returns:
+        A float32 scalar between 0 and 1.
+
+    Raises:
+        ValueError: The axis does not divide by m, or n does not lie between 1 and m.
 
     >>> ties(jnp.array([1., -2., 2., 3.,  1., 0., 0., 0.]), 2, 4)
     Array(0.5, dtype=float32)
     """
-    axis = groups.position(x.ndim, *Pattern(n, m, axis).axes)
+    axis = groups.position(x.ndim, *Pattern(n, m, axis).contracted)
     size = groups.magnitude(groups.split(x, axis, m))
     kept = groups.top_of(size, axis + 1, n)
     least = jnp.min(jnp.where(kept, size, jnp.iinfo(size.dtype).max), axis + 1)
     most = jnp.max(jnp.where(kept, 0, size), axis + 1)
-    return _f32(_count((least == most) & (most > 0))) / float(most.size)
-
-
-@dataclass(frozen=True, repr=False)
-class Pattern(Value):
-    """At most n non-zeros of every m along the axes of a weight that its product contracts, the last the innermost: of
-    several as few as needed are flattened, as products do.
-
-    >>> Pattern(2, 4, (0, 1))
-    2:4 along axes 0, 1
-    """
-
-    n: int
-    m: int
-    axes: tuple[int, ...] | int = (-1,)
-
-    def __post_init__(self):
-        super().__post_init__()
-        axes = self.axes if isinstance(self.axes, tuple) else (self.axes,)
-        object.__setattr__(self, "axes", tuple(map(operator.index, axes)))
-        if not 1 <= self.n <= self.m:
-            raise ValueError(f"{self}: n must lie between 1 and m, for at most n of every m values are kept.")
-
-    def __repr__(self) -> str:
-        return f"{self.n}:{self.m} along {'axis' if len(self.axes) == 1 else 'axes'} {', '.join(map(str, self.axes))}"
-
-
-def violations(weights, patterns: Pattern | Mapping[str, Pattern | None]) -> Any:
-    """How many groups break their pattern: a dict from path to count, of any pytree of weights.
-
-    ``patterns`` are `Pattern` or None (dense, not counted) by path, as `path` writes it, or by a regular expression of
-    whole paths. The first that fits a path decides; a path that none fits is not counted. A single array takes a single
-    Pattern, and gives its count.
-
-    >>> weights = {"mlp": {"kernel": jnp.ones((8, 2)), "bias": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 3))}}
-    >>> violations(weights, {"head/.*": None, ".*/kernel": Pattern(2, 4, 0)})
-    {'mlp/kernel': Array(4, dtype=int32)}
-    """
-    named = [(path(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(weights)]
-    if isinstance(patterns, Pattern):
-        if len(named) != 1:
-            raise TypeError(f"one Pattern is for one array, not for {len(named)}: write {{'.*/kernel': {patterns!r}}}.")
-        return _violations(*named[0], patterns)
-    arrays = dict(named)
-    if len(arrays) < len(named):
-        raise ValueError(f"two arrays have one path, of {', '.join(sorted(name for name, _ in named))}: rename one.")
-    chosen: dict[str, Pattern | None] = {}
-    for text, pattern in patterns.items():
-        if not isinstance(pattern, Pattern | None):
-            raise TypeError(f"{text!r} is for Pattern(n, m, axes), or None where dense, got {pattern!r}.")
-        chosen = dict.fromkeys(_fitting(text, arrays), pattern) | chosen
-    return {name: _violations(name, x, pattern) for name, x in named if (pattern := chosen.get(name))}
-
-
-def path(keys) -> str:
-    """A key path of `jax.tree_util` as text. A last attribute ``value``, the inside of a boxed variable, is not named.
-
-    >>> [path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path({"layers": [{"kernel": 1}]})]
-    ['layers/0/kernel']
-    """
-    boxed = keys and isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name == "value"
-    return jax.tree_util.keystr(keys[:-1] if boxed else keys, simple=True, separator="/")
-
-
-def _fitting(text, paths):
-    try:
-        fits = [text] if text in paths else [p for p in paths if re.fullmatch(text, p)]
-    except re.error as error:
-        raise ValueError(f"{text!r} is no path, and no regular expression either: {error}.") from None
-    if not fits:
-        near = difflib.get_close_matches(text, paths, 10, 0.0)
-        more = f", and {len(paths) - len(near)} more" if len(paths) > len(near) else ""
-        raise ValueError(f"{text!r} fits no path. The {len(paths)} paths, nearest first: {', '.join(near)}{more}.")
-    return fits
-
-
-def _violations(name, x, pattern):
-    x = jnp.asarray(x)
-    axes = tuple(a % x.ndim for a in pattern.axes if -x.ndim <= a < x.ndim)
-    merged = groups.merge(x, axes, pattern.m) if len({*axes}) == len(pattern.axes) else None
-    if merged is None:
-        raise ValueError(
-            f"{name or 'array'!r} of shape {x.shape} does not divide into {pattern}: name the axes that its product contracts, or None."
-        )
-    return _count(groups.counts(merged[0], pattern.m, merged[1]) > pattern.n)
+    return _f32(count((least == most) & (most > 0))) / float(most.size)
 
 
 class Error(NamedTuple):
-    """How far draws lie from an exact value, relative to its norm: NaN where that is zero, and noise and variance where one
-    random draw does not tell."""
+    """The distance of draws from an exact value e, relative to its norm.
 
-    bias: jax.Array  # ||mean - exact|| / ||exact||
-    noise: jax.Array  # what the bias of K unbiased draws comes out as: sqrt(variance / K)
-    variance: jax.Array  # the entries' sample variances added up / ||exact||^2
-    cosine: jax.Array  # between a draw and the exact value, on average
+    All are NaN if the exact value is zero. Noise and variance are NaN for a single draw of a random pruner.
+
+    Attributes:
+        bias: ``||mean - e|| / ||e||``.
+        noise: The bias that K unbiased draws would show: ``sqrt(variance / K)``.
+        variance: The sum of the entries' sample variances, over ``||e||^2``.
+        cosine: The cosine between a draw and e, on average.
+    """
+
+    bias: Float[Array, ""]
+    noise: Float[Array, ""]
+    variance: Float[Array, ""]
+    cosine: Float[Array, ""]
 
 
-def error(draws, exact) -> Error:
-    """The `Error` of draws along a leading axis, of arrays or pytrees; all leaves are one vector.
+def error(draws: PyTree, exact: PyTree) -> Error:
+    """Return the `Error` of draws. All leaves of a pytree are one vector.
+
+    Args:
+        draws: An array or a pytree of arrays, with the draws along a leading axis.
+        exact: The exact value, of the same structure without that axis.
+
+    Returns:
+        The error, in float32.
+
+    Raises:
+        ValueError: The two differ in structure or in shapes.
 
     >>> print(*error(jnp.array([[2., 0.], [0., 2.]]), jnp.array([1., 1.])))
     0.0 1.0 2.0 0.70710677
@@ -190,12 +179,33 @@ def error(draws, exact) -> Error:
     d, e = _leaves(draws), _leaves(exact)
     shapes, wanted = [x.shape for x in d], [(*d[0].shape[:1], *x.shape) for x in e]
     if jax.tree.structure(draws) != jax.tree.structure(exact) or shapes != wanted:
-        raise ValueError(f"draws are a tree like exact with a leading axis: wanted shapes {wanted}, got {shapes}.")
+        raise ValueError(f"draws are a tree like exact with a leading axis: expected shapes {wanted}, got {shapes}.")
     return _error(lambda leaves: leaves, d, e)
 
 
-def pruned_error(p: Pruner, x: jax.Array, *, axis: int = -1, key=0, draws: int = 16, step=0, state=None) -> Error:
-    """The `Error` of a pruned array, over draws by different keys; one, if p draws nothing.
+def pruned_error(
+    p: Pruner,
+    x: Float[Array, "..."],
+    *,
+    axis: int = -1,
+    key: Key = 0,
+    draws: int = 16,
+    step: Any = 0,
+    state: Any = None,
+) -> Error:
+    """Return the `Error` of a pruned array.
+
+    Args:
+        p: The pruner.
+        x: The exact value.
+        axis: The axis that is pruned along.
+        key: The first of the keys.
+        draws: Number of draws, each by another key. A pruner that draws nothing is called once.
+        step: The step.
+        state: The pruner's state.
+
+    Returns:
+        The error, in float32.
 
     >>> from nmjax.pruners import mse
     >>> pruned_error(mse(2, 4), jnp.array([2., 1., 2., 0.])).bias
@@ -206,16 +216,45 @@ def pruned_error(p: Pruner, x: jax.Array, *, axis: int = -1, key=0, draws: int =
 
 
 def gradient_error(
-    sparsity: Sparsity, x: jax.Array, w: jax.Array, g: jax.Array, *, key=0, draws: int = 16, step=0, state=None
+    sparsity: Sparsity,
+    x: Float[Array, "*batch tokens k"],
+    w: Float[Array, "k n"],
+    g: Float[Array, "*batch tokens n"],
+    *,
+    key: Key = 0,
+    draws: int = 16,
+    step: Any = 0,
+    state: Any = None,
 ) -> Error:
-    """The `Error` of dw = x^T g that comes of pruning in ``drhs_g`` and ``drhs_lhs``: against the same with both empty.
+    """Return the `Error` of ``dw = x^T g`` that pruning in ``drhs_g`` and ``drhs_lhs`` causes.
 
-    x is (..., tokens, in), w (in, out), and g (..., tokens, out) the gradient of y.
+    The exact value is that of the same sparsity with both slots empty.
+
+    Args:
+        sparsity: The sparsity. Its forward slots must not draw.
+        x: The input of the product.
+        w: The weight.
+        g: The gradient of ``y = x w``.
+        key: The first of the keys.
+        draws: Number of draws, each by another key. Slots that draw nothing are computed once.
+        step: The step.
+        state: The state of the product, a dict from slot to state.
+
+    Returns:
+        The error, in float32.
+
+    Raises:
+        ValueError: A forward slot draws, so there is no exact value.
+
+    >>> x, w, g = jnp.ones((4, 2)), jnp.ones((2, 3)), jnp.arange(12.0).reshape(4, 3)
+    >>> from nmjax.pruners import mse
+    >>> print(gradient_error(Sparsity(drhs_g=mse(2, 4)), x, w, g).bias)
+    0.24618298
     """
     if sparsity.fwd_lhs.stochastic or sparsity.fwd_rhs.stochastic:
-        raise ValueError(f"{sparsity}: where a forward slot draws, no one dw is exact. Leave it empty here.")
+        raise ValueError(f"{sparsity}: if a forward slot draws, no dw is the exact one. Leave that slot empty here.")
 
-    def dw(sparsity, key):
+    def dw(sparsity: Sparsity, key: Key) -> tuple[jax.Array, ...]:
         product = lambda w: einsum("...i,io->...o", x, w, sparsity=sparsity, ctx=Ctx(key, step, state))
         return jax.vjp(product, w)[1](g)
 
@@ -224,9 +263,17 @@ def gradient_error(
     return _error(lambda key: dw(sparsity, key), _keys(key, draws if stochastic else 1), exact, sure=not stochastic)
 
 
-def gradient_variance(grads) -> jax.Array:
-    """The variance of |g| over all entries of all leaves, as a measure of noise (Bambhaniya et al., arXiv 2402.04744). Of
-    every leaf for itself: ``jax.tree.map(gradient_variance, grads)``.
+def gradient_variance(grads: PyTree) -> Float[Array, ""]:
+    """Return the variance of |g| over all entries of all leaves.
+
+    It is a measure of noise (Bambhaniya et al., arXiv 2402.04744). For each leaf by itself write
+    ``jax.tree.map(gradient_variance, grads)``.
+
+    Args:
+        grads: A pytree of gradients.
+
+    Returns:
+        A float32 scalar.
 
     >>> gradient_variance({"w": jnp.array([1., -3.]), "b": jnp.array([[3.], [5.]])})
     Array(2., dtype=float32)
@@ -234,19 +281,23 @@ def gradient_variance(grads) -> jax.Array:
     sizes = [jnp.abs(_f32(x)) for x in _leaves(grads)]
     count = float(sum(v.size for v in sizes))
     mean = sum(jnp.sum(v) / count for v in sizes)
-    return sum(jnp.sum(jnp.square(v - mean)) / count for v in sizes)
+    variance: Any = sum(jnp.sum(jnp.square(v - mean)) / count for v in sizes)
+    return variance
 
 
-def _error(draw, inputs, exact, sure=False):
-    """The error of ``draw`` at one input after another, so that memory does not grow with them (Welford's running mean).
-    In units of the largest exact value, for no square to underflow."""
+def _error(draw: Callable[[Any], Any], inputs: Any, exact: Any, sure: bool = False) -> Error:
+    """Return the error of ``draw`` at one input after another.
+
+    A running mean (Welford) keeps memory constant. Values are in units of the largest exact one, so that no square
+    underflows. ``sure`` says that there is a single draw, of a pruner that draws nothing.
+    """
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(_f32(e)), initial=0.0) for e in exact]))
     unit = lax.reduce_precision(largest, 8, 0)  # a power of two, so that dividing rounds nothing
     scaled = lambda leaves: [_f32(v) / unit for v in leaves]
     exact, zero = scaled(exact), jnp.float32(0)
     energy = _dot(exact, exact)
 
-    def step(sums, input):
+    def step(sums: Any, input: Any) -> tuple[Any, None]:
         count, mean, spread, cosines = sums
         count, d = count + 1, scaled(draw(input))
         gap = [v - e - b for v, e, b in zip(d, exact, mean, strict=True)]
@@ -259,28 +310,23 @@ def _error(draw, inputs, exact, sure=False):
     return Error(jnp.sqrt(_dot(mean, mean) / energy), jnp.sqrt(variance / count), variance, cosines / count)
 
 
-def _keys(key, draws):
+def _keys(key: Key, draws: int) -> jax.Array:
+    """Return all keys at once. Making each in the loop takes seconds to compile."""
     words = random.words(key)
-    return jax.vmap(lambda i: random.fold(words, i))(jnp.arange(draws))  # made in the loop, they compile for seconds
+    return jax.vmap(lambda i: random.fold(words, i))(jnp.arange(draws))
 
 
-def _leaves(tree):
+def _leaves(tree: PyTree) -> list[jax.Array]:
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     if not sum(x.size for x in leaves):
         raise ValueError(f"{tree!r} has no entries to measure.")
     return leaves
 
 
-def _f32(x):
+def _f32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def _count(hits):
-    """How many, in int32; where that could overflow, of the innermost axes, and then in float32."""
-    first = next(a for a in range(hits.ndim + 1) if math.prod(hits.shape[a:]) < 2**31)
-    rows = jnp.sum(hits, tuple(range(first, hits.ndim)), dtype=jnp.int32)
-    return jnp.sum(_f32(rows)) if first else rows
-
-
-def _dot(a, b):
-    return sum(jnp.sum(v * w) for v, w in zip(a, b, strict=True))
+def _dot(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+    total: Any = sum(jnp.sum(v * w) for v, w in zip(a, b, strict=True))
+    return total
