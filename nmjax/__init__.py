@@ -11,12 +11,13 @@ from nmjax.core import groups as groups, random as random
 from nmjax.core.context import Ctx as Ctx
 from nmjax.core.pruner import Grouped as Grouped, Pruner as Pruner
 from nmjax.kernels.format import Packed as Packed, pack as pack, unpack as unpack
-from nmjax.products.rule import (
+from nmjax.products.functions import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,
     einsum as einsum,
 )
-from nmjax.products.sparsity import Sparsity as Sparsity, prune as prune
+from nmjax.products.pruning import prune as prune
+from nmjax.products.sparsity import Sparsity as Sparsity
 from nmjax.pruners import (
     identity as identity,
     mse as mse,

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.errors import Mistake
 from nmjax.nnx.doors import Layer, layers
-from nmjax.products import rule as products
+from nmjax.products.rule import refusals
 
 AXES = ("data", "fsdp", "tensor")
 CUT = ((re.compile(r"/(up|query|key|value)$"), "other"), (re.compile(r"/(down|out)$"), "contract"))  # by `tensor`
@@ -153,7 +153,7 @@ def _legal(layer: Layer, axis: int, count: int) -> bool:
     cut = jax.sharding.AbstractMesh((count,), ("cut",), axis_types=(AxisType.Auto,))
     rhs = jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=NamedSharding(cut, at))
     return not [
-        slot for slot, _ in products.refusals(product.op, product.lhs, rhs, layer.sparsity) if slot.endswith("rhs")
+        slot for slot, _ in refusals(product.op, product.lhs, rhs, layer.sparsity) if slot.endswith("rhs")
     ]
 
 

@@ -19,8 +19,9 @@ from nmjax.core import groups, random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.core.value import Value
-from nmjax.products.rule import einsum
-from nmjax.products.sparsity import Sparsity, prune
+from nmjax.products.functions import einsum
+from nmjax.products.pruning import prune
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import jax
 from flax import nnx
 
+from nmjax.core.refusal import Refusal
 from nmjax.kernels.targets import target
 from nmjax.nnx.doors import DOORS, Layer, layers, over
 from nmjax.nnx.planning import uses
@@ -26,7 +27,7 @@ def pack(model, *inputs, **options) -> dict[str, dict]:
             loss = ...
     """
     found = {}
-    if any(layer.site and not isinstance(target(layer.site.backend), str) for layer in layers(model)):
+    if any(layer.site and not isinstance(target(layer.site.backend), Refusal) for layer in layers(model)):
         for layer, products in uses(model, *inputs, **options):
             in_front = layer.stack == tuple(range(len(layer.stack)))  # where forms of any rank have these axes too
             own = type(layer.module).__call__ in CALLS  # else its door may be given another weight
@@ -39,9 +40,9 @@ def _forms(layer: Layer, products) -> dict:
     site = layer.site
 
     def one(weight, words, time, state):
-        ctx, made = one_ctx(words, time, state, site.ranks)._replace(name=site.name), {}
+        ctx, made = one_ctx(words, time, state, site.ranks), {}
         for op, lhs, rhs in products:
-            made |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend)
+            made |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend, name=site.name)
         return made
 
     return over(layer.stack, one)(layer.weight(), *site.held())

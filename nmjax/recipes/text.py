@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from nmjax import pruners
 from nmjax.core.pruner import Pruner
-from nmjax.products.sparsity import SLOTS, Sparsity
+from nmjax.products.slot import SLOTS
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import combinators, estimators, float8, schedules
 from nmjax.recipes import methods
 

@@ -11,9 +11,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import nmjax as nm
 from nmjax.kernels.targets import Target, target
-from nmjax.products import routes as engines
+from nmjax.products import routes
 from nmjax.products.operations import as_conv, as_dot
-from nmjax.products.routes import engine, explain
+from nmjax.products.routes import explain, routes_of
 
 PLAIN = (((1,), (0,)), ((), ()))
 
@@ -344,7 +344,7 @@ def test_pallas_or_an_error():
     with on(), pytest.raises(ValueError, match=r"^up: backend='pallas', but y cannot be packed: w is 4:8"):
         call("ste(4,8)")
     assert (call("dense") == x @ w).all()  # nothing to pack is no fault
-    assert engine(as_dot(x, w, PLAIN), x, w, nm.methods.ste(), "xla") is None
+    assert routes_of(as_dot(x, w, PLAIN), x, w, nm.methods.ste(), "xla") is None
 
 
 def test_choices_are_made_once():
@@ -460,16 +460,16 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     monkeypatch.setattr(check, "broken", lambda here, device: f"{device.device_kind} is broken")
     check.fault.cache_clear()
-    engines._chosen.cache_clear()
+    routes._routes.cache_clear()
     with on():
-        assert choices("ste(2,4)")["fwd"] == engines.Choice("emulated", "NVIDIA H200 is broken")
+        assert choices("ste(2,4)")["fwd"] == routes.Route("emulated", "NVIDIA H200 is broken")
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         check.fault.cache_clear()
-        engines._chosen.cache_clear()
+        routes._routes.cache_clear()
         with pytest.raises(RuntimeError, match="process 0: NVIDIA H200 is broken"):
             choices("ste(2,4)")
     check.fault.cache_clear()
-    engines._chosen.cache_clear()
+    routes._routes.cache_clear()
 
 
 def test_transposable_is_packed_both_ways_out_of_one_reading():
