@@ -1,9 +1,8 @@
-"""The command line: flags, a page of settings and changes to it; and what is wrong with them, in one line."""
+"""The command line: flags, a page of settings and changes to it. What is wrong with them is refused in one line."""
 
 import contextlib
 import difflib
 import gc
-import importlib
 import importlib.util
 import json
 import os
@@ -11,8 +10,10 @@ import shlex
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -20,129 +21,180 @@ from ml_collections import ConfigDict, config_flags
 from experiments import sweep
 from experiments.errors import Mistake
 from experiments.scale import processes, sinks
-from experiments.training import record
+from experiments.training import digest, provenance
 
 ROOT = Path(__file__).parent.parent
-EXPERIMENTS = ("image", "text")
 
 
 def main(argv: list[str], usage: str) -> None:
-    """Read the command, and run it."""
+    """Read a command line, and do what it asks for. With --help, print the usage and the pages of settings."""
     if {"-h", "--help", "-help"} & set(argv):
         print(f"{usage.strip()}\n\nconfigs:\n{listing()}")
         return
+    importable(Path.cwd())
     asked = read(argv)
     with processes.joined(asked.distributed):
         carry_out(asked, shlex.join(["python", *argv]))
 
 
+def importable(folder: Path) -> None:
+    """Let ``module:name`` in configs and texts name the modules of a folder, unless another folder has such a module."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
 def carry_out(asked: "Asked", words: str) -> None:
-    """What a command line asks for; ``words`` are the line."""
-    config, mode = asked.config, asked.mode
+    """Do what a command line asks for.
+
+    Args:
+        asked: The command line, read.
+        words: The command line itself, which is recorded.
+    """
+    _check(asked)
+    place = f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if asked.sweeping:
+        place = f"{asked.name}-sweep"
+    if processes.count() > 1:
+        own = digest.identity(asked.config).fields | asked.alike() | provenance.versions()
+        processes.same(own | {"git": provenance.git()})
+    workdir = Path(processes.agreed(lambda: asked.workdir or f"runs/{place}"))
+    try:
+        from experiments.training import modes  # with all of JAX, which a mistake above does without
+    except ModuleNotFoundError as error:
+        raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
+    gc.freeze()  # imported objects stay for good, and are not searched while programs are traced
+    _cache_programs()
+    if asked.sweeping and not asked.planned:
+        _sweep(asked, workdir, words)
+        return
+    config = asked.config
+    if asked.planned:
+        config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
+    origin = Path(asked.origin) if asked.origin else None
+    run = modes.Run(asked.name, config, workdir)
+    modes.carry_out(asked.mode, [run], words, origin, sink=asked.sink)
+
+
+def _check(asked: "Asked") -> None:
+    """Refuse flags that do not go together."""
+    mode, seeds = asked.mode, asked.at_once
     if mode == "eval" and not asked.workdir:
-        raise Mistake("--mode=eval wants --workdir, the directory of a run.")
-    sweeping = asked.sweep or asked.index is not None
-    planned = mode == "plan" and asked.index is not None
-    if sweeping and (mode != "train" and not planned or asked.origin):
+        raise Mistake("--mode=eval needs --workdir, the directory of a run.")
+    if asked.sweeping and (asked.origin or mode != "train" and not asked.planned):
         raise Mistake("--sweep trains: it goes without --from, and without --mode but for --sweep_index=N --mode=plan.")
     if asked.sink:
         if mode != "train":
             raise Mistake(f"--sink is sent what a run writes while it trains: it goes without --mode={mode}.")
         sinks.check(asked.sink)
-    if asked.at_once < 1 or asked.at_once > 1 and (not asked.sweep or asked.index is not None):
-        raise Mistake(f"--seeds_at_once={asked.at_once}: at least 1, and more of a --sweep that has no --sweep_index.")
-    if asked.at_once > 1 and processes.count() > 1:
-        raise Mistake(f"--seeds_at_once={asked.at_once} is for one process: it goes without --distributed.")
-    results = Path(asked.results) if asked.results else None
-    if results and (not sweeping or planned or not results.parent.is_dir() or results.is_dir()):
-        raise Mistake(f"--results={asked.results} is a file, in a folder that is there, for the runs of a --sweep.")
-    place = f"{asked.name}-sweep" if sweeping else f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if processes.count() > 1:
-        processes.same(record.fields(config) | asked.alike() | record.versions() | {"git": record.git()})
-    workdir = Path(processes.agreed(lambda: asked.workdir or f"runs/{place}"))
-    if config.experiment not in EXPERIMENTS:
-        raise Mistake(f"config.experiment={config.experiment!r}: there are {' and '.join(EXPERIMENTS)}.")
-    if not 0 <= config.seed < 2**32:
-        raise Mistake(f"config.seed={config.seed} is not from 0 to 4,294,967,295.")
-    try:
-        task = importlib.import_module(f"experiments.{config.experiment}").Task
-        import jax
+    if seeds < 1 or seeds > 1 and (not asked.sweep or asked.index is not None):
+        raise Mistake(f"--seeds_at_once={seeds}: at least 1, and more of a --sweep that has no --sweep_index.")
+    if seeds > 1 and processes.count() > 1:
+        raise Mistake(f"--seeds_at_once={seeds} is for one process: it goes without --distributed.")
+    if asked.results:
+        results = Path(asked.results)
+        if not asked.sweeping or asked.planned or not results.parent.is_dir() or results.is_dir():
+            raise Mistake(f"--results={asked.results} is a file, in a folder that is there, for the runs of a --sweep.")
+    if not 0 <= asked.config.seed < 2**32:
+        raise Mistake(f"config.seed={asked.config.seed} is not from 0 to 4,294,967,295.")
 
-        from experiments.training import loop as train  # with all of JAX, which a mistake above does without
-    except ModuleNotFoundError as error:
-        raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
 
-    gc.freeze()  # what is imported stays, and need not be looked through while programs are traced
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # or it is jax's own affair; "" is none
+def _cache_programs() -> None:
+    """Keep compiled programs on disk, unless the environment says where, or "" for nowhere."""
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    if planned:
-        config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
-    if not sweeping or planned:
-        origin, alone = Path(asked.origin) if asked.origin else None, train.Run(asked.name, config, workdir)
-        train.run([alone], task(config), mode, words, origin, sink=asked.sink)
-        return
 
-    def side_by_side(members, program):
-        runs = [train.Run(member.name, member.config, workdir / member.name) for member in members]
-        return train.run(runs, program.task, "train", words, program=program, sink=asked.sink)
 
-    make = lambda member: train.Program(member.config, task(member.config))
-    sweep.run(sweep.members(config, asked.changes()), workdir, asked.index, asked.at_once, make, side_by_side, results)
+def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
+    from experiments.training import modes
+
+    def side_by_side(members: list[sweep.Member], program: modes.Program) -> Any:
+        runs = [modes.Run(member.name, member.config, workdir / member.name) for member in members]
+        return modes.carry_out("train", runs, words, program=program, sink=asked.sink)
+
+    make = lambda member: modes.make_program(member.config)
+    results = Path(asked.results) if asked.results else None
+    members = sweep.members(asked.config, asked.changes())
+    sweep.run(members, workdir, asked.index, asked.at_once, make, side_by_side, results)
 
 
 class Asked(NamedTuple):
-    """What a command line asks for."""
+    """A command line, read.
+
+    Attributes:
+        config: The settings of the page, with the changes of the command line.
+        page: FILE or FILE:VARIANT.
+        workdir: The run's directory, or "".
+        mode: "train", "eval" or "plan".
+        origin: The directory of the run that this one begins with, or "".
+        distributed: "auto", "off", HOST:PORT,N,I, or "".
+        sweep: Whether all runs of the page's sweep are trained.
+        index: The one run of the sweep that is, or None.
+        at_once: How many runs that differ in their seed alone are trained side by side.
+        sink: The service that gets the numbers too, or "".
+        results: The file that gets a line for every run of a sweep that has finished or diverged, or "".
+    """
 
     config: ConfigDict
     page: str
     workdir: str
     mode: str
-    origin: str  # the run to begin with
+    origin: str
     distributed: str
     sweep: bool
     index: int | None
-    at_once: int  # runs of a sweep that differ in their seed alone
-    sink: str  # what a run's numbers are sent to beside its files
-    results: str  # a file that is given a line for every run of a sweep that is finished, or has diverged
+    at_once: int
+    sink: str
+    results: str
+
+    @property
+    def sweeping(self) -> bool:
+        """Return True if the command is about the page's sweep."""
+        return self.sweep or self.index is not None
+
+    @property
+    def planned(self) -> bool:
+        """Return True if the command plans one run of a sweep."""
+        return self.mode == "plan" and self.index is not None
 
     @property
     def name(self) -> str:
-        """Of the page and its variant."""
+        """Return a name of the page and its variant."""
         file, *variant = self.page.split(":", 1)
         return Path(file).stem + "".join(f"_{part}" for part in variant if part)
 
-    def alike(self) -> dict:
-        """What all processes of a run are asked for."""
-        return {
-            "--config": self.page,
-            **{f"--{name}": getattr(self, name) for name in ("workdir", "mode", "sweep", "sink", "results")},
-        } | {
-            "--from": self.origin,
-            "--sweep_index": self.index,
-        }
+    def alike(self) -> dict[str, Any]:
+        """Return the flags that all processes of a run have to agree on."""
+        own = {f"--{name}": getattr(self, name) for name in ("workdir", "mode", "sweep", "sink", "results")}
+        return {"--config": self.page, "--from": self.origin, "--sweep_index": self.index} | own
 
     def changes(self) -> list[dict]:
-        """The runs of the page's sweep."""
+        """Return what every run of the page's sweep changes."""
         file, _, variant = self.page.partition(":")
         module = _module(file)
         if not hasattr(module, "get_sweep"):
             raise Mistake(f"--sweep: {file} has no function get_sweep(), which gives the changes of every run.")
         with _its_own(file):
-            found = module.get_sweep(variant) if variant else module.get_sweep()
-        for change in found if isinstance(found, list) else ():
-            for field in change:
+            changes = module.get_sweep(variant) if variant else module.get_sweep()
+        if isinstance(changes, list):
+            for field in (field for change in changes for field in change):
                 _exists(self.config, field)
-        return found
+        return changes
 
 
 def cache() -> Path:
-    """Where compiled programs are kept, so that the next start is quick."""
+    """Return the folder of compiled programs, which make the next start quick."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nmjax" / "compiled"
 
 
 def read(argv: list[str]) -> Asked:
-    """The words of a command line."""
+    """Read a command line.
+
+    Without --config, --mode=eval reads the settings of the run in --workdir. They may not name other modules: only a page
+    or a command line that a person gives may have Python import anything.
+    """
     words, page = [], None
     for i, word in enumerate(argv):
         if word.startswith("--config="):
@@ -151,27 +203,18 @@ def read(argv: list[str]) -> Asked:
             page = argv[i + 1]
         elif i == 0 or argv[i - 1] != "--config":
             words.append(word)
-    own = next((w.removeprefix("--workdir=") for w in words if w.startswith("--workdir=")), "")
-    if not page and "--mode=eval" in words and (Path(own) / "config.json").is_file():
-        config, page = ConfigDict(json.loads((Path(own) / "config.json").read_text())), Path(own).name
-    elif page:
+    if page:
         config = load(page)
     else:
-        raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages())}.")
+        workdir = Path(next((w.removeprefix("--workdir=") for w in words if w.startswith("--workdir=")), ""))
+        if "--mode=eval" not in words or not (workdir / "config.json").is_file():
+            raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages())}.")
+        config, page = _recorded(workdir / "config.json"), workdir.name
     for word in words[1:]:
         if word.startswith("--config."):
             _exists(config, word.removeprefix("--config.").partition("=")[0])
-    values = flags.FlagValues()
-    flags.DEFINE_string("workdir", "", "the run's directory", flag_values=values)
-    flags.DEFINE_string("from", "", "a run whose last state this one begins with", flag_values=values)
-    flags.DEFINE_enum("mode", "train", ["train", "eval", "plan"], "what to do", flag_values=values)
-    flags.DEFINE_string("distributed", "", "auto, off or HOST:PORT,N,I", flag_values=values)
-    flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
-    flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
-    flags.DEFINE_integer("seeds_at_once", 1, "runs trained side by side", flag_values=values)
-    flags.DEFINE_string("results", "", "a file that is given the results of a sweep", flag_values=values)
-    flags.DEFINE_enum("sink", None, list(sinks.SINKS), "what numbers are sent to beside files", flag_values=values)
-    before, sys.argv = sys.argv, words  # where config_flags looks for changes
+    values = _flags()
+    before, sys.argv = sys.argv, words  # config_flags looks for changes there
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values)
         rest = values(words)
@@ -181,14 +224,51 @@ def read(argv: list[str]) -> Asked:
         sys.argv = before
     if rest[1:]:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
-    origin, sink = values["from"].value, values.sink or ""
-    where = (values.workdir, values.mode, origin, values.distributed)
-    how = (values.sweep, values.sweep_index, values.seeds_at_once)
-    return Asked(config, page, *where, *how, sink, values.results)
+    return Asked(
+        config=config,
+        page=page,
+        workdir=values.workdir,
+        mode=values.mode,
+        origin=values["from"].value,
+        distributed=values.distributed,
+        sweep=values.sweep,
+        index=values.sweep_index,
+        at_once=values.seeds_at_once,
+        sink=values.sink or "",
+        results=values.results,
+    )
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("workdir", "", "the run's directory", flag_values=values)
+    flags.DEFINE_string("from", "", "a run whose last state this one begins with", flag_values=values)
+    flags.DEFINE_enum("mode", "train", ["train", "eval", "plan"], "what to do", flag_values=values)
+    flags.DEFINE_string("distributed", "", "auto, off or HOST:PORT,N,I", flag_values=values)
+    flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
+    flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
+    flags.DEFINE_integer("seeds_at_once", 1, "runs trained side by side", flag_values=values)
+    flags.DEFINE_string("results", "", "a file for the results of a sweep", flag_values=values)
+    flags.DEFINE_enum("sink", None, list(sinks.SINKS), "a service that gets the numbers too", flag_values=values)
+    return values
+
+
+def _recorded(path: Path) -> ConfigDict:
+    """Return the config of a run's directory, if it names nothing that would have to be imported."""
+    from experiments.training import settings  # with all of JAX, which another command line does without
+
+    config = ConfigDict(json.loads(path.read_text()))
+    foreign = settings.foreign_names(config)
+    if foreign:
+        raise Mistake(
+            f"{path} names {', '.join(foreign)}, and only names that you write yourself are imported, not those read from "
+            "a file. Add the --config=PAGE and the --config.FIELD=VALUE that the run was trained with."
+        )
+    return config
 
 
 def load(page: str) -> ConfigDict:
-    """The settings of a page, FILE or FILE:VARIANT."""
+    """Return the settings of a page, FILE or FILE:VARIANT. The modules beside the page can be imported afterwards."""
     file, _, variant = page.partition(":")
     if not Path(file).is_file():
         near = difflib.get_close_matches(file, pages(), 1, 0.4)
@@ -196,6 +276,7 @@ def load(page: str) -> ConfigDict:
         raise Mistake(f"--config={page}: there is no file {file}.{hint} There are {', '.join(pages())}.")
     if not file.endswith(".py"):
         raise Mistake(f"--config={page}: a page of settings is a .py file. There are {', '.join(pages())}.")
+    importable(Path(file).parent.resolve())
     module = _module(file)
     if not hasattr(module, "get_config"):
         raise Mistake(f"{file} is no page of settings: it has no function get_config(variant='').")
@@ -203,7 +284,7 @@ def load(page: str) -> ConfigDict:
         return module.get_config(variant) if variant else module.get_config()
 
 
-def _module(file: str):
+def _module(file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("page", file)
     module = importlib.util.module_from_spec(spec)
     with _its_own(file):
@@ -212,39 +293,37 @@ def _module(file: str):
 
 
 @contextlib.contextmanager
-def _its_own(file: str):
-    """What is wrong in a page, and where."""
+def _its_own(file: str) -> Iterator[None]:
+    """Turn what goes wrong in a page into a `Mistake` with the page's line."""
     try:
         yield
     except Mistake:
         raise
-    except Exception as error:  # a page is a person's own program: whatever is wrong in it, say where
+    except Exception as error:  # a page is a program of its own, so it may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
         where = f"{file}, line {lines[-1]}" if lines else file
         raise Mistake(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _exists(config: ConfigDict, field: str) -> None:
-    """Refuse a change to what the page does not have."""
-    here, known = config, "config"
+    """Refuse a change to a field that the page does not have."""
+    value, path = config, "config"
     for part in field.split("."):
-        if not isinstance(here, ConfigDict):
-            raise Mistake(f"--config.{field}: {known} is {here!r}, and has no fields.")
-        if part not in here:
-            near = difflib.get_close_matches(part, here.keys(), 1, 0.5)
-            hint = f" Did you mean {known}.{near[0]}?" if near else ""
-            raise Mistake(f"--config.{field}: {known} has no field {part!r}.{hint} It has {', '.join(here.keys())}.")
-        here, known = here[part], f"{known}.{part}"
+        if not isinstance(value, ConfigDict):
+            raise Mistake(f"--config.{field}: {path} is {value!r}, and has no fields.")
+        if part not in value:
+            near = difflib.get_close_matches(part, value.keys(), 1, 0.5)
+            hint = f" Did you mean {path}.{near[0]}?" if near else ""
+            raise Mistake(f"--config.{field}: {path} has no field {part!r}.{hint} It has {', '.join(value.keys())}.")
+        value, path = value[part], f"{path}.{part}"
 
 
 def pages() -> list[str]:
+    """Return the files of this repository's pages."""
     return sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py") if p.stem not in ("common", "__init__"))
 
 
 def listing() -> str:
-    """Every page with the first sentence of what it says of itself."""
-    rows = []
-    for page in pages():
-        said = (ROOT / page).read_text().split('"""')[1].strip().partition("\n")[0]
-        rows.append(f"  {page:<32}{said}")
-    return "\n".join(rows)
+    """Return every page with the first line of its docstring."""
+    first = lambda page: (ROOT / page).read_text().split('"""')[1].strip().partition("\n")[0]
+    return "\n".join(f"  {page:<32}{first(page)}" for page in pages())

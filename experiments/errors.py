@@ -1,24 +1,24 @@
-"""What stops a run, told in one line: what a person can put right, and what went wrong on the way."""
+"""Errors that end a command with one line on the screen. Each has the exit code of the process."""
 
 
 class Mistake(Exception):
-    """Something asked for that cannot be done as it stands: what, where, and what to write instead."""
+    """A person asked for something that cannot be done. It says what, where, and what to write instead."""
 
-    code = 2  # of the process
+    code = 2
 
 
 class Failed(Exception):
-    """A run that began and could not go on: the step, and where what it had reached is kept."""
+    """A run began and could not continue. It says why, and which checkpoint is kept."""
 
     code = 1
 
 
 class Diverged(Failed):
-    """A run whose numbers are no longer finite: it would diverge again."""
+    """The numbers of a run are no longer finite. It would diverge again."""
 
 
 class Stopped(Exception):
-    """A run that was told to stop, and has saved what it had."""
+    """A run was told to stop, and has saved its state."""
 
     def __init__(self, text: str, signal: int):
         super().__init__(text)

@@ -1,17 +1,18 @@
-"""Files that are written whole or not at all, and lines of JSON that others may append to."""
+"""Files that are written whole or not at all, and files of JSON lines that several processes may append to."""
 
 import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from experiments.errors import Mistake
 
 
 @contextlib.contextmanager
-def writable(workdir: Path):
+def writable(workdir: Path) -> Iterator[None]:
+    """Turn an error of writing to a run's directory into a mistake that names the directory."""
     try:
         yield
     except OSError as error:
@@ -19,7 +20,7 @@ def writable(workdir: Path):
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and on the disk before what comes after it."""
+    """Write a file whole or not at all. It is on the disk when this returns."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8", newline="\n")
@@ -30,22 +31,29 @@ def replace(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def append(path: Path, texts: Callable[[list[dict]], Iterable[dict]]) -> None:
-    """Append lines, made of those that are there, to a file that others may append to. A last line that was cut off, as by a full
-    disk, stays a line of its own."""
+def append(path: Path, new: Callable[[list[dict]], Iterable[dict]]) -> None:
+    """Append JSON lines to a file, which is locked meanwhile.
+
+    Args:
+        path: The file. A last line that was cut off, as by a full disk, stays a line of its own.
+        new: Returns the lines to append, given those that are there.
+    """
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         text = file.read()
-        new = [json.dumps(line, default=str) + "\n" for line in texts(lines(path))]
-        cut = "\n" * bool(new and text and not text.endswith("\n"))
-        file.write(cut + "".join(new))
+        written = "".join(json.dumps(line, default=str) + "\n" for line in new(lines(path)))
+        if written and text and not text.endswith("\n"):
+            written = "\n" + written
+        file.write(written)
 
 
 def lines(path: Path) -> list[dict]:
-    """The metrics of a run; a last line that was cut off is left out."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    """Return the JSON lines of a file, without those that were cut off. A file that is not there has none."""
+    if not path.exists():
+        return []
+    parsed = []
+    for line in path.read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+            parsed.append(json.loads(line))
+    return parsed

@@ -26,7 +26,7 @@ from experiments.report import compare, dots
 from experiments.report.runs import Run
 from experiments.report.words import duration
 from experiments.studies import __main__ as looks
-from experiments.training import record
+from experiments.training import digest
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
@@ -90,8 +90,8 @@ def read(path: Path) -> list[dict]:
 def _digest(of: Study, line: dict) -> str:
     """Of the config that a line's run would have now."""
     if not of.page:
-        return record.digest(record.fields(of.module.config(**line["case"])))
-    return record.digest(record.fields(sweep.members(command.load(of.page), [line["changes"]])[0].config))
+        return digest.identity(of.module.config(**line["case"])).digest
+    return sweep.members(command.load(of.page), [line["changes"]])[0].identity.digest
 
 
 class Compared(NamedTuple):

@@ -1,13 +1,14 @@
-"""Many runs of one page: those that its ``get_sweep()`` lists, one after another, each in a directory of its own.
+"""Many runs of one page: those that its `get_sweep()` lists, each in a directory of its own.
 
-What is finished is not done again, and what was interrupted goes on. Runs that differ in their seed alone share one
-compiled program, and may be trained side by side in it: those that are at the same step. ``results.jsonl`` holds a line
-for every run that has ended, and a file of results elsewhere is given what it does not have.
+Finished runs are not done again, and interrupted runs continue. Runs that differ in their seed alone share one compiled
+program. Those of them that are at the same step may be trained side by side in it. `results.jsonl` holds a line for every
+run that has ended; a file of results elsewhere gets the lines that it does not have.
 """
 
 import json
 import math
 import re
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,11 @@ from ml_collections import ConfigDict
 from experiments.errors import Diverged, Failed, Mistake, Stopped
 from experiments.files import append, lines as lines_of, replace
 from experiments.scale import processes
+from experiments.training import digest, record
 from experiments.training.checkpoints import Checkpoints
-from experiments.training.record import digest, fields, finished, same_config
+from experiments.training.digest import Identity
+
+EXAMPLE = "[{'seed': 0}, {'seed': 1, 'sparsity.blocks': 'dense'}]"
 
 
 class Member(NamedTuple):
@@ -28,35 +32,45 @@ class Member(NamedTuple):
     name: str
     changes: dict[str, Any]
     config: ConfigDict
+    identity: Identity
+
+
+# ---- the runs of a sweep ----
 
 
 def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
-    """The runs of a list of changes, each named by what is not the same in all of them."""
+    """Return the runs of a list of changes. Each is named by the fields that are not the same in all of them.
+
+    Args:
+        config: The page's settings.
+        changes: For each run the fields that it changes, by dotted names.
+
+    Raises:
+        Mistake: If the list is of another kind, if a change does not fit its field, or if two runs have one name.
+    """
     if not isinstance(changes, list) or not changes or not all(isinstance(c, dict) for c in changes):
-        raise Mistake("get_sweep() gives a list of changes, as [{'seed': 0}, {'seed': 1, 'sparsity.blocks': 'dense'}].")
-    keys = dict.fromkeys(key for change in changes for key in change)
-    varied = [key for key in keys if len({repr(change.get(key)) for change in changes}) > 1] or list(keys)[:1]
-    found = []
-    for change in changes:
-        made = config.copy_and_resolve_references()
-        for field, value in change.items():
-            _set(made, field, value)
-        shown = ",".join(f"{key.rpartition('.')[2]}={change[key]}" for key in varied if key in change)
-        found.append(Member(re.sub(r"[^\w.,=()+-]+", "_", shown)[:200] or "run", change, made.lock()))
-    names = [member.name for member in found]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise Mistake(f"get_sweep() has two runs named {sorted(twice)[0]}: every run differs from the others.")
-    return found
+        raise Mistake(f"get_sweep() has to return a list of changes, such as {EXAMPLE}.")
+    fields = dict.fromkeys(field for change in changes for field in change)
+    varied = [field for field in fields if len({repr(change.get(field)) for change in changes}) > 1]
+    named_by = varied or list(fields)[:1]
+    runs = [_member(config, change, named_by) for change in changes]
+    names = [member.name for member in runs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise Mistake(f"get_sweep() has two runs named {twice[0]}. Every run has to differ from the others.")
+    return runs
 
 
-def at(found: list[Member], index: int) -> Member:
-    """That of an index."""
-    if not 0 <= index < len(found):
-        raise Mistake(f"--sweep_index={index}: the sweep has {len(found)} runs, from 0 to {len(found) - 1}.")
-    return found[index]
+def _member(config: ConfigDict, change: dict[str, Any], named_by: list[str]) -> Member:
+    changed = config.copy_and_resolve_references()
+    for field, value in change.items():
+        _set(changed, field, value)
+    text = ",".join(f"{field.rpartition('.')[2]}={change[field]}" for field in named_by if field in change)
+    name = re.sub(r"[^\w.,=()+-]+", "_", text)[:200] or "run"
+    return Member(name, change, changed.lock(), digest.identity(changed))
 
 
-def _set(config: ConfigDict, field: str, value) -> None:
+def _set(config: ConfigDict, field: str, value: Any) -> None:
     try:
         with config.unlocked():
             config.update_from_flattened_dict({field: value})
@@ -64,70 +78,126 @@ def _set(config: ConfigDict, field: str, value) -> None:
         raise Mistake(f"get_sweep(): {field}={value!r}: {' '.join(str(error).split())}") from error
 
 
+def at(runs: list[Member], index: int) -> Member:
+    """Return the run of an index, and refuse an index that the sweep does not have."""
+    if not 0 <= index < len(runs):
+        raise Mistake(f"--sweep_index={index}: the sweep has {len(runs)} runs, from 0 to {len(runs) - 1}.")
+    return runs[index]
+
+
+# ---- running them ----
+
+
 def run(
-    found: list[Member], workdir: Path, index: int | None, at_once: int, make: Callable[[Member], Any],
-    train: Callable[[list[Member], Any], Any], results: Path | None = None,
+    runs: list[Member], workdir: Path, index: int | None, at_once: int, make: Callable[[Member], Any],
+    train: Callable[[list[Member], Any], signal.Signals | None], results: Path | None = None,
 ) -> None:  # fmt: skip
-    """Run those that are not done, or the one of an index; so many ``at_once`` that differ in their seed alone. ``make`` gives
-    the program of a run, which serves the next one too if that differs in its seed alone, and ``train(members, program)``
-    trains with it, and gives the signal that told it to stop when there was no step left. ``results`` is a file that is given
-    a line for each of them too."""
+    """Run all members of a sweep that are not done, or the one of an index.
+
+    Args:
+        runs: The members of the sweep.
+        workdir: The directory in which each has its own.
+        index: Number of the only run to do, or None for all.
+        at_once: Number of runs that may be trained side by side, if they differ in their seed alone.
+        make: Returns the program of a run. It serves the next run too if that differs in its seed alone.
+        train: `train(members, program)` trains runs side by side. It returns the signal that told it to stop when no
+            step was left.
+        results: A file that gets a line for each finished run too.
+
+    Raises:
+        Failed: At the end, if runs failed. It names them.
+        Stopped: If a signal came after the last step of a run, and others are left.
+    """
     if index is not None:
-        at(found, index)
-    for member in found:
+        at(runs, index)
+    for member in runs:
         if _done(workdir / member.name):
-            same_config(workdir / member.name, member.config)
-    begun, failed, program, before = set(), [], None, None
-    for number, member in enumerate(found):
-        if index not in (None, number) or member.name in begun:
+            digest.refuse_another(workdir / member.name, member.identity)
+    sweep = _Sweep(runs, workdir, at_once, make, train)
+    for number, member in enumerate(runs):
+        if index not in (None, number) or member.name in sweep.begun:
             continue
-        told = None
+        group, told = [], None
         if not processes.agreed(partial(_done, workdir / member.name)):
-            if program is None or before is None or _but_for_seed(before) != _but_for_seed(member):
-                program, before = make(member), member
-                if at_once > 1 and program.task.streamed:
-                    _say(
-                        "--seeds_at_once: one after another, for data that are streamed come in an order of each seed."
-                    )
-            group = [member]
-            if at_once > 1 and not program.task.streamed:
-                later = [m for m in found[number + 1 :] if m.name not in begun and not _done(workdir / m.name)]
-                group += _beside(member, later, workdir)[: at_once - 1]
-            names, places = [m.name for m in group], [str(found.index(m) + 1) for m in group]
-            begun.update(names)
-            _say(f"\n==== {', '.join(names)} ({', '.join(places)} of {len(found)}) ====\n")
-            try:
-                told = train(group, program)
-            except Failed as error:  # the others are still wanted
-                if processes.count() > 1 and not isinstance(error, Diverged):  # it may be one process' own
-                    raise
-                _say(str(error) if len(group) > 1 else f"{member.name}: {error}")
-            failed += processes.agreed(lambda names=names: [n for n in names if not finished(workdir / n)])
+            group = sweep.group(number)
+            told = sweep.train(group)
         if processes.first():
-            collect(found, workdir)
+            collect(runs, workdir)
             if results is not None:
-                add(found, workdir, results)
-        if told and index is None and number + 1 < len(found):
-            text = f"interrupted by {told.name} after the last step of {', '.join(names)}. The same command goes on with the others."
+                add(runs, workdir, results)
+        if told and index is None and number + 1 < len(runs):
+            names = ", ".join(member.name for member in group)
+            text = f"interrupted by {told.name} after the last step of {names}. The same command continues with the others."
             raise Stopped(text, told)
-    _say(f"\n{_told(found, workdir)}")
-    if failed:
-        raise Failed(f"{len(failed)} of the runs failed: {', '.join(failed)}")
+    _say(f"\n{_outcomes(runs, workdir)}")
+    if sweep.failed:
+        raise Failed(f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}")
+
+
+class _Sweep:
+    """The runs of a sweep, which of them have begun and failed, and the last program."""
+
+    def __init__(self, runs: list[Member], workdir: Path, at_once: int, make: Callable, train: Callable):
+        self.runs, self.workdir, self.at_once, self._make, self._train = runs, workdir, at_once, make, train
+        self.begun: set[str] = set()
+        self.failed: list[str] = []
+        self._program: Any = None
+        self._made_for: Member | None = None
+
+    def group(self, number: int) -> list[Member]:
+        """Return the run of a number, and those that are to be trained beside it; `_program` becomes theirs."""
+        member = self.runs[number]
+        if self._made_for is None or _but_for_seed(self._made_for) != _but_for_seed(member):
+            self._program, self._made_for = self._make(member), member
+            if self.at_once > 1 and self._program.task.streamed:
+                _say(
+                    "--seeds_at_once: the runs are trained one after another, because their data are streamed in an "
+                    "order that depends on the seed."
+                )
+        if self.at_once == 1 or self._program.task.streamed:
+            return [member]
+        later = [m for m in self.runs[number + 1 :] if m.name not in self.begun and not _done(self.workdir / m.name)]
+        return [member, *_beside(member, later, self.workdir)[: self.at_once - 1]]
+
+    def train(self, group: list[Member]) -> signal.Signals | None:
+        """Train runs side by side. If they fail, say so: the others are still wanted."""
+        names = [member.name for member in group]
+        places = ", ".join(str(self.runs.index(member) + 1) for member in group)
+        self.begun.update(names)
+        _say(f"\n==== {', '.join(names)} ({places} of {len(self.runs)}) ====\n")
+        told = None
+        try:
+            told = self._train(group, self._program)
+        except Failed as error:
+            if processes.count() > 1 and not isinstance(error, Diverged):  # other processes may not have failed
+                raise
+            _say(str(error) if len(group) > 1 else f"{names[0]}: {error}")
+        self.failed += processes.agreed(lambda: [n for n in names if not record.finished(self.workdir / n)])
+        return told
 
 
 def _beside(member: Member, later: list[Member], workdir: Path) -> list[Member]:
-    """Those that can be trained beside a run: they differ in their seed alone, and go on from the same step."""
+    """Return those that can be trained beside a run: they differ in their seed alone, and continue from the same step."""
     alike = [other for other in later if _but_for_seed(other) == _but_for_seed(member)]
     step = _step(workdir / member.name) if alike else None
     return [other for other in alike if step is not None and _step(workdir / other.name) == step]
 
 
+def _but_for_seed(member: Member) -> dict:
+    return member.config.to_dict() | {"seed": None}
+
+
 def _step(directory: Path) -> int | None:
-    """Where a run goes on from; None where that cannot be told, and the run will say why."""
+    """Return the step that a run continues from, or None if its checkpoints are damaged: then the run will say so."""
     try:
         return Checkpoints(directory, lambda _: None).last()
     except Failed:
         return None
+
+
+def _done(directory: Path) -> bool:
+    about = record.read(directory)
+    return about is not None and record.done(about)
 
 
 def _say(text: str) -> None:
@@ -135,83 +205,69 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _done(directory: Path) -> bool:
-    about = ended(directory)
-    return about is not None and done(about)
+def _outcomes(runs: list[Member], workdir: Path) -> str:
+    """Return in words how many runs have which outcome."""
+    abouts = [record.read(workdir / member.name) for member in runs]
+    outcomes = ["not begun" if about is None else about["outcome"].partition(":")[0] for about in abouts]
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+    return f"{len(runs)} runs: {counts}. {workdir / 'results.jsonl'}"
 
 
-def _but_for_seed(member: Member) -> dict:
-    return member.config.to_dict() | {"seed": None}
+# ---- their results ----
 
-
-def ended(directory: Path) -> dict | None:
-    """What a run says of itself; None where it has not begun."""
-    try:
-        return json.loads((directory / "run.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def done(about: dict) -> bool:
-    """Whether a run need not be run again: it is finished, or would diverge as it did."""
-    return about["outcome"] == "finished" or about["outcome"].startswith("diverged")
-
-
-FORMAT = 1  # of a line of results: what reads others of another one says so
-KEPT = ("outcome", "metric", "figures", "steps", "flops", "began", "ended")  # of what a run says of itself
+FORMAT = 1  # of a line of results: readers refuse lines of another format
+KEPT = ("outcome", "metric", "figures", "steps", "flops", "began", "ended")  # of run.json
 KEPT += ("command", "versions", "git", "notes")
 
 
-def lines(found: list[Member], workdir: Path) -> Iterator[dict]:
-    """What became of the runs that have ended."""
-    for member in found:
-        about = ended(workdir / member.name)
+def lines(runs: list[Member], workdir: Path) -> Iterator[dict]:
+    """Yield a line of results for each run that has ended."""
+    for member in runs:
+        about = record.read(workdir / member.name)
         if about is not None and about["outcome"] != "running":
             line = {"format": FORMAT, "run": member.name, "changes": member.changes}
             line["devices"] = dict(about.get("header", ())).get("devices", "")
-            line["config"] = digest(fields(member.config))
-            yield line | {k: about[k] for k in KEPT if k in about}
+            line["config"] = member.identity.digest
+            yield line | {name: about[name] for name in KEPT if name in about}
 
 
 def curves(directory: Path) -> dict[str, dict[str, list]]:
-    """What a run evaluated and measured over its steps, to five digits; of measures by layer their mean over the layers."""
-    found = {}
-    for kind in ("eval", "sparsity"):
-        rows = [line for line in lines_of(directory / "metrics.jsonl") if line["kind"] == kind]
-        names = dict.fromkeys(name for row in rows for name in row if name not in ("kind", "seconds"))
-        found[kind] = {name: [row[name] if name == "step" else _short(row.get(name)) for row in rows] for name in names}
-    return found
+    """Return what a run evaluated and measured over its steps, to five digits. Measures by layer become their mean."""
+    metrics = lines_of(directory / "metrics.jsonl")
+    return {kind: _curves([line for line in metrics if line["kind"] == kind]) for kind in ("eval", "sparsity")}
 
 
-def _short(value) -> float | None:
-    each = list(value.values() if isinstance(value, dict) else [value])
-    whole = bool(each) and all(v is not None and math.isfinite(v) for v in each)
-    return float(f"{math.fsum(each) / len(each):.5g}") if whole else None
+def _curves(rows: list[dict]) -> dict[str, list]:
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("kind", "seconds"))
+    return {name: [row[name] if name == "step" else _short(row.get(name)) for row in rows] for name in names}
 
 
-def collect(found: list[Member], workdir: Path) -> None:
-    """Write results.jsonl. Several processes may: each writes what all have done, until that is no more."""
-    made = lambda: "".join(json.dumps(line, default=str) + "\n" for line in lines(found, workdir))
-    text = None
-    while text != (text := made()):
+def _short(value: Any) -> float | None:
+    """Return a number, or the mean of a table of numbers, to five digits; None if one is missing or not finite."""
+    values = list(value.values()) if isinstance(value, dict) else [value]
+    if not values or not all(v is not None and math.isfinite(v) for v in values):
+        return None
+    return float(f"{math.fsum(values) / len(values):.5g}")
+
+
+def collect(runs: list[Member], workdir: Path) -> None:
+    """Write results.jsonl. If several commands share a sweep, each writes again until nothing changes any more."""
+    written = None
+    while True:
+        text = "".join(json.dumps(line, default=str) + "\n" for line in lines(runs, workdir))
+        if text == written:
+            return
         replace(workdir / "results.jsonl", text)
+        written = text
 
 
-def add(found: list[Member], workdir: Path, results: Path) -> None:
-    """Append to a file the lines of finished and diverged runs that it does not have, with their curves. Several processes may."""
-
-    def new(there: list[dict]) -> Iterator[dict]:
-        known = {(line.get("run"), line.get("began")) for line in there}
-        for line in lines(found, workdir):
-            if done(line) and (line["run"], line["began"]) not in known:
-                yield line | {"curves": curves(workdir / line["run"])}
-
-    append(results, new)
+def add(runs: list[Member], workdir: Path, results: Path) -> None:
+    """Append the lines of finished and diverged runs to a file that does not have them, with their curves."""
+    append(results, partial(_new_lines, runs, workdir))
 
 
-def _told(found: list[Member], workdir: Path) -> str:
-    outcomes = [
-        about["outcome"].partition(":")[0] if (about := ended(workdir / m.name)) else "not begun" for m in found
-    ]
-    counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in dict.fromkeys(outcomes))
-    return f"{len(found)} runs: {counts}. {workdir / 'results.jsonl'}"
+def _new_lines(runs: list[Member], workdir: Path, there: list[dict]) -> Iterator[dict]:
+    known = {(line.get("run"), line.get("began")) for line in there}
+    for line in lines(runs, workdir):
+        if record.done(line) and (line["run"], line["began"]) not in known:
+            yield line | {"curves": curves(workdir / line["run"])}

@@ -12,16 +12,16 @@ ROOT = Path(__file__).parent.parent
 # from earlier rooms. A room without a list holds files of any order, but no circles.
 HOUSE = {
     "nmjax": {
-        "core": ("versions", "refusal", "value", "context", "groups", "random", "pruner"),
+        "core": ("versions", "refusal", "value", "names", "context", "groups", "random", "pruner"),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
-            "transposable_mask", "__init__", "estimators", "float8", "combinators",
+            "transposable_mask", "estimators", "float8", "combinators", "remembering", "__init__",
         ),
         "kernels": (
-            "targets", "format", "emulation", "instructions", "ampere", "hopper", "tuning", "compress", "copies",
-            "api", "check", "__init__",
+            "targets", "format", "limits", "tuning", "emulation", "instructions", "ampere", "hopper", "compress", "copies",
+            "calls", "check", "multiply", "__init__",
         ),
-        "products": ("sparsity", "operations", "routes", "forms", "rule", "sites"),
+        "products": ("slot", "pruning", "sparsity", "operations", "routes", "forms", "rule", "functions", "sites"),
         "recipes": ("methods", "text", "table"),
         "analysis": ("flops", "plan", "metrics"),
         "optim": (),
@@ -33,10 +33,13 @@ HOUSE = {
     "experiments": {
         "errors": (),
         "files": (),
-        "data": ("augment", "cache", "find", "order", "cifar", "idx", "folder", "images", "text"),
+        "data": ("augment", "cache", "find", "order", "others", "cifar", "idx", "folder", "images", "text"),
         "scale": ("processes", "signals", "shards", "sinks"),
         "report": ("words", "runs", "curves", "dots", "pictures", "figures", "page", "__init__", "compare", "__main__"),
-        "training": ("settings", "task", "program", "image", "text", "screen", "meter", "record", "checkpoints", "loop"),
+        "training": (
+            "settings", "task", "state", "program", "image", "text", "tasks", "provenance", "digest", "events", "record",
+            "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
+        ),
         "sweep": (),
         "command": (),
         "studies": (
@@ -50,17 +53,15 @@ HOUSE = {
 
 # Imports inside functions: file -> what it imports there. Each has its reason.
 LATE = {
-    "nmjax/kernels/__init__.py": {"nmjax.kernels"},  # Mosaic takes 0.3 s to import, and not every jaxlib has it
-    "nmjax/kernels/api.py": {"nmjax.kernels"},
+    "nmjax/kernels/calls.py": {"nmjax.kernels"},  # Pallas takes 0.3 s to import, and not every jaxlib has it
     "nmjax/kernels/hopper.py": {"jax.experimental.mosaic.gpu"},
-    "nmjax/products/rule.py": {"nmjax.kernels"},
-    "nmjax/products/routes.py": {"nmjax.kernels"},
-    "nmjax/products/forms.py": {"nmjax.kernels"},
-    "nmjax/core/versions.py": {"jax._src.pallas.mosaic_gpu.interpret.params", "jax.experimental.pallas"},
+    "nmjax/core/versions.py": {  # the same; and a name that differs between versions of JAX
+        "jax._src.pallas.mosaic_gpu.interpret.params", "jax.experimental.pallas", "jax.experimental.pallas.mosaic_gpu",
+    },
     "nmjax/pruners/schedules.py": {"optax"},  # takes longer to import than all of nmjax
     "launch.py": {"experiments", "experiments.errors"},  # Ctrl-C during an import is told in one line
     "experiments/command.py": {"jax", "experiments.training"},  # a mistake in the command is told without JAX
-    "experiments/training/record.py": {
+    "experiments/training/events.py": {
         "tensorboardX.event_file_writer", "tensorboardX.proto", "tensorboardX.summary",
     },  # a plan does without it
     "experiments/training/checkpoints.py": {"orbax.checkpoint"},  # takes two seconds, and a plan does without it

@@ -21,6 +21,7 @@ from experiments.bench.collectives import KINDS, Collective, collectives
 from experiments.bench.measure import markdown
 from experiments.errors import Mistake
 from experiments.scale.shards import CUT
+from experiments.training import tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 
@@ -98,7 +99,7 @@ def _caching(folder: str) -> dict[str, str]:
 
 def made(page: str, *words: str) -> Program:
     config = command.read(["launch.py", f"--config={page}", *words]).config
-    return Program(config, importlib.import_module(f"experiments.{config.experiment}").Task(config))
+    return Program(config, tasks.task(config))
 
 
 # ---- the step ----
@@ -254,9 +255,8 @@ def restart(page: str, data: str, cache: str) -> float:
 
 def start(page: str, began: str, *words: str) -> list[float]:
     """What a start does, one thing after another, in a process that began at that time."""
-    importlib.import_module("experiments.training.loop")  # as launch.py does
+    importlib.import_module("experiments.training.modes")  # as launch.py does
     config = command.read(["launch.py", f"--config={page}", *words]).config
-    make = importlib.import_module(f"experiments.{config.experiment}").Task
     times, last = dict.fromkeys(PARTS, 0.0), float(began)
 
     def spent(part: str, value=None):
@@ -266,7 +266,7 @@ def start(page: str, began: str, *words: str) -> list[float]:
         return value
 
     spent("imports")
-    task = spent("data", make(config))
+    task = spent("data", tasks.task(config))
     program = spent("plan", Program(config, task))
     arrays = spent("data", next(iter(task.feed(0, 0, program.mesh))))
     jobs = [(program.train, (program.shapes, arrays)), (program.init, (jnp.uint32(0),))]

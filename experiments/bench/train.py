@@ -1,6 +1,5 @@
 """What a training step of a run costs: sparse, dense, and written out by hand with Optax alone."""
 
-import importlib
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from flax import nnx
 from experiments import command
 from experiments.bench.measure import markdown
 from experiments.errors import Mistake
-from experiments.training import settings
+from experiments.training import settings, tasks
 from experiments.training.program import Program
 
 PAGES = ["configs/vit_sste.py", "configs/resnet_24.py", "configs/gpt_sste.py"]
@@ -47,7 +46,7 @@ def one(page: str, directory: str, rounds: int) -> dict[str, list]:
     if jax.device_count() > 1 or config.accumulate > 1:
         raise Mistake("bench train is of one device and whole batches: the plain step has no more.")
     config.data.dir = directory
-    task = importlib.import_module(f"experiments.{config.experiment}").Task(config)
+    task = tasks.task(config)
     dense = config.copy_and_resolve_references()
     dense.rules, dense.sparsity = ((r".*", "dense"),), {}
     programs = {"sparse": Program(config, task), "dense": Program(dense, task)}

@@ -21,10 +21,11 @@ import numpy as np
 from jax import lax
 
 from experiments.bench.measure import compiled, in_turn, markdown, speedup
-from nmjax.kernels import api, hopper, tuning
+from nmjax.core.refusal import Refusal
+from nmjax.kernels import calls, tuning
 from nmjax.kernels.format import Packed
+from nmjax.kernels.limits import Config, HopperConfig, Shape, config_refusal, product_refusal
 from nmjax.kernels.targets import Target, target
-from nmjax.kernels.tuning import Config, Shape
 from nmjax.models import gpt, vit
 
 MODELS = {
@@ -163,7 +164,7 @@ def dense(shape: Shape, here: Target):
 
 
 def packed(shape: Shape, here: Target, config: Config):
-    return several(lambda a, b: api.run(a, b, None, shape=shape, here=here, config=config))
+    return several(lambda a, b: calls.run(a, b, None, shape=shape, target=here, config=config))
 
 
 def several(f: Callable, options: dict | None = None):
@@ -192,11 +193,11 @@ def likely(shape: Shape, here: Target) -> list[Config]:
 def variations(shape: Shape, config: Config) -> list[Config]:
     """The same tiles walked, fetched and stored in other ways."""
     changes = [{"stages": stages} for stages in (2, 3, 4, 5)]
-    if isinstance(config, hopper.Config):
+    if isinstance(config, HopperConfig):
         changes = [{"band": 1}, {"band": 16}, {"in_flight": 1}]
         changes += [{"stages": s, "store_n": n} for s, n in ((4, 64), (5, 64), (4, 32), (3, 32), (5, 32))]
     made = [replace(config, **change) for change in changes]
-    return [c for c in dict.fromkeys(made) if c != config and tuning.misfit(shape, c) is None]
+    return [c for c in dict.fromkeys(made) if c != config and config_refusal(shape, c) is None]
 
 
 class Best(NamedTuple):
@@ -211,8 +212,9 @@ class Best(NamedTuple):
 
 def best(shape: Shape, here: Target, pool: Pool, timer: Callable = in_turn) -> Best | str:
     """The fastest config for a product; or why there is none."""
-    if why := api.shape_unfit(shape, here):
-        return why
+    refusal = product_refusal(shape, here)
+    if refusal is not None:
+        return refusal.reason
     count, refused = repeats(shape), []
     pairs = [pool.pair(shape) for _ in range(count)]
     dense_pairs = [pool.dense_pair(shape) for _ in range(count)]
@@ -250,7 +252,7 @@ def _reference(shape, here):
     """XLA's product of the packed operand."""
     form = {"axis": -2 if shape.n_major else -1, "transpose": shape.transpose, "dtype": jnp.float32}
     options = None if here.interpret else {"xla_gpu_enable_triton_gemm": False}
-    return jax.jit(partial(api.reference, **form), compiler_options=options)
+    return jax.jit(partial(calls.reference, **form), compiler_options=options)
 
 
 def _wrong(program, pairs, wanted) -> str | None:
@@ -294,7 +296,7 @@ def table_of(here: Target, ship: bool) -> Path:
 def tune(shapes: list[Shape], ship: bool, minutes: float, timer: Callable = in_turn) -> str | None:
     """The table of what was found, having written it shape by shape; None where there is nothing to tune."""
     here = target("auto")
-    if isinstance(here, str):
+    if isinstance(here, Refusal):
         print(f"There is nothing to tune: {here}.")
         return None
     return search(shapes, here, table_of(here, ship), minutes, timer)

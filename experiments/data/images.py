@@ -10,34 +10,62 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.data import cache, cifar, idx
+from experiments.data import cache, cifar, idx, others
 from experiments.data.find import find
 from experiments.errors import Mistake
+from nmjax.core import names
 
 log = logging.getLogger(__name__)
 
 
 class Images(NamedTuple):
-    """Pixels are uint8 (n, height, width, channels), labels int32 (n,)."""
+    """A set of labelled images, whole in memory.
+
+    Write a function that returns one to train on images of your own, in any module::
+
+        # mylab/data.py                         config.data.name = "mylab.data:spirals"
+        def spirals(dir):                       # dir is config.data.dir, which may be empty
+            x, y = ...                          # uint8 (n, height, width, channels), int (n,)
+            return Images("spirals", (x[:900], y[:900]), (x[900:], y[900:]), ("left", "right"))
+
+    Attributes:
+        name: The set's name, as the header of a run shows it.
+        train: Pixels, uint8 (n, height, width, channels), and labels, int32 (n,). The models of nmjax take square images.
+        test: The same for the test split.
+        classes: The name of each label, 0, 1, ...
+        note: A sentence that has to stand beside the numbers, as that the images are a lossy copy; or "".
+    """
 
     name: str
     train: tuple[np.ndarray, np.ndarray]
     test: tuple[np.ndarray, np.ndarray]
     classes: tuple[str, ...]
-    note: str = ""  # to show beside numbers
+    note: str = ""
 
 
 def load(name: str, dir: str | Path = "") -> Images:
-    """The set of that name; `find` says where it is looked for.
+    """Return a set of images.
 
-    - ``digits``: scikit-learn's, 8x8 of 16 greys, 1,437 and 360.
-    - ``cifar10``: the folder ``cifar-10-batches-py``, the archive ``cifar-10-python.tar.gz`` as it is, or the pack
-      ``cifar10_jpegscan.npz``.
-    - ``mnist``, ``fashion_mnist``: the four IDX files, gzipped or not, in a folder of the set's name (``mnist``,
-      ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``), or an ``.npz`` of that name with x_train, y_train, x_test
-      and y_test. The two sets share their files' names, so files that lie in no such folder are taken only from
-      ``dir``; and one is not read as the other.
+    Args:
+        name: One of these, or ``module:name`` of a function that takes ``dir`` and returns `Images`:
+
+            - ``digits``: scikit-learn's, 8x8 pixels of 16 greys, 1,437 to train and 360 to test.
+            - ``cifar10``: the folder ``cifar-10-batches-py``, the archive ``cifar-10-python.tar.gz`` as it is, or the
+              pack ``cifar10_jpegscan.npz``.
+            - ``mnist``, ``fashion_mnist``: the four IDX files, gzipped or not, in a folder of the set's name (``mnist``,
+              ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``), or an ``.npz`` of that name with x_train, y_train,
+              x_test and y_test. The two sets give their files the same names, so files in no such folder are read from
+              ``dir`` only, and neither set is accepted as the other.
+        dir: The folder that is searched first. `find` lists the others.
+
+    Returns:
+        The set.
+
+    Raises:
+        Mistake: The name is not known, or its files are missing, damaged or not what they should be.
     """
+    if names.is_foreign(name):
+        return _checked(name, others.load(name, dir, Images))
     if name not in _SETS:
         near = difflib.get_close_matches(name, _SETS, n=1)
         guess = f" Did you mean {near[0]}?" if near else ""
@@ -45,20 +73,47 @@ def load(name: str, dir: str | Path = "") -> Images:
     return _SETS[name](dir)
 
 
+def _checked(name: str, data: Images) -> Images:
+    """Return a set of another module with labels of int32; refuse what no run can read."""
+    splits = []
+    for split in ("train", "test"):
+        x, y = map(np.asarray, getattr(data, split))
+        where = f"config.data.name={name!r}: {split}"
+        if x.dtype != np.uint8 or x.ndim != 4 or not len(x):
+            raise Mistake(f"{where} has images of {x.dtype} {x.shape}, not uint8 (n, height, width, channels).")
+        if y.shape != (len(x),) or y.dtype.kind not in "iu":
+            raise Mistake(
+                f"{where} has labels of {y.dtype} {y.shape}, not one whole number for each of {len(x)} images."
+            )
+        if y.min() < 0 or y.max() >= len(data.classes):
+            raise Mistake(
+                f"{where} has labels from {y.min()} to {y.max()}, and {len(data.classes)} classes are named: they are "
+                f"numbered from 0 to {len(data.classes) - 1}."
+            )
+        splits.append((x, y.astype(np.int32)))
+    train, test = splits
+    if train[0].shape[1:] != test[0].shape[1:]:
+        raise Mistake(
+            f"config.data.name={name!r}: images to train are {train[0].shape[1:]}, those to test {test[0].shape[1:]}. "
+            "They need one shape."
+        )
+    return data._replace(train=train, test=test)
+
+
 # ---- digits ----
 
 
 def _digits(dir) -> Images:
-    """Of the images of each digit, in scikit-learn's order, 36 evenly spaced ones are for the test: 360 in all."""
+    """Return scikit-learn's digits. The test split has 36 evenly spaced images of each digit, 360 in all."""
     del dir
-    there = importlib.util.find_spec("sklearn")  # whose file is read: to import it takes a second
-    if there is None or there.origin is None:
-        raise Mistake("digits come with scikit-learn: pip install scikit-learn")
-    data = np.loadtxt(Path(there.origin).parent / "datasets/data/digits.csv.gz", np.int32, delimiter=",")
+    package = importlib.util.find_spec("sklearn")  # importing it takes a second, and one file of it is enough
+    if package is None or package.origin is None:
+        raise Mistake("the digits come with scikit-learn: pip install scikit-learn")
+    data = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", np.int32, delimiter=",")
     x = ((data[:, :64] * 255 + 8) // 16).astype(np.uint8).reshape(-1, 8, 8, 1)
     y = np.ascontiguousarray(data[:, 64])
-    own = [np.flatnonzero(y == digit) for digit in range(10)]
-    test = np.sort(np.concatenate([i[np.arange(36) * len(i) // 36] for i in own]))
+    of_digit = [np.flatnonzero(y == digit) for digit in range(10)]
+    test = np.sort(np.concatenate([i[np.arange(36) * len(i) // 36] for i in of_digit]))
     train = np.setdiff1d(np.arange(len(y)), test)
     return Images("digits", (x[train], y[train]), (x[test], y[test]), tuple("0123456789"))
 
@@ -67,32 +122,32 @@ def _digits(dir) -> Images:
 
 
 def _cifar10(dir) -> Images:
-    found = find(
+    path = find(
         ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10_jpegscan.npz", "data_batch_1"),
         dir,
         how="CIFAR-10: download cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html into DIR and "
         "add --config.data.dir=DIR",
     )
-    if found.suffix == ".npz":
+    if path.suffix == ".npz":
         note = "CIFAR-10 as a lossy JPEG copy (quality 75)"
-        return Images("cifar10", *_jpegscan(found), cifar.CLASSES, note)
-    return Images("cifar10", *cifar.read(found.parent if found.name == "data_batch_1" else found), cifar.CLASSES)
+        return Images("cifar10", *_jpegscan(path), cifar.CLASSES, note)
+    return Images("cifar10", *cifar.read(path.parent if path.name == "data_batch_1" else path), cifar.CLASSES)
 
 
 def _jpegscan(path: Path):
-    """All its JPEGs have one header, which it holds once; their entropy-coded scans follow one another."""
+    """Read a pack of JPEGs: one header for all of them, then their entropy-coded scans, one after another."""
     z = _npz(path, ("jpeg_header", "len_train", "scan_train", "y_train", "len_test", "scan_test", "y_test"))
     lengths = np.concatenate([z["len_train"], z["len_test"]]).astype(np.int64)
     ends = np.cumsum(lengths)
     sizes = [len(z["y_train"]), len(z["y_test"])]
     if ends[-1] != len(z["scan_train"]) + len(z["scan_test"]) or [len(z["len_train"]), len(z["len_test"])] != sizes:
-        raise Mistake(f"{path}: its lengths, scans and labels do not fit together. Copy it anew.")
+        raise Mistake(f"{path}: its lengths, scans and labels do not fit together. Copy the file again.")
 
     def decode():
         try:
             from PIL import Image
         except ImportError:
-            raise Mistake(f"{path} holds JPEGs, which want Pillow: pip install pillow") from None
+            raise Mistake(f"{path} holds JPEGs, and reading them needs Pillow: pip install pillow") from None
         log.info("decoding %d images of %s, once", len(ends), path)
         header, scans = z["jpeg_header"].tobytes(), z["scan_train"].tobytes() + z["scan_test"].tobytes()
         images = np.empty((len(ends), 32, 32, 3), np.uint8)
@@ -100,7 +155,7 @@ def _jpegscan(path: Path):
             try:
                 images[i] = np.asarray(Image.open(io.BytesIO(header + scans[end - length : end])))
             except (OSError, ValueError) as e:
-                raise Mistake(f"{path}: image {i} is broken ({e}). Copy the file anew.") from e
+                raise Mistake(f"{path}: image {i} is broken ({e}). Copy the file again.") from e
         return {"images": images}
 
     images = cache.kept(f"{path.stem}-{path.stat().st_size}-{cache.checksum(path)}", decode)["images"]
@@ -133,30 +188,30 @@ def _fashion_mnist(dir) -> Images:
     )
 
 
-# The first labels of the two test sets, which tell them apart.
+# The two test sets are told apart by their first labels.
 _FIRST = {"mnist": [7, 2, 1, 0, 4, 1, 4, 9, 5, 9], "fashion_mnist": [9, 2, 1, 1, 6, 1, 4, 6, 5, 7]}
 
 
 def _idx(name, folders, dir, classes, how) -> Images:
     file = idx.FILES[0]
-    names = [f"{folder}/{file}{end}" for folder in folders for end in ("", ".gz")]
-    names += [f"{folder}.npz" for folder in folders if "/" not in folder]
+    places = [f"{folder}/{file}{end}" for folder in folders for end in ("", ".gz")]
+    places += [f"{folder}.npz" for folder in folders if "/" not in folder]
     if dir:
-        names += [Path(dir).expanduser().resolve() / (file + end) for end in ("", ".gz")]
-    found = find(names, dir, ("/usr/share/datasets",), how)
-    if found.suffix == ".npz":
-        arrays = _npz(found, ("x_train", "y_train", "x_test", "y_test"))
+        places += [Path(dir).expanduser().resolve() / (file + end) for end in ("", ".gz")]
+    path = find(places, dir, ("/usr/share/datasets",), how)
+    if path.suffix == ".npz":
+        arrays = _npz(path, ("x_train", "y_train", "x_test", "y_test"))
         train, test = (tuple(arrays[f"{key}_{part}"] for key in "xy") for part in ("train", "test"))
     else:
-        train, test = idx.read(found.parent)
+        train, test = idx.read(path.parent)
     for x, y in (train, test):
         if x.shape != (len(y), 28, 28) or x.dtype != np.uint8 or not (np.isin(y, np.arange(10))).all():
             raise Mistake(
-                f"{found}: images of uint8 (n, 28, 28) and n labels of 0..9 are wanted, got {x.dtype} {x.shape}."
+                f"{path}: expected images of uint8 (n, 28, 28) and n labels of 0..9, got {x.dtype} {x.shape}."
             )
     for other, first in _FIRST.items():
         if other != name and test[1][:10].tolist() == first:
-            raise Mistake(f"{found} is {other}, where {name} was asked for. {how}")
+            raise Mistake(f"{path} is {other}, and config.data.name is {name!r}. {how}")
     train, test = ((x[..., None], y.astype(np.int32)) for x, y in (train, test))
     return Images(name, train, test, classes)
 
@@ -164,11 +219,12 @@ def _idx(name, folders, dir, classes, how) -> Images:
 def _npz(path: Path, keys) -> dict[str, np.ndarray]:
     try:
         with open(path, "rb") as file, np.load(file) as z:
-            if lost := [key for key in keys if key not in z]:
-                raise Mistake(f"{path} has no {', '.join(lost)}, but {', '.join(z)}. It is not the file meant.")
+            missing = [key for key in keys if key not in z]
+            if missing:
+                raise Mistake(f"{path} has no {', '.join(missing)}, but {', '.join(z)}. It is another kind of file.")
             return {key: z[key] for key in keys}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
-        raise Mistake(f"{path} cannot be read ({e}). Copy it anew.") from e
+        raise Mistake(f"{path} cannot be read ({e}). Copy the file again.") from e
 
 
 _SETS = {"digits": _digits, "cifar10": _cifar10, "mnist": _mnist, "fashion_mnist": _fashion_mnist}

@@ -1,4 +1,4 @@
-"""Text as one array of tokens, bytes or a tokenizer's, and the windows of it that a model reads."""
+"""Texts as one array of tokens each, and the windows of them that a model reads. Tokens are bytes or a tokenizer's."""
 
 import bisect
 import gzip
@@ -16,56 +16,91 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.data import cache
+from experiments.data import cache, others
 from experiments.data.find import find
 from experiments.errors import Mistake
+from nmjax.core import names
 from nmjax.core.random import bits
 
 log = logging.getLogger(__name__)
 
 _SUFFIXES = (".txt", ".txt.xz", ".txt.gz")
-_PIECE = 1 << 16  # bytes that a tokenizer gets at a time, or a little less: it is cut at the end of a line
+_PIECE = 1 << 16  # most bytes that a tokenizer gets at a time; pieces end at the end of a line
 
 
 class Text(NamedTuple):
-    """Tokens are 1-D arrays of uint8, uint16 or uint32, the narrowest that holds the vocabulary."""
+    """A text as tokens, whole in memory.
+
+    Write a function that returns one to train on a text of your own, in any module::
+
+        # mylab/data.py                         config.data.name = "mylab.data:notes"
+        def notes(dir):                         # dir is config.data.dir, which may be empty
+            ids = np.frombuffer(Path(dir, "notes.txt").read_bytes(), np.uint8)
+            return Text("notes", ids[:-9000], ids[-9000:], 256, lambda ids: bytes(ids.tolist()).decode(errors="replace"))
+
+    Attributes:
+        name: The text's name, as the header of a run shows it.
+        train: Tokens, a 1-D array of uint8, uint16 or uint32: the narrowest that holds the vocabulary.
+        valid: The same for validation.
+        vocabulary: The number of different tokens; the largest is one less.
+        decode: A function from an array of tokens to the text they stand for.
+        bytes_per_token: Of the validation text. Bits per byte are bits per token divided by it.
+        note: A sentence that has to stand beside the numbers, or "".
+    """
 
     name: str
     train: np.ndarray
     valid: np.ndarray
     vocabulary: int
     decode: Callable[[np.ndarray], str]
-    bytes_per_token: float  # of the validation text: bits per byte are bits per token divided by it
-    note: str = ""  # to show beside numbers
+    bytes_per_token: float = 1.0
+    note: str = ""
 
 
 def load(name: str, dir: str | Path = "", valid: str = "", tokenizer: str = "bytes") -> Text:
-    """A text, and how much of it is for validation: the file ``valid``, or else the last tenth of its bytes.
+    """Return a text as tokens.
 
-    ``name`` is ``pydoc``, the topics of Python's own help, which are always there; or a file, .txt, .txt.xz or .txt.gz,
-    with or without that ending; or a folder of such files, read one after another in the order of their names. `find`
-    says where they are looked for.
+    Args:
+        name: One of these, or ``module:name`` of a function that takes ``dir`` and returns a `Text`:
 
-    Tokens are bytes, any bytes; or ``tokenizer`` is a JSON file of Hugging Face's tokenizers, and the text is UTF-8. It
-    is tokenised in pieces of whole lines, at most 64 KiB each, and once: the tokens are kept.
+            - ``pydoc``: the topics of Python's own help, which every Python has.
+            - a file, .txt, .txt.xz or .txt.gz, named with or without that ending.
+            - a folder of such files, which are read one after another in the order of their names.
+        dir: The folder that is searched first. `find` lists the others.
+        valid: The file for validation; "" means the last tenth of the text's bytes.
+        tokenizer: "bytes", which reads any bytes, or a JSON file of Hugging Face's tokenizers for a text in UTF-8. It
+            gets the text in pieces of whole lines, at most 64 KiB each, and only once: the tokens are kept in a cache.
+
+    Returns:
+        The text.
+
+    Raises:
+        Mistake: The text or the tokenizer is missing or cannot be read.
     """
+    if names.is_foreign(name):
+        if valid or tokenizer != "bytes":
+            raise Mistake(
+                f"config.data.name={name!r} returns tokens and its own validation text: leave config.data.valid empty and "
+                "config.data.tokenizer='bytes'."
+            )
+        return _checked(name, others.load(name, dir, Text))
     texts = [_Source.of(each, dir) for each in (name, valid) if each]
-    note = f"the help topics of Python {sys.version_info[0]}.{sys.version_info[1]}, which differ between versions"
-    note = note if "pydoc" in (name, valid) else ""
+    note = ""
+    if "pydoc" in (name, valid):
+        note = f"the help topics of Python {sys.version_info[0]}.{sys.version_info[1]}, which differ between versions"
     if tokenizer == "bytes":
-        train, held = (b"".join(part.data for part in parts) for parts in _split(texts))
-        arrays = [np.frombuffer(data, np.uint8) for data in (train, held)]
-        return Text(
-            name, *arrays, 256, lambda ids: np.asarray(ids, np.uint8).tobytes().decode(errors="replace"), 1.0, note
-        )
+        train, held_out = (b"".join(part.data for part in parts) for parts in _split(texts))
+        arrays = [np.frombuffer(data, np.uint8) for data in (train, held_out)]
+        decode = lambda ids: np.asarray(ids, np.uint8).tobytes().decode(errors="replace")
+        return Text(name, *arrays, 256, decode, 1.0, note)
     path, words = _tokenizer(tokenizer, dir)
     vocabulary = max(words.get_vocab(with_added_tokens=True).values()) + 1
     dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
 
-    def make():
-        train, held = _split(texts)
-        size = np.array(sum(len(part.data) for part in held))
-        return {"train": _encode(words, train, dtype), "valid": _encode(words, held, dtype), "bytes": size}
+    def make() -> dict[str, np.ndarray]:
+        train, held_out = _split(texts)
+        size = np.array(sum(len(part.data) for part in held_out))
+        return {"train": _encode(words, train, dtype), "valid": _encode(words, held_out, dtype), "bytes": size}
 
     key = "-".join([cache.checksum(path), *(text.checksum() for text in texts)])
     tokens = cache.kept(f"tokens-{key}", make)
@@ -74,11 +109,28 @@ def load(name: str, dir: str | Path = "", valid: str = "", tokenizer: str = "byt
     return Text(name, tokens["train"], tokens["valid"], vocabulary, decode, rate, note)
 
 
+def _checked(name: str, data: Text) -> Text:
+    """Return a text of another module in the narrowest dtype; refuse what is no array of tokens."""
+    dtype = next(d for d in (np.uint8, np.uint16, np.uint32) if data.vocabulary <= np.iinfo(d).max + 1)
+    arrays = {}
+    for split in ("train", "valid"):
+        ids = np.asarray(getattr(data, split))
+        where = f"config.data.name={name!r}: {split}"
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            raise Mistake(f"{where} is {ids.dtype} {ids.shape}, not a 1-D array of whole numbers.")
+        if ids.min() < 0 or ids.max() >= data.vocabulary:
+            raise Mistake(
+                f"{where} has tokens from {ids.min()} to {ids.max()}, and the vocabulary is {data.vocabulary}."
+            )
+        arrays[split] = ids.astype(dtype)
+    return data._replace(**arrays)
+
+
 # ---- files ----
 
 
 class _Part(NamedTuple):
-    """Bytes, and where they stand: at ``start`` of a file."""
+    """Bytes of a file, from byte ``start`` on."""
 
     file: str
     start: int
@@ -86,13 +138,13 @@ class _Part(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """One text: files, or what Python brings."""
+    """One text: files, or bytes that come with Python."""
 
     files: tuple[Path, ...]
     own: bytes = b""
 
     @classmethod
-    def of(cls, name, dir):
+    def of(cls, name: str, dir: str | Path) -> "_Source":
         if name == "pydoc":
             from pydoc_data.topics import topics
 
@@ -105,7 +157,7 @@ class _Source(NamedTuple):
             raise Mistake(f"{path} holds no text: no file in it ends in {', '.join(_SUFFIXES)}.")
         return cls(files)
 
-    def checksum(self):
+    def checksum(self) -> str:
         if self.files:
             return cache.checksum(*self.files)
         return f"{len(self.own)}{zlib.crc32(self.own):08x}"
@@ -120,11 +172,14 @@ def _read(file: Path) -> bytes:
         with opened(file, "rb") as f:
             return f.read()
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
-        raise Mistake(f"{file} cannot be read ({e}). Copy it anew.") from e
+        raise Mistake(f"{file} cannot be read ({e}). Copy the file again.") from e
 
 
 def _split(texts: list[_Source]) -> list[list[_Part]]:
-    """Two texts as they are, or nine tenths of one and the rest, cut before a whole character of UTF-8."""
+    """Return the training and the validation text: two texts as they are, or one cut at nine tenths.
+
+    The cut is before a whole character of UTF-8.
+    """
     if len(texts) == 2:
         return [text.read() for text in texts]
     parts = texts[0].read()
@@ -138,7 +193,7 @@ def _split(texts: list[_Source]) -> list[list[_Part]]:
 
 
 def _whole(data: bytes, at: int) -> int:
-    """The next place, from ``at`` on, where a character of UTF-8 may begin."""
+    """Return the next place, from ``at`` on, at which a character of UTF-8 may begin."""
     while at < len(data) and data[at] & 0xC0 == 0x80:
         at += 1
     return at
@@ -147,12 +202,14 @@ def _whole(data: bytes, at: int) -> int:
 # ---- a tokenizer ----
 
 
-def _tokenizer(name, dir):
+def _tokenizer(name: str, dir: str | Path):
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise Mistake("data.tokenizer wants Hugging Face's tokenizers: pip install tokenizers; or 'bytes'") from None
-    path = find((name, f"{name}.json"), dir, how="Add --config.data.dir=DIR, its folder, or take 'bytes'.")
+        raise Mistake(
+            f"config.data.tokenizer={name!r} needs Hugging Face's tokenizers: pip install tokenizers, or write 'bytes'."
+        ) from None
+    path = find((name, f"{name}.json"), dir, how="Add --config.data.dir=DIR, its folder, or write 'bytes'.")
     try:
         words = Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises no narrower class
@@ -164,16 +221,17 @@ def _tokenizer(name, dir):
 
 def _encode(words, parts: list[_Part], dtype: np.dtype) -> np.ndarray:
     pieces = itertools.chain.from_iterable(map(_pieces, parts))
-    total, done, said = sum(len(part.data) for part in parts), 0, 0
-    out = [np.empty(0, dtype)]
+    total = sum(len(part.data) for part in parts)
+    done = logged = 0
+    ids = [np.empty(0, dtype)]
     while group := list(itertools.islice(pieces, 64)):
         for encoded in words.encode_batch_fast([_utf8(piece) for piece in group], add_special_tokens=False):
-            out.append(np.array(encoded.ids, dtype))
+            ids.append(np.array(encoded.ids, dtype))
         done += sum(len(piece.data) for piece in group)
-        if done == total or done - said >= 16e6:
-            said = done
+        if done == total or done - logged >= 16e6:
+            logged = done
             log.info("tokenised %.1f of %.1f MB, once", done / 1e6, total / 1e6)
-    return np.concatenate(out)
+    return np.concatenate(ids)
 
 
 def _pieces(part: _Part) -> Iterator[_Part]:
@@ -191,8 +249,8 @@ def _utf8(piece: _Part) -> str:
         return piece.data.decode()
     except UnicodeDecodeError as e:
         raise Mistake(
-            f"{piece.file} is not UTF-8: {e.reason} at byte {piece.start + e.start}. Convert it, or take "
-            "data.tokenizer='bytes', which reads any bytes."
+            f"{piece.file} is not UTF-8: {e.reason} at byte {piece.start + e.start}. Convert it, or write "
+            "config.data.tokenizer='bytes', which reads any bytes."
         ) from None
 
 
@@ -200,27 +258,30 @@ def _utf8(piece: _Part) -> str:
 
 
 def windows(n: int, length: int) -> int:
-    """How many windows of ``length`` inputs, each with its targets, an epoch of n tokens has.
+    """Return the number of windows of ``length`` inputs that an epoch of n tokens has.
 
-    They follow one another from a place below ``length`` that each epoch draws anew, so one window's room is left for
-    it; a window's last target is the next one's first input.
+    The windows follow one another from a place below ``length``, which each epoch draws anew, so there is one window
+    less than fits. The last target of a window is the first input of the next.
     """
     if length < 1:
         raise Mistake(f"a window has at least 1 token, got length={length}.")
     if n < 2 * length:
-        raise Mistake(f"windows of {length} tokens want a text of {2 * length}, this one has {n}. Take a longer text.")
+        raise Mistake(
+            f"windows of {length} tokens need a text of {2 * length} tokens, and this one has {n}. Take a longer text, or "
+            "set config.data.length lower."
+        )
     return n // length - 1
 
 
 def rows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """The tokens as `take` reads them, (n, length): so that no place in a long text is a number past 32 bits."""
+    """Return the tokens as `take` reads them, (n, length). So no place in a long text is a number above 32 bits."""
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
 def take(rows: jax.Array, epoch: jax.Array, index: jax.Array, seed) -> tuple[jax.Array, jax.Array]:
-    """Inputs and targets, int32 (batch, length): windows ``index`` of their ``epoch``s, as `order.positions` gives them.
+    """Return inputs and targets, int32 (batch, length): windows ``index`` of epochs ``epoch``.
 
-    Inside the compiled step, out of `rows` that lie on the device and are an argument of the step.
+    It is traced inside the compiled step, and `rows` is an argument of the step. `order.positions` gives epoch and index.
 
     >>> take(jnp.arange(100, 120).reshape(-1, 4), jnp.array([0, 0, 1]), jnp.array([0, 1, 0]), seed=0)[0].tolist()
     [[103, 104, 105, 106], [107, 108, 109, 110], [102, 103, 104, 105]]
@@ -234,13 +295,16 @@ def take(rows: jax.Array, epoch: jax.Array, index: jax.Array, seed) -> tuple[jax
 
 
 def cut(tokens: np.ndarray, length: int) -> np.ndarray:
-    """For evaluation: int32 (n, length + 1), inputs and targets in one row, no token a target twice.
+    """Return windows for evaluation: int32 (n, length + 1), inputs and targets in one row. No token is a target twice.
 
-    What is left over at the end is dropped, less than a row, and the log says how much. The first token is no target.
+    The rest at the end, less than a row, is dropped, and the log says how much. The first token is no target.
     """
     n = (len(tokens) - 1) // length if length > 0 else 0
     if n < 1:
-        raise Mistake(f"windows of {length} tokens want a validation text of {length + 1}, this one has {len(tokens)}.")
-    if left := len(tokens) - 1 - n * length:
+        raise Mistake(
+            f"windows of {length} tokens need a validation text of {length + 1} tokens, and this one has {len(tokens)}."
+        )
+    left = len(tokens) - 1 - n * length
+    if left:
         log.info("evaluation leaves out the last %d of %d tokens", left, len(tokens))
     return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[: n * length : length].astype(np.int32)

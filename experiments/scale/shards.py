@@ -1,15 +1,16 @@
-"""Where the arrays of a run lie: its mesh of devices, and along which of its axes parameters are cut.
+"""Where the arrays of a run lie: the mesh of devices, and the axes of it along which parameters are cut.
 
-``config.mesh.fsdp`` devices share the parameters, and all that goes with them: the optimizer's state, averages, masks
-and scales. ``config.mesh.tensor`` devices share the products of a transformer's block: its layers *up*, *query*, *key* and
-*value* by out-features, *down* and *out* by in-features. What is left of the devices has its own part of the batch, as
-those of ``fsdp`` have. No group n:m of a weight lies on two devices.
+`config.mesh.fsdp` devices share the parameters and all that goes with them: the optimizer's state, averages, masks and
+scales. `config.mesh.tensor` devices share the products of a transformer's block: its layers *up*, *query*, *key* and
+*value* by out-features, *down* and *out* by in-features. The other devices each take a part of the batch, and so do
+those of `fsdp`. No n:m group of a weight lies on two devices.
 
-The axes are automatic: the compiler puts the collectives where they are wanted.
+The axes are automatic: the compiler inserts the collectives.
 """
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,60 +24,79 @@ from nmjax.products.rule import refusals
 
 AXES = ("data", "fsdp", "tensor")
 CUT = ((re.compile(r"/(up|query|key|value)$"), "other"), (re.compile(r"/(down|out)$"), "contract"))  # by `tensor`
-SMALL = 2**12  # numbers: parameters of fewer lie whole on every device
+SMALL = 2**12  # numbers: parameters with fewer lie whole on every device
 
 
-def mesh(config) -> Mesh:
-    """The devices, as the config arranges them."""
-    shares = {name: config.mesh[name] for name in AXES[1:]}
+def mesh(sizes: Any) -> Mesh:
+    """Arrange the devices.
+
+    Args:
+        sizes: The settings `config.mesh`: how many devices `fsdp` and `tensor` take. `data` takes the others.
+
+    Raises:
+        Mistake: If a size is below 1, or if the sizes do not divide the number of devices.
+    """
+    shares = {name: sizes[name] for name in AXES[1:]}
     for name, size in shares.items():
         if size < 1:
-            raise Mistake(f"config.mesh.{name}={size} is no number of devices: 1 is none beside the others.")
-    count, taken = jax.device_count(), math.prod(shares.values())
-    if count % taken:
-        told = " x ".join(f"config.mesh.{name}={size}" for name, size in shares.items())
-        raise Mistake(f"{told} is {taken} devices, which do not divide the {count} that are here.")
-    return jax.make_mesh((count // taken, *shares.values()), AXES, axis_types=(AxisType.Auto,) * 3)
+            raise Mistake(f"config.mesh.{name}={size} is not a number of devices. 1 means that parameters are not cut.")
+    count, needed = jax.device_count(), math.prod(shares.values())
+    if count % needed:
+        product = " x ".join(f"config.mesh.{name}={size}" for name, size in shares.items())
+        raise Mistake(f"{product} is {needed} devices, which do not divide the {count} devices of this run.")
+    return jax.make_mesh((count // needed, *shares.values()), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def parts(mesh: Mesh) -> int:
-    """In how many parts a batch is cut."""
+    """Return the number of parts that a batch is cut into."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def batch(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of a batch."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
+def whole(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of an array that lies whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def rows(mesh: Mesh, size: int) -> np.ndarray:
-    """Those of a batch of so many that lie on devices of this process."""
-    held = batch(mesh).addressable_devices_indices_map((size,)).values()
-    return np.unique(np.concatenate([np.arange(size)[index] for index in held]))
+    """Return the rows of a batch of so many that lie on devices of this process."""
+    indices = batch(mesh).addressable_devices_indices_map((size,)).values()
+    return np.unique(np.concatenate([np.arange(size)[index] for index in indices]))
 
 
-def gathered(arrays: Any, mesh: Mesh, size: int):
-    """Batches of so many, of which every process gives its `rows`."""
+def gathered(arrays: Any, mesh: Mesh, size: int) -> Any:
+    """Return batches of so many rows, of which every process gives its own (`rows`)."""
     put = lambda x: jax.make_array_from_process_local_data(batch(mesh), x, (size, *x.shape[1:]))
     return jax.tree.map(put, arrays)
 
 
-def placed(arrays: Any, where: NamedSharding):
-    """Arrays that every process has whole, on the devices."""
+def placed(arrays: Any, where: NamedSharding) -> Any:
+    """Return arrays on the devices. Every process gives them whole."""
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), arrays)
 
 
-def whole(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
+# ---- the state of a run ----
 
 
-# ---- parameters ----
+def of_state(state: Any, model: nnx.Module, mesh: Mesh) -> Any:
+    """Return the shardings of all arrays of a run's state.
 
+    An array that belongs to a parameter lies as the parameter does, whether it is the parameter itself, its average or
+    the optimizer's state. Masks and scales of a sparse layer lie as its kernel does, along the axes that both have.
 
-def of_state(state, model: nnx.Module, mesh: Mesh):
-    """Where every array of a run's state lies, given as shapes: that of a parameter, wherever it is kept; or of what a sparse
-    layer holds, as its kernel along the axes that both have."""
-    cuts = _kernels(model, mesh) | _others(model, mesh)
-    homes = {layer.path: (layer.module.kernel.shape, cuts[_name(layer)]) for layer in layers(model)}
+    Args:
+        state: The state as shapes.
+        model: The sparse model as shapes.
+        mesh: The devices.
+    """
+    sparse = list(layers(model))
+    kernels = {_kernel_name(layer): _cut_kernel(layer, mesh) for layer in sparse}
+    cuts = kernels | _cut_others(model, mesh, kernels)
+    homes = {layer.path: (layer.module.kernel.shape, kernels[_kernel_name(layer)]) for layer in sparse}
 
     def place(path, leaf):
         names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
@@ -87,86 +107,100 @@ def of_state(state, model: nnx.Module, mesh: Mesh):
         text = "/".join(names)
         for home, (shape, cut) in homes.items():
             if f"/{home}/" in f"/{text}/" and len(leaf.shape) <= len(shape):
-                alike = zip(leaf.shape, shape, cut, strict=False)
-                return NamedSharding(mesh, PartitionSpec(*(name if a == b else None for a, b, name in alike)))
+                axes = zip(leaf.shape, shape, cut, strict=False)
+                return NamedSharding(mesh, PartitionSpec(*(name if a == b else None for a, b, name in axes)))
         return whole(mesh)
 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def in_use(where, mesh: Mesh):
-    """Where parameters lie while a step computes with them: whole along fsdp. Said of what goes into the model, for within a
-    loop the compiler would rather cut the products, and tell activations."""
-    whole = lambda at: NamedSharding(mesh, PartitionSpec(*(None if name == "fsdp" else name for name in at.spec)))
-    return jax.tree.map(whole, where)
+def in_use(places: Any, mesh: Mesh) -> Any:
+    """Return the shardings of parameters while a step computes with them: whole along fsdp.
+
+    They are set on what goes into the model. Inside a loop the compiler would otherwise cut the products, and send
+    activations between devices.
+    """
+    gather = lambda at: NamedSharding(mesh, PartitionSpec(*(None if name == "fsdp" else name for name in at.spec)))
+    return jax.tree.map(gather, places)
 
 
 def stacked(count: int, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """So many of an array, of which each is cut as one is."""
+    """Return the shape of so many arrays along a new first axis. Each is cut as one array is."""
     cut = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
     return jax.ShapeDtypeStruct((count, *one.shape), one.dtype, sharding=cut)
 
 
-def _name(layer: Layer) -> str:
+# ---- parameters: for each axis of one, the axis of the mesh that cuts it, or None ----
+
+
+def _kernel_name(layer: Layer) -> str:
     return f"{layer.path}/kernel".lstrip("/")
 
 
-def _kernels(model: nnx.Module, mesh: Mesh) -> dict[str, tuple]:
-    """Along which axes of the mesh the axes of every kernel are cut."""
-    return {_name(layer): _kernel(layer, mesh) for layer in layers(model)}
-
-
-def _kernel(layer: Layer, mesh: Mesh) -> tuple:
-    shape, operand = layer.module.kernel.shape, layer.operand
-    cut: list[Any] = [None] * len(shape)
-    own = [a for a in range(len(shape)) if a not in layer.stack]
-    part = next((part for pattern, part in CUT if pattern.search(layer.path)), None)
-    if mesh.shape["tensor"] > 1 and part and operand is not None:
-        axis = own[getattr(operand, part)[0]]
+def _cut_kernel(layer: Layer, mesh: Mesh) -> tuple[str | None, ...]:
+    """Cut a kernel along one axis by `tensor` and along another by `fsdp`, so that every group stays on one device."""
+    shape = layer.module.kernel.shape
+    own = [axis for axis in range(len(shape)) if axis not in layer.stack]
+    cut: list[str | None] = [None] * len(shape)
+    axis = _tensor_axis(layer, own) if mesh.shape["tensor"] > 1 else None
+    if axis is not None:
         if not _legal(layer, axis, mesh.shape["tensor"]):
-            there = mesh.size // mesh.shape["fsdp"]  # devices that may be asked for
-            legal = [n for n in range(1, there + 1) if there % n == 0 and _legal(layer, axis, n)]
-            near = min(legal, key=lambda n: (abs(n - mesh.shape["tensor"]), n))
-            raise Mistake(
-                f"config.mesh.tensor={mesh.shape['tensor']}: {layer.path}, a kernel of {' x '.join(map(str, shape))}, cannot be cut along "
-                f"axis {axis} for {layer.sparsity}: its parts would not be whole, or groups would lie on two devices. Write "
-                f"--config.mesh.tensor={near}."
-            )
+            raise _no_tensor_cut(layer, axis, mesh)
         cut[axis] = "tensor"
     if mesh.shape["fsdp"] > 1 and math.prod(shape) >= SMALL:
-        free = sorted((a for a in own if cut[a] is None), key=lambda a: -shape[a])
-        fitting = [a for a in free if _legal(layer, a, mesh.shape["fsdp"])]
-        if fitting:
-            cut[fitting[0]] = "fsdp"
+        free = sorted((axis for axis in own if cut[axis] is None), key=lambda axis: -shape[axis])
+        legal = [axis for axis in free if _legal(layer, axis, mesh.shape["fsdp"])]
+        if legal:
+            cut[legal[0]] = "fsdp"
     return tuple(cut)
 
 
+def _tensor_axis(layer: Layer, own: list[int]) -> int | None:
+    """Return the axis of a kernel that `tensor` cuts: of its out-features or of its in-features, by its name."""
+    for pattern, axes in CUT:
+        if pattern.search(layer.path) and layer.operand is not None:
+            return own[getattr(layer.operand, axes)[0]]
+    return None
+
+
+def _no_tensor_cut(layer: Layer, axis: int, mesh: Mesh) -> Mistake:
+    """Return the error for a kernel that `tensor` cannot cut, with the nearest number of devices that could."""
+    asked, most = mesh.shape["tensor"], mesh.size // mesh.shape["fsdp"]
+    legal = [count for count in range(1, most + 1) if most % count == 0 and _legal(layer, axis, count)]
+    nearest = min(legal, key=lambda count: (abs(count - asked), count))
+    shape = " x ".join(map(str, layer.module.kernel.shape))
+    return Mistake(
+        f"config.mesh.tensor={asked}: {layer.path}, a kernel of {shape}, cannot be cut along axis {axis} for "
+        f"{layer.sparsity}: its parts would not be equal, or groups would lie on two devices. Write "
+        f"--config.mesh.tensor={nearest}."
+    )
+
+
 def _legal(layer: Layer, axis: int, count: int) -> bool:
-    """Whether an axis of a kernel can be cut in so many equal parts, each with whole groups."""
+    """Return whether an axis of a kernel can be cut into so many equal parts of whole groups."""
     if layer.module.kernel.shape[axis] % count:
         return False
     product = layer.example(math.lcm(*(getattr(layer.sparsity, slot).block for slot in ("drhs_g", "drhs_lhs"))))
     if product is None or count == 1:
         return True
     own = [a for a in range(layer.module.kernel.ndim) if a not in layer.stack]
-    at = PartitionSpec(*("cut" if a == axis else None for a in own))
-    cut = jax.sharding.AbstractMesh((count,), ("cut",), axis_types=(AxisType.Auto,))
-    rhs = jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=NamedSharding(cut, at))
-    return not [
-        slot for slot, _ in refusals(product.op, product.lhs, rhs, layer.sparsity) if slot.endswith("rhs")
-    ]
+    spec = PartitionSpec(*("cut" if a == axis else None for a in own))
+    cut_mesh = jax.sharding.AbstractMesh((count,), ("cut",), axis_types=(AxisType.Auto,))
+    rhs = jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=NamedSharding(cut_mesh, spec))
+    reasons = refusals(product.op, product.lhs, rhs, layer.sparsity)
+    return not any(slot.endswith("rhs") for slot, _ in reasons)
 
 
-def _others(model: nnx.Module, mesh: Mesh) -> dict[str, tuple]:
-    """The same of parameters that are no layer's kernel: each along its largest axis."""
-    count, found = mesh.shape["fsdp"], {}
-    kernels = {_name(layer) for layer in layers(model)}
+def _cut_others(model: nnx.Module, mesh: Mesh, kernels: Iterable[str]) -> dict[str, tuple[str | None, ...]]:
+    """Cut every parameter that is not the kernel of a layer along its largest axis, by `fsdp`."""
+    count, cuts = mesh.shape["fsdp"], {}
     for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name, shape = "/".join(map(str, path)), value.get_value().shape
-        if name not in kernels:
-            fitting = [a for a in range(len(shape)) if shape[a] % count == 0]
-            cut = [None] * len(shape)
-            if count > 1 and fitting and math.prod(shape) >= SMALL:
-                cut[max(fitting, key=lambda a: shape[a])] = "fsdp"
-            found[name] = tuple(cut)
-    return found
+        if name in kernels:
+            continue
+        cut: list[str | None] = [None] * len(shape)
+        fitting = [axis for axis in range(len(shape)) if shape[axis] % count == 0]
+        if count > 1 and fitting and math.prod(shape) >= SMALL:
+            cut[max(fitting, key=lambda axis: shape[axis])] = "fsdp"
+        cuts[name] = tuple(cut)
+    return cuts

@@ -14,7 +14,7 @@ import jax
 
 from experiments import files, sweep
 from experiments.errors import Mistake
-from experiments.training import record
+from experiments.training import digest, provenance
 
 NAMES = ("descent", "dw", "noise")
 RESULTS = Path(__file__).parent.parent / "results"
@@ -38,12 +38,12 @@ def add(name: str, results: Path = RESULTS) -> None:
     held = {line["run"] for line in files.lines(path) if line.get("format") == sweep.FORMAT}
     for case in study.CASES:
         if (run := ",".join(f"{field}={value}" for field, value in case.items())) not in held:
-            began = record.now()
+            began = provenance.now()
             rows, notes = study.run(**case)
             line = {"format": sweep.FORMAT, "run": run, "case": case, "outcome": outcome(rows), "rows": rows}
-            line["config"] = record.digest(record.fields(study.config(**case)))
-            line |= {"began": began, "ended": record.now()}
-            line |= {"command": command(name), "versions": record.versions(), "git": record.git(), "notes": notes}
+            line["config"] = digest.identity(study.config(**case)).digest
+            line |= {"began": began, "ended": provenance.now()}
+            line |= {"command": command(name), "versions": provenance.versions(), "git": provenance.git(), "notes": notes}
             line["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
             files.append(path, lambda there, line=line: [line])
             print(f"{run}: {study.told(line)}", flush=True)

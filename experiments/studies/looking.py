@@ -1,13 +1,13 @@
 """Runs that are looked at while they train: what is the same, whatever is looked at."""
 
 import functools
-import importlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from experiments import command
+from experiments.training import tasks
 from experiments.training.program import Program
 
 
@@ -20,7 +20,7 @@ def config(page: str, *changes: str):
 def program(page: str, *changes: str) -> Program:
     """That of such a config: compiled once for all seeds, if it is kept."""
     made = config(page, *changes)
-    return Program(made, importlib.import_module(f"experiments.{made.experiment}").Task(made))
+    return Program(made, tasks.task(made))
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,20 +1,19 @@
-"""The states that a run can go on from, by Orbax, in ``checkpoints/`` of its directory.
+"""The checkpoints of a run: the states that it can continue from, by Orbax, in `checkpoints/` of its directory.
 
 ::
 
     checkpoints/40/         the state after 40 steps
-    checkpoints/40.json     its seal, written last: sums of its files, whether it was the best yet, what the last steps said
+    checkpoints/40.json     its seal (`seals.py`), which makes it valid
 
-What has no seal was never finished, and is no checkpoint. What does not match its seal is put aside, and the one before it
+`Checkpoints.save` tells the order of writes. A checkpoint that differs from its seal is put aside, and the one before it
 serves. The last two are kept, and the best.
 """
 
 import contextlib
-import json
+import errno
 import logging
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -22,191 +21,193 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.errors import Failed
-from experiments.files import replace
 from experiments.scale import processes
+from experiments.training import seals
 
 
 class Restored(NamedTuple):
-    """What a run goes on from."""
+    """What a run continues from. If there is no checkpoint: step 0 and no state."""
 
     step: int
     state: Any
-    seen: list[dict]  # what the steps since the last line of metrics said
+    seen: list[dict]  # figures of the steps since the last line of metrics
 
 
 class Checkpoints:
-    """Saving goes on beside training, and what fails of it is told and not raised: the run and the last good checkpoint stay."""
+    """Saves and restores the states of a run. A save that fails is told, not raised: training goes on.
+
+    Args:
+        workdir: The run's directory.
+        tell: Shows a line to the person who watches the run.
+    """
 
     def __init__(self, workdir: Path, tell: Callable[[str], None] = print):
-        self.directory, self._tell = (workdir / "checkpoints").absolute(), tell
-        self._thread, self._writing, self.lost = ThreadPoolExecutor(1), Future(), None
+        self.directory = (workdir / "checkpoints").absolute()
+        self.lost: str | None = None  # why the last save failed
+        self._tell = tell
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future = Future()
         self._writing.set_result(None)
 
     @cached_property
     def _orbax(self):
-        """Made when first something is saved or restored: it has threads of its own."""
+        """Orbax's checkpointer. It has threads of its own, so it is made when something is first saved or restored."""
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # what Orbax has to say is told here, once
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # `_failed` tells what Orbax would log
         return ocp.StandardCheckpointer()
 
-    # ---- saving ----
+    # ---- writing ----
 
-    def save(self, step: int, state, seen: list[dict], best: bool) -> None:
-        """Save a state. It waits for the one before, and for the copy to the host."""
+    def save(self, step: int, state: Any, seen: list[dict], best: bool) -> None:
+        """Write the checkpoint of a step. Training goes on after the second of these steps.
+
+        The order of writes:
+
+        0. The loop has written all lines of metrics up to this step.
+        1. The checkpoint before this one is finished: `wait`.
+        2. Orbax copies the state to the host, and begins to write it to `STEP/`: here.
+        3. All processes finish writing: `_finish`, in a thread.
+        4. The first process writes the seal `STEP.json`, whole or not at all: `seals.write`.
+        5. It removes old checkpoints, each seal before its folder: `_remove_old`.
+
+        A run that is killed at any moment therefore leaves valid checkpoints and folders without a seal, nothing else.
+
+        Args:
+            step: Number of steps that are done.
+            state: The state after them. It may be donated as soon as this returns.
+            seen: Figures of the steps since the last line of metrics.
+            best: True if the evaluation after this step is the best so far.
+        """
         self.wait()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._orbax.save(self.directory / str(step), state._asdict(), force=True)
+            self._orbax.save(self._path(step), state._asdict(), force=True)
         except (OSError, ValueError) as error:
             self._failed(step, error)
             return
-        seal = {"best": best, "seen": list(seen)}  # written while later steps say more
-        self._writing = self._thread.submit(self._finish, step, seal)
+        seen = list(seen)  # later steps append to it while the seal waits
+        self._writing = self._thread.submit(self._finish, step, seen, best)
 
-    def _finish(self, step: int, seal: dict) -> None:
+    def _finish(self, step: int, seen: list[dict], best: bool) -> None:
         try:
             self._orbax.wait_until_finished()  # of all processes
             self.lost = None
-            if not processes.first():
-                return
-            seal["sums"] = _sums(self.directory / str(step))
-            replace(self.directory / f"{step}.json", json.dumps(seal))
-            self._clear()
-        except Exception as error:  # whatever Orbax makes of a full disk
+            if processes.first():
+                seals.write(self.directory, step, best, seen)
+                self._remove_old()
+        except Exception as error:  # Orbax raises many kinds when the disk is full
             self._failed(step, error)
 
-    def _failed(self, step: int, error: Exception) -> None:
-        full = isinstance(error, OSError) and error.errno == 28 or "RESOURCE_EXHAUSTED" in str(error)
-        why = "no space is left on the disk" if full else " ".join(str(error).split())[:300]
-        self.lost = f"The checkpoint of step {step:,} could not be written: {why}."
-        if processes.first():
-            with contextlib.suppress(OSError):
-                (self.directory / f"{step}.json").unlink(missing_ok=True)
-                self._clear()
-        if processes.count() > 1:  # the others wait for this one
-            raise Failed(self.lost.rstrip("."))
-        self._tell(f"{self.lost} {self.kept()} Training goes on.")
-
-    def _clear(self) -> None:
-        """Remove what is not to be kept, and what was never finished. Seals go first."""
+    def _remove_old(self) -> None:
+        """Remove checkpoints that are not kept, seals first, and folders that were never finished."""
         steps, best = self.steps(), self.steps(best=True)
         kept = {*steps[-2:], *best[-1:]}
         for step in set(steps) - kept:
-            (self.directory / f"{step}.json").unlink()
+            seals.path(self.directory, step).unlink()
         for path in self.directory.iterdir():
-            name = path.name.partition(".")[0]
+            name = path.name.partition(".")[0]  # Orbax writes to 40.orbax-checkpoint-tmp first
             if path.is_dir() and name.isdigit() and (int(name) not in kept or path.name != name):
                 shutil.rmtree(path, ignore_errors=True)
 
+    def _failed(self, step: int, error: Exception) -> None:
+        """Tell why a save failed, and remove what it left. If there are several processes, raise: the others wait."""
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC or "RESOURCE_EXHAUSTED" in str(error)
+        reason = "no space is left on the disk" if full else " ".join(str(error).split())[:300]
+        self.lost = f"The checkpoint of step {step:,} could not be written: {reason}."
+        if processes.first():
+            with contextlib.suppress(OSError):
+                seals.path(self.directory, step).unlink(missing_ok=True)
+                self._remove_old()
+        if processes.count() > 1:
+            raise Failed(self.lost.rstrip("."))
+        self._tell(f"{self.lost} {self.kept()} Training goes on.")
+
     def wait(self) -> None:
-        """Until what was begun is written."""
+        """Wait until the save that was begun is finished."""
         self._writing.result()
 
     def close(self) -> None:
+        """Finish writing, and end the threads."""
         self.wait()
         self._thread.shutdown()
         if "_orbax" in vars(self):
             self._orbax.close()
 
-    def dump(self, state) -> None:
-        """Write what a run that diverged is now, for a person to look at: no run goes on from it."""
+    def dump(self, state: Any) -> None:
+        """Write the state of a run that diverged to `failed-STEP/`, for a person to look at. It is no checkpoint."""
         self.wait()
-        with contextlib.suppress(Exception):  # what failed comes first
+        with contextlib.suppress(Exception):  # the error of the run is more important
             step = int(state.step)
-            self._orbax.save(self.directory / f"failed-{step}", state._asdict(), force=True)
+            path = self.directory / f"failed-{step}"
+            self._orbax.save(path, state._asdict(), force=True)
             self._orbax.wait_until_finished()
-            self._tell(f"The state after step {step:,} is in {self.directory / f'failed-{step}'}, to be looked at.")
+            self._tell(f"The state after step {step:,} is in {path}, to be looked at.")
 
     # ---- restoring ----
 
     def steps(self, best: bool = False) -> list[int]:
-        """The steps of sealed checkpoints; or of those that were the best when they were saved."""
-        found = sorted(int(p.stem) for p in self.directory.glob("*.json") if p.stem.isdigit())
-        return [step for step in found if not best or _seal(self._path(step, ".json")).get("best")]
+        """Return the steps of all sealed checkpoints; with `best`, of those that were the best when they were saved."""
+        steps = seals.sealed_steps(self.directory)
+        return [step for step in steps if seals.was_best(self.directory, step)] if best else steps
 
     def last(self) -> int:
-        """The step of the last checkpoint that is as it was written, or 0."""
-        return self._sound(best=False, mend=False)[0]
+        """Return the step of the last undamaged checkpoint, or 0."""
+        return self._undamaged(best=False, mend=False)[0]
 
-    def restore(self, shapes, best: bool = False, mend: bool = True) -> Restored:
-        """The last checkpoint that is as it was written, or the best; of step 0 and without a state, where there is none.
-        ``mend`` puts aside what is not: of a run that goes on, but not of another's."""
-        step, seen = processes.agreed(lambda: self._sound(best, mend))
+    def restore(self, shapes: Any, best: bool = False, mend: bool = True) -> Restored:
+        """Read the last undamaged checkpoint.
+
+        Args:
+            shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
+            best: Read the best checkpoint in place of the last.
+            mend: Rename damaged checkpoints. Use it only for the run's own directory.
+
+        Raises:
+            Failed: If all checkpoints are damaged, or if the state has other shapes.
+        """
+        step, seen = processes.agreed(lambda: self._undamaged(best, mend))
         if not step:
             return Restored(0, None, [])
         try:
             state = self._orbax.restore(self._path(step), shapes._asdict())
-        except Exception as error:  # whatever Orbax and TensorStore make of it; its files are as they were written
-            why = " ".join(str(error).split())[:300]
-            raise Failed(f"{self._path(step)} holds no state of this model and optimizer: {why}") from error
+        except Exception as error:  # Orbax and TensorStore raise many kinds; the files are as they were written
+            reason = " ".join(str(error).split())[:300]
+            raise Failed(f"{self._path(step)} holds no state of this model and optimizer: {reason}") from error
         return Restored(step, type(shapes)(**state), seen)
 
-    def _sound(self, best: bool, mend: bool) -> tuple[int, list[dict]]:
-        """The last step whose files are as they were written, and what its seal has of the steps before it."""
+    def _undamaged(self, best: bool, mend: bool) -> tuple[int, list[dict]]:
+        """Return the last step whose files match their seal, and the figures in the seal."""
         steps = self.steps(best)
         for step in reversed(steps):
-            seal = _seal(self._path(step, ".json"))
-            if not (why := _unsound(self._path(step), seal)):
-                return step, seal["seen"]
-            self._tell(f"The checkpoint of step {step:,} cannot be read{self._aside(step) if mend else ''}: {why}.")
+            seal = seals.read(self.directory, step)
+            damage = seals.damage(self.directory, step, seal)
+            if seal is not None and not damage:
+                return step, seal.seen
+            moved = f", and is put aside as {self._put_aside(step)}" if mend else ""
+            self._tell(f"The checkpoint of step {step:,} cannot be read{moved}: {damage}.")
         if steps:
             raise Failed(
-                f"None of the checkpoints in {self.directory} can be read. To begin anew, remove that directory, or give another --workdir"
+                f"None of the checkpoints in {self.directory} can be read. To begin anew, remove that directory, "
+                "or give another --workdir"
             )
         return 0, []
 
-    def _aside(self, step: int) -> str:
-        """Put a checkpoint aside, and say where."""
-        aside = self._path(step).with_name(f"unreadable-{step}")
+    def _put_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, and return its new name."""
+        aside = self.directory / f"unreadable-{step}"
         shutil.rmtree(aside, ignore_errors=True)
-        self._path(step, ".json").unlink()
+        seals.path(self.directory, step).unlink()
         if self._path(step).exists():
             os.replace(self._path(step), aside)
-        return f", and is put aside as {aside}"
+        return aside
 
-    def _path(self, step: int, suffix: str = "") -> Path:
-        return self.directory / f"{step}{suffix}"
+    def _path(self, step: int) -> Path:
+        return self.directory / str(step)
 
     def kept(self) -> str:
-        """In words, for who looks for what is left."""
+        """Return a sentence that tells a person which checkpoint is kept."""
         steps = self.steps()
-        return (
-            f"The checkpoint of step {steps[-1]:,} is kept in {self.directory}."
-            if steps
-            else "No checkpoint was written before."
-        )
-
-
-def _seal(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def _sums(directory: Path) -> dict[str, int]:
-    """A sum of every file."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file())
-    return {str(p.relative_to(directory)): _sum(p) for p in files}
-
-
-def _sum(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while part := file.read(1 << 24):
-            found = zlib.crc32(part, found)
-    return found
-
-
-def _unsound(directory: Path, seal: dict) -> str | None:
-    """What is not as the seal says; None if all is."""
-    if not {"sums", "seen"} <= seal.keys():
-        return "its seal cannot be read"
-    for name, wanted in seal["sums"].items():
-        path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if _sum(path) != wanted:
-            return f"{name} is not what was written"
-    return None
+        if not steps:
+            return "No checkpoint was written before."
+        return f"The checkpoint of step {steps[-1]:,} is kept in {self.directory}."

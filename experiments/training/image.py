@@ -1,4 +1,4 @@
-"""Image classification: its model, its data on the device, its loss and scores."""
+"""The task of classifying images: its model, its data, its loss and scores."""
 
 import math
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.data import augment, folder, images, order
@@ -18,7 +19,10 @@ MODELS = {"vit": (nm.models.ViT, nm.models.vit.SIZES), "resnet": (nm.models.ResN
 
 
 def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of every channel of uint8 images, as shares of 255; exact, by counting values."""
+    """Return the mean and the standard deviation of every channel of uint8 images, as shares of 255.
+
+    They are exact, because the values are counted.
+    """
     counts = np.stack([np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])])
     shares, values = counts / counts.sum(1, keepdims=True), np.arange(256) / 255
     mean = shares @ values
@@ -26,38 +30,51 @@ def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Task:
-    """Small sets lie on the device and every batch is gathered and augmented inside the compiled step; folders are streamed."""
+    """Classify images. Small sets lie on the device, and the compiled step gathers and augments every batch.
+
+    Folders are streamed. `experiments.training.task.Task` says what each member is.
+    """
 
     unit, units, metric = "images", 1, "accuracy"
 
-    def __init__(self, config):
+    def __init__(self, config: ConfigDict):
         self.config, c = config, config.data
-        for name, good in {"crop": c.crop >= 0, "mixup": c.mixup >= 0, "smoothing": 0 <= c.smoothing < 1}.items():
-            if not good:
+        for name, fits in {"crop": c.crop >= 0, "mixup": c.mixup >= 0, "smoothing": 0 <= c.smoothing < 1}.items():
+            if not fits:
                 raise Mistake(f"config.data.{name}={c[name]} is out of range: at least 0, and smoothing below 1.")
-        self.notes, self.streamed = [], c.name == "folder"
-        self.skipped = folder.Skipped() if self.streamed and c.skip else None
+        self.notes: list[str] = []
+        self.streamed, self.skipped = c.name == "folder", None
         if self.streamed:
-            self.files = folder.open(c.dir) if c.dir or not c.examples else None  # None: sizes alone, for a plan
-            self.examples, self.classes = self._counts()
-            self.shape = (c.size, c.size, 3)
-            self.mean, self.std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # ImageNet's
-            text = f"the folder {c.dir}: {self.examples:,} training images, {self.classes:,} classes"
-            self.facts = [("data", text)]
-            return
+            self._open_folder()
+        else:
+            self._load_set()
+        fixed = {"image": self.shape[0], "channels": self.shape[-1], "classes": self.classes}
+        self.model = settings.model(config, MODELS, **fixed)
+
+    def _load_set(self) -> None:
+        c = self.config.data
         self.set = images.load(c.name, c.dir)
         x, tests = self.set.train[0], self.set.test[0]
         self.classes, self.examples, self.shape = len(self.set.classes), len(x), x.shape[1:]
         self.mean, self.std = moments(x)
-        self.notes += [self.set.note] * bool(self.set.note)
+        if self.set.note:
+            self.notes.append(self.set.note)
         counts = f"{len(x):,} training images, {len(tests):,} to test, {self.classes} classes"
         self.facts = [("data", f"{self.set.name}: {counts}, {' x '.join(map(str, self.shape))}")]
         self.facts += [("note", note) for note in self.notes]
 
+    def _open_folder(self) -> None:
+        c = self.config.data
+        self.skipped = folder.Skipped() if c.skip else None
+        self.files = folder.open(c.dir) if c.dir or not c.examples else None  # None: a plan, which reads no image
+        self.examples, self.classes = self._counts()
+        self.shape = (c.size, c.size, 3)
+        self.mean, self.std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # ImageNet's
+        text = f"the folder {c.dir}: {self.examples:,} training images, {self.classes:,} classes"
+        self.facts = [("data", text)]
+
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        fixed = {"channels": self.shape[-1], "classes": self.classes}
-        fixed |= {"image": self.shape[0]} if self.config.model.name == "vit" else {}
-        return settings.model(self.config, MODELS, rngs, **fixed)
+        return self.model(rngs=rngs)
 
     def example(self, batch: int) -> tuple:
         return (jax.ShapeDtypeStruct((batch, *self.shape), jnp.float32),)
@@ -69,10 +86,10 @@ class Task:
             arrays = shards.placed(tuple(self.set.train), shards.whole(mesh))
             while True:
                 yield arrays
-        c, found = self.config, self._there()
-        mine, size = shards.rows(mesh, c.batch), c.data.size
-        files, labels = found.train, found.train_labels
-        for batch in folder.stream(files, labels, seed, c.batch, size, start, rows=mine, skipped=self.skipped):
+        c, files = self.config, self._files()
+        rows, size = shards.rows(mesh, c.batch), c.data.size
+        train = files.train, files.train_labels
+        for batch in folder.stream(*train, seed, c.batch, size, start, rows=rows, skipped=self.skipped):
             yield shards.gathered((batch["image"], batch["label"]), mesh, c.batch)
 
     def batch(self, arrays, seed, step, mesh):
@@ -80,9 +97,8 @@ class Task:
         x, y = arrays
         if not self.streamed:
             _, index = order.positions(seed, step, self.config.batch, self.examples)
-            index = jax.lax.with_sharding_constraint(
-                index, shards.whole(mesh)
-            )  # or they would ask each other as they draw
+            # every device draws all of the order, because drawing it in parts costs messages between devices
+            index = jax.lax.with_sharding_constraint(index, shards.whole(mesh))
             x, y = x[index], y[index]
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), step), 3)
         if c.crop:
@@ -101,12 +117,12 @@ class Task:
     # ---- the test split ----
 
     def tests(self, mesh):
-        """Batches of normalised images and labels, -1 where there is none: whole ones, for devices share them evenly."""
+        """Yield batches of images and labels. The last one is filled up, with label -1, so that devices share it evenly."""
         if self.streamed:
-            c, found = self.config, self._there()
-            mine, size = shards.rows(mesh, c.batch), c.data.size
-            files, labels = found.val, found.val_labels
-            stream = folder.stream(files, labels, 0, c.batch, size, train=False, rows=mine, skipped=self.skipped)
+            c, files = self.config, self._files()
+            rows, size = shards.rows(mesh, c.batch), c.data.size
+            val = files.val, files.val_labels
+            stream = folder.stream(*val, 0, c.batch, size, train=False, rows=rows, skipped=self.skipped)
             return (shards.gathered((batch["image"], batch["label"]), mesh, c.batch) for batch in stream)
         x, y = self.set.test
         size = math.ceil(min(1024, len(x)) / mesh.size) * mesh.size
@@ -118,14 +134,14 @@ class Task:
 
     def score(self, model, batch) -> dict:
         x, y = batch
-        logits, there = model(augment.normalise(x, self.mean, self.std)), y >= 0
+        logits, counts = model(augment.normalise(x, self.mean, self.std)), y >= 0
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(y, 0))
         right = jnp.argmax(logits, -1) == y
-        sums = {"count": there, "loss": jnp.where(there, loss, 0), "accuracy": there & right}
+        sums = {"count": counts, "loss": jnp.where(counts, loss, 0), "accuracy": counts & right}
         return {name: jnp.sum(value, dtype=jnp.float32) for name, value in sums.items()}
 
     def pictures(self, graph, state, mesh) -> dict:
-        """Test images with what the model takes them for."""
+        """Return some test images with the model's predictions."""
         if self.streamed:
             return {}
         x, y = (v[:: max(1, len(v) // 24)][:24] for v in self.set.test)
@@ -134,11 +150,16 @@ class Task:
             out_shardings=shards.whole(mesh),
         )
         shares = np.asarray(predict(state, x))
-        found = {"predictions": shares.argmax(-1), "confidence": shares.max(-1), "classes": np.array(self.set.classes)}
-        return {"samples": x, "labels": y, **found}
+        return {
+            "samples": x,
+            "labels": y,
+            "predictions": shares.argmax(-1),
+            "confidence": shares.max(-1),
+            "classes": np.array(self.set.classes),
+        }
 
     def _counts(self) -> tuple[int, int]:
-        """Images and classes of the folder, which are those that the page says, if it says any."""
+        """Return the numbers of images and classes in the folder. Refuse others than the page has, if it has any."""
         c = self.config.data
         if self.files is None:
             return c.examples, c.classes
@@ -146,13 +167,15 @@ class Task:
         for name, size in sizes.items():
             if c[name] and size != c[name]:
                 raise Mistake(
-                    f"{c.dir} holds {size:,} {name}, and config.data.{name}={c[name]:,}. Write --config.data.{name}={size}."
+                    f"{c.dir} holds {size:,} {name}, and config.data.{name}={c[name]:,}. "
+                    f"Write --config.data.{name}={size}."
                 )
         return sizes["examples"], sizes["classes"]
 
-    def _there(self) -> folder.Folder:
+    def _files(self) -> folder.Folder:
         if self.files is None:
             raise Mistake(
-                "config.data.name='folder' wants --config.data.dir=DIR, which holds train/CLASS/*.jpg and val/CLASS/*.jpg."
+                "config.data.name='folder' needs --config.data.dir=DIR, a folder with train/CLASS/*.jpg and "
+                "val/CLASS/*.jpg."
             )
         return self.files

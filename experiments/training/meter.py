@@ -1,11 +1,12 @@
-"""What the steps say, taken in while later ones run."""
+"""The figures of the steps, read from the device while later steps run."""
 
 import contextlib
 import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -17,7 +18,12 @@ AHEAD = 16  # steps that the host may be in front of the device
 
 
 def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
-    """The batches of a feed; ``tell`` is given their rate once, if the steps wait for them most of the time."""
+    """Yield the batches of a feed. If the steps wait for them most of the time, tell their rate once.
+
+    Args:
+        feed: Yields batches.
+        tell: Gets the number of batches a second.
+    """
     began, waited, told = time.monotonic(), 0.0, False
     feed = iter(feed)
     for count in itertools.count(1):
@@ -34,70 +40,102 @@ def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
         yield arrays
 
 
-def fetched(figures, count: int) -> list:
-    """Figures of the device as numbers, of each of so many runs: in arrays, where there are several. Fetched at once."""
+def fetched(figures: Any, count: int) -> list:
+    """Return figures of the device as floats, for each run.
+
+    Args:
+        figures: A tree of scalars if there is one run, of arrays (runs,) if there are several.
+        count: The number of runs.
+
+    Returns:
+        For each run a tree of floats. All are fetched at once.
+    """
     figures = jax.device_get(figures)
-    of = lambda number: jax.tree.map(lambda value: float(np.ravel(value)[number]), figures)
-    return [of(number) for number in range(count)]
+    return [jax.tree.map(lambda value, run=run: float(np.ravel(value)[run]), figures) for run in range(count)]
 
 
 def mean(tables: Collection[dict[str, float]]) -> dict[str, float]:
-    """Of what all of them have."""
-    return {name: math.fsum(table[name] for table in tables) / len(tables) for name in next(iter(tables))}
+    """Return the mean of tables, name by name. All tables have the same names.
+
+    >>> mean([{"loss": 1.0}, {"loss": 3.0}])
+    {'loss': 2.0}
+    """
+    names = next(iter(tables))
+    return {name: math.fsum(table[name] for table in tables) / len(tables) for name in names}
+
+
+class Metered(Protocol):
+    """What the meter knows of a run."""
+
+    seen: list[dict]
+    """Figures of the steps since the last line of metrics, including those restored from a checkpoint."""
 
 
 class Meter:
-    """Takes steps' figures as they are done, without waiting for them, and gives means over windows of them.
+    """Takes in the figures of steps without waiting for them, and gives means over windows of steps.
 
-    ``runs`` are those that go on, by their numbers, and ``seen`` of each is what its steps since the last line said, those
-    before it went on too. ``tell(step, means, rate)`` gets the means of each and the rate of steps, which leaves out compiling
-    and what is done aside; ``lose(number, error)`` is told of a run that diverged.
+    Args:
+        window: Number of steps in a window.
+        runs: The runs that go on, by their numbers. A run that is lost is taken out by `lose`.
+        tell: Called as `tell(step, means, rate)` at the end of each window: the means of each run, and the steps a
+            second, or None if no step was timed. The rate leaves out compiling and what is done `aside`.
+        lose: Called as `lose(number, error)` if the loss or the gradient norm of a run is not finite.
     """
 
-    def __init__(self, window: int, runs: dict, tell, lose):
+    def __init__(
+        self,
+        window: int,
+        runs: Mapping[int, Metered],
+        tell: Callable[[int, dict[int, dict], float | None], None],
+        lose: Callable[[int, Diverged], None],
+    ):
         self.window, self.runs, self.tell, self.lose = window, runs, tell, lose
-        self.first, self.last = None, None  # when the first step was done, and which was the last
-        self._count, self._waiting = len(runs), deque()
-        self._clock, self._timed = 0.0, 0
+        self.first: float | None = None  # time at which the first step was done
+        self.last: int | None = None  # the last step that is taken in
+        self._count = len(runs)
+        self._waiting: deque[tuple[int, dict]] = deque()
+        self._clock, self._timed = 0.0, 0  # when the timed steps began, and their number
 
     def push(self, step: int, shown: dict) -> None:
+        """Give the figures of a step, which may still run on the device."""
         self._waiting.append((step, shown))
         self.settle(AHEAD)
 
     def settle(self, leave: int = 0) -> None:
-        """Take in the steps that are done; wait until at most so many are not."""
-        while self._waiting and (len(self._waiting) > leave or self._done()):
+        """Take in the steps that are done. Wait until at most `leave` steps are not."""
+        while self._waiting and (len(self._waiting) > leave or self._next_is_done()):
             self._take(*self._waiting.popleft())
 
-    def _done(self) -> bool:
-        """Whether the next is; with several processes that is not asked, for all are to see it after the same step."""
+    def _next_is_done(self) -> bool:
+        # Several processes must all see a divergence after the same step, so they do not look ahead.
         return processes.count() == 1 and self._waiting[0][1]["loss"].is_ready()
 
     def _take(self, step: int, shown: dict) -> None:
         for number, figures in enumerate(fetched(shown, self._count)):
             if number in self.runs:
-                self._look(number, step, figures)
+                self._check(number, step, figures)
         if self.first is None:
             self.first = self._clock = time.monotonic()
         else:
             self._timed += 1
         self.last = step
-        if (step + 1) % self.window == 0:  # by the step's number, so that a run that goes on has the same windows
+        if (step + 1) % self.window == 0:  # by the step's number: a run that was continued has the same windows
             self.flush()
 
-    def _look(self, number: int, step: int, figures: dict[str, float]) -> None:
+    def _check(self, number: int, step: int, figures: dict[str, float]) -> None:
+        """Keep the figures of a run, or lose it."""
         for name in ("loss", "gradient_norm"):
             if not math.isfinite(figures[name]):
                 before = "the first step" if self.last is None else f"step {self.last:,} was finite"
-                what = f"the {name.replace('_', ' ')} is {figures[name]} at step {step:,} ({before})"
-                self.lose(number, Diverged(what))
+                text = f"the {name.replace('_', ' ')} is {figures[name]} at step {step:,} ({before})"
+                self.lose(number, Diverged(text))
                 return
         self.runs[number].seen.append(figures)
 
     def flush(self) -> None:
-        """Give the means of the window as far as it goes."""
+        """Tell the means of the window so far, and begin a new one."""
         means = {number: mean(run.seen) for number, run in self.runs.items() if run.seen}
-        if not means:
+        if not means or self.last is None:
             return
         now = time.monotonic()
         rate = self._timed / (now - self._clock) if self._timed else None
@@ -107,8 +145,8 @@ class Meter:
         self.tell(self.last + 1, means, rate)
 
     @contextlib.contextmanager
-    def aside(self):
-        """Around what is no step, so that no rate counts it."""
+    def aside(self) -> Iterator[None]:
+        """Leave the time of what is done inside out of the rate."""
         self.settle()
         begin = time.monotonic()
         yield

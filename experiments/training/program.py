@@ -1,138 +1,207 @@
-"""What a run computes, as compiled functions of its state: the first state, the step, the scores, the measures.
+"""The program of a run: what is compiled, as functions of the run's state.
 
-A *task* (`experiments/training/image.py`, `experiments/training/text.py`) brings the model and the data.
+The first state, the step, the scores and the measures. A *task* (`task.py`) brings the model and the data.
 """
 
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.errors import Mistake
 from experiments.scale import shards
 from experiments.training import settings
+from experiments.training.state import RUNS, State, part, stack
 from experiments.training.task import Task
 
-
-class State(NamedTuple):
-    """All that a run is at a step."""
-
-    step: jax.Array
-    seed: jax.Array
-    params: Any
-    rest: Any  # what is no parameter: means of BatchNorm; noise, time, masks and scales of nmjax
-    opt: Any
-    ema: Any  # averages of params and of rest's floats (means of BatchNorm), or ()
-
-
-RUNS: Any = State(None, 0, 0, 0, 0, 0)  # where a state of several runs has their axis; they are all at one step
+MASK_PICTURE = 64  # rows and columns of a mask that the report shows
 
 
 class Program:
-    """The functions of a run, compiled once: for other seeds and other data of the same shapes too.
+    """The functions of a run. They are compiled once, and serve other seeds and other data of the same shapes too.
 
-    Those of `beside` are of several runs at once, whose states are one state with an axis more.
+    Args:
+        config: The settings of the run. They are parsed here, once; the functions read the attributes below.
+        task: The model and the data.
+
+    Attributes:
+        total: Number of steps of the run.
+        evaluations: Number of steps from one evaluation to the next.
+        measures: Number of steps from one measurement of sparsity to the next; 0 means never.
+        rate: The learning rate as a function of the step.
+        mesh: The devices, arranged.
+        plan: The plan of the model.
+        flops: Average FLOPs of a micro-step, dense and effective.
+        shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
+        count: Number of runs that the functions serve at once (`beside`).
+        one: The program of a single run.
+        graph_of_hard: The graph of the hardened model, or None if the model cannot be hardened.
+        no_hard: The reason why it cannot, or "".
+        train: `train(state, arrays) -> (state, figures)` takes a step. The state is donated.
+        score: `score(state, batch)` returns sums over a test batch.
+        hard_score: `hard_score(hard, batch)` returns the same for hardened weights.
+        harden: `harden(state)` returns the hardened weights.
+        measure: `measure(state, arrays)` returns what pruning does to weights and gradients, by layer.
+        masks: `masks(state)` returns the masks of the weights.
+        flips: `flips(masks, masks)` returns the share of values that changed between two masks, by layer.
     """
 
-    def __init__(self, config, task: Task):
+    def __init__(self, config: ConfigDict, task: Task):
         self.config, self.task = config, task
-        self.total = settings.steps(config, task.examples)
+        self._set_schedule()
+        self._set_mesh()
+        self._set_model()
+        self._refuse_plan()
+        # Steps at which STEP gets sparse are known in the run only: its FLOPs are those of its sparsest step.
+        self.flops = self.plan.training if self.steps_since else self.plan.over(self.total)
+        if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
+            self.measures = 0
+        places = self._set_state()
+        self.one, self.count, self._programs = self, 1, {1: self}
+        self._set_functions(places, lambda function, *axes, **_: function)
+        self._set_hardened()
+
+    # ---- what a config says ----
+
+    def _set_schedule(self) -> None:
+        """Parse the length of the run, its recipe and its optimizer."""
+        config = self.config
+        self.total = settings.steps(config, self.task.examples)
         self.evaluations = settings.duration(config.evaluate, self.total, "config.evaluate") or self.total
-        self.measures = settings.duration(config.measure, self.total, "config.measure")  # 0: never
+        self.measures = settings.duration(config.measure, self.total, "config.measure")
         self.recipe = settings.recipe(config, self.total)
         self.rate = settings.learning_rate(config, self.total)
-        self.steps_since = (
-            settings.call(settings.in_steps(config.optimizer, self.total), "config.optimizer")[0] == "step_adam"
-        )
+        optimizer, _ = settings.call(settings.in_steps(config.optimizer, self.total), "config.optimizer")
+        self.steps_since = optimizer == "step_adam"
         self.tx = settings.optimizer(config, self.rate, self.total)
-        self.mesh = shards.mesh(config)
-        if (config.batch // config.accumulate) % shards.parts(self.mesh):
+
+    def _set_mesh(self) -> None:
+        """Arrange the devices, and refuse a batch that they cannot share."""
+        config = self.config
+        self.mesh = shards.mesh(config.mesh)
+        self.split = shards.batch(self.mesh)
+        self.micro_batch = config.batch // config.accumulate
+        parts = shards.parts(self.mesh)
+        if self.micro_batch % parts:
             raise Mistake(
-                f"config.batch={config.batch} in {config.accumulate} micro-batches leaves {config.batch // config.accumulate} "
-                f"examples, which {shards.parts(self.mesh)} devices cannot share evenly."
+                f"config.batch={config.batch} in {config.accumulate} micro-batches gives {self.micro_batch} examples to a "
+                f"micro-batch, which {parts} devices cannot share evenly. Choose a multiple of {parts * config.accumulate}."
             )
+
+    def _set_model(self) -> None:
+        """Describe the sparse model by its shapes, and plan it."""
         with settings.as_mistake("the model"):
-            nnx.eval_shape(lambda: task.make(nnx.Rngs(0)))
+            nnx.eval_shape(lambda: self.task.make(nnx.Rngs(0)))
         with settings.as_mistake("config.rules and config.sparsity"):
-            self.model = nnx.eval_shape(lambda: nm.nnx.sparsify(task.make(nnx.Rngs(0)), self.recipe))
+            self.model = nnx.eval_shape(lambda: nm.nnx.sparsify(self.task.make(nnx.Rngs(0)), self.recipe))
             _, params, rest = nnx.split(self.model, nnx.Param, ...)
             self.graph = nnx.split(self.model)[0]
             forms = jax.eval_shape(self._packed, nnx.as_pure(params), nnx.as_pure(rest), 0)
             with nm.nnx.packed(self.model, forms):
-                self.plan = nm.nnx.plan(self.model, *task.example(config.batch // config.accumulate))
-        if self.plan.refused:
-            reasons = "; ".join(f"{path}: {reason}" for path, reason in self.plan.refused[:3])
-            reasons += f"; and {len(self.plan.refused) - 3} more" if len(self.plan.refused) > 3 else ""
-            raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}")
-        # of a step on average; at its sparsest where only the run will tell when it gets sparse
-        self.flops = self.plan.training if self.steps_since else self.plan.over(self.total)
-        if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
-            self.measures = 0  # there is nothing to measure
-        self.split = shards.batch(self.mesh)
+                self.plan = nm.nnx.plan(self.model, *self.task.example(self.micro_batch))
+
+    def _refuse_plan(self) -> None:
+        """Refuse a recipe that layers of the model cannot carry out."""
+        refused = self.plan.refused
+        if refused:
+            reasons = "; ".join(f"{path}: {reason}" for path, reason in refused[:3])
+            more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+            raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}{more}")
+
+    def _set_state(self) -> State:
+        """Describe the state by its shapes. Return the shardings of its arrays."""
         state = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32))
-        where = shards.of_state(state, self.model, self.mesh)
-        self.init = jax.jit(self._init, out_shardings=where)
-        placed = lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at)
-        self.shapes = jax.tree.map(placed, state, where)
-        self.one, self.count, self._made = self, 1, {1: self}
-        self._functions(where, lambda f, *axes, **_: f)
+        places = shards.of_state(state, self.model, self.mesh)
+        self.init = jax.jit(self._init, out_shardings=places)
+        self.shapes = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, places
+        )
+        return places
+
+    def _set_hardened(self) -> None:
+        """Describe the hardened model, if there is one."""
         try:
             self.graph_of_hard, self.no_hard = self._harden_graph(), ""
-        except ValueError as error:  # as of weights that are drawn anew at every step
+        except ValueError as error:  # for example, weights that are drawn anew at every step
             self.graph_of_hard, self.no_hard = None, str(error)
 
-    def _functions(self, where: State, over: Callable) -> None:
-        """What is compiled of a state; ``over(f, axis, ...)`` is f over the runs that lie along these axes of what it takes."""
-        whole = shards.whole(self.mesh)  # every process reads it
-        train, score, hard = over(self._train, RUNS, None, out=(RUNS, 0)), self._score, self._hard_score
-        self.train = jax.jit(train, donate_argnums=0, out_shardings=(where, whole))
-        self.score = jax.jit(over(score, RUNS, None), out_shardings=whole)
-        self.hard_score = jax.jit(over(hard, 0, None), out_shardings=whole)
+    def step_flops(self) -> list[float]:
+        """Return the average FLOPs of a step, dense and effective."""
+        return [flops * self.config.accumulate for flops in self.flops]
+
+    # ---- what is compiled ----
+
+    def _set_functions(self, places: State, over: Callable) -> None:
+        """Make the functions of a state.
+
+        Args:
+            places: The shardings of the state.
+            over: `over(f, *axes, out=0)` returns f for all runs at once, which lie along `axes` of its arguments.
+        """
+        whole = shards.whole(self.mesh)  # every process reads the results
+        train = over(self._train, RUNS, None, out=(RUNS, 0))
+        self.train = jax.jit(train, donate_argnums=0, out_shardings=(places, whole))
+        self.score = jax.jit(over(self._score, RUNS, None), out_shardings=whole)
+        self.hard_score = jax.jit(over(self._hard_score, 0, None), out_shardings=whole)
         self.harden = jax.jit(over(self._harden, RUNS))
         self.measure = jax.jit(over(self._measure, RUNS, None), out_shardings=whole)
         self.masks = jax.jit(over(self._masks, RUNS))
         self.flips = jax.jit(over(nm.metrics.flip_rates, 0, 0), out_shardings=whole)
 
+    def compile(self, arrays: Any, measure: bool) -> None:
+        """Compile the functions that a run begins with, in parallel. Their first calls find them compiled.
+
+        Args:
+            arrays: What the feed yields.
+            measure: Compile the measurement of sparsity too.
+        """
+        jobs: list[tuple[Any, tuple]] = [(self.train, (self.shapes, arrays)), (self.init, (jnp.uint32(0),))]
+        if measure:
+            jobs += [(self.measure, (self.shapes, arrays)), (self.masks, (self.shapes,))]
+        with ThreadPoolExecutor() as pool:
+            compile = lambda function, arguments: function.lower(*arguments).compile()
+            for compiled in [pool.submit(compile, *job) for job in jobs]:
+                compiled.result()
+
     # ---- several runs ----
 
     def beside(self, count: int) -> "Program":
-        """That of so many runs at once, which is made once."""
-        if count not in self._made:
-            made = self._made[count] = copy.copy(self.one)
-            made.count, one = count, self.one.shapes
-            made.shapes = jax.tree.map(partial(shards.stacked, count), one)._replace(step=one.step)
-            where = jax.tree.map(lambda s: s.sharding, made.shapes)
-            made._functions(where, lambda f, *axes, out=0: jax.vmap(f, axes, out))
-            made._stack = jax.jit(_stack, out_shardings=where)
-            made._part = jax.jit(_part, out_shardings=jax.tree.map(lambda s: s.sharding, one))
-        return self._made[count]
+        """Return the program of so many runs at once. Their states are one state with an axis more (`RUNS`)."""
+        if count not in self._programs:
+            self._programs[count] = self._made_for(count)
+        return self._programs[count]
+
+    def _made_for(self, count: int) -> "Program":
+        program = copy.copy(self.one)
+        program.count = count
+        one = self.one.shapes
+        program.shapes = jax.tree.map(partial(shards.stacked, count), one)._replace(step=one.step)
+        places = jax.tree.map(_sharding, program.shapes)
+        program._set_functions(places, lambda function, *axes, out=0: jax.vmap(function, axes, out))
+        program._stack = jax.jit(stack, out_shardings=places)
+        program._part = jax.jit(part, out_shardings=jax.tree.map(_sharding, one))
+        return program
 
     def together(self, states: Sequence[State]) -> State:
-        """The state of all runs, out of those of each."""
+        """Return the state of all runs, made of their own states."""
         return states[0] if self.count == 1 else self._stack(*states)
 
     def part(self, state: State, number: int) -> State:
-        """The state of one of the runs, as it would be alone."""
+        """Return the state of one run, as it would be alone."""
         return state if self.count == 1 else self._part(state, number)
 
-    def compile(self, arrays, measure: bool) -> None:
-        """The functions that a run begins with, side by side; their first calls find them compiled."""
-        state = self.shapes
-        jobs = [(self.train, (state, arrays)), (self.init, (jnp.uint32(0),))]
-        jobs += [(self.measure, (state, arrays)), (self.masks, (state,))] * measure
-        with ThreadPoolExecutor() as pool:
-            for done in [pool.submit(lambda f, given: f.lower(*given).compile(), *job) for job in jobs]:
-                done.result()
+    # ---- the first state ----
 
-    def _init(self, seed) -> State:
+    def _init(self, seed: jax.Array) -> State:
         key = jax.random.key(seed)
         model = nm.nnx.sparsify(self.task.make(nnx.Rngs(key)), self.recipe, key)
         _, params, rest = nnx.split(model, nnx.Param, ...)
@@ -142,164 +211,188 @@ class Program:
 
     # ---- the step ----
 
-    def _train(self, state: State, arrays) -> tuple[State, dict]:
+    def _train(self, state: State, arrays: Any) -> tuple[State, dict]:
+        """Take a step: gradients of all micro-batches, the optimizer's update, the averages."""
         config, params = self.config, state.params
-        where = jax.tree.map(lambda shape: shape.sharding, (self.one.shapes.params, self.one.shapes.rest))
         batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
         now = self._now(state)
-
-        def micro(rest, numbered, forms=None):
-            number, part = numbered
-            part = jax.lax.with_sharding_constraint(part, self.split)
-            model = nnx.merge(self.graph, params, rest)
-            nm.nnx.set_step(model, now, number)
-            rest = nnx.as_pure(nnx.split(model, nnx.Param, ...)[2])
-
-            def loss(params):
-                given = jax.lax.with_sharding_constraint((params, rest), shards.in_use(where, self.mesh))
-                model = nnx.merge(self.graph, *given, copy=True)
-                model.train()
-                with nm.nnx.packed(model, forms or {}):
-                    value, shown = self.task.loss(model, part)
-                return value, ({"loss": value, **shown}, nnx.as_pure(nnx.split(model, nnx.Param, ...)[2]))
-
-            grads, (shown, rest) = jax.grad(loss, has_aux=True)(params)
-            return rest, (jax.lax.with_sharding_constraint(grads, where[0]), shown)
-
         if config.accumulate == 1:
-            rest, (grads, shown) = micro(state.rest, (0, batch))
+            rest, (grads, figures) = self._gradients(params, now, {}, state.rest, (0, batch))
         else:
             forms = self._packed(params, state.rest, now)
-            rest, (grads, shown) = self._accumulated(partial(micro, forms=forms), state.rest, batch)
-        extra = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
-        updates, opt = self.tx.update(grads, state.opt, params, **extra)
+            rest, (grads, figures) = self._accumulated(partial(self._gradients, params, now, forms), state.rest, batch)
+        masks = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
+        updates, opt = self.tx.update(grads, state.opt, params, **masks)
         params = optax.apply_updates(params, updates)
         ema = self._averaged(state, params, rest) if config.ema else ()
-        shown |= {
+        figures |= {
             "gradient_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(self.rate(state.step), jnp.float32),
         }
-        return State(state.step + 1, state.seed, params, rest, opt, ema), shown
+        return State(state.step + 1, state.seed, params, rest, opt, ema), figures
 
-    def _now(self, state: State):
-        """The time of the methods: the step, or with STEP the steps since its weights are sparse."""
+    def _now(self, state: State) -> jax.Array:
+        """Return the time of the methods: the step, or for STEP the number of steps since its weights are sparse."""
         return nm.optim.since(state.opt) if self.steps_since else state.step
 
-    def _averaged(self, state: State, params, rest):
-        """The averages, which the first steps enter faster, so that initial values are soon forgotten."""
-        rate = 1 - jnp.minimum(self.config.ema, (1.0 + state.step) / (10.0 + state.step))
-        mean = lambda old, new: (
-            (old + rate * (new - old)).astype(new.dtype) if jnp.issubdtype(new.dtype, jnp.floating) else new
-        )
-        return jax.tree.map(mean, state.ema, (params, rest))
+    def _gradients(self, params: Any, now: jax.Array, forms: dict, rest: Any, numbered: tuple) -> tuple[Any, tuple]:
+        """Return the new `rest` of a micro-batch, its gradients and its figures.
 
-    def _packed(self, params, rest, now) -> dict:
-        """The weights' packed forms, of which all micro-steps of a step make use."""
+        Args:
+            params: The parameters.
+            now: The time of the methods.
+            forms: The packed forms of the weights, or {} to pack them here.
+            rest: What is no parameter.
+            numbered: The number of the micro-batch in its step, and the micro-batch.
+        """
+        number, batch = numbered
+        batch = jax.lax.with_sharding_constraint(batch, self.split)
+        model = nnx.merge(self.graph, params, rest)
+        nm.nnx.set_step(model, now, number)
+        timed = nnx.as_pure(nnx.split(model, nnx.Param, ...)[2])
+        loss = partial(self._loss, rest=timed, batch=batch, forms=forms)
+        grads, (figures, new) = jax.grad(loss, has_aux=True)(params)
+        return new, (jax.lax.with_sharding_constraint(grads, self._places()[0]), figures)
+
+    def _loss(self, params: Any, rest: Any, batch: Any, forms: dict) -> tuple[jax.Array, tuple[dict, Any]]:
+        """Return the loss of a micro-batch; and its figures and the new `rest`."""
+        in_use = jax.lax.with_sharding_constraint((params, rest), shards.in_use(self._places(), self.mesh))
+        model = nnx.merge(self.graph, *in_use, copy=True)
+        model.train()
+        with nm.nnx.packed(model, forms):
+            value, figures = self.task.loss(model, batch)
+        return value, ({"loss": value, **figures}, nnx.as_pure(nnx.split(model, nnx.Param, ...)[2]))
+
+    def _places(self) -> tuple[Any, Any]:
+        """Return the shardings of the parameters and of the rest, of one run."""
+        return jax.tree.map(_sharding, (self.one.shapes.params, self.one.shapes.rest))
+
+    def _packed(self, params: Any, rest: Any, now: jax.Array | int) -> dict:
+        """Return the packed forms of the weights for all micro-steps of a step. A single one packs them itself."""
         if self.config.accumulate == 1:
             return {}
         model = nnx.merge(self.graph, params, rest, copy=True)
         model.train()
         nm.nnx.set_step(model, now)
-        return nm.nnx.pack(model, *self.task.example(self.config.batch // self.config.accumulate))
+        return nm.nnx.pack(model, *self.task.example(self.micro_batch))
 
-    def _accumulated(self, micro, rest, batch):
-        """The means over micro-batches, one after another, in the memory of one."""
+    def _accumulated(self, micro_step: Callable, rest: Any, batch: Any) -> tuple[Any, tuple]:
+        """Return the means over micro-batches, which run one after another in the memory of one."""
         k = self.config.accumulate
         parts = jax.tree.map(lambda v: v.reshape(k, -1, *v.shape[1:]), batch)
-        first = jax.eval_shape(micro, rest, (0, jax.tree.map(lambda v: v[0], parts)))[1]
+        first = jax.eval_shape(micro_step, rest, (0, jax.tree.map(lambda v: v[0], parts)))[1]
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), first)
 
         def add(carry, numbered):
-            rest, new = micro(carry[0], numbered)
-            return (rest, jax.tree.map(lambda a, b: a + b / k, carry[1], new)), None
+            new_rest, new = micro_step(carry[0], numbered)
+            return (new_rest, jax.tree.map(lambda a, b: a + b / k, carry[1], new)), None
 
         return jax.lax.scan(add, (rest, zeros), (jnp.arange(k), parts))[0]
 
-    # ---- what is asked of a state ----
+    def _averaged(self, state: State, params: Any, rest: Any) -> Any:
+        """Return the averages. The first steps weigh more, so that the initial values are soon forgotten."""
+        rate = 1 - jnp.minimum(self.config.ema, (1.0 + state.step) / (10.0 + state.step))
 
-    def _model(self, state: State):
-        model = nnx.merge(self.graph, *(state.ema if self.config.ema else (state.params, state.rest)), copy=True)
+        def average(old, new):
+            if not jnp.issubdtype(new.dtype, jnp.floating):
+                return new
+            return (old + rate * (new - old)).astype(new.dtype)
+
+        return jax.tree.map(average, state.ema, (params, rest))
+
+    # ---- scores ----
+
+    def _model(self, state: State) -> nnx.Module:
+        """Return the model that is evaluated: of the averages, if there are any."""
+        params_and_rest = state.ema if self.config.ema else (state.params, state.rest)
+        model = nnx.merge(self.graph, *params_and_rest, copy=True)
         model.eval()
         return model
 
-    def _score(self, state: State, batch):
+    def _score(self, state: State, batch: Any) -> dict:
         return self.task.score(self._model(state), jax.lax.with_sharding_constraint(batch, self.split))
 
-    def _harden(self, state: State):
+    def _harden(self, state: State) -> Any:
         return nnx.as_pure(nnx.split(nm.nnx.harden(self._model(state)))[1])
 
-    def _harden_graph(self):
+    def _harden_graph(self) -> nnx.GraphDef:
         return jax.eval_shape(lambda state: nnx.split(nm.nnx.harden(self._model(state))), self.shapes)[0]
 
-    def _hard_score(self, hard, batch):
+    def _hard_score(self, hard: Any, batch: Any) -> dict:
         model = nnx.merge(self.graph_of_hard, hard)
         return self.task.score(model, jax.lax.with_sharding_constraint(batch, self.split))
 
-    def _masks(self, state: State):
-        return nnx.as_pure(nm.nnx.masks(nnx.merge(self.graph, state.params, state.rest)))
+    def evaluate(self, state: State) -> dict[str, Any]:
+        """Return means over the test split, of the weights in training and of the hardened weights of inference.
 
-    def _measure(self, state: State, arrays) -> dict:
-        """What pruning does to the weights and to the gradients of a batch, by layer."""
-        batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
-        batch = jax.tree.map(lambda v: v[: self.config.batch // self.config.accumulate], batch)
-        model = nnx.merge(self.graph, state.params, state.rest, copy=True)
-        model.train()
-        nm.nnx.set_step(model, self._now(state))
-        weights = nm.nnx.weights(model)
-        errors = nm.nnx.gradient_errors(model, lambda model: self.task.loss(model, batch)[0])
-        of = lambda found, name: {path: getattr(value, name) for path, value in found.items()}
-        rows = [("density", weights, "density"), ("weight_error", weights, "error")]
-        rows += [(f"gradient_{name}", errors, name) for name in ("variance", "bias", "cosine")]
-        return {label: of(found, name) for label, found, name in rows if found}
-
-    def evaluate(self, state: State) -> dict:
-        """Means over the test split: of the weights in training, and of the hardened ones that inference will use. Of several
-        runs each is an array."""
+        Returns:
+            Numbers by name, "hardened_..." for hardened weights; arrays (runs,) if there are several runs.
+        """
         hard = None if self.graph_of_hard is None else self.harden(state)
         sums, hard_sums = [], []
-        for batch in self.task.tests(self.mesh):  # fetched one by one: the host does not run ahead
+        for batch in self.task.tests(self.mesh):  # fetched one by one, so that the host does not run ahead
             sums.append(jax.device_get(self.score(state, batch)))
             if hard is not None:
                 hard_sums.append(jax.device_get(self.hard_score(hard, batch)))
         return _means(sums) | {f"hardened_{name}": value for name, value in _means(hard_sums).items()}
 
-    def pictures(self, state: State) -> dict:
-        """What the report shows: a corner of a weight's mask, and what the task shows of the model."""
+    # ---- measures ----
+
+    def _masks(self, state: State) -> Any:
+        return nnx.as_pure(nm.nnx.masks(nnx.merge(self.graph, state.params, state.rest)))
+
+    def _measure(self, state: State, arrays: Any) -> dict[str, dict]:
+        """Return what pruning does to the weights and to the gradients of a micro-batch: tables by layer."""
+        batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
+        batch = jax.tree.map(lambda v: v[: self.micro_batch], batch)
+        model = nnx.merge(self.graph, state.params, state.rest, copy=True)
+        model.train()
+        nm.nnx.set_step(model, self._now(state))
+        weights = nm.nnx.weights(model)
+        errors = nm.nnx.gradient_errors(model, lambda model: self.task.loss(model, batch)[0])
+        tables = {}
+        if weights:
+            tables["density"] = {path: value.density for path, value in weights.items()}
+            tables["weight_error"] = {path: value.error for path, value in weights.items()}
+        if errors:
+            for name in ("variance", "bias", "cosine"):
+                tables[f"gradient_{name}"] = {path: getattr(value, name) for path, value in errors.items()}
+        return tables
+
+    def pictures(self, state: State) -> dict[str, Any]:
+        """Return what the report shows of the final model: a corner of a weight's mask, and the task's pictures."""
         if self.graph_of_hard is None:
-            found = self.task.pictures(*nnx.split(self._model(state)), self.mesh)
-        else:
-            found = self.task.pictures(self.graph_of_hard, self.harden(state), self.mesh)
-        kept = {"/".join(map(str, path)): mask for path, mask in nnx.to_flat_state(self.masks(state))}
-        patterns = nm.nnx.patterns(self.model) if self.graph_of_hard is not None else {}
-        for path, pattern in patterns.items():
-            if pattern is not None and kept[path].ndim > 1:
-                mask, axis = (
-                    np.asarray(jax.device_put(kept[path], shards.whole(self.mesh))),
-                    pattern.axes[-1] - kept[path].ndim + 2,
-                )
-                while mask.ndim > 2:  # of a stack its middle layer, of a convolution its middle tap
-                    mask = mask[len(mask) // 2]
-                return found | {
-                    "mask": mask[:64, :64],
-                    "mask_name": f"{path}, {pattern}",
-                    "mask_axis": axis,
-                    "mask_m": pattern.m,
-                }
-        return found
+            return self.task.pictures(*nnx.split(self._model(state)), self.mesh)
+        pictures = self.task.pictures(self.graph_of_hard, self.harden(state), self.mesh)
+        return pictures | self._mask_picture(state)
+
+    def _mask_picture(self, state: State) -> dict[str, Any]:
+        """Return a corner of the first weight's mask that has a pattern n:m, or {} if none has."""
+        masks = {"/".join(map(str, path)): mask for path, mask in nnx.to_flat_state(self.masks(state))}
+        for path, pattern in nm.nnx.patterns(self.model).items():
+            if pattern is None or masks[path].ndim < 2:
+                continue
+            mask = np.asarray(jax.device_put(masks[path], shards.whole(self.mesh)))
+            axis = pattern.axes[-1] - mask.ndim + 2
+            while mask.ndim > 2:  # the middle layer of a stack, the middle tap of a convolution
+                mask = mask[len(mask) // 2]
+            return {
+                "mask": mask[:MASK_PICTURE, :MASK_PICTURE],
+                "mask_name": f"{path}, {pattern}",
+                "mask_axis": axis,
+                "mask_m": pattern.m,
+            }
+        return {}
 
 
-def _means(sums: list[dict]) -> dict:
+def _sharding(shape: jax.ShapeDtypeStruct) -> Any:
+    return shape.sharding
+
+
+def _means(sums: list[dict]) -> dict[str, Any]:
+    """Return the means over all batches of what `Task.score` sums."""
     if not sums:
         return {}
     total = {name: np.sum([part[name] for part in sums], 0, np.float64) for name in sums[0]}
     count = total.pop("count")
     return {name: value / count for name, value in total.items()}
-
-
-def _stack(*states: State) -> State:
-    runs = [state._replace(step=()) for state in states]
-    return jax.tree.map(lambda *values: jnp.stack(values), *runs)._replace(step=states[0].step)
-
-
-def _part(state: State, number) -> State:
-    return jax.tree.map(lambda value: value[number], state._replace(step=()))._replace(step=state.step)

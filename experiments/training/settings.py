@@ -1,26 +1,33 @@
-"""What the words of a config mean: durations, the learning rate, the optimizer, the recipe."""
+"""The meaning of a config's fields: the model, durations, the learning rate, the optimizer, the recipe."""
 
 import ast
 import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
+from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.errors import Mistake
+from nmjax.core import names
+from nmjax.recipes.text import foreign_names as names_in
 
-DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: as the parameters, which are float32
+DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: the dtype of the parameters, which are float32
+SHAPES = ("constant", "linear", "cosine")
 
 
 @contextmanager
-def as_mistake(about: str = ""):
-    """What the library refuses of a person's settings, in one line and under the name of the setting."""
+def as_mistake(about: str = "") -> Iterator[None]:
+    """Turn what the library refuses into a `Mistake` of one line that begins with the name of the setting."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -29,7 +36,7 @@ def as_mistake(about: str = ""):
 
 
 def one_of(name: str, known: Iterable[str], what: str) -> str:
-    """The name, if it is known; else what comes near it."""
+    """Return a name that is known; else refuse it, with the nearest of the known names."""
     known = sorted(known)
     if name in known:
         return name
@@ -38,25 +45,105 @@ def one_of(name: str, known: Iterable[str], what: str) -> str:
     raise Mistake(f"{what}={name!r} is not known.{hint} There are {', '.join(known)}.")
 
 
-def dtype(config):
+def foreign_names(config: ConfigDict) -> list[str]:
+    """Return every ``module:name`` that a run with this config would import."""
+    data = config.get("data", {})
+    fields = [config.get("experiment", ""), config.get("model", {}).get("name", ""), data.get("name", "")]
+    rules = [text for rule in config.get("rules", ()) for text in rule]
+    texts = [*rules, *config.get("sparsity", {}).values()]
+    named = [field for field in fields if names.is_foreign(str(field))]
+    return named + [name for text in texts for name in names_in(str(text))]
+
+
+# ---- the model ----
+
+
+def dtype(config: ConfigDict) -> Any:
+    """Return what layers compute in; None means the dtype of the parameters."""
     return DTYPES[one_of(config.dtype, DTYPES, "config.dtype")]
 
 
-def model(config, known: dict, rngs, **fixed):
-    """The model of ``config.model``: its class by name, that size of it, and what else the page says, over what is ``fixed``."""
+def model(config: ConfigDict, known: Mapping[str, tuple[Callable, Mapping]], **fixed: Any) -> Callable[..., nnx.Module]:
+    """Return the function that makes the model of ``config.model``.
+
+    A model of nmjax gets the sizes that ``config.model.size`` stands for, and the other fields of ``config.model``, which
+    override them. A model of another module, ``config.model.name = "mylab.models:Mixer"``, is a subclass of `nnx.Module`,
+    or a function that returns one. It is called with keyword arguments alone:
+
+    - every field of ``config.model`` except ``name``; also except ``size`` if that is empty;
+    - ``rngs``, an `nnx.Rngs`;
+    - ``dtype`` and what the task fixes, unless ``config.model`` has a field of that name. An image task fixes ``image``
+      (the side in pixels), ``channels`` and ``classes``; a text task fixes ``vocabulary`` and ``length``. Each of them is
+      left out if the class has no parameter of that name.
+
+    Args:
+        config: The settings of a run.
+        known: The models of nmjax that the task can train: class and table of sizes, by name.
+        **fixed: What the task says of a model, by parameter.
+
+    Returns:
+        A function that takes ``rngs`` by keyword and returns a dense model.
+
+    Raises:
+        Mistake: The name or the size is not known, the name cannot be imported, or its arguments do not fit.
+    """
     options = dict(config.model)
-    name, size = options.pop("name"), options.pop("size")
-    make, sizes = known[one_of(name, known, "config.model.name")]
-    options = fixed | sizes[one_of(size, sizes, "config.model.size")] | options
-    return make(**options, dtype=dtype(config), rngs=rngs)
+    name, size = options.pop("name"), options.pop("size", "")
+    fixed["dtype"] = dtype(config)
+    if not names.is_foreign(name):
+        make, table = known[one_of(name, known, "config.model.name")]
+        sizes = table[one_of(size, table, "config.model.size")]
+        return partial(make, **(_accepted(make, fixed) | sizes | options))
+    with as_mistake("config.model.name"):
+        make = names.load(name)
+    if not callable(make):
+        raise Mistake(f"config.model.name={name!r} is a {type(make).__name__}, not a subclass of nnx.Module.")
+    if size:
+        options["size"] = size
+    arguments = _accepted(make, fixed) | options
+    try:
+        _signature(make).bind(rngs=None, **arguments)
+    except TypeError as error:
+        raise Mistake(
+            f"config.model.name={name!r}: {error}. It is called with rngs, {', '.join(sorted(arguments))}: the fields of "
+            "config.model, and what the task fixes."
+        ) from error
+    return partial(_made, make, name, arguments)
 
 
-def steps(config, examples: int) -> int:
-    """Optimizer steps of the whole run: ``config.steps``, or where that is 0 ``config.epochs``."""
+def _signature(make: Callable) -> inspect.Signature:
+    """Return the parameters of a function, or of a class without ``self``. The metaclass of nnx hides those of a class."""
+    if not isinstance(make, type):
+        return inspect.signature(make)
+    signature = inspect.signature(make.__init__)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _accepted(make: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function or a class has parameters for."""
+    parameters = _signature(make).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _made(make: Callable, name: str, arguments: Mapping[str, Any], rngs: nnx.Rngs) -> nnx.Module:
+    """Make a model of another module."""
+    made = make(**arguments, rngs=rngs)
+    if not isinstance(made, nnx.Module):
+        raise Mistake(f"config.model.name={name!r} makes a {type(made).__name__}, not an nnx.Module.")
+    return made
+
+
+# ---- how long ----
+
+
+def steps(config: ConfigDict, examples: int) -> int:
+    """Return the optimizer steps of the whole run: ``config.steps``, or if that is 0 ``config.epochs`` of the examples."""
     if config.batch < 1 or config.accumulate < 1 or config.batch % config.accumulate:
         raise Mistake(
-            f"config.batch={config.batch} is cut into config.accumulate={config.accumulate} micro-batches, so it has to be a "
-            "multiple of it."
+            f"config.batch={config.batch} is cut into config.accumulate={config.accumulate} micro-batches, so it has to "
+            "be a multiple of it."
         )
     if min(config.steps, config.epochs) < 0 or config.steps == config.epochs == 0:
         raise Mistake(
@@ -67,87 +154,101 @@ def steps(config, examples: int) -> int:
 
 
 def duration(text: str, total: int, what: str) -> int:
-    """Steps, of "200" or of a share of the run, as "5%".
+    """Return the steps of a duration: "200", or a share of the run, as "5%".
 
     >>> duration("5%", 2000, "config.evaluate"), duration("30", 2000, "config.evaluate")
     (100, 30)
     """
     try:
-        found = float(text.removesuffix("%")) * (total / 100 if text.endswith("%") else 1)
+        number = float(text.removesuffix("%"))
     except ValueError:
-        found = -1.0
-    if not (math.isfinite(found) and found >= 0):
+        number = -1.0
+    if text.endswith("%"):
+        number *= total / 100
+    if not (math.isfinite(number) and number >= 0):
         raise Mistake(f'{what}={text!r} is no duration: write steps, as "200", or a share of the run, as "5%".')
-    return round(found)
+    return round(number)
 
 
 def in_steps(text: str, total: int) -> str:
-    """A method's text with shares of the run as steps.
+    """Return a method's text with every share of the run in steps.
 
     >>> in_steps("mdgf(2,4,linear(1,0,75%))", 2000)
     'mdgf(2,4,linear(1,0,1500))'
     """
-    return re.sub(r"(\d+(?:\.\d*)?)%", lambda found: str(round(float(found[1]) * total / 100)), text)
+    return re.sub(r"(\d+(?:\.\d*)?)%", lambda share: str(round(float(share[1]) * total / 100)), text)
 
 
-def recipe(config, total: int) -> nm.Recipe:
+# ---- recipe, learning rate, optimizer ----
+
+
+def recipe(config: ConfigDict, total: int) -> nm.Recipe:
+    """Return the recipe of ``config.rules`` and ``config.sparsity``, for a run of so many steps."""
     with as_mistake("config.rules and config.sparsity"):
-        rules = tuple((r[0], in_steps(r[1], total)) if _pair(r) else r for r in config.rules)
+        rules = tuple((rule[0], in_steps(rule[1], total)) if _pair(rule) else rule for rule in config.rules)
         table = {name: in_steps(text, total) for name, text in config.sparsity.items()}
         return nm.Recipe.named(rules, table, config.backend)
 
 
-def _pair(rule) -> bool:
+def _pair(rule: Any) -> bool:
     return isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[1], str)
 
 
-def learning_rate(config, total: int) -> Callable:
-    """A linear warm-up to the peak, then constant, linear or cosine to the end of the run."""
+def learning_rate(config: ConfigDict, total: int) -> Callable:
+    """Return the learning rate as a function of the step: a linear warm-up to the peak, then ``shape`` to the end."""
     c = config.learning_rate
     warmup = duration(c.warmup, total, "config.learning_rate.warmup")
     if warmup >= total:
-        raise Mistake(f"config.learning_rate.warmup={c.warmup!r} is {warmup} steps, and the run has {total}.")
-    after = {
-        "constant": lambda left: optax.constant_schedule(c.peak),
-        "linear": lambda left: optax.linear_schedule(c.peak, c.end, left),
-        "cosine": lambda left: (
-            lambda step: c.end + (c.peak - c.end) * (1 + jnp.cos(jnp.pi * jnp.minimum(step / left, 1))) / 2
-        ),
-    }[one_of(c.shape, ("constant", "linear", "cosine"), "config.learning_rate.shape")](total - warmup)
+        raise Mistake(
+            f"config.learning_rate.warmup={c.warmup!r} is {warmup} steps, and the run has {total}. Make it shorter."
+        )
+    shape, left = one_of(c.shape, SHAPES, "config.learning_rate.shape"), total - warmup
+    if shape == "constant":
+        after = optax.constant_schedule(c.peak)
+    elif shape == "linear":
+        after = optax.linear_schedule(c.peak, c.end, left)
+    else:
+        after = lambda step: c.end + (c.peak - c.end) * (1 + jnp.cos(jnp.pi * jnp.minimum(step / left, 1))) / 2
     if not warmup:
         return after
     return optax.join_schedules([lambda step: c.peak * (step + 1) / (warmup + 1), after], [warmup])
 
 
-def optimizer(config, rate: Callable, total: int) -> optax.GradientTransformationExtraArgs:
-    """Clipping, then the decay of masked weights, then an optimizer of Optax, or `nm.optim.step_adam`, by its name.
+def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer: clipping, then masked decay, then an optimizer of Optax or `nm.optim.step_adam`, by its name.
 
-    Weight decay is of kernels and embeddings only: where the optimizer has none of its own, it is added to the gradient.
+    Only kernels and embeddings decay. If the optimizer has no weight decay of its own, the decay is added to the gradient.
     """
     name, options = call(in_steps(config.optimizer, total), "config.optimizer")
-    ours = {"step_adam": nm.optim.step_adam}
-    known = [
-        n for n, f in vars(optax).items() if inspect.isfunction(f) and _rates(f) and n[0] != "_" and "scale_by" not in n
-    ]
-    make = ours.get(name) or getattr(optax, one_of(name, [*known, *ours], "config.optimizer"))
-    takes = inspect.signature(make).parameters
-    chain = [optax.clip_by_global_norm(config.clip)] * (config.clip > 0)
-    chain += [nm.optim.masked_decay(config.masked_decay)] * (config.masked_decay > 0)
-    matrix = lambda path, _: nm.metrics.path(path).rpartition("/")[2] in ("kernel", "embedding")
-    matrices = lambda params: jax.tree_util.tree_map_with_path(matrix, params)
-    if "weight_decay" in options and "weight_decay" not in takes:
-        chain.append(optax.add_decayed_weights(options.pop("weight_decay"), matrices))
-    elif "mask" in takes:
-        options["mask"] = matrices
+    makers = {n: f for n, f in vars(optax).items() if inspect.isfunction(f) and _rates(f)}
+    makers = {n: f for n, f in makers.items() if not n.startswith("_") and "scale_by" not in n}
+    makers["step_adam"] = nm.optim.step_adam
+    make = makers[one_of(name, makers, "config.optimizer")]
+    parameters = inspect.signature(make).parameters
+    chain = []
+    if config.clip > 0:
+        chain.append(optax.clip_by_global_norm(config.clip))
+    if config.masked_decay > 0:
+        chain.append(nm.optim.masked_decay(config.masked_decay))
+    if "weight_decay" in options and "weight_decay" not in parameters:
+        chain.append(optax.add_decayed_weights(options.pop("weight_decay"), _decaying))
+    elif "mask" in parameters:
+        options["mask"] = _decaying
     for option in options:
-        one_of(option, takes, f"config.optimizer: an option of {name}")
+        one_of(option, parameters, f"config.optimizer: an option of {name}")
     with as_mistake("config.optimizer"):
         chain.append(make(rate, **options))
     return optax.with_extra_args_support(optax.chain(*chain))
 
 
-def call(text: str, what: str) -> tuple[str, dict]:
-    """The name and the options of a call, written as in Python.
+def _decaying(params: Any) -> Any:
+    """Return True for every kernel and embedding, False for all other parameters."""
+    decays = lambda path, _: nm.metrics.path(path).rpartition("/")[2] in ("kernel", "embedding")
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def call(text: str, what: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of a call, written as in Python.
 
     >>> call("sgd(momentum=0.9, nesterov=True)", "config.optimizer")
     ('sgd', {'momentum': 0.9, 'nesterov': True})
@@ -162,5 +263,5 @@ def call(text: str, what: str) -> tuple[str, dict]:
         raise Mistake(f"{what}={text!r} is no call with named options, as 'sgd(momentum=0.9)'.") from None
 
 
-def _rates(function) -> bool:
+def _rates(function: Callable) -> bool:
     return next(iter(inspect.signature(function).parameters), "") == "learning_rate"

@@ -1,10 +1,11 @@
-"""Language models: tokens on the device, windows of them, loss in nats a token."""
+"""The task of modelling text: its model, its windows of tokens, its loss in nats per token."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.data import order, text
@@ -15,26 +16,29 @@ MODELS = {"gpt": (nm.models.GPT, nm.models.gpt.SIZES)}
 
 
 class Task:
-    """The tokens lie on the device, and every batch is cut out of them inside the compiled step."""
+    """Predict the next token. The tokens lie on the device, and the compiled step cuts every batch out of them.
+
+    `experiments.training.task.Task` says what each member is.
+    """
 
     unit, metric, streamed = "tokens", "loss", False
 
-    def __init__(self, config):
+    def __init__(self, config: ConfigDict):
         self.config, c = config, config.data
         self.units = c.length
         self.set = text.load(c.name, c.dir, c.valid, c.tokenizer)
         self.examples = text.windows(len(self.set.train), c.length)
         self.tests_cut = text.cut(self.set.valid[: c.tests * c.length + 1] if c.tests else self.set.valid, c.length)
-        self.notes = [self.set.note] * bool(self.set.note)
+        self.notes = [self.set.note] if self.set.note else []
         counts = (
             f"{len(self.set.train):,} training tokens, {len(self.set.valid):,} to validate, of {self.set.vocabulary:,}"
         )
         self.facts = [("data", f"{self.set.name}: {counts}; windows of {c.length}")]
         self.facts += [("note", note) for note in self.notes]
+        self.model = settings.model(config, MODELS, vocabulary=self.set.vocabulary, length=c.length)
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        length = self.config.data.length
-        return settings.model(self.config, MODELS, rngs, vocabulary=self.set.vocabulary, length=length)
+        return self.model(rngs=rngs)
 
     def example(self, batch: int) -> tuple:
         return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
@@ -54,24 +58,24 @@ class Task:
         return optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets).mean(), {}
 
     def tests(self, mesh):
-        """Batches of windows, and how many of them count: whole ones, for devices share them evenly."""
+        """Yield batches of windows, and which of them count. The last one is filled up, so that devices share it evenly."""
         windows = self.tests_cut
         size = -(-min(64, len(windows)) // mesh.size) * mesh.size
         spare = -len(windows) % size
         windows = np.concatenate([windows, np.zeros((spare, windows.shape[1]), windows.dtype)])
-        there = np.arange(len(windows)) < len(self.tests_cut)
+        counts = np.arange(len(windows)) < len(self.tests_cut)
         split = shards.batch(mesh)
         for i in range(0, len(windows), size):
-            yield shards.placed((windows[i : i + size], there[i : i + size]), split)
+            yield shards.placed((windows[i : i + size], counts[i : i + size]), split)
 
     def score(self, model, batch) -> dict:
-        windows, there = batch
+        windows, counts = batch
         windows = windows.astype(jnp.int32)
         loss = optax.softmax_cross_entropy_with_integer_labels(model(windows[:, :-1]), windows[:, 1:]).mean(-1)
-        return {"count": jnp.sum(there, dtype=jnp.float32), "loss": jnp.sum(jnp.where(there, loss, 0))}
+        return {"count": jnp.sum(counts, dtype=jnp.float32), "loss": jnp.sum(jnp.where(counts, loss, 0))}
 
     def pictures(self, graph, state, mesh) -> dict:
-        """Text that the model writes after the first words of the validation split."""
+        """Return texts that the model writes after the first words of the validation split."""
         prompt = self.set.valid[: min(32, self.config.data.length // 2)].astype(np.int32)
         draw = lambda state, key: nm.models.generate(
             nnx.merge(graph, state), jnp.asarray(prompt)[None], key, count=200, temperature=0.8

@@ -1,23 +1,33 @@
 """Frozen values: plain Python fields, printed as the text that parses back to them."""
 
+import copy
+import functools
 import math
 import numbers
 import operator
+import typing
 from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import jax
 import numpy as np
+
+_PLAIN = {"bool": bool, "int": int, "float": float, "int | None": int | None}
 
 
 @dataclass(frozen=True, repr=False)
 class Value:
     """A frozen record of plain Python values that prints as the text which parses back to it."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        kinds = _kinds(type(self))
         for f in fields(self):
-            object.__setattr__(self, f.name, _plain(self, f.name, f.type, getattr(self, f.name)))
+            object.__setattr__(self, f.name, _plain(self, f.name, kinds[f.name], getattr(self, f.name)))
 
     def __repr__(self) -> str:
+        text = written(self)
+        if text is not None:
+            return text
         shown = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -28,24 +38,49 @@ class Value:
         return f"{type(self).__name__}({','.join(shown)})"
 
 
-def show(value) -> str:
-    """Text of a field: Python's own grammar, without spaces."""
+def show(value: Any) -> str:
+    """Return the text of a field: Python's own grammar, without spaces."""
     if isinstance(value, tuple):
         return f"({','.join(map(show, value))}{',' if len(value) == 1 else ''})"
     if callable(value) and not isinstance(value, Value):
-        return f"<callable {getattr(value, '__name__', type(value).__name__)}>"
+        return written(value) or f"<callable {getattr(value, '__name__', type(value).__name__)}>"
     return repr(value)
 
 
-def _plain(owner, name, kind, value):
-    """Numbers as Python's own, lists as tuples; arrays refused, for a value must hash and outlive a trace."""
+def written(value: Any) -> str | None:
+    """Return the text that a value of another module was made from; None if it was made in Python."""
+    return getattr(value, "_written", None)
+
+
+def as_written(value: Any, text: str) -> Any:
+    """Return a copy of a value that remembers the text it was made from, and prints as that text.
+
+    The text is no part of the value: equality and hashes ignore it. Copying and pickling keep it, and
+    `dataclasses.replace` drops it, because the new value has other fields.
+    """
+    value = copy.copy(value)
+    object.__setattr__(value, "_written", text)
+    return value
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, Any]:
+    """Return the types of the fields, also of a class whose annotations are texts."""
+    try:
+        return typing.get_type_hints(cls)
+    except Exception:  # an annotation may name what exists only for a type checker
+        return {f.name: _PLAIN.get(f.type, f.type) if isinstance(f.type, str) else f.type for f in fields(cls)}
+
+
+def _plain(owner: Value, name: str, kind: Any, value: Any) -> Any:
+    """Turn numbers into Python's own, lists into tuples. Refuse arrays: a value must hash and outlive a trace."""
     where = f"{type(owner).__name__}: {name}"
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (jax.Array, np.ndarray)):
         raise TypeError(
             f"{where} must be a plain Python value, got an array of shape {value.shape}. "
-            "What changes from step to step goes in through Ctx(key, step, state), or through a schedule of the step."
+            "Pass what changes from step to step through Ctx(key, step, state), or as a schedule of the step."
         )
     if isinstance(value, (list, tuple)):
         return tuple(_plain(owner, name, None, v) for v in value)
@@ -57,7 +92,7 @@ def _plain(owner, name, kind, value):
         number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value != math.floor(value):
             raise TypeError(f"{where} must be a whole number, got {value!r}.")
-        return operator.index(int(value))
+        return operator.index(math.floor(value))
     if kind is float:
         if not isinstance(value, numbers.Real) or isinstance(value, bool) or math.isnan(value):
             raise TypeError(f"{where} must be a number, got {value!r}.")

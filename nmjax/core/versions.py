@@ -1,37 +1,46 @@
-"""Where versions of JAX differ, in one place, with a reason each: 0.10.2 is the last for Python 3.11."""
+"""Differences between versions of JAX, each with its reason. 0.10.2 is the last version for Python 3.11.
+
+Functions import Pallas's GPU backends themselves, because ``import nmjax`` does without these backends: they take 0.3 s
+to import, and some builds of jaxlib lack them.
+"""
+
+from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 
 
-def interpreter():
-    """Parameters of the interpreter of GPU kernels. 0.10.2 has it under a private name."""
-    if hasattr(plgpu, "InterpretGPUParams"):
+def interprets_clusters() -> bool:
+    """Return True if the interpreter of GPU kernels knows clusters of thread blocks, as it does from 0.11 on."""
+    return jax.__version_info__ >= (0, 11)
+
+
+def has_warp_products() -> bool:
+    """Return True if Mosaic has register layouts for Ampere's mma instructions, as it does from 0.11 on."""
+    return jax.__version_info__ >= (0, 11)
+
+
+def interpreter_params() -> Any:
+    """Return the parameters of the interpreter of GPU kernels. Before 0.11 it has a private name."""
+    if jax.__version_info__ >= (0, 11):
+        import jax.experimental.pallas.mosaic_gpu as plgpu
+
         return plgpu.InterpretGPUParams()
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams()
 
 
-def interprets_clusters() -> bool:
-    """Whether the interpreter knows thread blocks that share what they fetch: from 0.11 on."""
-    return hasattr(plgpu, "InterpretGPUParams")
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Load a whole reference into registers of a layout. Before 0.12 the index is a required argument."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
 
-
-def load(ref, layout):
-    """A whole reference into registers of a layout. Up to 0.11 the index is an argument, and in 0.10.2 a required one."""
     if jax.__version_info__ < (0, 12):
         return plgpu.load(ref, (), layout=layout, optimized=False)
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def triton(**options):
-    """Parameters of a Triton kernel; imported late, for where there is no such route."""
-    from jax.experimental.pallas import triton as route
+def triton_params(**options: Any) -> Any:
+    """Return the parameters of a Triton kernel. Not every build of jaxlib has Triton."""
+    from jax.experimental.pallas import triton
 
-    return route.CompilerParams(**options)
-
-
-def has_warp_products() -> bool:
-    """Whether Mosaic has register layouts for Ampere's mma instructions: from 0.11 on."""
-    return hasattr(plgpu.Layout, "MMA_ACC")
+    return triton.CompilerParams(**options)

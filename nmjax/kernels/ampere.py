@@ -5,7 +5,6 @@ of registers. The words are Hopper's: a warp has 16 rows of the 64. It needs Mos
 (`versions.has_warp_products`). Compiled for sm_80 and sm_90; written to run anywhere, and nowhere to be fast.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -15,42 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from nmjax.core import versions
-from nmjax.core.value import Value
 from nmjax.kernels import emulation, instructions
 from nmjax.kernels.format import Packed
 from nmjax.kernels.instructions import swizzled
+from nmjax.kernels.limits import AmpereConfig
 from nmjax.kernels.targets import result
-
-SHARED = 99 * 1024  # bytes a thread block may have: of sm_86 and sm_89, which have least
-
-
-@dataclass(frozen=True, repr=False)
-class Config(Value):
-    """How a product is cut into tiles."""
-
-    tile_m: int = 128
-    tile_n: int = 128
-    tile_k: int = 64
-    stages: int = 3
-
-
-def misfit(m: int, n: int, k: int, dtype, out, config: Config) -> str | None:
-    """Why a product of this size cannot be cut so; None if it can."""
-    if jnp.dtype(dtype).itemsize != 2:
-        return f"{jnp.dtype(dtype).name}: Ampere's sparse products are of 16-bit values"
-    for what, length, by in (("M", m, config.tile_m), ("N", n, config.tile_n), ("K", k, config.tile_k)):
-        if length % by:
-            return f"{what} = {length} does not divide by {by}"
-    if any(side < 64 or side % 64 for side in (config.tile_m, config.tile_n, config.tile_k)):
-        return f"{config}: tiles are of multiples of 64"
-    ring = config.stages * (config.tile_m * config.tile_k * 9 // 8 + config.tile_n * config.tile_k * 2)
-    if (shared := max(ring, config.tile_m * config.tile_n * jnp.dtype(out).itemsize)) > SHARED:
-        return f"{config} takes {shared:,} bytes of shared memory, of {SHARED:,}"
-    return None
 
 
 def spmm(
-    a: Packed, b: jax.Array, scale: jax.Array | None = None, *, b_axis: int, transpose: bool, dtype, config: Config,
+    a: Packed, b: jax.Array, scale: jax.Array | None = None, *, b_axis: int, transpose: bool, dtype, config: AmpereConfig,
     interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """``[B, M, K]`` packed along K times ``b``, ``[B, K, N]`` or, with ``b_axis`` -1, ``[B, N, K]``: ``[B, M, N]``, or its
@@ -129,5 +101,5 @@ def spmm(
         out_type=result((batch, *((n, m) if transpose else (m, n))), dtype, a.values, words, b, *scales),
         grid=(batch, m // tile_m, n // tile_n),
         grid_names=("batch", "m", "n"),
-        **({"interpret": versions.interpreter()} if interpret else {}),
+        **({"interpret": versions.interpreter_params()} if interpret else {}),
     )(a.values, words, b, *scales)

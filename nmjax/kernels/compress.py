@@ -122,7 +122,7 @@ def call(body, grid, scalars, inputs, outputs, interpret):
         out_specs=[spec for _, spec in outputs],
         out_shape=[result(shape.shape, shape.dtype, *scalars, *(v for v, _ in inputs)) for shape, _ in outputs],
         interpret=interpret,
-        **({} if interpret else {"compiler_params": versions.triton(num_warps=4, num_stages=1)}),
+        **({} if interpret else {"compiler_params": versions.triton_params(num_warps=4, num_stages=1)}),
     )
     return kernel(*scalars, *(v for v, _ in inputs))
 

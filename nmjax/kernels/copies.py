@@ -8,7 +8,6 @@ A copy is multiplied so that its largest value fits the format, or a bound of it
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,24 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nmjax.core.pruner import Pruner
 from nmjax.kernels.compress import call, members_of, pairs, uniform
 from nmjax.kernels.format import Packed, two_of_four
+from nmjax.kernels.limits import COPY_COLUMNS as COLUMNS, COPY_ROWS as ROWS, Copy
 from nmjax.pruners import float8, identity, mvue, soft
 
-ROWS, COLUMNS = 128, 64
 _FOUR = tuple(range(4))
-
-
-class Copy(NamedTuple):
-    """One form of a tensor ``[R, C]``. What is packed lies along its groups: turned, where they lie along R."""
-
-    format: str
-    turned: bool = False  # as [C, R]
-    packed: bool = False
-    pruner: Pruner = identity
-    axis: int = -1  # of its groups
-    rounding: str = "nearest"
 
 
 def copies(

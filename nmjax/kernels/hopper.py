@@ -10,7 +10,6 @@ product of training needs a transposition. 8-bit values lie along K alone.
 With ``interpret`` the same kernel runs on a CPU, but for its instructions, whose arithmetic is then that of `unpack`.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -20,60 +19,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from nmjax.core import versions
-from nmjax.core.value import Value
 from nmjax.kernels import emulation, instructions
 from nmjax.kernels.format import Packed
 from nmjax.kernels.instructions import swizzled
+from nmjax.kernels.limits import HopperConfig
 from nmjax.kernels.targets import result
 
 _ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 a register: in pairs, LLVM makes ptxas serialise the instructions
-SHARED = 227 * 1024  # bytes a thread block may have
-
-
-@dataclass(frozen=True, repr=False)
-class Config(Value):
-    """How a product is cut into tiles. What is best depends on shapes and device, and is measured."""
-
-    tile_m: int = 64  # rows of a warpgroup
-    tile_n: int = 256
-    tile_k: int = 64  # of 16-bit values; twice as many of 8-bit ones
-    stages: int = 4
-    store_n: int = 64  # columns that are stored at once
-    in_flight: int = 0  # steps whose instructions may still run when the next step's are issued
-    band: int = 8  # tiles along N before the walk turns to the next row of tiles
-    cluster: str = ""  # "m": two blocks along M share B; "n": along N they share A
-    warpgroups: int = 2
-    promote: bool = False  # 8-bit: sums of a step are added up in f32, for those of the tensor cores have fewer bits
-
-    @property
-    def rows(self) -> int:
-        """Of a thread block."""
-        return self.tile_m * self.warpgroups
-
-
-def misfit(m: int, n: int, k: int, dtype, out, config: Config) -> str | None:
-    """Why a product of this size cannot be cut so; None if it can."""
-    size, tile_k = jnp.dtype(dtype).itemsize, config.tile_k * 2 // jnp.dtype(dtype).itemsize
-    tiles = (config.tile_m, config.tile_n, config.tile_k)
-    if any(side < 64 or side % 64 for side in tiles) or config.tile_n > 256 or config.tile_n % config.store_n:
-        return f"{config}: tiles are of multiples of 64, of at most 256 columns, which store_n divides"
-    if config.stages < config.in_flight + 2:
-        return f"{config}: two of its stages at least are to come and go beside those of in_flight"
-    by_m = config.rows * (2 if config.cluster == "m" else 1)
-    by_n = config.tile_n * (2 if config.cluster == "n" else 1)
-    for what, length, by in (("M", m, by_m), ("N", n, by_n), ("K", k, tile_k)):
-        if length % by:
-            return f"{what} = {length} does not divide by {by}"
-    a_step, b_step = config.rows * tile_k * size // 2, config.tile_n * tile_k * size
-    ring = config.stages * (a_step + config.rows * tile_k // 8 + b_step)
-    store = min(2, config.tile_n // config.store_n) * config.rows * config.store_n * jnp.dtype(out).itemsize
-    if ring + store + 1024 > SHARED:  # barriers beside them
-        return f"{config} takes {ring + store:,} bytes of shared memory, of {SHARED:,}"
-    return None
 
 
 def spmm(
-    a: Packed, b: jax.Array, scale: jax.Array | None = None, *, b_axis: int, transpose: bool, dtype, config: Config,
+    a: Packed, b: jax.Array, scale: jax.Array | None = None, *, b_axis: int, transpose: bool, dtype, config: HopperConfig,
     blocks: int, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     """``[B, M, K]`` packed along K times ``b``, ``[B, K, N]`` or, with ``b_axis`` -1, ``[B, N, K]``: ``[B, M, N]``, or its
@@ -235,7 +191,7 @@ def spmm(
         cluster_names=("cluster",),
         num_threads=groups + 1,
         thread_name="wg",
-        **({"interpret": versions.interpreter()} if interpret else {}),
+        **({"interpret": versions.interpreter_params()} if interpret else {}),
     )
     return call(a.values, words, b, *scales)
 

@@ -1,24 +1,32 @@
-"""Which device a program is traced for, and whether its tensor cores know 2:4.
+"""The device that a program is traced for, and whether its tensor cores know 2:4.
 
-A context mesh with an abstract device counts as that device, so that a program can be planned, lowered and compiled for
-one that is not there: `on`.
+A context mesh with an abstract device counts as that device (`on`), so that a program can be planned, lowered and
+compiled for a device that this machine lacks.
 """
 
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.typing import DTypeLike
 
+from nmjax.core.refusal import Refusal
 from nmjax.core.value import Value
 
 BACKENDS = ("auto", "xla", "pallas", "interpret")
-"""What computes products of 2:4 operands: kernels where they are expected to win, XLA's dense products always, kernels
-wherever they can or an error, or kernels wherever they can and simulated on the CPU, for tests of small arrays: a product
-takes seconds, and programs of several want ``XLA_FLAGS=--xla_force_host_platform_device_count=4``, for threads to wait in."""
+"""The ways to compute products of 2:4 operands.
 
-_KINDS = {
+- ``"auto"``: a kernel if it is expected to win, else XLA's dense product.
+- ``"xla"``: XLA's dense product, always.
+- ``"pallas"``: a kernel, or an error.
+- ``"interpret"``: a kernel simulated on the CPU, for tests with small arrays. A product takes seconds. A program with
+  several products needs ``XLA_FLAGS=--xla_force_host_platform_device_count=4``, so that enough threads can wait.
+"""
+
+_FAMILIES = {
     r"H100|H200|GH200|H800|H20\b": "hopper",
     r"A100|A800|A30\b|A40\b|A10\b|RTX 30|RTX A|L4\b|L40|RTX 40": "ampere",
 }
@@ -38,12 +46,16 @@ class Target(Value):
 
 
 @contextmanager
-def on(kind: str, cores: int = 132):
-    """Within it, plans are made and programs are traced for one GPU of this kind, though it is not there.
+def on(kind: str, cores: int = 132) -> Iterator[None]:
+    """Plan and trace programs for one GPU of this kind, which need not be there.
 
     >>> with on("NVIDIA H200"):
     ...     target("auto")
     Target('NVIDIA H200','hopper',132)
+
+    Args:
+      kind: The name of the device, as ``jax.Device.device_kind`` gives it.
+      cores: The number of its streaming multiprocessors.
     """
     device = AbstractDevice(kind, cores, "gpu")
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
@@ -51,34 +63,45 @@ def on(kind: str, cores: int = 132):
         yield
 
 
-def target(backend: str) -> Target | str:
-    """The device that kernels would run on now, or why none of them can."""
+def target(backend: str) -> Target | Refusal:
+    """Return the device that kernels would run on now, or a refusal if no kernel can run.
+
+    >>> target("interpret")
+    Target('interpreter','hopper',2,interpret=True)
+
+    Args:
+      backend: One of `BACKENDS`.
+
+    Raises:
+      ValueError: If ``backend`` is none of them.
+    """
     check_backend(backend)
     if backend == "xla":
-        return "backend='xla'"
+        return Refusal("backend='xla'")
     if backend == "interpret":
         return Target("interpreter", "hopper", 2, True)
     mesh = jax.sharding.get_abstract_mesh()
-    told = getattr(mesh, "abstract_device", None)
-    if told is None:
+    abstract = getattr(mesh, "abstract_device", None)
+    if abstract is None:
         device = jax.config.jax_default_device or jax.devices()[0]
         if isinstance(device, str):
             device = jax.devices(device)[0]
         platform, kind = device.platform, device.device_kind
         cores, capability = getattr(device, "core_count", None), getattr(device, "compute_capability", None)
     else:
-        platform, kind, cores, capability = told.platform, told.device_kind, told.num_cores, None
+        platform, kind, cores, capability = abstract.platform, abstract.device_kind, abstract.num_cores, None
     if platform not in ("gpu", "cuda") or "AMD" in kind:
-        return f"{kind} has no sparse tensor cores"
+        return Refusal(f"{kind} has no sparse tensor cores")
     family = _family(kind, capability)
     if family is None:
-        return f"{kind}: there are kernels for Hopper and for Ampere alone"
-    if backend == "auto" and (why := _spread(mesh)):
-        return why
+        return Refusal(f"{kind}: there are kernels for Hopper and Ampere only")
+    if backend == "auto" and (refusal := _sharding_refusal(mesh)):
+        return refusal
     return Target(kind, family, int(cores or 132))
 
 
 def check_backend(backend: str) -> None:
+    """Raise a `ValueError` if a backend is none of `BACKENDS`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
 
@@ -86,17 +109,17 @@ def check_backend(backend: str) -> None:
 def _family(kind: str, capability: str | None) -> str | None:
     if capability:
         return {"9": "hopper", "8": "ampere"}.get(capability.split(".")[0])
-    return next((family for pattern, family in _KINDS.items() if re.search(pattern, kind)), None)
+    return next((family for pattern, family in _FAMILIES.items() if re.search(pattern, kind)), None)
 
 
-def _spread(mesh) -> str | None:
-    """Why XLA may cut arrays into shards, which it cannot do to a kernel."""
+def _sharding_refusal(mesh: AbstractMesh) -> Refusal | None:
+    """Refuse if XLA may cut arrays into shards, because it cannot cut a kernel."""
     if mesh.empty:
         if jax.device_count() == 1:
             return None
-        return (
-            f"{jax.device_count()} devices, on which arrays may lie in shards, and no mesh that tells: call it in jax.shard_map, "
-            "show one device alone (CUDA_VISIBLE_DEVICES), or write backend='pallas'"
+        return Refusal(
+            f"arrays may lie in shards on {jax.device_count()} devices, and no mesh says which: call it in jax.shard_map, "
+            "show one device only (CUDA_VISIBLE_DEVICES), or write backend='pallas'"
         )
     free = {
         name: size
@@ -106,21 +129,26 @@ def _spread(mesh) -> str | None:
     if not free:
         return None
     axes = ", ".join(f"{name!r}: {size}" for name, size in free.items())
-    return f"arrays may lie in shards along the mesh's {axes}, and a kernel takes whole ones: call it in jax.shard_map"
+    return Refusal(
+        f"arrays may lie in shards along the mesh's {axes}, and a kernel takes whole arrays: call it in jax.shard_map"
+    )
 
 
-def varying(*inputs: jax.Array) -> frozenset:
-    """The axes of `jax.shard_map` along which some of the inputs differ between devices."""
+# ---- devices that hold different values, in jax.shard_map ----
+
+
+def varying(*inputs: jax.Array) -> frozenset[str]:
+    """Return the axes of `jax.shard_map` along which at least one of the inputs varies."""
     return frozenset().union(*(jax.typeof(v).manual_axis_type.varying for v in inputs))
 
 
-def result(shape: tuple[int, ...], dtype, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a kernel's result: it differs between devices where one of its inputs does."""
+def result(shape: tuple[int, ...], dtype: DTypeLike, *inputs: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return the type of a kernel's result, which varies along every axis that an input varies along."""
     kind = jax.typeof(inputs[0]).manual_axis_type.update(varying=varying(*inputs))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
-def as_varying(y: jax.Array, axes: frozenset) -> jax.Array:
-    """A value that is said to differ between devices along these axes."""
+def as_varying(y: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Mark a value as varying along these axes."""
     missing = axes - varying(y)
     return jax.lax.pcast(y, tuple(missing), to="varying") if missing else y

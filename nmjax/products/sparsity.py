@@ -9,7 +9,7 @@ import jax
 from nmjax.core import groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.core.value import Value
+from nmjax.core.value import Value, written
 from nmjax.products.pruning import Operand, along, pruned
 from nmjax.products.slot import BACKWARD, SLOTS, Slot, as_slot
 from nmjax.pruners import identity
@@ -48,7 +48,8 @@ class Sparsity(Value):
         return {name: as_slot(name, getattr(self, name)) for name in SLOTS}
 
     def __repr__(self) -> str:
-        return "; ".join(str(slot) for slot in self.slots.values() if not slot.empty) or "dense"
+        slots = "; ".join(str(slot) for slot in self.slots.values() if not slot.empty)
+        return written(self) or slots or "dense"
 
     @property
     def backward(self) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Normal, Pattern, Pruner, check_inner
-from nmjax.pruners import identity
+from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import Schedule
 
 

@@ -15,8 +15,8 @@ from jax import lax
 from nmjax.core import groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Normal, Pruner
-from nmjax.pruners import identity
 from nmjax.pruners.estimators import straight_through
+from nmjax.pruners.nothing import identity
 from nmjax.pruners.unbiased import group_uniforms
 
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}

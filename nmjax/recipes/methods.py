@@ -5,10 +5,25 @@ They compose by replacing slots: ``dataclasses.replace(s_ste(), dlhs_g=rescale(m
 
 from nmjax.core.pruner import Pruner
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import identity, mse, mvue as unbiased, mvue_approx, soft, transposable, uniform
-from nmjax.pruners.combinators import chain, hold, permute, raw, rescale, stages
-from nmjax.pruners.estimators import decay, sr_ste as sr, ste as straight
-from nmjax.pruners.float8 import fp8
+from nmjax.pruners import (
+    chain,
+    decay,
+    fp8,
+    hold,
+    identity,
+    mse,
+    mvue as unbiased,
+    mvue_approx,
+    permute,
+    raw,
+    rescale,
+    soft,
+    sr_ste as sr,
+    stages,
+    ste as straight,
+    transposable,
+    uniform,
+)
 from nmjax.pruners.schedules import Schedule, exponential
 
 

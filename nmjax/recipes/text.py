@@ -1,144 +1,254 @@
-"""Text and values. What a value prints, `parse` and `parse_pruner` read back: the language of configs.
+"""Text and values: `parse` and `parse_pruner` read what a value prints. This is the language of configs.
 
-The grammar is Python's own: calls of known names, numbers, strings, tuples. A `Sparsity` is a method, slots, or a method
-with slots replaced: ``"s_ste(2,4)"``, ``"fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)"``, ``"s_ste(); drhs_g=identity"``.
+The grammar is Python's own: calls of known names, numbers, strings and tuples. A `Sparsity` is a method, slots, or a
+method with slots replaced::
+
+    s_ste(2,4)
+    fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)
+    s_ste(); drhs_g=identity
+
+One thing is not Python's: ``module:name`` names a pruner, a schedule or a method of another module::
+
+    drhs_g=mylab.pruners:above(0.5,4)
 """
 
 import ast
 import difflib
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from nmjax import pruners
+from nmjax.core import names
 from nmjax.core.pruner import Pruner
+from nmjax.core.value import Value, as_written, show, written
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import combinators, estimators, float8, schedules
+from nmjax.pruners import schedules
 from nmjax.recipes import methods
 
-PRUNERS: dict[str, Callable | Pruner] = {
-    "identity": pruners.identity,
-    **{
-        name: getattr(module, name)
-        for module, names in (
-            (pruners, ("mse", "mvue", "mvue_approx", "soft", "transposable", "uniform")),
-            (combinators, ("chain", "hold", "permute", "raw", "rescale", "stages")),
-            (estimators, ("decay", "sr_ste", "ste")),
-            (float8, ("fp8",)),
-        )
-        for name in names
-    },
-}
-SCHEDULES: dict[str, Callable] = {
+PRUNERS: dict[str, Callable[..., Any] | Pruner] = {
+    name: getattr(pruners, name)
+    for name in (
+        "chain", "decay", "fp8", "hold", "identity", "mse", "mvue", "mvue_approx", "permute", "raw", "rescale", "soft",
+        "sr_ste", "stages", "ste", "transposable", "uniform",
+    )
+}  # fmt: skip
+SCHEDULES: dict[str, Callable[..., Any]] = {
     name: getattr(schedules, name)
     for name in ("constant", "cosine", "exponential", "linear", "optax_schedule", "stairs")
 }
-METHODS: dict[str, Callable] = {
+METHODS: dict[str, Callable[..., Sparsity]] = {
     name: getattr(methods, name)
     for name in (
-        "activation", "bdwp", "bi_mask", "dense", "fst", "mdgf", "mvue", "s_ste", "sdgf", "sdgp", "sr_ste", "ste", "top_gradient",
+        "activation", "bdwp", "bi_mask", "dense", "fst", "mdgf", "mvue", "s_ste", "sdgf", "sdgp", "sr_ste", "ste",
+        "top_gradient",
     )
 }  # fmt: skip
+_KNOWN: dict[str, Mapping[str, Any]] = {
+    "method": METHODS,
+    "pruner": PRUNERS,
+    "pruner or schedule": PRUNERS | SCHEDULES,
+}
+
+_STRING = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
+_TOKEN = re.compile(rf"{_STRING}|(?P<name>{names.PATTERN})")
 
 
-def parse(text: str) -> Sparsity:
-    """The `Sparsity` that a text says.
+class _Source(NamedTuple):
+    """A text that is being read."""
+
+    text: str
+    foreign: bool  # whether it may name what is not nmjax's own
+    marks: Mapping[str, str] = MappingProxyType({})  # identifier -> module:name that it stands for in Python's grammar
+
+
+@dataclass(frozen=True, repr=False)
+class Function(Value):
+    """A function of the step in another module. It prints and compares by its name."""
+
+    name: str
+
+    def __call__(self, step: Any) -> Any:
+        return names.load(self.name)(step)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def parse(text: str, *, foreign: bool = True) -> Sparsity:
+    """Return the `Sparsity` that a text describes. ``parse(str(sparsity)) == sparsity``.
+
+    Args:
+        text: A method, slots, or a method and then the slots that replace its own, parted by ";". A method is one of
+            `nmjax.methods`, or ``module:name(...)`` of a function that returns a `Sparsity`. A slot is ``slot=pruner``
+            with a pruner as in `parse_pruner`. The empty text and "dense" prune nothing.
+        foreign: Whether the text may name other modules. They are imported, and importing a module runs it: pass False
+            for a text that nobody you trust wrote.
+
+    Returns:
+        The sparsity. It prints without the names of default arguments; a method of another module prints as written.
+
+    Raises:
+        ValueError: The text does not follow the grammar, names something unknown, or gives it wrong arguments.
+        TypeError: The text is not a str.
 
     >>> parse("s_ste(2,4); dlhs_g=rescale(mse(2,4))")
     fwd_rhs=ste(soft(2,4)); dlhs_g=rescale(mse(2,4)); drhs_g=mvue(2,4)
     """
-    method, slots = Sparsity(), {}
-    parts = [part.strip() for part in _text(text).split(";")]
-    for i, part in enumerate(p for p in parts if p):
+    source = _source(text, foreign)
+    parts = [part for part in map(str.strip, _pieces(text)) if part]
+    method = Sparsity()
+    slots: dict[str, Pruner] = {}
+    for i, part in enumerate(parts):
         slot, equals, value = part.partition("=")
-        if equals and slot.strip().isidentifier():
-            slot = slot.strip()
+        slot = slot.strip()
+        if equals and slot.isidentifier():
             if slot not in SLOTS:
                 raise ValueError(
                     f"{text!r}: no slot is called {slot!r}{_nearest(slot, SLOTS)} The slots are {', '.join(SLOTS)}."
                 )
             if slot in slots:
                 raise ValueError(f"{text!r} fills {slot} twice.")
-            slots[slot] = parse_pruner(value)
-        elif i:
-            raise ValueError(
-                f"{text!r}: a method comes first and once, then slots that replace its own: 's_ste(2,4); dlhs_g=mse(2,4)'."
-            )
+            slots[slot] = parse_pruner(value, foreign=foreign)
+        elif i == 0:
+            method = _method(part, source)
         else:
-            method = _value(part, METHODS, "method", other=PRUNERS)
-            if not isinstance(method, Sparsity):
-                raise ValueError(
-                    f"{text!r} is {method!r}: neither a method, as s_ste(2,4), nor a slot, as drhs_g=mvue(2,4)."
-                )
-    return replace(method, **slots)
+            raise ValueError(
+                f"{text!r}: a method comes first and once, then slots that replace its own: "
+                "'s_ste(2,4); dlhs_g=mse(2,4)'."
+            )
+    return _replaced(method, slots)
 
 
-def parse_pruner(text: str) -> Pruner:
-    """The `Pruner` that a text says.
+def parse_pruner(text: str, *, foreign: bool = True) -> Pruner:
+    """Return the `Pruner` that a text describes. ``parse_pruner(str(pruner)) == pruner``.
+
+    Args:
+        text: A call of a pruner with numbers, strings, tuples, pruners and schedules as arguments. A pruner is one of
+            nmjax's, by its name, or one of another module, ``module:name(...)``. So is a schedule; it may also be a
+            function of the step, ``module:name`` without brackets.
+        foreign: Whether the text may name other modules. They are imported, and importing a module runs it: pass False
+            for a text that nobody you trust wrote.
+
+    Returns:
+        The pruner. It prints without the names of default arguments; a pruner of another module prints as written.
+
+    Raises:
+        ValueError: The text does not follow the grammar, names something unknown, or gives it wrong arguments.
+        TypeError: The text is not a str.
 
     >>> parse_pruner("chain(soft(2,4), fp8('e4m3'))")
     chain(soft(2,4),fp8('e4m3'))
+    >>> parse_pruner("ste(nmjax.pruners.magnitude:mse(2, m=4))")
+    ste(nmjax.pruners.magnitude:mse(2,m=4))
     """
-    p = _value(_text(text).strip(), PRUNERS, "pruner", other=METHODS)
+    source = _source(text, foreign)
+    p = _value(text.strip(), "pruner", source)
     if not isinstance(p, Pruner):
-        raise ValueError(f"{text!r} is {p!r}, not a pruner such as mse(2,4).")
+        raise ValueError(f"{text!r} is {show(p)}, not a pruner such as mse(2,4).")
     return p
 
 
-def _text(text) -> str:
+def foreign_names(text: str) -> list[str]:
+    """Return every ``module:name`` in a text, without importing anything.
+
+    >>> foreign_names("s_ste(2,4); drhs_g=chain(mylab:above(0.5,4),fp8('e5m2'))")
+    ['mylab:above']
+    """
+    return [match["name"] for match in _TOKEN.finditer(text) if match["name"]]
+
+
+def _source(text: Any, foreign: bool) -> _Source:
     if not isinstance(text, str):
         raise TypeError(
-            f"a text is wanted, got {type(text).__name__}: {text!r} is a value already, and needs no parsing."
+            f"expected a text, got {type(text).__name__}: {text!r} is a value already and needs no parsing."
         )
-    return text
+    return _Source(text, foreign)
 
 
-def _value(text, names, kind, other):
-    if "<callable" in text:
+def _pieces(text: str) -> list[str]:
+    """Cut a text at each ";" outside strings."""
+    return re.findall(rf"(?:{_STRING}|[^;])+", text)
+
+
+def _method(part: str, source: _Source) -> Sparsity:
+    method = _value(part, "method", source)
+    if not isinstance(method, Sparsity):
         raise ValueError(
-            f"{text!r} holds a bare callable, which has no text. Use a schedule that is a value: linear, optax_schedule, ..."
+            f"{source.text!r} is {show(method)}: neither a method, as s_ste(2,4), nor a slot, as drhs_g=mvue(2,4)."
         )
+    return method
+
+
+def _replaced(method: Sparsity, slots: dict[str, Pruner]) -> Sparsity:
+    """Replace slots of a method; what a method of another module was written as stays in the text."""
+    if not slots:
+        return method
+    sparsity, text = replace(method, **slots), written(method)
+    if text is None:
+        return sparsity
+    return as_written(sparsity, "; ".join([text, *(f"{slot}={slots[slot]}" for slot in SLOTS if slot in slots)]))
+
+
+def _value(part: str, kind: str, source: _Source) -> Any:
+    if "<callable" in part:
+        raise ValueError(
+            f"{part!r} holds a bare callable, which has no text. Use a schedule that is a value, such as "
+            "linear(1,0,1000), or module:name of a function of the step."
+        )
+    source = source._replace(text=part)
+    tree, source = _tree(source, kind)
+    name = _name(tree.func if isinstance(tree, ast.Call) else tree, source)
+    if kind == "method" and name in PRUNERS and name not in METHODS:
+        raise ValueError(f"{part!r}: {name} is a pruner, which stands in a slot: 'drhs_g=...'.")
+    if kind == "pruner" and name in METHODS and name not in PRUNERS:
+        raise ValueError(f"{part!r}: {name} is a method, which stands alone.")
+    if kind == "method" and isinstance(tree, ast.Call) and any(_names_pruner(a, source) for a in tree.args):
+        raise ValueError(f"{part!r} is a pruner, which stands in a slot: 'fwd_rhs={part}'.")
+    return _build(tree, kind, source)
+
+
+def _tree(source: _Source, kind: str) -> tuple[ast.expr, _Source]:
+    """Parse a text as Python, with an identifier in place of every ``module:name``."""
+    marks: dict[str, str] = {}
+
+    def mark(match: re.Match[str]) -> str:
+        if match["name"] is None:
+            return match[0]
+        identifier = f"_foreign_{len(marks)}"
+        marks[identifier] = match["name"]
+        return identifier
+
     try:
-        tree = ast.parse(text, mode="eval").body
+        return ast.parse(_TOKEN.sub(mark, source.text), mode="eval").body, source._replace(marks=marks)
     except (SyntaxError, ValueError):
-        hint = " Slots are parted by ';'." if re.search(r"\)\s*,\s*\w+\s*=", text) else ""
-        if pattern := re.search(r"(\d+):(\d+)", text):
+        pattern = re.search(r"(\d+):(\d+)", source.text)
+        hint = ""
+        if pattern:
             hint = f" {pattern[0]} is written ({pattern[1]},{pattern[2]})."
+        elif re.search(r"\)\s*,\s*\w+\s*=", source.text):
+            hint = " Slots are parted by ';'."
         raise ValueError(
-            f"{text!r} is not a {kind}: expected a call such as 'ste(2,4)', with brackets closed.{hint}"
+            f"{source.text!r} is not a {kind}: expected a call such as 'ste(2,4)', with brackets closed.{hint}"
         ) from None
-    name = tree.func if isinstance(tree, ast.Call) else tree
-    if isinstance(name, ast.Name) and name.id not in names and name.id in other:
-        right = "pruner, which stands in a slot: 'drhs_g=...'" if kind == "method" else "method, which stands alone"
-        raise ValueError(f"{text!r}: {name.id} is a {right}.")
-    if kind == "method" and isinstance(tree, ast.Call) and any(_names_pruner(a) for a in tree.args):
-        raise ValueError(f"{text!r} is a pruner, which stands in a slot: 'fwd_rhs={text}'.")
-    return _build(tree, names, kind, text)
 
 
-def _names_pruner(node) -> bool:
-    name = node.func if isinstance(node, ast.Call) else node
-    return isinstance(name, ast.Name) and name.id in PRUNERS
+def _name(node: ast.expr, source: _Source) -> str:
+    """Return the name that a node is, ours or ``module:name``; "" if it is none."""
+    return source.marks.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
 
-def _build(node, names, kind, text):
-    """One node of Python's grammar as a value; whatever is not on this short list is refused."""
-    build = lambda n: _build(n, PRUNERS | SCHEDULES, "pruner or schedule", text)
-    if isinstance(node, ast.Name):
-        if node.id == "inf":
-            return float("inf")
-        return _call(_known(node.id, names, kind, text), (), {}, text)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        keywords = {}
-        for k in node.keywords:
-            if k.arg is None or k.arg in keywords:
-                raise ValueError(
-                    f"{text!r}: {'** is not allowed' if k.arg is None else f'{k.arg} is given twice'} in {node.func.id}."
-                )
-            keywords[k.arg] = build(k.value)
-        return _call(_known(node.func.id, names, kind, text), [build(a) for a in node.args], keywords, text)
+def _names_pruner(node: ast.expr, source: _Source) -> bool:
+    return _name(node.func if isinstance(node, ast.Call) else node, source) in PRUNERS
+
+
+def _build(node: ast.expr, kind: str, source: _Source) -> Any:
+    """Return the value of one node of Python's grammar; refuse all that is not on this short list."""
+    build = lambda inner: _build(inner, "pruner or schedule", source)
     if isinstance(node, ast.Constant) and (node.value is None or type(node.value) in (int, float, str, bool)):
         return node.value
     if isinstance(node, (ast.Tuple, ast.List)):
@@ -147,44 +257,128 @@ def _build(node, names, kind, text):
         value = build(node.operand)
         if type(value) in (int, float):
             return -value
-    raise ValueError(f"{text!r}: {ast.unparse(node)!r} is not a {kind}. Known are {', '.join(sorted(names))}.")
+    if isinstance(node, ast.Name) and node.id == "inf":
+        return float("inf")
+    called = isinstance(node, ast.Call)
+    name = _name(node.func if called else node, source)
+    if not name:
+        shown = re.sub(r"_foreign_\d+", lambda match: source.marks.get(match[0], match[0]), ast.unparse(node))
+        raise ValueError(f"{source.text!r}: {shown!r} is not a {kind}. Known are {', '.join(sorted(_KNOWN[kind]))}.")
+    args = [build(a) for a in node.args] if called else []
+    keywords = _keywords(node.keywords, name, build, source.text) if called else {}
+    if names.is_foreign(name):
+        return _foreign(name, kind, (args, keywords) if called else None, source)
+    return _call(_known(name, kind, source.text), args, keywords, source.text)
 
 
-def _known(name, names, kind, text):
-    if name not in names:
-        raise ValueError(
-            f"{text!r}: no {kind} is called {name!r}{_nearest(name, [*names, *PRUNERS, *METHODS])} Known are {', '.join(sorted(names))}."
-        )
-    return names[name]
+def _keywords(nodes: Sequence[ast.keyword], name: str, build: Callable[[ast.expr], Any], text: str) -> dict[str, Any]:
+    keywords: dict[str, Any] = {}
+    for node in nodes:
+        if node.arg is None:
+            raise ValueError(f"{text!r}: ** is not allowed in {name}.")
+        if node.arg in keywords:
+            raise ValueError(f"{text!r}: {node.arg} is given twice in {name}.")
+        keywords[node.arg] = build(node.value)
+    return keywords
 
 
-def _nearest(name, names) -> str:
-    near = difflib.get_close_matches(name, list(names), 1, 0.5)
+def _known(name: str, kind: str, text: str) -> Any:
+    known = _KNOWN[kind]
+    if name not in known:
+        near = _nearest(name, [*known, *PRUNERS, *METHODS])
+        raise ValueError(f"{text!r}: no {kind} is called {name!r}{near} Known are {', '.join(sorted(known))}.")
+    return known[name]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1, 0.5)
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
-def _call(make, args, keywords, text):
+# ---- what is not ours ----
+
+
+def _foreign(name: str, kind: str, arguments: tuple[list[Any], dict[str, Any]] | None, source: _Source) -> Any:
+    """Return the value that a name of another module stands for, called if it has brackets.
+
+    Without brackets a value stands for itself, a function of the step is a schedule, and a class or a method is called
+    with nothing, as ours are.
+    """
+    text = source.text
+    if not source.foreign:
+        raise ValueError(
+            f"{text!r} names {name}, which is not part of nmjax. Only a name that you wrote yourself is imported, "
+            "not one that was read from a file."
+        )
+    try:
+        value = names.load(name)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from error
+    if arguments is not None:
+        args, keywords = arguments
+        if not callable(value):
+            raise ValueError(f"{text!r}: {name} is of type {type(value).__name__} and cannot be called.")
+        value = _call(value, args, keywords, text)
+        name = f"{name}({','.join([*map(show, args), *(f'{k}={show(v)}' for k, v in keywords.items())])})"
+    elif isinstance(value, type) or (kind == "method" and inspect.isroutine(value)):
+        value = _call(value, [], {}, text)
+    elif kind == "pruner or schedule" and inspect.isroutine(value):
+        return Function(name)
+    _check_kind(value, name, kind, text)
+    return as_written(value, name)
+
+
+def _check_kind(value: Any, shown: str, kind: str, text: str) -> None:
+    if kind == "method":
+        wanted, fits = "a method: a function that returns an nm.Sparsity", isinstance(value, Sparsity)
+    elif kind == "pruner":
+        wanted, fits = "a pruner: a frozen dataclass that derives from nm.Pruner", isinstance(value, Pruner)
+    else:
+        wanted, fits = "a pruner or a schedule of the step", isinstance(value, Pruner) or callable(value)
+    if not fits:
+        raise ValueError(f"{text!r}: {shown} is of type {type(value).__name__}, and is not {wanted}.")
+    if type(value).__eq__ is object.__eq__:
+        raise ValueError(
+            f"{text!r}: {shown} gives a {type(value).__name__}, which is equal to itself only. Make it a frozen "
+            "dataclass, or write module:name, without brackets, of a function of the step."
+        )
+
+
+# ---- calls ----
+
+
+def _call(make: Any, args: list[Any], keywords: dict[str, Any], text: str) -> Any:
     if isinstance(make, Pruner):  # identity
         if args or keywords:
-            raise ValueError(f"{text!r}: {make} takes nothing.")
+            raise ValueError(f"{text!r}: {make} takes no arguments.")
         return make
     try:
-        inspect.signature(make).bind(*args, **keywords)
-    except TypeError as error:
-        raise ValueError(f"{text!r}: {make.__name__}{_takes(make)}, {_plainly(str(error), args)}.") from None
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # some functions written in C have none
+        signature = None
+    name = getattr(make, "__name__", type(make).__name__)
+    if signature is not None:
+        try:
+            signature.bind(*args, **keywords)
+        except TypeError as error:
+            reason = f"got {len(args)} values" if "too many" in str(error) else str(error)
+            raise ValueError(f"{text!r}: {name}{_takes(signature)}, {reason}.") from None
     try:
         return make(*args, **keywords)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{text!r}: {error}") from None
+    except Exception as error:  # a function of another module may raise anything
+        raise ValueError(f"{text!r}: {name} raised {type(error).__name__}: {error}") from error
 
 
-def _takes(make) -> str:
+def _takes(signature: inspect.Signature) -> str:
     shown = []
-    for p in inspect.signature(make).parameters.values():
-        star = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
-        shown.append(f"{star}{p.name}" + ("" if p.default is p.empty else f"={p.default!r}"))
+    for p in signature.parameters.values():
+        star = ""
+        if p.kind is p.VAR_POSITIONAL:
+            star = "*"
+        elif p.kind is p.VAR_KEYWORD:
+            star = "**"
+        default = "" if p.default is p.empty else f"={p.default!r}"
+        shown.append(f"{star}{p.name}{default}")
     return f"({', '.join(shown)})"
-
-
-def _plainly(message, args) -> str:
-    return f"got {len(args)} values" if "too many" in message else message

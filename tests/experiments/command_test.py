@@ -59,8 +59,11 @@ def test_one_reading_does_not_change_the_next():
         ([f"--config={PAGE}", "--mode=trian"], "--mode=trian: value should be one of"),
         ([f"--config={PAGE}", "--wrokdir=x"], r"Unknown command line flag 'wrokdir'. Did you mean: workdir"),
         ([f"--config={PAGE}", "train"], "'train' is no flag"),
-        ([f"--config={PAGE}", "--mode=eval"], "--mode=eval wants --workdir"),
-        ([f"--config={PAGE}", "--config.experiment=imgae"], "there are image and text"),
+        ([f"--config={PAGE}", "--mode=eval"], "--mode=eval needs --workdir"),
+        (
+            [f"--config={PAGE}", "--config.experiment=imgae"],
+            r"config.experiment='imgae' is not known. Did you mean 'image'\? There are image, text",
+        ),
         ([f"--config={PAGE}", "--config.seed=-1"], "config.seed=-1 is not from 0"),
         (["--config=README.md"], "a page of settings is a .py file"),
         ([f"--config={PAGE}", "--config.data.crop=-1"], "config.data.crop=-1 is out of range"),

@@ -1,7 +1,6 @@
 """Runs for tests: programs in this process, and launch.py in processes of its own."""
 
 import fcntl
-import importlib
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import command, files
+from experiments.training import tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 
@@ -44,7 +44,7 @@ def as_people_run_it(monkeypatch):
 
 def program(page: str, *changes: str, make=Program):
     config = command.read(["launch.py", f"--config={page}", *changes]).config
-    return make(config, importlib.import_module(f"experiments.{config.experiment}").Task(config))
+    return make(config, tasks.task(config))
 
 
 def steps(made: Program, count: int):

@@ -16,7 +16,7 @@ from experiments import command, reproduce, sweep
 from experiments.errors import Mistake
 from experiments.report import dots
 from experiments.studies import __main__ as looks, descent, dw, looking, noise
-from experiments.training import record, settings
+from experiments.training import digest, settings
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 VARIANTS = [f"experiments/studies/{name}.py:{size}" for name in ("sdgp", "s_ste", "pgf") for size in ("cpu", "gpu")]
@@ -61,7 +61,7 @@ def line(method, seed, accuracy, page=SDGP, field="", **more):
     (member,) = sweep.members(config, [changes])
     figures = {"accuracy": accuracy, "hardened_accuracy": accuracy}
     made = {
-        "config": record.digest(record.fields(member.config)),
+        "config": digest.identity(member.config).digest,
         "command": f"python launch.py --config={page} --sweep",
     }
     return LINE | made | {"run": f"stages={method},seed={seed}", "changes": changes, "figures": figures} | more
@@ -266,7 +266,7 @@ def looked(study, **rows):
         )
         made = {name: grown(name, values) for name, values in rows.items()}
         yield LINE | {
-            "config": record.digest(record.fields(study.config(**case))),
+            "config": digest.identity(study.config(**case)).digest,
             "run": run,
             "case": case,
             "rows": made,

@@ -89,7 +89,7 @@ def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
 
 
 WRONG = {
-    "{}": "gives a list of changes",
+    "{}": "has to return a list of changes",
     "[{'batc': 3}]": "--config.batc: config has no field 'batc'. Did you mean config.batch",
     "[{'batch': 'x'}]": "batch='x'",
     "[{'seed': 1}, {'seed': 1}]": "has two runs named seed=1",
@@ -111,7 +111,7 @@ def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypat
     )
     words = page(tmp_path)
     with pytest.raises(
-        Stopped, match=r"SIGTERM after the last step of blocks=ste\(2,4\),seed=0\. The same command goes"
+        Stopped, match=r"SIGTERM after the last step of blocks=ste\(2,4\),seed=0\. The same command continues"
     ):
         command.main([*words, "--sweep"], "")
     assert [line["outcome"] for line in results(tmp_path)] == ["finished"]
@@ -202,7 +202,7 @@ def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_pat
         "seed=0, seed=1 (1, 2 of 4)",
         "seed=2, seed=3 (3, 4 of 4)",
         "4 runs: 4 finished.",
-        "2 runs, and",
+        "2 runs; the figures",
     ):
         assert part in said
     assert said.count("step 3/4") == said.count("step 4/4  loss") == 2  # a line for both
@@ -283,7 +283,7 @@ def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
     command.main([*words, "--sweep", "--seeds_at_once=2"], "")
     said = capsys.readouterr().out
     assert [about(runs / f"seed={seed}").get("beside") for seed in range(4)] == [None, ["seed=2"], ["seed=1"], None]
-    assert said.count("going on from step 1 of 4") == 3
+    assert said.count("continuing from step 1 of 4") == 3
     assert "seed=0: None of the checkpoints in" in said
     for seed in range(4):
         alike(runs / f"seed={seed}", alone / f"seed={seed}", programs[0].shapes)
@@ -323,7 +323,7 @@ def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys)
         grouped(tmp_path / "3", changes, 9)
     capsys.readouterr()
     assert grouped(tmp_path / "s", changes[::2], 9, streamed=True) == [["seed=0"], ["seed=1"], ["seed=2"]]
-    assert capsys.readouterr().out.count("one after another, for data that are streamed") == 1
+    assert capsys.readouterr().out.count("one after another, because their data are streamed") == 1
 
 
 FORMS = {

@@ -9,8 +9,8 @@ import pytest
 
 import nmjax as nm
 from nmjax.core import random
-from nmjax.kernels import api
-from nmjax.kernels.copies import Copy
+from nmjax.kernels import calls
+from nmjax.kernels.limits import Copy, fuses
 from nmjax.kernels.targets import Target
 from nmjax.pruners import float8, identity, mse, mvue, soft, transposable
 from nmjax.pruners.unbiased import group_uniforms
@@ -45,7 +45,7 @@ PRUNERS = [mse(2, 4), mvue(2, 4), soft(2, 4), mse(1, 4), mvue(1, 4)]
 @pytest.mark.parametrize("p", PRUNERS, ids=str)
 def test_a_kernel_prunes_and_packs_as_the_reference_does(p, dtype, axis):
     x, state = normal((2, 128, 192), dtype), jnp.float32(1.7) if isinstance(p, soft) else None
-    made = api.compress(x, axis, p, key=3, state=state, here=HERE)
+    made = calls.compress(x, axis, p, key=3, state=state, target=HERE)
     reference = jax.jit(lambda x: nm.pack(p(x, axis, nm.Ctx(key=3, state=state)), axis, order="words16"))
     same(made, reference(x))
 
@@ -55,7 +55,7 @@ def test_a_kernel_prunes_and_packs_as_the_reference_does(p, dtype, axis):
 def test_what_is_not_finite_ties_and_zeros(p, axis):
     x = hostile((1, 64, 128))
     x = mse(2, 4)(x, axis) if p == identity else x
-    made = api.compress(x, axis, p, key=3, here=HERE)
+    made = calls.compress(x, axis, p, key=3, target=HERE)
     pruned = jax.jit(lambda x: p(x, axis, nm.Ctx(key=3)))(x)
     equal = np.asarray(nm.unpack(made), np.float32), np.asarray(pruned, np.float32)
     np.testing.assert_array_equal(*equal)
@@ -65,7 +65,7 @@ def test_what_is_not_finite_ties_and_zeros(p, axis):
 def test_both_orientations_out_of_one_reading(p):
     x = normal((2, 128, 64))
     masked = transposable(2, 4)(x, -1)
-    made = api.compress_both(masked if p == identity else x, p, here=HERE)
+    made = calls.compress_both(masked if p == identity else x, p, target=HERE)
     for packed, axis in zip(made, (-1, -2), strict=True):
         same(packed, nm.pack(masked, axis))
 
@@ -76,33 +76,33 @@ def test_what_is_not_two_of_four_becomes_nan(axis):
     x = normal((64, 64)) if axis == -1 else normal((64, 64)).T
     groups_of = lambda v: np.asarray(v, np.float32).reshape((64, 16, 4) if axis == -1 else (16, 4, 64))
     crowded = (groups_of(x) != 0).sum(-1 if axis == -1 else 1) > 2
-    made = np.isnan(groups_of(nm.unpack(api.compress(x, axis, here=HERE)))).any(-1 if axis == -1 else 1)
+    made = np.isnan(groups_of(nm.unpack(calls.compress(x, axis, target=HERE)))).any(-1 if axis == -1 else 1)
     np.testing.assert_array_equal(made, crowded)
-    both = api.compress_both(x, here=HERE)[0 if axis == -1 else 1]
+    both = calls.compress_both(x, target=HERE)[0 if axis == -1 else 1]
     np.testing.assert_array_equal(np.isnan(groups_of(nm.unpack(both))).any(-1 if axis == -1 else 1), crowded)
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_in_fp8_too(format):
     x = normal((128, 64)).at[0].set(0)
-    ((made, _),) = api.copies(x, (Copy(format, packed=True),), here=HERE)
+    ((made, _),) = calls.copies(x, (Copy(format, packed=True),), target=HERE)
     seen = np.isnan(np.asarray(made.values, np.float32)).reshape(128, 16, 2).any(-1)
     assert seen[1:].all()
     assert not seen[0].any()
 
 
 def test_pruning_that_is_not_in_fours_is_packed_after_it():
-    assert api.fuses(mse(2, 4))
-    assert api.fuses(mvue(1, 4))
-    assert not any(map(api.fuses, (mse(3, 4), mse(1, 8), nm.uniform(2, 4), transposable(2, 4), nm.ste(mse(2, 4)))))
+    assert fuses(mse(2, 4))
+    assert fuses(mvue(1, 4))
+    assert not any(map(fuses, (mse(3, 4), mse(1, 8), nm.uniform(2, 4), transposable(2, 4), nm.ste(mse(2, 4)))))
 
 
 def test_noise_of_stacked_layers_is_their_own():
     """Mapped over layers each has its key's noise, as the reference mapped has; a batch in one array has one key's."""
     x, keys = normal((3, 64, 128)), jnp.stack([random.words(i) for i in range(3)])
-    made = jax.vmap(lambda x, k: api.compress(x, -2, mvue(2, 4), key=k, here=HERE))(x, keys)
+    made = jax.vmap(lambda x, k: calls.compress(x, -2, mvue(2, 4), key=k, target=HERE))(x, keys)
     same(made, jax.jit(jax.vmap(lambda x, k: nm.pack(mvue(2, 4)(x, -2, nm.Ctx(key=k)), -2)))(x, keys))
-    made = api.compress(x, -1, mvue(2, 4), key=5, here=HERE)
+    made = calls.compress(x, -1, mvue(2, 4), key=5, target=HERE)
     same(made, jax.jit(lambda x: nm.pack(mvue(2, 4)(x, -1, nm.Ctx(key=5)), -1))(x))
 
 
@@ -134,7 +134,7 @@ def by_hand(x, copy, beta):
 @pytest.mark.parametrize("name", WANTED)
 def test_forms_of_fp8(name):
     x, wanted, beta = normal((2, 128, 64)), WANTED[name], 1.5
-    made = api.copies(x, wanted, keys=KEYS, state=jnp.float32(beta), here=HERE)
+    made = calls.copies(x, wanted, keys=KEYS, state=jnp.float32(beta), target=HERE)
     for copy, (form, undo) in zip(wanted, made, strict=True):
         held, factor = by_hand(x, copy, beta)
         held = held.mT if (copy.axis == -2 if copy.packed else copy.turned) else held
@@ -145,7 +145,7 @@ def test_forms_of_fp8(name):
 
 def test_fp8_shows_what_is_not_finite():
     x = normal((1, 128, 64)).at[0, 3, 5].set(jnp.inf).at[0, 9, 9].set(jnp.nan)
-    ((form, undo),) = api.copies(x, (Copy("e4m3"),), here=HERE)
+    ((form, undo),) = calls.copies(x, (Copy("e4m3"),), target=HERE)
     bad = ~np.isfinite(np.asarray(form, np.float32))
     assert bad[0, 3, 5]
     assert bad[0, 9, 9]
@@ -154,8 +154,8 @@ def test_fp8_shows_what_is_not_finite():
 
 
 def test_zeros_have_forms():
-    ((form, undo),) = api.copies(
-        jnp.zeros((1, 128, 64), jnp.bfloat16), (Copy("e5m2", packed=True, pruner=mse(2, 4)),), here=HERE
+    ((form, undo),) = calls.copies(
+        jnp.zeros((1, 128, 64), jnp.bfloat16), (Copy("e5m2", packed=True, pruner=mse(2, 4)),), target=HERE
     )
     assert (nm.unpack(form).astype(jnp.float32) == 0).all()
     assert jnp.isfinite(undo)

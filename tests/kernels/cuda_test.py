@@ -17,8 +17,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import nmjax as nm
 from nmjax.core import versions
 from nmjax.kernels import ampere, compress, copies, hopper
-from nmjax.kernels.copies import Copy
 from nmjax.kernels.format import Packed
+from nmjax.kernels.limits import AmpereConfig, Copy, HopperConfig, Shape, config_refusal
 from nmjax.pruners import identity, mse, mvue, soft, transposable
 
 H200 = AbstractMesh(
@@ -60,7 +60,7 @@ def product(kernel, kind="bfloat16", layout=(False, False, False), out="bfloat16
         "b_axis": -2 if n_major else -1,
         "transpose": transpose,
         "dtype": jnp.dtype(out),
-        "config": kernel.Config(**cut),
+        "config": (HopperConfig if kernel is hopper else AmpereConfig)(**cut),
     }
     options |= {"blocks": 132} if kernel is hopper else {}
     packed, b = operands(kind, m_major, n_major)
@@ -86,8 +86,7 @@ def test_ampere_lowers_in_every_layout(layout):
 
 
 def test_too_much_shared_memory_is_refused_before_it_is_compiled():
-    config = hopper.Config(stages=6)
-    assert "of shared memory" in hopper.misfit(SIZE, SIZE, SIZE, "bfloat16", "bfloat16", config)
+    assert "of shared memory" in str(config_refusal(Shape(SIZE, SIZE, SIZE), HopperConfig(stages=6)))
     with pytest.raises(ValueError, match="exceeds available shared memory"):
         lowered(*product(hopper, stages=6))
 
@@ -164,7 +163,7 @@ COMPILE = """
     import jax
     import jax.experimental.mosaic.gpu
     from jax.experimental import topologies
-    from tests import cuda_test
+    from tests.kernels import cuda_test
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = {cuda!r}  # which importing Mosaic has set
     topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x1")
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
@@ -203,9 +202,10 @@ CUT = """
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding
-    from experiments import shards
     from experiments.bench import collectives, scale
-    from tests import cuda_test, runs
+    from experiments.scale import shards
+    from tests.experiments import runs
+    from tests.kernels import cuda_test
     words = ("configs/vit_sste.py:smoke", "--config.mesh.fsdp=4")
     made = runs.program(*words)
     arrays = next(iter(made.task.feed(0, 0, made.mesh)))

@@ -10,8 +10,10 @@ import pytest
 
 import nmjax as nm
 from nmjax.core import versions
-from nmjax.kernels import ampere, api, hopper, tuning
+from nmjax.core.refusal import Refusal
+from nmjax.kernels import ampere, calls, check as checked, compress, hopper, tuning
 from nmjax.kernels.format import Packed
+from nmjax.kernels.limits import AmpereConfig, HopperConfig, Shape, config_refusal, product_refusal
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse
 from tests.kernels.format_test import two_of_four
@@ -38,20 +40,20 @@ LAYOUTS = list(itertools.product((False, True), repeat=3))
 @pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
 def test_hopper_in_every_layout(m_major, n_major, transpose):
     dtype = ("bfloat16", "float16")[(m_major + n_major + transpose) % 2]  # of each operand both, in both orders
-    config = hopper.Config(tile_n=64, store_n=32, stages=2)
+    config = HopperConfig(tile_n=64, store_n=32, stages=2)
     packed, b, wanted = operands(256, 128, 256, dtype, m_major, n_major)
     options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype(dtype)}
     check(hopper.spmm(packed, b, config=config, blocks=2, interpret=True, **options), wanted, transpose)
 
 
 CONFIGS = {
-    "several stored columns": hopper.Config(tile_n=128, store_n=32, stages=3),
-    "one warpgroup": hopper.Config(tile_n=64, warpgroups=1, stages=2, in_flight=0),
-    "tall": hopper.Config(tile_m=128, tile_n=64, stages=2),
-    "two steps of k at once": hopper.Config(tile_n=64, tile_k=128, stages=2),
-    "cluster along m": hopper.Config(tile_n=64, stages=2, cluster="m"),
-    "cluster along n": hopper.Config(tile_n=64, stages=2, cluster="n"),
-    "narrow band": hopper.Config(tile_n=64, stages=2, band=1),
+    "several stored columns": HopperConfig(tile_n=128, store_n=32, stages=3),
+    "one warpgroup": HopperConfig(tile_n=64, warpgroups=1, stages=2, in_flight=0),
+    "tall": HopperConfig(tile_m=128, tile_n=64, stages=2),
+    "two steps of k at once": HopperConfig(tile_n=64, tile_k=128, stages=2),
+    "cluster along m": HopperConfig(tile_n=64, stages=2, cluster="m"),
+    "cluster along n": HopperConfig(tile_n=64, stages=2, cluster="n"),
+    "narrow band": HopperConfig(tile_n=64, stages=2, band=1),
 }
 
 
@@ -61,7 +63,7 @@ def test_hopper_in_every_cut(name):
     if config.cluster and not versions.interprets_clusters():
         pytest.skip("this interpreter knows no clusters")
     packed, b, wanted = operands(512, 256, 256, "bfloat16", False, True, batch=2)
-    assert tuning.misfit(tuning.Shape(512, 256, 256), config) is None
+    assert config_refusal(Shape(512, 256, 256), config) is None
     y = hopper.spmm(
         packed, b, jnp.array([1.0, -2.0]), b_axis=-2, transpose=False, dtype=jnp.dtype("float32"), config=config, blocks=4,
         interpret=True,
@@ -72,7 +74,7 @@ def test_hopper_in_every_cut(name):
 @pytest.mark.parametrize("kinds", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e5m2")])
 def test_hopper_in_fp8(kinds):
     transpose = kinds[0] != kinds[1]
-    config = hopper.Config(tile_n=64, store_n=32, stages=2)
+    config = HopperConfig(tile_n=64, store_n=32, stages=2)
     packed, b, wanted = operands(256, 128, 256, *(f"float8_{kinds[0]}", False, False, f"float8_{kinds[1]}"))
     options = {"b_axis": -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16"), "config": config, "blocks": 2}
     check(hopper.spmm(packed, b, jnp.array([0.25]), interpret=True, **options), wanted / 4, transpose)
@@ -83,7 +85,7 @@ def test_hopper_in_fp8(kinds):
 def test_ampere_in_every_layout(m_major, n_major, transpose):
     packed, b, wanted = operands(128, 128, 128, "bfloat16", m_major, n_major, batch=2)
     options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16")}
-    config = ampere.Config(tile_m=64, tile_n=64)
+    config = AmpereConfig(tile_m=64, tile_n=64)
     check(ampere.spmm(packed, b, config=config, interpret=True, **options), wanted, transpose)
 
 
@@ -93,10 +95,10 @@ def test_the_ring_has_no_races():
         pytest.skip("this interpreter finds no races")
     packed, b, wanted = operands(128, 64, 256, "bfloat16", False, False)
     params = plgpu.InterpretGPUParams(detect_races=True)
-    config = hopper.Config(tile_n=64, store_n=32, stages=2)
+    config = HopperConfig(tile_n=64, store_n=32, stages=2)
     options = {"b_axis": -1, "transpose": False, "dtype": jnp.dtype("bfloat16"), "config": config, "blocks": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(versions, "interpreter", lambda: params)
+        patch.setattr(versions, "interpreter_params", lambda: params)
         check(hopper.spmm(packed, b, interpret=True, **options), wanted, False)
 
 
@@ -156,7 +158,7 @@ def test_errors():
         nm.kernels.spmm(packed, jnp.zeros((2, 64, 64), jnp.bfloat16))
     with pytest.raises(ValueError, match="have 64 and 32 values"):
         nm.kernels.spmm(packed, b[:, :32])
-    with pytest.raises(ValueError, match="both have the same number of axes"):
+    with pytest.raises(ValueError, match="both operands must have the same number of axes"):
         nm.kernels.spmm(packed, b[0])
     with pytest.raises(ValueError, match="^spmm: backend='pallas', but cpu has no sparse tensor cores"):
         nm.kernels.spmm(packed, b, backend="pallas")
@@ -164,21 +166,21 @@ def test_errors():
         nm.kernels.spmm(packed, b.astype(jnp.float32), backend="interpret")
     with pytest.raises(ValueError, match="packed in plain order"):
         nm.kernels.spmm(nm.pack(nm.unpack(packed), order="plain"), b, backend="interpret")
-    with pytest.raises(ValueError, match="M, N, K = 128, 72, 64 do not divide into tiles"):
+    with pytest.raises(ValueError, match="M, N, K = 128, 72, 64 do not divide into tiles of 64 x 64 x 64"):
         nm.kernels.spmm(packed, jnp.zeros((1, 64, 72), jnp.bfloat16), backend="interpret")
     with pytest.raises(ValueError, match="N = 64 does not divide by 256"):
-        nm.kernels.spmm(packed, b, backend="interpret", config=hopper.Config())
+        nm.kernels.spmm(packed, b, backend="interpret", config=HopperConfig())
     small, c, _ = operands(64, 64, 64, "float8_e4m3fn", False, True)
-    with pytest.raises(ValueError, match="8-bit operands lie along k"):
+    with pytest.raises(ValueError, match="8-bit operands must be contiguous along k"):
         nm.kernels.spmm(small, c, backend="interpret")
     with pytest.raises(ValueError, match="^backend is one of"):
         nm.kernels.spmm(packed, b, backend="cuda")
-    with pytest.raises(ValueError, match=r"scale is a number, or of the batch's shape \(1,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"scale is a number, or has the batch's shape \(1,\), got \(2,\)"):
         nm.kernels.spmm(packed, b, jnp.ones(2))
     for other, kind in ((packed, "a packed array"), (b.astype(jnp.complex64), "one of complex64")):
         with pytest.raises(TypeError, match=f"the other operand is a dense array of floats, got {kind}"):
             nm.kernels.spmm(packed, other)
-    with pytest.raises(TypeError, match=r"config is an nm\.kernels\.hopper\.Config .*, got 3"):
+    with pytest.raises(TypeError, match=r"config is an nm\.kernels\.HopperConfig .*, got 3"):
         nm.kernels.spmm(packed, b, config=3)
 
 
@@ -261,44 +263,54 @@ H200 = Target("NVIDIA H200", "hopper", 132)
 
 def test_candidates_fit_and_the_first_is_large():
     for size in (128, 1024, 4096, 8192):
-        shape = tuning.Shape(size, size, size)
+        shape = Shape(size, size, size)
         found = tuning.candidates(shape, H200)
         assert found
-        assert all(tuning.misfit(shape, c) is None for c in found)
-    assert tuning.chosen(tuning.Shape(8192, 8192, 8192), H200)[0] == hopper.Config(cluster="m")
+        assert all(config_refusal(shape, c) is None for c in found)
+    assert tuning.chosen(Shape(8192, 8192, 8192), H200)[0] == HopperConfig(cluster="m")
 
 
-def test_misfits_say_why():
-    config = hopper.Config()
-    assert hopper.misfit(8192, 8192, 96, "bfloat16", "bfloat16", config) == "K = 96 does not divide by 64"
-    assert hopper.misfit(8192, 8192, 64, "float8_e4m3fn", "bfloat16", config) == "K = 64 does not divide by 128"
-    assert (
-        hopper.misfit(128, 256, 64, "bfloat16", "bfloat16", hopper.Config(cluster="m"))
-        == "M = 128 does not divide by 256"
-    )
-    assert "of shared memory" in hopper.misfit(8192, 8192, 8192, "bfloat16", "float32", config)
-    assert "16-bit" in ampere.misfit(128, 128, 128, "float8_e5m2", "bfloat16", ampere.Config())
-    odd = [hopper.Config(tile_n=40), hopper.Config(tile_m=96), hopper.Config(tile_n=512), hopper.Config(store_n=48)]
-    assert all("multiples of 64" in hopper.misfit(7680, 7680, 8192, "bfloat16", "bfloat16", c) for c in odd)
-    assert "come and go" in hopper.misfit(8192, 8192, 8192, "bfloat16", "bfloat16", hopper.Config(stages=1))
-    assert "of shared memory" in ampere.misfit(128, 128, 128, "bfloat16", "bfloat16", ampere.Config(stages=4))
+def test_refusals_of_configs_say_why():
+    config = HopperConfig()
+    why = lambda sides, config, **more: str(config_refusal(Shape(*sides, **more), config))
+    assert why((8192, 8192, 96), config) == "K = 96 does not divide by 64"
+    assert why((8192, 8192, 64), config, dtype="float8_e4m3fn") == "K = 64 does not divide by 128"
+    assert why((128, 256, 64), HopperConfig(cluster="m")) == "M = 128 does not divide by 256"
+    assert "of shared memory" in why((8192, 8192, 8192), config, out="float32")
+    assert "16-bit" in why((128, 128, 128), AmpereConfig(), dtype="float8_e5m2")
+    odd = [HopperConfig(tile_n=40), HopperConfig(tile_m=96), HopperConfig(tile_n=512), HopperConfig(store_n=48)]
+    assert all("multiples of 64" in why((7680, 7680, 8192), c) for c in odd)
+    assert "stages must be at least in_flight + 2" in why((8192, 8192, 8192), HopperConfig(stages=1))
+    assert "of shared memory" in why((128, 128, 128), AmpereConfig(stages=4))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("out", ["bfloat16", "float32"])
+def test_a_product_is_refused_if_no_candidate_fits(dtype, out, monkeypatch):
+    monkeypatch.setattr(versions, "has_warp_products", lambda: True)
+    targets = [H200, Target("NVIDIA A100", "ampere", 108), Target("interpreter", "hopper", 2, True)]
+    for sides in itertools.product((64, 96, 128, 192, 200, 256, 320), repeat=3):
+        shape = Shape(*sides, dtype, out=out)
+        for target in targets[:: 1 if dtype == "bfloat16" else 2]:
+            refused = product_refusal(shape, target) is not None
+            assert refused == (tuning.chosen(shape, target) is None), (shape, target)
 
 
 def test_a_gain_grows_with_what_shares_the_packing():
-    gains = [tuning.gain(tuning.Shape(4096, n, 4096), H200) for n in (1024, 4096, 16384, 65536)]
+    gains = [tuning.gain(Shape(4096, n, 4096), H200) for n in (1024, 4096, 16384, 65536)]
     assert gains == sorted(gains)
     assert gains[0] < 1 < gains[-1]
-    shape = tuning.Shape(4096, 4096, 4096)
+    shape = Shape(4096, 4096, 4096)
     assert tuning.gain(shape, H200, packed_before=True) > tuning.gain(shape, H200)
-    assert tuning.gain(tuning.Shape(8192, 8192, 8192), Target("NVIDIA A100", "ampere", 108)) <= 1
-    assert tuning.gain(tuning.Shape(8190, 8192, 8192), H200) == 0
+    assert tuning.gain(Shape(8192, 8192, 8192), Target("NVIDIA A100", "ampere", 108)) <= 1
+    assert tuning.gain(Shape(8190, 8192, 8192), H200) == 0
 
 
 def test_a_table_is_read_back_and_followed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tuning.table.cache_clear()
     tuning.chosen.cache_clear()
-    shape, config = tuning.Shape(4096, 4096, 4096, n_major=True), hopper.Config(tile_m=128, tile_n=128, cluster="n")
+    shape, config = Shape(4096, 4096, 4096, n_major=True), HopperConfig(tile_m=128, tile_n=128, cluster="n")
     path = tuning.own_tables() / "nvidia_h200.json"
     path.parent.mkdir(parents=True)
     row = tuning.as_row(shape, config, 1.31)
@@ -306,13 +318,15 @@ def test_a_table_is_read_back_and_followed(tmp_path, monkeypatch):
     path.write_text(f'{{"rows": [{str(row).replace(chr(39), chr(34)).replace("True", "true")}]}}')
     try:
         assert tuning.chosen(shape, H200) == (config, 1.31)
-        assert tuning.chosen(tuning.Shape(4096, 6144, 4096, n_major=True), H200) == (config, 1.31)  # near enough
-        assert tuning.chosen(tuning.Shape(256, 256, 256), H200)[1] is None
+        assert tuning.chosen(Shape(4096, 6144, 4096, n_major=True), H200) == (config, 1.31)  # near enough
+        assert tuning.chosen(Shape(256, 256, 256), H200)[1] is None
         assert tuning.gain(shape, H200, True) == pytest.approx(1.31)
         path.write_text("{}")
         tuning.table.cache_clear()
         tuning.chosen.cache_clear()
-        with pytest.raises(ValueError, match=r"nvidia_h200\.json is no table of tiles: KeyError\('rows'\)\. Delete it"):
+        with pytest.raises(
+            ValueError, match=r"nvidia_h200\.json is not a table of tiles: KeyError\('rows'\)\. Delete it"
+        ):
             tuning.chosen(shape, H200)
     finally:
         tuning.table.cache_clear()
@@ -321,20 +335,18 @@ def test_a_table_is_read_back_and_followed(tmp_path, monkeypatch):
 
 def test_the_check_before_use_finds_wrong_kernels(monkeypatch):
     """The interpreter's kernels pass; with two words swapped they are refused by name."""
-    from nmjax.kernels import check, compress
-
-    here = Target("interpreter", "hopper", 2, True)
+    target = Target("interpreter", "hopper", 2, True)
     right = compress.as_words16
     monkeypatch.setattr(compress, "as_words16", lambda places: right(places)[..., ::-1])
-    api._compression.cache_clear()
+    calls._compression.cache_clear()
     try:
-        found = check.broken(here)
         wrong = "packing by mse(2,4), packing by mvue(2,4)"
-        assert found == f"its kernels give wrong numbers on interpreter ({wrong}): please report it"
-        monkeypatch.setattr(api, "compress", lambda *a, **k: 1 / 0)
-        assert check.broken(here).startswith("its kernels do not run on interpreter: ZeroDivisionError")
+        refusal = Refusal(f"its kernels give wrong numbers on interpreter ({wrong}): please report it")
+        assert checked.broken(target) == refusal
+        monkeypatch.setattr(calls, "compress", lambda *a, **k: 1 / 0)
+        assert str(checked.broken(target)).startswith("its kernels do not run on interpreter: ZeroDivisionError")
     finally:
-        api._compression.cache_clear()
+        calls._compression.cache_clear()
 
 
 def test_packed_arrays_say_what_they_are():

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import nmjax as nm
+from nmjax.core.refusal import Refusal
 from nmjax.kernels.targets import Target, target
 from nmjax.products import routes
 from nmjax.products.operations import as_conv, as_dot
@@ -257,7 +258,7 @@ def test_on_a_cpu_nothing_is_packed():
     found = choices("s_ste()")
     assert [c.how for c in found.values()] == ["emulated", "dense", "emulated"]
     assert found["fwd"].why == "cpu has no sparse tensor cores"
-    assert target("auto") == target("pallas") == "cpu has no sparse tensor cores"
+    assert target("auto") == target("pallas") == Refusal("cpu has no sparse tensor cores")
 
 
 def test_on_hopper_what_pays_is_packed():
@@ -281,12 +282,12 @@ def test_on_hopper_what_pays_is_packed():
         ("ste(2,4)", {"dtype": jnp.float32}, "it is of x float32 and w float32: kernels take bfloat16 or float16, as dtype=jnp.bfloat16 of a layer gives"),
         ("ste(4,8)", {}, "w is 4:8, and sparse tensor cores know 2:4"),
         ("mdgf(2,4,linear(1,0,9))", {}, "fwd_rhs=decay(mse(2,4),linear(1.0,0.0,9)) is not 2:4 at every step"),
-        ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles: of 128 or 64, 64 and 64"),
+        ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles of 64 x 64 x 64"),
         ("ste(2,4)", {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, None),
         ("ste(2,4)", {"dims": (((1,), (0,)), ((), ())), "lhs": (64, 64, 64), "rhs": (64, 128)}, "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"),
         ("fwd_rhs=ste(fp8('e4m3'))", {}, "fwd_rhs=ste(fp8('e4m3')) leaves it dense"),
         ("s_ste(fp8=True)", {"lhs": (96, 4096)}, "FP8 forms of 96 x 4096: the first divides by 128 and the second by 64"),
-        ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, of which a kernel knows nothing"),
+        ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, and kernels know nothing of it"),
     ],
 )  # fmt: skip
 def test_reasons(text, options, why):
@@ -304,7 +305,7 @@ def test_other_devices():
         )
         assert choices("s_ste(fp8=True)")["dlhs"].why == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"
     with on("NVIDIA B200"):
-        assert choices("ste(2,4)")["fwd"].why == "NVIDIA B200: there are kernels for Hopper and for Ampere alone"
+        assert choices("ste(2,4)")["fwd"].why == "NVIDIA B200: there are kernels for Hopper and Ampere only"
     with on("AMD Instinct MI300X"):
         assert choices("ste(2,4)")["fwd"].why == "AMD Instinct MI300X has no sparse tensor cores"
     assert choices("ste(2,4)", backend="xla")["fwd"].why == "backend='xla'"
@@ -314,7 +315,7 @@ def test_a_mesh_whose_shards_xla_chooses():
     with on(axes=(("data", 8), ("model", 2))):
         found = choices("ste(2,4)")["fwd"]
         assert found.why == (
-            "arrays may lie in shards along the mesh's 'data': 8, 'model': 2, and a kernel takes whole ones: call it in "
+            "arrays may lie in shards along the mesh's 'data': 8, 'model': 2, and a kernel takes whole arrays: call it in "
             "jax.shard_map"
         )
         assert choices("ste(2,4)", backend="pallas")["fwd"].how == "packed"
@@ -335,7 +336,7 @@ def test_a_convolution_is_emulated():
 def test_pallas_or_an_error():
     x, w = random((64, 64)), random((64, 64), 1)
     call = lambda text, backend="pallas": nm.dot_general(
-        x, w, PLAIN, sparsity=nm.parse(text), ctx=nm.Ctx(name="up"), backend=backend
+        x, w, PLAIN, sparsity=nm.parse(text), name="up", backend=backend
     )
     with pytest.raises(
         ValueError, match="^up: backend='pallas', but y cannot be packed: cpu has no sparse tensor cores"
@@ -458,7 +459,7 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
         device_kind, platform, core_count, compute_capability = "NVIDIA H200", "gpu", 132, "9.0"
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    monkeypatch.setattr(check, "broken", lambda here, device: f"{device.device_kind} is broken")
+    monkeypatch.setattr(check, "broken", lambda target, device: Refusal(f"{device.device_kind} is broken"))
     check.fault.cache_clear()
     routes._routes.cache_clear()
     with on():

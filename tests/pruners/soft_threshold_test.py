@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nmjax as nm
-from nmjax.kernels import api
+from nmjax.kernels import limits
 
 GOLDEN = [
     ([1, -2, 3, -4], [0, 0, 1, -2]),
@@ -60,8 +60,8 @@ def test_other_scales():
         assert p.init(w) is None
         assert nm.parse_pruner(str(p)) == p
         assert nm.Sparsity(fwd_rhs=nm.ste(p)).init(w, contract=0, out=1) == {}
-    assert not api.fuses(now)
-    assert api.fuses(one)
+    assert not limits.fuses(now)
+    assert limits.fuses(one)
     with pytest.raises(ValueError, match="scale is 'frozen', 'now' or 'one'"):
         nm.soft(2, 4, scale="2")
 

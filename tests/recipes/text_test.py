@@ -1,5 +1,11 @@
 """Text and values: parse(str(v)) == v, and errors that tell the right line."""
 
+import copy
+import dataclasses
+import importlib
+import pickle
+import sys
+
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -164,7 +170,7 @@ def test_parse_pruner(text, value):
         ("drhs_g=mse(**{})", r"\*\* is not allowed"),
         ("drhs_g=mse(1+1,4)", "is not a pruner or schedule"),
         ("s_ste(gradient='exact')", "gradient is 'mvue', 'mvue_approx' or 'dense', got 'exact'"),
-        ("drhs_g=identity(2)", "identity takes nothing"),
+        ("drhs_g=identity(2)", "identity takes no arguments"),
     ],
 )  # fmt: skip
 def test_bad_text_says_what_to_write(text, message):
@@ -208,3 +214,185 @@ def test_numbers_print_as_python_writes_them():
 def test_slips_are_seen(text, hint):
     with pytest.raises(ValueError, match=hint):
         nm.parse(text)
+
+
+# ---- names of other modules ----
+
+MODULE = '''
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+import nmjax as nm
+
+
+@dataclass(frozen=True, repr=False)
+class above(nm.Pruner):
+    """Keep what is larger than a share of the group's largest."""
+
+    share: float
+    m: int
+    strict: bool = True
+
+    @property
+    def block(self):
+        return self.m
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        g = nm.groups.split(x, axis, self.m)
+        bound = self.share * jnp.max(jnp.abs(g), axis % x.ndim + 1, keepdims=True)
+        return jnp.where(jnp.abs(g) > bound, g, 0).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class fading:
+    steps: int
+
+    def __call__(self, step):
+        return jnp.clip(1 - step / self.steps, 0, 1)
+
+
+def halving(step):
+    return 0.5 ** (step / 1000)
+
+
+def closure(steps):
+    return lambda step: 1 - step / steps
+
+
+def half(m=4):
+    return above(0.5, m)
+
+
+def ours(n=2, m=4):
+    return nm.Sparsity(fwd_rhs=nm.ste(above(n / m, m)))
+
+
+def breaks():
+    raise KeyError("no such thing")
+
+
+empty = nm.identity
+quarter = above(0.25, 4)
+number = 3
+'''
+
+
+@pytest.fixture
+def mylab(tmp_path, monkeypatch):
+    (tmp_path / "mylab").mkdir()
+    (tmp_path / "mylab" / "__init__.py").write_text("")
+    (tmp_path / "mylab" / "parts.py").write_text(MODULE)
+    (tmp_path / "mylab" / "broken.py").write_text("import nmjax\nraise RuntimeError('two\\nlines')\n")
+    (tmp_path / "mylab" / "needs.py").write_text("import a_package_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("mylab.parts")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mylab"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "drhs_g=mylab.parts:above(0.5,4)",
+        "drhs_g=mylab.parts:above(share=0.5,m=4)",
+        "fwd_rhs=ste(chain(mylab.parts:above(0.5,4),fp8('e4m3')))",
+        "fwd_rhs=ste(stages(((0,identity),(9,mylab.parts:above(0.5,4)))))",
+        "fwd_rhs=decay(mse(2,4),mylab.parts:fading(3))",
+        "fwd_rhs=decay(mse(2,4),mylab.parts:halving)",
+        "drhs_g=mylab.parts:half()",
+        "drhs_g=mylab.parts:half(8)",
+        "drhs_g=mylab.parts:quarter",
+        "mylab.parts:ours(1,4)",
+        "mylab.parts:ours(1,4); dlhs_g=mylab.parts:half(); drhs_g=mvue(2,4)",
+    ],
+)
+def test_names_of_other_modules_print_as_they_were_written(mylab, text):
+    value = nm.parse(text)
+    assert str(value) == text
+    assert nm.parse(str(value)) == value
+    assert hash(nm.parse(str(value))) == hash(value)
+    assert nm.Recipe(((".*", text),)) == nm.Recipe(((".*", value),))
+    for copied in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert copied == value
+        assert str(copied) == text
+
+
+def test_a_written_name_is_no_part_of_the_value(mylab):
+    p = nm.parse_pruner("mylab.parts:above(0.5,4)")
+    assert p == mylab.above(0.5, 4) == nm.parse_pruner("mylab.parts:half()")
+    assert str(mylab.above(0.5, 4)) == "above(0.5,4)"
+    assert str(nm.ste(mylab.above(0.5, 4))) == "ste(above(0.5,4))"
+    assert str(dataclasses.replace(p, m=8)) == "above(0.5,8)"
+    assert str(nm.parse_pruner("mylab.parts:quarter")) == "mylab.parts:quarter"
+    assert str(mylab.quarter) == "above(0.25,4)"
+    assert str(nm.parse("mylab.parts:ours")) == "mylab.parts:ours"
+    assert nm.parse("mylab.parts:ours") == mylab.ours()
+    assert nm.parse("drhs_g=mylab.parts:empty") == nm.Sparsity()
+    assert str(nm.identity) == "identity"
+    assert str(dataclasses.replace(nm.parse("mylab.parts:ours()"), drhs_g=p)) == (
+        "fwd_rhs=ste(above(0.5,4)); drhs_g=mylab.parts:above(0.5,4)"
+    )
+
+
+def test_fields_are_checked_though_their_types_are_texts(mylab):
+    with pytest.raises(TypeError, match="above: m must be a whole number, got 2.5"):
+        mylab.above(0.5, 2.5)
+    with pytest.raises(TypeError, match="above: share must be a number, got True"):
+        mylab.above(True, 4)
+    with pytest.raises(TypeError, match="above: strict must be True or False, got 1"):
+        mylab.above(0.5, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("drhs_g=nolab:above(0.5,4)", "there is no module 'nolab'. Start in the folder that holds it, .*PYTHONPATH"),
+        ("drhs_g=mylab.nothing:above(0.5,4)", "there is no module 'mylab.nothing'"),
+        ("drhs_g=mylab.parts.more:above(0.5,4)", "there is no module 'mylab.parts.more'"),
+        ("drhs_g=mylab.parts:abov(0.5,4)", r"has no name 'abov'. Did you mean mylab.parts:above\?"),
+        ("drhs_g=mylab.broken:above(0.5,4)", r"cannot be imported: RuntimeError: two lines \(.*broken.py, line 2\)"),
+        ("drhs_g=mylab.needs:above(0.5,4)", "it needs 'a_package_that_is_missing', which is missing"),
+        ("drhs_g=mylab.parts:above(0.5)", r"above\(share, m, strict=True\), missing a required argument: 'm'"),
+        ("drhs_g=mylab.parts:above(0.5,4.5)", "above: m must be a whole number, got 4.5"),
+        ("drhs_g=mylab.parts:halving", "is of type function, and is not a pruner: a frozen dataclass that derives from nm.Pruner"),
+        ("drhs_g=mylab.parts:fading(3)", "is of type fading, and is not a pruner"),
+        ("drhs_g=mylab.parts:number", "is of type int, and is not a pruner"),
+        ("drhs_g=mylab.parts:number(3)", "mylab.parts:number is of type int and cannot be called"),
+        ("drhs_g=mylab.parts:ours(2,4)", "is of type Sparsity, and is not a pruner"),
+        ("drhs_g=mylab.parts:breaks()", "breaks raised KeyError: 'no such thing'"),
+        ("fwd_rhs=decay(mse(2,4),mylab.parts:closure(3))", "a function, which is equal to itself only. Make it a frozen dataclass"),
+        ("fwd_rhs=decay(mse(2,4),mylab.parts:number)", "is of type int, and is not a pruner or a schedule"),
+        ("mylab.parts:half(4)", "is of type above, and is not a method: a function that returns an nm.Sparsity"),
+        ("mylab.parts:quarter", "is of type above, and is not a method"),
+        ("drhs_g=mylab.parts:above.x(0.5,4)", r"'mylab.parts:above.x\(0.5, 4\)' is not a pruner"),
+        ("drhs_g=mylab:parts:above(0.5,4)", "is not a pruner: expected a call"),
+    ],
+)  # fmt: skip
+def test_wrong_names_of_other_modules_are_refused_in_one_line(mylab, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        nm.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_colon_in_a_string_is_no_name():
+    assert spec.foreign_names("drhs_g=fp8('mylab:above','a;b'); x=evil:boom()") == ["evil:boom"]
+    with pytest.raises(ValueError, match="fp8") as caught:
+        nm.parse("drhs_g=fp8('mylab:above')")
+    assert "no module" not in str(caught.value)
+    with pytest.raises(ValueError, match="a;b"):
+        nm.parse("drhs_g=fp8('a;b')")
+
+
+@pytest.mark.parametrize(
+    "text", ["drhs_g=mylab.parts:above(0.5,4)", "mylab.parts:ours()", "fwd_rhs=ste(mylab.parts:half())"]
+)
+def test_a_text_that_nobody_trusts_imports_nothing(tmp_path, monkeypatch, text):
+    (tmp_path / "mylab").mkdir()
+    (tmp_path / "mylab" / "parts.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="which is not part of nmjax. Only a name that you wrote yourself is imported"):
+        nm.parse(text, foreign=False)
+    assert "mylab.parts" not in sys.modules

@@ -15,7 +15,8 @@ from experiments.bench.kernels.check_products import numerics
 from experiments.bench.kernels.peers import cusparselt
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.kernels.speed import packing_speed, products
-from nmjax.kernels import api
+from nmjax.core.refusal import Refusal
+from nmjax.kernels import check
 from nmjax.kernels.targets import target
 
 STAGES = {  # and whether they tell times
@@ -33,20 +34,20 @@ def kernels(
 ) -> tuple[str, bool]:  # fmt: skip
     """The report, and whether all stages that ran came to their end."""
     here, device = target("auto"), jax.devices()[0].device_kind
-    here = here if isinstance(here, str) else api.fault(here) or here
+    here = here if isinstance(here, Refusal) else check.fault(here) or here
     there = target("pallas")  # its numerics, where it failed the check before use, tell more of that
     about = f"Kernels run on {device}."
-    if isinstance(here, str):
-        about = f"Of speed nothing is told, for {here}. Numerics are those of {'the interpreter' if isinstance(there, str) else device}."
+    if isinstance(here, Refusal):
+        about = f"Of speed nothing is told, for {here}. Numerics are those of {'the interpreter' if isinstance(there, Refusal) else device}."
     report = Report(path, command, device, about)
     print(about, flush=True)
-    setting = Setting(target("interpret") if isinstance(there, str) else there, sizes, rounds, quick)
+    setting = Setting(target("interpret") if isinstance(there, Refusal) else there, sizes, rounds, quick)
     failed = False
     for letter, (stage, timed) in STAGES.items():
         if letter not in (only or STAGES):
             continue
         name = f"{letter}. {stage.__name__.replace('_', ' ')}"
-        if timed and isinstance(here, str):
+        if timed and isinstance(here, Refusal):
             report.stage(name, f"not run, for {here}")
             continue
         report.stage(name, "begun")

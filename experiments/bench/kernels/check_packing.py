@@ -12,8 +12,9 @@ import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.measure import compiled, in_short
 from nmjax.core import random
-from nmjax.kernels import api
-from nmjax.kernels.copies import Copy, growth
+from nmjax.kernels import calls
+from nmjax.kernels.copies import growth
+from nmjax.kernels.limits import Copy
 from nmjax.kernels.targets import Target, target
 from nmjax.pruners import float8
 from nmjax.pruners.unbiased import group_uniforms
@@ -78,11 +79,11 @@ def _packings(x, here: Target) -> list[tuple[str, Callable, Callable, jax.Array]
     """(what, by a kernel, by XLA, of which array)."""
 
     def one(p, axis, **noise):
-        by_kernel = lambda x, here: api.compress(x, axis, p, here=here, **noise)
+        by_kernel = lambda x, here: calls.compress(x, axis, p, target=here, **noise)
         return f"{p}, axis {axis}", by_kernel, lambda x: nm.pack(p(x, axis, nm.Ctx(**noise)), axis), x
 
     def forms(name, wanted):
-        by_kernel = lambda x, here: api.copies(x, wanted, keys=(KEY, ROUNDING), state=BETA, here=here)
+        by_kernel = lambda x, here: calls.copies(x, wanted, keys=(KEY, ROUNDING), state=BETA, target=here)
         return f"{name}: {', '.join(map(_copy, wanted))}", by_kernel, lambda x: [_form(x, copy) for copy in wanted], x
 
     ready = [(axis, nm.mse(2, 4)(x, axis)) for axis in (-1, -2)]
@@ -90,8 +91,8 @@ def _packings(x, here: Target) -> list[tuple[str, Callable, Callable, jax.Array]
     rows = [
         *(one(p, axis, **noise) for p, noise in PRUNERS for axis in (-1, -2)),
         *((*one(nm.identity, axis)[:3], given) for axis, given in ready),
-        (f"both axes, {both}", lambda x, here: api.compress_both(x, both, here=here), lambda x: by(both(x)), x),
-        ("both axes, 2:4 already", lambda x, here: api.compress_both(x, here=here), by, both(x)),
+        (f"both axes, {both}", lambda x, here: calls.compress_both(x, both, target=here), lambda x: by(both(x)), x),
+        ("both axes, 2:4 already", lambda x, here: calls.compress_both(x, target=here), by, both(x)),
     ]
     if here.family == "hopper":
         plain = {f: (Copy(f, packed=True, pruner=nm.mse(2, 4)),) for f in float8.FORMATS}

@@ -14,9 +14,9 @@ import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting, shown
 from experiments.bench.measure import compiled, in_short
 from nmjax.core import versions
-from nmjax.kernels import ampere, api, hopper, tuning
+from nmjax.kernels import calls
+from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import Target
-from nmjax.kernels.tuning import Shape
 
 
 class Case(NamedTuple):
@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
     shape: Shape
     other: str  # the dense operand's dtype
-    config: tuning.Config
+    config: Config
     batch: tuple[int, ...] = ()
 
 
@@ -73,13 +73,13 @@ def _errors(title: str, note: str, cases: list[Case], here: Target, draw, report
 def _cases(here: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
     """Every layout of every kind of operands, each by all configs, or by one of them."""
     if here.family == "ampere":
-        configs = [ampere.Config(), ampere.Config(64, 128), ampere.Config(128, 64), ampere.Config(64, 64)]
+        configs = [AmpereConfig(), AmpereConfig(64, 128), AmpereConfig(128, 64), AmpereConfig(64, 64)]
     elif here.interpret:
         clusters = ("", "m", "n") if versions.interprets_clusters() else ("",)
-        configs = [*(hopper.Config(tile_n=64, cluster=c) for c in clusters), hopper.Config(128, 128)]
+        configs = [*(HopperConfig(tile_n=64, cluster=c) for c in clusters), HopperConfig(128, 128)]
     else:
-        configs = [hopper.Config(), *(hopper.Config(cluster=c) for c in "mn"), hopper.Config(128, 128)]
-        configs += [hopper.Config(tile_n=64), hopper.Config(tile_n=128, in_flight=0), hopper.Config(warpgroups=1)]
+        configs = [HopperConfig(), *(HopperConfig(cluster=c) for c in "mn"), HopperConfig(128, 128)]
+        configs += [HopperConfig(tile_n=64), HopperConfig(tile_n=128, in_flight=0), HopperConfig(warpgroups=1)]
     bf16, f16, e4m3, e5m2 = "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
     layouts = [(kind, kind, *lies) for kind in (bf16, f16) for lies in product((False, True), repeat=3)]
     if here.family == "hopper":
@@ -90,11 +90,11 @@ def _cases(here: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
     turn, cases = cycle(configs), []
     for a, b, m_major, n_major, turned in layouts:
         shape = Shape(m, n, k, a, m_major, n_major, turned, a if a in (bf16, f16) else bf16)
-        fitting = [c for c in configs if tuning.misfit(shape, c) is None]
+        fitting = [c for c in configs if config_refusal(shape, c) is None]
         for config in [next(c for c in turn if c in fitting)] if quick or here.interpret else fitting:
             cases.append(Case(shape, b, config, (3,) if m_major and turned and not quick else ()))
     if not quick:
-        wide = configs[0] if here.family == "ampere" or here.interpret else hopper.Config(tile_n=128)
+        wide = configs[0] if here.family == "ampere" or here.interpret else HopperConfig(tile_n=128)
         cases += [
             Case(replace(c.shape, out="float32"), c.other, wide, c.batch) for c in cases if c.config == configs[0]
         ]
@@ -105,9 +105,9 @@ def _many_tiles(here: Target) -> list[Case]:
     """Products in which a thread block does several tiles, one after another."""
     wide = [Shape(4096, 4096, 512, m_major=True, n_major=True, transpose=True), Shape(4096, 4096, 512)]
     if here.family == "ampere":
-        return [Case(shape, shape.dtype, ampere.Config()) for shape in wide]
+        return [Case(shape, shape.dtype, AmpereConfig()) for shape in wide]
     small = Shape(4096, 4096, 512, "float8_e4m3fn", transpose=True)
-    configs = [*(hopper.Config(cluster=c) for c in ("", "m", "n")), hopper.Config(128, 128, band=1)]
+    configs = [*(HopperConfig(cluster=c) for c in ("", "m", "n")), HopperConfig(128, 128, band=1)]
     return [Case(shape, shape.dtype, config) for shape in (*wide, small) for config in configs]
 
 
@@ -120,7 +120,7 @@ def _layout(case: Case) -> str:
 
 
 def _program(case: Case, here: Target):
-    return jax.jit(lambda a, b, scale: api.run(a, b, scale, shape=case.shape, here=here, config=case.config))
+    return jax.jit(lambda a, b, scale: calls.run(a, b, scale, shape=case.shape, target=here, config=case.config))
 
 
 def _operands(case: Case, draw, positive: bool = False) -> tuple[tuple, np.ndarray]:
@@ -161,7 +161,7 @@ def _accumulation(here: Target, draw, report: Report) -> None:
         "error relative to that of the result. Sums of positive values show what is cut off at every addition.",
         ["values", "largest error", "norm of the error"],
     )  # fmt: skip
-    cases = {p: Case(shape, shape.dtype, hopper.Config(tile_n=128, promote=p)) for p in (False, True)}
+    cases = {p: Case(shape, shape.dtype, HopperConfig(tile_n=128, promote=p)) for p in (False, True)}
     first = {p: (_program(case, here), *_operands(case, draw)[0]) for p, case in cases.items()}
     made = compiled(first)
     for promote, positive in product((False, True), repeat=2):

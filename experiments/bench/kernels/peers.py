@@ -11,8 +11,8 @@ from experiments.bench import tune
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.kernels.times import Program, built, repeated, timed
 from experiments.bench.measure import in_short
-from nmjax.kernels import api, tuning
-from nmjax.kernels.tuning import Shape
+from nmjax.kernels import tuning
+from nmjax.kernels.limits import Shape, product_refusal
 
 
 def cusparselt(setting: Setting, report: Report) -> None:
@@ -32,9 +32,11 @@ def cusparselt(setting: Setting, report: Report) -> None:
         shape = Shape(n, n, n, "bfloat16" if kind == "bf16" else "float8_e4m3fn")
         programs = {"XLA dense": repeated(tune.dense(shape, here), partial(pool.dense_pair, shape), 1)}
         theirs, notes = _by_torch(torch, n, kind)
-        notes["ours"] = why = api.shape_unfit(shape, here)
-        if why is None:
-            config = tuning.chosen(shape, here)[0]
+        refusal = product_refusal(shape, here)
+        if refusal is not None:
+            notes["ours"] = refusal.reason
+        else:
+            config = tuning.chosen(shape, here).config
             programs["ours"] = repeated(tune.packed(shape, here, config), partial(pool.pair, shape), 1)
             notes["ours"] = f"{config}"
         wait = lambda made: (jax.block_until_ready(made), torch.cuda.synchronize())

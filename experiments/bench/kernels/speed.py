@@ -11,8 +11,8 @@ from experiments.bench import tune
 from experiments.bench.kernels.check_packing import BETA, FORMS, KEY, PRUNERS, ROUNDING
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.kernels.times import built, repeated, timed
-from nmjax.kernels import api, tuning
-from nmjax.kernels.tuning import Shape
+from nmjax.kernels import calls, tuning
+from nmjax.kernels.limits import Shape, product_refusal
 
 
 def products(setting: Setting, report: Report) -> None:
@@ -52,8 +52,10 @@ def _layer(name: str, shapes: dict[str, Shape], setting: Setting, pool, report: 
     for (p, kind), shape in every.items():
         count = tune.repeats(shape)
         programs[p, kind, "dense"] = repeated(tune.dense(shape, here), partial(pool.dense_pair, shape), count)
-        notes[p, kind, "packed"] = why = api.shape_unfit(shape, here)
-        if why is None:
+        refusal = product_refusal(shape, here)
+        if refusal is not None:
+            notes[p, kind, "packed"] = refusal.reason
+        else:
             config, speed = tuning.chosen(shape, here)
             notes[p, kind, "packed"] = f"{config}{'*' if speed else ''}"
             programs[p, kind, "packed"] = repeated(tune.packed(shape, here, config), partial(pool.pair, shape), count)
@@ -77,14 +79,17 @@ def packing_speed(setting: Setting, report: Report) -> None:
         ["what", "ms", "bytes a value", "TB/s", "TB/s of the copy", "time over floor"],
     )
     ways: dict[str, tuple[Callable, float]] = {
-        f"{p}, axis {axis}": (lambda x, p=p, axis=axis, told=told: api.compress(x, axis, p, here=here, **told), 3.125)
+        f"{p}, axis {axis}": (
+            lambda x, p=p, axis=axis, told=told: calls.compress(x, axis, p, target=here, **told),
+            3.125,
+        )
         for p, told in PRUNERS
         for axis in (-1, -2)
     }
-    ways["both axes, 2:4 already"] = lambda x: api.compress_both(x, here=here), 4.25
-    ways[f"both axes, {both}"] = lambda x: api.compress_both(x, both, here=here), 4.25
+    ways["both axes, 2:4 already"] = lambda x: calls.compress_both(x, target=here), 4.25
+    ways[f"both axes, {both}"] = lambda x: calls.compress_both(x, both, target=here), 4.25
     for name, wanted in FORMS.items() if here.family == "hopper" else ():
-        way = partial(api.copies, wanted=wanted, keys=(KEY, ROUNDING), state=BETA, here=here)
+        way = partial(calls.copies, wanted=wanted, keys=(KEY, ROUNDING), state=BETA, target=here)
         ways[f"FP8 forms, {name}"] = way, 2 + sum(0.625 if copy.packed else 1 for copy in wanted)
     pool = tune.Pool(max(setting.sizes) ** 2 * 5 // 4)
     for n in setting.sizes:

@@ -12,9 +12,9 @@ from experiments.bench import __main__ as command, kernels, tune
 from experiments.bench.kernels.check_packing import FORMS
 from experiments.bench.kernels.times import Program, built, timed
 from experiments.bench.measure import speedup
-from nmjax.kernels import api, hopper, tuning
+from nmjax.kernels import calls, tuning
+from nmjax.kernels.limits import HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import target
-from nmjax.kernels.tuning import Shape
 from nmjax.products import operations, routes
 
 HERE = target("interpret")
@@ -154,9 +154,9 @@ def test_dense_products_are_those_of_what_was_packed(name, small):
 
 
 def test_forms_are_those_that_training_makes(monkeypatch):
-    made, copies = {}, api.copies
+    made, copies = {}, calls.copies
     monkeypatch.setattr(
-        api, "copies", lambda x, wanted, **how: made.update({x.shape: wanted}) or copies(x, wanted, **how)
+        calls, "copies", lambda x, wanted, **how: made.update({x.shape: wanted}) or copies(x, wanted, **how)
     )
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 384)))
     ctx = nm.Ctx(0, 0, {"fwd_rhs": (1.0, None)})
@@ -187,15 +187,15 @@ def test_the_default_list_is_worth_tuning():
         assert config not in varied
         assert {c.band for c in varied} == {1, 8, 16}
         assert {c.in_flight for c in varied} == {0, 1}
-        assert all(tuning.misfit(shape, c) is None for c in varied)
+        assert all(config_refusal(shape, c) is None for c in varied)
 
 
 def test_what_tune_writes_is_what_products_choose(monkeypatch):
     """Faked: the timer, and that there are but two configs. Kernels run interpreted."""
     shape, first, second = (
         Shape(128, 64, 128, transpose=True),
-        hopper.Config(tile_n=64),
-        hopper.Config(tile_n=64, stages=3),
+        HopperConfig(tile_n=64),
+        HopperConfig(tile_n=64, stages=3),
     )
     monkeypatch.setattr(tune, "repeats", lambda shape: 1)
     monkeypatch.setattr(tune, "likely", lambda shape, here: [first])
@@ -216,13 +216,13 @@ def test_what_tune_writes_is_what_products_choose(monkeypatch):
 
 def test_wrong_and_broken_configs_are_refused(monkeypatch):
     """Faked: the timer, and the kernels, which are XLA's product, wrong for one config and raising for another."""
-    shape, ways = Shape(128, 128, 128), {tile: hopper.Config(tile_n=tile) for tile in (64, 128, 256)}
+    shape, ways = Shape(128, 128, 128), {tile: HopperConfig(tile_n=tile) for tile in (64, 128, 256)}
 
     def packed(shape, here, config):
         def product(a, b):
             if config == ways[256]:
                 raise RuntimeError("too many registers")
-            y = api.reference(a, b, axis=-1, transpose=False, dtype=jnp.bfloat16)
+            y = calls.reference(a, b, axis=-1, transpose=False, dtype=jnp.bfloat16)
             return jnp.roll(y, 1, 0) if config == ways[64] else y
 
         return tune.several(product)
@@ -243,7 +243,7 @@ def test_wrong_and_broken_configs_are_refused(monkeypatch):
 def test_tables_grow(tmp_path):
     """Rows of the same product are replaced, others stay, and when the minutes are over nothing more is begun."""
     path, (a, b) = tmp_path / "tables/some.json", (Shape(128, 128, 128), Shape(256, 128, 128))
-    row = lambda shape, speed: tuning.as_row(shape, hopper.Config(), speed)
+    row = lambda shape, speed: tuning.as_row(shape, HopperConfig(), speed)
     tune.write(path, HERE, [row(a, 1.0), row(b, 2.0)])
     tune.write(path, HERE, [row(a, 3.0)])
     assert json.loads(path.read_text())["rows"] == [row(a, 3.0), row(b, 2.0)]

@@ -302,7 +302,9 @@ def test_mnist_and_fashion_mnist(tmp_path, name, place, end):
 
 def test_mnist_is_not_read_as_fashion_mnist(monkeypatch, tmp_path):
     write_mnist(tmp_path, mnist_arrays("mnist"))
-    with pytest.raises(Mistake, match="is mnist, where fashion_mnist was asked for. Fashion-MNIST: apt-get install"):
+    with pytest.raises(
+        Mistake, match="is mnist, and config.data.name is 'fashion_mnist'. Fashion-MNIST: apt-get install"
+    ):
         images.load("fashion_mnist", tmp_path)
     monkeypatch.setenv("NMJAX_DATA", str(tmp_path))  # files whose folder does not say whose they are
     with pytest.raises(Mistake, match="found none of mnist/train"):
@@ -321,7 +323,7 @@ def test_damaged_idx_files_are_named(tmp_path):
         (idx.FILES[1], idx_bytes(y)[:6], f"{idx.FILES[1]} is no IDX file of bytes with 1 axes"),
         (idx.FILES[2], idx_bytes(y_test), f"{idx.FILES[2]} is no IDX file of bytes with 3 axes: .* 00 00 08 01"),
         (idx.FILES[3], idx_bytes(y_test[1:]), f"{idx.FILES[2]} holds 12 images, and beside it are 11 labels"),
-        (idx.FILES[3], idx_bytes(y_test + np.uint8(9)), "labels of 0..9 are wanted"),
+        (idx.FILES[3], idx_bytes(y_test + np.uint8(9)), "labels of 0..9, got"),
     ):
         write_mnist(place, (x, y, x_test, y_test))
         write(place / name, data)

@@ -274,9 +274,9 @@ def test_cut_for_evaluation(caplog):
 
 
 def test_too_short_a_text():
-    with pytest.raises(Mistake, match="windows of 8 tokens want a text of 16, this one has 15"):
+    with pytest.raises(Mistake, match="windows of 8 tokens need a text of 16 tokens, and this one has 15"):
         text.windows(15, 8)
     with pytest.raises(Mistake, match="got length=0"):
         text.windows(15, 0)
-    with pytest.raises(Mistake, match="want a validation text of 9, this one has 8"):
+    with pytest.raises(Mistake, match="need a validation text of 9 tokens, and this one has 8"):
         text.cut(np.zeros(8, np.uint8), 8)

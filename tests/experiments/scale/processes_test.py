@@ -80,7 +80,7 @@ def goes_on_as_one(run, alone, cache):
     assert timeless(run) == timeless(alone)
     assert arrays(run) == arrays(alone)
     assert "4 x cpu as fsdp 4, in 2 processes" in texts[0]
-    assert re.search(r"going on from step \d+ of 24", texts[0])
+    assert re.search(r"continuing from step \d+ of 24", texts[0])
     others = re.compile(r"\[Gloo\]|waits for the others")
     assert not [line for line in texts[1].splitlines() if line.strip() and not others.search(line)]  # one speaks
     assert (run / "report.html").exists()
@@ -104,7 +104,7 @@ def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path)
     run = start(tmp_path / "run", alone[1], *words[1:], "--config.mesh.fsdp=2", devices=2)
     (text,) = said([run])
     assert run.returncode == 0, text
-    assert f"going on from step {step} of 160" in text
+    assert f"continuing from step {step} of 160" in text
 
 
 def test_what_is_wrong_in_one_process_is_told_by_it_and_ends_all(tmp_path, alone):
@@ -203,7 +203,7 @@ def test_what_is_left_to_do_at_another_ones_end_stays_known_until_its_cause_is(m
 
 def test_one_that_nobody_meets_says_so_and_gives_up():
     words = ["launch.py", *PAGE, f"--distributed=127.0.0.1:{free()},2,1"]
-    text = f"from experiments import command, processes; processes.PATIENCE = 12; command.main({words}, '')"
+    text = f"from experiments import command; from experiments.scale import processes; processes.PATIENCE = 12; command.main({words}, '')"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=command.ROOT, timeout=100)
     assert done.returncode == 1
     (waits, ended) = [line for line in done.stderr.splitlines() if "process 1 of 2" in line]

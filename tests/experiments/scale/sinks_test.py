@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from experiments import command, files
 from experiments.errors import Mistake
 from experiments.scale import sinks
-from experiments.training import record
+from experiments.training import digest, record
 from nmjax.analysis.plan import Plan
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 from tests.experiments.sweep_test import PAGE
@@ -71,7 +71,7 @@ def sent(tmp_path, monkeypatch):
 def made(path, step=0, tell=print):
     path.mkdir(exist_ok=True)
     config = ConfigDict({"seed": 3, "data": {"name": "digits", "crop": 1}})
-    run = record.Record(path, config, {"name": "x"}, Plan((), 0, (), 0), tell, "wandb")
+    run = record.Record(path, digest.identity(config), {"name": "x"}, Plan((), 0, (), 0), tell, "wandb")
     run.begin(step)
     return run
 
@@ -103,7 +103,8 @@ def test_a_run_that_goes_on_does_so_where_it_was(tmp_path, sent):
         run.close("interrupted")
     first, on, anew = (line[1]["id"] for line in sent() if line[0] == "init")
     assert first == on != anew
-    record.Record(tmp_path / "mine", ConfigDict(), {}, Plan((), 0, (), 0)).close("failed")  # one that sends nothing
+    nothing = digest.identity(ConfigDict())
+    record.Record(tmp_path / "mine", nothing, {}, Plan((), 0, (), 0)).close("failed")  # it sends nothing
     assert json.loads((tmp_path / "mine" / "run.json").read_text())["sent"] == {"wandb": anew}
 
 
@@ -200,13 +201,14 @@ def test_words_of_a_sink(tmp_path):
 TWICE = """
 import pathlib, sys
 from ml_collections import ConfigDict
-from experiments import record
+from experiments.training import digest, record
 from nmjax.analysis.plan import Plan
 
 place, sink = pathlib.Path(sys.argv[1]), sys.argv[2]
 place.mkdir()
 for begin, end, outcome in ((0, 3, "interrupted"), (3, 5, "finished")):
-    run = record.Record(place, ConfigDict({"seed": 3, "data": {"crop": 1}}), {}, Plan((), 0, (), 0), sink=sink)
+    config = digest.identity(ConfigDict({"seed": 3, "data": {"crop": 1}}))
+    run = record.Record(place, config, {}, Plan((), 0, (), 0), sink=sink)
     run.begin(begin)
     for step in range(begin, end):
         run.write("train", step + 1, loss=step / 4)

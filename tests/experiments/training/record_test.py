@@ -12,7 +12,7 @@ from rich.console import Console
 
 from experiments import files
 from experiments.errors import Failed, Mistake
-from experiments.training import meter as meters, record, screen as show
+from experiments.training import digest, meter as meters, record, screen as show
 from nmjax.analysis.plan import Plan
 
 PLAN = Plan((), 0, (), 0)
@@ -102,7 +102,11 @@ def test_runs_side_by_side_have_means_of_their_own_and_one_that_diverges_leaves_
 
 
 def made(path, **changes):
-    return record.Record(path, ConfigDict({"seed": 0, **changes}), {"name": "x"}, PLAN)
+    return record.Record(path, identity(**changes), {"name": "x"}, PLAN)
+
+
+def identity(**changes):
+    return digest.identity(ConfigDict({"seed": 0, **changes}))
 
 
 def begun(path, step=0, **changes):
@@ -138,27 +142,27 @@ def test_a_directory_of_another_config_is_left_as_it_is(tmp_path):
     run.close("finished")
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(Mistake, match="seed: 0 there, 1 here"):
-        record.check(tmp_path, ConfigDict({"seed": 1}))
+        record.check(tmp_path, identity(seed=1))
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
 
 
 def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
     made(tmp_path).close("failed")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
-    record.check(tmp_path, ConfigDict({"seed": 1}))
+    record.check(tmp_path, identity(seed=1))
     made(tmp_path, seed=1).close("finished")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "1.json").write_text("{}")  # told to stop before its first line of metrics
     with pytest.raises(Mistake, match="seed: 1 there, 2 here"):
-        record.check(tmp_path, ConfigDict({"seed": 2}))
+        record.check(tmp_path, identity(seed=2))
 
 
 def test_another_mesh_goes_on_with_the_same_run(tmp_path):
     run = begun(tmp_path)
     run.write("train", 1, loss=1.0)
     run.close("interrupted")
-    record.check(tmp_path, ConfigDict({"seed": 0, "mesh": {"fsdp": 4}}))
+    record.check(tmp_path, identity(mesh={"fsdp": 4}))
 
 
 def screen(terminal: bool):

@@ -20,7 +20,7 @@ import pytest
 from experiments import command, files
 from experiments.errors import Failed, Mistake
 from experiments.scale import signals
-from experiments.training import meter, record, settings
+from experiments.training import events, meter, settings
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import arrays, as_people_run_it as as_people_run_it, once, start, timeless
 
@@ -84,11 +84,11 @@ def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
     assert process.returncode == 128 + told, said
     found = re.search(rf"interrupted by {told.name} after step (\d+)\. The checkpoint of step (\d+) is kept in", said)
     assert found[1] == found[2]
-    assert "The same command goes on from there." in " ".join(said.split())
+    assert "The same command continues from there." in " ".join(said.split())
     assert json.loads((tmp_path / "run" / "run.json").read_text())["outcome"] == "interrupted"
     process = start(tmp_path / "run", cache)
     said = process.communicate(timeout=300)[0]
-    assert f"going on from step {found[1]} of 24" in said
+    assert f"continuing from step {found[1]} of 24" in said
     assert timeless(tmp_path / "run") == timeless(whole)
     assert arrays(tmp_path / "run") == arrays(whole)
 
@@ -120,7 +120,7 @@ def test_saved_on_four_devices_and_gone_on_with_on_two_and_on_one(whole, tmp_pat
     process = start(tmp_path / "run", cache)
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
-    assert "going on from step" in said
+    assert "continuing from step" in said
     for mine, theirs in zip(timeless(tmp_path / "run"), timeless(whole), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
 
@@ -267,13 +267,13 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(disk, monkeypatch, capsys
 
 
 def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
-    lines = record.Lines(tmp_path / "lines")
+    lines = events.Lines(tmp_path / "lines")
     assert lines.write("one\n")
     file, full = os.dup(lines._file.fileno()), os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, lines._file.fileno())
     assert not lines.write("two\n")
     assert not lines.write("three\n")
-    assert (lines.late, lines.why) == (2, "No space left on device")
+    assert (lines.late, lines.reason) == (2, "No space left on device")
     os.dup2(file, lines._file.fileno())
     assert lines.write("four\n")
     assert (tmp_path / "lines").read_text().split() == ["one", "two", "three", "four"]
@@ -317,7 +317,7 @@ def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, m
         settings, "learning_rate", lambda config, total: lambda step: jnp.where(step < 2, 0.01, jnp.nan)
     )
     with pytest.raises(
-        Failed, match=rf"To go on from it otherwise: --workdir=ANOTHER --from={tmp_path / 'a'} and"
+        Failed, match=rf"To continue from it with other settings, add --workdir=ANOTHER --from={tmp_path / 'a'} and"
     ) as error:
         command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
     assert "is in" in " ".join(capsys.readouterr().out.split())
@@ -326,7 +326,7 @@ def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, m
     monkeypatch.setattr(settings, "learning_rate", rate)
     again = [*words, "--config.learning_rate.peak=1e-4", f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"]
     command.main(again, "")
-    assert f"going on from step {kept} of 4" in " ".join(capsys.readouterr().out.split())
+    assert f"continuing from step {kept} of 4" in " ".join(capsys.readouterr().out.split())
     steps = [line["step"] for line in files.lines(tmp_path / "b" / "metrics.jsonl") if line["kind"] == "train"]
     assert steps == list(range(kept + 1, 5))
     with pytest.raises(Mistake, match="--from=.*nothing holds no checkpoints"):

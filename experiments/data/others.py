@@ -1,0 +1,38 @@
+"""Data sets of other modules: ``config.data.name = "mylab.data:spirals"``."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from experiments.errors import Mistake
+from nmjax.core import names
+
+Set = TypeVar("Set")
+
+
+def load(name: str, dir: str | Path, kind: type[Set]) -> Set:
+    """Return the data set that a function of another module gives.
+
+    Args:
+        name: ``module:name`` of the function, as in "mylab.data:spirals".
+        dir: The one argument that the function is called with: ``config.data.dir``, which may be empty.
+        kind: What the function has to return: `images.Images` or `text.Text`.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        Mistake: The name cannot be imported, is no function, or returns something else.
+    """
+    try:
+        make = names.load(name)
+    except ValueError as error:
+        raise Mistake(f"config.data.name: {error}") from error
+    if not callable(make):
+        raise Mistake(f"config.data.name={name!r} is a {type(make).__name__}, not a function of a folder.")
+    data = make(str(dir))
+    if not isinstance(data, kind):
+        raise Mistake(
+            f"config.data.name={name!r} returns a {type(data).__name__}, not {kind.__module__}.{kind.__name__}"
+            f"({', '.join(kind.__annotations__)})."
+        )
+    return data

@@ -1,0 +1,85 @@
+"""The identity of a config: its values by dotted names, its digest, and the run that a directory holds."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from experiments.errors import Mistake
+
+
+class Identity(NamedTuple):
+    """All values of a config. It is made once for a run; whatever compares, writes or sends a config reads it."""
+
+    text: str  # the content of config.json
+    fields: dict[str, Any]  # the values by dotted names, as "model.depth"
+
+    @property
+    def lasting(self) -> dict[str, Any]:
+        """The fields that decide what a run computes: all but the mesh, which changes rounding alone."""
+        return {name: value for name, value in self.fields.items() if not name.startswith("mesh.")}
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that name this config in files of results."""
+        return hashlib.sha256(json.dumps(self.lasting, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def identity(config: ConfigDict) -> Identity:
+    """Return the identity of a config.
+
+    >>> identity(ConfigDict({"seed": 0, "model": {"depth": 2}})).fields
+    {'model.depth': 2, 'seed': 0}
+    """
+    return _read(json.dumps(config.to_dict(), indent=1, sort_keys=True))
+
+
+def recorded(workdir: Path) -> Identity:
+    """Return the identity of the config whose run a directory holds."""
+    return _read((workdir / "config.json").read_text())
+
+
+def _read(text: str) -> Identity:
+    return Identity(text, flat(json.loads(text)))
+
+
+def refuse_another(workdir: Path, own: Identity) -> None:
+    """Refuse a directory that holds the run of another config. Another mesh is no other config.
+
+    Args:
+        workdir: The directory of a run that has begun.
+        own: The identity of the config that is to be continued or evaluated there.
+
+    Raises:
+        Mistake: If the configs differ, or if the directory has lost its config.json.
+    """
+    if not (workdir / "config.json").is_file():
+        raise Mistake(
+            f"--workdir={workdir} holds metrics or checkpoints but no config.json, so its run cannot be identified. "
+            "Give another directory."
+        )
+    there, here = recorded(workdir).lasting, own.lasting
+    names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
+    if there != here:
+        changed = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names[:4])
+        raise Mistake(
+            f"--workdir={workdir} holds a run of another config ({changed}). Give this run a directory of its own. "
+            f"To evaluate the run that is there, write --mode=eval --workdir={workdir} without a --config."
+        )
+
+
+def flat(tree: dict[str, Any], separator: str = ".", prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts by their whole names.
+
+    >>> flat({"a": 1, "b": {"c": 2}}, "/")
+    {'a': 1, 'b/c': 2}
+    """
+    leaves = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= flat(value, separator, f"{prefix}{name}{separator}")
+        else:
+            leaves[prefix + name] = value
+    return leaves

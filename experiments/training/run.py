@@ -1,0 +1,93 @@
+"""A run: its config, its directory, and how far it has come."""
+
+import contextlib
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from experiments.errors import Diverged, Stopped
+from experiments.scale import processes
+from experiments.training import digest, record
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.program import Program
+from experiments.training.record import Record, Silent
+from experiments.training.screen import Screen
+
+
+class Run:
+    """What a run has of its own, whether it is trained alone or side by side with others.
+
+    Args:
+        name: Name of the run on the screen and in its report.
+        config: All settings of the run.
+        workdir: The run's directory.
+    """
+
+    record: Record | Silent
+    checkpoints: Checkpoints
+
+    def __init__(self, name: str, config: ConfigDict, workdir: Path):
+        self.name, self.config, self.workdir = name, config, workdir
+        self.identity = digest.identity(config)
+        self.seen: list[dict] = []  # figures of the steps since the last line of metrics
+        self.best: float | None = None  # the best evaluation so far
+
+    def check(self) -> None:
+        """Refuse a directory that cannot be written, or that holds a run of another config."""
+        record.check(self.workdir, self.identity)
+
+    def finished(self) -> bool:
+        """Return whether the directory holds this run finished."""
+        return record.finished(self.workdir)
+
+    def open(self, about: dict, program: Program, screen: Screen, sink: str) -> None:
+        """Begin to write to the run's directory.
+
+        Args:
+            about: What run.json says of the run.
+            program: The program of the run.
+            screen: Shows what goes wrong with writing.
+            sink: Name of the service that gets the run's numbers, or "".
+        """
+        if processes.first():
+            about = {"name": self.name, **about}
+            self.record = Record(self.workdir, self.identity, about, program.plan, screen.line, sink)
+        else:
+            self.record = Silent()
+        self.checkpoints = Checkpoints(self.workdir, screen.line)
+
+    def improves(self, score: float, higher: bool) -> bool:
+        """Return whether a score is the best so far, and keep it if it is."""
+        better = self.best is None or (score > self.best if higher else score < self.best)
+        if better:
+            self.best = score
+        return better
+
+    def end(self, error: BaseException) -> None:
+        """End the run because of an error. What is written stays, and run.json says why the run ended."""
+        if processes.count() == 1 or isinstance(error, Stopped | Diverged):
+            self.checkpoints.close()  # after other errors, not all processes are there to finish a checkpoint
+        if stopped(error):
+            outcome = "interrupted"
+        elif isinstance(error, Diverged):
+            outcome = f"diverged: {error or repr(error)}"
+        else:
+            outcome = f"failed: {error or repr(error)}"
+        with contextlib.suppress(Exception):  # the run's own error is more important
+            self.record.close(outcome)
+            self.record.report()
+
+    def explain(self, error: Exception) -> str:
+        """Return in words what ended the run, which checkpoint is kept, and what a person may do."""
+        text = f"{str(error).rstrip('.')}. {self.checkpoints.kept()}"
+        if isinstance(error, Diverged) and self.checkpoints.steps():
+            text += (
+                f" To continue from it with other settings, add --workdir=ANOTHER --from={self.workdir} and a change, "
+                "such as a smaller --config.learning_rate.peak."
+            )
+        return text
+
+
+def stopped(error: BaseException) -> bool:
+    """Return whether an error means that a person or a machine told the run to stop."""
+    return isinstance(error, KeyboardInterrupt | Stopped)

@@ -1,0 +1,31 @@
+"""The state of a run at a step; and the state of several runs, which lie along one axis of it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class State(NamedTuple):
+    """All that a run is at a step."""
+
+    step: jax.Array
+    seed: jax.Array
+    params: Any
+    rest: Any  # all that is no parameter: means of BatchNorm; noise, time, masks and scales of nmjax
+    opt: Any
+    ema: Any  # averages of params and of rest's floats (means of BatchNorm), or ()
+
+
+RUNS: Any = State(None, 0, 0, 0, 0, 0)  # the axis of the runs in a state of several; they are all at one step
+
+
+def stack(*states: State) -> State:
+    """Return the state of several runs, made of their own states."""
+    runs = [state._replace(step=()) for state in states]
+    return jax.tree.map(lambda *values: jnp.stack(values), *runs)._replace(step=states[0].step)
+
+
+def part(state: State, number: jax.Array) -> State:
+    """Return the state of one of several runs."""
+    return jax.tree.map(lambda value: value[number], state._replace(step=()))._replace(step=state.step)

@@ -1,0 +1,238 @@
+"""Kernels as the rest of the library calls them, on arrays of any batch.
+
+Each function here flattens the batch, picks the kernel for the device, and maps it by `jax.vmap`. Callers ask first if a
+kernel serves them: `nmjax.kernels.limits` says what fits, and `nmjax.kernels.check` if the kernels work.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+
+from nmjax.core import random
+from nmjax.core.pruner import Pruner
+from nmjax.kernels import tuning
+from nmjax.kernels.format import Packed, unpack
+from nmjax.kernels.limits import Config, Copy, HopperConfig, Shape
+from nmjax.kernels.targets import Target, as_varying, varying
+from nmjax.pruners import identity
+
+
+class _Kernels(NamedTuple):
+    """The modules of kernels."""
+
+    ampere: ModuleType
+    compress: ModuleType
+    copies: ModuleType
+    hopper: ModuleType
+
+
+def _kernels() -> _Kernels:
+    """Import the kernels when the first one is called: Pallas's GPU backends take 0.3 s, and not every jaxlib has them."""
+    from nmjax.kernels import ampere, compress, copies, hopper
+
+    return _Kernels(ampere, compress, copies, hopper)
+
+
+# ---- products ----
+
+
+def run(
+    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | None, *, shape: Shape, target: Target,
+    config: Config | None = None,
+) -> Float[Array, "*batch m n"]:  # fmt: skip
+    """Compute a product by a kernel.
+
+    Args:
+      packed: The packed operand.
+      b: The dense operand, with the same batch.
+      scale: A factor of the result: a number, or one for every matrix of the batch.
+      shape: The product's shape, as `nmjax.kernels.limits.shape_of` gives it.
+      target: The device.
+      config: The tiles. Without it they are the best that are known.
+    """
+    if config is None:
+        tiling = tuning.chosen(shape, target)
+        assert tiling is not None, shape  # callers ask limits.product_refusal first
+        config = tiling.config
+    batch = packed.shape[:-2]
+    scales = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)
+    packed, b = jax.tree.map(underived, (packed, b))
+    call = _product(packed.axis, packed.order, shape, target, config, scale is not None)
+    flat = lambda v: v.reshape(math.prod(batch), *v.shape[len(batch) :])
+    y = call(flat(packed.values), flat(packed.indices), flat(b), scales)
+    return y.reshape(*batch, *y.shape[1:])
+
+
+@lru_cache
+def _product(
+    axis: int, order: str, shape: Shape, target: Target, config: Config, scaled: bool
+) -> Callable[..., jax.Array]:  # fmt: skip
+    options: dict[str, Any] = {
+        "b_axis": -2 if shape.n_major else -1,
+        "transpose": shape.transpose,
+        "dtype": jnp.dtype(shape.out),
+        "config": config,
+        "interpret": target.interpret,
+    }
+    if isinstance(config, HopperConfig):
+        kernel = partial(_kernels().hopper.spmm, blocks=target.cores, **options)
+    else:
+        kernel = partial(_kernels().ampere.spmm, **options)
+
+    def call(values: jax.Array, indices: jax.Array, b: jax.Array, scales: jax.Array) -> jax.Array:
+        return kernel(Packed(values, indices, axis, 2, 4, order), b, scales if scaled else None)
+
+    return _mapped(call)
+
+
+def reference(
+    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | None = None, *, axis: int, transpose: bool,
+    dtype: DTypeLike,
+) -> Float[Array, "*batch m n"]:  # fmt: skip
+    """Compute by XLA what `run` computes: `unpack`, then a dense product. This is the definition of the product."""
+    a = unpack(packed)
+    a, b = (v.astype(jnp.bfloat16) if v.dtype.itemsize == 1 else v for v in (a, b))
+    batch = tuple(range(a.ndim - 2))
+    dims = (((a.ndim + packed.axis,), (b.ndim + axis,)), (batch, batch))
+    y = lax.dot_general(a, b, dims, preferred_element_type=jnp.float64 if a.dtype == jnp.float64 else jnp.float32)
+    if scale is not None:
+        scale = jnp.asarray(scale, y.dtype)
+        y = y * (scale[..., None, None] if scale.ndim else scale)
+    return (jnp.swapaxes(y, -1, -2) if transpose else y).astype(dtype)
+
+
+@jax.custom_jvp
+def underived(v: jax.Array) -> jax.Array:
+    """Return a kernel's input unchanged, and refuse to differentiate it. Without this its derivative would be zero."""
+    return v
+
+
+@underived.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
+    raise TypeError(
+        "a packed product has no derivative beyond the gradient of its layer: for forward mode or a second derivative, "
+        "write backend='xla'."
+    )
+
+
+# ---- packed and FP8 forms ----
+
+
+def compress(
+    x: Float[Array, "*batch r c"], axis: int = -1, pruner: Pruner = identity, *, key: Any = None, state: Any = None,
+    target: Target,
+) -> Packed:  # fmt: skip
+    """Prune 16-bit values along one of the last two axes and pack them, in one pass.
+
+    Args:
+      x: The array. Its last two axes divide by 64.
+      axis: The axis of the groups, -1 or -2.
+      pruner: A pruner that kernels fuse (`nmjax.kernels.limits.fuses`). With `identity` the array is 2:4 already.
+      key: The key of the pruner's draws.
+      state: The pruner's state.
+      target: The device.
+    """
+    call = _compression(axis, pruner, target.interpret)
+    packed = call(_flat(x), *_noise(key, state))
+    return _unflat(packed, x.shape[:-2])
+
+
+@lru_cache
+def _compression(axis: int, pruner: Pruner, interpret: bool) -> Callable[..., Packed]:
+    return _mapped(partial(_kernels().compress.compress, axis=axis, pruner=pruner, interpret=interpret))
+
+
+def compress_both(
+    x: Float[Array, "*batch r c"], pruner: Pruner = identity, *, target: Target
+) -> tuple[Packed, Packed]:  # fmt: skip
+    """Pack 16-bit values along the last axis, and along the one before it, in one pass.
+
+    Args:
+      x: The array. Its last two axes divide by 64.
+      pruner: A pruner of tiles, as `transposable`. With `identity` the array is 2:4 along both axes already.
+      target: The device.
+    """
+    across, down = _compression_both(pruner, target.interpret)(_flat(x))
+    return _unflat(across, x.shape[:-2]), _unflat(down, x.shape[:-2])
+
+
+@lru_cache
+def _compression_both(pruner: Pruner, interpret: bool) -> Callable[..., tuple[Packed, Packed]]:
+    return _mapped(partial(_kernels().compress.compress_both, pruner=pruner, interpret=interpret))
+
+
+def copies(
+    x: Float[Array, "*batch r c"], wanted: tuple[Copy, ...], *, keys: Sequence[Any] | None = None, state: Any = None,
+    target: Target,
+) -> list[tuple[jax.Array | Packed, jax.Array]]:  # fmt: skip
+    """Make FP8 forms of 16-bit values, in one pass.
+
+    Args:
+      x: The array, with sides that `nmjax.kernels.limits.copies_refusal` allows.
+      wanted: The forms.
+      keys: Two keys: that of the pruners' draws, and that of the roundings.
+      state: The pruners' state.
+      target: The device.
+
+    Returns:
+      Each form, with the factor that undoes its scale.
+    """
+    words = jnp.zeros(4, jnp.uint32) if keys is None else jnp.concatenate([random.words(key) for key in keys])
+    _, beta = _noise(None, state)
+    forms = _copying(tuple(wanted), target.interpret)(_flat(x), words[None], beta)
+    return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
+
+
+@lru_cache
+def _copying(wanted: tuple[Copy, ...], interpret: bool) -> Callable[..., list[tuple[Any, jax.Array]]]:
+    return _mapped(partial(_kernels().copies.copies, wanted=wanted, interpret=interpret))
+
+
+def _noise(key: Any, state: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the words of a key and the scale of `soft`, with an axis in front."""
+    words = jnp.zeros(2, jnp.uint32) if key is None else random.words(key)
+    scale = jnp.ones((), jnp.float32) if state is None else jnp.asarray(state, jnp.float32).reshape(())
+    return words[None], scale[None]
+
+
+# ---- batches ----
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _unflat(form: Any, batch: tuple[int, ...]) -> Any:
+    return jax.tree.map(lambda v: v.reshape(*batch, *v.shape[1:]), form)
+
+
+def _mapped(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a kernel over arrays with a batch in front ready for `jax.vmap` and `jax.shard_map`.
+
+    vmap enlarges the batch. Under shard_map, if one input varies over an axis, all are marked as varying.
+    """
+
+    @custom_vmap
+    def mapped(*arrays: jax.Array) -> Any:
+        axes = varying(*arrays)
+        out = call(*(as_varying(v, axes) for v in arrays))
+        return jax.tree.map(lambda v: as_varying(v, axes), out)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        spread = lambda v, is_batched: v if is_batched else jnp.broadcast_to(v, (size, *v.shape))
+        enlarged = [spread(v, b) for v, b in zip(arrays, batched, strict=True)]
+        out = mapped(*(v.reshape(-1, *v.shape[2:]) for v in enlarged))
+        out = jax.tree.map(lambda v: v.reshape(size, -1, *v.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return mapped

@@ -1,0 +1,235 @@
+"""The shapes, tiles and forms that kernels take, and the reasons why something does not fit.
+
+This file imports no Pallas, so that a plan can be made where no kernel can run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from nmjax.core import versions
+from nmjax.core.pruner import Pruner
+from nmjax.core.refusal import Refusal
+from nmjax.core.value import Value
+from nmjax.kernels.format import Packed
+from nmjax.kernels.targets import Target
+from nmjax.pruners import identity
+
+HOPPER_SHARED = 227 * 1024  # bytes of shared memory that a thread block may have
+AMPERE_SHARED = 99 * 1024  # of sm_86 and sm_89, which have the least
+BARRIERS = 1024  # bytes that a Hopper kernel's barriers take at most
+COPY_ROWS, COPY_COLUMNS = 128, 64  # the block that a program of `nmjax.kernels.copies` takes
+
+# ---- products ----
+
+
+@dataclass(frozen=True, repr=False)
+class Shape(Value):
+    """A product ``D[M, N] = A[M, K] @ B[K, N]`` with A packed: its sizes, and the orders of its operands and result."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    m_major: bool = False  # A is contiguous along M
+    n_major: bool = False  # B is contiguous along N
+    transpose: bool = False  # the result is [N, M]
+    out: str = "bfloat16"
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of the dense product."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a value of A."""
+        return jnp.dtype(self.dtype).itemsize
+
+
+def shape_of(packed: Packed, b: jax.Array, axis: int, transpose: bool, dtype: DTypeLike) -> Shape:
+    """Return the shape of the product of two operands, ignoring their batches.
+
+    Args:
+      packed: ``[..., M, K]``, or ``[..., K, M]`` if it is packed along axis -2.
+      b: ``[..., K, N]``, or ``[..., N, K]`` with ``axis=-1``.
+      axis: The axis of ``b`` that is contracted, -1 or -2.
+      transpose: True for a result ``[..., N, M]``.
+      dtype: The dtype of the result.
+    """
+    *_, rows, columns = packed.shape
+    m, k = (columns, rows) if packed.axis == -2 else (rows, columns)
+    n = b.shape[-1 if axis == -2 else -2]
+    return Shape(m, n, k, packed.dtype.name, packed.axis == -2, axis == -2, transpose, jnp.dtype(dtype).name)
+
+
+@dataclass(frozen=True, repr=False)
+class HopperConfig(Value):
+    """The tiles of a product on Hopper. The best ones depend on shapes and device, and are measured."""
+
+    tile_m: int = 64  # rows of a warpgroup
+    tile_n: int = 256
+    tile_k: int = 64  # of 16-bit values; twice as many of 8-bit values
+    stages: int = 4
+    store_n: int = 64  # columns that are stored at once
+    in_flight: int = 0  # steps whose instructions may still run when the next step issues its own
+    band: int = 8  # tiles along N before the walk turns to the next row of tiles
+    cluster: str = ""  # "m": two blocks along M share B; "n": two blocks along N share A
+    warpgroups: int = 2
+    promote: bool = False  # add up each step's sums in f32, because FP8 tensor cores keep fewer bits of them
+
+    @property
+    def rows(self) -> int:
+        """The rows of a thread block."""
+        return self.tile_m * self.warpgroups
+
+    def step(self, itemsize: int) -> int:
+        """Return the number of values along K that a step takes."""
+        return self.tile_k * 2 // itemsize
+
+
+@dataclass(frozen=True, repr=False)
+class AmpereConfig(Value):
+    """The tiles of a product on Ampere."""
+
+    tile_m: int = 128
+    tile_n: int = 128
+    tile_k: int = 64
+    stages: int = 3
+
+
+Config = HopperConfig | AmpereConfig
+
+
+def product_refusal(shape: Shape, target: Target, config: Config | None = None) -> Refusal | None:
+    """Return the reason why no kernel computes a product, or None if a kernel does.
+
+    Args:
+      shape: The product.
+      target: The device.
+      config: The tiles. Without it, any tiles that fit will do.
+    """
+    sizes = f"M, N, K = {shape.m}, {shape.n}, {shape.k}"
+    if min(shape.m, shape.n, shape.k) < 1:
+        return Refusal(f"{sizes}: it is empty")
+    if shape.out not in ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"):
+        return Refusal(f"the result is {shape.out}, which no kernel writes")
+    if shape.dtype not in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
+        return Refusal(f"{shape.dtype}: kernels take bfloat16, float16 and 8-bit floats")
+    if shape.itemsize == 1 and target.family != "hopper":
+        return Refusal(f"there is no kernel for FP8 sparse products on {target.kind}")
+    if shape.itemsize == 1 and (shape.m_major or shape.n_major):
+        return Refusal("8-bit operands must be contiguous along k")
+    if target.family == "ampere" and not versions.has_warp_products():
+        return Refusal(f"jax {jax.__version__} has no layouts for Ampere's instructions: they come with 0.11")
+    if config is not None:
+        return config_refusal(shape, config)
+    step = 128 // shape.itemsize
+    if shape.m % 64 or shape.n % 64 or shape.k % step:  # the smallest tiles are 64 x 64, and they always fit
+        return Refusal(f"{sizes} do not divide into tiles of 64 x 64 x {step}")
+    return None
+
+
+def operands_refusal(packed: Packed, b: jax.Array) -> Refusal | None:
+    """Return the reason why no kernel reads two operands of a product, whatever their shapes, or None."""
+    if packed.order == "plain":
+        return Refusal(f"{packed.dtype.name} {packed.shape} is packed in plain order, which tensor cores do not read")
+    wide = packed.dtype.itemsize == 2
+    if (wide and b.dtype != packed.dtype) or (not wide and b.dtype.itemsize != 1):
+        return Refusal(
+            f"the operands are {packed.dtype.name} and {b.dtype.name}: "
+            "both must have the same 16-bit dtype, or both an 8-bit dtype"
+        )
+    return None
+
+
+def config_refusal(shape: Shape, config: Config) -> Refusal | None:
+    """Return the reason why a product cannot be cut into these tiles, or None if it can."""
+    if isinstance(config, HopperConfig):
+        return _hopper_refusal(shape, config)
+    return _ampere_refusal(shape, config)
+
+
+def _hopper_refusal(shape: Shape, config: HopperConfig) -> Refusal | None:
+    step = config.step(shape.itemsize)
+    sides = (config.tile_m, config.tile_n, config.tile_k)
+    if any(side < 64 or side % 64 for side in sides) or config.tile_n > 256 or config.tile_n % config.store_n:
+        return Refusal(f"{config}: the tile's sides are multiples of 64, store_n divides tile_n, and tile_n <= 256")
+    if config.stages < config.in_flight + 2:
+        return Refusal(f"{config}: stages must be at least in_flight + 2")
+    refusal = _division_refusal(
+        shape,
+        m=config.rows * (2 if config.cluster == "m" else 1),
+        n=config.tile_n * (2 if config.cluster == "n" else 1),
+        k=step,
+    )
+    if refusal is not None:
+        return refusal
+    a_step, words_step = config.rows * step * shape.itemsize // 2, config.rows * step // 8
+    ring = config.stages * (a_step + words_step + config.tile_n * step * shape.itemsize)
+    slots = min(2, config.tile_n // config.store_n)
+    store = slots * config.rows * config.store_n * jnp.dtype(shape.out).itemsize
+    return _memory_refusal(config, ring + store, HOPPER_SHARED - BARRIERS)
+
+
+def _ampere_refusal(shape: Shape, config: AmpereConfig) -> Refusal | None:
+    if shape.itemsize != 2:
+        return Refusal(f"{shape.dtype}: Ampere's sparse products take 16-bit values")
+    refusal = _division_refusal(shape, config.tile_m, config.tile_n, config.tile_k)
+    if refusal is not None:
+        return refusal
+    if any(side < 64 or side % 64 for side in (config.tile_m, config.tile_n, config.tile_k)):
+        return Refusal(f"{config}: the tile's sides are multiples of 64")
+    ring = config.stages * (config.tile_m * config.tile_k * 9 // 8 + config.tile_n * config.tile_k * 2)
+    store = config.tile_m * config.tile_n * jnp.dtype(shape.out).itemsize  # in the ring's memory, after the product
+    return _memory_refusal(config, max(ring, store), AMPERE_SHARED)
+
+
+def _division_refusal(shape: Shape, m: int, n: int, k: int) -> Refusal | None:
+    for name, size, by in (("M", shape.m, m), ("N", shape.n, n), ("K", shape.k, k)):
+        if size % by:
+            return Refusal(f"{name} = {size} does not divide by {by}")
+    return None
+
+
+def _memory_refusal(config: Config, size: int, limit: int) -> Refusal | None:
+    if size > limit:
+        return Refusal(f"{config} takes {size:,} bytes of shared memory, and there are {limit:,}")
+    return None
+
+
+# ---- packed and FP8 forms ----
+
+
+class Copy(NamedTuple):
+    """One FP8 form of a tensor ``[R, C]``. A packed form lies along its groups: it is ``[C, R]`` if they lie along R."""
+
+    format: str
+    turned: bool = False  # as [C, R]
+    packed: bool = False
+    pruner: Pruner = identity
+    axis: int = -1  # of its groups
+    rounding: str = "nearest"
+
+
+def copies_refusal(sides: Sequence[int]) -> Refusal | None:
+    """Return the reason why a matrix with these sides has no FP8 forms, or None if it has."""
+    rows, columns = sides
+    if rows % COPY_ROWS or columns % COPY_COLUMNS:
+        return Refusal(
+            f"FP8 forms of {rows} x {columns}: "
+            f"the first side must divide by {COPY_ROWS} and the second by {COPY_COLUMNS}"
+        )
+    return None
+
+
+def fuses(pruner: Pruner) -> bool:
+    """Return True if a kernel prunes and packs by this pruner in one pass. Other arrays are packed after pruning."""
+    if pruner == identity:
+        return True
+    pattern = pruner.pattern
+    return pruner.by_members and pattern is not None and pattern[0] <= 2 and pattern[1] == 4

@@ -1,0 +1,103 @@
+"""Products of packed arrays as users call them: checked, and computed by a kernel if one serves them, else by XLA."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+
+from nmjax.core.refusal import Refusal
+from nmjax.kernels import calls, check
+from nmjax.kernels.format import Packed
+from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, operands_refusal, product_refusal, shape_of
+from nmjax.kernels.targets import target as target_of
+
+
+def spmm(
+    packed: Packed, b: Float[Array, "*batch r c"], scale: ArrayLike | None = None, *, axis: int = -2,
+    transpose: bool = False, dtype: DTypeLike | None = None, backend: str = "auto", config: Config | None = None,
+) -> Float[Array, "*batch m n"]:  # fmt: skip
+    """Multiply a packed array by a dense one.
+
+    It computes ``scale * unpack(packed) @ b``, matrix by matrix of a batch. Sums are float32. Where no kernel serves the
+    product, XLA computes it.
+
+    It has no derivative. A product with a `nmjax.Sparsity`, such as `nmjax.einsum`, has one.
+
+    >>> import nmjax as nm
+    >>> packed = nm.pack(jnp.array([[0., 5., 0., 7.]]))
+    >>> nm.kernels.spmm(packed, jnp.eye(4))
+    Array([[0., 5., 0., 7.]], dtype=float32)
+    >>> nm.kernels.spmm(packed, jnp.ones((1, 4)), 0.5, axis=-1)
+    Array([[6.]], dtype=float32)
+
+    Args:
+      packed: ``[..., M, K]`` packed along its last axis, or ``[..., K, M]`` packed along the one before it.
+      b: ``[..., K, N]``, or ``[..., N, K]`` with ``axis=-1``. Its batch is that of ``packed``.
+      scale: A factor of the result: a number, or an array with one number for every matrix of the batch.
+      axis: The axis of ``b`` that is contracted, -1 or -2.
+      transpose: If True, return ``[..., N, M]``.
+      dtype: The dtype of the result. Without it, that of ``packed``, or bfloat16 for 8-bit values.
+      backend: ``"auto"``, ``"xla"``, ``"pallas"`` or ``"interpret"``, see `nmjax.kernels.targets.BACKENDS`.
+      config: The kernel's tiles, an `nmjax.kernels.HopperConfig` or `nmjax.kernels.AmpereConfig`. Without it they are the
+        best that are known.
+
+    Returns:
+      ``[..., M, N]``, or ``[..., N, M]`` with ``transpose``.
+
+    Raises:
+      TypeError: If an operand is of the wrong kind, or if the product is differentiated.
+      ValueError: If shapes do not match, or if ``backend`` asks for a kernel and none serves the product.
+    """
+    _check_operands(packed, b, axis)
+    b = jnp.asarray(b)
+    if scale is not None and jnp.shape(scale) not in ((), b.shape[:-2]):
+        raise ValueError(f"spmm: scale is a number, or has the batch's shape {b.shape[:-2]}, got {jnp.shape(scale)}.")
+    if config is not None and not isinstance(config, (HopperConfig, AmpereConfig)):
+        raise TypeError(f"spmm: config is an nm.kernels.HopperConfig or nm.kernels.AmpereConfig, got {config!r}.")
+    packed, b = jax.tree.map(_underived, (packed, b))
+    if dtype is None:
+        dtype = packed.dtype if packed.dtype.itemsize > 1 else jnp.bfloat16
+    shape = shape_of(packed, b, axis, transpose, dtype)
+    target = target_of(backend)
+    if isinstance(target, Refusal):
+        refusal = target
+    else:
+        refusal = operands_refusal(packed, b) or product_refusal(shape, target, config) or check.fault(target)
+    if refusal is None:
+        return calls.run(packed, b, scale, shape=shape, target=target, config=config)
+    if backend in ("pallas", "interpret"):
+        raise ValueError(f"spmm: backend={backend!r}, but {refusal}. Write backend='auto' or 'xla'.")
+    return calls.reference(packed, b, scale, axis=axis, transpose=transpose, dtype=dtype)
+
+
+def _check_operands(packed: Packed, b: jax.Array, axis: int) -> None:
+    if not isinstance(packed, Packed):
+        raise TypeError(f"spmm takes a packed array, got {type(packed).__name__}: pass nm.pack(x, axis).")
+    if isinstance(b, Packed):
+        raise TypeError("spmm: the other operand is a dense array of floats, got a packed array.")
+    if not jnp.issubdtype(jnp.result_type(b), jnp.floating):
+        raise TypeError(f"spmm: the other operand is a dense array of floats, got one of {jnp.result_type(b)}.")
+    left, right = f"{packed.shape} packed along axis {packed.axis}", f"{jnp.shape(b)} along axis {axis}"
+    rank = packed.values.ndim
+    if packed.axis not in (-1, -2) or axis not in (-1, -2) or jnp.ndim(b) != rank or rank < 2:
+        raise ValueError(
+            f"spmm: {left}, times {right}: both operands must have the same number of axes, at least two, "
+            "and each contracts its axis -1 or -2."
+        )
+    lengths = packed.shape[packed.axis], jnp.shape(b)[axis]
+    batches = packed.shape[:-2], jnp.shape(b)[:-2]
+    if lengths[0] != lengths[1] or batches[0] != batches[1]:
+        raise ValueError(
+            f"spmm: {left} does not multiply {right}: "
+            f"their axes have {lengths[0]} and {lengths[1]} values, their batches are {batches[0]} and {batches[1]}."
+        )
+
+
+@jax.custom_jvp
+def _underived(v: jax.Array) -> jax.Array:
+    return v
+
+
+@_underived.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> jax.Array:
+    raise TypeError("spmm has no derivative: differentiate a product with a sparsity, as nm.einsum(..., sparsity=...).")
