@@ -172,7 +172,7 @@ class Asked(NamedTuple):
 
     def changes(self) -> list[dict]:
         """Return what every run of the page's sweep changes."""
-        file, _, variant = self.page.partition(":")
+        file, variant = _file(self.page)
         module = _module(file)
         if not hasattr(module, "get_sweep"):
             raise Mistake(f"--sweep: {file} has no function get_sweep(), which gives the changes of every run.")
@@ -269,7 +269,7 @@ def _recorded(path: Path) -> ConfigDict:
 
 def load(page: str) -> ConfigDict:
     """Return the settings of a page, FILE or FILE:VARIANT. The modules beside the page can be imported afterwards."""
-    file, _, variant = page.partition(":")
+    file, variant = _file(page)
     if not Path(file).is_file():
         near = difflib.get_close_matches(file, pages(), 1, 0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -282,6 +282,14 @@ def load(page: str) -> ConfigDict:
         raise Mistake(f"{file} is no page of settings: it has no function get_config(variant='').")
     with _its_own(file):
         return module.get_config(variant) if variant else module.get_config()
+
+
+def _file(page: str) -> tuple[str, str]:
+    """Return the file and the variant of a page; the file of this repository if the current folder has no such file."""
+    file, _, variant = page.partition(":")
+    if not Path(file).is_file() and (ROOT / file).is_file():
+        file = str(ROOT / file)
+    return file, variant
 
 
 def _module(file: str) -> ModuleType:

@@ -1,8 +1,8 @@
 """Many runs of one page: those that its `get_sweep()` lists, each in a directory of its own.
 
 Finished runs are not done again, and interrupted runs continue. Runs that differ in their seed alone share one compiled
-program. Those of them that are at the same step may be trained side by side in it. `results.jsonl` holds a line for every
-run that has ended; a file of results elsewhere gets the lines that it does not have.
+program. Those of them that are at the same step may be trained side by side in it. `results.jsonl` holds a line for
+every run that has ended; a file of results elsewhere gets the lines that it does not have.
 """
 
 import json
@@ -117,18 +117,18 @@ def run(
     for number, member in enumerate(runs):
         if index not in (None, number) or member.name in sweep.begun:
             continue
-        group, told = [], None
+        group, stopped_by = [], None
         if not processes.agreed(partial(_done, workdir / member.name)):
             group = sweep.group(number)
-            told = sweep.train(group)
+            stopped_by = sweep.train(group)
         if processes.first():
             collect(runs, workdir)
             if results is not None:
                 add(runs, workdir, results)
-        if told and index is None and number + 1 < len(runs):
+        if stopped_by and index is None and number + 1 < len(runs):
             names = ", ".join(member.name for member in group)
-            text = f"interrupted by {told.name} after the last step of {names}. The same command continues with the others."
-            raise Stopped(text, told)
+            text = f"interrupted by {stopped_by.name} after the last step of {names}."
+            raise Stopped(f"{text} The same command continues with the others.", stopped_by)
     _say(f"\n{_outcomes(runs, workdir)}")
     if sweep.failed:
         raise Failed(f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}")
@@ -165,19 +165,19 @@ class _Sweep:
         places = ", ".join(str(self.runs.index(member) + 1) for member in group)
         self.begun.update(names)
         _say(f"\n==== {', '.join(names)} ({places} of {len(self.runs)}) ====\n")
-        told = None
+        stopped_by = None
         try:
-            told = self._train(group, self._program)
+            stopped_by = self._train(group, self._program)
         except Failed as error:
             if processes.count() > 1 and not isinstance(error, Diverged):  # other processes may not have failed
                 raise
             _say(str(error) if len(group) > 1 else f"{names[0]}: {error}")
         self.failed += processes.agreed(lambda: [n for n in names if not record.finished(self.workdir / n)])
-        return told
+        return stopped_by
 
 
 def _beside(member: Member, later: list[Member], workdir: Path) -> list[Member]:
-    """Return those that can be trained beside a run: they differ in their seed alone, and continue from the same step."""
+    """Return those that can be trained beside a run: they differ in their seed alone, and are at the same step."""
     alike = [other for other in later if _but_for_seed(other) == _but_for_seed(member)]
     step = _step(workdir / member.name) if alike else None
     return [other for other in alike if step is not None and _step(workdir / other.name) == step]
@@ -266,8 +266,8 @@ def add(runs: list[Member], workdir: Path, results: Path) -> None:
     append(results, partial(_new_lines, runs, workdir))
 
 
-def _new_lines(runs: list[Member], workdir: Path, there: list[dict]) -> Iterator[dict]:
-    known = {(line.get("run"), line.get("began")) for line in there}
+def _new_lines(runs: list[Member], workdir: Path, old: list[dict]) -> Iterator[dict]:
+    known = {(line.get("run"), line.get("began")) for line in old}
     for line in lines(runs, workdir):
         if record.done(line) and (line["run"], line["began"]) not in known:
             yield line | {"curves": curves(workdir / line["run"])}

@@ -1,4 +1,4 @@
-"""Where the arrays of a run lie: the mesh of devices, and the axes of it along which parameters are cut.
+"""The places of a run's arrays: the mesh of devices, and the axes of it along which parameters are cut.
 
 `config.mesh.fsdp` devices share the parameters and all that goes with them: the optimizer's state, averages, masks and
 scales. `config.mesh.tensor` devices share the products of a transformer's block: its layers *up*, *query*, *key* and

@@ -1,9 +1,9 @@
-"""A second place for a run's numbers: Weights & Biases, Trackio or MLflow, whichever is installed.
+"""Sinks: Weights & Biases, Trackio or MLflow as a second place for a run's numbers, whichever is installed.
 
-Where they go, and whose they are, is for each package's own settings to say: WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR,
+Each package's own settings say where the numbers go, and to whom they belong: WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR,
 TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 
-What is sent twice, by a run that was killed and does again the steps since its checkpoint, has the same step and value.
+A run that was killed repeats the steps since its checkpoint. It then sends the same steps with the same values again.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from experiments.errors import Mistake
 
@@ -21,24 +21,40 @@ PATIENCE = 30.0  # seconds that a run waits at its end for what is not sent yet
 
 
 class Run(NamedTuple):
-    """What is sent: a run goes on in the same place where its ``id``, which is ours, is the same."""
+    """A run as a sink sees it. A run that continues has the same `id`, and so continues there too."""
 
-    id: str
+    id: str  # ours: eight hexadecimal digits
     dir: Path
-    config: dict
+    config: dict[str, Any]
 
     @property
     def name(self) -> str:
+        """The name of the run's directory."""
         return self.dir.resolve().name
 
 
+class Sink(Protocol):
+    """A service that is sent numbers. It is made with a `Run`."""
+
+    place: str
+    """The address at which a person finds the run."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Send the numbers of a step."""
+        ...
+
+    def close(self, outcome: str, summary: dict[str, str]) -> None:
+        """Send the outcome and the summary of the run, and end."""
+        ...
+
+
 class Wandb:
-    """Its own count of steps takes no number again, so that "step" is a number of ours."""
+    """Weights & Biases. Its own step count cannot go back, so "step" is sent as a number like the others."""
 
     def __init__(self, run: Run):
         import wandb  # pyrefly: ignore[missing-import]
 
-        wandb.setup(wandb.Settings(silent=True))  # else it asks who one is, in the middle of a run
+        wandb.setup(wandb.Settings(silent=True))  # otherwise it asks for a login in the middle of a run
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "nmjax"), id=run.id, name=run.name, dir=run.dir, config=run.config,
             resume="allow", reinit="create_new",
@@ -56,7 +72,7 @@ class Wandb:
 
 
 class Trackio:
-    """It knows a run by its name, so that the id is a part of it. The outcome is a last line."""
+    """Trackio. It knows a run by its name, so the id is a part of the name. The outcome is a last line."""
 
     def __init__(self, run: Run):
         import trackio  # pyrefly: ignore[missing-import]
@@ -75,27 +91,33 @@ class Trackio:
 
 
 class Mlflow:
-    """It names runs itself, so that the id is a tag, by which a run is found again."""
+    """MLflow. It names runs itself, so the id is a tag, by which a run is found again."""
+
+    MOST = 1000  # numbers that it takes at once
 
     def __init__(self, run: Run):
         import mlflow  # pyrefly: ignore[missing-import]
 
         self._client, self._entities = mlflow.MlflowClient(), mlflow.entities
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "nmjax")
-        found = self._client.get_experiment_by_name(name)
-        home = self._client.create_experiment(name) if found is None else found.experiment_id
+        experiment = self._client.get_experiment_by_name(name)
+        home = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         runs = self._client.search_runs([home], f"tags.nmjax = '{run.id}'")
-        made = runs[0] if runs else self._client.create_run(home, tags={"nmjax": run.id}, run_name=run.name)
-        self._id, self.place = made.info.run_id, f"run {made.info.run_id} of {name}, in {self._client.tracking_uri}"
+        if runs:
+            self._id = runs[0].info.run_id
+        else:
+            new = self._client.create_run(home, tags={"nmjax": run.id}, run_name=run.name)
+            self._id = new.info.run_id
+        self.place = f"run {self._id} of {name}, in {self._client.tracking_uri}"
         self._client.update_run(self._id, "RUNNING")
         for field, value in run.config.items():
             self._client.log_param(self._id, field, value)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         now = round(time.time() * 1000)
-        sent = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
-        for i in range(0, len(sent), 1000):  # as many as it takes at once
-            self._client.log_batch(self._id, sent[i : i + 1000])
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
+        for i in range(0, len(metrics), self.MOST):
+            self._client.log_batch(self._id, metrics[i : i + self.MOST])
 
     def close(self, outcome: str, summary: dict[str, str]) -> None:
         for name, text in {"outcome": outcome, **summary}.items():
@@ -104,44 +126,56 @@ class Mlflow:
         self._client.set_terminated(self._id, status)
 
 
-SINKS = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+SINKS: dict[str, Callable[[Run], Sink]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
 
 
 def check(name: str) -> None:
-    """Refuse, before anything is done, a sink whose package is missing; a folder of its name is none."""
+    """Refuse, before anything is done, a sink whose package is missing. A folder of that name is no package."""
     if getattr(find_spec(name), "origin", None) is None:
         raise Mistake(f"--sink={name}: the package {name} is missing: pip install {name}.")
 
 
 class Sender:
-    """Sends from a thread of its own, for which no step waits. A sink that fails is told of once, and left alone."""
+    """Sends the numbers of a run from a thread of its own, so that no step waits.
+
+    A sink that fails is reported once, and gets nothing more.
+
+    Args:
+        name: One of `SINKS`.
+        run: The run.
+        tell: Shows a line to the person who watches the run.
+    """
 
     def __init__(self, name: str, run: Run, tell: Callable[[str], None]):
-        self._name, self._tell, self._waiting, self._alone = name, tell, queue.SimpleQueue(), False
+        self._name, self._tell = name, tell
+        self._waiting: queue.SimpleQueue = queue.SimpleQueue()
+        self._given_up = False
         self._thread = threading.Thread(target=self._send, args=(run,), name=name, daemon=True)
         self._thread.start()
 
-    def write(self, step: int, values: dict) -> None:
-        if not self._alone:
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Send the numbers of a step, later."""
+        if not self._given_up:
             self._waiting.put(("write", step, values))
 
     def close(self, outcome: str, summary: dict[str, str]) -> None:
+        """Send the outcome, and wait at most `PATIENCE` seconds until all is sent."""
         self._waiting.put(("close", outcome, summary))
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
-            self._lost(f"not done after {PATIENCE:.0f} s")
+            self._give_up(f"not done after {PATIENCE:.0f} s")
 
     def _send(self, run: Run) -> None:
         try:
-            sink, what = SINKS[self._name](run), ""
+            sink, message = SINKS[self._name](run), ""
             self._tell(f"{self._name}: {sink.place}")
-            while what != "close":
-                what, *values = self._waiting.get()
-                getattr(sink, what)(*values)
-        except (Exception, SystemExit) as error:  # whatever goes wrong there, the run goes on
-            self._lost(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+            while message != "close":
+                message, *values = self._waiting.get()
+                getattr(sink, message)(*values)
+        except (Exception, SystemExit) as error:  # whatever fails there, the run goes on
+            self._give_up(" ".join(f"{type(error).__name__}: {error}".split())[:300])
 
-    def _lost(self, why: str) -> None:
-        if not self._alone:
-            self._alone = True
-            self._tell(f"{self._name}: {why.rstrip('.')}. It is left alone; metrics.jsonl has everything.")
+    def _give_up(self, reason: str) -> None:
+        if not self._given_up:
+            self._given_up = True
+            self._tell(f"{self._name}: {reason.rstrip('.')}. Nothing more is sent to it; metrics.jsonl has everything.")

@@ -40,7 +40,7 @@ def looked_at(program: Program):
         return floats, {path: v for path, v in flat.items() if path not in floats}
 
     def loss(floats, rest, batch):
-        model = nnx.merge(program.graph_of_hard, nnx.from_flat_state(list((floats | rest).items())))
+        model = nnx.merge(program.hardened_graph, nnx.from_flat_state(list((floats | rest).items())))
         return program.task.loss(model, batch)[0]
 
     @jax.jit

@@ -5,8 +5,8 @@
     checkpoints/40/         the state after 40 steps
     checkpoints/40.json     its seal (`seals.py`), which makes it valid
 
-`Checkpoints.save` tells the order of writes. A checkpoint that differs from its seal is put aside, and the one before it
-serves. The last two are kept, and the best.
+`Checkpoints.save` tells the order of writes. The last two checkpoints are kept, and the best. A checkpoint that differs
+from its seal is put aside, and the run continues from the one before it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from experiments.training import seals
 
 
 class Restored(NamedTuple):
-    """What a run continues from. If there is no checkpoint: step 0 and no state."""
+    """A checkpoint that is read; or step 0 and no state, if there is none."""
 
     step: int
     state: Any

@@ -60,10 +60,10 @@ def refuse_another(workdir: Path, own: Identity) -> None:
             f"--workdir={workdir} holds metrics or checkpoints but no config.json, so its run cannot be identified. "
             "Give another directory."
         )
-    there, here = recorded(workdir).lasting, own.lasting
-    names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
-    if there != here:
-        changed = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names[:4])
+    old, new = recorded(workdir).lasting, own.lasting
+    if old != new:
+        names = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
+        changed = "; ".join(f"{name}: {old.get(name)!r} there, {new.get(name)!r} here" for name in names[:4])
         raise Mistake(
             f"--workdir={workdir} holds a run of another config ({changed}). Give this run a directory of its own. "
             f"To evaluate the run that is there, write --mode=eval --workdir={workdir} without a --config."

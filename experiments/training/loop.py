@@ -24,7 +24,7 @@ from experiments.training.state import State
 class Loop:
     """Trains runs to their last step.
 
-    `run` is the whole of it. The runs share one program; their states are one state with an axis more (`Program.beside`).
+    Read `run` first: it is the whole loop. All runs share one program. Their states are one state with an axis more.
 
     Args:
         program: What is compiled.
@@ -115,8 +115,7 @@ class Loop:
     def evaluate(self, step: int) -> None:
         """Score the runs after a step, and save them.
 
-        All lines of metrics up to this step are written before the checkpoint. `Checkpoints.save` tells the order of what
-        follows.
+        All lines of metrics up to this step are written first. `Checkpoints.save` tells the order of the later writes.
         """
         with self.meter.aside():
             self.meter.flush()
@@ -135,7 +134,7 @@ class Loop:
         return {i: scores[i] for i in self.runs}
 
     def deciding_score(self, i: int) -> float:
-        """Return the score that decides which checkpoint of a run is the best: of hardened weights, if there are any."""
+        """Return the score that decides which checkpoint is the best: that of hardened weights, if there are any."""
         scores, metric = self.scores[i], self.task.metric
         return scores.get(f"hardened_{metric}", scores[metric])
 

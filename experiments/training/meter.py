@@ -24,7 +24,7 @@ def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
         feed: Yields batches.
         tell: Gets the number of batches a second.
     """
-    began, waited, told = time.monotonic(), 0.0, False
+    began, waited, warned = time.monotonic(), 0.0, False
     feed = iter(feed)
     for count in itertools.count(1):
         asked = time.monotonic()
@@ -34,8 +34,8 @@ def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
             return
         now = time.monotonic()
         waited += now - asked
-        if not told and count > AHEAD and now - began > 10 and waited > (now - began) / 2:
-            told = True
+        if not warned and count > AHEAD and now - began > 10 and waited > (now - began) / 2:
+            warned = True
             tell(count / (now - began))
         yield arrays
 
@@ -65,7 +65,7 @@ def mean(tables: Collection[dict[str, float]]) -> dict[str, float]:
 
 
 class Metered(Protocol):
-    """What the meter knows of a run."""
+    """A run as the meter sees it."""
 
     seen: list[dict]
     """Figures of the steps since the last line of metrics, including those restored from a checkpoint."""

@@ -110,11 +110,13 @@ def header(program: Program) -> list[tuple[str, str]]:
     rows += task.facts
     rows.append(("batch", _batch(program)))
     rows.append(("length", f"{program.total:,} steps = {epochs:.4g} epochs of {task.examples:,}"))
-    rows.append(("model", f"{config.model.name} {config.model.size}, {plan.parameters:,} parameters"))
+    model = config.get("model", {})  # a task of another module may name its model elsewhere
+    name = " ".join(filter(None, (model.get("name"), model.get("size"))))
+    rows.append(("model", f"{name}{', ' if name else ''}{plan.parameters:,} parameters"))
     share = effective / dense
     rows.append(("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"))
-    if program.no_hard:
-        rows.append(("hardened", f"not evaluated: {program.no_hard}"))
+    if program.hardening_refusal:
+        rows.append(("hardened", f"not evaluated: {program.hardening_refusal}"))
     return rows
 
 
@@ -160,7 +162,8 @@ def _products(runs: dict[str, int], backend: str) -> str:
 
 
 def train(
-    runs: list[Run], program: Program, screen: Screen, about: dict, again: str, began: float, origin: Path | None, sink: str
+    runs: list[Run], program: Program, screen: Screen, about: dict, again: str, began: float, origin: Path | None,
+    sink: str,
 ) -> signal.Signals | None:  # fmt: skip
     """Train runs side by side: open their directories, run the loop, close them, and write their reports.
 
@@ -216,8 +219,8 @@ def _refuse_unshared(workdir: Path) -> None:
             return
         time.sleep(0.5)
     raise Mistake(
-        f"--workdir={workdir.absolute()} is not the directory that process 0 has by this name. Give a directory that all "
-        "processes share, because each writes its part of a checkpoint."
+        f"--workdir={workdir.absolute()} is not the directory that process 0 has by this name. Give a directory that "
+        "all processes share, because each writes its part of a checkpoint."
     )
 
 

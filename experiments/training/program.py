@@ -44,8 +44,8 @@ class Program:
         shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
         count: Number of runs that the functions serve at once (`beside`).
         one: The program of a single run.
-        graph_of_hard: The graph of the hardened model, or None if the model cannot be hardened.
-        no_hard: The reason why it cannot, or "".
+        hardened_graph: The graph of the hardened model, or None if the model cannot be hardened.
+        hardening_refusal: The reason why it cannot, or "".
         train: `train(state, arrays) -> (state, figures)` takes a step. The state is donated.
         score: `score(state, batch)` returns sums over a test batch.
         hard_score: `hard_score(hard, batch)` returns the same for hardened weights.
@@ -81,7 +81,7 @@ class Program:
         self.recipe = settings.recipe(config, self.total)
         self.rate = settings.learning_rate(config, self.total)
         optimizer, _ = settings.call(settings.in_steps(config.optimizer, self.total), "config.optimizer")
-        self.steps_since = optimizer == "step_adam"
+        self.steps_since = optimizer == "step_adam"  # it says in the run from when on weights are sparse
         self.tx = settings.optimizer(config, self.rate, self.total)
 
     def _set_mesh(self) -> None:
@@ -93,8 +93,8 @@ class Program:
         parts = shards.parts(self.mesh)
         if self.micro_batch % parts:
             raise Mistake(
-                f"config.batch={config.batch} in {config.accumulate} micro-batches gives {self.micro_batch} examples to a "
-                f"micro-batch, which {parts} devices cannot share evenly. Choose a multiple of {parts * config.accumulate}."
+                f"config.batch={config.batch} in {config.accumulate} micro-batches gives each {self.micro_batch} "
+                f"examples, which {parts} devices cannot share evenly. Write a multiple of {parts * config.accumulate}."
             )
 
     def _set_model(self) -> None:
@@ -130,9 +130,9 @@ class Program:
     def _set_hardened(self) -> None:
         """Describe the hardened model, if there is one."""
         try:
-            self.graph_of_hard, self.no_hard = self._harden_graph(), ""
+            self.hardened_graph, self.hardening_refusal = self._harden_graph(), ""
         except ValueError as error:  # for example, weights that are drawn anew at every step
-            self.graph_of_hard, self.no_hard = None, str(error)
+            self.hardened_graph, self.hardening_refusal = None, str(error)
 
     def step_flops(self) -> list[float]:
         """Return the average FLOPs of a step, dense and effective."""
@@ -319,7 +319,7 @@ class Program:
         return jax.eval_shape(lambda state: nnx.split(nm.nnx.harden(self._model(state))), self.shapes)[0]
 
     def _hard_score(self, hard: Any, batch: Any) -> dict:
-        model = nnx.merge(self.graph_of_hard, hard)
+        model = nnx.merge(self.hardened_graph, hard)
         return self.task.score(model, jax.lax.with_sharding_constraint(batch, self.split))
 
     def evaluate(self, state: State) -> dict[str, Any]:
@@ -328,7 +328,7 @@ class Program:
         Returns:
             Numbers by name, "hardened_..." for hardened weights; arrays (runs,) if there are several runs.
         """
-        hard = None if self.graph_of_hard is None else self.harden(state)
+        hard = None if self.hardened_graph is None else self.harden(state)
         sums, hard_sums = [], []
         for batch in self.task.tests(self.mesh):  # fetched one by one, so that the host does not run ahead
             sums.append(jax.device_get(self.score(state, batch)))
@@ -361,9 +361,9 @@ class Program:
 
     def pictures(self, state: State) -> dict[str, Any]:
         """Return what the report shows of the final model: a corner of a weight's mask, and the task's pictures."""
-        if self.graph_of_hard is None:
+        if self.hardened_graph is None:
             return self.task.pictures(*nnx.split(self._model(state)), self.mesh)
-        pictures = self.task.pictures(self.graph_of_hard, self.harden(state), self.mesh)
+        pictures = self.task.pictures(self.hardened_graph, self.harden(state), self.mesh)
         return pictures | self._mask_picture(state)
 
     def _mask_picture(self, state: State) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where results come from: the versions of the packages, the commit of this repository, the time."""
+"""The origin of results: the versions of the packages, the commit of this repository, the time."""
 
 import platform
 import subprocess

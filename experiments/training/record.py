@@ -33,7 +33,8 @@ class Record:
     """
 
     def __init__(
-        self, workdir: Path, identity: Identity, about: dict, plan: Any, tell: Callable[[str], None] = print, sink: str = ""
+        self, workdir: Path, identity: Identity, about: dict, plan: Any, tell: Callable[[str], None] = print,
+        sink: str = "",
     ):  # fmt: skip
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):

@@ -15,7 +15,7 @@ from experiments.training.screen import Screen
 
 
 class Run:
-    """What a run has of its own, whether it is trained alone or side by side with others.
+    """One run, trained alone or side by side with others.
 
     Args:
         name: Name of the run on the screen and in its report.

@@ -41,7 +41,7 @@ class Task(Protocol):
         ...
 
     def feed(self, seed: int, start: int, mesh: Mesh) -> Iterator[Any]:
-        """Yield the arrays of every step from `start` on: the same resident arrays each time, or a stream of batches."""
+        """Yield the arrays of every step from `start` on: the same resident arrays again and again, or new batches."""
         ...
 
     def batch(self, arrays: Any, seed: jax.Array, step: jax.Array, mesh: Mesh) -> Any:
@@ -61,5 +61,5 @@ class Task(Protocol):
         ...
 
     def pictures(self, graph: nnx.GraphDef, state: Any, mesh: Mesh) -> dict[str, Any]:
-        """Return what the report shows of the final model, which is given as nnx.split gives it: arrays and texts by name."""
+        """Return arrays and texts that the report shows of the final model, which is given as nnx.split gives it."""
         ...

@@ -24,7 +24,7 @@ def interpreter_params() -> Any:
     if jax.__version_info__ >= (0, 11):
         import jax.experimental.pallas.mosaic_gpu as plgpu
 
-        return plgpu.InterpretGPUParams()
+        return plgpu.InterpretGPUParams()  # pyrefly: ignore[missing-attribute]
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams()
@@ -36,7 +36,7 @@ def load(ref: Any, layout: Any) -> jax.Array:
 
     if jax.__version_info__ < (0, 12):
         return plgpu.load(ref, (), layout=layout, optimized=False)
-    return plgpu.load(ref, layout=layout, optimized=False)
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyrefly: ignore[missing-argument]
 
 
 def triton_params(**options: Any) -> Any:

@@ -1,7 +1,7 @@
 """Kernels as the rest of the library calls them, on arrays of any batch.
 
-Each function here flattens the batch, picks the kernel for the device, and maps it by `jax.vmap`. Callers ask first if a
-kernel serves them: `nmjax.kernels.limits` says what fits, and `nmjax.kernels.check` if the kernels work.
+Each function here flattens the batch, picks the kernel for the device, and maps it by `jax.vmap`. Callers ask first if
+a kernel serves them: `nmjax.kernels.limits` says what fits, and `nmjax.kernels.check` if the kernels work.
 """
 
 import math
@@ -36,7 +36,10 @@ class _Kernels(NamedTuple):
 
 
 def _kernels() -> _Kernels:
-    """Import the kernels when the first one is called: Pallas's GPU backends take 0.3 s, and not every jaxlib has them."""
+    """Import the kernels when the first one is called.
+
+    Pallas's GPU backends take 0.3 s to import, and some builds of jaxlib lack them.
+    """
     from nmjax.kernels import ampere, compress, copies, hopper
 
     return _Kernels(ampere, compress, copies, hopper)

@@ -1,19 +1,22 @@
-"""Prune and pack in one pass: a 16-bit array is read once, and its packed form written as tensor cores read it.
+"""Prune and pack in one pass: a kernel reads a 16-bit array once, and writes its packed form as tensor cores read it.
 
-A program takes 64 x 64 values, whose words are one block of ``words16``. It has the members of groups of four in four
-arrays, prunes them by the pruner's own `of_members`, keeps two, and their nibble. Noise is that of the pruner on the
-whole array: one uniform a group, by its row-major number.
+A program takes 64 x 64 values, whose words are one block of ``words16``. It holds the four members of each group in
+four arrays, and prunes them by the pruner's `of_members`. It keeps two of them, and their nibble. The noise is that of
+the pruner on the whole array: one uniform a group, by the group's row-major number.
 
-These kernels are Triton's: plain arithmetic on blocks, which a CPU can run as it stands.
+These kernels are Triton's: plain arithmetic on blocks, which a CPU can run too.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Int, UInt
 
 from nmjax.core import random, versions
 from nmjax.core.pruner import Pruner
@@ -21,14 +24,25 @@ from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.targets import result
 from nmjax.pruners import identity
 
+Ref = Any  # a reference to a block of an array, inside a kernel
+
 BLOCK = 64
 
 
 def compress(
-    x: jax.Array, words: jax.Array, scale: jax.Array, *, axis: int, pruner: Pruner = identity, interpret: bool = False
-) -> Packed:
-    """``[B, R, C]`` pruned along its last axis or the one before, and packed. With `identity` it is 2:4 already. Of
-    ``words [S, 2]`` and ``scale [S]``, those of the noise and of `soft`, each serves as many arrays of the batch."""
+    x: Float[Array, "batch r c"], words: UInt[Array, "s 2"], scale: Float[Array, " s"], *, axis: int,
+    pruner: Pruner = identity, interpret: bool = False,
+) -> Packed:  # fmt: skip
+    """Prune arrays along one of their axes, and pack them.
+
+    Args:
+      x: 16-bit values, with sides that divide by 64.
+      words: Keys of the noise. Row i serves arrays i * batch/S to (i + 1) * batch/S.
+      scale: Scales of `soft`, like ``words``.
+      axis: The axis of the groups, -1 or -2.
+      pruner: A pruner that `nmjax.kernels.limits.fuses` accepts. With `identity` the arrays are 2:4 already.
+      interpret: True to run on a CPU.
+    """
     batch, rows, columns = x.shape
     blocks = (batch, rows // BLOCK, columns // BLOCK)
     options = {"pruner": pruner, "shape": x.shape, "dtype": x.dtype, "share": batch // len(words)}
@@ -36,35 +50,37 @@ def compress(
     if axis == -2:
         seen, seen_block = x, (None, BLOCK, BLOCK)
         kept, kept_block = jax.ShapeDtypeStruct((batch, rows // 2, columns), x.dtype), (None, BLOCK // 2, BLOCK)
-    else:  # two members a word, of 16 bits each: what a thread reads or writes at once
+    else:  # two members of 16 bits a word: a thread reads or writes a word at once
         seen, seen_block = pairs(x, 4), (None, BLOCK, BLOCK // 4, 2)
         kept, kept_block = jax.ShapeDtypeStruct((batch, rows, columns // 4), jnp.uint32), (None, BLOCK, BLOCK // 4)
-    places, places_block = _words_of(blocks, turned=axis == -2)
-    here = lambda shape: pl.BlockSpec(shape, lambda b, i, j: (b, i, j, 0)[: len(shape)])
-    values, written = call(
-        body, blocks, (words, scale), [(seen, here(seen_block))], [(kept, here(kept_block)), (places, places_block)],
-        interpret,
-    )  # fmt: skip
-    return Packed(unpaired(values, x.dtype), as_words16(written), axis, 2, 4, "words16")
+    outputs = [(kept, _in_grid(kept_block)), _words_of(blocks, turned=axis == -2)]
+    values, places = call(body, blocks, (words, scale), [(seen, _in_grid(seen_block))], outputs, interpret)
+    return Packed(unpaired(values, x.dtype), as_words16(places), axis, 2, 4, "words16")
 
 
-def compress_both(x: jax.Array, pruner: Pruner = identity, *, interpret: bool = False) -> tuple[Packed, Packed]:
-    """``[B, R, C]`` packed along its last axis and along the one before, out of one reading. It is 2:4 along both as it
-    comes, or by `transposable`."""
+def compress_both(
+    x: Float[Array, "batch r c"], pruner: Pruner = identity, *, interpret: bool = False
+) -> tuple[Packed, Packed]:  # fmt: skip
+    """Pack arrays along their last axis, and along the one before it.
+
+    Args:
+      x: 16-bit values, with sides that divide by 64.
+      pruner: A pruner of 4 x 4 tiles, as `transposable`. With `identity` the arrays are 2:4 along both axes already.
+      interpret: True to run on a CPU.
+    """
     batch, rows, columns = x.shape
     blocks = (batch, rows // BLOCK, columns // BLOCK)
     across = jax.ShapeDtypeStruct((batch, rows, columns // 4), jnp.uint32)
     down = jax.ShapeDtypeStruct((batch, rows // 2, columns), x.dtype)
-    here = lambda shape: pl.BlockSpec(shape, lambda b, i, j: (b, i, j, 0)[: len(shape)])
-    values, places, values_down, places_down = call(
-        partial(_both, pruner=pruner, dtype=x.dtype), blocks, (),
-        [(pairs(x, 4), here((None, BLOCK, BLOCK // 4, 2)))],
-        [
-            (across, here((None, BLOCK, BLOCK // 4))), _words_of(blocks, turned=False),
-            (down, here((None, BLOCK // 2, BLOCK))), _words_of(blocks, turned=True),
-        ],
-        interpret,
-    )  # fmt: skip
+    inputs = [(pairs(x, 4), _in_grid((None, BLOCK, BLOCK // 4, 2)))]
+    outputs = [
+        (across, _in_grid((None, BLOCK, BLOCK // 4))),
+        _words_of(blocks, turned=False),
+        (down, _in_grid((None, BLOCK // 2, BLOCK))),
+        _words_of(blocks, turned=True),
+    ]
+    body = partial(_both, pruner=pruner, dtype=x.dtype)
+    values, places, values_down, places_down = call(body, blocks, (), inputs, outputs, interpret)
     first = Packed(unpaired(values, x.dtype), as_words16(places), -1, 2, 4, "words16")
     return first, Packed(values_down, as_words16(places_down), -2, 2, 4, "words16")
 
@@ -72,8 +88,11 @@ def compress_both(x: jax.Array, pruner: Pruner = identity, *, interpret: bool = 
 # ---- the kernels ----
 
 
-def _across(words, scale, seen, values, places, *, pruner, shape, dtype, share):
-    """Groups along columns."""
+def _across(
+    words: Ref, scale: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner, shape: tuple[int, ...],
+    dtype: jnp.dtype, share: int,
+) -> None:  # fmt: skip
+    """Prune and pack groups along columns."""
     _, rows, columns = shape
     x = members_of(seen, slice(None), dtype)
     kept = _pruned(pruner, x, words, scale, (rows, columns // 4), share)
@@ -82,8 +101,11 @@ def _across(words, scale, seen, values, places, *, pruner, shape, dtype, share):
     places[...] = _block_of_words(nibble)
 
 
-def _down(words, scale, seen, values, places, *, pruner, shape, dtype, share):
-    """Groups along rows."""
+def _down(
+    words: Ref, scale: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner, shape: tuple[int, ...],
+    dtype: jnp.dtype, share: int,
+) -> None:  # fmt: skip
+    """Prune and pack groups along rows."""
     _, rows, columns = shape
     x = [seen[pl.ds(j, BLOCK // 4, stride=4), :] for j in range(4)]
     kept = _pruned(pruner, x, words, scale, (rows // 4, columns), share)
@@ -93,8 +115,10 @@ def _down(words, scale, seen, values, places, *, pruner, shape, dtype, share):
     places[...] = _block_of_words_down(kept[2])
 
 
-def _both(seen, values, places, values_down, places_down, *, pruner, dtype):
-    """The 16 members of 4 x 4 tiles: four groups along columns and four along rows."""
+def _both(
+    seen: Ref, values: Ref, places: Ref, values_down: Ref, places_down: Ref, *, pruner: Pruner, dtype: jnp.dtype
+) -> None:  # fmt: skip
+    """Prune and pack the 16 members of 4 x 4 tiles: four groups along columns, and four along rows."""
     some = lambda i: pl.ds(i, BLOCK // 4, stride=4)
     tile = [members_of(seen, some(i), dtype) for i in range(4)]
     tile = tile if pruner == identity else pruner.of_tile(tile)
@@ -109,11 +133,24 @@ def _both(seen, values, places, values_down, places_down, *, pruner, dtype):
         places_down[pl.ds(j, 8, stride=4), :] = _block_of_words_down(kept[2])
 
 
-# ---- what they share ----
+# ---- shared parts ----
 
 
-def call(body, grid, scalars, inputs, outputs, interpret):
-    """A Triton kernel of some small arrays and of blocks of large ones."""
+def call(
+    body: Callable[..., None], grid: tuple[int, ...], scalars: Sequence[jax.Array],
+    inputs: Sequence[tuple[jax.Array, pl.BlockSpec]], outputs: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
+    interpret: bool,
+) -> list[jax.Array]:  # fmt: skip
+    """Call a Triton kernel.
+
+    Args:
+      body: The kernel. It takes a reference to each small array, then to a block of each input and output.
+      grid: The programs.
+      scalars: Small arrays, which every program sees whole.
+      inputs: Large arrays, and the blocks that programs take.
+      outputs: The results, and the blocks that programs write.
+      interpret: True to run on a CPU.
+    """
     whole = [pl.BlockSpec(v.shape, lambda *_, rank=v.ndim: (0,) * rank) for v in scalars]
     kernel = pl.pallas_call(
         body,
@@ -127,65 +164,85 @@ def call(body, grid, scalars, inputs, outputs, interpret):
     return kernel(*scalars, *(v for v, _ in inputs))
 
 
-def _pruned(pruner, x, words, scale, whole, share):
-    """The members of groups pruned, with one uniform a group by its number in ``whole``, the shape of an array's groups."""
-    block, of, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
+def _in_grid(block: tuple[int | None, ...]) -> pl.BlockSpec:
+    """Return the blocks of an array whose axes are those of the grid."""
+    return pl.BlockSpec(block, lambda b, i, j: (b, i, j, 0)[: len(block)])
+
+
+def _pruned(
+    pruner: Pruner, x: list[jax.Array], words: Ref, scale: Ref, whole: tuple[int, int], share: int
+) -> list[jax.Array]:  # fmt: skip
+    """Prune the members of groups. ``whole`` is the shape of an array's groups, which numbers them."""
+    block, index, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
     row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
-    u = uniform(words, of, share, whole, row, column) if pruner.stochastic else None
-    return x if pruner == identity else pruner.of_members(x, u, scale[of // share])
+    u = uniform(words, index, share, whole, row, column) if pruner.stochastic else None
+    return x if pruner == identity else pruner.of_members(x, u, scale[index // share])
 
 
-def _nan(pruner, dtype):
-    """What a group becomes that was to be 2:4 as it came, and is not."""
+def _nan(pruner: Pruner, dtype: jnp.dtype) -> jax.Array | None:
+    """Return NaN for groups that must be 2:4 already, and None if a pruner makes them so."""
     return jnp.array(jnp.nan, dtype) if pruner == identity else None
 
 
-def uniform(words, of, share, whole, row, column, first: int = 0):
-    """The uniforms of groups at these rows and columns, in array ``of`` of a batch whose every ``share`` have two words,
-    from the ``first`` on."""
-    number = (of % share * whole[0] + row).astype(jnp.uint32) * np.uint32(whole[1]) + column.astype(jnp.uint32)
-    return random.as_uniform(random.bits((words[of // share, first], words[of // share, first + 1]), number))
+def uniform(
+    words: Ref, index: jax.Array, share: int, whole: tuple[int, int], row: jax.Array, column: jax.Array, first: int = 0
+) -> Float[Array, "r c"]:  # fmt: skip
+    """Draw the uniforms of groups.
+
+    Args:
+      words: Keys. Each row serves ``share`` arrays of the batch.
+      index: The array's index in the batch.
+      share: The arrays that have a key in common.
+      whole: The shape of an array's groups.
+      row: The rows of the groups.
+      column: Their columns.
+      first: The column of a key's first word.
+    """
+    number = (index % share * whole[0] + row).astype(jnp.uint32) * np.uint32(whole[1]) + column.astype(jnp.uint32)
+    return random.as_uniform(random.bits((words[index // share, first], words[index // share, first + 1]), number))
 
 
-def pairs(x, per_group):
-    """16-bit values two a word, and the words of a group on an axis of their own."""
+def pairs(x: Float[Array, "*front c"], per_group: int) -> UInt[Array, "*front groups words"]:
+    """Put 16-bit values into words of two, with the words of a group on an axis of their own."""
     *front, last = x.shape
     return lax.bitcast_convert_type(x.reshape(*front, last // per_group, per_group // 2, 2), jnp.uint32)
 
 
-def unpaired(words, dtype):
-    """16-bit values out of words of two."""
+def unpaired(words: jax.Array, dtype: jnp.dtype) -> Float[Array, "*front c"]:
+    """Take 16-bit values out of words of two. Values that are in no words are returned as they are."""
     if words.dtype != jnp.uint32:
         return words
     return lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], 2 * words.shape[-1])
 
 
-def members_of(seen, rows, dtype):
-    """The members of groups of four, of some rows of `pairs`."""
+def members_of(seen: Ref, rows: Any, dtype: jnp.dtype) -> list[jax.Array]:
+    """Return the four members of groups, of some rows of `pairs`."""
     bits = lambda v: lax.bitcast_convert_type(v.astype(jnp.uint16), dtype)
     words = [jnp.squeeze(seen[rows, :, pl.ds(half, 1)], 2) for half in range(2)]
     return [bits(v) for word in words for v in (word & np.uint32(0xFFFF), word >> np.uint32(16))]
 
 
-def together(first, second):
+def together(first: Float[Array, "r c"], second: Float[Array, "r c"]) -> UInt[Array, "r c"]:
+    """Put two 16-bit values into a word, the first one lowest."""
     bits = lambda v: lax.bitcast_convert_type(v, jnp.uint16).astype(jnp.uint32)
     return bits(first) | bits(second) << np.uint32(16)
 
 
-def _words_of(blocks, turned):
-    """The words of all blocks, as Triton reduces them: signed, with the lanes q apart."""
+def _words_of(blocks: tuple[int, ...], turned: bool) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+    """Return the words of all blocks as Triton computes them: signed, with q on an axis of its own."""
     batch, i, j = blocks
     shape = (batch, j, i, 32, 4) if turned else (batch, i, j, 32, 4)
     index = (lambda b, i, j: (b, j, i, 0, 0)) if turned else (lambda b, i, j: (b, i, j, 0, 0))
     return jax.ShapeDtypeStruct(shape, jnp.int32), pl.BlockSpec((None, None, None, 32, 4), index)
 
 
-def as_words16(places):
+def as_words16(places: Int[Array, "batch i j 32 4"]) -> UInt[Array, "batch i j 128"]:
+    """Return the words of all blocks in the order ``words16``."""
     return lax.bitcast_convert_type(places, jnp.uint32).reshape(*places.shape[:3], 128)
 
 
-def _block_of_words(nibble):
-    """[rows, 16 groups] of 64 rows, or of every fourth, to [rows/2 (w, g), 4 q]: row (w, half, g), group 4 q + t."""
+def _block_of_words(nibble: UInt[Array, "rows 16"]) -> Int[Array, "lines 4"]:
+    """Put nibbles of 64 rows, or of every fourth row, into words: row (w, half, g), group 4 q + t to line (w, g), q."""
     rows, of_g = nibble.shape[0], nibble.shape[0] // 8
     row, group = (lax.broadcasted_iota(jnp.int32, nibble.shape, d) for d in range(2))
     shifted = nibble.astype(jnp.int32) << (group % 4 * 4 + row // of_g % 2 * 16)
@@ -193,10 +250,11 @@ def _block_of_words(nibble):
     return jnp.sum(halves.reshape(4, 2, of_g, 4), 1).reshape(rows // 2, 4)
 
 
-def _block_of_words_down(nibble):
-    """The same of [16 groups, columns], whose columns are the rows of the packed matrix. Transposed when it is small."""
+def _block_of_words_down(nibble: UInt[Array, "16 columns"]) -> Int[Array, "lines 4"]:
+    """Do the same for groups along rows, where the columns are the packed matrix's rows."""
     columns, of_g = nibble.shape[1], nibble.shape[1] // 8
     group, column = (lax.broadcasted_iota(jnp.int32, nibble.shape, d) for d in range(2))
     shifted = nibble.astype(jnp.int32) << (group % 4 * 4 + column // of_g % 2 * 16)
     halves = jnp.sum(shifted.reshape(4, 4, columns), 1)
-    return jnp.sum(halves.reshape(4, 4, 2, of_g), 2).reshape(4, columns // 2).T
+    words = jnp.sum(halves.reshape(4, 4, 2, of_g), 2).reshape(4, columns // 2)
+    return words.T  # words rather than nibbles, because there are fewer

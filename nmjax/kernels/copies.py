@@ -1,34 +1,50 @@
-"""The FP8 forms of a tensor, out of one reading: cast, transposed, pruned and packed, in whatever formats products want.
+"""The FP8 forms of a tensor, made in one pass: cast, transposed, pruned and packed, in the formats that products take.
 
-FP8 tensor cores take both operands along k alone, so that a tensor that two products contract along different axes is
-wanted twice, once transposed. A program takes 128 x 64 values as the 16 members of 4 x 4 tiles, in which groups along
-either axis are whole, and turns only what is small by then: a word of four bytes, or of two and a nibble.
+FP8 tensor cores take both operands contiguous along k. If two products contract a tensor along different axes, they
+need it twice, once transposed. A program takes 128 x 64 values as the 16 members of 4 x 4 tiles, so that groups along
+either axis are whole. It transposes words, which are few: words of four bytes, or of two bytes and a nibble.
 
-A copy is multiplied so that its largest value fits the format, or a bound of it does, and comes with what undoes that.
+A copy is scaled so that its largest value, or a bound of it, fits the format. It comes with the factor that undoes
+this.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, UInt
 
 from nmjax.kernels.compress import call, members_of, pairs, uniform
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.limits import COPY_COLUMNS as COLUMNS, COPY_ROWS as ROWS, Copy
 from nmjax.pruners import float8, identity, mvue, soft
 
+Ref = Any  # a reference to a block of an array, inside a kernel
+
 _FOUR = tuple(range(4))
 
 
 def copies(
-    x: jax.Array, words: jax.Array, beta: jax.Array, *, wanted: tuple[Copy, ...], interpret: bool = False
-) -> list[tuple[jax.Array | Packed, jax.Array]]:
-    """Copies of ``[B, R, C]`` of 16-bit values, each with the factors that undo its scale. Of ``words [S, 4]``, of the
-    draws of pruners and of roundings, and ``beta [S]``, the scale of `soft`, each serves as many arrays of the batch, which
-    have one scale in common."""
+    x: Float[Array, "batch r c"], words: UInt[Array, "s 4"], beta: Float[Array, " s"], *, wanted: tuple[Copy, ...],
+    interpret: bool = False,
+) -> list[tuple[jax.Array | Packed, Float[Array, " s"]]]:  # fmt: skip
+    """Make FP8 forms of arrays.
+
+    Args:
+      x: 16-bit values. R divides by 128 and C by 64.
+      words: Keys: two words for the pruners' draws, and two for the roundings. Row i serves arrays i * batch/S to
+        (i + 1) * batch/S, which also have one scale in common.
+      beta: Scales of `soft`, like ``words``.
+      wanted: The forms.
+      interpret: True to run on a CPU.
+
+    Returns:
+      Each form, with the factors that undo its scales.
+    """
     batch, rows, columns = x.shape
     share = batch // len(words)
     largest = jax.vmap(float8.largest)(x.reshape(-1, share, rows, columns))
@@ -42,9 +58,9 @@ def copies(
         [part for both in parts for part in both],
         interpret,
     )
-    made = iter(written)
+    arrays = iter(written)
     each = zip(wanted, parts, (1 / scales).T, strict=True)
-    return [(_made(copy, [next(made) for _ in both]), undo) for copy, both, undo in each]
+    return [(_form(copy, [next(arrays) for _ in both]), undo) for copy, both, undo in each]
 
 
 def growth(pruner, beta):
@@ -54,8 +70,11 @@ def growth(pruner, beta):
     return jnp.abs(beta) if isinstance(pruner, soft) and pruner.remembers else 1.0
 
 
-def _parts(copy, shape):
-    """The arrays of a copy, and their blocks: bytes as words of four, or pairs as words of two beside those of nibbles."""
+def _parts(copy: Copy, shape: tuple[int, ...]) -> list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]:
+    """Return the arrays of a copy and their blocks.
+
+    They are words of four bytes; for a packed copy, words of two bytes, and words of eight nibbles.
+    """
     batch, rows, columns = shape
     turned = copy.axis == -2 if copy.packed else copy.turned
     outer, inner, block = (columns, rows, (COLUMNS, ROWS)) if turned else (rows, columns, (ROWS, COLUMNS))
@@ -67,8 +86,8 @@ def _parts(copy, shape):
     return [part(4, jnp.uint16), part(32, jnp.int32)] if copy.packed else [part(4, jnp.uint32)]
 
 
-def _made(copy, arrays):
-    """The copy out of the arrays of its parts: other views of the same memory."""
+def _form(copy: Copy, arrays: list[jax.Array]) -> jax.Array | Packed:
+    """Return the copy that its arrays hold, which are other views of the same memory."""
     dtype = float8.FORMATS[copy.format]
     flat = lambda v: lax.bitcast_convert_type(v, dtype).reshape(*v.shape[:-1], -1)
     if not copy.packed:
@@ -76,17 +95,21 @@ def _made(copy, arrays):
     return Packed(flat(arrays[0]), lax.bitcast_convert_type(arrays[1], jnp.uint32), -1, 2, 4, "words8")
 
 
-def _kernel(words, factors, seen, *outputs, wanted, shape, dtype, share):
+def _kernel(
+    words: Ref, factors: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...], shape: tuple[int, ...],
+    dtype: jnp.dtype, share: int,
+) -> None:  # fmt: skip
+    """Write the blocks of all copies."""
     some = lambda i, count: pl.ds(i, count, stride=4)
     tile = [members_of(seen, some(i, ROWS // 4), dtype) for i in _FOUR]
     turn = lambda word, turned: _turned(word) if turned else word
-    outputs = iter(outputs)
+    left = iter(outputs)
     for at, copy in enumerate(wanted):
         down = copy.axis == -2
         rounded = [_rounded(tile, copy, down, i, at, words, factors, shape, share) for i in _FOUR]
         of = (lambda i, j, v=rounded: v[j][i]) if down else (lambda i, j, v=rounded: v[i][j])  # member (i, j)
         if copy.packed:
-            values, places = next(outputs), next(outputs)
+            values, places = next(left), next(left)
             for line, group in enumerate(rounded):
                 crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
                 first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
@@ -94,39 +117,45 @@ def _kernel(words, factors, seen, *outputs, wanted, shape, dtype, share):
                 values[some(line, word.shape[0]), :] = (word & np.uint32(0xFFFF)).astype(jnp.uint16)
                 places[some(line, word.shape[0]), :] = _row_words(word >> np.uint32(16))
         else:
-            bytes_of = next(outputs)
+            bytes_of = next(left)
             for line in _FOUR:
                 group = [of(i, line) if copy.turned else of(line, i) for i in _FOUR]
                 word = turn(sum((v << np.uint32(8 * i) for i, v in enumerate(group) if i), group[0]), copy.turned)
                 bytes_of[some(line, word.shape[0]), :] = word
 
 
-def _rounded(tile, copy, down, line, at, words, factors, shape, share):
-    """One line of members of the tile, a group of four, pruned and in the format: as bytes."""
+def _rounded(
+    tile: list[list[jax.Array]], copy: Copy, down: bool, line: int, at: int, words: Ref, factors: Ref,
+    shape: tuple[int, ...], share: int,
+) -> list[UInt[Array, "r c"]]:  # fmt: skip
+    """Prune and round one line of the tile's members, a group of four, and return their bytes."""
     x = [tile[i][line] for i in _FOUR] if down else tile[line]
     _, rows, columns = shape
-    block, of, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
+    block, index, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
     row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
     row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
     whole = (rows // 4, columns) if down else (rows, columns // 4)
-    draw = lambda first: uniform(words, of, share, whole, row, column, first)
+    draw = lambda first: uniform(words, index, share, whole, row, column, first)
     u = draw(0) if copy.pruner.stochastic else None
     r = draw(2) if copy.rounding == "random" else None
-    beta, scale = factors[of // share, 0], factors[of // share, 1 + at]
+    beta, scale = factors[index // share, 0], factors[index // share, 1 + at]
     x = x if copy.pruner == identity else copy.pruner.of_members(x, u, beta)
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
     return [byte(v).astype(jnp.uint32) for v in x]
 
 
-def _turned(word):
-    """Transposed, behind a maximum that changes nothing: Triton would otherwise carry all that led to the word through the
-    transposition, and compile for minutes. A reduction it leaves alone."""
+def _turned(word: UInt[Array, "r c"]) -> UInt[Array, "c r"]:
+    """Transpose words, behind a maximum that changes nothing.
+
+    Without the maximum, Triton carries everything that leads to the word through the transposition, and compiles for
+    minutes. It leaves reductions alone.
+    """
     twice = jnp.broadcast_to(word.astype(jnp.int32)[None], (2, *word.shape))
     return jnp.max(twice, 0).astype(jnp.uint32).T
 
 
-def _row_words(nibble):
-    """[lines, groups] to [lines, groups/8]: eight nibbles a word, the first lowest."""
+def _row_words(nibble: UInt[Array, "lines groups"]) -> Array:
+    """Put eight nibbles of a line into a word, the first lowest."""
     lines, groups = nibble.shape
     shifted = nibble.astype(jnp.int32) << lax.broadcasted_iota(jnp.int32, nibble.shape, 1) % 8 * 4
     return jnp.sum(shifted.reshape(lines, groups // 8, 8), 2)

@@ -1,15 +1,25 @@
-"""What the sparse instructions compute, for kernels that run on a CPU: everything around them stays as it is."""
+"""The arithmetic of the sparse instructions, for kernels that run on a CPU. Everything around them stays as it is."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt
 
 from nmjax.kernels.format import Packed, unpack
 
 
 def product(
-    a: jax.Array, words: jax.Array, b: jax.Array, *, order: str, m_major: bool, n_major: bool
-) -> jax.Array:  # fmt: skip
-    """Sums ``[M, N]`` of a block of packed values and words, as they lie in shared memory, and one of B."""
+    a: Float[Array, "..."], words: UInt[Array, "..."], b: Float[Array, "..."], *, order: str, m_major: bool,
+    n_major: bool,
+) -> Float[Array, "m n"]:  # fmt: skip
+    """Return the f32 sums of a block of packed values and one of dense ones.
+
+    Args:
+      a: The packed values as they lie in shared memory: ``[M, K/2]``, or ``[K/2, M]`` with ``m_major``.
+      words: Their words.
+      b: ``[N, K]``, or ``[K, N]`` with ``n_major``.
+      order: The order of the words.
+      m_major: True if A is contiguous along M.
+      n_major: True if B is contiguous along N.
+    """
     if order == "words16":
         words = words.reshape(words.shape[0], -1, 128)
     left = unpack(Packed(a, words, -2 if m_major else -1, 2, 4, order)).astype(jnp.float32)

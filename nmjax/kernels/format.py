@@ -1,21 +1,22 @@
 """The packed format of N:M sparse arrays: the n values that are kept of every group of m, and their places in it.
 
-In the *plain* order an index is a byte beside its value. It serves any n:m and any axis. Sparse tensor cores read 2:4 in
-two orders of their own. Both begin with four bits a group, made of the rising positions ``i0 < i1`` of its two values::
+In the *plain* order an index is a byte beside its value. It serves any n:m and any axis. Sparse tensor cores read 2:4
+in two orders of their own. Both begin with four bits a group, made of the rising positions ``i0 < i1`` of its two
+values::
 
     nibble = i0 | i1 << 2            one of 0x4 0x8 0xC 0x9 0xD 0xE; a group with fewer than two non-zeros
                                      names two positions all the same, and stores their zeros
 
 ``words8``, for 8-bit values: a uint32 holds eight nibbles in a row, the lowest k lowest: ``[..., M, K/32]``.
 
-``words16``, for 16-bit values: a uint32 is what one of the 128 threads of a warpgroup hands to its instruction for 64 x 64
-values of the matrix: ``[..., M/64, K/64, 128]``, 1/16 of the dense bytes. Thread ``t = 32 w + 4 g + q`` has::
+``words16``, for 16-bit values: a uint32 is what one of the 128 threads of a warpgroup hands to its instruction for 64
+x 64 values of the matrix: ``[..., M/64, K/64, 128]``, 1/16 of the dense bytes. Thread ``t = 32 w + 4 g + q`` has::
 
     bits 0-15    row 16 w + g,       k = 16 q ... 16 q + 15     four nibbles, the lowest k lowest
     bits 16-31   row 16 w + g + 8,   the same k
 
-The values keep the array's own order, with half of its axis: either axis may be the contiguous one. K is the axis of the
-groups, and M is the axis beside it.
+The values keep the array's own order, with half of its axis: either axis may be the contiguous one. K is the axis of
+the groups, and M is the axis beside it.
 """
 
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ def pack(x: ArrayLike, axis: int = -1, n: int = 2, m: int = 4, order: str | None
       axis: The axis of the groups.
       n: The values that are kept of a group.
       m: The length of a group, at most 256.
-      order: ``"plain"``, ``"words16"`` or ``"words8"``, see `nmjax.kernels.format`. Without it, it is the order of sparse
-        tensor cores if they read this array: 2:4 of 16- or 8-bit floats of a fitting shape. Else it is plain.
+      order: ``"plain"``, ``"words16"`` or ``"words8"``, see `nmjax.kernels.format`. Without it, it is the order of
+        sparse tensor cores if they read this array: 2:4 of 16- or 8-bit floats of a fitting shape. Else it is plain.
 
     Returns:
       The packed array. `unpack` gives the array back.
@@ -182,7 +183,8 @@ def order_refusal(
         return Refusal(f"{array}: groups must lie along one of the last two axes, not along axis {len(shape) + axis}.")
     if not wide and (len(shape) < 2 or axis != -1):
         return Refusal(
-            f"{array}: groups must lie along the last axis of at least two, not along axis {len(shape) + axis}."
+            f"{array}: 8-bit values must be contiguous along their groups, the last axis of at least two, "
+            f"not along axis {len(shape) + axis}."
         )
     k, rows = shape[axis], shape[-1 if axis == -2 else -2]
     if wide and (k % 64 or rows % 64 or not rows):
@@ -202,8 +204,9 @@ def _raise_crowded(crowded: np.ndarray, shape: tuple[int, ...], axis: int, n: in
     first = tuple(map(int, np.argwhere(crowded)[0]))
     at = ", ".join(f"{m * i}:{m * i + m}" if d == axis else str(i) for d, i in enumerate(first))
     raise ValueError(
-        f"pack: {int(crowded.sum())} of {crowded.size} groups of {m} along axis {axis} of an array of shape {shape} hold "
-        f"more than {n} non-zeros, the first at [{at}]. Prune it first, as nm.prune(nm.mse({n},{m}), x, axis={axis})."
+        f"pack: {int(crowded.sum())} of {crowded.size} groups of {m} along axis {axis} of an array of shape {shape} "
+        f"hold more than {n} non-zeros, the first at [{at}]. "
+        f"Prune it first, as nm.prune(nm.mse({n},{m}), x, axis={axis})."
     )
 
 
@@ -239,7 +242,8 @@ def two_of_four(
     full = [f.astype(jnp.int32) for f in nonzero or [x != 0 for x in v]]  # NaN is not zero
     count = sum(full)
     zeros_first = jnp.minimum(count, 2)  # the rank of the first zero
-    keep, fulls, zeros = [], jnp.zeros_like(full[0]), zeros_first
+    keep: list[jax.Array] = []
+    fulls, zeros = jnp.zeros_like(full[0]), zeros_first
     for f in full:
         keep.append(jnp.where(f == 1, fulls, zeros) < 2)
         fulls, zeros = fulls + f, zeros + 1 - f

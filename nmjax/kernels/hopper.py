@@ -1,212 +1,446 @@
-"""Packed 2:4 times dense on Hopper's sparse tensor cores: ``D[M, N] = A[M, K] @ B[K, N]``, A packed along K.
+"""Packed 2:4 times dense on Hopper's sparse tensor cores: ``D[M, N] = A[M, K] @ B[K, N]``, with A packed along K.
 
-Blocks of A, of its words and of B travel through a ring of shared memory: one warpgroup fetches (TMA), the others
-multiply. The grid is as large as the device and walks over the tiles. Of two thread blocks of a cluster that lie along M
-each fetches half of what both need of B, along N of A.
+One warpgroup of a thread block fetches blocks of A, of its words and of B into a ring of shared memory (TMA). The
+others multiply. The grid is as large as the device, and its thread blocks walk over the tiles of D. Two thread blocks
+may form a cluster. If they lie along M, each fetches half of what both need of B; if they lie along N, half of A.
 
-16-bit A may lie along K or along M, B along K or along N, and the result may be written as D or as its transposed: so no
-product of training needs a transposition. 8-bit values lie along K alone.
+16-bit A is contiguous along K or along M, B along K or along N, and the result is D or its transpose. So no product of
+training needs a transposition. 8-bit operands are contiguous along K.
 
-With ``interpret`` the same kernel runs on a CPU, but for its instructions, whose arithmetic is then that of `unpack`.
+The parts, from the top: `spmm` launches `_kernel`, which loops over the tiles (`_schedule`). For each tile a pipeline
+(`_pipeline`) feeds the steps of the main loop, and `_epilogue` stores the sums. `Geometry` holds everything that is
+known before. `Instructions` are those of the hardware, or their emulation on a CPU. The rest of the kernel is the same
+for both.
 """
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from nmjax.core import versions
 from nmjax.kernels import emulation, instructions
 from nmjax.kernels.format import Packed
 from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.limits import HopperConfig
+from nmjax.kernels.limits import HopperConfig, Shape, shape_of
 from nmjax.kernels.targets import result
+
+Ref = Any  # a reference to memory of the device, inside a kernel
 
 _ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 a register: in pairs, LLVM makes ptxas serialise the instructions
 
 
 def spmm(
-    a: Packed, b: jax.Array, scale: jax.Array | None = None, *, b_axis: int, transpose: bool, dtype, config: HopperConfig,
-    blocks: int, interpret: bool = False,
-) -> jax.Array:  # fmt: skip
-    """``[B, M, K]`` packed along K times ``b``, ``[B, K, N]`` or, with ``b_axis`` -1, ``[B, N, K]``: ``[B, M, N]``, or its
-    transposed. Of f32 sums, times ``scale [B]``, rounded to ``dtype``. ``blocks`` is the size of the grid."""
-    m_major, n_major = a.axis == -2, b_axis == -2
-    batch, *_ = a.shape
-    m, k = (a.shape[2], a.shape[1]) if m_major else a.shape[1:]
-    n = b.shape[2 if n_major else 1]
-    size = a.dtype.itemsize
-    wide = size == 2
-    tile_m, tile_n, tile_k = config.tile_m, config.tile_n, config.tile_k * 2 // size
-    groups, rows = config.warpgroups, config.rows
-    in_flight = min(config.in_flight, k // tile_k - 1)  # a block that is held for longer than all steps is never let go
-    a_swizzle, a_form = swizzled(tile_m if m_major else tile_k // 2, size)
-    b_swizzle, b_form = swizzled(tile_n if n_major else tile_k, size)
-    columns = min(config.store_n, tile_n)
-    stored = (columns, tile_m) if transpose else (tile_m, columns)
-    _, out_form = swizzled(stored[1], jnp.dtype(dtype).itemsize)
-    slots = min(2, tile_n // columns)
-    along_m, along_n = (2 if config.cluster == axis else 1 for axis in "mn")
-    cluster = along_m * along_n
-    shared = {"collective_axes": ("cluster",)}
-    share_a, share_b = shared if along_n == 2 else {}, shared if along_m == 2 else {}
-    words = a.indices.reshape(batch, m // 64, k // 64 * 128) if wide else a.indices
-    word_block = (rows // 64, tile_k // 64 * 128) if wide else (rows, tile_k // 32)
-    words_of_group = word_block[0] // groups
-    word_layout = plgpu.Layout.WG_STRIDED((words_of_group, word_block[1]), vec_size=1)
-    scales = () if scale is None else (scale,)
+    a: Packed, b: Float[Array, "batch r c"], scale: Float[Array, " batch"] | None = None, *, b_axis: int,
+    transpose: bool, dtype: DTypeLike, config: HopperConfig, blocks: int, interpret: bool = False,
+) -> Float[Array, "batch m n"]:  # fmt: skip
+    """Multiply a batch of packed matrices by a batch of dense ones.
 
-    def kernel(a_all, words_all, b_all, *rest):
-        scale_all, out_all = (None, *rest) if scale is None else rest
+    Args:
+      a: ``[B, M, K]`` packed along K, or ``[B, K, M]`` packed along K.
+      b: ``[B, K, N]``, or ``[B, N, K]`` with ``b_axis=-1``.
+      scale: Factors of the f32 sums, one for every matrix.
+      b_axis: The axis of ``b`` that is contracted, -1 or -2.
+      transpose: True for a result ``[B, N, M]``.
+      dtype: The dtype of the result.
+      config: The tiles. `nmjax.kernels.limits.config_refusal` says if they fit.
+      blocks: The thread blocks of the grid.
+      interpret: True to run on a CPU, with emulated instructions.
+    """
+    shape = shape_of(a, b, b_axis, transpose, dtype)
+    g = Geometry(shape, config, a.shape[0], a.order, scale is not None)
+    words = a.indices
+    if g.wide:
+        words = words.reshape(g.batch, shape.m // 64, shape.k // 64 * 128)
+    inputs = (a.values, words, b) if scale is None else (a.values, words, b, scale)
 
-        def pipeline(body, context):
-            ring = partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=in_flight)
-            return plgpu.emit_pipeline_warp_specialized(
-                body,
-                grid=(k // tile_k,),
-                memory_registers=40,
-                wg_axis="wg",
-                num_compute_wgs=groups,
-                max_concurrent_steps=config.stages,
-                compute_context=context,
-                in_specs=[
-                    ring(*_block((rows, tile_k // 2), m_major), transforms=a_form, **share_a),
-                    ring(*_block(word_block, False), **share_a),
-                    ring(*_block((tile_n, tile_k), n_major), transforms=b_form, **share_b),
-                ],
-            )
-
-        nothing = lambda *_, **__: None
-
-        @partial(
-            pl.run_scoped,
-            ring=pipeline(nothing, nothing).get_allocations(a_all.at[0], words_all.at[0], b_all.at[0]),
-            out_shared=plgpu.SMEM((groups, slots, *stored), dtype, transforms=out_form),
-            collective_axes="wg",
-        )
-        def scoped(ring, out_shared):
-            wg, rank = lax.axis_index("wg"), lax.axis_index("cluster")
-            tiles = (m // rows // along_m, n // tile_n // along_n)
-
-            @plgpu.nd_loop((batch * tiles[0] * tiles[1],), collective_axes="block")
-            def tile(loop):
-                of_batch = loop.index[0] // (tiles[0] * tiles[1])
-                mi, ni = plgpu.planar_snake(loop.index[0] % (tiles[0] * tiles[1]), tiles, 1, config.band)
-                mi = mi * 2 + rank if along_m == 2 else mi
-                ni = ni * 2 + rank if along_n == 2 else ni
-
-                def multiply_and_store(run):
-                    acc = jnp.zeros((tile_m, tile_n), jnp.float32)
-                    acc = run(acc) if interpret else _settled(run(plgpu.layout_cast(acc, _ACC)), (tile_m, tile_n))
-                    if scale_all is not None:
-                        acc = acc * scale_all[of_batch]
-                    narrow = transpose and jnp.dtype(dtype).itemsize == 1 and not interpret
-                    acc = acc.astype(jnp.bfloat16 if narrow else dtype)  # stores transpose 16-bit values alone
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for i in range(tile_n // columns):
-                        slot = out_shared.at[wg, i % slots]
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        part = acc[:, i * columns : (i + 1) * columns]
-                        down, across = (
-                            pl.ds(mi * rows + wg * tile_m, tile_m),
-                            pl.ds(ni * tile_n + i * columns, columns),
-                        )
-                        if not transpose:
-                            slot[...] = part
-                        elif interpret:
-                            slot[...] = part.T
-                        else:
-                            part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-                            slot.transpose((1, 0))[...] = part.astype(jnp.float32).astype(dtype) if narrow else part
-                        plgpu.commit_smem()
-                        where = (across, down) if transpose else (down, across)
-                        plgpu.copy_smem_to_gmem(slot, out_all.at[of_batch, *where])
-
-                def step(at, a_block, word_block, b_block, acc):
-                    a_part = a_block.at[(slice(None),) * m_major + (pl.ds(wg * tile_m, tile_m),)]
-                    some = word_block.at[pl.ds(wg * words_of_group, words_of_group)]
-                    words_in = versions.load(some, word_layout) if wide else some
-                    types = (
-                        _ACC,
-                        plgpu.RefType(a_form),
-                        word_layout if wide else plgpu.RefType(()),
-                        plgpu.RefType(b_form),
-                    )
-
-                    @plgpu.inline_mgpu(
-                        arg_types=types,
-                        return_type=plgpu.ShapeDtypeStruct((tile_m, tile_n), jnp.float32, layout=_ACC),
-                    )
-                    def issue(_, acc, a, words, b):
-                        from jax.experimental.mosaic.gpu import utils
-
-                        turned = lambda ref: utils.memref_transpose(ref, (1, 0, 3, 2))
-                        a, b = turned(a) if m_major else a, b if n_major else turned(b)
-                        words = (
-                            instructions.loaded_words(words)
-                            if wide
-                            else instructions.row_words(words, tile_m, tile_k // 32)
-                        )
-                        into = instructions.fence(instructions.zeros(acc) if config.promote else acc)
-                        options = {"a_swizzle": a_swizzle, "b_swizzle": b_swizzle, "a_m_major": m_major}
-                        into = instructions.wgmma_sp(into, a, words, b, **options)
-                        instructions.commit()
-                        instructions.wait(0 if config.promote else in_flight)
-                        return acc + instructions.barrier(into) if config.promote else into
-
-                    acc = issue(acc, a_part, words_in, b_block)
-                    if in_flight:  # at the end all slots are let go at once
-
-                        @pl.when(at[0] == k // tile_k - 1)
-                        def _():
-                            plgpu.inline_mgpu()(lambda _: instructions.wait(0))()
-
-                    return acc
-
-                def emulated(_, a_block, word_block, b_block, acc):
-                    form = {"order": a.order, "m_major": m_major, "n_major": n_major}
-                    sums = emulation.product(a_block[...], word_block[...], b_block[...], **form)
-                    plgpu.commit_smem()  # before the ring fills this slot again
-                    return acc + lax.dynamic_slice_in_dim(sums, wg * tile_m, tile_m)
-
-                pick = lambda ref, at, axis, size: ref.at[of_batch, *((slice(None),) * axis), pl.ds(at * size, size)]
-                pipeline(emulated if interpret else step, multiply_and_store)(
-                    pick(a_all, mi, int(m_major), rows),
-                    pick(words_all, mi, 0, word_block[0]),
-                    pick(b_all, ni, int(n_major), tile_n),
-                    allocations=ring,
-                )
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def hopper_spmm(*refs: Ref) -> None:  # the name that profilers show
+        _kernel(g, EMULATED if interpret else HARDWARE, *refs)
 
     call = plgpu.kernel(
-        kernel,
-        out_type=result((batch, *((n, m) if transpose else (m, n))), dtype, a.values, words, b, *scales),
-        grid=(blocks // cluster,),
+        hopper_spmm,
+        out_type=result((g.batch, *g.result_sides), dtype, *inputs),
+        grid=(blocks // g.cluster,),
         grid_names=("block",),
-        cluster=(cluster,),
+        cluster=(g.cluster,),
         cluster_names=("cluster",),
-        num_threads=groups + 1,
+        num_threads=g.warpgroups + 1,
         thread_name="wg",
         **({"interpret": versions.interpreter_params()} if interpret else {}),
     )
-    return call(a.values, words, b, *scales)
+    return call(*inputs)
 
 
-def _block(shape: tuple[int, int], turned: bool):
-    """A block that walks along k, which is the second axis, or of a turned one the first."""
-    return (shape[::-1], lambda i: (i, 0)) if turned else (shape, lambda i: (0, i))
+# ---- the geometry ----
 
 
-def _settled(acc, shape):
+class Block(NamedTuple):
+    """The part of an operand that a step fetches. Blocks of consecutive steps follow each other along K."""
+
+    rows: int  # along M or N
+    columns: int  # along K
+    turned: bool  # K is the first axis
+    shared: bool  # between the thread blocks of a cluster
+    swizzle: int = 0
+    transforms: tuple[Any, ...] = ()
+
+    def spec(self, in_flight: int) -> plgpu.BlockSpec:
+        """Return the specification of the block for a pipeline along K."""
+        options: dict[str, Any] = {"collective_axes": ("cluster",)} if self.shared else {}
+        return plgpu.BlockSpec(
+            (self.columns, self.rows) if self.turned else (self.rows, self.columns),
+            (lambda k: (k, 0)) if self.turned else (lambda k: (0, k)),
+            memory_space=plgpu.SMEM,
+            delay_release=in_flight,
+            transforms=self.transforms,
+            **options,
+        )
+
+    def line(self, operand: Ref, batch: jax.Array, at: jax.Array) -> Ref:
+        """Return the part of an operand that the steps of one tile walk along, all of K."""
+        rows = pl.ds(at * self.rows, self.rows)
+        return operand.at[batch, :, rows] if self.turned else operand.at[batch, rows]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Everything that a kernel knows before it runs, computed from the product's shape and the config.
+
+    Shared memory of a thread block, where a value of A and B has ``s`` bytes and one of the result ``r`` bytes::
+
+        what      a slot                                   bytes of a slot        slots
+        A         [rows, step / 2], or turned              rows * step * s / 2    stages
+        words     16-bit: [rows / 64, step / 64 * 128]     rows * step / 8        stages
+                  8-bit:  [rows, step / 32]
+        B         [tile_n, step], or turned                tile_n * step * s      stages
+        results   [tile_m, store_n], or turned             tile_m * store_n * r   warpgroups * min(2, tile_n / store_n)
+
+    Its barriers::
+
+        what      count     a phase ends when
+        full      stages    the slot's A, words and B have arrived: three arrivals
+        empty     stages    every warpgroup that multiplies is done with the slot, in both blocks if they share it
+        results   none      a warpgroup waits until its own stores have left shared memory
+    """
+
+    shape: Shape
+    config: HopperConfig
+    batch: int
+    order: str  # of the words
+    scaled: bool
+
+    @property
+    def wide(self) -> bool:
+        """True for 16-bit operands."""
+        return self.shape.itemsize == 2
+
+    # The tile of a thread block, and its walk along K.
+
+    @property
+    def warpgroups(self) -> int:
+        """The warpgroups that multiply."""
+        return self.config.warpgroups
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The rows and columns of D that one warpgroup computes."""
+        return self.config.tile_m, self.config.tile_n
+
+    @property
+    def step(self) -> int:
+        """The values along K of a step."""
+        return self.config.step(self.shape.itemsize)
+
+    @property
+    def steps(self) -> int:
+        """The steps along K."""
+        return self.shape.k // self.step
+
+    @property
+    def in_flight(self) -> int:
+        """The steps that may still run when the next one is issued: fewer than all, so that every slot is let go."""
+        return min(self.config.in_flight, self.steps - 1)
+
+    # The grid.
+
+    @property
+    def along(self) -> tuple[int, int]:
+        """The thread blocks of a cluster along M and along N."""
+        return (2 if self.config.cluster == "m" else 1), (2 if self.config.cluster == "n" else 1)
+
+    @property
+    def cluster(self) -> int:
+        """The thread blocks of a cluster."""
+        return self.along[0] * self.along[1]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The tiles of one matrix of the batch along M and along N, those of a cluster counted as one."""
+        (along_m, along_n), (_, tile_n) = self.along, self.tile
+        return self.shape.m // self.config.rows // along_m, self.shape.n // tile_n // along_n
+
+    # The operands in shared memory.
+
+    @cached_property
+    def a(self) -> Block:
+        """The block of A's values."""
+        turned, tile_m = self.shape.m_major, self.config.tile_m
+        swizzle, transforms = swizzled(tile_m if turned else self.step // 2, self.shape.itemsize)
+        return Block(self.config.rows, self.step // 2, turned, self.along[1] == 2, swizzle, transforms)
+
+    @cached_property
+    def words(self) -> Block:
+        """The block of A's words."""
+        shared = self.along[1] == 2
+        if self.wide:
+            return Block(self.config.rows // 64, self.step // 64 * 128, False, shared)
+        return Block(self.config.rows, self.step // 32, False, shared)
+
+    @cached_property
+    def b(self) -> Block:
+        """The block of B."""
+        turned, (_, tile_n) = self.shape.n_major, self.tile
+        swizzle, transforms = swizzled(tile_n if turned else self.step, self.shape.itemsize)
+        return Block(tile_n, self.step, turned, self.along[0] == 2, swizzle, transforms)
+
+    @property
+    def blocks(self) -> tuple[Block, Block, Block]:
+        """The blocks of A's values, of its words and of B."""
+        return self.a, self.words, self.b
+
+    @property
+    def words_of_group(self) -> int:
+        """The rows of words of one warpgroup."""
+        return self.words.rows // self.warpgroups
+
+    @cached_property
+    def words_layout(self) -> Any:
+        """The layout of 16-bit values' words in registers: each thread has its own."""
+        return plgpu.Layout.WG_STRIDED((self.words_of_group, self.words.columns), vec_size=1)
+
+    # The result.
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the result."""
+        return jnp.dtype(self.shape.out)
+
+    @property
+    def result_sides(self) -> tuple[int, int]:
+        """The sides of a matrix of the result."""
+        sides = self.shape.m, self.shape.n
+        return sides[::-1] if self.shape.transpose else sides
+
+    @property
+    def store_n(self) -> int:
+        """The columns of D that are stored at once."""
+        return min(self.config.store_n, self.config.tile_n)
+
+    @cached_property
+    def results(self) -> Any:
+        """The slots that results are stored through."""
+        tile_m, tile_n = self.tile
+        slot = (self.store_n, tile_m) if self.shape.transpose else (tile_m, self.store_n)
+        _, transforms = swizzled(slot[1], self.dtype.itemsize)
+        shape = (self.warpgroups, min(2, tile_n // self.store_n), *slot)
+        return plgpu.SMEM(shape, self.dtype, transforms=transforms)
+
+
+# ---- the kernel ----
+
+
+class Tile(NamedTuple):
+    """The tile of D that a thread block computes."""
+
+    batch: jax.Array
+    m: jax.Array  # its row of tiles
+    n: jax.Array
+
+
+def _kernel(g: Geometry, do: "Instructions", a: Ref, words: Ref, b: Ref, *rest: Ref) -> None:
+    """Compute the tiles of one thread block, one after the other."""
+    scale, out = rest if g.scaled else (None, *rest)
+    nothing = lambda *_, **__: None  # allocations do not depend on what a pipeline computes
+
+    @partial(
+        pl.run_scoped,
+        ring=_pipeline(g, nothing, nothing).get_allocations(a.at[0], words.at[0], b.at[0]),
+        results=g.results,
+        collective_axes="wg",
+    )
+    def with_shared_memory(ring: Any, results: Ref) -> None:
+        wg, rank = lax.axis_index("wg"), lax.axis_index("cluster")
+
+        @plgpu.nd_loop((g.batch * g.grid[0] * g.grid[1],), collective_axes="block")
+        def each_tile(loop: Any) -> None:
+            tile = _schedule(g, rank, loop.index[0])
+
+            def compute(run_steps: Callable[[jax.Array], jax.Array]) -> None:
+                acc = do.settle(g, run_steps(do.zeros(g)))
+                _epilogue(g, do, wg, tile, acc, scale, out, results)
+
+            lines = [
+                block.line(operand, tile.batch, at)
+                for block, operand, at in zip(g.blocks, (a, words, b), (tile.m, tile.m, tile.n), strict=True)
+            ]
+            _pipeline(g, partial(do.multiply, g, wg), compute)(*lines, allocations=ring)
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _schedule(g: Geometry, rank: jax.Array, index: jax.Array) -> Tile:
+    """Return the tile of a step of the walk over D: row by row, in bands, and within a cluster by rank."""
+    tiles = g.grid[0] * g.grid[1]
+    batch = index // tiles
+    m, n = plgpu.planar_snake(index % tiles, g.grid, 1, g.config.band)
+    m = m * 2 + rank if g.along[0] == 2 else m
+    n = n * 2 + rank if g.along[1] == 2 else n
+    return Tile(batch, m, n)
+
+
+def _pipeline(g: Geometry, body: Callable[..., Any], compute: Callable[..., None]) -> Any:
+    """Return the ring that fetches blocks along K: ``compute`` starts the steps, and ``body`` is one of them."""
+    return plgpu.emit_pipeline_warp_specialized(
+        body,
+        grid=(g.steps,),
+        memory_registers=40,
+        wg_axis="wg",
+        num_compute_wgs=g.warpgroups,
+        max_concurrent_steps=g.config.stages,
+        compute_context=compute,
+        in_specs=[block.spec(g.in_flight) for block in g.blocks],
+    )
+
+
+def _epilogue(
+    g: Geometry, do: "Instructions", wg: jax.Array, tile: Tile, acc: jax.Array, scale: Ref | None, out: Ref,
+    results: Ref,
+) -> None:  # fmt: skip
+    """Scale the sums of a warpgroup, round them, and store them by way of two slots of shared memory."""
+    (tile_m, tile_n), slots = g.tile, g.results.shape[1]
+    if scale is not None:
+        acc = acc * scale[tile.batch]
+    acc = do.round(g, acc)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for i in range(tile_n // g.store_n):
+        slot = results.at[wg, i % slots]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        do.store(g, slot, acc[:, i * g.store_n : (i + 1) * g.store_n])
+        plgpu.commit_smem()
+        rows = pl.ds(tile.m * g.config.rows + wg * tile_m, tile_m)
+        columns = pl.ds(tile.n * tile_n + i * g.store_n, g.store_n)
+        at = (columns, rows) if g.shape.transpose else (rows, columns)
+        plgpu.copy_smem_to_gmem(slot, out.at[tile.batch, *at])
+
+
+# ---- the instructions ----
+
+
+class Instructions(NamedTuple):
+    """The operations of a warpgroup on its accumulator ``[tile_m, tile_n]``."""
+
+    zeros: Callable[[Geometry], jax.Array]
+    multiply: Callable[..., jax.Array]  # (g, wg, indices, a, words, b, acc): one step, added to the accumulator
+    settle: Callable[[Geometry, jax.Array], jax.Array]  # the sums, when all steps are done
+    round: Callable[[Geometry, jax.Array], jax.Array]  # to the dtype of the result
+    store: Callable[[Geometry, Ref, jax.Array], None]  # some columns into a slot of results
+
+
+def _zeros(g: Geometry) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(g.tile, jnp.float32), _ACC)
+
+
+def _multiply(
+    g: Geometry, wg: jax.Array, indices: Sequence[jax.Array], a: Ref, words: Ref, b: Ref, acc: jax.Array
+) -> jax.Array:  # fmt: skip
+    """Issue the instructions of a step, and wait until at most ``in_flight`` steps are running."""
+    tile_m, _ = g.tile
+    rows = pl.ds(wg * tile_m, tile_m)
+    a = a.at[:, rows] if g.a.turned else a.at[rows]
+    words = words.at[pl.ds(wg * g.words_of_group, g.words_of_group)]
+    if g.wide:
+        words = versions.load(words, g.words_layout)
+    words_type = g.words_layout if g.wide else plgpu.RefType(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(_ACC, plgpu.RefType(g.a.transforms), words_type, plgpu.RefType(g.b.transforms)),
+        return_type=plgpu.ShapeDtypeStruct(g.tile, jnp.float32, layout=_ACC),
+    )
+    def issue(_: Any, acc: Any, a: Any, words: Any, b: Any) -> Any:
+        return instructions.wgmma_step(
+            acc, a, words, b, a_swizzle=g.a.swizzle, b_swizzle=g.b.swizzle, m_major=g.a.turned, n_major=g.b.turned,
+            in_flight=g.in_flight, promote=g.config.promote,
+        )  # fmt: skip
+
+    acc = issue(acc, a, words, b)
+    if g.in_flight:  # at the end all slots are let go at once
+
+        @pl.when(indices[0] == g.steps - 1)
+        def wait_for_all() -> None:
+            plgpu.inline_mgpu()(lambda _: instructions.wait(0))()
+
+    return acc
+
+
+def _settle(g: Geometry, acc: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(
         arg_types=(_ACC,),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(g.tile, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def settle(_, acc):
+    def settle(_: Any, acc: Any) -> Any:
         return instructions.settle(acc)
 
     return settle(acc)
+
+
+def _stores_transposed_bytes(g: Geometry) -> bool:
+    """Return True if the result goes through bf16, because stores can transpose 16-bit values but not 8-bit ones."""
+    return g.shape.transpose and g.dtype.itemsize == 1
+
+
+def _round(g: Geometry, acc: jax.Array) -> jax.Array:
+    return acc.astype(jnp.bfloat16 if _stores_transposed_bytes(g) else g.dtype)
+
+
+def _store(g: Geometry, slot: Ref, part: jax.Array) -> None:
+    if not g.shape.transpose:
+        slot[...] = part
+        return
+    part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+    if _stores_transposed_bytes(g):
+        part = part.astype(jnp.float32).astype(g.dtype)
+    slot.transpose((1, 0))[...] = part
+
+
+HARDWARE = Instructions(_zeros, _multiply, _settle, _round, _store)
+
+
+def _emulated_multiply(
+    g: Geometry, wg: jax.Array, indices: Sequence[jax.Array], a: Ref, words: Ref, b: Ref, acc: jax.Array
+) -> jax.Array:  # fmt: skip
+    tile_m, _ = g.tile
+    form = {"order": g.order, "m_major": g.a.turned, "n_major": g.b.turned}
+    sums = emulation.product(a[...], words[...], b[...], **form)
+    plgpu.commit_smem()  # before the ring fills this slot again
+    return acc + lax.dynamic_slice_in_dim(sums, wg * tile_m, tile_m)
+
+
+def _emulated_store(g: Geometry, slot: Ref, part: jax.Array) -> None:
+    slot[...] = part.T if g.shape.transpose else part
+
+
+EMULATED = Instructions(
+    zeros=lambda g: jnp.zeros(g.tile, jnp.float32),
+    multiply=_emulated_multiply,
+    settle=lambda g, acc: acc,
+    round=lambda g, acc: acc.astype(g.dtype),
+    store=_emulated_store,
+)

@@ -1,14 +1,18 @@
-"""The sparse tensor-core instructions, which Pallas does not have: PTX text, and the operands that it wants.
+"""Sparse tensor-core instructions, which Pallas lacks: their PTX text, and the operands that they take.
 
-Hopper's ``wgmma.mma_async.sp`` multiplies 64 rows of packed A by up to 256 columns of B, of 32 k for 16-bit values and 64 k
-for 8-bit ones: 32 bytes of a row of A and 64 of B either way, so that descriptors, swizzles and strides are the same. A
-and B come from shared memory, of 16-bit values in either order, of 8-bit ones along k alone. The accumulator lies in the
-registers of the 128 threads of a warpgroup, which also hand over one word of positions each (`nmjax.kernels.format`).
+Hopper's ``wgmma.mma_async.sp`` multiplies 64 rows of packed A by up to 256 columns of B, along 32 k for 16-bit values
+and 64 k for 8-bit ones. Either way it takes 32 bytes of a row of A and 64 bytes of B, so that descriptors, swizzles
+and strides are the same. A and B come from shared memory: 16-bit values in either order, 8-bit values contiguous along
+k. The accumulator lies in the registers of the 128 threads of a warpgroup. Each thread also hands over one word of
+positions (`nmjax.kernels.format`).
 
 Ampere's ``mma.sp`` does 16 x 8 x 32 out of the registers of a warp, with the same words.
 
-Everything here runs while a kernel is lowered, in the lane semantics of Mosaic, where arrays are registers of a thread.
+Everything here runs while a kernel is lowered, in Mosaic's lane semantics, where an array is the registers of one
+thread.
 """
+
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
@@ -16,26 +20,38 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa, mma_utils, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
+Operand = Any  # a value of MLIR, inside a kernel that is lowered
+
 _PTX = {"bf16": "bf16", "f16": "f16", "f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
 
 
-def swizzled(values: int, itemsize: int):
-    """How rows of so many values lie in shared memory: the width of the swizzle, and the transforms of a reference."""
+class Swizzled(NamedTuple):
+    """The layout of rows in shared memory."""
+
+    swizzle: int  # bytes
+    transforms: tuple[Any, ...]
+
+
+def swizzled(values: int, itemsize: int) -> Swizzled:
+    """Return the layout of rows of so many values in shared memory."""
     swizzle = plgpu.find_swizzle(values * itemsize * 8)
-    return swizzle, (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return Swizzled(swizzle, (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)))
 
 
-def _i32():
+def _i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
 
 
-def _constant(value: int):
+def _constant(value: int) -> Operand:
     return llvm.ConstantOp(_i32(), ir.IntegerAttr.get(_i32(), value)).result
 
 
 def _wgmma_text(n: int, a: str, b: str, wide: bool) -> tuple[str, str]:
-    """PTX and constraints: n/2 accumulators tied to the results, descriptors of A and B, the word, its selector, whether
-    to accumulate, two signs and, for 16-bit values, two transpositions."""
+    """Return PTX text and its constraints.
+
+    The operands are n/2 accumulators tied to the results, the descriptors of A and B, the word, its selector, a flag to
+    accumulate, two signs and, for 16-bit values, two transpositions.
+    """
     size = n // 2
     first = 2 * size  # of the operands that are not accumulators
     results = ",".join(f"${i}" for i in range(size))
@@ -49,9 +65,53 @@ def _wgmma_text(n: int, a: str, b: str, wide: bool) -> tuple[str, str]:
     return text, ",".join(["=f"] * size + ties + ["l", "l", "r"] + ["n"] * (6 if wide else 4))
 
 
-def wgmma_sp(acc, a, words, b, *, a_swizzle: int, b_swizzle: int, a_m_major: bool = False):
-    """``acc[M, N] += A[M, K] @ B[K, N]``: issued, not waited for. ``words`` are as many as there are instructions of 16-bit
-    values along M times half of those along K, or of 8-bit values along M times those along K."""
+def wgmma_step(
+    acc: fa.FragmentedArray, a: Operand, words: Any, b: Operand, *, a_swizzle: int, b_swizzle: int, m_major: bool,
+    n_major: bool, in_flight: int, promote: bool,
+) -> fa.FragmentedArray:  # fmt: skip
+    """Issue the instructions of one step along K, and wait until at most ``in_flight`` steps are running.
+
+    Args:
+      acc: The accumulator.
+      a: A's values in shared memory, as they lie.
+      words: A's words: in registers for 16-bit values, in shared memory for 8-bit ones.
+      b: B in shared memory, as it lies.
+      a_swizzle: The swizzle of A in bytes.
+      b_swizzle: The swizzle of B.
+      m_major: True if A is contiguous along M.
+      n_major: True if B is contiguous along N.
+      in_flight: The steps that may still run.
+      promote: True to wait for the step, and to add its sums to the accumulator in f32.
+    """
+    turned = lambda ref: utils.memref_transpose(ref, (1, 0, 3, 2))
+    a = turned(a) if m_major else a
+    b = b if n_major else turned(b)
+    words = loaded_words(words) if isinstance(words, fa.FragmentedArray) else row_words(words)
+    sums = fence(zeros(acc) if promote else acc)
+    sums = wgmma_sp(sums, a, words, b, a_swizzle=a_swizzle, b_swizzle=b_swizzle, a_m_major=m_major)
+    commit()
+    if not promote:
+        wait(in_flight)
+        return sums
+    wait(0)
+    return acc + barrier(sums)
+
+
+def wgmma_sp(
+    acc: fa.FragmentedArray, a: Operand, words: list[Operand], b: Operand, *, a_swizzle: int, b_swizzle: int,
+    a_m_major: bool = False,
+) -> fa.FragmentedArray:  # fmt: skip
+    """Issue ``acc[M, N] += A[M, K] @ B[K, N]`` without waiting for it.
+
+    Args:
+      acc: The accumulator.
+      a: A's values in shared memory, ``[M, K/2]``.
+      words: A thread's words. One word serves two instructions along K for 16-bit values, and one for 8-bit ones.
+      b: B in shared memory, ``[K, N]``.
+      a_swizzle: The swizzle of A in bytes.
+      b_swizzle: The swizzle of B.
+      a_m_major: True if A is contiguous along M.
+    """
     (m, kept), a_type = mma_utils.tiled_memref_shape(a)
     (k, n), b_type = mma_utils.tiled_memref_shape(b)
     wide = utils.bitwidth(a_type) == 16
@@ -81,48 +141,50 @@ def wgmma_sp(acc, a, words, b, *, a_swizzle: int, b_swizzle: int, a_m_major: boo
             word = words[mi * (k // 64) + (ki // 2 if wide else ki)]
             immediates = [ki % 2 if wide else 0, 1, 1, 1, *(flips if wide else ())]
             operands = [*tile, _moved(a_base, offset_a), _moved(b_base, offset_b), word, *map(_constant, immediates)]
-            done = llvm.inline_asm(results, operands, text, constraints, asm_dialect=0, has_side_effects=True)
+            done: Any = llvm.inline_asm(results, operands, text, constraints, asm_dialect=0, has_side_effects=True)
             tile = [llvm.extractvalue(f32, done, [i]) for i in range(n // 2)]
         registers[mi : mi + 1] = np.array(tile, dtype=object).reshape(registers[mi : mi + 1].shape)
     return fa.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=acc.is_signed)
 
 
-def _moved(descriptor, offset: int):
-    """A descriptor of a place some bytes further on."""
+def _moved(descriptor: Operand, offset: int) -> Operand:
+    """Return the descriptor of a place some bytes further on."""
     if not offset:
         return descriptor
     step = utils.c(mma_utils.encode_addr(offset), ir.IntegerType.get_signless(64))
     return llvm.add(descriptor, step, overflow_flags=llvm.IntegerOverflowFlags.none)
 
 
-def fence(array):
-    """Registers that an instruction is about to read or write."""
+def fence(array: fa.FragmentedArray) -> fa.FragmentedArray:
+    """Order the registers' last accesses before an instruction that reads or writes them."""
     array = barrier(array)
     nvvm.wgmma_fence_aligned()
     return array
 
 
 def commit() -> None:
+    """Close a group of issued instructions."""
     nvvm.wgmma_commit_group_sync_aligned()
 
 
 def wait(in_flight: int) -> None:
-    """Until at most so many groups of instructions are running."""
+    """Wait until at most so many groups of instructions are running."""
     nvvm.wgmma_wait_group_sync_aligned(in_flight)
 
 
-def settle(acc):
-    """An accumulator whose instructions are done, in the layout that stores know."""
+def settle(acc: fa.FragmentedArray) -> fa.FragmentedArray:
+    """Wait for all instructions, and return the accumulator in the layout that stores know."""
     wait(0)
     return fa.optimization_barrier(acc).to_layout(fa.WGMMA_LAYOUT)
 
 
-def barrier(array):
-    """An array whose registers the compiler does not look behind."""
+def barrier(array: fa.FragmentedArray) -> fa.FragmentedArray:
+    """Keep the compiler from moving accesses to an array's registers across this point."""
     return fa.optimization_barrier(array)
 
 
-def zeros(like):
+def zeros(like: fa.FragmentedArray) -> fa.FragmentedArray:
+    """Return zeros in the shape and layout of an array."""
     return fa.FragmentedArray.splat(utils.c(0.0, ir.F32Type.get()), like.shape, layout=like.layout)
 
 
@@ -131,16 +193,19 @@ def meet() -> None:
     utils.warpgroup_barrier()
 
 
-def loaded_words(words) -> list:
-    """The words of a thread, of an array in registers."""
+def loaded_words(words: fa.FragmentedArray) -> list[Operand]:
+    """Return a thread's words of an array in registers."""
     one = ir.VectorType.get((1,), _i32())
     take = lambda v: llvm.extractelement(utils.bitcast(v, one), _constant(0))
     return [take(v) if isinstance(v.type, ir.VectorType) else utils.bitcast(v, _i32()) for v in words.registers.flat]
 
 
-def row_words(words, rows: int, columns: int) -> list:
-    """The words of a thread out of ``words8`` rows in shared memory: thread 32 w + 4 g + 2 b + a has those of row
-    16 w + g + 8 a and of every second column from b on."""
+def row_words(words: Operand) -> list[Operand]:
+    """Load a thread's words out of ``words8`` rows in shared memory.
+
+    Thread 32 w + 4 g + 2 b + a has those of row 16 w + g + 8 a, and of every second column from b on.
+    """
+    rows, columns = ir.MemRefType(words.type).shape
     thread = arith.remui(utils.thread_idx(), _constant(128))
     part = lambda by, of: arith.remui(arith.divui(thread, _constant(by)), _constant(of))
     scaled = lambda v, by: arith.muli(v, _constant(by))
@@ -154,12 +219,14 @@ def row_words(words, rows: int, columns: int) -> list:
     ]
 
 
-def mma_sp(acc, a, words, b):
-    """``acc[M, N] += A[M, K] @ B[K, N]`` out of registers, in the layouts that Mosaic has for dense mma."""
+def mma_sp(
+    acc: fa.FragmentedArray, a: fa.FragmentedArray, words: fa.FragmentedArray, b: fa.FragmentedArray
+) -> fa.FragmentedArray:  # fmt: skip
+    """Return ``acc[M, N] + A[M, K] @ B[K, N]`` out of registers, in the layouts that Mosaic has for dense mma."""
     f32, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
     (m, n), kept = acc.shape, a.shape[1]
     kind = _PTX[str(a.mlir_dtype)]
-    words = [utils.bitcast(v, _i32()) for v in words.registers.flat]
+    thread_words = [utils.bitcast(v, _i32()) for v in words.registers.flat]
     bits = lambda part: [utils.bitcast(v, _i32()) for v in part.registers.flat]
     results = llvm.StructType.get_literal([f32] * 4)
     acc = fa.FragmentedArray(_registers=acc.registers.copy(), _layout=acc.layout, _is_signed=None)
@@ -171,13 +238,13 @@ def mma_sp(acc, a, words, b):
             for ki in range(kept // 16):
                 left = bits(a[at[0], 16 * ki : 16 * ki + 16])
                 right = [v for half in range(2) for v in bits(b[32 * ki + 16 * half : 32 * ki + 16 * half + 16, at[1]])]
-                word = words[mi * (kept // 32) + ki // 2]
+                word = thread_words[mi * (kept // 32) + ki // 2]
                 text = (
                     f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32 "
                     f"{{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9,$10,$11}}, {{$12,$13,$14,$15}}, $16, {ki % 2};"
                 )
                 operands, constraints = [*left, *right, *c, word], "=f,=f,=f,=f," + "r," * 8 + "f,f,f,f,r"
-                done = llvm.inline_asm(results, operands, text, constraints, has_side_effects=False)
+                done: Any = llvm.inline_asm(results, operands, text, constraints, has_side_effects=False)
                 c = [llvm.extractvalue(f32, done, [i]) for i in range(4)]
             joined = lambda x, y: llvm.insertelement(
                 llvm.insertelement(llvm.mlir_undef(pair), x, _constant(0)), y, _constant(1)

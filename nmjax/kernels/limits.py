@@ -206,7 +206,7 @@ def _memory_refusal(config: Config, size: int, limit: int) -> Refusal | None:
 
 
 class Copy(NamedTuple):
-    """One FP8 form of a tensor ``[R, C]``. A packed form lies along its groups: it is ``[C, R]`` if they lie along R."""
+    """One FP8 form of a tensor ``[R, C]``. A packed form lies along its groups, as ``[C, R]`` if they lie along R."""
 
     format: str
     turned: bool = False  # as [C, R]

@@ -1,5 +1,7 @@
 """Products of packed arrays as users call them: checked, and computed by a kernel if one serves them, else by XLA."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -8,8 +10,16 @@ from jaxtyping import Array, Float
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls, check
 from nmjax.kernels.format import Packed
-from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, operands_refusal, product_refusal, shape_of
-from nmjax.kernels.targets import target as target_of
+from nmjax.kernels.limits import (
+    AmpereConfig,
+    Config,
+    HopperConfig,
+    Shape,
+    operands_refusal,
+    product_refusal,
+    shape_of,
+)
+from nmjax.kernels.targets import Target, target as target_of
 
 
 def spmm(
@@ -18,8 +28,8 @@ def spmm(
 ) -> Float[Array, "*batch m n"]:  # fmt: skip
     """Multiply a packed array by a dense one.
 
-    It computes ``scale * unpack(packed) @ b``, matrix by matrix of a batch. Sums are float32. Where no kernel serves the
-    product, XLA computes it.
+    It computes ``scale * unpack(packed) @ b``, matrix by matrix of a batch. Sums are float32. Where no kernel serves
+    the product, XLA computes it.
 
     It has no derivative. A product with a `nmjax.Sparsity`, such as `nmjax.einsum`, has one.
 
@@ -38,8 +48,8 @@ def spmm(
       transpose: If True, return ``[..., N, M]``.
       dtype: The dtype of the result. Without it, that of ``packed``, or bfloat16 for 8-bit values.
       backend: ``"auto"``, ``"xla"``, ``"pallas"`` or ``"interpret"``, see `nmjax.kernels.targets.BACKENDS`.
-      config: The kernel's tiles, an `nmjax.kernels.HopperConfig` or `nmjax.kernels.AmpereConfig`. Without it they are the
-        best that are known.
+      config: The kernel's tiles, an `nmjax.kernels.HopperConfig` or `nmjax.kernels.AmpereConfig`. Without it they are
+        the best that are known.
 
     Returns:
       ``[..., M, N]``, or ``[..., N, M]`` with ``transpose``.
@@ -58,15 +68,11 @@ def spmm(
     if dtype is None:
         dtype = packed.dtype if packed.dtype.itemsize > 1 else jnp.bfloat16
     shape = shape_of(packed, b, axis, transpose, dtype)
-    target = target_of(backend)
-    if isinstance(target, Refusal):
-        refusal = target
-    else:
-        refusal = operands_refusal(packed, b) or product_refusal(shape, target, config) or check.fault(target)
-    if refusal is None:
+    target = _serving(packed, b, shape, backend, config)
+    if isinstance(target, Target):
         return calls.run(packed, b, scale, shape=shape, target=target, config=config)
     if backend in ("pallas", "interpret"):
-        raise ValueError(f"spmm: backend={backend!r}, but {refusal}. Write backend='auto' or 'xla'.")
+        raise ValueError(f"spmm: backend={backend!r}, but {target}. Write backend='auto' or 'xla'.")
     return calls.reference(packed, b, scale, axis=axis, transpose=transpose, dtype=dtype)
 
 
@@ -93,11 +99,19 @@ def _check_operands(packed: Packed, b: jax.Array, axis: int) -> None:
         )
 
 
+def _serving(packed: Packed, b: jax.Array, shape: Shape, backend: str, config: Config | None) -> Target | Refusal:
+    """Return the device whose kernels compute a product, or a refusal."""
+    target = target_of(backend)
+    if isinstance(target, Refusal):
+        return target
+    return operands_refusal(packed, b) or product_refusal(shape, target, config) or check.fault(target) or target
+
+
 @jax.custom_jvp
 def _underived(v: jax.Array) -> jax.Array:
     return v
 
 
 @_underived.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> jax.Array:
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
     raise TypeError("spmm has no derivative: differentiate a product with a sparsity, as nm.einsum(..., sparsity=...).")

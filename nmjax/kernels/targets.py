@@ -83,7 +83,7 @@ def target(backend: str) -> Target | Refusal:
     mesh = jax.sharding.get_abstract_mesh()
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:
-        device = jax.config.jax_default_device or jax.devices()[0]
+        device = jax.config.jax_default_device or jax.devices()[0]  # pyrefly: ignore[missing-attribute]
         if isinstance(device, str):
             device = jax.devices(device)[0]
         platform, kind = device.platform, device.device_kind
@@ -118,8 +118,8 @@ def _sharding_refusal(mesh: AbstractMesh) -> Refusal | None:
         if jax.device_count() == 1:
             return None
         return Refusal(
-            f"arrays may lie in shards on {jax.device_count()} devices, and no mesh says which: call it in jax.shard_map, "
-            "show one device only (CUDA_VISIBLE_DEVICES), or write backend='pallas'"
+            f"arrays may lie in shards on {jax.device_count()} devices, and no mesh says which: call it in "
+            "jax.shard_map, show one device only (CUDA_VISIBLE_DEVICES), or write backend='pallas'"
         )
     free = {
         name: size

@@ -1,7 +1,7 @@
 """The best tiles for a product, and the expected gain of packing it: measured on a device, or estimated.
 
-``python -m experiments.bench tune`` measures, and writes one table per kind of device. Shipped tables lie in ``tables/``
-beside this file. A user's own tables lie in the cache folder, and their rows come first.
+``python -m experiments.bench tune`` measures, and writes one table per kind of device. Shipped tables lie in
+``tables/`` beside this file. A user's own tables lie in the cache folder, and their rows come first.
 """
 
 import json
@@ -50,7 +50,7 @@ def slug(kind: str) -> str:
 @lru_cache
 def table(kind: str) -> tuple[Row, ...]:
     """Read all rows that were measured on a kind of device, the user's own first."""
-    rows = []
+    rows: list[Row] = []
     for folder in (own_tables(), SHIPPED):
         path = folder / f"{slug(kind)}.json"
         if path.exists():
@@ -95,6 +95,10 @@ def candidates(shape: Shape, target: Target) -> list[Config]:
     if target.family == "ampere":
         tiles = [AmpereConfig(tile_m=m, tile_n=n) for m, n in ((128, 128), (64, 128), (128, 64), (64, 64))]
         return [config for config in tiles if config_refusal(shape, config) is None]
+    return list(_hopper_candidates(shape, target))
+
+
+def _hopper_candidates(shape: Shape, target: Target) -> list[HopperConfig]:
     clusters = ("m", "n", "")
     if target.interpret and not versions.interprets_clusters():
         clusters = ("",)
@@ -111,7 +115,10 @@ def candidates(shape: Shape, target: Target) -> list[Config]:
 
 @lru_cache
 def chosen(shape: Shape, target: Target) -> Tiling | None:
-    """Return the tiling for a product: that of a measured shape equal or near to it, else the likeliest; None if none fits."""
+    """Return the tiling for a product, or None if none fits.
+
+    It is that of the same product in a table, else of the nearest one, else the likeliest of `candidates`.
+    """
     rows = [row for row in table(target.kind) if row.shape.dtype == shape.dtype]
     rows = [row for row in rows if config_refusal(shape, row.config) is None]
     for row in rows:
@@ -157,8 +164,8 @@ def gain(shape: Shape, target: Target, packed_before: bool = False) -> float:
 def _estimate(shape: Shape, config: Config, target: Target) -> float:
     """Estimate a product's speed as a multiple of a dense product's.
 
-    On Ampere nothing was measured, so that it is 1. On Hopper it is 1.2 for tiles of 256 columns and two warpgroups. It is
-    less for narrower tiles, for one warpgroup, and for a last round of tiles that leaves cores idle.
+    On Ampere nothing was measured, so that it is 1. On Hopper it is 1.2 for tiles of 256 columns and two warpgroups.
+    It is less for narrower tiles, for one warpgroup, and for a last round of tiles that leaves cores idle.
     """
     if isinstance(config, AmpereConfig):
         return 1.0

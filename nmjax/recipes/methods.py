@@ -1,34 +1,33 @@
-"""The published methods: what each does in the six slots. Every function returns a `Sparsity`, which prints as what it is.
+"""The published methods. Each is a function that returns a `Sparsity`: what to do in each of the six slots.
 
-They compose by replacing slots: ``dataclasses.replace(s_ste(), dlhs_g=rescale(mse(2, 4)))``.
+To compose them, replace slots: ``dataclasses.replace(s_ste(), dlhs_g=rescale(mse(2, 4)))``.
 """
 
+from nmjax import pruners
 from nmjax.core.pruner import Pruner
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import (
-    chain,
     decay,
-    fp8,
-    hold,
     identity,
     mse,
     mvue as unbiased,
     mvue_approx,
-    permute,
-    raw,
-    rescale,
     soft,
     sr_ste as sr,
-    stages,
     ste as straight,
     transposable,
     uniform,
 )
 from nmjax.pruners.schedules import Schedule, exponential
 
+_EXPONENTIAL = exponential(1e-4)
+
 
 def dense() -> Sparsity:
-    """Nothing pruned, by the same code path.
+    """Return the method that prunes nothing. Dense products run by the same code as pruned ones.
+
+    Returns:
+        A sparsity with all slots empty.
 
     >>> dense()
     dense
@@ -37,7 +36,17 @@ def dense() -> Sparsity:
 
 
 def ste(n: int = 2, m: int = 4) -> Sparsity:
-    """Magnitude-pruned weights, straight-through gradients.
+    """Return magnitude-pruned weights with straight-through gradients.
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+
+    Returns:
+        A sparsity with ``fwd_rhs`` set.
+
+    Raises:
+        ValueError: n does not lie between 1 and m.
 
     >>> ste(2, 4)
     fwd_rhs=ste(mse(2,4))
@@ -46,7 +55,20 @@ def ste(n: int = 2, m: int = 4) -> Sparsity:
 
 
 def sr_ste(n: int = 2, m: int = 4, lam: float = 2e-4) -> Sparsity:
-    """SR-STE: dropped weights also decay (Zhou et al., arXiv 2102.04010).
+    """Return SR-STE: magnitude-pruned weights whose dropped values also decay (Zhou et al., arXiv 2102.04010).
+
+    The gradient of a weight w with mask k is ``g + lam * (1 - k) * w``.
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+        lam: Strength of the decay.
+
+    Returns:
+        A sparsity with ``fwd_rhs`` set.
+
+    Raises:
+        ValueError: n does not lie between 1 and m.
 
     >>> sr_ste(2, 4, lam=6e-5)
     fwd_rhs=sr_ste(mse(2,4),lam=6e-05)
@@ -55,40 +77,69 @@ def sr_ste(n: int = 2, m: int = 4, lam: float = 2e-4) -> Sparsity:
 
 
 def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> Sparsity:
-    """S-STE: weights through a soft threshold, their scale frozen; unbiased gradients in dw (Hu et al., arXiv 2409.09099).
+    """Return S-STE: weights through a soft threshold with a frozen scale, and unbiased gradients in dw.
 
-    ``gradient`` is "mvue" (exact), "mvue_approx" (the two draws that the paper trains with) or "dense". With ``fp8`` every
-    operand is rounded as in the paper: e4m3 forward, e5m2 for both operands of both backward products, after pruning;
-    pruned gradients at random, for to the nearest they would no longer be unbiased.
+    Hu et al., arXiv 2409.09099.
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+        gradient: The pruner of gradients in dw: "mvue" is exact, "mvue_approx" draws twice as in the paper, and "dense"
+            prunes nothing.
+        fp8: Whether every operand is rounded as in the paper: to e4m3 forward, to e5m2 for both operands of both
+            backward products. Rounding comes after pruning. Pruned gradients are rounded at random, because rounding to
+            nearest would bias them.
+
+    Returns:
+        A sparsity with ``fwd_rhs`` and ``drhs_g`` set; with ``fp8`` all slots.
+
+    Raises:
+        ValueError: The gradient is none of the three, or n does not lie between 1 and m.
 
     >>> s_ste()
     fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
+    >>> s_ste(fp8=True)
+    fwd_lhs=fp8('e4m3'); fwd_rhs=ste(chain(soft(2,4),fp8('e4m3'))); dlhs_g=fp8('e5m2'); dlhs_rhs=fp8('e5m2'); \
+drhs_g=chain(mvue(2,4),fp8('e5m2',rounding='random')); drhs_lhs=fp8('e5m2')
     """
-    pruned = {"mvue": unbiased, "mvue_approx": mvue_approx, "dense": lambda n, m: identity}
-    if gradient not in pruned:
+    if gradient not in ("mvue", "mvue_approx", "dense"):
         raise ValueError(f"s_ste: gradient is 'mvue', 'mvue_approx' or 'dense', got {gradient!r}.")
-    g = pruned[gradient](n, m)
+    g: Pruner = identity
+    if gradient == "mvue":
+        g = unbiased(n, m)
+    elif gradient == "mvue_approx":
+        g = mvue_approx(n, m)
     if not fp8:
         return Sparsity(fwd_rhs=straight(soft(n, m)), drhs_g=g)
-    narrow, wide = _fp8("e4m3"), _fp8("e5m2")
+    narrow, wide = pruners.fp8("e4m3"), pruners.fp8("e5m2")
     return Sparsity(
         fwd_lhs=narrow,
-        fwd_rhs=straight(chain(soft(n, m), narrow)),
+        fwd_rhs=straight(pruners.chain(soft(n, m), narrow)),
         dlhs_g=wide,
         dlhs_rhs=wide,
-        drhs_g=wide if g == identity else chain(g, _fp8("e5m2", "random")),
+        drhs_g=wide if g == identity else pruners.chain(g, pruners.fp8("e5m2", "random")),
         drhs_lhs=wide,
     )
 
 
-_fp8 = fp8  # which is an option's name in `s_ste`
-
-
 def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over: str = "spatial") -> Sparsity:
-    """SDGP: the gradient pruned in dx alone, its feature maps' L1 norm restored (McDanel et al., arXiv 2202.00774).
+    """Return SDGP: the gradient is pruned in dx alone, and the L1 norm of its feature maps is restored.
 
-    ``rescale=False`` is the paper's Magnitude, and with ``select="random"`` its Random. Where there is no space to rescale
-    over, as for tokens in one flat axis, write ``over="group"``.
+    McDanel et al., arXiv 2202.00774. Without rescaling it is the paper's Magnitude, with random choice its Random.
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+        rescale: Whether the norm is restored.
+        select: "top" keeps the largest magnitudes, "random" keeps any.
+        over: What is rescaled together: "spatial" is a feature map, "group" is a group. Write "group" if the operand
+            has no axis of space, as tokens in one flat axis.
+
+    Returns:
+        A sparsity with ``dlhs_g`` set.
+
+    Raises:
+        ValueError: An option is none of its values, or n does not lie between 1 and m.
 
     >>> sdgp(2, 4)
     dlhs_g=rescale(mse(2,4))
@@ -97,14 +148,23 @@ def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over
         raise ValueError(f"sdgp: select is 'top' or 'random', got {select!r}.")
     if select == "random":
         return Sparsity(dlhs_g=uniform(n, m, rescale=rescale))
-    return Sparsity(dlhs_g=_rescale(mse(n, m), over) if rescale else mse(n, m))
-
-
-_rescale = rescale  # which is an option's name in `sdgp`
+    if rescale:
+        return Sparsity(dlhs_g=pruners.rescale(mse(n, m), over))
+    return Sparsity(dlhs_g=mse(n, m))
 
 
 def mvue(n: int = 2, m: int = 4) -> Sparsity:
-    """Minimum-variance unbiased gradients in dw (Chmiel et al., arXiv 2203.10991).
+    """Return unbiased gradients of minimum variance in dw (Chmiel et al., arXiv 2203.10991).
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+
+    Returns:
+        A sparsity with ``drhs_g`` set.
+
+    Raises:
+        ValueError: n does not lie between 1 and m.
 
     >>> mvue(1, 2)
     drhs_g=mvue(1,2)
@@ -112,11 +172,23 @@ def mvue(n: int = 2, m: int = 4) -> Sparsity:
     return Sparsity(drhs_g=unbiased(n, m))
 
 
-def mdgf(n: int = 2, m: int = 4, schedule: Schedule = exponential(1e-4), gradient: str = "ste") -> Sparsity:
-    """Mask decay gradient flow (Bambhaniya et al., arXiv 2402.04744): dropped weights fade by a schedule.
+def mdgf(n: int = 2, m: int = 4, schedule: Schedule = _EXPONENTIAL, gradient: str = "ste") -> Sparsity:
+    """Return mask decay gradient flow: dropped weights fade by a schedule (Bambhaniya et al., arXiv 2402.04744).
 
-    ``exponential(rate, begin, end)`` or ``linear(1, 0, steps, begin)``: dense until ``begin``, exactly n:m where the
-    schedule is 0. The paper advises 0 at about 70 % of the steps. ``gradient`` as in `decay`.
+    A dropped weight is multiplied by the schedule: all are kept at 1, and at 0 exactly n of m are.
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+        schedule: A function of the step, such as ``exponential(rate, begin, end)`` or ``linear(1, 0, steps, begin)``.
+            The paper advises to reach 0 at about 70 % of the steps.
+        gradient: "ste" or "autodiff", as in `nmjax.decay`.
+
+    Returns:
+        A sparsity with ``fwd_rhs`` set.
+
+    Raises:
+        ValueError: The gradient is neither of the two, or n does not lie between 1 and m.
 
     >>> from nmjax.pruners.schedules import linear
     >>> mdgf(1, 8, linear(1, 0, 700, begin=100))
@@ -128,80 +200,157 @@ def mdgf(n: int = 2, m: int = 4, schedule: Schedule = exponential(1e-4), gradien
 def sdgf(
     n: int = 2, m: int = 4, kind: str = "stepwise", steps: int = 1000, dense: int = 0, finetune: int = 0, k: int = 16
 ) -> Sparsity:
-    """Structure decay gradient flow (Bambhaniya et al., arXiv 2402.04744): n:m reached through looser patterns.
+    """Return structure decay gradient flow: weights reach n:m through looser patterns.
 
-    "stepwise" keeps m: m-1:m, m/2:m, m/4:m, ... n:m. "geometric" keeps the ratio: kn:km, ... 2n:2m, n:m (k = 16 in the
-    paper, 8 in its code). ``steps`` less ``dense`` steps before and ``finetune`` steps after are divided evenly.
+    Bambhaniya et al., arXiv 2402.04744. The steps between ``dense`` and ``finetune`` are divided evenly among the
+    patterns.
+
+    Args:
+        n: Number of values kept in each group in the end.
+        m: Size of a group in the end.
+        kind: "stepwise" keeps m: m-1:m, m/2:m, m/4:m, ... n:m. "geometric" keeps the ratio: kn:km, ... 2n:2m, n:m.
+        steps: Number of steps of the whole run.
+        dense: Number of dense steps at its beginning.
+        finetune: Number of steps at its end that keep n:m.
+        k: The first multiple of "geometric", a power of two: 16 in the paper, 8 in its code.
+
+    Returns:
+        A sparsity with ``fwd_rhs`` set.
+
+    Raises:
+        ValueError: The kind is neither of the two, k is no power of two, or the steps do not suffice for the patterns.
 
     >>> sdgf(1, 8, steps=400)
     fwd_rhs=ste(stages(((0,mse(7,8)),(100,mse(4,8)),(200,mse(2,8)),(300,mse(1,8)))))
     """
-    if kind == "stepwise":
-        patterns = [(m - 1, m)] if n < m - 1 else []
-        kept = m // 2
-        while kept > n:
-            patterns.append((kept, m))
-            kept //= 2
-    elif kind == "geometric":
-        if k < 1 or k & (k - 1):
-            raise ValueError(f"sdgf: k is a power of two, got {k}.")
-        patterns = [(n * 2**i, m * 2**i) for i in reversed(range(1, k.bit_length()))]
-    else:
-        raise ValueError(f"sdgf: kind is 'stepwise' or 'geometric', got {kind!r}.")
-    patterns.append((n, m))
+    patterns = [*_looser(n, m, kind, k), (n, m)]
     span = steps - dense - finetune
     if dense < 0 or finetune < 0 or span < len(patterns):
         raise ValueError(
-            f"sdgf: {steps} steps less {dense} dense and {finetune} of fine-tuning leave {span} for {len(patterns)} stages."
+            f"sdgf: {steps} steps less {dense} dense and {finetune} of fine-tuning leave {span} for {len(patterns)} "
+            "stages. Give more steps."
         )
-    rows = [(0, identity)] if dense else []
+    rows: list[tuple[int, Pruner]] = [(0, identity)] if dense else []
     rows += [(dense + span * i // len(patterns), mse(*pattern)) for i, pattern in enumerate(patterns)]
-    return Sparsity(fwd_rhs=straight(stages(tuple(rows))))
+    return Sparsity(fwd_rhs=straight(pruners.stages(tuple(rows))))
+
+
+def _looser(n: int, m: int, kind: str, k: int) -> list[tuple[int, int]]:
+    """Return the patterns before n:m."""
+    if kind == "geometric":
+        if k < 1 or k & (k - 1):
+            raise ValueError(f"sdgf: k is a power of two, got {k}.")
+        return [(n * 2**i, m * 2**i) for i in reversed(range(1, k.bit_length()))]
+    if kind != "stepwise":
+        raise ValueError(f"sdgf: kind is 'stepwise' or 'geometric', got {kind!r}.")
+    patterns = [(m - 1, m)] if n < m - 1 else []
+    kept = m // 2
+    while kept > n:
+        patterns.append((kept, m))
+        kept //= 2
+    return patterns
 
 
 def fst(n: int = 2, m: int = 4, lam: float = 6e-5, every: int = 40, dense_from: int | None = None) -> Sparsity:
-    """FST: transposable weight masks kept for ``every`` steps, masked decay, two-draw MVUE in dw, and a dense tail
-    (Hu et al., arXiv 2404.01847), which begins at step ``dense_from``: 5/6 of training in the paper.
+    """Return FST: held transposable masks, masked decay, two-draw MVUE in dw, and a dense tail.
 
-    The paper adds its decay after clipping; here it is part of the gradient. With ``lam=0`` there is none.
+    Hu et al., arXiv 2404.01847. The paper adds its decay after clipping the gradient; here the decay is part of the
+    gradient. For the paper's order write ``lam=0`` and put `nmjax.optim.masked_decay` into the optimizer.
 
-    >>> fst(dense_from=250)
-    fwd_rhs=stages(((0,sr_ste(hold(transposable(2,4),every=40),lam=6e-05)),(250,identity))); drhs_g=stages(((0,mvue_approx(2,4)),(250,identity)))
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+        lam: Strength of the decay; 0 is none.
+        every: Number of steps that a mask is held.
+        dense_from: First step of the dense tail, 5/6 of training in the paper; None is no tail.
+
+    Returns:
+        A sparsity with ``fwd_rhs`` and ``drhs_g`` set.
+
+    Raises:
+        ValueError: n does not lie between 1 and m.
+
+    >>> fst()
+    fwd_rhs=sr_ste(hold(transposable(2,4),every=40),lam=6e-05); drhs_g=mvue_approx(2,4)
+    >>> fst(lam=0, dense_from=250).drhs_g
+    stages(((0,mvue_approx(2,4)),(250,identity)))
     """
-    held = hold(transposable(n, m), every)
-    g = mvue_approx(n, m) if n == 2 else unbiased(n, m)
-    then = lambda p: p if dense_from is None else stages(((0, p), (dense_from, identity)))
-    return Sparsity(fwd_rhs=then(sr(held, lam) if lam else straight(held)), drhs_g=then(g))
+    mask = pruners.hold(transposable(n, m), every)
+    weight: Pruner = sr(mask, lam) if lam else straight(mask)
+    g: Pruner = mvue_approx(n, m) if n == 2 else unbiased(n, m)
+    if dense_from is None:
+        return Sparsity(fwd_rhs=weight, drhs_g=g)
+    return Sparsity(
+        fwd_rhs=pruners.stages(((0, weight), (dense_from, identity))),
+        drhs_g=pruners.stages(((0, g), (dense_from, identity))),
+    )
 
 
 def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: int = 100) -> Sparsity:
-    """Bi-Mask: a second mask for dx, along the outputs of the pruned weight, whose order is the best of some random ones
-    (Zhang et al., arXiv 2302.06058).
+    """Return Bi-Mask: SR-STE, and in dx a second mask of the pruned weight, along its outputs.
+
+    Zhang et al., arXiv 2302.06058. The outputs are reordered first: the best of some random orders keeps the most.
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+        lam: Strength of SR-STE's decay.
+        every: Number of steps that an order is kept.
+        draws: Number of random orders that are tried.
+
+    Returns:
+        A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
+
+    Raises:
+        ValueError: n does not lie between 1 and m.
 
     >>> bi_mask()
     fwd_rhs=sr_ste(mse(2,4)); dlhs_rhs=permute(mse(2,4))
     """
-    return Sparsity(fwd_rhs=sr(mse(n, m), lam), dlhs_rhs=permute(mse(n, m), every, draws))
+    return Sparsity(fwd_rhs=sr(mse(n, m), lam), dlhs_rhs=pruners.permute(mse(n, m), every, draws))
 
 
 def bdwp(n: int = 2, m: int = 4) -> Sparsity:
-    """Two-sided weight pruning: along the inputs forward, and along the outputs, of the dense weight, for dx.
+    """Return two-sided weight pruning: along the inputs forward, and for dx the dense weight along its outputs.
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+
+    Returns:
+        A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
+
+    Raises:
+        ValueError: n does not lie between 1 and m.
 
     >>> bdwp()
     fwd_rhs=ste(mse(2,4)); dlhs_rhs=raw(mse(2,4))
     """
-    return Sparsity(fwd_rhs=straight(mse(n, m)), dlhs_rhs=raw(mse(n, m)))
+    return Sparsity(fwd_rhs=straight(mse(n, m)), dlhs_rhs=pruners.raw(mse(n, m)))
 
 
 def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
-    """2:4 activations behind a squared ReLU, which makes most of them zero (Haziza et al., arXiv 2503.16672).
+    """Return n:m activations behind a squared ReLU, which makes most of them zero (Haziza et al., arXiv 2503.16672).
 
-    ``x -> up -> relu(.)**2 -> down``. The "down" layer prunes its input along features, and again along tokens for dw. The
-    "up" layer prunes the gradient, zero wherever the ReLU was, along features for dx and along tokens for dw. The paper
-    starts dense, and gives the 5 % fullest features to a dense product, which is not done here.
+    The block is ``x -> up -> relu(.)**2 -> down``. The paper starts dense, and gives the 5 % fullest features to a
+    dense product; neither is done here.
 
-    >>> activation(), activation(layer="up")
-    (fwd_lhs=mse(2,4); drhs_lhs=mse(2,4), dlhs_g=mse(2,4); drhs_g=mse(2,4))
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+        layer: "down" prunes the layer's input along features, and along tokens for dw. "up" prunes the layer's
+            gradient, which is zero wherever the ReLU was, along features for dx and along tokens for dw.
+
+    Returns:
+        A sparsity with ``fwd_lhs`` and ``drhs_lhs`` set, or ``dlhs_g`` and ``drhs_g``.
+
+    Raises:
+        ValueError: The layer is neither of the two, or n does not lie between 1 and m.
+
+    >>> activation()
+    fwd_lhs=mse(2,4); drhs_lhs=mse(2,4)
+    >>> activation(layer="up")
+    dlhs_g=mse(2,4); drhs_g=mse(2,4)
     """
     p: Pruner = mse(n, m)
     if layer == "down":
@@ -212,7 +361,17 @@ def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
 
 
 def top_gradient(n: int = 2, m: int = 4) -> Sparsity:
-    """Magnitude-pruned gradients in dw: biased, and the baseline that fails (Chmiel et al., arXiv 2203.10991).
+    """Return magnitude-pruned gradients in dw: biased, and the baseline that fails (Chmiel et al., arXiv 2203.10991).
+
+    Args:
+        n: Number of values kept in each group.
+        m: Size of a group.
+
+    Returns:
+        A sparsity with ``drhs_g`` set.
+
+    Raises:
+        ValueError: n does not lie between 1 and m.
 
     >>> top_gradient()
     drhs_g=mse(2,4)

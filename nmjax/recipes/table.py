@@ -1,9 +1,10 @@
-"""Which layer prunes how: an ordered table of path patterns."""
+"""The recipe: an ordered table of path patterns, which gives each layer its sparsity."""
 
 import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nmjax.core.value import Value
 from nmjax.kernels.targets import check_backend
@@ -13,8 +14,18 @@ from nmjax.recipes.text import parse
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Value):
-    """Rules (pattern, sparsity): the first whose regular expression matches a layer's whole path decides; where none
-    does the layer is dense. A sparsity may be its text.
+    """Rules (pattern, sparsity), in order. The first whose pattern matches a layer's whole path decides.
+
+    A layer that no pattern matches is dense.
+
+    Args:
+        rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`.
+        backend: Who runs pruned products: "auto" is a kernel if it is expected to win, "xla" never a kernel, "pallas"
+            always one, "interpret" a kernel simulated on a CPU.
+
+    Raises:
+        TypeError: The rules are not pairs of a text and a sparsity.
+        ValueError: A pattern is no regular expression, a text is no sparsity, or the backend is none of the four.
 
     >>> recipe = Recipe(((r".*/attention/.*", "dense"), (r"blocks/.*", "s_ste(2,4)")))
     >>> recipe("blocks/0/mlp/up"), recipe("blocks/0/attention/out"), recipe("head")
@@ -24,13 +35,13 @@ class Recipe(Value):
     rules: tuple[tuple[str, Sparsity], ...]
     backend: str = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_backend(self.backend)
         object.__setattr__(self, "rules", tuple(map(_rule, _pairs(self.rules))))
 
     def __call__(self, path: str) -> Sparsity:
-        """The sparsity of the layer at a path."""
+        """Return the sparsity of the layer at a path, such as "blocks/0/mlp/up"."""
         row = self._row(path)
         return Sparsity() if row is None else self.rules[row][1]
 
@@ -38,7 +49,17 @@ class Recipe(Value):
         return next((i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path)), None)
 
     def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
-        """The patterns that decide for none of the paths. A last ``.*`` does not count: what is left may be nothing."""
+        """Return the patterns that decide for none of the paths.
+
+        Args:
+            paths: The paths of all layers of a model.
+
+        Returns:
+            Patterns in their order. A last ``.*`` is never one of them, because earlier rules may leave nothing to it.
+
+        >>> Recipe(((r".*/mlp/.*", "ste()"), (r"head", "ste()"), (r".*", "dense"))).unused(["blocks/mlp/up"])
+        ('head',)
+        """
         return tuple(self.rules[i][0] for i in self._idle(paths))
 
     def _idle(self, paths: Iterable[str]) -> list[int]:
@@ -46,25 +67,51 @@ class Recipe(Value):
         return [i for i, (p, _) in enumerate(self.rules) if i not in used and not (p == ".*" and i == last)]
 
     def check(self, paths: Iterable[str]) -> None:
-        """Refuse rules that decide for no layer."""
+        """Refuse rules that decide for no layer.
+
+        Args:
+            paths: The paths of all layers of a model.
+
+        Raises:
+            ValueError: A rule decides for no layer. The error lists the layers whose paths are most like its pattern.
+        """
         paths = list(paths)
-        if not (idle := self._idle(paths)):
+        idle = self._idle(paths)
+        if not idle:
             return
-        lines = []
-        for pattern in (self.rules[i][0] for i in idle):
-            before = {self._row(path) for path in paths if re.fullmatch(pattern, path)}
-            first = " and ".join(repr(self.rules[i][0]) for i in sorted(before))
-            lines.append(f"  {pattern!r}" + (f": {first} come{'s' * (len(before) == 1)} first" if first else ""))
-        alike = lambda path: max(difflib.SequenceMatcher(None, self.rules[i][0], path).ratio() for i in idle)
-        near = [path or "'', the model itself" for path in sorted(paths, key=alike, reverse=True)[:20]]
-        shown = [f"  {path}" for path in near or ["none"]]
-        shown += [f"  and {len(paths) - 20} more"] if len(paths) > 20 else []
-        sentence = "A pattern is a regular expression for a layer's whole path. The layers are:"
-        raise ValueError("\n".join(["These rules of the recipe decide for no layer:", *lines, sentence, *shown]))
+        patterns = [self.rules[i][0] for i in idle]
+        nearest = sorted(paths, key=lambda path: _likeness(path, patterns), reverse=True)[:20]
+        lines = ["These rules of the recipe decide for no layer:"]
+        lines += [f"  {pattern!r}{self._earlier(pattern, paths)}" for pattern in patterns]
+        lines.append("A pattern is a regular expression for a layer's whole path. The layers are:")
+        lines += [f"  {path}" if path else "  '', the model itself" for path in nearest] or ["  none"]
+        if len(paths) > 20:
+            lines.append(f"  and {len(paths) - 20} more")
+        raise ValueError("\n".join(lines))
+
+    def _earlier(self, pattern: str, paths: list[str]) -> str:
+        """Return in words which rules take all layers that a pattern matches, or "" if it matches none."""
+        rows = {self._row(path) for path in paths if re.fullmatch(pattern, path)}
+        names = " and ".join(repr(other) for i, (other, _) in enumerate(self.rules) if i in rows)
+        if not rows:
+            return ""
+        return f": {names} {'comes' if len(rows) == 1 else 'come'} first"
 
     @classmethod
-    def named(cls, rules, sparsity: Mapping[str, str], backend: str = "auto") -> "Recipe":
-        """The recipe of a config: rules name their sparsity in a table of texts, or are texts themselves.
+    def named(cls, rules: Any, sparsity: Mapping[str, str], backend: str = "auto") -> "Recipe":
+        """Return the recipe of a config, whose rules name their sparsity in a table of texts, or are texts themselves.
+
+        Args:
+            rules: Pairs of a regular expression and a name in the table, a text or a `Sparsity`.
+            sparsity: The table, from names to texts.
+            backend: As in `Recipe`.
+
+        Returns:
+            The recipe.
+
+        Raises:
+            TypeError: The rules are not pairs of texts.
+            ValueError: A pattern is no regular expression, or a text is neither a name in the table nor a sparsity.
 
         >>> Recipe.named(((r".*/mlp/.*", "mlp"), (r".*", "dense")), {"mlp": "ste(2,4)"})
         Recipe((('.*/mlp/.*',fwd_rhs=ste(mse(2,4))),('.*',dense)))
@@ -72,13 +119,18 @@ class Recipe(Value):
         return cls(tuple(_rule(rule, sparsity) for rule in _pairs(rules)), backend)
 
 
-def _pairs(rules) -> tuple:
+def _likeness(path: str, patterns: list[str]) -> float:
+    return max(difflib.SequenceMatcher(None, pattern, path).ratio() for pattern in patterns)
+
+
+def _pairs(rules: Any) -> tuple[Any, ...]:
     if not isinstance(rules, (tuple, list)) or not all(isinstance(r, (tuple, list)) and len(r) == 2 for r in rules):
         raise TypeError(f"Recipe takes rules ((pattern, sparsity), ...), as ((r'.*', 's_ste(2,4)'),), got {rules!r}.")
     return tuple(rules)
 
 
-def _rule(rule, table: Mapping[str, str] | None = None):
+def _rule(rule: tuple[Any, Any], table: Mapping[str, str] | None = None) -> tuple[str, Sparsity]:
+    """Return a rule with its sparsity parsed; in a recipe by names, look it up in the table first."""
     pattern, sparsity = rule
     if not isinstance(pattern, str):
         raise TypeError(f"a rule's pattern is the text of a regular expression, as r'blocks/.*', got {pattern!r}.")
@@ -86,15 +138,17 @@ def _rule(rule, table: Mapping[str, str] | None = None):
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{pattern!r} is not a regular expression for a layer's path: {error}.") from None
-    strange = table is not None and isinstance(sparsity, str)
-    if strange and sparsity in table:
-        sparsity, strange = table[sparsity], False
+    hint = ""
+    if table is not None and isinstance(sparsity, str):
+        if sparsity in table:
+            sparsity = table[sparsity]
+        else:
+            hint = f" Nor is it in the table, which has {', '.join(map(repr, table)) or 'nothing'}."
     if isinstance(sparsity, str):
         try:
             sparsity = parse(sparsity)
         except ValueError as error:
-            nor = f" Nor is it in the table, which has {', '.join(map(repr, table)) or 'nothing'}." if strange else ""
-            raise ValueError(f"rule {pattern!r}: {error}{nor}") from None
+            raise ValueError(f"rule {pattern!r}: {error}{hint}") from None
     if not isinstance(sparsity, Sparsity):
         raise TypeError(f"rule {pattern!r} takes a Sparsity or its text, as 's_ste(2,4)', got {sparsity!r}.")
     return pattern, sparsity

@@ -30,13 +30,17 @@ def as_people_run_it(monkeypatch):
     monkeypatch.chdir(command.ROOT)
     people = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
     people |= {"jax_enable_compilation_cache": True}
-    told = {name: getattr(jax.config, name) for name in people}
-    for values in (people, told):  # for all threads, of which some compile
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # which asks once whether it is to be used
-        if values is people:
-            yield
+    before = {name: getattr(jax.config, name) for name in people}
+    configure(people)
+    yield
+    configure(before)
+
+
+def configure(values):
+    """Set options of JAX for all threads, because some of them compile."""
+    for name, value in values.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # the cache reads its options once
 
 
 # ---- in this process ----
@@ -47,11 +51,12 @@ def program(page: str, *changes: str, make=Program):
     return make(config, tasks.task(config))
 
 
-def steps(made: Program, count: int):
-    state, shown = made.init(jnp.uint32(made.config.seed)), []
-    for _, arrays in zip(range(count), made.task.feed(0, 0, made.mesh), strict=False):
-        state, found = made.train(state, arrays)
-        shown.append({name: float(value) for name, value in found.items()})
+def steps(program: Program, count: int):
+    """Return the state after so many steps, and the figures of each step."""
+    state, shown = program.init(jnp.uint32(program.config.seed)), []
+    for _, arrays in zip(range(count), program.task.feed(0, 0, program.mesh), strict=False):
+        state, figures = program.train(state, arrays)
+        shown.append({name: float(value) for name, value in figures.items()})
     return state, shown
 
 
@@ -59,13 +64,13 @@ def steps(made: Program, count: int):
 
 
 def free() -> int:
-    """A port that nobody listens at."""
+    """Return a port that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def xla_flags(devices: int) -> str:
-    """Those of this process, but for the number of devices."""
+    """Return the flags of this process, with another number of devices."""
     return re.sub(r"(?<=device_count=)\d+", str(devices), os.environ["XLA_FLAGS"])
 
 
@@ -74,14 +79,13 @@ def start(
 ) -> subprocess.Popen:
     flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     flags |= {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, command.ROOT / "launch.py", *page, f"--workdir={workdir}", *words], env=os.environ | flags | env, text=True,
-        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    launch = [sys.executable, command.ROOT / "launch.py", *page, f"--workdir={workdir}", *words]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(launch, env=os.environ | flags | env, cwd=cwd, **output)
 
 
 def once(factory: pytest.TempPathFactory, name: str, make) -> Path:
-    """A folder that ``make(folder)`` fills, once for all workers of these tests: for those that only read it."""
+    """Return a folder that ``make(folder)`` fills once for all test workers. Tests only read it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         make(folder := factory.mktemp(name))
         return folder
@@ -97,13 +101,13 @@ def once(factory: pytest.TempPathFactory, name: str, make) -> Path:
 
 
 def timeless(workdir: Path) -> list[dict]:
-    """What metrics.jsonl holds, but for what a clock says."""
+    """Return the lines of metrics.jsonl without the values that a clock gives."""
     clocks = ("seconds", "per_second", "flops_per_second")
     return [{k: v for k, v in line.items() if k not in clocks} for line in files.lines(workdir / "metrics.jsonl")]
 
 
 def arrays(workdir: Path) -> dict[str, bytes]:
-    """The last state, bit for bit, on whatever devices it lay."""
+    """Return the bytes of all arrays of the last state, on whatever devices it was."""
     import orbax.checkpoint as ocp
 
     path = (workdir / "checkpoints" / str(Checkpoints(workdir).steps()[-1])).absolute()

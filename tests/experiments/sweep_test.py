@@ -165,7 +165,7 @@ def alone(tmp_path_factory):
 
 @pytest.fixture
 def programs(monkeypatch):
-    """Those that are made."""
+    """The programs that are made."""
     made, first = [], program.Program.__init__
     monkeypatch.setattr(program.Program, "__init__", lambda self, *args: (made.append(self), first(self, *args))[1])
     return made
@@ -176,14 +176,14 @@ def about(directory):
 
 
 def left(directory):
-    """What a run has left, but for the inside of checkpoints and for names with a time in them."""
+    """Return the files of a run, without the inside of checkpoints and names with a time in them."""
     paths = [path.relative_to(directory) for path in directory.rglob("*")]
     deep = lambda path: "checkpoints" in path.parts and len(path.parts) > 2 or path.parent.name == "tensorboard"
     return sorted(str(path) for path in paths if not deep(path))
 
 
 def alike(here, there, shapes, last=4):
-    """Two directories of one run: the same lines, figures and last state, to rounding."""
+    """Check that two directories hold the same lines, figures and last state, to rounding."""
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     ours, theirs = timeless(here), timeless(there)[: len(timeless(here))]
     assert [line.keys() for line in ours] == [line.keys() for line in theirs]
@@ -253,7 +253,7 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
 
 
 def stopping(monkeypatch):
-    """Runs are told to stop after their first step."""
+    """Tell runs to stop after their first step."""
 
     def now(self):
         self.signal = signal.SIGTERM
@@ -290,7 +290,7 @@ def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
 
 
 def grouped(workdir, changes, at_once, streamed=False):
-    """Which runs are trained together, by a sweep that does nothing else."""
+    """Return which runs are trained together, by a sweep that does nothing else."""
     groups = []
 
     def train(members, _):

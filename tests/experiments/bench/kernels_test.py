@@ -237,7 +237,7 @@ def test_wrong_and_broken_configs_are_refused(monkeypatch):
     assert "of the largest magnitude" in " ".join(found.refused)
     assert "too many registers" in " ".join(found.refused)
     ways.pop(128)
-    assert tune.best(shape, HERE, tune.Pool(2**14), timer).startswith("no config is right: Config(tile_n=64): off by")
+    assert tune.best(shape, HERE, tune.Pool(2**14), timer).startswith("no config is right: HopperConfig(tile_n=64): off by")
 
 
 def test_tables_grow(tmp_path):

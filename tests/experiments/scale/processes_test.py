@@ -21,7 +21,7 @@ CUT = "--config.mesh.fsdp=4"  # over all devices of both
 
 
 def together(workdir, cache, *words, own=((), ()), page=PAGE) -> list[subprocess.Popen]:
-    """A process for each of ``own`` words, of two devices."""
+    """Start a process of two devices for each of ``own`` words."""
     port = free()
     told = [f"--distributed=127.0.0.1:{port},{len(own)},{index}" for index in range(len(own))]
     return [
@@ -109,12 +109,12 @@ def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path)
 
 def test_what_is_wrong_in_one_process_is_told_by_it_and_ends_all(tmp_path, alone):
     both = together(tmp_path / "run", alone[1], own=((), ("--config.batch=32",)))
-    why = r"launch\.py: process 1 of 2 on \S+: batch is 32 here and 16 in process 0; all want the same"
+    why = r"launch\.py: process 1 of 2 on \S+: batch is 32 here and 16 in process 0\. All processes of a run"
     refused(both, why)
 
 
 def test_a_directory_that_others_do_not_see_is_refused(tmp_path, alone):
-    """Of one name, but on another machine; here, below another place."""
+    """It has the same name on another machine; here, in another folder."""
     both, port = [], free()
     for index in range(2):
         (place := tmp_path / f"machine{index}").mkdir()
@@ -134,7 +134,7 @@ def refused(both, why: str) -> None:
 
 
 def test_of_files_every_process_reads_its_part(alone, tmp_path):
-    """Of three batches of four in each epoch, and of five files to test in two."""
+    """Each epoch has three batches of four; the five test files make two."""
     draw = np.random.default_rng(0)
     for part, count in (("train", 12), ("val", 5)):
         for i in range(count):
@@ -203,7 +203,8 @@ def test_what_is_left_to_do_at_another_ones_end_stays_known_until_its_cause_is(m
 
 def test_one_that_nobody_meets_says_so_and_gives_up():
     words = ["launch.py", *PAGE, f"--distributed=127.0.0.1:{free()},2,1"]
-    text = f"from experiments import command; from experiments.scale import processes; processes.PATIENCE = 12; command.main({words}, '')"
+    text = "from experiments import command; from experiments.scale import processes; processes.PATIENCE = 12; "
+    text += f"command.main({words}, '')"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=command.ROOT, timeout=100)
     assert done.returncode == 1
     (waits, ended) = [line for line in done.stderr.splitlines() if "process 1 of 2" in line]

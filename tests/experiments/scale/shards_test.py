@@ -49,7 +49,7 @@ def test_a_cut_run_is_the_whole_one_to_rounding(name):
 
 
 def parts_of(state) -> dict[str, float]:
-    """Which share of an array lies on a device, of all that are large."""
+    """Return the share of each large array that lies on one device."""
     share = lambda v: v.addressable_shards[0].data.size / v.size
     flat = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): share(v) for path, v in flat if v.size >= shards.SMALL}
@@ -74,8 +74,8 @@ LOOPS = {"": [], "micro-batches": ["--config.accumulate=2"], "scan": ["--config.
 
 @pytest.mark.parametrize(("name", "loop"), [*((name, "") for name in CUT), ("fsdp", "micro-batches"), ("fsdp", "scan")])
 def test_devices_tell_each_other_no_more_than_they_must(name, loop):
-    """Data parallel: gradients and figures are summed. FSDP: weights are gathered too, once, whatever goes round how often;
-    no activation is. A CPU sums what others scatter. The order of the data is nobody else's affair."""
+    """Data parallel sums gradients and figures. FSDP also gathers the weights, once, however often a loop runs, and no
+    activation. A CPU sums what other devices scatter. No device tells the others the order of its data."""
     depth = 2 if loop == "scan" else 1
     m = made(*CUT[name], f"--config.model.depth={depth}", *LOOPS[loop])
     arrays = next(iter(m.task.feed(0, 0, m.mesh)))
@@ -92,7 +92,7 @@ def test_devices_tell_each_other_no_more_than_they_must(name, loop):
 
 WRONG = {
     (3, 1): r"config.mesh.fsdp=3 x config.mesh.tensor=1 is 3 devices, which do not divide the 4",
-    (0, 1): r"config.mesh.fsdp=0 is no number of devices",
+    (0, 1): r"config.mesh.fsdp=0 is not a number of devices",
 }
 
 
@@ -103,7 +103,7 @@ def test_meshes_that_cannot_be(mesh):
 
 
 def test_groups_on_two_devices_are_refused_with_what_to_write():
-    """Of 64 in-features of the attention's layer out 2 x 32 are whole groups of 32, and 4 x 16 are not."""
+    """The layer out of the attention has 64 in-features: 2 x 32 are whole groups of 32, and 4 x 16 are not."""
     text = "--config.sparsity.blocks=fwd_rhs=ste(mse(16,32))"
     program("configs/vit_24.py:smoke", "--config.mesh.tensor=2", text)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What a sink is sent: to a package of our own that keeps it, and to the real ones where they are installed."""
+"""Sinks: with a package of our own that keeps what it is sent, and with the real ones if they are installed."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def init(dir, settings, **options):
 
 @pytest.fixture
 def sent(tmp_path, monkeypatch):
-    """What a package that goes by the name of wandb has been sent."""
+    """Return what a package by the name of wandb has been sent."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(KEEPS)
     monkeypatch.syspath_prepend(tmp_path / "packages")
@@ -151,7 +151,7 @@ def test_a_sink_that_fails_is_told_of_once_and_left_alone(what, tmp_path, sent, 
         run.write("train", step, loss=1.0)
     run.close("finished")
     why = "SystemExit: 3" if what == "finish" else "ConnectionError: no route"
-    assert told[-1] == f"wandb: {why}. It is left alone; metrics.jsonl has everything."
+    assert told[-1] == f"wandb: {why}. Nothing more is sent to it; metrics.jsonl has everything."
     assert len(told) == 1 + (what in ("log", "finish"))
     assert [line["step"] for line in files.lines(run.metrics)] == [1, 2, 3]
     assert json.loads((tmp_path / "mine" / "run.json").read_text())["outcome"] == "finished"
@@ -167,7 +167,7 @@ def test_no_step_waits_for_a_sink_and_the_end_not_long(what, tmp_path, sent, mon
         run.write("train", step + 1, loss=1.0)
     run.close("finished")
     assert time.monotonic() - began < 5
-    assert told[-1] == "wandb: not done after 0 s. It is left alone; metrics.jsonl has everything."
+    assert told[-1] == "wandb: not done after 0 s. Nothing more is sent to it; metrics.jsonl has everything."
     assert len(files.lines(run.metrics)) == 100
 
 
@@ -291,7 +291,7 @@ def test_the_real_package_keeps_what_it_is_sent(name, tmp_path):
 
     done = python(TWICE, str(tmp_path / "mine"), name)
     assert done.returncode == 0, done.stderr
-    assert "left alone" not in done.stdout
+    assert "Nothing more is sent" not in done.stdout
     back = python(BACK[name], str(tmp_path / "mine"))
     assert back.returncode == 0, back.stderr
     count, rows, end, config = json.loads(back.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What is taken in, written down and shown while a run goes on."""
+"""The meter, the record and the screen: what is read, written and shown while a run goes on."""
 
 import io
 import json

@@ -39,8 +39,8 @@ def whole(tmp_path_factory):
 
 
 def test_killed_at_any_moment_a_run_ends_as_one_that_was_not(whole, tmp_path):
-    """Twenty times: ten while it begins, finds its checkpoint and compiles, and ten while it trains and saves. A run that
-    ends before it is killed is one more to be compared."""
+    """Kill it twenty times: ten times while it begins, finds its checkpoint and compiles, ten times while it trains and
+    saves. A run that ends before it is killed is compared too."""
     whole, cache = whole
     draw, killed, runs = random.Random(), 0, 0
     while True:

@@ -404,8 +404,9 @@ def shades(tmp_path):
             for k in range(4):
                 Image.new("RGB", (40, 30), (colour + k,) * 3).save(tmp_path / "data" / split / name / f"{i}{k}.jpg")
     page = f"--config=configs/resnet_24.py:folder --config.data.dir={tmp_path / 'data'} --config.data.size=16".split()
-    few = "--config.epochs=0 --config.steps=6 --config.batch=8 --config.model.size=tiny --config.dtype=float32 --config.measure=0"
-    return tmp_path / "data", ["launch.py", *page, *few.split(), f"--workdir={tmp_path / 'run'}"]
+    few = ["--config.epochs=0", "--config.steps=6", "--config.batch=8", "--config.measure=0"]
+    small = ["--config.model.size=tiny", "--config.dtype=float32"]
+    return tmp_path / "data", ["launch.py", *page, *few, *small, f"--workdir={tmp_path / 'run'}"]
 
 
 def test_a_folder_of_images_is_streamed(shades, tmp_path):

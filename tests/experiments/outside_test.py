@@ -1,0 +1,343 @@
+"""Doors for others: a pruner, a model, a data set and a task in a folder outside the repository, each in one file."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flax import nnx
+
+from experiments import command, report, reproduce
+from experiments.data import images, others, text
+from experiments.errors import Mistake
+from experiments.training import settings, tasks
+from tests.experiments.runs import xla_flags
+
+PRUNER = '''"""One file with a new pruner."""
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import nmjax as nm
+
+
+@dataclass(frozen=True, repr=False)
+class above(nm.Pruner):
+    """Keep what is larger than a share of the group's largest."""
+
+    share: float
+    m: int
+
+    @property
+    def block(self):
+        return self.m
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        g = nm.groups.split(x, axis, self.m)
+        bound = self.share * jnp.max(jnp.abs(g), axis % x.ndim + 1, keepdims=True)
+        return jnp.where(jnp.abs(g) > bound, g, 0).reshape(x.shape)
+'''
+
+MIXER = '''"""An MLP-Mixer on digits, and its page of settings."""
+
+import jax
+from flax import nnx
+
+from configs import common
+
+
+class Mlp(nnx.Module):
+    def __init__(self, width, hidden, dtype, rngs):
+        self.up = nnx.Linear(width, hidden, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class Block(nnx.Module):
+    def __init__(self, tokens, width, dtype, rngs):
+        self.norms = nnx.List(nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.tokens = Mlp(tokens, 4 * tokens, dtype, rngs)
+        self.channels = Mlp(width, 4 * width, dtype, rngs)
+
+    def __call__(self, x):
+        x = x + self.tokens(self.norms[0](x).swapaxes(1, 2)).swapaxes(1, 2)
+        return x + self.channels(self.norms[1](x))
+
+
+def no_model(**options):
+    return options
+
+
+class Mixer(nnx.Module):
+    def __init__(self, image, channels, classes, patch, width, depth, dtype, rngs):
+        self.patches = nnx.Conv(channels, width, (patch, patch), (patch, patch), dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List(Block((image // patch) ** 2, width, dtype, rngs) for _ in range(depth))
+        self.head = nnx.Linear(width, classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.patches(x)
+        x = x.reshape(x.shape[0], -1, x.shape[-1])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def get_config(variant=""):
+    c = common.image("")
+    c.model = dict(name="mixer:Mixer", patch=2, width=32, depth=2)
+    c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
+    c.sparsity = dict(blocks="s_ste(2,4)")
+    c.steps, c.batch, c.evaluate = 4, 32, "100%"
+    return c
+'''
+
+DATA = '''"""Images of two kinds of spirals."""
+import numpy as np
+from experiments.data.images import Images
+from experiments.data.text import Text
+
+
+def load(dir):
+    rng = np.random.default_rng(0)
+    turn, angle = rng.choice([-1, 1], 400), rng.uniform(0, 6, 400)
+    y, x = np.mgrid[-1:1:8j, -1:1:8j]
+    wave = np.cos(np.arctan2(y, x) + turn[:, None, None] * 4 * np.hypot(x, y) + angle[:, None, None])
+    images = np.uint8(127 * (1 + wave))[..., None]
+    labels = (turn > 0).astype(int)
+    return Images("spirals", (images[:320], labels[:320]), (images[320:], labels[320:]), ("left", "right"))
+
+
+def notes(dir):
+    ids = np.arange(400) % 7
+    return Text("notes", ids[:300], ids[300:], 7, lambda ids: "".join(map(chr, ids)))
+'''
+
+TASK = '''"""A task of one's own, the regression of a sine, with its page of settings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from experiments.scale import shards
+from configs import common
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(4, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class Sine:
+    unit, units, metric, streamed, examples = "numbers", 1, "loss", False, 1024
+    facts, notes = [("data", "a sine")], []
+
+    def __init__(self, config):
+        self.config = config
+        x = np.random.default_rng(0).uniform(-1, 1, (1280, 4)).astype(np.float32)
+        y = np.sin(3 * x.sum(1, keepdims=True))
+        self.train, self.test = (x[:1024], y[:1024]), (x[1024:], y[1024:])
+
+    def make(self, rngs):
+        return Net(rngs)
+
+    def example(self, batch):
+        return (jax.ShapeDtypeStruct((batch, 4), jnp.float32),)
+
+    def feed(self, seed, start, mesh):
+        arrays = shards.placed(self.train, shards.whole(mesh))
+        while True:
+            yield arrays
+
+    def batch(self, arrays, seed, step, mesh):
+        index = jax.random.randint(jax.random.fold_in(jax.random.key(seed), step), (self.config.batch,), 0, 1024)
+        return arrays[0][index], arrays[1][index]
+
+    def loss(self, model, batch):
+        return jnp.mean((model(batch[0]) - batch[1]) ** 2), {}
+
+    def tests(self, mesh):
+        yield shards.placed(self.test, shards.batch(mesh))
+
+    def score(self, model, batch):
+        each = ((model(batch[0]) - batch[1]) ** 2)[:, 0]
+        return {"count": jnp.float32(each.size), "loss": jnp.sum(each)}
+
+    def pictures(self, graph, state, mesh):
+        return {}
+
+
+def get_config(variant=""):
+    c = common.run()
+    c.experiment = "mytask:Sine"
+    c.steps, c.batch = 8, 32
+    c.rules = ((r".*", "ste(2,4)"),)
+    return c
+'''
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """Make a folder outside the repository the current one."""
+    for name, source in {
+        "mylab": PRUNER,
+        "mixer": MIXER,
+        "spirals": DATA,
+        "sine": TASK.replace("mytask", "sine"),
+    }.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("mylab", "mixer", "spirals", "sine"):
+        sys.modules.pop(name, None)
+
+
+def read(page: str, *changes: str):
+    return command.read(["launch.py", f"--config={page}", *(f"--config.{change}" for change in changes)]).config
+
+
+def test_a_model_gets_the_fields_of_the_page_and_what_the_task_fixes(outside):
+    config = read("mixer.py")
+    assert settings.foreign_names(config) == ["mixer:Mixer"]
+    model = tasks.task(config).model
+    assert model.args[1:] == ("mixer:Mixer", model.args[2])
+    assert model.args[2] == {
+        "image": 8,
+        "channels": 1,
+        "classes": 10,
+        "dtype": None,
+        "patch": 2,
+        "width": 32,
+        "depth": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("model.name=mixr:Mixer", "config.model.name: there is no module 'mixr'. Start in the folder that holds it"),
+        ("model.name=mixer:Mixr", r"config.model.name: mixer:Mixr: the module mixer .* Did you mean mixer:Mixer\?"),
+        ("model.name=mixer:common", "config.model.name='mixer:common' is a module, not a subclass of nnx.Module"),
+        ("model.name=mixer:Block", "config.model.name='mixer:Block': missing a required argument: 'tokens'. It is called with rngs"),
+        ("model.name=mixer:no_model", "config.model.name='mixer:no_model' makes a dict, not an nnx.Module"),
+        ("model.name=mixer", r"config.model.name='mixer' is not known. There are resnet, vit"),
+        ("data.name=spiral:load", "config.data.name: there is no module 'spiral'"),
+        ("data.name=spirals:np", "config.data.name='spirals:np' is a module, not a function of a folder"),
+        ("data.name=spirals:notes", r"returns a Text, not experiments.data.images.Images\(name, train, test, classes, note\)"),
+        ("experiment=sine:Sin", r"has no name 'Sin'. Did you mean sine:Sine\?"),
+        ("experiment=sine:Net", "config.experiment='sine:Net' is no task: it has no make, example, feed"),
+        ("experiment=sine:common", "config.experiment='sine:common' is a module, not a class with the members of Task"),
+        ("sparsity.blocks=drhs_g=mylab:abov(0.5,4)", r"has no name 'abov'. Did you mean mylab:above\?"),
+    ],
+)  # fmt: skip
+def test_what_is_of_the_wrong_kind_is_refused_in_one_line(outside, field, said):
+    config = read("mixer.py", field)
+    with pytest.raises(Mistake, match=said) as caught:
+        settings.recipe(config, 100), tasks.task(config).make(nnx.Rngs(0))
+    assert "\n" not in str(caught.value)
+
+
+def test_data_sets_of_images_are_checked(outside):
+    good = others.load("spirals:load", "", images.Images)
+    (x, y), test = good.train, good.test
+    assert images.load("spirals:load").train[1].dtype == "int32"
+    for wrong, said in [
+        (good._replace(train=(x / 255, y)), r"train has images of float64 \(320, 8, 8, 1\), not uint8"),
+        (good._replace(train=(x[..., 0], y)), r"train has images of uint8 \(320, 8, 8\), not uint8 \(n, height"),
+        (good._replace(train=(x, y[:-1])), r"train has labels of int64 \(319,\), not one whole number for each of 320"),
+        (good._replace(train=(x, y + 1)), "train has labels from 1 to 2, and 2 classes are named"),
+        (good._replace(test=(test[0][:, 1:], test[1])), r"images to train are \(8, 8, 1\), those to test \(7, 8, 1\)"),
+    ]:
+        with pytest.raises(Mistake, match=said):
+            images._checked("spirals:load", wrong)
+
+
+def test_texts_are_checked(outside):
+    notes = text.load("spirals:notes")
+    assert notes.train.dtype == "uint8"
+    assert notes.decode([65, 66]) == "AB"
+    with pytest.raises(Mistake, match="train has tokens from 0 to 6, and the vocabulary is 6"):
+        text._checked("spirals:notes", notes._replace(vocabulary=6))
+    with pytest.raises(Mistake, match=r"valid is float64 \(100,\), not a 1-D array of whole numbers"):
+        text._checked("spirals:notes", notes._replace(valid=notes.valid / 2))
+    with pytest.raises(Mistake, match="leave config.data.valid empty"):
+        text.load("spirals:notes", tokenizer="gpt2.json")
+
+
+def test_the_folder_of_a_page_and_the_current_folder_can_be_imported(outside, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(outside)])
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    config = read(str(outside / "mixer.py"), "data.name=spirals:load")
+    assert tasks.task(config).examples == 320
+
+
+def test_a_file_of_results_imports_nothing(outside, monkeypatch):
+    """Settings that --mode=eval reads from a run's directory are not a person's own words."""
+    (outside / "evil.py").write_text("raise SystemExit('it ran')\n")
+    for change in (
+        "model.name=evil:Boom",
+        "data.name=evil:boom",
+        "sparsity.blocks=drhs_g=evil:boom()",
+        "experiment=evil:Boom",
+    ):
+        config = read("mixer.py", change, "model.patch=4")
+        (outside / "run").mkdir(exist_ok=True)
+        (outside / "run" / "config.json").write_text(config.to_json_best_effort())
+        with pytest.raises(
+            Mistake, match=r"config.json names .*evil:.*only names that you write yourself.*Add the --config=PAGE"
+        ):
+            command.read(["launch.py", "--mode=eval", "--workdir=run"])
+    rules = read("mixer.py", "model.name=vit", "rules=((r'.*', 'ste(evil:boom())'),)")
+    (outside / "run" / "config.json").write_text(rules.to_json_best_effort())
+    with pytest.raises(Mistake, match="config.json names evil:boom, "):
+        command.read(["launch.py", "--mode=eval", "--workdir=run"])
+    assert "evil" not in sys.modules
+
+
+def test_results_and_reports_import_nothing(outside):
+    (outside / "evil.py").write_text("raise SystemExit('it ran')\n")
+    line = json.loads((command.ROOT / "experiments/results/sdgp_cpu.jsonl").read_text().partition("\n")[0])
+    line["changes"] |= {"sparsity.stages": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
+    (outside / "sdgp_cpu.jsonl").write_text(json.dumps(line))
+    with pytest.raises(Mistake, match="is of another config than the page has now"):
+        reproduce.read(outside / "sdgp_cpu.jsonl")
+    (outside / "run").mkdir()
+    (outside / "run" / "run.json").write_text(json.dumps({"name": "a run"}))
+    (outside / "run" / "config.json").write_text(read("mixer.py", "model.name=evil:Boom").to_json_best_effort())
+    assert "evil:Boom" in report.write(outside / "run").read_text()
+    assert "evil" not in sys.modules
+
+
+def launch(folder: Path, *words: str) -> str:
+    env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, command.ROOT / "launch.py", *words], cwd=folder, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.processes
+def test_a_run_of_what_is_not_ours(outside):
+    words = ["--config=mixer.py", "--config.data.name=spirals:load", "--workdir=run"]
+    words += ["--config.sparsity.blocks=fwd_rhs=ste(mse(2,4)); drhs_g=mylab:above(0.5,4)"]
+    said = launch(outside, *words)
+    assert "spirals: 320 training images" in said
+    assert "model         mixer:Mixer, " in said
+    assert "drhs_g=mylab:above(0.5,4)" in said
+    assert (outside / "run" / "report.html").is_file()
+    assert "last, step 4" in launch(outside, *words, "--mode=eval")
+
+
+@pytest.mark.processes
+def test_a_task_that_is_not_ours(outside):
+    said = launch(outside, "--config=sine.py", "--mode=plan")
+    assert "up  " in said
+    assert "fwd_rhs=ste(mse(2,4))" in said
