@@ -11,31 +11,32 @@ from nmjax.core import groups as groups, random as random
 from nmjax.core.context import Ctx as Ctx
 from nmjax.core.pruner import Grouped as Grouped, Pruner as Pruner
 from nmjax.kernels.format import Packed as Packed, pack as pack, unpack as unpack
-from nmjax.products.rule import (
+from nmjax.products.functions import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,
     einsum as einsum,
 )
-from nmjax.products.sparsity import Sparsity as Sparsity, prune as prune
+from nmjax.products.pruning import prune as prune
+from nmjax.products.sparsity import Sparsity as Sparsity
 from nmjax.pruners import (
+    chain as chain,
+    decay as decay,
+    fp8 as fp8,
+    hold as hold,
     identity as identity,
     mse as mse,
     mvue as mvue,
     mvue_approx as mvue_approx,
-    soft as soft,
-    transposable as transposable,
-    uniform as uniform,
-)
-from nmjax.pruners.combinators import (
-    chain as chain,
-    hold as hold,
     permute as permute,
     raw as raw,
     rescale as rescale,
+    soft as soft,
+    sr_ste as sr_ste,
     stages as stages,
+    ste as ste,
+    transposable as transposable,
+    uniform as uniform,
 )
-from nmjax.pruners.estimators import decay as decay, sr_ste as sr_ste, ste as ste
-from nmjax.pruners.float8 import fp8 as fp8
 from nmjax.pruners.schedules import (
     constant as constant,
     cosine as cosine,

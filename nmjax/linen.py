@@ -32,8 +32,9 @@ from flax.core import meta
 from nmjax.core import groups, random
 from nmjax.core.context import Ctx
 from nmjax.core.value import Value
-from nmjax.products import operations as ops, rule as products, sites
-from nmjax.products.sparsity import Operand, Sparsity
+from nmjax.products import operations, rule, sites
+from nmjax.products.pruning import Operand
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
@@ -57,7 +58,7 @@ class dot_cls(Value):
             raise TypeError(f"a Recipe is wanted, such as Recipe(((r'.*', 's_ste(2,4)'),)), got {self.recipe!r}.")
 
     def __call__(self) -> nn.Module:
-        return Product(self.recipe, self.seed, ops.as_dot)
+        return Product(self.recipe, self.seed, operations.as_dot)
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,7 +66,7 @@ class conv_cls(dot_cls):
     """What ``conv_general_dilated_cls`` takes."""
 
     def __call__(self) -> nn.Module:
-        return Product(self.recipe, self.seed, ops.as_conv)
+        return Product(self.recipe, self.seed, operations.as_conv)
 
 
 # ---- what a layer keeps ----
@@ -169,8 +170,8 @@ class Product(nn.Module):
             words, time, state = site.own()
         step, micro = (0, 0) if time is None else time
         key = None if words is None else sites.site_key(words, micro)
-        ctx = Ctx(key, step, state, name=path or "the layer")
-        return products.bilinear(op, lhs, rhs, site.sparsity, ctx, self.recipe.backend)
+        ctx = Ctx(key, step, state)
+        return rule.bilinear(op, lhs, rhs, site.sparsity, ctx, self.recipe.backend, name=path or "the layer")
 
     def _site(self, made, rhs):
         known = self.has_variable("nm", "site")
@@ -185,7 +186,7 @@ class Product(nn.Module):
                     "Make it anew: reset_state({'params': params, 'nm': model.init(key, x)['nm']})."
                 )
             return site
-        if any(needs(made.sparsity) for needs in (sites.draws, sites.timed, sites.remembers)):
+        if any(needs(made.sparsity) for needs in (sites.needs_key, sites.timed, sites.remembers)):
             raise ValueError(f"{made.sparsity} reads the collection 'nm', which is not here. {_GOES}")
         return Site(made, made.sparsity)
 
@@ -199,7 +200,7 @@ class Product(nn.Module):
                 f"(Product_0, here {self.name}), without a mask of the layer's own. Give each weight a layer such as nn.Dense, or "
                 f'leave this one dense: (r"{made.path}", "dense").'
             )
-        words = sites.site_words(made.seed, made.path) if sites.draws(sparsity) else None
+        words = sites.site_words(made.seed, made.path) if sites.needs_key(sparsity) else None
         time = jnp.zeros(2, jnp.int32) if sites.timed(sparsity) or words is not None else None
         state = None
         if sites.remembers(sparsity):

@@ -15,13 +15,13 @@ HOUSE = {
         "core": ("versions", "refusal", "value", "names", "context", "groups", "random", "pruner"),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
-            "transposable_mask", "__init__", "estimators", "float8", "combinators",
+            "transposable_mask", "estimators", "float8", "combinators", "remembering", "__init__",
         ),
         "kernels": (
             "targets", "format", "limits", "tuning", "emulation", "instructions", "ampere", "hopper", "compress", "copies",
             "calls", "check", "multiply", "__init__",
         ),
-        "products": ("sparsity", "operations", "routes", "forms", "rule", "sites"),
+        "products": ("slot", "pruning", "sparsity", "operations", "routes", "forms", "rule", "functions", "sites"),
         "recipes": ("methods", "text", "table"),
         "analysis": ("flops", "plan", "patterns", "metrics"),
         "optim": (),

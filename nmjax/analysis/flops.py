@@ -13,13 +13,9 @@ from collections.abc import Iterable, Iterator
 import jax
 from jax.extend import core
 
-from nmjax.core.pruner import Grouped, Pruner
+from nmjax.core.pruner import Pruner
 from nmjax.products.operations import Conv, Dot
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import transposable
-from nmjax.pruners.combinators import raw, stages
-from nmjax.pruners.estimators import decay
-from nmjax.pruners.schedules import row_at
 
 
 def flops(op: Dot | Conv, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
@@ -41,41 +37,34 @@ def _each(values: tuple[int, ...], rhs: tuple[int, ...], but: Iterable[int]) -> 
 
 
 def kept(p: Pruner, step: int | None = None) -> float:
-    """The share of values that a pruner leaves at a step; without a step, where it leaves least.
+    """Return the share of values that a pruner leaves at a step; without a step, at its sparsest.
 
     >>> from nmjax.recipes.text import parse_pruner
     >>> kept(parse_pruner("ste(soft(2,4))")), kept(parse_pruner("decay(mse(1,8),linear(1,0,100))"), 50)
     (0.5, 1.0)
     """
-    return _least(p, step, Grouped)
-
-
-def _least(p: Pruner, step: int | None, kind: type[Grouped]) -> float:
-    """What the pruners of a kind leave."""
-    if isinstance(p, Grouped):
-        return p.n / p.m if isinstance(p, kind) else 1.0
-    parts = p.parts
-    if isinstance(p, stages) and step is not None:
-        parts = (parts[int(row_at(p.rows, step))],)
-    if isinstance(p, decay) and step is not None and float(p.schedule(step)) != 0:
-        return 1.0
-    return min((_least(q, step, kind) for q in parts), default=1.0)
+    return p.kept(step)
 
 
 def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float, float]:
-    """The share of its dense FLOPs that each product is left with at a step, else at its sparsest: (fwd, dlhs, drhs).
+    """Return the share of its dense FLOPs that each product is left with: (fwd, dlhs, drhs).
+
+    Args:
+      sparsity: what is pruned.
+      step: the step of training; without it, every slot is taken at its sparsest.
 
     >>> from nmjax.recipes.text import parse
     >>> effective(parse("s_ste(2,4)")), effective(parse("ste(1,8)")), effective(parse("fst()"))
     ((0.5, 1.0, 0.5), (0.125, 1.0, 1.0), (0.5, 0.5, 0.5))
     """
-    share = lambda slot: kept(getattr(sparsity, slot), step)
-    # dx has the forward product's weight, or prunes it again; where that is n:m along both axes, it stays so
-    reused = 1.0 if isinstance(sparsity.dlhs_rhs, raw) else _least(sparsity.fwd_rhs, step, transposable)
+    slots = sparsity.slots
+    share = {name: slot.pruner.kept(step) for name, slot in slots.items()}
+    # dx has the forward product's weight, or prunes it again. If that is n:m along both axes, it stays so.
+    reused = 1.0 if slots["dlhs_rhs"].raw else slots["fwd_rhs"].pruner.kept_across(step)
     return (
-        min(share("fwd_lhs"), share("fwd_rhs")),
-        min(share("dlhs_g"), share("dlhs_rhs"), reused),
-        min(share("drhs_g"), share("drhs_lhs")),
+        min(share["fwd_lhs"], share["fwd_rhs"]),
+        min(share["dlhs_g"], share["dlhs_rhs"], reused),
+        min(share["drhs_g"], share["drhs_lhs"]),
     )
 
 

@@ -17,8 +17,9 @@ from nmjax.analysis.patterns import Pattern as Pattern, count, path as path, vio
 from nmjax.core import groups, random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.products.rule import einsum
-from nmjax.products.sparsity import Sparsity, prune
+from nmjax.products.functions import einsum
+from nmjax.products.pruning import prune
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 Key: TypeAlias = Any  # a jax.random.key, an int seed, or two uint32 words

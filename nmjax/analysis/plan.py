@@ -17,9 +17,10 @@ from rich.table import Table
 
 from nmjax.analysis import flops
 from nmjax.core.pruner import Pruner
-from nmjax.products.routes import RESULTS, Choice, explain
+from nmjax.products.routes import RESULTS, Route, explain
 from nmjax.products.rule import refusals
-from nmjax.products.sparsity import SLOTS, WEIGHT, Sparsity
+from nmjax.products.slot import SLOTS, WEIGHT
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 
@@ -32,7 +33,7 @@ class Use(NamedTuple):
     stacked: int
 
 
-class Slot(NamedTuple):
+class SlotPlan(NamedTuple):
     """What happens in one slot of a layer."""
 
     name: str
@@ -61,11 +62,11 @@ class LayerPlan(NamedTuple):
     kind: str
     kernel: tuple[int, ...]
     sparsity: Sparsity
-    slots: tuple[Slot, ...]
+    slots: tuple[SlotPlan, ...]
     flops: int | None  # of each of its three products when dense; None where no example was given
     shares: tuple[float, float, float]  # what is effectively left of fwd, dlhs and drhs, at its sparsest
     hardened: str  # what `harden` makes of its weight: n:m, dense, or none where it is drawn anew at every step
-    runs: tuple[tuple[str, Choice], ...] = ()  # how its products run: fwd, dlhs, drhs; empty where only a call tells
+    runs: tuple[tuple[str, Route], ...] = ()  # how its products run: fwd, dlhs, drhs; empty where only a call tells
 
 
 def hardened(sparsity: Sparsity) -> str:
@@ -77,13 +78,13 @@ def hardened(sparsity: Sparsity) -> str:
     return "dense" if pattern is None else f"{pattern[0]}:{pattern[1]}"
 
 
-def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[Slot, ...]:
+def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[SlotPlan, ...]:
     """What a sparsity does to a layer of these products, slot by slot."""
     found = []
     for name in (s for s in SLOTS if getattr(sparsity, s) != identity):
         p = getattr(sparsity, name)
         if not uses or (name.startswith("drhs") and not tokens_known):
-            found.append(Slot(name, p))
+            found.append(SlotPlan(name, p))
             continue
         op, lhs, rhs, stacked = uses[0]
         g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
@@ -91,13 +92,13 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         along = tuple(shape[a] for a in op.operands(len(lhs.shape), len(rhs.shape))[name].contract)
         groups = stacked * math.prod(shape) // p.block if tokens_known or name in WEIGHT else None
         reasons = (dict(refusals(*use[:3], sparsity)).get(name) for use in uses)
-        found.append(Slot(name, p, along, groups, next(filter(None, reasons), None)))
+        found.append(SlotPlan(name, p, along, groups, next(filter(None, reasons), None)))
     return tuple(found)
 
 
 def runs_of(
     sparsity: Sparsity, uses: list[Use], backend: str, before: frozenset[str] = frozenset()
-) -> tuple[tuple[str, Choice], ...]:  # fmt: skip
+) -> tuple[tuple[str, Route], ...]:  # fmt: skip
     """How the products of a layer run, of which some find the weight packed."""
     choices = explain(*uses[0][:3], sparsity, backend, before) if uses else {}
     refused = lambda choice: backend == "pallas" and choice.how == "emulated"

@@ -5,7 +5,9 @@ axes would cost ten copies, and under a sharded axis a neighbour's data.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,34 +141,59 @@ def counts(x: jax.Array, m: int, axis: int = -1) -> jax.Array:
     return jnp.sum(split(x, axis, m).astype(bool), axis + 1, dtype=jnp.int32)
 
 
-def merge(x: jax.Array, axes: tuple[int, ...], block: int):
-    """One axis that ``block`` divides, out of several that a product contracts, the last of them the innermost.
+class Merged(NamedTuple):
+    """An array with one axis in the place of several, and the way back.
 
-    As few of the innermost axes as needed are flattened: often the last alone, which moves nothing. Returns the array,
-    that axis, where each old axis went (None where flattened), and the way back; or None where even all of them
-    together do not divide.
+    Attributes:
+      array: the array, with the axes merged.
+      axis: the merged axis.
+      axes: for every axis of the array as it was, the same axis now; None if it was merged.
+      restore: a function that gives an array of the merged shape the shape as it was.
     """
-    taken = innermost(x.shape, axes, block)
-    if taken is None:
+
+    array: jax.Array
+    axis: int
+    axes: tuple[int | None, ...]
+    restore: Callable[[jax.Array], jax.Array]
+
+
+def merge(x: jax.Array, axes: tuple[int, ...], block: int) -> Merged | None:
+    """Merge as few of ``axes`` as needed into one axis that ``block`` divides.
+
+    Args:
+      x: an array.
+      axes: the axes that a product contracts, the innermost last. Often the last alone is enough, and nothing moves.
+      block: the number that must divide the merged axis.
+
+    Returns:
+      The merged array, or None if ``block`` does not divide all axes together either.
+
+    >>> merge(jnp.ones((2, 6)), (0, 1), 4).array.shape
+    (12,)
+    """
+    count = innermost(x.shape, axes, block)
+    if count is None:
         return None
-    inner = axes[-taken:]
-    if taken == 1:
-        return x, inner[0], tuple(range(x.ndim)), lambda y: y
-    rest = [a for a in range(x.ndim) if a not in inner]
-    at = sum(a < inner[-1] for a in rest)
-    order = [*rest[:at], *inner, *rest[at:]]
+    inner = axes[-count:]
+    if count == 1:
+        return Merged(x, inner[0], tuple(range(x.ndim)), lambda y: y)
+    outer = [a for a in range(x.ndim) if a not in inner]
+    axis = sum(a < inner[-1] for a in outer)
+    order = [*outer[:axis], *inner, *outer[axis:]]
     moved = jnp.transpose(x, order)
-    flat = moved.reshape(*moved.shape[:at], -1, *moved.shape[at + taken :])
-    where = tuple(
-        None if a in inner else order.index(a) - (taken - 1 if order.index(a) > at else 0) for a in range(x.ndim)
-    )
-    back = lambda y: jnp.transpose(y.reshape(moved.shape), np.argsort(order))
-    return flat, at, where, back
+    flat = moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + count :])
+    unmerged = [*outer[:axis], None, *outer[axis:]]  # which old axis each new one is
+    new_axes = tuple(None if a in inner else unmerged.index(a) for a in range(x.ndim))
+    restore = lambda y: jnp.transpose(y.reshape(moved.shape), np.argsort(order))
+    return Merged(flat, axis, new_axes, restore)
 
 
 def innermost(shape: tuple[int, ...], axes: tuple[int, ...], block: int) -> int | None:
-    """How many of the last of ``axes`` it takes for ``block`` to divide their size; None where all are not enough."""
-    return next((k for k in range(1, len(axes) + 1) if math.prod(shape[a] for a in axes[-k:]) % block == 0), None)
+    """Return how many of the last ``axes`` it takes until ``block`` divides their size; None if all are too few."""
+    for count in range(1, len(axes) + 1):
+        if math.prod(shape[a] for a in axes[-count:]) % block == 0:
+            return count
+    return None
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -176,8 +203,9 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def settled(x: jax.Array) -> jax.Array:
-    """Non-negative floats as they are, divided by one. XLA's CPU fusion counts a division as costly, and so computes a
-    group's value once, where it would else compute all that led to it once more for every member: 1.5 copies, not 20."""
+    """Non-negative floats as they are, divided by one. XLA's CPU fusion counts a division as costly, and so computes
+    a group's value once, where it would else compute all that led to it once more for every member: 1.5 copies, not
+    20."""
     return x / jnp.where(x < 0, 2, 1).astype(x.dtype)
 
 

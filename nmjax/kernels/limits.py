@@ -17,7 +17,7 @@ from nmjax.core.refusal import Refusal
 from nmjax.core.value import Value
 from nmjax.kernels.format import Packed
 from nmjax.kernels.targets import Target
-from nmjax.pruners import identity, mse, mvue, soft
+from nmjax.pruners import identity
 
 HOPPER_SHARED = 227 * 1024  # bytes of shared memory that a thread block may have
 AMPERE_SHARED = 99 * 1024  # of sm_86 and sm_89, which have the least
@@ -229,6 +229,7 @@ def copies_refusal(sides: Sequence[int]) -> Refusal | None:
 
 def fuses(pruner: Pruner) -> bool:
     """Return True if a kernel prunes and packs by this pruner in one pass. Other arrays are packed after pruning."""
-    if isinstance(pruner, soft) and pruner.scale == "now":
-        return False  # which is a sum over the whole array
-    return pruner == identity or (type(pruner) in (mse, mvue, soft) and pruner.m == 4 and pruner.n <= 2)
+    if pruner == identity:
+        return True
+    pattern = pruner.pattern
+    return pruner.by_members and pattern is not None and pattern[0] <= 2 and pattern[1] == 4

@@ -14,8 +14,10 @@ from nmjax.core.context import Ctx
 from nmjax.nnx.doors import Layer, layers, over
 from nmjax.nnx.variables import NM, Site, in_rank, write
 from nmjax.products import sites
+from nmjax.products.pruning import Operand
 from nmjax.products.rule import refusals
-from nmjax.products.sparsity import SLOTS, Operand, Sparsity
+from nmjax.products.slot import SLOTS
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
@@ -74,7 +76,7 @@ def _problems(layer: Layer, sparsity: Sparsity, told, wrapped) -> list[str]:
         return [f"its {layer.door.name} is the model's own, {there!r}, and would be lost."]
     if id(layer.module) in wrapped:
         return ["what stands around it normalises its kernel, so that what is pruned would not be what is multiplied."]
-    if type(kernel).__name__ == "BatchTracer" and sites.draws(sparsity):
+    if type(kernel).__name__ == "BatchTracer" and sites.needs_key(sparsity):
         return [
             "it is being made inside vmap, where all layers of a stack would draw alike: call sparsify on the whole stack."
         ]
@@ -109,9 +111,9 @@ def furnish(layer: Layer, sparsity: Sparsity, backend: str, seed, told=None) -> 
     stack, rank = told if told in layer.stacks else layer.stack, len(layer.declared)
     site = Site(layer.path, sparsity, layer.door.product, backend, rank, stack, None, None, None, ())
     setattr(layer.module, layer.door.name, nnx.data(site))
-    if sites.draws(sparsity):
+    if sites.needs_key(sparsity):
         site.words = nnx.data(_variable(layer, _words(layer, seed), data=False))
-    if sites.timed(sparsity) or sites.draws(sparsity):
+    if sites.timed(sparsity) or sites.needs_key(sparsity):
         site.time = nnx.data(_variable(layer, times(layer, 0, 0), data=False))
     if sites.remembers(sparsity):
         operand, first = layer.operand, Ctx(random.words(0))

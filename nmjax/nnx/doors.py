@@ -11,9 +11,10 @@ from flax import nnx
 from jax import lax
 
 from nmjax.nnx.variables import Site
-from nmjax.products import rule as products
+from nmjax.products import functions
 from nmjax.products.operations import Conv, Dot, einsum_dims, einsum_labels
-from nmjax.products.sparsity import Operand, Sparsity
+from nmjax.products.pruning import Operand
+from nmjax.products.sparsity import Sparsity
 
 
 class Door(NamedTuple):
@@ -25,14 +26,14 @@ class Door(NamedTuple):
 
 
 DOORS = {
-    nnx.Linear: Door("dot_general", lax.dot_general, products.dot_general),
-    nnx.LinearGeneral: Door("dot_general", lax.dot_general, products.dot_general),
-    nnx.Einsum: Door("einsum_op", jnp.einsum, products.einsum),
-    nnx.Conv: Door("conv_general_dilated", lax.conv_general_dilated, products.conv_general_dilated),
+    nnx.Linear: Door("dot_general", lax.dot_general, functions.dot_general),
+    nnx.LinearGeneral: Door("dot_general", lax.dot_general, functions.dot_general),
+    nnx.Einsum: Door("einsum_op", jnp.einsum, functions.einsum),
+    nnx.Conv: Door("conv_general_dilated", lax.conv_general_dilated, functions.conv_general_dilated),
 }
 
 
-class Product(NamedTuple):
+class Example(NamedTuple):
     """An operation and the shapes of its operands."""
 
     op: Any
@@ -85,7 +86,7 @@ class Layer(NamedTuple):
         told = None if self.site is None else self.site.stack
         return told if told in self.stacks else self.stacks[0]  # inside a scan, one layer of the stack is no stack
 
-    def example(self, tokens: int) -> "Product | None":
+    def example(self, tokens: int) -> "Example | None":
         """One layer's product, of as many tokens; None where only a call says what it is."""
         m, shape, dtype = self.module, self.declared, self.dtype
         if isinstance(m, nnx.Linear):
@@ -111,7 +112,7 @@ class Layer(NamedTuple):
             lhs = (tokens, *shape[:-2], m.in_features)
         if not isinstance(m, nnx.Conv):
             op = Dot(dims, None, None, None)
-        return Product(op, jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(shape, dtype))
+        return Example(op, jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(shape, dtype))
 
     @property
     def operand(self) -> Operand | None:

@@ -16,7 +16,8 @@ from nmjax.nnx.delivery import furnish
 from nmjax.nnx.doors import Layer, layers, over
 from nmjax.nnx.variables import Site, in_rank, one_ctx, write
 from nmjax.products import sites
-from nmjax.products.sparsity import along, slot_ctx
+from nmjax.products.pruning import along
+from nmjax.products.slot import slot_context
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
@@ -154,8 +155,8 @@ def called(layer: Layer, p: Pruner, call, site: Site | None) -> jax.Array:
         if site is not None:
             ctx = one_ctx(words, time, state, site.ranks)
         elif p.remembers:
-            ctx = ctx._replace(state={"fwd_rhs": along(label, p, weight, layer.operand, ctx, p.init)[0]})
-        result, back = along(label, p, weight, layer.operand, slot_ctx(ctx, "fwd_rhs"), call)
+            ctx = ctx.replace(state={"fwd_rhs": along(label, p, weight, layer.operand, ctx, p.init)[0]})
+        result, back = along(label, p, weight, layer.operand, slot_context(ctx, "fwd_rhs"), call)
         return back(result)
 
     return over(layer.stack, one)(layer.weight(), *((None, None, None) if site is None else site.held()))

@@ -15,7 +15,7 @@ from nmjax.nnx.delivery import times
 from nmjax.nnx.doors import layers
 from nmjax.nnx.hardening import called
 from nmjax.nnx.variables import write
-from nmjax.products.sparsity import BACKWARD
+from nmjax.products.slot import BACKWARD
 from nmjax.pruners import identity
 
 

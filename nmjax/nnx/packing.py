@@ -40,9 +40,9 @@ def _forms(layer: Layer, products) -> dict:
     site = layer.site
 
     def one(weight, words, time, state):
-        ctx, made = one_ctx(words, time, state, site.ranks)._replace(name=site.name), {}
+        ctx, made = one_ctx(words, time, state, site.ranks), {}
         for op, lhs, rhs in products:
-            made |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend)
+            made |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend, name=site.name)
         return made
 
     return over(layer.stack, one)(layer.weight(), *site.held())

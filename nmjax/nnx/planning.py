@@ -9,11 +9,10 @@ from flax import nnx
 
 from nmjax.analysis import flops
 from nmjax.analysis.plan import LayerPlan, Plan, Use, hardened, runs_of, slots_of
-from nmjax.core.context import Ctx
-from nmjax.nnx.doors import Layer, Product, layers
-from nmjax.products import operations as ops, rule as products
+from nmjax.nnx.doors import Example, Layer, layers
+from nmjax.products import functions, operations
 from nmjax.products.forms import products_of
-from nmjax.products.sparsity import SLOTS
+from nmjax.products.slot import SLOTS
 
 _MARK = "nmjax_layer_"
 
@@ -41,14 +40,14 @@ class _Recorder(nnx.Module):
     def __call__(self, *operands, **options):
         if self.product is not None:
             told = {k: v for k, v in options.items() if k != "out_sharding"}
-            if self.product is products.einsum:
+            if self.product is functions.einsum:
                 spec, lhs, rhs = operands
-                operation = ops.as_dot(lhs, rhs, ops.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
+                operation = operations.as_dot(lhs, rhs, operations.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
             else:
                 lhs, rhs, *rest = operands
-                make = ops.as_dot if self.product is products.dot_general else ops.as_conv
+                make = operations.as_dot if self.product is functions.dot_general else operations.as_conv
                 operation = make(lhs, rhs, *rest, **told)
-            self.notes.append(Product(operation, _shape(lhs), _shape(rhs)))
+            self.notes.append(Example(operation, _shape(lhs), _shape(rhs)))
         with jax.named_scope(f"{_MARK}{self.number}"):
             return self.plain(*operands, **options)
 
@@ -68,7 +67,7 @@ def plan(model, *inputs, **options) -> Plan:
     return Plan(tuple(rows), elsewhere, uncovered, parameters)
 
 
-def uses(model, *inputs, **options) -> list[tuple[Layer, list[Product]]]:
+def uses(model, *inputs, **options) -> list[tuple[Layer, list[Example]]]:
     """Every layer, and the products that a call asks it for."""
     copy, notes = _recording(model)
     _traced(copy, inputs, options)
@@ -96,7 +95,7 @@ def _row(layer: Layer, seen: _Notes, cost: int | None) -> LayerPlan:
     slots = slots_of(sparsity, uses, bool(seen))
     runs = ()
     if seen and layer.site is not None:
-        runs = runs_of(sparsity, uses, layer.site.backend, products_of(Ctx(packed=layer.site.packed)))
+        runs = runs_of(sparsity, uses, layer.site.backend, products_of(layer.site.packed))
     kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
     shares = flops.effective(sparsity)
     return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer), runs)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nmjax.core.context import Ctx
-from nmjax.products import rule as products, sites
+from nmjax.products import functions, sites
 from nmjax.products.sparsity import Sparsity
 
 
@@ -43,7 +43,7 @@ class Site(nnx.Module):
         self.packed: Any = None  # the weight's packed forms, where `packed` gave them
 
     def __call__(self, *operands, **options):
-        kernel = operands[2 if self.product is products.einsum else 1]
+        kernel = operands[2 if self.product is functions.einsum else 1]
         held = [(self.words, 1), (self.time, 1), *zip(self.variables(), self.ranks, strict=True)]
         off = [v.shape for v, rank in held if v is not None and v.ndim != max(self.rank, rank)]
         off += [v.shape for v in (self.words, self.time) if v is not None and math.prod(v.shape) != 2]
@@ -55,7 +55,8 @@ class Site(nnx.Module):
             )
         if any(v is not None and not jnp.issubdtype(v.dtype, jnp.integer) for v in (self.words, self.time)):
             raise TypeError(f"{self.name}: its noise or time was averaged. Average nnx.state(model, nnx.Param) alone.")
-        return self.product(*operands, sparsity=self.sparsity, ctx=self.ctx(), backend=self.backend, **options)
+        context = {"sparsity": self.sparsity, "ctx": self.ctx(), "backend": self.backend}
+        return self.product(*operands, **context, name=self.name, packed=self.forms(), **options)
 
     @property
     def name(self) -> str:
@@ -63,8 +64,11 @@ class Site(nnx.Module):
 
     def ctx(self) -> Ctx:
         """The context of one layer's product."""
-        forms = jax.tree.map(lambda v: v[...], self.packed, is_leaf=lambda v: isinstance(v, NM))
-        return one_ctx(*self.held(), self.ranks)._replace(name=self.name, packed=forms)
+        return one_ctx(*self.held(), self.ranks)
+
+    def forms(self) -> dict | None:
+        """The weight's packed forms, where `packed` gave them."""
+        return jax.tree.map(lambda v: v[...], self.packed, is_leaf=lambda v: isinstance(v, NM))
 
     def held(self) -> tuple:
         """Words, time and state as arrays, of one layer or of a stack."""

@@ -1,11 +1,11 @@
-"""Running a layer's products by kernels: the forms that operands are wanted in, and the products of these.
+"""The forms in which kernels take the operands of a layer's products, and the products of these forms.
 
-What prunes an operand is fused with making its form where a kernel can do both; else XLA prunes, and the kernel packs.
-Forms of x and w are made in the forward pass, once for all products, those of g in the backward pass.
-"""
+A form is a packed array, or an array in FP8 with the factor that undoes its scale. If a kernel can prune while it
+makes the form, it does; else XLA prunes, and the kernel packs. Forms of x and w are made in the forward pass, once
+for all products, and forms of g in the backward pass."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,26 +13,55 @@ import jax.numpy as jnp
 from jax import lax
 
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner, apart
+from nmjax.core.pruner import Pruner
 from nmjax.kernels import calls, limits
-from nmjax.products.routes import CONTRACTED, OPERANDS, WRAPPERS, Engine, result, store
-from nmjax.products.sparsity import Sparsity, slot_ctx, stored
-from nmjax.pruners import identity, transposable
-from nmjax.pruners.combinators import chain, folded, raw
-from nmjax.pruners.float8 import fp8
+from nmjax.kernels.format import Packed
+from nmjax.kernels.limits import Copy
+from nmjax.products.routes import CONTRACTED, LAID_AS, OPERANDS, Routes, result_axes
+from nmjax.products.slot import Slot
+from nmjax.products.sparsity import Sparsity
+from nmjax.pruners import identity
 
-FORWARD = {"x": "fwd_lhs", "w": "fwd_rhs"}
+FORWARD_SLOT = {"x": "fwd_lhs", "w": "fwd_rhs"}
+
+Form = Packed | tuple[jax.Array | Packed, jax.Array]
+"""A packed array of 16-bit values; or an FP8 array, packed or not, with the factor that undoes its scale."""
+
+
+class FormKey(NamedTuple):
+    """The name of one form of a weight.
+
+    Attributes:
+      product: "fwd" or "dlhs".
+      axes: how the weight lies as a matrix, "IO" or "OI".
+      packed: True if it is packed.
+      format: its FP8 format; "" if its values have 16 bits.
+    """
+
+    product: str
+    axes: str
+    packed: bool
+    format: str
 
 
 class Source(NamedTuple):
-    """An array, and what is yet to be done to it."""
+    """The array that a form is made from, and what the kernel has yet to do to it.
+
+    Attributes:
+      array: the array.
+      pruner: what the kernel prunes by; `identity` if the array is pruned already.
+      along: the axis of the pruner's groups: T, I or O.
+      key, state: what the pruner reads.
+      rounding: how it is rounded to FP8, "nearest" or "random".
+      rounding_key: the key of random rounding.
+    """
 
     array: jax.Array
     pruner: Pruner = identity
-    along: str = ""  # the axis of the pruner's groups
+    along: str = ""
     key: Any = None
     state: Any = None
-    rounding: str = "nearest"  # to FP8, and its key
+    rounding: str = "nearest"
     rounding_key: Any = None
 
 
@@ -45,229 +74,277 @@ class Want(NamedTuple):
     source: Source
 
 
-def forms(
-    engine: Engine, sparsity: Sparsity, operand: str, value, unpruned, ctx: Ctx, prune: Callable,
-    products: Iterable[str] = tuple(CONTRACTED),
-) -> dict[str, Any]:  # fmt: skip
-    """The forms of an operand, by product: packed, or in FP8. ``value`` is what its forward slot made of ``unpruned``, and
-    ``prune(slot, p, value)`` is XLA's way."""
-    takes = lambda c, product: c and operand in OPERANDS[product] and (c.formats or c.operand == operand)
-    wanted, wants = [product for product in products if takes(engine[product], product)], []
-    found = _made_before(engine, wanted, ctx) if operand == "w" and ctx.packed else {}
-    fused = fuses(engine, sparsity, operand, [product for product in wanted if product not in found])
-    for product in (product for product in wanted if product not in found):
-        choice = engine[product]
-        packed, format = choice.how == "packed" and choice.operand == operand, dict(choice.formats).get(operand)
-        source = _source(sparsity, product, operand, value, unpruned, ctx, prune, fused, whole=format is None)
-        wants.append(Want(product, packed, format, source))
-    small = [want for want in wants if want.format]
-    found |= _in_16_bits(engine, operand, [w for w in wants if not w.format])
-    return found | _in_fp8(engine, operand, small)
+class Given(NamedTuple):
+    """One operand of a layer, and how it was before its forward slot.
+
+    Attributes:
+      name: x, w or g.
+      value: what the forward slot made of it.
+      unpruned: the operand itself, if a form is made of it; else None.
+    """
+
+    name: str
+    value: jax.Array
+    unpruned: jax.Array | None
 
 
-def _made_before(engine: Engine, products: Iterable[str], ctx: Ctx) -> dict[str, Any]:
-    """The forms of the weight that were given."""
-    sizes, found = dict(engine.layout.sizes), {}
+PruneByXla = Callable[[Slot, Pruner, jax.Array], jax.Array]
+"""(slot, pruner, value) -> the pruned value, by the reference."""
+
+
+def make_forms(
+    routes: Routes, sparsity: Sparsity, operand: Given, ctx: Ctx, packed: Mapping[FormKey, Form] | None,
+    prune: PruneByXla, products: Iterable[str] = tuple(CONTRACTED),
+) -> dict[str, Form]:  # fmt: skip
+    """Return the forms that products take an operand in, by product.
+
+    Args:
+      routes: who runs the products.
+      sparsity: what is pruned.
+      operand: the operand.
+      ctx: key, step and state of the layer.
+      packed: forms of the weight that were made before.
+      prune: XLA's way to prune, for pruners that no kernel knows.
+      products: the products to make forms for.
+    """
+    products = [product for product in products if _takes(routes, product, operand.name)]
+    forms: dict[str, Form] = {}
+    if operand.name == "w" and packed:
+        forms = _made_before(routes, products, packed)
+    products = [product for product in products if product not in forms]
+    fused = _fuses(routes, sparsity, operand.name, products)
+    wants = [_want(routes, sparsity, product, operand, ctx, prune, fused) for product in products]
+    forms |= _in_16_bits(routes, operand.name, [want for want in wants if want.format is None])
+    forms |= _in_fp8(routes, operand.name, [want for want in wants if want.format is not None])
+    return forms
+
+
+def _takes(routes: Routes, product: str, operand: str) -> bool:
+    return operand in OPERANDS[product] and routes[product].takes(operand)
+
+
+def _made_before(
+    routes: Routes, products: Iterable[str], packed: Mapping[FormKey, Form]
+) -> dict[str, Form]:  # fmt: skip
+    """Return the forms of the weight that were given."""
+    layout = routes.layout
+    forms: dict[str, Form] = {}
     for product in products:
-        if (form := ctx.packed.get(form_of_weight(engine, product))) is not None:
-            shape = (form[0] if isinstance(form, tuple) else form).shape
-            if len(shape) != 3 or math.prod(shape) != sizes["B"] * sizes["I"] * sizes["O"]:
-                weight = dict(engine.layout.shapes)["w"]
-                raise ValueError(
-                    f"{ctx.name or 'a product'}: its weight of shape {weight} was packed before as one of {shape}. The forms of a stack "
-                    "of layers are sliced as its kernels are: nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
-                )
-            found[product] = form
-    return found
+        form = packed.get(key_of_weight(routes, product))
+        if form is None:
+            continue
+        shape = (form[0] if isinstance(form, tuple) else form).shape
+        if len(shape) != 3 or math.prod(shape) != layout.size("B") * layout.size("I") * layout.size("O"):
+            raise ValueError(
+                f"{routes.name or 'a product'}: its weight of shape {layout.w.shape} was packed before as one of "
+                f"{shape}. The forms of a stack of layers are sliced as its kernels are: "
+                "nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
+            )
+        forms[product] = form
+    return forms
 
 
-def products_of(ctx: Ctx) -> frozenset[str]:
-    """The products whose form of the weight was given."""
-    return frozenset(name.partition(" ")[0] for name in ctx.packed or ())
+def products_of(packed: Mapping[FormKey, Form] | None) -> frozenset[str]:
+    """Return the products whose form of the weight was given."""
+    return frozenset(key.product for key in packed or ())
 
 
-def form_of_weight(engine: Engine, product: str) -> str:
-    """What tells the forms of one weight apart."""
-    choice = engine[product]
-    how = "packed" if choice.operand == "w" else "whole"
-    return " ".join([product, dict(engine.layout.labels)["w"], how, dict(choice.formats).get("w", "16 bits")])
+def key_of_weight(routes: Routes, product: str) -> FormKey:
+    """Return the name of the form in which a product takes the weight."""
+    route = routes[product]
+    return FormKey(product, routes.layout.w.axes, route.operand == "w", dict(route.formats).get("w", ""))
 
 
-def _source(sparsity, product, operand, value, unpruned, ctx, prune, fused, whole) -> Source:
-    """Where a form is made from: the operand as it was, with a pruner that is fused, or what XLA made of it. The
-    ``whole`` slot is done, where one that ends in `fp8` is simulated; else the form is in FP8 itself."""
-    slot = OPERANDS[product][operand]
-    p, here = getattr(sparsity, slot), slot_ctx(ctx, slot)
-    rounding = _rounding(p, here)
-    forward = FORWARD.get(operand)
-    if slot != forward and forward and not isinstance(p, raw) and _alone(p, here)[0] == identity:
-        slot, p, along = forward, getattr(sparsity, forward), CONTRACTED["fwd"]  # the forward product's value again
-        here, given = slot_ctx(ctx, slot), unpruned
-    else:
-        along = CONTRACTED[product]
-        given = unpruned if slot == forward or isinstance(p, raw) else value
-    simulated = whole and store(getattr(sparsity, OPERANDS[product][operand])) is not None
-    core, inner = _core(p, here, fused)
-    if core is not None and given is not None and not simulated:
-        key = inner.key if core.stochastic else None
-        return Source(given, core, along, key, inner.state, *rounding)
-    if slot != forward:
-        value = prune(slot, p if whole else _without_store(p), given)
-    elif simulated:
-        value = stored(getattr(sparsity, OPERANDS[product][operand]))[1](value)
-    return Source(value, along=along, rounding=rounding[0], rounding_key=rounding[1])
+# ---- where forms are made from ----
 
 
-def needs_unpruned(engine: Engine, sparsity: Sparsity, operand: str) -> bool:
-    """Whether a form is made from what an operand was before its forward slot."""
-    wanted = any(c and (c.formats or c.operand == operand) for c in map(engine.__getitem__, CONTRACTED))
-    fused = fuses(engine, sparsity, operand, CONTRACTED)
-    return wanted and _core(getattr(sparsity, FORWARD[operand]), Ctx(), fused)[0] is not None
+def _want(
+    routes: Routes, sparsity: Sparsity, product: str, operand: Given, ctx: Ctx, prune: PruneByXla,
+    fused: Callable[[Pruner], bool],
+) -> Want:  # fmt: skip
+    """Return the form that a product takes an operand in, and where it is made from.
+
+    It is made from the operand as it was, by a pruner that the kernel fuses, if there is one; else from what XLA
+    pruned. An FP8 form is rounded by the kernel. In a 16-bit form of a slot that ends in `fp8`, XLA simulates the
+    rounding."""
+    route, slot = routes[product], sparsity.slots[OPERANDS[product][operand.name]]
+    packed = route.how == "packed" and route.operand == operand.name
+    format = dict(route.formats).get(operand.name)
+    simulated = format is None and slot.storage is not None
+    rounding = _rounding(slot, ctx)
+    pruning, along, array = slot, CONTRACTED[product], operand.value
+    if operand.name in FORWARD_SLOT:
+        forward = sparsity.slots[FORWARD_SLOT[operand.name]]
+        if slot is forward or slot.raw:
+            array = operand.unpruned
+        elif slot.core == identity:  # the forward product's value again
+            pruning, along, array = forward, CONTRACTED["fwd"], operand.unpruned
+    by_forward = pruning.name in FORWARD_SLOT.values()
+    if pruning.core is not None and fused(pruning.core) and array is not None and not simulated:
+        inner = pruning.core_context(ctx)
+        key = inner.key if pruning.core.stochastic else None
+        return Want(product, packed, format, Source(array, pruning.core, along, key, inner.state, *rounding))
+    value = operand.value
+    if not by_forward:
+        assert array is not None
+        value = prune(pruning, pruning.pruner if format is None else pruning.applied, array)
+    elif simulated and slot.storage is not None:
+        value = slot.storage(value)
+    return Want(product, packed, format, Source(value, identity, along, None, None, *rounding))
 
 
-def fuses(engine: Engine, sparsity: Sparsity, operand: str, products: Iterable[str]) -> Callable[[Pruner], bool]:
-    """Whether a kernel prunes an operand by a pruner while it packs it for these products: by `transposable` where it packs
-    a weight along both of its axes."""
-    packed = lambda choice: choice is not None and choice.operand == operand == "w" and not choice.formats
-    both = {"fwd", "dlhs"} <= set(products) and packed(engine["fwd"]) and packed(engine["dlhs"])
-    again = not isinstance(sparsity.dlhs_rhs, raw) and _alone(sparsity.dlhs_rhs, Ctx())[0] == identity
-    tiles = both and again and len(dict(engine.layout.shapes)["w"]) == 2
-    return lambda p: limits.fuses(p) or (tiles and p == transposable(2, 4))
-
-
-def _core(p: Pruner, ctx: Ctx, fused: Callable[[Pruner], bool]) -> tuple[Pruner | None, Ctx]:
-    """The pruner of a slot that a kernel fuses, with its own key and state; None where there is none such."""
-    core, inner = _alone(p, ctx)
-    return (core if core is not None and fused(core) else None), inner
-
-
-def _alone(p: Pruner, ctx: Ctx, last: bool = True) -> tuple[Pruner | None, Ctx]:
-    """The one pruner of a slot, with its own key and state; None where there are several. What gradient it has is aside,
-    and a ``last`` `fp8`, which says how the result is held."""
-    if isinstance(p, fp8):
-        return (identity if last else None), ctx
-    if isinstance(p, chain):
-        ends = [last and i == len(p.parts) - 1 for i in range(len(p.parts))]
-        parts = [
-            (q, folded(part, i), end)
-            for i, (q, part, end) in enumerate(zip(p.parts, apart(p, ctx), ends, strict=True))
-            if q != identity and not (isinstance(q, fp8) and end)
-        ]
-        return (identity, ctx) if not parts else _alone(*parts[0]) if len(parts) == 1 else (None, ctx)
-    if type(p) in WRAPPERS:
-        return _alone(p.parts[0], ctx, last)
-    return p, ctx
-
-
-def _rounding(p: Pruner, ctx: Ctx) -> tuple[str, Any]:
-    """How a slot rounds to FP8, and by which key."""
-    last = store(p)
-    if last is None or not last.stochastic:
+def _rounding(slot: Slot, ctx: Ctx) -> tuple[str, Any]:
+    """Return how a slot rounds to FP8, and by which key."""
+    if slot.storage is None or not slot.storage.stochastic:
         return "nearest", None
-    while not isinstance(p, fp8):
-        ctx = folded(ctx, len(p.parts) - 1) if isinstance(p, chain) else ctx
-        p = p.parts[-1]
-    return "random", ctx.key
+    return "random", slot.rounding_key(ctx)
 
 
-def _without_store(p: Pruner) -> Pruner:
-    if isinstance(p, fp8):
-        return identity
-    if isinstance(p, chain) and p.parts:
-        return chain(*p.parts[:-1], _without_store(p.parts[-1]))
-    return raw(_without_store(p.p)) if isinstance(p, raw) else p
+def needs_unpruned(routes: Routes | None, sparsity: Sparsity, operand: str) -> bool:
+    """Return True if a form is made from an operand as it was before its forward slot."""
+    if routes is None or not any(routes[product].takes(operand) for product in CONTRACTED):
+        return False
+    core = sparsity.slots[FORWARD_SLOT[operand]].core
+    return core is not None and _fuses(routes, sparsity, operand, CONTRACTED)(core)
+
+
+def _fuses(
+    routes: Routes, sparsity: Sparsity, operand: str, products: Iterable[str]
+) -> Callable[[Pruner], bool]:  # fmt: skip
+    """Return a function that says if a kernel prunes by a pruner while it makes these forms.
+
+    It prunes by tiles only where it packs a weight along both of its axes.
+    """
+    again = sparsity.slots["dlhs_rhs"]
+    reused = again.core == identity and not again.raw
+    both = {"fwd", "dlhs"} <= set(products) and operand == "w"
+    packed = all(routes[product].operand == "w" and not routes[product].formats for product in ("fwd", "dlhs"))
+    tiles = both and packed and reused and len(routes.layout.w.shape) == 2
+    return lambda p: limits.fuses(p) or (tiles and p.by_tile)
 
 
 # ---- making forms ----
 
 
-def matrix(engine: Engine, operand: str, v: jax.Array) -> jax.Array:
-    """An operand as [B, rows, columns]."""
-    sizes = dict(engine.layout.sizes)
-    return v.reshape(sizes["B"], *(sizes[axis] for axis in dict(engine.layout.labels)[operand]))
+def matrix(routes: Routes, operand: str, v: jax.Array) -> jax.Array:
+    """Return an operand as [B, rows, columns]."""
+    return v.reshape(routes.layout.size("B"), *routes.layout.sides(operand))
 
 
-def _axis(engine, operand, axis: str) -> int:
-    return dict(engine.layout.labels)[operand].index(axis) - 2
+def _axis(routes: Routes, operand: str, axis: str) -> int:
+    """Return where T, I or O lies in an operand's matrix, -2 or -1."""
+    return routes.layout.matrix(operand).axes.index(axis) - 2
 
 
-def _in_16_bits(engine, operand, wants) -> dict[str, Any]:
+def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:
     if len(wants) == 2 and wants[0].source.array is wants[1].source.array and _one_mask(wants):
-        made = calls.compress_both(
-            matrix(engine, operand, wants[0].source.array), wants[0].source.pruner, target=engine.here
-        )
-        by_axis = {form.axis: form for form in made}
-        return {want.product: by_axis[_axis(engine, operand, CONTRACTED[want.product])] for want in wants}
-    found = {}
+        array = matrix(routes, operand, wants[0].source.array)
+        both = calls.compress_both(array, wants[0].source.pruner, target=routes.device)
+        by_axis = {form.axis: form for form in both}
+        return {want.product: by_axis[_axis(routes, operand, CONTRACTED[want.product])] for want in wants}
+    forms: dict[str, Form] = {}
     for want in wants:
-        source, axis = want.source, _axis(engine, operand, CONTRACTED[want.product])
-        view = matrix(engine, operand, source.array)
-        noise = {"key": source.key, "state": source.state}
-        found[want.product] = calls.compress(view, axis, source.pruner, target=engine.here, **noise)
-    return found
+        source, axis = want.source, _axis(routes, operand, CONTRACTED[want.product])
+        array = matrix(routes, operand, source.array)
+        forms[want.product] = calls.compress(
+            array, axis, source.pruner, key=source.key, state=source.state, target=routes.device
+        )
+    return forms
 
 
-def _one_mask(wants) -> bool:
-    """Whether both forms keep the same values, 2:4 along both axes."""
-    return all(want.source.pruner == identity or isinstance(want.source.pruner, transposable) for want in wants)
+def _one_mask(wants: Sequence[Want]) -> bool:
+    """Return True if both forms keep the same values, 2:4 along both axes."""
+    return all(want.source.pruner == identity or want.source.pruner.by_tile for want in wants)
 
 
-def _in_fp8(engine, operand, wants) -> dict[str, Any]:
-    """Forms in FP8, along k; those of one array and one key out of one reading."""
+def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:
+    """Return forms in FP8, along k. Forms of one array and one key are made in one reading of it."""
     batches: list[list[Want]] = []
     for want in wants:
-        mate = next((b for b in batches if _read_together(b[0].source, want.source)), None)
-        mate.append(want) if mate else batches.append([want])
-    found = {}
+        mate = next((batch for batch in batches if _read_together(batch[0].source, want.source)), None)
+        if mate is None:
+            batches.append([want])
+        else:
+            mate.append(want)
+    forms: dict[str, Form] = {}
     for batch in batches:
-        source = batch[0].source
-        copies = tuple(
-            limits.Copy(
-                want.format,
-                turned=_axis(engine, operand, CONTRACTED[want.product]) == -2,
-                packed=want.packed,
-                pruner=want.source.pruner,
-                axis=_axis(engine, operand, want.source.along),
-                rounding=want.source.rounding,
-            )
-            for want in batch
-        )
+        copies = tuple(_copy(routes, operand, want) for want in batch)
         keys = [
-            next((k for k in keys if k is not None), 0)
-            for keys in zip(*((w.source.key, w.source.rounding_key) for w in batch), strict=True)
+            next((key for key in keys if key is not None), 0)
+            for keys in zip(*((want.source.key, want.source.rounding_key) for want in batch), strict=True)
         ]
         state = next((want.source.state for want in batch if want.source.state is not None), None)
-        view = matrix(engine, operand, source.array)
-        made = calls.copies(view, copies, keys=keys, state=state, target=engine.here)
-        found |= {want.product: form for want, form in zip(batch, made, strict=True)}
-    return found
+        array = matrix(routes, operand, batch[0].source.array)
+        made = calls.copies(array, copies, keys=keys, state=state, target=routes.device)
+        forms |= {want.product: form for want, form in zip(batch, made, strict=True)}
+    return forms
+
+
+def _copy(routes: Routes, operand: str, want: Want) -> Copy:
+    assert want.format is not None
+    return Copy(
+        want.format,
+        turned=_axis(routes, operand, CONTRACTED[want.product]) == -2,
+        packed=want.packed,
+        pruner=want.source.pruner,
+        axis=_axis(routes, operand, want.source.along),
+        rounding=want.source.rounding,
+    )
 
 
 def _read_together(a: Source, b: Source) -> bool:
-    """Whether one kernel can make forms of both: of one array, and with no draws of two keys."""
-    draws = lambda s: (s.pruner.stochastic, s.rounding == "random")
-    apart = any(x and y for x, y in zip(draws(a), draws(b), strict=True)) or None not in (a.state, b.state)
-    return a.array is b.array and (not apart or (a.state is b.state and not any(draws(a)) and not any(draws(b))))
+    """Return True if one kernel can make forms of both: of one array, without draws of two keys."""
+    if a.array is not b.array:
+        return False
+    pruned_twice = a.pruner.stochastic and b.pruner.stochastic
+    rounded_twice = a.rounding == b.rounding == "random"
+    if not pruned_twice and not rounded_twice and (a.state is None or b.state is None):
+        return True
+    any_draws = any(s.pruner.stochastic or s.rounding == "random" for s in (a, b))
+    return a.state is b.state and not any_draws
 
 
 # ---- products of forms ----
 
 
-def product(engine: Engine, name: str, made: dict[str, Any], dense: Callable[[], jax.Array], dtype) -> jax.Array:
-    """A product of the forms of its operands; of 16 bits, of one form and the other operand as ``dense`` gives it."""
-    choice, layout = engine[name], engine.layout
-    axes, wanted = CONTRACTED[name], result(name, layout)
-    shape = dict(layout.shapes)[{"fwd": "g", "dlhs": "x", "drhs": "w"}[name]]
-    if choice.how == "packed":
-        other = next(o for o in OPERANDS[name] if o != choice.operand)
-        if choice.formats:
-            (a, undo_a), (b, undo_b) = made[choice.operand], made[other]
-            return calls.run(a, b, undo_a * undo_b, shape=choice.shape, target=engine.here).reshape(shape)
-        b = matrix(engine, other, dense())
-        return calls.run(made[choice.operand], b, None, shape=choice.shape, target=engine.here).reshape(shape)
-    first = next(o for o in OPERANDS[name] if dict(layout.labels)[o].replace(axes, "") == wanted[0])
-    second = next(o for o in OPERANDS[name] if o != first)
-    (a, undo_a), (b, undo_b) = made[first], made[second]
-    a, b = (v.astype(jnp.bfloat16) if engine.here.interpret else v for v in (a, b))
+def product_of_forms(
+    routes: Routes, product: str, forms: Mapping[str, Form], dense: Callable[[], jax.Array], dtype: Any
+) -> jax.Array:
+    """Return a product that a kernel runs, or that runs in FP8.
+
+    Args:
+      routes: who runs the products.
+      product: "fwd", "dlhs" or "drhs".
+      forms: the forms of its operands, by operand.
+      dense: a function that returns the other operand of a packed product of 16 bits.
+      dtype: the dtype of the result.
+    """
+    route, layout = routes[product], routes.layout
+    shape = layout.matrix(LAID_AS[product]).shape
+    if route.how == "packed":
+        assert route.shape is not None
+        other = next(o for o in OPERANDS[product] if o != route.operand)
+        if route.formats:
+            (a, undo_a), (b, undo_b) = _in_format(forms, route.operand), _in_format(forms, other)
+            return calls.run(a, b, undo_a * undo_b, shape=route.shape, target=routes.device).reshape(shape)
+        a, b = forms[route.operand], matrix(routes, other, dense())
+        assert isinstance(a, Packed)
+        return calls.run(a, b, None, shape=route.shape, target=routes.device).reshape(shape)
+    first = next(
+        operand
+        for operand in OPERANDS[product]
+        if layout.matrix(operand).axes.replace(CONTRACTED[product], "") == result_axes(product, layout)[0]
+    )
+    second = next(o for o in OPERANDS[product] if o != first)
+    (a, undo_a), (b, undo_b) = _in_format(forms, first), _in_format(forms, second)
+    if routes.device.interpret:
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     y = lax.dot_general(a, b, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     return (y * (undo_a * undo_b)).astype(dtype).reshape(shape)
+
+
+def _in_format(forms: Mapping[str, Form], operand: str) -> tuple[Any, jax.Array]:
+    """Return an operand in FP8, and the factor that undoes its scale."""
+    form = forms[operand]
+    assert isinstance(form, tuple)
+    return form

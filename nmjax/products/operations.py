@@ -1,25 +1,51 @@
 """The linear operations as frozen values: which axes each operand contracts, and how an einsum is a dot."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nmjax.core import groups
-from nmjax.products.sparsity import Operand
+from nmjax.products.pruning import Operand, Shaped
+
+DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+class Operation(Protocol):
+    """A bilinear function of two arrays, as a frozen value that knows the axes of its operands."""
+
+    @property
+    def preferred_element_type(self) -> Any:
+        """The dtype of the result; None if it is the operands'."""
+        ...
+
+    @property
+    def out_sharding(self) -> Any:
+        """The sharding that the caller wants of the result; None if XLA chooses."""
+        ...
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        """Return the product. It must be linear in each operand, because JAX transposes it."""
+        ...
+
+    def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
+        """Return where the axes of every slot's operand lie, by slot."""
+        ...
 
 
 @dataclass(frozen=True)
 class Dot:
     """`jax.lax.dot_general` as a value."""
 
-    dims: tuple
+    dims: DimensionNumbers
     precision: Any
     preferred_element_type: Any
     out_sharding: Any
 
-    def __call__(self, lhs, rhs):
+    def __call__(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return lax.dot_general(
             lhs, rhs, self.dims, self.precision, self.preferred_element_type, out_sharding=self.out_sharding
         )  # fmt: skip
@@ -45,7 +71,7 @@ class Dot:
 class Conv:
     """`jax.lax.conv_general_dilated` as a value. Groups lie along channels, and for dw along batch and space."""
 
-    window_strides: tuple
+    window_strides: tuple[int, ...]
     padding: Any
     lhs_dilation: Any
     rhs_dilation: Any
@@ -56,7 +82,7 @@ class Conv:
     preferred_element_type: Any
     out_sharding: Any
 
-    def __call__(self, lhs, rhs):
+    def __call__(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         options = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
         return lax.conv_general_dilated(
             lhs, rhs, self.window_strides, self.padding, self.lhs_dilation, self.rhs_dilation, self.dims,
@@ -77,47 +103,71 @@ class Conv:
         }
 
 
-def as_dot(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None) -> Dot:
-    """The arguments of `jax.lax.dot_general` as a value."""
+def as_dot(
+    lhs: Shaped, rhs: Shaped, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> Dot:  # fmt: skip
+    """Return the arguments of `jax.lax.dot_general` as a value."""
     (lc, rc), (lb, rb) = dimension_numbers
-    whole = lambda axes, ndim: tuple(groups.position(ndim, int(a)) for a in axes)
-    dims = ((whole(lc, lhs.ndim), whole(rc, rhs.ndim)), (whole(lb, lhs.ndim), whole(rb, rhs.ndim)))
+    dims = ((_axes(lc, lhs), _axes(rc, rhs)), (_axes(lb, lhs), _axes(rb, rhs)))
     precision = tuple(precision) if isinstance(precision, list) else precision
     return Dot(dims, precision, _dtype(preferred_element_type), out_sharding)
 
 
+def _axes(axes: Sequence[int], x: Shaped) -> tuple[int, ...]:
+    return tuple(groups.position(x.ndim, int(a)) for a in axes)
+
+
 def as_conv(
-    lhs, rhs, window_strides, padding, lhs_dilation=None, rhs_dilation=None, dimension_numbers=None,
-    feature_group_count=1, batch_group_count=1, precision=None, preferred_element_type=None, out_sharding=None,
+    lhs: Shaped, rhs: Shaped, window_strides: Sequence[int], padding: Any, lhs_dilation: Any = None,
+    rhs_dilation: Any = None, dimension_numbers: Any = None, feature_group_count: int = 1, batch_group_count: int = 1,
+    precision: Any = None, preferred_element_type: Any = None, out_sharding: Any = None,
 ) -> Conv:  # fmt: skip
-    """The arguments of `jax.lax.conv_general_dilated` as a value."""
-    ints = lambda v: None if v is None else tuple(map(int, v))
-    padding = padding if isinstance(padding, str) else tuple(ints(pair) for pair in padding)
+    """Return the arguments of `jax.lax.conv_general_dilated` as a value."""
+    padding = padding if isinstance(padding, str) else tuple(_ints(pair) for pair in padding)
     dims = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     precision = tuple(precision) if isinstance(precision, list) else precision
     return Conv(
-        ints(window_strides), padding, ints(lhs_dilation), ints(rhs_dilation), dims, int(feature_group_count),
-        int(batch_group_count), precision, _dtype(preferred_element_type), out_sharding,
+        _ints(window_strides), padding, _dilation(lhs_dilation), _dilation(rhs_dilation), dims,
+        int(feature_group_count), int(batch_group_count), precision, _dtype(preferred_element_type), out_sharding,
     )  # fmt: skip
 
 
-def einsum_dims(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple, list[int]]:
-    """An einsum as dimension numbers of a dot, and the order of that dot's axes in the result."""
+def _ints(values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(int, values))
+
+
+def _dilation(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else _ints(values)
+
+
+Labels = list[str | int]
+
+
+def einsum_dims(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[DimensionNumbers, list[int]]:
+    """Return an einsum as dimension numbers of a dot, and the order of that dot's axes in the result."""
     left, right, out = einsum_labels(spec, lhs_ndim, rhs_ndim)
     batch = [c for c in left if c in right and c in out]
     summed = [c for c in right if c in left and c not in out]
-    dims = tuple(tuple(tuple(map(side.index, axes)) for side in (left, right)) for axes in (summed, batch))
-    made = batch + [c for c in left if c not in right] + [c for c in right if c not in left]
-    return dims, [made.index(c) for c in out]
+    positions = lambda side, labels: tuple(map(side.index, labels))
+    contract = (positions(left, summed), positions(right, summed))
+    batched = (positions(left, batch), positions(right, batch))
+    labels = batch + [c for c in left if c not in right] + [c for c in right if c not in left]
+    return (contract, batched), [labels.index(c) for c in out]
 
 
-def einsum_labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[list, list, list]:
-    """The labels of both operands and of the result, an ellipsis spelt out."""
+def einsum_labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[Labels, Labels, Labels]:
+    """Return the labels of both operands and of the result. Axes of an ellipsis are negative integers.
+
+    Raises:
+      ValueError: if it is not a product of two operands.
+    """
     inputs, arrow, out = spec.replace(" ", "").partition("->")
     operands = inputs.split(",")
     if len(operands) != 2:
         raise ValueError(
-            f"einsum {spec!r} has {len(operands)} operands: a product has two. Split it, or use jnp.einsum for what is not pruned."
+            f"einsum {spec!r} has {len(operands)} operands, and a product has two. Split it, or use jnp.einsum if "
+            "nothing is pruned."
         )
     sides = []
     for labels, ndim in zip(operands, (lhs_ndim, rhs_ndim), strict=True):
@@ -144,10 +194,10 @@ def einsum_labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[list, list, 
         if c not in result and not (c in left and c in right):
             shown = c if isinstance(c, str) else "..."
             raise ValueError(
-                f"einsum {spec!r} sums {shown!r} over one operand alone, which is no product. Sum it before."
+                f"einsum {spec!r} sums {shown!r} over one operand alone, which is no product. Sum it first."
             )
     return left, right, result
 
 
-def _dtype(dtype):
+def _dtype(dtype: Any) -> Any:
     return None if dtype is None else jnp.dtype(dtype)

@@ -1,33 +1,34 @@
-"""Which of a layer's three products run on sparse tensor cores, and why the others do not.
+"""Who runs each of a layer's three products: sparse tensor cores or XLA, and why.
 
 To a kernel an operand is a matrix of two of three axes: T tokens, I in-features, O out-features. Each product contracts
-the third of its result::
+the axis that its result does not have::
 
     fwd    y [T, O] = x . w    over I         dlhs   dx = g . w    over O         drhs   dw = x . g    over T
 
-A product is *packed* where one operand is 2:4, or sparser, along the contracted axis. Where both operands are held in FP8 it
-runs in FP8, packed or not. What stands in the way is a reason, and the product is then *emulated*: XLA's, of pruned
-operands. Where nothing is pruned it is *dense*.
-"""
+The route of a product is one of four. It is *packed* if a kernel multiplies one operand that is 2:4, or sparser,
+along the contracted axis. It is *fp8* if both operands are held in FP8 and none is packed. It is *emulated* if
+operands are pruned and XLA multiplies their zeros. It is *dense* if nothing is pruned."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from nmjax.core.pruner import Pruner
+from nmjax.core.pruner import Pattern
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import check, limits, tuning
+from nmjax.kernels import limits, tuning
+from nmjax.kernels.check import fault
+from nmjax.kernels.limits import Shape
 from nmjax.kernels.targets import Target, target
-from nmjax.products.operations import Dot
+from nmjax.products.operations import Dot, Operation
+from nmjax.products.pruning import Shaped
+from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import float8, identity, transposable
-from nmjax.pruners.combinators import chain, hold, raw, rescale
-from nmjax.pruners.estimators import sr_ste, ste
-from nmjax.pruners.float8 import fp8
+from nmjax.pruners.float8 import FORMATS
 
 CONTRACTED = {"fwd": "I", "dlhs": "O", "drhs": "T"}
 RESULTS = {"fwd": "y", "dlhs": "dx", "drhs": "dw"}
@@ -36,104 +37,176 @@ OPERANDS = {  # of each product, and the slots that prune them
     "dlhs": {"g": "dlhs_g", "w": "dlhs_rhs"},
     "drhs": {"g": "drhs_g", "x": "drhs_lhs"},
 }
+LAID_AS = {"fwd": "g", "dlhs": "x", "drhs": "w"}  # the operand that each result lies as
 
 
-WRAPPERS = (ste, sr_ste, raw)  # which leave the values of what is in them as they are
+class Route(NamedTuple):
+    """How one product runs.
+
+    Attributes:
+      how: "packed", "fp8", "emulated" or "dense".
+      why: what runs it, or what is in the way of a kernel.
+      operand: the operand that is packed: x, w or g.
+      shape: the product as tables of tiles know it, if it is packed.
+      formats: the FP8 format of each operand, by name; empty if operands have 16 bits.
+    """
+
+    how: str
+    why: str = ""
+    operand: str = ""
+    shape: Shape | None = None
+    formats: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def by_kernel(self) -> bool:
+        """True if XLA's plain product of pruned operands does not run it."""
+        return self.how in ("packed", "fp8")
+
+    def takes(self, operand: str) -> bool:
+        """Return True if it takes an operand in a form of its own."""
+        return self.by_kernel and (bool(self.formats) or self.operand == operand)
 
 
-class Choice(NamedTuple):
-    """How one product runs."""
+class Matrix(NamedTuple):
+    """An operand as a matrix: its two axes, as "TI" with the second contiguous, and its shape as an array."""
 
-    how: str  # "packed", "fp8", "emulated" or "dense"
-    why: str = ""  # what runs, or what is in the way
-    operand: str = ""  # which is packed: x, w or g
-    shape: Any = None  # of a packed product, as tables of tiles know it
-    formats: tuple[tuple[str, str], ...] = ()  # of FP8 operands, by name
+    axes: str
+    shape: tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """How the operands of a layer lie, as matrices."""
+    """How the operands of a layer lie as matrices, and the sizes of their axes. B is a batch in front of all."""
 
-    labels: tuple[tuple[str, str], ...]  # as ("x", "TI"), the second axis contiguous
-    sizes: tuple[tuple[str, int], ...]  # of T, I, O, and of a batch B in front
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of x, w and g as arrays
+    x: Matrix
+    w: Matrix
+    g: Matrix
+    sizes: tuple[tuple[str, int], ...]
+
+    def matrix(self, operand: str) -> Matrix:
+        """Return how an operand lies."""
+        return {"x": self.x, "w": self.w, "g": self.g}[operand]
+
+    def size(self, axis: str) -> int:
+        """Return the size of T, I, O or B."""
+        return dict(self.sizes)[axis]
+
+    def sides(self, operand: str) -> list[int]:
+        """Return the two sizes of an operand's matrix."""
+        return [self.size(axis) for axis in self.matrix(operand).axes]
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What runs the products of one layer where XLA does not."""
+class Routes:
+    """How the products of one layer run, at least one of them by a kernel."""
 
-    here: Target
-    choices: tuple[tuple[str, Choice], ...]
+    device: Target
     layout: Layout
+    by_product: tuple[tuple[str, Route], ...]
+    name: str | None = None  # of the layer, for errors
 
-    def __getitem__(self, product: str) -> Choice | None:
-        """How it runs a product; None where XLA does."""
-        choice = dict(self.choices)[product]
-        return choice if choice.how in ("packed", "fp8") else None
+    def __getitem__(self, product: str) -> Route:
+        """Return the route of "fwd", "dlhs" or "drhs"."""
+        return dict(self.by_product)[product]
 
 
-def engine(
-    op, lhs, rhs, sparsity: Sparsity, backend: str, name: str | None = None, before: frozenset[str] = frozenset()
-) -> Engine | None:  # fmt: skip
-    """What runs the products of operands of these shapes; None where XLA runs all of them. For those of ``before`` the
-    weight was packed before."""
+class Case(NamedTuple):
+    """All that the route of a product depends on."""
+
+    op: Operation
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+    sparsity: Sparsity
+    backend: str
+    device: Target | Refusal
+    packed_before: frozenset[str]  # the products whose weight is already packed
+
+
+def routes_of(
+    op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str, name: str | None = None,
+    packed_before: frozenset[str] = frozenset(),
+) -> Routes | None:  # fmt: skip
+    """Return the routes of the products of operands of these shapes; None if XLA runs all of them.
+
+    Args:
+      op: the operation.
+      lhs, rhs: its operands, or their shapes.
+      sparsity: what is pruned.
+      backend: one of `nmjax.kernels.targets.BACKENDS`.
+      name: the layer, for errors.
+      packed_before: the products whose weight is already packed.
+
+    Raises:
+      ValueError: if the backend is "pallas" and a pruned product cannot be packed.
+    """
     if backend == "xla":
         return None
-    choices, layout, here = _chosen(op, *_shapes(lhs, rhs), sparsity, backend, target(backend), before)
+    case = Case(op, _shape(lhs), _shape(rhs), sparsity, backend, target(backend), packed_before)
+    by_product, layout, device = _routes(case)
     if backend == "pallas":
-        for product, choice in choices:
-            if choice.how == "emulated":
+        for product, route in by_product:
+            if route.how == "emulated":
                 where = f"{name}: " if name else ""
-                raise ValueError(
-                    f"{where}backend='pallas', but {RESULTS[product]} cannot be packed: {choice.why}. Write backend='auto'."
-                )
-    made = None if isinstance(here, Refusal) else Engine(here, choices, layout)
-    return made if made and any(made[product] for product in CONTRACTED) else None
+                raise ValueError(f"{where}{not_packed(product, route)}")
+    if isinstance(device, Refusal) or isinstance(layout, Refusal):
+        return None
+    if not any(route.by_kernel for _, route in by_product):
+        return None
+    return Routes(device, layout, by_product, name)
+
+
+def not_packed(product: str, route: Route) -> str:
+    """Return the error of a product that backend="pallas" cannot pack."""
+    return f"backend='pallas', but {RESULTS[product]} cannot be packed: {route.why}. Write backend='auto'."
 
 
 def explain(
-    op, lhs, rhs, sparsity: Sparsity, backend: str, before: frozenset[str] = frozenset()
-) -> dict[str, Choice]:  # fmt: skip
-    """How each product of operands of these shapes would run now, and why."""
-    return dict(_chosen(op, *_shapes(lhs, rhs), sparsity, backend, target(backend), before)[0])
+    op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str,
+    packed_before: frozenset[str] = frozenset(),
+) -> dict[str, Route]:  # fmt: skip
+    """Return the route that each product of operands of these shapes would take now. Arguments as of `routes_of`."""
+    case = Case(op, _shape(lhs), _shape(rhs), sparsity, backend, target(backend), packed_before)
+    return dict(_routes(case)[0])
 
 
-def _shapes(*values):
-    return (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values)
+def _shape(v: Shaped) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.shape, v.dtype)
 
 
 @lru_cache
-def _chosen(op, lhs, rhs, sparsity, backend, here, before):
-    layout = _laid(op, lhs, rhs)
-    made = lambda here: tuple(
-        (p, _choice(p, op, lhs, rhs, sparsity, backend, here, layout, before)) for p in CONTRACTED
-    )
-    choices = made(here)
-    if any(choice.how in ("packed", "fp8") for _, choice in choices) and (refusal := check.fault(here)):
-        return made(refusal), layout, refusal
-    return choices, layout, here
+def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal, Target | Refusal]:
+    """Return the routes, how the operands lie, and the device."""
+    layout = _layout(case)
+    by_product = tuple((product, _route(product, case, layout)) for product in CONTRACTED)
+    if isinstance(case.device, Target) and any(route.by_kernel for _, route in by_product):
+        broken = fault(case.device)
+        if broken is not None:
+            case = case._replace(device=broken)
+            by_product = tuple((product, _route(product, case, layout)) for product in CONTRACTED)
+    return by_product, layout, case.device
 
 
-def _laid(op, lhs, rhs) -> Layout | str:
-    """How operands lie, or why they do not lie as matrices."""
+def _layout(case: Case) -> Layout | Refusal:
+    """Return how the operands lie as matrices."""
+    op, lhs, rhs = case.op, case.lhs, case.rhs
     if not isinstance(op, Dot):
-        return "it is a convolution, and kernels multiply matrices"
+        return Refusal("it is a convolution, and kernels multiply matrices")
     (lc, rc), (lb, rb) = op.dims
-    free = lambda v, taken: tuple(a for a in range(len(v.shape)) if a not in taken)
-    lf, rf = free(lhs, lc + lb), free(rhs, rc + rb)
-    labels = {"x": _order(lb, {"T": lf, "I": lc}), "w": _order(rb, {"O": rf, "I": rc}), "g": "TO"}
-    for name, v in (("x", lhs), ("w", rhs)):
-        if labels[name] is None:
-            return f"the axes of {name} {tuple(v.shape)} are not in an order that reads as a matrix without moving them"
+    lf = tuple(a for a in range(len(lhs.shape)) if a not in lc + lb)
+    rf = tuple(a for a in range(len(rhs.shape)) if a not in rc + rb)
+    x_axes, w_axes = _order(lb, {"T": lf, "I": lc}), _order(rb, {"O": rf, "I": rc})
+    for name, axes, v in (("x", x_axes, lhs), ("w", w_axes, rhs)):
+        if axes is None:
+            return Refusal(
+                f"the axes of {name} {tuple(v.shape)} are not in an order that reads as a matrix without moving them"
+            )
     size = lambda v, axes: math.prod(v.shape[a] for a in axes)
-    sizes = {"T": size(lhs, lf), "I": size(lhs, lc), "O": size(rhs, rf), "B": size(lhs, lb)}
-    shapes = {"x": lhs.shape, "w": rhs.shape, "g": jax.eval_shape(op, lhs, rhs).shape}
-    return Layout(*(tuple(table.items()) for table in (labels, sizes, shapes)))
+    sizes = (("T", size(lhs, lf)), ("I", size(lhs, lc)), ("O", size(rhs, rf)), ("B", size(lhs, lb)))
+    g_shape = jax.eval_shape(op, lhs, rhs).shape
+    return Layout(Matrix(str(x_axes), lhs.shape), Matrix(str(w_axes), rhs.shape), Matrix("TO", g_shape), sizes)
 
 
-def _order(batch, parts: dict[str, tuple[int, ...]]) -> str | None:
-    """In which order two parts of an operand's axes lie behind those of the batch."""
+def _order(batch: tuple[int, ...], parts: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Return the order in which two parts of an operand's axes lie behind those of the batch."""
     for first, second in (tuple(parts), tuple(parts)[::-1]):
         axes = (*batch, *parts[first], *parts[second])
         if axes == tuple(range(len(axes))):
@@ -141,137 +214,143 @@ def _order(batch, parts: dict[str, tuple[int, ...]]) -> str | None:
     return None
 
 
-def _choice(product, op, lhs, rhs, sparsity, backend, here, layout, before) -> Choice:
-    slots = OPERANDS[product]
-    patterns = {operand: pattern(sparsity, slot) for operand, slot in slots.items()}
-    held = {operand: store(getattr(sparsity, slot)) for operand, slot in slots.items()}
-    formats = tuple((o, s.format) for o, s in held.items() if s)
-    formats = formats if len(formats) == 2 else ()
-    fitting = [operand for operand, p in patterns.items() if p and _is_two_of_four(*p)]
-    if not fitting and not formats:
-        return _never(sparsity, slots, patterns)
-    if (
-        why := here.reason
-        if isinstance(here, Refusal)
-        else layout
-        if isinstance(layout, str)
-        else _types_unfit(op, lhs, rhs, product)
-    ):
-        return Choice("emulated", why)
-    found = [_packed(product, operand, op, lhs, rhs, layout, formats, here) for operand in fitting]
-    for choice in found:
-        if choice.how == "packed" and (backend != "auto" or _expected(choice, here, product in before) > 1):
-            return choice
-    if formats and (why := _fp8_unfit(product, layout, here)) is None:
-        return Choice("fp8", " x ".join(f for _, f in formats) + ", dense", formats=formats)
-    if not found:
-        return Choice("emulated", why)
-    return next((c for c in found if c.how == "emulated"), None) or Choice(
-        "emulated", _loses(found[0], here, product in before)
-    )
+def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
+    slots = {operand: case.sparsity.slots[name] for operand, name in OPERANDS[product].items()}
+    formats = _formats(slots)
+    patterns = {operand: pattern(case.sparsity, slot) for operand, slot in slots.items()}
+    sparse = [operand for operand, p in patterns.items() if p is not None and _is_two_of_four(*p)]
+    if not sparse and not formats:
+        return _unpacked(slots, patterns)
+    if isinstance(case.device, Refusal):
+        return Route("emulated", case.device.reason)
+    if isinstance(layout, Refusal):
+        return Route("emulated", layout.reason)
+    types = _types_refusal(case, product)
+    if types is not None:
+        return Route("emulated", types.reason)
+    before = product in case.packed_before
+    refusals: list[Refusal] = []
+    slow: list[Route] = []
+    for operand in sparse:
+        route = _packed(product, operand, case, layout, formats, case.device)
+        if isinstance(route, Refusal):
+            refusals.append(route)
+        elif case.backend == "auto" and _gain(route, case.device, before) <= 1:
+            slow.append(route)
+        else:
+            return route
+    if formats:
+        refusal = _fp8_refusal(product, layout, case.device)
+        if refusal is None:
+            return Route("fp8", " x ".join(f for _, f in formats) + ", dense", formats=formats)
+        refusals.append(refusal)
+    if refusals:
+        return Route("emulated", refusals[0].reason)
+    return Route("emulated", _too_slow(slow[0], case.device, before))
 
 
-def _never(sparsity, slots, patterns) -> Choice:
-    """Where no operand is 2:4: dense, or why what prunes it does not make it so."""
+def _unpacked(slots: Mapping[str, Slot], patterns: Mapping[str, Pattern | None]) -> Route:
+    """Return the route if no operand is 2:4: dense, or emulated because what prunes an operand does not make it 2:4."""
     for operand, slot in slots.items():
-        p = getattr(sparsity, slot)
-        if patterns[operand]:
-            n, m = patterns[operand]
-            return Choice("emulated", f"{operand} is {n}:{m}, and sparse tensor cores know 2:4")
-        if any(q.block > 1 for q in _leaves(p)):
-            return Choice("emulated", f"{slot}={p} is not 2:4 at every step")
-        if p != identity:
-            return Choice("emulated", f"{slot}={p} leaves it dense")
-    return Choice("dense")
-
-
-def _leaves(p: Pruner):
-    return [p] if not p.parts else [leaf for q in p.parts for leaf in _leaves(q)]
+        p = patterns[operand]
+        if p is not None:
+            return Route("emulated", f"{operand} is {p[0]}:{p[1]}, and sparse tensor cores know 2:4")
+        if slot.pruner.block > 1:
+            return Route("emulated", f"{slot} is not 2:4 at every step")
+        if not slot.empty:
+            return Route("emulated", f"{slot} leaves it dense")
+    return Route("dense")
 
 
 def _is_two_of_four(n: int, m: int) -> bool:
-    """Whether every group of four of an n:m array holds at most two."""
+    """Return True if every group of four of an n:m array holds at most two."""
     return (n, m) == (1, 2) or (n <= 2 and m % 4 == 0)
 
 
-def pattern(sparsity: Sparsity, slot: str) -> tuple[int, int] | None:
-    """n:m of a slot's operand along the axis that its product contracts."""
-    p, forward = getattr(sparsity, slot), sparsity.fwd_rhs
-    if not (_ours(p) and _ours(forward)):
-        return None  # a class from elsewhere inherits what its parts promise, and may do otherwise
-    if p.pattern or slot != "dlhs_rhs" or isinstance(p, raw):
-        return p.pattern
-    return forward.pattern if forward.pattern and _both_ways(forward) else None  # along its other axis
+def pattern(sparsity: Sparsity, slot: Slot) -> Pattern | None:
+    """Return the n:m of a slot's operand along the axis that its product contracts."""
+    if slot.pattern is not None or slot.name != "dlhs_rhs" or slot.raw:
+        return slot.pattern
+    across = sparsity.fwd_rhs.pattern_across  # dx contracts the other axis of the weight that the forward product uses
+    return across if across is not None and across[1] == 4 else None
 
 
-def _ours(p: Pruner) -> bool:
-    return type(p).__module__.startswith("nmjax.") and all(map(_ours, p.parts))
+def _formats(slots: Mapping[str, Slot]) -> tuple[tuple[str, str], ...]:
+    """Return the FP8 formats of both operands; empty if one is not held in FP8."""
+    formats = [(operand, slot.storage.format) for operand, slot in slots.items() if slot.storage is not None]
+    return tuple(formats) if len(formats) == 2 else ()
 
 
-def _both_ways(p: Pruner) -> bool:
-    """Whether a pruner keeps 2:4 along the weight's other axis too."""
-    through = isinstance(p, (chain, hold, rescale)) or type(p) in WRAPPERS
-    return (isinstance(p, transposable) and p.m == 4) or (through and any(map(_both_ways, p.parts)))
-
-
-def store(p: Pruner) -> fp8 | None:
-    """The last `fp8` of a slot: how its product holds the operand."""
-    if isinstance(p, fp8):
-        return p
-    if isinstance(p, chain):
-        return store(p.parts[-1]) if p.parts else None
-    return store(p.parts[0]) if type(p) in WRAPPERS else None
-
-
-def _types_unfit(op, lhs, rhs, product) -> str | None:
+def _types_refusal(case: Case, product: str) -> Refusal | None:
+    op, lhs, rhs = case.op, case.lhs, case.rhs
     if op.out_sharding is not None:
-        return "out_sharding is given, of which a kernel knows nothing"
+        return Refusal("out_sharding is given, and kernels know nothing of it")
     types = {"x": lhs.dtype, "w": rhs.dtype, "g": op.preferred_element_type or lhs.dtype}
-    names = {o: jnp.dtype(types[o]).name for o in OPERANDS[product]}
-    if len({*names.values()}) > 1 or not {*names.values()} <= {"bfloat16", "float16"}:
-        shown = " and ".join(f"{o} {name}" for o, name in names.items())
-        return f"it is of {shown}: kernels take bfloat16 or float16, as dtype=jnp.bfloat16 of a layer gives"
+    names = {operand: jnp.dtype(types[operand]).name for operand in OPERANDS[product]}
+    kinds = set(names.values())
+    if len(kinds) == 1 and kinds <= {"bfloat16", "float16"}:
+        return None
+    shown = " and ".join(f"{operand} {name}" for operand, name in names.items())
+    return Refusal(f"it is of {shown}: kernels take bfloat16 or float16, as dtype=jnp.bfloat16 of a layer gives")
+
+
+def result_axes(product: str, layout: Layout) -> str:
+    """Return how the result of a product is wanted: y and g as [T, O], dx as x lies, dw as w lies."""
+    return layout.matrix(LAID_AS[product]).axes
+
+
+def _packed(
+    product: str, operand: str, case: Case, layout: Layout, formats: tuple[tuple[str, str], ...], device: Target
+) -> Route | Refusal:
+    """Return the route of a product with one operand packed."""
+    contracted = CONTRACTED[product]
+    dense = next(o for o in OPERANDS[product] if o != operand)
+    m, n = (layout.matrix(o).axes.replace(contracted, "") for o in (operand, dense))
+    m_major, n_major = (not formats and layout.matrix(o).axes[0] == contracted for o in (operand, dense))
+    shape = Shape(
+        layout.size(m),
+        layout.size(n),
+        layout.size(contracted),
+        jnp.dtype(FORMATS[dict(formats)[operand]] if formats else case.lhs.dtype).name,
+        m_major,
+        n_major,
+        transpose=result_axes(product, layout) == n + m,
+        out=_result_dtype(product, case),
+    )
+    refusal = _fp8_refusal(product, layout, device) if formats else None
+    refusal = refusal or limits.product_refusal(shape, device)
+    if refusal is not None:
+        return refusal
+    kind = "in FP8 " if formats else ""
+    return Route("packed", f"{operand} {kind}by {device}", operand, shape, formats)
+
+
+def _result_dtype(product: str, case: Case) -> str:
+    if product == "fwd":
+        return jnp.dtype(case.op.preferred_element_type or case.lhs.dtype).name
+    return jnp.dtype(case.lhs.dtype if product == "dlhs" else case.rhs.dtype).name
+
+
+def _fp8_refusal(product: str, layout: Layout, device: Target) -> Refusal | None:
+    """Return why operands cannot be held in FP8; None if they can."""
+    if device.family != "hopper":
+        return Refusal(f"{device.kind} has no FP8 tensor cores")
+    for operand in OPERANDS[product]:
+        refusal = limits.copies_refusal(layout.sides(operand))
+        if refusal is not None:
+            return refusal
     return None
 
 
-def result(product: str, layout: Layout) -> str:
-    """How a product's result is wanted: y and g as [T, O], dx as x lies, dw as w lies."""
-    return dict(layout.labels)[{"fwd": "g", "dlhs": "x", "drhs": "w"}[product]]
+def _gain(route: Route, device: Target, before: bool) -> float:
+    """Return how many times as fast as a dense product a packed one is expected to be."""
+    assert route.shape is not None
+    free = bool(route.formats) or (before and route.operand == "w")  # an FP8 form has less to write than a dense one
+    return tuning.gain(route.shape, device, packed_before=free)
 
 
-def _packed(product, operand, op, lhs, rhs, layout, formats, here) -> Choice:
-    """A product with one operand packed, or why it cannot be."""
-    labels, sizes, contracted = dict(layout.labels), dict(layout.sizes), CONTRACTED[product]
-    dense = next(o for o in OPERANDS[product] if o != operand)
-    m, n = (labels[o].replace(contracted, "") for o in (operand, dense))
-    along_m, along_n = (not formats and labels[o][0] == contracted for o in (operand, dense))
-    kind = float8.FORMATS[dict(formats)[operand]] if formats else lhs.dtype
-    out = {"fwd": op.preferred_element_type or lhs.dtype, "dlhs": lhs.dtype, "drhs": rhs.dtype}[product]
-    sides = [sizes[axis] for axis in (m, n, contracted)]
-    turned = result(product, layout) == n + m
-    shape = limits.Shape(*sides, jnp.dtype(kind).name, along_m, along_n, turned, jnp.dtype(out).name)
-    if why := (formats and _fp8_unfit(product, layout, here)) or limits.product_refusal(shape, here):
-        return Choice("emulated", str(why))
-    return Choice("packed", f"{operand} {'in FP8 ' if formats else ''}by {here}", operand, shape, formats)
-
-
-def _fp8_unfit(product, layout, here) -> str | None:
-    """Why operands cannot be held in FP8."""
-    if here.family != "hopper":
-        return f"{here.kind} has no FP8 tensor cores"
-    labels, sizes = dict(layout.labels), dict(layout.sizes)
-    refusals = (limits.copies_refusal([sizes[a] for a in labels[o]]) for o in OPERANDS[product])
-    return next((r.reason for r in refusals if r is not None), None)
-
-
-def _expected(choice, here, before: bool) -> float:
-    free = bool(choice.formats) or (
-        before and choice.operand == "w"
-    )  # in FP8 there is less to write than of a dense form
-    return tuning.gain(choice.shape, here, packed_before=free)
-
-
-def _loses(choice, here, before: bool) -> str:
-    m, n, k = choice.shape.m, choice.shape.n, choice.shape.k
-    expected = _expected(choice, here, before)
-    return f"packed, M, N, K = {m}, {n}, {k} is expected at {expected:.2f} of the dense speed on {here.kind}"
+def _too_slow(route: Route, device: Target, before: bool) -> str:
+    assert route.shape is not None
+    m, n, k = route.shape.m, route.shape.n, route.shape.k
+    gain = _gain(route, device, before)
+    return f"packed, M, N, K = {m}, {n}, {k} is expected at {gain:.2f} of the dense speed on {device.kind}"

@@ -1,307 +1,355 @@
-"""Linear products whose three matrix products prune as a `Sparsity` says: one rule for dots, einsums and convolutions.
+"""The rule of a product: ``op(lhs, rhs)`` with its six operands pruned, for dots, einsums and convolutions alike.
 
 Forward slots are functions that autodiff goes through, by their own gradient rule. Backward slots are never
-differentiated. An empty one reuses the value that the forward product used; a pruner there prunes that value again;
-``raw(p)`` prunes the operand itself. A last `fp8` stays in its slot: each product rounds its operands for itself, out of
-what was pruned. Where all backward slots are empty, and nothing is rounded to fp8, the rule is autodiff itself, and no
-custom_vjp stands in the way of forward mode (`sr_ste` has one of its own); nor where of such a product y alone is packed.
-Where dx or dw is, `jax.jvp` and second derivatives are refused.
+differentiated. An empty backward slot reuses the value that the forward product used; a pruner there prunes that value
+again; ``raw(p)`` prunes the operand itself. A last `fp8` is storage: each product rounds its operands for itself, after
+pruning.
 
-Noise is a function of (key, step, slot, group): the same key at another step draws anew. A product that is traced once and
-run many times with one key and step, under `jax.vmap` or as a tied layer, draws the same noise each time.
+If no backward slot is set and nothing is FP8, there is no custom_vjp, and forward mode works, also when only y is
+packed. (`sr_ste` has a custom_vjp of its own.) If dx or dw is packed, `jax.jvp` and second derivatives are refused.
+
+Noise is a function of (key, step, slot, group): the same key at another step draws anew. A product that is traced
+once and run many times with one key and step, under `jax.vmap` or as a tied layer, draws the same noise each time.
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
-from nmjax.products import forms as packed
-from nmjax.products.operations import as_conv, as_dot, einsum_dims
-from nmjax.products.routes import Engine, engine as engine_of
-from nmjax.products.sparsity import (
-    WEIGHT,
-    Operand,
-    Sparsity,
-    along,
-    at_random,
-    check_shards,
-    merged_operand,
-    pruned,
-    slot_ctx,
-    stored,
-)  # fmt: skip
+from nmjax.products.forms import (
+    Form,
+    FormKey,
+    Given,
+    key_of_weight,
+    make_forms,
+    needs_unpruned,
+    product_of_forms,
+    products_of,
+)
+from nmjax.products.operations import Operation
+from nmjax.products.pruning import Operand, Shaped, along, check_shards, merged_operand, pruned
+from nmjax.products.routes import CONTRACTED, Routes, routes_of
+from nmjax.products.slot import SLOTS, WEIGHT, Slot
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
-from nmjax.pruners.combinators import raw
 
-# ---- the rule ----
+
+class Product(NamedTuple):
+    """What is static about a product of a layer: the operation, what is pruned, the layer's name, and who runs it.
+
+    ``routes`` is None if XLA runs all three products.
+    """
+
+    op: Operation
+    sparsity: Sparsity
+    name: str | None
+    routes: Routes | None
+
+    def operands(self, lhs: Shaped, rhs: Shaped) -> dict[str, Operand]:
+        """Return where the axes of every slot's operand lie."""
+        return self.op.operands(lhs.ndim, rhs.ndim)
+
+
+class Inputs(NamedTuple):
+    """What a product reads beside its operands.
+
+    Attributes:
+      lhs, rhs: the operands before their forward slots, if the backward pass or a kernel prunes them; else None.
+      ctx: key, step and state.
+      packed: forms of the weight that were made before.
+    """
+
+    lhs: jax.Array | None
+    rhs: jax.Array | None
+    ctx: Ctx
+    packed: Mapping[FormKey, Form] | None
+
+
+Forms = Mapping[str, Mapping[str, Form]]
+"""The forms that kernels take, by operand and product."""
 
 
 def bilinear(
-    op, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto"
-) -> jax.Array:
-    """``op(lhs, rhs)`` with its six operands pruned. ``op`` is a bilinear function and a frozen value, and knows the axes
-    of its operands."""
+    op: Operation, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
+    *, name: str | None = None, packed: Mapping[FormKey, Form] | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return ``op(lhs, rhs)`` with its six operands pruned.
+
+    Args:
+      op: a bilinear function, as a frozen value that knows the axes of its operands.
+      lhs: the left operand, x.
+      rhs: the right operand, the weight.
+      sparsity: what each slot prunes.
+      ctx: key, step and state.
+      backend: who may run the products, one of `nmjax.kernels.targets.BACKENDS`.
+      name: the layer's name, which begins every error.
+      packed: what `packed_weight` made of the weight.
+    """
     check_backend(backend)
     if not isinstance(sparsity, Sparsity) or not isinstance(ctx, Ctx):
         raise TypeError(
             f"a product takes sparsity=nm.parse('s_ste(2,4)') and ctx=nm.Ctx(...), got {sparsity!r}, {ctx!r}."
         )
     if ctx.key is not None:
-        ctx = ctx._replace(key=random.words(ctx.key))
-    (left, left_store), (right, right_store) = stored(sparsity.fwd_lhs), stored(sparsity.fwd_rhs)
-    axes = op.operands(lhs.ndim, rhs.ndim)
-    x = _in_slot("fwd_lhs", left, lhs, axes, ctx)
-    w = _in_slot("fwd_rhs", right, rhs, axes, ctx)
-    if not sparsity.backward and left == right == left_store == right_store == identity:
+        ctx = ctx.replace(key=random.words(ctx.key))
+    left, right = sparsity.slots["fwd_lhs"], sparsity.slots["fwd_rhs"]
+    product = Product(op, sparsity, name, None)
+    axes = product.operands(lhs, rhs)
+    x = prune_slot(product, left, left.applied, lhs, axes, ctx)
+    w = prune_slot(product, right, right.applied, rhs, axes, ctx)
+    plain = not sparsity.backward and left.storage is None and right.storage is None
+    if plain and left.applied == right.applied == identity:
         return op(x, w)
-    engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name, packed.products_of(ctx))
-    bare = not sparsity.backward and left_store == right_store == identity
-    if engine is None and bare:
+    routes = routes_of(op, lhs, rhs, sparsity, backend, name, products_of(packed))
+    if routes is None and plain:
         return op(x, w)
-    fused = lambda operand: engine is not None and packed.needs_unpruned(engine, sparsity, operand)
-    unpruned = (
-        lax.stop_gradient(lhs) if isinstance(sparsity.drhs_lhs, raw) or fused("x") else None,
-        lax.stop_gradient(rhs) if isinstance(sparsity.dlhs_rhs, raw) or fused("w") else None,
+    inputs = Inputs(
+        lax.stop_gradient(lhs) if sparsity.slots["drhs_lhs"].raw or needs_unpruned(routes, sparsity, "x") else None,
+        lax.stop_gradient(rhs) if sparsity.slots["dlhs_rhs"].raw or needs_unpruned(routes, sparsity, "w") else None,
+        ctx,
+        packed,
     )
-    rule = _derived if bare and engine["dlhs"] is engine["drhs"] is None else _ruled
-    return rule(op, sparsity, ctx.name, engine, x, w, unpruned, (ctx.key, ctx.step, ctx.state, ctx.packed))
+    product = product._replace(routes=routes)
+    only_y = routes is not None and not routes["dlhs"].by_kernel and not routes["drhs"].by_kernel
+    rule = _derived if plain and only_y else _ruled
+    return rule(product, x, w, inputs)
 
 
-def _in_slot(slot, p, value, axes, ctx, call=pruned):
+def prune_slot(
+    product: Product, slot: Slot, p: Pruner, value: Any, axes: Mapping[str, Operand], ctx: Ctx,
+    call: Callable[..., Any] = pruned,
+) -> Any:  # fmt: skip
+    """Return an operand as a slot's pruner makes it.
+
+    Args:
+      product: the product.
+      slot: the slot.
+      p: the slot's pruner, or the part of it that is to be applied.
+      value: the operand.
+      axes: where the axes of every slot's operand lie.
+      ctx: key, step and state of the product.
+      call: `pruned`, or `merged_operand` to check only.
+    """
     if p == identity:
         return value
-    here, label = slot_ctx(ctx, slot), f"{slot}={p}" if ctx.name is None else f"{ctx.name}: {slot}={p}"
-    if p.remembers and slot in WEIGHT and here.state is None:
+    label = f"{slot.name}={p}" if product.name is None else f"{product.name}: {slot.name}={p}"
+    own = slot.context(ctx)
+    if p.remembers and slot.name in WEIGHT and own.state is None:
         raise ValueError(
             f"{label} keeps state between steps and was given none: pass "
-            "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)), with the axes of w that the product contracts and leaves."
+            "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)), with the axes of w that the product contracts and "
+            "leaves."
         )
-    return call(label, p, value, axes[slot], here)
+    return call(label, p, value, axes[slot.name], own)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
-def _derived(op, sparsity, name, engine: Engine, x, w, unpruned, dynamic):
-    """A product whose value alone is a kernel's: its derivatives are those of ``op``."""
-    return _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, ("fwd",))[0]
+# ---- y by a kernel, derivatives by autodiff ----
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _derived(product: Product, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+    """Return a product whose value alone is a kernel's. Its derivatives are those of ``op``."""
+    return _forward(product, x, w, inputs, ("fwd",))[0]
 
 
 @partial(_derived.defjvp, symbolic_zeros=True)
-def _(op, sparsity, name, engine, primals, tangents):
-    x, w, *rest = primals
-    y = _derived(op, sparsity, name, engine, x, w, *rest)
-    dx, dw, *_ = tangents
-    terms = ((dx, lambda: op(dx, w)), (dw, lambda: op(x, dw)))
-    parts = [make() for v, make in terms if not isinstance(v, jax.custom_derivatives.SymbolicZero)]
-    return y, as_varying(sum(parts[1:], parts[0]), varying(y)) if parts else jnp.zeros_like(y)
+def _(product: Product, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    x, w, inputs = primals
+    dx, dw, _ = tangents
+    y = _derived(product, x, w, inputs)
+    terms = []
+    if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
+        terms.append(product.op(dx, w))
+    if not isinstance(dw, jax.custom_derivatives.SymbolicZero):
+        terms.append(product.op(x, dw))
+    if not terms:
+        return y, jnp.zeros_like(y)
+    return y, as_varying(sum(terms[1:], terms[0]), varying(y))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _ruled(op, sparsity, name, engine: Engine | None, x, w, unpruned, dynamic):
-    return _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, ("fwd",))[0]
+# ---- all three products by the rule ----
 
 
-def _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, products):
-    """y, and the forms of x and w that kernels want for some products."""
-    if engine is None:
-        return op(stored(sparsity.fwd_lhs)[1](x), stored(sparsity.fwd_rhs)[1](w)), {}
-    ctx = _ctx(name, dynamic)
-    by_xla = partial(_by_xla, op.operands(x.ndim, w.ndim), ctx)
-    made = {
-        operand: packed.forms(engine, sparsity, operand, value, before, ctx, by_xla, products)
-        for operand, value, before in (("x", x, unpruned[0]), ("w", w, unpruned[1]))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ruled(product: Product, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+    return _forward(product, x, w, inputs, ("fwd",))[0]
+
+
+def _forward(
+    product: Product, x: jax.Array, w: jax.Array, inputs: Inputs, products: Iterable[str]
+) -> tuple[jax.Array, Forms]:
+    """Return y, and the forms of x and w that kernels take in some products."""
+    op, routes = product.op, product.routes
+    if routes is None:
+        return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w)), {}
+    by_xla = _by_xla(product, product.operands(x, w), inputs.ctx)
+    forms = {
+        operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, by_xla, products)
+        for operand in (Given("x", x, inputs.lhs), Given("w", w, inputs.rhs))
     }
-    if engine["fwd"] is None:
-        return op(stored(sparsity.fwd_lhs)[1](x), stored(sparsity.fwd_rhs)[1](w)), made
-    out = jax.eval_shape(op, x, w).dtype
-    dense = lambda: w if engine["fwd"].operand == "x" else x
-    return packed.product(engine, "fwd", _of(made, "fwd"), dense, out), made
+    if not routes["fwd"].by_kernel:
+        return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w)), forms
+    dtype = jax.eval_shape(op, x, w).dtype
+    dense = lambda: w if routes["fwd"].operand == "x" else x
+    return product_of_forms(routes, "fwd", _forms_of(forms, "fwd"), dense, dtype), forms
 
 
-def _ctx(name, dynamic) -> Ctx:
-    key, step, state, weight = dynamic
-    return Ctx(key, step, state, name=name, packed=weight)
+def _stored(product: Product, name: str, value: jax.Array) -> jax.Array:
+    """Return an operand as the forward product holds it."""
+    storage = product.sparsity.slots[name].storage
+    return value if storage is None else storage(value)
 
 
-def _by_xla(axes, ctx, slot, p, value):
-    return _in_slot(slot, p, value, axes, ctx)
+def _by_xla(
+    product: Product, axes: Mapping[str, Operand], ctx: Ctx
+) -> Callable[[Slot, Pruner, jax.Array], jax.Array]:  # fmt: skip
+    """Return XLA's way to prune an operand of a product."""
+    return lambda slot, p, value: prune_slot(product, slot, p, value, axes, ctx)
 
 
-def _of(made, product):
-    """The forms of one product, by operand."""
-    return {operand: forms[product] for operand, forms in made.items() if product in forms}
+def _forms_of(forms: Forms, name: str) -> dict[str, Form]:
+    """Return the forms of one product, by operand."""
+    return {operand: by_product[name] for operand, by_product in forms.items() if name in by_product}
 
 
-def _underived(*values):
-    return map(calls.underived, values)
+Residuals = tuple[jax.Array, jax.Array, Inputs, Forms]
 
 
-def _ruled_forward(op, sparsity, name, engine, x, w, unpruned, dynamic):
-    if engine is not None:
-        x, w = _underived(x, w)
-    y, made = _forward(op, sparsity, name, engine, x, w, unpruned, dynamic, ("fwd", "dlhs", "drhs"))
-    # What the backward pass would refuse is refused here, with the caller's line in the traceback; and not in _ruled, for
-    # a product that nobody differentiates needs no key, and may have any number of tokens.
-    axes = op.operands(x.ndim, w.ndim)
-    for slot, value in _backward_values(sparsity, x, w, unpruned, y).items():
-        _in_slot(slot, getattr(sparsity, slot), value, axes, _ctx(name, dynamic), call=merged_operand)
-    backward = {o: {p: form for p, form in forms.items() if p != "fwd"} for o, forms in made.items()}
-    return y, (x, w, unpruned, dynamic, backward)
+def _ruled_forward(product: Product, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
+    if product.routes is not None:
+        x, w = calls.underived(x), calls.underived(w)
+    y, forms = _forward(product, x, w, inputs, tuple(CONTRACTED))
+    # Refuse here what the backward pass would refuse, because here the traceback shows the caller's line. Do not
+    # refuse it in _ruled: a product that nobody differentiates needs no key, and may have any number of tokens.
+    axes = product.operands(x, w)
+    for name, value in _backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
+        slot = product.sparsity.slots[name]
+        prune_slot(product, slot, slot.pruner, value, axes, inputs.ctx, call=merged_operand)
+    backward = {operand: {p: form for p, form in made.items() if p != "fwd"} for operand, made in forms.items()}
+    return y, (x, w, inputs, backward)
 
 
-def _ruled_backward(op, sparsity, name, engine, residuals, g):
-    x, w, unpruned, dynamic, made = residuals
-    if engine is not None:
-        x, w, g = _underived(x, w, g)
-    values = _backward_values(sparsity, x, w, unpruned, g)
-    ctx = _ctx(name, dynamic)
-    by_xla = partial(_by_xla, op.operands(x.ndim, w.ndim), ctx)
-    prune = lambda slot: by_xla(slot, getattr(sparsity, slot), values[slot])
-    if engine is not None:
-        made = made | {"g": packed.forms(engine, sparsity, "g", g, None, ctx, by_xla)}
+def _ruled_backward(
+    product: Product, residuals: Residuals, g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
+    x, w, inputs, forms = residuals
+    op, sparsity, routes, ctx = product.op, product.sparsity, product.routes, inputs.ctx
+    if routes is not None:
+        x, w, g = calls.underived(x), calls.underived(w), calls.underived(g)
+    values = _backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g)
+    by_xla = _by_xla(product, product.operands(x, w), ctx)
+    prune = lambda name: by_xla(sparsity.slots[name], sparsity.slots[name].pruner, values[name])
+    if routes is not None:
+        forms = {**forms, "g": make_forms(routes, sparsity, Given("g", g, None), ctx, None, by_xla)}
 
-    def product(name, of_g, dense, transposed):
-        """By a kernel, of forms and one dense operand perhaps; else XLA's."""
-        if engine is None or engine[name] is None:
-            return transposed(prune(of_g), prune(dense))
-        other = of_g if engine[name].operand != "g" else dense
-        like = x if name == "dlhs" else w
-        y = packed.product(engine, name, _of(made, name), lambda: prune(other), like.dtype)
-        devices = tuple(varying(y) - varying(like))  # in shard_map: the gradient of what they share is their sum
-        return lax.psum(y, devices) if devices else y
+    def gradient(name: str, of_g: str, other: str, like: jax.Array, by_xla: Callable[..., jax.Array]) -> jax.Array:
+        """Return dx or dw: by XLA of both operands pruned, else by a kernel of forms and one dense operand perhaps."""
+        if routes is None or not routes[name].by_kernel:
+            return by_xla(prune(of_g), prune(other))
+        dense = other if routes[name].operand == "g" else of_g
+        y = product_of_forms(routes, name, _forms_of(forms, name), lambda: prune(dense), like.dtype)
+        return _summed_as(y, like)
 
-    dx = product("dlhs", "dlhs_g", "dlhs_rhs", lambda g, w: jax.linear_transpose(lambda a: op(a, w), x)(g)[0])
-    dw = product("drhs", "drhs_g", "drhs_lhs", lambda g, x: jax.linear_transpose(lambda b: op(x, b), w)(g)[0])
-    return dx, dw, None, None
-
-
-def _backward_values(sparsity, x, w, unpruned, g):
-    lhs, rhs = unpruned
-    back = lambda slot, value, before: before if isinstance(getattr(sparsity, slot), raw) else value
-    return {
-        "dlhs_g": g,
-        "dlhs_rhs": back("dlhs_rhs", w, rhs),
-        "drhs_g": g,
-        "drhs_lhs": back("drhs_lhs", x, lhs),
-    }
+    dx = gradient("dlhs", "dlhs_g", "dlhs_rhs", x, lambda g, w: jax.linear_transpose(lambda a: op(a, w), x)(g)[0])
+    dw = gradient("drhs", "drhs_g", "drhs_lhs", w, lambda g, x: jax.linear_transpose(lambda b: op(x, b), w)(g)[0])
+    return dx, dw, None
 
 
 _ruled.defvjp(_ruled_forward, _ruled_backward)
 
 
+def _summed_as(y: jax.Array, like: jax.Array) -> jax.Array:
+    """Return a gradient summed over the devices of `jax.shard_map` that share the value it is the gradient of."""
+    devices = tuple(varying(y) - varying(like))
+    return lax.psum(y, devices) if devices else y
+
+
+def _backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: Any) -> dict[str, Any]:
+    """Return what each backward slot prunes, given the forward values, the operands before them, and the gradient."""
+    return {
+        "dlhs_g": g,
+        "dlhs_rhs": rhs if sparsity.slots["dlhs_rhs"].raw else w,
+        "drhs_g": g,
+        "drhs_lhs": lhs if sparsity.slots["drhs_lhs"].raw else x,
+    }
+
+
+# ---- before a product runs ----
+
+
 def packed_weight(
-    op, lhs: jax.ShapeDtypeStruct, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto"
-) -> dict:
-    """A weight in the forms that packed products of it with ``lhs`` of this shape take, for `Ctx.packed`: so that the
-    micro-steps of a gradient pack it once. Empty where none runs packed; without what is drawn anew at every micro-step."""
-    fixed = frozenset(p for p, s in (("fwd", "fwd_rhs"), ("dlhs", "dlhs_rhs")) if not at_random(getattr(sparsity, s)))
-    engine = engine_of(op, lhs, rhs, sparsity, backend, ctx.name, fixed)
-    if engine is None or at_random(sparsity.fwd_rhs):
+    op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(),
+    backend: str = "auto", *, name: str | None = None,
+) -> dict[FormKey, Form]:  # fmt: skip
+    """Return a weight in the forms that its packed products take, for the argument ``packed`` of a product.
+
+    With it the micro-steps of a gradient pack a weight once. It is empty if nothing runs packed, and leaves out what is
+    drawn anew at every micro-step.
+
+    Args:
+      op: the operation.
+      lhs: the shape of the left operand.
+      rhs: the weight.
+      sparsity, ctx, backend, name: as of the product.
+    """
+    forward = sparsity.slots["fwd_rhs"]
+    weight_slots = {"fwd": forward, "dlhs": sparsity.slots["dlhs_rhs"]}
+    fixed = frozenset(p for p, slot in weight_slots.items() if not slot.pruner.needs_key)
+    routes = routes_of(op, lhs, rhs, sparsity, backend, name, fixed)
+    if routes is None or forward.pruner.needs_key:
         return {}
-    rhs = lax.stop_gradient(rhs)  # whose gradient does not come by its forms
-    axes = op.operands(len(lhs.shape), rhs.ndim)
-    w = _in_slot("fwd_rhs", stored(sparsity.fwd_rhs)[0], rhs, axes, ctx)
-    made = packed.forms(engine, sparsity, "w", w, rhs, ctx, partial(_by_xla, axes, ctx), fixed)
-    return {packed.form_of_weight(engine, product): form for product, form in made.items()}
+    rhs = lax.stop_gradient(rhs)  # its gradient does not come by way of its forms
+    product = Product(op, sparsity, name, routes)
+    axes = product.operands(lhs, rhs)
+    w = prune_slot(product, forward, forward.applied, rhs, axes, ctx)
+    forms = make_forms(routes, sparsity, Given("w", w, rhs), ctx, None, _by_xla(product, axes, ctx), fixed)
+    return {key_of_weight(routes, product): form for product, form in forms.items()}
 
 
 @lru_cache
 def refusals(
-    op, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, sparsity: Sparsity
+    op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, sparsity: Sparsity
 ) -> tuple[tuple[str, str], ...]:
-    """(slot, reason) for every slot that ``op`` would refuse to prune, of operands of these shapes and shardings."""
+    """Return (slot, reason) for every slot that ``op`` would refuse to prune, given operands of these shapes and
+    shardings."""
     g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
-    values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | _backward_values(sparsity, lhs, rhs, (lhs, rhs), g)
-    axes, found = op.operands(lhs.ndim, rhs.ndim), []
-    for slot, value in values.items():
-        p, label = getattr(sparsity, slot), f"{slot}={getattr(sparsity, slot)}"
-        if p == identity:
+    values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | _backward_values(sparsity, lhs, rhs, lhs, rhs, g)
+    axes = op.operands(lhs.ndim, rhs.ndim)
+    reasons = []
+    for name in SLOTS:
+        slot, value = sparsity.slots[name], values[name]
+        if slot.empty:
             continue
         try:
-            check_shards(label, p, value, axes[slot])
-            why = _misfit(label, p, jax.ShapeDtypeStruct(value.shape, value.dtype), axes[slot])
+            check_shards(str(slot), slot.pruner, value, axes[name])
+            reason = _misfit(str(slot), slot.pruner, jax.ShapeDtypeStruct(value.shape, value.dtype), axes[name])
         except (TypeError, ValueError) as error:
-            why = str(error)
-        if why:
-            found.append((slot, why))
-    return tuple(found)
+            reason = str(error)
+        if reason:
+            reasons.append((name, reason))
+    return tuple(reasons)
 
 
 @lru_cache
 def _misfit(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Operand) -> str:
-    """Why a pruner, or what it remembers, would refuse an array of this shape at the first step; "" if it does not."""
+    """Return why a pruner would refuse an array of this shape at the first step; "" if it does not."""
 
-    def first_use(x):
+    def first_use(x: jax.Array) -> jax.Array:
         ctx = Ctx(random.words(0), 0)
         state = along(label, p, x, operand, ctx, p.init)[0] if p.remembers else None
-        return pruned(label, p, x, operand, ctx._replace(state=state))
+        return pruned(label, p, x, operand, ctx.replace(state=state))
 
     try:
         jax.eval_shape(first_use, x)
     except (TypeError, ValueError) as error:
         return str(error)
     return ""
-
-
-# ---- the products ----
-
-
-def dot_general(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None,
-    *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
-) -> jax.Array:  # fmt: skip
-    """`jax.lax.dot_general` whose three products prune as ``sparsity`` says.
-
-    Where a product contracts several axes, the last one alone is grouped if m divides it, else as few as needed are
-    flattened with it, in order.
-    """
-    op = as_dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
-    return bilinear(op, lhs, rhs, sparsity, ctx, backend)
-
-
-def conv_general_dilated(
-    lhs: jax.Array, rhs: jax.Array, window_strides, padding, lhs_dilation=None, rhs_dilation=None,
-    dimension_numbers=None, feature_group_count: int = 1, batch_group_count: int = 1, precision=None,
-    preferred_element_type=None, out_sharding=None, *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
-) -> jax.Array:  # fmt: skip
-    """`jax.lax.conv_general_dilated` whose three products prune as ``sparsity`` says."""
-    op = as_conv(
-        lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
-        batch_group_count, precision, preferred_element_type, out_sharding,
-    )  # fmt: skip
-    return bilinear(op, lhs, rhs, sparsity, ctx, backend)
-
-
-def einsum(
-    spec: str, lhs: jax.Array, rhs: jax.Array, *, precision=None, preferred_element_type=None, out_sharding=None,
-    sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
-) -> jax.Array:  # fmt: skip
-    """`jnp.einsum` of two operands whose three products prune as ``sparsity`` says. Contracted labels are ordered as the
-    right operand, the weight, has them.
-
-    >>> einsum("...i,io->...o", jnp.ones((2, 3, 4)), jnp.ones((4, 5)), sparsity=Sparsity()).shape
-    (2, 3, 5)
-    """
-    dims, order = einsum_dims(spec, lhs.ndim, rhs.ndim)
-    if out_sharding is not None:
-        out_sharding = _unpermuted(out_sharding, order)
-    y = dot_general(
-        lhs, rhs, dims, precision, preferred_element_type, out_sharding, sparsity=sparsity, ctx=ctx, backend=backend
-    )
-    return jnp.transpose(y, order)
-
-
-def _unpermuted(sharding, order):
-    """The sharding before a transposition, out of that after it."""
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    spec = PartitionSpec(
-        *(tuple(spec)[order.index(a)] if order.index(a) < len(spec) else None for a in range(len(order)))
-    )
-    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

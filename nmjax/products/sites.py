@@ -1,4 +1,6 @@
-"""What every delivery shares: where a layer's noise comes from, and what its weight is in the end."""
+"""A sparse layer, whatever framework it is of: where its noise comes from, and what its weight is in the end."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +8,23 @@ import jax.numpy as jnp
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.products.sparsity import SLOTS, WEIGHT, Operand, Sparsity, at_random, pruned, slot_state
+from nmjax.products.pruning import Operand, pruned
+from nmjax.products.slot import SLOTS, WEIGHT, slot_state
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 
-def site_words(seed, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
-    """The words of a layer: of the seed, its path and, where layers are stacked, its place in the stack. ``(*stack, 2)``."""
+def site_words(seed: Any, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
+    """Return the words from which a layer draws its noise.
+
+    Args:
+      seed: a `jax.random.key`, an int seed, or two uint32 words.
+      path: the layer's path.
+      stack: the sizes of the axes along which such layers are stacked. Every layer of a stack has words of its own.
+
+    Returns:
+      An array of shape ``(*stack, 2)``.
+    """
     words = random.named(random.words(seed), path)
     for size in stack:
         each = lambda w, n=size: jax.vmap(random.fold, (None, 0))(w, jnp.arange(n))
@@ -19,36 +32,41 @@ def site_words(seed, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
     return words
 
 
-def site_key(words: jax.Array, micro) -> jax.Array:
-    """The key of a micro-step. Products fold in the step and the slot."""
+def site_key(words: jax.Array, micro: Any) -> jax.Array:
+    """Return the key of a micro-step. Products fold in the step and the slot."""
     return random.fold(words, micro)
 
 
-def draws(sparsity: Sparsity) -> bool:
-    """Whether a layer needs words: to prune, or to renew what it holds."""
-    return any(at_random(getattr(sparsity, slot)) for slot in SLOTS)
+def needs_key(sparsity: Sparsity) -> bool:
+    """Return True if a layer draws random numbers: to prune, or to renew its state."""
+    return any(sparsity.slots[name].pruner.needs_key for name in SLOTS)
 
 
 def timed(sparsity: Sparsity) -> bool:
-    """Whether a layer's products read the step."""
-    return any(getattr(sparsity, slot).timed for slot in SLOTS)
+    """Return True if a layer's products read the step."""
+    return any(sparsity.slots[name].pruner.timed for name in SLOTS)
 
 
 def remembers(sparsity: Sparsity) -> bool:
-    """Whether a layer keeps state."""
-    return any(getattr(sparsity, slot).remembers for slot in WEIGHT)
+    """Return True if a layer keeps state."""
+    return any(sparsity.slots[name].pruner.remembers for name in WEIGHT)
 
 
 def final(sparsity: Sparsity) -> tuple[Pruner, Sparsity]:
-    """What a weight is pruned by once and for all, and what is left to do in every product after that."""
+    """Return the pruner that hardens the weight, and the sparsity that every product has after that."""
     return sparsity.fwd_rhs.final, Sparsity(fwd_lhs=sparsity.fwd_lhs.final)
 
 
-def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state=None) -> jax.Array:
-    """A weight as inference will use it. It comes in the dtype that its product computes in, for ranks of rounded values
-    differ from those of what they were."""
+def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state: Any = None) -> jax.Array:
+    """Return a weight as inference uses it.
+
+    Args:
+      sparsity: the layer's sparsity. w: the weight, in the dtype in which its product computes: ranks of rounded
+        values differ from ranks before rounding. operand: where its axes lie. state: the state of the layer, if it
+        keeps one.
+    """
     p = sparsity.fwd_rhs.final
     if p == identity:
         return w
-    held = sparsity.fwd_rhs.final_state(slot_state(state, "fwd_rhs"))
-    return pruned(f"fwd_rhs={p}", p, w, operand, Ctx(state=held))
+    own_state = sparsity.fwd_rhs.final_state(slot_state(state, "fwd_rhs"))
+    return pruned(f"fwd_rhs={p}", p, w, operand, Ctx(state=own_state))

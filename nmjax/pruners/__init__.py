@@ -1,8 +1,12 @@
-"""Pruners: one idea a file, each to be read beside its paper."""
+"""Pruners: one idea a file, each to be read beside its paper; and what is made of pruners."""
 
+from nmjax.pruners.combinators import chain as chain, raw as raw, rescale as rescale, stages as stages
+from nmjax.pruners.estimators import decay as decay, sr_ste as sr_ste, ste as ste
+from nmjax.pruners.float8 import fp8 as fp8
 from nmjax.pruners.magnitude import mse as mse
 from nmjax.pruners.nothing import identity as identity
 from nmjax.pruners.random_choice import uniform as uniform
+from nmjax.pruners.remembering import hold as hold, permute as permute
 from nmjax.pruners.soft_threshold import soft as soft
 from nmjax.pruners.transposable_mask import transposable as transposable
 from nmjax.pruners.two_draws import mvue_approx as mvue_approx

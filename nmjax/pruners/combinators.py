@@ -1,18 +1,30 @@
 """Pruners out of pruners."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from nmjax.core import groups, random
+from nmjax.core import groups
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner, Remembering, apart, check_inner, joined
+from nmjax.core.pruner import (
+    Link,
+    Normal,
+    Pattern,
+    Pruner,
+    apart,
+    check_inner,
+    joined,
+    sparsest,
+    with_part_key,
+)
 from nmjax.core.value import show
-from nmjax.pruners import identity, mse
+from nmjax.pruners.magnitude import mse
+from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import check_rows, row_at
 
 
@@ -25,6 +37,7 @@ class chain(Pruner):
     """
 
     pruners: tuple[Pruner, ...]
+    reads_step = False
 
     def __init__(self, *pruners: Pruner):
         object.__setattr__(self, "pruners", pruners)
@@ -42,35 +55,66 @@ class chain(Pruner):
     def selects(self) -> bool:
         return all(p.selects for p in self.parts)
 
+    @property
+    def pattern(self) -> Pattern | None:
+        return sparsest(p.pattern for p in self.parts)
+
+    @property
+    def pattern_across(self) -> Pattern | None:
+        return sparsest(p.pattern_across for p in self.parts)
+
+    def normal(self) -> Normal:
+        """A last `fp8` is storage. If one other part is left that prunes, it is the core."""
+        if not self.parts:
+            return Normal(core=identity, applied=self)
+        count, last = len(self.parts), self.parts[-1].normal()
+        cores: list[tuple[Pruner | None, tuple[Link, ...]]] = []
+        for i, p in enumerate(self.parts):
+            form, link = p.normal(), Link(i, count)
+            if i < count - 1 and form.storage is not None:  # rounding before the end is part of the pruning
+                form = Normal(core=p, applied=p)
+            if form.core != identity:
+                cores.append((form.core, (link, *form.core_path)))
+        core, path = cores[0] if len(cores) == 1 else (None if cores else identity, ())
+        if last.storage is None:
+            return Normal(core, self, core_path=path)
+        applied = chain(*self.parts[:-1], last.applied)
+        return Normal(
+            core, applied, last.storage, core_path=path, storage_path=(Link(count - 1, count), *last.storage_path)
+        )
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            x = p(x, axis, folded(part, i))
+        for p, part in self._numbered(ctx):
+            x = p(x, axis, part)
         return x
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         kept = jnp.ones_like(x, bool)
-        for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            here = folded(part, i)
-            kept, x = kept & p.mask(x, axis, here), p(x, axis, here)
+        for p, part in self._numbered(ctx):
+            kept, x = kept & p.mask(x, axis, part), p(x, axis, part)
         return kept
+
+    def _numbered(self, ctx: Ctx) -> Iterator[tuple[Pruner, Ctx]]:
+        """Yield every part with its context: its own state, and noise of its own."""
+        for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
+            yield p, with_part_key(part, i)
 
     @property
     def final(self) -> Pruner:
         return chain(*(p.final for p in self.parts))
 
-    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()):
-        return self._through(x, axis, ctx._replace(state=None), lambda p, x, here: p.init(x, axis, here))
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
+        return self._states(x, axis, ctx.replace(state=None), "init")
 
-    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()):
-        return self._through(x, axis, ctx, lambda p, x, here: p.refresh(x, axis, here))
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
+        return self._states(x, axis, ctx, "refresh")
 
-    def _through(self, x, axis, ctx, new_state):
-        """The parts' states, each made of what the part before it gives."""
+    def _states(self, x: jax.Array, axis: int, ctx: Ctx, make: str) -> Any:
+        """Return the parts' states. Each is made of the values that the part before it returns."""
         states = []
-        for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
-            here = folded(part, i)
-            states.append(new_state(p, x, here))
-            x = p(x, axis, here._replace(state=states[-1]))
+        for p, part in self._numbered(ctx):
+            states.append(getattr(p, make)(x, axis, part))
+            x = p(x, axis, part.replace(state=states[-1]))
         return joined(states)
 
 
@@ -117,17 +161,22 @@ class stages(Pruner):
         return ms.pop() if len(ms) == 1 and all(type(p) is mse or p == identity for p in self.parts) else None
 
     def _switch(self, ctx, call):
-        branch = lambda i, p: lambda dynamic: call(p, Ctx(*dynamic[i], ctx.axes))
+        branch = lambda i, p: lambda contexts: call(p, contexts[i])
         branches = [branch(i, p) for i, p in enumerate(self.parts)]
-        return lax.switch(row_at(self.rows, ctx.step), branches, [part[:3] for part in apart(self, ctx)])
+        return lax.switch(row_at(self.rows, ctx.step), branches, apart(self, ctx))
 
     @property
-    def timed(self) -> bool:
-        return True
+    def bare_noise(self) -> bool:
+        return any(p.bare_noise for p in self.parts)
 
-    @property
-    def pattern(self) -> None:
-        return None  # which depends on the step
+    def kept(self, step: int | None = None) -> float:
+        return super().kept(step) if step is None else self._row(step).kept(step)
+
+    def kept_across(self, step: int | None = None) -> float:
+        return super().kept_across(step) if step is None else self._row(step).kept_across(step)
+
+    def _row(self, step: int) -> Pruner:
+        return self.parts[int(row_at(self.rows, step))]
 
     @property
     def final(self) -> Pruner:
@@ -154,6 +203,7 @@ class rescale(Pruner):
 
     p: Pruner
     over: str = "spatial"
+    reads_step = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -166,7 +216,7 @@ class rescale(Pruner):
         if self.over == "group":
             view, over = partial(groups.split, axis=axis, m=self.block), (axis + 1,)
         else:
-            view, over = (lambda v: v), ctx.located(x.ndim, axis).space
+            view, over = (lambda v: v), ctx.axes_of(x.ndim, axis).space
             if not over:
                 raise ValueError(
                     f"{self} rescales over space, and an array of shape {x.shape} pruned along axis {axis} has none. Write over='group'."
@@ -178,115 +228,16 @@ class rescale(Pruner):
         return groups.rounded(jnp.where(y == 0, y, y * ratio).reshape(x.shape), x.dtype)  # dropped stays dropped
 
     @property
+    def pattern(self) -> Pattern | None:
+        return self.p.pattern
+
+    @property
+    def pattern_across(self) -> Pattern | None:
+        return self.p.pattern_across
+
+    @property
     def final(self) -> Pruner:
         return rescale(self.p.final, self.over)
-
-
-@dataclass(frozen=True, repr=False)
-class hold(Remembering):
-    """Keep a mask for ``every`` steps, or for ever. The mask is state: `init` makes it, `refresh` renews it.
-
-    >>> p = hold(mse(2, 4), every=40)
-    >>> p(jnp.array([9., 1., 1., 9.]), ctx=Ctx(state=p.init(jnp.arange(4.))))
-    Array([0., 0., 1., 9.], dtype=float32)
-    """
-
-    p: Pruner
-    every: int | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_inner(self, self.p)
-        _check_every(self)
-        if not self.p.selects:
-            raise ValueError(
-                f"{self} holds a mask, but {self.p} does not only keep or drop. Hold what selects, as in chain(hold(mse(2,4)),...)."
-            )
-
-    @property
-    def selects(self) -> bool:
-        return True
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
-
-    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        kept = _state(self, ctx)
-        if getattr(kept, "shape", None) != x.shape:
-            raise ValueError(
-                f"{self} holds a mask of shape {getattr(kept, 'shape', None)}, and was given an array of shape {x.shape}."
-            )
-        return kept
-
-    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return self.p.mask(x, axis, ctx._replace(state=self.p.init(x, axis, ctx)))
-
-    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return _renewed(self, ctx, lambda: self.init(x, axis, ctx._replace(state=None)))
-
-    @property
-    def stochastic(self) -> bool:
-        return False
-
-    @property
-    def final(self) -> Pruner:
-        return hold(self.p)
-
-
-@dataclass(frozen=True, repr=False)
-class permute(Remembering):
-    """Prune in a permuted order of the axis, renewed every ``every`` steps: the one of ``draws`` random ones that keeps
-    most non-zeros. Bi-Mask's backward mask (Zhang et al., arXiv 2302.06058): with p applied to an already pruned weight,
-    the fewest of its values are lost. The permutation is state; those tried are a function of the step alone.
-    """
-
-    p: Pruner
-    every: int | None = 100
-    draws: int = 100
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_inner(self, self.p)
-        _check_every(self)
-        if self.draws < 1:
-            raise ValueError(f"{self}: draws must be at least 1.")
-        if self.p.stochastic or self.p.remembers:
-            raise ValueError(f"{self} tries one order after another, so it takes a pruner without noise or state.")
-
-    @property
-    def selects(self) -> bool:
-        return self.p.selects
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return self._permuted(x, axis, ctx, self.p)
-
-    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return self._permuted(x, axis, ctx, self.p.mask)
-
-    def _permuted(self, x, axis, ctx, call):
-        order = _state(self, ctx)
-        if getattr(order, "shape", None) != (x.shape[axis],):
-            held = getattr(order, "shape", order)
-            raise ValueError(f"{self} holds an order of shape {held}, and axis {axis} of {x.shape} has other values.")
-        return jnp.take(call(jnp.take(x, order, axis), axis, ctx._replace(state=None)), jnp.argsort(order), axis)
-
-    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        size = x.shape[axis]
-        words = random.fold(random.words(0), ctx.step)
-        orders = jnp.argsort(random.bits(words, random.counter((self.draws, size))), axis=1)
-        left = lambda order: jnp.sum(self.p(jnp.take(x, order, axis), axis) != 0, dtype=jnp.int32)
-        return orders[jnp.argmax(lax.map(left, orders))]
-
-    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return _renewed(self, ctx, lambda: self.init(x, axis, ctx._replace(state=None)))
-
-    @property
-    def pattern(self) -> None:
-        return None  # but in an order of its own
-
-    @property
-    def final(self) -> Pruner:
-        return permute(self.p.final, None, self.draws)
 
 
 @dataclass(frozen=True, repr=False)
@@ -294,7 +245,7 @@ class raw(Pruner):
     """In a backward slot of an operand: prune the operand itself, not the value that the forward product made of it."""
 
     p: Pruner
-    outermost = True
+    outermost, reads_step = True, False
 
     def __post_init__(self):
         super().__post_init__()
@@ -304,26 +255,22 @@ class raw(Pruner):
         return self.p(x, axis, ctx)
 
     @property
+    def pattern(self) -> Pattern | None:
+        return self.p.pattern
+
+    @property
+    def pattern_across(self) -> Pattern | None:
+        return self.p.pattern_across
+
+    def normal(self) -> Normal:
+        """The operand itself is the source."""
+        inner = self.p.normal()
+        applied = self if inner.storage is None else raw(inner.applied)
+        return inner._replace(applied=applied, raw=True)
+
+    @property
     def final(self) -> Pruner:
         return raw(self.p.final)
-
-
-def folded(ctx, i):
-    """A stream of noise of its own for every part."""
-    return ctx if ctx.key is None else ctx._replace(key=random.fold(random.words(ctx.key), i))
-
-
-def _check_every(owner):
-    if owner.every is not None and (type(owner.every) is not int or owner.every < 1):
-        raise ValueError(f"{owner}: every is a number of steps, or None for ever.")
-
-
-def _state(owner, ctx):
-    if ctx.state is None:
-        raise ValueError(
-            f"{owner} keeps state between steps and was given none: pass what its init(x, axis) makes as state."
-        )
-    return ctx.state
 
 
 def _begun(start, p, x, axis, ctx):
@@ -331,14 +278,5 @@ def _begun(start, p, x, axis, ctx):
     if not p.remembers:
         return None
     here = p.refresh(x, axis, ctx)
-    fresh = lambda: p.init(x, axis, ctx._replace(state=None))
+    fresh = lambda: p.init(x, axis, ctx.replace(state=None))
     return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: here) if start else here
-
-
-def _renewed(owner, ctx, new):
-    if owner.every is None:
-        return _state(owner, ctx)
-    old = jnp.asarray(_state(owner, ctx))
-    return lax.cond(
-        jnp.asarray(ctx.step) % np.int32(owner.every) == 0, lambda: jnp.asarray(new(), old.dtype), lambda: old
-    )

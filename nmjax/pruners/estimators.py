@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner, check_inner
+from nmjax.core.pruner import Normal, Pattern, Pruner, check_inner
+from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import Schedule
 
 
@@ -26,8 +28,26 @@ class Estimator(Pruner):
         return True
 
     @property
+    def bare_noise(self) -> bool:
+        return False
+
+    @property
     def selects(self) -> bool:
         return self.p.selects
+
+    @property
+    def pattern(self) -> Pattern | None:
+        return self.p.pattern
+
+    @property
+    def pattern_across(self) -> Pattern | None:
+        return self.p.pattern_across
+
+    def normal(self) -> Normal:
+        """A gradient rule leaves the values of its part as they are."""
+        inner = self.p.normal()
+        applied = self if inner.storage is None else replace(self, p=inner.applied)
+        return inner._replace(applied=applied, rule=self)
 
     @property
     def final(self) -> Pruner:
@@ -43,8 +63,16 @@ class ste(Estimator):
     Array([0., 1., 2., 3.], dtype=float32)
     """
 
+    reads_step = False
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return straight_through(self.p, axis, ctx.axes, x, ctx[:3])
+        return straight_through(self.p, axis, x, ctx)
+
+    def normal(self) -> Normal:
+        """Straight through what does nothing is nothing."""
+        form = super().normal()
+        inner = self.p.normal().applied
+        return form._replace(applied=inner) if inner == identity else form
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,6 +88,7 @@ class sr_ste(Estimator):
     """
 
     lam: float = 2e-4
+    reads_step = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -69,7 +98,7 @@ class sr_ste(Estimator):
             )
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return _decayed_through(self.p, self.lam, axis, ctx.axes, x, ctx[:3])
+        return _decayed_through(self.p, self.lam, axis, x, ctx)
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,42 +133,51 @@ class decay(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self.gradient == "ste":
-            return straight_through(replace(self, gradient="autodiff"), axis, ctx.axes, x, ctx[:3])
+            return straight_through(replace(self, gradient="autodiff"), axis, x, ctx)
         factor = jnp.asarray(self.schedule(ctx.step)).astype(x.dtype)
         faded = jnp.where(factor == 0, jnp.zeros((), x.dtype), factor * x)
         return jnp.where(self.p.mask(x, axis, ctx), x, faded)
 
-    @property
-    def pattern(self) -> None:
-        return None  # while what is dropped still fades
+    def kept(self, step: int | None = None) -> float:
+        return 1.0 if self._fades(step) else self.p.kept(step)
+
+    def kept_across(self, step: int | None = None) -> float:
+        return 1.0 if self._fades(step) else self.p.kept_across(step)
+
+    def _fades(self, step: int | None) -> bool:
+        return step is not None and float(self.schedule(step)) != 0
 
     @property
     def final(self) -> Pruner:
         return self.p.final
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def straight_through(p: Pruner, axis, axes, x, dynamic):
-    """``p(x)``, whose derivative is that of x: forward and reverse mode."""
-    return p(x, axis, Ctx(*dynamic, axes))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def straight_through(p: Pruner, axis: int, x: jax.Array, ctx: Ctx) -> jax.Array:
+    """Return ``p(x)`` with the derivative of x, in forward and reverse mode."""
+    return p(x, axis, ctx)
 
 
 @straight_through.defjvp
-def _(p, axis, axes, primals, tangents):
-    return straight_through(p, axis, axes, *primals), tangents[0]
+def _(p: Pruner, axis: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    return straight_through(p, axis, *primals), tangents[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _decayed_through(p, lam, axis, axes, x, dynamic):
-    return p(x, axis, Ctx(*dynamic, axes))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _decayed_through(p: Pruner, lam: float, axis: int, x: jax.Array, ctx: Ctx) -> jax.Array:
+    return p(x, axis, ctx)
 
 
-def _decayed_forward(p, lam, axis, axes, x, dynamic):
-    y = p(x, axis, Ctx(*dynamic, axes))
+def _decayed_forward(
+    p: Pruner, lam: float, axis: int, x: jax.Array, ctx: Ctx
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    y = p(x, axis, ctx)
     return y, (x, y)
 
 
-def _decayed_backward(p, lam, axis, axes, residuals, g):
+def _decayed_backward(
+    p: Pruner, lam: float, axis: int, residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, None]:
     x, y = residuals
     dropped = jnp.where(x == y, jnp.zeros((), x.dtype), x)  # (1 - mask) * x
     return g + jnp.asarray(lam, x.dtype) * dropped, None

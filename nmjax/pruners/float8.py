@@ -14,8 +14,9 @@ from jax import lax
 
 from nmjax.core import groups
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner
+from nmjax.core.pruner import Normal, Pruner
 from nmjax.pruners.estimators import straight_through
+from nmjax.pruners.nothing import identity
 from nmjax.pruners.unbiased import group_uniforms
 
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -73,6 +74,7 @@ class fp8(Pruner):
 
     format: str
     rounding: str = "nearest"
+    reads_step = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -94,16 +96,21 @@ class fp8(Pruner):
         return fp8(self.format)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return straight_through(_Cast(self.format, self.rounding), axis, None, x, ctx[:3])
+        return straight_through(_Cast(self.format, self.rounding), axis, x, ctx)
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.ones_like(x, bool)
+
+    def normal(self) -> Normal:
+        """A slot that is only rounded prunes nothing, and its product holds the operand in FP8."""
+        return Normal(core=identity, applied=identity, storage=self)
 
 
 @dataclass(frozen=True, repr=False)
 class _Cast(Pruner):
     format: str
     rounding: str
+    reads_step = False
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         wide = groups.wide(x)

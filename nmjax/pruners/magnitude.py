@@ -5,6 +5,7 @@ weights and activations; fails for neural gradients, for it is biased.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ class mse(Grouped):
     Array([ 0.,  0.,  3., -4.], dtype=float32)
     """
 
+    reads_step = False
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.where(self.mask(x, axis), x, jnp.zeros((), x.dtype))
 
@@ -32,8 +35,11 @@ class mse(Grouped):
     def selects(self) -> bool:
         return True
 
-    def of_members(self, x: list[jax.Array], u=None, state=None) -> list[jax.Array]:
-        """The same of a list of the members of groups: how a kernel has them."""
+    @property
+    def by_members(self) -> bool:
+        return True
+
+    def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
         size = [groups.magnitude(v).astype(jnp.int32) for v in x]
         pruned = []
         for i, (v, mine) in enumerate(zip(x, size, strict=True)):

@@ -13,6 +13,8 @@ from nmjax.core.pruner import Pruner
 class Identity(Pruner):
     """Every value as it is."""
 
+    reads_step = False
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return x
 

@@ -25,6 +25,7 @@ class uniform(Grouped):
     """
 
     rescale: bool = True
+    reads_step = False
 
     @property
     def stochastic(self) -> bool:

@@ -13,6 +13,7 @@ which it grows unexpectedly large, and ``scale="one"``.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ class soft(Remembering, Grouped):
     """
 
     scale: str = "frozen"
+    reads_step = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -59,10 +61,16 @@ class soft(Remembering, Grouped):
         t = jnp.max(jnp.where(kept, 0.0, jnp.abs(w)), axis + 1, keepdims=True)
         return _beyond(w, t, kept).reshape(x.shape)
 
-    def of_members(self, x: list[jax.Array], u=None, state=None) -> list[jax.Array]:
-        """The same of a list of the members of groups: how a kernel has them."""
+    @property
+    def by_members(self) -> bool:
+        return self.scale != "now"  # that scale is a sum over the whole array
+
+    def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
         scale = state if self.remembers and state is not None else 1.0
         return [(v * scale).astype(x[0].dtype) for v in _shrunk(x, self.n)]
+
+    def growth(self, state: Any = None) -> Any:
+        return jnp.abs(state) if self.remembers and state is not None else 1.0
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """The n largest magnitudes, where the result may be other than zero: what flip rates count."""

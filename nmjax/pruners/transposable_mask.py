@@ -20,7 +20,7 @@ from jax import lax
 
 from nmjax.core import groups
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped
+from nmjax.core.pruner import Grouped, Pattern
 
 _HUGE = 2.0**124  # what inf, NaN and anything larger weigh: eight of them add up without overflow
 
@@ -37,6 +37,8 @@ class transposable(Grouped):
            [1, 0, 0, 1]], dtype=int32)
     """
 
+    reads_step = False
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
 
@@ -46,7 +48,7 @@ class transposable(Grouped):
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         axis, m = groups.position(x.ndim, axis), self.m
-        other = ctx.located(x.ndim, axis).other
+        other = ctx.axes_of(x.ndim, axis).other
         if other is None or x.shape[other] % m:
             raise ValueError(
                 f"{self} prunes both axes of a weight: beside axis {axis} of an array of shape {x.shape} it needs "
@@ -67,8 +69,22 @@ class transposable(Grouped):
             kept = jnp.moveaxis(_priced(inner, self.n), (-2, -1), (rows, columns))
         return groups.unsplit(groups.unsplit(kept, second + 1), first)
 
+    @property
+    def tiles(self) -> bool:
+        return True
+
+    @property
+    def pattern_across(self) -> Pattern | None:
+        return self.pattern
+
+    def kept_across(self, step: int | None = None) -> float:
+        return self.kept(step)
+
+    @property
+    def by_tile(self) -> bool:
+        return (self.n, self.m) == (2, 4)
+
     def of_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """The same of the 4 x 4 members of tiles of 2:4: how a kernel has them."""
         word = _best_word([[_weight(v) for v in row] for row in x])
         keep = lambda i, j: (word >> np.int32(4 * i + j)) & 1 == 1
         zero = jnp.zeros((), x[0][0].dtype)

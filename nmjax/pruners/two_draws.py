@@ -30,6 +30,8 @@ class mvue_approx(Grouped):
     Array([2., 2., 0., 0.], dtype=float32)
     """
 
+    reads_step = False
+
     def __post_init__(self):
         super().__post_init__()
         if self.n != 2:

@@ -11,6 +11,7 @@ keep those that the points (u + j) * tau fall upon. The L1 norm of a group is th
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ class mvue(Grouped):
     >>> mvue(2, 4)(jnp.array([1., 2., 3., -4.]), ctx=Ctx(key=0))
     Array([5., 0., 5., 0.], dtype=float32)
     """
+
+    reads_step = False
 
     @property
     def stochastic(self) -> bool:
@@ -48,12 +51,18 @@ class mvue(Grouped):
         way = _single if self.n == 1 else _unrolled if self.m <= 16 else _whole
         return way(g, u, axis + 1, self.n).reshape(x.shape)
 
-    def of_members(self, x: list[jax.Array], u: jax.Array, state=None) -> list[jax.Array]:
-        """The same of a list of the members of groups: how a kernel has them."""
+    @property
+    def by_members(self) -> bool:
+        return True
+
+    def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
         wide = [groups.wide(v) for v in x]
         hits, tau = chosen(wide, u, self.n)
         tau = tau.astype(x[0].dtype).astype(wide[0].dtype)
         return [jnp.where(hit, _value(v, tau), 0.0).astype(x[0].dtype) for hit, v in zip(hits, wide, strict=True)]
+
+    def growth(self, state: Any = None) -> float:
+        return self.m / self.n
 
 
 def group_uniforms(x: jax.Array, axis: int, m: int, ctx: Ctx) -> jax.Array:

@@ -3,10 +3,21 @@
 To compose them, replace slots: ``dataclasses.replace(s_ste(), dlhs_g=rescale(mse(2, 4)))``.
 """
 
+from nmjax import pruners
 from nmjax.core.pruner import Pruner
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import combinators, float8, identity, mse, mvue as unbiased, mvue_approx, soft, transposable, uniform
-from nmjax.pruners.estimators import decay, sr_ste as sr, ste as straight
+from nmjax.pruners import (
+    decay,
+    identity,
+    mse,
+    mvue as unbiased,
+    mvue_approx,
+    soft,
+    sr_ste as sr,
+    ste as straight,
+    transposable,
+    uniform,
+)
 from nmjax.pruners.schedules import Schedule, exponential
 
 _EXPONENTIAL = exponential(1e-4)
@@ -100,13 +111,13 @@ drhs_g=chain(mvue(2,4),fp8('e5m2',rounding='random')); drhs_lhs=fp8('e5m2')
         g = mvue_approx(n, m)
     if not fp8:
         return Sparsity(fwd_rhs=straight(soft(n, m)), drhs_g=g)
-    narrow, wide = float8.fp8("e4m3"), float8.fp8("e5m2")
+    narrow, wide = pruners.fp8("e4m3"), pruners.fp8("e5m2")
     return Sparsity(
         fwd_lhs=narrow,
-        fwd_rhs=straight(combinators.chain(soft(n, m), narrow)),
+        fwd_rhs=straight(pruners.chain(soft(n, m), narrow)),
         dlhs_g=wide,
         dlhs_rhs=wide,
-        drhs_g=wide if g == identity else combinators.chain(g, float8.fp8("e5m2", "random")),
+        drhs_g=wide if g == identity else pruners.chain(g, pruners.fp8("e5m2", "random")),
         drhs_lhs=wide,
     )
 
@@ -138,7 +149,7 @@ def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over
     if select == "random":
         return Sparsity(dlhs_g=uniform(n, m, rescale=rescale))
     if rescale:
-        return Sparsity(dlhs_g=combinators.rescale(mse(n, m), over))
+        return Sparsity(dlhs_g=pruners.rescale(mse(n, m), over))
     return Sparsity(dlhs_g=mse(n, m))
 
 
@@ -221,7 +232,7 @@ def sdgf(
         )
     rows: list[tuple[int, Pruner]] = [(0, identity)] if dense else []
     rows += [(dense + span * i // len(patterns), mse(*pattern)) for i, pattern in enumerate(patterns)]
-    return Sparsity(fwd_rhs=straight(combinators.stages(tuple(rows))))
+    return Sparsity(fwd_rhs=straight(pruners.stages(tuple(rows))))
 
 
 def _looser(n: int, m: int, kind: str, k: int) -> list[tuple[int, int]]:
@@ -264,14 +275,14 @@ def fst(n: int = 2, m: int = 4, lam: float = 6e-5, every: int = 40, dense_from: 
     >>> fst(lam=0, dense_from=250).drhs_g
     stages(((0,mvue_approx(2,4)),(250,identity)))
     """
-    mask = combinators.hold(transposable(n, m), every)
+    mask = pruners.hold(transposable(n, m), every)
     weight: Pruner = sr(mask, lam) if lam else straight(mask)
     g: Pruner = mvue_approx(n, m) if n == 2 else unbiased(n, m)
     if dense_from is None:
         return Sparsity(fwd_rhs=weight, drhs_g=g)
     return Sparsity(
-        fwd_rhs=combinators.stages(((0, weight), (dense_from, identity))),
-        drhs_g=combinators.stages(((0, g), (dense_from, identity))),
+        fwd_rhs=pruners.stages(((0, weight), (dense_from, identity))),
+        drhs_g=pruners.stages(((0, g), (dense_from, identity))),
     )
 
 
@@ -296,7 +307,7 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
     >>> bi_mask()
     fwd_rhs=sr_ste(mse(2,4)); dlhs_rhs=permute(mse(2,4))
     """
-    return Sparsity(fwd_rhs=sr(mse(n, m), lam), dlhs_rhs=combinators.permute(mse(n, m), every, draws))
+    return Sparsity(fwd_rhs=sr(mse(n, m), lam), dlhs_rhs=pruners.permute(mse(n, m), every, draws))
 
 
 def bdwp(n: int = 2, m: int = 4) -> Sparsity:
@@ -315,7 +326,7 @@ def bdwp(n: int = 2, m: int = 4) -> Sparsity:
     >>> bdwp()
     fwd_rhs=ste(mse(2,4)); dlhs_rhs=raw(mse(2,4))
     """
-    return Sparsity(fwd_rhs=straight(mse(n, m)), dlhs_rhs=combinators.raw(mse(n, m)))
+    return Sparsity(fwd_rhs=straight(mse(n, m)), dlhs_rhs=pruners.raw(mse(n, m)))
 
 
 def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:

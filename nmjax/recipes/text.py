@@ -25,23 +25,18 @@ from nmjax import pruners
 from nmjax.core import names
 from nmjax.core.pruner import Pruner
 from nmjax.core.value import Value, as_written, show, written
-from nmjax.products.sparsity import SLOTS, Sparsity
-from nmjax.pruners import combinators, estimators, float8, schedules
+from nmjax.products.slot import SLOTS
+from nmjax.products.sparsity import Sparsity
+from nmjax.pruners import schedules
 from nmjax.recipes import methods
 
 PRUNERS: dict[str, Callable[..., Any] | Pruner] = {
-    "identity": pruners.identity,
-    **{
-        name: getattr(module, name)
-        for module, members in (
-            (pruners, ("mse", "mvue", "mvue_approx", "soft", "transposable", "uniform")),
-            (combinators, ("chain", "hold", "permute", "raw", "rescale", "stages")),
-            (estimators, ("decay", "sr_ste", "ste")),
-            (float8, ("fp8",)),
-        )
-        for name in members
-    },
-}
+    name: getattr(pruners, name)
+    for name in (
+        "chain", "decay", "fp8", "hold", "identity", "mse", "mvue", "mvue_approx", "permute", "raw", "rescale", "soft",
+        "sr_ste", "stages", "ste", "transposable", "uniform",
+    )
+}  # fmt: skip
 SCHEDULES: dict[str, Callable[..., Any]] = {
     name: getattr(schedules, name)
     for name in ("constant", "cosine", "exponential", "linear", "optax_schedule", "stairs")

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 import nmjax as nm
 from nmjax.analysis.flops import counted, effective, flops, kept, over
 from nmjax.products.operations import as_conv, as_dot
-from nmjax.products.sparsity import Operand, pruned, slot_ctx
+from nmjax.products.pruning import Operand, pruned
+from nmjax.products.slot import slot_context
 from nmjax.recipes.text import METHODS
 from tests.networks import GPT, Block
 
@@ -344,7 +345,7 @@ def test_what_is_saved_is_there(text):
 
     def operand(slot, value, axis):
         p = getattr(sparsity, slot)
-        return np.asarray(pruned(slot, p, value, Operand((axis,), (1 - axis,), ()), slot_ctx(ctx, slot))), axis
+        return np.asarray(pruned(slot, p, value, Operand((axis,), (1 - axis,), ()), slot_context(ctx, slot))), axis
 
     (x_forward, _), (w_forward, _) = forward = operand("fwd_lhs", x, 1), operand("fwd_rhs", w, 0)
     w_back = w if isinstance(sparsity.dlhs_rhs, nm.raw) else jnp.asarray(w_forward)

@@ -206,10 +206,10 @@ def test_groups_that_straddle_shards(kind):
         with pytest.raises(
             ValueError,
             match=r"fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(24, 8\), sharded as .*: its groups of 4 would lie on two "
-            r"devices, for axis 0 has 24 values on 4 devices\. Shard another axis, use fewer devices along 'fsdp', or leave",
+            r"devices, because axis 0 has 24 values on 4 devices\. Shard another axis, use fewer devices along 'fsdp', or leave",
         ):
             nm.nnx.sparsify(model, recipe("ste(2,4)"))
-        with pytest.raises(ValueError, match=r"transposable.*its groups of 4 would lie on two devices, for axis 0"):
+        with pytest.raises(ValueError, match=r"transposable.*its groups of 4 would lie on two devices, because axis 0"):
             nm.nnx.sparsify(model, recipe("fwd_rhs=ste(transposable(2,4)); dlhs_rhs=raw(mse(2,4))"))
         nm.nnx.sparsify(model, recipe("ste(2,6)"))
 

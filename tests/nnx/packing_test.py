@@ -90,7 +90,7 @@ def test_forms_are_what_is_multiplied(text, count):
 
     @jax.jit
     def all_of(packed):
-        call = lambda x: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=ctx._replace(packed=packed), backend="interpret")
+        call = lambda x: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=ctx, packed=packed, backend="interpret")
         y, vjp = jax.vjp(call, x)
         return {"fwd": y.astype(jnp.float32), "dlhs": vjp(g)[0].astype(jnp.float32)}
 
@@ -137,7 +137,7 @@ def test_what_was_packed_before_pays_sooner():
 
         def gradient(x, w):  # packed for fewer tokens: what is missing then is packed by itself
             packed = packed_weight(as_dot(few, w, PLAIN), few, w, s)
-            product = lambda x: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(packed=packed))
+            product = lambda x: nm.dot_general(x, w, PLAIN, sparsity=s, packed=packed)
             return jax.grad(lambda x: product(x).astype(jnp.float32).sum())(x)
 
         assert packers(jax.make_jaxpr(gradient)(many, w).jaxpr)

@@ -12,9 +12,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 import nmjax as nm
 from nmjax.core.refusal import Refusal
 from nmjax.kernels.targets import Target, target
-from nmjax.products import routes as engines
+from nmjax.products import routes
 from nmjax.products.operations import as_conv, as_dot
-from nmjax.products.routes import engine, explain
+from nmjax.products.routes import explain, routes_of
 
 PLAIN = (((1,), (0,)), ((), ()))
 
@@ -287,7 +287,7 @@ def test_on_hopper_what_pays_is_packed():
         ("ste(2,4)", {"dims": (((1,), (0,)), ((), ())), "lhs": (64, 64, 64), "rhs": (64, 128)}, "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"),
         ("fwd_rhs=ste(fp8('e4m3'))", {}, "fwd_rhs=ste(fp8('e4m3')) leaves it dense"),
         ("s_ste(fp8=True)", {"lhs": (96, 4096)}, "FP8 forms of 96 x 4096: the first side must divide by 128 and the second by 64"),
-        ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, of which a kernel knows nothing"),
+        ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, and kernels know nothing of it"),
     ],
 )  # fmt: skip
 def test_reasons(text, options, why):
@@ -336,7 +336,7 @@ def test_a_convolution_is_emulated():
 def test_pallas_or_an_error():
     x, w = random((64, 64)), random((64, 64), 1)
     call = lambda text, backend="pallas": nm.dot_general(
-        x, w, PLAIN, sparsity=nm.parse(text), ctx=nm.Ctx(name="up"), backend=backend
+        x, w, PLAIN, sparsity=nm.parse(text), name="up", backend=backend
     )
     with pytest.raises(
         ValueError, match="^up: backend='pallas', but y cannot be packed: cpu has no sparse tensor cores"
@@ -345,7 +345,7 @@ def test_pallas_or_an_error():
     with on(), pytest.raises(ValueError, match=r"^up: backend='pallas', but y cannot be packed: w is 4:8"):
         call("ste(4,8)")
     assert (call("dense") == x @ w).all()  # nothing to pack is no fault
-    assert engine(as_dot(x, w, PLAIN), x, w, nm.methods.ste(), "xla") is None
+    assert routes_of(as_dot(x, w, PLAIN), x, w, nm.methods.ste(), "xla") is None
 
 
 def test_choices_are_made_once():
@@ -461,16 +461,16 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     monkeypatch.setattr(check, "broken", lambda target, device: Refusal(f"{device.device_kind} is broken"))
     check.fault.cache_clear()
-    engines._chosen.cache_clear()
+    routes._routes.cache_clear()
     with on():
-        assert choices("ste(2,4)")["fwd"] == engines.Choice("emulated", "NVIDIA H200 is broken")
+        assert choices("ste(2,4)")["fwd"] == routes.Route("emulated", "NVIDIA H200 is broken")
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         check.fault.cache_clear()
-        engines._chosen.cache_clear()
+        routes._routes.cache_clear()
         with pytest.raises(RuntimeError, match="process 0: NVIDIA H200 is broken"):
             choices("ste(2,4)")
     check.fault.cache_clear()
-    engines._chosen.cache_clear()
+    routes._routes.cache_clear()
 
 
 def test_transposable_is_packed_both_ways_out_of_one_reading():

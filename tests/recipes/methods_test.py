@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import nmjax as nm
-from nmjax.products.sparsity import SLOTS
+from nmjax.products.slot import SLOTS
 from nmjax.recipes import text as spec
 
 README = Path(__file__).parents[2] / "README.md"

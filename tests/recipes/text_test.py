@@ -159,7 +159,7 @@ def test_parse_pruner(text, value):
         ("s_ste(n=2,n=2)", "n is given twice|expected a call"),
         ("s_ste(k=2)", "unexpected keyword argument 'k'"),
         ("drhs_g=mvue(2)", r"mvue\(n, m\), missing a required argument: 'm'"),
-        ("drhs_g=mvue(4,2)", r"mvue\(4,2\): n must lie between 1 and m.*write mvue\(2,4\)"),
+        ("drhs_g=mvue(4,2)", r"mvue\(4,2\): n must lie between 1 and m.*mean mvue\(2,4\)"),
         ("drhs_g=mvue(2,nan)", "no pruner or schedule is called 'nan'"),
         ("drhs_g=2", "is 2, not a pruner"),
         ("drhs_g=linear(1,0,5)", "no pruner is called 'linear'"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.kernels.times import Program, built, timed
-from nmjax.products import operations as ops, routes as engines
+from nmjax.products import operations, routes
 
 METHODS = {  # and the backend
     "dense bf16": ("dense", "auto"),
@@ -87,7 +87,7 @@ def _told(sparsity, backend: str, x, up, down) -> str:
     """How those products of both layers run that are not dense."""
     hidden, told = jax.ShapeDtypeStruct((x.shape[0], up.shape[1]), x.dtype), []
     for layer, left, right in (("first", x, up), ("second", hidden, down)):
-        op = ops.as_dot(left, right, ops.einsum_dims("ti,io->to", 2, 2)[0])
-        choices = engines.explain(op, left, right, sparsity, backend)
+        op = operations.as_dot(left, right, operations.einsum_dims("ti,io->to", 2, 2)[0])
+        choices = routes.explain(op, left, right, sparsity, backend)
         told += [f"{layer} {p} {choice.how}: {choice.why}" for p, choice in choices.items() if choice.how != "dense"]
     return "; ".join(told)

@@ -15,7 +15,7 @@ from experiments.bench.measure import speedup
 from nmjax.kernels import calls, tuning
 from nmjax.kernels.limits import HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import target
-from nmjax.products import operations as ops, routes as engines
+from nmjax.products import operations, routes
 
 HERE = target("interpret")
 
@@ -131,8 +131,8 @@ def test_mistakes(words, match, capsys):
 )
 def test_layers_are_those_of_training(text, products):
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 384), (384, 640)))
-    op = ops.as_dot(x, w, ops.einsum_dims("ti,io->to", 2, 2)[0])
-    choices, layer = engines.explain(op, x, w, nm.parse(text), "interpret"), tune.layer(256, 384, 640)
+    op = operations.as_dot(x, w, operations.einsum_dims("ti,io->to", 2, 2)[0])
+    choices, layer = routes.explain(op, x, w, nm.parse(text), "interpret"), tune.layer(256, 384, 640)
     for product, name in products.items():
         assert choices[product].shape == (tune.in_fp8(name, layer[name]) if "fp8" in text else layer[name])
 

@@ -302,7 +302,9 @@ def test_mnist_and_fashion_mnist(tmp_path, name, place, end):
 
 def test_mnist_is_not_read_as_fashion_mnist(monkeypatch, tmp_path):
     write_mnist(tmp_path, mnist_arrays("mnist"))
-    with pytest.raises(Mistake, match="is mnist, and config.data.name is 'fashion_mnist'. Fashion-MNIST: apt-get install"):
+    with pytest.raises(
+        Mistake, match="is mnist, and config.data.name is 'fashion_mnist'. Fashion-MNIST: apt-get install"
+    ):
         images.load("fashion_mnist", tmp_path)
     monkeypatch.setenv("NMJAX_DATA", str(tmp_path))  # files whose folder does not say whose they are
     with pytest.raises(Mistake, match="found none of mnist/train"):

@@ -1,0 +1,113 @@
+"""The products as functions: `jax.lax.dot_general`, `jax.lax.conv_general_dilated` and `jnp.einsum`, with a
+sparsity."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nmjax.core.context import Ctx
+from nmjax.products.forms import Form, FormKey
+from nmjax.products.operations import as_conv, as_dot, einsum_dims
+from nmjax.products.rule import bilinear
+from nmjax.products.sparsity import Sparsity
+
+
+def dot_general(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None,
+    out_sharding: Any = None, *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto", name: str | None = None,
+    packed: Mapping[FormKey, Form] | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return `jax.lax.dot_general` of two arrays, with its three products pruned as ``sparsity`` says.
+
+    If a product contracts several axes, the last one alone is grouped if m divides it; else as few as needed are
+    flattened with it, in order.
+
+    Args:
+      lhs: the left operand, x.
+      rhs: the right operand, the weight.
+      dimension_numbers, precision, preferred_element_type, out_sharding: as of `jax.lax.dot_general`.
+      sparsity: what is pruned, as ``nm.parse("s_ste(2,4)")`` returns it.
+      ctx: the key, if something is drawn; the step, if something changes with it; the state, if the method keeps one.
+      backend: "auto" packs what is expected to win on the device, "xla" never packs, "pallas" packs or raises, and
+        "interpret" packs in kernels simulated on a CPU.
+      name: the layer's name, which begins every error.
+      packed: the weight in the forms of kernels, as `nmjax.products.rule.packed_weight` returns them.
+
+    Raises:
+      TypeError: if an operand that is pruned is not of floating-point values.
+      ValueError: if groups do not fit, or a key or a state is missing.
+
+    >>> from nmjax.recipes.methods import ste
+    >>> x, w = jnp.ones((1, 4)), jnp.array([[1.], [2.], [3.], [4.]])
+    >>> dot_general(x, w, (((1,), (0,)), ((), ())), sparsity=ste(2, 4))
+    Array([[7.]], dtype=float32)
+    """
+    op = as_dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
+    return bilinear(op, lhs, rhs, sparsity, ctx, backend, name=name, packed=packed)
+
+
+def conv_general_dilated(
+    lhs: jax.Array, rhs: jax.Array, window_strides: Sequence[int], padding: Any, lhs_dilation: Any = None,
+    rhs_dilation: Any = None, dimension_numbers: Any = None, feature_group_count: int = 1, batch_group_count: int = 1,
+    precision: Any = None, preferred_element_type: Any = None, out_sharding: Any = None,
+    *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto", name: str | None = None,
+    packed: Mapping[FormKey, Form] | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return `jax.lax.conv_general_dilated` of two arrays, with its three products pruned as ``sparsity`` says.
+
+    Groups lie along channels, and for dw along batch and space. The arguments are those of
+    `jax.lax.conv_general_dilated`, and the others those of `dot_general`.
+
+    >>> from nmjax.recipes.methods import ste
+    >>> x, w = jnp.ones((1, 5, 4)), jnp.ones((3, 4, 8))
+    >>> conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), sparsity=ste(2, 4)).shape
+    (1, 5, 8)
+    """
+    op = as_conv(
+        lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+        batch_group_count, precision, preferred_element_type, out_sharding,
+    )  # fmt: skip
+    return bilinear(op, lhs, rhs, sparsity, ctx, backend, name=name, packed=packed)
+
+
+def einsum(
+    spec: str, lhs: jax.Array, rhs: jax.Array, *, precision: Any = None, preferred_element_type: Any = None,
+    out_sharding: Any = None, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto", name: str | None = None,
+    packed: Mapping[FormKey, Form] | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return `jnp.einsum` of two arrays, with its three products pruned as ``sparsity`` says.
+
+    Contracted labels are ordered as the right operand, the weight, has them.
+
+    Args:
+      spec: the subscripts, of two operands.
+      lhs: the left operand, x.
+      rhs: the right operand, the weight.
+      precision, preferred_element_type, out_sharding: as of `jnp.einsum`.
+      sparsity, ctx, backend, name, packed: as of `dot_general`.
+
+    Raises:
+      ValueError: if it is not a product of two operands, or groups do not fit, or a key or a state is missing.
+
+    >>> einsum("...i,io->...o", jnp.ones((2, 3, 4)), jnp.ones((4, 5)), sparsity=Sparsity()).shape
+    (2, 3, 5)
+    """
+    dims, order = einsum_dims(spec, lhs.ndim, rhs.ndim)
+    if out_sharding is not None:
+        out_sharding = _before_transpose(out_sharding, order)
+    y = dot_general(
+        lhs, rhs, dims, precision, preferred_element_type, out_sharding, sparsity=sparsity, ctx=ctx, backend=backend,
+        name=name, packed=packed,
+    )  # fmt: skip
+    return jnp.transpose(y, order)
+
+
+def _before_transpose(sharding: Any, order: list[int]) -> Any:
+    """Return the sharding before a transposition, given the one after it."""
+    spec = tuple(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
+    spec += (None,) * (len(order) - len(spec))
+    before = PartitionSpec(*(spec[order.index(axis)] for axis in range(len(order))))
+    return NamedSharding(sharding.mesh, before) if isinstance(sharding, NamedSharding) else before

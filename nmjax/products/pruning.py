@@ -1,0 +1,212 @@
+"""Pruning one operand of a product along the axes that the product contracts, with everything checked."""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+
+from nmjax.core import groups, random
+from nmjax.core.context import Axes, Ctx
+from nmjax.core.pruner import Pruner
+from nmjax.pruners import identity
+
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
+class Operand(NamedTuple):
+    """Where the axes of an operand lie.
+
+    Attributes:
+      contract: the axes that the product contracts, the innermost last. Groups lie along them.
+      other: the axes that the transposed use of the operand contracts.
+      space: the axes of positions, such as height and width.
+      runs: the number of equal parts of the contraction that no group may straddle: feature groups of a convolution.
+    """
+
+    contract: tuple[int, ...]
+    other: tuple[int, ...]
+    space: tuple[int, ...]
+    runs: int = 1
+
+
+def pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
+    """Return an operand pruned along its contraction.
+
+    Args:
+      label: the slot and its pruner, which begin every error.
+      p: the pruner.
+      x: the operand.
+      operand: where its axes lie.
+      ctx: what the pruner reads.
+    """
+    if p == identity:
+        return x
+    if isinstance(x, jax.core.Tracer):
+        with suppress(TypeError, ValueError):  # raised again below, under the layer's name
+            return _traced(x, ctx, p=p, operand=operand)
+    return _pruned(label, p, x, operand, ctx)
+
+
+def _pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
+    result, restore = along(label, p, x, operand, ctx, p)
+    return restore(result)
+
+
+@partial(jax.jit, static_argnames=("p", "operand"), inline=True)
+def _traced(x: jax.Array, ctx: Ctx, *, p: Pruner, operand: Operand) -> jax.Array:
+    """Prune once traced for all layers that are alike. Inlined, so that compiled programs do not show it."""
+    return _pruned(str(p), p, x, operand, ctx)
+
+
+def along(
+    label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx, call: Callable[..., Any]
+) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
+    """Call a pruner, its mask, or its init or refresh along one axis.
+
+    The axes that a product contracts are merged into one if a single one does not divide into groups.
+
+    Returns:
+      What ``call(x, axis, ctx)`` returns, and a function that restores the operand's shape.
+    """
+    merged = merged_operand(label, p, x, operand, ctx)
+    others = [axis for old in operand.other if (axis := merged.axes[old]) is not None]
+    space = tuple(axis for old in operand.space if (axis := merged.axes[old]) is not None)
+    try:
+        result = call(merged.array, merged.axis, ctx.replace(axes=Axes(others[-1] if others else None, space)))
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{label}: {error}") from error
+    return result, merged.restore
+
+
+def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) -> groups.Merged:
+    """Return an operand with one axis to prune along.
+
+    Raises:
+      TypeError: if it is not of floating-point values.
+      ValueError: if it cannot be pruned so: it is empty, a key is missing, or groups do not fit.
+    """
+    subject = f"{label} prunes an array of shape {x.shape}"
+    _check_operand(subject, p, x, operand, ctx)
+    merged = groups.merge(x, operand.contract, p.block * operand.runs)
+    if merged is None:
+        raise ValueError(_misfit(subject, p, x, operand, tokens="drhs_" in label.partition("=")[0]))
+    check_shards(label, p, x, operand)
+    return merged
+
+
+def _check_operand(subject: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{subject} and dtype {x.dtype}: only floating-point values are pruned. Cast it, or leave it dense."
+        )
+    if not x.size:
+        raise ValueError(f"{subject}: an empty array has no groups. Leave it dense.")
+    if not operand.contract:
+        raise ValueError(
+            f"{subject}: its product contracts no axis of it, so there are no groups. Leave the slot empty."
+        )
+    if p.stochastic and ctx.key is None:
+        raise ValueError(
+            f"{subject} and draws random numbers: pass a key, as Ctx(key=jax.random.key(0), step=step) or "
+            "prune(..., key=...)."
+        )
+    if operand.runs > 1 and p.reorders:
+        raise ValueError(f"{subject}: its order would mix the {operand.runs} feature groups. Leave this layer dense.")
+
+
+def _misfit(subject: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> str:
+    """Say that the contraction does not divide into groups, and what to do."""
+    sizes = " x ".join(str(x.shape[axis]) for axis in operand.contract)
+    axes = ", ".join(map(str, operand.contract))
+    runs = f" in each of {operand.runs} feature groups" if operand.runs > 1 else ""
+    if tokens:
+        remedy = (
+            "They are tokens, batch x positions: choose an m that divides them, pad or drop what a last batch leaves "
+            "over, or leave this slot empty."
+        )
+    else:
+        remedy = "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
+    return (
+        f"{subject} along its contraction axis {axes}, whose {sizes} values do not divide into groups of "
+        f"{p.block}{runs}. {remedy}"
+    )
+
+
+def check_shards(label: str, p: Pruner, x: Any, operand: Operand) -> None:
+    """Refuse groups that lie on two devices, as far as the sharding can be seen.
+
+    It can be seen of a concrete array, of a shape that has one, and of what is traced on a mesh of explicit axes.
+    """
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return
+    subject = f"{label} prunes an array of shape {x.shape}, sharded as {sharding.spec}"
+    names = [_names(entry) for entry in sharding.spec]
+    names += [()] * (len(x.shape) - len(names))
+    parts = [math.prod(sharding.mesh.shape[name] for name in axis) for axis in names]
+    if p.reorders and max(parts) > 1 and AxisType.Explicit in sharding.mesh.axis_types:
+        raise ValueError(
+            f"{subject}: its order gathers values of other devices, and on a mesh of explicit axes it would have to "
+            "say so. Use automatic axes, or another method here."
+        )
+    for run in (operand.contract, operand.other[-1:] if p.tiles else ()):
+        merged_axes = groups.innermost(x.shape, run, p.block * operand.runs) or 0
+        for i, axis in enumerate(run[len(run) - merged_axes :]):
+            inner = math.prod(x.shape[a] for a in run[len(run) - merged_axes + i + 1 :])
+            whole_groups = i == 0 and x.shape[axis] // parts[axis] * inner % p.block == 0
+            if parts[axis] > 1 and not whole_groups:
+                raise ValueError(
+                    f"{subject}: its groups of {p.block} would lie on two devices, because axis {axis} has "
+                    f"{x.shape[axis]} values on {parts[axis]} devices. Shard another axis, use fewer devices along "
+                    f"{' and '.join(map(repr, names[axis]))}, or leave it dense (identity)."
+                )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes along which one axis of an array is sharded."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def prune(
+    pruner: Pruner, x: jax.Array, *, axis: int = -1, key: Any = None, step: Any = 0, state: Any = None
+) -> jax.Array:
+    """Return ``x`` pruned in groups along ``axis``, with everything checked.
+
+    Args:
+      pruner: what prunes, such as ``mse(2, 4)``.
+      x: an array of floating-point values.
+      axis: the axis along which groups lie. ``pruner.block`` must divide its length.
+      key: a `jax.random.key` or an int seed, if the pruner is stochastic.
+      step: the step of training. Schedules read it, and noise is another at every step.
+      state: the state that ``pruner.init`` returned, if the pruner keeps one.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Raises:
+      TypeError: if ``pruner`` is no pruner, or ``x`` is not of floating-point values.
+      ValueError: if the axis does not divide into groups, or a key or a state is missing.
+
+    >>> from nmjax.pruners import mse, mvue
+    >>> prune(mse(2, 4), jnp.array([1., -2., 3., -4.]))
+    Array([ 0.,  0.,  3., -4.], dtype=float32)
+    """
+    if not isinstance(pruner, Pruner):
+        hint = f": parse it first, nm.parse_pruner({pruner!r})" if isinstance(pruner, str) else ""
+        raise TypeError(f"prune takes a pruner such as mse(2,4), got {type(pruner).__name__}{hint}.")
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise ValueError(f"{pruner} prunes along an axis, and a 0-d array has none.")
+    axis = groups.position(x.ndim, axis)
+    ctx = Ctx(None if key is None else random.fold(random.words(key), step), step, state)
+    axes = ctx.axes_of(x.ndim, axis)
+    other = () if axes.other is None else (axes.other,)
+    return pruned(str(pruner), pruner, x, Operand((axis,), other, axes.space), ctx)

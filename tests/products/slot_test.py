@@ -1,0 +1,159 @@
+"""What every combinator is to a slot: one table, and the noise and state that the normal form finds inside it."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax.core.pruner import Link
+from nmjax.products.slot import SLOTS, as_slot
+from nmjax.pruners import combinators, estimators, remembering
+
+mse, mvue, soft, fp8, identity = nm.mse(2, 4), nm.mvue(2, 4), nm.soft(2, 4), nm.fp8("e4m3"), nm.identity
+held, both = nm.hold(nm.mse(2, 4), every=5), nm.transposable(2, 4)
+random8 = nm.fp8("e5m2", "random")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A slot, and its normal form by hand."""
+
+    slot: str
+    p: nm.Pruner
+    core: nm.Pruner | None  # None: several pruners in a row
+    applied: str
+    storage: nm.Pruner | None = None
+    rule: bool = False
+    raw: bool = False
+    path: tuple[Link, ...] = ()
+    pattern: tuple[int, int] | None = (2, 4)
+
+    def __str__(self):
+        return f"{self.slot}={self.p}"
+
+
+ROWS = [
+    Row("fwd_rhs", identity, identity, "identity", pattern=None),
+    Row("fwd_rhs", mse, mse, "mse(2,4)"),
+    Row("drhs_g", mvue, mvue, "mvue(2,4)"),
+    # gradient rules leave the values of their part as they are
+    Row("fwd_rhs", nm.ste(mse), mse, "ste(mse(2,4))", rule=True),
+    Row("fwd_rhs", nm.ste(identity), identity, "identity", rule=True, pattern=None),
+    Row("fwd_rhs", nm.sr_ste(mse), mse, "sr_ste(mse(2,4))", rule=True),
+    # storage: the fp8 at the end, and nowhere else
+    Row("fwd_lhs", fp8, identity, "identity", storage=fp8, pattern=None),
+    Row("fwd_rhs", nm.ste(fp8), identity, "identity", storage=fp8, rule=True, pattern=None),
+    Row("fwd_rhs", nm.ste(nm.chain(soft, fp8)), soft, "ste(chain(soft(2,4),identity))", storage=fp8, rule=True, path=(Link(0, 2),)),
+    Row("drhs_g", nm.chain(mvue, random8), mvue, "chain(mvue(2,4),identity)", storage=random8, path=(Link(0, 2),)),
+    Row("drhs_g", nm.chain(mse, mvue, fp8), None, "chain(mse(2,4),mvue(2,4),identity)", storage=fp8),
+    Row("drhs_g", nm.chain(fp8, mse), None, "chain(fp8('e4m3'),mse(2,4))"),
+    Row("drhs_g", nm.chain(fp8), identity, "chain(identity)", storage=fp8, pattern=None),
+    Row("drhs_g", nm.chain(), identity, "chain()", pattern=None),
+    Row("drhs_g", nm.chain(identity, mse), mse, "chain(identity,mse(2,4))", path=(Link(1, 2),)),
+    Row("drhs_g", nm.chain(nm.chain(mvue), fp8), mvue, "chain(chain(mvue(2,4)),identity)", storage=fp8, path=(Link(0, 2), Link(0, 1))),
+    Row("drhs_g", nm.chain(nm.chain(mse, fp8), identity), nm.chain(mse, fp8), "chain(chain(mse(2,4),fp8('e4m3')),identity)", path=(Link(0, 2),)),
+    # raw: the operand itself
+    Row("dlhs_rhs", nm.raw(mse), mse, "raw(mse(2,4))", raw=True),
+    Row("drhs_lhs", nm.raw(nm.chain(mse, fp8)), mse, "raw(chain(mse(2,4),identity))", storage=fp8, raw=True, path=(Link(0, 2),)),
+    # all others prune by themselves, whatever is inside them
+    Row("fwd_rhs", nm.decay(mse, nm.linear(1, 0, 5)), nm.decay(mse, nm.linear(1, 0, 5)), "decay(mse(2,4),linear(1.0,0.0,5))", pattern=None),
+    Row("drhs_g", nm.stages(((0, identity), (5, mse))), nm.stages(((0, identity), (5, mse))), "stages(((0,identity),(5,mse(2,4))))", pattern=None),
+    Row("dlhs_g", nm.rescale(mse), nm.rescale(mse), "rescale(mse(2,4))"),
+    Row("fwd_rhs", nm.ste(held), held, "ste(hold(mse(2,4),every=5))", rule=True),
+    Row("dlhs_rhs", nm.permute(mse), nm.permute(mse), "permute(mse(2,4))", pattern=None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_normal_form_is_that_of_the_table(row):
+    slot = as_slot(row.slot, row.p)
+    assert (slot.core, str(slot.applied), slot.storage) == (row.core, row.applied, row.storage)
+    assert (slot.form.rule is not None, slot.raw, slot.form.core_path) == (row.rule, row.raw, row.path)
+    assert slot.pattern == row.pattern
+    assert slot.pruner == row.p
+    assert slot.empty == (row.p == identity)
+
+
+def test_the_table_has_every_combinator():
+    there = {type(p).__name__ for row in ROWS for p in _all(row.p)}
+    made_of_pruners = [v for file in (combinators, estimators, remembering) for v in vars(file).values()]
+    known = {c.__name__ for c in made_of_pruners if isinstance(c, type) and issubclass(c, nm.Pruner)}
+    assert known - {"Pruner", "Remembering", "Estimator"} == there & known
+    assert len(there & known) >= 9
+
+
+def _all(p):
+    return [p, *(q for part in p.parts for q in _all(part))]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.core is not None and row.path], ids=str)
+def test_the_core_reads_the_key_and_the_state_that_a_call_gives_it(row):
+    """The path leads to what `chain` itself hands to the core."""
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+    ctx = nm.Ctx(key=nm.random.words(3), step=2)
+    if row.p.remembers:
+        ctx = ctx.replace(state={row.slot: row.p.init(x, 0)})
+    slot = as_slot(row.slot, row.p)
+    whole = slot.applied(x, 0, slot.context(ctx))
+    np.testing.assert_array_equal(row.core(x, 0, slot.core_context(ctx)), whole)
+
+
+def test_storage_rounds_by_the_key_that_a_chain_would_give_it():
+    slot = as_slot("drhs_g", nm.chain(mvue, random8))
+    ctx = nm.Ctx(key=nm.random.words(3), step=2)
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+    inner = slot.context(ctx)
+    pruned = slot.applied(x, 0, inner)
+    rounded = slot.storage(pruned, 0, nm.Ctx(key=slot.rounding_key(ctx)))
+    np.testing.assert_array_equal(rounded, slot.pruner(x, 0, inner))
+    assert as_slot("drhs_g", nm.chain(mvue, fp8)).rounding_key(ctx) is None
+
+
+def test_a_chains_state_must_fit_its_parts():
+    slot = as_slot("fwd_rhs", nm.ste(nm.chain(soft, fp8)))
+    with pytest.raises(ValueError, match="a chain of 2 pruners has a tuple of 2 states"):
+        slot.core_context(nm.Ctx(state={"fwd_rhs": jnp.float32(1)}))
+
+
+def test_a_sparsity_has_its_slots_in_normal_form():
+    sparsity = nm.parse("s_ste(2,4)")
+    assert tuple(sparsity.slots) == SLOTS
+    assert [str(slot) for slot in sparsity.slots.values() if not slot.empty] == [
+        "fwd_rhs=ste(soft(2,4))",
+        "drhs_g=mvue(2,4)",
+    ]
+    assert sparsity.slots is sparsity.slots
+
+
+# ---- what a class from elsewhere promises ----
+
+
+@dataclass(frozen=True, repr=False)
+class twice(nm.Pruner):
+    """A pruner of a pruner, which says nothing of itself."""
+
+    p: nm.Pruner
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return 2 * self.p(x, axis, ctx)
+
+
+@dataclass(frozen=True, repr=False)
+class loud(type(mse)):
+    """A kind of mse that computes otherwise."""
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return x
+
+
+def test_a_class_that_computes_otherwise_promises_nothing():
+    assert mse.by_members
+    assert not loud(2, 4).by_members  # or a kernel would prune by the code of mse
+    assert not mse.timed
+    assert loud(2, 4).timed  # it may read the step
+    assert twice(mse).pattern is None  # its part is 2:4, it may not be
+    assert twice(mse).normal().core == twice(mse)
+    assert twice(mse).timed
