@@ -38,7 +38,7 @@ def main(argv: list[str], usage: str) -> None:
 
 
 def importable(folder: Path) -> None:
-    """Let ``module:name`` in configs and texts name the modules of a folder, unless another folder has such a module."""
+    """Let ``module:name`` name the modules of a folder. Installed modules and this repository's come first."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -192,8 +192,8 @@ def cache() -> Path:
 def read(argv: list[str]) -> Asked:
     """Read a command line.
 
-    Without --config, --mode=eval reads the settings of the run in --workdir. They may not name other modules: only a page
-    or a command line that a person gives may have Python import anything.
+    Without --config, --mode=eval reads the settings of the run in --workdir. They may not name other modules: only a
+    page or a command line that a person gives may have Python import anything.
     """
     words, page = [], None
     for i, word in enumerate(argv):
@@ -261,8 +261,8 @@ def _recorded(path: Path) -> ConfigDict:
     foreign = settings.foreign_names(config)
     if foreign:
         raise Mistake(
-            f"{path} names {', '.join(foreign)}, and only names that you write yourself are imported, not those read from "
-            "a file. Add the --config=PAGE and the --config.FIELD=VALUE that the run was trained with."
+            f"{path} names {', '.join(foreign)}, and only names that you write yourself are imported, not those read "
+            "from a file. Add the --config=PAGE and the --config.FIELD=VALUE that the run was trained with."
         )
     return config
 

@@ -30,9 +30,9 @@ def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs
         lam: Strength of the decay, or a schedule of the number of updates done.
 
     Returns:
-        A transformation whose ``update`` takes the parameters and ``masks=``: a tree like the parameters', of bool arrays
-        of their shapes, or True for a weight without a mask. Masks of what `optax.masked` and `optax.multi_transform`
-        leave out are ignored.
+        A transformation whose ``update`` takes the parameters and ``masks=``: a tree like the parameters', of bool
+        arrays of their shapes, or True for a weight without a mask. Masks of what `optax.masked` and
+        `optax.multi_transform` leave out are ignored.
 
     Raises:
         ValueError: In ``update``: masks or parameters are missing, or the trees do not match.
@@ -179,9 +179,9 @@ def step_adam(
     The sparse denominator is that of the code that FST's authors (arXiv 2404.01847) compare with. Only pruned weights
     need the switch: give them this optimizer by `optax.multi_transform`, and all others `optax.adamw`.
 
-    The model learns of the switch by `since`, as its step. Its weights are ``ste(stages(((0,identity),(1,mse(2,4)))))``,
-    and every update begins with ``nm.nnx.set_step(model, nm.optim.since(opt_state))``. Moments are float32, also those
-    of bf16 weights; updates have the gradients' dtype.
+    The model learns of the switch by `since`, as its step. Its weights are
+    ``ste(stages(((0,identity),(1,mse(2,4)))))``, and every update begins with ``nm.nnx.set_step(model,
+    nm.optim.since(opt_state))``. Moments are float32, also those of bf16 weights; updates have the gradients' dtype.
 
     Args:
         learning_rate: A number, or a schedule of the number of updates done.

@@ -1,7 +1,7 @@
-"""What happens to images on the device, inside the compiled step: pure functions of a key.
+"""Augmentation on the device, inside the compiled step: pure functions of a key.
 
-The usual order for CIFAR (He et al. 2015, section 4.2; as torchvision's RandomCrop(32, padding=4) and
-RandomHorizontalFlip do it) is crop and flip, of uint8 pixels, then normalise, then mixup.
+The usual order for CIFAR is crop and flip, of uint8 pixels, then normalise, then mixup (He et al. 2015, section 4.2;
+torchvision's RandomCrop(32, padding=4) and RandomHorizontalFlip).
 """
 
 import jax
@@ -12,12 +12,12 @@ from jax import lax
 from experiments.errors import Mistake
 
 
-def normalise(images: jax.Array, mean, std, dtype=jnp.float32) -> jax.Array:
-    """(pixels / 255 - mean) / std, with a mean and a std for each channel; computed in float32."""
+def normalise(images: jax.Array, mean: np.ndarray, std: np.ndarray, dtype=jnp.float32) -> jax.Array:
+    """Return ``(pixels / 255 - mean) / std``, computed in float32, with a mean and a std for each channel."""
     mean, std = (np.asarray(x, np.float32) for x in (mean, std))
     if not mean.shape == std.shape == images.shape[-1:]:
         raise Mistake(
-            f"the images have {images.shape[-1]} channels, and as many numbers are wanted as mean and as std, "
+            f"the images have {images.shape[-1]} channels, so mean and std need as many numbers, "
             f"got {mean.tolist()} and {std.tolist()}."
         )
     row = lambda x: x.reshape((1,) * (images.ndim - 1) + x.shape)
@@ -25,9 +25,9 @@ def normalise(images: jax.Array, mean, std, dtype=jnp.float32) -> jax.Array:
 
 
 def crop(key: jax.Array, images: jax.Array, pad: int) -> jax.Array:
-    """Each image moved by its own whole number of pixels, -pad..pad down and across, with zeros behind it.
+    """Move each image by its own whole numbers of pixels, -pad..pad down and across, and fill up with zeros.
 
-    Before `normalise` these zeros are black, as the CIFAR literature has it; after it they are the mean's colour.
+    Before `normalise` these zeros are black, as in the CIFAR literature; after it they are the mean colour.
     """
     if not pad:
         return images
@@ -38,19 +38,19 @@ def crop(key: jax.Array, images: jax.Array, pad: int) -> jax.Array:
 
 
 def flip(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Each image mirrored left to right, or not, with equal chances."""
+    """Mirror each image left to right with a chance of one half."""
     mirrored = jax.random.bernoulli(key, 0.5, (len(images), 1, 1, 1))
     return jnp.where(mirrored, images[:, :, ::-1], images)
 
 
 def mixup(key: jax.Array, images: jax.Array, targets: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:
-    """Each image mixed with its neighbour in the batch, and so are their targets.
+    """Mix each image with its neighbour in the batch, and their targets likewise.
 
     Zhang et al., "mixup: Beyond Empirical Risk Minimization" (arXiv 1710.09412), with one lambda a batch::
 
         x <- lambda x + (1 - lambda) x',  y <- lambda y + (1 - lambda) y',  lambda ~ Beta(alpha, alpha)
 
-    Images are floats, normalised; targets are those of `one_hot`. With ``alpha`` 0 they stay as they are.
+    Images are normalised floats, and targets are those of `one_hot`. If ``alpha`` is 0, they stay as they are.
     """
     if alpha < 0:
         raise Mistake(f"mixup's alpha is at least 0, got {alpha}.")
@@ -62,10 +62,10 @@ def mixup(key: jax.Array, images: jax.Array, targets: jax.Array, alpha: float) -
 
 
 def one_hot(labels: jax.Array, classes: int, smoothing: float = 0.0) -> jax.Array:
-    """Float32 targets that sum to 1: 1 - smoothing for the label, and smoothing shared by all classes alike.
+    """Return float32 targets that sum to 1: 1 - smoothing for the label, and smoothing shared by all classes alike.
 
-    Szegedy et al., "Rethinking the Inception Architecture" (arXiv 1512.00567, section 7). Label -1, which pads a last
-    batch, has a row of zeros.
+    Szegedy et al., "Rethinking the Inception Architecture" (arXiv 1512.00567, section 7). Label -1, which fills up a
+    last batch, gets a row of zeros.
     """
     if not 0 <= smoothing < 1:
         raise Mistake(f"label smoothing is at least 0 and less than 1, got {smoothing}.")

@@ -1,4 +1,4 @@
-"""What takes long to make, kept: arrays under ``$XDG_CACHE_HOME/nmjax``, which is ``~/.cache/nmjax`` unless set."""
+"""A cache of arrays that take long to make, in ``$XDG_CACHE_HOME/nmjax`` or ``~/.cache/nmjax``."""
 
 import hashlib
 import logging
@@ -14,10 +14,17 @@ log = logging.getLogger(__name__)
 
 
 def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The arrays that ``make`` gives, made once: uncompressed, in one ``.npz`` whose checksums are read with it.
+    """Return the arrays that ``make`` returns, made once and kept in an uncompressed ``.npz``.
 
-    ``name`` says all that they depend on. A file appears whole or not at all, so processes that make the same one at
-    the same time do no harm. Where nothing can be written, a warning says so, and the next run makes them again.
+    A file appears whole or not at all, so processes may make the same one at the same time. If nothing can be written,
+    a warning says so, and the next run makes the arrays again.
+
+    Args:
+        name: Name of the file. It has to contain all that the arrays depend on.
+        make: Makes the arrays.
+
+    Returns:
+        Arrays by name.
     """
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nmjax" / f"{name}.npz"
@@ -46,7 +53,7 @@ def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.n
 
 
 def checksum(*paths: str | Path) -> str:
-    """Of all bytes of some files and of their order: the first 16 hex digits of a SHA-256."""
+    """Return the first 16 hex digits of a SHA-256 of all bytes of some files, in their order."""
     digests = []
     for path in paths:
         with open(path, "rb") as file:

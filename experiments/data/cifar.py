@@ -12,7 +12,7 @@ from experiments.errors import Mistake
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-# All that these files name: how Python 2 pickled an array.
+# The only names in these files: those by which Python 2 pickled an array.
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
     ("numpy", "ndarray"): np.ndarray,
@@ -21,14 +21,14 @@ _ALLOWED = {
 
 
 def read(path: Path):
-    """(images, labels) of the training set and of the test set, from the folder or from the archive."""
+    """Return (images, labels) of the training set and of the test set, from the folder or from the archive."""
     batches = [_batch(path, name, data) for name, data in _contents(path)]
     x, y = (np.concatenate(parts) for parts in zip(*batches[:-1], strict=True))
     return (x, y), batches[-1]
 
 
 def _contents(path: Path):
-    """The bytes of the six files. Out of an archive they are read, and nothing is extracted."""
+    """Yield the names and the bytes of the six files. An archive is read without extracting anything."""
     name = ""
     try:
         if path.is_dir():
@@ -42,7 +42,7 @@ def _contents(path: Path):
                     raise KeyError(f"{name} is no file")
                 yield name, file.read()
     except (OSError, EOFError, KeyError, tarfile.TarError, zlib.error) as e:
-        raise Mistake(f"{path}: {name or 'the archive'} cannot be read ({e}). Download it anew.") from e
+        raise Mistake(f"{path}: {name or 'the archive'} cannot be read ({e}). Download it again.") from e
 
 
 class _Reader(pickle.Unpickler):
@@ -58,7 +58,7 @@ def _batch(path: Path, name: str, data: bytes):
         batch = _Reader(io.BytesIO(data), encoding="bytes").load()
         x, y = batch[b"data"], np.array(batch[b"labels"])
     except Exception as e:  # a damaged pickle raises anything
-        raise Mistake(f"{where} is no batch of CIFAR-10: {type(e).__name__}: {e}. Download it anew.") from e
+        raise Mistake(f"{where} is no batch of CIFAR-10: {type(e).__name__}: {e}. Download it again.") from e
     if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.shape != (len(y), 3072) or y.dtype.kind != "i":
         raise Mistake(
             f"{where} should hold uint8 (n, 3072) and n labels, got {getattr(x, 'shape', x)!r} and {y.shape}."

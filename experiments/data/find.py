@@ -1,4 +1,4 @@
-"""Where a data set lies: in the folder asked for, else in ``$NMJAX_DATA``, else where the system keeps it."""
+"""The search for data: in ``config.data.dir``, the working directory, ``$NMJAX_DATA`` and folders of the system."""
 
 import os
 from collections.abc import Iterable
@@ -8,11 +8,22 @@ from experiments.errors import Mistake
 
 
 def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str | Path] = (), how: str = "") -> Path:
-    """The first of ``names``, files or folders, that is there.
+    """Return the first file or folder that exists.
 
-    Looked for in ``dir``, which is ``--config.data.dir``, then in the working directory, in ``$NMJAX_DATA`` and in the
-    ``system`` folders; the earlier place wins, and in it the earlier name. An absolute name is taken as it is. ``how``
-    says how to get what is missing.
+    An earlier place wins over a later one, and in a place an earlier name: ``dir``, the working directory,
+    ``$NMJAX_DATA``, the ``system`` folders.
+
+    Args:
+        names: Names of files or folders. An absolute name is taken as it is.
+        dir: The value of ``--config.data.dir``, or "".
+        system: Folders in which the system keeps data.
+        how: A sentence that says how to get the data, for the error.
+
+    Returns:
+        The path.
+
+    Raises:
+        Mistake: None exists, or ``dir`` is no folder.
     """
     places: list[tuple[str, Path]] = []
     if dir:
@@ -24,13 +35,17 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
     names = [Path(name).expanduser() for name in names]
     for _, folder in places:
         for name in names:
-            if (found := folder / name).exists():
-                return found
-    wanted = (
-        f"no {names[0]}" if len(names) == 1 else f"none of {', '.join(map(str, names[:4]))}{', ...' * (len(names) > 4)}"
-    )
-    looked = ", ".join(place for place, _ in places) + ("" if env else "; $NMJAX_DATA, a folder of data, is not set")
-    raise Mistake(f"found {wanted} in {looked}." + (f" {how}" if how else ""))
+            if (folder / name).exists():
+                return folder / name
+    missing = f"no {names[0]}"
+    if len(names) > 1:
+        missing = f"none of {', '.join(map(str, names[:4]))}"
+    if len(names) > 4:
+        missing += ", ..."
+    searched = ", ".join(place for place, _ in places)
+    if not env:
+        searched += "; $NMJAX_DATA, a folder of data, is not set"
+    raise Mistake(f"found {missing} in {searched}." + (f" {how}" if how else ""))
 
 
 def _folder(path: str | Path, setting: str) -> Path:

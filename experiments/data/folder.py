@@ -14,11 +14,11 @@ from experiments.data.order import positions
 from experiments.errors import Mistake
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
-_ROW = 100  # files in a row that cannot be read: more than a few are broken
+_ROW = 100  # so many unreadable files in a row are refused, because more than a few are broken
 
 
 class Folder(NamedTuple):
-    """Classes are numbered in the order of their names."""
+    """The files of a folder of images, with their labels. Classes are numbered in the order of their names."""
 
     train: list[str]
     train_labels: np.ndarray
@@ -28,11 +28,11 @@ class Folder(NamedTuple):
 
 
 class Unreadable(Mistake):
-    """A file that is no image, or not a whole one."""
+    """A file that is no image, or is not complete."""
 
 
 class Skipped:
-    """Files that could not be read and were passed over, each told once, by whichever thread meets it first."""
+    """The files that could not be read and were skipped. Each is reported once, by the thread that meets it first."""
 
     def __init__(self, tell: Callable[[str], None] = print):
         self.files, self._tell, self._lock = set(), tell, threading.Lock()
@@ -45,23 +45,23 @@ class Skipped:
 
 
 def open(dir: str | Path) -> Folder:
-    """What lies in such a folder, its images not yet looked at."""
+    """Return the files of a folder. No image is read yet."""
     if not dir:
-        raise Mistake("a folder of images wants its place: add --config.data.dir=DIR, which holds train/ and val/.")
+        raise Mistake("config.data.name='folder' needs --config.data.dir=DIR, a folder that holds train/ and val/.")
     train, val = (Path(dir).expanduser() / part for part in ("train", "val"))
-    classes, held = _classes(train), _classes(val)
-    if classes != held:
-        odd = sorted(set(classes) ^ set(held))
+    classes, val_classes = _classes(train), _classes(val)
+    if classes != val_classes:
+        odd = sorted(set(classes) ^ set(val_classes))
         raise Mistake(f"{train} and {val} should have the same classes; only one of them has {_some(odd)}.")
     return Folder(*_files(train, classes), *_files(val, classes), tuple(classes))
 
 
 def _classes(folder: Path) -> list[str]:
     if not folder.is_dir():
-        raise Mistake(f"there is no folder {folder}. Images are wanted as train/CLASS/*.jpg and val/CLASS/*.jpg.")
+        raise Mistake(f"there is no folder {folder}. Put images into train/CLASS/*.jpg and val/CLASS/*.jpg.")
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     if not names:
-        raise Mistake(f"{folder} holds no folders. Images are wanted in one for each class: {folder}/CLASS/*.jpg.")
+        raise Mistake(f"{folder} holds no folders. Put images into one for each class: {folder}/CLASS/*.jpg.")
     return names
 
 
@@ -70,7 +70,8 @@ def _files(folder: Path, classes) -> tuple[list[str], np.ndarray]:
         sorted(entry.path for entry in os.scandir(folder / name) if entry.name.lower().endswith(_SUFFIXES))
         for name in classes
     ]
-    if empty := [name for name, files in zip(classes, own, strict=True) if not files]:
+    empty = [name for name, files in zip(classes, own, strict=True) if not files]
+    if empty:
         raise Mistake(f"{folder}: no {', '.join(_SUFFIXES)} in {_some(empty)}. Add images, or remove the folder.")
     return list(itertools.chain(*own)), np.repeat(np.arange(len(own), dtype=np.int32), [len(files) for files in own])
 
@@ -91,19 +92,29 @@ def stream(
     rows: np.ndarray | None = None,
     skipped: Skipped | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Batches from step ``start`` on: "image" uint8 (batch, size, size, 3) and "label" int32 (batch,).
+    """Yield batches: "image" uint8 (batch, size, size, 3) and "label" int32 (batch,).
 
-    In training they go on for ever, in the order of `positions`, and each is a function of (seed, step) alone: a random
-    part of each image, 8 to 100 % of its area and 3:4 to 4:3 in shape, resized (Szegedy et al., arXiv 1409.4842). In
-    evaluation files come once, in their order, and of each the centre: what is left of it when its short side is resized
-    to size * 256 / 224. The last batch is filled up with black images of label -1.
+    In training they never end, in the order of `positions`, and each is a function of (seed, step) alone: a random part
+    of each image, 8 to 100 % of its area and 3:4 to 4:3 in shape, resized (Szegedy et al., arXiv 1409.4842). In
+    evaluation every file comes once, in order, as the centre of the image whose short side is size * 256 / 224. The
+    last batch is filled up with black images of label -1.
 
-    ``rows`` are those of every batch that this process reads, all if None. ``threads`` work on a batch each; that many
-    are made in advance.
+    Args:
+        files: The files.
+        labels: Their labels.
+        seed: The seed of the run.
+        batch: Number of images in a batch.
+        size: Side of the images in pixels.
+        start: The first step.
+        train: Whether to train or to evaluate.
+        threads: Number of threads. Each makes a batch, and as many batches are made in advance.
+        rows: The rows of every batch that this process reads; None means all.
+        skipped: Notes files that cannot be read. In training the next readable file replaces such a file, image and
+            label, so that a batch is still a function of (seed, step) and of the files. In evaluation it becomes a
+            black image of label -1. Without ``skipped`` such a file is an error.
 
-    A file that cannot be read is an error, unless ``skipped`` is there to note it. Then in training the next file of the list
-    that can be read stands for it, image and label, so that a batch is still a function of (seed, step) and of the files; in
-    evaluation it is a black image of label -1.
+    Raises:
+        Unreadable: A file cannot be read, or 100 in a row cannot.
     """
     import grain
 
@@ -151,7 +162,8 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
             return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
         raise Unreadable(
-            f"{file} cannot be read as an image ({e}). Replace or remove it, or pass over such files by --config.data.skip=true."
+            f"{file} cannot be read as an image ({e}). Replace or remove it, or skip such files by "
+            "--config.data.skip=true."
         ) from e
 
 
@@ -161,7 +173,7 @@ def _middle(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def _part(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Left, top, width and height; after ten draws that do not fit, the largest middle part of an allowed shape."""
+    """Return left, top, width and height; if ten draws do not fit, the largest middle part of an allowed shape."""
     for _ in range(10):
         area, ratio = width * height * rng.uniform(0.08, 1), math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))

@@ -1,4 +1,4 @@
-"""MNIST's files: a magic number that tells the axes, their lengths, then bytes (http://yann.lecun.com/exdb/mnist)."""
+"""MNIST's files (http://yann.lecun.com/exdb/mnist): a magic number with the number of axes, their lengths, bytes."""
 
 import gzip
 import math
@@ -13,26 +13,26 @@ FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3
 
 
 def read(folder: Path):
-    """The four files, gzipped or not: (images, labels) of the training set and of the test set."""
-    x, y, x_test, y_test = (_array(_there(folder, name), axes) for name, axes in zip(FILES, (3, 1, 3, 1), strict=True))
+    """Return (images, labels) of the training set and of the test set, from four files, gzipped or not."""
+    x, y, x_test, y_test = (_array(_path(folder, name), axes) for name, axes in zip(FILES, (3, 1, 3, 1), strict=True))
     for name, images, labels in ((FILES[0], x, y), (FILES[2], x_test, y_test)):
         if len(images) != len(labels):
-            raise Mistake(f"{folder}: {name} holds {len(images)} images, and beside it are {len(labels)} labels.")
+            raise Mistake(f"{folder}: {name} holds {len(images)} images, and the file of labels {len(labels)} labels.")
     return (x, y), (x_test, y_test)
 
 
-def _there(folder: Path, name: str) -> Path:
+def _path(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.exists():
             return path
-    raise Mistake(f"{folder} has no {name} or {name}.gz. All four are wanted: {', '.join(FILES)}.")
+    raise Mistake(f"{folder} has no {name} or {name}.gz. All four are needed: {', '.join(FILES)}.")
 
 
 def _array(path: Path, axes: int) -> np.ndarray:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as e:
-        raise Mistake(f"{path} cannot be read ({e}). Copy it anew.") from e
+        raise Mistake(f"{path} cannot be read ({e}). Copy the file again.") from e
     start = 4 + 4 * axes
     if data[:4] != bytes((0, 0, 8, axes)) or len(data) < start:  # 8: unsigned bytes
         raise Mistake(
@@ -41,6 +41,6 @@ def _array(path: Path, axes: int) -> np.ndarray:
     shape = tuple(np.frombuffer(data[4:start], ">u4").tolist())
     if len(data) - start != math.prod(shape):
         raise Mistake(
-            f"{path} should hold {shape} = {math.prod(shape)} bytes, and has {len(data) - start}. Copy it anew."
+            f"{path} should hold {shape} = {math.prod(shape)} bytes, and has {len(data) - start}. Copy the file again."
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)

@@ -1,13 +1,13 @@
-"""In what order a run sees its samples: a pure function of (seed, step), with nothing to keep and nothing to restore.
+"""The order in which a run sees its samples: a pure function of (seed, step). Nothing is kept, and nothing restored.
 
-An epoch's order is a permutation in closed form: a Feistel network over the bits of an index, which shuffles a power of
-two, walked until the index is one below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)::
+An epoch's order is a permutation in closed form. A Feistel network over the bits of an index permutes a power of two;
+it is applied until the index is below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)::
 
     high <- high ^ F(low),  low <- low ^ F(high),  F(x) = mix(x ^ key),  a key for each (seed, epoch, round)
 
-The two parts may differ in width, so the power of two is the smallest that holds n, and half its indices or fewer walk
-on. Four rounds suffice for many samples, sixteen for five. `mix` is that of nmjax.random. The work is that of one batch,
-wherever it stands in the run.
+The two parts may differ in width, so the power of two is the smallest that holds n, and at most half of its indices
+need another pass. Four rounds suffice for many samples; for as few as five it takes sixteen. `mix` is that of
+nmjax.random. The work is that of one batch, wherever the batch is in the run.
 """
 
 import jax
@@ -23,12 +23,23 @@ _ROUNDS = 16
 
 
 def positions(seed, step, batch: int, n: int, xp=jnp) -> tuple[jax.Array, jax.Array]:
-    """Epoch and index of each sample of a batch: int32 (batch,), (batch,).
+    """Return the epoch and the index of each sample of a batch: int32 (batch,), (batch,).
 
     Sample p = step * batch + i of a run is number ``p % n`` of epoch ``p // n``, in the epoch's own order. So every
-    epoch holds each of the n samples once, batches go over its end, and nothing is dropped. ``seed``, below 2**32, and
-    ``step`` may be traced. A run has at most 2**32 samples, for p is counted in uint32. With ``xp=np`` the same numbers
-    come from numpy, for a thread that should not wait for the device.
+    epoch holds each of the n samples once, batches go over its end, and nothing is dropped.
+
+    Args:
+        seed: The seed of the run, below 2**32; it may be traced.
+        step: The step; it may be traced.
+        batch: Number of samples in a batch.
+        n: Number of samples in the set.
+        xp: `jax.numpy`, or numpy for a thread that must not wait for the device. The numbers are the same.
+
+    Returns:
+        Epochs and indices.
+
+    Raises:
+        Mistake: A number is out of its range. A run has at most 2**32 samples, because p is a uint32.
 
     >>> [positions(0, step, 4, 6)[1].tolist() for step in range(3)]          # two epochs of 6 in three batches of 4
     [[2, 4, 1, 3], [5, 0, 3, 2], [0, 5, 4, 1]]
@@ -44,7 +55,7 @@ def positions(seed, step, batch: int, n: int, xp=jnp) -> tuple[jax.Array, jax.Ar
 
 
 def _encipher(x, keys, bits: int):
-    """A permutation of 0 .. 2**bits - 1."""
+    """Permute 0 .. 2**bits - 1."""
     low, high = _U32((1 << bits // 2) - 1), _U32((1 << bits - bits // 2) - 1)
     shift = _U32(bits // 2)
     for i in range(0, len(keys), 2):
@@ -54,7 +65,7 @@ def _encipher(x, keys, bits: int):
 
 
 def _walk(x, encipher, n: int, xp):
-    """A permutation of 0 .. n - 1 out of one of more: an index that lands beyond n goes on until it is back."""
+    """Permute 0 .. n - 1 by a permutation of more: an index of n or more is permuted again."""
 
     def on(state):
         x, beyond = state
@@ -71,10 +82,10 @@ def _walk(x, encipher, n: int, xp):
 
 def _check(seed, step, batch, n):
     if not 0 < n < 2**31:
-        raise Mistake(f"a data set has at least 1 and less than 2**31 samples, this one has {n}.")
+        raise Mistake(f"a data set has at least 1 and less than 2**31 samples; this one has {n}.")
     if batch < 1:
         raise Mistake(f"a batch has at least 1 sample, got batch={batch}.")
     if isinstance(seed, int | np.integer) and not 0 <= seed < 2**32:
         raise Mistake(f"the seed of the data is at least 0 and less than 2**32, got {seed}.")
     if isinstance(step, int | np.integer) and not 0 <= (int(step) + 1) * batch <= 2**32:
-        raise Mistake(f"a run has at most 2**32 samples: step {step} of {batch} is beyond.")
+        raise Mistake(f"a run has at most 2**32 samples, and step {step} of {batch} goes beyond.")

@@ -36,7 +36,7 @@ class Text(NamedTuple):
         # mylab/data.py                         config.data.name = "mylab.data:notes"
         def notes(dir):                         # dir is config.data.dir, which may be empty
             ids = np.frombuffer(Path(dir, "notes.txt").read_bytes(), np.uint8)
-            return Text("notes", ids[:-9000], ids[-9000:], 256, lambda ids: bytes(ids.tolist()).decode(errors="replace"))
+            return Text("notes", ids[:-9000], ids[-9000:], 256, lambda ids: bytes(ids.tolist()).decode("latin-1"))
 
     Attributes:
         name: The text's name, as the header of a run shows it.
@@ -80,8 +80,8 @@ def load(name: str, dir: str | Path = "", valid: str = "", tokenizer: str = "byt
     if names.is_foreign(name):
         if valid or tokenizer != "bytes":
             raise Mistake(
-                f"config.data.name={name!r} returns tokens and its own validation text: leave config.data.valid empty and "
-                "config.data.tokenizer='bytes'."
+                f"config.data.name={name!r} returns tokens and its own validation text: leave config.data.valid empty "
+                "and config.data.tokenizer='bytes'."
             )
         return _checked(name, others.load(name, dir, Text))
     texts = [_Source.of(each, dir) for each in (name, valid) if each]
@@ -267,8 +267,8 @@ def windows(n: int, length: int) -> int:
         raise Mistake(f"a window has at least 1 token, got length={length}.")
     if n < 2 * length:
         raise Mistake(
-            f"windows of {length} tokens need a text of {2 * length} tokens, and this one has {n}. Take a longer text, or "
-            "set config.data.length lower."
+            f"windows of {length} tokens need a text of {2 * length} tokens, and this one has {n}. Take a longer text, "
+            "or set config.data.length lower."
         )
     return n // length - 1
 
@@ -281,7 +281,8 @@ def rows(tokens: np.ndarray, length: int) -> np.ndarray:
 def take(rows: jax.Array, epoch: jax.Array, index: jax.Array, seed) -> tuple[jax.Array, jax.Array]:
     """Return inputs and targets, int32 (batch, length): windows ``index`` of epochs ``epoch``.
 
-    It is traced inside the compiled step, and `rows` is an argument of the step. `order.positions` gives epoch and index.
+    It is traced inside the compiled step, and `rows` is an argument of the step. `order.positions` gives epoch and
+    index.
 
     >>> take(jnp.arange(100, 120).reshape(-1, 4), jnp.array([0, 0, 1]), jnp.array([0, 1, 0]), seed=0)[0].tolist()
     [[103, 104, 105, 106], [107, 108, 109, 110], [102, 103, 104, 105]]

@@ -117,7 +117,7 @@ class Task:
     # ---- the test split ----
 
     def tests(self, mesh):
-        """Yield batches of images and labels. The last one is filled up, with label -1, so that devices share it evenly."""
+        """Yield batches of images and labels. The last is filled up, with label -1, so that devices share it evenly."""
         if self.streamed:
             c, files = self.config, self._files()
             rows, size = shards.rows(mesh, c.batch), c.data.size

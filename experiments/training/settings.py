@@ -66,15 +66,15 @@ def dtype(config: ConfigDict) -> Any:
 def model(config: ConfigDict, known: Mapping[str, tuple[Callable, Mapping]], **fixed: Any) -> Callable[..., nnx.Module]:
     """Return the function that makes the model of ``config.model``.
 
-    A model of nmjax gets the sizes that ``config.model.size`` stands for, and the other fields of ``config.model``, which
-    override them. A model of another module, ``config.model.name = "mylab.models:Mixer"``, is a subclass of `nnx.Module`,
-    or a function that returns one. It is called with keyword arguments alone:
+    A model of nmjax gets the sizes that ``config.model.size`` stands for, and the other fields of ``config.model``,
+    which override them. A model of another module, ``config.model.name = "mylab.models:Mixer"``, is a subclass of
+    `nnx.Module`, or a function that returns one. It is called with keyword arguments alone:
 
     - every field of ``config.model`` except ``name``; also except ``size`` if that is empty;
     - ``rngs``, an `nnx.Rngs`;
     - ``dtype`` and what the task fixes, unless ``config.model`` has a field of that name. An image task fixes ``image``
-      (the side in pixels), ``channels`` and ``classes``; a text task fixes ``vocabulary`` and ``length``. Each of them is
-      left out if the class has no parameter of that name.
+      (the side in pixels), ``channels`` and ``classes``; a text task fixes ``vocabulary`` and ``length``. Each of them
+      is left out if the class has no parameter of that name.
 
     Args:
         config: The settings of a run.
@@ -105,14 +105,14 @@ def model(config: ConfigDict, known: Mapping[str, tuple[Callable, Mapping]], **f
         _signature(make).bind(rngs=None, **arguments)
     except TypeError as error:
         raise Mistake(
-            f"config.model.name={name!r}: {error}. It is called with rngs, {', '.join(sorted(arguments))}: the fields of "
-            "config.model, and what the task fixes."
+            f"config.model.name={name!r}: {error}. It is called with rngs, {', '.join(sorted(arguments))}: the fields "
+            "of config.model, and what the task fixes."
         ) from error
     return partial(_made, make, name, arguments)
 
 
 def _signature(make: Callable) -> inspect.Signature:
-    """Return the parameters of a function, or of a class without ``self``. The metaclass of nnx hides those of a class."""
+    """Return the parameters of a function or of a class, without ``self``. nnx's metaclass hides those of a class."""
     if not isinstance(make, type):
         return inspect.signature(make)
     signature = inspect.signature(make.__init__)
@@ -139,16 +139,16 @@ def _made(make: Callable, name: str, arguments: Mapping[str, Any], rngs: nnx.Rng
 
 
 def steps(config: ConfigDict, examples: int) -> int:
-    """Return the optimizer steps of the whole run: ``config.steps``, or if that is 0 ``config.epochs`` of the examples."""
+    """Return the optimizer steps of the whole run: ``config.steps``, or if that is 0 those of ``config.epochs``."""
     if config.batch < 1 or config.accumulate < 1 or config.batch % config.accumulate:
         raise Mistake(
-            f"config.batch={config.batch} is cut into config.accumulate={config.accumulate} micro-batches, so it has to "
-            "be a multiple of it."
+            f"config.batch={config.batch} is cut into config.accumulate={config.accumulate} micro-batches, so it has "
+            "to be a multiple of it."
         )
     if min(config.steps, config.epochs) < 0 or config.steps == config.epochs == 0:
         raise Mistake(
-            f"config.steps={config.steps} and config.epochs={config.epochs:g}: one of them says how long the run is, and "
-            "neither is negative."
+            f"config.steps={config.steps} and config.epochs={config.epochs:g}: one of them says how long the run is, "
+            "and neither is negative."
         )
     return config.steps or max(1, round(config.epochs * examples / config.batch))
 
@@ -215,9 +215,10 @@ def learning_rate(config: ConfigDict, total: int) -> Callable:
 
 
 def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer: clipping, then masked decay, then an optimizer of Optax or `nm.optim.step_adam`, by its name.
+    """Return the optimizer: clipping, masked decay, then an optimizer of Optax or `nm.optim.step_adam`, by its name.
 
-    Only kernels and embeddings decay. If the optimizer has no weight decay of its own, the decay is added to the gradient.
+    Only kernels and embeddings decay. If the optimizer has no weight decay of its own, the decay is added to the
+    gradient.
     """
     name, options = call(in_steps(config.optimizer, total), "config.optimizer")
     makers = {n: f for n, f in vars(optax).items() if inspect.isfunction(f) and _rates(f)}

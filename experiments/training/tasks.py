@@ -16,7 +16,8 @@ def task(config: Any) -> Task:
 
     Args:
         config: The settings of a run. Its experiment is "image", "text", or ``module:name`` of a class with the members
-            of `experiments.training.task.Task`, as in ``mylab.tasks:Segmentation``. The class is called with the config.
+            of `experiments.training.task.Task`, as in ``mylab.tasks:Segmentation``. The class is called with the
+            config.
 
     Returns:
         The task.

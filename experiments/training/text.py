@@ -58,7 +58,7 @@ class Task:
         return optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets).mean(), {}
 
     def tests(self, mesh):
-        """Yield batches of windows, and which of them count. The last one is filled up, so that devices share it evenly."""
+        """Yield batches of windows, and which of them count. The last is filled up, so that devices share it evenly."""
         windows = self.tests_cut
         size = -(-min(64, len(windows)) // mesh.size) * mesh.size
         spare = -len(windows) % size

@@ -321,7 +321,7 @@ def test_where_nothing_can_be_read_the_folder_is_to_be_looked_at(pictures):
 
 
 def test_folders_that_are_not_as_they_should_be(tmp_path, pictures):
-    with pytest.raises(Mistake, match="wants its place: add --config.data.dir"):
+    with pytest.raises(Mistake, match="config.data.name='folder' needs --config.data.dir"):
         folder.open("")
     with pytest.raises(Mistake, match="there is no folder .*cat/train"):
         folder.open(tmp_path / "train" / "cat")

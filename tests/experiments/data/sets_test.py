@@ -322,7 +322,7 @@ def test_damaged_idx_files_are_named(tmp_path):
         (idx.FILES[0], idx_bytes(x) + b"?", "and has 23521"),
         (idx.FILES[1], idx_bytes(y)[:6], f"{idx.FILES[1]} is no IDX file of bytes with 1 axes"),
         (idx.FILES[2], idx_bytes(y_test), f"{idx.FILES[2]} is no IDX file of bytes with 3 axes: .* 00 00 08 01"),
-        (idx.FILES[3], idx_bytes(y_test[1:]), f"{idx.FILES[2]} holds 12 images, and beside it are 11 labels"),
+        (idx.FILES[3], idx_bytes(y_test[1:]), f"{idx.FILES[2]} holds 12 images, and the file of labels 11 labels"),
         (idx.FILES[3], idx_bytes(y_test + np.uint8(9)), "labels of 0..9, got"),
     ):
         write_mnist(place, (x, y, x_test, y_test))

@@ -120,7 +120,7 @@ def test_neighbours_are_uncorrelated():
 
 
 def test_order_refuses():
-    with pytest.raises(Mistake, match="at least 1 and less than 2\\*\\*31 samples, this one has 0"):
+    with pytest.raises(Mistake, match="at least 1 and less than 2\\*\\*31 samples; this one has 0"):
         order.positions(0, 0, 4, 0)
     with pytest.raises(Mistake, match="got batch=0"):
         order.positions(0, 0, 0, 4)
