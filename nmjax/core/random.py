@@ -50,7 +50,7 @@ def words(key) -> jax.Array:
     raise TypeError(f"key must be a jax.random.key, an int seed or two uint32 words, got {got}.{hint}")
 
 
-def bits(key_words: jax.Array, index: jax.Array) -> jax.Array:
+def bits(key_words: jax.Array | tuple[jax.Array, jax.Array], index: jax.Array) -> jax.Array:
     """One uint32 for every uint32 index."""
     k0, k1 = key_words[0], key_words[1]
     spread = lambda k: lax.broadcast(k, index.shape)

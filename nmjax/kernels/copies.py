@@ -21,11 +21,13 @@ from jaxtyping import Array, Float, UInt
 from nmjax.kernels.compress import call, members_of, pairs, uniform
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.limits import COPY_COLUMNS as COLUMNS, COPY_ROWS as ROWS, Copy
-from nmjax.pruners import float8, identity, mvue, soft
+from nmjax.pruners import float8, identity
 
 Ref = Any  # a reference to a block of an array, inside a kernel
 
-_FOUR = tuple(range(4))
+Lines = list[list[jax.Array]]  # four lines of four members of 4 x 4 tiles
+
+_FOUR = range(4)
 
 
 def copies(
@@ -48,7 +50,7 @@ def copies(
     batch, rows, columns = x.shape
     share = batch // len(words)
     largest = jax.vmap(float8.largest)(x.reshape(-1, share, rows, columns))
-    scales = jnp.stack([float8.scale(largest * growth(copy.pruner, beta), copy.format) for copy in wanted], 1)
+    scales = jnp.stack([float8.scale(largest * copy.pruner.growth(beta), copy.format) for copy in wanted], 1)
     parts = [_parts(copy, x.shape) for copy in wanted]
     written = call(
         partial(_kernel, wanted=wanted, shape=x.shape, dtype=x.dtype, share=share),
@@ -61,13 +63,6 @@ def copies(
     arrays = iter(written)
     each = zip(wanted, parts, (1 / scales).T, strict=True)
     return [(_form(copy, [next(arrays) for _ in both]), undo) for copy, both, undo in each]
-
-
-def growth(pruner, beta):
-    """How much larger than what it prunes a result can be."""
-    if isinstance(pruner, mvue):
-        return pruner.m / pruner.n
-    return jnp.abs(beta) if isinstance(pruner, soft) and pruner.remembers else 1.0
 
 
 def _parts(copy: Copy, shape: tuple[int, ...]) -> list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]:
@@ -100,35 +95,46 @@ def _kernel(
     dtype: jnp.dtype, share: int,
 ) -> None:  # fmt: skip
     """Write the blocks of all copies."""
-    some = lambda i, count: pl.ds(i, count, stride=4)
-    tile = [members_of(seen, some(i, ROWS // 4), dtype) for i in _FOUR]
-    turn = lambda word, turned: _turned(word) if turned else word
-    left = iter(outputs)
+    tile = [members_of(seen, _every_fourth(i, ROWS // 4), dtype) for i in _FOUR]
+    blocks = iter(outputs)
     for at, copy in enumerate(wanted):
-        down = copy.axis == -2
-        rounded = [_rounded(tile, copy, down, i, at, words, factors, shape, share) for i in _FOUR]
-        of = (lambda i, j, v=rounded: v[j][i]) if down else (lambda i, j, v=rounded: v[i][j])  # member (i, j)
+        groups = [_rounded(tile, copy, line, at, words, factors, shape, share) for line in _FOUR]
         if copy.packed:
-            values, places = next(left), next(left)
-            for line, group in enumerate(rounded):
-                crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
-                first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
-                word = turn(first | second << np.uint32(8) | nibble << np.uint32(16), down)
-                values[some(line, word.shape[0]), :] = (word & np.uint32(0xFFFF)).astype(jnp.uint16)
-                places[some(line, word.shape[0]), :] = _row_words(word >> np.uint32(16))
+            _write_packed(copy, groups, next(blocks), next(blocks))
         else:
-            bytes_of = next(left)
-            for line in _FOUR:
-                group = [of(i, line) if copy.turned else of(line, i) for i in _FOUR]
-                word = turn(sum((v << np.uint32(8 * i) for i, v in enumerate(group) if i), group[0]), copy.turned)
-                bytes_of[some(line, word.shape[0]), :] = word
+            _write_bytes(copy, groups, next(blocks))
+
+
+def _every_fourth(first: int, count: int) -> Any:
+    return pl.ds(first, count, stride=4)
+
+
+def _write_packed(copy: Copy, groups: Lines, values: Ref, places: Ref) -> None:
+    """Write the two kept bytes of groups, and their nibbles."""
+    crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
+    for line, group in enumerate(groups):
+        first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
+        word = first | second << np.uint32(8) | nibble << np.uint32(16)
+        word = _turned(word) if copy.axis == -2 else word
+        values[_every_fourth(line, word.shape[0]), :] = (word & np.uint32(0xFFFF)).astype(jnp.uint16)
+        places[_every_fourth(line, word.shape[0]), :] = _row_words(word >> np.uint32(16))
+
+
+def _write_bytes(copy: Copy, groups: Lines, output: Ref) -> None:
+    """Write all bytes, four to a word."""
+    groups_lie_as_words = (copy.axis == -2) == copy.turned
+    for line in _FOUR:
+        word_bytes = groups[line] if groups_lie_as_words else [group[line] for group in groups]
+        word = sum((v << np.uint32(8 * i) for i, v in enumerate(word_bytes) if i), word_bytes[0])
+        word = _turned(word) if copy.turned else word
+        output[_every_fourth(line, word.shape[0]), :] = word
 
 
 def _rounded(
-    tile: list[list[jax.Array]], copy: Copy, down: bool, line: int, at: int, words: Ref, factors: Ref,
-    shape: tuple[int, ...], share: int,
+    tile: Lines, copy: Copy, line: int, at: int, words: Ref, factors: Ref, shape: tuple[int, ...], share: int
 ) -> list[UInt[Array, "r c"]]:  # fmt: skip
     """Prune and round one line of the tile's members, a group of four, and return their bytes."""
+    down = copy.axis == -2
     x = [tile[i][line] for i in _FOUR] if down else tile[line]
     _, rows, columns = shape
     block, index, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))

@@ -13,7 +13,6 @@ from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.measure import compiled, in_short
 from nmjax.core import random
 from nmjax.kernels import calls
-from nmjax.kernels.copies import growth
 from nmjax.kernels.limits import Copy
 from nmjax.kernels.targets import Target, target
 from nmjax.pruners import float8
@@ -113,7 +112,7 @@ def _copy(copy: Copy) -> str:
 def _form(x, copy: Copy):
     """One FP8 form of a tensor by XLA, and what undoes its scale."""
     pruned = copy.pruner(x, copy.axis, nm.Ctx(random.words(KEY), 0, BETA))
-    scale = float8.scale(float8.largest(x) * growth(copy.pruner, BETA), copy.format)
+    scale = float8.scale(float8.largest(x) * copy.pruner.growth(BETA), copy.format)
     draws = None
     if copy.rounding == "random":
         draws = jnp.repeat(group_uniforms(x, copy.axis, 4, nm.Ctx(random.words(ROUNDING))), 4, copy.axis)
