@@ -128,10 +128,10 @@ def _check_slot(slot: Slot) -> None:
 
 def slot_context(ctx: Ctx, name: str) -> Ctx:
     """Return the context of one slot, given the product's: noise of its own at every step, and its own state."""
-    key = None
+    state, key = slot_state(ctx.state, name), None
     if ctx.key is not None:
         key = random.fold(random.fold(random.words(ctx.key), ctx.step), SLOTS.index(name))
-    return Ctx(key, ctx.step, slot_state(ctx.state, name))
+    return Ctx(key, ctx.step, state)
 
 
 def slot_state(state: Any, name: str) -> Any:
