@@ -1,36 +1,40 @@
-"""What every run has, with its default. A page changes what it must; a field that is not here, or on the page, cannot be set.
+"""The fields of every run, with their defaults. A page changes some; the command line can set no others.
 
-Durations are steps, as "200", or a share of the run, as "5%"; so are the steps inside a method, as "mdgf(2,4,linear(1,0,75%))".
+Durations are steps, as "200", or a share of the run, as "5%". So are the steps inside a method, as in
+"mdgf(2,4,linear(1,0,75%))". Where a comment says "or module:name", you can write the name of a class or a function of
+your own, as in "mylab.models:Mixer": its module is searched in the page's folder, in the current one and on Python's
+path.
 """
 
 from ml_collections import ConfigDict
 
 
 def run() -> ConfigDict:
+    """Return the fields of every run."""
     c = ConfigDict()
-    c.experiment = ""  # image or text: a file of experiments/
+    c.experiment = ""  # "image", "text", or module:name of a task (experiments/training/task.py)
     c.seed = 0  # of weights, data order, augmentation and pruning noise
-    c.epochs, c.steps = 0.0, 0  # how long: steps, if they are not 0
-    c.batch = 128  # examples an optimizer step ...
-    c.accumulate = 1  # ... in so many micro-batches
-    c.dtype = "float32"  # what layers compute in, or bfloat16; parameters are float32
-    c.clip = 1.0  # of the gradient's norm; 0: none
-    c.ema = 0.0  # decay of the averaged weights that are evaluated; 0: the weights themselves
+    c.epochs, c.steps = 0.0, 0  # length of the run; epochs count only if steps is 0
+    c.batch = 128  # examples in an optimizer step ...
+    c.accumulate = 1  # ... divided into this many micro-batches
+    c.dtype = "float32"  # layers compute in float32 or bfloat16; parameters are float32
+    c.clip = 1.0  # largest norm of the gradient; 0: no clipping
+    c.ema = 0.0  # decay of averaged weights, which are then evaluated; 0: the weights themselves are
     c.optimizer = "adamw(b1=0.9, b2=0.999, weight_decay=0.05)"  # of Optax, or "step_adam(after=10%, before=50%)"
     c.learning_rate = dict(peak=1e-3, warmup="5%", shape="cosine", end=0.0)
-    c.masked_decay = 0.0  # of dropped weights, after clipping (nm.optim.masked_decay)
-    c.model = dict(name="", size="")  # and what else its class in nmjax/models takes
+    c.masked_decay = 0.0  # strength of the decay of dropped weights (nm.optim.masked_decay)
+    c.model = dict(name="", size="")  # a model of nmjax/models or module:name; more fields are arguments of its class
     c.rules = ((r".*", "dense"),)  # the first pattern that matches a layer's whole path names its sparsity
-    c.sparsity = dict()  # name -> method, in words
-    c.backend = "auto"
-    c.mesh = dict(fsdp=1, tensor=1)  # devices that share the parameters, and those that share a block's products
-    c.evaluate = "10%"  # how often, and last of all; a checkpoint each time
-    c.measure = "5%"  # density, flip rate, variance of gradients
+    c.sparsity = dict()  # name -> method, as nm.parse reads it; pruners, schedules and methods may be module:name
+    c.backend = "auto"  # who runs pruned products, as in nm.Recipe
+    c.mesh = dict(fsdp=1, tensor=1)  # numbers of devices that share the parameters, and a block's products
+    c.evaluate = "10%"  # time between evaluations, each with a checkpoint; the last step is always evaluated
+    c.measure = "5%"  # time between measurements of density, flip rate and variance of gradients; 0: none
     return c
 
 
 def image(data: str) -> ConfigDict:
-    """Classification of digits, which need nothing, or of another set."""
+    """Return a run that classifies images: the digits, which need no download, or another set."""
     c = run()
     c.experiment = "image"
     c.data = dict(name="digits", dir="", crop=1, flip=False, mixup=0.0, smoothing=0.1)
@@ -45,7 +49,7 @@ def image(data: str) -> ConfigDict:
 
 
 def vit(data: str) -> ConfigDict:
-    """Vision Transformers: of 16 tokens for digits, 49 for the sets of 28x28, 64 for CIFAR-10."""
+    """Return a run of a Vision Transformer: 16 tokens for digits, 49 for images of 28x28, 64 for CIFAR-10."""
     c = image(data)
     c.model = dict(name="vit", size="tiny", patch=2, pool="mean", scan=False, remat=False)
     c.epochs, c.batch, c.learning_rate.peak = 90.0, 32, 3e-3
@@ -63,7 +67,7 @@ def vit(data: str) -> ConfigDict:
 
 
 def resnet(data: str) -> ConfigDict:
-    """Residual networks: a tiny one for digits, ResNet-18 of the CIFAR form for the others."""
+    """Return a run of a residual network: a tiny one for digits, ResNet-18 for the others."""
     c = image(data)
     c.model = dict(name="resnet", size="tiny", stem="cifar")
     c.optimizer = "sgd(momentum=0.9, nesterov=True, weight_decay=5e-4)"
@@ -76,7 +80,7 @@ def resnet(data: str) -> ConfigDict:
 
 
 def gpt(data: str) -> ConfigDict:
-    """Language models: of the bytes of the standard library's own pages, or of any text by --config.data.name=FILE."""
+    """Return a run of a language model: on the help pages of Python, byte by byte, or on any text."""
     c = run()
     c.experiment = "text"
     c.data = dict(name="pydoc", dir="", valid="", tokenizer="bytes", length=128, tests=0)  # tests: windows; 0: all
@@ -91,21 +95,23 @@ def gpt(data: str) -> ConfigDict:
 
 
 def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
-    """Images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg, cut to ``size``; counted where the numbers are 0. With ``skip``
-    those that cannot be read are passed over."""
+    """Return the data fields for images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg, cut to ``size``.
+
+    Numbers of 0 are counted. With ``skip`` files that cannot be read are skipped.
+    """
     counts = dict(examples=examples, classes=classes)
     augmented = dict(crop=0, flip=True, mixup=0.0, smoothing=0.1)
     return ConfigDict(dict(name="folder", dir="", size=size, skip=False, **augmented, **counts))
 
 
 def full_size(variant: str) -> None:
-    """The papers' settings have one variant."""
+    """Refuse a variant of the papers' settings, except "smoke"."""
     if variant not in ("", "smoke"):
         raise ValueError(f"there is no variant {variant!r} of the full-size settings but smoke")
 
 
 def smoke(c: ConfigDict) -> ConfigDict:
-    """The same run in small: a few steps of a tiny model on embedded data, to see that it works."""
+    """Return the same run made small: a few steps of a tiny model on data that need no download."""
     c.unlock()
     c.epochs, c.steps, c.batch, c.accumulate, c.dtype = 0.0, 4, 16, min(c.accumulate, 2), "float32"
     c.model.size = "tiny"

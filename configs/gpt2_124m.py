@@ -1,10 +1,10 @@
-"""GPT-2 124M with 2:4 feed-forward layers on OpenWebText: the S-STE paper's setting (arXiv 2409.09099, tables 3 and 6).
+"""GPT-2 124M with 2:4 feed-forward layers on OpenWebText: the setting of S-STE (arXiv 2409.09099, tables 3 and 6).
 
     python launch.py --config=configs/gpt2_124m.py --config.data.dir=DIR
 
-DIR holds openwebtext.txt (or .xz, or a folder of texts of that name) and gpt2.json, the tokenizer of GPT-2 in the format of
-Hugging Face tokenizers. 300,000 steps of 524,288 tokens: eight GPUs of 80 GB for days. Not run here. A run with hard masks,
-FST, is reported at a validation loss of 2.952 beside 2.907 dense.
+DIR holds openwebtext.txt (or .xz, or a folder of texts of that name) and gpt2.json, the tokenizer of GPT-2 in the
+format of Hugging Face tokenizers. 300,000 steps of 524,288 tokens take days on eight GPUs of 80 GB. Not run here. The
+paper reports a validation loss of 2.952 for a run with hard masks (FST), and 2.907 for dense.
 """
 
 from configs import common

@@ -1,16 +1,16 @@
-"""A GPT two of whose three products are 2:4 in the end: weights by progressive gradient flow, gradients in dw by MVUE.
+"""A GPT with two of three products 2:4 in the end: weights by progressive gradient flow, gradients in dw by MVUE.
 
     python launch.py --config=configs/gpt_24.py
 
-What is to be dropped of a weight fades until 30 % of the run, and gradients in dw are pruned without bias from the first step on. No
-mix in experiments/REPRODUCTION.md is free in a GPT: this one cost 0.023 ± 0.007 nats there, at 0.77 of dense's FLOPs. Gradients in
-dx too cost 0.025 ± 0.007, at 0.64:
+Dropped weights fade until 30 % of the run, and gradients in dw are pruned without bias from the first step on. No mix
+in experiments/REPRODUCTION.md is free in a GPT: this one cost 0.023 ± 0.007 nats there, at 0.77 of the FLOPs of dense.
+Pruning gradients in dx too cost 0.025 ± 0.007, at 0.64:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
 
-Bytes of the standard library's pages, two CPU cores: five minutes; 1.478 ± 0.007 nats a byte (three seeds), dense 1.430 ± 0.007:
-3.4 % more. (Seed 0: 1.476; fading until 70 % 1.478, s_ste(2,4) 1.484.) Its dense twin is configs/gpt_dense.py, and
-configs/gpt_sste.py has 2:4 feed-forward layers from the first step on.
-Any text: --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
+Bytes of the standard library's pages, two CPU cores: five minutes; 1.478 ± 0.007 nats a byte (three seeds), dense
+1.430 ± 0.007: 3.4 % more. (Seed 0: 1.476; fading until 70 % 1.478, s_ste(2,4) 1.484.) Its dense twin is
+configs/gpt_dense.py. configs/gpt_sste.py has 2:4 feed-forward layers from the first step on. Any text:
+--config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
 """
 
 from configs import common

@@ -1,4 +1,4 @@
-"""A GPT whose feed-forward layers are 2:4 by S-STE (arXiv 2409.09099), gradients of weights 2:4 by MVUE.
+"""A GPT with 2:4 feed-forward layers by S-STE (arXiv 2409.09099), and 2:4 gradients in dw by MVUE.
 
     python launch.py --config=configs/gpt_sste.py
 

@@ -2,8 +2,8 @@
 
     python launch.py --config=configs/resnet50_imagenet.py --config.data.dir=DIR
 
-DIR holds train/ and val/, a folder of JPEGs for every class. 120 epochs: eight GPUs for about a day. Not run here. The paper
-prints 77.0 % for 2:4; others measured 75.8 with its code.
+DIR holds train/ and val/, each with a folder of JPEGs for every class. 120 epochs take about a day on eight GPUs. Not
+run here. The paper reports 77.0 % for 2:4; others measured 75.8 with its code.
 """
 
 from configs import common

@@ -1,15 +1,16 @@
-"""A Vision Transformer two of whose three products are 2:4 in the end: weights by progressive gradient flow, dw by MVUE.
+"""A Vision Transformer with two of three products 2:4 in the end: weights by progressive gradient flow, dw by MVUE.
 
     python launch.py --config=configs/vit_24.py
 
-Of the mixes in experiments/REPRODUCTION.md, of a smaller ViT on Fashion-MNIST, it is the cheapest that stayed next to dense: what is
-to be dropped of a weight fades until 30 % of the run, and gradients in dw are pruned without bias from the first step on. In dx too,
-for fewer FLOPs and some accuracy:
+Of the mixes in experiments/REPRODUCTION.md, where a smaller ViT learns Fashion-MNIST, it is the cheapest that stayed
+close to dense. Dropped weights fade until 30 % of the run, and gradients in dw are pruned without bias from the first
+step on. To prune gradients in dx too, for fewer FLOPs and some accuracy:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
 
-Digits, 8x8, two CPU cores: about 95 seconds; 98.0 ± 0.2 % of the 360 test images (three seeds), dense 98.2 ± 0.3: on these
-all are alike. Its dense twin is configs/vit_dense.py, and configs/vit_sste.py is 2:4 from the first step on, for fewer FLOPs.
-Other data: --config=configs/vit_24.py:cifar10 (or fashion_mnist, mnist) with --config.data.dir=DIR.
+Digits, 8x8, two CPU cores: about 95 seconds; 98.0 ± 0.2 % of the 360 test images (three seeds), dense 98.2 ± 0.3:
+digits cannot tell methods apart. Its dense twin is configs/vit_dense.py. configs/vit_sste.py is 2:4 from the first
+step on, with fewer FLOPs. Other data: --config=configs/vit_24.py:cifar10 (or fashion_mnist, mnist) with
+--config.data.dir=DIR.
 """
 
 from configs import common
@@ -23,6 +24,6 @@ def get_config(variant=""):
 
 
 def get_sweep(variant=""):
-    """Dense, 2:4 from the first step on by S-STE, and progressively: three seeds each."""
+    """Return the changes of nine runs: dense, S-STE and this page's method, with three seeds each."""
     methods = ("dense", "s_ste(2,4)", "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)")
     return [{"sparsity.blocks": method, "seed": seed} for method in methods for seed in range(3)]

@@ -1,9 +1,9 @@
-"""A Vision Transformer whose feed-forward weights end at 1:8, by progressive gradient flow (arXiv 2402.04744).
+"""A Vision Transformer with 1:8 feed-forward weights in the end, by progressive gradient flow (arXiv 2402.04744).
 
     python launch.py --config=configs/vit_pgf.py
 
-What is to be dropped fades linearly and is gone at 70 % of the run, as the paper advises. The structure may decay
-instead: --config.sparsity.mlp="sdgf(1,8,'stepwise',steps=75%)". Queries and keys too, as in the paper's second column:
+Dropped weights fade linearly and are gone at 70 % of the run, as the paper advises. To decay the structure instead:
+--config.sparsity.mlp="sdgf(1,8,'stepwise',steps=75%)". To prune queries and keys too, as in the paper's second column:
 --config.rules='((".*/mlp/.*","mlp"),(".*/(query|key)","mlp"),(".*","dense"))'.
 
 Digits, 8x8, two CPU cores: a minute and a half; 98.2 ± 0.2 % of the 360 test images (three seeds), dense 98.2 ± 0.3.

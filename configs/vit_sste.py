@@ -1,4 +1,4 @@
-"""A Vision Transformer with 2:4 weights (S-STE, arXiv 2409.09099) and 2:4 gradients in dw (MVUE), from the first step on.
+"""A Vision Transformer with 2:4 weights (S-STE, arXiv 2409.09099) and 2:4 gradients in dw (MVUE), from the start.
 
     python launch.py --config=configs/vit_sste.py
 

@@ -1,9 +1,9 @@
-"""ViT-B/16 on ImageNet whose feed-forward layers end at 1:8: the setting of progressive gradient flow (arXiv 2402.04744).
+"""ViT-B/16 on ImageNet with 1:8 feed-forward layers in the end: progressive gradient flow (arXiv 2402.04744).
 
     python launch.py --config=configs/vitb_imagenet.py --config.data.dir=DIR
 
-DIR holds train/ and val/, a folder of JPEGs for every class. 350 epochs: 44 hours on sixteen A100 in the paper, which also
-augments with RandAugment and drops paths; those are not here. Not run here.
+DIR holds train/ and val/, each with a folder of JPEGs for every class. 350 epochs took 44 hours on sixteen A100 in the
+paper, which also uses RandAugment and drops paths; this page does not. Not run here.
 """
 
 from configs import common
