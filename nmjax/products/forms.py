@@ -74,7 +74,7 @@ class Want(NamedTuple):
     source: Source
 
 
-class Given(NamedTuple):
+class OperandValue(NamedTuple):
     """One operand of a layer, and how it was before its forward slot.
 
     Attributes:
@@ -93,7 +93,7 @@ PruneByXla = Callable[[Slot, Pruner, jax.Array], jax.Array]
 
 
 def make_forms(
-    routes: Routes, sparsity: Sparsity, operand: Given, ctx: Ctx, packed: Mapping[FormKey, Form] | None,
+    routes: Routes, sparsity: Sparsity, operand: OperandValue, ctx: Ctx, packed: Mapping[FormKey, Form] | None,
     prune: PruneByXla, products: Iterable[str] = tuple(CONTRACTED),
 ) -> dict[str, Form]:  # fmt: skip
     """Return the forms that products take an operand in, by product.
@@ -110,7 +110,7 @@ def make_forms(
     products = [product for product in products if _takes(routes, product, operand.name)]
     forms: dict[str, Form] = {}
     if operand.name == "w" and packed:
-        forms = _made_before(routes, products, packed)
+        forms = _packed_before(routes, products, packed)
     products = [product for product in products if product not in forms]
     fused = _fuses(routes, sparsity, operand.name, products)
     wants = [_want(routes, sparsity, product, operand, ctx, prune, fused) for product in products]
@@ -123,7 +123,7 @@ def _takes(routes: Routes, product: str, operand: str) -> bool:
     return operand in OPERANDS[product] and routes[product].takes(operand)
 
 
-def _made_before(
+def _packed_before(
     routes: Routes, products: Iterable[str], packed: Mapping[FormKey, Form]
 ) -> dict[str, Form]:  # fmt: skip
     """Return the forms of the weight that were given."""
@@ -159,7 +159,7 @@ def key_of_weight(routes: Routes, product: str) -> FormKey:
 
 
 def _want(
-    routes: Routes, sparsity: Sparsity, product: str, operand: Given, ctx: Ctx, prune: PruneByXla,
+    routes: Routes, sparsity: Sparsity, product: str, operand: OperandValue, ctx: Ctx, prune: PruneByXla,
     fused: Callable[[Pruner], bool],
 ) -> Want:  # fmt: skip
     """Return the form that a product takes an operand in, and where it is made from.
@@ -275,8 +275,8 @@ def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Fo
         ]
         state = next((want.source.state for want in batch if want.source.state is not None), None)
         array = matrix(routes, operand, batch[0].source.array)
-        made = calls.copies(array, copies, keys=keys, state=state, target=routes.device)
-        forms |= {want.product: form for want, form in zip(batch, made, strict=True)}
+        in_fp8 = calls.copies(array, copies, keys=keys, state=state, target=routes.device)
+        forms |= {want.product: form for want, form in zip(batch, in_fp8, strict=True)}
     return forms
 
 

@@ -28,7 +28,7 @@ from nmjax.kernels.targets import as_varying, check_backend, varying
 from nmjax.products.forms import (
     Form,
     FormKey,
-    Given,
+    OperandValue,
     key_of_weight,
     make_forms,
     needs_unpruned,
@@ -43,7 +43,7 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 
-class Product(NamedTuple):
+class StaticProduct(NamedTuple):
     """What is static about a product of a layer: the operation, what is pruned, the layer's name, and who runs it.
 
     ``routes`` is None if XLA runs all three products.
@@ -102,7 +102,7 @@ def bilinear(
     if ctx.key is not None:
         ctx = ctx.replace(key=random.words(ctx.key))
     left, right = sparsity.slots["fwd_lhs"], sparsity.slots["fwd_rhs"]
-    product = Product(op, sparsity, name, None)
+    product = StaticProduct(op, sparsity, name, None)
     axes = product.operands(lhs, rhs)
     x = prune_slot(product, left, left.applied, lhs, axes, ctx)
     w = prune_slot(product, right, right.applied, rhs, axes, ctx)
@@ -125,7 +125,7 @@ def bilinear(
 
 
 def prune_slot(
-    product: Product, slot: Slot, p: Pruner, value: Any, axes: Mapping[str, Operand], ctx: Ctx,
+    product: StaticProduct, slot: Slot, p: Pruner, value: Any, axes: Mapping[str, Operand], ctx: Ctx,
     call: Callable[..., Any] = pruned,
 ) -> Any:  # fmt: skip
     """Return an operand as a slot's pruner makes it.
@@ -156,13 +156,13 @@ def prune_slot(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _derived(product: Product, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+def _derived(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
     """Return a product whose value alone is a kernel's. Its derivatives are those of ``op``."""
     return _forward(product, x, w, inputs, ("fwd",))[0]
 
 
 @partial(_derived.defjvp, symbolic_zeros=True)
-def _(product: Product, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _(product: StaticProduct, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     x, w, inputs = primals
     dx, dw, _ = tangents
     y = _derived(product, x, w, inputs)
@@ -180,12 +180,12 @@ def _(product: Product, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ruled(product: Product, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+def _ruled(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
     return _forward(product, x, w, inputs, ("fwd",))[0]
 
 
 def _forward(
-    product: Product, x: jax.Array, w: jax.Array, inputs: Inputs, products: Iterable[str]
+    product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs, products: Iterable[str]
 ) -> tuple[jax.Array, Forms]:
     """Return y, and the forms of x and w that kernels take in some products."""
     op, routes = product.op, product.routes
@@ -194,7 +194,7 @@ def _forward(
     by_xla = _by_xla(product, product.operands(x, w), inputs.ctx)
     forms = {
         operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, by_xla, products)
-        for operand in (Given("x", x, inputs.lhs), Given("w", w, inputs.rhs))
+        for operand in (OperandValue("x", x, inputs.lhs), OperandValue("w", w, inputs.rhs))
     }
     if not routes["fwd"].by_kernel:
         return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w)), forms
@@ -203,14 +203,14 @@ def _forward(
     return product_of_forms(routes, "fwd", _forms_of(forms, "fwd"), dense, dtype), forms
 
 
-def _stored(product: Product, name: str, value: jax.Array) -> jax.Array:
+def _stored(product: StaticProduct, name: str, value: jax.Array) -> jax.Array:
     """Return an operand as the forward product holds it."""
     storage = product.sparsity.slots[name].storage
     return value if storage is None else storage(value)
 
 
 def _by_xla(
-    product: Product, axes: Mapping[str, Operand], ctx: Ctx
+    product: StaticProduct, axes: Mapping[str, Operand], ctx: Ctx
 ) -> Callable[[Slot, Pruner, jax.Array], jax.Array]:  # fmt: skip
     """Return XLA's way to prune an operand of a product."""
     return lambda slot, p, value: prune_slot(product, slot, p, value, axes, ctx)
@@ -224,7 +224,7 @@ def _forms_of(forms: Forms, name: str) -> dict[str, Form]:
 Residuals = tuple[jax.Array, jax.Array, Inputs, Forms]
 
 
-def _ruled_forward(product: Product, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
+def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
     if product.routes is not None:
         x, w = calls.underived(x), calls.underived(w)
     y, forms = _forward(product, x, w, inputs, tuple(CONTRACTED))
@@ -234,12 +234,14 @@ def _ruled_forward(product: Product, x: jax.Array, w: jax.Array, inputs: Inputs)
     for name, value in _backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
         slot = product.sparsity.slots[name]
         prune_slot(product, slot, slot.pruner, value, axes, inputs.ctx, call=merged_operand)
-    backward = {operand: {p: form for p, form in made.items() if p != "fwd"} for operand, made in forms.items()}
+    backward = {
+        operand: {p: form for p, form in by_product.items() if p != "fwd"} for operand, by_product in forms.items()
+    }
     return y, (x, w, inputs, backward)
 
 
 def _ruled_backward(
-    product: Product, residuals: Residuals, g: jax.Array
+    product: StaticProduct, residuals: Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
     x, w, inputs, forms = residuals
     op, sparsity, routes, ctx = product.op, product.sparsity, product.routes, inputs.ctx
@@ -249,7 +251,7 @@ def _ruled_backward(
     by_xla = _by_xla(product, product.operands(x, w), ctx)
     prune = lambda name: by_xla(sparsity.slots[name], sparsity.slots[name].pruner, values[name])
     if routes is not None:
-        forms = {**forms, "g": make_forms(routes, sparsity, Given("g", g, None), ctx, None, by_xla)}
+        forms = {**forms, "g": make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla)}
 
     def gradient(name: str, of_g: str, other: str, like: jax.Array, by_xla: Callable[..., jax.Array]) -> jax.Array:
         """Return dx or dw: by XLA of both operands pruned, else by a kernel of forms and one dense operand perhaps."""
@@ -308,10 +310,10 @@ def packed_weight(
     if routes is None or forward.pruner.needs_key:
         return {}
     rhs = lax.stop_gradient(rhs)  # its gradient does not come by way of its forms
-    product = Product(op, sparsity, name, routes)
+    product = StaticProduct(op, sparsity, name, routes)
     axes = product.operands(lhs, rhs)
     w = prune_slot(product, forward, forward.applied, rhs, axes, ctx)
-    forms = make_forms(routes, sparsity, Given("w", w, rhs), ctx, None, _by_xla(product, axes, ctx), fixed)
+    forms = make_forms(routes, sparsity, OperandValue("w", w, rhs), ctx, None, _by_xla(product, axes, ctx), fixed)
     return {key_of_weight(routes, product): form for product, form in forms.items()}
 
 
