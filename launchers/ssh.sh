@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# One run on several machines, by ssh alone: a process a machine, with all of its GPUs.
+# One run on several machines, by ssh alone: a process per machine, with all of its GPUs.
 #
 #   launchers/ssh.sh node1 node2 -- --config=configs/gpt2_124m.py --workdir=/shared/runs/gpt2
 #
-# From the repository's root, which has its .venv (make run once) and is at the same place on every machine; --workdir is on
-# a file system that they share. The first machine listens at port 8476 (PORT=... for another one), and what the machines tell
-# each other goes over ports that the system chooses: between them all are open.
-# What to expect: lines of the first machine, and of another one only what is wrong with it, each after its machine's name. Ctrl-C
-# makes all save after the same step. A process that dies ends the others within seconds; the same line goes on.
+# Start it in the repository's root, which has its .venv (make run once) and the same path on every machine; --workdir is on
+# a file system that they share. The first machine listens on port 8476 (PORT=... for another one). The machines also talk
+# over ports that the system chooses, so all ports between them have to be open.
+# It prints the lines of the first machine, and errors of the others, each after its machine's name. Ctrl-C makes all save
+# after the same step. If a process dies, the others end within seconds; the same line continues the run.
 
 set -uo pipefail
 hosts=()
