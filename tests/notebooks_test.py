@@ -82,6 +82,7 @@ def alike(told: str, committed: str) -> bool:
     return words(told) == words(committed) and all(map(close, a, b))
 
 
+@pytest.mark.notebooks
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_run_gives_what_is_committed(path):
     for old, new in zip(nbformat.read(path, as_version=4).cells, executed(path).cells, strict=True):

@@ -195,6 +195,7 @@ def alike(here, there, shapes, last=4):
     assert about(here)["figures"] == pytest.approx(about(there)["figures"], rel=1e-4)
 
 
+@pytest.mark.processes
 def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_path, capsys):
     command.main([*page(tmp_path, SEEDS), "--sweep", "--seeds_at_once=2"], "")
     said = capsys.readouterr().out
@@ -224,6 +225,7 @@ def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_pat
     assert f"last, step 4: accuracy {about(here)['figures']['accuracy']:.2%}" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkeypatch, tmp_path, capsys):
     train = program.Program._train
 
@@ -262,6 +264,7 @@ def stopping(monkeypatch):
     monkeypatch.setattr(signals.Stop, "now", now)
 
 
+@pytest.mark.processes
 def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
     alone, programs, monkeypatch, tmp_path, capsys
 ):

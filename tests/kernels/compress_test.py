@@ -40,6 +40,7 @@ def same(a, b):
 PRUNERS = [mse(2, 4), mvue(2, 4), soft(2, 4), mse(1, 4), mvue(1, 4)]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("p", PRUNERS, ids=str)
@@ -50,6 +51,7 @@ def test_a_kernel_prunes_and_packs_as_the_reference_does(p, dtype, axis):
     same(made, reference(x))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("p", [mse(2, 4), mvue(2, 4), soft(2, 4), identity], ids=str)
 def test_what_is_not_finite_ties_and_zeros(p, axis):
@@ -61,6 +63,7 @@ def test_what_is_not_finite_ties_and_zeros(p, axis):
     np.testing.assert_array_equal(*equal)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("p", [transposable(2, 4), identity], ids=str)
 def test_both_orientations_out_of_one_reading(p):
     x = normal((2, 128, 64))
@@ -70,6 +73,7 @@ def test_both_orientations_out_of_one_reading(p):
         same(packed, nm.pack(masked, axis))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_what_is_not_two_of_four_becomes_nan(axis):
     """As in `pack` under jit: a kernel too drops nothing silently."""
@@ -82,6 +86,7 @@ def test_what_is_not_two_of_four_becomes_nan(axis):
     np.testing.assert_array_equal(np.isnan(groups_of(nm.unpack(both))).any(-1 if axis == -1 else 1), crowded)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 def test_in_fp8_too(format):
     x = normal((128, 64)).at[0].set(0)
@@ -97,6 +102,7 @@ def test_pruning_that_is_not_in_fours_is_packed_after_it():
     assert not any(map(fuses, (mse(3, 4), mse(1, 8), nm.uniform(2, 4), transposable(2, 4), nm.ste(mse(2, 4)))))
 
 
+@pytest.mark.kernels
 def test_noise_of_stacked_layers_is_their_own():
     """Mapped over layers each has its key's noise, as the reference mapped has; a batch in one array has one key's."""
     x, keys = normal((3, 64, 128)), jnp.stack([random.words(i) for i in range(3)])
@@ -131,6 +137,7 @@ def by_hand(x, copy, beta):
     return float8.cast(pruned * factor, copy.format, u), 1 / factor
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", WANTED)
 def test_forms_of_fp8(name):
     x, wanted, beta = normal((2, 128, 64)), WANTED[name], 1.5
@@ -143,6 +150,7 @@ def test_forms_of_fp8(name):
         assert jnp.dtype(form.dtype).name.startswith(f"float8_{copy.format}")
 
 
+@pytest.mark.kernels
 def test_fp8_shows_what_is_not_finite():
     x = normal((1, 128, 64)).at[0, 3, 5].set(jnp.inf).at[0, 9, 9].set(jnp.nan)
     ((form, undo),) = calls.copies(x, (Copy("e4m3"),), target=HERE)
@@ -153,6 +161,7 @@ def test_fp8_shows_what_is_not_finite():
     np.testing.assert_allclose(np.asarray(form, np.float32)[~bad] * undo, np.asarray(x, np.float32)[~bad], atol=0.2)
 
 
+@pytest.mark.kernels
 def test_zeros_have_forms():
     ((form, undo),) = calls.copies(
         jnp.zeros((1, 128, 64), jnp.bfloat16), (Copy("e5m2", packed=True, pruner=mse(2, 4)),), target=HERE

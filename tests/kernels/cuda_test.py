@@ -237,6 +237,7 @@ def programs() -> dict:
     return cuts | {name: producer(name) for name in PRODUCERS}
 
 
+@pytest.mark.processes
 @compiled
 def test_kernels_compile_to_sparse_instructions(tmp_path):
     """In a process of its own: the dumps are told by the environment. No registers spilt, no products put in a row."""
@@ -253,6 +254,7 @@ def test_kernels_compile_to_sparse_instructions(tmp_path):
             assert text["sass"].count(kind) >= 2, f"{name} has no {kind}"
 
 
+@pytest.mark.processes
 @compiled
 def test_cut_among_four_devices_a_step_sends_the_least_there_is():
     """Weights are gathered once, and gradients are scattered where a CPU sums them whole; what is left are a few figures."""

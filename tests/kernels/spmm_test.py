@@ -37,6 +37,7 @@ def check(y, wanted, transpose):
 LAYOUTS = list(itertools.product((False, True), repeat=3))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
 def test_hopper_in_every_layout(m_major, n_major, transpose):
     dtype = ("bfloat16", "float16")[(m_major + n_major + transpose) % 2]  # of each operand both, in both orders
@@ -57,6 +58,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", CONFIGS)
 def test_hopper_in_every_cut(name):
     config = CONFIGS[name]
@@ -71,6 +73,7 @@ def test_hopper_in_every_cut(name):
     check(y, wanted * np.array([1.0, -2.0])[:, None, None], False)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("kinds", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn"), ("e4m3fn", "e5m2"), ("e5m2", "e5m2")])
 def test_hopper_in_fp8(kinds):
     transpose = kinds[0] != kinds[1]
@@ -80,6 +83,7 @@ def test_hopper_in_fp8(kinds):
     check(hopper.spmm(packed, b, jnp.array([0.25]), interpret=True, **options), wanted / 4, transpose)
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(not versions.has_warp_products(), reason="this jax has no layouts for Ampere's instructions")
 @pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
 def test_ampere_in_every_layout(m_major, n_major, transpose):
@@ -89,6 +93,7 @@ def test_ampere_in_every_layout(m_major, n_major, transpose):
     check(ampere.spmm(packed, b, config=config, interpret=True, **options), wanted, transpose)
 
 
+@pytest.mark.kernels
 def test_the_ring_has_no_races():
     """What is read as ordinary memory is fenced from what the copy engine writes next."""
     if not versions.interprets_clusters():
@@ -105,6 +110,7 @@ def test_the_ring_has_no_races():
 # ---- the public function ----
 
 
+@pytest.mark.kernels
 def test_spmm_is_unpack_and_a_dense_product():
     packed, b, wanted = operands(128, 64, 128, "bfloat16", False, True, batch=3)
     for backend in ("auto", "xla", "interpret"):
@@ -124,6 +130,7 @@ def test_spmm_of_any_packed_array():
     np.testing.assert_allclose(nm.kernels.spmm(nm.pack(x, n=1, m=5), b), x @ b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
 def test_spmm_under_vmap(mapped):
     packed, b, wanted = operands(128, 64, 64, "bfloat16", False, True, batch=2)
@@ -135,6 +142,7 @@ def test_spmm_under_vmap(mapped):
     check(y, left @ right, False)
 
 
+@pytest.mark.kernels
 def test_spmm_in_loops_and_a_shard():
     packed, b, wanted = operands(128, 64, 64, "bfloat16", False, True, batch=4)
     one = lambda a, c: nm.kernels.spmm(a, c, backend="interpret")
@@ -333,6 +341,7 @@ def test_a_table_is_read_back_and_followed(tmp_path, monkeypatch):
         tuning.chosen.cache_clear()
 
 
+@pytest.mark.kernels
 def test_the_check_before_use_finds_wrong_kernels(monkeypatch):
     """The interpreter's kernels pass; with two words swapped they are refused by name."""
     target = Target("interpreter", "hopper", 2, True)

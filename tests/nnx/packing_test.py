@@ -63,6 +63,7 @@ def gradients(model, parts, share):
     return jax.lax.scan(micro, zeros, (jnp.arange(len(parts)), parts))[0]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("text", "stacked"),
     [("fwd_rhs=ste(hold(mse(2,4),3))", False), ("s_ste(fp8=True)", True), ("fwd_rhs=ste(mvue(2,4))", True)],
@@ -79,6 +80,7 @@ def test_packed_once_the_numbers_are_the_same(text, stacked):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("text", "count"), [("fwd_rhs=ste(transposable(2,4))", 2), ("s_ste(fp8=True)", 2)])
 def test_forms_are_what_is_multiplied(text, count):
     """Each of them: of one that is doubled, one of y and dx is double too, and the rest is as it was."""
@@ -101,6 +103,7 @@ def test_forms_are_what_is_multiplied(text, count):
             np.testing.assert_array_equal(made, right[product] * (2 if name.startswith(product) else 1))
 
 
+@pytest.mark.kernels
 def test_a_weight_that_its_layer_changes_is_not_packed_before():
     class Standardised(nnx.Linear):
         def __call__(self, x):
@@ -113,6 +116,7 @@ def test_a_weight_that_its_layer_changes_is_not_packed_before():
     assert not nm.nnx.pack(nm.nnx.sparsify(make(Standardised), recipe), random((64, 128)))
 
 
+@pytest.mark.kernels
 def test_a_stacks_forms_are_sliced_as_its_kernels():
     model = sparse("ste(2,4)", "interpret", stacked=True)
     axes = nnx.StateAxes({nnx.Param: 0, ...: None})

@@ -90,6 +90,7 @@ PACKED = {  # how y, dx and dw run
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("text", PACKED)
 def test_packed_or_not_the_numbers_are_the_same(text):
     """The pruned values are the same bits, and the sums float32: results differ by a rounding of bf16 at most."""
@@ -102,6 +103,7 @@ def test_packed_or_not_the_numbers_are_the_same(text):
     near(everything(run("interpret"), x, w), everything(run("xla"), x, w))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_all_three_products_against_float64(backend):
     """Packed or not, what is left is one rounding to bf16 and those of float32 sums: 2^-8 of a result, 2^-22 of its terms."""
@@ -126,6 +128,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_operands_in_every_order(name):
     spec, lhs, rhs = LAYOUTS[name]
@@ -138,6 +141,7 @@ def test_operands_in_every_order(name):
     near(everything(run("interpret"), x, w), everything(run("xla"), x, w, jit=jit))
 
 
+@pytest.mark.kernels
 def test_fp8_products_err_as_simulated_ones_do():
     """Real FP8 and simulated FP8 round differently, by as much: against products of what was pruned."""
     s = nm.methods.s_ste(fp8=True)
@@ -174,6 +178,7 @@ def layer(backend, text="s_ste()"):
     return f
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("wrap", ["op by op", "scan", "vmap", "vmap of weights"])
 def test_under_transformations(wrap):
     x, w = random((4, 64, 64)), random((64, 64), 1)
@@ -192,6 +197,7 @@ def test_under_transformations(wrap):
     near(everything(f("interpret"), x, w, jit=jit), everything(f("xla"), x, w, jit=jit), bits=7)
 
 
+@pytest.mark.kernels
 def test_in_a_shard():
     """In `jax.shard_map`, on one device: on several the interpreter stands still."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
@@ -230,6 +236,7 @@ def test_in_shards_on_gpus():
     assert text.count("stablehlo.all_reduce") == 1
 
 
+@pytest.mark.kernels
 def test_a_layer_of_a_model():
     """Delivered by a recipe; and gradient accumulation draws anew in every micro-step."""
     made = {}
@@ -395,6 +402,7 @@ def test_a_plan_tells_what_is_packed():
     assert nm.nnx.plan(model).runs == {}  # which only a call tells
 
 
+@pytest.mark.kernels
 def test_sparsities_with_one_product_each():
     """Every product alone, by the other operand too."""
     x, w = random((64, 64)), random((64, 64), 1)
@@ -416,6 +424,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("text", HOSTILE)
 def test_odd_mixes_are_as_xla_has_them(text):
     s = nm.parse(text)
@@ -428,6 +437,7 @@ def test_odd_mixes_are_as_xla_has_them(text):
         assert norm(a - b) <= (0.12 if "fp8" in text and text.startswith("fwd") else 0.01) * norm(b)
 
 
+@pytest.mark.kernels
 def test_derivatives_beyond_the_gradient():
     """Where y alone is packed they are XLA's; else they are refused, and not zero."""
     x, w = random((64, 64)), random((64, 64), 1)

@@ -39,6 +39,7 @@ def told(tmp_path):
 # ---- kernels ----
 
 
+@pytest.mark.kernels
 def test_numerics_without_a_device(tmp_path):
     assert command.main(["kernels", "--only", "a,b,c", "--quick", "--save", "here"]) == 0
     found, text = told(tmp_path)
@@ -190,6 +191,7 @@ def test_the_default_list_is_worth_tuning():
         assert all(config_refusal(shape, c) is None for c in varied)
 
 
+@pytest.mark.kernels
 def test_what_tune_writes_is_what_products_choose(monkeypatch):
     """Faked: the timer, and that there are but two configs. Kernels run interpreted."""
     shape, first, second = (

@@ -66,6 +66,7 @@ ENTRY %main (x: f32[2,4]) -> f32[8,4] {
     assert nbytes("(pred[], f8e4m3fn[3]{0}, u32[2,2])") == 1 + 3 + 16
 
 
+@pytest.mark.processes
 def test_all_tables(tmp_path, monkeypatch):
     """Of one device, in a process of its own, and of the four that are here; how runs start again is not tried."""
     apart = scale.apart

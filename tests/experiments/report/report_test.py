@@ -322,6 +322,7 @@ def test_the_command_prints_where_the_page_is(tmp_path, capsys):
         report.write(run)
 
 
+@pytest.mark.processes
 def test_importing_the_report_is_cheap():
     code = "import sys, experiments.report; print(*{'matplotlib', 'PIL', 'jax'} & set(sys.modules))"
     root = Path(report.__file__).parents[2]
@@ -331,6 +332,7 @@ def test_importing_the_report_is_cheap():
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason="none of chromium, chromium-browser and google-chrome is on PATH")
 def test_a_browser_shows_it_in_light_and_dark(tmp_path):
     from PIL import Image

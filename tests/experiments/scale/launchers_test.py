@@ -29,6 +29,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
+@pytest.mark.processes
 def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_path):
     stand_in(tmp_path, "ssh", 'shift; exec bash -c "$*"')
     words = [
@@ -59,12 +60,14 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
     assert Checkpoints(tmp_path / "run").steps()
 
 
+@pytest.mark.processes
 def test_ssh_says_what_it_wants():
     done = subprocess.run([PAGES / "ssh.sh", "node1", "--config=x"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "ssh.sh HOST... -- --config=PAGE" in done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("code", "again"), [(0, False), (1, False), (2, False), (143, True)])
 def test_slurm_queues_again_what_was_told_to_stop_alone(code, again, tmp_path):
     stand_in(tmp_path, "srun", f'echo "srun $*"; exit {code}')

@@ -57,6 +57,7 @@ def alone(tmp_path_factory):
     return folder / "alone", folder / "cache"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("killed", [0, 1])
 def test_one_that_dies_ends_the_other(alone, killed, tmp_path):
     both = together(tmp_path / "run", alone[1], CUT)
@@ -90,6 +91,7 @@ def goes_on_as_one(run, alone, cache):
     assert re.search(r"^last, step 24: .*\nbest, step \d+: ", texts[0], re.MULTILINE)
 
 
+@pytest.mark.processes
 def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path):
     """Each has written its part of the parameters, and one process goes on with all of them."""
     words = [CUT, "--config.steps=160", "--config.evaluate=80"]
@@ -107,12 +109,14 @@ def test_whichever_is_told_to_stop_all_stop_after_the_same_step(alone, tmp_path)
     assert f"continuing from step {step} of 160" in text
 
 
+@pytest.mark.processes
 def test_what_is_wrong_in_one_process_is_told_by_it_and_ends_all(tmp_path, alone):
     both = together(tmp_path / "run", alone[1], own=((), ("--config.batch=32",)))
     why = r"launch\.py: process 1 of 2 on \S+: batch is 32 here and 16 in process 0\. All processes of a run"
     refused(both, why)
 
 
+@pytest.mark.processes
 def test_a_directory_that_others_do_not_see_is_refused(tmp_path, alone):
     """It has the same name on another machine; here, in another folder."""
     both, port = [], free()
@@ -133,6 +137,7 @@ def refused(both, why: str) -> None:
     assert re.search(rf"{why}.* process 0 of 2 on \S+ ends with it", texts[0])
 
 
+@pytest.mark.processes
 def test_of_files_every_process_reads_its_part(alone, tmp_path):
     """Each epoch has three batches of four; the five test files make two."""
     draw = np.random.default_rng(0)
@@ -152,6 +157,7 @@ def test_of_files_every_process_reads_its_part(alone, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
+@pytest.mark.processes
 def test_slurm_is_found_by_itself(alone, tmp_path):
     port = free()
     env = {"SLURM_JOB_ID": str(port), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
@@ -201,6 +207,7 @@ def test_what_is_left_to_do_at_another_ones_end_stays_known_until_its_cause_is(m
     assert not processes._at_end
 
 
+@pytest.mark.processes
 def test_one_that_nobody_meets_says_so_and_gives_up():
     words = ["launch.py", *PAGE, f"--distributed=127.0.0.1:{free()},2,1"]
     text = "from experiments import command; from experiments.scale import processes; processes.PATIENCE = 12; "

@@ -277,6 +277,7 @@ print(json.dumps([len(runs), rows, data.tags, {k: int(v) for k, v in data.params
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", sinks.SINKS)
 def test_the_real_package_keeps_what_it_is_sent(name, tmp_path):
     if find_spec(name) is None:

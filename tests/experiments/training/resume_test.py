@@ -38,6 +38,7 @@ def whole(tmp_path_factory):
     return folder / "whole", folder / "cache"
 
 
+@pytest.mark.processes
 def test_killed_at_any_moment_a_run_ends_as_one_that_was_not(whole, tmp_path):
     """Kill it twenty times: ten times while it begins, finds its checkpoint and compiles, ten times while it trains and
     saves. A run that ends before it is killed is compared too."""
@@ -72,6 +73,7 @@ def same_as(whole: Path, run: Path) -> None:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
     whole, cache = whole
@@ -106,6 +108,7 @@ def test_one_stop_told_twice_is_one_and_a_later_one_is_another(monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.processes
 def test_saved_on_four_devices_and_gone_on_with_on_two_and_on_one(whole, tmp_path):
     """The rest of it is that of one device, to rounding."""
     whole, cache = whole

@@ -231,6 +231,7 @@ def finished(tmp_path_factory):
     return folder / "vit", (folder / "said").read_text()
 
 
+@pytest.mark.processes
 def test_a_run_shows_what_it_does(finished):
     workdir, said = finished
     for part in (
@@ -247,6 +248,7 @@ def test_a_run_shows_what_it_does(finished):
     assert str(workdir / "report.html") in said
 
 
+@pytest.mark.processes
 def test_a_run_leaves_its_directory(finished):
     workdir, _ = finished
     about = json.loads((workdir / "run.json").read_text())
@@ -270,6 +272,7 @@ def test_a_run_leaves_its_directory(finished):
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "2.json", "4", "4.json"]
 
 
+@pytest.mark.processes
 def test_the_number_of_devices_changes_rounding_alone(finished, tmp_path):
     launch("--config=configs/vit_sste.py:smoke", f"--workdir={tmp_path / 'one'}", XLA_FLAGS=xla_flags(1))
     assert '"1 x cpu"' in (tmp_path / "one" / "run.json").read_text()
@@ -282,6 +285,7 @@ def test_the_number_of_devices_changes_rounding_alone(finished, tmp_path):
             np.testing.assert_allclose(four[name], single[name], rtol=1e-4)
 
 
+@pytest.mark.processes
 def test_tensorboard_reads_its_events(finished):
     from tensorboardX.proto import event_pb2
 
@@ -298,6 +302,7 @@ def test_tensorboard_reads_its_events(finished):
     assert found["sparsity/flip_rate/blocks/0/mlp/up/kernel"] == [0, 2]
 
 
+@pytest.mark.processes
 def test_a_finished_run_is_evaluated_from_its_checkpoint(finished):
     workdir, _ = finished
     said = launch(f"--workdir={workdir}", "--mode=eval").stdout
@@ -306,6 +311,7 @@ def test_a_finished_run_is_evaluated_from_its_checkpoint(finished):
     assert "best, step" in said
 
 
+@pytest.mark.processes
 def test_a_finished_run_is_left_as_it_is(finished):
     workdir, _ = finished
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
@@ -314,6 +320,7 @@ def test_a_finished_run_is_left_as_it_is(finished):
     assert before == {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
 
 
+@pytest.mark.processes
 def test_a_directory_is_of_one_config(finished):
     workdir, _ = finished
     done = launch("--config=configs/vit_sste.py:smoke", f"--workdir={workdir}", "--config.seed=1", code=2)
