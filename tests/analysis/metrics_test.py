@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import nmjax as nm
 from nmjax.analysis import metrics
 from nmjax.analysis.metrics import Pattern
+from nmjax.products import pruning
 
 NM = [(1, 2), (2, 4), (3, 4), (4, 4), (3, 8), (1, 16), (8, 32)]
 DTYPES = [jnp.float32, jnp.bfloat16]
@@ -166,7 +167,7 @@ def test_several_axes_are_flattened_as_products_do(axes):
     assert int(metrics.violations(x, Pattern(2, 4, axes))) == broken(x, 2, 4, axes[-2:]) > 0
     w = whole(1, 2, 6, 5)
     y, back = jax.vjp(lambda w: nm.einsum("tabc,abc->t", jnp.ones((1, 2, 6, 5)), w, sparsity=nm.methods.ste(2, 4)), w)
-    product = nm.sparsity.pruned("fwd_rhs", nm.mse(2, 4), w, nm.sparsity.Operand((0, 1, 2), (), ()), nm.Ctx())
+    product = pruning.pruned("fwd_rhs", nm.mse(2, 4), w, pruning.Operand((0, 1, 2), (), ()), nm.Ctx())
     assert int(metrics.violations(w, Pattern(2, 4, (0, 1, 2)))) > 0
     assert int(metrics.violations(product, Pattern(2, 4, (0, 1, 2)))) == 0
     assert float(y[0]) == float(product.sum())
@@ -276,7 +277,7 @@ MANY = {f"layer_{i}": {"kernel": jnp.ones((4, 4))} for i in range(30)}
         (lambda: metrics.violations(weights(), {"kernel": Pattern(2, 4, 0)}), "'kernel' fits no path"),  # of a whole path
         (lambda: metrics.violations(MANY, {"layer_3/kernel ": None}), r"The 30 paths, nearest first: layer_3/kernel, (layer_\d+/kernel, ){8}layer_\d+/kernel, and 20 more\.$"),
         (lambda: metrics.violations({}, {"a": None}), "'a' fits no path. The 0 paths"),
-        (lambda: metrics.violations(weights(), {"(": None}), r"'\(' is neither a path nor a regular expression either"),
+        (lambda: metrics.violations(weights(), {"(": None}), r"'\(' is neither a path nor a regular expression"),
         (lambda: metrics.violations(weights(), {"head/kernel": Pattern(2, 4, 0)}), r"'head/kernel' of shape \(6, 2\) does not divide into 2:4 along axis 0: name the axes that its product contracts, or None"),
         (lambda: metrics.violations(weights(), {".*bias": Pattern(2, 4, 1)}), r"'layers/0/bias' of shape \(3,\) does not divide into 2:4 along axis 1"),
         (lambda: metrics.violations(jnp.ones((4, 8)), Pattern(2, 4, (-1, 1))), r"'array' of shape \(4, 8\) does not divide into 2:4 along axes -1, 1"),
