@@ -1,6 +1,7 @@
 # Each target makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
 #   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
-#   make test       the tests, on every core
+#   make test       the fast tests, on every core: five minutes on two
+#   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
 #   make notebooks  runs the notebooks anew, and writes what they print and draw
 #   make lint       formatting, lint and types
@@ -9,14 +10,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 CONFIG ?= configs/vit_24.py
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
-.PHONY: run test bench notebooks lint format clean
+.PHONY: run test test-all bench notebooks lint format clean
 
 run: $(VENV)/made
 	$(BIN)/python launch.py --config=$(CONFIG)
 
 test: $(VENV)/made
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "not (kernels or processes or notebooks or slow)"
+
+test-all: $(VENV)/made
+	$(PYTEST)
 
 bench: $(VENV)/made
 	$(BIN)/python -m experiments.bench transforms
