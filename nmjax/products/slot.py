@@ -35,26 +35,41 @@ class Slot:
     """What happens to one operand of one product.
 
     Attributes:
-      name: one of `SLOTS`.
-      pruner: the pruner as it was written.
-      core: the one pruner that prunes; `identity` if none does, None if several do, one after another.
-      applied: the pruner without its storage. In a forward slot it brings the gradient rule.
-      storage: the `fp8` in which the product holds the operand; None if it holds the operand's own dtype.
-      raw: True if the operand itself is pruned, not the value that the forward product used.
+      name: One of `SLOTS`.
+      pruner: The pruner as it was written.
+      form: Its normal form.
     """
 
     name: str
     pruner: Pruner
-    core: Pruner | None
-    applied: Pruner
-    storage: fp8 | None
-    raw: bool
     form: Normal
 
     @property
     def empty(self) -> bool:
         """True if nothing is written in the slot."""
         return self.pruner == identity
+
+    @property
+    def core(self) -> Pruner | None:
+        """The one pruner that prunes; `identity` if none does, None if several do, one after another."""
+        return self.form.core
+
+    @property
+    def applied(self) -> Pruner:
+        """The pruner without its storage. In a forward slot it brings the gradient rule."""
+        return self.form.applied
+
+    @property
+    def storage(self) -> fp8 | None:
+        """The `fp8` in which the product holds the operand; None if it holds the operand's own dtype."""
+        storage = self.form.storage
+        assert storage is None or isinstance(storage, fp8)
+        return storage
+
+    @property
+    def raw(self) -> bool:
+        """True if the operand itself is pruned, not the value that the forward product used."""
+        return self.form.raw
 
     @property
     def pattern(self) -> Pattern | None:
@@ -82,11 +97,10 @@ class Slot:
 def as_slot(name: str, pruner: Any) -> Slot:
     """Return a slot in normal form. Refuse a pruner where it has no meaning."""
     _check_pruner(name, pruner)
-    form = pruner.normal()
-    storage = form.storage
+    slot = Slot(name, pruner, pruner.normal())
+    storage = slot.form.storage
     if storage is not None and not isinstance(storage, fp8):
-        raise TypeError(f"{name}={pruner}: {type(pruner).__name__}.normal gives {storage} as storage, which is no fp8.")
-    slot = Slot(name, pruner, form.core, form.applied, storage, form.raw, form)
+        raise TypeError(f"{slot}: {type(pruner).__name__}.normal gives {storage} as its storage, which is no fp8.")
     _check_slot(slot)
     return slot
 
