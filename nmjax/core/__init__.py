@@ -1,1 +1,1 @@
-"""What everything is made of: values, pruners and their context, groups along any axis, random bits, JAX versions."""
+"""The basis of everything else: values, pruners and their context, groups along any axis, random bits, JAX versions."""

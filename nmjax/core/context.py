@@ -1,5 +1,4 @@
-"""What a call of a pruner reads beside its array: randomness, time and memory as data, and where the array's axes
-lie."""
+"""The context of a call of a pruner: randomness, time and memory, and which axes of the array mean what."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ import jax
 class Axes(NamedTuple):
     """The axes of an operand beside the axis that its groups lie along.
 
-    Attributes:
-      other: the axis that the transposed use of the operand contracts, such as the out-features of a weight.
-      space: the axes of positions: image height and width, or a sequence's tokens.
+    Args:
+        other: The axis that the transposed use of the operand contracts, such as the out-features of a weight. None if
+            there is none.
+        space: The axes of positions: height and width of an image, or the tokens of a sequence.
     """
 
     other: int | None
@@ -22,16 +22,20 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Ctx:
-    """The context of a call: randomness, time and memory.
+    """The context of a call: everything a pruner reads beside its array.
 
-    ``key``, ``step`` and ``state`` are data and may be traced. Products set ``axes``, which is static. Products and
-    `prune` draw by (key, step, slot); a pruner that is called by itself draws by the key as it is.
+    ``key``, ``step`` and ``state`` are data and may be traced. ``axes`` is static, and products set it. Products and
+    `nmjax.prune` derive the noise from key, step and slot. A pruner that is called directly uses the key as it is.
 
-    Attributes:
-      key: a `jax.random.key`, an int seed, or two uint32 words. Only stochastic pruners need one.
-      step: the step of training, which schedules and noise read.
-      state: what `init` returned; for a product, a dict from slot to state.
-      axes: the other axes of the operand. If None, an array is read as (batch, *space, features).
+    Args:
+        key: A `jax.random.key`, an int seed, or two uint32 words. Only stochastic pruners need one.
+        step: The training step, which schedules and noise read.
+        state: The state that ``init`` returned; for a product, a dict from slot to state.
+        axes: The other axes of the operand. If None, an array is read as (batch, *space, features).
+
+    >>> from nmjax.pruners import mvue
+    >>> mvue(2, 4)(jnp.ones(4), ctx=Ctx(key=0))
+    Array([2., 0., 2., 0.], dtype=float32)
     """
 
     key: Any = None
@@ -40,12 +44,26 @@ class Ctx:
     axes: Axes | None = None
 
     def replace(self, **changes: Any) -> "Ctx":
-        """Return this context with some fields changed."""
+        """Return this context with some fields changed.
+
+        >>> Ctx(key=0).replace(step=5)
+        Ctx(key=0, step=5, state=None, axes=None)
+        """
         return dataclasses.replace(self, **changes)
 
     def axes_of(self, ndim: int, axis: int) -> Axes:
-        """Return the axes beside ``axis`` of an array of ``ndim`` dimensions, by convention if no product has set
-        them."""
+        """Return the axes beside the pruned one. If no product has set them, they follow the convention of ``axes``.
+
+        Args:
+            ndim: The number of dimensions of the array.
+            axis: The pruned axis, not negative.
+
+        Returns:
+            The axes that were set, or those of an array (batch, *space, features).
+
+        >>> Ctx().axes_of(4, 3)
+        Axes(other=2, space=(1, 2))
+        """
         if self.axes is not None:
             return self.axes
         others = [a for a in range(ndim) if a != axis]

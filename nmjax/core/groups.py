@@ -1,22 +1,40 @@
-"""N:M arithmetic: groups of m consecutive values along any axis, split where they lie.
+"""N:M arithmetic on groups of m consecutive values along any axis.
 
-Nothing is moved: a reshape puts the members of a group on an axis of their own, right after the axis of groups. Moving
-axes would cost ten copies, and under a sharded axis a neighbour's data.
+Groups are split in place: a reshape puts the members of a group on a new axis, right after the axis of groups. Moving
+axes instead would cost ten copies, and would break sharding along the moved axis.
 """
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
+
+Count = int | Int[Array, ""]
+"""A number of values to keep: an int, or a traced integer."""
 
 
-def split(x: jax.Array, axis: int, m: int) -> jax.Array:
-    """(..., k, ...) -> (..., k/m, m, ...): the members of a group lie on axis + 1."""
+def split(x: Shaped[Array, "..."], axis: int, m: int) -> Shaped[Array, "..."]:
+    """Split an axis into groups: (..., k, ...) becomes (..., k/m, m, ...), with members on ``axis + 1``.
+
+    Args:
+        x: An array.
+        axis: The axis to split. It may be negative.
+        m: The size of a group.
+
+    Returns:
+        The array with one more axis.
+
+    Raises:
+        ValueError: The axis does not exist, is empty, or its length is not a multiple of m.
+
+    >>> split(jnp.ones((3, 8)), -1, 4).shape
+    (3, 2, 4)
+    """
     axis = position(x.ndim, axis)
     k = x.shape[axis]
     if k % m or not k:
@@ -27,44 +45,121 @@ def split(x: jax.Array, axis: int, m: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], k // m, m, *x.shape[axis + 1 :])
 
 
-def unsplit(g: jax.Array, axis: int) -> jax.Array:
-    """The way back from `split`. One axis at a time, or a sharded one could not be told where it went."""
-    axis = position(g.ndim - 1, axis)
-    return g.reshape(*g.shape[:axis], g.shape[axis] * g.shape[axis + 1], *g.shape[axis + 2 :])
+def unsplit(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+    """Undo `split`: merge ``axis`` and the axis after it.
+
+    Merge one pair of axes at a time, because JAX cannot propagate a sharding through several merges at once.
+
+    Args:
+        x: An array that was split.
+        axis: The axis that was given to `split`. A negative one counts in the merged array.
+
+    Returns:
+        The array with one axis less.
+
+    >>> unsplit(jnp.ones((3, 2, 4)), 1).shape
+    (3, 8)
+    """
+    axis = position(x.ndim - 1, axis)
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def position(ndim: int, axis: int) -> int:
-    """A non-negative axis, checked."""
+    """Return an axis as a number from 0 to ``ndim - 1``.
+
+    Args:
+        ndim: The number of dimensions of the array.
+        axis: An axis. It may be negative.
+
+    Returns:
+        The same axis, not negative.
+
+    Raises:
+        ValueError: The array has no such axis.
+
+    >>> position(3, -1)
+    2
+    """
     if not -ndim <= axis < ndim:
         raise ValueError(f"axis {axis} does not exist in an array of {ndim} dimensions.")
     return axis % ndim
 
 
-def members(g: jax.Array, axis: int) -> list[jax.Array]:
-    """The members of split groups, one array each, with their axis kept as 1."""
-    return [lax.slice_in_dim(g, j, j + 1, axis=axis) for j in range(g.shape[axis])]
+def members(x: Shaped[Array, "..."], axis: int) -> list[Shaped[Array, "..."]]:
+    """Return the slices of length 1 along an axis. After `split` these are the members of all groups.
+
+    Args:
+        x: An array.
+        axis: The axis of members, not negative.
+
+    Returns:
+        One array for each position along the axis.
+
+    >>> [m.tolist() for m in members(split(jnp.arange(4.0), 0, 2), 1)]
+    [[[0.0], [2.0]], [[1.0], [3.0]]]
+    """
+    return [lax.slice_in_dim(x, j, j + 1, axis=axis) for j in range(x.shape[axis])]
 
 
-def check_floating(x: jax.Array) -> None:
-    """Refuse integers, whose bits say something else."""
+def check_floating(x: Shaped[Array, "..."]) -> None:
+    """Refuse an array whose values are not floating-point numbers.
+
+    Args:
+        x: An array.
+
+    Raises:
+        TypeError: The dtype is an integer, a boolean or complex.
+
+    >>> check_floating(jnp.ones(4))
+    """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"an array of shape {x.shape} and dtype {x.dtype}: only floating-point values are pruned. Cast it."
+            f"an array of shape {x.shape} has dtype {x.dtype}, but only floating-point values can be pruned. Cast it, "
+            "as in x.astype(jnp.float32)."
         )
 
 
-def magnitude(x: jax.Array) -> jax.Array:
-    """Magnitudes as signed integers: the order of |x|, with inf and then NaN above all finite values."""
+def magnitude(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Return integers in the order of |x|, with infinities and then NaN above all finite values.
+
+    They are the bits of the number without its sign. Ranking integers is faster than ranking floats in bf16, and keeps
+    NaN visible.
+
+    Args:
+        x: An array of floating-point numbers.
+
+    Returns:
+        Signed integers of the width of ``x``, at least 16 bits. The largest one is left free.
+
+    Raises:
+        TypeError: The array is not floating-point.
+
+    >>> jnp.argsort(magnitude(jnp.array([jnp.nan, -3.0, jnp.inf, 2.0]))).tolist()
+    [3, 1, 2, 0]
+    """
     check_floating(x)
     kind = np.dtype(f"int{8 * x.dtype.itemsize}")
     most = np.iinfo(kind).max
     size = lax.bitcast_convert_type(x, kind) & np.array(most, kind)
     size = jnp.minimum(size, np.array(most - 1, kind))  # so that size + 1 fits
-    return size if x.dtype.itemsize > 1 else size.astype(jnp.int16)  # places are counted in the same integers
+    return size if x.dtype.itemsize > 1 else size.astype(jnp.int16)  # ranking counts positions in this dtype
 
 
-def top(x: jax.Array, axis: int, n, m: int) -> jax.Array:
-    """Mask of the n largest magnitudes of every group of m: exactly n, the first of equals. n may be traced.
+def top(x: Float[Array, "..."], axis: int, n: Count, m: int) -> Bool[Array, "..."]:
+    """Return the mask of the n largest magnitudes of every group of m. Of equal ones the first are kept.
+
+    Args:
+        x: An array of floating-point numbers.
+        axis: The axis that groups lie along.
+        n: The number of values to keep in each group. It may be traced.
+        m: The size of a group.
+
+    Returns:
+        A mask of the shape of ``x`` with exactly n entries set in every group.
+
+    Raises:
+        TypeError: The array is not floating-point.
+        ValueError: The axis does not exist, or its length is not a multiple of m.
 
     >>> top(jnp.array([1., -2., 2., 2.]), 0, 2, 4)
     Array([False,  True,  True, False], dtype=bool)
@@ -73,8 +168,20 @@ def top(x: jax.Array, axis: int, n, m: int) -> jax.Array:
     return top_of(magnitude(split(x, axis, m)), axis + 1, n).reshape(x.shape)
 
 
-def top_of(size: jax.Array, axis: int, n) -> jax.Array:
-    """Mask of the n largest integers along a whole axis, the first of equals."""
+def top_of(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "..."]:
+    """Return the mask of the n largest integers along a whole axis. Of equal ones the first are kept.
+
+    Args:
+        size: Signed integers, none of them negative or the largest of the dtype.
+        axis: The axis to choose along, not negative.
+        n: The number of entries to keep. It may be traced.
+
+    Returns:
+        A mask of the same shape.
+
+    >>> top_of(jnp.array([1, 5, 3, 5]), 0, 2)
+    Array([False,  True, False,  True], dtype=bool)
+    """
     m = size.shape[axis]
     if isinstance(n, int) and n == 1 and m > 4:
         return _first_largest(size, axis)
@@ -83,13 +190,13 @@ def top_of(size: jax.Array, axis: int, n) -> jax.Array:
     return _by_bisection(size, axis, n)
 
 
-def _place(size, axis):
+def _positions(size: Int[Array, "..."], axis: int) -> Int[Array, "..."]:
     return lax.broadcasted_iota(size.dtype, size.shape, axis)
 
 
-def _by_rank(size, axis, n):
-    """Count for every entry those ahead of it: larger ones, and equal ones that come first."""
-    place, one = _place(size, axis), np.array(1, size.dtype)
+def _by_rank(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "..."]:
+    """Keep an entry if fewer than n are ahead of it: larger ones, and equal ones that come first."""
+    place, one = _positions(size, axis), np.array(1, size.dtype)
     rank = jnp.zeros_like(size)
     for j, other in enumerate(members(size, axis)):
         earlier = jnp.where(place > j, one, np.array(0, size.dtype))
@@ -97,37 +204,51 @@ def _by_rank(size, axis, n):
     return rank < jnp.asarray(n).astype(size.dtype)
 
 
-def _first_largest(size, axis):
-    place = _place(size, axis)
+def _first_largest(size: Int[Array, "..."], axis: int) -> Bool[Array, "..."]:
+    place = _positions(size, axis)
     largest = jnp.max(size, axis, keepdims=True)
     first = jnp.min(jnp.where(size == largest, place, np.array(size.shape[axis], size.dtype)), axis, keepdims=True)
     return place == first
 
 
-def _by_bisection(size, axis, n):
-    """The n-th largest, bit by bit, and then how far into its equals to go, bit by bit."""
-    place, n = _place(size, axis), jnp.asarray(n).astype(jnp.int32)
+def _by_bisection(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "..."]:
+    """Find the n-th largest value bit by bit, then the last position, among its equals, that is still kept."""
+    place, n = _positions(size, axis), jnp.asarray(n).astype(jnp.int32)
     count = lambda hits: jnp.sum(hits, axis, keepdims=True, dtype=jnp.int32)
     start = lax.slice_in_dim(size, 0, 1, axis=axis) * np.array(0, size.dtype)
-
-    def largest(reached, width):
-        """The largest number of so many bits for which ``reached`` holds: it holds up to there and no further."""
-
-        def body(i, best):
-            trial = best | lax.shift_left(np.array(1, size.dtype), (width - 1 - i).astype(size.dtype))
-            return jnp.where(reached(trial), trial, best)
-
-        return lax.fori_loop(0, width, body, start)
-
-    bound = largest(lambda t: count(size >= t) >= n, np.iinfo(size.dtype).bits - 1)
+    bound = _largest_with(lambda trial: count(size >= trial) >= n, start, np.iinfo(size.dtype).bits - 1)
     room = n - count(size > bound)
     equal = size == bound
-    last = largest(lambda q: count(equal & (place < q)) < room, size.shape[axis].bit_length())
+    last = _largest_with(lambda trial: count(equal & (place < trial)) < room, start, size.shape[axis].bit_length())
     return (size > bound) | (equal & (place <= last) & (room > 0))
 
 
-def is_nm(x: jax.Array, n: int, m: int, axis: int = -1) -> jax.Array:
-    """Whether every group of m holds at most n non-zeros.
+def _largest_with(
+    holds: Callable[[Int[Array, "..."]], Bool[Array, "..."]], start: Int[Array, "..."], width: int
+) -> Int[Array, "..."]:
+    """Return the largest number of ``width`` bits for which a condition holds that fails for all larger ones."""
+
+    def set_bit(i: Int[Array, ""], best: Int[Array, "..."]) -> Int[Array, "..."]:
+        trial = best | lax.shift_left(np.array(1, start.dtype), (width - 1 - i).astype(start.dtype))
+        return jnp.where(holds(trial), trial, best)
+
+    return lax.fori_loop(0, width, set_bit, start)
+
+
+def is_nm(x: Num[Array, "..."], n: int, m: int, axis: int = -1) -> Bool[Array, ""]:
+    """Test if every group of m holds at most n non-zeros.
+
+    Args:
+        x: An array.
+        n: The number of non-zeros allowed in a group.
+        m: The size of a group.
+        axis: The axis that groups lie along.
+
+    Returns:
+        A boolean scalar.
+
+    Raises:
+        ValueError: The axis does not exist, or its length is not a multiple of m.
 
     >>> bool(is_nm(jnp.array([0., 1., 2., 0.]), 2, 4))
     True
@@ -135,20 +256,35 @@ def is_nm(x: jax.Array, n: int, m: int, axis: int = -1) -> jax.Array:
     return jnp.all(counts(x, m, axis) <= n)
 
 
-def counts(x: jax.Array, m: int, axis: int = -1) -> jax.Array:
-    """Non-zeros of every group; NaN counts as one."""
+def counts(x: Num[Array, "..."], m: int, axis: int = -1) -> Int[Array, "..."]:
+    """Count the non-zeros of every group. NaN is not zero.
+
+    Args:
+        x: An array.
+        m: The size of a group.
+        axis: The axis that groups lie along.
+
+    Returns:
+        Integers, with ``axis`` divided by m.
+
+    Raises:
+        ValueError: The axis does not exist, or its length is not a multiple of m.
+
+    >>> counts(jnp.array([0., 1., 2., 0., 0., 0., 0., 3.]), 4)
+    Array([2, 1], dtype=int32)
+    """
     axis = position(x.ndim, axis)
     return jnp.sum(split(x, axis, m).astype(bool), axis + 1, dtype=jnp.int32)
 
 
 class Merged(NamedTuple):
-    """An array with one axis in the place of several, and the way back.
+    """An array in which one axis replaces several, and the way back.
 
-    Attributes:
-      array: the array, with the axes merged.
-      axis: the merged axis.
-      axes: for every axis of the array as it was, the same axis now; None if it was merged.
-      restore: a function that gives an array of the merged shape the shape as it was.
+    Args:
+        array: The array with the axes merged.
+        axis: The merged axis.
+        axes: The new number of every old axis, or None if it was merged with others.
+        restore: A function that gives an array of the merged shape the old shape.
     """
 
     array: jax.Array
@@ -157,16 +293,16 @@ class Merged(NamedTuple):
     restore: Callable[[jax.Array], jax.Array]
 
 
-def merge(x: jax.Array, axes: tuple[int, ...], block: int) -> Merged | None:
+def merge(x: Shaped[Array, "..."], axes: tuple[int, ...], block: int) -> Merged | None:
     """Merge as few of ``axes`` as needed into one axis that ``block`` divides.
 
     Args:
-      x: an array.
-      axes: the axes that a product contracts, the innermost last. Often the last alone is enough, and nothing moves.
-      block: the number that must divide the merged axis.
+        x: An array.
+        axes: The axes that a product contracts, the innermost last. If the last one is enough, nothing moves.
+        block: The number that must divide the length of the merged axis.
 
     Returns:
-      The merged array, or None if ``block`` does not divide all axes together either.
+        The merged array, or None if ``block`` does not divide the product of all lengths.
 
     >>> merge(jnp.ones((2, 6)), (0, 1), 4).array.shape
     (12,)
@@ -182,56 +318,46 @@ def merge(x: jax.Array, axes: tuple[int, ...], block: int) -> Merged | None:
     order = [*outer[:axis], *inner, *outer[axis:]]
     moved = jnp.transpose(x, order)
     flat = moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + count :])
-    unmerged = [*outer[:axis], None, *outer[axis:]]  # which old axis each new one is
+    unmerged = [*outer[:axis], None, *outer[axis:]]  # the old axis of each new one
     new_axes = tuple(None if a in inner else unmerged.index(a) for a in range(x.ndim))
-    restore = lambda y: jnp.transpose(y.reshape(moved.shape), np.argsort(order))
+    restore = lambda y: jnp.transpose(y.reshape(moved.shape), np.argsort(order).tolist())
     return Merged(flat, axis, new_axes, restore)
 
 
 def innermost(shape: tuple[int, ...], axes: tuple[int, ...], block: int) -> int | None:
-    """Return how many of the last ``axes`` it takes until ``block`` divides their size; None if all are too few."""
+    """Return how many of the last ``axes`` are needed until ``block`` divides their size.
+
+    Args:
+        shape: The shape of an array.
+        axes: The axes that a product contracts, the innermost last.
+        block: The number that must divide the product of their lengths.
+
+    Returns:
+        The smallest such number, or None if all axes together do not suffice.
+
+    >>> innermost((2, 6), (0, 1), 4)
+    2
+    """
     for count in range(1, len(axes) + 1):
         if math.prod(shape[a] for a in axes[-count:]) % block == 0:
             return count
     return None
 
 
-def wide(x: jax.Array) -> jax.Array:
-    """At least float32: what sums and thresholds are computed in."""
+def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the array in at least float32, in which sums and thresholds are computed.
+
+    Args:
+        x: An array of floating-point numbers.
+
+    Returns:
+        The array itself if it has 32 bits or more, else in float32.
+
+    Raises:
+        TypeError: The array is not floating-point.
+
+    >>> wide(jnp.ones(4, jnp.bfloat16)).dtype
+    dtype('float32')
+    """
     check_floating(x)
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
-
-
-def settled(x: jax.Array) -> jax.Array:
-    """Non-negative floats as they are, divided by one. XLA's CPU fusion counts a division as costly, and so computes
-    a group's value once, where it would else compute all that led to it once more for every member: 1.5 copies, not
-    20."""
-    return x / jnp.where(x < 0, 2, 1).astype(x.dtype)
-
-
-def spread(choices: list[jax.Array], shape: tuple[int, ...], axis: int) -> jax.Array:
-    """One choice for every member of groups, as a mask of the members: by one settled word a group, of whose bits each
-    member reads its own. Written side by side instead, each would carry along all that led to it: XLA's CPU fusion then
-    computes what came before a group once for every branch, and in bf16 once for every path."""
-    place, mask = lax.broadcasted_iota(jnp.int32, shape, axis), jnp.zeros(shape, bool)
-    for first in range(0, len(choices), 16):  # as many as float32 holds, in which they are settled
-        word = settled(
-            sum(jnp.where(choice, float(1 << j), 0.0) for j, choice in enumerate(choices[first : first + 16]))
-        )
-        bit = (word.astype(jnp.int32) >> jnp.clip(place - first, 0, 15)) & 1 == 1
-        mask = bit if len(choices) <= 16 else mask | (bit & (place >= first) & (place < first + 16))
-    return mask
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def rounded(x: jax.Array, dtype) -> jax.Array:
-    """From the dtype of `wide` back. To bf16 by its bits: XLA's own conversion keeps the CPU from fusing around it."""
-    if dtype != jnp.bfloat16:
-        return x.astype(dtype)
-    high = lax.bitcast_convert_type(lax.reduce_precision(x, 8, 7), jnp.uint32) >> np.uint32(16)
-    return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
-
-
-@rounded.defjvp
-def _(dtype, primals, tangents):
-    return rounded(primals[0], dtype), tangents[0].astype(dtype)

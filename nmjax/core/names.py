@@ -1,4 +1,4 @@
-"""Names of what others wrote: ``module:name``, such as ``mylab.pruners:above``.
+"""Names of objects in other packages: ``module:name``, such as ``mylab.pruners:above``.
 
 A text or a config may name a pruner, a schedule, a method, a model, a data set or a task that is not part of nmjax.
 """
@@ -23,7 +23,7 @@ def is_foreign(name: str) -> bool:
 
 
 def load(name: str) -> Any:
-    """Import the module of ``module:name``, and return what the module calls ``name``.
+    """Import the module of ``module:name`` and return the object of that name.
 
     Args:
         name: A module on Python's path, a colon, and a name at the top level of the module.

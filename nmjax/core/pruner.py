@@ -1,8 +1,7 @@
-"""The pruner: ``p(x, axis, ctx) -> array`` of the same shape and dtype, pruned in groups of m consecutive values
-along ``axis``.
+"""The pruner: ``p(x, axis, ctx)`` returns an array of the same shape and dtype, pruned in groups along ``axis``.
 
-What is fixed (n, m, a schedule) is a field of the value. What changes (key, step, state) comes in through `Ctx`. Values
-compare, hash and print, and `nmjax.parse_pruner` reads back what they print.
+What is fixed (n, m, a schedule) is a field of the value. What changes (key, step, state) comes in through `Ctx`.
+Pruners compare, hash and print, and `nmjax.parse_pruner` reads what they print.
 """
 
 import math
@@ -11,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+from jaxtyping import Array, Float
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
@@ -21,24 +21,28 @@ Pattern = tuple[int, int]
 
 
 class Link(NamedTuple):
-    """One step from a chain of pruners to one of them: its number, and how many there are."""
+    """One step of a path into nested chains: from a chain to one of its pruners.
+
+    Args:
+        number: The number of the pruner in its chain.
+        count: The number of pruners in the chain.
+    """
 
     number: int
     count: int
 
 
 class Normal(NamedTuple):
-    """The normal form of a pruner that fills a slot: where its value comes from, its gradient, what prunes, and the
-    storage.
+    """The normal form of a pruner that fills a slot: its source, its gradient, what prunes, and the storage.
 
-    Attributes:
-      core: the one pruner that prunes; `identity` if none does, None if several do, one after another.
-      applied: the pruner without its storage.
-      storage: the `fp8` at the end, in which the product of the slot holds the result; None if there is none.
-      rule: the pruner that brings the gradient rule; None if there is none.
-      raw: True if the operand itself is pruned, not the value that the forward product used.
-      core_path: the way from the pruner to ``core``, by which `follow` finds its key and its state.
-      storage_path: the way to ``storage``.
+    Args:
+        core: The one pruner that prunes. It is `identity` if none does, and None if several do, one after another.
+        applied: The pruner without its storage.
+        storage: The `fp8` at the end, in which the product holds the result. None if there is none.
+        rule: The pruner that brings the gradient rule. None if there is none.
+        raw: True if the operand itself is pruned, not the value that the forward product used.
+        core_path: The path from the pruner to ``core``, by which `follow` finds its key and its state.
+        storage_path: The path to ``storage``.
     """
 
     core: "Pruner | None"
@@ -55,22 +59,47 @@ class Pruner(Value):
     """The base of all pruners.
 
     A subclass is a frozen dataclass with a ``__call__``. Its other members have defaults that promise nothing. The
-    members that say what a call needs are those of its parts, unless the class says otherwise."""
+    members that say what a call needs combine those of the parts, unless the class overrides them.
 
-    outermost: ClassVar[bool] = False  # True: it speaks for a whole slot, so it is no part of another pruner
-    reads_step: ClassVar[bool] = True  # False: a call never reads ctx.step, other than to draw or through its parts
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, repr=False)
+    ... class above(Pruner):
+    ...     threshold: float
+    ...     def __call__(self, x, axis=-1, ctx=Ctx()):
+    ...         return jnp.where(jnp.abs(x) > self.threshold, x, 0.0)
+    >>> above(0.5)(jnp.array([0.1, -2.0, 0.7, 0.3]))
+    Array([ 0. , -2. ,  0.7,  0. ], dtype=float32)
+    """
+
+    outermost: ClassVar[bool] = False  # True: it describes a whole slot, so it cannot be a part of another pruner
+    reads_step: ClassVar[bool] = True  # False: a call reads ctx.step only to draw, or through its parts
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let a class that computes otherwise inherit none of the promises about the computation."""
+        """Reset the promises about ``__call__`` in a class that has a ``__call__`` of its own."""
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):
             for name in ("reads_step", "by_members", "by_tile"):
                 if name not in vars(cls):
                     setattr(cls, name, vars(Pruner)[name])
 
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        """Return ``x`` pruned in groups along ``axis``."""
-        raise NotImplementedError(f"{type(self).__name__} has no __call__.")
+    def __call__(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float[Array, "..."]:
+        """Return ``x`` pruned in groups along ``axis``.
+
+        Args:
+            x: An array of floating-point numbers.
+            axis: The axis that groups lie along.
+            ctx: Key, step and state of the call.
+
+        Returns:
+            An array of the same shape and dtype.
+
+        Raises:
+            TypeError: The array is not floating-point, or a key is missing.
+            ValueError: The axis does not divide into groups, or the state is missing or of the wrong shape.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no __call__: write __call__(self, x, axis=-1, ctx=nm.Ctx()) in the class."
+        )
 
     # ---- what a call needs ----
 
@@ -86,17 +115,17 @@ class Pruner(Value):
 
     @property
     def stochastic(self) -> bool:
-        """True if a call draws random numbers, and so needs a key."""
+        """True if a call draws random numbers and therefore needs a key."""
         return any(p.stochastic for p in self.parts)
 
     @property
     def needs_key(self) -> bool:
-        """True if a call draws random numbers, or if `init` or `refresh` does."""
+        """True if a call, `init` or `refresh` draws random numbers."""
         return self.stochastic or any(p.needs_key for p in self.parts)
 
     @property
     def stateful(self) -> bool:
-        """True if a call fails without state. (`soft` does not: its scale is then 1.)"""
+        """True if a call fails without state. A call of `soft` does not, because its scale is then 1."""
         return any(p.stateful for p in self.parts)
 
     @property
@@ -118,7 +147,7 @@ class Pruner(Value):
 
     @property
     def bare_noise(self) -> bool:
-        """True if a call draws random numbers outside of a gradient rule, so that autodiff would meet the draw."""
+        """True if a call draws random numbers outside of a gradient rule, where autodiff differentiates the draw."""
         return self.stochastic
 
     @property
@@ -149,23 +178,31 @@ class Pruner(Value):
         return False
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        """Return the mask of the entries that are kept."""
+        """Return the mask of the entries that a call with the same arguments keeps.
+
+        Raises:
+            TypeError: The pruner has no mask.
+        """
         if len(self.parts) == 1:
             return self.parts[0].mask(x, axis, ctx)
-        raise TypeError(f"{self} has no mask: it does not select entries by a rule of its own.")
+        raise TypeError(f"{self} has no mask, because it does not choose which entries to keep.")
 
     def kept(self, step: int | None = None) -> float:
-        """Return the share of values that is left at a step; without a step, at the sparsest."""
+        """Return the share of values that a call keeps.
+
+        Args:
+            step: A training step. If None, the share is that of the sparsest step.
+        """
         return min((p.kept(step) for p in self.parts), default=1.0)
 
     def kept_across(self, step: int | None = None) -> float:
-        """Return the share that is left in every group along the other axis of a weight."""
+        """Return the share that a call keeps in every group along the other axis of a weight, as in `kept`."""
         return min((p.kept_across(step) for p in self.parts), default=1.0)
 
     # ---- slots and kernels ----
 
     def normal(self) -> Normal:
-        """Return the normal form of a slot that this pruner fills. By default all of it is one pruner."""
+        """Return the normal form of a slot that this pruner fills. By default the whole pruner is the core."""
         return Normal(core=self, applied=self)
 
     @property
@@ -179,21 +216,35 @@ class Pruner(Value):
         return False
 
     def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
-        """Return the pruned members of groups, as a kernel calls it if `by_members`.
+        """Return the pruned members of groups. Kernels call it if `by_members` is True.
 
         Args:
-          x: the members of groups, one array for each of the m positions.
-          u: one uniform in [0, 1) for every group, if the pruner is stochastic.
-          state: the state that a call would read in ``ctx``.
+            x: The members of groups, one array for each of the m positions.
+            u: One uniform in [0, 1) for every group, if the pruner is stochastic.
+            state: The state that a call reads in ``ctx``.
+
+        Returns:
+            The members after pruning, in the same order.
         """
         raise NotImplementedError(f"{self} is not pruned by kernels.")
 
     def of_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Return the pruned members of tiles of m x m values, as a kernel calls it if `by_tile`."""
+        """Return the pruned members of tiles of m x m values. Kernels call it if `by_tile` is True.
+
+        Args:
+            x: The members of tiles: m rows of m arrays.
+
+        Returns:
+            The members after pruning, in the same order.
+        """
         raise NotImplementedError(f"{self} is not pruned by kernels.")
 
     def growth(self, state: Any = None) -> Any:
-        """Return a bound of how many times larger than what it prunes a value can be."""
+        """Return an upper bound of max |p(x)| / max |x|, from which kernels derive the scale of FP8.
+
+        Args:
+            state: The state that a call reads in ``ctx``.
+        """
         return 1.0
 
     # ---- state and final form ----
@@ -202,26 +253,39 @@ class Pruner(Value):
     def final(self) -> "Pruner":
         """The form that inference uses: without time, noise or gradient rule."""
         if self.stochastic:
-            raise ValueError(f"{self} draws anew at every step, so it has no final form for inference to use.")
+            raise ValueError(f"{self} draws anew at every step, so it has no final form that inference could use.")
         return self
 
     def final_state(self, state: Any) -> Any:
-        """Return the state that `final` reads, given this pruner's state."""
+        """Return the state of the pruner `final`, given the state of this one."""
         contexts = apart(self, Ctx(state=state))
         return joined(p.final_state(part.state) for p, part in zip(self.parts, contexts, strict=True))
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
-        """Return the first state, or None if there is nothing to remember."""
+        """Return the first state, given the initial array, or None if there is nothing to remember."""
         return joined(p.init(x, axis, ctx) for p in self.parts)
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
-        """Return the state of ``ctx.step``, given in ``ctx.state`` the state of an earlier step."""
+        """Return the state of ``ctx.step``, given the array at that step and an earlier state in ``ctx.state``."""
         return joined(p.refresh(x, axis, part) for p, part in zip(self.parts, apart(self, ctx), strict=True))
 
 
 @dataclass(frozen=True, repr=False)
 class Grouped(Pruner):
-    """A pruner that keeps at most n of every m consecutive values."""
+    """The base of pruners that keep at most n of every m consecutive values.
+
+    Args:
+        n: The number of values to keep in each group.
+        m: The size of a group.
+
+    Raises:
+        TypeError: n or m is not a whole number.
+        ValueError: n does not lie between 1 and m.
+
+    >>> from nmjax.pruners import mse
+    >>> mse(2, 4).block, mse(2, 4).pattern, mse(2, 4).kept()
+    (4, (2, 4), 0.5)
+    """
 
     n: int
     m: int
@@ -249,7 +313,7 @@ class Grouped(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class Remembering(Pruner):
-    """A pruner with a state of its own, beside its parts'."""
+    """The base of pruners that have a state themselves, whether their parts have one or not."""
 
     @property
     def stateful(self) -> bool:
@@ -264,12 +328,16 @@ class Remembering(Pruner):
 
 
 def sparsest(patterns: Iterable[Pattern | None]) -> Pattern | None:
-    """Return the pattern that keeps the smallest share, or None if there is none."""
+    """Return the pattern that keeps the smallest share, or None if all are None."""
     return min((p for p in patterns if p is not None), key=lambda p: p[0] / p[1], default=None)
 
 
 def joined(states: Iterable[Any]) -> Any:
-    """Return the state of a pruner, given its parts': a single part's as it is, else a tuple; None if all are None."""
+    """Return the state of a pruner, given the states of its parts.
+
+    Returns:
+        None if all states are None, the state itself if there is one part, else the tuple of states.
+    """
     states = tuple(states)
     if all(s is None for s in states):
         return None
@@ -277,37 +345,50 @@ def joined(states: Iterable[Any]) -> Any:
 
 
 def apart(p: Pruner, ctx: Ctx) -> list[Ctx]:
-    """Return a context for every part of ``p``, each with its own part's state. It undoes `joined`."""
+    """Return one context for each part of a pruner, with the state of that part. It undoes `joined`."""
     if len(p.parts) == 1:
         return [ctx]
     states = (None,) * len(p.parts) if ctx.state is None else ctx.state
     if not isinstance(states, (tuple, list)) or len(states) != len(p.parts):
         raise ValueError(
-            f"{p} has {len(p.parts)} parts, so its state is a tuple of their states, as {type(p).__name__}.init "
-            "returns it."
+            f"{p} has {len(p.parts)} parts, so its state is a tuple of their states: pass what its init(x, axis) "
+            "returns."
         )
     return [ctx.replace(state=s) for s in states]
 
 
 def with_part_key(ctx: Ctx, number: int) -> Ctx:
-    """Return the context of one part of a chain, with a stream of noise of its own."""
+    """Return the context of one part of a chain, with its own stream of noise."""
     return ctx if ctx.key is None else ctx.replace(key=random.fold(random.words(ctx.key), number))
 
 
 def follow(path: Sequence[Link], ctx: Ctx) -> Ctx:
-    """Return the context of the pruner at the end of a path, given the context of the pruner where the path begins."""
+    """Return the context of the pruner at the end of a path.
+
+    Args:
+        path: The path, as `Normal` holds it.
+        ctx: The context of the pruner where the path begins.
+    """
     for number, count in path:
         ctx = with_part_key(ctx, number)
         if count == 1 or ctx.state is None:
             continue
         if not isinstance(ctx.state, (tuple, list)) or len(ctx.state) != count:
-            raise ValueError(f"a chain of {count} pruners has a tuple of {count} states, as its init returns it.")
+            raise ValueError(
+                f"a chain of {count} pruners has a tuple of {count} states: pass what its init(x, axis) returns."
+            )
         ctx = ctx.replace(state=ctx.state[number])
     return ctx
 
 
 def check_inner(owner: Pruner, *inner: Any, ruled: bool = False) -> None:
-    """Refuse parts that are no pruners, and parts that make sense outermost only."""
+    """Refuse parts that are not pruners, and pruners that may only be outermost.
+
+    Args:
+        owner: The pruner that has the parts.
+        *inner: Its parts.
+        ruled: Whether parts with a gradient rule are allowed.
+    """
     for p in inner:
         if not isinstance(p, Pruner):
             hint = f"nm.parse_pruner({p!r})" if isinstance(p, str) else "a pruner, such as mse(2,4)"
@@ -315,6 +396,6 @@ def check_inner(owner: Pruner, *inner: Any, ruled: bool = False) -> None:
         if p.outermost or (p.ruled and not ruled):
             name, around = type(p).__name__, type(owner).__name__
             raise ValueError(
-                f"{p} speaks for a whole slot, so it is outermost: write {name}({around}(...)), "
-                f"not {around}({name}(...))."
+                f"{p} describes a whole slot, so it is outermost: write {name}({around}(...)), not "
+                f"{around}({name}(...))."
             )

@@ -1,4 +1,4 @@
-"""Frozen values: plain Python fields, printed as the text that parses back to them."""
+"""Frozen values: plain Python fields, printed as text that parses back to them."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ _PLAIN = {"bool": bool, "int": int, "float": float, "int | None": int | None}
 
 @dataclass(frozen=True, repr=False)
 class Value:
-    """A frozen record of plain Python values that prints as the text which parses back to it."""
+    """A frozen record of plain Python values. It prints as text that parses back to it."""
 
     def __post_init__(self) -> None:
         kinds = _kinds(type(self))
@@ -39,7 +39,11 @@ class Value:
 
 
 def show(value: Any) -> str:
-    """Return the text of a field: Python's own grammar, without spaces."""
+    """Return the text of a field, in Python's own grammar and without spaces.
+
+    >>> show((1, "a"))
+    "(1,'a')"
+    """
     if isinstance(value, tuple):
         return f"({','.join(map(show, value))}{',' if len(value) == 1 else ''})"
     if callable(value) and not isinstance(value, Value):
@@ -48,15 +52,22 @@ def show(value: Any) -> str:
 
 
 def written(value: Any) -> str | None:
-    """Return the text that a value of another module was made from; None if it was made in Python."""
+    """Return the text that a value of another module was parsed from, or None if it was made in Python."""
     return getattr(value, "_written", None)
 
 
 def as_written(value: Any, text: str) -> Any:
-    """Return a copy of a value that remembers the text it was made from, and prints as that text.
+    """Return a copy of a value that remembers the text it was parsed from, and prints as that text.
 
-    The text is no part of the value: equality and hashes ignore it. Copying and pickling keep it, and
+    The text is not part of the value: equality and hashes ignore it. Copying and pickling keep it.
     `dataclasses.replace` drops it, because the new value has other fields.
+
+    Args:
+        value: A value of another module.
+        text: The text.
+
+    Returns:
+        An equal value.
     """
     value = copy.copy(value)
     object.__setattr__(value, "_written", text)
@@ -65,22 +76,22 @@ def as_written(value: Any, text: str) -> Any:
 
 @functools.cache
 def _kinds(cls: type) -> dict[str, Any]:
-    """Return the types of the fields, also of a class whose annotations are texts."""
+    """Return the types of the fields, also if the annotations of the class are strings."""
     try:
         return typing.get_type_hints(cls)
-    except Exception:  # an annotation may name what exists only for a type checker
+    except Exception:  # an annotation may use a name that exists only for a type checker
         return {f.name: _PLAIN.get(f.type, f.type) if isinstance(f.type, str) else f.type for f in fields(cls)}
 
 
 def _plain(owner: Value, name: str, kind: Any, value: Any) -> Any:
-    """Turn numbers into Python's own, lists into tuples. Refuse arrays: a value must hash and outlive a trace."""
+    """Return a field as plain Python. Refuse arrays, because a value must hash and must not depend on a trace."""
     where = f"{type(owner).__name__}: {name}"
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (jax.Array, np.ndarray)):
         raise TypeError(
             f"{where} must be a plain Python value, got an array of shape {value.shape}. "
-            "Pass what changes from step to step through Ctx(key, step, state), or as a schedule of the step."
+            "If it changes from step to step, pass it through Ctx(key, step, state) or write a schedule."
         )
     if isinstance(value, (list, tuple)):
         return tuple(_plain(owner, name, None, v) for v in value)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nmjax.core import groups
+from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import (
     Link,
@@ -225,7 +225,7 @@ class rescale(Pruner):
         kept = norm(y)
         ratio = jnp.where(kept == 0, 1.0, norm(x) / jnp.where(kept == 0, 1.0, kept))
         y = groups.wide(view(y))
-        return groups.rounded(jnp.where(y == 0, y, y * ratio).reshape(x.shape), x.dtype)  # dropped stays dropped
+        return fusion.rounded(jnp.where(y == 0, y, y * ratio).reshape(x.shape), x.dtype)  # dropped stays dropped
 
     @property
     def pattern(self) -> Pattern | None:

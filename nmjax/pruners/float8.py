@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nmjax.core import groups
+from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Normal, Pruner
 from nmjax.pruners.estimators import straight_through
@@ -120,4 +120,4 @@ class _Cast(Pruner):
         if u is not None:
             u = jnp.repeat(u, 4, groups.position(x.ndim, axis))
         held = cast(jnp.where(finite, wide, 0.0) * factor, self.format, u).astype(wide.dtype) / factor
-        return groups.rounded(jnp.where(finite, held, wide), x.dtype)
+        return fusion.rounded(jnp.where(finite, held, wide), x.dtype)

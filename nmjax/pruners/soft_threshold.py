@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nmjax.core import groups
+from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Grouped, Remembering
 
@@ -47,7 +47,7 @@ class soft(Remembering, Grouped):
             if jnp.shape(ctx.state):
                 raise ValueError(f"{self} has one scale for a whole tensor, not state of shape {jnp.shape(ctx.state)}.")
             shrunk = shrunk * jnp.asarray(ctx.state).astype(shrunk.dtype)
-        return groups.rounded(shrunk, x.dtype)
+        return fusion.rounded(shrunk, x.dtype)
 
     def _shrunk(self, x: jax.Array, axis: int) -> jax.Array:
         """In float32: a threshold subtracted in bf16 would make ties."""

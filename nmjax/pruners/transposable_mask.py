@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nmjax.core import groups
+from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Grouped, Pattern
 
@@ -113,7 +113,7 @@ def _halves(size, rows, columns):
     """Mask of the best of the 90 tiles, straight-line: bit 4 i + j of a word a tile says whether (i, j) is kept."""
     word = _best_word([groups.members(row, columns) for row in groups.members(size, rows)])
     place = 4 * lax.broadcasted_iota(jnp.int32, size.shape, rows) + lax.broadcasted_iota(jnp.int32, size.shape, columns)
-    return (groups.settled(word.astype(size.dtype)).astype(jnp.int32) >> place) & 1 == 1
+    return (fusion.settled(word.astype(size.dtype)).astype(jnp.int32) >> place) & 1 == 1
 
 
 def _best_word(a):

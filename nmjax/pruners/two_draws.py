@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nmjax.core import groups
+from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Grouped
 from nmjax.core.random import fold, words
@@ -65,13 +65,13 @@ class mvue_approx(Grouped):
         p = [s + v * o for s, v, o in zip(t, a, _sums_of_others(odds), strict=True)]
         i = _draw(a, first)
         j = _draw([jnp.where(taken, 0.0, v) for taken, v in zip(i, a, strict=True)], second)
-        kept = groups.spread(
+        kept = fusion.spread(
             [(few & (v > 0)) | ((b | c) & ~few) for v, b, c in zip(a, i, j, strict=True)], g.shape, axis + 1
         )
         place, odd = lax.broadcasted_iota(jnp.int32, g.shape, axis + 1), jnp.ones((), total.dtype)
         for member, v in enumerate(p):
-            odd = jnp.where(place == member, groups.settled(jnp.where(v > 0, v, 1.0)), odd)
-        return groups.rounded(jnp.where(kept, groups.wide(g) / odd, 0.0), x.dtype).reshape(x.shape)
+            odd = jnp.where(place == member, fusion.settled(jnp.where(v > 0, v, 1.0)), odd)
+        return fusion.rounded(jnp.where(kept, groups.wide(g) / odd, 0.0), x.dtype).reshape(x.shape)
 
 
 def _sums_of_others(a):

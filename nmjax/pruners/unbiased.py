@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nmjax.core import groups, random
+from nmjax.core import fusion, groups, random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Grouped
 
@@ -89,7 +89,7 @@ def _single(g, u, axis, n):
     for v in a:
         upto = upto + v
         index = index + ((upto <= point) & (upto < mass)).astype(u.dtype)
-    chosen = groups.settled(index).astype(jnp.int32)
+    chosen = fusion.settled(index).astype(jnp.int32)
     hit = lax.broadcasted_iota(jnp.int32, g.shape, axis) == chosen
     return _written(g, hit, mass)
 
@@ -97,7 +97,7 @@ def _single(g, u, axis, n):
 def _unrolled(g, u, axis, n):
     """Member by member."""
     hits, tau = chosen([groups.wide(v) for v in groups.members(g, axis)], u, n)
-    return _written(g, groups.spread(hits, g.shape, axis), tau)
+    return _written(g, fusion.spread(hits, g.shape, axis), tau)
 
 
 def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], jax.Array]:
@@ -153,8 +153,8 @@ def _points(upto, rest, per_tau, u, left):
 
 def _written(g, hit, tau):
     """The result, of choices and thresholds a group."""
-    tau = groups.settled(_as_stored(tau, g))
-    return groups.rounded(jnp.where(hit, _value(groups.wide(g), tau), 0.0), g.dtype)
+    tau = fusion.settled(_as_stored(tau, g))
+    return fusion.rounded(jnp.where(hit, _value(groups.wide(g), tau), 0.0), g.dtype)
 
 
 def _value(x, tau):

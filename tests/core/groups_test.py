@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nmjax.core import groups
+from nmjax.core import fusion, groups
 
 TOP = jax.jit(groups.top, static_argnums=(1, 2, 3))
 INTS = {1: np.int8, 2: np.int16, 4: np.int32}
@@ -275,7 +275,7 @@ def test_wide_and_rounded():
     x = np.concatenate([x, np.array([0, -0.0, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8, 3.39e38], np.float32)])
     with np.errstate(over="ignore", invalid="ignore"):
         for dtype in (ml_dtypes.bfloat16, np.float32):
-            got = np.asarray(groups.rounded(jnp.asarray(x), jnp.dtype(dtype)))
+            got = np.asarray(fusion.rounded(jnp.asarray(x), jnp.dtype(dtype)))
             expected = x.astype(dtype)
             np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
             assert (np.signbit(got) == np.signbit(expected))[~np.isnan(x)].all()
@@ -283,7 +283,7 @@ def test_wide_and_rounded():
 
 def test_rounded_has_the_derivative_of_a_cast():
     for dtype in (jnp.bfloat16, jnp.float32):
-        f = lambda x: groups.rounded(x, dtype)  # noqa: B023
+        f = lambda x: fusion.rounded(x, dtype)  # noqa: B023
         primal, tangent = jax.jvp(f, (jnp.array([1.5, 2.0]),), (jnp.array([3.0, 4.0]),))
         assert primal.dtype == tangent.dtype == dtype
         assert tangent.tolist() == [3.0, 4.0]
