@@ -1,23 +1,52 @@
-"""The papers' claims, put to the test: each page with a ``get_sweep`` is a study, at the size of two cores or of one GPU.
+"""Studies that test the papers' claims.
 
-``python launch.py --config=experiments/studies/NAME.py:SIZE --sweep --results=experiments/results/NAME_SIZE.jsonl`` runs what
-is not done, and `python -m experiments.reproduce` puts the results into REPRODUCTION.md.
+Each page with a ``get_sweep`` is one. It has a size for two cores and a size for a GPU.
+
+This runs what the results do not have yet::
+
+    python launch.py --config=experiments/studies/NAME.py:SIZE --sweep --results=experiments/results/NAME_SIZE.jsonl
+
+``python -m experiments.reproduce`` writes the results into REPRODUCTION.md.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 SIZES = ("cpu", "gpu")
-SMALL_VIT = dict(  # of 16 tokens for Fashion-MNIST, and as wide as groups of 64
+SMALL_VIT = dict(  # 16 tokens of Fashion-MNIST; the width is a multiple of 64, for groups of 64
     name="vit", size="tiny", width=64, hidden=256, depth=2, patch=7, pool="mean", scan=False, remat=False
 )
-SEEN = dict(evaluate="25%", measure="25%")  # as often as is worth its time in runs of seconds
+INTERVALS = dict(evaluate="25%", measure="25%")  # a run takes seconds: more would cost too much of its time
 
 
 def size(variant: str) -> str:
-    """The size that a variant names: cpu, or gpu."""
+    """Return the size that a variant names: "cpu", which is the default, or "gpu"."""
     if variant not in ("", *SIZES):
         raise ValueError(f"there is no variant {variant!r}: {' and '.join(SIZES)}")
     return variant or "cpu"
 
 
-def seeds(field: str, methods) -> list[dict]:
-    """Every method of a field with three seeds, those of one method together: they share a program."""
+def network(variant: str, names: tuple[str, ...]) -> tuple[str, str]:
+    """Return the network and the size that a variant such as "vit_cpu", the default, names.
+
+    Args:
+        variant: The text after the page's colon.
+        names: The networks that the page has.
+    """
+    name, _, of_size = (variant or "vit_cpu").partition("_")
+    if name not in names:
+        known = f"{', '.join(names[:-1])} or {names[-1]}"
+        raise ValueError(f"there is no variant {variant!r}: {known}, with _cpu or _gpu, as vit_cpu")
+    return name, of_size
+
+
+def seeds(field: str, methods: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the changes of a sweep: each method with three seeds.
+
+    Runs of one method follow each other, so that they share a program.
+
+    Args:
+        field: The dotted name of the config's field that holds the method.
+        methods: The values of that field.
+    """
     return [{field: method, "seed": seed} for method in methods for seed in range(3)]

@@ -1,8 +1,10 @@
-"""What is looked at while a network trains, not at its end: each of CASES that is not in the results is run, and appended.
+"""Studies that look into networks while they train.
+
+Runs each case that the results do not have, and appends it to them.
 
 python -m experiments.studies descent      how far a step descends, and how far it should
-python -m experiments.studies dw           what pruned gradients make of dw, by how much is summed
-python -m experiments.studies noise        gradients' variance and Adam's second moment
+python -m experiments.studies dw           the errors of dw with pruned gradients, by the number of tokens summed
+python -m experiments.studies noise        the gradients' variance and Adam's second moment
 """
 
 import importlib
@@ -21,35 +23,50 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def command(name: str) -> str:
+    """Return the command that runs a study."""
     return f"python -m experiments.studies {name}"
 
 
 def outcome(rows: dict[str, list]) -> str:
+    """Return "finished", or say which measure was not finite first.
+
+    Args:
+        rows: For each measure its values, one for each look.
+    """
     for name, values in rows.items():
-        if bad := [n for n, value in enumerate(values) if not math.isfinite(value)]:
-            return f"diverged: the {name} is {values[bad[0]]} at look {bad[0] + 1}"
+        for number, value in enumerate(values, 1):
+            if not math.isfinite(value):
+                return f"diverged: the {name} is {value} at look {number}"
     return "finished"
 
 
 def add(name: str, results: Path = RESULTS) -> None:
-    """Run the cases of a study that its file of results has not, and append each as it ends."""
+    """Run the cases of a study that its results do not have, and append each to them as it ends.
+
+    Args:
+        name: One of NAMES.
+        results: The folder of the results.
+    """
     study = importlib.import_module(f"experiments.studies.{name}")
     path = results / f"{name}_{'cpu' if jax.default_backend() == 'cpu' else 'gpu'}.jsonl"
-    held = {line["run"] for line in files.lines(path) if line.get("format") == sweep.FORMAT}
+    recorded = {line["run"] for line in files.lines(path) if line.get("format") == sweep.FORMAT}
     for case in study.CASES:
-        if (run := ",".join(f"{field}={value}" for field, value in case.items())) not in held:
-            began = provenance.now()
-            rows, notes = study.run(**case)
-            line = {"format": sweep.FORMAT, "run": run, "case": case, "outcome": outcome(rows), "rows": rows}
-            line["config"] = digest.identity(study.config(**case)).digest
-            line |= {"began": began, "ended": provenance.now()}
-            line |= {"command": command(name), "versions": provenance.versions(), "git": provenance.git(), "notes": notes}
-            line["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-            files.append(path, lambda there, line=line: [line])
-            print(f"{run}: {study.told(line)}", flush=True)
+        run = ",".join(f"{field}={value}" for field, value in case.items())
+        if run in recorded:
+            continue
+        began = provenance.now()
+        rows, notes = study.run(**case)
+        line = {"format": sweep.FORMAT, "run": run, "case": case, "outcome": outcome(rows), "rows": rows}
+        line["config"] = digest.identity(study.config(**case)).digest
+        line |= {"began": began, "ended": provenance.now(), "command": command(name)}
+        line |= {"versions": provenance.versions(), "git": provenance.git(), "notes": notes}
+        line["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        files.append(path, lambda known, line=line: [line])
+        print(f"{run}: {study.describe(line)}", flush=True)
 
 
 def main(words: list[str]) -> int:
+    """Run the study that a command names, and return the exit code."""
     try:
         if len(words) != 1 or words[0] not in NAMES:
             raise Mistake(f"python -m experiments.studies takes one of {', '.join(NAMES)}.")

@@ -1,13 +1,15 @@
-"""How far a step descends, and how far it should: the three diagnostics of S-STE (arXiv 2409.09099, figures 1, 2 and 4).
+"""The descent of a step, actual and predicted: three diagnostics of S-STE (arXiv 2409.09099, figures 1, 2 and 4).
 
     python -m experiments.studies descent
 
-Every fifth step of a GPT's training is looked at with the batch that it was taken on, by the loss f of the pruned weights w~ as
-inference would use them. *Actual* descent is f(w~) - f(w~'), *predicted* the first-order term <grad f(w~), w~ - w~'>. Where a mask
-jumps, the step that was taken is not the one that the gradient spoke of; *under the old mask* is the loss that the new weights would
-have had if no mask had changed. Flips are the share of a 2:4 mask's entries that one step changes; of a dense run too, whose mask
-nobody uses.
+A GPT is trained. At every fifth step the batch of the step is evaluated again. The loss f is that of the pruned
+weights w~, in the form that inference would use. *Actual* descent is f(w~) - f(w~'). *Predicted* descent is the
+first-order term <grad f(w~), w~ - w~'>. If a mask changes, the step differs from the one that the gradient describes.
+The loss *under the old mask* is the loss of the new weights with the masks before the step. *Flips* are the share of a
+2:4 mask's entries that one step changes. They are measured for a dense run too, although it does not use the mask.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +23,20 @@ from experiments.studies import looking
 from experiments.training.program import Program
 
 METHODS = ("dense", "ste(2,4)", "sr_ste(2,4,lam=2e-4)", "s_ste(gradient='dense')")
-MASKS = nm.Recipe(((r"blocks/.*/mlp/.*", "ste(2,4)"), (r".*", "dense")))  # of all methods, and of dense weights too
+MASKS = nm.Recipe(((r"blocks/.*/mlp/.*", "ste(2,4)"), (r".*", "dense")))  # for all methods, and for dense weights too
 EVERY = 5
+BINS = 20  # of steps, in the curves
 CASES = [{"method": method, "seed": seed} for method in METHODS for seed in range(3)]
 
 
-def looked_at(program: Program):
-    """A compiled look at a step: of the states before and after it, on its batch."""
-    ruled = [p for p in (layer.sparsity.fwd_rhs for layer in program.plan.layers) if p != nm.identity]
-    jumps = bool(ruled) and all(p.selects for p in ruled)
+def make_look(program: Program) -> looking.Look:
+    """Return a compiled look at a step: its predicted and actual descent, and the flips of the masks."""
+    pruners = [layer.sparsity.fwd_rhs for layer in program.plan.layers if layer.sparsity.fwd_rhs != nm.identity]
+    masks_jump = bool(pruners) and all(pruner.selects for pruner in pruners)
 
-    def model(state):
-        return nnx.merge(program.graph, state.params, state.rest)
+    def masks(state):
+        model = nnx.merge(program.graph, state.params, state.rest)
+        return dict(nnx.to_flat_state(nnx.as_pure(nm.nnx.masks(model, MASKS))))
 
     def split(state):
         flat = dict(nnx.to_flat_state(program._harden(state)))
@@ -47,48 +51,42 @@ def looked_at(program: Program):
     def look(before, after, arrays, norm):
         batch = program.task.batch(arrays, before.seed, before.step, program.mesh)
         (old, rest), (new, _) = split(before), split(after)
-        at, slope = jax.value_and_grad(loss)(old, rest, batch)
-        found = {"predicted": sum(jnp.vdot(slope[path], old[path] - new[path]) for path in old)}
-        found["actual"] = at - loss(new, rest, batch)
-        masks = [dict(nnx.to_flat_state(nnx.as_pure(nm.nnx.masks(model(state), MASKS)))) for state in (before, after)]
-        cut = [path for path, mask in masks[0].items() if mask.ndim]
-        changed = sum(jnp.sum(masks[0][path] != masks[1][path]) for path in cut)
-        found["flips"] = changed / sum(masks[0][path].size for path in cut)
-        if jumps:
+        loss_before, slope = jax.value_and_grad(loss)(old, rest, batch)
+        measures = {"predicted": sum(jnp.vdot(slope[path], old[path] - new[path]) for path in old)}
+        measures["actual"] = loss_before - loss(new, rest, batch)
+        old_masks, new_masks = masks(before), masks(after)
+        pruned = [path for path, mask in old_masks.items() if mask.ndim]
+        changed = sum(jnp.sum(old_masks[path] != new_masks[path]) for path in pruned)
+        measures["flips"] = changed / sum(old_masks[path].size for path in pruned)
+        if masks_jump:
             raw = dict(nnx.to_flat_state(after.params))
-            kept = {path: jnp.where(masks[0][path], raw[path], 0) for path in cut}
-            found["under the old mask"] = at - loss(new | kept, rest, batch)
-        return found
+            kept = {path: jnp.where(old_masks[path], raw[path], 0) for path in pruned}
+            measures["under the old mask"] = loss_before - loss(new | kept, rest, batch)
+        return measures
 
     return look
 
 
-def config(method: str, seed: int, *changes: str):
-    """Of a run that is looked at."""
-    return looking.config("s_ste", f"sparsity.mlp={method}", f"seed={seed}", *changes)
-
-
-def run(method: str, seed: int, *changes: str) -> tuple[dict, list[str]]:
-    """A run of the study's GPT, looked at."""
-    program, look = looking.prepared(looked_at, "s_ste", (f"sparsity.mlp={method}", *changes))
-    return looking.rows(program, look, seed, EVERY), program.task.notes
+config = functools.partial(looking.method_config, "s_ste")
+run = functools.partial(looking.run, "s_ste", make_look, EVERY)
 
 
 def summary(line: dict) -> dict[str, float]:
-    """What its rows come to: how many steps raise the loss, and how far what happens is from what was predicted."""
-    rows = {name: np.array(values) for name, values in line["rows"].items()}
-    found = {"raised": float(np.mean(rows["actual"] < 0))}
-    found["off"] = float(np.median(np.abs(rows["actual"] - rows["predicted"]) / np.abs(rows["predicted"])))
+    """Return the figures of a line of results, by the names in HEAD."""
+    rows = _arrays(line)
+    figures = {"raised": float(np.mean(rows["actual"] < 0))}
+    figures["off"] = float(np.median(np.abs(rows["actual"] - rows["predicted"]) / np.abs(rows["predicted"])))
     if "under the old mask" in rows:
-        found["raised under the old mask"] = float(np.mean(rows["under the old mask"] < 0))
-    return found | {"flips": float(np.mean(rows["flips"]))}
+        figures["raised under the old mask"] = float(np.mean(rows["under the old mask"] < 0))
+    return figures | {"flips": float(np.mean(rows["flips"]))}
 
 
-def told(line: dict) -> str:
+def describe(line: dict) -> str:
+    """Return the figures of a line of results in words."""
     return ", ".join(f"{name} {value:.3g}" for name, value in summary(line).items())
 
 
-HEAD = {  # what stands over the columns
+HEAD = {  # the columns' titles
     "raised": "steps that raise the loss",
     "raised under the old mask": "they would under the old mask",
     "off": "descent off its prediction, median",
@@ -97,29 +95,34 @@ HEAD = {  # what stands over the columns
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
-    """What the rows come to; over the steps the flips, and how much of the descent that was predicted there was."""
-    table, flips, amount = [f"| method | {' | '.join(HEAD.values())} |", "|---" * (len(HEAD) + 1) + "|"], [], []
+    """Return a table of the figures, and two pictures over the steps: the flips, and actual over predicted descent."""
+    table = [f"| method | {' | '.join(HEAD.values())} |", "|---" * (len(HEAD) + 1) + "|"]
+    flips, amount = [], []
     for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
-        of = [line for line in lines if line["case"]["method"] == method]
-        found, cells = [summary(line) for line in of], [f"`{method}`"]
-        for name in HEAD:
-            values = 100 * np.array([each[name] for each in found if name in each])
-            cells.append(f"{values.mean():.3g} ± {values.std(ddof=1):.2g} %" if len(values) > 1 else "")
-        table.append(f"| {' | '.join(cells)} |")
-        rows = [{name: np.array(values) for name, values in line["rows"].items()} for line in of]
-        each = [cv.smoothed(cv.Curve("", row["step"], row["flips"]), 20)[-1] for row in rows]
-        flips.append(cv.banded(each, method, colour=f"s{n}"))
+        of_method = [line for line in lines if line["case"]["method"] == method]
+        table.append(f"| {' | '.join([f'`{method}`', *_cells(of_method)])} |")
+        rows = [_arrays(line) for line in of_method]
+        curves = [cv.smoothed(cv.Curve("", row["step"], row["flips"]), BINS)[-1] for row in rows]
+        flips.append(cv.banded(curves, method, colour=f"s{n}"))
         shares = np.array([row["actual"] / row["predicted"] for row in rows])
-        share = np.array([np.median(bin) for bin in np.array_split(shares, len(each[0].steps), axis=1)])
-        amount.append(cv.Curve(method, flips[-1].steps, share, f"s{n}"))
+        medians = np.array([np.median(part) for part in np.array_split(shares, len(curves[0].steps), axis=1)])
+        amount.append(cv.Curve(method, flips[-1].steps, medians, f"s{n}"))
     words = "The share of mask entries that a step flips, by step."
     pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
     words = "By how much the loss fell, of what was predicted: medians of the steps of a bin."
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
-    return "\n".join(
-        [
-            *table,
-            "",
-            "Mean ± deviation over seeds. The curves are of 20 bins of steps: means, and of the amount of descent medians.",
-        ]
-    ), pictures
+    note = f"Mean ± deviation over seeds. The curves are of {BINS} bins of steps: "
+    note += "means, and of the amount of descent medians."
+    return "\n".join([*table, "", note]), pictures
+
+
+def _cells(lines: list[dict]) -> list[str]:
+    summaries, cells = [summary(line) for line in lines], []
+    for name in HEAD:
+        values = 100 * np.array([figures[name] for figures in summaries if name in figures])
+        cells.append(f"{values.mean():.3g} ± {values.std(ddof=1):.2g} %" if len(values) > 1 else "")
+    return cells
+
+
+def _arrays(line: dict) -> dict[str, np.ndarray]:
+    return {name: np.array(values) for name, values in line["rows"].items()}

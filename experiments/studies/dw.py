@@ -1,152 +1,176 @@
-"""What pruned gradients make of dw, by how much is summed (MVUE, arXiv 2203.10991): where least squares begin to lose.
+"""The error of dw with pruned gradients, by the number of tokens summed (MVUE, arXiv 2203.10991).
+
+It shows from where on least squares lose to unbiased pruning.
 
     python -m experiments.studies dw
 
-A network is trained dense for some steps. Then, of batches of one sequence or picture to hundreds, of whole sequences and of
-their beginnings, each layer's dw is computed with whole gradients of its outputs and with pruned ones. The error of one draw,
-||dw' - dw|| / ||dw||, is the root of its squared bias and its variance; the mean over the layers, and over batches that have no
-example in common, is told. A pruner of least squared error is biased by as much however long the sum; of an unbiased one the errors
-of the summands average out, once what they are errors of does not.
+A network is trained dense for some steps. Then each layer's dw is computed twice, with whole gradients of its outputs
+and with pruned ones. The batches have one example to hundreds, with whole sequences or only their first tokens. The
+error of one draw, ||dw' - dw|| / ||dw||, is the root of squared bias plus variance. The results hold its mean over the
+layers, and over batches that share no example. A pruner of least squared error keeps its bias however long the sum is.
+With an unbiased one the errors of the summands average out, as soon as the gradients themselves do not.
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
 from experiments.report.words import large
 from experiments.studies import looking
+from experiments.training.program import Program
 
 PRUNERS = ("mse(2,4)", "mvue(2,4)", "mvue_approx(2,4)", "mvue(1,2)", "uniform(2,4)")
 
 
-class Of(NamedTuple):
-    """What is looked at: the network of a study's page, on batches of so many examples, each of so many tokens."""
+class Network(NamedTuple):
+    """A network of a study's page, and the batches on which its dw is computed."""
 
     page: str
-    tokens: int
-    batches: tuple[int, ...]
+    tokens: int  # of each example
+    batches: tuple[int, ...]  # their numbers of examples
 
 
-MODELS = {
-    "gpt": Of("s_ste", 128, (1, 4, 16, 64, 128)),
-    "gpt of 32 tokens": Of("s_ste", 32, (4, 16, 64, 256)),  # the first ones of its windows
-    "vit": Of("pgf", 16, (4, 16, 64, 256, 1024)),
+NETWORKS = {
+    "gpt": Network("s_ste", 128, (1, 4, 16, 64, 128)),
+    "gpt of 32 tokens": Network("s_ste", 32, (4, 16, 64, 256)),  # the first 32 tokens of each window
+    "vit": Network("pgf", 16, (4, 16, 64, 256, 1024)),
 }
-AFTER = 100  # steps
+STEPS = 100  # of training, before
 DRAWS = 4
-APART = 4  # batches of one size, of other examples each, as far as there are so many
-CASES = [{"model": model, "seed": seed} for model in MODELS for seed in range(3)]
+MOST_BATCHES = 4  # of one size
+CASES = [{"model": model, "seed": seed} for model in NETWORKS for seed in range(3)]
 
 
-def config(model: str, seed: int, *changes: str):
-    """Of the network that is trained."""
-    return looking.config(MODELS[model].page, f"seed={seed}", *changes)
+def config(model: str, seed: int, *changes: str) -> ConfigDict:
+    """Return the config of the network that is trained."""
+    return looking.config(NETWORKS[model].page, f"seed={seed}", *changes)
 
 
 @functools.lru_cache(maxsize=1)
-def prepared(model: str, *changes: str):
-    """What is compiled once for all seeds: the training, and for each pruner the errors of dw in the layers of the blocks."""
-    program = looking.program(MODELS[model].page, *changes)
+def prepared(model: str, *changes: str) -> tuple[Program, Callable, Callable]:
+    """Return what is compiled once for all seeds.
+
+    Returns:
+        The program of the training; the errors of dw in the layers of the blocks, by (params, rest, step, batch,
+        pruner); and the batch of a step, by (arrays, seed, step).
+    """
+    program = looking.program(NETWORKS[model].page, *changes)
 
     @functools.partial(jax.jit, static_argnames="pruner")
-    def found(params, rest, step, batch, pruner):
+    def layer_errors(params, rest, step, batch, pruner):
         model = nnx.merge(program.graph, params, rest)
         nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", f"drhs_g={pruner}"), (r".*", "dense"))))
         nm.nnx.set_step(model, step)
         return nm.nnx.gradient_errors(model, lambda model: program.task.loss(model, batch)[0], draws=DRAWS)
 
-    drawn = jax.jit(lambda arrays, seed, step: program.task.batch(arrays, seed, step, program.mesh))
-    return program, found, drawn
+    draw = jax.jit(lambda arrays, seed, step: program.task.batch(arrays, seed, step, program.mesh))
+    return program, layer_errors, draw
 
 
-def trained(model: str, seed: int, *changes: str, after: int = AFTER):
-    """The state of a network that has been trained for some steps, and examples that it goes on with."""
-    program, _, drawn = prepared(model, *changes)
+def train(model: str, seed: int, *changes: str, steps: int = STEPS) -> tuple[Any, Any]:
+    """Train a network for some steps. Return its state, and examples that follow those it has seen."""
+    program, _, draw = prepared(model, *changes)
     state, feed = program.init(jnp.uint32(seed)), program.task.feed(seed, 0, program.mesh)
     arrays = None
-    for arrays in itertools.islice(feed, after):
+    for arrays in itertools.islice(feed, steps):
         state, shown = program.train(state, arrays)
         jax.block_until_ready(shown)
-    steps = -(-max(MODELS[model].batches) // program.config.batch)
-    many = [drawn(arrays, state.seed, state.step + i) for i in range(steps)]
-    begun = lambda v: v[:, : MODELS[model].tokens] if program.config.experiment == "text" else v
-    return state, jax.tree.map(lambda *parts: begun(jnp.concatenate(parts)), *many)
+    count = -(-max(NETWORKS[model].batches) // program.config.batch)
+    batches = [draw(arrays, state.seed, state.step + i) for i in range(count)]
+    examples = jax.tree.map(lambda *parts: jnp.concatenate(parts), *batches)
+    if program.config.experiment == "text":
+        examples = jax.tree.map(lambda v: v[:, : NETWORKS[model].tokens], examples)
+    return state, examples
 
 
-def errors(found: Callable, state, batch, pruner: str) -> tuple[float, float]:
-    """Of dw over the layers: the mean error of one draw, and the mean variance."""
-    each = jax.device_get(found(state.params, state.rest, state.step, batch, pruner))
-    return of_one_draw(list(each.values()), nm.parse_pruner(pruner).stochastic)
+def mean_errors(layer_errors: Callable, state: Any, batch: Any, pruner: str) -> tuple[float, float]:
+    """Return the error of one draw of dw and its variance, both as means over the layers."""
+    errors = jax.device_get(layer_errors(state.params, state.rest, state.step, batch, pruner))
+    return error_of_one_draw(list(errors.values()), nm.parse_pruner(pruner).stochastic)
 
 
-def of_one_draw(errors: list[nm.metrics.Error], drawn: bool, draws: int = DRAWS) -> tuple[float, float]:
-    """The mean error of one draw, and the mean variance: what the bias of so many draws has of their variance is taken off it."""
-    variances = [float(e.variance) if drawn else 0.0 for e in errors]
+def error_of_one_draw(errors: list[nm.metrics.Error], stochastic: bool, draws: int = DRAWS) -> tuple[float, float]:
+    """Return the mean error of one draw, and the mean variance.
+
+    The measured bias is that of a mean over some draws. Its share of their variance is subtracted.
+
+    Args:
+        errors: One for each layer.
+        stochastic: If false, the variance is zero.
+        draws: How many draws the bias is measured with.
+    """
+    variances = [float(e.variance) if stochastic else 0.0 for e in errors]
     squared = [float(e.bias) ** 2 - v / draws + v for e, v in zip(errors, variances, strict=True)]
     return float(np.mean(np.sqrt(np.maximum(squared, 0)))), float(np.mean(variances))
 
 
-def apart(many, n: int) -> list:
-    """Batches of n examples, none of which is in two."""
-    there = len(jax.tree.leaves(many)[0])
-    return [jax.tree.map(lambda v, i=i: v[i : i + n], many) for i in range(0, there - n + 1, n)][:APART]
+def disjoint_batches(examples: Any, n: int) -> list:
+    """Return at most MOST_BATCHES batches of n examples. No example is in two of them."""
+    count = len(jax.tree.leaves(examples)[0])
+    return [jax.tree.map(lambda v, i=i: v[i : i + n], examples) for i in range(0, count - n + 1, n)][:MOST_BATCHES]
 
 
-def run(model: str, seed: int) -> tuple[dict, list[str]]:
-    program, found, _ = prepared(model)
-    state, many = trained(model, seed)
-    of = MODELS[model]
-    rows: dict[str, list] = {"tokens": [count * of.tokens for count in of.batches]}
+def run(model: str, seed: int) -> tuple[dict[str, list], list[str]]:
+    """Return the tokens, errors and variances of one case, and the notes on its data."""
+    program, layer_errors, _ = prepared(model)
+    state, examples = train(model, seed)
+    network = NETWORKS[model]
+    rows: dict[str, list] = {"tokens": [count * network.tokens for count in network.batches]}
     for pruner in PRUNERS:
-        each = [np.mean([errors(found, state, batch, pruner) for batch in apart(many, n)], 0) for n in of.batches]
-        rows[pruner] = [float(f"{error:.4g}") for error, _ in each]
-        rows[f"variance of {pruner}"] = [float(f"{variance:.4g}") for _, variance in each]
+        means = []
+        for n in network.batches:
+            batches = disjoint_batches(examples, n)
+            means.append(np.mean([mean_errors(layer_errors, state, batch, pruner) for batch in batches], 0))
+        rows[pruner] = [float(f"{error:.4g}") for error, _ in means]
+        rows[f"variance of {pruner}"] = [float(f"{variance:.4g}") for _, variance in means]
     return rows, program.task.notes
 
 
-def told(line: dict) -> str:
+def describe(line: dict) -> str:
+    """Return the first and the last error of each pruner in words."""
     rows = line["rows"]
-    ends = lambda name: f"{rows[name][0]:.3g} to {rows[name][-1]:.3g}"
-    return ", ".join(f"{name} {ends(name)}" for name in PRUNERS)
+    return ", ".join(f"{name} {rows[name][0]:.3g} to {rows[name][-1]:.3g}" for name in PRUNERS)
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
-    """A table and a picture of each network."""
+    """Return a table with a part for each network, and a picture of each."""
     table, pictures = [], {}
     for model in dict.fromkeys(line["case"]["model"] for line in lines):
-        of = [line["rows"] for line in lines if line["case"]["model"] == model]
-        tokens = of[0]["tokens"]
-        shown = []
-        table += [
-            f"| {model}: tokens summed | {' | '.join(f'{n:,}' for n in tokens)} | variance at the end, of the least |"
-        ]
-        table += ["|---" * (len(tokens) + 2) + "|"]
-        least = np.mean([rows["variance of mvue(2,4)"][-1] for rows in of])
-        for n, pruner in enumerate(PRUNERS):
-            each = np.array([rows[pruner] for rows in of])
-            cells = [
-                f"{mean:.3f} ± {spread:.3f}" for mean, spread in zip(each.mean(0), each.std(0, ddof=1), strict=True)
-            ]
-            share = np.mean([rows[f"variance of {pruner}"][-1] for rows in of]) / least
-            table += [f"| `{pruner}` | {' | '.join(cells)} | {f'{share:.2f}' if share else ''} |"]
-            shown.append(cv.banded([cv.Curve("", np.log2(tokens), values) for values in each], pruner, colour=f"s{n}"))
-        table += [""]
-        words = f"{model}: error of one draw of dw, of its norm, by the tokens that it sums over."
-        pictures[model.replace(" ", "_")] = cv.draw(
-            f"dw-{model}",
-            shown,
-            alt=words,
-            bounds=(0,),
-            along="tokens",
-            since=np.log2(tokens[0]),
-            say_step=lambda x: large(2**x),
-        )
+        runs = [line["rows"] for line in lines if line["case"]["model"] == model]
+        table += [*_table(model, runs), ""]
+        pictures[model.replace(" ", "_")] = _draw(model, runs)
     return "\n".join([*table, "Mean ± deviation over seeds."]), pictures
+
+
+def _table(model: str, runs: list[dict]) -> list[str]:
+    tokens = " | ".join(f"{n:,}" for n in runs[0]["tokens"])
+    lines = [f"| {model}: tokens summed | {tokens} | variance at the end, of the least |"]
+    lines.append("|---" * (len(runs[0]["tokens"]) + 2) + "|")
+    least = np.mean([rows["variance of mvue(2,4)"][-1] for rows in runs])
+    for pruner in PRUNERS:
+        values = np.array([rows[pruner] for rows in runs])
+        pairs = zip(values.mean(0), values.std(0, ddof=1), strict=True)
+        cells = [f"{mean:.3f} ± {spread:.3f}" for mean, spread in pairs]
+        share = np.mean([rows[f"variance of {pruner}"][-1] for rows in runs]) / least
+        lines.append(f"| `{pruner}` | {' | '.join(cells)} | {f'{share:.2f}' if share else ''} |")
+    return lines
+
+
+def _draw(model: str, runs: list[dict]) -> str:
+    steps = np.log2(runs[0]["tokens"])  # of the axis: each doubling is a step
+    curves = []
+    for n, pruner in enumerate(PRUNERS):
+        by_seed = [cv.Curve("", steps, np.array(rows[pruner])) for rows in runs]
+        curves.append(cv.banded(by_seed, pruner, colour=f"s{n}"))
+    words = f"{model}: error of one draw of dw, of its norm, by the tokens that it sums over."
+    options = {"bounds": (0,), "along": "tokens", "since": steps[0], "say_step": lambda x: large(2**x)}
+    return cv.draw(f"dw-{model}", curves, alt=words, **options)

@@ -1,15 +1,19 @@
-"""S-STE (arXiv 2409.09099): a GPT's feed-forward weights 2:4, continuously or not, judged hardened.
+"""S-STE (arXiv 2409.09099): 2:4 feed-forward weights of a GPT, pruned continuously or not, and evaluated hardened.
 
     python launch.py --config=experiments/studies/s_ste.py:cpu --sweep --results=experiments/results/s_ste_cpu.jsonl
     python launch.py --config=experiments/studies/s_ste.py:gpu --sweep --results=experiments/results/s_ste_gpu.jsonl
 
-cpu is a GPT of two blocks on the bytes of tinyshakespeare, gpu one of twelve on books, in bfloat16, where
-part of SR-STE's term is lost to rounding. The paper's own tables were not at hand:
-there is no column beside ours. `fst` ends dense, and is judged dense, as its paper does.
+cpu is a GPT of two blocks, trained on the bytes of tinyshakespeare. gpu is a GPT of twelve blocks, trained on books in
+bfloat16, where part of SR-STE's term is lost to rounding. The paper's tables were not available, so there is no
+published column. `fst` ends dense and is evaluated dense, as in its paper.
 """
 
+from typing import Any
+
+from ml_collections import ConfigDict
+
 from configs import common
-from experiments.studies import SEEN, seeds, size
+from experiments.studies import INTERVALS, seeds, size
 
 METHODS = (
     "dense",
@@ -41,17 +45,18 @@ PAIRS = {
 }
 
 
-def pairs(variant=""):
-    """What is asked: which method has what over another."""
+def pairs(variant: str = "") -> dict[str, dict[str, list[tuple[str, str]]]]:
+    """Return the pairs of methods that are compared: by question, and by the table's column."""
     return {label: {"loss": [pair]} for label, pair in PAIRS.items()}
 
 
-def against(variant=""):
-    """The results of dense runs that cost as much."""
+def against(variant: str = "") -> str:
+    """Return the name of the results of dense runs that cost as much."""
     return f"shorter_gpt_{size(variant)}"
 
 
-def get_config(variant=""):
+def get_config(variant: str = "") -> ConfigDict:
+    """Return the config of a size."""
     c = common.gpt("")
     if size(variant) == "gpu":
         c.model.size, c.data.name, c.data.valid = "small", "books_train.txt.xz", "books_val.txt.xz"
@@ -61,12 +66,13 @@ def get_config(variant=""):
         c.data.name, c.data.tests = "tinyshakespeare.txt", 256
         c.unlock()
         c.model.depth, c.steps, c.batch = 2, 400, 8
-        c.update(SEEN)
+        c.update(INTERVALS)
         c.lock()
     c.rules = ((r"blocks/.*/mlp/.*", "mlp"), (r".*", "dense"))
     c.sparsity = dict(mlp="dense")
     return c
 
 
-def get_sweep(variant=""):
+def get_sweep(variant: str = "") -> list[dict[str, Any]]:
+    """Return the runs: every method with three seeds."""
     return seeds("sparsity.mlp", METHODS)

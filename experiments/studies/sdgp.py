@@ -1,16 +1,20 @@
-"""SDGP (arXiv 2202.00774): a residual network's data gradients pruned, top-N or at random, rescaled or not.
+"""SDGP (arXiv 2202.00774): pruned data gradients of a residual network, top-N or at random, rescaled or not.
 
     python launch.py --config=experiments/studies/sdgp.py:cpu --sweep --results=experiments/results/sdgp_cpu.jsonl
     python launch.py --config=experiments/studies/sdgp.py:gpu --sweep --results=experiments/results/sdgp_gpu.jsonl
 
-gpu is ResNet-18 of the CIFAR form on CIFAR-10, 30 epochs; the paper's network is another one, a wide ResNet-9 of 150 epochs.
-cpu is a small residual network, one pass over Fashion-MNIST.
+gpu is a ResNet-18 in the form for CIFAR, trained on CIFAR-10 for 30 epochs. The paper trains a wide ResNet-9 for 150
+epochs. cpu is a small residual network, trained on Fashion-MNIST for one epoch.
 """
 
-from configs import common
-from experiments.studies import SEEN, seeds, size
+from typing import Any
 
-ACCURACIES = {  # accuracy on CIFAR-10: single runs, so that 0.1 is noise
+from ml_collections import ConfigDict
+
+from configs import common
+from experiments.studies import INTERVALS, seeds, size
+
+ACCURACIES = {  # published, on CIFAR-10: single runs, so 0.1 is noise
     "dense": 95.3,
     "sdgp(2,4,rescale=False,select='random')": 94.5,
     "sdgp(2,4,rescale=False)": 95.2,
@@ -28,25 +32,28 @@ ACCURACIES = {  # accuracy on CIFAR-10: single runs, so that 0.1 is noise
 }
 
 
-def get_config(variant=""):
+def get_config(variant: str = "") -> ConfigDict:
+    """Return the config of a size."""
     if size(variant) == "gpu":
         c = common.resnet("cifar10")
         c.epochs = 30.0
     else:
         c = common.resnet("fashion_mnist")
         c.unlock()
-        c.model = dict(name="resnet", size="tiny", stem="imagenet", width=32)  # channels that 32 divides
+        c.model = dict(name="resnet", size="tiny", stem="imagenet", width=32)  # the channels are multiples of 32
         c.batch, c.dtype, c.epochs, c.learning_rate.peak = 128, "float32", 1.0, 0.1
-        c.update(SEEN)
+        c.update(INTERVALS)
         c.lock()
     c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
     c.sparsity = dict(stages="dense")
     return c
 
 
-def published(variant=""):
+def published(variant: str = "") -> dict[str, float]:
+    """Return the published accuracies by method."""
     return ACCURACIES
 
 
-def get_sweep(variant=""):
+def get_sweep(variant: str = "") -> list[dict[str, Any]]:
+    """Return the runs: every method with three seeds."""
     return seeds("sparsity.stages", ACCURACIES)

@@ -202,7 +202,7 @@ def test_gradients_are_those_that_adams_moments_tell_of():
         flat = nnx.to_flat_state(jax.grad(loss)(state.params))
         return jnp.concatenate([g.ravel() for path, g in flat if "mlp" in path and path[-1] == "kernel"])
 
-    look, state, second = noise.looked_at(program), program.init(jnp.uint32(0)), 0.0
+    look, state, second = noise.make_look(program), program.init(jnp.uint32(0)), 0.0
     for arrays in itertools.islice(program.task.feed(0, 0, program.mesh), 3):
         before = jax.tree.map(jnp.copy, state)
         state, shown = program.train(state, arrays)
@@ -219,40 +219,40 @@ def test_an_error_of_one_draw_is_its_bias_and_its_variance():
     """By hand: of four draws the mean is off by 0.3 and by a quarter of the variance of 0.16; one draw by 0.3 and by all of it."""
     seen = nm.metrics.Error(bias=(0.3**2 + 0.16 / 4) ** 0.5, noise=0.2, variance=0.16, cosine=1)
     sure = nm.metrics.Error(bias=0.5, noise=float("nan"), variance=float("nan"), cosine=1)
-    assert dw.of_one_draw([seen], True, 4) == pytest.approx((0.5, 0.16))
-    assert dw.of_one_draw([sure, sure._replace(bias=0.7)], False, 4) == pytest.approx((0.6, 0))
-    assert math.isnan(dw.of_one_draw([sure], True, 4)[0])
+    assert dw.error_of_one_draw([seen], True, 4) == pytest.approx((0.5, 0.16))
+    assert dw.error_of_one_draw([sure, sure._replace(bias=0.7)], False, 4) == pytest.approx((0.6, 0))
+    assert math.isnan(dw.error_of_one_draw([sure], True, 4)[0])
 
 
 def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
     """Nothing dropped is no error, and what least squares drop is less than what is random."""
-    monkeypatch.setitem(dw.MODELS, "vit", dw.MODELS["vit"]._replace(batches=(8,)))
-    _, found, _ = dw.prepared("vit", *VIT)
-    state, batch = dw.trained("vit", 0, *VIT, after=1)
+    monkeypatch.setitem(dw.NETWORKS, "vit", dw.NETWORKS["vit"]._replace(batches=(8,)))
+    _, layer_errors, _ = dw.prepared("vit", *VIT)
+    state, batch = dw.train("vit", 0, *VIT, steps=1)
     assert batch[0].shape == (8, 8, 8, 1)
-    assert dw.errors(found, state, batch, "mse(4,4)") == (0, 0)
-    biased, none = dw.errors(found, state, batch, "mse(2,4)")
-    error, variance = dw.errors(found, state, batch, "uniform(2,4)")
+    assert dw.mean_errors(layer_errors, state, batch, "mse(4,4)") == (0, 0)
+    biased, none = dw.mean_errors(layer_errors, state, batch, "mse(2,4)")
+    error, variance = dw.mean_errors(layer_errors, state, batch, "uniform(2,4)")
     assert none == 0 < biased < error
-    other, _ = dw.trained("vit", 1, *VIT, after=1)
-    assert dw.errors(found, other, batch, "mse(2,4)") != (biased, none)
-    assert found._cache_size() == 3  # of three pruners, and of no seed
+    other, _ = dw.train("vit", 1, *VIT, steps=1)
+    assert dw.mean_errors(layer_errors, other, batch, "mse(2,4)") != (biased, none)
+    assert layer_errors._cache_size() == 3  # of three pruners, and of no seed
     assert 0.5 < variance / error**2 < 2
 
 
 def test_batches_of_one_size_have_no_example_twice():
     many = (jnp.arange(10), jnp.arange(20).reshape(10, 2))
-    found = dw.apart(many, 3)
+    found = dw.disjoint_batches(many, 3)
     np.testing.assert_array_equal([batch[0] for batch in found], np.arange(9).reshape(3, 3))
     np.testing.assert_array_equal(found[2][1][:, 0], [12, 14, 16])
-    assert [len(dw.apart(many, n)) for n in (1, 5, 10)] == [4, 2, 1]
+    assert [len(dw.disjoint_batches(many, n)) for n in (1, 5, 10)] == [4, 2, 1]
 
 
 def test_windows_are_cut_to_their_first_tokens(monkeypatch):
-    monkeypatch.setitem(dw.MODELS, "gpt of 32 tokens", dw.Of("s_ste", 8, (3,)))
+    monkeypatch.setitem(dw.NETWORKS, "gpt of 32 tokens", dw.Network("s_ste", 8, (3,)))
     changes = ("data.name=pydoc", "data.length=32", "model.depth=1", "batch=4")
-    _, (cut, _) = dw.trained("gpt of 32 tokens", 0, *changes, after=1)
-    _, (whole, _) = dw.trained("gpt", 0, *changes, after=1)
+    _, (cut, _) = dw.train("gpt of 32 tokens", 0, *changes, steps=1)
+    _, (whole, _) = dw.train("gpt", 0, *changes, steps=1)
     assert (cut.shape, whole.shape) == ((4, 8), (128, 32))
     np.testing.assert_array_equal(cut, whole[:4, :8])
 
@@ -288,7 +288,7 @@ def test_figures_of_what_was_looked_into(tmp_path):
         looked(
             noise,
             step=[0, 10],
-            **{name: [1.0, value] for name, value in zip(noise.SHOWN, (0.1, 2.0, 3.0), strict=True)},
+            **{name: [1.0, value] for name, value in zip(noise.MEASURES, (0.1, 2.0, 3.0), strict=True)},
         )
     )
     text, pictures = reproduce.block("noise_cpu", written(tmp_path, *lines, name="noise_cpu"))
@@ -314,7 +314,7 @@ def test_figures_of_what_was_looked_into(tmp_path):
 def test_what_is_there_is_not_looked_into_again(tmp_path, monkeypatch, capsys):
     flips = lambda seed: math.inf if seed == 1 else 0.5
     monkeypatch.setattr(descent, "run", lambda method, seed: ({"step": [0], "flips": [flips(seed)]}, ["A note."]))
-    monkeypatch.setattr(descent, "told", str)
+    monkeypatch.setattr(descent, "describe", str)
     for _ in range(2):
         looks.add("descent", tmp_path)
         lines = [json.loads(line) for line in (tmp_path / "descent_cpu.jsonl").read_text().splitlines()]
