@@ -356,12 +356,10 @@ def test_pallas_or_an_error():
 
 
 def test_choices_are_made_once():
-    from nmjax.products.routes import _chosen
-
-    before = _chosen.cache_info()
+    before = routes._routes.cache_info()
     for _ in range(5):
         choices("ste(2,4)", (640, 64), (64, 64))
-    after = _chosen.cache_info()
+    after = routes._routes.cache_info()
     assert (after.misses - before.misses, after.hits - before.hits) == (1, 4)
 
 
