@@ -1,14 +1,15 @@
-"""FLOPs of products, dense and effective: what is left of them where zeros in n:m cost nothing.
+"""FLOPs of products: dense, and effective, which counts a zero of an n:m operand as free.
 
-A product of dense cost F costs F * n/m where one of its operands is n:m *along the axis that it contracts*. So a weight
-pruned for the forward product saves nothing in dx, which contracts its other axis, unless its mask is transposable.
-FLOPs are two for every multiply-add, those with a convolution's padding among them, and each of the three products of a
-layer costs the same when dense.
+A product of F dense FLOPs has F * n/m effective FLOPs if one of its operands is n:m *along the axis that the product
+contracts*. So a weight that is pruned for the forward product saves nothing in dx, which contracts its other axis,
+unless its mask is transposable. A multiply-add is two FLOPs, also with the padding of a convolution. The three
+products of a layer cost the same when dense.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 from jax.extend import core
@@ -19,43 +20,53 @@ from nmjax.products.sparsity import Sparsity
 
 
 def flops(op: Dot | Conv, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
-    """Of the dense product of operands of these shapes.
+    """Return the FLOPs of a dense product.
+
+    Args:
+        op: The operation.
+        lhs: The shape of the left operand.
+        rhs: The shape of the right operand.
 
     >>> flops(Dot((((1,), (0,)), ((), ())), None, None, None), (196, 768), (768, 3072)) / 1e9
     0.924844032
     """
     if isinstance(op, Dot):
         (_, contract), (_, batch) = op.dims
-        return _each(lhs, rhs, (*contract, *batch))
+        return _cost(lhs, rhs, (*contract, *batch))
     out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(s, "float32") for s in (lhs, rhs))).shape
-    return _each(out, rhs, op.dims.rhs_spec[:1])
+    return _cost(out, rhs, op.dims.rhs_spec[:1])
 
 
-def _each(values: tuple[int, ...], rhs: tuple[int, ...], but: Iterable[int]) -> int:
-    """Two for each of some values and all axes of the right operand but those that they share."""
-    return 2 * math.prod(values) * math.prod(n for a, n in enumerate(rhs) if a not in but)
+def _cost(values: tuple[int, ...], rhs: tuple[int, ...], shared: Iterable[int]) -> int:
+    """Return two FLOPs for each value, times the axes of the right operand that the values do not share."""
+    shared = tuple(shared)
+    return 2 * math.prod(values) * math.prod(n for a, n in enumerate(rhs) if a not in shared)
 
 
 def kept(p: Pruner, step: int | None = None) -> float:
-    """Return the share of values that a pruner leaves at a step; without a step, at its sparsest.
+    """Return the share of values that a pruner keeps.
 
-    >>> from nmjax.recipes.text import parse_pruner
-    >>> kept(parse_pruner("ste(soft(2,4))")), kept(parse_pruner("decay(mse(1,8),linear(1,0,100))"), 50)
+    Args:
+        p: The pruner.
+        step: The step of training; without it, the sparsest step.
+
+    >>> import nmjax as nm
+    >>> nm.flops.kept(nm.mse(2, 4)), nm.flops.kept(nm.decay(nm.mse(1, 8), nm.linear(1, 0, 100)), step=50)
     (0.5, 1.0)
     """
     return p.kept(step)
 
 
 def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float, float]:
-    """Return the share of its dense FLOPs that each product is left with: (fwd, dlhs, drhs).
+    """Return the share of its dense FLOPs that is left of each product: (fwd, dlhs, drhs).
 
     Args:
-      sparsity: what is pruned.
-      step: the step of training; without it, every slot is taken at its sparsest.
+        sparsity: The slots and their pruners.
+        step: The step of training; without it, every slot is taken at its sparsest.
 
-    >>> from nmjax.recipes.text import parse
-    >>> effective(parse("s_ste(2,4)")), effective(parse("ste(1,8)")), effective(parse("fst()"))
-    ((0.5, 1.0, 0.5), (0.125, 1.0, 1.0), (0.5, 0.5, 0.5))
+    >>> import nmjax as nm
+    >>> nm.flops.effective(nm.methods.s_ste()), nm.flops.effective(nm.methods.ste(1, 8))
+    ((0.5, 1.0, 0.5), (0.125, 1.0, 1.0))
     """
     slots = sparsity.slots
     share = {name: slot.pruner.kept(step) for name, slot in slots.items()}
@@ -69,60 +80,91 @@ def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float
 
 
 def over(sparsity: Sparsity, steps: int) -> tuple[float, float, float]:
-    """What `effective` is on average over so many steps of training, of which up to 200 are looked at.
+    """Return the mean of `effective` over the steps of a run. Up to 200 steps are sampled.
 
-    >>> from nmjax.recipes.text import parse
-    >>> over(parse("mdgf(2,4,linear(1,0,80))"), 160)
+    Args:
+        sparsity: The slots and their pruners.
+        steps: The number of steps.
+
+    >>> import nmjax as nm
+    >>> nm.flops.over(nm.parse("mdgf(2,4,linear(1,0,80))"), 160)
     (0.75, 1.0, 1.0)
     """
     count = min(steps, 200)
-    looked = [effective(sparsity, int((i + 0.5) * steps / count)) for i in range(count)]
-    fwd, dlhs, drhs = (math.fsum(shares) / count for shares in zip(*looked, strict=True))
+    sampled = [effective(sparsity, int((i + 0.5) * steps / count)) for i in range(count)]
+    fwd, dlhs, drhs = (math.fsum(shares) / count for shares in zip(*sampled, strict=True))
     return fwd, dlhs, drhs
 
 
 def counted(jaxpr: core.Jaxpr, mark: str, name: str | None = None) -> Iterator[tuple[str | None, int]]:
-    """(name, FLOPs) of every dot and convolution of a program, times how often loops run it. The name is that of the
-    `jax.named_scope` around it that begins with ``mark``; None where there is none. A while loop counts as one turn,
-    and of branches the costliest."""
+    """Yield (name, FLOPs) of every dot and convolution of a program, times how often loops run it.
+
+    A while loop counts as one turn. The costliest branch of a condition counts.
+
+    Args:
+        jaxpr: The program.
+        mark: The beginning of the names that count. A product has the name of the `jax.named_scope` around it that
+            begins so, or None.
+        name: The name that products have because of a scope outside the program.
+
+    >>> def f(x):
+    ...     with jax.named_scope("layer_0"):
+    ...         return x @ x
+    >>> list(counted(jax.make_jaxpr(f)(jnp.ones((2, 2))).jaxpr, "layer_"))
+    [('layer_0', 16)]
+    """
     for equation in jaxpr.eqns:
-        kind, given = equation.primitive.name, equation.params
         scope = re.search(rf"{re.escape(mark)}\w*", str(equation.source_info.name_stack))
-        here = name or (scope and scope.group())
-        lhs, rhs = ([getattr(v.aval, "shape", ()) for v in equation.invars] + [(), ()])[:2]
-        if kind == "dot_general":
-            (_, contract), (_, batch) = given["dimension_numbers"]
-            yield here, _each(lhs, rhs, (*contract, *batch))
-        elif kind == "ragged_dot_general":
-            numbers = given["ragged_dot_dimension_numbers"]
-            (_, contract), (_, batch) = numbers.dot_dimension_numbers
-            yield here, _each(lhs, rhs, (*contract, *batch, *numbers.rhs_group_dimensions))
-        elif kind == "conv_general_dilated":
-            yield here, _each(equation.outvars[0].aval.shape, rhs, given["dimension_numbers"].rhs_spec[:1])
+        own_name = name or (scope and scope.group())
+        kind, parameters = equation.primitive.name, equation.params
+        cost = _product_cost(equation)
+        if cost is not None:
+            yield own_name, cost
         elif kind == "cond":
-            branches = [list(counted(branch, mark, here)) for branch in _programs(given["branches"])]
-            yield from max(branches, key=lambda found: sum(cost for _, cost in found))
+            branches = [list(counted(branch, mark, own_name)) for branch in _programs(parameters["branches"])]
+            yield from max(branches, key=lambda products: sum(cost for _, cost in products))
         else:
-            for inner in _programs(given.values()):
-                for found, cost in counted(inner, mark, here):
-                    yield found, _times(kind, given) * cost
+            times = _times(kind, parameters)
+            for program in _programs(parameters.values()):
+                for inner_name, inner_cost in counted(program, mark, own_name):
+                    yield inner_name, times * inner_cost
 
 
-def _times(kind: str, given) -> int:
-    """How often an equation runs the program in it."""
+def _product_cost(equation: core.JaxprEqn) -> int | None:
+    """Return the FLOPs of an equation that is a dot or a convolution; None for any other."""
+    kind, parameters = equation.primitive.name, equation.params
+    if kind not in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
+        return None
+    lhs, rhs = (getattr(v.aval, "shape", ()) for v in equation.invars[:2])
+    if kind == "dot_general":
+        (_, contract), (_, batch) = parameters["dimension_numbers"]
+        return _cost(lhs, rhs, (*contract, *batch))
+    if kind == "ragged_dot_general":
+        numbers = parameters["ragged_dot_dimension_numbers"]
+        (_, contract), (_, batch) = numbers.dot_dimension_numbers
+        return _cost(lhs, rhs, (*contract, *batch, *numbers.rhs_group_dimensions))
+    out: Any = equation.outvars[0].aval
+    return _cost(out.shape, rhs, parameters["dimension_numbers"].rhs_spec[:1])
+
+
+def _times(kind: str, parameters: Mapping[str, Any]) -> int:
+    """Return how often an equation runs the programs in it."""
     if kind == "scan":
-        return given["length"]
-    if kind == "shard_map":  # a shard's program, on every shard
-        return math.prod(given["mesh"].shape[a] for a in given.get("manual_axes", given.get("newly_manual_axes")))
+        return parameters["length"]
+    if kind == "shard_map":  # each program is a shard's, and runs on every shard
+        axes = parameters.get("manual_axes", parameters.get("newly_manual_axes"))
+        return math.prod(parameters["mesh"].shape[a] for a in axes)
     if kind == "pallas_call":
-        return math.prod(n for n in given["grid_mapping"].grid if isinstance(n, int))
+        return math.prod(n for n in parameters["grid_mapping"].grid if isinstance(n, int))
     return 1
 
 
-def _programs(values: Iterable) -> Iterator[core.Jaxpr]:
-    """The programs among the parameters of an equation."""
+def _programs(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
+    """Yield the programs among the parameters of an equation."""
     for value in values:
-        if isinstance(value, (core.ClosedJaxpr, core.Jaxpr)):
-            yield value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+        if isinstance(value, core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, core.Jaxpr):
+            yield value
         elif isinstance(value, (tuple, list)):
             yield from _programs(value)

@@ -1,4 +1,7 @@
-"""What a recipe does to a model, layer by layer: a value that prints as a table, and shows as one in a notebook."""
+"""The plan of a model: a value that says what every layer will do, and prints as a table.
+
+A plan is made by `nmjax.nnx.plan`. Its refusals are decided in `nmjax.analysis.refusals`.
+"""
 
 import html
 import io
@@ -6,9 +9,9 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 from rich import box
@@ -16,61 +19,78 @@ from rich.console import Console
 from rich.table import Table
 
 from nmjax.analysis import flops
+from nmjax.analysis.refusals import Use, product_refusal, slot_refusal
 from nmjax.core.pruner import Pruner
 from nmjax.products.routes import RESULTS, Route, explain
-from nmjax.products.rule import refusals
 from nmjax.products.slot import SLOTS, WEIGHT
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
-
-class Use(NamedTuple):
-    """One product of a layer: its operation and the shapes of its operands, of one of ``stacked`` layers."""
-
-    op: Any
-    lhs: jax.ShapeDtypeStruct
-    rhs: jax.ShapeDtypeStruct
-    stacked: int
+Item = TypeVar("Item")
 
 
 class SlotPlan(NamedTuple):
-    """What happens in one slot of a layer."""
+    """The plan of one slot of a layer.
+
+    Attributes:
+        name: The slot, such as "fwd_rhs".
+        pruner: What prunes its operand.
+        along: The sizes of the axes that its product contracts; empty if only a call tells them.
+        groups: The number of groups in one call; None if only a call tells it.
+        refused: The reason why the slot cannot prune so; None if it can.
+    """
 
     name: str
     pruner: Pruner
-    along: tuple[int, ...] = ()  # the sizes that its product contracts; empty where only a call tells
-    groups: int | None = None  # in one call; None where only a call tells
+    along: tuple[int, ...] = ()
+    groups: int | None = None
     refused: str | None = None
 
     def __str__(self) -> str:
-        what = f"{self.name}={self.pruner}"
+        """Return the slot as the table shows it."""
+        text = f"{self.name}={self.pruner}"
         if self.refused:
-            return f"{what}\n  REFUSED"
-        if self.pruner.block == 1:  # which only rounds
-            return what
+            return f"{text}\n  REFUSED"
+        if self.pruner.block == 1:  # it has no groups: it only rounds
+            return text
         unknown = "axes unknown" if self.name in WEIGHT else "tokens unknown"
         if not self.along:
-            return f"{what}\n  {unknown}"
+            return f"{text}\n  {unknown}"
         along = f"groups along {' x '.join(map(str, self.along))}"
-        return f"{what}\n  {along}, {unknown}" if self.groups is None else f"{what}\n  {self.groups:,} {along}"
+        if self.groups is None:
+            return f"{text}\n  {along}, {unknown}"
+        return f"{text}\n  {self.groups:,} {along}"
 
 
 class LayerPlan(NamedTuple):
-    """What happens in one layer, or in a stack of them."""
+    """The plan of one layer, or of a stack of layers.
+
+    Attributes:
+        path: The layer's path in the model.
+        kind: The layer's class, such as "Linear".
+        kernel: The shape of its kernel.
+        sparsity: What it prunes.
+        slots: The plans of its slots that prune.
+        flops: The FLOPs of each of its three products when dense; None if no example of inputs was given.
+        shares: The shares of the FLOPs of fwd, dlhs and drhs that are left, at the sparsest step.
+        hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it is drawn anew at every step.
+        runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
+            refuses the product.
+    """
 
     path: str
     kind: str
     kernel: tuple[int, ...]
     sparsity: Sparsity
     slots: tuple[SlotPlan, ...]
-    flops: int | None  # of each of its three products when dense; None where no example was given
-    shares: tuple[float, float, float]  # what is effectively left of fwd, dlhs and drhs, at its sparsest
-    hardened: str  # what `harden` makes of its weight: n:m, dense, or none where it is drawn anew at every step
-    runs: tuple[tuple[str, Route], ...] = ()  # how its products run: fwd, dlhs, drhs; empty where only a call tells
+    flops: int | None
+    shares: tuple[float, float, float]
+    hardened: str
+    runs: tuple[tuple[str, Route], ...] = ()
 
 
 def hardened(sparsity: Sparsity) -> str:
-    """What `harden` makes of a weight, in words."""
+    """Return the form of a weight after `harden`, as text: "n:m", "dense" or "none"."""
     try:
         pattern = sparsity.fwd_rhs.final.pattern
     except ValueError:
@@ -79,71 +99,116 @@ def hardened(sparsity: Sparsity) -> str:
 
 
 def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[SlotPlan, ...]:
-    """What a sparsity does to a layer of these products, slot by slot."""
-    found = []
-    for name in (s for s in SLOTS if getattr(sparsity, s) != identity):
+    """Return the plan of every slot of a layer that prunes.
+
+    Args:
+        sparsity: What the layer prunes.
+        uses: The products that a call asks the layer for. The first one gives the numbers.
+        tokens_known: False if the number of tokens in ``uses`` is made up.
+    """
+    plans: list[SlotPlan] = []
+    for name in SLOTS:
         p = getattr(sparsity, name)
+        if p == identity:
+            continue
         if not uses or (name.startswith("drhs") and not tokens_known):
-            found.append(SlotPlan(name, p))
+            plans.append(SlotPlan(name, p))
             continue
         op, lhs, rhs, stacked = uses[0]
         g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
         shape = {"fwd_lhs": lhs, "drhs_lhs": lhs, "dlhs_g": g, "drhs_g": g}.get(name, rhs).shape
         along = tuple(shape[a] for a in op.operands(len(lhs.shape), len(rhs.shape))[name].contract)
         groups = stacked * math.prod(shape) // p.block if tokens_known or name in WEIGHT else None
-        reasons = (dict(refusals(*use[:3], sparsity)).get(name) for use in uses)
-        found.append(SlotPlan(name, p, along, groups, next(filter(None, reasons), None)))
-    return tuple(found)
+        refusal = slot_refusal(name, sparsity, uses)
+        plans.append(SlotPlan(name, p, along, groups, None if refusal is None else refusal.reason))
+    return tuple(plans)
 
 
 def runs_of(
-    sparsity: Sparsity, uses: list[Use], backend: str, before: frozenset[str] = frozenset()
+    sparsity: Sparsity, uses: list[Use], backend: str, packed_before: frozenset[str] = frozenset()
 ) -> tuple[tuple[str, Route], ...]:  # fmt: skip
-    """How the products of a layer run, of which some find the weight packed."""
-    choices = explain(*uses[0][:3], sparsity, backend, before) if uses else {}
-    refused = lambda choice: backend == "pallas" and choice.how == "emulated"
-    return tuple((name, c._replace(how="refused") if refused(c) else c) for name, c in choices.items())
+    """Return the route of each product of a layer.
+
+    Args:
+        sparsity: What the layer prunes.
+        uses: The products that a call asks the layer for. The first one counts.
+        backend: The layer's backend.
+        packed_before: The products whose weight is already packed.
+    """
+    if not uses:
+        return ()
+    runs: list[tuple[str, Route]] = []
+    for product, route in explain(uses[0].op, uses[0].lhs, uses[0].rhs, sparsity, backend, packed_before).items():
+        refusal = product_refusal(product, route, backend)
+        if refusal is not None:
+            route = route._replace(how="refused", why=refusal.reason)
+        runs.append((product, route))
+    return tuple(runs)
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Every layer with a door, what other products cost, and the parameters that no layer with a door covers."""
+    """The plan of a model. It prints as a table, also in a notebook.
+
+    Attributes:
+        layers: The plan of every layer with a door.
+        elsewhere: The forward FLOPs of dots and convolutions outside these layers, as in attention.
+        uncovered: (path, shape) of the parameters that no such layer holds and that have more than one axis.
+        parameters: The number of all parameters.
+
+    >>> from nmjax.recipes.text import parse
+    >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
+    >>> plan = Plan((layer,), elsewhere=0, uncovered=(), parameters=36)
+    >>> plan.forward, plan.training, plan.refused
+    ((1024, 512.0), (3072, 2560.0), ())
+    """
 
     layers: tuple[LayerPlan, ...]
-    elsewhere: int  # forward FLOPs of dots and convolutions that are no layer's, as in attention
+    elsewhere: int
     uncovered: tuple[tuple[str, tuple[int, ...]], ...]
     parameters: int
 
     @property
     def forward(self) -> tuple[float, float]:
-        """FLOPs of a forward pass, dense and effective."""
+        """The FLOPs of a forward pass, dense and effective."""
         cost = [(layer.flops or 0, (layer.flops or 0) * layer.shares[0]) for layer in self.layers]
         return self.elsewhere + sum(d for d, _ in cost), self.elsewhere + sum(e for _, e in cost)
 
     @property
     def training(self) -> tuple[float, float]:
-        """FLOPs of a forward and backward pass, dense and effective."""
+        """The FLOPs of a forward and backward pass, dense and effective, at the sparsest step."""
         cost = [(3 * (layer.flops or 0), (layer.flops or 0) * sum(layer.shares)) for layer in self.layers]
         return 3 * self.elsewhere + sum(d for d, _ in cost), 3 * self.elsewhere + sum(e for _, e in cost)
 
     def over(self, steps: int) -> tuple[float, float]:
-        """FLOPs of a forward and backward pass, dense and effective, on average over so many steps: methods change with them."""
+        """Return the mean FLOPs of a forward and backward pass, dense and effective, over the steps of a run.
+
+        Schedules change a method from step to step, and its FLOPs with it.
+
+        Args:
+            steps: The number of steps.
+
+        >>> from nmjax.recipes.text import parse
+        >>> fading = parse("mdgf(2,4,linear(1,0,80))")
+        >>> layer = LayerPlan("up", "Linear", (8, 4), fading, (), 1024, (0.5, 1.0, 1.0), "2:4")
+        >>> Plan((layer,), elsewhere=0, uncovered=(), parameters=36).over(160)
+        (3072, 2816.0)
+        """
         shares = {sparsity: flops.over(sparsity, steps) for sparsity in {layer.sparsity for layer in self.layers}}
         cost = [(layer.flops or 0) * sum(shares[layer.sparsity]) for layer in self.layers]
         return self.training[0], 3 * self.elsewhere + sum(cost)
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
-        """(layer, reason) of everything that a step of training would refuse."""
-        slots = [(layer.path, s.refused) for layer in self.layers for s in layer.slots if s.refused]
-        runs = [(layer.path, name, c) for layer in self.layers for name, c in layer.runs if c.how == "refused"]
-        text = lambda name, why: f"backend='pallas', but {RESULTS[name]} cannot be packed: {why}. Write backend='auto'."
-        return (*slots, *((path, text(name, choice.why)) for path, name, choice in runs))
+        """(layer, reason) of everything that a step of training would refuse, as `refusals` decides it."""
+        slots = [(layer.path, slot.refused) for layer in self.layers for slot in layer.slots if slot.refused]
+        runs = [(layer.path, route.why) for layer in self.layers for _, route in layer.runs if route.how == "refused"]
+        return (*slots, *runs)
 
     @property
     def runs(self) -> dict[str, int]:
-        """How many pruned products run "packed", in "fp8" and "emulated"."""
-        return dict(Counter(choice.how for layer in self.layers for _, choice in layer.runs if choice.how != "dense"))
+        """The number of pruned products that run "packed", "fp8" and "emulated", or are "refused"."""
+        return dict(Counter(route.how for layer in self.layers for _, route in layer.runs if route.how != "dense"))
 
     def __repr__(self) -> str:
         table = Table(box=box.SIMPLE, pad_edge=False)
@@ -152,13 +217,15 @@ class Plan:
         for row in self._rows():
             table.add_row(*row)
         out, width = io.StringIO(), min(max(shutil.get_terminal_size((120, 24)).columns, 60), 120)
-        plain = {"color_system": None, "markup": False, "emoji": False, "highlight": False, "force_jupyter": False}
-        console = Console(file=out, width=width, legacy_windows=False, **plain)
+        console = Console(
+            file=out, width=width, color_system=None, markup=False, emoji=False, highlight=False, force_jupyter=False,
+            legacy_windows=False,
+        )  # fmt: skip
         console.print(table, *self._notes(), sep="\n")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        # breaks and spaces as such, for some pages of notebooks, as GitHub's, leave styles out
+        # Some pages of notebooks, such as GitHub's, drop styles, so line breaks and spaces are written as entities.
         plain = lambda text: html.escape(text).replace("\n", "<br>").replace("  ", "&nbsp; ")
         cell = lambda tag, text: f"<{tag} style='text-align:left'>{plain(text)}</{tag}>"
         rows = [f"<tr>{''.join(cell('td', text) for text in row)}</tr>" for row in self._rows()]
@@ -167,13 +234,13 @@ class Plan:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{notes}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """One row for all layers that differ in numbers of their path alone."""
-        rows = []
-        for same in _alike((layer.path, layer[1:], layer) for layer in self.layers):
-            first, cost = same[0], sum(layer.flops or 0 for layer in same)
-            many, kernel = f"{len(same)} " if len(same) > 1 else "", "x".join(map(str, first.kernel))
+        """Return one row for all layers that are alike but for numbers in their paths."""
+        rows: list[tuple[str, ...]] = []
+        for alike in _alike((layer.path, layer[1:], layer) for layer in self.layers):
+            first, cost = alike[0], sum(layer.flops or 0 for layer in alike)
+            count, kernel = f"{len(alike)} " if len(alike) > 1 else "", "x".join(map(str, first.kernel))
             rows.append((
-                f"{_range([layer.path for layer in same])}\n  {many}{first.kind} {kernel}",
+                f"{_range([layer.path for layer in alike])}\n  {count}{first.kind} {kernel}",
                 "\n".join(map(str, first.slots)) or "dense",
                 " ".join(f"{share:.3g}" for share in first.shares),
                 "" if first.flops is None else _change(3 * cost, cost * sum(first.shares)),
@@ -182,41 +249,46 @@ class Plan:
         return rows
 
     def _notes(self) -> list[str]:
+        """Return the lines below the table."""
         pruned = sum(bool(layer.slots) for layer in self.layers)
         lines = [f"{self.parameters:,} parameters, {pruned} of {len(self.layers)} layers pruned"]
         if self.forward[0]:
-            changes = self.over(1)[1] != self.training[1]  # the first step is not as sparse
+            changes = self.over(1)[1] != self.training[1]  # the first step is less sparse than the last
             at = " at the sparsest step," if changes else ""
             lines[0] += f"; GFLOPs{at} forward {_change(*self.forward)}, with backward {_change(*self.training)}"
             if self.elsewhere:
                 lines.append(f"Products of no layer, as in attention: {_giga(self.elsewhere)} GFLOPs forward")
-            if idle := [layer.path for layer in self.layers if not layer.flops]:
-                shown = map(_range, _alike((path, None, path) for path in idle))
-                lines.append(f"Layers that this call does not reach: {', '.join(shown)}")
+            idle = [layer.path for layer in self.layers if not layer.flops]
+            if idle:
+                ranges = map(_range, _alike((path, None, path) for path in idle))
+                lines.append(f"Layers that this call does not reach: {', '.join(ranges)}")
         if self.uncovered:
             groups = _alike((path, shape, (path, shape)) for path, shape in self.uncovered)
-            shown = (f"{_range([p for p, _ in same])} {'x'.join(map(str, same[0][1]))}" for same in groups)
-            lines.append(f"Parameters that no rule reaches: {', '.join(shown)}")
-        lines += self._how()
-        for same in _alike((path, reason, (path, reason)) for path, reason in self.refused):
-            lines.append(f"REFUSED in {_range([path for path, _ in same])}: {same[0][1]}")
+            ranges = (f"{_range([p for p, _ in alike])} {'x'.join(map(str, alike[0][1]))}" for alike in groups)
+            lines.append(f"Parameters that no rule reaches: {', '.join(ranges)}")
+        lines += self._route_notes()
+        for alike in _alike((path, reason, (path, reason)) for path, reason in self.refused):
+            lines.append(f"REFUSED in {_range([path for path, _ in alike])}: {alike[0][1]}")
         return lines
 
-    def _how(self) -> list[str]:
-        """How pruned products run, in which layers, and why."""
-        found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    def _route_notes(self) -> list[str]:
+        """Return a line for each route of pruned products: which layers take it, and why."""
+        results: dict[tuple[str, str], dict[str, list[str]]] = {}  # of each route, by layer
         for layer in self.layers:
-            for product, (how, why, *_) in layer.runs:
-                if how not in ("dense", "refused"):
-                    found.setdefault((how, why), {}).setdefault(layer.path, []).append(RESULTS[product])
-        lines, pruned = [], sum(bool(layer.slots) for layer in self.layers)
-        for (how, why), layers in found.items():
-            everywhere = len(found) == 1 and len(layers) == pruned
-            by_results: dict[str, list[str]] = {}
-            for same in _alike((path, tuple(results), path) for path, results in layers.items()):
-                by_results.setdefault(" and ".join(layers[same[0]]), []).append(_range(same))
-            some = "; ".join(f"{results} of {', '.join(_gathered(paths))}" for results, paths in by_results.items())
-            lines.append(f"{_HOW[how]} {'everywhere' if everywhere else some}: {why}")
+            for product, route in layer.runs:
+                if route.how not in ("dense", "refused"):
+                    by_layer = results.setdefault((route.how, route.why), {})
+                    by_layer.setdefault(layer.path, []).append(RESULTS[product])
+        lines: list[str] = []
+        pruned = sum(bool(layer.slots) for layer in self.layers)
+        for (how, why), by_layer in results.items():
+            ranges: dict[str, list[str]] = {}
+            for paths in _alike((path, tuple(names), path) for path, names in by_layer.items()):
+                ranges.setdefault(" and ".join(by_layer[paths[0]]), []).append(_range(paths))
+            where = "; ".join(f"{names} of {', '.join(_gathered(paths))}" for names, paths in ranges.items())
+            if len(results) == 1 and len(by_layer) == pruned:
+                where = "everywhere"
+            lines.append(f"{_HOW[how]} {where}: {why}")
         return lines
 
 
@@ -224,35 +296,38 @@ _HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated, zeros multip
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 
 
-def _alike(items: Iterable[tuple[str, Any, Any]]) -> list[list]:
-    """Of (path, what, item) the items whose paths differ in numbers alone and that are the same."""
-    found: dict[tuple, list] = {}
-    for path, what, item in items:
-        found.setdefault((*re.split(r"\d+", path), what), []).append(item)
-    return list(found.values())
+# ---- paths as short text ----
+
+
+def _alike(items: Iterable[tuple[str, Hashable, Item]]) -> list[list[Item]]:
+    """Group the items of (path, key, item) whose keys are equal and whose paths differ in numbers only."""
+    groups: dict[tuple[Hashable, ...], list[Item]] = {}
+    for path, key, item in items:
+        groups.setdefault((*re.split(r"\d+", path), key), []).append(item)
+    return list(groups.values())
 
 
 def _range(paths: list[str]) -> str:
-    """Paths that differ in numbers: blocks/0/mlp .. blocks/11/mlp as blocks/0-11/mlp."""
+    """Return paths that differ in numbers as one: blocks/0/mlp .. blocks/11/mlp as blocks/0-11/mlp."""
     parts = [re.split(r"(\d+)", path) for path in paths]
-    seen = [list(dict.fromkeys(texts)) for texts in zip(*parts, strict=True)]
-    if math.prod(map(len, seen)) == len(paths):
-        return "".join(texts[0] if len(texts) == 1 else _runs(texts) for texts in seen) or "(the model)"
-    at = next(i for i, texts in enumerate(seen) if len(texts) > 1)
-    return ", ".join(_range([path for path, p in zip(paths, parts, strict=True) if p[at] == n]) for n in seen[at])
+    texts_at = [list(dict.fromkeys(texts)) for texts in zip(*parts, strict=True)]
+    if math.prod(map(len, texts_at)) == len(paths):
+        return "".join(texts[0] if len(texts) == 1 else _runs(texts) for texts in texts_at) or "(the model)"
+    at = next(i for i, texts in enumerate(texts_at) if len(texts) > 1)
+    return ", ".join(_range([path for path, p in zip(paths, parts, strict=True) if p[at] == n]) for n in texts_at[at])
 
 
 def _gathered(paths: list[str]) -> list[str]:
-    """Paths that differ in their last name: mlp/up, mlp/down as mlp/(up|down)."""
-    found: dict[str, list[str]] = {}
+    """Return paths that differ in their last name as one: mlp/up, mlp/down as mlp/(up|down)."""
+    last_names: dict[str, list[str]] = {}
     for path in paths:
         front, slash, last = path.rpartition("/")
-        found.setdefault(front + slash, []).append(last)
-    return [front + (names[0] if len(names) == 1 else f"({'|'.join(names)})") for front, names in found.items()]
+        last_names.setdefault(front + slash, []).append(last)
+    return [front + (names[0] if len(names) == 1 else f"({'|'.join(names)})") for front, names in last_names.items()]
 
 
 def _runs(numbers: list[str]) -> str:
-    """0, 1, 2, 5 as 0-2,5."""
+    """Return numbers as ranges: 0, 1, 2, 5 as 0-2,5."""
     runs: list[list[str]] = []
     for n in sorted(numbers, key=int):
         if runs and int(n) == int(runs[-1][-1]) + 1:

@@ -1,12 +1,19 @@
-"""Any flax.nnx model made sparse, through the doors that Flax's layers have.
+"""Sparsity for any flax.nnx model.
 
-`sparsify` puts a site where a layer keeps its product (`dot_general`, `einsum_op`, `conv_general_dilated`) and touches
-nothing else: parameters, their paths and the model's code stay. A site holds what its method needs as Variables of type
-`NM`: words for noise, the time, state such as held masks. A dense layer gets no site, and a method without noise, schedule
-or memory adds no arrays.
+`sparsify` puts a `Site` into the door of each layer: the attribute that holds its product, which is ``dot_general``,
+``einsum_op`` or ``conv_general_dilated``. Nothing else changes: parameters, their paths and the model's code stay. A
+site holds what its method needs in variables of type `NM`: noise words, the time, and state such as held masks. A dense
+layer has no site. A method without noise, schedule or memory adds no arrays.
 
-Time is data. `set_step` is the only writer of time and state. The noise of a step is a function of (seed, layer, place in
-the stack, step, micro-step, slot), whatever came before.
+Time is data: one compiled program serves all steps. Only `set_step`, `reset_state` and `reseed` write these variables.
+The noise of a step is a function of seed, layer, place in the stack, step, micro-step and slot, and of nothing else.
+
+>>> from flax import nnx
+>>> import nmjax as nm
+>>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+>>> nm.nnx.set_step(model, 1)  # once a step, outside the loss
+>>> gradients = nnx.grad(lambda model: (model(jnp.ones((4, 8))) ** 2).mean())(model)
+>>> hard = nm.nnx.harden(model)  # for inference
 """
 
 from nmjax.nnx.delivery import (

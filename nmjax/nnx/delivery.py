@@ -1,18 +1,22 @@
-"""A model made sparse, its time and its state."""
+"""Sites put into a model's layers, and their time, state and noise."""
 
 import math
 import re
+from collections.abc import Mapping
 from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import errors, nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32, UInt32
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
+from nmjax.core.refusal import Refusal
 from nmjax.nnx.doors import Layer, layers, over
-from nmjax.nnx.variables import NM, Site, in_rank, write
+from nmjax.nnx.variables import NM, Site, unpadded, write
 from nmjax.products import sites
 from nmjax.products.pruning import Operand
 from nmjax.products.rule import refusals
@@ -21,12 +25,35 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
+Model = TypeVar("Model")
 
-def sparsify(model, recipe: Recipe, seed=0, stack: int | tuple[int, ...] | None = None):
-    """The model itself, with every layer's product pruned as the recipe says. Whatever sparsity it had is replaced.
 
-    Scales and masks are made of the weights that the model has now: load weights before, or call `reset_state` after.
-    ``stack`` is needed where shapes leave open which axes of a kernel stack layers.
+def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int, ...] | None = None) -> Model:
+    """Make every layer of a model prune as a recipe says.
+
+    The model is changed in place. Its parameters and their paths stay. A layer that the recipe leaves dense gets no
+    site. Sites that the model already has are replaced. Scales and held masks are made from the current weights: load
+    weights before, or call `reset_state` after.
+
+    Args:
+        model: Any flax.nnx model. Its Linear, LinearGeneral, Einsum and Conv layers are pruned, also inside attention
+            and in stacks of layers.
+        recipe: The sparsity of each layer, by its path.
+        seed: The seed of all noise: an int, a `jax.random.key` or two uint32 words.
+        stack: The axis or axes of a kernel that stack layers, if its shape allows several readings.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        TypeError: ``recipe`` is no Recipe, or ``model`` is not one of flax.nnx.
+        ValueError: A rule matches no layer, or a layer cannot be pruned as its rule says. All such layers are listed.
+
+    >>> import nmjax as nm
+    >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"),))
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe, seed=1)
+    >>> model(jnp.ones((4, 8))).shape
+    (4, 4)
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(
@@ -36,101 +63,137 @@ def sparsify(model, recipe: Recipe, seed=0, stack: int | tuple[int, ...] | None 
     recipe.check(layer.path for layer, _ in chosen)
     if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         raise ValueError(
-            f"{type(model).__name__} has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned. A product written "
-            "out by hand is nm.einsum(..., sparsity=...)."
+            f"{type(model).__name__} has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned. To "
+            "prune a product that is written out by hand, write nm.einsum(..., sparsity=...)."
         )
-    told = (stack,) if isinstance(stack, int) else stack
-    wrapped = _wrapped(model)
-    problems = [
-        (layer.path, text)
-        for layer, sparsity in chosen
-        if sparsity != Sparsity()
-        for text in _problems(layer, sparsity, told, wrapped)
-    ]
-    if problems:
-        raise ValueError(
-            "The recipe cannot be carried out:\n"
-            + "\n".join(f"  {path or 'the model'}: {text}" for path, text in problems)
-            + "\nRules that leave these layers dense, to be put first:\n"
-            + "\n".join(f'  (r"{re.escape(path)}", "dense"),' for path in dict.fromkeys(path for path, _ in problems))
-        )
+    axes = (stack,) if isinstance(stack, int) else stack
+    _check_layers([(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()], axes, _normalised(model))
     for layer, sparsity in chosen:
-        furnish(layer, sparsity, recipe.backend, seed, told)
+        put_site(layer, sparsity, recipe.backend, seed, axes)
     return model
 
 
-def _wrapped(model) -> set[int]:
-    """The layers whose kernels something else changes between parameter and product."""
+def _normalised(model: Any) -> set[int]:
+    """Return the identities of the layers whose kernels another module normalises before the product."""
     wrappers = [m for _, m in nnx.iter_modules(model) if isinstance(m, (nnx.WeightNorm, nnx.SpectralNorm))]
     return {id(m.layer_instance) for m in wrappers}
 
 
-def _problems(layer: Layer, sparsity: Sparsity, told, wrapped) -> list[str]:
-    """What stands in the way of a sparsity, in words."""
-    kernel, there = layer.module.kernel.get_value(), getattr(layer.module, layer.door.name)
+def _check_layers(
+    chosen: list[tuple[Layer, Sparsity]], axes: tuple[int, ...] | None, normalised: set[int]
+) -> None:  # fmt: skip
+    """Refuse, in one error, all layers that cannot be pruned as the recipe says."""
+    refused = [
+        (layer.path, refusal)
+        for layer, sparsity in chosen
+        for refusal in _refusals(layer, sparsity, axes, id(layer.module) in normalised)
+    ]
+    if refused:
+        raise ValueError(
+            "The recipe cannot be carried out:\n"
+            + "\n".join(f"  {path or 'the model'}: {refusal}" for path, refusal in refused)
+            + "\nTo leave these layers dense, put these rules first:\n"
+            + "\n".join(f'  (r"{re.escape(path)}", "dense"),' for path in dict.fromkeys(path for path, _ in refused))
+        )
+
+
+def _refusals(
+    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, normalised: bool
+) -> list[Refusal]:  # fmt: skip
+    """Return the reasons why a layer cannot prune so."""
+    kernel, product = layer.module.kernel.get_value(), getattr(layer.module, layer.door.name)
     if isinstance(kernel, jax.ShapeDtypeStruct) and sites.remembers(sparsity):
         return [
-            "its kernel is a shape. Make the model and its sparsity abstract together: nnx.eval_shape(lambda: sparsify(...))."
+            Refusal(
+                "its kernel is a shape without values, and its state is made from values. Make both abstract together: "
+                "nnx.eval_shape(lambda: sparsify(...))."
+            )
         ]
-    if there not in (None, layer.door.plain) and layer.site is None or getattr(layer.module, "dot_general_cls", None):
-        return [f"its {layer.door.name} is the model's own, {there!r}, and would be lost."]
-    if id(layer.module) in wrapped:
-        return ["what stands around it normalises its kernel, so that what is pruned would not be what is multiplied."]
+    foreign = product not in (None, layer.door.plain) and layer.site is None
+    if foreign or getattr(layer.module, "dot_general_cls", None):
+        return [Refusal(f"its {layer.door.name} is the model's own, {product!r}, and would be lost.")]
+    if normalised:
+        return [Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")]
     if type(kernel).__name__ == "BatchTracer" and sites.needs_key(sparsity):
         return [
-            "it is being made inside vmap, where all layers of a stack would draw alike: call sparsify on the whole stack."
+            Refusal(
+                "it is made inside vmap, where all layers of a stack would get the same noise. Call sparsify on the "
+                "whole stack."
+            )
         ]
     try:
         ways = layer.stacks
     except ValueError as error:
-        return [str(error).partition(": ")[2]]
-    if told not in ways and len(ways) > 1:
-        ways = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
+        return [Refusal(str(error).partition(": ")[2])]
+    if axes not in ways and len(ways) > 1:
+        choices = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
         return [
-            f"the axes of its kernel, of shape {kernel.shape}, leave open which stacks layers. Say so: sparsify(..., {ways})."
+            Refusal(
+                f"its kernel has shape {kernel.shape}, which does not say which axes stack layers. Name them: "
+                f"sparsify(..., {choices})."
+            )
         ]
+    return _shape_refusals(layer, sparsity, axes if axes in ways else ways[0])
+
+
+def _shape_refusals(layer: Layer, sparsity: Sparsity, stack: tuple[int, ...]) -> list[Refusal]:
+    """Return the reasons why the slots of a layer cannot prune operands of its shapes."""
     product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
     if product is None:
         if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:
             return []
-        return ["its einsum_str comes with the call: give it to the constructor."]
-    stack, sharding = told if told in ways else ways[0], getattr(kernel, "sharding", None)
+        return [Refusal("its einsum_str comes with the call. Give it to the constructor.")]
+    kernel = layer.module.kernel.get_value()
+    sharding = getattr(kernel, "sharding", None)
     if isinstance(sharding, NamedSharding):
         spec = [*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec))]
         one = NamedSharding(sharding.mesh, PartitionSpec(*(s for a, s in enumerate(spec) if a not in stack)))
         product = product._replace(rhs=jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=one))
-    return [text for _, text in refusals(*product, sparsity)]
+    return [Refusal(reason) for _, reason in refusals(*product, sparsity)]
 
 
-def furnish(layer: Layer, sparsity: Sparsity, backend: str, seed, told=None) -> None:
-    """Put a site into a layer's door, or what Flax has there."""
+def put_site(
+    layer: Layer, sparsity: Sparsity, backend: str, seed: Any, axes: tuple[int, ...] | None = None
+) -> None:  # fmt: skip
+    """Put a site into a layer's door; if the layer is to be dense, put back Flax's own product.
+
+    Args:
+        layer: The layer.
+        sparsity: What it prunes.
+        backend: The backend, as in `Recipe`.
+        seed: The seed of its noise.
+        axes: The axes of the kernel that stack layers, if the caller named them.
+    """
     if sparsity == Sparsity():
         if layer.site is not None:
             setattr(layer.module, layer.door.name, nnx.static(layer.door.plain))
         return
-    stack, rank = told if told in layer.stacks else layer.stack, len(layer.declared)
-    site = Site(layer.path, sparsity, layer.door.product, backend, rank, stack, None, None, None, ())
+    stack = axes if axes in layer.stacks else layer.stack
+    assert stack is not None
+    site = Site(layer.path, sparsity, layer.door.product, backend, len(layer.declared), stack)
     setattr(layer.module, layer.door.name, nnx.data(site))
     if sites.needs_key(sparsity):
-        site.words = nnx.data(_variable(layer, _words(layer, seed), data=False))
+        site.words = nnx.data(_variable(layer, _words(layer, seed), state=False))
     if sites.timed(sparsity) or sites.needs_key(sparsity):
-        site.time = nnx.data(_variable(layer, times(layer, 0, 0), data=False))
+        site.time = nnx.data(_variable(layer, times(layer, 0, 0), state=False))
     if sites.remembers(sparsity):
-        operand, first = layer.operand, Ctx(random.words(0))
-        make = partial(sparsity.init, contract=operand.contract, out=operand.other, ctx=first)
-        site.ranks = tuple(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(make, layer.example(1).rhs)))
-        site.state = nnx.data(jax.tree.map(partial(_variable, layer, data=True), _remade(layer)))
+        product, operand = layer.example(1), layer.operand
+        assert product is not None
+        assert operand is not None
+        make = partial(sparsity.init, contract=operand.contract, out=operand.other, ctx=Ctx(random.words(0)))
+        site.ranks = tuple(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(make, product.rhs)))
+        site.state = nnx.data(jax.tree.map(partial(_variable, layer, state=True), _new_state(layer)))
 
 
-def _words(layer: Layer, seed) -> jax.Array:
-    """Two words for every layer of a stack, in the kernel's rank."""
+def _words(layer: Layer, seed: Any) -> UInt32[Array, "..."]:
+    """Return the noise words of every layer of a stack, two for each, in the kernel's rank."""
     words = sites.site_words(seed, layer.path, tuple(layer.module.kernel.shape[a] for a in layer.stack))
     words = words.reshape(*words.shape, *(1,) * (len(layer.declared) - 1))
     return jnp.moveaxis(words, range(len(layer.stack)), layer.stack)
 
 
-def times(layer: Layer, step, micro) -> jax.Array:
-    """The time for every layer of a stack, in the kernel's rank."""
+def times(layer: Layer, step: Any, micro: Any) -> Int32[Array, "..."]:
+    """Return step and micro-step for every layer of a stack, in the kernel's rank."""
     kernel, stack = layer.module.kernel, layer.stack
     own = [a for a in range(kernel.ndim) if a not in stack]
     now = jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
@@ -138,85 +201,132 @@ def times(layer: Layer, step, micro) -> jax.Array:
     return jnp.broadcast_to(now, [kernel.shape[a] if a in stack else now.shape[a] for a in range(kernel.ndim)])
 
 
-def _variable(layer: Layer, value: jax.Array, data: bool) -> NM:
-    """Held where the kernel is: sharded as it is along the axes that both have, which are those of the stack at least."""
-    kernel = layer.module.kernel
-    alike = [
-        a for a in range(min(value.ndim, kernel.ndim)) if a in layer.stack or data and value.shape[a] == kernel.shape[a]
-    ]
-    names = lambda spec: tuple(spec[a] if a in alike and a < len(spec) else None for a in range(value.ndim))
-    told, sharding = kernel.get_metadata(), getattr(kernel.get_value(), "sharding", None)
+def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:
+    """Return a variable that is sharded as the kernel is.
+
+    A stacking axis is sharded alike in both. For a state, so is every other axis of the same size.
+    """
+    kernel, rank = layer.module.kernel, value.ndim
+    shared = range(min(rank, kernel.ndim))
+    alike = [a for a in shared if a in layer.stack or (state and value.shape[a] == kernel.shape[a])]
+    names = lambda spec: tuple(spec[a] if a in alike and a < len(spec) else None for a in range(rank))
+    metadata, sharding = kernel.get_metadata(), getattr(kernel.get_value(), "sharding", None)
     if isinstance(sharding, NamedSharding) and not isinstance(value, jax.core.Tracer):
         value = jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec(*names(sharding.spec))))
-    if not told.get("out_sharding"):
+    if not metadata.get("out_sharding"):
         return NM(value)
-    return NM(value, out_sharding=names(told["out_sharding"]), **({"mesh": told["mesh"]} if "mesh" in told else {}))
+    mesh = {"mesh": metadata["mesh"]} if "mesh" in metadata else {}
+    return NM(value, out_sharding=names(metadata["out_sharding"]), **mesh)
 
 
 # ---- time and state ----
 
 
-def set_step(model, step, micro=0) -> None:
-    """Tell every layer the time, and renew what its method renews then: once a (micro-)step, outside the loss, inside jit.
+def set_step(model: Any, step: Any, micro: Any = 0) -> None:
+    """Set the time of every layer, and renew the state that is due at that step.
 
-    ``micro`` counts the micro-steps of gradient accumulation. Their noise differs; their masks do not.
+    Call it once for every (micro-)step, outside the loss. Inside `jit`, one program serves all steps.
+
+    Args:
+        model: The model.
+        step: The step of training, an integer. Schedules and noise read it.
+        micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own noise; masks stay.
+
+    Raises:
+        TypeError: ``step`` or ``micro`` is no integer.
+        ValueError: The call is inside another trace than the one in which the model was made, as in the loss.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> nm.nnx.set_step(model, 3)
+    >>> print(model.dot_general.time[...].ravel())
+    [3 0]
     """
     for name, value in (("step", step), ("micro", micro)):
         if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-            raise TypeError(f"set_step: {name} is a whole number, got {value!r}.")
-    for layer in _sparse(model):
-        site = layer.site
+            raise TypeError(f"set_step: {name} must be an integer, got {value!r}.")
+    for layer, site in _with_sites(model):
         try:
             if site.time is not None:
                 write(site.time, times(layer, step, micro))
             if site.state is not None:
-                _write(site, _remade(layer, site.values(), step))
+                _write_state(site, _new_state(layer, site.states(), step))
         except errors.TraceContextError as error:
             raise ValueError(
-                f"{layer.path}: set_step was called in another trace than the one in which the model was made. Call it outside "
-                "the function that is differentiated, or merge a copy there: nnx.merge(graphdef, state, copy=True)."
+                f"{layer.path}: set_step was called in another trace than the one in which the model was made. Call it "
+                "outside the function that is differentiated, or merge a copy there: "
+                "nnx.merge(graphdef, state, copy=True)."
             ) from error
 
 
-def reset_state(model) -> None:
-    """Make scales and held masks anew, of the weights that the model has now."""
-    for layer in _sparse(model):
-        if layer.site.state is not None:
-            time = layer.site.held()[1]
-            _write(layer.site, _remade(layer, step=0 if time is None else time.reshape(-1)[0]))
+def reset_state(model: Any) -> None:
+    """Make scales and held masks anew from the current weights.
+
+    Call it after you load weights into a sparse model.
+
+    Args:
+        model: The model.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> model.kernel[...] = jnp.tile(jnp.array([1., 2., 3., 4.]), 2)[:, None] * jnp.ones((1, 4))
+    >>> nm.nnx.reset_state(model)
+    >>> nm.nnx.scales(model)
+    {'': Array(2.2, dtype=float32)}
+    """
+    for layer, site in _with_sites(model):
+        if site.state is not None:
+            time = site.arrays()[1]
+            _write_state(site, _new_state(layer, step=0 if time is None else time.reshape(-1)[0]))
 
 
-def reseed(model, seed) -> None:
-    """Other noise, in the same compiled program."""
-    for layer in _sparse(model):
-        if layer.site.words is not None:
-            write(layer.site.words, _words(layer, seed))
+def reseed(model: Any, seed: Any) -> None:
+    """Give a model other noise. Compiled programs stay valid.
+
+    Args:
+        model: The model.
+        seed: An int, a `jax.random.key` or two uint32 words.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> before = model.dot_general.words[...]
+    >>> nm.nnx.reseed(model, seed=1)
+    >>> bool((model.dot_general.words[...] == before).any())
+    False
+    """
+    for layer, site in _with_sites(model):
+        if site.words is not None:
+            write(site.words, _words(layer, seed))
 
 
-def _sparse(model) -> list[Layer]:
-    return [layer for layer in layers(model) if layer.site is not None]
+def _with_sites(model: Any) -> list[tuple[Layer, Site]]:
+    return [(layer, layer.site) for layer in layers(model) if layer.site is not None]
 
 
-def _write(site: Site, values) -> None:
-    for variable, value in zip(site.variables(), jax.tree.leaves(values), strict=True):
+def _write_state(site: Site, state: Mapping[str, Any]) -> None:
+    for variable, value in zip(site.variables(), jax.tree.leaves(state), strict=True):
         write(variable, value)
 
 
-def _remade(layer: Layer, state=None, step=0):
-    """The state of a layer or stack: that of a step, out of the one before; or made anew."""
-    site = layer.site
-    static = {"sparsity": site.sparsity, "operand": layer.operand, "stack": layer.stack, "ranks": site.ranks}
-    return _states(layer.weight(), site.held()[0], state, step, **static)
+def _new_state(layer: Layer, state: Any = None, step: Any = 0) -> Any:
+    """Return the state of a layer or a stack at a step, given its last state; without one, make it anew."""
+    site, operand = layer.site, layer.operand
+    assert site is not None
+    assert operand is not None
+    static = {"sparsity": site.sparsity, "operand": operand, "stack": layer.stack, "ranks": site.ranks}
+    return _states(layer.weight(), site.arrays()[0], state, step, **static)
 
 
-@partial(
-    jax.jit, static_argnames=("sparsity", "operand", "stack", "ranks")
-)  # outside jit, once for all layers of a shape
-def _states(weight, words, state, step, *, sparsity: Sparsity, operand: Operand, stack, ranks):
-    def one(weight, words, state):
+# Outside jit it is compiled once for all layers of a shape.
+@partial(jax.jit, static_argnames=("sparsity", "operand", "stack", "ranks"))
+def _states(
+    weight: jax.Array, words: jax.Array | None, state: Any, step: Any,
+    *, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
+) -> Any:  # fmt: skip
+    def one(weight: jax.Array, words: jax.Array | None, state: Any) -> Any:
         make = sparsity.init if state is None else sparsity.refresh
-        held = None if state is None else in_rank(state, ranks)
-        ctx = Ctx(None if words is None else words.reshape(2), step, held)
+        own = None if state is None else unpadded(state, ranks)
+        ctx = Ctx(None if words is None else words.reshape(2), step, own)
         states = make(weight, contract=operand.contract, out=operand.other, ctx=ctx)
         return jax.tree.map(lambda v: v.reshape(*v.shape, *(1,) * (weight.ndim - v.ndim)), states)
 

@@ -1,110 +1,154 @@
-"""What becomes of a model's weights: final forms, masks, scales."""
+"""Final forms, masks and scales of a model's weights."""
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from nmjax.analysis.metrics import Pattern
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.nnx.delivery import furnish
+from nmjax.nnx.delivery import put_site
 from nmjax.nnx.doors import Layer, layers, over
-from nmjax.nnx.variables import Site, in_rank, one_ctx, write
+from nmjax.nnx.variables import Site, layer_ctx, unpadded, write
 from nmjax.products import sites
-from nmjax.products.pruning import along
+from nmjax.products.pruning import Operand, along
 from nmjax.products.slot import slot_context
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
+Model = TypeVar("Model")
 
-def harden(model):
-    """A copy with every weight in its method's final form, as inference will use it, and no sites but for activations.
 
-    A weight is pruned in the dtype that its layer computes in, and keeps its own: what a bfloat16 weight is in a product
-    with float32 inputs, it cannot hold. `patterns` says which come out n:m; each layer that was sparse says so too, as its
-    attribute ``hardened``.
+class User(NamedTuple):
+    """A place in a model that uses a variable.
+
+    Attributes:
+        path: The path of the attribute that holds it.
+        layer: The layer whose kernel it is; None if it is something else.
+    """
+
+    path: tuple[Any, ...]
+    layer: Layer | None
+
+
+def harden(model: Model) -> Model:
+    """Return a copy of a model with every weight in its final form, as inference uses it.
+
+    The copy prunes activations only. Each layer that was sparse has an attribute ``hardened``: its `Pattern`, or None
+    if its weight ends dense. A weight is pruned in the dtype that its layer computes in, and is stored in its own. A
+    bfloat16 weight therefore cannot hold the values that float32 inputs would have given it.
+
+    Args:
+        model: A sparse model.
+
+    Returns:
+        A copy. Parameters keep their paths. The model itself stays as it is.
+
+    Raises:
+        ValueError: A weight is drawn anew at every step, so it has no final form; or two layers share a weight and
+            prune it differently.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> hard = nm.nnx.harden(model)
+    >>> bool(nm.groups.is_nm(hard.kernel[...], 2, 4, axis=0)), hard.hardened
+    (True, 2:4 along axis 0)
     """
     hard = nnx.clone(model)
-    users, done = _users(hard), set()
+    users, hardened = _users(hard), set()
     for layer in layers(hard):
-        if layer.site is None:
+        site = layer.site
+        if site is None:
             continue
         p, rest = _final(layer)
         kernel = layer.module.kernel
-        if p != identity and id(kernel) not in done:
+        if p != identity and id(kernel) not in hardened:
             _check_shared(layer, users[id(kernel)])
-            write(kernel, _final_weight(layer))
-            done.add(id(kernel))
+            write(kernel, _final_weight(layer, site))
+            hardened.add(id(kernel))
             if getattr(layer.module, "mask", None) is not None:
-                layer.module.mask = None  # the kernel has it now
+                layer.module.mask = None  # the kernel has been multiplied by it
         pattern = _pattern(layer, p)
-        furnish(layer, rest, layer.site.backend, 0, layer.stack)
+        put_site(layer, rest, site.backend, 0, layer.stack)
         layer.module.hardened = nnx.static(pattern)
     return hard
 
 
-def _final(layer: Layer):
+def _final(layer: Layer) -> tuple[Pruner, Sparsity]:
+    """Return the pruner that hardens a layer's weight, and the sparsity after that."""
     try:
         return sites.final(layer.sparsity)
     except ValueError as error:
         raise ValueError(f"{layer.path}: {error}") from error
 
 
-def _final_weight(layer: Layer) -> jax.Array:
-    site = layer.site
+def _final_weight(layer: Layer, site: Site) -> jax.Array:
     static = {"sparsity": site.sparsity, "operand": layer.operand, "stack": layer.stack, "ranks": site.ranks}
-    return _final_weights(layer.weight(), site.values(), **static).astype(layer.module.kernel.dtype)
+    return _final_weights(layer.weight(), site.states(), **static).astype(layer.module.kernel.dtype)
 
 
-@partial(
-    jax.jit, static_argnames=("sparsity", "operand", "stack", "ranks")
-)  # whose divisions round as those of a compiled model
-def _final_weights(weight, state, *, sparsity, operand, stack, ranks):
-    one = lambda w, state: sites.final_weight(sparsity, w, operand, None if state is None else in_rank(state, ranks))
+# Compiled, so that divisions round as in a compiled model.
+@partial(jax.jit, static_argnames=("sparsity", "operand", "stack", "ranks"))
+def _final_weights(
+    weight: jax.Array, state: Any,
+    *, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
+) -> jax.Array:  # fmt: skip
+    def one(weight: jax.Array, state: Any) -> jax.Array:
+        return sites.final_weight(sparsity, weight, operand, None if state is None else unpadded(state, ranks))
+
     return over(stack, one)(weight, state)
 
 
-def _users(model) -> dict[int, list]:
-    """(path, layer or None) of all that use a Variable, by its identity."""
-    known, users = {id(layer.module): layer for layer in layers(model)}, defaultdict(list)
+def _users(model: Any) -> dict[int, list[User]]:
+    """Return all places that use a variable, by the variable's identity."""
+    layer_of = {id(layer.module): layer for layer in layers(model)}
+    users: dict[int, list[User]] = defaultdict(list)
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             for leaf in jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Module))):
                 if isinstance(leaf, nnx.Variable):
-                    users[id(leaf)].append(((*path, name), known.get(id(module)) if name == "kernel" else None))
+                    layer = layer_of.get(id(module)) if name == "kernel" else None
+                    users[id(leaf)].append(User((*path, name), layer))
     return users
 
 
-def _check_shared(layer: Layer, users: list) -> None:
-    """Refuse a weight that others use in another form: there is one array to harden."""
-    mask = lambda of: getattr(of.module, "mask", None)
-    form = lambda of: (
-        of.sparsity.fwd_rhs,
-        of.operand,
-        of.dtype,
-        of.stack,
-        mask(of) if mask(of) is None else id(mask(of)),
-    )
+def _check_shared(layer: Layer, users: list[User]) -> None:
+    """Refuse a weight that is used in several final forms, because there is one array to harden."""
     for path, other in users:
-        alike = (
-            other is not None and form(other) == form(layer) and _same_values(other.site.values(), layer.site.values())
+        if other is None or other.site is None:
+            use = "as it is"
+        elif not _same_form(other, layer):
+            use = f"by {other.sparsity.fwd_rhs}"
+        else:
+            continue
+        raise ValueError(
+            f"{layer.path}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape {layer.module.kernel.shape} that "
+            f"{'/'.join(map(str, path))} uses too, {use}, along other axes or with other state. It has no single final "
+            f'form. Give both one rule, or leave this layer dense: (r"{re.escape(layer.path)}", "dense").'
         )
-        if not alike:
-            theirs = "as it is" if other is None or other.site is None else f"by {other.sparsity.fwd_rhs}"
-            raise ValueError(
-                f"{layer.path}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape {layer.module.kernel.shape} that "
-                f"{'/'.join(map(str, path))} uses too, {theirs}, along other axes or with other state: it has no single final "
-                f'form. Give both one rule, or leave this one dense: (r"{re.escape(layer.path)}", "dense").'
-            )
 
 
-def _same_values(a, b) -> bool:
-    """Whether states are alike, as far as their values are at hand."""
+def _same_form(a: Layer, b: Layer) -> bool:
+    """Return True if two sparse layers give the weight that they share the same final form."""
+    assert a.site is not None
+    assert b.site is not None
+    if a.sparsity.fwd_rhs != b.sparsity.fwd_rhs or a.operand != b.operand or a.dtype != b.dtype or a.stack != b.stack:
+        return False
+    mask, other = getattr(a.module, "mask", None), getattr(b.module, "mask", None)
+    return mask is other and _same_values(a.site.states(), b.site.states())
+
+
+def _same_values(a: Any, b: Any) -> bool:
+    """Return True if two states are equal, as far as values are known: traced ones count as equal."""
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     return all(
         isinstance(v, jax.core.Tracer) or isinstance(w, jax.core.Tracer) or bool((v == w).all()) for v, w in pairs
@@ -112,62 +156,124 @@ def _same_values(a, b) -> bool:
 
 
 def _pattern(layer: Layer, p: Pruner) -> Pattern | None:
-    """n:m along the axes of the kernel that the product contracts; or None, dense."""
+    """Return the pattern of a kernel along the axes that its product contracts; None if it is dense."""
+    return None if p.pattern is None else Pattern(*p.pattern, contracted(layer))
+
+
+def contracted(layer: Layer) -> tuple[int, ...]:
+    """Return the axes of a layer's kernel, or of a stack of kernels, that its product contracts."""
     own = [a for a in range(layer.module.kernel.ndim) if a not in layer.stack]
-    return None if p.pattern is None else Pattern(*p.pattern, tuple(own[a] for a in layer.operand.contract))
+    assert layer.operand is not None
+    return tuple(own[a] for a in layer.operand.contract)
 
 
-def patterns(model) -> dict[str, Pattern | None]:
-    """What `harden` makes, or made, of every weight that has a layer, by its path: n:m along the axes that its product
-    contracts, or None, dense."""
-    found = {}
-    for layer in layers(model):
-        made = getattr(layer.module, "hardened", None)
-        found[f"{layer.path}/kernel".lstrip("/")] = (
-            made if layer.site is None or made else _pattern(layer, _final(layer)[0])
-        )
-    return found
+def patterns(model: Any) -> dict[str, Pattern | None]:
+    """Return the pattern that every layer's weight has after `harden`.
 
+    Args:
+        model: A sparse model, or what `harden` returned.
 
-def masks(model, recipe: Recipe | None = None) -> nnx.State:
-    """What the forward masks keep at this step: a tree like the parameters', with True for what has no mask.
+    Returns:
+        A dict from the weight's path to its `Pattern`: n:m along the axes that the product contracts. None is dense.
 
-    With a recipe, the masks that it would end with, made of the weights at hand: for a dense run, to compare flips with.
+    Raises:
+        ValueError: A weight is drawn anew at every step, so it has no final form.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> nm.nnx.patterns(model)
+    {'kernel': 2:4 along axis 0}
     """
-    found, kept = list(layers(model)), {}
+    by_path: dict[str, Pattern | None] = {}
+    for layer in layers(model):
+        pattern = getattr(layer.module, "hardened", None)
+        if layer.site is not None and not pattern:
+            pattern = _pattern(layer, _final(layer)[0])
+        by_path[f"{layer.path}/kernel".lstrip("/")] = pattern
+    return by_path
+
+
+def masks(model: Any, recipe: Recipe | None = None) -> nnx.State[Any, Any]:
+    """Return the masks of the weights at this step.
+
+    Args:
+        model: A sparse model; or a dense one, if a recipe is given.
+        recipe: A recipe whose final masks are wanted, made from the current weights. Use it to count the flips that a
+            dense run would have.
+
+    Returns:
+        A state like ``nnx.state(model, nnx.Param)``. A parameter without a mask has True.
+
+    Raises:
+        ValueError: A rule of the recipe matches no layer, or a weight has no final form.
+        TypeError: A pruner has no mask, because it does not only keep or drop.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> masks = nm.nnx.masks(model)
+    >>> masks["kernel"].shape, int(masks["kernel"][...].sum()), bool(masks["bias"][...])
+    ((8, 4), 16, True)
+    """
+    by_kernel: dict[int, jax.Array] = {}
+    with_doors = list(layers(model))
     if recipe is not None:
-        recipe.check(layer.path for layer in found)
-    for layer in found:
+        recipe.check(layer.path for layer in with_doors)
+    for layer in with_doors:
         p = layer.sparsity.fwd_rhs if recipe is None else recipe(layer.path).fwd_rhs.final
         if p != identity:
-            kept[id(layer.module.kernel)] = called(layer, p, p.mask, layer.site if recipe is None else None)
-    paths = {path: kept[i] for i, users in _users(model).items() if i in kept for path, _ in users}
+            by_kernel[id(layer.module.kernel)] = called(layer, p, p.mask, layer.site if recipe is None else None)
+    by_path = {user.path: by_kernel[i] for i, users in _users(model).items() if i in by_kernel for user in users}
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return nnx.from_flat_state([(path, v.replace(paths.get(path, jnp.array(True)))) for path, v in flat])
+    return nnx.from_flat_state([(path, v.replace(by_path.get(path, jnp.array(True)))) for path, v in flat])
 
 
-def called(layer: Layer, p: Pruner, call, site: Site | None) -> jax.Array:
-    """What a pruner, or its mask, makes of a weight as the layer's product sees it; with what its site holds, if any."""
-    label = f"{layer.path}: fwd_rhs={p}"
+def called(layer: Layer, p: Pruner, call: Callable[..., jax.Array], site: Site | None) -> jax.Array:
+    """Call a pruner, or its mask, on a layer's weight as the product gets it.
 
-    def one(weight, words, time, state):
+    Args:
+        layer: The layer, or a stack.
+        p: The pruner.
+        call: The pruner itself, or its ``mask``.
+        site: The site whose time, noise and state are read. If None, the step is 0, and state is made anew.
+
+    Returns:
+        An array of the weight's shape.
+    """
+    label, operand = f"{layer.path}: fwd_rhs={p}", layer.operand
+    assert operand is not None
+
+    def one(weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any) -> jax.Array:
         ctx = Ctx(random.words(0), 0)
         if site is not None:
-            ctx = one_ctx(words, time, state, site.ranks)
+            ctx = layer_ctx((words, time, state), site.ranks)
         elif p.remembers:
-            ctx = ctx.replace(state={"fwd_rhs": along(label, p, weight, layer.operand, ctx, p.init)[0]})
-        result, back = along(label, p, weight, layer.operand, slot_context(ctx, "fwd_rhs"), call)
-        return back(result)
+            ctx = ctx.replace(state={"fwd_rhs": along(label, p, weight, operand, ctx, p.init)[0]})
+        result, restore = along(label, p, weight, operand, slot_context(ctx, "fwd_rhs"), call)
+        return restore(result)
 
-    return over(layer.stack, one)(layer.weight(), *((None, None, None) if site is None else site.held()))
+    return over(layer.stack, one)(layer.weight(), *((None, None, None) if site is None else site.arrays()))
 
 
-def scales(model) -> dict[str, jax.Array]:
-    """The frozen scales of S-STE, by layer; of a stack one for every layer."""
-    found = {}
+def scales(model: Any) -> dict[str, Float[Array, "*stack"]]:
+    """Return the frozen scales of S-STE.
+
+    Args:
+        model: A sparse model.
+
+    Returns:
+        A dict from the layer's path to its scale; a stack has one scale for every layer. Layers without a scale are
+        left out.
+
+    >>> import nmjax as nm
+    >>> model = nnx.Linear(8, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    >>> model.kernel[...] = jnp.tile(jnp.array([1., 2., 3., 4.]), 2)[:, None] * jnp.ones((1, 4))
+    >>> nm.nnx.scales(nm.nnx.sparsify(model, nm.Recipe(((".*", "s_ste(2,4)"),))))
+    {'': Array(2.2, dtype=float32)}
+    """
+    by_path: dict[str, jax.Array] = {}
     for layer in layers(model):
         if layer.site is not None and layer.site.state is not None:
-            for value in jax.tree.leaves(layer.site.values().get("fwd_rhs")):
+            for value in jax.tree.leaves(layer.site.states().get("fwd_rhs")):
                 if jnp.issubdtype(value.dtype, jnp.floating):
-                    found[layer.path] = value.reshape([value.shape[a] for a in layer.stack])
-    return found
+                    by_path[layer.path] = value.reshape([value.shape[a] for a in layer.stack])
+    return by_path

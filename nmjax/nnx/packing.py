@@ -1,65 +1,106 @@
-"""Weights packed once for several calls, as the micro-steps of one optimizer step are."""
+"""Weights packed once for several calls, such as the micro-steps of one optimizer step."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 from flax import nnx
 
 from nmjax.core.refusal import Refusal
 from nmjax.kernels.targets import target
-from nmjax.nnx.doors import DOORS, Layer, layers, over
-from nmjax.nnx.planning import uses
-from nmjax.nnx.variables import NM, one_ctx
+from nmjax.nnx.doors import DOORS, Example, Layer, layers, over
+from nmjax.nnx.planning import products_of_call
+from nmjax.nnx.variables import NM, Site, layer_ctx
+from nmjax.products.forms import Form, FormKey
 from nmjax.products.rule import packed_weight
 
-CALLS = {kind.__call__ for kind in DOORS}
+FLAX_CALLS = {kind.__call__ for kind in DOORS}
 
 
-def pack(model, *inputs, **options) -> dict[str, dict]:
-    """The packed forms of the weights, by layer, that calls of the model with these inputs, or shapes, take. Empty where
-    nothing runs packed; without weights that are drawn anew at every call, or that a layer's own ``__call__`` changes. They
-    hold for the weights, the step and the masks of now::
+def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Form]]:
+    """Return the weights in the forms in which kernels take them, for several calls of a model.
 
-        set_step(model, step)
-        forms = pack(model, x)
-        ...  # in the scan over micro-steps
-        with packed(model, forms):
-            loss = ...
+    The forms hold for the weights, the step and the masks of now. Left out are weights that are drawn anew at every
+    call, and layers whose own ``__call__`` may change the weight.
+
+    Args:
+        model: A sparse model.
+        *inputs: An example of the model's inputs: arrays or their shapes.
+        **options: Keyword arguments of the call, such as ``train=False``.
+
+    Returns:
+        A dict from the layer's path to its forms, for `packed`. It is empty if no product runs packed, as on a CPU.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> nm.nnx.set_step(model, 3)
+    >>> forms = nm.nnx.pack(model, jnp.ones((4, 8)))
+    >>> with nm.nnx.packed(model, forms):  # in the scan over micro-steps
+    ...     y = model(jnp.ones((4, 8)))
+    >>> forms  # a CPU has no sparse tensor cores
+    {}
     """
-    found = {}
-    if any(layer.site and not isinstance(target(layer.site.backend), Refusal) for layer in layers(model)):
-        for layer, products in uses(model, *inputs, **options):
-            in_front = layer.stack == tuple(range(len(layer.stack)))  # where forms of any rank have these axes too
-            own = type(layer.module).__call__ in CALLS  # else its door may be given another weight
-            if layer.site is not None and own and in_front and (forms := _forms(layer, products)):
-                found[layer.path] = forms
-    return found
+    by_path: dict[str, dict[FormKey, Form]] = {}
+    if all(layer.site is None or isinstance(target(layer.site.backend), Refusal) for layer in layers(model)):
+        return by_path
+    for layer, products in products_of_call(model, *inputs, **options):
+        # Forms have ranks of their own, so only leading axes can stack them as they stack the kernel. A layer's own
+        # __call__ may give its door another weight than the one packed here.
+        leading = layer.stack == tuple(range(len(layer.stack)))
+        if layer.site is None or not leading or type(layer.module).__call__ not in FLAX_CALLS:
+            continue
+        forms = _forms(layer, layer.site, products)
+        if forms:
+            by_path[layer.path] = forms
+    return by_path
 
 
-def _forms(layer: Layer, products) -> dict:
-    site = layer.site
+def _forms(layer: Layer, site: Site, products: Sequence[Example]) -> dict[FormKey, Form]:
+    """Return the forms in which the products of a layer, or of a stack, take its weight."""
 
-    def one(weight, words, time, state):
-        ctx, made = one_ctx(words, time, state, site.ranks), {}
+    def one(
+        weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any
+    ) -> dict[FormKey, Form]:  # fmt: skip
+        ctx = layer_ctx((words, time, state), site.ranks)
+        forms: dict[FormKey, Form] = {}
         for op, lhs, rhs in products:
-            made |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend, name=site.name)
-        return made
+            forms |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend, name=site.name)
+        return forms
 
-    return over(layer.stack, one)(layer.weight(), *site.held())
+    return over(layer.stack, one)(layer.weight(), *site.arrays())
 
 
 @contextmanager
-def packed(model, forms: dict[str, dict]):
-    """Within it, products take their weights in the forms that `pack` made."""
-    sites = {layer.path: layer.site for layer in layers(model)}
-    if unknown := [path for path in forms if sites.get(path) is None]:
-        names = ", ".join(path or "at its root" for path in unknown)
-        raise ValueError(f"packed: the model has no sparse layer {names}: the forms are another model's.")
+def packed(model: Any, forms: Mapping[str, Mapping[FormKey, Form]]) -> Iterator[None]:
+    """Make a model's products take their weights in the forms that `pack` returned, inside a ``with`` block.
+
+    Args:
+        model: The sparse model.
+        forms: What `pack` returned for it.
+
+    Raises:
+        ValueError: The forms name a layer that is not a sparse layer of the model.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> with nm.nnx.packed(model, {"up": {}}):
+    ...     pass
+    Traceback (most recent call last):
+    ValueError: packed: the model has no sparse layer 'up', so the forms are another model's. Call pack on this model.
+    """
+    sites = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
+    unknown = [path for path in forms if path not in sites]
+    if unknown:
+        names = ", ".join(repr(path) if path else "at its root" for path in unknown)
+        raise ValueError(
+            f"packed: the model has no sparse layer {names}, so the forms are another model's. Call pack on this model."
+        )
     before = {path: sites[path].packed for path in forms}
-    for path, made in forms.items():
-        sites[path].packed = nnx.data(jax.tree.map(NM, made))
+    for path, by_key in forms.items():
+        sites[path].packed = nnx.data(jax.tree.map(NM, by_key))
     try:
         yield
     finally:
-        for path, made in before.items():
-            sites[path].packed = nnx.data(made)
+        for path, by_key in before.items():
+            sites[path].packed = nnx.data(by_key)

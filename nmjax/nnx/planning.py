@@ -1,14 +1,21 @@
-"""The plan of a model: seen by tracing it on shapes, without a value being computed."""
+"""The plan of a model. A call is traced on shapes, so no value is computed.
+
+The plan's refusals are decided in `nmjax.analysis.refusals`.
+"""
 
 import math
 import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.extend import core
 
 from nmjax.analysis import flops
-from nmjax.analysis.plan import LayerPlan, Plan, Use, hardened, runs_of, slots_of
+from nmjax.analysis.plan import LayerPlan, Plan, hardened, runs_of, slots_of
+from nmjax.analysis.refusals import Use
 from nmjax.nnx.doors import Example, Layer, layers
 from nmjax.products import functions, operations
 from nmjax.products.forms import products_of
@@ -17,92 +24,129 @@ from nmjax.products.slot import SLOTS
 _MARK = "nmjax_layer_"
 
 
-class _Notes(list):
-    """A list that is static: it compares by identity."""
+class _Notes(list[Example]):
+    """The products that a layer was asked for. It compares by identity, so that Flax takes it as static."""
 
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 class _Recorder(nnx.Module):
-    """Stands in a layer's door, notes what it is asked for, and computes it under a name that the program shows: as
-    Flax does in place of a site, else as what stood there."""
+    """Stands in a layer's door, notes the products that it is asked for, and computes them densely.
 
-    def __init__(self, layer: Layer, number: int, notes: _Notes):
-        there, made = getattr(layer.module, layer.door.name), getattr(layer.module, "dot_general_cls", None)
-        if made is not None:
-            layer.module.dot_general_cls = None
-            there = lambda *operands, **options: made()(*operands, **options)
-        self.plain = layer.door.plain if layer.site is not None or there is None else there
+    It computes in a `jax.named_scope`, so that their FLOPs can be found in the program. A product of the model's own
+    is computed as it is.
+    """
+
+    def __init__(self, layer: Layer, number: int, notes: _Notes) -> None:
+        self.plain = _plain_product(layer)
         self.product = None if layer.site is None else layer.door.product
         self.number, self.notes = number, nnx.static(notes)
 
-    def __call__(self, *operands, **options):
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         if self.product is not None:
-            told = {k: v for k, v in options.items() if k != "out_sharding"}
-            if self.product is functions.einsum:
-                spec, lhs, rhs = operands
-                operation = operations.as_dot(lhs, rhs, operations.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
-            else:
-                lhs, rhs, *rest = operands
-                make = operations.as_dot if self.product is functions.dot_general else operations.as_conv
-                operation = make(lhs, rhs, *rest, **told)
-            self.notes.append(Example(operation, _shape(lhs), _shape(rhs)))
+            self.notes.append(_example(self.product, operands, options))
         with jax.named_scope(f"{_MARK}{self.number}"):
             return self.plain(*operands, **options)
 
 
-def plan(model, *inputs, **options) -> Plan:
-    """What every layer will do, without doing it: slots, groups, FLOPs, and what would be refused and why.
+def _plain_product(layer: Layer) -> Callable[..., jax.Array]:
+    """Return the dense product of a layer: Flax's in place of a site, else the model's own."""
+    product, make = getattr(layer.module, layer.door.name), getattr(layer.module, "dot_general_cls", None)
+    if make is not None:
+        layer.module.dot_general_cls = None
+        product = lambda *operands, **options: make()(*operands, **options)
+    return layer.door.plain if layer.site is not None or product is None else product
 
-    ``inputs`` and ``options`` are an example of what the model is called with, arrays or their shapes and whatever else
-    it takes, as ``train=False``; without them tokens and FLOPs stay unknown. The model may be abstract itself, as
-    `nnx.eval_shape` makes it.
+
+def _example(product: Callable[..., Any], operands: Sequence[Any], options: Mapping[str, Any]) -> Example:
+    """Return the operation that a call of a product asks for."""
+    if product is functions.einsum:
+        spec, lhs, rhs = operands
+        op = operations.as_dot(lhs, rhs, operations.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
+    else:
+        lhs, rhs, *rest = operands
+        make: Callable[..., Any] = operations.as_dot if product is functions.dot_general else operations.as_conv
+        op = make(lhs, rhs, *rest, **{name: value for name, value in options.items() if name != "out_sharding"})
+    return Example(op, _shape(lhs), _shape(rhs))
+
+
+def plan(model: Any, *inputs: Any, **options: Any) -> Plan:
+    """Return what every layer of a model will do, without doing it.
+
+    The plan says, for each layer, what its slots prune, in how many groups, at how many FLOPs, who runs its products,
+    and what training would refuse. It prints as a table.
+
+    Args:
+        model: A model, sparse or dense. It may be abstract, as `nnx.eval_shape` returns it.
+        *inputs: An example of the model's inputs: arrays or their shapes. Without them, tokens and FLOPs are unknown.
+        **options: Keyword arguments of the call, such as ``train=False``.
+
+    Returns:
+        The `nmjax.analysis.plan.Plan`.
+
+    Raises:
+        TypeError: The model is not one of flax.nnx.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> plan = nm.nnx.plan(model, jnp.ones((16, 8)))
+    >>> plan.layers[0].slots[0]
+    SlotPlan(name='fwd_rhs', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None)
+    >>> plan.forward  # FLOPs, dense and effective
+    (1024, 512.0)
     """
     copy, notes = _recording(model)
     uncovered, parameters = _parameters(model, list(layers(model)))
-    given = bool(inputs or options)
-    costs, elsewhere = _costs(_traced(copy, inputs, options), len(notes)) if given else ([None] * len(notes), 0)
+    costs: Sequence[int | None] = [None] * len(notes)
+    elsewhere = 0
+    if inputs or options:
+        costs, elsewhere = _costs(_traced(copy, inputs, options), len(notes))
     rows = [_row(*row) for row in zip(layers(model), notes, costs, strict=True)]
     return Plan(tuple(rows), elsewhere, uncovered, parameters)
 
 
-def uses(model, *inputs, **options) -> list[tuple[Layer, list[Example]]]:
-    """Every layer, and the products that a call asks it for."""
+def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:
+    """Return every layer of a model, and the products that one call of the model asks it for."""
     copy, notes = _recording(model)
     _traced(copy, inputs, options)
-    return [(layer, list(dict.fromkeys(seen))) for layer, seen in zip(layers(model), notes, strict=True)]
+    return [(layer, list(dict.fromkeys(noted))) for layer, noted in zip(layers(model), notes, strict=True)]
 
 
-def _recording(model) -> tuple[nnx.Module, list[_Notes]]:
-    """A copy of a model, of shapes, whose layers note what they are asked for."""
+def _recording(model: Any) -> tuple[Any, list[_Notes]]:
+    """Return a copy of a model, of shapes, and the notes that its layers take when it is called."""
     graph, state = nnx.split(model)
     copy = nnx.merge(graph, jax.tree.map(_shape, state))
-    notes = []
+    notes: list[_Notes] = []
     for number, layer in enumerate(layers(copy)):
         notes.append(_Notes())
         setattr(layer.module, layer.door.name, nnx.data(_Recorder(layer, number, notes[-1])))
     return copy, notes
 
 
-def _row(layer: Layer, seen: _Notes, cost: int | None) -> LayerPlan:
-    sparsity, uses = layer.sparsity, dict.fromkeys(seen)
-    if layer.site is not None and not seen:
-        tokens = math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS))
-        uses = filter(None, [layer.example(tokens)])
+def _row(layer: Layer, notes: _Notes, cost: int | None) -> LayerPlan:
+    sparsity = layer.sparsity
+    products: Iterable[Example] = dict.fromkeys(notes)
+    if layer.site is not None and not notes:
+        example = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
+        products = () if example is None else (example,)
     stacked = math.prod(layer.module.kernel.shape[a] for a in _stack(layer))
-    uses = [Use(*product, stacked) for product in uses]
-    slots = slots_of(sparsity, uses, bool(seen))
+    uses = [Use(*product, stacked) for product in products]
+    slots = slots_of(sparsity, uses, bool(notes))
     runs = ()
-    if seen and layer.site is not None:
+    if notes and layer.site is not None:
         runs = runs_of(sparsity, uses, layer.site.backend, products_of(layer.site.packed))
     kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
-    shares = flops.effective(sparsity)
-    return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer), runs)
+    return LayerPlan(
+        layer.path, kind, kernel, sparsity, slots, cost, flops.effective(sparsity), _hardened(layer), runs
+    )  # fmt: skip
 
 
-def _shape(v):
-    """The shape of what is an array, on the mesh that its type tells of."""
+def _shape(v: Any) -> Any:
+    """Return the shape of an array, with its sharding if its type has a mesh. Return anything else as it is."""
     if not isinstance(v, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return v
     kind = jax.typeof(v)
@@ -110,15 +154,15 @@ def _shape(v):
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
-def _traced(model, inputs, options):
-    """The program of a call."""
+def _traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> core.Jaxpr:
+    """Return the program of a call."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(jax.tree.map(_shape, (state, inputs, options)))
     shapes = [v for v in leaves if isinstance(v, jax.ShapeDtypeStruct)]
 
-    def forward(arrays):
-        given = iter(arrays)
-        whole = [next(given) if isinstance(v, jax.ShapeDtypeStruct) else v for v in leaves]
+    def forward(arrays: list[jax.Array]) -> list[jax.Array]:
+        values = iter(arrays)
+        whole = [next(values) if isinstance(v, jax.ShapeDtypeStruct) else v for v in leaves]
         state, inputs, options = jax.tree.unflatten(tree, whole)
         result = nnx.merge(graph, state)(*inputs, **options)
         return [v for v in jax.tree.leaves(result) if isinstance(v, jax.Array)]
@@ -126,8 +170,8 @@ def _traced(model, inputs, options):
     return jax.make_jaxpr(forward)(shapes).jaxpr
 
 
-def _costs(program, count: int) -> tuple[list[int], int]:
-    """Forward FLOPs of every layer, and of what is no layer's."""
+def _costs(program: core.Jaxpr, count: int) -> tuple[list[int], int]:
+    """Return the forward FLOPs of every layer, and those of no layer."""
     costs, elsewhere = [0] * count, 0
     for name, cost in flops.counted(program, _MARK):
         if name is None:
@@ -137,36 +181,43 @@ def _costs(program, count: int) -> tuple[list[int], int]:
     return costs, elsewhere
 
 
-def _parameters(model, found: list[Layer]) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], int]:
-    """(path, shape) of every parameter of more than one axis that is no layer's with a door, and how many numbers."""
-    covered = {id(v) for layer in found for v in (layer.module.kernel, layer.module.bias)}
-    uncovered, count = [], 0
+def _parameters(
+    model: Any, with_doors: list[Layer]
+) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], int]:  # fmt: skip
+    """Return (path, shape) of the matrices that no layer with a door holds, and the number of all parameters."""
+    covered = {id(v) for layer in with_doors for v in (layer.module.kernel, layer.module.bias)}
+    uncovered: list[tuple[str, tuple[int, ...]]] = []
+    count = 0
     for path, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Param):
             for v in jax.tree.leaves(variable):
                 count += math.prod(np.shape(v))
                 names = tuple(map(str, path))
-                if id(variable) not in covered and np.ndim(v) > 1 and _rank(names, v.shape, found) > 1:
+                if id(variable) not in covered and np.ndim(v) > 1 and _rank(names, v.shape, with_doors) > 1:
                     uncovered.append(("/".join(names), tuple(v.shape)))
     return tuple(uncovered), count
 
 
-def _rank(names: tuple[str, ...], shape: tuple[int, ...], found: list[Layer]) -> int:
-    """The rank of a parameter in one layer: where all layers beside it are one stack, it is too."""
-    shared = [len(os.path.commonprefix([names, tuple(layer.path.split("/"))])) for layer in found]
-    near = [layer for layer, n in zip(found, shared, strict=True) if n == max(shared)]
-    alike = lambda layer, a: a < len(shape) and layer.module.kernel.shape[a] == shape[a]
-    stacks = {_stack(layer) if all(alike(layer, a) for a in _stack(layer)) else () for layer in near}
+def _rank(names: tuple[str, ...], shape: tuple[int, ...], with_doors: list[Layer]) -> int:
+    """Return the rank of a parameter in one layer: if all layers beside it are stacked alike, it is stacked too."""
+    shared = [len(os.path.commonprefix([names, tuple(layer.path.split("/"))])) for layer in with_doors]
+    nearest = [layer for layer, n in zip(with_doors, shared, strict=True) if n == max(shared)]
+    stacks: set[tuple[int, ...]] = set()
+    for layer in nearest:
+        stack, kernel = _stack(layer), layer.module.kernel.shape
+        stacks.add(stack if all(a < len(shape) and kernel[a] == shape[a] for a in stack) else ())
     return len(shape) - (len(stacks.pop()) if len(stacks) == 1 else 0)
 
 
 def _stack(layer: Layer) -> tuple[int, ...]:
     try:
         return layer.stack
-    except ValueError:  # of a kernel that is not as its layer declares it; the layer is dense
+    except ValueError:  # a kernel of another shape than its layer declares; such a layer is dense
         return ()
 
 
 def _hardened(layer: Layer) -> str:
-    made = getattr(layer.module, "hardened", None)
-    return f"{made.n}:{made.m}" if made is not None and layer.site is None else hardened(layer.sparsity)
+    pattern = getattr(layer.module, "hardened", None)
+    if pattern is not None and layer.site is None:
+        return f"{pattern.n}:{pattern.m}"
+    return hardened(layer.sparsity)

@@ -1,8 +1,8 @@
-"""What stands in a layer's door."""
+"""The site that `sparsify` puts into a layer's door, and the variables that it holds."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,99 +10,149 @@ from flax import nnx
 
 from nmjax.core.context import Ctx
 from nmjax.products import functions, sites
+from nmjax.products.forms import Form, FormKey
 from nmjax.products.sparsity import Sparsity
 
+Arrays: TypeAlias = tuple[jax.Array | None, jax.Array | None, Any]
+"""Words, time and state, each None if the method needs none. The state is a tree of arrays."""
 
-class NM(nnx.Variable):
-    """What sparse layers hold beside their parameters: no gradient, no optimizer. It has the rank of the layer's kernel, so
-    that whatever axis stacks or shards the one does so to the other."""
+
+class NM(nnx.Variable[jax.Array]):
+    """The variable type of all that a sparse layer holds beside its parameters: noise words, time and state.
+
+    It has no gradient, and no optimizer touches it. It has the rank of the layer's kernel, so that an axis that stacks
+    or shards the kernel does the same to it. Name it in filters, and in the axes of `nnx.scan` and `nnx.vmap`::
+
+        nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
+    >>> print(*sorted(path[-1] for path, _ in nnx.to_flat_state(nnx.state(model, nm.nnx.NM))))
+    time words
+    """
 
 
 class Site(nnx.Module):
-    """A layer's product, pruned. It stands in the layer's own door."""
+    """A pruned product. It stands in a layer's door, where Flax keeps the layer's plain product.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
+    >>> isinstance(model.dot_general, nm.nnx.Site), model.dot_general.sparsity
+    (True, fwd_rhs=ste(mse(2,4)))
+    """
 
     def __init__(
         self,
         path: str,
         sparsity: Sparsity,
-        product: Callable,
+        product: Callable[..., jax.Array],
         backend: str,
         rank: int,
-        stack,
-        words,
-        time,
-        state,
-        ranks,
-    ):
-        self.path, self.sparsity, self.product, self.backend = path, sparsity, product, backend
-        self.rank, self.stack = rank, stack  # of one layer's kernel; and the axes of it that stack layers
-        self.words: NM | None = words
-        self.time: NM | None = time
-        self.state: Any = nnx.data(state)  # a tree of NM, each a pruner's state with axes of 1 at its end ...
-        self.ranks = ranks  # ... beyond these
-        self.packed: Any = None  # the weight's packed forms, where `packed` gave them
+        stack: tuple[int, ...],
+    ) -> None:
+        """Make a site without variables.
 
-    def __call__(self, *operands, **options):
-        kernel = operands[2 if self.product is functions.einsum else 1]
-        held = [(self.words, 1), (self.time, 1), *zip(self.variables(), self.ranks, strict=True)]
-        off = [v.shape for v, rank in held if v is not None and v.ndim != max(self.rank, rank)]
-        off += [v.shape for v in (self.words, self.time) if v is not None and math.prod(v.shape) != 2]
-        if kernel.ndim != self.rank or off:
+        Args:
+            path: The layer's path in the model.
+            sparsity: What the product prunes.
+            product: The product, one of `nmjax.products.functions`.
+            backend: The backend, as in `Recipe`.
+            rank: The number of axes of one layer's kernel.
+            stack: The axes of the kernel that stack layers.
+        """
+        self.path, self.sparsity, self.product, self.backend = path, sparsity, product, backend
+        self.rank, self.stack = rank, stack
+        self.words: NM | None = None
+        self.time: NM | None = None
+        # A tree of NM: the pruners' states, padded with axes of size 1 to the kernel's rank.
+        self.state: Any = nnx.data(None)
+        self.ranks: tuple[int, ...] = ()  # the rank of each part of the state before padding
+        self.packed: Any = None  # the weight's forms for kernels, inside `packed`
+
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        """Return the pruned product of the operands."""
+        self._check_one_layer(operands[2 if self.product is functions.einsum else 1].shape)
+        return self.product(
+            *operands, sparsity=self.sparsity, ctx=self.ctx(), backend=self.backend, name=self.name,
+            packed=self.forms(), **options,
+        )  # fmt: skip
+
+    def _check_one_layer(self, kernel: tuple[int, ...]) -> None:
+        """Refuse variables of a whole stack, and noise or time that is no integer."""
+        ranked = [(self.words, 1), (self.time, 1), *zip(self.variables(), self.ranks, strict=True)]
+        stacked = [v.shape for v, rank in ranked if v is not None and v.ndim != max(self.rank, rank)]
+        stacked += [v.shape for v in (self.words, self.time) if v is not None and math.prod(v.shape) != 2]
+        if len(kernel) != self.rank or stacked:
+            variable = f" and an NM variable of shape {stacked[0]}" if stacked else ""
             raise ValueError(
-                f"{self.name}: reached with a kernel of shape {kernel.shape} and {f'an NM of shape {off[0]}' if off else 'no NM'}, "
-                f"where one layer's have {self.rank} axes. This is a stack of layers, of which nnx.Param and nm.nnx.NM are to be "
-                "sliced along the same axis: nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
+                f"{self.name}: its product got a kernel of shape {kernel}{variable}, but those of one layer have "
+                f"{self.rank} axes. The model is a stack of layers: slice nnx.Param and nm.nnx.NM along the same axis, "
+                "nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
             )
         if any(v is not None and not jnp.issubdtype(v.dtype, jnp.integer) for v in (self.words, self.time)):
-            raise TypeError(f"{self.name}: its noise or time was averaged. Average nnx.state(model, nnx.Param) alone.")
-        context = {"sparsity": self.sparsity, "ctx": self.ctx(), "backend": self.backend}
-        return self.product(*operands, **context, name=self.name, packed=self.forms(), **options)
+            raise TypeError(
+                f"{self.name}: its noise words or its time are no integers any more, as after averaging. Average "
+                "nnx.state(model, nnx.Param) only."
+            )
 
     @property
     def name(self) -> str:
+        """The layer's path, for errors."""
         return self.path or "the model"
 
     def ctx(self) -> Ctx:
-        """The context of one layer's product."""
-        return one_ctx(*self.held(), self.ranks)
+        """Return the context of one layer's product."""
+        return layer_ctx(self.arrays(), self.ranks)
 
-    def forms(self) -> dict | None:
-        """The weight's packed forms, where `packed` gave them."""
+    def forms(self) -> dict[FormKey, Form] | None:
+        """Return the weight's forms that `packed` gave, or None."""
         return jax.tree.map(lambda v: v[...], self.packed, is_leaf=lambda v: isinstance(v, NM))
 
-    def held(self) -> tuple:
-        """Words, time and state as arrays, of one layer or of a stack."""
-        value = lambda v: None if v is None else v[...]
-        return value(self.words), value(self.time), self.values()
+    def arrays(self) -> Arrays:
+        """Return words, time and state as arrays, of one layer or of a stack."""
+        words = None if self.words is None else self.words[...]
+        time = None if self.time is None else self.time[...]
+        return words, time, self.states()
 
-    def values(self):
-        """The state as arrays, of one layer or of a stack; None where there is none."""
+    def states(self) -> Any:
+        """Return the state as arrays, of one layer or of a stack; None if there is none."""
         return jax.tree.map(lambda v: v[...], self.state, is_leaf=lambda v: isinstance(v, NM))
 
     def variables(self) -> list[NM]:
-        """The parts of the state."""
+        """Return the variables of the state."""
         return jax.tree.leaves(self.state, is_leaf=lambda v: isinstance(v, NM))
 
 
-def one_ctx(words, time, state, ranks: tuple[int, ...]) -> Ctx:
-    """The context of one layer, out of what it holds."""
-    time = None if time is None else time.reshape(2)
-    key = None if words is None else sites.site_key(words.reshape(2), time[1])
-    return Ctx(key, None if time is None else time[0], None if state is None else in_rank(state, ranks))
+def layer_ctx(arrays: Arrays, ranks: tuple[int, ...]) -> Ctx:
+    """Return the context of one layer.
+
+    Args:
+        arrays: The layer's words, time and state.
+        ranks: The rank of each part of the state before padding.
+    """
+    words, time, state = arrays
+    step, key = None, None
+    if time is not None:
+        time = time.reshape(2)
+        step = time[0]
+        if words is not None:
+            key = sites.site_key(words.reshape(2), time[1])
+    return Ctx(key, step, None if state is None else unpadded(state, ranks))
 
 
-def in_rank(state, ranks: tuple[int, ...]):
-    """The state of one layer, every part in its own rank."""
+def unpadded(state: Any, ranks: tuple[int, ...]) -> Any:
+    """Return the state of one layer without the axes that pad it, each part in its own rank."""
     leaves, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, [v.reshape(v.shape[:rank]) for v, rank in zip(leaves, ranks, strict=True)])
 
 
-def write(variable: nnx.Variable, value: jax.Array) -> None:
-    """Replace a value, and leave it where it was: assigning through an index would scatter into it."""
+def write(variable: nnx.Variable[jax.Array], value: jax.Array) -> None:
+    """Replace a variable's value, and keep its sharding. Assigning through an index would scatter instead."""
     old = variable.get_value()
-    traced = isinstance(value, jax.core.Tracer) or isinstance(old, jax.core.Tracer)
-    if not traced:
+    if not isinstance(value, jax.core.Tracer) and not isinstance(old, jax.core.Tracer):
         value = jax.device_put(value, old.sharding)
-    elif jax.typeof(value).sharding != (where := jax.typeof(old).sharding) and not where.mesh.empty:
-        value = jax.sharding.reshard(value, where)
+    else:
+        sharding = jax.typeof(old).sharding
+        if jax.typeof(value).sharding != sharding and not sharding.mesh.empty:
+            value = jax.sharding.reshard(value, sharding)
     variable.set_value(value)

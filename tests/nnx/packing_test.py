@@ -148,7 +148,7 @@ def test_what_was_packed_before_pays_sooner():
 
 
 def test_forms_of_another_model_are_refused():
-    refused = pytest.raises(ValueError, match=r"no sparse layer layers/0: the forms are another model's")
+    refused = pytest.raises(ValueError, match=r"no sparse layer 'layers/0', so the forms are another model's")
     with refused, nm.nnx.packed(sparse("dense", "auto"), {"layers/0": {}}):
         pass
 
