@@ -97,9 +97,7 @@ class Pruner(Value):
             TypeError: The array is not floating-point, or a key is missing.
             ValueError: The axis does not divide into groups, or the state is missing or of the wrong shape.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no __call__: write __call__(self, x, axis=-1, ctx=nm.Ctx()) in the class."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no __call__: write __call__(self, x, axis, ctx).")
 
     # ---- what a call needs ----
 

@@ -1,4 +1,4 @@
-"""Pruners: one idea a file, each to be read beside its paper; and what is made of pruners."""
+"""Pruners, one idea per file, with the paper of each; combinators, gradient rules and schedules."""
 
 from nmjax.pruners.combinators import chain as chain, raw as raw, rescale as rescale, stages as stages
 from nmjax.pruners.estimators import decay as decay, sr_ste as sr_ste, ste as ste

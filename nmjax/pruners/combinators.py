@@ -1,8 +1,7 @@
-"""Pruners out of pruners."""
+"""Combinators: pruners made of other pruners."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +29,14 @@ from nmjax.pruners.schedules import check_rows, row_at
 
 @dataclass(frozen=True, repr=False, init=False)
 class chain(Pruner):
-    """One after another, each on what the one before it gave.
+    """Apply pruners one after another, each to the result of the one before it.
+
+    Args:
+        *pruners: The pruners, in the order in which they are applied. Without any, a call changes nothing.
+
+    Raises:
+        TypeError: An argument is not a pruner.
+        ValueError: A pruner may only be outermost, such as `ste`.
 
     >>> chain(mse(2, 4), mse(1, 4))(jnp.array([1.0, -2.0, 3.1, -4.0]))
     Array([ 0.,  0.,  0., -4.], dtype=float32)
@@ -39,7 +45,7 @@ class chain(Pruner):
     pruners: tuple[Pruner, ...]
     reads_step = False
 
-    def __init__(self, *pruners: Pruner):
+    def __init__(self, *pruners: Pruner) -> None:
         object.__setattr__(self, "pruners", pruners)
         super().__post_init__()
         check_inner(self, *self.pruners)
@@ -64,24 +70,32 @@ class chain(Pruner):
         return sparsest(p.pattern_across for p in self.parts)
 
     def normal(self) -> Normal:
-        """A last `fp8` is storage. If one other part is left that prunes, it is the core."""
+        """Return the normal form. An `fp8` at the end is the storage. If one other part prunes, it is the core."""
         if not self.parts:
             return Normal(core=identity, applied=self)
         count, last = len(self.parts), self.parts[-1].normal()
-        cores: list[tuple[Pruner | None, tuple[Link, ...]]] = []
-        for i, p in enumerate(self.parts):
-            form, link = p.normal(), Link(i, count)
-            if i < count - 1 and form.storage is not None:  # rounding before the end is part of the pruning
-                form = Normal(core=p, applied=p)
-            if form.core != identity:
-                cores.append((form.core, (link, *form.core_path)))
-        core, path = cores[0] if len(cores) == 1 else (None if cores else identity, ())
+        core, path = self._core()
         if last.storage is None:
             return Normal(core, self, core_path=path)
         applied = chain(*self.parts[:-1], last.applied)
-        return Normal(
-            core, applied, last.storage, core_path=path, storage_path=(Link(count - 1, count), *last.storage_path)
-        )
+        storage_path = (Link(count - 1, count), *last.storage_path)
+        return Normal(core, applied, last.storage, core_path=path, storage_path=storage_path)
+
+    def _core(self) -> tuple[Pruner | None, tuple[Link, ...]]:
+        """Return the one pruner that prunes, as `Normal.core`, and the path to it."""
+        count = len(self.parts)
+        cores: list[tuple[Pruner | None, tuple[Link, ...]]] = []
+        for i, p in enumerate(self.parts):
+            form = p.normal()
+            if i < count - 1 and form.storage is not None:  # rounding before the end is part of the pruning
+                form = Normal(core=p, applied=p)
+            if form.core != identity:
+                cores.append((form.core, (Link(i, count), *form.core_path)))
+        if not cores:
+            return identity, ()
+        if len(cores) > 1:
+            return None, ()
+        return cores[0]
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         for p, part in self._numbered(ctx):
@@ -95,7 +109,7 @@ class chain(Pruner):
         return kept
 
     def _numbered(self, ctx: Ctx) -> Iterator[tuple[Pruner, Ctx]]:
-        """Yield every part with its context: its own state, and noise of its own."""
+        """Yield every part with its context: its own state and its own noise."""
         for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
             yield p, with_part_key(part, i)
 
@@ -110,7 +124,7 @@ class chain(Pruner):
         return self._states(x, axis, ctx, "refresh")
 
     def _states(self, x: jax.Array, axis: int, ctx: Ctx, make: str) -> Any:
-        """Return the parts' states. Each is made of the values that the part before it returns."""
+        """Return the states of the parts. Each part sees the values that the part before it returns."""
         states = []
         for p, part in self._numbered(ctx):
             states.append(getattr(p, make)(x, axis, part))
@@ -120,10 +134,19 @@ class chain(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class stages(Pruner):
-    """Rows (first step, pruner): the last row begun holds. Structure decay, dense phases, dense tails. What state a row
-    has is made anew at its first step.
+    """Change the pruner over training: structure decay (SdGf), dense phases, dense fine-tuning at the end.
 
-    Between magnitude pruners of one m only n changes, and is traced; else `lax.switch` chooses.
+    At step t the last row whose first step is at most t applies. The state of a row is made anew at its first step. If
+    all rows are `mse` with one m, or `identity`, only n changes and it is traced; otherwise `lax.switch` chooses the
+    row. Structure decay: Bambhaniya et al., arXiv 2402.04744.
+
+    Args:
+        rows: Pairs (first step, pruner). The first pair begins at step 0, and first steps rise.
+
+    Raises:
+        TypeError: A row holds no pruner.
+        ValueError: Rows are not pairs, do not begin at step 0 or do not rise, or hold a pruner that may only be
+            outermost.
 
     >>> stages(((0, identity), (100, mse(3, 4)), (200, mse(2, 4))))(jnp.arange(1., 5.), ctx=Ctx(step=150))
     Array([0., 2., 3., 4.], dtype=float32)
@@ -131,7 +154,7 @@ class stages(Pruner):
 
     rows: tuple[tuple[int, Pruner], ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_rows(self, self.rows)
         check_inner(self, *self.parts, ruled=True)
@@ -156,12 +179,17 @@ class stages(Pruner):
         return self._switch(ctx, lambda p, part: p.mask(x, axis, part))
 
     def _one_m(self) -> int | None:
-        """The m that all rows share, where they differ in n alone."""
-        ms = {p.m for p in self.parts if type(p) is mse}
-        return ms.pop() if len(ms) == 1 and all(type(p) is mse or p == identity for p in self.parts) else None
+        """Return the m of all rows, or None if they differ in more than n."""
+        sizes = {p.m for p in self.parts if type(p) is mse}
+        same = all(type(p) is mse or p == identity for p in self.parts)
+        return sizes.pop() if same and len(sizes) == 1 else None
 
-    def _switch(self, ctx, call):
-        branch = lambda i, p: lambda contexts: call(p, contexts[i])
+    def _switch(self, ctx: Ctx, call: Callable[[Pruner, Ctx], jax.Array]) -> jax.Array:
+        """Call the pruner of the row that applies."""
+
+        def branch(i: int, p: Pruner) -> Callable[[list[Ctx]], jax.Array]:
+            return lambda contexts: call(p, contexts[i])
+
         branches = [branch(i, p) for i, p in enumerate(self.parts)]
         return lax.switch(row_at(self.rows, ctx.step), branches, apart(self, ctx))
 
@@ -182,20 +210,31 @@ class stages(Pruner):
     def final(self) -> Pruner:
         return self.parts[-1].final
 
-    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()):
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
         contexts = apart(self, ctx)
-        return joined(_begun(start, p, x, axis, part) for (start, p), part in zip(self.rows, contexts, strict=True))
+        rows = zip(self.rows, contexts, strict=True)
+        return joined(_row_state(start, p, x, axis, part) for (start, p), part in rows)
 
-    def final_state(self, state):
+    def final_state(self, state: Any) -> Any:
         return self.parts[-1].final_state(apart(self, Ctx(state=state))[-1].state)
 
 
 @dataclass(frozen=True, repr=False)
 class rescale(Pruner):
-    """Multiply what is kept so that the L1 norm is what it was: the feature maps' (SDGP), or every group's.
+    """Multiply the kept values so that the L1 norm is that of the array before pruning.
 
     McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774): prune across
-    channels, then for each sample and channel multiply by ||x||_1 / ||pruned||_1 over space, in float32.
+    channels, then for each sample and channel multiply over space, in float32, by::
+
+        ||x||_1 / ||p(x)||_1
+
+    Args:
+        p: The pruner.
+        over: The values that share a norm: "spatial", those of one sample and channel, or "group", those of one group.
+
+    Raises:
+        TypeError: p is not a pruner.
+        ValueError: ``over`` is neither of the two, or p may only be outermost.
 
     >>> rescale(mse(2, 4), over="group")(jnp.array([1., 2., 3., 4.]))
     Array([0.      , 0.      , 4.285714, 5.714286], dtype=float32)
@@ -205,27 +244,33 @@ class rescale(Pruner):
     over: str = "spatial"
     reads_step = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_inner(self, self.p)
         if self.over not in ("spatial", "group"):
-            raise ValueError(f"{self}: over is 'spatial' or 'group'.")
+            raise ValueError(f"{self}: over must be 'spatial' or 'group'.")
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         y, axis = self.p(x, axis, ctx), groups.position(x.ndim, axis)
-        if self.over == "group":
-            view, over = partial(groups.split, axis=axis, m=self.block), (axis + 1,)
-        else:
-            view, over = (lambda v: v), ctx.axes_of(x.ndim, axis).space
-            if not over:
-                raise ValueError(
-                    f"{self} rescales over space, and an array of shape {x.shape} pruned along axis {axis} has none. Write over='group'."
-                )
-        norm = lambda v: jnp.sum(jnp.abs(groups.wide(view(v))), over, keepdims=True)
-        kept = norm(y)
-        ratio = jnp.where(kept == 0, 1.0, norm(x) / jnp.where(kept == 0, 1.0, kept))
-        y = groups.wide(view(y))
-        return fusion.rounded(jnp.where(y == 0, y, y * ratio).reshape(x.shape), x.dtype)  # dropped stays dropped
+        over = (axis + 1,) if self.over == "group" else self._space(x, axis, ctx)
+        kept = jnp.sum(jnp.abs(self._view(y, axis)), over, keepdims=True)
+        norm = jnp.sum(jnp.abs(self._view(x, axis)), over, keepdims=True)
+        ratio = jnp.where(kept == 0, 1.0, norm / jnp.where(kept == 0, 1.0, kept))
+        y = self._view(y, axis)
+        scaled = jnp.where(y == 0, y, y * ratio)  # the ratio may be inf, and zeros stay zeros
+        return fusion.rounded(scaled.reshape(x.shape), x.dtype)
+
+    def _view(self, x: jax.Array, axis: int) -> jax.Array:
+        return groups.wide(groups.split(x, axis, self.block) if self.over == "group" else x)
+
+    def _space(self, x: jax.Array, axis: int, ctx: Ctx) -> tuple[int, ...]:
+        space = ctx.axes_of(x.ndim, axis).space
+        if not space:
+            raise ValueError(
+                f"{self} rescales over space, but an array of shape {x.shape} that is pruned along axis {axis} has no "
+                "axes of space. Write over='group'."
+            )
+        return space
 
     @property
     def pattern(self) -> Pattern | None:
@@ -242,12 +287,27 @@ class rescale(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class raw(Pruner):
-    """In a backward slot of an operand: prune the operand itself, not the value that the forward product made of it."""
+    """Prune the unpruned operand in a backward slot, instead of the value that the forward product used.
+
+    It is allowed outermost in the slots ``dlhs_rhs`` and ``drhs_lhs`` only.
+
+    Args:
+        p: The pruner.
+
+    Raises:
+        TypeError: p is not a pruner.
+        ValueError: p may only be outermost.
+
+    >>> import nmjax as nm
+    >>> nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), dlhs_rhs=raw(nm.mse(2, 4)))
+    fwd_rhs=ste(mse(2,4)); dlhs_rhs=raw(mse(2,4))
+    """
 
     p: Pruner
-    outermost, reads_step = True, False
+    outermost = True
+    reads_step = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_inner(self, self.p)
 
@@ -263,7 +323,7 @@ class raw(Pruner):
         return self.p.pattern_across
 
     def normal(self) -> Normal:
-        """The operand itself is the source."""
+        """Return the normal form of the part, with the operand itself as the source."""
         inner = self.p.normal()
         applied = self if inner.storage is None else raw(inner.applied)
         return inner._replace(applied=applied, raw=True)
@@ -273,10 +333,12 @@ class raw(Pruner):
         return raw(self.p.final)
 
 
-def _begun(start, p, x, axis, ctx):
-    """The state of a row of stages: from its first step on, of the values that it finds there."""
+def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
+    """Return the state of one row of `stages`, made anew at the first step of the row."""
     if not p.remembers:
         return None
-    here = p.refresh(x, axis, ctx)
+    refreshed = p.refresh(x, axis, ctx)
+    if start == 0:
+        return refreshed
     fresh = lambda: p.init(x, axis, ctx.replace(state=None))
-    return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: here) if start else here
+    return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: refreshed)

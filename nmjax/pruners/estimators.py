@@ -1,4 +1,7 @@
-"""Gradient rules of forward slots. A bare pruner there has the gradient that autodiff gives it: dropped entries get none."""
+"""Gradient rules of forward slots.
+
+A pruner without a rule has the gradient of autodiff: dropped entries get none.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +18,15 @@ from nmjax.pruners.schedules import Schedule
 
 @dataclass(frozen=True, repr=False)
 class Estimator(Pruner):
-    """A pruner with a gradient rule of its own: outermost, in a forward slot."""
+    """The base of gradient rules, which wrap the pruner of a forward slot.
+
+    Args:
+        p: The pruner.
+    """
 
     p: Pruner
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_inner(self, self.p)
 
@@ -44,7 +51,7 @@ class Estimator(Pruner):
         return self.p.pattern_across
 
     def normal(self) -> Normal:
-        """A gradient rule leaves the values of its part as they are."""
+        """Return the normal form of the part with this rule. A rule does not change values."""
         inner = self.p.normal()
         applied = self if inner.storage is None else replace(self, p=inner.applied)
         return inner._replace(applied=applied, rule=self)
@@ -56,7 +63,16 @@ class Estimator(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class ste(Estimator):
-    """Straight-through: the gradient of the pruned values goes unchanged to all values (Bengio et al., arXiv 1308.3432).
+    """Prune with the straight-through gradient: dx = dy, for kept and dropped values alike.
+
+    Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons" (arXiv 1308.3432).
+
+    Args:
+        p: The pruner.
+
+    Raises:
+        TypeError: p is not a pruner.
+        ValueError: p may only be outermost, such as another gradient rule.
 
     >>> from nmjax.pruners import mse
     >>> jax.grad(lambda w: (ste(mse(2, 4))(w) * jnp.arange(4.)).sum())(jnp.ones(4))
@@ -69,7 +85,7 @@ class ste(Estimator):
         return straight_through(self.p, axis, x, ctx)
 
     def normal(self) -> Normal:
-        """Straight through what does nothing is nothing."""
+        """Return the normal form. If the part prunes nothing, the rule changes nothing and is dropped."""
         form = super().normal()
         inner = self.p.normal().applied
         return form._replace(applied=inner) if inner == identity else form
@@ -77,24 +93,38 @@ class ste(Estimator):
 
 @dataclass(frozen=True, repr=False)
 class sr_ste(Estimator):
-    """Straight-through, plus ``lam`` times the dropped weights: they shrink, and masks settle.
+    """Prune with the straight-through gradient plus a decay of the dropped weights.
 
-    Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch" (arXiv 2102.04010)::
+    Dropped weights shrink, and the mask settles. Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural
+    Networks From Scratch" (arXiv 2102.04010)::
 
         dw = g + lam * (1 - mask) * w
 
-    The term is added to the gradient as it comes, once for every use of the weight: before clipping, and multiplied with
-    whatever multiplies the loss. In bf16 part of it is lost to rounding.
+    The term is added in the backward pass, once for every use of the weight. It is therefore not multiplied by a scale
+    of the loss, but clipping applies to it. In bf16 a part of it is lost to rounding.
+
+    Args:
+        p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
+        lam: The strength of the decay.
+
+    Raises:
+        TypeError: p is not a pruner, or lam is not a number.
+        ValueError: p also changes the values that it keeps.
+
+    >>> from nmjax.pruners import mse
+    >>> jax.grad(lambda w: sr_ste(mse(2, 4), lam=0.1)(w).sum())(jnp.array([1., -2., 3., -4.]))
+    Array([1.1, 0.8, 1. , 1. ], dtype=float32)
     """
 
     lam: float = 2e-4
     reads_step = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if not self.p.selects:
             raise ValueError(
-                f"{self} decays what its pruner drops, but {self.p} does not only keep or drop. Use ste({self.p}), or sr_ste(mse(2,4))."
+                f"{self} decays the weights that its pruner drops, but {self.p} does not only keep or drop: it also "
+                f"changes kept values. Write ste({self.p}) or sr_ste(mse(2,4))."
             )
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
@@ -103,32 +133,50 @@ class sr_ste(Estimator):
 
 @dataclass(frozen=True, repr=False)
 class decay(Pruner):
-    """Dropped entries times D(step), which falls from 1 to 0: mask decay gradient flow (MdGf).
+    """Multiply dropped values by D(step), which falls from 1 to 0: mask decay gradient flow (MdGf).
 
     Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training in Transformers" (arXiv 2402.04744)::
 
         w~ = w * (mask + D(step) * (1 - mask))
 
-    Two gradients are published. ``"ste"``, of the released PyTorch code: dw = g, never restricted. ``"autodiff"``, of the
-    authors' JAX code and the paper's abstract: dw = g * (mask + D(step) * (1 - mask)), which dies with D.
+    Two gradients are published. ``"ste"`` is that of the released PyTorch code: dw = g at every step. ``"autodiff"`` is
+    that of the authors' JAX code and of the paper's abstract: dw = g * (mask + D(step) * (1 - mask)), which vanishes
+    with D on dropped weights.
+
+    Args:
+        p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
+        schedule: D, a function of the step.
+        gradient: "ste" or "autodiff".
+
+    Raises:
+        TypeError: p is not a pruner, or the schedule is not a function.
+        ValueError: p also changes the values that it keeps, or the gradient is neither of the two.
+
+    >>> from nmjax.pruners import mse
+    >>> from nmjax.pruners.schedules import linear
+    >>> p = decay(mse(2, 4), linear(1, 0, 1000))
+    >>> p(jnp.array([1., -2., 3., -4.]), ctx=Ctx(step=500))
+    Array([ 0.5, -1. ,  3. , -4. ], dtype=float32)
     """
 
     p: Pruner
     schedule: Schedule
     gradient: str = "ste"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_inner(self, self.p)
         if self.gradient not in ("ste", "autodiff"):
-            raise ValueError(f"{self}: gradient is 'ste' or 'autodiff'.")
+            raise ValueError(f"{self}: gradient must be 'ste' or 'autodiff'.")
         if not callable(self.schedule):
             raise TypeError(
-                f"{self}: schedule is a function of the step, as linear(1,0,1000) or constant({self.schedule!r})."
+                f"{self}: schedule must be a function of the step, such as linear(1,0,1000) or "
+                f"constant({self.schedule!r})."
             )
         if isinstance(self.schedule, Pruner) or not self.p.selects:
             raise ValueError(
-                f"{self}: decay takes a pruner that only keeps or drops, then a schedule: decay(mse(2,4),linear(1,0,1000))."
+                f"{self}: decay takes a pruner that only keeps or drops and then a schedule, as in "
+                "decay(mse(2,4),linear(1,0,1000))."
             )
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
@@ -154,12 +202,14 @@ class decay(Pruner):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def straight_through(p: Pruner, axis: int, x: jax.Array, ctx: Ctx) -> jax.Array:
-    """Return ``p(x)`` with the derivative of x, in forward and reverse mode."""
+    """Return ``p(x, axis, ctx)`` with the derivative of x, in forward and in reverse mode."""
     return p(x, axis, ctx)
 
 
 @straight_through.defjvp
-def _(p: Pruner, axis: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _straight_through_jvp(
+    p: Pruner, axis: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
     return straight_through(p, axis, *primals), tangents[0]
 
 

@@ -1,7 +1,7 @@
-"""Magnitude pruning: the least squared error that n of m values can leave.
+"""Magnitude pruning: n of m values with the least squared error.
 
-Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients" (arXiv 2203.10991), section 3: right for
-weights and activations; fails for neural gradients, for it is biased.
+It is right for weights and activations. It fails for neural gradients, because it is biased: Chmiel et al., "Minimum
+Variance Unbiased N:M Sparsity for the Neural Gradients" (arXiv 2203.10991), section 3.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nmjax.core import groups
+from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Grouped
 
 
 @dataclass(frozen=True, repr=False)
 class mse(Grouped):
-    """Keep the n largest magnitudes of every m, the first of equals; inf and NaN count as largest.
+    """Keep the n largest magnitudes of every m. This leaves the least squared error ||x - p(x)||^2.
+
+    Of equal magnitudes the first are kept. Infinities and NaN count as largest.
+
+    Args:
+        n: The number of values to keep in each group.
+        m: The size of a group.
+
+    Raises:
+        TypeError: n or m is not a whole number.
+        ValueError: n does not lie between 1 and m.
 
     >>> mse(2, 4)(jnp.array([1., -2., 3., -4.]))
     Array([ 0.,  0.,  3., -4.], dtype=float32)
@@ -44,6 +54,6 @@ class mse(Grouped):
         pruned = []
         for i, (v, mine) in enumerate(zip(x, size, strict=True)):
             ahead = [other >= mine if j < i else other > mine for j, other in enumerate(size) if j != i]
-            kept = sum(a.astype(jnp.int32) for a in ahead) < self.n
+            kept = fusion.total(a.astype(jnp.int32) for a in ahead) < self.n
             pruned.append(jnp.where(kept, v, jnp.zeros((), v.dtype)))
         return pruned

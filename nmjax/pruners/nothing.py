@@ -1,4 +1,4 @@
-"""Nothing: the empty slot, the dense phase, the neutral element of `chain`."""
+"""The identity: the pruner of an empty slot and of a dense phase."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,11 @@ from nmjax.core.pruner import Pruner
 
 @dataclass(frozen=True, repr=False)
 class Identity(Pruner):
-    """Every value as it is."""
+    """Return the array unchanged. Its only value is `nmjax.identity`.
+
+    >>> identity(jnp.array([1., -2., 3., -4.]))
+    Array([ 1., -2.,  3., -4.], dtype=float32)
+    """
 
     reads_step = False
 

@@ -1,7 +1,7 @@
 """Random pruning: the baseline that every rule must beat.
 
-McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774) prune at random
-without a scale (``rescale=False``), so that a product keeps n/m of its mean; with it the pruning is unbiased.
+McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774), prune at random
+without a scale (``rescale=False``): the mean of a product is then n/m of the exact one. With the scale it is exact.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float
 
 from nmjax.core import groups, random
 from nmjax.core.context import Ctx
@@ -18,7 +19,16 @@ from nmjax.core.pruner import Grouped
 
 @dataclass(frozen=True, repr=False)
 class uniform(Grouped):
-    """Keep a uniformly random n of every m, times m/n if ``rescale``. The n largest of m random words are such a choice.
+    """Keep n of every m values, chosen uniformly at random, and multiply them by m/n if ``rescale``.
+
+    Args:
+        n: The number of values to keep in each group.
+        m: The size of a group.
+        rescale: Whether to multiply by m/n, which makes the result unbiased.
+
+    Raises:
+        TypeError: n or m is not a whole number, or rescale is not a bool.
+        ValueError: n does not lie between 1 and m.
 
     >>> uniform(2, 4)(jnp.ones(8), ctx=Ctx(key=1))
     Array([2., 0., 0., 2., 2., 0., 0., 2.], dtype=float32)
@@ -38,19 +48,30 @@ class uniform(Grouped):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.sample(x, self.draw(x, axis, ctx), axis)
 
-    def draw(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        """One uniform for every value."""
+    def draw(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float[Array, "..."]:
+        """Return the random numbers of a call: one uniform in [0, 1) for every value.
+
+        Raises:
+            TypeError: ``ctx`` has no key.
+        """
         return random.uniform(random.words(ctx.key), x.shape)
 
-    def sample(self, x: jax.Array, u: jax.Array, axis: int = -1) -> jax.Array:
-        """The pruned array of the uniforms ``u``, shaped like ``x``."""
+    def sample(self, x: Float[Array, "..."], u: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
+        """Return the pruned array, given the random numbers.
+
+        Args:
+            x: An array of floating-point numbers.
+            u: One uniform for every value, as `draw` returns it.
+            axis: The axis that groups lie along.
+        """
         kept = jnp.where(self.chosen(u, axis), x, jnp.zeros((), x.dtype))
         return kept * jnp.asarray(self.m / self.n, x.dtype) if self.rescale else kept
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.chosen(self.draw(x, axis, ctx), axis)
 
-    def chosen(self, u: jax.Array, axis: int) -> jax.Array:
+    def chosen(self, u: Float[Array, "..."], axis: int) -> Bool[Array, "..."]:
+        """Return the mask of the values to keep: those of the n largest uniforms of every group."""
         axis = groups.position(u.ndim, axis)
         order = lax.bitcast_convert_type(groups.split(u, axis, self.m), np.int32)
         return groups.top_of(order, axis + 1, self.n).reshape(u.shape)

@@ -1,6 +1,8 @@
-"""Pruners of pruners that remember: a mask that is held, an order that is kept."""
+"""Combinators with state: `hold` keeps a mask, `permute` keeps an order of the axis."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,17 @@ from nmjax.core.pruner import Pattern, Pruner, Remembering, check_inner
 
 @dataclass(frozen=True, repr=False)
 class hold(Remembering):
-    """Keep a mask for ``every`` steps, or for ever. The mask is state: `init` makes it, `refresh` renews it.
+    """Keep a mask for a number of steps. The mask is state: `init` makes it, and `refresh` renews it.
 
+    Args:
+        p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
+        every: The number of steps between renewals. If None, the first mask stays.
+
+    Raises:
+        TypeError: p is not a pruner.
+        ValueError: p also changes the values that it keeps, or ``every`` is not a number of steps.
+
+    >>> from nmjax.pruners import mse
     >>> p = hold(mse(2, 4), every=40)
     >>> p(jnp.array([9., 1., 1., 9.]), ctx=Ctx(state=p.init(jnp.arange(4.))))
     Array([0., 0., 1., 9.], dtype=float32)
@@ -25,13 +36,14 @@ class hold(Remembering):
     every: int | None = None
     reads_step = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_inner(self, self.p)
         _check_every(self)
         if not self.p.selects:
             raise ValueError(
-                f"{self} holds a mask, but {self.p} does not only keep or drop. Hold what selects, as in chain(hold(mse(2,4)),...)."
+                f"{self} holds a mask, but {self.p} does not only keep or drop: it also changes kept values. Hold a "
+                "pruner that selects, as in chain(hold(mse(2,4)),...)."
             )
 
     @property
@@ -43,9 +55,11 @@ class hold(Remembering):
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         kept = _state(self, ctx)
-        if getattr(kept, "shape", None) != x.shape:
+        shape = getattr(kept, "shape", None)
+        if shape != x.shape:
             raise ValueError(
-                f"{self} holds a mask of shape {getattr(kept, 'shape', None)}, and was given an array of shape {x.shape}."
+                f"{self} holds a mask of shape {shape}, but the array has shape {x.shape}. Pass as state what its "
+                "init(x, axis) returned for this array."
             )
         return kept
 
@@ -74,9 +88,25 @@ class hold(Remembering):
 
 @dataclass(frozen=True, repr=False)
 class permute(Remembering):
-    """Prune in a permuted order of the axis, renewed every ``every`` steps: the one of ``draws`` random ones that keeps
-    most non-zeros. Bi-Mask's backward mask (Zhang et al., arXiv 2302.06058): with p applied to an already pruned weight,
-    the fewest of its values are lost. The permutation is state; those tried are a function of the step alone.
+    """Prune in a permuted order of the axis: of several random orders, the one in which most non-zeros are kept.
+
+    It is Bi-Mask's backward mask (Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", arXiv
+    2302.06058): applied to a weight that is already pruned, it loses few of the remaining values. The order is state:
+    `init` chooses it, and `refresh` renews it. The orders that are tried depend on the step alone.
+
+    Args:
+        p: A pruner without noise and without state, such as ``mse(2, 4)``.
+        every: The number of steps between renewals. If None, the first order stays.
+        draws: The number of random orders to try.
+
+    Raises:
+        TypeError: p is not a pruner, or draws is not a whole number.
+        ValueError: p draws random numbers or has state, or a number is below 1.
+
+    >>> from nmjax.pruners import mse
+    >>> p, w = permute(mse(2, 4)), jnp.array([9., 9., 9., 0., 0., 0., 0., 9.])
+    >>> p(w, ctx=Ctx(state=p.init(w)))
+    Array([9., 9., 9., 0., 0., 0., 0., 9.], dtype=float32)
     """
 
     p: Pruner
@@ -84,14 +114,16 @@ class permute(Remembering):
     draws: int = 100
     reads_step = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_inner(self, self.p)
         _check_every(self)
         if self.draws < 1:
             raise ValueError(f"{self}: draws must be at least 1.")
         if self.p.stochastic or self.p.remembers:
-            raise ValueError(f"{self} tries one order after another, so it takes a pruner without noise or state.")
+            raise ValueError(
+                f"{self} tries several orders, so it takes a pruner without noise or state, such as mse(2,4)."
+            )
 
     @property
     def selects(self) -> bool:
@@ -103,11 +135,15 @@ class permute(Remembering):
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self._permuted(x, axis, ctx, self.p.mask)
 
-    def _permuted(self, x, axis, ctx, call):
+    def _permuted(self, x: jax.Array, axis: int, ctx: Ctx, call: Callable[..., jax.Array]) -> jax.Array:
+        """Call the part, or its mask, in the permuted order."""
         order = _state(self, ctx)
         if getattr(order, "shape", None) != (x.shape[axis],):
-            held = getattr(order, "shape", order)
-            raise ValueError(f"{self} holds an order of shape {held}, and axis {axis} of {x.shape} has other values.")
+            shape = getattr(order, "shape", order)
+            raise ValueError(
+                f"{self} holds an order of shape {shape}, but axis {axis} of an array of shape {x.shape} has "
+                f"{x.shape[axis]} values. Pass as state what its init(x, axis) returned for this array."
+            )
         return jnp.take(call(jnp.take(x, order, axis), axis, ctx.replace(state=None)), jnp.argsort(order), axis)
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
@@ -129,20 +165,21 @@ class permute(Remembering):
         return permute(self.p.final, None, self.draws)
 
 
-def _check_every(owner):
+def _check_every(owner: hold | permute) -> None:
     if owner.every is not None and (type(owner.every) is not int or owner.every < 1):
-        raise ValueError(f"{owner}: every is a number of steps, or None for ever.")
+        raise ValueError(f"{owner}: every must be a number of steps, at least 1, or None to keep the first state.")
 
 
-def _state(owner, ctx):
+def _state(owner: hold | permute, ctx: Ctx) -> Any:
     if ctx.state is None:
         raise ValueError(
-            f"{owner} keeps state between steps and was given none: pass what its init(x, axis) makes as state."
+            f"{owner} keeps state between steps and was given none: pass as state what its init(x, axis) returns."
         )
     return ctx.state
 
 
-def _renewed(owner, ctx, new):
+def _renewed(owner: hold | permute, ctx: Ctx, new: Callable[[], jax.Array]) -> jax.Array:
+    """Return a new state every ``every`` steps, else the old one."""
     if owner.every is None:
         return _state(owner, ctx)
     old = jnp.asarray(_state(owner, ctx))

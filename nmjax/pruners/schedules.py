@@ -1,77 +1,116 @@
-"""Schedules as values: ``step -> float32 scalar``. They compare, hash, print and parse, where a closure does not.
+"""Schedules: values that map a step to a float32 scalar. They compare, hash, print and parse; closures do not.
 
-Any callable of the step works in their place; it compares by identity and does not parse.
+Any function of the step works in their place. It compares by identity and does not parse.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32, Int, Num
 
 from nmjax.core.value import Value, show
 
+Step = int | float | Num[Array, ""]
+"""A training step, which may be traced."""
+
 Schedule = Callable[[Any], Any]
-"""``step -> scalar``. The values of this file print and parse; any other callable works too."""
+"""A function from a step to a scalar."""
 
 
 @dataclass(frozen=True, repr=False)
 class constant(Value):
-    """The same value at every step."""
+    """Return the same value at every step.
+
+    Args:
+        value: The value.
+
+    >>> float(constant(0.5)(100))
+    0.5
+    """
 
     value: float
 
-    def __call__(self, step) -> jax.Array:
+    def __call__(self, step: Step) -> Float32[Array, ""]:
         return jnp.float32(self.value)
 
 
 @dataclass(frozen=True, repr=False)
 class _Ramp(Value):
-    """From ``start`` to ``end`` in ``steps`` steps after ``begin``."""
+    """The base of schedules that go from ``start`` to ``end`` in ``steps`` steps after ``begin``."""
 
     start: float
     end: float
     steps: int
     begin: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps < 1:
-            raise ValueError(f"{self}: steps must be at least 1.")
+            raise ValueError(f"{self}: steps must be at least 1, got {self.steps}.")
 
-    def __call__(self, step) -> jax.Array:
-        gone = self._gone(jnp.clip((jnp.asarray(step).astype(jnp.float32) - self.begin) / self.steps, 0, 1))
-        return (1 - gone) * self.start + gone * self.end
+    def __call__(self, step: Step) -> Float32[Array, ""]:
+        share = self._share(jnp.clip((jnp.asarray(step).astype(jnp.float32) - self.begin) / self.steps, 0, 1))
+        return (1 - share) * self.start + share * self.end
 
-    def _gone(self, time: jax.Array) -> jax.Array:
+    def _share(self, time: Float32[Array, ""]) -> Float32[Array, ""]:
+        """Return the share of the way from start to end at a time between 0 and 1."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, repr=False)
 class linear(_Ramp):
-    """From ``start`` to ``end`` in ``steps`` steps after ``begin``, along a line.
+    """Go from ``start`` to ``end`` along a line.
+
+    Args:
+        start: The value until step ``begin``.
+        end: The value from step ``begin + steps`` on.
+        steps: The number of steps in between, at least 1.
+        begin: The step at which the value begins to change.
+
+    Raises:
+        ValueError: steps is below 1.
 
     >>> [float(linear(1, 0, 10, begin=5)(s)) for s in (0, 5, 10, 15, 99)]
     [1.0, 1.0, 0.5, 0.0, 0.0]
     """
 
-    def _gone(self, time: jax.Array) -> jax.Array:
+    def _share(self, time: Float32[Array, ""]) -> Float32[Array, ""]:
         return time
 
 
 @dataclass(frozen=True, repr=False)
 class cosine(_Ramp):
-    """From ``start`` to ``end`` in ``steps`` steps after ``begin``, along half a cosine."""
+    """Go from ``start`` to ``end`` along half a cosine.
 
-    def _gone(self, time: jax.Array) -> jax.Array:
+    Args:
+        start: The value until step ``begin``.
+        end: The value from step ``begin + steps`` on.
+        steps: The number of steps in between, at least 1.
+        begin: The step at which the value begins to change.
+
+    Raises:
+        ValueError: steps is below 1.
+
+    >>> [round(float(cosine(1, 0, 10)(s)), 3) for s in (0, 2, 5, 10, 99)]
+    [1.0, 0.905, 0.5, 0.0, 0.0]
+    """
+
+    def _share(self, time: Float32[Array, ""]) -> Float32[Array, ""]:
         return (1 - jnp.cos(jnp.pi * time)) / 2
 
 
 @dataclass(frozen=True, repr=False)
 class exponential(Value):
-    """``exp(-rate * (step - begin))``: 1 until ``begin``, and exactly 0 from ``end`` on, which it would never reach.
+    """Decay exponentially: ``exp(-rate * (step - begin))``.
+
+    Args:
+        rate: The rate of decay per step.
+        begin: The step until which the value is 1.
+        end: The step from which the value is exactly 0. If None, it never is.
 
     >>> [round(float(exponential(1e-3, begin=10, end=2000)(s)), 4) for s in (0, 1010, 1999, 2000)]
     [1.0, 0.3679, 0.1368, 0.0]
@@ -81,7 +120,7 @@ class exponential(Value):
     begin: int = 0
     end: int | None = None
 
-    def __call__(self, step) -> jax.Array:
+    def __call__(self, step: Step) -> Float32[Array, ""]:
         step = jnp.asarray(step).astype(jnp.float32)
         decayed = jnp.exp(-self.rate * jnp.maximum(step - self.begin, 0))
         return decayed if self.end is None else jnp.where(step < self.end, decayed, 0)
@@ -89,7 +128,13 @@ class exponential(Value):
 
 @dataclass(frozen=True, repr=False)
 class stairs(Value):
-    """Piecewise constant: rows (first step, value), the first of them at step 0.
+    """Return piecewise constant values: at step t, that of the last row whose first step is at most t.
+
+    Args:
+        rows: Pairs (first step, value). The first pair begins at step 0, and first steps rise.
+
+    Raises:
+        ValueError: Rows are not pairs, do not begin at step 0 or do not rise.
 
     >>> [float(stairs(((0, 1), (10, 0.5)))(s)) for s in (0, 9, 10)]
     [1.0, 1.0, 0.5]
@@ -97,28 +142,37 @@ class stairs(Value):
 
     rows: tuple[tuple[int, float], ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_rows(self, self.rows)
         object.__setattr__(self, "rows", tuple((start, constant(value).value) for start, value in self.rows))
 
-    def __call__(self, step) -> jax.Array:
+    def __call__(self, step: Step) -> Float32[Array, ""]:
         return jnp.array([value for _, value in self.rows], jnp.float32)[row_at(self.rows, step)]
 
 
 @dataclass(frozen=True, repr=False, init=False)
 class optax_schedule(Value):
-    """One of optax's schedules, by name, as a value.
+    """Use one of optax's schedules, by its name, as a value that prints and parses.
+
+    Args:
+        name: The name of a function in `optax.schedules` that ends with "schedule".
+        *args: Its arguments: numbers, texts or tuples.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: An argument is of another kind, or optax refuses the arguments.
+        ValueError: optax has no schedule of this name.
 
     >>> optax_schedule("cosine_decay_schedule", 1.0, 1000)
     optax_schedule('cosine_decay_schedule',1.0,1000)
     """
 
     name: str
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
 
-    def __init__(self, name: str, *args, **kwargs):
+    def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", tuple(kwargs.items()))
@@ -126,47 +180,45 @@ class optax_schedule(Value):
         for value in (*args, *kwargs.values()):
             if not isinstance(value, (int, float, str, tuple, list, type(None), np.generic)):
                 raise TypeError(
-                    f"{self.name}: {value!r} is no number, text or tuple. For pieces, stairs(((0,1.0),(9,0.5)))."
+                    f"{self.name}: {value!r} is not a number, a text or a tuple. For piecewise constant values write "
+                    "stairs(((0,1.0),(9,0.5)))."
                 )
-        self._made()
+        self._schedule()  # refuses bad arguments now, not at the first step
 
     def __repr__(self) -> str:
         shown = [repr(self.name), *map(show, self.args), *(f"{k}={show(v)}" for k, v in self.kwargs)]
         return f"optax_schedule({','.join(shown)})"
 
-    def _made(self):
-        import optax  # here, for it takes longer to import than all of nmjax
+    def _schedule(self) -> Callable[[Any], Any]:
+        import optax  # here, because it takes longer to import than all of nmjax
 
         make = getattr(optax.schedules, self.name, None)
         if make is None or not self.name.endswith("schedule"):
             known = ", ".join(n for n in dir(optax.schedules) if n.endswith("_schedule") and not n.startswith("_"))
-            raise ValueError(f"optax has no schedule {self.name!r}; it has {known}.")
+            raise ValueError(f"optax has no schedule {self.name!r}. It has {known}.")
         try:
             return make(*self.args, **dict(self.kwargs))
         except TypeError as error:
             raise TypeError(f"{self}: {error}") from None
 
-    def __call__(self, step) -> jax.Array:
-        # a float step, for optax multiplies it with floats, which strict promotion would refuse an integer
-        return jnp.asarray(self._made()(jnp.asarray(step).astype(jnp.float32))).astype(jnp.float32)
+    def __call__(self, step: Step) -> Float32[Array, ""]:
+        # optax multiplies the step with floats, which strict dtype promotion allows for a float step only
+        return jnp.asarray(self._schedule()(jnp.asarray(step).astype(jnp.float32))).astype(jnp.float32)
 
 
-def row_at(rows, step) -> jax.Array:
-    """Which of the rows (first step, ...) holds at a step."""
+def row_at(rows: tuple[tuple[int, Any], ...], step: Step) -> Int[Array, ""]:
+    """Return the number of the row (first step, ...) that applies at a step."""
     starts = jnp.array([start for start, _ in rows[1:]], jnp.int32)
     return jnp.sum(jnp.asarray(step).astype(jnp.int32) >= starts, dtype=jnp.int32)
 
 
-def check_rows(owner, rows) -> None:
-    """Rows (first step, value): the first at 0, then rising."""
+def check_rows(owner: Value, rows: Any) -> None:
+    """Refuse rows that are not pairs (first step, value) with first steps that begin at 0 and rise."""
     if not isinstance(rows, tuple) or not rows or not all(isinstance(r, tuple) and len(r) == 2 for r in rows):
         raise ValueError(f"{type(owner).__name__} takes rows ((0, first), (1000, next), ...), got {show(rows)}.")
     starts = [start for start, _ in rows]
-    if (
-        starts[0] != 0
-        or any(type(s) is not int for s in starts)
-        or any(a >= b for a, b in zip(starts, starts[1:], strict=False))
-    ):
+    whole = all(type(start) is int for start in starts)
+    if not whole or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
         raise ValueError(
-            f"{type(owner).__name__}: rows must start at step 0 and rise in whole steps, got starts {starts}."
+            f"{type(owner).__name__}: rows must start at step 0 and rise in whole steps, got first steps {starts}."
         )

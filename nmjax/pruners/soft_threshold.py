@@ -6,9 +6,9 @@ Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-Trai
     s = sign(w) * max(|w| - t, 0)
     w~ = beta * s,   beta = <w, s> / <s, s>  over the whole tensor, once, from the initial weights
 
-A hard mask jumps where two magnitudes swap; here both are zero when they meet. beta is frozen: it is the state of this
-pruner, and 1 where no state is given. For comparison, as in the paper: ``scale="now"``, computed anew at every step, by
-which it grows unexpectedly large, and ``scale="one"``.
+A hard mask jumps when two magnitudes change places. Here both are zero at that moment, so the function is continuous.
+beta is frozen: it is the state of this pruner, and 1 without state. The paper compares with a beta that is computed
+anew at every step, which grows too large, and with beta = 1.
 """
 
 import functools
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
@@ -25,7 +26,23 @@ from nmjax.core.pruner import Grouped, Remembering
 
 @dataclass(frozen=True, repr=False)
 class soft(Remembering, Grouped):
-    """Shrink every magnitude by the largest one that n:m drops. Wrap in `ste` for the paper's gradient; bare, autodiff's.
+    """Shrink every magnitude by the largest one that n:m drops, and multiply by a scale beta.
+
+    For a group with threshold t, the largest dropped magnitude::
+
+        p(w) = beta * sign(w) * max(|w| - t, 0)
+
+    ``ste(soft(2, 4))`` has the gradient of the paper. Without `ste` the gradient is that of autodiff.
+
+    Args:
+        n: The number of values to keep in each group.
+        m: The size of a group.
+        scale: "frozen": beta is computed once, by ``init``, and kept as state. "now": beta is computed at every call.
+            "one": beta is 1.
+
+    Raises:
+        TypeError: n or m is not a whole number.
+        ValueError: n does not lie between 1 and m, or the scale is none of the three.
 
     >>> soft(2, 4)(jnp.array([1., -2., 3., -4.]))
     Array([ 0.,  0.,  1., -2.], dtype=float32)
@@ -34,10 +51,10 @@ class soft(Remembering, Grouped):
     scale: str = "frozen"
     reads_step = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.scale not in ("frozen", "now", "one"):
-            raise ValueError(f"{self}: scale is 'frozen', 'now' or 'one'.")
+            raise ValueError(f"{self}: scale must be 'frozen', 'now' or 'one'.")
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         shrunk = self._shrunk(x, axis)
@@ -45,21 +62,24 @@ class soft(Remembering, Grouped):
             shrunk = shrunk * self._best(x, shrunk).astype(shrunk.dtype)
         elif self.remembers and ctx.state is not None:
             if jnp.shape(ctx.state):
-                raise ValueError(f"{self} has one scale for a whole tensor, not state of shape {jnp.shape(ctx.state)}.")
+                raise ValueError(
+                    f"{self} has one scale for a whole tensor, but got state of shape {jnp.shape(ctx.state)}: pass the "
+                    "scalar that its init(x, axis) returns."
+                )
             shrunk = shrunk * jnp.asarray(ctx.state).astype(shrunk.dtype)
         return fusion.rounded(shrunk, x.dtype)
 
     def _shrunk(self, x: jax.Array, axis: int) -> jax.Array:
-        """In float32: a threshold subtracted in bf16 would make ties."""
+        """Return the shrunk values in float32, because subtracting the threshold in bf16 would make ties."""
         axis = groups.position(x.ndim, axis)
         if self.n == self.m:
             return groups.wide(x)
         g = groups.split(x, axis, self.m)
         if self.m <= 4:  # member by member, so that XLA fuses it into one pass
-            return jnp.concatenate(_shrunk(groups.members(g, axis + 1), self.n), axis + 1).reshape(x.shape)
+            return jnp.concatenate(_shrunk_members(groups.members(g, axis + 1), self.n), axis + 1).reshape(x.shape)
         kept, w = groups.split(self.mask(x, axis), axis, self.m), groups.wide(g)
-        t = jnp.max(jnp.where(kept, 0.0, jnp.abs(w)), axis + 1, keepdims=True)
-        return _beyond(w, t, kept).reshape(x.shape)
+        threshold = jnp.max(jnp.where(kept, 0.0, jnp.abs(w)), axis + 1, keepdims=True)
+        return _beyond(w, threshold, kept).reshape(x.shape)
 
     @property
     def by_members(self) -> bool:
@@ -67,13 +87,13 @@ class soft(Remembering, Grouped):
 
     def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
         scale = state if self.remembers and state is not None else 1.0
-        return [(v * scale).astype(x[0].dtype) for v in _shrunk(x, self.n)]
+        return [(v * scale).astype(x[0].dtype) for v in _shrunk_members(x, self.n)]
 
     def growth(self, state: Any = None) -> Any:
         return jnp.abs(state) if self.remembers and state is not None else 1.0
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        """The n largest magnitudes, where the result may be other than zero: what flip rates count."""
+        """Return the mask of the n largest magnitudes. Elsewhere the result is zero."""
         return groups.top(x, axis, self.n, self.m)
 
     @property
@@ -85,35 +105,38 @@ class soft(Remembering, Grouped):
         return self.scale == "frozen"
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array | None:
-        """beta, the scale of least squared error."""
+        """Return beta, the scale of least squared error, or None if the scale is not state."""
         return self._best(x, self._shrunk(x, axis)) if self.remembers else None
 
-    def _best(self, x: jax.Array, s: jax.Array) -> jax.Array:
-        energy = jnp.sum(s * s)
-        return jnp.where(energy > 0, jnp.sum(groups.wide(x) * s) / jnp.where(energy > 0, energy, 1.0), 1.0)
+    def _best(self, x: Float[Array, "..."], shrunk: Float[Array, "..."]) -> Float[Array, ""]:
+        """Return <x, shrunk> / <shrunk, shrunk>."""
+        energy = jnp.sum(shrunk * shrunk)
+        return jnp.where(energy > 0, jnp.sum(groups.wide(x) * shrunk) / jnp.where(energy > 0, energy, 1.0), 1.0)
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array | None:
-        """beta as it was: frozen."""
+        """Return beta unchanged, because it is frozen."""
         if not self.remembers:
             return None
         if ctx.state is None:
-            raise ValueError(f"{self} keeps its scale, and was given none: pass what its init(x, axis) makes as state.")
+            raise ValueError(
+                f"{self} keeps its scale between steps and was given none: pass as state what its init(x, axis) returns."
+            )
         return ctx.state
 
 
-def _shrunk(members, n):
-    """The members of a group less the largest magnitude that is dropped."""
-    w = [groups.wide(v) for v in members]
+def _shrunk_members(x: list[jax.Array], n: int) -> list[jax.Array]:
+    """Return the members of groups, shrunk by the largest dropped magnitude of their group."""
+    w = [groups.wide(v) for v in x]
     order = [groups.magnitude(v) for v in w]  # of float32: XLA shuffles 16-bit integers at twice the cost
     kept = []
     for i, mine in enumerate(order):
         ahead = [other >= mine if j < i else other > mine for j, other in enumerate(order) if j != i]
-        kept.append(sum(a.astype(jnp.int32) for a in ahead) < n)
-    t = functools.reduce(jnp.maximum, (jnp.where(k, 0.0, jnp.abs(v)) for k, v in zip(kept, w, strict=True)))
-    return [_beyond(v, t, k) for v, k in zip(w, kept, strict=True)]
+        kept.append(fusion.total(a.astype(jnp.int32) for a in ahead) < n)
+    threshold = functools.reduce(jnp.maximum, (jnp.where(k, 0.0, jnp.abs(v)) for k, v in zip(kept, w, strict=True)))
+    return [_beyond(v, threshold, k) for v, k in zip(w, kept, strict=True)]
 
 
-def _beyond(w, t, kept):
-    """What of a kept value lies beyond the threshold. NaN as it is, and NaN where an infinity meets another."""
-    within = (jnp.abs(w) <= t) & (t < jnp.inf)
-    return jnp.where(kept & ~within, jnp.sign(w) * (jnp.abs(w) - t), 0.0)
+def _beyond(w: Float[Array, "..."], threshold: Float[Array, "..."], kept: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """Return kept values minus the threshold. NaN stays NaN, and infinity minus an infinite threshold is NaN."""
+    within = (jnp.abs(w) <= threshold) & (threshold < jnp.inf)
+    return jnp.where(kept & ~within, jnp.sign(w) * (jnp.abs(w) - threshold), 0.0)

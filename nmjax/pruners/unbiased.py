@@ -1,13 +1,17 @@
 """Minimum-variance unbiased estimation: the exact optimum for any n:m.
 
-Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients" (arXiv 2203.10991). Of all random blocks
-theta with at most n non-zeros and E theta = g, the least total variance has inclusion probabilities and values::
+Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients" (arXiv 2203.10991). Consider all random
+blocks theta with at most n non-zeros and E theta = g. The total variance is least for these inclusion probabilities and
+values::
 
     p_i = min(1, |g_i| / tau),  sum p_i = n          theta_i = g_i / p_i = sign(g_i) * max(|g_i|, tau)
 
-(by Cauchy-Schwarz E theta_i^2 >= g_i^2 / p_i; the rest is convex). 2:4 gives the paper's three-case table. Which n of m
-are kept is decided by systematic sampling with one uniform u in [0, 1): lay the unsaturated magnitudes end to end and
-keep those that the points (u + j) * tau fall upon. The L1 norm of a group is the same in every draw.
+The proof: E theta_i^2 >= g_i^2 / p_i by Cauchy-Schwarz, and minimizing the sum of these bounds is a convex problem. For
+2:4 the result is the paper's table of three cases.
+
+Systematic sampling with one uniform u in [0, 1) chooses the n of m. Members with |g_i| >= tau are *saturated*: p_i = 1,
+and they are always kept. The magnitudes of the others are laid end to end, and a member is kept if one of the points
+(u + j) * tau falls on it. The L1 norm of a group is the same in every draw.
 """
 
 from dataclasses import dataclass
@@ -16,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from nmjax.core import fusion, groups, random
 from nmjax.core.context import Ctx
@@ -24,7 +29,18 @@ from nmjax.core.pruner import Grouped
 
 @dataclass(frozen=True, repr=False)
 class mvue(Grouped):
-    """Keep n of every m at random, unbiased and with the least variance there is.
+    """Keep n of every m values at random, unbiased and with the least possible variance.
+
+    The expected result is the array itself, E[p(g)] = g. For a threshold tau of each group, a value g_i is kept with
+    probability min(1, |g_i| / tau), and a kept value becomes sign(g_i) * max(|g_i|, tau).
+
+    Args:
+        n: The number of values to keep in each group.
+        m: The size of a group.
+
+    Raises:
+        TypeError: n or m is not a whole number.
+        ValueError: n does not lie between 1 and m.
 
     >>> mvue(2, 4)(jnp.array([1., 2., 3., -4.]), ctx=Ctx(key=0))
     Array([5., 0., 5., 0.], dtype=float32)
@@ -39,23 +55,38 @@ class mvue(Grouped):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.sample(x, self.draw(x, axis, ctx), axis)
 
-    def draw(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        """One uniform for every group: shaped like ``x`` with ``axis`` divided by m."""
+    def draw(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float32[Array, "..."]:
+        """Return the random numbers of a call: one uniform in [0, 1) for every group.
+
+        Raises:
+            TypeError: ``ctx`` has no key.
+        """
         return group_uniforms(x, axis, self.m, ctx)
 
-    def sample(self, x: jax.Array, u: jax.Array, axis: int = -1) -> jax.Array:
-        """The pruned array of the uniforms ``u``."""
+    def sample(self, x: Float[Array, "..."], u: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
+        """Return the pruned array, given the random numbers.
+
+        Args:
+            x: An array of floating-point numbers.
+            u: One uniform for every group, as `draw` returns it.
+            axis: The axis that groups lie along.
+        """
         axis = groups.position(x.ndim, axis)
         g, u = groups.split(x, axis, self.m), jnp.expand_dims(u, axis + 1)
         u = u.astype(groups.wide(x).dtype)
-        way = _single if self.n == 1 else _unrolled if self.m <= 16 else _whole
-        return way(g, u, axis + 1, self.n).reshape(x.shape)
+        if self.n == 1:
+            return _single(g, u, axis + 1).reshape(x.shape)
+        if self.m <= 16:
+            return _unrolled(g, u, axis + 1, self.n).reshape(x.shape)
+        return _whole(g, u, axis + 1, self.n).reshape(x.shape)
 
     @property
     def by_members(self) -> bool:
         return True
 
     def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
+        if u is None:
+            raise TypeError(f"{self} draws random numbers: pass one uniform for every group as u.")
         wide = [groups.wide(v) for v in x]
         hits, tau = chosen(wide, u, self.n)
         tau = tau.astype(x[0].dtype).astype(wide[0].dtype)
@@ -65,103 +96,126 @@ class mvue(Grouped):
         return self.m / self.n
 
 
-def group_uniforms(x: jax.Array, axis: int, m: int, ctx: Ctx) -> jax.Array:
-    """One uniform for every group along an axis."""
+def group_uniforms(x: Float[Array, "..."], axis: int, m: int, ctx: Ctx) -> Float32[Array, "..."]:
+    """Return one uniform in [0, 1) for every group.
+
+    Args:
+        x: An array.
+        axis: The axis that groups lie along.
+        m: The size of a group.
+        ctx: The context, of which only the key is read.
+
+    Returns:
+        Numbers of the shape of ``x`` with the length of ``axis`` divided by m.
+    """
     axis = groups.position(x.ndim, axis)
     shape = (*x.shape[:axis], x.shape[axis] // m, *x.shape[axis + 1 :])
     return random.uniform(random.words(ctx.key), shape)
 
 
-def weights(size: jax.Array, m: int) -> jax.Array:
-    """Magnitudes to choose by: inf and NaN, and what is so large that m of it would not add up, weigh the same."""
+def weights(size: Float[Array, "..."], m: int) -> Float[Array, "..."]:
+    """Return magnitudes, limited so that the sum of m of them does not overflow. Infinities and NaN get the limit."""
     most = float(jnp.finfo(size.dtype).max) / (4 * m)
     return jnp.where(size < most, size, most)
 
 
-# Three ways to the same draw, for what they cost: where the choice is one index, one bit a member, or a running sum.
+# Three ways compute the same draw, each the fastest for some n:m: one index per group for 1:m, one bit per member for
+# small m, and a running sum for large m.
 
 
-def _single(g, u, axis, n):
-    """1:m. tau is the whole mass, and the index of the choice counts the members that end before its point."""
+def _single(g: jax.Array, u: jax.Array, axis: int) -> jax.Array:
+    """Draw 1:m. tau is the sum of all magnitudes, and one member is kept: that on which the point u * tau falls."""
     a = [weights(jnp.abs(groups.wide(v)), g.shape[axis]) for v in groups.members(g, axis)]
-    mass = sum(a)
+    mass = fusion.total(a)
     point, upto, index = u * mass, jnp.zeros_like(u), jnp.zeros_like(u)
     for v in a:
         upto = upto + v
         index = index + ((upto <= point) & (upto < mass)).astype(u.dtype)
-    chosen = fusion.settled(index).astype(jnp.int32)
-    hit = lax.broadcasted_iota(jnp.int32, g.shape, axis) == chosen
-    return _written(g, hit, mass)
+    kept = fusion.settled(index).astype(jnp.int32)
+    hit = lax.broadcasted_iota(jnp.int32, g.shape, axis) == kept
+    return _result(g, hit, mass)
 
 
-def _unrolled(g, u, axis, n):
-    """Member by member."""
+def _unrolled(g: jax.Array, u: jax.Array, axis: int, n: int) -> jax.Array:
+    """Draw member by member."""
     hits, tau = chosen([groups.wide(v) for v in groups.members(g, axis)], u, n)
-    return _written(g, fusion.spread(hits, g.shape, axis), tau)
+    return _result(g, fusion.spread(hits, g.shape, axis), tau)
 
 
 def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], jax.Array]:
-    """Which members of groups a draw keeps, and tau. Without a multiplication that is added to, which a GPU would round
-    once where a CPU rounds twice: kernels choose by this too, and choose the same."""
+    """Choose the members that a draw keeps.
+
+    No product is an operand of an addition, because a GPU would round both at once and a CPU one after the other.
+    Kernels call this function too, and therefore make the same choices.
+
+    Args:
+        x: The members of groups, one array for each of the m positions, in at least float32.
+        u: One uniform in [0, 1) for every group.
+        n: The number of members to keep.
+
+    Returns:
+        For every member a mask of the groups that keep it; and the threshold tau of every group.
+    """
     a = [weights(jnp.abs(v), len(x)) for v in x]
-    sat, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), sum(a)
+    saturated, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), fusion.total(a)
     for _ in range(n - 1):
-        sat = [s | ((v * left >= rest) & (v > 0)) for s, v in zip(sat, a, strict=True)]
-        left = n - sum(s.astype(u.dtype) for s in sat)
-        rest = sum(jnp.where(s, 0.0, v) for s, v in zip(sat, a, strict=True))
-    share = sum(jnp.where(left == j, 1 / j, 0.0) for j in range(1, n + 1))  # 1 / left
+        saturated = [s | ((v * left >= rest) & (v > 0)) for s, v in zip(saturated, a, strict=True)]
+        left = n - fusion.total(s.astype(u.dtype) for s in saturated)
+        rest = fusion.total(jnp.where(s, 0.0, v) for s, v in zip(saturated, a, strict=True))
+    share = fusion.total(jnp.where(left == j, 1 / j, 0.0) for j in range(1, n + 1))  # 1 / left
     tau = rest * share.astype(u.dtype)
     points = [(u + j) * tau for j in range(n)]
-    upto, before, hits = jnp.zeros_like(u), jnp.zeros_like(u), []
-    for v, s in zip(a, sat, strict=True):
+    upto, before = jnp.zeros_like(u), jnp.zeros_like(u)
+    hits: list[jax.Array] = []
+    for v, s in zip(a, saturated, strict=True):
         upto = upto + jnp.where(s, 0.0, v)
-        passed = jnp.minimum(sum((point < upto).astype(u.dtype) for point in points), left)
-        passed = jnp.where(rest > 0, jnp.where(upto >= rest, left, passed), 0.0)  # all of them where the mass ends
+        passed = jnp.minimum(fusion.total((point < upto).astype(u.dtype) for point in points), left)
+        passed = jnp.where(rest > 0, jnp.where(upto >= rest, left, passed), 0.0)  # at the end all, despite rounding
         hits.append(s | (passed > before))
         before = passed
     return hits, tau
 
 
-def _whole(g, u, axis, n):
-    """With reductions and a running sum along the members."""
+def _whole(g: jax.Array, u: jax.Array, axis: int, n: int) -> jax.Array:
+    """Draw with reductions and a running sum along the members."""
     a = weights(jnp.abs(groups.wide(g)), g.shape[axis])
     total = lambda v: jnp.sum(v, axis, keepdims=True)
-    sat, left, rest = jnp.zeros_like(a, bool), jnp.full_like(u, n), total(a)
+    saturated, left, rest = jnp.zeros_like(a, bool), jnp.full_like(u, n), total(a)
     for _ in range(n - 1):
-        sat = sat | ((a * left >= rest) & (a > 0))
-        left = n - total(sat.astype(u.dtype))
-        rest = total(jnp.where(sat, 0.0, a))
-    upto = lax.cumsum(jnp.where(sat, 0.0, a), axis)
+        saturated = saturated | ((a * left >= rest) & (a > 0))
+        left = n - total(saturated.astype(u.dtype))
+        rest = total(jnp.where(saturated, 0.0, a))
+    upto = lax.cumsum(jnp.where(saturated, 0.0, a), axis)
     rest = lax.slice_in_dim(upto, upto.shape[axis] - 1, upto.shape[axis], axis=axis)
     tau, per_tau = _threshold(rest, left)
     points = _points(upto, rest, per_tau, u, left)
     before = lax.pad(points, jnp.zeros((), u.dtype), [(int(d == axis), -int(d == axis), 0) for d in range(g.ndim)])
-    return _written(g, sat | (points > before), tau)
+    return _result(g, saturated | (points > before), tau)
 
 
-def _threshold(rest, left):
-    """tau = what is left of the mass, over what is left of the n; 0 where nothing is."""
+def _threshold(rest: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return tau and 1 / tau: the sum of unsaturated magnitudes over the number still to keep; 0 if that is none."""
     tau = jnp.where(left > 0, rest / jnp.maximum(left, 1), 0.0)
     return tau, jnp.where(tau > 0, 1 / tau, 0.0)
 
 
-def _points(upto, rest, per_tau, u, left):
-    """How many points (u + j) * tau lie before ``upto``. All of them where the mass ends, whatever rounding says."""
+def _points(upto: jax.Array, rest: jax.Array, per_tau: jax.Array, u: jax.Array, left: jax.Array) -> jax.Array:
+    """Count the points (u + j) * tau below ``upto``. At the end of the sum these are all, despite rounding."""
     before = jnp.minimum(jnp.ceil(upto * per_tau - u), left)
     return jnp.where(rest > 0, jnp.where(upto >= rest, left, before), 0.0)
 
 
-def _written(g, hit, tau):
-    """The result, of choices and thresholds a group."""
+def _result(g: jax.Array, hit: jax.Array, tau: jax.Array) -> jax.Array:
+    """Return the pruned groups, given the mask of kept members and the threshold of every group."""
     tau = fusion.settled(_as_stored(tau, g))
     return fusion.rounded(jnp.where(hit, _value(groups.wide(g), tau), 0.0), g.dtype)
 
 
-def _value(x, tau):
-    """sign(x) * max(|x|, tau); NaN as it is."""
+def _value(x: jax.Array, tau: jax.Array) -> jax.Array:
+    """Return sign(x) * max(|x|, tau), and NaN for NaN."""
     return jnp.where(jnp.abs(x) < tau, jnp.where(x < 0, -tau, tau), x)
 
 
-def _as_stored(tau, g):
-    """tau as the result's dtype will hold it: rounded once a group, not once a value."""
+def _as_stored(tau: jax.Array, g: jax.Array) -> jax.Array:
+    """Return tau rounded to the dtype of the result: once per group instead of once per value."""
     return lax.reduce_precision(tau, 8, 7) if g.dtype == jnp.bfloat16 else tau

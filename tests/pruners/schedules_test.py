@@ -87,7 +87,7 @@ def test_equal_schedules_share_a_trace():
         (lambda: nm.stairs(()), r"takes rows \(\(0, first\)"),
         (
             lambda: nm.optax_schedule("cosine_schedul", 1.0),
-            "optax has no schedule 'cosine_schedul'; it has .*cosine_decay_schedule",
+            "optax has no schedule 'cosine_schedul'. It has .*cosine_decay_schedule",
         ),
         (lambda: nm.optax_schedule("cosine_decay_schedule"), "missing"),
         (lambda: nm.constant(jnp.float32(1)), "got an array"),

@@ -62,7 +62,7 @@ def test_other_scales():
         assert nm.Sparsity(fwd_rhs=nm.ste(p)).init(w, contract=0, out=1) == {}
     assert not limits.fuses(now)
     assert limits.fuses(one)
-    with pytest.raises(ValueError, match="scale is 'frozen', 'now' or 'one'"):
+    with pytest.raises(ValueError, match="scale must be 'frozen', 'now' or 'one'"):
         nm.soft(2, 4, scale="2")
 
 
