@@ -1,39 +1,41 @@
-"""A run told on one page: report.html, made of what the run wrote, with nothing fetched from anywhere.
+"""The report of a run: one page, report.html, made from the run's files. It fetches nothing.
 
     python -m experiments.report RUN            report.html of a run
-    python -m experiments.report RUN RUN ...    several beside each other, or all of a sweep: compare.html, compare.md
+    python -m experiments.report RUN RUN ...    compare.html and compare.md of several runs, or of all runs of a sweep
 
-RUN is the folder of a run. A page can be made at any time, also of a run that goes on or that broke. It is made of:
+RUN is the folder of a run. A page can be made at any time, also while the run continues or after it failed. These are
+the files:
 
-``run.json``, without which a folder is no run. All but the name may be left out::
+``run.json``. Without it a folder is no run. Only the name is required::
 
-    {"name": "vit_24", "command": "python launch.py ...", "outcome": "finished" | "running" | "interrupted" | "failed: why" | "diverged: why",
+    {"name": "vit_24", "command": "python launch.py ...",
+     "outcome": "finished" | "running" | "interrupted" | "failed: why" | "diverged: why",
      "began": ISO time, "ended": ISO time or null,
      "summary": [[label, text], ...],       # the first figures are shown large
      "header": [[label, text], ...],        # devices, precision, batch, steps, parameters, FLOPs, ...
-     "notes": [text, ...],                  # what must stand beside the numbers
+     "notes": [text, ...],                  # what a reader of the numbers must know
      "versions": {"python": ..., "jax": ...}, "git": {"commit": ..., "dirty": bool} or null,
      "unit": "images" | "tokens",           # what per_second counts
-     "metric": "accuracy" | "loss",         # whose best is kept: the highest accuracy, or the lowest loss
+     "metric": "accuracy" | "loss",         # selects the best checkpoint: the highest accuracy, or the lowest loss
      "figures": {name: number, ...},        # of the last evaluation, for a comparison
      "beside": [name, ...],                 # runs that were trained in one program with it, if there were any
      "steps": int, "flops": [float, float]} # of the run; of a step on average, dense and effective
 
 ``config.json``: the resolved config, a nested dict.
 
-``metrics.jsonl``: an object a line, ``{"step": int, "seconds": float, "kind": ..., ...}``. Accuracies are shares of 1.
-NaN and Infinity may stand in it. Of two lines of one kind and step (a run that went on from a checkpoint) the later
-counts. A line that cannot be read, as the last one of a killed run, is passed over, and the page says so. All measures
-are optional:
+``metrics.jsonl``: one object per line, ``{"step": int, "seconds": float, "kind": ..., ...}``. Accuracies are shares of
+1. NaN and Infinity are allowed. If two lines have one kind and step, because the run continued from a checkpoint, the
+later line counts. A line that cannot be read, such as the last one of a killed run, is skipped, and the page says so.
+All measures are optional:
 
 - train: loss, accuracy, learning_rate, gradient_norm, per_second, flops_per_second;
-- eval: loss, accuracy, of the weights in training form; hardened_loss, hardened_accuracy, of the hardened ones;
+- eval: loss and accuracy of the weights in training form, hardened_loss and hardened_accuracy of the hardened weights;
 - sparsity: density, flip_rate, weight_error, gradient_variance, gradient_bias, gradient_cosine, each {layer: number}.
 
-``plan.html``, a fragment of HTML that is trusted (``Plan._repr_html_``), or else ``plan.txt``.
+``plan.html``, a fragment of HTML that is trusted (``Plan._repr_html_``). ``plan.txt`` is shown if it is missing.
 
-``pictures.npz``: mask (bool, h x w, a corner of a weight's), mask_name, mask_axis (0 or 1, along which its groups lie),
-mask_m; samples (uint8, k x H x W x C), labels and predictions (int), confidence (float), classes (str).
+``pictures.npz``: mask (bool, h x w, a corner of a weight's mask), mask_name, mask_axis (0 or 1, the axis of its
+groups), mask_m; samples (uint8, k x H x W x C), labels and predictions (int), confidence (float), classes (str).
 
 ``text.json``: {"prompt": text, "samples": [text, ...]}.
 """
@@ -48,7 +50,7 @@ __all__ = ["Run", "read", "render", "write"]
 
 
 def write(run_dir: Path) -> Path:
-    """Makes report.html of a run's folder, whole or not at all, and says where it is."""
+    """Write report.html into a run's folder, whole or not at all, and return its path."""
     page = Path(run_dir) / "report.html"
     replace(page, render(read(Path(run_dir))))
     return page

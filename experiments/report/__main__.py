@@ -1,4 +1,4 @@
-"""The report of a run, or of many beside each other, from the command line."""
+"""The command that writes the report of a run, or the comparison of many."""
 
 import argparse
 import sys
@@ -10,24 +10,30 @@ from experiments.report import compare, write
 
 
 def main(args: list[str] | None = None) -> int:
-    """Writes the page and prints where it is; 2 where a folder is no run."""
+    """Write the page, print its path, and return the exit code. It is 2 if a folder is no run."""
     parser = argparse.ArgumentParser(
         "python -m experiments.report",
         description="Make report.html of a run; or of several, or of a sweep, compare.html and compare.md.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", nargs="+", help="the folder of a run, or of a sweep")
-    parser.add_argument("--baseline", default="", help="the config to compare with, as the table names it: the first")
-    parser.add_argument("--to", type=Path, help="the folder of compare.html: the sweep's, or this one")
-    asked = parser.parse_args(args)
+    parser.add_argument(
+        "--baseline", default="", help="the config to compare with, by its name in the table (default: the first)"
+    )
+    parser.add_argument(
+        "--to", type=Path, help="the folder of compare.html (default: the sweep's, or the working directory)"
+    )
+    options = parser.parse_args(args)
     try:
-        if len(asked.run) == 1 and (asked.run[0] / "run.json").exists():
-            print(write(asked.run[0]))
+        if len(options.run) == 1 and (options.run[0] / "run.json").exists():
+            print(write(options.run[0]))
             return 0
-        found = compare.of(asked.run, asked.baseline)
-        folder = asked.to or (asked.run[0] if len(asked.run) == 1 else Path())
+        comparison = compare.compare_folders(options.run, options.baseline)
+        folder = options.to
+        if folder is None:
+            folder = options.run[0] if len(options.run) == 1 else Path()
         folder.mkdir(parents=True, exist_ok=True)
-        text = compare.markdown(found)
-        replace(folder / "compare.html", compare.render(found))
+        text = compare.markdown(comparison)
+        replace(folder / "compare.html", compare.render(comparison))
         replace(folder / "compare.md", text)
         print(f"{text}\n{folder / 'compare.html'}")
     except Mistake as mistake:

@@ -1,4 +1,4 @@
-"""Runs beside each other: those that differ in their seed alone are one line, with its spread."""
+"""Comparisons of runs. Runs that differ only in their seed are one line, with its spread."""
 
 import json
 import math
@@ -12,9 +12,9 @@ import numpy as np
 from experiments.errors import Mistake
 from experiments.report import curves as cv
 from experiments.report.curves import Curve
-from experiments.report.page import LOGO, document, flat
+from experiments.report.page import LOGO, document, flat, notes_list
 from experiments.report.runs import Run, read, series
-from experiments.report.words import large, number, percent, safe
+from experiments.report.words import large, markdown_table, number, percent, safe
 
 
 class Group(NamedTuple):
@@ -24,9 +24,9 @@ class Group(NamedTuple):
     runs: dict[int, Run]
 
     def values(self, metric: str) -> dict[int, float]:
-        """The last figure of every run that ended well."""
-        found = {seed: run.about.get("figures", {}).get(metric) for seed, run in self.runs.items() if run_ended(run)}
-        return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
+        """Return the last figure of every finished run, by seed. Figures that are not finite are left out."""
+        figures = {seed: run.about.get("figures", {}).get(metric) for seed, run in self.runs.items() if finished(run)}
+        return {seed: value for seed, value in figures.items() if value is not None and math.isfinite(value)}
 
     @property
     def cost(self) -> tuple[float, float] | None:
@@ -38,39 +38,49 @@ class Group(NamedTuple):
         return dense, effective
 
 
-def run_ended(run: Run) -> bool:
+def finished(run: Run) -> bool:
+    """Return whether a run came to its end."""
     return run.about.get("outcome") == "finished"
 
 
 def groups(runs: list[Run]) -> list[Group]:
-    """Runs by config, in the order in which they were named."""
-    found: dict[str, Group] = {}
+    """Return the runs by config, in their order.
+
+    Raises:
+        Mistake: If two runs have one config and one seed.
+    """
+    by_config: dict[str, Group] = {}
     for run in runs:
         config = dict(flat(run.config))
         seed = config.pop("seed", 0)
-        group = found.setdefault(json.dumps(config, sort_keys=True, default=str), Group(config, {}))
+        group = by_config.setdefault(json.dumps(config, sort_keys=True, default=str), Group(config, {}))
         if seed in group.runs:
-            raise Mistake(f"{run.path} and {group.runs[seed].path} are the same run: one config and one seed.")
+            both = f"{run.path} and {group.runs[seed].path}"
+            raise Mistake(f"{both} are the same run: they have one config and one seed.")
         group.runs[seed] = run
-    return list(found.values())
+    return list(by_config.values())
 
 
 def folders(paths: list[Path]) -> list[Path]:
-    """The folders of runs, of which each path is one or holds some."""
-    found = []
+    """Return the folders of runs. Each path is one, or holds some.
+
+    Raises:
+        Mistake: If a path is no run and holds none.
+    """
+    runs = []
     for path in paths:
         inside = sorted(p.parent for p in path.glob("*/run.json"))
         if (path / "run.json").exists():
-            found.append(path)
+            runs.append(path)
         elif inside:
-            found += _ordered(path, inside)
+            runs += _ordered(path, inside)
         else:
             raise Mistake(f"{path} is no run and holds none: there is no run.json in it, nor in its folders.")
-    return found
+    return runs
 
 
 def _ordered(path: Path, inside: list[Path]) -> list[Path]:
-    """As the sweep lists them, then what else is there."""
+    """Return the runs of a sweep in the order of its results, then the others."""
     lines = (path / "results.jsonl").read_text().splitlines() if (path / "results.jsonl").exists() else []
     named = [path / json.loads(line)["run"] for line in lines]
     return [p for p in named if p in inside] + [p for p in inside if p not in named]
@@ -80,204 +90,221 @@ def _ordered(path: Path, inside: list[Path]) -> list[Path]:
 
 
 class Row(NamedTuple):
-    """What is told of a group."""
+    """A line of the table: the figures of one group."""
 
     name: str
     mean: float | None
     spread: float | None  # standard deviation over seeds
     seeds: str
-    difference: float | None  # to the baseline, of the seeds that both have, and its standard error
-    error: float | None
-    cost: float | None  # of effective FLOPs, in shares of the baseline's
-    marks: str
+    difference: float | None  # to the baseline: the mean over the seeds that both have
+    error: float | None  # the standard error of the difference
+    cost: float | None  # effective FLOPs, relative to the baseline's
+    marks: str  # the runs that failed or are missing
 
 
 class Comparison(NamedTuple):
-    """What the page and the text tell."""
+    """Groups of runs, compared with one of them."""
 
     metric: str
     groups: list[Group]
     names: list[str]
     rows: list[Row]
-    base: int
+    base: int  # the number of the baseline
     notes: list[str]
 
+    @property
+    def shares(self) -> bool:
+        """Whether the metric is a share of 1, which is shown in percent."""
+        return self.metric.endswith("accuracy")
+
     def say(self, value: float | None, signed: bool = False) -> str:
+        """Return a figure as text: a share in percent, a signed share in points without a unit."""
         if value is None:
             return ""
-        form = f"{'+' if signed else ''}.2f"
-        return (
-            f"{100 * value:{form}}{'' if signed else ' %'}"
-            if self.metric.endswith("accuracy")
-            else f"{value:{'+' if signed else ''}.4f}"
-        )
+        sign = "+" if signed else ""
+        if not self.shares:
+            return f"{value:{sign}.4f}"
+        return f"{100 * value:+.2f}" if signed else f"{100 * value:.2f} %"
+
+    def plain(self, value: float | None, signed: bool = False) -> str:
+        """Return a figure as text without its unit."""
+        return self.say(value, signed).removesuffix(" %")
+
+    def plus_minus(self, error: float | None) -> str:
+        """Return an error as it stands behind its figure: " ± 2.00"."""
+        return "" if error is None else f" ± {self.plain(error)}"
 
 
-def compare(runs: list[Run], baseline: str = "", asked: Iterable[int] = ()) -> Comparison:
-    """Runs, compared with the first of their groups, or the one of that name; of which those seeds were asked for, beside any that are there."""
-    found = groups(runs)
-    names = _names(found)
+def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> Comparison:
+    """Return the comparison of runs with the first of their groups, or with the baseline.
+
+    Args:
+        runs: The runs.
+        baseline: The name of a group.
+        seeds: Seeds that every group should have, besides those of any run.
+
+    Raises:
+        Mistake: If no group has the baseline's name, if two runs are the same, or if the runs have different metrics.
+    """
+    by_config = groups(runs)
+    names = _names(by_config)
     if baseline and baseline not in names:
-        raise Mistake(f"--baseline={baseline!r}: there are {', '.join(map(repr, names))}.")
+        raise Mistake(f"--baseline={baseline!r} is none of the configs: {', '.join(map(repr, names))}.")
     base = names.index(baseline) if baseline else 0
     kinds = {run.about.get("metric", "loss") for run in runs}
     if len(kinds) > 1:
-        raise Mistake("some of these runs are judged by accuracy and some by loss: compare them apart.")
+        raise Mistake("some of these runs are judged by accuracy and some by loss. Compare them separately.")
     kind = kinds.pop()
-    hardened = all(f"hardened_{kind}" in run.about.get("figures", {}) for run in runs if run_ended(run))
+    hardened = all(f"hardened_{kind}" in run.about.get("figures", {}) for run in runs if finished(run))
     metric = f"hardened_{kind}" if hardened else kind
-    seeds = sorted({seed for group in found for seed in group.runs} | {*asked})
-    rows = [_row(group, name, found[base], metric, seeds) for group, name in zip(found, names, strict=True)]
+    wanted = sorted({seed for group in by_config for seed in group.runs} | {*seeds})
+    rows = [_row(group, name, by_config[base], metric, wanted) for group, name in zip(by_config, names, strict=True)]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
-    return Comparison(metric, found, names, rows, base, notes)
+    return Comparison(metric, by_config, names, rows, base, notes)
 
 
-def _names(found: list[Group]) -> list[str]:
-    """Groups named by what differs between them."""
-    keys = dict.fromkeys(key for group in found for key in group.config)
-    varied = [key for key in keys if len({repr(group.config.get(key)) for group in found}) > 1]
+def compare_folders(paths: list[Path], baseline: str = "") -> Comparison:
+    """Return the comparison of the runs of folders. Each folder is a run or holds some."""
+    return compare([read(path) for path in folders(paths)], baseline)
+
+
+def _varied(by_config: list[Group]) -> list[str]:
+    """Return the fields that are not the same in all configs."""
+    keys = dict.fromkeys(key for group in by_config for key in group.config)
+    return [key for key in keys if len({repr(group.config.get(key)) for group in by_config}) > 1]
+
+
+def _names(by_config: list[Group]) -> list[str]:
+    """Return names of groups, made of the fields that differ between them."""
+    varied = _varied(by_config)
     if not varied:
-        return [next(iter(group.runs.values())).about.get("name", "run").partition(",seed=")[0] for group in found]
+        return [next(iter(group.runs.values())).about.get("name", "run").partition(",seed=")[0] for group in by_config]
     last = [key.rpartition(".")[2] for key in varied]
-    short = [word if last.count(word) == 1 else key for key, word in zip(varied, last, strict=True)]
-    told = lambda group: [
-        f"{word}={group.config.get(key)}" for key, word in zip(varied, short, strict=True) if key in group.config
-    ]
-    return [", ".join(told(group)) or "the rest" for group in found]
+    short = {key: word if last.count(word) == 1 else key for key, word in zip(varied, last, strict=True)}
+    names = []
+    for group in by_config:
+        parts = [f"{word}={group.config.get(key)}" for key, word in short.items() if key in group.config]
+        names.append(", ".join(parts) or "the rest")
+    return names
 
 
 def _row(group: Group, name: str, base: Group, metric: str, seeds: list[int]) -> Row:
-    values, theirs = group.values(metric), base.values(metric)
-    mean = statistics.fmean(values.values()) if values else None
-    spread = statistics.stdev(values.values()) if len(values) > 1 else None
-    pairs = [values[seed] - theirs[seed] for seed in values if seed in theirs] if group is not base else []
-    error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
-    cost = group.cost[1] / base.cost[1] if group.cost and base.cost else None
+    values, base_values = group.values(metric), base.values(metric)
+    gaps = [values[seed] - base_values[seed] for seed in values if seed in base_values] if group is not base else []
     outcomes = {seed: run.about.get("outcome", "running").partition(":")[0] for seed, run in group.runs.items()}
     marks = [f"seed {seed} {outcome}" for seed, outcome in outcomes.items() if outcome != "finished"]
     marks += [f"seed {seed} missing" for seed in seeds if seed not in outcomes]
     return Row(
-        name, mean, spread, f"{len(values)} of {len(seeds)}", statistics.fmean(pairs) if pairs else None, error, cost,
-        ", ".join(marks),
-    )  # fmt: skip
-
-
-HEAD = ("config", "", "seeds", "difference to the baseline, paired by seed", "effective FLOPs, of the baseline's", "")
-
-
-def _cells(found: Comparison, row: Row, n: int) -> list[str]:
-    mean = found.say(row.mean) + (f" ± {found.say(row.spread).removesuffix(' %')}" if row.spread is not None else "")
-    difference = found.say(row.difference, signed=True)
-    difference += f" ± {found.say(row.error).removesuffix(' %')}" if row.error is not None else ""
-    cost = "" if row.cost is None else f"{row.cost:.3f}"
-    return [row.name, mean, row.seeds, "the baseline" if n == found.base else difference, cost, row.marks]
-
-
-def markdown(found: Comparison) -> str:
-    """The table as text."""
-    head = [title or found.metric.replace("_", " ") if i == 1 else title for i, title in enumerate(HEAD)]
-    lines = [head, ["---"] * len(head), *(_cells(found, row, n) for n, row in enumerate(found.rows))]
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    said = "\n".join(f"\n{note}" for note in found.notes)
-    return (
-        f"{table}\n\nMean ± standard deviation over seeds; of the difference, its standard error.\n{said}".rstrip()
-        + "\n"
+        name,
+        mean=statistics.fmean(values.values()) if values else None,
+        spread=statistics.stdev(values.values()) if len(values) > 1 else None,
+        seeds=f"{len(values)} of {len(seeds)}",
+        difference=statistics.fmean(gaps) if gaps else None,
+        error=statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None,
+        cost=group.cost[1] / base.cost[1] if group.cost and base.cost else None,
+        marks=", ".join(marks),
     )
+
+
+DIFFERENCE, COST = "difference to the baseline, paired by seed", "effective FLOPs, relative to the baseline's"
+SPREADS = "Each mean has its standard deviation over seeds, each difference its standard error."
+
+
+def _head(comparison: Comparison) -> list[str]:
+    return ["config", comparison.metric.replace("_", " "), "seeds", DIFFERENCE, COST, ""]
+
+
+def _cells(comparison: Comparison, row: Row, number: int) -> list[str]:
+    mean = comparison.say(row.mean) + comparison.plus_minus(row.spread)
+    difference = "the baseline"
+    if number != comparison.base:
+        difference = comparison.say(row.difference, signed=True) + comparison.plus_minus(row.error)
+    cost = "" if row.cost is None else f"{row.cost:.3f}"
+    return [row.name, mean, row.seeds, difference, cost, row.marks]
+
+
+def markdown(comparison: Comparison) -> str:
+    """Return the table as Markdown."""
+    cells = [_cells(comparison, row, n) for n, row in enumerate(comparison.rows)]
+    parts = [markdown_table([_head(comparison), *cells]), SPREADS, *comparison.notes]
+    return "\n\n".join(parts) + "\n"
 
 
 # ---- the page ----
 
 
-def render(found: Comparison) -> str:
-    """The whole page."""
-    title = f"{len(found.groups)} configs, {sum(len(g.runs) for g in found.groups)} runs"
+def render(comparison: Comparison) -> str:
+    """Return the whole page."""
+    title = f"{len(comparison.groups)} configs, {sum(len(group.runs) for group in comparison.groups)} runs"
     header = f'<p class="over">{LOGO} nmjax · a comparison</p><h1>{safe(title)}</h1>'
-    if found.notes:
-        header += (
-            f'<ul class="notes" aria-label="Notes">{"".join(f"<li>{safe(note)}</li>" for note in found.notes)}</ul>'
-        )
+    if comparison.notes:
+        header += notes_list(comparison.notes)
     sections = [
-        ("table", f"The last {found.metric.replace('_', ' ')}", _table(found)),
-        ("curves", "Over the steps", _curves(found)),
-        ("frontier", "Against effective FLOPs", _frontier(found)),
-        ("configs", "What differs", _differences(found)),
+        ("table", f"The last {comparison.metric.replace('_', ' ')}", _table(comparison)),
+        ("curves", "Over the steps", _curves(comparison)),
+        ("frontier", "Against effective FLOPs", _frontier(comparison)),
+        ("configs", "What differs", _differences(comparison)),
     ]
     return document(title, header, sections)
 
 
-def _table(found: Comparison) -> str:
-    head = "".join(
-        f'<th scope="col">{safe(title or (found.metric.replace("_", " ") if i == 1 else ""))}</th>'
-        for i, title in enumerate(HEAD)
-    )
-    rows = ""
-    for n, row in enumerate(found.rows):
-        name, *cells = _cells(found, row, n)
-        rows += f'<tr><th scope="row">{safe(name)}</th>{"".join(f"<td>{safe(cell)}</td>" for cell in cells)}</tr>'
-    body = (
-        f'<div class="scroll"><table class="values"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    )
-    return f"{body}<p>Mean ± standard deviation over seeds; of the difference, its standard error.</p>"
+def _html_table(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table whose first column names the rows."""
+    titles = "".join(f'<th scope="col">{safe(title)}</th>' for title in head)
+    body = ""
+    for name, *cells in rows:
+        body += f'<tr><th scope="row">{safe(name)}</th>{"".join(f"<td>{safe(cell)}</td>" for cell in cells)}</tr>'
+    table = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
 
 
-def _looks(n: int) -> tuple[str, str | tuple]:
+def _table(comparison: Comparison) -> str:
+    cells = [_cells(comparison, row, n) for n, row in enumerate(comparison.rows)]
+    return f"{_html_table(_head(comparison), cells)}<p>{SPREADS}</p>"
+
+
+def _style(n: int) -> tuple[str, str | tuple]:
+    """Return the colour and the dash of the n-th group."""
     return f"s{n % 8}", cv.DASHES[n // 8 % len(cv.DASHES)]
 
 
-def _curves(found: Comparison) -> str:
-    """The mean over seeds, in a band from the least to the largest."""
+def _curves(comparison: Comparison) -> str:
+    """Return the figure of the means over seeds."""
     curves = []
-    for n, (group, name) in enumerate(zip(found.groups, found.names, strict=True)):
-        each = [Curve("", *series(run.metrics.get("eval", []), found.metric)) for run in group.runs.values()]
-        each = [c for c in each if c.steps.size and c.finite.any()]
-        if each:
-            colour, dash = _looks(n)
-            curves.append(cv.banded(each, name, colour=colour, dash=dash, width=1.8))
+    for n, (group, name) in enumerate(zip(comparison.groups, comparison.names, strict=True)):
+        runs = [Curve("", *series(run.metrics.get("eval", []), comparison.metric)) for run in group.runs.values()]
+        runs = [c for c in runs if c.steps.size and c.finite.any()]
+        if runs:
+            colour, dash = _style(n)
+            curves.append(cv.banded(runs, name, colour=colour, dash=dash, width=1.8))
+    words = "Means over seeds. The bands reach from the least to the largest."
+    return _figure("compared", comparison, curves, words)
+
+
+def _frontier(comparison: Comparison) -> str:
+    """Return the figure of the metric by the effective FLOPs of a run."""
+    points = []
+    for n, (group, row) in enumerate(zip(comparison.groups, comparison.rows, strict=True)):
+        if row.mean is not None and group.cost:
+            points.append(Curve(row.name, np.array([group.cost[1]]), np.array([row.mean]), _style(n)[0], 4.0))
+    words = "FLOPs of the whole run: what its products would cost if nothing were spent on zeros."
+    return _figure("frontier", comparison, points, words, along="FLOPs")
+
+
+def _figure(key: str, comparison: Comparison, curves: list[Curve], words: str, **options: Any) -> str:
     if not curves:
         return ""
-    say = percent if found.metric.endswith("accuracy") else number
-    words = "Means over seeds; the bands reach from the least to the largest."
-    return _figure("compared", found.metric, curves, words, say=say, say_step=large)
+    title = comparison.metric.replace("_", " ").capitalize()
+    say = percent if comparison.shares else number
+    svg = cv.draw(f"plot-{key}", curves, alt=f"{title}. {words}", say=say, say_step=large, **options)
+    figure = f"<figure><h3>{safe(title)}</h3>{svg}<figcaption>{safe(words)}</figcaption></figure>"
+    return f'<div class="figures">{figure}</div>'
 
 
-def _frontier(found: Comparison) -> str:
-    """What is reached for what is spent, effectively."""
-    points = []
-    for n, (group, row) in enumerate(zip(found.groups, found.rows, strict=True)):
-        if row.mean is not None and group.cost:
-            points.append(Curve(row.name, np.array([group.cost[1]]), np.array([row.mean]), _looks(n)[0], 4.0))
-    if not points:
-        return ""
-    say = percent if found.metric.endswith("accuracy") else number
-    words = "Of the whole run: what its products would cost if nothing were spent on zeros."
-    return _figure("frontier", found.metric, points, words, say=say, say_step=large, along="FLOPs")
-
-
-def _figure(key: str, metric: str, curves: list[Curve], words: str, **options) -> str:
-    title = metric.replace("_", " ").capitalize()
-    svg = cv.draw(f"plot-{key}", curves, alt=f"{title}. {words}", **options)
-    return (
-        f'<div class="figures"><figure><h3>{safe(title)}</h3>{svg}<figcaption>{safe(words)}</figcaption></figure></div>'
-    )
-
-
-def _differences(found: Comparison) -> str:
-    """The fields of the configs that are not the same in all."""
-    keys = dict.fromkeys(key for group in found.groups for key in group.config)
-    varied = [key for key in keys if len({repr(group.config.get(key)) for group in found.groups}) > 1]
+def _differences(comparison: Comparison) -> str:
+    """Return the table of the fields that are not the same in all configs."""
+    varied = _varied(comparison.groups)
     if not varied:
         return ""
-    head = "".join(f'<th scope="col">{safe(name)}</th>' for name in ("", *found.names))
-    cell = lambda group, key: f"<td>{safe(group.config.get(key, ''))}</td>"
-    rows = "".join(
-        f'<tr><th scope="row">{safe(key)}</th>{"".join(cell(group, key) for group in found.groups)}</tr>'
-        for key in varied
-    )
-    return (
-        f'<div class="scroll"><table class="values"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    )
-
-
-def of(paths: list[Path], baseline: str = "") -> Comparison:
-    """The runs of folders, compared."""
-    return compare([read(path) for path in folders(paths)], baseline)
+    rows = [[key, *(group.config.get(key, "") for group in comparison.groups)] for key in varied]
+    return _html_table(["", *comparison.names], rows)

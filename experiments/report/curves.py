@@ -1,24 +1,24 @@
-"""Curves as SVG that belongs to its page: drawn once by matplotlib, coloured and lettered by the style sheet."""
+"""Curves as SVG elements of a page. matplotlib draws them; the page's style sheet sets their colours and fonts."""
 
 import io
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
 
 from experiments.report.words import number, short, visible
 
-WIDTH, HEIGHT, LETTER, LINE = 460, 250, 6.3, 13.5  # in units of the drawing, a letter and a line of its text too
+WIDTH, HEIGHT, LETTER, LINE = 460, 250, 6.3, 13.5  # in units of the drawing; a letter's width and a line's height too
 COLOURS = ("ink", "muted", "rule", "bad", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7")  # variables of page.css
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-STEPS = (1, 2, 2.5, 5, 10)  # of an axis: round numbers
-BEYOND = 1e100  # arrays of float32 end at 3e38: what is larger was infinite on its way
+STEPS = (1, 2, 2.5, 5, 10)  # of an axis
+BEYOND = 1e100  # float32 ends at 3e38: a larger value was infinite
 
 
 class Curve(NamedTuple):
-    """One line: its points, and its looks."""
+    """One line: its points and its style."""
 
     name: str
     steps: np.ndarray
@@ -27,25 +27,30 @@ class Curve(NamedTuple):
     width: float = 1.6
     dash: str | tuple = "-"
     opacity: float = 1.0
-    label: str | None = None  # at its end; its name, unless this says otherwise
-    band: tuple[np.ndarray, np.ndarray] | None = None  # around it, from the one to the other
+    label: str | None = None  # the text at its end; None: its name
+    band: tuple[np.ndarray, np.ndarray] | None = None  # the lower and the upper edge of a band around it
 
     @property
     def shown(self) -> str:
+        """The text at its end."""
         return short(self.name if self.label is None else self.label)
 
     @property
     def finite(self) -> np.ndarray:
+        """For each value whether it is finite."""
         return np.abs(np.nan_to_num(self.values, nan=np.inf)) < BEYOND
 
 
 def thinned(curve: Curve, limit: int = 500) -> Curve:
-    """At most about ``limit`` points: of each bin the least, the largest and one that is not finite, and both ends."""
+    """Return a curve of at most about ``limit`` points.
+
+    Both ends are kept, and of each bin the least value, the largest and one that is not finite.
+    """
     if len(curve.values) <= limit:
         return curve
     keep, finite = {0, len(curve.values) - 1}, curve.finite
-    for at in np.array_split(np.arange(len(curve.values)), limit // 2 - 1):
-        good, bad = at[finite[at]], at[~finite[at]]
+    for indices in np.array_split(np.arange(len(curve.values)), limit // 2 - 1):
+        good, bad = indices[finite[indices]], indices[~finite[indices]]
         keep.update(bad[:1])
         if good.size:
             keep |= {good[np.argmin(curve.values[good])], good[np.argmax(curve.values[good])]}
@@ -54,32 +59,35 @@ def thinned(curve: Curve, limit: int = 500) -> Curve:
 
 
 def smoothed(curve: Curve, bins: int = 50) -> list[Curve]:
-    """A noisy curve as it is, faint, and the means of its bins, clear; one of few points as it is."""
+    """Return a noisy curve as two: itself, faint, and the means of its bins. A curve of few points stays one."""
     if len(curve.values) < 3 * bins:
         return [curve]
     groups = np.array_split(np.where(curve.finite, curve.values, np.nan), bins)
-    steps = np.array([at.mean() for at in np.array_split(curve.steps, bins)])
+    steps = np.array([part.mean() for part in np.array_split(curve.steps, bins)])
     means = np.array([g[g == g].mean() if (g == g).any() else np.nan for g in groups])
     return [curve._replace(width=0.7, opacity=0.4, label=""), curve._replace(steps=steps, values=means)]
 
 
-def mean(curves: list[Curve], **looks) -> Curve:
-    """The mean of what is finite, at every step where there is any."""
+def mean(curves: list[Curve], **style: Any) -> Curve:
+    """Return the mean of the finite values at every step. It is NaN at a step without any."""
     steps = np.unique(np.concatenate([c.steps for c in curves]))
     total, count = np.zeros(len(steps)), np.zeros(len(steps))
     for c in curves:
         at = np.searchsorted(steps, c.steps[c.finite])
         total[at] += c.values[c.finite]
         count[at] += 1
-    return Curve("mean", steps, np.where(count > 0, total / np.maximum(count, 1), np.nan), **looks)
+    return Curve("mean", steps, np.where(count > 0, total / np.maximum(count, 1), np.nan), **style)
 
 
-def banded(curves: list[Curve], name: str, **looks) -> Curve:
-    """The mean of some curves, in a band from the least to the largest."""
-    line = mean(curves, **looks)._replace(name=name)
-    at = lambda step: [c.values[c.steps == step][0] for c in curves if (c.finite & (c.steps == step)).any()] or [np.nan]
-    seen = [at(step) for step in line.steps]
-    return line._replace(band=(np.array([min(v) for v in seen]), np.array([max(v) for v in seen])))
+def banded(curves: list[Curve], name: str, **style: Any) -> Curve:
+    """Return the mean of some curves, with a band from the least value to the largest."""
+    line = mean(curves, **style)._replace(name=name)
+    low, high = [], []
+    for step in line.steps:
+        values = [c.values[c.steps == step][0] for c in curves if (c.finite & (c.steps == step)).any()]
+        low.append(min(values, default=np.nan))
+        high.append(max(values, default=np.nan))
+    return line._replace(band=(np.array(low), np.array(high)))
 
 
 def draw(
@@ -96,12 +104,22 @@ def draw(
     along: str = "step",
     since: float = 0,
 ) -> str:
-    """The curves over steps as an SVG element.
+    """Return an SVG element with curves over steps.
 
-    ``name`` is unique on its page, ``until`` the last step of the axis, ``since`` its first, ``bounds`` are values that it reaches, ``log``
-    lets values that span decades have a logarithmic axis, ``ring`` marks a (step, value, colour).
+    Args:
+        name: A name of the picture that is unique on its page.
+        curves: The curves.
+        alt: The description for readers who do not see the picture.
+        until: The least last step of the axis.
+        say: Writes a value at the axis.
+        say_step: Writes a step at the axis.
+        log: Use a logarithmic axis if the values span decades.
+        bounds: Values that the axis includes.
+        ring: A point that is marked: (step, value, colour).
+        along: The title of the axis of steps.
+        since: The first step of the axis.
     """
-    import matplotlib.style  # slow, and of no use to a launch
+    import matplotlib.style  # here because it is slow, and a launch does not need it
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -114,20 +132,11 @@ def draw(
         place = (left / WIDTH, bottom / HEIGHT, (right - left) / WIDTH, (top - bottom) / HEIGHT)
         axes = plain_axes(figure, place, grid="y")
         for n, c in enumerate(curves):
-            looks = {"color": hex_of(c.colour), "alpha": c.opacity, "clip_on": False, "solid_capstyle": "round"}
-            shown = np.where(c.finite, c.values, np.nan)
-            if c.band is not None:
-                axes.fill_between(c.steps, *c.band, color=hex_of(c.colour), alpha=0.18, linewidth=0)
-            axes.plot(c.steps, shown, linewidth=c.width, linestyle=c.dash, gid=f"curve{n}", **looks)
-            alone = c.finite & ~np.append(False, c.finite[:-1]) & ~np.append(c.finite[1:], False)
-            if alone.any():
-                axes.plot(c.steps[alone], c.values[alone], "o", markersize=2.5 * c.width, markeredgewidth=0, **looks)
+            _plot(axes, c, f"curve{n}")
         if ring:
-            looks = {"markerfacecolor": "none", "markeredgecolor": hex_of(ring[2]), "clip_on": False}
-            axes.plot(*ring[:2], "o", markersize=8, markeredgewidth=1.3, **looks)
-        broken = np.unique(np.concatenate([c.steps[~c.finite] for c in curves]))
-        bars = {"color": hex_of("bad"), "clip_on": False, "transform": axes.get_xaxis_transform()}
-        axes.plot(broken, np.full(len(broken), 0.03), "x", markersize=6, markeredgewidth=1.6, **bars)
+            style = {"markerfacecolor": "none", "markeredgecolor": hex_of(ring[2]), "clip_on": False}
+            axes.plot(*ring[:2], "o", markersize=8, markeredgewidth=1.3, **style)
+        _mark_broken(axes, curves)
         _scale(axes, finite, log, bounds)
         axes.set_xlim(since, max([until, 1, *(c.steps.max() for c in curves)]))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=STEPS))
@@ -136,8 +145,8 @@ def draw(
         axes.minorticks_off()
         places = _label_places(axes, curves, bottom, top)
         for n, (c, y) in enumerate(places):
-            looks = {"color": hex_of(c.colour), "transform": None, "va": "center_baseline"}
-            axes.text(right + 7, y, f"@{n}@", **looks)  # no text of others: it may be TeX, or of no glyph
+            style = {"color": hex_of(c.colour), "transform": None, "va": "center_baseline"}
+            axes.text(right + 7, y, f"@{n}@", **style)  # a placeholder: matplotlib could read the label as TeX
         axes.text(right + 18, bottom - 13, along, color=hex_of("muted"), transform=None)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -145,8 +154,35 @@ def draw(
     return inline(out.getvalue(), alt, labels, [c.name for c in curves])
 
 
+def _plot(axes, curve: Curve, key: str) -> None:
+    """Draw a curve with its band. A finite value without a finite neighbour is a dot."""
+    colour = hex_of(curve.colour)
+    style = {"color": colour, "alpha": curve.opacity, "clip_on": False, "solid_capstyle": "round"}
+    if curve.band is not None:
+        axes.fill_between(curve.steps, *curve.band, color=colour, alpha=0.18, linewidth=0)
+    shown = np.where(curve.finite, curve.values, np.nan)
+    axes.plot(curve.steps, shown, linewidth=curve.width, linestyle=curve.dash, gid=key, **style)
+    alone = curve.finite & ~np.append(False, curve.finite[:-1]) & ~np.append(curve.finite[1:], False)
+    if alone.any():
+        size = 2.5 * curve.width
+        axes.plot(curve.steps[alone], curve.values[alone], "o", markersize=size, markeredgewidth=0, **style)
+
+
+def _mark_broken(axes, curves: list[Curve]) -> None:
+    """Draw a cross on the axis at each step where a value is not finite."""
+    broken = np.unique(np.concatenate([c.steps[~c.finite] for c in curves]))
+    style = {"color": hex_of("bad"), "clip_on": False, "transform": axes.get_xaxis_transform()}
+    axes.plot(broken, np.full(len(broken), 0.03), "x", markersize=6, markeredgewidth=1.6, **style)
+
+
 def plain_axes(figure, place: tuple[float, ...], grid: str):
-    """Axes on the page's own ground, with a line below and a grid across one of them."""
+    """Add transparent axes to a matplotlib figure, with a line below, and return them.
+
+    Args:
+        figure: The figure.
+        place: Left, bottom, width and height, in shares of the figure.
+        grid: The axis that has grid lines, "x" or "y".
+    """
     figure.patch.set_visible(False)
     axes = figure.add_axes(place)
     axes.patch.set_visible(False)
@@ -159,7 +195,7 @@ def plain_axes(figure, place: tuple[float, ...], grid: str):
 
 
 def _scale(axes, finite: np.ndarray, log: bool, bounds: tuple[float, ...]) -> None:
-    """The limits of the values' axis, and decades where there are some."""
+    """Set the limits of the axis of values. With ``log`` it is logarithmic if the values span decades."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
@@ -168,18 +204,21 @@ def _scale(axes, finite: np.ndarray, log: bool, bounds: tuple[float, ...]) -> No
         if low > 0:
             axes.set_yscale("log")
             axes.set_ylim(low / 1.3, high * 1.3)
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,), numticks=8))
+            few_decades = high < 300 * low
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few_decades else (1,), numticks=8))
         else:  # zeros lie on the axis, below the decades
             axes.set_yscale("symlog", linthresh=max(least, high * 1e-6), linscale=0.5)
             axes.set_ylim(0, high * 1.3)
         return
     room = 0.05 * (high - low) or max(0.1 * abs(high), 1e-12)
-    axes.set_ylim(*(v if v in bounds and low < high else v + sign * room for v, sign in ((low, -1), (high, 1))))
+    bottom = low if low in bounds and low < high else low - room
+    top = high if high in bounds and low < high else high + room
+    axes.set_ylim(bottom, top)
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
 
 
 def _label_places(axes, curves: list[Curve], bottom: float, top: float) -> list[tuple[Curve, float]]:
-    """The labelled curves from the lowest up, and where each is named: beside its end, but clear of others."""
+    """Return the labelled curves from the lowest up, each with the height of its label. Labels do not overlap."""
     ends = []
     for c in (c for c in curves if c.shown and c.finite.any()):
         last = c.values[c.finite][-1]
@@ -194,12 +233,19 @@ def _label_places(axes, curves: list[Curve], bottom: float, top: float) -> list[
 
 
 def hex_of(colour: str) -> str:
-    """The placeholder of a colour."""
+    """Return the placeholder of a colour, which `inline` replaces by the page's variable."""
     return f"#0000{COLOURS.index(colour) + 1:02x}"
 
 
 def inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
-    """matplotlib's file as an element of a page: colours as variables, texts in their places, names to hover over."""
+    """Return matplotlib's file as an element of a page, with the page's colours.
+
+    Args:
+        svg: The file's text.
+        alt: The description for readers who do not see the picture.
+        labels: The texts in the places of the placeholders "@0@", "@1@", ...
+        titles: The texts that appear when a reader points at the curves.
+    """
     root = ElementTree.fromstring(svg)
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     for element in list(root.iter()):
@@ -207,7 +253,8 @@ def inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
             element.remove(child)
         element.tag = element.tag.rpartition("}")[2]
         element.text, element.tail = (element.text or "").strip(), ""
-        if match := re.fullmatch("@([0-9]+)@", element.text):
+        match = re.fullmatch("@([0-9]+)@", element.text)
+        if match:
             element.text = visible(labels[int(match[1])])
         key = element.get("id", "")
         element.attrib = {k.rpartition("}")[2]: _tidy(k, v) for k, v in element.items() if k != "id" or key in used}

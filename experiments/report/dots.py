@@ -1,4 +1,4 @@
-"""A value of everything that is compared, with its error, beside its name or by its cost: as SVG that belongs to its page."""
+"""Pictures of compared values with their errors, as SVG: in rows beside their names, or by their cost."""
 
 import io
 import re
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from experiments.report.curves import hex_of, inline, plain_axes
 from experiments.report.words import visible
 
-LETTER, LINE = 6.3, 19  # in units of the drawing: of a name's letters, and of a row
+LETTER, LINE = 6.3, 19  # in units of the drawing: the width of a letter, and the height of a row
 
 
 class Dot(NamedTuple):
-    """One row: ours with its error, and what was published."""
+    """One row: our value with its error, and the published one."""
 
     name: str
     value: float | None
@@ -22,8 +22,16 @@ class Dot(NamedTuple):
 
 
 def draw(name: str, dots: list[Dot], *, alt: str, along: str, say: Callable[[float], str]) -> str:
-    """The dots from the first down, on an axis that is named ``along``; 0 is a line."""
-    import matplotlib.style  # slow, and of no use to a launch
+    """Return an SVG element with a row for each dot, the first on top, and a line at 0.
+
+    Args:
+        name: A name of the picture that is unique on its page.
+        dots: The rows.
+        alt: The description for readers who do not see the picture.
+        along: The title of the axis.
+        say: Writes a value at the axis.
+    """
+    import matplotlib.style  # here because it is slow, and a launch does not need it
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -39,8 +47,8 @@ def draw(name: str, dots: list[Dot], *, alt: str, along: str, say: Callable[[flo
                 axes.plot(dot.published, row, "D", markersize=6, clip_on=False, **looks)
             if dot.value is not None:
                 axes.errorbar(
-                    dot.value, row, xerr=dot.error, fmt="o", color=hex_of("s0"), markersize=5.5, elinewidth=1.6, capsize=0,
-                    markeredgewidth=0,
+                    dot.value, row, xerr=dot.error, fmt="o", color=hex_of("s0"), markersize=5.5, elinewidth=1.6,
+                    capsize=0, markeredgewidth=0,
                 )  # fmt: skip
             axes.text(left - 10, 40 + LINE * (len(dots) - row - 0.5), f"@{row}@", **_beside("ink", "right"))
         axes.set_ylim(len(dots) - 0.5, -0.5)
@@ -54,7 +62,7 @@ def draw(name: str, dots: list[Dot], *, alt: str, along: str, say: Callable[[flo
 
 
 class Point(NamedTuple):
-    """What is reached for a cost."""
+    """A value that is reached at a cost."""
 
     name: str
     cost: float
@@ -67,9 +75,21 @@ def frontier(
     name: str, points: list[Point], line: list[Point], *, alt: str, along: str, up: str, keys: dict[str, str],
     say: Callable[[float], str], best: Callable = max,
 ) -> str:  # fmt: skip
-    """Values by their costs, each with its name, and in a row above what their colours stand for. What no other beats in both
-    is joined. So are the points of a ``line``, which stand for something else; the dearest of them is among the others."""
-    import matplotlib.style
+    """Return an SVG element with values by their costs. A dashed line joins the points that no other point beats.
+
+    Args:
+        name: A name of the picture that is unique on its page.
+        points: The points, each with its name beside it.
+        line: Points of another kind, joined by a line and without names. The one with the highest cost may also be on
+            the dashed line.
+        alt: The description for readers who do not see the picture.
+        along: The title of the axis of costs.
+        up: The title of the axis of values.
+        keys: The colours' meanings, shown in a row above.
+        say: Writes a value at the axis.
+        best: ``max`` if a higher value is better, else ``min``.
+    """
+    import matplotlib.style  # here because it is slow, and a launch does not need it
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -82,9 +102,10 @@ def frontier(
         known = [*points, *line]
         edge = [*points, *sorted(line, key=lambda p: p.cost)[-1:]]
         edge = [p for p in edge if not any(_beats(q, p, best) for q in edge)]
-        for joined, colour, looks in ((edge, "muted", (0, (4, 3))), (line, line[0].colour if line else "muted", "-")):
-            at = sorted((p.cost, p.value) for p in joined)
-            axes.plot([x for x, _ in at], [y for _, y in at], color=hex_of(colour), linewidth=1, linestyle=looks)
+        line_colour = line[0].colour if line else "muted"
+        for joined, colour, dash in ((edge, "muted", (0, (4, 3))), (line, line_colour, "-")):
+            ends = sorted((p.cost, p.value) for p in joined)
+            axes.plot([x for x, _ in ends], [y for _, y in ends], color=hex_of(colour), linewidth=1, linestyle=dash)
         low, high = (end(p.cost for p in known) for end in (min, max))
         axes.set_xlim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
         shown = _apart(points, 0.011 * (high - low or 1))
@@ -96,64 +117,84 @@ def frontier(
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
-        axes.set_ylim(axes.get_ylim())  # as they are now: matplotlib finds them when it is asked
-        texts = [(p.name, x, y, p.colour, how) for p, x, y, how in _places(axes, shown, line)]
+        axes.set_ylim(axes.get_ylim())  # fixed now: matplotlib would compute them later, after the names are placed
+        texts = [(p.name, x, y, p.colour, alignment) for p, x, y, alignment in _places(axes, shown, line)]
         texts.append((along, left + (width - left - 20) / 2, 12, "muted", "center"))
         texts.append((up, 8, height - 12, "muted", "left"))
         start = left
         for key, colour in keys.items():
             texts.append((f"● {key}", start, height - 36, colour, "left"))
             start += LETTER * (len(key) + 2) + 18
-        for n, (_, x, y, colour, how) in enumerate(texts):
-            axes.text(x, y, f"@{n}@", **_beside(colour, how))
+        for n, (_, x, y, colour, alignment) in enumerate(texts):
+            axes.text(x, y, f"@{n}@", **_beside(colour, alignment))
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return inline(out.getvalue(), alt, [text for text, *_ in texts], [])
 
 
 def _beats(q: Point, p: Point, best: Callable) -> bool:
-    """Whether one costs no more and is no worse, and is not the same."""
+    """Return whether q costs no more than p and is no worse, and differs in one of them."""
     no_worse = best(q.value, p.value) == q.value
     return q.cost <= p.cost and no_worse and (q.cost, q.value) != (p.cost, p.value)
 
 
 def _apart(points: list[Point], step: float) -> list[Point]:
-    """Those of one cost side by side, so that their errors can be told apart."""
+    """Return the points, those of one cost moved side by side, so that their error bars do not overlap."""
     alike = [[n for n, q in enumerate(points) if abs(q.cost - p.cost) < step / 2] for p in points]
-    shifts = [step * (of.index(n) - (len(of) - 1) / 2) for n, of in enumerate(alike)]
+    shifts = [step * (near.index(n) - (len(near) - 1) / 2) for n, near in enumerate(alike)]
     return [p._replace(cost=p.cost + shift) for p, shift in zip(points, shifts, strict=True)]
 
 
+class _Obstacle(NamedTuple):
+    """A rectangle of the picture, and how bad it is to write on it."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+    price: float
+
+
 def _places(axes, points: list[Point], line: list[Point]) -> list[tuple[Point, float, float, str]]:
-    """Where each name stands: near its point, where least is in its way."""
+    """Return where each name is written, near its point and away from others: (point, x, y, alignment)."""
     box, to = axes.get_window_extent(), axes.transData.transform
     zero = to((0.0, 0.0))[1]
-    there = [(box.x0, box.x1, zero - 1, zero + 1, 2.0)]  # left, right, bottom, top, and how bad it is to stand on it
+    obstacles = [_Obstacle(box.x0, box.x1, zero - 1, zero + 1, 2.0)]
     for p in [*points, *line]:
         (x, y), (_, low), (_, high) = (to((p.cost, p.value + off)) for off in (0.0, -(p.error or 0), p.error or 0))
-        there += [(x - 5, x + 5, y - 5, y + 5, 9.0), (x - 1, x + 1, low, high, 3.0)]
-    found = []
+        obstacles.append(_Obstacle(x - 5, x + 5, y - 5, y + 5, 9.0))
+        obstacles.append(_Obstacle(x - 1, x + 1, low, high, 3.0))
+    places = []
     for p in points:
-        (x, y), long = to((p.cost, p.value)), LETTER * len(p.name)
-
-        def price(place: tuple[float, float], x=x, y=y, long=long) -> float:
-            start, at = place
-            met = (bad for a, b, c, d, bad in there if a < start + long and start < b and c < at + 6 and at - 6 < d)
-            out = start < box.x0 or start + long > box.x1 + 18 or not box.y0 + 6 < at < box.y1 + 6
-            return sum(met) + 0.12 * abs(at - y) + 0.5 * (start < x) + 50 * out
-
-        start, at = min(((start, y + up) for start in (x + 9, x - 9 - long) for up in range(-60, 61, 2)), key=price)
-        there.append((start, start + long, at - 6, at + 6, 30.0))
-        found.append((p, start, at, "left") if start > x else (p, start + long, at, "right"))
-    return found
+        (x, y), length = to((p.cost, p.value)), LETTER * len(p.name)
+        starts = [(start, y + up) for start in (x + 9, x - 9 - length) for up in range(-60, 61, 2)]
+        prices = [_price(start, height, length, x, y, box, obstacles) for start, height in starts]
+        start, height = starts[prices.index(min(prices))]
+        obstacles.append(_Obstacle(start, start + length, height - 6, height + 6, 30.0))
+        places.append((p, start, height, "left") if start > x else (p, start + length, height, "right"))
+    return places
 
 
-def _beside(colour: str, how: str) -> dict:
-    return {"color": hex_of(colour), "transform": None, "va": "center_baseline", "ha": how}
+def _price(start: float, at: float, length: float, x: float, y: float, box, obstacles: list[_Obstacle]) -> float:
+    """Return how bad it is to write a name of this length from (start, at) on, if its point is at (x, y)."""
+    price = 0.0
+    for o in obstacles:
+        if o.left < start + length and start < o.right and o.bottom < at + 6 and at - 6 < o.top:
+            price += o.price
+    price += 0.12 * abs(at - y)
+    if start < x:
+        price += 0.5
+    if start < box.x0 or start + length > box.x1 + 18 or not box.y0 + 6 < at < box.y1 + 6:
+        price += 50
+    return price
+
+
+def _beside(colour: str, alignment: str) -> dict:
+    return {"color": hex_of(colour), "transform": None, "va": "center_baseline", "ha": alignment}
 
 
 def standalone(svg: str) -> str:
-    """A drawing as a file of its own, in the colours of light and of dark pages."""
+    """Return a drawing as the text of its own file, with the colours of light and of dark pages."""
     sheet = (Path(__file__).parent / "page.css").read_text()
     light, dark = (" ".join(re.findall(r"--(?!sans|serif|mono)\w+: #\w+;", part)) for part in _schemes(sheet))
     style = f"svg{{{light}}}text{{font:11px system-ui,sans-serif}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
@@ -163,5 +204,6 @@ def standalone(svg: str) -> str:
 
 
 def _schemes(sheet: str) -> tuple[str, str]:
+    """Return the parts of page.css that have the light and the dark colours."""
     light, _, rest = sheet.partition("@media")
     return light, rest.partition("* {")[0]

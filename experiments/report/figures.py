@@ -1,6 +1,7 @@
-"""The curves of a run, section by section, each with the words for it."""
+"""The figures of a run, section by section, each with a caption."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -9,59 +10,59 @@ from experiments.report.curves import Curve
 from experiments.report.runs import Run, layers, series
 from experiments.report.words import large, number, parts_that_differ, percent, safe
 
-# of each measure of layers: what it is, and values that its axis reaches
-MEASURES = {
+MEASURES = {  # of layers: what each is, and values that its axis includes
     "density": ("The share of a weight that is kept.", (0, 1)),
-    "flip_rate": ("The share of a mask that changed since it was last looked at.", ()),
-    "weight_error": ("How far the pruned weight is from the weight, relative to its norm.", ()),
+    "flip_rate": ("The share of a mask that changed since the last measurement.", ()),
+    "weight_error": ("The distance of the pruned weight from the weight, relative to the weight's norm.", ()),
     "gradient_variance": ("The noise of the pruned gradient, relative to the exact one.", ()),
     "gradient_bias": (
-        "How far the mean of four draws is from the exact gradient, relative to its norm. Of an unbiased method it is not 0, but "
-        "what four draws leave of its noise: about half the root of the variance.",
+        "The distance of the mean of four draws from the exact gradient, relative to the gradient's norm. "
+        "For an unbiased method it is not 0, because four draws leave some noise: about half the root of the variance.",
         (),
     ),
-    "gradient_cosine": ("How well the pruned gradient points along the exact one: 1 is exactly.", ()),
+    "gradient_cosine": ("The cosine of the angle between the pruned gradient and the exact one.", ()),
 }
-DISTINCT = 8  # of more layers the lines are grey, and their mean is clear
+DISTINCT = 8  # if there are more layers, their lines are grey and only the mean has a colour
 
 
 def scores(run: Run) -> list[tuple[str, Callable[[float], str], list[Curve]]]:
-    """Of loss and accuracy how to say them, and their curves."""
+    """Return the loss and the accuracy: the name, a function that writes a value, and the curves."""
     kinds = {kind: run.metrics.get(kind, []) for kind in ("train", "eval")}
-    found = []
+    shown = []
     for key, say in (("loss", number), ("accuracy", percent)):
         curves = [
             Curve("train", *series(kinds["train"], key), "muted", 1.4),
             Curve("eval", *series(kinds["eval"], key), "s0", 1.8, cv.DASHES[1]),
             Curve("hardened", *series(kinds["eval"], f"hardened_{key}"), "s1", 2.2),
         ]
-        if curves := [c for c in curves if c.steps.size]:
-            found.append((key, say, curves))
-    return found
+        curves = [c for c in curves if c.steps.size]
+        if curves:
+            shown.append((key, say, curves))
+    return shown
 
 
 def latest(run: Run) -> list[tuple[str, str]]:
-    """Figures of a run that has not summed itself up."""
+    """Return the last figures of a run that wrote no summary."""
     judged_first = sorted(scores(run), key=lambda score: score[0] != run.about.get("metric"))
-    found = [(f"{c.name} {key}", say(c.values[-1])) for key, say, curves in judged_first for c in reversed(curves)]
+    figures = [(f"{c.name} {key}", say(c.values[-1])) for key, say, curves in judged_first for c in reversed(curves)]
     steps = [record["step"] for records in run.metrics.values() for record in records]
-    return [*found, ("steps", f"{max(steps):,}")] if steps else []
+    return [*figures, ("steps", f"{max(steps):,}")] if steps else []
 
 
 def learning(run: Run) -> str:
-    """Loss, accuracy, learning rate and the norm of the gradient."""
+    """Return the figures of loss, accuracy, learning rate and gradient norm."""
     figures = []
     for key, say, curves in scores(run):
         ring, words = None, last_words(curves, say)
         judged = [c for c in curves if c.name != "train" and c.finite.any()]
         if judged and key == run.about.get("metric"):
             c, pick = judged[-1], np.argmin if key == "loss" else np.argmax
-            at = np.flatnonzero(c.finite)[pick(c.values[c.finite])]
-            ring = (c.steps[at], c.values[at], c.colour)
-            words += f" Best, ringed: {c.name} {say(c.values[at])} at step {c.steps[at]:,.0f}."
+            best = np.flatnonzero(c.finite)[pick(c.values[c.finite])]
+            ring = (c.steps[best], c.values[best], c.colour)
+            words += f" Best, ringed: {c.name} {say(c.values[best])} at step {c.steps[best]:,.0f}."
         lines = [line for c in curves for line in (cv.smoothed(c) if c.name == "train" else [c])]
         if len(lines) > len(curves):
-            words += " Train: each value faint, their means clear."
+            words += " Train: single values are faint, their means are clear."
         figures.append(plot(key, curves, words, run, lines, say=say, log=key == "loss", ring=ring))
     train = run.metrics.get("train", [])
     rate, norm = (Curve("", *series(train, key), "s0", 1.8) for key in ("learning_rate", "gradient_norm"))
@@ -73,29 +74,30 @@ def learning(run: Run) -> str:
 
 
 def sparsity(run: Run) -> str:
-    """Each measure of the layers, and their last values."""
+    """Return a figure of each measure of the layers, and a table of the last values."""
     figures, last = [], {}
     for key, (meaning, bounds) in MEASURES.items():
-        found = layers(run.metrics.get("sparsity", []), key)
-        if not found:
+        points = layers(run.metrics.get("sparsity", []), key)
+        if not points:
             continue
-        last[_title(key)] = ends = {name: values[-1] for name, (_, values) in found.items()}
-        curves = [Curve(name, *points, "muted", 0.7, "-", 0.45, "") for name, points in found.items()]
+        ends = {name: values[-1] for name, (_, values) in points.items()}
+        last[_title(key)] = ends
+        curves = [Curve(name, *arrays, "muted", 0.7, "-", 0.45, "") for name, arrays in points.items()]
         lines = [*curves, cv.mean(curves, colour="s0", width=2.4)]
         if len(curves) <= DISTINCT:
-            labels = parts_that_differ(list(found))
+            labels = parts_that_differ(list(points))
             lines = [
                 c._replace(colour=f"s{n}", width=1.7, dash=cv.DASHES[n % 4], opacity=1.0, label=label)
                 for n, (label, c) in enumerate(zip(labels, curves, strict=True))
             ]
-        limit = max(60, min(500, 8000 // len(curves)))
+        limit = max(60, min(500, 8000 // len(curves)))  # of points a curve, so that the page stays small
         words = f"{meaning} {spread(ends)}"
         figures.append(plot(key, curves, words, run, lines, limit=limit, log=not bounds, bounds=bounds))
     return _grid(figures) + _last_values(last)
 
 
 def spread(last: dict[str, float]) -> str:
-    """The last values of all layers in words."""
+    """Return the last values of all layers in words."""
     finite = {name: value for name, value in last.items() if np.isfinite(value)}
     if len(last) == 1 or not finite:
         return f"Last: {', '.join(f'{name} {number(value)}' for name, value in list(last.items())[:DISTINCT])}."
@@ -110,7 +112,7 @@ def spread(last: dict[str, float]) -> str:
 
 
 def throughput(run: Run) -> str:
-    """Examples and operations a second."""
+    """Return the figures of examples and of operations per second."""
     figures = []
     titles = {"per_second": f"{run.about.get('unit') or 'examples'} per second", "flops_per_second": "FLOP per second"}
     for key, title in titles.items():
@@ -120,11 +122,10 @@ def throughput(run: Run) -> str:
             if c.finite.any():
                 middle = float(np.median(c.values[c.finite]))
                 words += f" Median {large(middle)}."
-                if (
-                    c.values > 2 * middle
-                ).any():  # steps that were done while the host was held up come out as one burst
-                    words += " What is above twice that is drawn there."
-                lines = cv.smoothed(c._replace(values=np.where(c.values > 2 * middle, 2 * middle, c.values)))
+                high = c.values > 2 * middle  # if the host was held up, the steps done meanwhile count as one burst
+                if high.any():
+                    words += " Values above twice the median are drawn at twice the median."
+                lines = cv.smoothed(c._replace(values=np.where(high, 2 * middle, c.values)))
             figures.append(plot(key, [c], words, run, lines, title=title, say=large, bounds=(0,)))
     return _grid(figures)
 
@@ -138,9 +139,20 @@ def plot(
     *,
     title: str = "",
     limit: int = 500,
-    **options,
+    **options: Any,
 ) -> str:
-    """A figure of curves over the steps of a run, with the words for it; ``lines`` are drawn for them."""
+    """Return a figure over the steps of a run, with its caption.
+
+    Args:
+        key: The name of the measure.
+        curves: The measured values.
+        words: The caption.
+        run: The run.
+        lines: The lines that are drawn instead of the curves.
+        title: The title, if it is not the measure's name.
+        limit: How many points a line may have.
+        options: Options of `curves.draw`.
+    """
     title = _title(title or key)
     broken = sum(int((~c.finite).sum()) for c in curves)
     if broken:
@@ -152,7 +164,7 @@ def plot(
 
 
 def last_words(curves: list[Curve], say: Callable[[float], str]) -> str:
-    """The exact last values in words."""
+    """Return the exact last values in words."""
     ends = [(f"{c.name} {say(c.values[-1])}".strip(), f"{c.steps[-1]:,.0f}") for c in curves]
     if len({step for _, step in ends}) == 1:
         return f"Last, at step {ends[0][1]}: {', '.join(value for value, _ in ends)}."
@@ -162,11 +174,11 @@ def last_words(curves: list[Curve], say: Callable[[float], str]) -> str:
 def _last_values(last: dict[str, dict[str, float]]) -> str:
     if not last:
         return ""
-    names = dict.fromkeys(name for of in last.values() for name in of)
+    names = dict.fromkeys(name for by_layer in last.values() for name in by_layer)
     top = "".join(f'<th scope="col">{title}</th>' for title in ("layer", *last))
     rows = ""
     for name in names:
-        cells = "".join(f"<td>{number(of[name]) if name in of else ''}</td>" for of in last.values())
+        cells = "".join(f"<td>{number(v[name]) if name in v else ''}</td>" for v in last.values())
         rows += f'<tr><th scope="row">{safe(name)}</th>{cells}</tr>'
     return (
         f"<details><summary>The last values of {len(names)} layer{'s' if len(names) > 1 else ''}</summary>"

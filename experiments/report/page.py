@@ -1,4 +1,4 @@
-"""The page of a run, section by section; a section of which a run wrote nothing is an empty text."""
+"""The page of a run, section by section. A section is an empty text if the run wrote nothing for it."""
 
 import datetime
 from pathlib import Path
@@ -11,7 +11,7 @@ from experiments.report.pictures import SAMPLES, image_uri, mask_svg
 from experiments.report.runs import Run
 from experiments.report.words import duration, moment, percent, safe
 
-MAIN = 6  # figures of the summary that are shown large
+MAIN = 6  # so many figures of the summary are shown large
 LOGO = (  # two groups, 2:4
     '<svg viewBox="0 0 4 2" class="logo" aria-hidden="true"><path d="M.1 .5h.8m.2 0h.8M1.1 1.5h.8m1.2 0h.8"/>'
     '<path d="M2.1 .5h.8m.2 0h.8M.1 1.5h.8m1.2 0h.8"/></svg>'
@@ -19,7 +19,7 @@ LOGO = (  # two groups, 2:4
 
 
 def render(run: Run) -> str:
-    """The whole page."""
+    """Return the whole page."""
     name = safe(run.about.get("name", run.path.name))
     sections = [
         ("learning", "Learning", learning(run)),
@@ -35,12 +35,18 @@ def render(run: Run) -> str:
 
 
 def document(name: str, header: str, sections: list[tuple[str, str, str]]) -> str:
-    """A page of sections, without those that are empty; ``name`` is safe."""
-    found = [(key, title, body) for key, title, body in sections if body]
-    links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in found)
-    bodies = "\n".join(f'<section id="{key}"><h2>{title}</h2>{body}</section>' for key, title, body in found)
+    """Return a page in HTML. Empty sections are left out.
+
+    Args:
+        name: The page's title, in HTML.
+        header: The part before the sections, in HTML.
+        sections: For each its key, title and body, in HTML.
+    """
+    shown = [(key, title, body) for key, title, body in sections if body]
+    links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in shown)
+    bodies = "\n".join(f'<section id="{key}"><h2>{title}</h2>{body}</section>' for key, title, body in shown)
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    # the policy keeps the page from fetching anything, whatever may stand in it
+    # the policy keeps the page from fetching anything, whatever a run wrote
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -67,7 +73,7 @@ def document(name: str, header: str, sections: list[tuple[str, str, str]]) -> st
 
 
 def head(run: Run) -> str:
-    """The name, how it ended, its main figures, what must be known of them, and what it ran on."""
+    """Return the name, the outcome, the main figures, the notes, and the facts about the run."""
     about = run.about
     outcome, _, why = str(about.get("outcome", "running")).partition(":")
     kind, sign = {"finished": ("good", "✓"), "running": ("open", "…")}.get(outcome.strip(), ("bad", "✕"))
@@ -82,42 +88,50 @@ def head(run: Run) -> str:
     figures = about.get("summary") or latest(run)
     if figures:
         tiles = "".join(
-            f"<div{_size(value)}><dt>{safe(of)}</dt><dd>{safe(value)}</dd></div>" for of, value in figures[:MAIN]
+            f"<div{_size(value)}><dt>{safe(label)}</dt><dd>{safe(value)}</dd></div>" for label, value in figures[:MAIN]
         )
         parts.append(f'<dl class="tiles">{tiles}</dl>')
     notes = [*(about.get("notes") or ()), *run.complaints]
     if not run.metrics:
-        notes.append(f"No metrics were written{' yet' if kind == 'open' else ': the run ended before its first line'}.")
+        running = "No metrics were written yet."
+        notes.append(running if kind == "open" else "No metrics were written: the run ended before its first line.")
     if notes:
-        parts.append(f'<ul class="notes" aria-label="Notes">{"".join(f"<li>{safe(note)}</li>" for note in notes)}</ul>')
+        parts.append(notes_list(notes))
     return "\n".join(parts) + table([*figures[MAIN:], *(about.get("header") or ())])
 
 
+def notes_list(notes: list[str]) -> str:
+    """Return the notes as a list."""
+    items = "".join(f"<li>{safe(note)}</li>" for note in notes)
+    return f'<ul class="notes" aria-label="Notes">{items}</ul>'
+
+
 def when(run: Run) -> str:
-    """When it ran, and for how long."""
+    """Return the time at which a run began, and its duration."""
     began, ended = run.about.get("began"), run.about.get("ended")
-    lines = [record for records in run.metrics.values() for record in records]
     try:
         took = (datetime.datetime.fromisoformat(ended) - datetime.datetime.fromisoformat(began)).total_seconds()
-    except (TypeError, ValueError):
-        took = max((s for r in lines if isinstance(s := r.get("seconds"), int | float)), default=0)
-    return " · ".join(filter(None, [moment(began), duration(took) if 0 < took < float("inf") else ""]))
+    except (TypeError, ValueError):  # the run has not ended: its last line of metrics tells the time
+        seconds = [record.get("seconds") for records in run.metrics.values() for record in records]
+        took = max((s for s in seconds if isinstance(s, int | float)), default=0)
+    lasted = duration(took) if 0 < took < float("inf") else ""
+    return " · ".join(filter(None, [moment(began), lasted]))
 
 
 def table(rows: list) -> str:
-    """Labels and texts."""
+    """Return pairs of a label and a text as a list of facts."""
     cells = "".join(f"<div><dt>{safe(label)}</dt><dd>{safe(value)}</dd></div>" for label, value in rows)
     return f'<dl class="facts">{cells}</dl>' if cells else ""
 
 
 def plan(run: Run) -> str:
-    """What happens in each layer."""
+    """Return the plan, as HTML if the run wrote that, else as text."""
     body = run.plan_html or (run.plan_text and f"<pre>{safe(run.plan_text)}</pre>")
     return f'<div class="plan scroll" tabindex="0" role="region" aria-label="Plan">{body}</div>' if body else ""
 
 
 def mask(run: Run) -> str:
-    """A piece of the mask of a weight."""
+    """Return the picture of a corner of a weight's mask."""
     kept = run.pictures.get("mask")
     if kept is None or kept.ndim != 2 or not kept.size:
         return ""
@@ -132,22 +146,27 @@ def mask(run: Run) -> str:
 
 
 def samples(run: Run) -> str:
-    """Images, with what the model said and what is true."""
-    given = [run.pictures.get(key) for key in ("samples", "labels", "predictions", "confidence")]
-    if any(g is None for g in given):
+    """Return images of the data with their predictions and classes."""
+    arrays = [run.pictures.get(key) for key in ("samples", "labels", "predictions", "confidence")]
+    if any(array is None for array in arrays):
         return ""
     classes = run.pictures.get("classes", np.array([]))
     named = lambda i: str(classes[i]) if 0 <= i < len(classes) else f"class {i}"
-    shown = [(named(int(y)), named(int(p)), float(c), image) for image, y, p, c in zip(*given, strict=False)][:SAMPLES]
-    right = sum(truth == said for truth, said, _, _ in shown)
+    shown = [(named(int(y)), named(int(p)), float(c), image) for image, y, p, c in zip(*arrays, strict=False)][:SAMPLES]
+    if not shown:
+        return ""
+    right = sum(truth == predicted for truth, predicted, _, _ in shown)
     cards = "".join(_sample(*sample) for sample in shown)
-    return f'<p>{right} of these {len(shown)} are right.</p><div class="samples">{cards}</div>' if shown else ""
+    return f'<p>{right} of these {len(shown)} are right.</p><div class="samples">{cards}</div>'
 
 
-def _sample(truth: str, said: str, confidence: float, image: np.ndarray) -> str:
-    right = truth == said
-    verdict = f"✓ {safe(said)}" if right else f"✕ {safe(said)}<small>is {safe(truth)}</small>"
-    alt = f"{truth}, {'recognised' if right else f'taken for {said}'}"
+def _sample(truth: str, predicted: str, confidence: float, image: np.ndarray) -> str:
+    right = truth == predicted
+    if right:
+        verdict, alt = f"✓ {safe(predicted)}", f"{truth}, recognised"
+    else:
+        verdict = f"✕ {safe(predicted)}<small>is {safe(truth)}</small>"
+        alt = f"{truth}, taken for {predicted}"
     sure = max(0.0, min(1.0, confidence)) if np.isfinite(confidence) else 0.0
     return (
         f'<figure class="sample {"right" if right else "wrong"}"><img src="{image_uri(image)}" alt="{safe(alt)}">'
@@ -157,24 +176,25 @@ def _sample(truth: str, said: str, confidence: float, image: np.ndarray) -> str:
 
 
 def text(run: Run) -> str:
-    """What the model wrote, after what it was given."""
+    """Return the texts that the model wrote, each after its prompt."""
     prompt, written = str(run.text.get("prompt") or ""), run.text.get("samples") or []
     cards = []
     for sample in map(str, written):
         rest = sample.removeprefix(prompt)
         cards.append(f'<blockquote><span class="prompt">{safe(prompt)}</span>{safe(rest)}</blockquote>')
-    lead = "<p>What it was given is grey.</p>" if prompt and cards else ""
+    lead = "<p>The prompt is grey.</p>" if prompt and cards else ""
     return f'{lead}<div class="texts">{"".join(cards)}</div>' if cards else ""
 
 
 def again(run: Run) -> str:
-    """The command, what it ran on, and the whole config."""
+    """Return the command, the versions, and the whole config."""
     about, parts = run.about, []
     if about.get("command"):
         parts.append(f'<pre class="command" tabindex="0">{safe(about["command"])}</pre>')
     rows = [*(about.get("versions") or {}).items()]
-    if git := about.get("git"):
-        dirty = ", with changes that are not committed" if git.get("dirty") else ""
+    git = about.get("git")
+    if git:
+        dirty = ", with uncommitted changes" if git.get("dirty") else ""
         rows.insert(0, ("commit", f"{git.get('commit')}{dirty}"))
     parts.append(table(rows))
     if run.config:
@@ -185,14 +205,19 @@ def again(run: Run) -> str:
 
 
 def flat(config: dict[str, Any], front: str = "") -> list[tuple[str, Any]]:
-    """Nested names with dots, as the command line writes them."""
-    found = []
+    """Return the fields of a config by dotted names, as the command line writes them."""
+    fields = []
     for key, value in config.items():
-        nested = isinstance(value, dict) and value
-        found += flat(value, f"{front}{key}.") if nested else [(f"{front}{key}", value)]
-    return found
+        if isinstance(value, dict) and value:
+            fields += flat(value, f"{front}{key}.")
+        else:
+            fields.append((f"{front}{key}", value))
+    return fields
 
 
-def _size(value) -> str:
-    """Long figures are set smaller."""
-    return next((f' class="{name}"' for least, name in ((26, "longest"), (12, "long")) if len(str(value)) >= least), "")
+def _size(value: object) -> str:
+    """Return the attribute that makes long figures smaller."""
+    length = len(str(value))
+    if length >= 26:
+        return ' class="longest"'
+    return ' class="long"' if length >= 12 else ""

@@ -1,4 +1,4 @@
-"""What a run saw and kept, as pictures: a piece of a weight's mask, and images with what the model said of them."""
+"""Pictures of a run: a piece of a weight's mask, and images of the data."""
 
 import base64
 import io
@@ -7,20 +7,30 @@ import numpy as np
 
 from experiments.report.words import percent, safe
 
-ROWS, COLUMNS = 32, 96  # of a mask: cells that stay visible on a phone
-SAMPLES = 24
-LARGE = 96  # images of more pixels a side are made smaller, and compressed with loss
+ROWS, COLUMNS = 32, 96  # of a mask: the cells stay visible on a phone
+SAMPLES = 24  # images on the page
+LARGE = 96  # images with more pixels on a side are shrunk and compressed with loss
 
 
 def mask_pattern(mask: np.ndarray, axis: int, m: int) -> str:
-    """What a mask keeps of each whole group: 2:4, or ≤ 2:4 where some keep fewer."""
+    """Return the pattern of a mask: 2:4, or ≤ 2:4 if some groups keep fewer. A group that is cut off does not count."""
     whole = np.moveaxis(mask, axis, -1)[:, : mask.shape[axis] // m * m]
     kept = whole.reshape(-1, m).sum(-1)
-    return f"{'' if kept.min() == kept.max() else '≤ '}{kept.max()}:{m}" if kept.size else f"groups of {m}"
+    if not kept.size:
+        return f"groups of {m}"
+    pattern = f"{kept.max()}:{m}"
+    return pattern if kept.min() == kept.max() else f"≤ {pattern}"
 
 
 def mask_svg(mask: np.ndarray, axis: int, m: int, name: str) -> tuple[str, str]:
-    """The first rows and columns of a mask as an SVG element, what is kept in ink, and words for it."""
+    """Return the first rows and columns of a mask as an SVG element, and a description in words.
+
+    Args:
+        mask: True where a value is kept.
+        axis: The axis of the groups, 0 or 1.
+        m: The size of a group.
+        name: The weight's name.
+    """
     rows, columns = (limit // m * m or m for limit in (ROWS, COLUMNS))
     shown = mask[:rows, :columns]
     h, w = shown.shape
@@ -41,10 +51,11 @@ def mask_svg(mask: np.ndarray, axis: int, m: int, name: str) -> tuple[str, str]:
 
 
 def image_uri(image: np.ndarray) -> str:
-    """A uint8 image H x W x C as a data URI: exact where small."""
+    """Return an image uint8[H, W, C] as a data URI. Small images are exact."""
     from PIL import Image
 
-    picture, out = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image[..., :3]), io.BytesIO()
+    pixels = image[..., 0] if image.shape[-1] == 1 else image[..., :3]
+    picture, out = Image.fromarray(pixels), io.BytesIO()
     if max(picture.size) > LARGE:
         picture.thumbnail((2 * LARGE, 2 * LARGE))
         picture.save(out, "JPEG", quality=85)

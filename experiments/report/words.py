@@ -1,4 +1,4 @@
-"""Numbers, times and texts, as a page says them."""
+"""Numbers, times and texts, as pages show them."""
 
 import datetime
 import html
@@ -9,21 +9,23 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
 
-def visible(text) -> str:
-    """Any text, with a sign in the place of what is no character."""
+def visible(text: object) -> str:
+    """Return any value as text. Control characters and the like are replaced by visible signs."""
     text = str(text).replace("\r\n", "\n")
     return _NO_TEXT.sub(lambda c: chr(0x2400 + ord(c[0])) if c[0] < " " else "\ufffd", text)
 
 
-def safe(text) -> str:
-    """Any text as HTML."""
+def safe(text: object) -> str:
+    """Return any value as text in HTML."""
     return html.escape(visible(text))
 
 
 def number(x: float) -> str:
-    """A number of about three digits: 0.318, 12,000, 2.5·10⁻⁵."""
-    if not math.isfinite(x):
-        return "NaN" if math.isnan(x) else "∞" if x > 0 else "−∞"
+    """Return a number with about three digits: 0.318, 12,000, 2.5·10⁻⁵."""
+    if math.isnan(x):
+        return "NaN"
+    if math.isinf(x):
+        return "∞" if x > 0 else "−∞"
     if x == 0 or 1e-3 <= abs(x) < 1e6:
         shown = f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
     else:
@@ -34,12 +36,12 @@ def number(x: float) -> str:
 
 
 def percent(x: float) -> str:
-    """A share in percent."""
+    """Return a share of 1 in percent."""
     return f"{100 * x:.3g} %".replace("-", "−") if math.isfinite(x) else number(x)
 
 
 def large(x: float) -> str:
-    """A count with a prefix: 12k, 3.4M."""
+    """Return a count with a unit prefix: 12k, 3.4M."""
     if not math.isfinite(x) or abs(x) < 1000:
         return number(x)
     power = min(int(math.log10(abs(x)) + 1e-9) // 3, 6)
@@ -47,7 +49,7 @@ def large(x: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in its two largest units."""
+    """Return a time in its two largest units: 1 h 54 min."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     days, rest = divmod(round(seconds), 86400)
@@ -57,8 +59,8 @@ def duration(seconds: float) -> str:
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
 
 
-def moment(iso) -> str:
-    """A time as people write it; what is no ISO time as it stands."""
+def moment(iso: object) -> str:
+    """Return an ISO time as people write it. Other values are returned as text."""
     try:
         at = datetime.datetime.fromisoformat(iso)
         return f"{at.day} {at:%b %Y, %H:%M %Z}".strip()
@@ -66,13 +68,19 @@ def moment(iso) -> str:
         return str(iso or "")
 
 
+def markdown_table(rows: list[list[str]]) -> str:
+    """Return a table in Markdown. The first row is its head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+
+
 def short(name: str, length: int = 18) -> str:
-    """A long name without its middle."""
+    """Return a name, without its middle if it is longer than ``length``."""
     return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length // 2) :]}"
 
 
 def parts_that_differ(names: list[str]) -> list[str]:
-    """Paths without the parts in front and behind that all of them share."""
+    """Return paths without the parts at the front and at the end that all of them share."""
     paths = [name.split("/") for name in names]
     if len(paths) < 2:
         return names

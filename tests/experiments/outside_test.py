@@ -306,7 +306,7 @@ def test_results_and_reports_import_nothing(outside):
     line = json.loads((command.ROOT / "experiments/results/sdgp_cpu.jsonl").read_text().partition("\n")[0])
     line["changes"] |= {"sparsity.stages": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
     (outside / "sdgp_cpu.jsonl").write_text(json.dumps(line))
-    with pytest.raises(Mistake, match="is of another config than the page has now"):
+    with pytest.raises(Mistake, match="another config than the page has now"):
         reproduce.read(outside / "sdgp_cpu.jsonl")
     (outside / "run").mkdir()
     (outside / "run" / "run.json").write_text(json.dumps({"name": "a run"}))

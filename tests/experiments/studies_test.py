@@ -46,9 +46,12 @@ def test_every_method_of_every_study_is_known(page):
 
 
 LINE = {
-    "format": 1, "run": "stages=dense,seed=0", "changes": {"sparsity.stages": "dense", "seed": 0}, "outcome": "finished",
+    "format": 1, "run": "stages=dense,seed=0", "changes": {"sparsity.stages": "dense", "seed": 0},
+    "outcome": "finished",
     "metric": "accuracy", "figures": {"accuracy": 0.9, "hardened_accuracy": 0.9}, "steps": 10, "flops": [2, 2],
-    "devices": "1 x cpu", "began": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:30+00:00", "command": "python launch.py --config=experiments/studies/sdgp.py:cpu --sweep", "versions": {"jax": "0.0"}, "notes": ["A note."],
+    "devices": "1 x cpu", "began": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:30+00:00",
+    "command": "python launch.py --config=experiments/studies/sdgp.py:cpu --sweep", "versions": {"jax": "0.0"},
+    "notes": ["A note."],
 }  # fmt: skip
 
 
@@ -87,10 +90,8 @@ def test_a_table_is_what_its_results_say(tmp_path):
         == "| `sdgp(1,8)` |  |  | 94.7 | -0.6 | 1.000 | 0 of 3 | seed 0 diverged, seed 1 missing, seed 2 missing |"
     )
     assert "Not run: `sdgp(2,4,rescale=False,select='random')`, " in text
-    assert (
-        "`python launch.py --config=experiments/studies/sdgp.py:cpu --sweep --results=experiments/results/sdgp_cpu.jsonl`"
-        in text
-    )
+    command = "python launch.py --config=experiments/studies/sdgp.py:cpu --sweep"
+    assert f"`{command} --results=experiments/results/sdgp_cpu.jsonl`" in text
     assert text.rstrip().endswith("A note.")
     assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert "prefers-color-scheme:dark" in svg
@@ -127,25 +128,31 @@ def test_pairs_are_of_runs_of_one_seed(tmp_path):
     [
         (
             "",
-            "there is no .*sdgp_cpu.jsonl: python launch.py --config=experiments/studies/sdgp.py:cpu --sweep --results=",
+            "there is no .*sdgp_cpu.jsonl. Make it by: python launch.py --config=experiments/studies/sdgp.py:cpu --sweep --results=",
         ),
         ('{"run": "a"}\n', "line 1 is no line of results .KeyError: 'format'"),
         (
             '{"format": 0, "run": "a"}\n',
-            "line 1 is of format 0, and this reads 1: take the line out, and run it again by python",
+            "line 1 has format 0, but only format 1 can be read. Remove the line, and run it again by: python",
         ),
-        ('{"form', r"line 1 is no line of results \(.*take it out, and run what is missing by python"),
+        ('{"form', r"line 1 is no line of results \(.*Remove the line, and run it again by: python"),
         (
             json.dumps(line("dense", 0, 0.9, command="python launch.py --config=a.py --sweep")),
             "line 1 was made by another command",
         ),
-        (json.dumps(line("dense", 0, 0.9, config="0123456789ab")), "line 1 is of another config than the page has now"),
+        (
+            json.dumps(line("dense", 0, 0.9, config="0123456789ab")),
+            "line 1 was made with another config than the page has now",
+        ),
         (
             json.dumps({k: v for k, v in LINE.items() if k != "command"}),
             "line 1 was made by another command",
         ),
-        (json.dumps(line("ste(2,4)", 0, 0.9)), r"has runs of ste\(2,4\), which the sweep has not: take them out"),
-        (json.dumps(line("dense", 0, 0.9)), "has not both runs of dense and others yet: python launch.py"),
+        (json.dumps(line("ste(2,4)", 0, 0.9)), r"has runs of ste\(2,4\), but the sweep does not. Remove their lines"),
+        (
+            json.dumps(line("dense", 0, 0.9)),
+            "needs runs of dense and of another method. Make them by: python launch.py",
+        ),
     ],
 )
 def test_results_that_cannot_be_read_say_why(text, why, tmp_path):
@@ -216,7 +223,7 @@ def test_gradients_are_those_that_adams_moments_tell_of():
 
 
 def test_an_error_of_one_draw_is_its_bias_and_its_variance():
-    """By hand: of four draws the mean is off by 0.3 and by a quarter of the variance of 0.16; one draw by 0.3 and by all of it."""
+    """By hand: four draws have a bias of 0.3 and a quarter of the variance of 0.16; one draw has all of the variance."""
     seen = nm.metrics.Error(bias=(0.3**2 + 0.16 / 4) ** 0.5, noise=0.2, variance=0.16, cosine=1)
     sure = nm.metrics.Error(bias=0.5, noise=float("nan"), variance=float("nan"), cosine=1)
     assert dw.error_of_one_draw([seen], True, 4) == pytest.approx((0.5, 0.16))
@@ -306,7 +313,8 @@ def test_figures_of_what_was_looked_into(tmp_path):
     assert "| 20 ± 10 % |" in text
     assert pictures.keys() == {"descent_cpu_flips", "descent_cpu_amount_of_descent"}
     with pytest.raises(
-        Mistake, match=r"lack 1 of 12 cases, as method=dense,seed=0: python -m experiments.studies descent"
+        Mistake,
+        match=r"lack 1 of 12 cases, such as method=dense,seed=0. Make them by: python -m experiments.studies descent",
     ):
         reproduce.block("descent_cpu", written(tmp_path, *lines[1:], name="descent_cpu"))
 

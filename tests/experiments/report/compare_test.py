@@ -32,7 +32,7 @@ def study(tmp_path):
 
 
 def test_means_spreads_and_paired_differences(study):
-    dense, sparse, odd = compare.of([study]).rows
+    dense, sparse, odd = compare.compare_folders([study]).rows
     assert (dense.name, sparse.name, odd.name) == ("blocks=dense", "blocks=s_ste(2,4)", "blocks=<i>mse</i>")
     assert dense.mean == pytest.approx(0.91)  # hardened
     assert dense.spread == pytest.approx(0.02)
@@ -43,7 +43,7 @@ def test_means_spreads_and_paired_differences(study):
     assert (dense.cost, sparse.cost, odd.seeds) == (1, 0.8, "1 of 3")
     assert odd.marks == "seed 1 diverged, seed 2 missing"
     assert (odd.spread, odd.error) == (None, None)  # of one seed nothing is known
-    other = compare.of([study], baseline="blocks=s_ste(2,4)").rows
+    other = compare.compare_folders([study], baseline="blocks=s_ste(2,4)").rows
     assert other[0].difference == pytest.approx(0, abs=1e-12)
     assert other[0].cost == 1.25
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_compared(study, capsys):
     assert command.main([str(study / "a0"), str(study / "a0")]) == 2
     assert "are the same run" in capsys.readouterr().err
     assert command.main([str(study), "--baseline", "blocks=x"]) == 2
-    assert "--baseline='blocks=x': there are 'blocks=dense'" in capsys.readouterr().err
+    assert "--baseline='blocks=x' is none of the configs: 'blocks=dense'" in capsys.readouterr().err
     (study / "empty").mkdir()
     assert command.main([str(study / "empty")]) == 2
     assert "is no run and holds none" in capsys.readouterr().err
@@ -77,5 +77,5 @@ def test_what_cannot_be_compared(study, capsys):
 def test_seeds_alone(tmp_path):
     for seed in (0, 1):
         run(tmp_path / str(seed), "dense", seed, 0.9)
-    (row,) = compare.of([tmp_path]).rows
+    (row,) = compare.compare_folders([tmp_path]).rows
     assert (row.name, row.seeds, row.mean) == ("m=dense", "2 of 2", pytest.approx(0.89))

@@ -130,7 +130,8 @@ def test_a_run_of_images_is_shown_whole(tmp_path):
     known = """vit_24 | ✓ finished | 93.1 % | CIFAR-10 is a lossy JPEG copy here. | 1,024 = 4 x 256 | 1 h 54 min
         | Last, at step 2,000: train 0.142, eval 0.142, hardened 0.242. | Best, ringed: hardened | at step 1,800
         | 0.5 in all 2 layers | fwd_rhs=ste(soft(2,4)) | 2:4 along axis 1 | a corner of 32 × 96 values
-        | 2 of these 3 are right | ✕ cat | is ship | ebb196d, with changes | sparsity.mlp | s_ste(2,4) | 3.11.2"""
+        | 2 of these 3 are right | ✕ cat | is ship | ebb196d, with uncommitted changes
+        | sparsity.mlp | s_ste(2,4) | 3.11.2"""
     for said in map(str.strip, known.split("|")):
         assert said in text, said
     assert page.count('role="img"') == 9
@@ -181,7 +182,7 @@ def test_a_line_cut_off_is_passed_over_and_said(tmp_path):
         '{"step": 1, "kind": "train"}\n{"st\n7\n{"step": NaN, "kind": "eval"}\n{"kind": "eval"}'
     )
     assert metrics == {"train": [{"step": 1, "kind": "train"}]}
-    assert said[1] == "metrics.jsonl: passed over what could not be read, line 2, 3, 4."
+    assert said[1] == "metrics.jsonl: skipped lines that cannot be read: 2, 3, 4."
 
 
 def test_a_run_that_went_on_from_a_checkpoint_counts_a_step_once():
