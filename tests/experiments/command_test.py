@@ -94,7 +94,6 @@ def test_a_mistake_in_a_page_is_told_with_its_line(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.processes
 @pytest.mark.parametrize(("words", "code"), [([], 2), ([f"--config={PAGE}", "--config.bach=3"], 2), (["--help"], 0)])
 def test_a_process_says_it_on_stderr_and_in_its_exit_code(words, code):
     done = subprocess.run([sys.executable, "launch.py", *words], capture_output=True, text=True, cwd=command.ROOT)
