@@ -1,5 +1,6 @@
 """The strict environment of every test and doctest, set before jax is imported."""
 
+import collections
 import gc
 import os
 import shutil
@@ -39,6 +40,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 hypothesis.settings.register_profile("nmjax", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.load_profile("nmjax")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as slow all but every fifth case of each sampled test."""
+    seen = collections.Counter()
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % 5:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

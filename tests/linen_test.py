@@ -17,6 +17,8 @@ import nmjax as nm
 from nmjax import linen
 from nmjax.products import sites
 
+pytestmark = pytest.mark.sampled
+
 
 def whole(seed, *shape, most=3):
     """Whole numbers: sums in any order are exact, and equal means equal."""

@@ -15,6 +15,8 @@ from nmjax.models import BERT, GPT, ResNet, ViT, bert, generate, gpt, resnet, vi
 from nmjax.models.resnet import Block as Residual
 from nmjax.models.transformer import Attention, Block
 
+pytestmark = pytest.mark.sampled
+
 SMALL = {"width": 16, "depth": 2, "heads": 2, "hidden": 32}
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 16, (4, 8)))
 IMAGES = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8, 8, 3)), jnp.float32)
@@ -390,7 +392,7 @@ BAD = {
     r"from 1 to length=8, got \(8,\)": lambda: MAKE["bert"]()(TOKENS[0]),
     r"mask has the shape of tokens, \(4, 8\), got \(8,\)": lambda: MAKE["bert"]()(TOKENS, jnp.ones(8, bool)),
     r"types has the shape of tokens, \(4, 8\), got \(4, 1\)": lambda: MAKE["bert"]()(TOKENS, types=TOKENS[:, :1]),
-    r"got shape \(8,\). Write tokens\[None\]": lambda: generate(MAKE["gpt"](), TOKENS[0], jax.random.key(0), count=1),
+    r"got shape \(8,\). Write tokens\[None\] for": lambda: generate(MAKE["gpt"](), TOKENS[0], jax.random.key(0), count=1),
     "got count=0 and temperature=1.0": lambda: generate(MAKE["gpt"](), TOKENS, jax.random.key(0), count=0),
     "got count=1 and temperature=-1": lambda: generate(MAKE["gpt"](), TOKENS, jax.random.key(0), count=1, temperature=-1),
 }  # fmt: skip

@@ -11,6 +11,8 @@ from flax import nnx
 import nmjax as nm
 from nmjax import optim
 
+pytestmark = pytest.mark.sampled
+
 LAM = 0.25
 STANDARD = jax.numpy_dtype_promotion("standard")  # for optax's own code
 

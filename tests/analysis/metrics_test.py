@@ -15,6 +15,8 @@ from nmjax.analysis import metrics
 from nmjax.analysis.metrics import Pattern
 from nmjax.products import pruning
 
+pytestmark = pytest.mark.sampled
+
 NM = [(1, 2), (2, 4), (3, 4), (4, 4), (3, 8), (1, 16), (8, 32)]
 DTYPES = [jnp.float32, jnp.bfloat16]
 

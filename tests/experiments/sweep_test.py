@@ -17,6 +17,8 @@ from experiments.training import program, record
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, once, program as made_of, start, timeless
 
+pytestmark = pytest.mark.sampled
+
 PAGE = """
 from configs import common
 

@@ -13,6 +13,8 @@ from jax import lax
 import nmjax as nm
 from nmjax.products import sites
 
+pytestmark = pytest.mark.sampled
+
 
 def whole(seed, *shape, most=3):
     """Whole numbers: sums in any order are exact, and equal means equal."""

@@ -9,6 +9,8 @@ from flax import nnx
 import nmjax as nm
 from tests.networks import GPT, Mlp, ResNet
 
+pytestmark = pytest.mark.sampled
+
 
 def recipe(text, pattern=".*"):
     return nm.Recipe(((pattern, text),))

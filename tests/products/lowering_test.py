@@ -7,6 +7,8 @@ import pytest
 import nmjax as nm
 from nmjax.recipes import text as spec
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", spec.METHODS)

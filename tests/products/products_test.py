@@ -14,6 +14,8 @@ from jax import lax
 import nmjax as nm
 from nmjax.recipes.text import METHODS
 
+pytestmark = pytest.mark.sampled
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 BACKWARD = ("dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs")
 SLOTS = ("fwd_lhs", "fwd_rhs", *BACKWARD)

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import nmjax as nm
 
+pytestmark = pytest.mark.sampled
+
 TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 MATMUL = (((1,), (0,)), ((), ()))
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")

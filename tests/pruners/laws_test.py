@@ -1,4 +1,4 @@
-"""What every pruner promises, over one table of them all."""
+"""Laws that every pruner obeys, checked over one table of pruners."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,18 +12,20 @@ import pytest
 import nmjax as nm
 from nmjax.core.context import Axes
 
-LATE = 10**6  # later than every schedule of the table ends
+pytestmark = pytest.mark.sampled
+
+LATE = 10**6  # every schedule of the table has ended by then
 
 
 @dataclass(frozen=True)
 class Case:
     p: nm.Pruner
-    nm: tuple[int, int] | None  # at most n of m are kept, at this step
+    nm: tuple[int, int] | None  # at most n of m values are kept at this step
     step: int = 0
-    commutes: bool = False  # with permutations inside a group
-    chooses_blindly: bool = False  # so that NaN may be dropped
-    local: bool = True  # a group's result is a function of that group
-    final: str | None = None  # the final form's text; None where there is none
+    commutes: bool = False  # True: it commutes with permutations inside a group
+    chooses_blindly: bool = False  # True: the choice ignores values, so NaN may be dropped
+    local: bool = True  # True: the result of a group depends on that group only
+    final: str | None = None  # the text of the final form, or None if there is none
 
     def __str__(self):
         return f"{self.p}@{self.step}" if self.step else f"{self.p}"
@@ -66,7 +68,10 @@ CASES = [
     Case(nm.stages(((0, nm.ste(mse(2, 4))), (10, soft(2, 4)))), (2, 4), step=15, final="soft(2,4)"),
     Case(nm.hold(mse(2, 4), 40), (2, 4), final="hold(mse(2,4))"),
     Case(nm.hold(transposable(2, 4)), (2, 4), local=False, final="hold(transposable(2,4))"),
-    Case(nm.hold(uniform(2, 4, rescale=False), 7), (2, 4), chooses_blindly=True, final="hold(uniform(2,4,rescale=False))"),
+    Case(
+        nm.hold(uniform(2, 4, rescale=False), 7), (2, 4), chooses_blindly=True,
+        final="hold(uniform(2,4,rescale=False))",
+    ),
     Case(nm.permute(mse(2, 4), 3, 4), (2, 4), final="permute(mse(2,4),every=None,draws=4)"),
     Case(nm.fp8("e4m3"), None, local=False, final="fp8('e4m3')"),
     Case(nm.ste(mse(1, 4)), (1, 4), commutes=True, final="mse(1,4)"),
@@ -80,7 +85,7 @@ FIRST, MIDDLE, LAST = (np.float32, 0), (ml_dtypes.bfloat16, 1), (np.float32, 3)
 
 
 def law(*cases, layouts=(FIRST, MIDDLE, LAST)):
-    """A test of every case in every layout; of wide groups, which take long to compile, not along the first axis."""
+    """Parametrize a test with every case in every layout. Wide groups skip the first axis: they compile slowly."""
     table = [
         pytest.param(c, *layout, id=f"{c}-{np.dtype(layout[0]).name}-{layout[1]}")
         for c in cases
@@ -93,11 +98,11 @@ def law(*cases, layouts=(FIRST, MIDDLE, LAST)):
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-# ---- calling them ----
+# ---- calls ----
 
 
 def call(p, x, axis, axes, key, step, state):
-    """What it gives, and its mask if that says it all."""
+    """Return the pruned array, and the mask if the pruner only keeps or drops."""
     ctx = nm.Ctx(key, step, state, axes)
     return p(x, axis, ctx), p.mask(x, axis, ctx) if p.selects else None
 
@@ -111,9 +116,9 @@ KEY = nm.random.words(7)
 
 
 def run(case, x, axis, state=None, *, axes=None, step=None, jit=True, p=None, mask=False):
-    made = COMPILED[call] if jit else call
+    function = COMPILED[call] if jit else call
     x = x if jit else jnp.asarray(x)
-    y = made(p or case.p, x, axis, axes, KEY, case.step if step is None else step, state)
+    y = function(p or case.p, x, axis, axes, KEY, case.step if step is None else step, state)
     return tuple(map(np.asarray, y)) if mask else np.asarray(y[0])
 
 
@@ -128,7 +133,7 @@ def begun(case, x, axis, axes=None):
 
 
 def shape_of(case, axis):
-    """Four dimensions of which one is pruned; for tiles the others divide by m too."""
+    """Return a shape of four dimensions whose pruned one divides by m; for tiles the others do too."""
     block = case.p.block
     shape = [block] * 3 if "transposable" in f"{case.p}" else [3, 2, 4]
     shape.insert(axis, block * (2 if block > 4 else 3))
@@ -140,8 +145,8 @@ def normal(case, dtype, axis, seed=0):
 
 
 def distinct(case, dtype, axis):
-    """Random orders of 1 to m, with signs: no ties, in bfloat16 either."""
-    if "transposable" in f"{case.p}":  # whole sums must differ
+    """Return groups of 1 to m in random order and with random signs. They have no ties, not even in bfloat16."""
+    if "transposable" in f"{case.p}":  # sums of whole masks must differ
         return normal(case, dtype, axis)
     m = case.p.block
     rng = np.random.default_rng(1)
@@ -151,7 +156,7 @@ def distinct(case, dtype, axis):
 
 
 def grouped(case, x, axis, state):
-    """(..., m): the groups that the case promises something of, in their permuted order if there is one."""
+    """Return the groups whose counts the case promises, as (..., m), in permuted order if the pruner permutes."""
     if isinstance(case.p, nm.permute):
         x = np.take(x, np.asarray(state), axis)
     return np.moveaxis(x, axis, -1).reshape(-1, case.nm[1])
@@ -233,34 +238,34 @@ def test_groups_of_zeros_give_plain_zeros(case, dtype, axis):
     for zeros in (np.moveaxis(x, -1, axis), np.zeros(shape_of(case, axis), dtype)):
         y = wide(run(case, zeros, axis, begun(case, zeros, axis)))
         assert np.isfinite(y).all()
-        here = np.moveaxis(y, axis, -1)[..., : case.p.block]
-        assert (here == 0).all()
-        assert not np.signbit(here).any()
+        zero_groups = np.moveaxis(y, axis, -1)[..., : case.p.block]
+        assert (zero_groups == 0).all()
+        assert not np.signbit(zero_groups).any()
 
 
-# The noise is that of a position, so what draws is left out.
+# Noise depends on the position, so pruners that draw are left out.
 @law(*(c for c in CASES if not c.p.stochastic and "uniform" not in f"{c.p}"), layouts=[FIRST])
 def test_along_any_axis_as_along_the_last(case, dtype, axis):
     x = normal(case, dtype, axis)
     moved = np.moveaxis(x, axis, -1)
-    others = [a for a in range(4) if a != axis]  # in order, before the pruned one: where moveaxis puts them
+    others = [a for a in range(4) if a != axis]  # moveaxis puts them in this order, before the pruned one
     axes = Axes(others.index(others[-1]), tuple(others.index(a) for a in others if 0 < a < 3))
     if not isinstance(case.p, nm.rescale):
-        axes = None  # by convention the other axis is the last one of the rest, and nobody else reads space
+        axes = None  # the convention finds the other axis, and only `rescale` reads space
     state, moved_state = begun(case, x, axis), begun(case, moved, 3, axes)
     move = lambda a: np.moveaxis(np.asarray(a), axis, -1) if a.ndim == 4 else np.asarray(a)
     state_after = jax.tree.map(move, state)
-    # sums in another order
+    # the order of summation differs
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6), state_after, moved_state)
     got, expected = run(case, moved, 3, state_after, axes=axes), move(run(case, x, axis, state))
-    if isinstance(case.p, nm.rescale) or getattr(case.p, "scale", "") == "now":  # sums over more than a group
+    if isinstance(case.p, nm.rescale) or getattr(case.p, "scale", "") == "now":  # these sum over more than one group
         np.testing.assert_allclose(wide(got), wide(expected), rtol=1e-6 if dtype == np.float32 else 2**-7)
     else:
         same(got, expected)
 
 
 def broken(case, dtype, axis):
-    """Groups of NaN and both infinities among plain values, from one of them to nothing else; one alone for tiles."""
+    """Return values of which some are NaN or infinite, up to whole groups, and where; for tiles only one of them."""
     rng = np.random.default_rng(3)
     x = np.moveaxis(normal(case, dtype, axis), axis, -1)
     groups = x.reshape(-1, case.nm[1] if case.nm else case.p.block)
@@ -286,17 +291,17 @@ def test_what_is_not_finite_stays_visible(case, dtype, axis):
         assert np.isfinite(y[~bad]).all()
         return
     n = case.nm[0]
-    kept, gone, there = (grouped(case, v, axis, state) for v in (y != 0, ~np.isfinite(y), bad))
+    kept, broken_after, broken_before = (grouped(case, v, axis, state) for v in (y != 0, ~np.isfinite(y), bad))
     assert (kept.sum(1) <= n).all()
     if not case.chooses_blindly:
-        assert (gone.sum(1) >= np.minimum(n, there.sum(1))).all()
+        assert (broken_after.sum(1) >= np.minimum(n, broken_before.sum(1))).all()
     if case.local:
-        assert not gone[~there.any(1)].any()
+        assert not broken_after[~broken_before.any(1)].any()
 
 
 @law(*{type(c.p): c for c in CASES if c.p.block <= 8}.values(), *CASES[2:4], layouts=[LAST])
 def test_run_at_once_as_compiled(case, dtype, axis):
-    """The same choices; values to the rounding of a fused multiplication and addition."""
+    """Eager calls choose as compiled ones do. Values agree up to the rounding of fused multiply-adds."""
     x = normal(case, dtype, axis)
     x[:, :, ::2] = np.round(x[:, :, ::2])
     state = begun(case, x, axis)
@@ -347,7 +352,7 @@ def test_final_form(case):
 
 @each_case
 def test_needs_are_declared(case):
-    """A key where random, state where stateful, and neither elsewhere."""
+    """A call needs a key only if the pruner is stochastic, and state only if it is stateful."""
     p, x = case.p, normal(case, np.float32, 3)
     state = begun(case, x, 3)
     trace = lambda key, state: jax.eval_shape(lambda x: p(x, 3, nm.Ctx(key, case.step, state)), x)

@@ -1,4 +1,4 @@
-"""Masks along both axes: against all 90 patterns for 2:4, and against linear programmes, whose optima are integral, beyond."""
+"""Masks along both axes, compared with all 90 patterns for 2:4 and with linear programmes for other n:m."""
 
 import itertools
 
@@ -11,6 +11,8 @@ from scipy import optimize, sparse
 import nmjax as nm
 from nmjax.core.context import Axes
 
+pytestmark = pytest.mark.sampled
+
 NM = [(2, 4), (1, 2), (1, 4), (2, 8), (4, 8), (8, 16)]
 _MASK = jax.jit(lambda p, x, axis, axes: p.mask(x, axis, nm.Ctx(axes=axes)), static_argnums=(0, 2, 3))
 
@@ -20,7 +22,7 @@ def masked(p, x, axis=-1, axes=None):
 
 
 def on_tiles(p, tiles):
-    """The mask of tiles (t, m, m), laid side by side as a weight (m, t m), in few widths, for each is compiled."""
+    """Return the masks of tiles (t, m, m), as one weight (m, t m). Few widths occur, because each is compiled."""
     count, m, _ = tiles.shape
     t = 256 if count <= 256 else 5000
     tiles = np.concatenate([tiles, np.zeros((t - count, m, m), tiles.dtype)])
@@ -29,7 +31,7 @@ def on_tiles(p, tiles):
 
 
 def patterns():
-    """All 4 x 4 arrays of zeros and ones with two ones in every row and column, out of all 65,536."""
+    """Return all 4 x 4 arrays of zeros and ones with two ones in every row and column, out of all 65,536."""
     words = np.arange(2**16)
     bits = (words[:, None] >> np.arange(16) & 1).reshape(-1, 4, 4)
     return bits[(bits.sum(1) == 2).all(1) & (bits.sum(2) == 2).all(1)]
@@ -56,7 +58,7 @@ def test_golden_tile():
 
 
 def test_there_are_90_patterns_and_each_is_found():
-    """Each is the optimum of itself, so none is out of reach."""
+    """Every pattern can be the result: it is the optimum for its own entries."""
     all_of_them = patterns()
     assert len(all_of_them) == 90
     np.testing.assert_array_equal(on_tiles(nm.transposable(2, 4), all_of_them.astype(np.float32)), all_of_them)
@@ -85,7 +87,7 @@ def test_two_of_four_is_the_best_of_all_patterns(kind):
     value = (size * kept.reshape(-1, 16)).sum(1)
     if kind in ("small integers", "zeros and ones"):
         np.testing.assert_array_equal(value, best)
-    else:  # sums of eight in float32 decide between patterns closer than this
+    else:  # closer patterns are decided by the rounding of float32 sums
         assert (value >= best * (1 - 8 * 2.0**-24)).all()
         assert (value == best).mean() > 0.999
 
@@ -121,7 +123,7 @@ def test_a_lone_non_finite_value_is_kept(n, m):
 
 @pytest.mark.parametrize(("n", "m"), NM)
 def test_whole_permutations_are_kept(n, m):
-    """A tile that is n:m both ways already loses nothing."""
+    """A tile that is already n:m along both axes loses nothing."""
     rng = np.random.default_rng(4)
     base = np.array([[(j - i) % m < n for j in range(m)] for i in range(m)])
     support = np.stack([base[rng.permutation(m)][:, rng.permutation(m)] for _ in range(200)])
@@ -137,13 +139,13 @@ def test_kept_share_of_gaussian_weights():
     by_tile = lambda v: v.reshape(256, 4, 256, 4).sum((1, 3)).ravel()
     error = (by_tile(size * kept) - share * by_tile(size)).std() / by_tile(size).mean() / 256
     assert error < 3e-4
-    assert abs(share - 0.7024) < 4 * error + 5e-5  # one comparison at z = 4, and the stated last digit
+    assert abs(share - 0.7024) < 4 * error + 5e-5  # one comparison at z = 4, plus the last published digit
     energy = (size**2 * kept).sum() / (size**2).sum()
     assert abs(energy - 0.8185) < 2e-3
 
 
 def best_by_linear_programme(tile, n):
-    """The largest sum of a mask with n ones in every row and column: totally unimodular, so the relaxation is exact."""
+    """Return the largest sum of a mask, by a linear programme. It is totally unimodular, so its optimum is a mask."""
     m = len(tile)
     rows = sparse.kron(sparse.eye(m), np.ones((1, m)))
     columns = sparse.kron(np.ones((1, m)), sparse.eye(m))
@@ -173,7 +175,7 @@ def test_gap_to_the_optimum(n, m, count, kind):
 
 
 def test_gap_where_many_values_are_equal():
-    """Ties are the hard case: without the trades the mean gap here is 0.3 %, without the tie-breaker 0.1 %."""
+    """Ties are the hard case: without trades the mean gap would be 0.3 %, without the tie-breaker 0.1 %."""
     size = np.random.default_rng(11).integers(0, 4, (100, 8, 8)).astype(np.float32)
     value = (size * on_tiles(nm.transposable(2, 8), size)).sum((1, 2))
     gap = 1 - value / np.array([best_by_linear_programme(t, 2) for t in size])
@@ -184,7 +186,7 @@ def test_gap_where_many_values_are_equal():
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 8)])
 @pytest.mark.parametrize("axis", [1, -2])
 def test_the_mask_serves_both_axes(n, m, axis):
-    """Of a matrix that is not square, the same mask from either side."""
+    """The mask of a matrix that is not square is the same along both axes."""
     x = np.random.default_rng(7).normal(size=(2 * m, 3 * m)).astype(np.float32)
     kept = masked(nm.transposable(n, m), x, axis)
     check_both_ways(kept.reshape(2, m, 3, m).transpose(0, 2, 1, 3), n)
@@ -198,7 +200,7 @@ def test_the_mask_serves_both_axes(n, m, axis):
     ("n", "m", "layout", "first", "second"), [(2, 4, "hwio", 2, 3), (2, 4, "oihw", 1, 0), (4, 8, "ohwi", 3, 0)]
 )
 def test_convolution_kernels(n, m, layout, first, second):
-    """Tiles of in- and out-channels, one kernel position at a time, whatever the layout."""
+    """Tiles cover in- and out-channels at one kernel position, in every layout."""
     sizes = {"h": 3, "w": 2, "i": m, "o": 2 * m}
     x = np.random.default_rng(8).normal(size=[sizes[c] for c in layout]).astype(np.float32)
     space = tuple(layout.index(c) for c in "hw")
@@ -207,9 +209,9 @@ def test_convolution_kernels(n, m, layout, first, second):
     np.testing.assert_array_equal(kept, masked(p, x, second, Axes(first, space)))
     for h, w in itertools.product(range(3), range(2)):
         place = tuple({"h": h, "w": w}.get(c, slice(None)) for c in layout)
-        here = x[place]
-        tiles = here if here.shape[0] == m else here.T  # (in, out)
-        np.testing.assert_array_equal(kept[place] if here.shape[0] == m else kept[place].T, masked(p, tiles, 0))
+        kernel = x[place]
+        tiles = kernel if kernel.shape[0] == m else kernel.T  # (in, out)
+        np.testing.assert_array_equal(kept[place] if kernel.shape[0] == m else kept[place].T, masked(p, tiles, 0))
 
 
 def test_what_cannot_be_tiled_is_refused():

@@ -1,4 +1,4 @@
-"""Minimum-variance unbiased pruning, deterministically: averages over grids of the uniforms, against float64 oracles."""
+"""Minimum-variance unbiased pruning, tested with averages over grids of uniforms and with float64 oracles."""
 
 import itertools
 from functools import partial
@@ -14,6 +14,8 @@ from scipy import optimize
 import nmjax as nm
 from nmjax.pruners.unbiased import _single, _unrolled, _whole
 
+pytestmark = pytest.mark.sampled
+
 NM = [(1, 2), (1, 4), (2, 4), (4, 8), (3, 8), (8, 32), (1, 128)]
 ALMOST_ONE = np.nextafter(np.float32(1), np.float32(0))
 
@@ -21,7 +23,7 @@ _SAMPLE = jax.jit(lambda p, x, u: p.sample(x, u), static_argnums=0)
 
 
 def sample(p, x, u):
-    """``p.sample`` of groups (..., m) by uniforms (...), in numpy."""
+    """Return ``p.sample`` of groups (..., m) with uniforms (...), as a numpy array."""
     return np.asarray(_SAMPLE(p, jnp.asarray(x), jnp.asarray(u)[..., None]))
 
 
@@ -30,20 +32,20 @@ def grid(count):
 
 
 def on_grid(p, x, count):
-    """(count, groups, m): every group at every midpoint of a grid of its one uniform."""
+    """Return (count, groups, m): the draws of every group at every midpoint of a grid of its uniform."""
     u = np.broadcast_to(grid(count)[:, None], (count, len(x)))
     return sample(p, np.broadcast_to(x, (count, *x.shape)), u)
 
 
 def water_fill(x, n):
-    """tau, inclusion probabilities and least variance of groups (g, m), by sorting, in float64."""
+    """Return tau, inclusion probabilities and least variance of groups (g, m), by sorting in float64."""
     tau, p, variance = [], [], []
     for a in np.abs(np.asarray(x, np.float64)):
         order = np.sort(a)[::-1]
         if np.count_nonzero(a) <= n:
             tau.append(0.0), p.append((a > 0).astype(float)), variance.append(0.0)
             continue
-        for k in range(n):  # the first k are certain
+        for k in range(n):  # the first k are always kept
             level = order[k:].sum() / (n - k)
             if order[k] <= level:
                 break
@@ -55,7 +57,7 @@ def water_fill(x, n):
 
 
 def groups_of(kind, m, count=6, seed=0):
-    """Float32 groups whose magnitudes are as named, with random signs."""
+    """Return float32 groups with magnitudes of the named kind and random signs."""
     rng = np.random.default_rng([seed, m])
     if kind == "gaussian":
         x = rng.normal(size=(count, m))
@@ -92,9 +94,9 @@ def test_mean_over_the_uniform_is_the_input(n, m, scale):
     count = 512
     mean = on_grid(nm.mvue(n, m), x, count).astype(np.float64).mean(0)
     tau, *_ = water_fill(x, n)
-    # Each member is kept on one arc of the circle of u, so the count of midpoints in it is right within 1, and the mean
-    # within tau / count. Ends of arcs and values are rounded to float32: a few ulp of the group's n * tau. Where an
-    # entry dominates, the values of the certain members are exact.
+    # Each member is kept on one arc of the circle of u. The count of midpoints on the arc is right within 1, so the
+    # mean is right within tau / count. Ends of arcs and values are rounded to float32: a few ulp of n * tau. If one
+    # entry dominates, the values of members that are always kept are exact.
     bound = tau[:, None] * (1 / count + n * m * 1e-7) + np.abs(x) * 1e-6
     assert (np.abs(mean - x) <= bound + 1e-45).all()
 
@@ -107,12 +109,12 @@ def test_mean_in_bfloat16(n, m):
     mean = on_grid(nm.mvue(n, m), np.asarray(x), count).astype(np.float64).mean(0)
     tau, p, _ = water_fill(wide, n)
     rounded = np.asarray(jnp.asarray(tau, jnp.float32).astype(jnp.bfloat16).astype(jnp.float32), np.float64)
-    # unsaturated values come out as the rounded tau, whose float32 may round to either neighbour
+    # unsaturated values become the rounded tau, and its float32 value may round to either neighbour
     expected = np.where(p < 1, p * rounded[:, None] * np.sign(wide), wide)
     bound = tau[:, None] * (1 / count + n * m * 1e-7) + np.abs(expected) * 1e-6
     far = np.abs(mean - expected) > bound
     assert (np.abs(mean - wide) <= bound + np.abs(wide) * 2**-8).all()
-    assert far.mean() < 0.02  # of the few groups whose tau lies half way between two bfloat16
+    assert far.mean() < 0.02  # the few groups whose tau lies half way between two bfloat16 values
 
 
 def test_rounding_of_tau_in_bfloat16_is_to_nearest():
@@ -123,8 +125,8 @@ def test_rounding_of_tau_in_bfloat16_is_to_nearest():
     drawn = (out != 0) & (p < 1)
     error = np.abs(np.abs(out) / tau[:, None] - 1)[drawn]
     assert error.max() <= 2**-8 * (1 + 1e-5)  # half an ulp of a value just above a power of two
-    assert error.max() > 2**-8 * 0.9  # and that is reached
-    # Signed error: at most uniform over half an ulp either way, once a group; z = 5, one comparison.
+    assert error.max() > 2**-8 * 0.9  # the bound is nearly reached
+    # Signed error: at most uniform over half an ulp either way, one per group; z = 5, one comparison.
     assert abs((np.abs(out) / tau[:, None] - 1)[drawn].mean()) < 5 * 2**-8 / np.sqrt(3 * drawn.any(1).sum())
 
 
@@ -138,17 +140,17 @@ def test_every_draw_keeps_the_l1_norm(n, m, scale):
     u = np.concatenate([[0, ALMOST_ONE, 2**-23, 0.5], np.random.default_rng(3).random(60)]).astype(np.float32)
     out = sample(nm.mvue(n, m), np.broadcast_to(x, (64, *x.shape)), np.broadcast_to(u[:, None], (64, len(x))))
     l1, got = np.abs(x.astype(np.float64)).sum(-1), np.abs(out.astype(np.float64)).sum(-1)
-    # 1e-6; of 128 values one after another the sum itself is off by more
+    # 1e-6; a sum of 128 values added one by one is itself off by more
     np.testing.assert_allclose(got, np.broadcast_to(l1, got.shape), rtol=max(1e-6, m * 2**-25), atol=1e-45)
 
 
 def check_picks(x, out, n):
-    kept, there = (out != 0).sum(-1), (x != 0).sum(-1)
+    kept, nonzeros = (out != 0).sum(-1), (x != 0).sum(-1)
     assert (kept <= n).all()
-    assert (kept >= np.minimum(n, there)).all()
+    assert (kept >= np.minimum(n, nonzeros)).all()
     assert not (out[x == 0] != 0).any()
     assert (np.sign(out) == np.sign(x))[out != 0].all()
-    few = there <= n
+    few = nonzeros <= n
     np.testing.assert_array_equal(out[few], x[few])
 
 
@@ -159,7 +161,7 @@ def test_picks_of_many_random_groups(n, m, kind):
     count = 200_000 if m <= 4 else 800_000 // m
     x = rng.normal(size=(count, m)).astype(np.float32)
     x[rng.random(x.shape) < 0.2] = 0
-    if kind == "nearly saturated":  # one member a few ulp around what the others of its group make of tau
+    if kind == "nearly saturated":  # one member is a few ulp from the tau of its group
         x = np.abs(x) + np.float32(0.01)
         rest = np.sort(x[:, 1:], axis=1)[:, : m - n].astype(np.float64).sum(1)
         x[:, 0] = (rest * (1 + rng.integers(-6, 7, count) * 2.0**-24)).astype(np.float32)
@@ -171,8 +173,8 @@ def test_picks_of_many_random_groups(n, m, kind):
     np.testing.assert_allclose(got, l1, rtol=max(2e-6, m * 2**-25))
 
 
-# Subnormal inputs are excluded: XLA flushes them to zero on the CPU, so they are not there to be picked. So are sums that
-# overflow float32. Between these lie 67 binary orders of magnitude a group.
+# Subnormal inputs are excluded, because XLA on CPU flushes them to zero and they cannot be chosen. Inputs whose sum
+# overflows float32 are excluded too. A group may still span 67 binary orders of magnitude.
 AWKWARD = st.one_of(
     st.floats(-(2.0**96), 2.0**96, width=32, allow_subnormal=False),
     st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-30, 2.0**-126, 2.0**96, 1 + 2.0**-23, 1 - 2.0**-24, 3.0, 2.0]),
@@ -240,7 +242,7 @@ def test_variance_is_the_closed_form(n, m):
 
 
 def pair_table(a):
-    """The paper's three cases for magnitudes in rising order: probabilities of the six pairs, and the values kept."""
+    """Return the paper's three cases for rising magnitudes: probabilities of the six pairs, and the kept values."""
     a1, a2, a3, a4 = a
     total, rest = a1 + a2 + a3 + a4, a1 + a2 + a3
     pairs = dict.fromkeys(itertools.combinations(range(4), 2), 0.0)
@@ -277,7 +279,7 @@ def test_two_of_four_has_the_papers_marginals_and_values():
 
 
 def least_energy(x, n, extra):
-    """The least E ||theta||^2 of all distributions over blocks with n entries out of a grid of values, E theta = x."""
+    """Return the least E ||theta||^2 with E theta = x, over distributions of blocks of n entries from a grid."""
     m = len(x)
     atoms = []
     for kept in itertools.combinations(range(m), n):
@@ -293,8 +295,10 @@ def least_energy(x, n, extra):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4)])
 def test_no_distribution_over_blocks_does_better(n, m):
-    """A linear programme over distributions whose values may depend on the mask in any way: it cannot go lower, and finds
-    the same optimum when its grid of values holds those of the closed form."""
+    """A linear programme over all distributions of blocks finds no lower variance.
+
+    If its grid of values contains those of the closed form, it finds the same optimum.
+    """
     rng = np.random.default_rng(6)
     for x in rng.normal(size=(8, m)).astype(np.float32):
         tau, p, variance = water_fill(x[None], n)
@@ -310,7 +314,7 @@ def test_no_distribution_over_blocks_does_better(n, m):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (3, 8), (8, 32)])
 def test_no_other_inclusion_probabilities_do_better(n, m):
-    """By Cauchy-Schwarz E theta^2 >= a^2 / p: the sum at the measured p is not above that at any other feasible p."""
+    """E theta^2 >= a^2 / p by Cauchy-Schwarz, and the measured p has the least sum among feasible ones."""
     rng = np.random.default_rng(7)
     x = rng.normal(size=(5, m)).astype(np.float32)
     count = 2048
@@ -323,13 +327,13 @@ def test_no_other_inclusion_probabilities_do_better(n, m):
             subsets = np.argsort(rng.random((40, m)), axis=1) < n
             feasible = rng.dirichlet(np.ones(40) * rng.choice([0.1, 1, 10])) @ subsets
             step = rng.choice([1e-3, 0.03, 0.3, 1])
-            other = np.maximum((1 - step) * p[g] + step * feasible, 1e-12)  # convex, so feasible too
+            other = np.maximum((1 - step) * p[g] + step * feasible, 1e-12)  # a convex combination, so feasible too
             assert other.sum() <= n + 1e-9
             assert other.max() <= 1 + 1e-9
             assert np.sum(a[g] ** 2 / other) >= got[g] - tau[g] ** 2 * m / count - 1e-5 * got[g]
 
 
-# ---- two ways of computing it, exactness of scales, broken groups ----
+# ---- the ways of drawing agree, powers of two are exact, NaN and infinities stay ----
 
 
 def single(g, u, axis, n):
@@ -360,10 +364,10 @@ def test_the_ways_of_drawing_agree(way, n, m, dtype):
     x = x.astype(dtype)
     u = rng.random((count, 1), np.float32)
     a, b = (np.asarray(jax.jit(f, static_argnums=(2, 3))(x, u, 1, n)).astype(np.float32) for f in (way, _whole))
-    # The ends of arcs are rounded otherwise, by some 1e-7 of tau: of 20,000 u a few 1e-3 fall in between. Allow one.
+    # The ways round the ends of arcs differently, by about 1e-7 of tau: few of 20,000 u fall in between. Allow one.
     other = ((a != 0) != (b != 0)).any(1)
     assert other.sum() <= 1
-    # where tau lies half way between two bfloat16 values, sums in another order may choose either
+    # if tau lies half way between two bfloat16 values, the order of summation decides
     np.testing.assert_allclose(a[~other], b[~other], rtol=1e-6 if dtype == np.float32 else 2**-7)
     assert (a == b).all(1).mean() > (0.5 if dtype == np.float32 else 0.99)
     assert (a != x.astype(np.float32)).any()
@@ -401,7 +405,7 @@ def sample_any(p, x, u):
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_broken_groups_stay_visible(p, dtype):
-    """Of a group with inf or NaN these are kept first, as they are: all of them, or n; what room is left is for others."""
+    """Infinities and NaN are kept first and unchanged, up to n of them. Other values fill the rest."""
     rng = np.random.default_rng(10)
     x = rng.normal(size=(2000, p.m))
     bad = rng.random(x.shape) < 0.3
@@ -422,7 +426,7 @@ def test_broken_groups_stay_visible(p, dtype):
 )
 @pytest.mark.parametrize("value", [2.0**126, 1e38, 2.0**127, 3e38])
 def test_finite_groups_whose_sum_overflows_are_n_of_m(p, value):
-    """What float32 cannot add up may come out as inf, never as more than n of m, and never as nothing."""
+    """If the sum of a group overflows float32, kept values may be inf, but at least one and at most n are kept."""
     rng = np.random.default_rng(14)
     x = (value * rng.uniform(0.9, 1, (500, p.m)) * rng.choice([-1, 1, 1e-3], (500, p.m))).astype(np.float32)
     x[0] = value
@@ -447,7 +451,7 @@ def test_the_draw_is_the_generators_uniform():
 
 
 def test_mean_over_keys():
-    """The whole path with its own noise: z-scores of 64 entries' means over 4000 draws."""
+    """Calls with their own noise are unbiased: z-scores of the means of 64 entries over 4000 draws."""
     x = jnp.asarray(np.random.default_rng(11).normal(size=(16, 4)), jnp.float32)
     draw = lambda p, s: p(x, -1, nm.Ctx(key=nm.random.fold(nm.random.words(1), s)))
     for p in (nm.mvue(2, 4), nm.mvue_approx(2, 4), nm.uniform(2, 4)):
@@ -462,7 +466,7 @@ def test_mean_over_keys():
 
 
 def inclusion(a, m):
-    """Inclusion probabilities of two draws without replacement, by enumerating ordered pairs."""
+    """Return the inclusion probabilities of two draws without replacement, by enumerating ordered pairs."""
     a = np.asarray(a, np.float64)
     p = np.zeros(m)
     for i, j in itertools.permutations(range(m), 2):
@@ -473,7 +477,7 @@ def inclusion(a, m):
 
 
 def measured_inclusion(x):
-    """|x| over the value that each member comes out with when drawn first: what the pruner divided by."""
+    """Return |x| over the kept value of each member when it is drawn first: the probability that p divides by."""
     m = x.shape[1]
     a = np.abs(x.astype(np.float64))
     middle = (np.cumsum(a, 1) - a / 2) / a.sum(1, keepdims=True)
@@ -517,11 +521,11 @@ def test_two_draws_are_unbiased(scale):
     out = sample_any(nm.mvue_approx(2, 4), big, u.reshape(2, -1)).reshape(count**2, *x.shape)
     mean = out.astype(np.float64).mean(0)
     value = np.abs(out).max(0).astype(np.float64)
-    # The midpoints of the first draw count every member within 1, so does the second after each of the four first: the
-    # probability is right within 6 / count, the mean within that times the value kept.
+    # The grid counts every member within 1 in the first draw, and again in the second draw after each of four first
+    # ones. The probability is right within 6 / count, and the mean within that times the kept value.
     seen = value > 0
     assert (np.abs(mean - x)[seen] <= (value * 6 / count + 1e-5 * np.abs(x))[seen]).all()
-    # members that no midpoint reaches have less than a cell's probability
+    # members that no midpoint selects have less than the probability of one cell
     assert (np.abs(x) <= np.abs(x).sum(1, keepdims=True) * 2 / count)[~seen].all()
 
 
@@ -562,7 +566,7 @@ def test_variance_of_two_draws():
     for variance, stated in ((two_draws, 0.5021), (optimum, 0.4733)):
         ratio = variance.sum() / energy.sum()
         error = (variance - ratio * energy).std() / energy.mean() / np.sqrt(blocks)
-        assert abs(ratio - stated) < 4 * error + 1e-4  # 2 comparisons at z = 4, and the table's own last digit
+        assert abs(ratio - stated) < 4 * error + 1e-4  # 2 comparisons at z = 4, plus the last published digit
         assert error < 1e-3
 
 

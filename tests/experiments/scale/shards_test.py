@@ -14,6 +14,8 @@ from experiments.errors import Mistake
 from experiments.scale import shards
 from tests.experiments.runs import as_people_run_it as as_people_run_it, program, steps
 
+pytestmark = pytest.mark.sampled
+
 MESHES = {"fsdp": (4, 1), "tensor": (1, 2), "both": (2, 2)}
 METHOD = (
     "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=2)); drhs_g=mvue_approx(2,4)"  # holds masks, and draws

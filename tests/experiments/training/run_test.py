@@ -20,6 +20,9 @@ from experiments.training import image, settings
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, once, program, steps, xla_flags
 
+pytestmark = pytest.mark.sampled
+
+
 # ---- pages ----
 
 
