@@ -1,14 +1,16 @@
-"""The models of the papers, in plain flax.nnx and without a word on sparsity: `nm.nnx.sparsify` adds that.
+"""The models of the papers, in plain flax.nnx. They know nothing of sparsity: `nm.nnx.sparsify` adds it.
+
+Each file has ``SIZES``, the arguments of common sizes. Layers compute in ``dtype``: float32 if it is None, or
+bfloat16. Parameters, norms, softmax and logits are float32 in any case. The blocks of a transformer are a list, with
+paths such as ``blocks/0/attention/query`` and ``blocks/0/mlp/up``. With ``scan=True`` they are one stack,
+``blocks/attention/query``, which compiles once for all blocks. With ``remat=True`` the backward pass computes each
+block again, which saves memory.
 
 >>> from flax import nnx
 >>> import nmjax as nm
->>> model = nm.models.ViT(**nm.models.vit.SIZES["tiny"], image=8, channels=1, patch=2, classes=10, rngs=nnx.Rngs(0))
->>> model = nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", "s_ste(2,4)"),)))
-
-Each file has its `SIZES`. ``dtype`` is what the layers compute in, bfloat16 or, where it is None, float32; parameters,
-norms, softmax and logits are of float32 whatever it is. The blocks of a transformer are a list, with paths such as
-``blocks/0/attention/query`` and ``blocks/0/mlp/up``, or with ``scan=True`` one stack, ``blocks/attention/query``, which
-compiles once for all; ``remat=True`` computes each anew for the gradient, for the sake of memory.
+>>> size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}  # or nm.models.vit.SIZES["S"]
+>>> model = nm.models.ViT(**size, image=4, channels=1, patch=2, classes=10, rngs=nnx.Rngs(0))
+>>> model = nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", "ste(2,4)"),)))
 """
 
 from nmjax.models import bert as bert, gpt as gpt, resnet as resnet, vit as vit

@@ -1,8 +1,9 @@
-"""Text encoder, to be fine-tuned for classification."""
+"""BERT, a text encoder with a head for classification."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from nmjax.models.transformer import INIT, Block, check_tokens, gelu, linear, norm, repeat, through
 
@@ -14,12 +15,14 @@ SIZES = {
 
 
 class BERT(nnx.Module):
-    """A post-norm encoder, the pooler on its first token, and a head on that.
+    """BERT: a post-norm encoder, a pooler on its first token, and a head on the pooler.
 
-    Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (arXiv 1810.04805). Of 30522 tokens and a
-    length of 512, parameters without the head are: base 109,482,240; large 335,141,888.
+    Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (arXiv 1810.04805). With 30522 tokens and a
+    length of 512, the numbers of parameters without the head are: base 109,482,240; large 335,141,888.
 
-    >>> model = BERT(**SIZES["tiny"], vocabulary=100, length=16, classes=2, rngs=nnx.Rngs(0))
+    >>> import nmjax as nm
+    >>> size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}  # or nm.models.bert.SIZES["base"]
+    >>> model = nm.models.BERT(**size, vocabulary=100, length=16, classes=2, rngs=nnx.Rngs(0))
     >>> tokens = jnp.array([[5, 7, 9, 0], [5, 8, 0, 0]])
     >>> jax.eval_shape(model, tokens, tokens > 0).shape
     (2, 2)
@@ -36,11 +39,30 @@ class BERT(nnx.Module):
         heads: int,
         hidden: int,
         classes: int,
-        dtype=None,
+        dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
         rngs: nnx.Rngs,
-    ):
+    ) -> None:
+        """Make the model.
+
+        Args:
+            vocabulary: The number of tokens.
+            length: The greatest number of positions.
+            types: The number of sentence types.
+            width: The number of features.
+            depth: The number of blocks.
+            heads: The number of attention heads, which must divide ``width``.
+            hidden: The number of hidden features of the perceptrons.
+            classes: The number of classes.
+            dtype: The dtype that layers compute in; None is float32.
+            scan: True to stack the blocks, which compile once for all.
+            remat: True to compute blocks again in the backward pass, to save memory.
+            rngs: The random numbers of the parameters.
+
+        Raises:
+            ValueError: ``heads`` does not divide ``width``, or ``depth`` is less than 1.
+        """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
         self.types = nnx.Embed(types, width, embedding_init=INIT, rngs=rngs)
@@ -51,16 +73,27 @@ class BERT(nnx.Module):
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
         self.length, self.dtype, self.remat = length, dtype or jnp.float32, remat
 
-    def __call__(self, tokens: jax.Array, mask: jax.Array | None = None, types: jax.Array | None = None) -> jax.Array:
-        """Logits [batch, classes] in float32, of tokens [batch, time].
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        mask: Bool[Array, "batch time"] | None = None,
+        types: Int[Array, "batch time"] | None = None,
+    ) -> Float[Array, "batch classes"]:
+        """Return the logits of the classes, in float32.
 
-        ``mask``, of their shape, is true of tokens and false of padding; ``types`` say which sentence each is of.
+        Args:
+            tokens: The tokens of each text.
+            mask: True for tokens, False for padding.
+            types: The sentence that each token belongs to: 0 for the first, 1 for the second.
+
+        Raises:
+            ValueError: The shapes differ, or texts are longer than ``length``.
         """
         check_tokens(tokens, self.length)
         for name, value in (("mask", mask), ("types", types)):
             if value is not None and value.shape != tokens.shape:
                 raise ValueError(f"{name} has the shape of tokens, {tokens.shape}, got {value.shape}.")
-        # rows are read in float32, for so are their gradients summed
+        # Rows are read in float32, so that their gradients are summed in float32.
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = self.norm(x + self.types(jnp.zeros_like(tokens) if types is None else types)).astype(self.dtype)
         x = through(self.blocks, x, None if mask is None else mask.astype(bool), remat=self.remat)

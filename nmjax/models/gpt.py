@@ -1,11 +1,14 @@
-"""Language model: GPT-2, and samples of it."""
+"""GPT-2, a language model, and text drawn from it."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from nmjax.models.transformer import INIT, Block, check_tokens, norm, repeat, through, wide_einsum
 
@@ -19,14 +22,16 @@ SIZES = {
 
 
 class GPT(nnx.Module):
-    """A causal pre-norm transformer whose head is its embedding.
+    """GPT-2: a causal pre-norm transformer. Its head is its embedding.
 
     Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2, 2019,
     https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf).
-    Of 50257 tokens and a length of 1024, parameters are: small 124,439,808; medium 354,823,168; large 774,030,080;
-    xl 1,557,611,200.
+    With 50257 tokens and a length of 1024, the numbers of parameters are: small 124,439,808; medium 354,823,168;
+    large 774,030,080; xl 1,557,611,200.
 
-    >>> model = GPT(**SIZES["tiny"], vocabulary=65, length=16, rngs=nnx.Rngs(0))
+    >>> import nmjax as nm
+    >>> size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}  # or nm.models.gpt.SIZES["small"]
+    >>> model = nm.models.GPT(**size, vocabulary=65, length=16, rngs=nnx.Rngs(0))
     >>> jax.eval_shape(model, jnp.zeros((2, 10), int)).shape
     (2, 10, 65)
     """
@@ -40,16 +45,33 @@ class GPT(nnx.Module):
         depth: int,
         heads: int,
         hidden: int,
-        dtype=None,
+        dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
         rngs: nnx.Rngs,
-    ):
+    ) -> None:
+        """Make the model.
+
+        Args:
+            vocabulary: The number of tokens.
+            length: The greatest number of positions.
+            width: The number of features.
+            depth: The number of blocks.
+            heads: The number of attention heads, which must divide ``width``.
+            hidden: The number of hidden features of the perceptrons.
+            dtype: The dtype that layers compute in; None is float32.
+            scan: True to stack the blocks, which compile once for all.
+            remat: True to compute blocks again in the backward pass, to save memory.
+            rngs: The random numbers of the parameters.
+
+        Raises:
+            ValueError: ``heads`` does not divide ``width``, or ``depth`` is less than 1.
+        """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
 
         def make(rngs: nnx.Rngs) -> Block:
-            # two layers of each block add to the stream, at any depth as much
+            # Two layers of each block are added to its input. Their sum over blocks has one scale at any depth.
             inits = INIT, jax.nn.initializers.normal(0.02 / (2 * depth) ** 0.5)
             return Block(width, heads, hidden, jax.nn.gelu, 1e-5, causal=True, inits=inits, dtype=dtype, rngs=rngs)
 
@@ -57,42 +79,73 @@ class GPT(nnx.Module):
         self.norm = norm(width, 1e-5, rngs=rngs)
         self.length, self.dtype, self.remat = length, dtype or jnp.float32, remat
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits of every next token, [batch, time, vocabulary] in float32."""
+    def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocabulary"]:
+        """Return the logits of every next token, in float32.
+
+        Args:
+            tokens: The tokens of each text.
+
+        Raises:
+            ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
+        """
         check_tokens(tokens, self.length)
-        # rows are read in float32, for so are their gradients summed: a token's occurrences in a batch may be thousands
+        # Rows are read in float32, so that their gradients are summed in float32: a batch may have one token thousands
+        # of times.
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = through(self.blocks, x.astype(self.dtype), remat=self.remat)
-        # as `self.tokens.attend`, which would round the logits to the dtype
+        # `self.tokens.attend` would round the logits to the dtype.
         return wide_einsum("btw,vw->btv", self.norm(x), self.tokens.embedding[...], self.dtype)
 
 
-def generate(model: GPT, tokens: jax.Array, key: jax.Array, *, count: int, temperature: float = 1.0) -> jax.Array:
-    """``tokens`` and ``count`` more, drawn one after another, each out of the last ``length`` before it.
+def generate(
+    model: GPT, tokens: Int[Array, "batch time"], key: jax.Array, *, count: int, temperature: float = 1.0
+) -> Int[Array, "batch longer"]:
+    """Draw more tokens, one after another, each given the last ``model.length`` tokens before it.
 
-    Nothing is kept between tokens: every one runs the model anew, which is little code, and enough for samples.
-    A temperature of 0 takes the likeliest.
+    Nothing is cached between tokens, so each one costs a call of the model. That is enough for samples.
+
+    Args:
+        model: The model.
+        tokens: The beginning of each text.
+        key: The key of the draws.
+        count: The number of tokens to draw.
+        temperature: The divisor of the logits. At 0 the likeliest token is taken.
+
+    Returns:
+        The tokens and ``count`` more.
+
+    Raises:
+        ValueError: ``tokens`` is not of shape [batch, time], ``count`` is less than 1, or ``temperature`` is negative.
+
+    >>> import nmjax as nm
+    >>> size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}
+    >>> model = nm.models.GPT(**size, vocabulary=65, length=16, rngs=nnx.Rngs(0))
+    >>> nm.models.generate(model, jnp.array([[1, 2, 3]]), jax.random.key(0), count=4).shape
+    (1, 7)
     """
     if tokens.ndim != 2 or not tokens.shape[1]:
         raise ValueError(
-            f"tokens are [batch, time], one a text at least, got shape {tokens.shape}. Write tokens[None]."
+            f"tokens have shape [batch, time] with at least one token for each text, got shape {tokens.shape}. Write "
+            "tokens[None] for a single text."
         )
     if count < 1 or not temperature >= 0:
         raise ValueError(
-            "count is at least 1 and temperature at least 0, where 0 takes the likeliest token; "
+            "count must be at least 1, and temperature at least 0, which takes the likeliest token; "
             f"got count={count} and temperature={temperature}."
         )
     return _generate(*nnx.split(model), tokens, key, model.length, count, temperature)
 
 
 @partial(jax.jit, static_argnames=("graph", "length", "count", "temperature"))
-def _generate(graph, state, tokens, key, length, count, temperature):
+def _generate(
+    graph: Any, state: Any, tokens: jax.Array, key: jax.Array, length: int, count: int, temperature: float
+) -> jax.Array:
     size = min(length, tokens.shape[1] + count)
     window = tokens[:, -size:]
     filled = window.shape[1]
     window = jnp.pad(window, ((0, 0), (0, size - filled)))  # a causal model does not see what follows
 
-    def step(carry, key):
+    def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         window, filled = carry
         logits = nnx.merge(graph, state, copy=True)(window)
         logits = lax.dynamic_index_in_dim(logits, filled - 1, axis=1, keepdims=False)

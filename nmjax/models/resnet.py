@@ -1,10 +1,12 @@
-"""Residual network of convolutions."""
+"""ResNet, a residual network of convolutions."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 SIZES = {
     "tiny": {"blocks": (1, 1), "width": 16},
@@ -13,8 +15,13 @@ SIZES = {
 }
 
 
-def conv(inputs: int, outputs: int, size: int, stride: int = 1, *, dtype, rngs: nnx.Rngs) -> nnx.Conv:
-    """Padded alike on all sides, as torchvision's: under a stride, "SAME" would put the odd pixel on one side alone."""
+def conv(
+    inputs: int, outputs: int, size: int, stride: int = 1, *, dtype: DTypeLike | None, rngs: nnx.Rngs
+) -> nnx.Conv:  # fmt: skip
+    """Return a convolution with the same padding on all sides, as in torchvision.
+
+    With a stride, "SAME" would pad one side more than the other.
+    """
     init = jax.nn.initializers.variance_scaling(2.0, "fan_out", "normal")
     return nnx.Conv(
         inputs,
@@ -30,14 +37,29 @@ def conv(inputs: int, outputs: int, size: int, stride: int = 1, *, dtype, rngs: 
 
 
 def norm(width: int, *, rngs: nnx.Rngs) -> nnx.BatchNorm:
-    """In float32, and out in it: else the statistics that it has learned would be rounded to the dtype when used."""
+    """Return a batch norm in float32. In a narrower dtype its statistics would be rounded when they are used."""
     return nnx.BatchNorm(width, momentum=0.9, epsilon=1e-5, dtype=jnp.float32, rngs=rngs)
 
 
 class Block(nnx.Module):
-    """Two 3x3 convolutions; or as a bottleneck a 1x1, a 3x3, and a 1x1 to four times the width. What came in is added."""
+    """A residual block: two 3x3 convolutions, or a bottleneck of 1x1, 3x3 and 1x1 convolutions.
 
-    def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool, *, dtype, rngs: nnx.Rngs):
+    A bottleneck's output has four times the width. The input is added to the output.
+    """
+
+    def __init__(
+        self, inputs: int, width: int, stride: int, bottleneck: bool, *, dtype: DTypeLike | None, rngs: nnx.Rngs
+    ) -> None:
+        """Make the layers of a block.
+
+        Args:
+            inputs: The number of input channels.
+            width: The number of channels of the 3x3 convolution.
+            stride: The stride, which divides the image's sides.
+            bottleneck: True for a bottleneck.
+            dtype: The dtype that convolutions compute in; None is float32.
+            rngs: The random numbers of the parameters.
+        """
         make, normed = partial(conv, dtype=dtype, rngs=rngs), partial(norm, rngs=rngs)
         outputs = 4 * width if bottleneck else width
         if bottleneck:
@@ -52,7 +74,8 @@ class Block(nnx.Module):
             self.shortcut, self.shortcut_norm = make(inputs, outputs, 1, stride), normed(outputs)
         self.bottleneck = bottleneck
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "batch height width channels"]) -> Float[Array, "batch rows columns outputs"]:
+        """Return the block's output."""
         y = jax.nn.relu(self.norm1(self.conv1(x)))  # convolutions take float32 and compute in their dtype
         y = self.norm2(self.conv2(y))
         if self.bottleneck:
@@ -62,15 +85,17 @@ class Block(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """Stages of residual blocks, each of twice the channels and half the pixels of the one before.
+    """ResNet: stages of residual blocks. Each stage has twice the channels and half the height and width of the last.
 
-    He et al., "Deep Residual Learning for Image Recognition" (arXiv 1512.03385); as torchvision's, a bottleneck has its
-    stride on the 3x3 and padding is symmetric. Of 1000 classes, parameters are: ResNet-18 11,689,512; ResNet-50
-    25,557,032; ResNet-18 with the stem "cifar", a 3x3 of stride 1 without pooling, and 10 classes 11,173,962.
+    He et al., "Deep Residual Learning for Image Recognition" (arXiv 1512.03385). As in torchvision, a bottleneck has
+    its stride in the 3x3 convolution, and padding is symmetric. With 1000 classes, the numbers of parameters are:
+    ResNet-18 11,689,512; ResNet-50 25,557,032. ResNet-18 with stem "cifar" and 10 classes has 11,173,962.
 
-    Batch norm learns its statistics in training; ``model.eval()`` uses them, ``model.train()`` learns again.
+    Batch norms learn their statistics in training. After ``model.eval()`` they use them; after ``model.train()`` they
+    learn again.
 
-    >>> model = ResNet(**SIZES["tiny"], stem="cifar", classes=10, rngs=nnx.Rngs(0))
+    >>> import nmjax as nm
+    >>> model = nm.models.ResNet(blocks=(1,), width=4, stem="cifar", classes=10, rngs=nnx.Rngs(0))
     >>> model.eval()
     >>> jax.eval_shape(model, jnp.ones((2, 8, 8, 3))).shape
     (2, 10)
@@ -85,16 +110,33 @@ class ResNet(nnx.Module):
         width: int = 64,
         channels: int = 3,
         classes: int,
-        dtype=None,
+        dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
-    ):
+    ) -> None:
+        """Make the model.
+
+        Args:
+            stem: "imagenet" for a 7x7 convolution of stride 2 and pooling; "cifar" for a 3x3 of stride 1 without
+                pooling.
+            blocks: The number of blocks of each stage.
+            bottleneck: True for bottleneck blocks.
+            width: The number of channels of the first stage.
+            channels: The number of channels of the images.
+            classes: The number of classes.
+            dtype: The dtype that convolutions compute in; None is float32.
+            rngs: The random numbers of the parameters.
+
+        Raises:
+            ValueError: ``stem`` is neither.
+        """
         if stem not in ("imagenet", "cifar"):
             raise ValueError(f"stem is 'imagenet', for large images, or 'cifar', for small ones, got {stem!r}.")
         size, stride = (7, 2) if stem == "imagenet" else (3, 1)
         self.stem, self.norm = conv(channels, width, size, stride, dtype=dtype, rngs=rngs), norm(width, rngs=rngs)
-        stages, inputs = [], width
+        stages: list[nnx.List[Block]] = []
+        inputs = width
         for i, count in enumerate(blocks):
-            stage = []
+            stage: list[Block] = []
             for j in range(count):
                 stride = 2 if i and not j else 1
                 stage.append(Block(inputs, width << i, stride, bottleneck, dtype=dtype, rngs=rngs))
@@ -104,8 +146,15 @@ class ResNet(nnx.Module):
         self.head = nnx.Linear(inputs, classes, dtype=jnp.float32, rngs=rngs)
         self.channels, self.pools, self.dtype = channels, stem == "imagenet", dtype or jnp.float32
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Logits [batch, classes] in float32, of normalised pixels [batch, height, width, channels]."""
+    def __call__(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch classes"]:
+        """Return the logits of the classes, in float32.
+
+        Args:
+            images: Images with normalised pixels.
+
+        Raises:
+            ValueError: The shape does not fit.
+        """
         if images.ndim != 4 or images.shape[-1] != self.channels:
             raise ValueError(f"images are of shape [batch, height, width, {self.channels}], got {images.shape}.")
         x = jax.nn.relu(self.norm(self.stem(images))).astype(self.dtype)

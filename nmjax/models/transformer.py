@@ -1,38 +1,68 @@
-"""What the three transformers share: attention, the two-layer perceptron, the block, and how blocks follow each other."""
+"""The parts that the three transformers share: attention, the two-layer perceptron, the block, and stacks of blocks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
-INIT = jax.nn.initializers.normal(0.02)  # of BERT and GPT-2
+INIT = jax.nn.initializers.normal(0.02)  # as in BERT and GPT-2
+Activation = Callable[[jax.Array], jax.Array]
+Initializer = jax.nn.initializers.Initializer
 
 
-def linear(inputs: int, outputs: int, init=INIT, *, dtype, rngs: nnx.Rngs) -> nnx.Linear:
+def linear(
+    inputs: int, outputs: int, init: Initializer = INIT, *, dtype: DTypeLike | None, rngs: nnx.Rngs
+) -> nnx.Linear:  # fmt: skip
+    """Return a linear layer."""
     return nnx.Linear(inputs, outputs, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """By the error function, as BERT and ViT have it; jax.nn.gelu is the tanh form, GPT-2's."""
+    """Return GELU by the error function, as in BERT and ViT. GPT-2 has the tanh form, which is `jax.nn.gelu`."""
     return jax.nn.gelu(x, approximate=False)
 
 
-def wide_einsum(spec: str, x: jax.Array, y: jax.Array, dtype) -> jax.Array:
-    """A product in float32, whose operands a machine that multiplies bfloat16 may round to ``dtype``; so its gradients'.
+def wide_einsum(spec: str, x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return an einsum in float32. If ``dtype`` is bfloat16, the hardware may round the operands to it.
 
-    (With bfloat16 operands and a wider result, as `jax.nn.dot_product_attention` has it, a gradient's product has operands
-    of two dtypes, which strict promotion refuses.)
+    `jax.nn.dot_product_attention` takes bfloat16 operands and a wider result instead. The products of its gradients
+    then have operands of two dtypes, which strict promotion refuses.
     """
     precision = lax.DotAlgorithmPreset.BF16_BF16_F32 if dtype == jnp.bfloat16 else None
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=precision)
 
 
 class Attention(nnx.Module):
-    """Softmax attention of ``heads`` heads. Its logits and softmax are of float32, whatever ``dtype`` is."""
+    """Softmax attention. Its logits and its softmax are float32, whatever ``dtype`` is."""
 
-    def __init__(self, width: int, heads: int, *, causal: bool = False, inits=(INIT, INIT), dtype=None, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        causal: bool = False,
+        inits: tuple[Initializer, Initializer] = (INIT, INIT),
+        dtype: DTypeLike | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make the four layers.
+
+        Args:
+            width: The number of features.
+            heads: The number of heads, which must divide ``width``.
+            causal: True if a position sees only itself and earlier positions.
+            inits: The initializers of query, key and value, and of the output layer.
+            dtype: The dtype that layers compute in; None is float32.
+            rngs: The random numbers.
+
+        Raises:
+            ValueError: ``heads`` does not divide ``width``.
+        """
         if heads < 1 or width % heads:
             raise ValueError(
                 f"heads must divide width, got heads={heads} and width={width}. Write heads=1, "
@@ -44,59 +74,93 @@ class Attention(nnx.Module):
         self.out = linear(width, width, inits[1], dtype=dtype, rngs=rngs)
         self.heads, self.causal = heads, causal
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """``mask`` says which positions may be looked at: bool, [batch, length]."""
+    def __call__(
+        self, x: Float[Array, "batch time width"], mask: Bool[Array, "batch time"] | None = None
+    ) -> Float[Array, "batch time width"]:
+        """Return attention over the positions at which ``mask`` is True."""
         split = lambda y: y.reshape(*y.shape[:-1], self.heads, -1)
         q, k, v = split(self.query(x)), split(self.key(x)), split(self.value(x))
         logits = wide_einsum("bqhd,bkhd->bhqk", q, k, q.dtype) / q.shape[-1] ** 0.5
-        seen = jnp.ones(logits.shape[-2:], bool)
-        seen = (jnp.tril(seen) if self.causal else seen)[None, None]
-        seen = seen if mask is None else seen & mask[:, None, None, :]
-        weights = jax.nn.softmax(jnp.where(seen, logits, jnp.finfo(logits.dtype).min)).astype(v.dtype)
+        visible = jnp.ones(logits.shape[-2:], bool)
+        visible = (jnp.tril(visible) if self.causal else visible)[None, None]
+        visible = visible if mask is None else visible & mask[:, None, None, :]
+        weights = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(logits.dtype).min)).astype(v.dtype)
         return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
 
 
 class Mlp(nnx.Module):
-    """Up, activation, down."""
+    """A two-layer perceptron: the layer *up*, an activation, the layer *down*."""
 
     def __init__(
-        self, width: int, hidden: int, activation: Callable, *, inits=(INIT, INIT), dtype=None, rngs: nnx.Rngs
-    ):
+        self,
+        width: int,
+        hidden: int,
+        activation: Activation,
+        *,
+        inits: tuple[Initializer, Initializer] = (INIT, INIT),
+        dtype: DTypeLike | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        """Make the two layers.
+
+        Args:
+            width: The number of features of input and output.
+            hidden: The number of features between the layers.
+            activation: The function between the layers.
+            inits: The initializers of *up* and *down*.
+            dtype: The dtype that layers compute in; None is float32.
+            rngs: The random numbers.
+        """
         self.up = linear(width, hidden, inits[0], dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, inits[1], dtype=dtype, rngs=rngs)
         self.activation = activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
+        """Return the perceptron's output."""
         return self.down(self.activation(self.up(x)))
 
 
 class Block(nnx.Module):
-    """Attention and perceptron, each added to what came in. The norm stands before them, or ``post`` the sum.
-
-    ``inits`` are of the weights within, and of the two layers that add to the stream. Norms compute in float32.
-    """
+    """A transformer block: attention and a perceptron, each added to its input. Norms compute in float32."""
 
     def __init__(
         self,
-        width,
-        heads,
-        hidden,
-        activation,
-        epsilon,
+        width: int,
+        heads: int,
+        hidden: int,
+        activation: Activation,
+        epsilon: float,
         *,
-        causal=False,
-        post=False,
-        inits=(INIT, INIT),
-        dtype,
+        causal: bool = False,
+        post: bool = False,
+        inits: tuple[Initializer, Initializer] = (INIT, INIT),
+        dtype: DTypeLike | None,
         rngs: nnx.Rngs,
-    ):
+    ) -> None:
+        """Make the layers of a block.
+
+        Args:
+            width: The number of features.
+            heads: The number of heads.
+            hidden: The number of hidden features of the perceptron.
+            activation: The activation of the perceptron.
+            epsilon: The epsilon of the norms.
+            causal: True if a position sees only itself and earlier positions.
+            post: True if the norms follow the sums; else they stand before attention and perceptron.
+            inits: The initializers of the inner layers, and of the two layers whose output is added to the input.
+            dtype: The dtype that layers compute in; None is float32.
+            rngs: The random numbers.
+        """
         self.norm1 = norm(width, epsilon, rngs=rngs)
         self.attention = Attention(width, heads, causal=causal, inits=inits, dtype=dtype, rngs=rngs)
         self.norm2 = norm(width, epsilon, rngs=rngs)
         self.mlp = Mlp(width, hidden, activation, inits=inits, dtype=dtype, rngs=rngs)
         self.post = post
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "batch time width"], mask: Bool[Array, "batch time"] | None = None
+    ) -> Float[Array, "batch time width"]:
+        """Return the block's output, given which positions may be seen."""
         if self.post:
             x = self.norm1(x + self.attention(x, mask)).astype(x.dtype)
             return self.norm2(x + self.mlp(x)).astype(x.dtype)
@@ -105,12 +169,24 @@ class Block(nnx.Module):
 
 
 def norm(width: int, epsilon: float, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """In float32, and out in it: its scale and bias would otherwise be rounded to the dtype too."""
+    """Return a layer norm in float32. In a narrower dtype its scale and bias would be rounded too."""
     return nnx.LayerNorm(width, epsilon=epsilon, dtype=jnp.float32, rngs=rngs)
 
 
-def repeat(make: Callable[[nnx.Rngs], Block], depth: int, *, scan: bool, rngs: nnx.Rngs) -> nnx.List | Block:
-    """``depth`` blocks: a list, or with ``scan`` one block whose parameters have a leading axis."""
+def repeat(
+    make: Callable[[nnx.Rngs], Block], depth: int, *, scan: bool, rngs: nnx.Rngs
+) -> nnx.List[Block] | Block:  # fmt: skip
+    """Return ``depth`` blocks.
+
+    Args:
+        make: A function that makes a block.
+        depth: The number of blocks.
+        scan: False for a list; True for one block whose parameters have a leading axis.
+        rngs: The random numbers.
+
+    Raises:
+        ValueError: ``depth`` is less than 1.
+    """
     if depth < 1:
         raise ValueError(f"depth is the number of blocks, at least 1, got {depth}.")
     if scan:
@@ -118,12 +194,23 @@ def repeat(make: Callable[[nnx.Rngs], Block], depth: int, *, scan: bool, rngs: n
     return nnx.List([make(rngs) for _ in range(depth)])
 
 
-def through(blocks: nnx.List | Block, x: jax.Array, mask: jax.Array | None = None, *, remat: bool) -> jax.Array:
-    """One block after another. ``remat`` keeps what comes into each, and computes the rest anew for the gradient."""
-    # Blocks write no Variable, and to say so spares a scan from giving back all their parameters. Its body is compiled
-    # apart from its transpose, so that under a scan nothing need keep XLA from merging the two.
+def through(
+    blocks: nnx.List[Block] | Block, x: jax.Array, mask: jax.Array | None = None, *, remat: bool
+) -> jax.Array:  # fmt: skip
+    """Return the output of one block after another.
+
+    Args:
+        blocks: The blocks, as `repeat` returned them.
+        x: The input of the first block.
+        mask: True at the positions that may be seen.
+        remat: True to keep only the inputs of blocks, and to compute the rest again in the backward pass.
+    """
+    # Blocks write no Variable. Saying so spares a scan from returning all their parameters. A scan's body is compiled
+    # apart from its transpose, so there nothing need keep XLA from merging the two.
     listed = isinstance(blocks, nnx.List)
-    step = nnx.remat(Block.__call__, prevent_cse=listed, graph_updates=False) if remat else Block.__call__
+    step: Any = Block.__call__
+    if remat:
+        step = nnx.remat(step, prevent_cse=listed, graph_updates=False)
     if not listed:
         return nnx.scan(step, in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry, graph_updates=False)(blocks, x, mask)
     for block in blocks:
@@ -131,9 +218,10 @@ def through(blocks: nnx.List | Block, x: jax.Array, mask: jax.Array | None = Non
     return x
 
 
-def check_tokens(tokens: jax.Array, length: int) -> None:
+def check_tokens(tokens: Int[Array, "..."], length: int) -> None:
+    """Refuse tokens that are not of shape [batch, time], or longer than a model's length."""
     if tokens.ndim != 2 or not 0 < tokens.shape[1] <= length:
         raise ValueError(
-            f"tokens are whole numbers [batch, time], of a time from 1 to length={length}, got {tokens.shape}. "
+            f"tokens are integers of shape [batch, time], with a time from 1 to length={length}, got {tokens.shape}. "
             f"Cut them, as tokens[:, :{length}], or make the model with a larger length."
         )

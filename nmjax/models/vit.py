@@ -1,8 +1,10 @@
-"""Vision transformer."""
+"""ViT, a vision transformer."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from nmjax.models.transformer import INIT, Block, gelu, linear, norm, repeat, through
 
@@ -16,16 +18,17 @@ SIZES = {
 
 
 class ViT(nnx.Module):
-    """Patches of an image as the tokens of a pre-norm transformer.
+    """ViT: a pre-norm transformer whose tokens are the patches of an image.
 
-    Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929); Ti and S of Touvron et al. (arXiv
-    2012.12877). Of 224x224 pixels, patches of 16, and 1000 classes, parameters are: Ti 5,717,416; S 22,050,664;
-    B 86,567,656; L 304,326,632. Initial values are those of the first paper's own code, weights by Xavier.
+    Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929); sizes Ti and S are by Touvron et al. (arXiv
+    2012.12877). With 224x224 pixels, patches of 16 and 1000 classes, the numbers of parameters are: Ti 5,717,416;
+    S 22,050,664; B 86,567,656; L 304,326,632. Initial values are as in the code of the first paper, with Xavier
+    weights.
 
-    ``pool="cls"`` reads the class off a token of its own, "mean" off the mean of all patches, without that token.
-
-    >>> model = ViT(**SIZES["tiny"], image=8, channels=1, patch=2, classes=10, rngs=nnx.Rngs(0))
-    >>> model(jnp.zeros((3, 8, 8, 1))).shape
+    >>> import nmjax as nm
+    >>> size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}  # or nm.models.vit.SIZES["S"]
+    >>> model = nm.models.ViT(**size, image=8, channels=1, patch=4, classes=10, rngs=nnx.Rngs(0))
+    >>> jax.eval_shape(model, jnp.zeros((3, 8, 8, 1))).shape
     (3, 10)
     """
 
@@ -41,17 +44,37 @@ class ViT(nnx.Module):
         heads: int,
         hidden: int,
         pool: str = "cls",
-        dtype=None,
+        dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
         rngs: nnx.Rngs,
-    ):
+    ) -> None:
+        """Make the model.
+
+        Args:
+            image: The height and width of the images.
+            channels: The number of channels of the images.
+            patch: The height and width of a patch, which must divide ``image``.
+            classes: The number of classes.
+            width: The number of features.
+            depth: The number of blocks.
+            heads: The number of attention heads, which must divide ``width``.
+            hidden: The number of hidden features of the perceptrons.
+            pool: "cls" to classify by a token of its own; "mean" by the mean of all patches, without that token.
+            dtype: The dtype that layers compute in; None is float32.
+            scan: True to stack the blocks, which compile once for all.
+            remat: True to compute blocks again in the backward pass, to save memory.
+            rngs: The random numbers of the parameters.
+
+        Raises:
+            ValueError: A size does not divide another, ``depth`` is less than 1, or ``pool`` is neither.
+        """
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool is 'cls' or 'mean', got {pool!r}.")
         if patch < 1 or image < patch or image % patch:
             raise ValueError(
-                f"patch must divide image, got patch={patch} and image={image}. Resize or pad the images, to "
-                f"{max(1, image // max(patch, 1)) * max(patch, 1)} pixels for one."
+                f"patch must divide image, got patch={patch} and image={image}. Resize or pad the images, for example "
+                f"to {max(1, image // max(patch, 1)) * max(patch, 1)} pixels."
             )
         size = (patch, patch)
         self.patches = nnx.Conv(channels, width, size, strides=size, padding="VALID", dtype=dtype, rngs=rngs)
@@ -65,8 +88,15 @@ class ViT(nnx.Module):
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
         self.shape, self.remat = (image, image, channels), remat
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Logits [batch, classes] in float32, of normalised pixels [batch, image, image, channels]."""
+    def __call__(self, images: Float[Array, "batch image image channels"]) -> Float[Array, "batch classes"]:
+        """Return the logits of the classes, in float32.
+
+        Args:
+            images: Images with normalised pixels.
+
+        Raises:
+            ValueError: The shape does not fit.
+        """
         if images.ndim != 4 or images.shape[1:] != self.shape:
             raise ValueError(f"images are of shape [batch, {', '.join(map(str, self.shape))}], got {images.shape}.")
         x = self.patches(images)
