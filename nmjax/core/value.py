@@ -85,12 +85,12 @@ def _kinds(cls: type) -> dict[str, Any]:
 
 def _plain(owner: Value, name: str, kind: Any, value: Any) -> Any:
     """Return a field as plain Python. Refuse arrays, because a value must hash and must not depend on a trace."""
-    where = f"{type(owner).__name__}: {name}"
+    field = f"{type(owner).__name__}: {name}"
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (jax.Array, np.ndarray)):
         raise TypeError(
-            f"{where} must be a plain Python value, got an array of shape {value.shape}. "
+            f"{field} must be a plain Python value, got an array of shape {value.shape}. "
             "If it changes from step to step, pass it through Ctx(key, step, state) or write a schedule."
         )
     if isinstance(value, (list, tuple)):
@@ -98,14 +98,14 @@ def _plain(owner: Value, name: str, kind: Any, value: Any) -> Any:
     if kind == int | None and value is None:
         return None
     if kind is bool and not isinstance(value, bool):
-        raise TypeError(f"{where} must be True or False, got {value!r}.")
+        raise TypeError(f"{field} must be True or False, got {value!r}.")
     if kind in (int, int | None):
         number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value != math.floor(value):
-            raise TypeError(f"{where} must be a whole number, got {value!r}.")
+            raise TypeError(f"{field} must be a whole number, got {value!r}.")
         return operator.index(math.floor(value))
     if kind is float:
         if not isinstance(value, numbers.Real) or isinstance(value, bool) or math.isnan(value):
-            raise TypeError(f"{where} must be a number, got {value!r}.")
+            raise TypeError(f"{field} must be a number, got {value!r}.")
         return float(value)
     return value

@@ -85,7 +85,7 @@ class ste(Estimator):
         return straight_through(self.p, axis, x, ctx)
 
     def normal(self) -> Normal:
-        """Return the normal form. If the part prunes nothing, the rule changes nothing and is dropped."""
+        """Return the normal form. If the part prunes nothing, it is applied without the rule, which changes nothing."""
         form = super().normal()
         inner = self.p.normal().applied
         return form._replace(applied=inner) if inner == identity else form

@@ -119,7 +119,8 @@ class soft(Remembering, Grouped):
             return None
         if ctx.state is None:
             raise ValueError(
-                f"{self} keeps its scale between steps and was given none: pass as state what its init(x, axis) returns."
+                f"{self} keeps its scale between steps and was given none: pass as state what its init(x, axis) "
+                "returns."
             )
         return ctx.state
 

@@ -7,8 +7,7 @@ probability::
     p_i = t_i + a_i * sum_{j != i} t_j / (S - a_j)          theta_i = g_i / p_i
 
 The result is unbiased. Its variance is 6 to 15 % above that of `mvue`, and at worst twice as large. Each group needs
-two uniforms. The published code adds 1.2e-7 to every magnitude, which biases small gradients; here there is no such
-constant.
+two uniforms. The published code adds 1.2e-7 to every magnitude, which biases small gradients; this code adds nothing.
 """
 
 from dataclasses import dataclass

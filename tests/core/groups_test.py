@@ -33,14 +33,14 @@ NM = [
 
 
 def bits_of(x):
-    """Magnitude bits as wide integers. The two largest NaN payloads count as equal, whatever the dtype."""
+    """Return magnitude bits as wide integers. The two largest NaN payloads count as equal in every dtype."""
     kind = INTS[x.dtype.itemsize]
     most = np.iinfo(kind).max
     return np.minimum(x.view(kind).astype(np.int64) & most, most - 1)
 
 
 def top_by_sorting(x, axis, n, m):
-    """A stable descending sort of every group, and its first n."""
+    """Return the mask of the first n of a stable descending sort of every group."""
     moved = np.moveaxis(bits_of(x), axis, -1)
     order = np.argsort(-moved.reshape(-1, m), axis=1, kind="stable")
     kept = np.zeros(order.shape, bool)
@@ -49,7 +49,7 @@ def top_by_sorting(x, axis, n, m):
 
 
 def awkward(rng, shape, dtype):
-    """Ties, zeros of both signs, infinities, and NaN of many payloads among plain values."""
+    """Return plain values mixed with ties, zeros of both signs, infinities and NaN of many payloads."""
     kind = INTS[np.dtype(dtype).itemsize]
     info = np.iinfo(kind)
     inf = np.array(np.inf, dtype).view(kind)
@@ -199,7 +199,7 @@ def test_members_are_slices():
 
 
 def merged_axes(shape, axes, block):
-    """How many of the innermost axes are needed for their product to divide by the block; None if all are too few."""
+    """Return how many of the innermost axes a block needs to divide their size, or None if all do not suffice."""
     for taken in range(1, len(axes) + 1):
         if np.prod([shape[a] for a in axes[-taken:]]) % block == 0:
             return axes[-taken:]
@@ -224,7 +224,7 @@ def check_merge(shape, axes, block):
     assert [a for a in range(len(shape)) if where[a] is None] == sorted(inner)
     kept = [a for a in range(len(shape)) if a not in inner]
     assert sorted([axis, *(where[a] for a in kept)]) == list(range(flat.ndim))
-    # one entry after another: the last of the contracted axes runs fastest, the others stay what they were
+    # in the merged axis the last contracted axis varies fastest, and other axes do not change
     flat = np.asarray(flat)
     for index in np.ndindex(*shape):
         position = np.ravel_multi_index([index[a] for a in inner], [shape[a] for a in inner])
@@ -271,7 +271,7 @@ def test_wide_and_rounded():
     assert groups.wide(jnp.zeros(1, jnp.float16)).dtype == jnp.float32
     assert groups.wide(jnp.zeros(1, jnp.float32)).dtype == jnp.float32
     x = np.random.default_rng(8).integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
-    x = x[(np.abs(x) > 1e-37) | (x == 0)]  # a subnormal result is zero where the hardware flushes
+    x = x[(np.abs(x) > 1e-37) | (x == 0)]  # some hardware flushes subnormal results to zero
     x = np.concatenate([x, np.array([0, -0.0, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8, 3.39e38], np.float32)])
     with np.errstate(over="ignore", invalid="ignore"):
         for dtype in (ml_dtypes.bfloat16, np.float32):

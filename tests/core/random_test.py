@@ -1,4 +1,4 @@
-"""The generator: its exact words, and its quality by fixed seeds and stated bounds."""
+"""The generator: its exact words, and its statistical quality for fixed seeds with stated bounds."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ MASK = 0xFFFFFFFF
 
 
 def fmix32(h: int) -> int:
-    """MurmurHash3's finaliser in Python's own integers."""
+    """Apply MurmurHash3's finaliser to a Python integer."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B & MASK
     h = (h ^ (h >> 13)) * 0xC2B2AE35 & MASK
     return h ^ (h >> 16)
 
 
 def words_of(seed, count, start=0):
-    """``count`` words of a key as a numpy array."""
+    """Return ``count`` words of a key as a numpy array."""
     index = jnp.arange(start, start + count, dtype=jnp.uint32)
     return np.asarray(random.bits(random.words(seed), index))
 
@@ -46,7 +46,7 @@ def test_bits_are_two_keyed_rounds(key):
     assert np.asarray(got).tolist() == expected
 
 
-# A promise: a run that is resumed by a newer release draws the same noise.
+# These words may never change: a run that a newer release resumes must draw the same noise.
 GOLDEN = {
     "bits of (0, 5)": [3423425485, 3217583722, 1924382444, 3126604518, 1407968113, 447900172],
     "bits of (0xDEADBEEF, 0x01234567)": [3244869376, 2353732123, 3955697503, 596942814, 3892017622, 2868819784],
@@ -68,14 +68,14 @@ def test_golden_words():
 
 
 def test_mix_is_a_bijection():
-    # a non-injective map of random type would collide 2**40 / 2**33 = 128 times here
+    # a random map that is not injective would have 2**40 / 2**33 = 128 collisions
     inputs = np.unique(np.random.default_rng(1).integers(0, 2**32, 2**20, dtype=np.uint32))
     mixed = np.asarray(random.mix(jnp.asarray(inputs)))
     assert len(np.unique(mixed)) == len(inputs)
     assert len(np.unique(words_of(3, 2**20))) == 2**20
 
 
-# ---- quality: every bound is a z-score beside the number of comparisons it serves ----
+# ---- quality: a comment beside each bound gives the number of comparisons and the chance of a false alarm ----
 
 SEEDS = [0, 1, 2, 64, 2**32 + 1, -1]
 
@@ -89,7 +89,7 @@ def test_monobit(seed):
 
 
 def chi2_z(counts):
-    """Chi-square of equal cells as a normal score."""
+    """Return the chi-square statistic of equally likely cells as a normal score."""
     expected = counts.sum() / counts.size
     return (np.sum((counts - expected) ** 2 / expected) - (counts.size - 1)) / np.sqrt(2 * (counts.size - 1))
 
@@ -112,7 +112,7 @@ def test_serial_correlation(seed):
 @pytest.mark.parametrize("where", ["index", "first key word", "second key word"])
 @pytest.mark.parametrize("small", [False, True], ids=["random", "counting"])
 def test_avalanche(where, small):
-    """Every input bit flips every output bit half of the time: for random inputs, and for counters under small keys."""
+    """Every input bit flips every output bit half of the time, for random inputs and for counters with small keys."""
     n = 2**15
     rng = np.random.default_rng(2)
     index, k0, k1 = rng.integers(0, 2**32, (3, n), dtype=np.uint32)
@@ -133,13 +133,13 @@ def test_avalanche(where, small):
         changed = base ^ other
         flips[b] = [(changed >> np.uint32(o) & np.uint32(1)).sum() for o in range(32)]
     z = (flips - n / 2) / np.sqrt(n / 4)
-    # 1024 cells x 6 cases, 5.5 standard errors: 2e-4 by chance. It is 1.5 % here; the second key word goes through one
-    # finaliser alone, whose own cells are known to be off by up to 0.25 %.
+    # 1024 cells x 6 cases, 5.5 standard errors: 2e-4 by chance. The bound allows 1.5 %. The second key word goes
+    # through one finaliser only, which is known to be off by up to 0.25 %.
     assert np.abs(z).max() < 5.5
 
 
 def correlations(streams):
-    """Normal scores of the pairwise correlations of rows."""
+    """Return the pairwise correlations of rows as normal scores."""
     x = streams.astype(np.float64) / 2**32 - 0.5
     return (x @ x.T * 12 / np.sqrt(x.shape[1]))[np.triu_indices(len(x), 1)]
 
@@ -165,7 +165,7 @@ def test_folds_do_not_collide():
     folds = np.asarray(jax.jit(jax.vmap(lambda i: random.fold(random.words(9), i)))(np.arange(100_000)))
     as_one = folds[:, 0].astype(np.uint64) << np.uint64(32) | folds[:, 1].astype(np.uint64)
     assert len(np.unique(as_one)) == len(folds)
-    # the words themselves differ too, for one key's words are a bijection of the index
+    # single words differ too, because the words of one key are a bijection of the index
     assert len(np.unique(folds)) == folds.size
 
 
@@ -179,7 +179,7 @@ def test_folding_does_not_commute_and_nests():
 
 @pytest.mark.parametrize("fold", [False, True], ids=["one key", "a key each"])
 def test_birthday_spacings(fold):
-    """Marsaglia's test: of 4096 birthdays in a year of 2**32 days, 4 spacings are expected to repeat."""
+    """Marsaglia's test: among 4096 birthdays in a year of 2**32 days, about 4 spacings repeat."""
     repeats, m = 200, 4096
     if fold:
         keys = jax.vmap(lambda s: random.fold(random.words(4), s))(jnp.arange(repeats))
@@ -203,7 +203,7 @@ def test_uniform_is_uniform():
 
 
 def test_uniform_reaches_zero_and_the_largest_below_one():
-    """The two ends, by a key word that undoes the last round: index 0 gives any word that is asked for."""
+    """Both ends of the range occur. The second key word is chosen such that index 0 gives the word that is wanted."""
     unmix = {fmix32(i): i for i in (0, 12345)}
 
     def key_for(word):  # mix(mix(0) ^ k1) = word  <=>  k1 = unmix(word), and mix(0) = 0
@@ -278,15 +278,15 @@ def test_words_of_keys(key, expected):
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_words_of_wide_keys_use_all_of_the_key(impl):
-    made = set()
+    keys = set()
     for position in range(4):
         data = np.zeros(4, np.uint32)
         data[position] = 1
         got = random.words(jax.random.wrap_key_data(jnp.asarray(data), impl=impl))
         assert got.shape == (2,)
         assert got.dtype == jnp.uint32
-        made.add(tuple(np.asarray(got).tolist()))
-    assert len(made) == 4
+        keys.add(tuple(np.asarray(got).tolist()))
+    assert len(keys) == 4
 
 
 def test_words_inside_jit():
@@ -298,8 +298,8 @@ def test_words_inside_jit():
 @pytest.mark.parametrize(
     "key",
     [
-        None, True, 1.5, "seed", [0, 1], (0, 1), np.zeros(2, np.int32), np.zeros(3, np.uint32), np.zeros((2, 2), np.uint32),
-        np.float32(1), jnp.zeros(2), jax.random.split(jax.random.key(0), 2),
+        None, True, 1.5, "seed", [0, 1], (0, 1), np.zeros(2, np.int32), np.zeros(3, np.uint32),
+        np.zeros((2, 2), np.uint32), np.float32(1), jnp.zeros(2), jax.random.split(jax.random.key(0), 2),
     ],
     ids=repr,
 )  # fmt: skip

@@ -35,7 +35,7 @@ def test_values(schedule, wrap):
 
 
 def test_exact_ends():
-    """What decides between dense, decayed and n:m must be exactly 1 and exactly 0."""
+    """Ends are exactly 1 and exactly 0, because they decide between dense, decayed and n:m."""
     assert nm.linear(1, 0, 3)(3) == 0
     assert nm.linear(1, 0, 3, begin=7)(7) == 1
     assert nm.cosine(1, 0, 7)(0) == 1
@@ -45,7 +45,7 @@ def test_exact_ends():
 
 
 def test_decay_table_of_the_released_config():
-    """D at 10, 25, 50, 70 and 100 % of ViT-B's 109,200 steps with rate 1e-4, as the notes on the paper give it."""
+    """D has the published values at 10, 25, 50, 70 and 100 % of ViT-B's 109,200 steps, with rate 1e-4."""
     got = [float(nm.exponential(1e-4)(int(109_200 * part))) for part in (0.1, 0.25, 0.5, 0.7, 1)]
     np.testing.assert_allclose(got, [0.34, 0.065, 4.3e-3, 4.8e-4, 1.8e-5], rtol=0.02)
 

@@ -49,12 +49,12 @@ def test_golden_scale():
 
 
 def test_other_scales():
-    """Of the weights as they are now, or none; neither is kept."""
+    """The scale "now" is that of the current weights and "one" is 1. Neither is state."""
     w, later = (jnp.asarray(np.random.default_rng(i).normal(size=(64, 64)), jnp.float32) for i in (0, 1))
     now, one = nm.soft(2, 4, scale="now"), nm.soft(2, 4, scale="one")
     np.testing.assert_allclose(call(now, later), call(P, later, _INIT(later, -1)), rtol=1e-6)
     np.testing.assert_array_equal(call(one, later), call(P, later))
-    np.testing.assert_array_equal(call(one, later, jnp.float32(2)), call(P, later))  # a scale is not for it
+    np.testing.assert_array_equal(call(one, later, jnp.float32(2)), call(P, later))  # it ignores state
     for p in (now, one):
         assert not p.remembers
         assert p.init(w) is None
@@ -67,7 +67,7 @@ def test_other_scales():
 
 
 def soft_in_numpy(w):
-    """2:4 by the branch-free order statistic of the published kernel."""
+    """Prune 2:4 with the branch-free order statistic of the published kernel."""
     a, b, c, d = np.moveaxis(np.abs(w), -1, 0)
     t = np.minimum(np.maximum(np.minimum(a, b), np.minimum(c, d)), np.minimum(np.maximum(a, b), np.maximum(c, d)))
     return np.sign(w) * np.maximum(np.abs(w) - t[..., None], 0)
@@ -90,7 +90,7 @@ def test_any_n_of_m(n, m):
 
 
 def test_bfloat16_is_subtracted_in_float32():
-    """In bfloat16 itself nearby magnitudes would become ties, or lose digits."""
+    """The arithmetic is float32, because in bfloat16 close magnitudes would become ties or lose digits."""
     w = jnp.asarray(np.random.default_rng(2).normal(size=(5000, 4)), jnp.bfloat16)
     wide = np.asarray(w.astype(jnp.float32))
     got = call(P, w)
@@ -116,9 +116,9 @@ def test_scale_of_initial_distributions(draw, beta):
     w = draw(np.random.default_rng(3)).astype(np.float32)
     s = soft_in_numpy(w.astype(np.float64))
     top, bottom = (w * s).sum(1), (s * s).sum(1)
-    error = (top - beta * bottom).std() / bottom.mean() / np.sqrt(len(w))  # of a ratio, by its linear part
+    error = (top - beta * bottom).std() / bottom.mean() / np.sqrt(len(w))  # standard error of a ratio, to first order
     assert error < 2e-3
-    # z = 4 over 4 comparisons: 2.5e-4; and half a unit of the stated last digit
+    # z = 4 over 4 comparisons: 2.5e-4; plus half a unit of the last published digit
     assert abs(scale_of(w) - beta) < 4 * error + 5e-4
     assert scale_of(w) == pytest.approx(top.sum() / bottom.sum(), rel=1e-5)
 
@@ -153,7 +153,7 @@ def tied_blocks(rng, count):
 
 
 def steps(rng, p):
-    """||p(w + d) - p(w)|| / ||d|| over random and tied blocks, with steps from tiny to large."""
+    """||p(w + d) - p(w)|| / ||d|| is bounded over random and tied blocks, with steps from tiny to large."""
     w = np.concatenate([rng.normal(size=(20_000, 4)), tied_blocks(rng, 20_000)]).astype(np.float32)
     d = rng.normal(size=w.shape) * 10 ** rng.uniform(-3, 1, (len(w), 1))
     moved = (w + d).astype(np.float32)
@@ -166,7 +166,7 @@ def steps(rng, p):
 def test_continuity():
     change, d, noise = steps(np.random.default_rng(6), P)
     assert (change <= np.sqrt(3) * d + noise).all()
-    assert (change / d).max() > 1.6  # the constant is nearly reached
+    assert (change / d).max() > 1.6  # the bound is nearly reached
     change, d, noise = steps(np.random.default_rng(6), nm.mse(2, 4))
     assert (change / d).max() > 100  # a hard mask jumps
 
@@ -176,7 +176,7 @@ _JACOBIANS = jax.jit(lambda w: (jax.jacrev(P)(w), jax.jacfwd(P)(w)))
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_jacobian_of_the_bare_pruner(dtype):
-    """Kept i: 1 at (i, i), and -sign(a_i) sign(a_j) at the owner j of the threshold. Nothing reaches the smallest."""
+    """A kept i has 1 at (i, i) and -sign(a_i) sign(a_j) at the threshold's entry j. The smallest entry gets nothing."""
     rng = np.random.default_rng(7)
     blocks = [[1, -2, 3, -4], [-0.25, 4, 0.5, -1]] + [
         rng.permutation([0.5, 1, 2, 4]) * rng.choice([-1, 1], 4) for _ in range(6)
@@ -197,11 +197,11 @@ def test_gradient_of_the_bare_pruner_is_not_lost(dtype):
     g = jax.jit(jax.grad(lambda w: (P(w).astype(jnp.float32) ** 2).sum()))(w)
     assert g.dtype == dtype
     g, wide = np.asarray(g).astype(np.float64), np.asarray(w).astype(np.float64)
-    there = soft_in_numpy(wide) != 0
-    assert there.sum() > 120
-    assert (g[there] != 0).all()
+    nonzero = soft_in_numpy(wide) != 0
+    assert nonzero.sum() > 120
+    assert (g[nonzero] != 0).all()
     d = np.random.default_rng(9).normal(size=w.shape)
-    if dtype == jnp.float32:  # in bfloat16 ties have no slope
+    if dtype == jnp.float32:  # bfloat16 has ties, where no derivative exists
         f = lambda w: (soft_in_numpy(w) ** 2).sum()
         slope = (f(wide + 1e-7 * d) - f(wide - 1e-7 * d)) / 2e-7
         assert np.vdot(g, d) == pytest.approx(slope, rel=1e-5)
@@ -210,7 +210,7 @@ def test_gradient_of_the_bare_pruner_is_not_lost(dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("state", [None, 1.5])
 def test_straight_through_is_the_identity(dtype, state):
-    """The scale is not in the backward pass either."""
+    """The scale does not enter the backward pass."""
     rng = np.random.default_rng(10)
     w, g = (jnp.asarray(rng.normal(size=(16, 8)), dtype) for _ in range(2))
     ctx = nm.Ctx(state=None if state is None else jnp.float32(state))
@@ -234,7 +234,7 @@ def test_mask_counts_what_may_be_other_than_zero():
     "bad", [[np.inf, 1, 2, 3], [np.nan, 1, 2, 3], [-np.inf, np.nan, 1, 2], [np.inf, 1, -np.inf, 2]]
 )
 def test_non_finite_values_stay(bad):
-    """Where more than n are infinite the threshold is too, and what is left is not a number: laws_test.py has that."""
+    """At most n entries are infinite. With more, the threshold is infinite and the result NaN: see laws_test.py."""
     w = np.array(bad, np.float32)
     got = call(P, w)
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(w))
