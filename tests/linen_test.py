@@ -137,6 +137,7 @@ def attention(door, **options):
     return nn.MultiHeadDotProductAttention(4, qkv_dot_general_cls=door, out_dot_general_cls=door, **options)
 
 
+@pytest.mark.slow
 def test_attention_is_its_four_products_by_hand():
     model, x = attention(linen.dot_cls(recipe("s_ste(2,4)"), SEED)), jax.random.normal(jax.random.key(1), (2, 8, 16))
     variables = linen.set_step(made(model, x), STEP)
@@ -201,6 +202,7 @@ def gradient(model, variables, x):
     ]
 
 
+@pytest.mark.slow
 def test_noise_is_a_function_of_seed_path_step_and_micro_step():
     model, start, x = of("mvue(2,4)")
     at = lambda *time: gradient(model, linen.set_step(start, *time), x)
@@ -399,6 +401,7 @@ class Grid(nn.Module):
         return scanned(self.door, name="blocks")(x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "text"), [((0, 0), HELD), ((-1, 1), HELD), ((1, 2), "bdwp()")])
 def test_a_stack_of_stacks(axes, text):
     model = Grid(linen.dot_cls(recipe(text), SEED), axes)
@@ -445,6 +448,7 @@ def test_a_stack_made_by_hand_is_refused_until_it_is_told():
     assert y.shape == x.shape
 
 
+@pytest.mark.slow
 def test_what_init_draws_differs_in_a_stack():
     model, variables = stack("fwd_rhs=ste(hold(uniform(2,4,rescale=False)))")
     masks = the_site(variables).state["fwd_rhs"]
@@ -728,6 +732,7 @@ def test_a_recipe_is_wanted():
         linen.conv_cls(recipe("ste(2,4)")).seed = 3
 
 
+@pytest.mark.slow
 def test_the_noise_is_nnxs():
     """The same seed and path: the same gradient, bit for bit, held masks and scales included."""
     text = "fst(every=2); dlhs_g=mvue(2,4)"

@@ -106,7 +106,7 @@ def test_initial_values():
 # ---- forms ----
 
 
-@pytest.mark.parametrize("name", ["vit", "gpt", "bert"])
+@pytest.mark.parametrize("name", ["bert", "gpt", "vit"])
 def test_a_scan_computes_what_a_list_does(name):
     listed = MAKE[name]()
     inputs = (TOKENS, TOKENS > 3) if name == "bert" else (INPUT[name],)
@@ -125,6 +125,7 @@ def plain():
     return nnx.state(model, nnx.Param), *trained(model, TOKENS)
 
 
+@pytest.mark.slow
 def test_scan_and_remat_change_no_gradient():
     params, y, grads = plain()
     for form in ({"remat": True}, {"scan": True, "remat": True}):

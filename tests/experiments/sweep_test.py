@@ -76,6 +76,7 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
     assert len(files.lines(tmp_path / "all.jsonl")) == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
     text = (
         PAGE[: PAGE.index("def get_sweep")]
@@ -106,6 +107,7 @@ def test_a_sweep_that_is_wrong(text, tmp_path):
         command.main([*words, "--sweep"], "")
 
 
+@pytest.mark.slow
 def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypatch):
     keep = record.Record.keep
     monkeypatch.setattr(

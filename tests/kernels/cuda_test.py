@@ -21,6 +21,8 @@ from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, Copy, HopperConfig, Shape, config_refusal
 from nmjax.pruners import identity, mse, mvue, soft, transposable
 
+pytestmark = pytest.mark.sampled
+
 H200 = AbstractMesh(
     (1,),
     ("x",),

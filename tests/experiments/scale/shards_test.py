@@ -57,6 +57,7 @@ def parts_of(state) -> dict[str, float]:
     return {jax.tree_util.keystr(path): share(v) for path, v in flat if v.size >= shards.SMALL}
 
 
+@pytest.mark.slow
 def test_all_that_belongs_to_a_weight_lies_as_it_does():
     state, _ = steps(made(4, 1, "--config.ema=0.9", "--config.model.depth=1"), 1)
     found = parts_of(state)

@@ -238,6 +238,7 @@ def disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's loops, of writes that failed
 def test_a_full_disk_costs_checkpoints_and_not_the_run(disk, monkeypatch, capsys):
     words = ["launch.py", "--config=configs/resnet_24.py:smoke", "--config.steps=10", "--config.evaluate=2"]
@@ -313,6 +314,7 @@ def test_a_slow_feed_is_said_once(monkeypatch):
 # ---- a run that diverged, and one that goes on from it ----
 
 
+@pytest.mark.slow
 def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, monkeypatch, capsys):
     words = ["launch.py", "--config=configs/resnet_24.py:smoke", "--config.measure=0", "--config.evaluate=1"]
     rate = settings.learning_rate

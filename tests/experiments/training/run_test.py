@@ -68,6 +68,7 @@ def test_a_dense_step_is_the_one_written_out_by_hand():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["vit_dense", "resnet_sdgp"])
 def test_the_step_is_sgds_and_micro_batches_make_the_whole_batchs(page):
     changes = ["--config.optimizer=sgd", "--config.clip=0", "--config.learning_rate.warmup=0"]
@@ -86,6 +87,7 @@ def test_the_step_is_sgds_and_micro_batches_make_the_whole_batchs(page):
             np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max() + 1e-9)
 
 
+@pytest.mark.slow
 def test_averaged_weights_follow_and_are_those_evaluated():
     made = program("configs/resnet_24.py:smoke", "--config.ema=0.75", "--config.steps=40", "--config.batch=64")
     before = made.init(jnp.uint32(0))
@@ -105,6 +107,7 @@ def test_averaged_weights_follow_and_are_those_evaluated():
     assert made.evaluate(state)["accuracy"] > 0.7 * plain["accuracy"] > 0.3
 
 
+@pytest.mark.slow
 def test_what_decays_is_what_this_steps_masks_drop():
     """Held masks are renewed at a step's beginning; the decay sees them as the products of that step do."""
     changes = ["--config.sparsity.stages=fwd_rhs=ste(hold(mse(2,4),every=2))", "--config.optimizer=sgd"]
@@ -131,6 +134,7 @@ def test_what_decays_is_what_this_steps_masks_drop():
         np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_dense_start_is_measured_as_dense():
     text = "fwd_rhs=ste(stages(((0,identity),(1,mse(2,4)))))"
     adam = "--config.optimizer=step_adam(after=50%, before=75%)"
@@ -140,6 +144,7 @@ def test_a_dense_start_is_measured_as_dense():
     assert {float(v) for v in found.values()} == {1.0}
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run_of_the_same_program():
     made = program("configs/resnet_24.py:smoke", "--config.sparsity.stages=s_ste(2,4)")
     arrays = next(iter(made.task.feed(0, 0, made.mesh)))
@@ -148,6 +153,7 @@ def test_another_seed_is_another_run_of_the_same_program():
     assert made.train._cache_size() == made.init._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_hardened_weights_are_scored_beside_those_in_training():
     made = program("configs/vit_pgf.py:smoke", "--config.steps=100")
     found = made.evaluate(made.init(jnp.uint32(0)))  # nothing has faded yet: hard weights are others
@@ -334,6 +340,7 @@ def test_a_directory_is_of_one_config(finished):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
     """A run stopped half way and started again ends as one that was not."""
     words = [
@@ -382,6 +389,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         command.main(["launch.py", "--config=configs/vit_sste.py:smoke", f"--workdir={tmp_path / 'x'}"], "")
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path):
     """States are donated, and saved while later steps run."""
     made = program("configs/resnet_24.py:smoke")
@@ -428,6 +436,7 @@ def test_a_folder_of_images_is_streamed(shades, tmp_path):
         command.main([*words, "--config.data.classes=3"], "")
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_read_are_skipped_where_that_is_asked(shades, tmp_path, capfd):
     """Each is named once, by the training and all evaluations of the run together."""
     data, words = shades
