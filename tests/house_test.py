@@ -38,8 +38,8 @@ HOUSE = {
         "scale": ("processes", "signals", "shards", "sinks"),
         "report": ("words", "runs", "curves", "dots", "pictures", "figures", "page", "__init__", "compare", "__main__"),
         "training": (
-            "settings", "task", "state", "program", "image", "text", "tasks", "provenance", "digest", "events", "record",
-            "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
+            "settings", "task", "state", "program", "image", "text", "tasks", "provenance", "digest", "events",
+            "record", "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
         ),
         "sweep": (),
         "command": (),
@@ -47,7 +47,10 @@ HOUSE = {
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
             "__main__",
         ),
-        "bench": ("measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "transforms", "__init__", "__main__"),
+        "bench": (
+            "measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "transforms", "__init__",
+            "__main__",
+        ),
         "reproduce": (),
     },
 }  # fmt: skip

@@ -63,8 +63,23 @@ def made(model, x):
     return jax.jit(model.init)(jax.random.key(2), x)
 
 
-EVERY = "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(2,4); drhs_lhs=mse(2,4)"
-METHODS = ("ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "sdgp(2,4,over='group')", "mvue(2,4)", "fst(every=3)", "bi_mask(every=2,draws=4)", "bdwp()", "mdgf(2,4,linear(1,0,9))", "sdgf(1,4,steps=8)", EVERY)  # fmt: skip
+EVERY = (
+    "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(2,4); "
+    "drhs_lhs=mse(2,4)"
+)
+METHODS = (
+    "ste(2,4)",
+    "sr_ste(2,4)",
+    "s_ste(2,4)",
+    "sdgp(2,4,over='group')",
+    "mvue(2,4)",
+    "fst(every=3)",
+    "bi_mask(every=2,draws=4)",
+    "bdwp()",
+    "mdgf(2,4,linear(1,0,9))",
+    "sdgf(1,4,steps=8)",
+    EVERY,
+)
 HELD = "fwd_rhs=ste(hold(transposable(2,4),every=3)); drhs_g=mvue(2,4)"
 SOME = ("s_ste(2,4)", "fst(every=3)", EVERY)
 STEP, MICRO, SEED = 3, 1, 5
@@ -478,7 +493,16 @@ def test_a_tied_layer_keeps_one_variable():
 # ---- final forms and state ----
 
 
-HARD = ("ste(2,4)", "s_ste(2,4)", "s_ste(2,4,fp8=True)", "mdgf(2,4,linear(1,0,9))", "fst(every=3)", "sdgf(1,4,steps=8)", "activation(2,4)", "bi_mask(draws=4)")  # fmt: skip
+HARD = (
+    "ste(2,4)",
+    "s_ste(2,4)",
+    "s_ste(2,4,fp8=True)",
+    "mdgf(2,4,linear(1,0,9))",
+    "fst(every=3)",
+    "sdgf(1,4,steps=8)",
+    "activation(2,4)",
+    "bi_mask(draws=4)",
+)
 
 
 @pytest.mark.parametrize(("text", "dtype"), [(t, jnp.bfloat16) for t in HARD] + [("s_ste(2,4)", jnp.float32)])
@@ -532,7 +556,8 @@ def test_a_soft_weight_shrinks_once():
 def test_state_is_made_anew_of_loaded_weights():
     model, variables, x = of("s_ste(2,4)")
     loaded = jax.tree.map(lambda v: jax.random.normal(jax.random.key(9), v.shape) ** 3, variables["params"])
-    old, new = (linen.set_step({"params": loaded, "nm": v}, 4)["nm"] for v in (variables["nm"], linen.reset_state({"params": loaded, "nm": variables["nm"]})["nm"]))  # fmt: skip
+    renewed = linen.reset_state({"params": loaded, "nm": variables["nm"]})["nm"]
+    old, new = (linen.set_step({"params": loaded, "nm": v}, 4)["nm"] for v in (variables["nm"], renewed))
     beta = nm.soft(2, 4).init(loaded["layer"]["kernel"], 0)
     one, other = (the_site({"nm": v}).state["fwd_rhs"].reshape(()) for v in (old, new))
     assert float(other) == float(beta) != float(one)
@@ -606,7 +631,8 @@ def test_a_missing_collection_is_refused_by_the_layer_that_needs_it():
     model, variables, x = of("s_ste(2,4)")
     with pytest.raises(
         ValueError,
-        match=r"layer: fwd_rhs=ste\(soft\(2,4\)\); .* reads the collection 'nm', which is missing.*'nm': variables\['nm'\]",
+        match=r"layer: fwd_rhs=ste\(soft\(2,4\)\); .* reads the collection 'nm', which is missing.*"
+        r"'nm': variables\['nm'\]",
     ):
         model.apply({"params": variables["params"]}, x)
     with pytest.raises(ValueError, match="layer: .* reads the collection 'nm'"):

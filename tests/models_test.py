@@ -290,7 +290,8 @@ def test_the_stem_for_large_images():
     model.head.kernel[...] = jnp.eye(8)
     x = jax.nn.relu(batch_norm(convolved(IMAGES, model.stem, 2, 3)))
     assert x.shape == (4, 4, 4, 8)
-    pooled = [[x[:, max(0, 2 * i - 1) : 2 * i + 2, max(0, 2 * j - 1) : 2 * j + 2].max((1, 2)) for i in (0, 1)] for j in (0, 1)]  # fmt: skip
+    window = lambda i, j: x[:, max(0, 2 * i - 1) : 2 * i + 2, max(0, 2 * j - 1) : 2 * j + 2]
+    pooled = [[window(i, j).max((1, 2)) for i in (0, 1)] for j in (0, 1)]
     np.testing.assert_allclose(model(IMAGES), sum(map(sum, pooled)) / 4, atol=1e-5)
 
 
@@ -383,9 +384,11 @@ def test_samples_follow_the_logits():
 
 BAD = {
     "heads must divide width, got heads=3 and width=16": lambda: Attention(16, 3, rngs=nnx.Rngs(0)),
-    "patch must divide image, got patch=3 and image=8.* to 6": lambda: ViT(**SMALL, image=8, patch=3, classes=2, rngs=nnx.Rngs(0)),
+    "patch must divide image, got patch=3 and image=8.* to 6":
+        lambda: ViT(**SMALL, image=8, patch=3, classes=2, rngs=nnx.Rngs(0)),
     "depth is the number of blocks, at least 1, got 0": lambda: MAKE["gpt"](depth=0),
-    "pool is 'cls' or 'mean', got 'max'": lambda: ViT(**SMALL, image=8, patch=4, classes=2, pool="max", rngs=nnx.Rngs(0)),
+    "pool is 'cls' or 'mean', got 'max'":
+        lambda: ViT(**SMALL, image=8, patch=4, classes=2, pool="max", rngs=nnx.Rngs(0)),
     r"images are of shape \[batch, 8, 8, 3\], got \(8, 8, 3\)": lambda: MAKE["vit"]()(IMAGES[0]),
     "stem is 'imagenet', .* or 'cifar', .* got 'small'": lambda: ResNet(stem="small", classes=2, rngs=nnx.Rngs(0)),
     r"images are of shape \[batch, height, width, 3\], got \(4, 8, 8, 1\)": lambda: MAKE["resnet"]()(IMAGES[..., :1]),
@@ -393,9 +396,11 @@ BAD = {
     r"from 1 to length=8, got \(8,\)": lambda: MAKE["bert"]()(TOKENS[0]),
     r"mask has the shape of tokens, \(4, 8\), got \(8,\)": lambda: MAKE["bert"]()(TOKENS, jnp.ones(8, bool)),
     r"types has the shape of tokens, \(4, 8\), got \(4, 1\)": lambda: MAKE["bert"]()(TOKENS, types=TOKENS[:, :1]),
-    r"got shape \(8,\). Write tokens\[None\] for": lambda: generate(MAKE["gpt"](), TOKENS[0], jax.random.key(0), count=1),
+    r"got shape \(8,\). Write tokens\[None\] for":
+        lambda: generate(MAKE["gpt"](), TOKENS[0], jax.random.key(0), count=1),
     "got count=0 and temperature=1.0": lambda: generate(MAKE["gpt"](), TOKENS, jax.random.key(0), count=0),
-    "got count=1 and temperature=-1": lambda: generate(MAKE["gpt"](), TOKENS, jax.random.key(0), count=1, temperature=-1),
+    "got count=1 and temperature=-1":
+        lambda: generate(MAKE["gpt"](), TOKENS, jax.random.key(0), count=1, temperature=-1),
 }  # fmt: skip
 
 

@@ -58,7 +58,14 @@ def planned(text, **options):
 
 # GFLOPs of ViT-B, 196 tokens, n:m in the feed-forward layers: Bambhaniya et al. (arXiv 2402.04744). For 1:32 the paper
 # prints 13.20; 2 * 196 * 768 * 12 * (4 * 768 + 2 * 196 + 2 * 3072 / 32) is 13.208 G.
-VIT = {"ste(2,4)": 23.61, "ste(1,4)": 18.06, "ste(1,8)": 15.29, "ste(1,16)": 13.90, "ste(1,32)": 13.21, "ste(1,128)": 12.69}  # fmt: skip
+VIT = {
+    "ste(2,4)": 23.61,
+    "ste(1,4)": 18.06,
+    "ste(1,8)": 15.29,
+    "ste(1,16)": 13.90,
+    "ste(1,32)": 13.21,
+    "ste(1,128)": 12.69,
+}
 
 
 @pytest.mark.parametrize("text", ["dense", *VIT])
@@ -119,11 +126,16 @@ CONVS = [
     ({"window_strides": (1, 1), "padding": "SAME"}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 9 * 9 * 6) * (3 * 3 * 8)),
     ({"window_strides": (2, 2), "padding": "SAME"}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 5 * 5 * 6) * (3 * 3 * 8)),
     ({"window_strides": (1, 2), "padding": "VALID"}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 7 * 4 * 6) * (3 * 3 * 8)),
-    ({"window_strides": (1, 1), "padding": ((0, 0), (2, 1))}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 7 * 10 * 6) * (3 * 3 * 8)),
-    ({"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 4}, (2, 9, 9, 8), (3, 3, 2, 12), 2 * (2 * 9 * 9 * 12) * (3 * 3 * 2)),
-    ({"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 8}, (2, 9, 9, 8), (3, 3, 1, 8), 2 * (2 * 9 * 9 * 8) * (3 * 3)),
-    ({"window_strides": (1, 1), "padding": "SAME", "batch_group_count": 2}, (4, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 9 * 9 * 6) * (3 * 3 * 8)),
-    ({"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 2)}, (2, 9, 9, 8), (3, 3, 8, 6), 2 * (2 * 5 * 5 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (1, 1), "padding": ((0, 0), (2, 1))}, (2, 9, 9, 8), (3, 3, 8, 6),
+     2 * (2 * 7 * 10 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 4}, (2, 9, 9, 8), (3, 3, 2, 12),
+     2 * (2 * 9 * 9 * 12) * (3 * 3 * 2)),
+    ({"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 8}, (2, 9, 9, 8), (3, 3, 1, 8),
+     2 * (2 * 9 * 9 * 8) * (3 * 3)),
+    ({"window_strides": (1, 1), "padding": "SAME", "batch_group_count": 2}, (4, 9, 9, 8), (3, 3, 8, 6),
+     2 * (2 * 9 * 9 * 6) * (3 * 3 * 8)),
+    ({"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 2)}, (2, 9, 9, 8), (3, 3, 8, 6),
+     2 * (2 * 5 * 5 * 6) * (3 * 3 * 8)),
     ({"window_strides": (1, 1), "padding": "VALID"}, (2, 9, 9, 8), (9, 9, 8, 0), 0),
 ]  # fmt: skip
 
@@ -163,7 +175,8 @@ def dot(x):
         (jax.jit(lambda x: jax.jit(dot)(dot(x))), 2),
         (lambda x: lax.scan(lambda c, _: (dot(c), None), x, None, length=7)[0], 7),
         (lambda x: lax.scan(lambda c, _: (dot(c), None), x, None, length=7, unroll=3)[0], 7),
-        (lambda x: lax.scan(lambda c, _: (lax.fori_loop(0, 3, lambda _, c: dot(c), c), None), x, None, length=5)[0], 15),
+        (lambda x: lax.scan(lambda c, _: (lax.fori_loop(0, 3, lambda _, c: dot(c), c), None), x, None, length=5)[0],
+         15),
         (lambda x: lax.map(dot, jnp.stack([x] * 3)), 3),
         (lambda x: jax.vmap(dot)(jnp.stack([x] * 3)), 3),
         (lambda x: jax.vmap(lambda y: y @ x)(jnp.stack([x] * 3)), 3),
@@ -173,7 +186,8 @@ def dot(x):
         (lambda x: lax.while_loop(lambda c: dot(c)[0, 0] > 0, dot, x), 2),  # one turn, and its condition
         (jax.checkpoint(lambda x: dot(dot(x))), 2),
         (lambda x: jax.checkpoint(dot, policy=jax.checkpoint_policies.nothing_saveable)(x), 1),
-        (lambda x: nm.einsum("ti,io->to", x, x, sparsity=nm.parse("s_ste(2,4); dlhs_g=mse(2,4)"), ctx=nm.Ctx(key=0, state={"fwd_rhs": jnp.float32(1)})), 1),
+        (lambda x: nm.einsum("ti,io->to", x, x, sparsity=nm.parse("s_ste(2,4); dlhs_g=mse(2,4)"),
+                             ctx=nm.Ctx(key=0, state={"fwd_rhs": jnp.float32(1)})), 1),
         (lambda x: lax.ragged_dot(x, jnp.ones((3, 4, 4)), jnp.array([1, 0, 3])), 1),
         (jnp.sin, 0),
     ],
@@ -303,12 +317,14 @@ def test_of_every_method_it_is_known_what_it_leaves():
     [
         ("mdgf(1,8,linear(1,0,100,begin=10))", {0: (1, 1, 1), 109: (1, 1, 1), 110: (1 / 8, 1, 1), 999: (1 / 8, 1, 1)}),
         ("mdgf(1,8,exponential(1e-3,end=500))", {499: (1, 1, 1), 500: (1 / 8, 1, 1)}),
-        ("sdgf(1,8,steps=400)", {0: (7 / 8, 1, 1), 99: (7 / 8, 1, 1), 100: (1 / 2, 1, 1), 200: (1 / 4, 1, 1), 300: (1 / 8, 1, 1)}),
+        ("sdgf(1,8,steps=400)",
+         {0: (7 / 8, 1, 1), 99: (7 / 8, 1, 1), 100: (1 / 2, 1, 1), 200: (1 / 4, 1, 1), 300: (1 / 8, 1, 1)}),
         ("sdgf(2,4,steps=100,dense=20)", {19: (1, 1, 1), 20: (3 / 4, 1, 1), 60: (1 / 2, 1, 1)}),
         ("sdgf(1,4,kind='geometric',steps=100,k=4)", {0: (1 / 4, 1, 1), 50: (1 / 4, 1, 1)}),
         ("fst(dense_from=250)", {0: (1 / 2,) * 3, 249: (1 / 2,) * 3, 250: (1, 1, 1)}),
         ("fwd_rhs=ste(stages(((0,mse(2,4)),(9,transposable(2,4)))))", {8: (1 / 2, 1, 1), 9: (1 / 2, 1 / 2, 1)}),
-        ("fwd_rhs=stages(((0,decay(mse(2,4),linear(1,0,4))),(9,ste(mse(1,4)))))", {3: (1, 1, 1), 4: (1 / 2, 1, 1), 9: (1 / 4, 1, 1)}),
+        ("fwd_rhs=stages(((0,decay(mse(2,4),linear(1,0,4))),(9,ste(mse(1,4)))))",
+         {3: (1, 1, 1), 4: (1 / 2, 1, 1), 9: (1 / 4, 1, 1)}),
         ("s_ste(2,4)", {0: (1 / 2, 1, 1 / 2)}),
     ],
 )  # fmt: skip
@@ -336,7 +352,11 @@ def test_a_pruner_that_says_nothing_saves_nothing():
     assert kept(nm.chain(half(), nm.mse(2, 4))) == 0.5
 
 
-@pytest.mark.parametrize("text", [text for text in LEFT if "transposable(" in text and "stages" not in text and "decay" not in text] + ["fst()", "bdwp(1,4)", "s_ste(2,4,fp8=True)", "activation(2,4,'up')"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [text for text in LEFT if "transposable(" in text and "stages" not in text and "decay" not in text]
+    + ["fst()", "bdwp(1,4)", "s_ste(2,4,fp8=True)", "activation(2,4,'up')"],
+)
 def test_what_is_saved_is_there(text):
     """A product that is said to cost n/m has an operand that is n:m along what it contracts."""
     sparsity, rng = nm.parse(text), np.random.default_rng(0)

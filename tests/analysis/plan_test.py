@@ -40,7 +40,10 @@ def mlp(text, width=16, hidden=32):
 
 # ---- rows ----
 
-EVERY = "fwd_lhs=ste(mse(2,8)); fwd_rhs=ste(mse(1,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(1,2); drhs_lhs=mse(2,4)"
+EVERY = (
+    "fwd_lhs=ste(mse(2,8)); fwd_rhs=ste(mse(1,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(1,2); "
+    "drhs_lhs=mse(2,4)"
+)
 
 
 def test_every_slot_of_a_layer():
@@ -70,11 +73,21 @@ def test_every_slot_of_a_layer():
 @pytest.mark.parametrize(
     ("make", "inputs", "along", "groups"),
     [
-        (lambda r: nnx.LinearGeneral((4, 8), (2, 12), axis=(-2, -1), rngs=r), (8, 4, 8), {"fwd_rhs": (4, 8), "dlhs_g": (2, 12), "drhs_g": (8,)}, {"fwd_rhs": 4 * 8 * 24, "dlhs_g": 8 * 24, "drhs_g": 8 * 24}),
-        (lambda r: nnx.LinearGeneral(16, 8, axis=-1, batch_axis={0: 3}, rngs=r), (3, 8, 16), {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (8,)}, {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 3 * 8 * 8, "drhs_g": 3 * 8 * 8}),
-        (lambda r: nnx.Einsum("eti,eio->eto", (3, 16, 8), rngs=r), (3, 12, 16), {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (12,)}, {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 3 * 12 * 8, "drhs_g": 3 * 12 * 8}),
-        (lambda r: nnx.Conv(16, 8, (3, 3), strides=2, feature_group_count=2, rngs=r), (4, 7, 7, 16), {"fwd_rhs": (8,), "dlhs_g": (8,), "drhs_g": (4, 4, 4)}, {"fwd_rhs": 9 * 8 * 8, "dlhs_g": 4 * 4 * 4 * 8, "drhs_g": 4 * 4 * 4 * 8}),
-        (lambda r: nnx.Conv(16, 8, 3, padding="VALID", rngs=r), (2, 10, 16), {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (2, 8)}, {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 2 * 8 * 8, "drhs_g": 2 * 8 * 8}),
+        (lambda r: nnx.LinearGeneral((4, 8), (2, 12), axis=(-2, -1), rngs=r), (8, 4, 8),
+         {"fwd_rhs": (4, 8), "dlhs_g": (2, 12), "drhs_g": (8,)},
+         {"fwd_rhs": 4 * 8 * 24, "dlhs_g": 8 * 24, "drhs_g": 8 * 24}),
+        (lambda r: nnx.LinearGeneral(16, 8, axis=-1, batch_axis={0: 3}, rngs=r), (3, 8, 16),
+         {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (8,)},
+         {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 3 * 8 * 8, "drhs_g": 3 * 8 * 8}),
+        (lambda r: nnx.Einsum("eti,eio->eto", (3, 16, 8), rngs=r), (3, 12, 16),
+         {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (12,)},
+         {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 3 * 12 * 8, "drhs_g": 3 * 12 * 8}),
+        (lambda r: nnx.Conv(16, 8, (3, 3), strides=2, feature_group_count=2, rngs=r), (4, 7, 7, 16),
+         {"fwd_rhs": (8,), "dlhs_g": (8,), "drhs_g": (4, 4, 4)},
+         {"fwd_rhs": 9 * 8 * 8, "dlhs_g": 4 * 4 * 4 * 8, "drhs_g": 4 * 4 * 4 * 8}),
+        (lambda r: nnx.Conv(16, 8, 3, padding="VALID", rngs=r), (2, 10, 16),
+         {"fwd_rhs": (16,), "dlhs_g": (8,), "drhs_g": (2, 8)},
+         {"fwd_rhs": 3 * 16 * 8, "dlhs_g": 2 * 8 * 8, "drhs_g": 2 * 8 * 8}),
     ],
     ids=["general", "batched", "experts", "grouped conv", "conv1d"],
 )  # fmt: skip

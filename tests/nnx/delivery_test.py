@@ -33,8 +33,23 @@ def exact(model):
     return model
 
 
-EVERY = "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(2,4); drhs_lhs=mse(2,4)"
-METHODS = ("ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "sdgp(2,4,over='group')", "mvue(2,4)", "fst(every=3)", "bi_mask(every=2,draws=4)", "bdwp()", "mdgf(2,4,linear(1,0,4))", "sdgf(1,4,steps=8)", EVERY)  # fmt: skip
+EVERY = (
+    "fwd_lhs=ste(mse(2,4)); fwd_rhs=ste(mse(2,4)); dlhs_g=mvue(2,4); dlhs_rhs=raw(mse(2,4)); drhs_g=mvue(2,4); "
+    "drhs_lhs=mse(2,4)"
+)
+METHODS = (
+    "ste(2,4)",
+    "sr_ste(2,4)",
+    "s_ste(2,4)",
+    "sdgp(2,4,over='group')",
+    "mvue(2,4)",
+    "fst(every=3)",
+    "bi_mask(every=2,draws=4)",
+    "bdwp()",
+    "mdgf(2,4,linear(1,0,4))",
+    "sdgf(1,4,steps=8)",
+    EVERY,
+)
 
 # ---- every kind of layer does what its product does by hand ----
 

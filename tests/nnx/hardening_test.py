@@ -30,7 +30,17 @@ def violations(model, patterns):
     return {path: int(n) for path, n in nm.metrics.violations(nnx.state(model, nnx.Param), patterns).items()}
 
 
-FINAL = ("ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "s_ste(2,4,fp8=True)", "fst(2,4,every=5)", "mdgf(1,4,linear(1,0,4))", "sdgf(1,4,steps=8)", "bdwp()", "fwd_lhs=mse(2,4); fwd_rhs=ste(mse(2,4))")  # fmt: skip
+FINAL = (
+    "ste(2,4)",
+    "sr_ste(2,4)",
+    "s_ste(2,4)",
+    "s_ste(2,4,fp8=True)",
+    "fst(2,4,every=5)",
+    "mdgf(1,4,linear(1,0,4))",
+    "sdgf(1,4,steps=8)",
+    "bdwp()",
+    "fwd_lhs=mse(2,4); fwd_rhs=ste(mse(2,4))",
+)
 
 
 class Three(nnx.Module):
@@ -183,7 +193,8 @@ def test_tied_weights():
     for second in ("ste(2,4)", "dense", "s_ste(1,4)"):
         with pytest.raises(
             ValueError,
-            match=r"^a: fwd_rhs=ste\(soft\(2,4\)\) prunes a weight of shape \(16, 16\) that b/kernel uses too, .*\(r\"a\", \"dense\"\)\.$",
+            match=r"^a: fwd_rhs=ste\(soft\(2,4\)\) prunes a weight of shape \(16, 16\) that b/kernel uses too, .*"
+            r"\(r\"a\", \"dense\"\)\.$",
         ):
             nm.nnx.harden(tied(second))
 

@@ -150,7 +150,7 @@ def test_sharding_metadata_is_the_kernels():
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
 @pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(every=2)"])
 def test_stacks_on_explicit_axes(text, spec):
-    """The stack itself sharded, or one of its layers' axes: time, state, masks and final forms are those of one device."""
+    """Shard the stack itself, or an axis of its layers: time, state, masks and final forms are those of one device."""
     make = lambda: nnx.vmap(lambda rngs: nnx.Linear(16, 16, use_bias=False, rngs=rngs))(nnx.Rngs(0).split(4))
     rules = nm.Recipe(((".*", text),))
     alone = nm.nnx.sparsify(make(), rules)

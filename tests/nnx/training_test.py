@@ -14,8 +14,10 @@ from tests.networks import GPT, ResNet
 pytestmark = pytest.mark.sampled
 
 RECIPES = {
-    "gpt": nm.Recipe(((r"blocks/mlp/.*", "s_ste(2,4)"), (r"blocks/attention/out", "fst(every=2)"), (r"blocks/.*", "mdgf(2,4,linear(1,0,8))"))),
-    "resnet": nm.Recipe(((r"stem|.*/shortcut|head", "dense"), (r"blocks/0/.*", "s_ste(2,4)"), (r".*", "sr_ste(2,4); dlhs_g=rescale(mse(2,4))"))),
+    "gpt": nm.Recipe(((r"blocks/mlp/.*", "s_ste(2,4)"), (r"blocks/attention/out", "fst(every=2)"),
+                      (r"blocks/.*", "mdgf(2,4,linear(1,0,8))"))),
+    "resnet": nm.Recipe(((r"stem|.*/shortcut|head", "dense"), (r"blocks/0/.*", "s_ste(2,4)"),
+                         (r".*", "sr_ste(2,4); dlhs_g=rescale(mse(2,4))"))),
 }  # fmt: skip
 
 SGD = optax.sgd(0.1, momentum=0.5)  # one value: optax's closures compare by identity, and another would compile anew
