@@ -104,7 +104,8 @@ class Pruner(Value):
     @property
     def parts(self) -> tuple["Pruner", ...]:
         """The pruners inside this one."""
-        return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), Pruner))
+        values = (getattr(self, f.name) for f in fields(self))
+        return tuple(v for v in values if isinstance(v, Pruner))
 
     @property
     def block(self) -> int:

@@ -168,12 +168,13 @@ class stages(Pruner):
         return all(p.selects for p in self.parts)
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        if self._one_m():
+        if self._one_m() is not None:
             return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
         return self._switch(ctx, lambda p, part: p(x, axis, part))
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        if m := self._one_m():
+        m = self._one_m()
+        if m is not None:
             ns = jnp.array([p.n if isinstance(p, mse) else m for p in self.parts], jnp.int32)
             return groups.top(x, axis, ns[row_at(self.rows, ctx.step)], m)
         return self._switch(ctx, lambda p, part: p.mask(x, axis, part))
