@@ -1,8 +1,14 @@
-"""N:M structured-sparse training in JAX: pruners, products and methods as values.
+"""N:M structured-sparse training in JAX.
+
+A *pruner* keeps at most n of every m consecutive values. A *sparsity* says which pruner acts in each of the six slots
+of a layer's three products. A *recipe* gives each layer of a model its sparsity. All three are values.
 
 >>> import nmjax as nm
 >>> nm.prune(nm.mse(2, 4), jnp.array([1., -2., 3., -4.]))
 Array([ 0.,  0.,  3., -4.], dtype=float32)
+>>> nm.parse("s_ste(2,4)")
+fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
+>>> recipe = nm.Recipe(((r".*/mlp/.*", "s_ste(2,4)"), (r".*", "dense")))  # for nm.nnx.sparsify(model, recipe)
 """
 
 from nmjax import kernels as kernels, linen as linen, models as models, nnx as nnx, optim as optim

@@ -1,4 +1,4 @@
-"""Delivery into flax.linen: layers of every kind, stacks, time, state, final forms, and what is refused."""
+"""Sparsity in flax.linen models: layers of every kind, stacks, time, state, final forms and errors."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.sampled
 
 
 def whole(seed, *shape, most=3):
-    """Whole numbers: sums in any order are exact, and equal means equal."""
+    """Return whole numbers. Their sums are exact in any order, so results can be compared for equality."""
     return jnp.asarray(np.random.default_rng(seed).integers(-most, most + 1, shape), jnp.float32)
 
 
@@ -30,7 +30,7 @@ def recipe(text, pattern=".*"):
 
 
 def the_site(variables):
-    """The only site of some variables."""
+    """Return the only SiteVariable among variables."""
     (site,) = all_sites(variables)
     return site
 
@@ -45,7 +45,7 @@ def equal(a, b):
 
 
 def differ(a, b):
-    """Whether every array of two trees differs."""
+    """Return True if every array of one tree differs from the other tree's."""
     return all(jax.tree.leaves(jax.tree.map(lambda x, y: not np.array_equal(x, y), a, b)))
 
 
@@ -202,7 +202,7 @@ def test_what_needs_nothing_adds_no_array():
 
 
 def of(text, shape=(8, 16), seed=0, pattern=".*"):
-    """A layer, its variables and an input."""
+    """Return a layer, its variables and an input."""
     model = Named(functools.partial(nn.Dense, 8, dot_general_cls=linen.dot_cls(recipe(text, pattern), seed)))
     x = jax.random.normal(jax.random.key(1), shape)
     return model, made(model, x), x
@@ -365,7 +365,7 @@ def test_a_stack_is_its_layers_one_after_another(text, remat, axis):
 
 @functools.partial(jax.jit, static_argnums=0)
 def one_layer(text, w, words, x):
-    """A layer of a stack, by hand."""
+    """Return the output of one layer of a stack, computed by hand."""
     sparsity, plain = nm.parse(text), jax.lax.stop_gradient(w)
     state = sparsity.init(plain, contract=0, out=1)
     state = sparsity.refresh(plain, contract=0, out=1, ctx=nm.Ctx(words, STEP, state))
@@ -393,7 +393,7 @@ def test_a_stack_trains_in_one_compilation():
 
 
 class Grid(nn.Module):
-    """Two blocks of three experts, which see the same and whose results are added."""
+    """Two blocks of three experts. All experts get the same input, and their results are added."""
 
     door: linen.dot_cls
     axes: tuple = (0, 0)  # of the blocks, of the experts
@@ -524,7 +524,7 @@ def test_hardened_is_the_training_form_bit_for_bit(text, dtype):
 
 
 def test_a_weight_is_hardened_in_the_dtype_of_its_product():
-    """Ranks of bf16 values are not those of the f32 values that they round."""
+    """The ranks of bfloat16 values differ from the ranks of the float32 values that they round."""
     model = Named(
         functools.partial(nn.Dense, 64, dtype=jnp.bfloat16, dot_general_cls=linen.dot_cls(recipe("ste(2,4)")))
     )
@@ -536,7 +536,7 @@ def test_a_weight_is_hardened_in_the_dtype_of_its_product():
 
 
 def test_a_soft_weight_shrinks_once():
-    """Also that of a layer that is called twice."""
+    """This holds for a layer that is called twice, too."""
 
     class Twice(nn.Module):
         @nn.compact
@@ -564,7 +564,7 @@ def test_state_is_made_anew_of_loaded_weights():
 
 
 def test_a_part_of_a_model_applies_as_it_does_within():
-    """What its variable says holds, whatever path the part has on its own."""
+    """The path in its variable counts, not the path that the part has on its own."""
     model, variables, x = of("ste(2,4)", pattern="layer")
     y = model.apply(variables, x)
     part = model.make()
@@ -648,7 +648,7 @@ def test_a_missing_collection_is_refused_by_the_layer_that_needs_it():
 
 
 def shapes(model, x):
-    """Variables without their arrays: enough for what is refused."""
+    """Return the shapes of the variables. Errors need no arrays."""
     return jax.eval_shape(model.init, jax.random.key(0), x)
 
 
@@ -675,7 +675,7 @@ def test_a_stack_that_does_not_pass_the_collection_is_refused():
 
 @pytest.mark.parametrize("text", ["mvue(2,4)", "mdgf(2,4,linear(1,0,9))"])
 def test_layers_that_share_a_variable_but_no_weight_are_refused(text):
-    """They would draw the same noise."""
+    """Such layers would draw the same noise."""
 
     class Shared(nn.Module):
         @nn.compact
@@ -720,7 +720,7 @@ def test_what_draws_forward_has_no_final_form():
 
 
 class Odd(nn.Module):
-    """Layers of a user's own, whose weights could not be found again."""
+    """A user's own layers, whose weights set_step and harden could not find."""
 
     door: linen.dot_cls
     names: tuple
@@ -760,7 +760,7 @@ def test_a_recipe_is_wanted():
 
 @pytest.mark.slow
 def test_the_noise_is_nnxs():
-    """The same seed and path: the same gradient, bit for bit, held masks and scales included."""
+    """With the same seed and path, linen and nnx have the same gradient, bit for bit, masks and scales included."""
     text = "fst(every=2); dlhs_g=mvue(2,4)"
     recipe = nm.Recipe(((r"up", text),))
 

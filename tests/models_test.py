@@ -1,4 +1,4 @@
-"""The models of the zoo: their sizes as published, their forms against each other and against what is done by hand."""
+"""The models: their sizes as published, and their results against each other and against code by hand."""
 
 import functools
 import re
@@ -38,7 +38,7 @@ forward = nnx.jit(lambda model, *inputs: model(*inputs))
 
 
 def trained(model, x):
-    """Logits, and the gradients of a loss that no symmetry makes vanish."""
+    """Return the logits, and the gradients of a loss that no symmetry makes zero."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     @jax.jit
@@ -54,7 +54,7 @@ def trained(model, x):
 
 
 def stacked(tree):
-    """The state of a model of listed blocks as that of a model whose blocks are a stack."""
+    """Return the state of a model with a list of blocks as that of a model with a stack of blocks."""
     tree = nnx.to_pure_dict(tree)
     blocks = tree.pop("blocks")
     return {**tree, "blocks": jax.tree.map(lambda *v: jnp.stack(v), *(blocks[i] for i in range(len(blocks))))}
@@ -92,7 +92,7 @@ def test_parameters_of_the_small_forms():
 
 
 def test_initial_values():
-    """What adds to the stream of GPT begins smaller, the deeper the smaller; all else of the transformers has 0.02."""
+    """In GPT, layers whose output is added to the stream start smaller in deeper models. The others have 0.02."""
     model = MAKE["gpt"](width=64, hidden=128)
     std = lambda v: float(v[...].std())
     for layer in (model.blocks[0].attention.query, model.blocks[1].mlp.up):
@@ -120,7 +120,7 @@ def test_a_scan_computes_what_a_list_does(name):
 
 @functools.cache
 def plain():
-    """Parameters, logits and gradients of a GPT in its plainest form."""
+    """Return parameters, logits and gradients of a GPT without scan and remat."""
     model = MAKE["gpt"]()
     return nnx.state(model, nnx.Param), *trained(model, TOKENS)
 
@@ -144,7 +144,7 @@ def test_a_stack_may_be_closed_over():
 
 
 def test_remat_keeps_little():
-    """What the backward pass finds kept is, of every block, what came into it and its parameters."""
+    """With remat, the backward pass keeps only the input and the parameters of each block."""
     kept = {}
     for remat in (False, True):
         graph, params = nnx.split(MAKE["gpt"](remat=remat))
@@ -155,7 +155,7 @@ def test_remat_keeps_little():
 
 @pytest.mark.parametrize("name", MAKE)
 def test_bfloat16_computes_and_float32_keeps(name):
-    """Parameters and logits are of float32; between them it is rounded."""
+    """Parameters and logits are float32; values between them are rounded."""
     model = MAKE[name](dtype=jnp.bfloat16)
     y, wide = forward(model, INPUT[name]), forward(MAKE[name](), INPUT[name])
     assert {v.dtype for v in jax.tree.leaves((y, nnx.state(model)))} == {jnp.dtype(jnp.float32)}
@@ -184,7 +184,7 @@ def test_attention_is_that_of_jax(causal):
 
 
 def test_patches():
-    """The token of a patch is a product of its pixels, in rows and columns of patches."""
+    """The token of a patch is a linear function of its pixels. Patches follow each other row by row."""
     model = MAKE["vit"]()
     kernel, bias = model.patches.kernel[...], model.patches.bias[...]
     by_hand = IMAGES.reshape(4, 2, 4, 2, 4, 3).transpose(0, 1, 3, 2, 4, 5).reshape(4, 4, 48) @ kernel.reshape(48, 16)
@@ -192,7 +192,7 @@ def test_patches():
 
 
 def silent(model):
-    """The model, but its blocks add nothing."""
+    """Make the blocks of a model add nothing."""
     for block in model.blocks:
         block.attention.out.kernel[...] *= 0
         block.mlp.down.kernel[...] *= 0
@@ -200,7 +200,7 @@ def silent(model):
 
 
 def test_pools():
-    """Of blocks that add nothing, "mean" reads the mean of the patches, and "cls" a token that saw none of them."""
+    """If blocks add nothing, "mean" reads the mean of the patches, and "cls" a token that saw none of them."""
     mean, cls = silent(MAKE["vit"](depth=1)), silent(MAKE["vit"](depth=1, pool="cls"))
     tokens = mean.patches(IMAGES).reshape(4, 4, 16) + mean.positions[...][None]
     np.testing.assert_allclose(forward(mean, IMAGES), mean.head(mean.norm(tokens).mean(1)), atol=1e-5)
@@ -285,7 +285,7 @@ def test_residual_blocks(bottleneck):
 
 
 def test_the_stem_for_large_images():
-    """7x7 of stride 2 and a maximum of 3x3 of stride 2, on whose border nothing wins over what is below zero."""
+    """The stem is a 7x7 convolution and a 3x3 maximum, both of stride 2. Its padding never exceeds a negative value."""
     model = ResNet(blocks=(), width=8, classes=8, rngs=nnx.Rngs(0))
     model.head.kernel[...] = jnp.eye(8)
     x = jax.nn.relu(batch_norm(convolved(IMAGES, model.stem, 2, 3)))
@@ -302,10 +302,10 @@ def test_batch_norm_learns_and_uses():
     np.testing.assert_allclose(model.norm.mean[...], 0.1 * batch.mean((0, 1, 2)), atol=1e-5)
     np.testing.assert_allclose(model.norm.var[...], 0.9 + 0.1 * batch.var((0, 1, 2)), atol=1e-4)
     model.eval()
-    held = nnx.state(nnx.clone(model), nnx.BatchStat)
+    before = nnx.state(nnx.clone(model), nnx.BatchStat)
     assert jnp.abs(model(IMAGES) - y).max() > 1e-2
     np.testing.assert_allclose(model(IMAGES[:1]), model(IMAGES)[:1], atol=1e-5)  # each image for itself
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.BatchStat), held)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.BatchStat), before)
     model.norm.mean[...] = jnp.full(8, 257.0)  # a number that bfloat16 has not
     np.testing.assert_allclose(model.norm(jnp.full((1, 1, 1, 8), 257.0)), jnp.zeros((1, 1, 1, 8)))
 
@@ -355,7 +355,7 @@ def test_the_paths_that_rules_see():
 
 
 def test_greedy_samples_are_those_of_a_loop():
-    """The likeliest token after the last eight, one after another, within the length of the model and beyond it."""
+    """Each token is the likeliest after the last eight, within the length of the model and beyond it."""
     model = MAKE["gpt"](seed=3)
     params = nnx.state(model.blocks, nnx.Param)
     nnx.update(model.blocks, jax.tree.map(lambda v: 20 * v, params))  # so that all of the window matters
@@ -369,7 +369,7 @@ def test_greedy_samples_are_those_of_a_loop():
 
 
 def test_samples_follow_the_logits():
-    """Over many texts the first token drawn is distributed as the model says, and a key draws the same again."""
+    """Over many texts the first token has the model's distribution, and a key draws the same tokens again."""
     model, prompt = MAKE["gpt"](), jnp.tile(TOKENS[:1, :3], (4000, 1))
     model.norm.scale[...] *= 10
     drawn = generate(model, prompt, jax.random.key(0), count=1, temperature=0.5)

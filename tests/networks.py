@@ -1,4 +1,4 @@
-"""Models of the awkward kinds that people bring, in the style of their authors and without a word on sparsity."""
+"""Models such as users bring: plain flax.nnx, with scan, remat, batch norm and odd shapes. None knows of sparsity."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,8 @@ from flax import nnx
 
 
 class Mlp(nnx.Module):
+    """A two-layer perceptron."""
+
     def __init__(self, width, hidden, *, dtype=None, rngs):
         self.up = nnx.Linear(width, hidden, dtype=dtype, rngs=rngs)
         self.down = nnx.Linear(hidden, width, dtype=dtype, rngs=rngs)
@@ -15,7 +17,7 @@ class Mlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm transformer block."""
+    """A pre-norm transformer block."""
 
     def __init__(self, width, hidden, heads, *, dtype=None, rngs):
         self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
@@ -30,7 +32,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Decoder-only transformer (Radford et al. 2019) whose blocks are one stack, scanned and rematted."""
+    """A decoder-only transformer (Radford et al. 2019) whose blocks are one stack, with scan and remat."""
 
     def __init__(self, vocabulary=64, length=16, width=32, hidden=64, heads=4, depth=3, *, dtype=None, rngs):
         self.tokens = nnx.Embed(vocabulary, width, dtype=dtype, rngs=rngs)
@@ -52,7 +54,7 @@ class GPT(nnx.Module):
 
 
 class Residual(nnx.Module):
-    """Basic residual block with batch norm (He et al. 2015)."""
+    """A basic residual block with batch norm (He et al. 2015)."""
 
     def __init__(self, inputs, outputs, strides, *, rngs):
         conv = lambda i, o, size, stride: nnx.Conv(i, o, (size, size), strides=stride, use_bias=False, rngs=rngs)
@@ -68,7 +70,7 @@ class Residual(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """The CIFAR form: a 3x3 stem, stages of basic blocks, a mean over space."""
+    """A ResNet for CIFAR: a 3x3 stem, stages of basic blocks, a mean over space."""
 
     def __init__(self, widths=(8, 16), blocks=1, classes=4, *, rngs):
         self.stem = nnx.Conv(3, widths[0], (3, 3), use_bias=False, rngs=rngs)

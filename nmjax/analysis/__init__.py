@@ -1,1 +1,1 @@
-"""What would happen, and what did: FLOPs, plans, metrics."""
+"""Predictions and measures: FLOPs, plans, patterns of weights, metrics."""

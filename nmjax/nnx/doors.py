@@ -67,13 +67,13 @@ class Layer(NamedTuple):
 
     @property
     def site(self) -> Site | None:
-        """What `sparsify` put into the door; None if the layer is dense."""
+        """The site that `sparsify` put into the door; None if the layer is dense."""
         product = getattr(self.module, self.door.name)
         return product if isinstance(product, Site) else None
 
     @property
     def sparsity(self) -> Sparsity:
-        """What the layer prunes."""
+        """The sparsity of the layer; all slots are empty if it is dense."""
         return Sparsity() if self.site is None else self.site.sparsity
 
     @property

@@ -1,4 +1,4 @@
-"""What products cost, in closed forms and in a paper's table."""
+"""FLOPs of products, against closed forms and a paper's table."""
 
 import math
 
@@ -25,11 +25,11 @@ def shape(*sizes, dtype=jnp.float32):
 
 
 def of(f, *shapes, mark="layer_"):
-    """FLOPs of a function, by name."""
-    found = {}
+    """Return the FLOPs of a function, by name."""
+    costs = {}
     for name, cost in counted(jax.make_jaxpr(f)(*shapes).jaxpr, mark):
-        found[name] = found.get(name, 0) + cost
-    return found
+        costs[name] = costs.get(name, 0) + cost
+    return costs
 
 
 # ---- a paper's table ----
@@ -91,7 +91,7 @@ def test_a_list_of_blocks_costs_what_their_stack_does():
 
 
 def test_gpt_scanned_and_rematted():
-    """Width 32, hidden 64, vocabulary 64, 16 tokens, three blocks, two texts."""
+    """The model has width 32, hidden 64, vocabulary 64 and three blocks; the batch has two texts of 16 tokens."""
     model = nnx.eval_shape(lambda: GPT(rngs=nnx.Rngs(0)))
     plan = nm.nnx.plan(model, shape(2, 16, dtype=jnp.int32))
     tokens = 2 * 16
@@ -197,7 +197,7 @@ def test_how_often_a_program_runs_a_product(f, times):
 
 
 def test_gradients_of_ragged_dots():
-    """Each token meets the matrix of its group, in all three products."""
+    """In all three products each token meets the matrix of its group only."""
     x, w, sizes = shape(12, 4), shape(3, 4, 5), jnp.array([2, 4, 6])
     forward = lambda x, w: lax.ragged_dot(x, w, sizes).sum()
     assert of(forward, x, w) == {None: 2 * 12 * 4 * 5}
@@ -335,7 +335,7 @@ def test_what_a_schedule_leaves_at_a_step(text, at):
 
 
 def test_over_a_run_what_changes_is_averaged():
-    """Dense for 300 steps, half for 100, an eighth for 100; what rounds to 200 looks is within 1/200 of it."""
+    """Dense for 300 steps, half for 100, an eighth for 100. With 200 samples the mean is within 1/200."""
     sparsity = nm.parse("fwd_rhs=stages(((0,ste(mse(4,4))),(300,ste(mse(2,4))),(400,ste(mse(1,8)))))")
     left = (300 + 50 + 12.5) / 500
     assert over(sparsity, 500) == pytest.approx((left, 1, 1), abs=1 / 200)
@@ -358,7 +358,7 @@ def test_a_pruner_that_says_nothing_saves_nothing():
     + ["fst()", "bdwp(1,4)", "s_ste(2,4,fp8=True)", "activation(2,4,'up')"],
 )
 def test_what_is_saved_is_there(text):
-    """A product that is said to cost n/m has an operand that is n:m along what it contracts."""
+    """A product with n/m of its FLOPs left has an operand that is n:m along the contracted axis."""
     sparsity, rng = nm.parse(text), np.random.default_rng(0)
     x, w, g = (jnp.asarray(rng.normal(size=(16, 16)), jnp.float32) for _ in range(3))
     ctx = nm.Ctx(jnp.array([1, 2], jnp.uint32), 0, sparsity.init(w, contract=0, out=1) or None)

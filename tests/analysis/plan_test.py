@@ -1,4 +1,4 @@
-"""What a plan says of a model, and that it does nothing to it."""
+"""Plans: what they say, and that they leave the model unchanged."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def shape(*sizes, dtype=jnp.float32):
 
 
 def abstract(make, *rules, inside=False):
-    """A model of shapes alone; sparsified inside, where its method keeps state, which is made of weights."""
+    """Return an abstract model. It is sparsified inside eval_shape, because state is made from weights."""
     recipe = nm.Recipe(rules or ((".*", "dense"),))
     if inside:
         return nnx.eval_shape(lambda: nm.nnx.sparsify(make(), recipe))
@@ -47,7 +47,7 @@ EVERY = (
 
 
 def test_every_slot_of_a_layer():
-    """Two texts of 12 tokens through 16 -> 32: what each slot prunes, along what, in how many groups."""
+    """Two texts of 12 tokens pass 16 -> 32 features. Each slot has its pruner, its axis and its groups."""
     plan = nm.nnx.plan(mlp(EVERY), shape(2, 12, 16))
     down, up = plan.layers
     assert (down.path, up.path) == ("down", "up")
@@ -129,7 +129,7 @@ def test_rows_are_in_the_order_of_paths():
 
 
 class Named(nnx.Module):
-    """Layers under names of all kinds, one after another."""
+    """Layers with names of all kinds, called one after another."""
 
     def __init__(self, *names, width=8):
         for name in names:
@@ -172,7 +172,7 @@ def test_layers_that_differ_in_a_number_alone_share_a_row(names, pruned, rows):
 
 
 def test_tokens_that_do_not_divide_are_refused_as_training_refuses_them():
-    """Three images of 7 x 7, in the sentence that a step of training ends with."""
+    """Three images of 7 x 7 are refused with the words of the error that a step of training raises."""
 
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -233,7 +233,7 @@ def test_the_same_refusal_is_said_once():
 
 
 class Odd(nnx.Module):
-    """Parameters that are no layer's kernel."""
+    """A model with parameters that are not the kernel of a layer."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(16, 8, rngs=rngs)
@@ -327,7 +327,7 @@ def test_a_dense_model():
 
 
 class Busy(nnx.Module):
-    """Norms, noise, options and a result that is more than arrays."""
+    """A model with norms, dropout, options, and a result that is not only arrays."""
 
     def __init__(self, rngs):
         self.stem, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
@@ -386,7 +386,7 @@ def test_a_residual_network():
 
 
 def test_transformed_calls():
-    """A layer inside jit, remat, vmap over examples and over an ensemble: all of its products, once."""
+    """All products of a layer inside jit, remat and vmap are counted, each once."""
 
     class Inside(nnx.Module):
         def __init__(self, rngs):
@@ -438,12 +438,12 @@ def test_on_a_mesh(kind):
 
 
 def twice(product):
-    """A product of the model's own, which costs two."""
+    """A product of the model's own, which costs as much as two."""
     return lambda *operands, **options: (product(*operands, **options) + product(*operands, **options)) / 2
 
 
 class Counting(nnx.Module):
-    """Another one, with state."""
+    """A product of the model's own that has state."""
 
     def __init__(self):
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -478,7 +478,7 @@ def test_a_product_of_the_models_own_counts_as_the_layers(make):
 
 
 def test_a_layer_that_is_not_as_it_declares():
-    """Dense, with a kernel of another shape, or with a product that nm.einsum would refuse: counted all the same."""
+    """Dense layers are counted, also with a kernel of another shape or a product that nm.einsum refuses."""
     linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     linear.kernel = nnx.Param(jnp.ones((4, 8)))
     assert nm.nnx.plan(linear, shape(2, 4)).layers[0].flops == 2 * 2 * 4 * 8
@@ -497,8 +497,8 @@ def test_an_einsum_that_is_told_by_its_call():
             return self.project(x, "ti,io->to")
 
     model = abstract(lambda: Net(nnx.Rngs(0)), ("project", "fwd_lhs=mse(2,4); drhs_g=mvue(2,4)"))
-    told = [(s.along, s.groups) for s in nm.nnx.plan(model, shape(12, 16)).layers[0].slots]
-    assert told == [((16,), 12 * 16 // 4), ((12,), 12 * 8 // 4)]
+    plans = [(s.along, s.groups) for s in nm.nnx.plan(model, shape(12, 16)).layers[0].slots]
+    assert plans == [((16,), 12 * 16 // 4), ((12,), 12 * 8 // 4)]
     plan = nm.nnx.plan(model)
     assert [str(s) for s in plan.layers[0].slots] == [
         "fwd_lhs=mse(2,4)\n  tokens unknown",
@@ -531,7 +531,7 @@ FINAL = {
 
 @pytest.mark.parametrize("text", FINAL)
 def test_it_says_what_hardens(text):
-    """As `patterns` does, which raises where there is no final form."""
+    """The plan says what `patterns` says, which raises if there is no final form."""
     model = abstract(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), (".*", text), inside=True)
     (layer,) = nm.nnx.plan(model).layers
     assert layer.hardened == FINAL[text] == nm.nnx.plan(model)._rows()[0][-1]
@@ -580,7 +580,7 @@ def test_an_abstract_vit_is_planned_without_its_parameters():
 
 
 class Loud(nnx.Module):
-    """Long and odd names, many slots, refusals, parameters: all that a plan can say."""
+    """A plan with everything in it: long and odd names, many slots, refusals, parameters."""
 
     def __init__(self, rngs):
         self.encoder_blocks_of_the_vision_tower = nnx.Dict(
@@ -607,7 +607,7 @@ def loud():
 
 
 def columns(said, titles):
-    """The text of every column of a printed table, folded lines joined, and what stands below the table."""
+    """Return the text of every column of a printed table, with folded lines joined, and the lines below the table."""
     lines = said.split("\n")
     rule = next(i for i, line in enumerate(lines) if line.strip() and not line.strip(" ─"))
     end = next(i for i in range(rule, len(lines)) if not lines[i].strip())
@@ -625,9 +625,9 @@ def test_it_prints_within_the_terminal_and_says_everything(loud, width, monkeypa
     assert "…" not in said
     assert "..." not in said
     titles = ("layer", "slots", "left of", "GFLOPs of", "hardened")
-    found, notes = columns(said, titles)
+    texts, notes = columns(said, titles)
     squeezed = ["".join("".join(cells).split()) for cells in zip(*loud._rows(), strict=True)]
-    assert found == squeezed
+    assert texts == squeezed
     assert notes == "".join("".join(loud._notes()).split())
 
 
@@ -647,7 +647,7 @@ def test_the_environment_of_a_notebook_or_a_terminal_does_not_matter(loud, monke
 
 
 class Reader(HTMLParser):
-    """Text by cell, and whether every tag that opens closes."""
+    """A parser that collects the text of cells, and checks that every tag is closed."""
 
     def __init__(self):
         super().__init__(convert_charrefs=True)

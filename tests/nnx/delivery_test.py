@@ -1,4 +1,4 @@
-"""Delivery into flax.nnx: layers of every kind, stacks, traces, time, state, meshes, and what is refused."""
+"""Sparsity in flax.nnx models: layers of every kind, stacks, traces, time and state."""
 
 import chex
 import jax
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sampled
 
 
 def whole(seed, *shape, most=3):
-    """Whole numbers: sums in any order are exact, and equal means equal."""
+    """Return whole numbers. Their sums are exact in any order, so results can be compared for equality."""
     return jnp.asarray(np.random.default_rng(seed).integers(-most, most + 1, shape), jnp.float32)
 
 
@@ -26,7 +26,7 @@ def recipe(text, pattern=".*"):
 
 
 def exact(model):
-    """The model with whole numbers for parameters."""
+    """Give a model whole numbers as parameters."""
     params = nnx.state(model, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
     nnx.update(model, jax.tree.unflatten(tree, [whole(i, *v.shape) for i, v in enumerate(leaves)]))
@@ -94,7 +94,7 @@ CASES += [(conv, m) for m in METHODS if "bi_mask" not in m]  # which refuses fea
 
 @pytest.mark.parametrize(("make", "method"), CASES, ids=lambda v: getattr(v, "__name__", v))
 def test_a_layer_is_its_product(make, method):
-    """Value, dx and dw, with the words, the time and the state that the adapters promise."""
+    """Value, dx and dw are those of the bare product with the same words, time and state."""
     layer, shape, by_hand, contract, out = make()
     layer = exact(layer)
     if layer.bias is not None:
@@ -134,7 +134,7 @@ def test_a_layer_is_its_product(make, method):
 
 
 class Cell(nnx.Module):
-    """Without a bias, so that any axis can stack it."""
+    """A layer without a bias, so that any axis can stack it."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
@@ -149,7 +149,7 @@ def stack(axis, text, depth=3, seed=1):
 
 
 def single(cells, axis, i, text, seed=1):
-    """Layer i by itself, with the words that it has in its stack."""
+    """Return layer i of a stack as a layer of its own, with the words that it has in the stack."""
     cell = Cell(nnx.Rngs(0))
     cell.linear.kernel[...] = jnp.take(cells.linear.kernel[...], i, axis)
     nm.nnx.sparsify(cell, recipe(text), seed=seed)
@@ -176,7 +176,7 @@ def loss_of(y):
     ids=str,
 )
 def test_a_scanned_stack_is_its_layers(axis, text, remat):
-    """Loss and gradients of scan over a stack on any axis, against a loop over layers of their own."""
+    """A scan over a stack on any axis has the loss and the gradients of a loop over separate layers."""
     cells, x = stack(axis, text), whole(2, 8, 16)
     body = nnx.remat(lambda cell, x: cell(x)) if remat else lambda cell, x: cell(x)
 
@@ -220,7 +220,7 @@ def test_layers_of_a_stack_draw_apart_and_hold_apart():
 
 
 def test_an_ensemble():
-    """nnx.vmap over members: as each by itself."""
+    """Each member under nnx.vmap computes what it computes by itself."""
     cells, x = stack(0, "s_ste(2,4)"), whole(2, 8, 16)
     nm.nnx.set_step(cells, 3)
     grads = nnx.vmap(nnx.grad(lambda cell, x: loss_of(cell(x))), in_axes=(0, None))(cells, x)["linear"]["kernel"][...]
@@ -247,7 +247,7 @@ def test_two_stacks_deep():
 
 
 def draws_of(model, x, step, micro=0):
-    """The gradient of every kernel at a step."""
+    """Return the gradient of every kernel at a step."""
 
     @nnx.jit
     def run(model, x, step, micro):
@@ -305,7 +305,7 @@ def test_another_seed_or_step_compiles_nothing_anew():
 
 
 def test_plain_jax_on_a_split_and_donated_state():
-    """Bit for bit what nnx.jit does, over steps with held masks, with the pattern that the docs give."""
+    """The pattern in the docs gives bit for bit the results of nnx.jit, also with held masks."""
     x, text = whole(2, 8, 16), "fst(every=2)"
     model = two(text)
     optimizer = nnx.Optimizer(model, optax.sgd(0.125), wrt=nnx.Param)
@@ -350,7 +350,7 @@ def test_held_masks_change_when_they_should():
 
 
 def test_accumulated_gradients_have_fresh_noise():
-    """Micro-steps of one step: the mean of their gradients, each with noise of its own and the same masks."""
+    """The micro-steps of one step have different noise and the same masks."""
     x = whole(2, 8, 16)
     model = two("fst(every=2)")
     each = [draws_of(model, x, 4, m) for m in range(3)]
@@ -393,7 +393,7 @@ def test_clones_tied_layers_and_averages():
 
 
 def test_arrays_only_where_needed():
-    """Dense and noiseless methods add none, and a dense rule leaves Flax's own function in the door."""
+    """Dense layers and methods without noise add no arrays. A dense rule leaves Flax's function in the door."""
     arrays = lambda text: len(jax.tree.leaves(nnx.state(two(text), nm.nnx.NM)))
     assert [arrays(t) for t in ("dense", "ste(2,4)", "bdwp()", "sdgp(2,4,over='group')")] == [0, 0, 0, 0]
     assert [arrays(t) for t in ("mvue(2,4)", "mdgf(2,4,linear(1,0,9))", "s_ste(2,4)", "fst()")] == [4, 2, 6, 6]
@@ -417,7 +417,7 @@ def test_sparsified_twice_is_the_second():
 
 
 def test_state_is_of_the_weights_at_hand():
-    """Weights loaded after sparsify: reset_state makes scales and masks anew."""
+    """If weights are loaded after sparsify, reset_state makes scales and masks anew."""
     model, other = two(), two()
     for layer in (model.layers[0], other.layers[0]):
         layer.kernel[...] = layer.kernel[...] ** 3

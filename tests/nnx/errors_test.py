@@ -1,4 +1,4 @@
-"""What is refused when a model is made sparse: our own sentence, with path, slot, shape and remedy."""
+"""Errors of sparse models: each names the path, the slot and the shape, and says what to write."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def test_a_rule_that_matches_nothing():
 
 
 def test_all_layers_that_do_not_divide_at_once():
-    """With the reason of each slot, the rules that would leave them dense, and nothing half done."""
+    """The error has each slot's reason and the rules that leave the layers dense. The model is unchanged."""
     model = ResNet((6, 16), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError) as error:
         nm.nnx.sparsify(model, recipe("ste(2,4)"))
@@ -155,7 +155,7 @@ def test_kernels_that_something_normalises():
 
 
 def test_a_stack_whose_axis_the_shape_leaves_open():
-    """Eight layers of 8 x 8: whichever axis is taken silently would prune another one than training does."""
+    """In eight layers of 8 x 8 any axis may be the stack. A wrong guess would prune along a wrong axis."""
     make = lambda rngs: nnx.Linear(8, 8, use_bias=False, rngs=rngs)
     cells = nnx.vmap(make, out_axes=1)(nnx.Rngs(0).split(8))
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_rules_are_printed_as_patterns():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_groups_that_straddle_shards(kind):
-    """24 values on 4 devices are 6 for each: groups of 4 lie on two. Seen at the start, whatever the mesh's axes."""
+    """24 values on 4 devices are 6 for each, so a group of 4 lies on two. It is refused at the start."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(kind,))
     model = nnx.Linear(24, 8, rngs=nnx.Rngs(0))
     model.kernel.set_value(jax.device_put(model.kernel[...], NamedSharding(mesh, P("fsdp", None))))

@@ -1,4 +1,4 @@
-"""Weights as inference will use them: n:m along the right axis, and the training form bit for bit."""
+"""Hardened weights: n:m along the contracted axis, and bit for bit the values of training."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def recipe(text, pattern=".*"):
 
 
 def randomly(model, seed=0):
-    """The model after some training, as it were: other weights than those of its scales and masks."""
+    """Change the weights, as training would, but not the scales and masks."""
     params = nnx.state(model, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
     noise = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ FINAL = (
 
 
 class Three(nnx.Module):
-    """Two matrices and what attention ends in: a kernel of three axes, two of them contracted."""
+    """Two linear layers, and the output layer of attention, whose kernel contracts two of three axes."""
 
     def __init__(self, dtype):
         self.mlp = Mlp(16, 32, dtype=dtype, rngs=nnx.Rngs(0))
@@ -57,7 +57,7 @@ class Three(nnx.Module):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("text", FINAL)
 def test_hardened_is_the_training_form(text, dtype):
-    """Where the method has reached its final form: the same output, from weights that are n:m."""
+    """At a step at which the method is in its final form, the hardened model has the same output."""
     model = Three(dtype)
     nm.nnx.sparsify(model, recipe(text))
     randomly(model)
@@ -85,7 +85,7 @@ def test_hardened_is_the_training_form(text, dtype):
 
 
 def test_masks_are_ranked_in_the_dtype_of_the_product():
-    """In float32 1 and 1.001 differ; in bfloat16 they tie, and the first is kept."""
+    """1 and 1.001 differ in float32. In bfloat16 they tie, and the first is kept."""
     layer = nnx.Linear(4, 1, use_bias=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     layer.kernel[...] = jnp.array([[1.0], [1.001], [0.5], [2.0]])
     hard = nm.nnx.harden(nm.nnx.sparsify(layer, recipe("ste(2,4)")))
@@ -175,7 +175,7 @@ def test_a_masked_convolution():
 
 
 def test_tied_weights():
-    """One array in two layers: hardened once where both agree, refused where they do not."""
+    """An array of two layers is hardened once if both agree, and refused if they do not."""
 
     def tied(second, other=None):
         model = nnx.Dict(
@@ -234,7 +234,7 @@ def test_tied_weights_of_one_rule_that_differ_all_the_same(how):
 
 
 def test_the_dtype_of_a_layers_own_promotion():
-    """Through Flax's other door: the product sees bfloat16, though neither layer nor kernel says so."""
+    """A layer's promote_dtype can give the product bfloat16, though neither layer nor kernel has it."""
     low = lambda args, dtype=None: tuple(None if v is None else v.astype(jnp.bfloat16) for v in args)
     model = nnx.Linear(64, 32, promote_dtype=low, rngs=nnx.Rngs(0))
     nm.nnx.sparsify(model, recipe("ste(2,4)"))

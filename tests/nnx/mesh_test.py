@@ -23,7 +23,7 @@ def whole(seed, *shape):
 
 
 class Parallel(nnx.Module):
-    """A feed-forward block that says where its result is to lie, as explicit axes want it."""
+    """A feed-forward block that names the sharding of its result, as explicit axes demand."""
 
     def __init__(self, result):
         self.up = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
@@ -35,7 +35,7 @@ class Parallel(nnx.Module):
 
 
 def exact(model):
-    """Whole numbers for weights: devices may add up in any order."""
+    """Give a model whole numbers as weights, so that devices may add in any order."""
     params = nnx.state(model, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
     nnx.update(model, jax.tree.unflatten(tree, [whole(i, *v.shape) for i, v in enumerate(leaves)]))
@@ -43,7 +43,7 @@ def exact(model):
 
 
 def sparse(model, text):
-    """Made sparse, with 1 for the scales of S-STE, so that whole numbers stay whole."""
+    """Make a model sparse, with scales of 1 for S-STE, so that whole numbers stay whole."""
     nm.nnx.sparsify(model, nm.Recipe(((".*", text),)), seed=3)
     for layer in (model.up.dot_general, getattr(model.down, "dot_general", None) or model.down.einsum_op):
         for variable in layer.variables():
@@ -53,7 +53,7 @@ def sparse(model, text):
 
 
 def steps(model, x, count=3):
-    """Some steps of training; the parameters and what is held after them."""
+    """Train some steps, and return the parameters and the other variables."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     @jax.jit
@@ -70,7 +70,7 @@ def steps(model, x, count=3):
 
 
 def placed(model, mesh, specs):
-    """Parameters where they belong, before the model is made sparse: masks and scales follow."""
+    """Place the parameters before the model is made sparse, so that masks and scales follow them."""
     for layer, (kernel, bias) in zip((model.up, model.down), specs, strict=True):
         for variable, spec in ((layer.kernel, kernel), (layer.bias, bias)):
             variable.set_value(jax.device_put(variable[...], NamedSharding(mesh, spec)))
@@ -111,7 +111,7 @@ def test_a_mesh_trains_as_one_device_does(text, layout, kind):
 
 @pytest.mark.parametrize("text", METHODS)
 def test_explicit_axes_of_data_and_model(text):
-    """Batch on one mesh axis; both weights on the other, along out- and in-features."""
+    """The batch is sharded on one mesh axis; the weights on the other, along out- and in-features."""
     x = whole(9, 32, 32)
     expected = steps(sparse(exact(Parallel(None)), text), x)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -134,7 +134,7 @@ def test_scales_of_sharded_weights():
 
 
 def test_sharding_metadata_is_the_kernels():
-    """Names of mesh axes, as nnx.get_partition_spec reads them; those of words and time name the stack alone."""
+    """nnx.get_partition_spec reads the names of mesh axes. Words and time name only the axis of the stack."""
     make = nnx.vmap(
         lambda rngs: nnx.Linear(16, 8, kernel_metadata={"out_sharding": ("in", "out")}, rngs=rngs),
         transform_metadata={nnx.PARTITION_NAME: "layers"},
@@ -150,7 +150,7 @@ def test_sharding_metadata_is_the_kernels():
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
 @pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(every=2)"])
 def test_stacks_on_explicit_axes(text, spec):
-    """Shard the stack itself, or an axis of its layers: time, state, masks and final forms are those of one device."""
+    """If the stack or an axis of its layers is sharded, time, state and final forms are those of one device."""
     make = lambda: nnx.vmap(lambda rngs: nnx.Linear(16, 16, use_bias=False, rngs=rngs))(nnx.Rngs(0).split(4))
     rules = nm.Recipe(((".*", text),))
     alone = nm.nnx.sparsify(make(), rules)

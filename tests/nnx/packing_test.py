@@ -1,4 +1,4 @@
-"""A step packs its weights once, whatever the number of its micro-steps, and its numbers do not change by it."""
+"""Weights packed once for all micro-steps of a step. The numbers do not change."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def sparse(text, backend, stacked=False, width=128):
 
 
 def gradients(model, parts, share):
-    """The sum over micro-steps, with weights packed once or every time."""
+    """Return the sum of gradients over micro-steps, with weights packed once or each time."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     now = nnx.merge(graph, params, rest, copy=True)
     nm.nnx.set_step(now, 3)
@@ -48,10 +48,10 @@ def gradients(model, parts, share):
         number, part = numbered
         model = nnx.merge(graph, params, rest, copy=True)
         nm.nnx.set_step(model, 3, number)
-        held = nnx.split(model, nnx.Param, ...)[2]
+        at_step = nnx.split(model, nnx.Param, ...)[2]
 
         def loss(params):
-            model = nnx.merge(graph, params, held, copy=True)
+            model = nnx.merge(graph, params, at_step, copy=True)
             with nm.nnx.packed(model, forms):
                 y = model(part)
             return jnp.mean(y.astype(jnp.float32) ** 2)
@@ -69,7 +69,7 @@ def gradients(model, parts, share):
     [("fwd_rhs=ste(hold(mse(2,4),3))", False), ("s_ste(fp8=True)", True), ("fwd_rhs=ste(mvue(2,4))", True)],
 )
 def test_packed_once_the_numbers_are_the_same(text, stacked):
-    """Of the masks of the step, which are renewed then."""
+    """Masks that are renewed at the step are those that are packed."""
     model, parts = sparse(text, "interpret", stacked), random((2, 128, 128))
     for layer in [model.layers] if stacked else model.layers:
         layer.kernel.set_value(layer.kernel[...] + 0.1 * random(layer.kernel.shape, 5, jnp.float32))
@@ -83,7 +83,7 @@ def test_packed_once_the_numbers_are_the_same(text, stacked):
 @pytest.mark.kernels
 @pytest.mark.parametrize(("text", "count"), [("fwd_rhs=ste(transposable(2,4))", 2), ("s_ste(fp8=True)", 2)])
 def test_forms_are_what_is_multiplied(text, count):
-    """Each of them: of one that is doubled, one of y and dx is double too, and the rest is as it was."""
+    """If one form is doubled, either y or dx is doubled, and nothing else changes."""
     s, x, w, g = nm.parse(text), random((128, 128)), random((128, 128), 1), random((128, 128), 2)
     op, state = as_dot(x, w, PLAIN), s.init(w, contract=0, out=1)
     ctx = nm.Ctx(7, 3, state)
@@ -129,7 +129,7 @@ def test_a_stacks_forms_are_sliced_as_its_kernels():
 
 
 def test_what_was_packed_before_pays_sooner():
-    """And the plan knows: of a step whose micro-steps are too small to pack for themselves."""
+    """The plan says that small micro-steps run packed only if the weights are packed before."""
     with on():
         model = nnx.eval_shape(lambda: sparse("ste(2,4)", "auto", width=4096))
         x = jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16)
@@ -155,7 +155,7 @@ def test_forms_of_another_model_are_refused():
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_micro_steps_do_not_pack_weights(stacked):
-    """On Hopper: of S-STE a layer's forward products take one form, which the scan over micro-steps makes no more."""
+    """On Hopper a layer of S-STE takes one form forward, and the scan over micro-steps does not make it."""
     with on():
         model, parts = (
             nnx.eval_shape(lambda: sparse("s_ste()", "auto", stacked, 2048)),

@@ -1,4 +1,4 @@
-"""People's models, trained: a scanned and rematted transformer, a ResNet with batch norm."""
+"""Training of models: a transformer with scan and remat, and a ResNet with batch norm."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ SGD = optax.sgd(0.1, momentum=0.5)  # one value: optax's closures compare by ide
 
 
 def task(name):
-    """A model and a batch that it can learn by heart."""
+    """Return a model and a batch that it can learn by heart."""
     if name == "gpt":
         model, tokens = GPT(rngs=nnx.Rngs(0)), jax.random.randint(jax.random.key(1), (4, 16), 0, 64)
         loss = lambda model: optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens).mean()
@@ -94,7 +94,7 @@ def test_a_model_trains_hardens_and_resumes(name, tmp_path):
 
 
 def test_masks_for_the_optimizer_and_for_flip_rates():
-    """FST's decay after clipping, and how many of the masks changed."""
+    """Masks serve the decay of FST after clipping, and the flip rate."""
     model, _ = task("gpt")
     nm.nnx.sparsify(model, nm.Recipe(((r"blocks/mlp/.*", "fst(lam=0,every=1)"),)))
     tx = optax.chain(optax.clip_by_global_norm(1.0), nm.optim.masked_decay(1e-2), optax.sgd(0.5))
@@ -135,7 +135,7 @@ def test_virtual_masks_of_a_dense_model():
 
 
 def test_masks_are_those_in_use():
-    """A random forward weight: what the product keeps at this step and micro-step."""
+    """The mask of a random weight is the one that the product uses at this step and micro-step."""
     model = nm.nnx.sparsify(
         nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "fwd_rhs=ste(uniform(2,4))"),))
     )
