@@ -161,12 +161,7 @@ def compared(name: str, results: Path) -> Compared:
 
 
 def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
-    """Return the Markdown of a block, and its pictures as SVG by their names.
-
-    Args:
-        name: The name of its results, such as "sdgp_cpu".
-        results: The folder of the results.
-    """
+    """Return the Markdown of the block of a name such as "sdgp_cpu", and its pictures as SVG by their names."""
     its_study = study(name)
     if hasattr(its_study.module, "figure"):
         return _figure(name, its_study, read(results / f"{name}.jsonl"))

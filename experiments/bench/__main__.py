@@ -13,46 +13,50 @@ RESULTS = Path(__file__).parent.parent / "results"
 TABLES = ("transforms", "delivery", "train", "scale", "kernels", "tune")
 
 
-def main(argv: list[str]) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.bench",
         description=bench.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=TABLES)
-    parser.add_argument(
-        "--size", type=int, default=4096, help="transforms: rows and columns of the arrays (default 4096)"
-    )
-    parser.add_argument("--config", action="append", help="train, scale: a page of configs/, with a variant perhaps")
-    parser.add_argument("--dir", default="", help="train, scale: where data lies, as --config.data.dir")
-    parser.add_argument("--sizes", default="4096,8192,16384", help="kernels: n of the products n x n x n")
-    parser.add_argument("--quick", action="store_true", help="kernels: fewer cases, and smaller ones")
-    parser.add_argument(
-        "--only",
-        default="",
-        help="kernels: some stages, as a,c: a products and b packing against float64, c speed of products, d cuSPARSELt, e speed of packing, f a feed-forward block",
-    )
-    parser.add_argument("--shapes", help="tune: layers as tokens x in x out, such as '8192x1024x4096 8192x4096x1024'")
-    parser.add_argument("--ship", action="store_true", help="tune: write the package's table, not one's own")
-    parser.add_argument("--minutes", type=float, default=8, help="tune: when to begin no more (default 8)")
-    parser.add_argument("--rounds", type=int, default=9, help="how often everything is timed (default 9)")
-    parser.add_argument("--save", metavar="NAME", nargs="?", const="", help="also write experiments/results/NAME.md")
+    add = parser.add_argument
+    add("what", choices=TABLES)
+    add("--size", type=int, default=4096, help="transforms: rows and columns of the arrays (default 4096)")
+    add("--config", action="append", help="train, scale: a page of configs/, with or without a variant")
+    add("--dir", default="", help="train, scale: the folder of the data, as --config.data.dir")
+    add("--sizes", default="4096,8192,16384", help="kernels: n of the products n x n x n")
+    add("--quick", action="store_true", help="kernels: fewer and smaller cases")
+    stages = "a products and b packing against float64, c speed of products, d cuSPARSELt, e speed of packing, "
+    add("--only", default="", help=f"kernels: some stages, such as a,c: {stages}f a feed-forward block")
+    add("--shapes", help="tune: layers as tokens x in x out, such as '8192x1024x4096 8192x4096x1024'")
+    add("--ship", action="store_true", help="tune: write the package's table instead of the user's own")
+    add("--minutes", type=float, default=8, help="tune: begin no shape after so many minutes (default 8)")
+    add("--rounds", type=int, default=9, help="how often everything is timed (default 9)")
+    add("--save", metavar="NAME", nargs="?", const="", help="also write experiments/results/NAME.md")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run a benchmark, print its tables, and return the exit code."""
+    parser = _parser()
     args = parser.parse_args(argv)
     command = shlex.join(["python", "-m", "experiments.bench", *argv])
     path = None if args.save is None else RESULTS / (args.save or args.what)
-    module = import_module(f"experiments.bench.{args.what}")  # alone: others want packages that may not be here
+    module = import_module(f"experiments.bench.{args.what}")  # not the others: they may need packages that are missing
+    if args.shapes and args.what != "tune":
+        parser.error("--shapes belongs to tune. kernels has --sizes.")
     try:
         sizes = tuple(int(n) for n in args.sizes.split(","))
-        shapes = module.of_text(args.shapes) if args.what == "tune" and args.shapes else None
+        shapes = module.of_text(args.shapes) if args.shapes else None
     except ValueError as error:
         parser.error(f"--sizes={args.sizes} and --shapes={args.shapes}: {error}")
-    if args.shapes and args.what != "tune":
-        parser.error("--shapes are tune's; kernels has --sizes.")
     if args.what == "kernels":
         only = args.only.replace(",", " ").split()
-        if unknown := set(only) - set(module.STAGES):
-            parser.error(f"--only: there are the stages {', '.join(module.STAGES)}, not {', '.join(sorted(unknown))}.")
-        return int(not module.kernels(sizes, args.rounds, args.quick, only, path, command)[1])
+        unknown = sorted(set(only) - set(module.STAGES))
+        if unknown:
+            parser.error(f"--only: {', '.join(unknown)} is none of the stages {', '.join(module.STAGES)}.")
+        _, complete = module.kernels(sizes, args.rounds, args.quick, only, path, command)
+        return 0 if complete else 1
     tables = {
         "transforms": lambda: module.transforms(args.size, args.rounds),
         "delivery": lambda: module.delivery(args.rounds),

@@ -1,4 +1,4 @@
-"""What making a model sparse costs: a training step over the untouched model's, tracing, planning."""
+"""The cost of sparse models: a training step and its tracing, over those of the untouched model; and planning."""
 
 import time
 from functools import partial
@@ -11,15 +11,16 @@ from flax import nnx
 import nmjax as nm
 from experiments.bench.measure import best_times, markdown
 
-DENSE_PATCH = (r"patches", nm.methods.dense())  # 3 colours are no groups of 4
+DENSE_PATCH = (r"patches", nm.methods.dense())  # 3 colours cannot be split into groups of 4
 
 
-def vit(size: str, **sizes):
+def vit(size: str, **sizes: int) -> nm.models.ViT:
+    """Return a vision transformer of a size, with changes."""
     return nm.models.ViT(**nm.models.vit.SIZES[size] | sizes, pool="mean", rngs=nnx.Rngs(0))
 
 
 def delivery(rounds: int) -> str:
-    """All tables of ``bench delivery``."""
+    """Return the tables of ``bench delivery``."""
     recipes = {
         "untouched": None,
         "every rule dense": nm.Recipe(((r".*", "dense"),)),
@@ -53,22 +54,23 @@ def delivery(rounds: int) -> str:
     }
     first = markdown(
         "A training step",
-        "ViT of 4 blocks, 192 wide, 32 images of 64 patches, AdamW: over the model that knows nothing of nmjax. Aim: every rule "
-        "dense 1.01, 1 and 1.6; s_ste on every linear 1.25 in time.",
+        "ViT of 4 blocks, 192 wide, 32 images of 64 patches, AdamW: over the model that knows nothing of nmjax. Aim: "
+        "every rule dense 1.01, 1 and 1.6; s_ste on every linear 1.25 in time.",
         rows, ["", "time", "temporary memory", "trace and lower", "absolute"],
     )  # fmt: skip
     start = time.perf_counter()
     make = lambda: nm.nnx.sparsify(vit("B", image=224, patch=16, classes=1000), recipes["s_ste() on feed-forward"])
     model = nnx.eval_shape(make)
-    made = time.perf_counter()
+    sparsified = time.perf_counter()
     plan = nm.nnx.plan(model, jax.ShapeDtypeStruct((8, 224, 224, 3), jnp.float32))
     planned = time.perf_counter()
-    note = f"Made abstractly and sparsified in {made - start:.1f} s, planned in {planned - made:.1f} s (aim: 5 s)."
+    seconds = sparsified - start, planned - sparsified
+    note = "Made abstractly and sparsified in {:.1f} s, planned in {:.1f} s (aim: 5 s).".format(*seconds)
     return "\n".join((first, f"## The plan of ViT-B/16\n\n{note}\n\n```\n{plan}\n```\n"))
 
 
 def _training(model, x):
-    """A step of AdamW as a function of arrays, and its arguments."""
+    """Return a step of AdamW as a function of arrays, and its arguments."""
     labels, optimizer = jnp.arange(x.shape[0]) % 10, optax.adamw(1e-3)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 

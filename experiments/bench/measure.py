@@ -1,4 +1,4 @@
-"""How things are timed and tabled."""
+"""Timing of functions, and tables of the times."""
 
 import datetime
 import os
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def best_times(calls: dict[str, Callable], rounds: int) -> dict[str, float]:
-    """The best time of each, all of them timed in turn. What takes half a second is timed once."""
+    """Return the best time of each call in seconds. All are timed in turn. A call of half a second is timed once."""
     for call in calls.values():
         jax.block_until_ready(call())
     best = dict.fromkeys(calls, float("inf"))
@@ -32,8 +32,14 @@ def best_times(calls: dict[str, Callable], rounds: int) -> dict[str, float]:
 def in_turn(
     calls: dict[str, Callable], rounds: int, seconds: float = 0.03, wait: Callable = jax.block_until_ready
 ) -> dict[str, list[float]]:
-    """Seconds a call of each, round by round, all of them timed in turn. In a round each is called as often as takes about
-    ``seconds``, and the last result is waited for: a device does what it is given in order."""
+    """Return the seconds of one call of each, round by round. All are timed in turn.
+
+    Args:
+        calls: The functions.
+        rounds: How many rounds.
+        seconds: In a round each is called as often as takes about this time.
+        wait: Waits for the last result of a round. A device works in order, so the others are ready then too.
+    """
     counts = {}
     for name, call in calls.items():
         _seconds(call, 1, wait)
@@ -45,22 +51,26 @@ def in_turn(
     return times
 
 
-def _seconds(call, count, wait):
-    """Seconds a call, of so many without a pause."""
+def _seconds(call: Callable, count: int, wait: Callable) -> float:
+    """Return the seconds of one call, as a mean over some without a pause."""
     start = time.perf_counter()
     for _ in range(count):
-        made = call()
-    wait(made)
+        result = call()
+    wait(result)
     return (time.perf_counter() - start) / count
 
 
 def speedup(times: list[float], base: list[float]) -> float:
-    """How many times faster than the base: the median of what every round says."""
+    """Return how many times faster than the base it is: the median of the rounds' ratios."""
     return statistics.median(b / t for t, b in zip(times, base, strict=True))
 
 
 def compiled(programs: dict) -> dict:
-    """Jitted functions and their arguments, compiled side by side; in the place of one that fails, its exception."""
+    """Compile programs side by side. In the place of a program that fails stands its exception.
+
+    Args:
+        programs: For each name a jitted function and its arguments.
+    """
 
     def one(program):
         jitted, *arguments = program
@@ -74,36 +84,49 @@ def compiled(programs: dict) -> dict:
 
 
 def in_short(error: BaseException) -> str:
-    """What went wrong: the type, and 300 characters."""
+    """Return an error's type, and 300 characters of its message."""
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def in_copies(functions: dict[str, Callable], x, rounds: int) -> dict[str, float]:
-    """What each function of x costs, in copies of x."""
+def in_copies(functions: dict[str, Callable], x: jax.Array, rounds: int) -> dict[str, float]:
+    """Return what each function of x costs, in copies of x."""
     calls = {name: partial(jax.jit(f), x) for name, f in {"copy": lambda x: x * 1.0001, **functions}.items()}
     times = best_times(calls, rounds)
     return {name: times[name] / times["copy"] for name in functions}
 
 
 def markdown(title: str, note: str, rows: dict[str, list], head: list[str]) -> str:
-    show = lambda v: "" if v is None else v if isinstance(v, str) else f"{v:.2f}"
+    """Return a table with its title and a note.
+
+    Args:
+        title: The title.
+        note: The text between the title and the table.
+        rows: For each name its cells: texts, numbers, or None for an empty one.
+        head: The columns' titles.
+    """
     lines = [f"## {title}", "", note, "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join([name, *map(show, values)]) + " |" for name, values in rows.items()]
+    lines += ["| " + " | ".join([name, *map(_shown, values)]) + " |" for name, values in rows.items()]
     return "\n".join([*lines, ""])
 
 
+def _shown(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.2f}"
+
+
 def machine() -> str:
-    """Where and when, for the head of a results file."""
+    """Return the date, the device and the versions, for the head of a file of results."""
     cpu = next(
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
     )
     device = jax.devices()[0]
-    return (
-        f"{datetime.date.today()} · {device.device_kind if device.platform != 'cpu' else cpu}, {len(jax.devices())} device(s), "
-        f"{os.cpu_count()} cores · Python {platform.python_version()}, jax {jax.__version__}, numpy {np.__version__}"
-    )
+    name = cpu if device.platform == "cpu" else device.device_kind
+    devices = f"{name}, {len(jax.devices())} device(s), {os.cpu_count()} cores"
+    versions = f"Python {platform.python_version()}, jax {jax.__version__}, numpy {np.__version__}"
+    return f"{datetime.date.today()} · {devices} · {versions}"
 
 
-def _lines(path):
+def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []

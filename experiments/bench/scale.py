@@ -1,4 +1,4 @@
-"""How runs grow: what devices tell each other in a step, what a device holds, what saving and starting again cost."""
+"""The cost of many devices: their collectives in a step, the memory of each; and of saving and of starting again."""
 
 import importlib
 import json
@@ -27,66 +27,85 @@ from experiments.training.program import Program
 
 PAGES = ["configs/vit_sste.py"]
 COUNTS = (1, 2, 4, 8)
-SAVES, EVERY = 4, (10, 100)  # so many in a run, after so many steps each
-SHORT = ["--config.epochs=0", "--config.steps=4", "--config.evaluate=4", "--config.measure=2", "--config.learning_rate.warmup=0"]  # fmt: skip
+SAVES, EVERY = 4, (10, 100)  # so many checkpoints in a run, each after so many steps
+SHORT = [f"--config.{change}" for change in ("epochs=0", "steps=4", "evaluate=4", "measure=2")]
+SHORT.append("--config.learning_rate.warmup=0")
 PARTS = ("imports", "data", "plan", "tracing", "lowering", "compiling", "first step")
 
 
 def scale(pages: list[str], directory: str, rounds: int) -> str:
-    """All tables of ``bench scale``."""
+    """Return the tables of ``bench scale``."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the devices
     counts = COUNTS if jax.default_backend() == "cpu" else [n for n in COUNTS if n <= jax.device_count()]
-    data, found, stalls, starts, parts = f"--config.data.dir={directory}", {}, {}, {}, {}
+    data, steps, stalls, starts, parts = f"--config.data.dir={directory}", {}, {}, {}, {}
     for page in pages:
         for n in counts:
             for name, words in meshes(n).items():
-                found[page, name] = apart(n, "step", page, str(rounds), data, *words)
+                steps[page, name] = apart(n, "step", page, str(rounds), data, *words)
         for every in EVERY:
-            stalls[f"{page}, every {every} steps"] = stall(made(page, data), every)
-        for one in dict.fromkeys((page.partition(":")[0] + ":smoke", page)):
-            pairs = []
-            for _ in range(2):  # in turn: machines are noisy
-                with tempfile.TemporaryDirectory() as folder:
-                    pairs.append([restart(one, data, folder) for _ in ("cold", "warm")])
-                    parts[one] = apart(1, "start", one, str(time.monotonic()), data, *SHORT, cache=folder)
-            cold, warm = map(min, zip(*pairs, strict=True))
-            starts[one] = [warm / cold, f"{cold:.1f} s", f"{warm:.1f} s"]
+            stalls[f"{page}, every {every} steps"] = stall(make_program(page, data), every)
+        for variant in dict.fromkeys((page.partition(":")[0] + ":smoke", page)):
+            starts[variant], parts[variant] = _restarts(variant, data)
+    return "\n".join([_steps(steps), _memory(steps), *_saving(stalls, starts, parts)])
+
+
+def _restarts(page: str, data: str) -> tuple[list, list[float]]:
+    """Return the row of cold and warm starts of a page, and the seconds of the parts of a warm one."""
+    pairs, parts = [], []
+    for _ in range(2):  # in turn: machines are noisy
+        with tempfile.TemporaryDirectory() as folder:
+            pairs.append([restart(page, data, folder) for _ in ("cold", "warm")])
+            parts = apart(1, "start", page, str(time.monotonic()), data, *SHORT, cache=folder)
+    cold, warm = map(min, zip(*pairs, strict=True))
+    return [warm / cold, f"{cold:.1f} s", f"{warm:.1f} s"], parts
+
+
+def _saving(stalls: dict, starts: dict, parts: dict) -> list[str]:
     saving = (
-        f"The longest time between two steps while {SAVES} checkpoints are written, over the median step without any; and the "
-        "share of all time that the loop waited for them. Every step's loss is waited for."
+        f"The longest time between two steps while {SAVES} checkpoints are written, over the median step without any; "
+        "and the share of all time that the loop waited for them. Every step's loss is waited for."
     )
-    again = "To the first step, as launch.py tells it: with what was compiled kept, over without, the better of two each. Aim: 0.40."
+    again = (
+        "To the first step, as launch.py tells it: with what was compiled kept, over without, the better of two each. "
+        "Aim: 0.40."
+    )
     whole = (
-        "Seconds of a start that finds everything compiled, one thing after another; a run traces, lowers and reads four "
-        "programs side by side."
+        "Seconds of a start that finds everything compiled, one thing after another; a run traces, lowers and reads "
+        "four programs side by side."
     )
-    return "\n".join([
-        _steps(found), _memory(found),
+    return [
         markdown("Saving", saving, stalls, ["", "longest", "share", "a step", "a checkpoint"]),
         markdown("Starting again", again, starts, ["", "warm over cold", "cold", "warm"]),
         markdown("What the time goes to", whole, parts, ["", *PARTS]),
-    ])  # fmt: skip
+    ]
 
 
 def meshes(n: int) -> dict[str, list[str]]:
-    """How so many devices are arranged."""
+    """Return the meshes of so many devices: their names, and the words of a command that set them."""
     if n == 1:
         return {"1 device": []}
-    found = {f"{n} x data": [], f"{n} x fsdp": [f"--config.mesh.fsdp={n}"]}
-    found[f"{n} x fsdp, 2 micro-batches"] = [f"--config.mesh.fsdp={n}", "--config.accumulate=2"]
-    found[f"{n // 2} x data, 2 x tensor" if n > 2 else "2 x tensor"] = ["--config.mesh.tensor=2"]
-    return found
+    words = {f"{n} x data": [], f"{n} x fsdp": [f"--config.mesh.fsdp={n}"]}
+    words[f"{n} x fsdp, 2 micro-batches"] = [f"--config.mesh.fsdp={n}", "--config.accumulate=2"]
+    words[f"{n // 2} x data, 2 x tensor" if n > 2 else "2 x tensor"] = ["--config.mesh.tensor=2"]
+    return words
 
 
 def apart(n: int, what: str, *words: str, cache: str = "") -> Any:
-    """What a process of its own finds, which sees so many devices."""
-    here = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(n)))}
+    """Run `step` or `start` in a process of its own, and return its result.
+
+    Args:
+        n: How many devices the process sees.
+        what: "step" or "start".
+        words: Its arguments.
+        cache: A folder for compiled programs; "" for none.
+    """
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(n)))}
     if jax.default_backend() == "cpu":
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n}"
-        here = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        devices = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-m", "experiments.bench.scale", what, *words],
-        cwd=command.ROOT, env=os.environ | here | _caching(cache), capture_output=True, text=True,
+        cwd=command.ROOT, env=os.environ | devices | _caching(cache), capture_output=True, text=True,
     )  # fmt: skip
     if ran.returncode:
         raise Mistake(f"{' '.join(words)} on {n} devices: {ran.stderr.strip()[-300:]}")
@@ -94,10 +113,13 @@ def apart(n: int, what: str, *words: str, cache: str = "") -> Any:
 
 
 def _caching(folder: str) -> dict[str, str]:
-    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"} if folder else {}
+    if not folder:
+        return {}
+    return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
 
 
-def made(page: str, *words: str) -> Program:
+def make_program(page: str, *words: str) -> Program:
+    """Return the program of a page, with changes as in a command."""
     config = command.read(["launch.py", f"--config={page}", *words]).config
     return Program(config, tasks.task(config))
 
@@ -106,31 +128,34 @@ def made(page: str, *words: str) -> Program:
 
 
 def least(program: Program) -> dict[str, float]:
-    """The bytes that a device cannot but send in a step, by kind, in float32. Gradients are summed over all devices that have
-    their parameter: in parts, where it is cut by fsdp, and then it is gathered, once. A product that is cut along what it sums over
-    (down and out, and backward what comes before them) is summed over tensor."""
+    """Return the least bytes that a device has to send in a step, by kind of collective, with parameters in float32.
+
+    Gradients are summed over all devices that have their parameter. If fsdp cuts the parameter, they are summed in
+    parts, and the parameter is gathered once. A product that tensor cuts along its contraction (down and out, and in
+    the backward pass the layers before them) is summed over tensor.
+    """
     data, fsdp, tensor = (program.mesh.shape[name] for name in ("data", "fsdp", "tensor"))
-    ring, found = lambda n: (n - 1) / n, Counter(dict.fromkeys(KINDS, 0.0))
+    ring, sent = lambda n: (n - 1) / n, Counter(dict.fromkeys(KINDS, 0.0))
     for leaf in jax.tree.leaves(program.shapes.params):
         size, cut = leaf.size * leaf.dtype.itemsize, leaf.sharding.spec
         size /= tensor if "tensor" in cut else 1
         if "fsdp" in cut:
-            found["all-gather"] += size * ring(fsdp)
-            found["reduce-scatter"] += size * ring(fsdp)
-            found["all-reduce"] += 2 * size / fsdp * ring(data)
+            sent["all-gather"] += size * ring(fsdp)
+            sent["reduce-scatter"] += size * ring(fsdp)
+            sent["all-reduce"] += 2 * size / fsdp * ring(data)
         else:
-            found["all-reduce"] += 2 * size * ring(data * fsdp)
+            sent["all-reduce"] += 2 * size * ring(data * fsdp)
     for layer in program.plan.layers if tensor > 1 else ():
         if CUT[1][0].search(layer.path):
             width = 4 if program.config.dtype == "float32" else 2
             out = layer.flops / (2 * layer.kernel[-2]) * width / data / fsdp
-            found["all-reduce"] += 2 * program.config.accumulate * out * 2 * ring(tensor)
-    return dict(found)
+            sent["all-reduce"] += 2 * program.config.accumulate * out * 2 * ring(tensor)
+    return dict(sent)
 
 
 def step(page: str, rounds: str, *words: str) -> dict:
-    """What a step of a page does on the devices that are here, and what it takes."""
-    program = made(page, *words)
+    """Return the time, collectives, state and memory of a step of a page on all devices of this process."""
+    program = make_program(page, *words)
     arrays = next(iter(program.task.feed(0, 0, program.mesh)))
     compiled = program.train.lower(program.shapes, arrays).compile()
     state, best = program.init(jnp.uint32(0)), math.inf
@@ -141,66 +166,78 @@ def step(page: str, rounds: str, *words: str) -> dict:
         best = min(best, time.perf_counter() - start)
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(program.shapes)]
     size = lambda leaf, shape: math.prod(shape) * leaf.dtype.itemsize
-    whole = [(size(leaf, leaf.shape), name) for name, leaf in named if leaf.sharding.shard_shape(leaf.shape) == leaf.shape]  # fmt: skip
+    uncut = [(name, leaf) for name, leaf in named if leaf.sharding.shard_shape(leaf.shape) == leaf.shape]
+    whole = [(size(leaf, leaf.shape), name) for name, leaf in uncut]
     memory = compiled.memory_analysis()
     return {
         "seconds": best,
         "least": least(program),
         "collectives": collectives(compiled.as_text()),
         "total": sum(size(leaf, leaf.shape) for _, leaf in named),
-        "held": sum(size(leaf, leaf.sharding.shard_shape(leaf.shape)) for _, leaf in named),
+        "share": sum(size(leaf, leaf.sharding.shard_shape(leaf.shape)) for _, leaf in named),
         "whole": sorted(whole, reverse=True)[:3],
         "memory": memory and [memory.argument_size_in_bytes, memory.temp_size_in_bytes],
     }
 
 
-def _steps(found: dict) -> str:
+def _steps(steps: dict) -> str:
+    """Return the table of the collectives. Kinds that send more than 1.1 of the least are listed below it."""
     rows, beyond = {}, []
-    for (page, name), told in found.items():
-        told["collectives"] = [Collective(*row) for row in told["collectives"]]
+    for (page, name), result in steps.items():
+        collected = [Collective(*row) for row in result["collectives"]]
         counts, moved = Counter(), Counter()
-        for row in told["collectives"]:
+        for row in collected:
             counts[row.kind] += row.times
             moved[row.kind] += row.times * row.moved
-        wanted, sent = sum(told["least"].values()), sum(moved.values())
-        spared = told["least"]["reduce-scatter"] * (not counts["reduce-scatter"])
-        ratio = lambda sent, wanted=wanted: sent / wanted if wanted else None
+        wanted, sent = sum(result["least"].values()), sum(moved.values())
+        spared = 0 if counts["reduce-scatter"] else result["least"]["reduce-scatter"]
+        ratios = [sent / wanted, (sent - spared) / wanted] if wanted else [None, None]
         cells = [f"{counts[kind]}: {moved[kind] / 1e6:.3f}" if counts[kind] else "" for kind in KINDS[:3]]
-        others = ", ".join(f"{counts[kind]} {kind}: {moved[kind] / 1e6:.3f}" for kind in KINDS[3:] if counts[kind])
-        rows[f"{page} {name}"] = [*cells, others, f"{wanted / 1e6:.3f}", ratio(sent), ratio(sent - spared),
-                                  told["seconds"] / found[page, "1 device"]["seconds"]]  # fmt: skip
-        for kind in KINDS if wanted and sent - spared > 1.1 * wanted else ():
-            of = sorted((r for r in told["collectives"] if r.kind == kind), key=lambda row: -row.moved * row.times)
-            if moved[kind] > 1.1 * told["least"][kind]:
-                shown = "; ".join(f"{row.times} x {row.shape[:60]} of `{row.name[-60:]}`" for row in of[:3])
-                beyond.append(
-                    f"- {page} {name}, {kind}: {moved[kind] / 1e6:.3f} MB, least {told['least'][kind] / 1e6:.3f}: {shown}"
-                )
+        cells.append(", ".join(f"{counts[kind]} {kind}: {moved[kind] / 1e6:.3f}" for kind in KINDS[3:] if counts[kind]))
+        slower = result["seconds"] / steps[page, "1 device"]["seconds"]
+        rows[f"{page} {name}"] = [*cells, f"{wanted / 1e6:.3f}", *ratios, slower]
+        if wanted and sent - spared > 1.1 * wanted:
+            beyond += [f"- {page} {name}, {excess}" for excess in _excesses(collected, moved, result["least"])]
     table = markdown(
         "A step on several devices",
-        "How many collectives the compiled step has, and the megabytes that each device sends by them; the least that it can send, and "
-        "what is sent over that. XLA's compiler for CPUs scatters no sums: it reduces whole gradients, which is twice the bytes, and "
-        "cuts them; the next column counts these as scattered. The time is that of one device over: where devices are virtual they "
-        "share the same cores, and it tells only what cutting costs.",
+        "How many collectives the compiled step has, and the megabytes that each device sends by them; the least that "
+        "it can send, and what is sent over that. XLA's compiler for CPUs scatters no sums: it reduces whole "
+        "gradients, which is twice the bytes, and cuts them; the next column counts these as scattered. The time is "
+        "that of one device over: where devices are virtual they share the same cores, and it tells only what cutting "
+        "costs.",
         rows, ["", *KINDS[:3], "others", "least MB", "over least", "scattered", "time"],
     )  # fmt: skip
     return table + ("\nBeyond 1.1 of the least:\n\n" + "\n".join(beyond) + "\n" if beyond else "")
 
 
-def _memory(found: dict) -> str:
+def _excesses(collected: list[Collective], moved: Counter, least_bytes: dict[str, float]) -> list[str]:
+    """Return a text for each kind that sends more than 1.1 of its least, with its three largest collectives."""
+    texts = []
+    for kind in KINDS:
+        if moved[kind] > 1.1 * least_bytes[kind]:
+            rows = sorted((row for row in collected if row.kind == kind), key=lambda row: -row.moved * row.times)
+            shown = "; ".join(f"{row.times} x {row.shape[:60]} of `{row.name[-60:]}`" for row in rows[:3])
+            texts.append(f"{kind}: {moved[kind] / 1e6:.3f} MB, least {least_bytes[kind] / 1e6:.3f}: {shown}")
+    return texts
+
+
+def _memory(steps: dict) -> str:
     rows = {}
-    for (page, name), told in found.items():
-        n, one = int(name.split()[0]), found[page, "1 device"]
-        if name.endswith("fsdp") or n == 1:
-            uncut = ", ".join(f"{name} {size:,} B" for size, name in told["whole"]) if n > 1 else ""
-            over = (
-                [a / b for a, b in zip(told["memory"], one["memory"], strict=True)] if told["memory"] else [None, None]
-            )
-            rows[f"{page} {name}"] = [told["held"] / (told["total"] / n), f"{told['held'] / 1e6:.3f} MB", *over, uncut]
+    for (page, name), result in steps.items():
+        n, single = int(name.split()[0]), steps[page, "1 device"]
+        if not name.endswith("fsdp") and n > 1:
+            continue
+        uncut = ", ".join(f"{name} {size:,} B" for size, name in result["whole"]) if n > 1 else ""
+        over = [None, None]
+        if result["memory"]:
+            over = [a / b for a, b in zip(result["memory"], single["memory"], strict=True)]
+        state = f"{result['share'] / 1e6:.3f} MB"
+        rows[f"{page} {name}"] = [result["share"] / (result["total"] / n), state, *over, uncut]
     return markdown(
         "What a device holds",
-        "The state of a run on each device, over its n-th part; arguments and temporary memory of the compiled step, over those on one "
-        "device, where the batch is n times as large and the training data lie whole; and the largest arrays that are not cut.",
+        "The state of a run on each device, over its n-th part; arguments and temporary memory of the compiled step, "
+        "over those on one device, where the batch is n times as large and the training data lie whole; and the "
+        "largest arrays that are not cut.",
         rows, ["", "state over ideal", "state", "arguments", "temporary", "whole"],
     )  # fmt: skip
 
@@ -209,7 +246,7 @@ def _memory(found: dict) -> str:
 
 
 def stall(program: Program, every: int) -> list:
-    """What saving every so many steps costs."""
+    """Return the row of a run that saves every so many steps."""
     arrays, state = next(iter(program.task.feed(0, 0, program.mesh))), program.init(jnp.uint32(0))
 
     def steps(state, save) -> tuple:
@@ -217,13 +254,14 @@ def stall(program: Program, every: int) -> list:
         for i in range(1, SAVES * every + 1):
             state, shown = program.train(state, arrays)
             jax.block_until_ready(shown["loss"])
-            times.append((now := time.perf_counter()) - last)
+            now = time.perf_counter()
+            times.append(now - last)
             last = now
             if save and i % every == 0:
                 save(i, state)
         return state, times, time.perf_counter() - last
 
-    state, _, _ = steps(state, None)  # compiled by then
+    state, _, _ = steps(state, None)  # compiles
     state, alone, _ = steps(state, None)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints, waited = Checkpoints(Path(folder)), []
@@ -233,7 +271,7 @@ def stall(program: Program, every: int) -> list:
             checkpoints.save(i, state, [], best=False)
             waited.append(time.perf_counter() - start)
 
-        checkpoints.save(0, state, [], best=False)  # Orbax is imported by then
+        checkpoints.save(0, state, [], best=False)  # imports Orbax
         checkpoints.wait()
         state, times, rest = steps(state, save)
         checkpoints.close()
@@ -244,17 +282,23 @@ def stall(program: Program, every: int) -> list:
 
 
 def restart(page: str, data: str, cache: str) -> float:
-    """Seconds to the first step, as a run itself tells them."""
+    """Return the seconds to the first step, as a run itself reports them."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--config={page}", data, f"--workdir={folder}/run", *SHORT]
         subprocess.run([sys.executable, "launch.py", *words], cwd=command.ROOT, env=os.environ | _caching(cache),
                        stdout=subprocess.DEVNULL, check=True)  # fmt: skip
-        told = dict(json.loads((Path(folder) / "run/run.json").read_text())["summary"])
-    return float(told["first step"].split()[1])
+        summary = dict(json.loads((Path(folder) / "run/run.json").read_text())["summary"])
+    return float(summary["first step"].split()[1])
 
 
 def start(page: str, began: str, *words: str) -> list[float]:
-    """What a start does, one thing after another, in a process that began at that time."""
+    """Return the seconds of each of PARTS of a start.
+
+    Args:
+        page: The page.
+        began: The time at which the process began, of the monotonic clock.
+        words: Changes as in a command.
+    """
     importlib.import_module("experiments.training.modes")  # as launch.py does
     config = command.read(["launch.py", f"--config={page}", *words]).config
     times, last = dict.fromkeys(PARTS, 0.0), float(began)
@@ -270,9 +314,10 @@ def start(page: str, began: str, *words: str) -> list[float]:
     program = spent("plan", Program(config, task))
     arrays = spent("data", next(iter(task.feed(0, 0, program.mesh))))
     jobs = [(program.train, (program.shapes, arrays)), (program.init, (jnp.uint32(0),))]
-    jobs += [(program.measure, (program.shapes, arrays)), (program.masks, (program.shapes,))] * (program.measures > 0)
-    for function, given in jobs:
-        traced = spent("tracing", function.trace(*given))
+    if program.measures:
+        jobs += [(program.measure, (program.shapes, arrays)), (program.masks, (program.shapes,))]
+    for function, arguments in jobs:
+        traced = spent("tracing", function.trace(*arguments))
         lowered = spent("lowering", traced.lower())
         spent("compiling", lowered.compile())
     jax.block_until_ready(program.train(program.init(jnp.uint32(0)), arrays))

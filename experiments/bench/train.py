@@ -1,10 +1,12 @@
-"""What a training step of a run costs: sparse, dense, and written out by hand with Optax alone."""
+"""The cost of a training step of a run: sparse, dense, and written by hand with Optax alone."""
 
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +20,34 @@ from experiments.training import settings, tasks
 from experiments.training.program import Program
 
 PAGES = ["configs/vit_sste.py", "configs/resnet_24.py", "configs/gpt_sste.py"]
-STEPS = 5  # of each in turn
+STEPS = 5  # of each, in a round
 
 
 def train(pages: list[str], directory: str, rounds: int) -> str:
-    """All tables of ``bench train``."""
+    """Return the tables of ``bench train``."""
     rows = {}
     for page in pages:
         rows |= one(page, directory, rounds)
     steps = markdown(
         "A training step",
-        "Over the plain step: the same model, batches and optimizer in a page of Flax and Optax, nothing of this repository but "
-        "the model and the batch. Aim: dense 1.03. While they are timed, JAX refuses transfers between host and device.",
+        "Over the plain step: the same model, batches and optimizer in a page of Flax and Optax, nothing of this "
+        "repository but the model and the batch. Aim: dense 1.03. While they are timed, JAX refuses transfers between "
+        "host and device.",
         rows, ["", "time", "temporary memory", "a second", "a step"],
     )  # fmt: skip
     starts = {page: started(page, directory) for page in pages}
     return steps + "\n" + markdown(
         "From start to first step",
-        "Seconds from the start of the process: to the first step done and written; and to the end of a run of that one step, "
-        "evaluated, saved and reported.", starts, ["", "first step", "whole run"],
+        "Seconds from the start of the process: to the first step done and written; and to the end of a run of that "
+        "one step, evaluated, saved and reported.", starts, ["", "first step", "whole run"],
     )  # fmt: skip
 
 
 def one(page: str, directory: str, rounds: int) -> dict[str, list]:
-    """A page's step, its dense twin's, and the plain one's."""
+    """Return the rows of a page: its step, the same step dense, and the plain one."""
     config = command.load(page)
     if jax.device_count() > 1 or config.accumulate > 1:
-        raise Mistake("bench train is of one device and whole batches: the plain step has no more.")
+        raise Mistake("bench train needs one device and config.accumulate=1, because the plain step has no more.")
     config.data.dir = directory
     task = tasks.task(config)
     dense = config.copy_and_resolve_references()
@@ -79,8 +82,8 @@ def one(page: str, directory: str, rounds: int) -> dict[str, list]:
     }
 
 
-def plain(program: Program, task):
-    """The step that a person writes who has the model and the batches, with the optimizer of the config."""
+def plain(program: Program, task: Any) -> tuple[Callable, tuple]:
+    """Return the step that a person would write with the model, the batches and the optimizer, and its state."""
     model = task.make(nnx.Rngs(0))
     model.train()
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -103,8 +106,8 @@ def plain(program: Program, task):
     return jax.jit(step, donate_argnums=0), (jnp.int32(0), params, rest, tx.init(params))
 
 
-def started(page: str, directory: str) -> list:
-    """A run of one step in a process of its own."""
+def started(page: str, directory: str) -> list[float]:
+    """Run one step in a process of its own. Return the seconds to the first step and to the end of the run."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--config.epochs=0", "--config.steps=1", "--config.measure=0", "--config.learning_rate.warmup=0"]
         words = [f"--config={page}", f"--config.data.dir={directory}", f"--workdir={folder}/run", *options]
@@ -115,5 +118,5 @@ def started(page: str, directory: str) -> list:
             time.sleep(0.02)
         first = time.perf_counter() - start
         if process.wait():
-            raise Mistake(f"{page} did not run: {' '.join(words)}")
+            raise Mistake(f"{page} failed. See: python launch.py {' '.join(words)}")
         return [first, time.perf_counter() - start]

@@ -1,9 +1,10 @@
-"""What pruning arrays costs, in copies, beside other ways of doing it; and a feed-forward block."""
+"""The cost of pruning arrays, in copies, beside other ways to do it; and the cost of a feed-forward block."""
 
 import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +15,27 @@ from experiments.bench.measure import best_times, in_copies, markdown
 from nmjax.core import groups
 from nmjax.pruners.unbiased import _unrolled, _whole
 
-# ---- how other libraries do it ----
+# ---- other libraries' ways ----
 
 
-def double_argsort(x, axis, n, m):
-    """Ranks by sorting twice, on the last axis, as jaxpruner does."""
+def double_argsort(x: jax.Array, axis: int, n: int, m: int) -> jax.Array:
+    """Prune by ranks from two sorts of the last axis, as jaxpruner does."""
     moved = jnp.moveaxis(x, axis, -1)
     g = jnp.abs(moved.reshape(*moved.shape[:-1], -1, m))
     kept = jnp.argsort(jnp.argsort(-g, axis=-1), axis=-1) < n
     return jnp.moveaxis(jnp.where(kept.reshape(moved.shape), moved, jnp.zeros((), x.dtype)), -1, axis)
 
 
-def top_k(x, axis, n, m):
-    """Indices by top_k, made a mask by one-hot, as praxis does."""
+def top_k(x: jax.Array, axis: int, n: int, m: int) -> jax.Array:
+    """Prune by the indices of top_k, turned into a mask by one-hot, as praxis does."""
     moved = jnp.moveaxis(x, axis, -1)
     g = jnp.abs(moved.reshape(*moved.shape[:-1], -1, m))
     kept = jax.nn.one_hot(lax.top_k(g, n)[1], m, dtype=bool).any(-2)
     return jnp.moveaxis(jnp.where(kept.reshape(moved.shape), moved, jnp.zeros((), x.dtype)), -1, axis)
 
 
-def qwix(x, axis, n, m):
-    """qwix's mask, of rows or columns of a matrix."""
+def qwix(x: jax.Array, axis: int, n: int, m: int) -> jax.Array | None:
+    """Prune the rows or columns of a matrix by qwix's mask. Return None for other arrays."""
     from qwix._src.core.sparsity import get_sparsity_mask
 
     if x.ndim != 2:
@@ -43,13 +44,13 @@ def qwix(x, axis, n, m):
     return jnp.where(kept, x, jnp.zeros((), x.dtype))
 
 
-def sorted_mvue(x, axis, n, m, key):
-    """MVUE as its papers write it: sort, cumulative sums, JAX's uniforms, on the last axis."""
+def sorted_mvue(x: jax.Array, axis: int, n: int, m: int, key: jax.Array) -> jax.Array:
+    """Prune by MVUE as its papers write it: sort the last axis, cumulative sums, JAX's uniforms."""
     moved = jnp.moveaxis(x, axis, -1)
     g = moved.reshape(*moved.shape[:-1], -1, m).astype(jnp.float32)
     a = jnp.abs(g)
     falling = -jnp.sort(-a, axis=-1)
-    rest = jnp.cumsum(falling[..., ::-1], -1)[..., ::-1]  # of the k-th largest and all below it
+    rest = jnp.cumsum(falling[..., ::-1], -1)[..., ::-1]  # the sum of the k-th largest and all smaller ones
     left = n - jnp.arange(m, dtype=jnp.float32)
     sat = falling * left.reshape((1,) * (g.ndim - 1) + (m,)) >= rest
     k = jnp.minimum(jnp.sum(sat & (left > 0).reshape((1,) * (g.ndim - 1) + (m,)), -1, keepdims=True), n - 1)
@@ -64,8 +65,8 @@ def sorted_mvue(x, axis, n, m, key):
 # ---- tables ----
 
 
-def arrays(size: int, dtype):
-    """The array and axis of every column: first, last and a middle axis."""
+def arrays(size: int, dtype: Any) -> dict[str, tuple[jax.Array, int]]:
+    """Return the array and the axis of each column: the first, the last and a middle axis."""
     key = jax.random.key(0)
     square = jax.random.normal(key, (size, size), dtype)
     middle = jax.random.normal(key, (64, size, size // 64), dtype)
@@ -76,7 +77,7 @@ COLUMNS = [(dtype, where) for dtype in (jnp.float32, jnp.bfloat16) for where in 
 
 
 def sweep(rows: dict[str, Callable], size: int, rounds: int) -> dict[str, list]:
-    """Every row on every column, in copies. A row gives None where it cannot serve a column."""
+    """Return the cost of every row on every column, in copies. It is None if the row cannot serve the column."""
     table = {name: [] for name in rows}
     for dtype, where in COLUMNS:
         x, axis = arrays(size, dtype)[where]
@@ -93,11 +94,12 @@ def _serves(row, x, axis):
 
 
 def pruning(p: nm.Pruner) -> Callable:
+    """Return a pruner as a function of an array and an axis."""
     return lambda x, axis: p(x, axis, nm.Ctx(key=1))
 
 
 def transforms(size: int, rounds: int) -> str:
-    """All tables of ``bench transforms``."""
+    """Return the tables of ``bench transforms``."""
     head = [f"{dtype.__name__} {where}" for dtype, where in COLUMNS]
     have_qwix = importlib.util.find_spec("qwix") is not None
     others = {"double argsort": double_argsort, "top_k": top_k} | ({"qwix": qwix} if have_qwix else {})
@@ -138,18 +140,20 @@ def transforms(size: int, rounds: int) -> str:
     return "\n".join((first, second, feed_forward(rounds)))
 
 
-def mask_by(x, axis, way, n, m):
+def mask_by(x: jax.Array, axis: int, way: Callable, n: int, m: int) -> jax.Array:
+    """Keep the n largest of m, chosen in one of our own ways."""
     kept = way(groups.magnitude(groups.split(x, axis, m)), axis + 1, n).reshape(x.shape)
     return jnp.where(kept, x, jnp.zeros((), x.dtype))
 
 
-def mvue_by(x, axis, way, n, m):
+def mvue_by(x: jax.Array, axis: int, way: Callable, n: int, m: int) -> jax.Array:
+    """Prune by MVUE, computed in one of our own ways."""
     u = jnp.expand_dims(nm.mvue(n, m).draw(x, axis, nm.Ctx(key=1)), axis + 1)
     return way(groups.split(x, axis, m), u, axis + 1, n).reshape(x.shape)
 
 
 def feed_forward(rounds: int, tokens: int = 2048, width: int = 384, hidden: int = 1536) -> str:
-    """Forward and backward of a feed-forward block against the dense one: time, and XLA's temporary memory."""
+    """Return the table of a feed-forward block, forward and backward, against the dense one: time and memory."""
     keys = jax.random.split(jax.random.key(0), 3)
     rows = {}
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -167,12 +171,13 @@ def feed_forward(rounds: int, tokens: int = 2048, width: int = 384, hidden: int 
         for name in compiled:
             ratios = [times[name] / times["dense"], memory[name] / memory["dense"]]
             rows[f"{name}, {dtype.__name__}"] = [*ratios, f"{times[name] * 1e3:.1f} ms, {memory[name] / 2**20:.1f} MiB"]
-    note = f"Forward and backward of {tokens} tokens, {width} -> {hidden} -> {width}, over the dense one; aim for s_ste: time 1.1, memory 1.2."
+    note = f"Forward and backward of {tokens} tokens, {width} -> {hidden} -> {width}, over the dense one; "
+    note += "aim for s_ste: time 1.1, memory 1.2."
     return markdown("Feed-forward block", note, rows, ["", "time", "temporary memory", "absolute"])
 
 
 def _block_loss(weights, x, step, sparsity):
-    """Of a feed-forward block whose scales are those of N(0, 1) weights: the state is a constant."""
+    """Return the loss of a feed-forward block. The soft threshold's scale is a constant, that of N(0, 1) weights."""
     up, down = (nm.Ctx(key=i, step=step, state={"fwd_rhs": jnp.float32(1.483)}) for i in (0, 1))
     product = partial(nm.einsum, "ti,io->to", sparsity=sparsity)
     y = product(jax.nn.gelu(product(x, weights[0], ctx=up)), weights[1], ctx=down)

@@ -1,7 +1,7 @@
-"""Which tiles multiply fastest on this machine: measured, and written where the library looks.
+"""A search for the fastest tiles on this machine, written where the library looks for them.
 
-The products are those of layers, ``tokens x in x out``. Likely tiles come first; what is best of them is then varied. All
-are compiled side by side, checked against XLA's product, and timed in turn with a dense one.
+The products are those of layers, ``tokens x in x out``. Likely tiles come first; then variations of the best of them.
+All are compiled side by side, checked against XLA's product, and timed in turn with a dense one.
 """
 
 import datetime
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,16 @@ MODELS = {
     "GPT-2 774M": gpt.SIZES["large"],
     "GPT-2 1.5B": gpt.SIZES["xl"],
 }
-ERROR = 0.02  # of the largest magnitude: more than a right product of bf16 or FP8 operands is off
+ERROR = 0.02  # of the largest magnitude: a correct product of bf16 or FP8 operands is off by less
 
 # ---- the products of a layer ----
 
 
 def layer(tokens: int, inward: int, outward: int) -> dict[str, Shape]:
-    """The products of x [tokens, in], w [in, out] and g [tokens, out] with one of them packed, as they lie in training."""
+    """Return the products of a layer as in training, each with one operand packed.
+
+    Their operands are x [tokens, in], w [in, out] and g [tokens, out].
+    """
     return {
         "fwd": Shape(outward, tokens, inward, m_major=True, transpose=True),
         "dx, w packed": Shape(inward, tokens, outward, transpose=True),
@@ -52,33 +55,33 @@ def layer(tokens: int, inward: int, outward: int) -> dict[str, Shape]:
 
 
 def in_fp8(name: str, shape: Shape) -> Shape:
-    """The same product of FP8 operands, which lie along k: weights and activations in e4m3, gradients in e5m2."""
+    """Return the same product with FP8 operands, k-major: weights and activations in e4m3, gradients in e5m2."""
     kind = jnp.float8_e5m2 if name in ("dx, g packed", "dw") else jnp.float8_e4m3fn
     return replace(shape, dtype=jnp.dtype(kind).name, m_major=False, n_major=False)
 
 
 def of_text(text: str) -> list[Shape]:
-    """The products of layers such as ``"8192x1024x4096 4096x4096x4096"``, in bf16 and FP8."""
+    """Return the products of layers such as ``"8192x1024x4096 4096x4096x4096"``, in bf16 and FP8."""
     shapes = []
     for part in text.replace(",", " ").split():
         sizes = part.split("x")
         if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
-            raise ValueError(f"--shapes {text!r}: {part!r} is no layer. Write tokens x in x out, as 8192x1024x4096.")
-        made = layer(*map(int, sizes))
-        shapes += [*made.values(), *(in_fp8(*item) for item in made.items())]
+            raise ValueError(f"--shapes {text!r}: {part!r} is no layer. Write tokens x in x out: 8192x1024x4096.")
+        products = layer(*map(int, sizes))
+        shapes += [*products.values(), *(in_fp8(*item) for item in products.items())]
     return list(dict.fromkeys(shapes))
 
 
 def widths() -> dict[tuple[int, int], str]:
-    """(width, hidden) of feed-forward blocks, and the models that have them."""
-    found = {}
+    """Return the sizes (width, hidden) of feed-forward blocks, and the models that have them."""
+    models: dict[tuple[int, int], list[str]] = {}
     for name, size in MODELS.items():
-        found.setdefault((size["width"], size["hidden"]), []).append(name)
-    return {sides: ", ".join(names) for sides, names in found.items()}
+        models.setdefault((size["width"], size["hidden"]), []).append(name)
+    return {sides: ", ".join(names) for sides, names in models.items()}
 
 
 def default() -> list[Shape]:
-    """Square layers, then both of feed-forward blocks: those of their products that S-STE packs."""
+    """Return the default products: of square layers, then those of feed-forward blocks that S-STE packs."""
     shapes = of_text(" ".join(f"{n}x{n}x{n}" for n in (4096, 8192, 16384)))
     for width, hidden in widths():
         for sides in ((width, hidden), (hidden, width)):
@@ -91,8 +94,11 @@ def default() -> list[Shape]:
 
 
 class Pool:
-    """Random values and random legal words, out of which operands are cut: a generator for every shape would have to be
-    compiled for every shape."""
+    """Random values and random legal words. Operands are cut out of them, so that no generator is compiled per shape.
+
+    Args:
+        most: The number of values of the largest operand.
+    """
 
     def __init__(self, most: int):
         keys = jax.random.split(jax.random.key(0))
@@ -100,11 +106,12 @@ class Pool:
         self.words = jax.jit(partial(_legal, count=most // 32 + 2**12))(keys[1])
         self.cuts = 0
 
-    def dense(self, shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.Array:
+    def dense(self, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
+        """Return random values."""
         return self._cut(self.values, shape, dtype)
 
     def packed(self, shape: Shape) -> Packed:
-        """The packed operand of a product, its positions random."""
+        """Return the packed operand of a product, with random positions."""
         m, k = shape.m, shape.k
         values = self.dense((k // 2, m) if shape.m_major else (m, k // 2), jnp.dtype(shape.dtype))
         wide = values.dtype.itemsize == 2
@@ -112,14 +119,16 @@ class Pool:
         return Packed(values, words, -2 if shape.m_major else -1, 2, 4, "words16" if wide else "words8")
 
     def pair(self, shape: Shape) -> tuple[Packed, jax.Array]:
+        """Return the operands of a product, one of them packed."""
         return self.packed(shape), self.other(shape)
 
     def dense_pair(self, shape: Shape) -> tuple[jax.Array, jax.Array]:
+        """Return the operands of a product, both dense."""
         sides = (shape.k, shape.m) if shape.m_major else (shape.m, shape.k)
         return self.dense(sides, jnp.dtype(shape.dtype)), self.other(shape)
 
     def other(self, shape: Shape) -> jax.Array:
-        """The operand that is dense; of FP8 products in e4m3, for no library multiplies e5m2 by e5m2."""
+        """Return the dense operand. In FP8 it is e4m3, because no library multiplies e5m2 by e5m2."""
         kind = jnp.dtype(shape.dtype)
         kind = jnp.float8_e4m3fn if kind.itemsize == 1 else kind
         return self.dense((shape.k, shape.n) if shape.n_major else (shape.n, shape.k), kind)
@@ -136,22 +145,25 @@ def _cut(pool, start, *, shape, dtype):
 
 
 def _legal(key, *, count):
-    """Words of eight legal nibbles."""
+    """Return words of eight legal nibbles."""
     nibbles = jnp.array([0x4, 0x8, 0xC, 0x9, 0xD, 0xE], jnp.uint32)[jax.random.randint(key, (count, 8), 0, 6)]
     return jnp.sum(nibbles << (4 * jnp.arange(8, dtype=jnp.uint32))[None], 1, dtype=jnp.uint32)
 
 
 def largest(shapes: list[Shape]) -> int:
-    """How many values the largest operand of some products has."""
+    """Return the number of values of the largest operand of some products."""
     return max(max(s.m * s.k, s.n * s.k) for s in shapes)
 
 
 # ---- programs ----
 
 
-def dense(shape: Shape, here: Target):
-    """The dense product of the same operands and result, by XLA: bf16 out of the product itself, for a float32 one would be
-    converted in another pass. On a GPU it is cuBLAS's, without the minutes in which XLA tries Triton's beside it."""
+def dense(shape: Shape, device: Target) -> Callable:
+    """Return the dense product of the same operands and result, by XLA.
+
+    The product itself returns bf16, because the conversion of a float32 result would take another pass. On a GPU it is
+    cuBLAS's product; XLA's search among Triton's kernels is off, because it takes minutes.
+    """
     a_axis, b_axis = (0 if major else 1 for major in (shape.m_major, shape.n_major))
     out = jnp.dtype(shape.out)
 
@@ -160,76 +172,94 @@ def dense(shape: Shape, here: Target):
         (left, i), (right, j) = pairs
         return lax.dot_general(left, right, (((i,), (j,)), ((), ())), preferred_element_type=out)
 
-    return several(product, {} if here.interpret else {"xla_gpu_enable_triton_gemm": False})
+    return several(product, {} if device.interpret else {"xla_gpu_enable_triton_gemm": False})
 
 
-def packed(shape: Shape, here: Target, config: Config):
-    return several(lambda a, b: calls.run(a, b, None, shape=shape, target=here, config=config))
+def packed(shape: Shape, device: Target, config: Config) -> Callable:
+    """Return the product by the kernel with a config."""
+    return several(lambda a, b: calls.run(a, b, None, shape=shape, target=device, config=config))
 
 
-def several(f: Callable, options: dict | None = None):
-    """A function of many arguments' tuples, in one program: what is short is done often enough to hide its dispatch, and
-    on other memory each time, so that no cache holds it."""
+def several(f: Callable, options: dict | None = None) -> Callable:
+    """Return a program that calls a function once for each tuple of arguments in a list.
+
+    So a short function takes longer than its dispatch, and no cache keeps its operands.
+
+    Args:
+        f: The function.
+        options: Options of XLA's compiler.
+    """
     one = jax.jit(f)
     return jax.jit(lambda sets: [one(*arguments) for arguments in sets], compiler_options=options or None)
 
 
 def repeats(shape: Shape) -> int:
-    """How many products a program does, to take about half a millisecond."""
+    """Return how many products a program computes so that it takes about half a millisecond."""
     return max(1, min(8, math.ceil(3.5e11 / shape.flops)))
 
 
 # ---- the search ----
 
 
-def likely(shape: Shape, here: Target) -> list[Config]:
-    """The first nine of all candidates that differ in their tiles or clusters: of the largest tiles, unless these leave the device idle."""
+def likely(shape: Shape, device: Target) -> list[Config]:
+    """Return the first nine candidates that differ in their tiles or clusters.
+
+    They have the largest tiles, unless these leave the device idle.
+    """
     kinds = {}
-    for config in tuning.candidates(shape, here):
+    for config in tuning.candidates(shape, device):
         kinds.setdefault((config.tile_m, config.tile_n, getattr(config, "cluster", "")), config)
     return list(kinds.values())[:9]
 
 
 def variations(shape: Shape, config: Config) -> list[Config]:
-    """The same tiles walked, fetched and stored in other ways."""
+    """Return configs with the same tiles, walked, fetched and stored in other ways."""
     changes = [{"stages": stages} for stages in (2, 3, 4, 5)]
     if isinstance(config, HopperConfig):
         changes = [{"band": 1}, {"band": 16}, {"in_flight": 1}]
         changes += [{"stages": s, "store_n": n} for s, n in ((4, 64), (5, 64), (4, 32), (3, 32), (5, 32))]
-    made = [replace(config, **change) for change in changes]
-    return [c for c in dict.fromkeys(made) if c != config and config_refusal(shape, c) is None]
+    configs = [replace(config, **change) for change in changes]
+    return [c for c in dict.fromkeys(configs) if c != config and config_refusal(shape, c) is None]
 
 
 class Best(NamedTuple):
-    """What was found for a product."""
+    """The best config of a product."""
 
     config: Config
-    speed: float  # times the dense product's
+    speed: float  # relative to the dense product's
     seconds: float
     tried: int
     refused: tuple[str, ...]  # configs that did not compile, failed or were wrong, each with its reason
 
 
-def best(shape: Shape, here: Target, pool: Pool, timer: Callable = in_turn) -> Best | str:
-    """The fastest config for a product; or why there is none."""
-    refusal = product_refusal(shape, here)
+def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn) -> Best | str:
+    """Return the fastest config for a product, or the reason why there is none.
+
+    Args:
+        shape: The product.
+        device: Where it runs.
+        pool: Its operands.
+        timer: Times calls in turn, as `in_turn` does.
+    """
+    refusal = product_refusal(shape, device)
     if refusal is not None:
         return refusal.reason
     count, refused = repeats(shape), []
     pairs = [pool.pair(shape) for _ in range(count)]
     dense_pairs = [pool.dense_pair(shape) for _ in range(count)]
-    made = compiled({"dense": (dense(shape, here), dense_pairs), "right": (_reference(shape, here), *pairs[0])})
-    for program in made.values():
+    programs = compiled({"dense": (dense(shape, device), dense_pairs), "right": (_reference(shape, device), *pairs[0])})
+    for program in programs.values():
         if isinstance(program, Exception):
             raise program
-    wanted, base = made["right"](*pairs[0]), partial(made["dense"], dense_pairs)
+    wanted, base = programs["right"](*pairs[0]), partial(programs["dense"], dense_pairs)
 
     def fastest(configs, known):
-        """Of these and of what is known, its call and all times."""
+        """Return the fastest of these configs and of the known calls, all calls, and their times."""
         calls = {"dense": base} | known
-        for config, program in compiled({c: (packed(shape, here, c), pairs) for c in configs}).items():
-            if why := _wrong(program, pairs, wanted):
-                refused.append(f"{config}: {why}")
+        for config, program in compiled({c: (packed(shape, device, c), pairs) for c in configs}).items():
+            fault = _fault(program, pairs, wanted)
+            if fault:
+                refused.append(f"{config}: {fault}")
             else:
                 calls[config] = partial(program, pairs)
         if len(calls) == 1:
@@ -237,7 +267,7 @@ def best(shape: Shape, here: Target, pool: Pool, timer: Callable = in_turn) -> B
         times = timer(calls, 3, 0.01)
         return min(calls.keys() - {"dense"}, key=lambda config: statistics.median(times[config])), calls, times
 
-    first = likely(shape, here)
+    first = likely(shape, device)
     leader, calls, _ = fastest(first, {})
     if leader is None:
         return f"no config is right: {refused[0]}"
@@ -248,15 +278,15 @@ def best(shape: Shape, here: Target, pool: Pool, timer: Callable = in_turn) -> B
     return Best(leader, speed, seconds, len(first) + len(second), tuple(refused))
 
 
-def _reference(shape, here):
-    """XLA's product of the packed operand."""
+def _reference(shape: Shape, device: Target) -> Callable:
+    """Return XLA's product of the packed operand."""
     form = {"axis": -2 if shape.n_major else -1, "transpose": shape.transpose, "dtype": jnp.float32}
-    options = None if here.interpret else {"xla_gpu_enable_triton_gemm": False}
+    options = None if device.interpret else {"xla_gpu_enable_triton_gemm": False}
     return jax.jit(partial(calls.reference, **form), compiler_options=options)
 
 
-def _wrong(program, pairs, wanted) -> str | None:
-    """What is wrong with a config; None if nothing is."""
+def _fault(program: Any, pairs: list, wanted: jax.Array) -> str | None:
+    """Return what is wrong with a compiled config, or None."""
     if isinstance(program, Exception):
         return f"{type(program).__name__}: {str(program)[:100]}"
     try:
@@ -274,36 +304,47 @@ def _error(y, wanted):
 # ---- the table ----
 
 
-def write(path: Path, here: Target, rows: list[dict]) -> None:
-    """Rows into a table, in place of those of the same products. What the library has read of tables is forgotten."""
+def write(path: Path, device: Target, rows: list[dict]) -> None:
+    """Write rows into a table, in place of those of the same products.
+
+    The library's caches of tables are cleared.
+    """
     shapes = [tuning.row_of(row)[0] for row in rows]
     known = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in known if tuning.row_of(row)[0] not in shapes]
-    head = {"device": here.kind, "jax": jax.__version__, "date": f"{datetime.date.today()}"}
+    head = {"device": device.kind, "jax": jax.__version__, "date": f"{datetime.date.today()}"}
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows + kept)
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_suffix(".part")
-    made.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
-    made.replace(path)
+    draft = path.with_suffix(".part")
+    draft.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+    draft.replace(path)
     tuning.table.cache_clear()
     tuning.chosen.cache_clear()
 
 
-def table_of(here: Target, ship: bool) -> Path:
-    return (tuning.SHIPPED if ship else tuning.own_tables()) / f"{tuning.slug(here.kind)}.json"
+def table_of(device: Target, ship: bool) -> Path:
+    """Return the path of a device's table: the package's if ``ship``, else the user's own."""
+    return (tuning.SHIPPED if ship else tuning.own_tables()) / f"{tuning.slug(device.kind)}.json"
 
 
 def tune(shapes: list[Shape], ship: bool, minutes: float, timer: Callable = in_turn) -> str | None:
-    """The table of what was found, having written it shape by shape; None where there is nothing to tune."""
-    here = target("auto")
-    if isinstance(here, Refusal):
-        print(f"There is nothing to tune: {here}.")
+    """Tune the products, and return a report. Return None if this machine has no sparse tensor cores.
+
+    Args:
+        shapes: The products.
+        ship: Write the package's table instead of the user's own.
+        minutes: Begin no product after so many minutes.
+        timer: Times calls in turn, as `in_turn` does.
+    """
+    device = target("auto")
+    if isinstance(device, Refusal):
+        print(f"There is nothing to tune: {device}.")
         return None
-    return search(shapes, here, table_of(here, ship), minutes, timer)
+    return search(shapes, device, table_of(device, ship), minutes, timer)
 
 
-def search(shapes: list[Shape], here: Target, path: Path, minutes: float, timer: Callable = in_turn) -> str:
-    """The best config of each shape, begun before the minutes are over, written one by one."""
+def search(shapes: list[Shape], device: Target, path: Path, minutes: float, timer: Callable = in_turn) -> str:
+    """Write the best config of each product as it comes, and return a report. Begin none after so many minutes."""
     start, rows, shown = time.monotonic(), [], {}
     pool = Pool(largest(shapes))
     for i, shape in enumerate(shapes):
@@ -311,19 +352,22 @@ def search(shapes: list[Shape], here: Target, path: Path, minutes: float, timer:
             shown[f"{len(shapes) - i} more"] = ["", "", "", "", f"not begun within {minutes:g} minutes"]
             break
         try:
-            found = best(shape, here, pool, timer)
-        except Exception as error:  # one shape's: the others are still wanted
-            found = f"{type(error).__name__}: {str(error)[:200]}"
-        if isinstance(found, str):
-            shown[repr(shape)] = ["", "", "", "", found]
+            winner = best(shape, device, pool, timer)
+        except Exception as error:  # the other shapes are still wanted
+            winner = f"{type(error).__name__}: {str(error)[:200]}"
+        if isinstance(winner, str):
+            shown[repr(shape)] = ["", "", "", "", winner]
         else:
-            rows.append(tuning.as_row(shape, found.config, found.speed))
-            write(path, here, rows)
-            rate = f"{shape.flops / found.seconds / 1e12:,.0f}"
-            tried = f"{found.tried}, {len(found.refused)} refused" if found.refused else f"{found.tried}"
-            shown[repr(shape)] = [f"{found.seconds * 1e3:.3f}", rate, found.speed, tried, repr(found.config)]
-            for reason in found.refused:
+            rows.append(tuning.as_row(shape, winner.config, winner.speed))
+            write(path, device, rows)
+            rate = f"{shape.flops / winner.seconds / 1e12:,.0f}"
+            tried = f"{winner.tried}, {len(winner.refused)} refused" if winner.refused else f"{winner.tried}"
+            shown[repr(shape)] = [f"{winner.seconds * 1e3:.3f}", rate, winner.speed, tried, repr(winner.config)]
+            for reason in winner.refused:
                 print(f"  refused {reason}", flush=True)
         print(f"{i + 1}/{len(shapes)} {time.monotonic() - start:.0f} s {shape} {shown.get(repr(shape))}", flush=True)
-    note = f"The fastest of the configs that were tried, on {here.kind}, written to {path}; how fast against XLA's dense product of operands as wide."
+    note = (
+        f"The fastest of the configs that were tried on {device.kind}, written to {path}, and its speed over "
+        "XLA's dense product of operands of the same width."
+    )
     return markdown("Tiles", note, shown, ["product", "ms", "TFLOP/s", "over dense", "tried", "config"])

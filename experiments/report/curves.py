@@ -148,10 +148,8 @@ def draw(
             style = {"color": hex_of(c.colour), "transform": None, "va": "center_baseline"}
             axes.text(right + 7, y, f"@{n}@", **style)  # a placeholder: matplotlib could read the label as TeX
         axes.text(right + 18, bottom - 13, along, color=hex_of("muted"), transform=None)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    labels = [c.shown for c, _ in places]
-    return inline(out.getvalue(), alt, labels, [c.name for c in curves])
+        svg = svg_of(figure)
+    return inline(svg, alt, [c.shown for c, _ in places], [c.name for c in curves])
 
 
 def _plot(axes, curve: Curve, key: str) -> None:
@@ -175,7 +173,14 @@ def _mark_broken(axes, curves: list[Curve]) -> None:
     axes.plot(broken, np.full(len(broken), 0.03), "x", markersize=6, markeredgewidth=1.6, **style)
 
 
-def plain_axes(figure, place: tuple[float, ...], grid: str):
+def svg_of(figure: Any) -> str:
+    """Return a matplotlib figure as SVG, without the date and other facts that would change from day to day."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return out.getvalue()
+
+
+def plain_axes(figure: Any, place: tuple[float, ...], grid: str) -> Any:
     """Add transparent axes to a matplotlib figure, with a line below, and return them.
 
     Args:

@@ -1,12 +1,11 @@
 """Pictures of compared values with their errors, as SVG: in rows beside their names, or by their cost."""
 
-import io
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.report.curves import hex_of, inline, plain_axes
+from experiments.report.curves import hex_of, inline, plain_axes, svg_of
 from experiments.report.words import visible
 
 LETTER, LINE = 6.3, 19  # in units of the drawing: the width of a letter, and the height of a row
@@ -56,9 +55,8 @@ def draw(name: str, dots: list[Dot], *, alt: str, along: str, say: Callable[[flo
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: say(x)))
         axes.text(left + 165, 10, f"@{len(dots)}@", **_beside("muted", "center"))
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return inline(out.getvalue(), alt, [*(dot.name for dot in dots), along], [])
+        svg = svg_of(figure)
+    return inline(svg, alt, [*(dot.name for dot in dots), along], [])
 
 
 class Point(NamedTuple):
@@ -127,9 +125,8 @@ def frontier(
             start += LETTER * (len(key) + 2) + 18
         for n, (_, x, y, colour, alignment) in enumerate(texts):
             axes.text(x, y, f"@{n}@", **_beside(colour, alignment))
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return inline(out.getvalue(), alt, [text for text, *_ in texts], [])
+        svg = svg_of(figure)
+    return inline(svg, alt, [text for text, *_ in texts], [])
 
 
 def _beats(q: Point, p: Point, best: Callable) -> bool:

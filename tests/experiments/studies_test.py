@@ -1,4 +1,4 @@
-"""Studies: pages whose every method is known, results that are kept as they come, and tables made of them."""
+"""Studies: their pages, their results, and the tables made of them."""
 
 import itertools
 import json
@@ -36,13 +36,13 @@ VARIANTS += [f"experiments/studies/{name}.py:{kind}_{size}" for name, kind in KI
 @pytest.mark.parametrize("page", VARIANTS)
 def test_every_method_of_every_study_is_known(page):
     config = command.load(page)
-    asked = command.read(["launch.py", f"--config={page}"]).changes()
-    found = sweep.members(config, asked)
-    assert len(found) == len({m.name for m in found}) >= (18 if "shorter" in page else 30)
-    assert {m.config.seed for m in found} == {0, 1, 2}
-    recipes = {(str(settings.recipe(m.config, 1000)), m.config.steps) for m in found}
-    assert len(recipes) == len(found) // 3
-    assert all(method == "dense" for method in found[0].config.sparsity.values())
+    changes = command.read(["launch.py", f"--config={page}"]).changes()
+    members = sweep.members(config, changes)
+    assert len(members) == len({m.name for m in members}) >= (18 if "shorter" in page else 30)
+    assert {m.config.seed for m in members} == {0, 1, 2}
+    recipes = {(str(settings.recipe(m.config, 1000)), m.config.steps) for m in members}
+    assert len(recipes) == len(members) // 3
+    assert all(method == "dense" for method in members[0].config.sparsity.values())
 
 
 LINE = {
@@ -63,11 +63,11 @@ def line(method, seed, accuracy, page=SDGP, field="", **more):
     changes = {field or f"sparsity.{next(iter(config.sparsity))}": method, "seed": seed}
     (member,) = sweep.members(config, [changes])
     figures = {"accuracy": accuracy, "hardened_accuracy": accuracy}
-    made = {
+    provenance = {
         "config": digest.identity(member.config).digest,
         "command": f"python launch.py --config={page} --sweep",
     }
-    return LINE | made | {"run": f"stages={method},seed={seed}", "changes": changes, "figures": figures} | more
+    return LINE | provenance | {"run": f"stages={method},seed={seed}", "changes": changes, "figures": figures} | more
 
 
 def written(tmp_path, *lines, name="sdgp_cpu"):
@@ -99,7 +99,7 @@ def test_a_table_is_what_its_results_say(tmp_path):
 
 
 def test_pairs_are_of_runs_of_one_seed(tmp_path):
-    """By hand: of 1:4 two seeds that are both there, 3 and 5 points; of all patterns one more, of -2."""
+    """By hand: at 1:4 two seeds have both runs, with differences of 3 and 5 points."""
     page = "experiments/studies/mvue.py:vit_cpu"
     lines = [line("dense", 0, 0.5, page), line("top_gradient(1,4)", 2, 0.1, page), line("mvue(1,4)", 1, 0.55, page)]
     lines += [line("top_gradient(1,4)", seed, 0.5, page) for seed in (0, 1)] + [line("mvue(1,4)", 0, 0.53, page)]
@@ -114,12 +114,12 @@ def test_pairs_are_of_runs_of_one_seed(tmp_path):
         ("composed.py:gpt_cpu", 8),
     ):
         name = page.replace(".py:", "_")
-        of = reproduce.study(name)
-        known = {change[key] for change in of.module.get_sweep(of.variant) for key in change if key != "seed"}
-        asked = of.module.pairs(of.variant)
-        assert len(asked) == count
+        study = reproduce.study(name)
+        known = {change[key] for change in study.module.get_sweep(study.variant) for key in change if key != "seed"}
+        questions = study.module.pairs(study.variant)
+        assert len(questions) == count
         assert {
-            method for row in asked.values() for pairs in row.values() for pair in pairs for method in pair
+            method for row in questions.values() for pairs in row.values() for pair in pairs for method in pair
         } <= known
 
 
@@ -128,7 +128,8 @@ def test_pairs_are_of_runs_of_one_seed(tmp_path):
     [
         (
             "",
-            "there is no .*sdgp_cpu.jsonl. Make it by: python launch.py --config=experiments/studies/sdgp.py:cpu --sweep --results=",
+            "there is no .*sdgp_cpu.jsonl. Make it by: "
+            "python launch.py --config=experiments/studies/sdgp.py:cpu --sweep --results=",
         ),
         ('{"run": "a"}\n', "line 1 is no line of results .KeyError: 'format'"),
         (
@@ -172,8 +173,8 @@ def test_every_study_is_found_by_the_name_of_its_results():
 
 def test_the_page_is_what_its_results_say():
     text = reproduce.PAGE.read_text()
-    made, pictures = reproduce.page(text)
-    assert made == text
+    renewed, pictures = reproduce.page(text)
+    assert renewed == text
     words = re.compile(r">([^<>]+)</text>")
     for name, svg in pictures.items():
         assert words.findall((reproduce.RESULTS / f"{name}.svg").read_text()) == words.findall(svg) != []
@@ -181,7 +182,7 @@ def test_the_page_is_what_its_results_say():
 
 @pytest.mark.parametrize("method", ["ste(2,4)", "s_ste(gradient='dense')"])
 def test_a_small_step_descends_as_predicted(method):
-    """By its first-order term, where no mask jumps; under the old mask it descends too, as the gradient has it."""
+    """If no mask jumps, descent is the first-order term. Under the old mask the loss falls too."""
     small = ["steps=6", "batch=8", "data.name=pydoc", "data.length=32", "learning_rate.peak=1e-5"]
     small += ["learning_rate.warmup=0", "learning_rate.shape=constant"]
     rows, _ = descent.run(method, 0, *small)
@@ -199,7 +200,7 @@ VIT = ("data.name=digits", "model.patch=2", "model.depth=1", "batch=8")
 
 
 def test_gradients_are_those_that_adams_moments_tell_of():
-    """In the third step, against the gradients of the losses themselves; clipped to half and less."""
+    """In the third step, against the gradients of the losses themselves, clipped to half or less."""
     program = looking.program("pgf", *VIT, "clip=0.1", "steps=9")
 
     @jax.jit
@@ -216,14 +217,14 @@ def test_gradients_are_those_that_adams_moments_tell_of():
         grads = np.asarray(gradient(before, arrays), np.float64)
         assert shown["gradient_norm"] > 0.2
         second = 0.999 * second + 0.001 * (grads * 0.1 / float(shown["gradient_norm"])) ** 2
-    found = look(before, state, arrays, shown["gradient_norm"])
-    np.testing.assert_allclose(found["gradient variance"], np.var(np.abs(grads)), rtol=1e-3)
-    np.testing.assert_allclose(found["second moment"], np.linalg.norm(second), rtol=1e-3)
-    np.testing.assert_allclose(found["variance of the second moment"], np.var(second), rtol=1e-3)
+    measures = look(before, state, arrays, shown["gradient_norm"])
+    np.testing.assert_allclose(measures["gradient variance"], np.var(np.abs(grads)), rtol=1e-3)
+    np.testing.assert_allclose(measures["second moment"], np.linalg.norm(second), rtol=1e-3)
+    np.testing.assert_allclose(measures["variance of the second moment"], np.var(second), rtol=1e-3)
 
 
 def test_an_error_of_one_draw_is_its_bias_and_its_variance():
-    """By hand: four draws have a bias of 0.3 and a quarter of the variance of 0.16; one draw has all of the variance."""
+    """By hand: four draws have a bias of 0.3 and a quarter of the variance of 0.16; one draw has all of it."""
     seen = nm.metrics.Error(bias=(0.3**2 + 0.16 / 4) ** 0.5, noise=0.2, variance=0.16, cosine=1)
     sure = nm.metrics.Error(bias=0.5, noise=float("nan"), variance=float("nan"), cosine=1)
     assert dw.error_of_one_draw([seen], True, 4) == pytest.approx((0.5, 0.16))
@@ -232,7 +233,7 @@ def test_an_error_of_one_draw_is_its_bias_and_its_variance():
 
 
 def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
-    """Nothing dropped is no error, and what least squares drop is less than what is random."""
+    """Keeping all values gives no error, and least squares have a smaller one than a random choice."""
     monkeypatch.setitem(dw.NETWORKS, "vit", dw.NETWORKS["vit"]._replace(batches=(8,)))
     _, layer_errors, _ = dw.prepared("vit", *VIT)
     state, batch = dw.train("vit", 0, *VIT, steps=1)
@@ -249,9 +250,9 @@ def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
 
 def test_batches_of_one_size_have_no_example_twice():
     many = (jnp.arange(10), jnp.arange(20).reshape(10, 2))
-    found = dw.disjoint_batches(many, 3)
-    np.testing.assert_array_equal([batch[0] for batch in found], np.arange(9).reshape(3, 3))
-    np.testing.assert_array_equal(found[2][1][:, 0], [12, 14, 16])
+    batches = dw.disjoint_batches(many, 3)
+    np.testing.assert_array_equal([batch[0] for batch in batches], np.arange(9).reshape(3, 3))
+    np.testing.assert_array_equal(batches[2][1][:, 0], [12, 14, 16])
     assert [len(dw.disjoint_batches(many, n)) for n in (1, 5, 10)] == [4, 2, 1]
 
 
@@ -265,18 +266,18 @@ def test_windows_are_cut_to_their_first_tokens(monkeypatch):
 
 
 def looked(study, **rows):
-    """Lines of all cases, with the same rows but for a value that grows by seed."""
+    """Return lines of all cases, with rows whose values grow with the seed."""
     for case in study.CASES:
         run = ",".join(f"{field}={value}" for field, value in case.items())
         grown = lambda name, values, seed=case["seed"]: (
             values if name in ("step", "tokens") else [v + 0.1 * seed for v in values]
         )
-        made = {name: grown(name, values) for name, values in rows.items()}
+        case_rows = {name: grown(name, values) for name, values in rows.items()}
         yield LINE | {
             "config": digest.identity(study.config(**case)).digest,
             "run": run,
             "case": case,
-            "rows": made,
+            "rows": case_rows,
             "command": looks.command(study.__name__.rpartition(".")[2]),
         }
 
@@ -335,20 +336,20 @@ def test_what_is_there_is_not_looked_into_again(tmp_path, monkeypatch, capsys):
 
 
 def test_dense_runs_of_as_many_flops_are_of_the_same_seed(tmp_path):
-    """By hand: at 0.75 the line of seed 0 is at 75, that of seed 1 at 60; seed 2 has none; above it are 10 and 15 points."""
+    """By hand: at 0.75 the line is at 75 for seed 0 and at 60 for seed 1; the runs are 10 and 15 points above it."""
     method, page = "fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)", "experiments/studies/composed.py:vit_cpu"
     lines = [line("dense", seed, dense, page, flops=[2, 2]) for seed, dense in enumerate((0.9, 0.8, 0.7))]
-    lines += [line(method, seed, found, page, flops=[2, 1.5]) for seed, found in enumerate((0.85, 0.75, 0.1))]
+    lines += [line(method, seed, accuracy, page, flops=[2, 1.5]) for seed, accuracy in enumerate((0.85, 0.75, 0.1))]
     written(tmp_path, *lines, name="composed_vit_cpu")
     runs = ((600, 0, 0.9), (600, 1, 0.8), (300, 1, 0.4), (300, 0, 0.6))
     page = "experiments/studies/shorter.py:vit_cpu"
-    lines = [line(steps, seed, found, page, "steps", steps=steps) for steps, seed, found in runs]
+    lines = [line(steps, seed, accuracy, page, "steps", steps=steps) for steps, seed, accuracy in runs]
     text, _ = reproduce.block("composed_vit_cpu", written(tmp_path, *lines, name="shorter_vit_cpu"))
     assert "| 0.750 | +12.50 ± 2.50 | 3 of 3 |" in text
 
 
 def test_a_frontier_joins_what_nothing_beats(tmp_path):
-    """By hand: half of the steps cost half, and lose 30 points."""
+    """By hand: half of the steps cost half and lose 30 points."""
     names = ["dense", "fwd_rhs=ste(soft(2,4))", "fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)"]
     page = "experiments/studies/composed.py:vit_cpu"
     of = zip(names, (0.9, 0.8, 0.85), (2, 1.8, 1.5), strict=True)
@@ -377,7 +378,7 @@ def test_a_frontier_joins_what_nothing_beats(tmp_path):
 
 @pytest.mark.parametrize(("best", "joined"), [(max, 3), (min, 2)])
 def test_what_nothing_beats_is_joined(best, joined):
-    """By hand; the cheap end of the line is not among them, its whole run is."""
+    """By hand. Of the line only the most expensive point may be joined."""
     points = [
         dots.Point(name, cost, value) for name, cost, value in (("a", 0.9, -2.0), ("b", 0.8, -1.0), ("c", 0.6, -1.5))
     ]
@@ -404,7 +405,7 @@ def test_names_stand_beside_their_points():
 
 
 def test_names_beside_points_are_apart():
-    """Of points that lie close, in a line and one above the other, no two names overlap, and none lies on a point."""
+    """Close points: no two names overlap, and no name lies on a point."""
     from matplotlib.figure import Figure
 
     axes = Figure(figsize=(8, 5), dpi=72).add_axes((0.1, 0.1, 0.8, 0.8))

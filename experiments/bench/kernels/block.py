@@ -10,7 +10,7 @@ from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.kernels.times import Program, built, timed
 from nmjax.products import operations, routes
 
-METHODS = {  # and the backend
+METHODS = {  # the text of each, and its backend
     "dense bf16": ("dense", "auto"),
     "s_ste()": ("s_ste()", "auto"),
     "s_ste(), by XLA": ("s_ste()", "xla"),
@@ -25,11 +25,13 @@ METHODS = {  # and the backend
 
 
 def feed_forward(setting: Setting, report: Report) -> None:
+    """Report the time and memory of a block by every method."""
     tokens, widths = (4096, (2048,)) if setting.quick else (16384, (4096, 8192))
     for width in widths:
         report.table(
             f"Forward and backward of {tokens} tokens, {width} -> {4 * width} -> {width}",
-            "In bf16, with everything: gelu, pruning, packing, casts. Products that no kernel runs are those that XLA finds fastest.",
+            "In bf16, with everything: gelu, pruning, packing, casts. Products that no kernel runs are those that XLA "
+            "finds fastest.",
             [
                 "method",
                 "ms",
@@ -50,7 +52,7 @@ def _block(tokens: int, width: int, rounds: int, report: Report) -> None:
         lambda key, shape, by: jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(by), static_argnums=(1, 2)
     )
     keys = map(jax.random.key, range(4))
-    x, up, down, g = (normal(*of_one) for of_one in zip(keys, shapes, scales, strict=True))
+    x, up, down, g = (normal(*arguments) for arguments in zip(keys, shapes, scales, strict=True))
     programs = {}
     for name, (text, backend) in METHODS.items():
         sparsity = nm.parse(text)
@@ -60,10 +62,10 @@ def _block(tokens: int, width: int, rounds: int, report: Report) -> None:
     programs = built(programs)
     times = timed(programs, rounds, seconds=0.1)
     for name, (text, backend) in METHODS.items():
-        memory, of_dense = (_memory(programs[which].call) for which in (name, "dense bf16"))
-        more = memory / of_dense if memory and of_dense else None
-        told = _told(nm.parse(text), backend, x, up, down)
-        note = "; ".join(filter(None, [times.note(name), told]))
+        memory, dense_memory = (_memory(programs[which].call) for which in (name, "dense bf16"))
+        more = memory / dense_memory if memory and dense_memory else None
+        packed = _not_dense(nm.parse(text), backend, x, up, down)
+        note = "; ".join(filter(None, [times.note(name), packed]))
         report.row(name, times.ms(name), times.over(name, "dense bf16"), memory and memory / 1e9, more, note)
 
 
@@ -72,7 +74,7 @@ def _memory(program) -> int | None:
 
 
 def _step(x, up, down, g, states, now, *, sparsity, backend):
-    """The result of a block, and the gradients of its input and weights."""
+    """Return the result of a block, and the gradients of its input and weights."""
 
     def block(x, up, down):
         product = partial(nm.einsum, "ti,io->to", sparsity=sparsity, backend=backend)
@@ -83,11 +85,11 @@ def _step(x, up, down, g, states, now, *, sparsity, backend):
     return y, back(g)
 
 
-def _told(sparsity, backend: str, x, up, down) -> str:
-    """How those products of both layers run that are not dense."""
-    hidden, told = jax.ShapeDtypeStruct((x.shape[0], up.shape[1]), x.dtype), []
+def _not_dense(sparsity: nm.Sparsity, backend: str, x: jax.Array, up: jax.Array, down: jax.Array) -> str:
+    """Return the products of both layers that are not dense, with the reasons why they run as they do."""
+    hidden, texts = jax.ShapeDtypeStruct((x.shape[0], up.shape[1]), x.dtype), []
     for layer, left, right in (("first", x, up), ("second", hidden, down)):
         op = operations.as_dot(left, right, operations.einsum_dims("ti,io->to", 2, 2)[0])
         choices = routes.explain(op, left, right, sparsity, backend)
-        told += [f"{layer} {p} {choice.how}: {choice.why}" for p, choice in choices.items() if choice.how != "dense"]
-    return "; ".join(told)
+        texts += [f"{layer} {p} {choice.how}: {choice.why}" for p, choice in choices.items() if choice.how != "dense"]
+    return "; ".join(texts)

@@ -1,4 +1,4 @@
-"""Products against float64."""
+"""A check of products against float64."""
 
 import re
 import time
@@ -29,39 +29,44 @@ class Case(NamedTuple):
 
 
 def numerics(setting: Setting, report: Report) -> None:
-    here, draw = setting.here, np.random.default_rng(time.time_ns())
-    sides = (256, 128, 256) if here.interpret else (256, 512, 512)
-    cases, said = _cases(here, *sides, setting.quick), "Relative to the largest magnitude, of fresh random values"
-    said += " at random positions, against float64. " + (
-        "By the interpreter."
-        if here.interpret
-        else "Each program first multiplied other values into memory of the same size: what it does not write, shows."
-    )
-    off = _errors("Largest error of {} x {} x {}".format(*sides), said, cases, here, draw, report)
-    if not here.interpret:
+    """Report the errors of products.
+
+    Raises:
+        AssertionError: If an error is larger than 0.01.
+    """
+    device, draw = setting.target, np.random.default_rng(time.time_ns())
+    sides = (256, 128, 256) if device.interpret else (256, 512, 512)
+    cases = _cases(device, *sides, setting.quick)
+    note = "Relative to the largest magnitude, with new random values at random positions, against float64. "
+    if device.interpret:
+        note += "By the interpreter."
+    else:
+        note += "Each program first multiplied other values into memory of the same size, so values it misses show."
+    off = _errors("Largest error of {} x {} x {}".format(*sides), note, cases, device, draw, report)
+    if not device.interpret:
         title = "Largest error of more tiles than the device has cores"
-        off += _errors(title, "As above, of 4096 x 4096 x 512.", _many_tiles(here), here, draw, report)
-    if here.family == "hopper" and not here.interpret:
-        _accumulation(here, draw, report)
+        off += _errors(title, "As above, of 4096 x 4096 x 512.", _many_tiles(device), device, draw, report)
+    if device.family == "hopper" and not device.interpret:
+        _accumulation(device, draw, report)
     if off:
         raise AssertionError(f"{len(off)} are off by more than 0.01: {'; '.join(off)}")
 
 
-def _errors(title: str, note: str, cases: list[Case], here: Target, draw, report: Report) -> list[str]:
-    """A table of errors, layouts by configs; and which are too large."""
+def _errors(title: str, note: str, cases: list[Case], device: Target, draw, report: Report) -> list[str]:
+    """Report a table of errors, layouts by configs. Return those that are too large."""
     rows: dict[str, dict[str, Case]] = {}
     for case in cases:
         rows.setdefault(_layout(case), {})[repr(case.config)] = case
     heads, off = sorted({name for row in rows.values() for name in row}), []
     print(f"    compiling {len(cases)} kernels", flush=True)
-    first = {case: (_program(case, here), *_operands(case, draw)[0]) for case in cases}
-    made = compiled(first)
+    first = {case: (_program(case, device), *_operands(case, draw)[0]) for case in cases}
+    executables = compiled(first)
     report.table(title, note, ["operands", *heads])
     for layout, row in rows.items():
         errors = {}
         for name, case in row.items():
             try:
-                y, wanted = _ran(made[case], case, draw, () if here.interpret else first[case][1:])
+                y, wanted = _ran(executables[case], case, draw, () if device.interpret else first[case][1:])
                 errors[name] = float(np.abs(y - wanted).max() / np.abs(wanted).max())
             except Exception as error:  # the other cases are still wanted
                 errors[name] = in_short(error)
@@ -70,11 +75,11 @@ def _errors(title: str, note: str, cases: list[Case], here: Target, draw, report
     return off
 
 
-def _cases(here: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
-    """Every layout of every kind of operands, each by all configs, or by one of them."""
-    if here.family == "ampere":
+def _cases(device: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
+    """Return every layout of every kind of operands, each with all configs, or with one of them in turn."""
+    if device.family == "ampere":
         configs = [AmpereConfig(), AmpereConfig(64, 128), AmpereConfig(128, 64), AmpereConfig(64, 64)]
-    elif here.interpret:
+    elif device.interpret:
         clusters = ("", "m", "n") if versions.interprets_clusters() else ("",)
         configs = [*(HopperConfig(tile_n=64, cluster=c) for c in clusters), HopperConfig(128, 128)]
     else:
@@ -82,29 +87,29 @@ def _cases(here: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
         configs += [HopperConfig(tile_n=64), HopperConfig(tile_n=128, in_flight=0), HopperConfig(warpgroups=1)]
     bf16, f16, e4m3, e5m2 = "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
     layouts = [(kind, kind, *lies) for kind in (bf16, f16) for lies in product((False, True), repeat=3)]
-    if here.family == "hopper":
+    if device.family == "hopper":
         pairs = ((e4m3, e4m3), (e5m2, e4m3), (e5m2, e5m2))
         layouts += [(*pair, False, False, turned) for pair in pairs for turned in (False, True)]
-    if quick and here.interpret:
+    if quick and device.interpret:
         layouts = [(bf16, bf16, True, False, True), (e5m2, e4m3, False, False, True)]
     turn, cases = cycle(configs), []
     for a, b, m_major, n_major, turned in layouts:
         shape = Shape(m, n, k, a, m_major, n_major, turned, a if a in (bf16, f16) else bf16)
         fitting = [c for c in configs if config_refusal(shape, c) is None]
-        for config in [next(c for c in turn if c in fitting)] if quick or here.interpret else fitting:
+        for config in [next(c for c in turn if c in fitting)] if quick or device.interpret else fitting:
             cases.append(Case(shape, b, config, (3,) if m_major and turned and not quick else ()))
     if not quick:
-        wide = configs[0] if here.family == "ampere" or here.interpret else HopperConfig(tile_n=128)
+        wide = configs[0] if device.family == "ampere" or device.interpret else HopperConfig(tile_n=128)
         cases += [
             Case(replace(c.shape, out="float32"), c.other, wide, c.batch) for c in cases if c.config == configs[0]
         ]
     return cases
 
 
-def _many_tiles(here: Target) -> list[Case]:
-    """Products in which a thread block does several tiles, one after another."""
+def _many_tiles(device: Target) -> list[Case]:
+    """Return products in which a thread block computes several tiles, one after another."""
     wide = [Shape(4096, 4096, 512, m_major=True, n_major=True, transpose=True), Shape(4096, 4096, 512)]
-    if here.family == "ampere":
+    if device.family == "ampere":
         return [Case(shape, shape.dtype, AmpereConfig()) for shape in wide]
     small = Shape(4096, 4096, 512, "float8_e4m3fn", transpose=True)
     configs = [*(HopperConfig(cluster=c) for c in ("", "m", "n")), HopperConfig(128, 128, band=1)]
@@ -119,12 +124,12 @@ def _layout(case: Case) -> str:
     return f"{kinds}, {lies}, {out}{', 3 of a batch' if case.batch else ''}"
 
 
-def _program(case: Case, here: Target):
-    return jax.jit(lambda a, b, scale: calls.run(a, b, scale, shape=case.shape, target=here, config=case.config))
+def _program(case: Case, device: Target):
+    return jax.jit(lambda a, b, scale: calls.run(a, b, scale, shape=case.shape, target=device, config=case.config))
 
 
 def _operands(case: Case, draw, positive: bool = False) -> tuple[tuple, np.ndarray]:
-    """Arguments of a program, and what it is to give, in float64."""
+    """Return the arguments of a program, and its exact result in float64."""
     s = case.shape
     normal = lambda *shape: np.abs(draw.standard_normal(shape)) if positive else draw.standard_normal(shape)
     kept = draw.random((*case.batch, s.m, s.k // 4, 4)).argsort(-1).argsort(-1) < 2
@@ -143,7 +148,7 @@ _pack = jax.jit(nm.pack, static_argnames=("axis", "order"))
 
 
 def _ran(program, case: Case, draw, before: tuple, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """What a program gives, after it has multiplied other arguments, and what it should."""
+    """Return the result of a program, and the exact one. The program first multiplies the arguments ``before``."""
     if isinstance(program, Exception):
         raise program
     if before:
@@ -152,22 +157,23 @@ def _ran(program, case: Case, draw, before: tuple, positive: bool = False) -> tu
     return np.asarray(program(*arguments), np.float64), wanted
 
 
-def _accumulation(here: Target, draw, report: Report) -> None:
-    """How many bits the sums of FP8 products keep."""
+def _accumulation(device: Target, draw, report: Report) -> None:
+    """Report how exact the sums of FP8 products are."""
     shape = Shape(256, 256, 16384, "float8_e4m3fn", out="float32")
     report.table(
         "Sums of FP8 products over K = 16384",
-        "e4m3 x e4m3 into float32, by tiles of 128, against float64: the largest error relative to the largest magnitude, and the norm of the "
-        "error relative to that of the result. Sums of positive values show what is cut off at every addition.",
+        "e4m3 x e4m3 into float32, by tiles of 128, against float64: the largest error relative to the largest "
+        "magnitude, and the norm of the error relative to that of the result. Sums of positive values show what is cut "
+        "off at every addition.",
         ["values", "largest error", "norm of the error"],
     )  # fmt: skip
     cases = {p: Case(shape, shape.dtype, HopperConfig(tile_n=128, promote=p)) for p in (False, True)}
-    first = {p: (_program(case, here), *_operands(case, draw)[0]) for p, case in cases.items()}
-    made = compiled(first)
+    first = {p: (_program(case, device), *_operands(case, draw)[0]) for p, case in cases.items()}
+    executables = compiled(first)
     for promote, positive in product((False, True), repeat=2):
         name = f"{'positive' if positive else 'of both signs'}, {'promoted' if promote else 'not promoted'}"
         try:
-            y, wanted = _ran(made[promote], cases[promote], draw, first[promote][1:], positive)
+            y, wanted = _ran(executables[promote], cases[promote], draw, first[promote][1:], positive)
             largest = np.abs(y - wanted).max() / np.abs(wanted).max()
             report.row(name, float(largest), float(np.linalg.norm(y - wanted) / np.linalg.norm(wanted)))
         except Exception as error:  # the other rows are still wanted

@@ -1,4 +1,4 @@
-"""The benchmark of kernels on a machine without any: what it says, what it writes, and what the library reads of it."""
+"""The benchmark of kernels on a machine without sparse tensor cores: its report, and the tables that it writes."""
 
 import json
 
@@ -17,12 +17,12 @@ from nmjax.kernels.limits import HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import target
 from nmjax.products import operations, routes
 
-HERE = target("interpret")
+DEVICE = target("interpret")
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch, tmp_path):
-    """Results and tables go where they are forgotten."""
+    """Write results and tables into a temporary folder."""
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield
@@ -30,10 +30,10 @@ def _elsewhere(monkeypatch, tmp_path):
     tuning.chosen.cache_clear()
 
 
-def told(tmp_path):
-    """What a run has written."""
-    found = json.loads((tmp_path / "results/here.json").read_text())
-    return found, (tmp_path / "results/here.md").read_text()
+def written(tmp_path):
+    """Return what a run has written."""
+    results = json.loads((tmp_path / "results/here.json").read_text())
+    return results, (tmp_path / "results/here.md").read_text()
 
 
 # ---- kernels ----
@@ -42,23 +42,21 @@ def told(tmp_path):
 @pytest.mark.kernels
 def test_numerics_without_a_device(tmp_path):
     assert command.main(["kernels", "--only", "a,b,c", "--quick", "--save", "here"]) == 0
-    found, text = told(tmp_path)
-    assert (
-        found["about"]
-        == "Of speed nothing is told, for cpu has no sparse tensor cores. Numerics are those of the interpreter."
-    )
-    states = {name: stage["state"] for name, stage in found["stages"].items()}
+    results, text = written(tmp_path)
+    refusal = "because cpu has no sparse tensor cores"
+    assert results["about"] == f"No speed is measured, {refusal}. Numerics are those of the interpreter."
+    states = {name: stage["state"] for name, stage in results["stages"].items()}
     assert states == {
         "a. numerics": "done",
         "b. packing": "done",
-        "c. products": "not run, for cpu has no sparse tensor cores",
+        "c. products": f"not run, {refusal}",
     }
-    (products,), (packing,) = (found["stages"][name]["tables"] for name in ("a. numerics", "b. packing"))
+    (products,), (packing,) = (results["stages"][name]["tables"] for name in ("a. numerics", "b. packing"))
     assert all(0 < max(filter(None, errors)) < 0.01 for _, *errors in products["rows"])
     assert [row[-1] for row in packing["rows"]] == [0] * len(packing["rows"])
     for part in (
-        found["about"],
-        found["command"],
+        results["about"],
+        results["command"],
         "| e5m2 x e4m3, A along K, B along K, bfloat16 transposed |",
         "# c. products",
     ):
@@ -74,12 +72,12 @@ def test_a_stage_that_raises_is_recorded_and_the_next_one_runs(tmp_path, monkeyp
     def whole(setting, report):
         report.table("Whole", "", ["what"])
         report.row("done")
-        assert told(tmp_path)[0]["stages"]["a. broken"]["state"] == "failed"  # written by then
+        assert written(tmp_path)[0]["stages"]["a. broken"]["state"] == "failed"  # written by then
 
     monkeypatch.setattr(kernels, "STAGES", {"a": (broken, False), "b": (whole, False)})
     assert command.main(["kernels", "--save", "here"]) == 1
-    found, text = told(tmp_path)
-    first, second = found["stages"].values()
+    results, text = written(tmp_path)
+    first, second = results["stages"].values()
     assert (first["state"], second["state"]) == ("failed", "done")
     assert first["error"].startswith("RuntimeError: the device fell off its bus xxx")
     assert len(first["error"]) == 300 + len("RuntimeError: ")
@@ -108,7 +106,7 @@ def test_speedups_are_of_rounds():
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["kernels", "--only", "a,x"], "--only: there are the stages a, b, c, d, e, f, not x"),
+        (["kernels", "--only", "a,x"], "--only: x is none of the stages a, b, c, d, e, f"),
         (["tune", "--shapes", "512x512"], "'512x512' is no layer. Write tokens x in x out"),
     ],
 )
@@ -148,16 +146,16 @@ def test_dense_products_are_those_of_what_was_packed(name, small):
     assert packed.order == ("words8" if small else "words16")
     assert a.shape == ((shape.k, shape.m) if shape.m_major else (shape.m, shape.k))
     assert 0.49 < np.mean(np.asarray(a, np.float32) != 0) <= 0.5  # e5m2 and e4m3 flush some to zero
-    (y,) = tune.dense(shape, HERE)([(a, b)])
-    wanted = tune._reference(shape, HERE)(packed, b)
+    (y,) = tune.dense(shape, DEVICE)([(a, b)])
+    wanted = tune._reference(shape, DEVICE)(packed, b)
     assert y.shape == wanted.shape
     np.testing.assert_allclose(np.asarray(y, np.float32), wanted, atol=0.01 * float(jnp.abs(wanted).max()))
 
 
 def test_forms_are_those_that_training_makes(monkeypatch):
-    made, copies = {}, calls.copies
+    wanted_by_shape, copies = {}, calls.copies
     monkeypatch.setattr(
-        calls, "copies", lambda x, wanted, **how: made.update({x.shape: wanted}) or copies(x, wanted, **how)
+        calls, "copies", lambda x, wanted, **how: wanted_by_shape.update({x.shape: wanted}) or copies(x, wanted, **how)
     )
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (128, 384)))
     ctx = nm.Ctx(0, 0, {"fwd_rhs": (1.0, None)})
@@ -165,7 +163,7 @@ def test_forms_are_those_that_training_makes(monkeypatch):
         "ti,io->to", x, w, sparsity=nm.methods.s_ste(fp8=True), ctx=ctx, backend="interpret"
     )
     jax.eval_shape(jax.grad(lambda x, w: product(x, w).astype(jnp.float32).sum(), (0, 1)), x, w)
-    assert list(FORMS.values()) == [made[1, *shape] for shape in ((256, 128), (128, 384), (256, 384))]
+    assert list(FORMS.values()) == [wanted_by_shape[1, *shape] for shape in ((256, 128), (128, 384), (256, 384))]
 
 
 # ---- tune ----
@@ -181,9 +179,9 @@ def test_the_default_list_is_worth_tuning():
     shapes = tune.default()
     assert len(shapes) == len(set(shapes))
     assert {s.dtype for s in shapes} == {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
-    assert all(len(tune.likely(s, HERE)) <= 9 for s in shapes)
+    assert all(len(tune.likely(s, DEVICE)) <= 9 for s in shapes)
     for shape in shapes[:3]:
-        config = tune.likely(shape, HERE)[0]
+        config = tune.likely(shape, DEVICE)[0]
         varied = tune.variations(shape, config)
         assert config not in varied
         assert {c.band for c in varied} == {1, 8, 16}
@@ -193,34 +191,34 @@ def test_the_default_list_is_worth_tuning():
 
 @pytest.mark.kernels
 def test_what_tune_writes_is_what_products_choose(monkeypatch):
-    """Faked: the timer, and that there are but two configs. Kernels run interpreted."""
+    """The timer is faked, and there are only two configs. Kernels run interpreted."""
     shape, first, second = (
         Shape(128, 64, 128, transpose=True),
         HopperConfig(tile_n=64),
         HopperConfig(tile_n=64, stages=3),
     )
     monkeypatch.setattr(tune, "repeats", lambda shape: 1)
-    monkeypatch.setattr(tune, "likely", lambda shape, here: [first])
+    monkeypatch.setattr(tune, "likely", lambda shape, device: [first])
     monkeypatch.setattr(tune, "variations", lambda shape, config: [second])
     fake = {"dense": 3.0, first: 2.0, second: 1.5}
     timer = lambda calls, rounds, seconds: {name: [fake[name]] * rounds for name in calls}
-    path = tune.table_of(HERE, ship=False)
+    path = tune.table_of(DEVICE, ship=False)
     assert path == tuning.own_tables() / "interpreter.json"
-    assert tuning.chosen(shape, HERE)[1] is None  # a guess, and now remembered
-    text = tune.search([shape], HERE, path, minutes=1, timer=timer)
-    assert tuning.table(HERE.kind) == ((shape, second, 2.0),)
-    assert tuning.chosen(shape, HERE) == (second, 2.0)
+    assert tuning.chosen(shape, DEVICE)[1] is None  # a guess, and now remembered
+    text = tune.search([shape], DEVICE, path, minutes=1, timer=timer)
+    assert tuning.table(DEVICE.kind) == ((shape, second, 2.0),)
+    assert tuning.chosen(shape, DEVICE) == (second, 2.0)
     assert repr(second) in text
-    written = json.loads(path.read_text())
-    assert (written["device"], written["jax"]) == ("interpreter", jax.__version__)
+    table = json.loads(path.read_text())
+    assert (table["device"], table["jax"]) == ("interpreter", jax.__version__)
     assert not list(path.parent.glob("*.part"))
 
 
 def test_wrong_and_broken_configs_are_refused(monkeypatch):
-    """Faked: the timer, and the kernels, which are XLA's product, wrong for one config and raising for another."""
+    """The timer and the kernels are faked: XLA's product, which is wrong for one config and raises for another."""
     shape, ways = Shape(128, 128, 128), {tile: HopperConfig(tile_n=tile) for tile in (64, 128, 256)}
 
-    def packed(shape, here, config):
+    def packed(shape, device, config):
         def product(a, b):
             if config == ways[256]:
                 raise RuntimeError("too many registers")
@@ -230,23 +228,24 @@ def test_wrong_and_broken_configs_are_refused(monkeypatch):
         return tune.several(product)
 
     monkeypatch.setattr(tune, "packed", packed)
-    monkeypatch.setattr(tune, "likely", lambda shape, here: list(ways.values()))
+    monkeypatch.setattr(tune, "likely", lambda shape, device: list(ways.values()))
     monkeypatch.setattr(tune, "variations", lambda shape, config: [])
     timer = lambda calls, rounds, seconds: {name: [1.0] * rounds for name in calls}
-    found = tune.best(shape, HERE, tune.Pool(2**14), timer)
-    assert (found.config, found.speed, found.tried) == (ways[128], 1.0, 3)
-    assert len(found.refused) == 2
-    assert "of the largest magnitude" in " ".join(found.refused)
-    assert "too many registers" in " ".join(found.refused)
+    winner = tune.best(shape, DEVICE, tune.Pool(2**14), timer)
+    assert (winner.config, winner.speed, winner.tried) == (ways[128], 1.0, 3)
+    assert len(winner.refused) == 2
+    assert "of the largest magnitude" in " ".join(winner.refused)
+    assert "too many registers" in " ".join(winner.refused)
     ways.pop(128)
-    assert tune.best(shape, HERE, tune.Pool(2**14), timer).startswith("no config is right: HopperConfig(tile_n=64): off by")
+    reason = tune.best(shape, DEVICE, tune.Pool(2**14), timer)
+    assert reason.startswith("no config is right: HopperConfig(tile_n=64): off by")
 
 
 def test_tables_grow(tmp_path):
-    """Rows of the same product are replaced, others stay, and when the minutes are over nothing more is begun."""
+    """Rows of the same product are replaced and others stay. When the minutes are over, no product is begun."""
     path, (a, b) = tmp_path / "tables/some.json", (Shape(128, 128, 128), Shape(256, 128, 128))
     row = lambda shape, speed: tuning.as_row(shape, HopperConfig(), speed)
-    tune.write(path, HERE, [row(a, 1.0), row(b, 2.0)])
-    tune.write(path, HERE, [row(a, 3.0)])
+    tune.write(path, DEVICE, [row(a, 1.0), row(b, 2.0)])
+    tune.write(path, DEVICE, [row(a, 3.0)])
     assert json.loads(path.read_text())["rows"] == [row(a, 3.0), row(b, 2.0)]
-    assert "2 more" in tune.search([a, b], HERE, path, minutes=0)
+    assert "2 more" in tune.search([a, b], DEVICE, path, minutes=0)

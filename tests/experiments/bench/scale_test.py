@@ -1,4 +1,4 @@
-"""The benchmark of many devices: what it reads of programs whose collectives are known, and that it says all it has to."""
+"""The benchmark of many devices: known collectives of programs, and the tables."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from experiments.bench.collectives import collectives, nbytes
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 B = 8 * 4 * 4  # bytes of an array f32[8, 4]
-TELLING = {
+SENDING = {
     "all-reduce": (lambda x: jax.lax.psum(x, "x"), P(), 2 * B * 3 / 4),
     "all-gather": (lambda x: jax.lax.all_gather(x, "x", tiled=True), P("x"), 4 * B * 3 / 4),
     "reduce-scatter": (lambda x: jax.lax.psum_scatter(x, "x", tiled=True), P(), B * 3 / 4),
@@ -19,33 +19,33 @@ TELLING = {
 }
 
 
-def told(tell, spec, devices=4):
-    """What four devices tell each other, each with an array f32[8, 4] of its own."""
+def sent(send, spec, devices=4):
+    """Return the collectives of four devices, each with its own array f32[8, 4]."""
     mesh = Mesh(jax.devices()[:4], ("x",)) if devices == 4 else jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((8 if spec == P() else 8 * devices, 4), jnp.float32)
-    f = jax.shard_map(tell, mesh=mesh, in_specs=spec, out_specs=P("x"), check_vma=False)
+    f = jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=P("x"), check_vma=False)
     return collectives(jax.jit(f).lower(x).compile().as_text())
 
 
-@pytest.mark.parametrize("kind", TELLING)
+@pytest.mark.parametrize("kind", SENDING)
 def test_bytes_that_are_known(kind):
-    tell, spec, moved = TELLING[kind]
-    (found,) = told(lambda x: tell(x + 1), spec)
-    assert (found.kind, found.moved, found.times) == (kind, moved, 1)
+    send, spec, moved = SENDING[kind]
+    (row,) = sent(lambda x: send(x + 1), spec)
+    assert (row.kind, row.moved, row.times) == (kind, moved, 1)
 
 
 def test_loops_count_as_often_as_they_go_round():
-    found = told(lambda x: jax.lax.fori_loop(0, 5, lambda i, x: jax.lax.psum(x * 0.5, "x"), x), P())
-    assert [(row.kind, row.times, row.moved) for row in found] == [("all-reduce", 5, 2 * B * 3 / 4)]
+    rows = sent(lambda x: jax.lax.fori_loop(0, 5, lambda i, x: jax.lax.psum(x * 0.5, "x"), x), P())
+    assert [(row.kind, row.times, row.moved) for row in rows] == [("all-reduce", 5, 2 * B * 3 / 4)]
 
 
 def test_only_those_that_take_part_are_counted():
-    (found,) = told(lambda x: jax.lax.psum(x, "x"), P(), devices=2)
-    assert found.moved == 2 * B * 1 / 2
+    (row,) = sent(lambda x: jax.lax.psum(x, "x"), P(), devices=2)
+    assert row.moved == 2 * B * 1 / 2
 
 
 def test_what_is_begun_and_done_is_one():
-    """As programs for GPUs are written, where devices go on with other things meanwhile."""
+    """Programs for GPUs are written so, because devices do other work meanwhile."""
     text = """
 HloModule m, num_partitions=4
 
@@ -56,19 +56,19 @@ ENTRY %main (x: f32[2,4]) -> f32[8,4] {
   ROOT %rs = bf16[2,4]{1,0} reduce-scatter(%ar), replica_groups={}, to_apply=%add
 }
 """
-    found = collectives(text)
-    assert [row[:4] for row in found] == [
+    rows = collectives(text)
+    assert [row[:4] for row in rows] == [
         ("all-gather", "(f32[8,4], s8[8])", (B + 8) * 3 / 4, 1),
         ("all-reduce", "f32[8,4]", 2 * B / 2, 1),
         ("reduce-scatter", "bf16[2,4]", 3 * 16, 1),
     ]
-    assert found[1].name == "jit(f)/sum"
+    assert rows[1].name == "jit(f)/sum"
     assert nbytes("(pred[], f8e4m3fn[3]{0}, u32[2,2])") == 1 + 3 + 16
 
 
 @pytest.mark.processes
 def test_all_tables(tmp_path, monkeypatch):
-    """Of one device, in a process of its own, and of the four that are here; how runs start again is not tried."""
+    """One device in a process of its own, and the four of this process. Restarts are faked."""
     apart = scale.apart
 
     def instead(n, what, *words, cache=""):

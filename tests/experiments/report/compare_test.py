@@ -59,9 +59,9 @@ def test_the_page_and_the_text(study, capsys):
     assert said.startswith((study / "compare.md").read_text())
     text = (study / "compare.html").read_text()
     assert text.count("<svg") == 3  # the mark of the page, curves, the frontier
-    found = Tags(text)
-    assert not [r for r in found.references if not r.startswith(("#", "data:"))]
-    assert "i" not in found.tags
+    tags = Tags(text)
+    assert not [r for r in tags.references if not r.startswith(("#", "data:"))]
+    assert "i" not in tags.tags
 
 
 def test_what_cannot_be_compared(study, capsys):

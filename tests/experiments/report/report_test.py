@@ -106,20 +106,20 @@ class Tags(HTMLParser):
 def written(folder):
     """The page of a folder, which is sound whatever it shows."""
     page = report.write(folder).read_text(encoding="utf-8")
-    found = Tags(page)
-    assert not [r for r in found.references if not r.startswith(("#", "data:"))]
-    assert {r[1:] for r in found.references if r.startswith("#")} <= set(found.ids)
-    assert len(set(found.ids)) == len(found.ids)
-    assert not {"script", "iframe", "object", "embed", "base", "form"} & set(found.tags)
+    tags = Tags(page)
+    assert not [r for r in tags.references if not r.startswith(("#", "data:"))]
+    assert {r[1:] for r in tags.references if r.startswith("#")} <= set(tags.ids)
+    assert len(set(tags.ids)) == len(tags.ids)
+    assert not {"script", "iframe", "object", "embed", "base", "form"} & set(tags.tags)
     assert "@import" not in page
     assert not re.search(r"url\((?!#)", page)
     assert not re.search("[\x00-\x08\x0e-\x1f]", page)
-    return page, found
+    return page, tags
 
 
 def test_a_run_of_images_is_shown_whole(tmp_path):
-    page, found = written(image_run(tmp_path / "run"))
-    text = found.text
+    page, tags = written(image_run(tmp_path / "run"))
+    text = tags.text
     sections = re.findall('<section id="([a-z]+)">', page)
     assert sections == ["learning", "sparsity", "throughput", "plan", "mask", "samples", "again"]
     titles = re.findall("<h3>([^<]*)</h3>", page)
@@ -145,13 +145,13 @@ def test_generated_text_is_shown_after_its_prompt(tmp_path):
     run = write_run(tmp_path / "run", metrics, about={"unit": "tokens", "metric": "loss", "summary": [], "git": None})
     (run / "text.json").write_text(json.dumps({"prompt": "ROMEO:", "samples": ["ROMEO: soft!", "hark\n\n<b>"]}))
     (run / "plan.txt").write_text("layer  slots <dense>\n")
-    page, found = written(run)
+    page, tags = written(run)
     assert re.findall('<section id="([a-z]+)">', page) == ["learning", "plan", "text", "again"]
     assert page.count('<span class="prompt">ROMEO:</span>') == 2
-    assert "ROMEO: soft!" in found.text
-    assert "hark\n\n<b>" in found.text
-    assert "slots <dense>" in found.text
-    assert "eval loss0.05" in found.text, "a run that has not summed itself up shows its last figures"
+    assert "ROMEO: soft!" in tags.text
+    assert "hark\n\n<b>" in tags.text
+    assert "slots <dense>" in tags.text
+    assert "eval loss0.05" in tags.text, "a run that has not summed itself up shows its last figures"
 
 
 def test_nothing_of_others_is_markup(tmp_path):
@@ -164,20 +164,20 @@ def test_nothing_of_others_is_markup(tmp_path):
     hostile |= {key: [[HOSTILE, HOSTILE]] * 9 for key in ("header", "summary")} | {"versions": {HOSTILE: HOSTILE}}
     write_run(run, lines(names=names), about=hostile, config={HOSTILE: {HOSTILE: HOSTILE, "list": [HOSTILE]}})
     (run / "text.json").write_text(json.dumps({"prompt": HOSTILE, "samples": [HOSTILE, "\x1b[31m\u202e"]}))
-    page, found = written(run)
+    page, tags = written(run)
     assert "<script" not in page
     assert page.count("&lt;script&gt;") > 30
     assert {"@0@", "step", "curve1"} <= set(re.findall("<title>([^<]*)</title>", page))
-    assert HOSTILE.replace("\x00", "␀").replace("\ud800", "\ufffd") in found.text
+    assert HOSTILE.replace("\x00", "␀").replace("\ud800", "\ufffd") in tags.text
 
 
 def test_a_line_cut_off_is_passed_over_and_said(tmp_path):
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("ab") as file:
         file.write('{"step": 2050, "kind": "train", "loss": 0.1, "note": "é'.encode()[:-1])
-    page, found = written(run)
-    assert "The last line of metrics.jsonl is cut off" in found.text
-    assert "train 0.142" in found.text
+    page, tags = written(run)
+    assert "The last line of metrics.jsonl is cut off" in tags.text
+    assert "train 0.142" in tags.text
     metrics, said = parse_metrics(
         '{"step": 1, "kind": "train"}\n{"st\n7\n{"step": NaN, "kind": "eval"}\n{"kind": "eval"}'
     )
@@ -198,18 +198,18 @@ def test_a_run_that_went_on_from_a_checkpoint_counts_a_step_once():
 def test_a_run_that_failed_before_its_first_line(tmp_path, text):
     run = write_run(tmp_path / "run", [], about={"outcome": "failed: no memory", "summary": [], "ended": None})
     (run / "metrics.jsonl").write_text(text)
-    page, found = written(run)
+    page, tags = written(run)
     assert re.findall('<section id="([a-z]+)">', page) == ["again"]
-    assert "No metrics were written: the run ended before its first line." in found.text
-    assert "✕ failed" in found.text
-    assert "no memory" in found.text
+    assert "No metrics were written: the run ended before its first line." in tags.text
+    assert "✕ failed" in tags.text
+    assert "no memory" in tags.text
 
 
 def test_only_run_json_is_needed(tmp_path):
     (tmp_path / "run.json").write_text('{"name": "bare"}')
-    page, found = written(tmp_path)
-    assert "… running" in found.text
-    assert "No metrics were written yet." in found.text
+    page, tags = written(tmp_path)
+    assert "… running" in tags.text
+    assert "No metrics were written yet." in tags.text
 
 
 def test_broken_pictures_are_said(tmp_path):
@@ -225,8 +225,8 @@ def test_what_is_not_finite_is_seen(tmp_path):
             record[key] = float("inf")
         if record["kind"] == "sparsity":
             record["flip_rate"]["layer3"] = float("nan")
-    page, found = written(write_run(tmp_path / "run", metrics))
-    assert "train ∞, eval ∞" in found.text
+    page, tags = written(write_run(tmp_path / "run", metrics))
+    assert "train ∞, eval ∞" in tags.text
     assert [int(n) for n in re.findall("Not finite: ([0-9]+) values?, × on the axis.</fig", page)] == [5, 4, 2, 4]
     assert "stroke: var(--bad)" in page
     nothing = [{"step": s, "kind": "train", "loss": float("nan")} for s in (1, 2)]
