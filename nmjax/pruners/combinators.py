@@ -254,9 +254,9 @@ class rescale(Pruner):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         y, axis = self.p(x, axis, ctx), groups.position(x.ndim, axis)
         over = (axis + 1,) if self.over == "group" else self._space(x, axis, ctx)
-        kept = jnp.sum(jnp.abs(self._view(y, axis)), over, keepdims=True)
-        norm = jnp.sum(jnp.abs(self._view(x, axis)), over, keepdims=True)
-        ratio = jnp.where(kept == 0, 1.0, norm / jnp.where(kept == 0, 1.0, kept))
+        norm = lambda v: jnp.sum(jnp.abs(self._view(v, axis)), over, keepdims=True)
+        kept = norm(y)
+        ratio = jnp.where(kept == 0, 1.0, norm(x) / jnp.where(kept == 0, 1.0, kept))
         y = self._view(y, axis)
         scaled = jnp.where(y == 0, y, y * ratio)  # the ratio may be inf, and zeros stay zeros
         return fusion.rounded(scaled.reshape(x.shape), x.dtype)
