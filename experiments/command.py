@@ -47,8 +47,8 @@ def carry_out(asked: "Asked", words: str) -> None:
     """Do what a command line asks for.
 
     Args:
-        asked: The command line, read.
-        words: The command line itself, which is recorded.
+      asked: The command line, read.
+      words: The command line itself, which is recorded.
     """
     _check(asked)
     place = f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -124,17 +124,17 @@ class Asked(NamedTuple):
     """A command line, read.
 
     Attributes:
-        config: The settings of the page, with the changes of the command line.
-        page: FILE or FILE:VARIANT.
-        workdir: The run's directory, or "".
-        mode: "train", "eval" or "plan".
-        origin: The directory of the run that this one begins with, or "".
-        distributed: "auto", "off", HOST:PORT,N,I, or "".
-        sweep: Whether all runs of the page's sweep are trained.
-        index: The one run of the sweep that is, or None.
-        at_once: How many runs that differ in their seed alone are trained side by side.
-        sink: The service that gets the numbers too, or "".
-        results: The file that gets a line for every run of a sweep that has finished or diverged, or "".
+      config: The settings of the page, with the changes of the command line.
+      page: FILE or FILE:VARIANT.
+      workdir: The run's directory, or "".
+      mode: "train", "eval" or "plan".
+      origin: The directory of the run that this one begins with, or "".
+      distributed: "auto", "off", HOST:PORT,N,I, or "".
+      sweep: Whether all runs of the page's sweep are trained.
+      index: The one run of the sweep that is, or None.
+      at_once: How many runs that differ in their seed alone are trained side by side.
+      sink: The service that gets the numbers too, or "".
+      results: The file that gets a line for every run of a sweep that has finished or diverged, or "".
     """
 
     config: ConfigDict

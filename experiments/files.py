@@ -35,8 +35,8 @@ def append(path: Path, new: Callable[[list[dict]], Iterable[dict]]) -> None:
     """Append JSON lines to a file, which is locked meanwhile.
 
     Args:
-        path: The file. A last line that was cut off, as by a full disk, stays a line of its own.
-        new: Returns the lines to append, given those that are there.
+      path: The file. A last line that was cut off, as by a full disk, stays a line of its own.
+      new: Returns the lines to append, given those that are there.
     """
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

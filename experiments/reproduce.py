@@ -71,7 +71,7 @@ def read(path: Path) -> list[dict]:
     """Return the last line of every run in a file of results.
 
     Raises:
-        Mistake: If there is no file, or if a line cannot be read, or if it was made by another command or config.
+      Mistake: If there is no file, or if a line cannot be read, or if it was made by another command or config.
     """
     its_study = study(path.stem)
     if not path.exists():
@@ -130,12 +130,12 @@ def compared(name: str, results: Path) -> Compared:
     """Return the comparison of the results of a sweep.
 
     Args:
-        name: The name of the results, such as "sdgp_cpu".
-        results: The folder of the results.
+      name: The name of the results, such as "sdgp_cpu".
+      results: The folder of the results.
 
     Raises:
-        Mistake: If the results cannot be read, have a method that the sweep does not have, or lack the first method
-            or all others.
+      Mistake: If the results cannot be read, have a method that the sweep does not have, or lack the first method
+        or all others.
     """
     path, its_study = results / f"{name}.jsonl", study(name)
     lines = read(path)
@@ -274,8 +274,8 @@ def _pairs(ours: Compared, questions: dict[str, dict[str, list[tuple[str, str]]]
     """Return a table of differences between two methods, paired by seed.
 
     Args:
-        ours: The results.
-        questions: By row and column the pairs of methods whose differences are averaged.
+      ours: The results.
+      questions: By row and column the pairs of methods whose differences are averaged.
     """
     if not questions:
         return ""
@@ -329,10 +329,10 @@ def _frontier(name: str, ours: Compared, names: dict[tuple[str, str], str], shor
     """Return the picture of the differences to dense by what a run costs.
 
     Args:
-        name: The name of the results.
-        ours: The results.
-        names: The methods by their kind and their name in the picture.
-        shorter: The results of dense runs, which are joined by a line.
+      name: The name of the results.
+      ours: The results.
+      names: The methods by their kind and their name in the picture.
+      shorter: The results of dense runs, which are joined by a line.
     """
     kinds = list(dict.fromkeys(kind for kind, _ in names))
     points = [_point(ours, method, part, f"s{kinds.index(kind) + 1}") for (kind, part), method in names.items()]

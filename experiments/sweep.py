@@ -42,11 +42,11 @@ def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
     """Return the runs of a list of changes. Each is named by the fields that are not the same in all of them.
 
     Args:
-        config: The page's settings.
-        changes: For each run the fields that it changes, by dotted names.
+      config: The page's settings.
+      changes: For each run the fields that it changes, by dotted names.
 
     Raises:
-        Mistake: If the list is of another kind, if a change does not fit its field, or if two runs have one name.
+      Mistake: If the list is of another kind, if a change does not fit its field, or if two runs have one name.
     """
     if not isinstance(changes, list) or not changes or not all(isinstance(c, dict) for c in changes):
         raise Mistake(f"get_sweep() has to return a list of changes, such as {EXAMPLE}.")
@@ -95,18 +95,18 @@ def run(
     """Run all members of a sweep that are not done, or the one of an index.
 
     Args:
-        runs: The members of the sweep.
-        workdir: The directory in which each has its own.
-        index: Number of the only run to do, or None for all.
-        at_once: Number of runs that may be trained side by side, if they differ in their seed alone.
-        make: Returns the program of a run. It serves the next run too if that differs in its seed alone.
-        train: `train(members, program)` trains runs side by side. It returns the signal that told it to stop when no
-            step was left.
-        results: A file that gets a line for each finished run too.
+      runs: The members of the sweep.
+      workdir: The directory in which each has its own.
+      index: Number of the only run to do, or None for all.
+      at_once: Number of runs that may be trained side by side, if they differ in their seed alone.
+      make: Returns the program of a run. It serves the next run too if that differs in its seed alone.
+      train: `train(members, program)` trains runs side by side. It returns the signal that told it to stop when no
+        step was left.
+      results: A file that gets a line for each finished run too.
 
     Raises:
-        Failed: At the end, if runs failed. It names them.
-        Stopped: If a signal came after the last step of a run, and others are left.
+      Failed: At the end, if runs failed. It names them.
+      Stopped: If a signal came after the last step of a run, and others are left.
     """
     if index is not None:
         at(runs, index)

@@ -52,11 +52,11 @@ class dot_cls(Value):
     """A value for ``dot_general_cls``: each layer that has it prunes as a recipe says for the layer's path.
 
     Args:
-        recipe: The sparsity of each layer, by its path.
-        seed: The seed of all noise, an int.
+      recipe: The sparsity of each layer, by its path.
+      seed: The seed of all noise, an int.
 
     Raises:
-        TypeError: ``recipe`` is no Recipe.
+      TypeError: ``recipe`` is no Recipe.
 
     >>> from flax import linen as nn
     >>> import nmjax as nm
@@ -103,13 +103,13 @@ class Origin(NamedTuple):
     """The layer that a variable was made for. In a stack it is one layer.
 
     Attributes:
-        path: Its path in the model.
-        sparsity: What it prunes.
-        seed: The seed of its noise.
-        operand: Where the axes of its kernel lie in its product.
-        shape: The shape of its kernel.
-        dtype: The dtype that its product computes in.
-        ranks: The ranks of words, time and state before padding.
+      path: Its path in the model.
+      sparsity: What it prunes.
+      seed: The seed of its noise.
+      operand: Where the axes of its kernel lie in its product.
+      shape: The shape of its kernel.
+      dtype: The dtype that its product computes in.
+      ranks: The ranks of words, time and state before padding.
     """
 
     path: str
@@ -128,10 +128,10 @@ class SiteVariable(struct.PyTreeNode):
     too.
 
     Attributes:
-        origin: The layer that it was made for.
-        sparsity: What the layer's products prune: as at the start, or what `harden` left.
-        stack: The axes that stack layers, the outermost first.
-        words, time, state: Noise words, (step, micro-step), and the state of the weight slots; None if not needed.
+      origin: The layer that it was made for.
+      sparsity: What the layer's products prune: as at the start, or what `harden` left.
+      stack: The axes that stack layers, the outermost first.
+      words, time, state: Noise words, (step, micro-step), and the state of the weight slots; None if not needed.
     """
 
     origin: Origin = struct.field(pytree_node=False)
@@ -277,12 +277,12 @@ def set_step(variables: Mapping[str, Any], step: Any, micro: Any = 0) -> Any:
     """Return the variables at a step, with due state renewed. Call it once a (micro-)step, outside the loss.
 
     Args:
-        variables: The collections "params" and "nm" in one dict.
-        step: The step of training, an integer. Schedules and noise read it.
-        micro: The micro-step of gradient accumulation. Every micro-step has its own noise; masks stay.
+      variables: The collections "params" and "nm" in one dict.
+      step: The step of training, an integer. Schedules and noise read it.
+      micro: The micro-step of gradient accumulation. Every micro-step has its own noise; masks stay.
 
     Raises:
-        ValueError: A collection is missing, or "nm" is not stacked as "params" is.
+      ValueError: A collection is missing, or "nm" is not stacked as "params" is.
 
     >>> import nmjax as nm
     >>> layer = nn.Dense(8, dot_general_cls=nm.linen.dot_cls(nm.Recipe(((".*", "mvue(2,4)"),))))
@@ -298,7 +298,7 @@ def reset_state(variables: Mapping[str, Any]) -> Any:
     """Return the variables with scales and held masks made anew from the current weights.
 
     Args:
-        variables: As of `set_step`.
+      variables: As of `set_step`.
 
     >>> import nmjax as nm
     >>> layer = nn.Dense(1, dot_general_cls=nm.linen.dot_cls(nm.Recipe(((".*", "s_ste(2,4)"),))))
@@ -316,10 +316,10 @@ def harden(variables: Mapping[str, Any]) -> Any:
     A weight is pruned in the dtype that its layer computed in at ``init``, and is stored in its own.
 
     Args:
-        variables: As of `set_step`.
+      variables: As of `set_step`.
 
     Raises:
-        ValueError: A weight is drawn anew at every step, so it has no final form; or as of `set_step`.
+      ValueError: A weight is drawn anew at every step, so it has no final form; or as of `set_step`.
 
     >>> import nmjax as nm
     >>> layer = nn.Dense(8, dot_general_cls=nm.linen.dot_cls(nm.Recipe(((".*", "ste(2,4)"),))))
@@ -334,7 +334,7 @@ def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the paths of all layers. ``recipe.check(paths(variables))`` refuses rules that match no layer.
 
     Args:
-        variables: Variables with the collection "nm".
+      variables: Variables with the collection "nm".
 
     >>> import nmjax as nm
     >>> recipe = nm.Recipe(((".*", "ste(2,4)"),))

@@ -27,16 +27,16 @@ def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs
     weight's own dtype; here the sum is taken in float32 and rounded once.
 
     Args:
-        lam: Strength of the decay, or a schedule of the number of updates done.
+      lam: Strength of the decay, or a schedule of the number of updates done.
 
     Returns:
-        A transformation whose ``update`` takes the parameters and ``masks=``: a tree like the parameters', of bool
-        arrays of their shapes, or True for a weight without a mask. Masks of what `optax.masked` and
-        `optax.multi_transform` leave out are ignored.
+      A transformation whose ``update`` takes the parameters and ``masks=``: a tree like the parameters', of bool
+      arrays of their shapes, or True for a weight without a mask. Masks of what `optax.masked` and
+      `optax.multi_transform` leave out are ignored.
 
     Raises:
-        ValueError: In ``update``: masks or parameters are missing, or the trees do not match.
-        TypeError: In ``update``: a mask is not bool.
+      ValueError: In ``update``: masks or parameters are missing, or the trees do not match.
+      TypeError: In ``update``: a mask is not bool.
 
     >>> w, mask = jnp.array([1., -2., 3., -4.]), jnp.array([False, False, True, True])
     >>> tx = optax.chain(optax.clip_by_global_norm(1.), masked_decay(.5), optax.sgd(1.))
@@ -140,11 +140,11 @@ class StepAdamState(NamedTuple):
     """The state of `step_adam`: arrays only.
 
     Attributes:
-        count: Number of updates done.
-        since: 0 while dense, then the number of the next sparse step: 1, 2, ...
-        mu: The first moments, in float32.
-        nu: The second moments, in float32, frozen after the switch.
-        window: Z of the last updates, in a ring.
+      count: Number of updates done.
+      since: 0 while dense, then the number of the next sparse step: 1, 2, ...
+      mu: The first moments, in float32.
+      nu: The second moments, in float32, frozen after the switch.
+      window: Z of the last updates, in a ring.
     """
 
     count: Int[Array, ""]
@@ -184,24 +184,24 @@ def step_adam(
     nm.optim.since(opt_state))``. Moments are float32, also those of bf16 weights; updates have the gradients' dtype.
 
     Args:
-        learning_rate: A number, or a schedule of the number of updates done.
-        b1: Decay of the first moment.
-        b2: Decay of the second moment.
-        eps: Term in the denominator, and the threshold of the switch.
-        weight_decay: Strength of the weight decay.
-        after: The switch comes after this update at the earliest; 10 % of all updates in published runs.
-        before: The switch comes after this update at the latest; 50 % of all updates in published runs.
-        mean: The mean over the weights: "arithmetic", or "geometric", which is 0 as soon as one weight has never had a
-            gradient. Over the updates the mean is of as many as there were.
-        mask: Weights that decay, a tree of bools or a function from parameters to one, as in `optax.adamw`. All decay
-            without it.
+      learning_rate: A number, or a schedule of the number of updates done.
+      b1: Decay of the first moment.
+      b2: Decay of the second moment.
+      eps: Term in the denominator, and the threshold of the switch.
+      weight_decay: Strength of the weight decay.
+      after: The switch comes after this update at the earliest; 10 % of all updates in published runs.
+      before: The switch comes after this update at the latest; 50 % of all updates in published runs.
+      mean: The mean over the weights: "arithmetic", or "geometric", which is 0 as soon as one weight has never had a
+        gradient. Over the updates the mean is of as many as there were.
+      mask: Weights that decay, a tree of bools or a function from parameters to one, as in `optax.adamw`. All decay
+        without it.
 
     Returns:
-        The optimizer.
+      The optimizer.
 
     Raises:
-        TypeError: b2, after or before is no plain number.
-        ValueError: A number is out of its range.
+      TypeError: B2, after or before is no plain number.
+      ValueError: A number is out of its range.
 
     >>> w = jnp.ones(4)
     >>> tx = step_adam(.1, after=1, before=2)
@@ -294,13 +294,13 @@ def since(opt_state: PyTree) -> Int[Array, ""]:
     """Return 0 while `step_adam` trains densely, then the number of the next sparse step.
 
     Args:
-        opt_state: The state of an optimizer that holds one `step_adam`, anywhere in it.
+      opt_state: The state of an optimizer that holds one `step_adam`, anywhere in it.
 
     Returns:
-        An int32 scalar, to be the model's step.
+      An int32 scalar, to be the model's step.
 
     Raises:
-        ValueError: The state holds no `step_adam`, or several.
+      ValueError: The state holds no `step_adam`, or several.
 
     >>> tx = optax.chain(optax.clip(1.0), step_adam(1e-3, after=10, before=50))
     >>> since(tx.init(jnp.ones(4)))

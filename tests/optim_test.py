@@ -235,7 +235,11 @@ def test_states_of_variables_without_the_optimizer():
     ("call", "error", "message"),
     [
         (lambda tx: tx.update(GRADS, tx.init(PARAMS), PARAMS), ValueError, r"masks=nm\.nnx\.masks\(model\)"),
-        (lambda tx: tx.update(GRADS, tx.init(PARAMS), masks=MASKS), ValueError, "got no parameters to decay: write tx.update"),
+        (
+            lambda tx: tx.update(GRADS, tx.init(PARAMS), masks=MASKS),
+            ValueError,
+            "got no parameters to decay: write tx.update",
+        ),
         (
             lambda tx: once(tx, masks={**MASKS, "b": jnp.ones((4, 8), bool)}),
             ValueError,

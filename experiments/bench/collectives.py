@@ -25,7 +25,7 @@ def collectives(text: str) -> list[Collective]:
     permute.
 
     Args:
-        text: The program's text.
+      text: The program's text.
     """
     calls, computation, rows = {}, "", []
     partitions = re.search(r"num_partitions=(\d+)", text)

@@ -35,10 +35,10 @@ def in_turn(
     """Return the seconds of one call of each, round by round. All are timed in turn.
 
     Args:
-        calls: The functions.
-        rounds: How many rounds.
-        seconds: In a round each is called as often as takes about this time.
-        wait: Waits for the last result of a round. A device works in order, so the others are ready then too.
+      calls: The functions.
+      rounds: How many rounds.
+      seconds: In a round each is called as often as takes about this time.
+      wait: Waits for the last result of a round. A device works in order, so the others are ready then too.
     """
     counts = {}
     for name, call in calls.items():
@@ -69,7 +69,7 @@ def compiled(programs: dict) -> dict:
     """Compile programs side by side. In the place of a program that fails stands its exception.
 
     Args:
-        programs: For each name a jitted function and its arguments.
+      programs: For each name a jitted function and its arguments.
     """
 
     def one(program):
@@ -99,10 +99,10 @@ def markdown(title: str, note: str, rows: dict[str, list], head: list[str]) -> s
     """Return a table with its title and a note.
 
     Args:
-        title: The title.
-        note: The text between the title and the table.
-        rows: For each name its cells: texts, numbers, or None for an empty one.
-        head: The columns' titles.
+      title: The title.
+      note: The text between the title and the table.
+      rows: For each name its cells: texts, numbers, or None for an empty one.
+      head: The columns' titles.
     """
     lines = [f"## {title}", "", note, "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join([name, *map(_shown, values)]) + " |" for name, values in rows.items()]

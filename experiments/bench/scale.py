@@ -94,10 +94,10 @@ def apart(n: int, what: str, *words: str, cache: str = "") -> Any:
     """Run `step` or `start` in a process of its own, and return its result.
 
     Args:
-        n: How many devices the process sees.
-        what: "step" or "start".
-        words: Its arguments.
-        cache: A folder for compiled programs; "" for none.
+      n: How many devices the process sees.
+      what: "step" or "start".
+      words: Its arguments.
+      cache: A folder for compiled programs; "" for none.
     """
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(n)))}
     if jax.default_backend() == "cpu":
@@ -295,9 +295,9 @@ def start(page: str, began: str, *words: str) -> list[float]:
     """Return the seconds of each of PARTS of a start.
 
     Args:
-        page: The page.
-        began: The time at which the process began, of the monotonic clock.
-        words: Changes as in a command.
+      page: The page.
+      began: The time at which the process began, of the monotonic clock.
+      words: Changes as in a command.
     """
     importlib.import_module("experiments.training.modes")  # as launch.py does
     config = command.read(["launch.py", f"--config={page}", *words]).config

@@ -97,7 +97,7 @@ class Pool:
     """Random values and random legal words. Operands are cut out of them, so that no generator is compiled per shape.
 
     Args:
-        most: The number of values of the largest operand.
+      most: The number of values of the largest operand.
     """
 
     def __init__(self, most: int):
@@ -186,8 +186,8 @@ def several(f: Callable, options: dict | None = None) -> Callable:
     So a short function takes longer than its dispatch, and no cache keeps its operands.
 
     Args:
-        f: The function.
-        options: Options of XLA's compiler.
+      f: The function.
+      options: Options of XLA's compiler.
     """
     one = jax.jit(f)
     return jax.jit(lambda sets: [one(*arguments) for arguments in sets], compiler_options=options or None)
@@ -236,10 +236,10 @@ def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn) ->
     """Return the fastest config for a product, or the reason why there is none.
 
     Args:
-        shape: The product.
-        device: Where it runs.
-        pool: Its operands.
-        timer: Times calls in turn, as `in_turn` does.
+      shape: The product.
+      device: Where it runs.
+      pool: Its operands.
+      timer: Times calls in turn, as `in_turn` does.
     """
     refusal = product_refusal(shape, device)
     if refusal is not None:
@@ -331,10 +331,10 @@ def tune(shapes: list[Shape], ship: bool, minutes: float, timer: Callable = in_t
     """Tune the products, and return a report. Return None if this machine has no sparse tensor cores.
 
     Args:
-        shapes: The products.
-        ship: Write the package's table instead of the user's own.
-        minutes: Begin no product after so many minutes.
-        timer: Times calls in turn, as `in_turn` does.
+      shapes: The products.
+      ship: Write the package's table instead of the user's own.
+      minutes: Begin no product after so many minutes.
+      timer: Times calls in turn, as `in_turn` does.
     """
     device = target("auto")
     if isinstance(device, Refusal):

@@ -20,11 +20,11 @@ def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.n
     a warning says so, and the next run makes the arrays again.
 
     Args:
-        name: Name of the file. It has to contain all that the arrays depend on.
-        make: Makes the arrays.
+      name: Name of the file. It has to contain all that the arrays depend on.
+      make: Makes the arrays.
 
     Returns:
-        Arrays by name.
+      Arrays by name.
     """
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nmjax" / f"{name}.npz"

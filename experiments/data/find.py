@@ -14,16 +14,16 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
     ``$NMJAX_DATA``, the ``system`` folders.
 
     Args:
-        names: Names of files or folders. An absolute name is taken as it is.
-        dir: The value of ``--config.data.dir``, or "".
-        system: Folders in which the system keeps data.
-        how: A sentence that says how to get the data, for the error.
+      names: Names of files or folders. An absolute name is taken as it is.
+      dir: The value of ``--config.data.dir``, or "".
+      system: Folders in which the system keeps data.
+      how: A sentence that says how to get the data, for the error.
 
     Returns:
-        The path.
+      The path.
 
     Raises:
-        Mistake: None exists, or ``dir`` is no folder.
+      Mistake: None exists, or ``dir`` is no folder.
     """
     places: list[tuple[str, Path]] = []
     if dir:

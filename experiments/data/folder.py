@@ -100,21 +100,21 @@ def stream(
     last batch is filled up with black images of label -1.
 
     Args:
-        files: The files.
-        labels: Their labels.
-        seed: The seed of the run.
-        batch: Number of images in a batch.
-        size: Side of the images in pixels.
-        start: The first step.
-        train: Whether to train or to evaluate.
-        threads: Number of threads. Each makes a batch, and as many batches are made in advance.
-        rows: The rows of every batch that this process reads; None means all.
-        skipped: Notes files that cannot be read. In training the next readable file replaces such a file, image and
-            label, so that a batch is still a function of (seed, step) and of the files. In evaluation it becomes a
-            black image of label -1. Without ``skipped`` such a file is an error.
+      files: The files.
+      labels: Their labels.
+      seed: The seed of the run.
+      batch: Number of images in a batch.
+      size: Side of the images in pixels.
+      start: The first step.
+      train: Whether to train or to evaluate.
+      threads: Number of threads. Each makes a batch, and as many batches are made in advance.
+      rows: The rows of every batch that this process reads; None means all.
+      skipped: Notes files that cannot be read. In training the next readable file replaces such a file, image and
+        label, so that a batch is still a function of (seed, step) and of the files. In evaluation it becomes a
+        black image of label -1. Without ``skipped`` such a file is an error.
 
     Raises:
-        Unreadable: A file cannot be read, or 100 in a row cannot.
+      Unreadable: A file cannot be read, or 100 in a row cannot.
     """
     import grain
 

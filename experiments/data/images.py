@@ -29,12 +29,12 @@ class Images(NamedTuple):
             return Images("spirals", (x[:900], y[:900]), (x[900:], y[900:]), ("left", "right"))
 
     Attributes:
-        name: The set's name, as the header of a run shows it.
-        train: Pixels, uint8 (n, height, width, channels), and labels, int32 (n,). The models of nmjax take square
-            images.
-        test: The same for the test split.
-        classes: The name of each label, 0, 1, ...
-        note: A sentence that has to stand beside the numbers, as that the images are a lossy copy; or "".
+      name: The set's name, as the header of a run shows it.
+      train: Pixels, uint8 (n, height, width, channels), and labels, int32 (n,). The models of nmjax take square
+        images.
+      test: The same for the test split.
+      classes: The name of each label, 0, 1, ...
+      note: A sentence that has to stand beside the numbers, as that the images are a lossy copy; or "".
     """
 
     name: str
@@ -48,22 +48,22 @@ def load(name: str, dir: str | Path = "") -> Images:
     """Return a set of images.
 
     Args:
-        name: One of these, or ``module:name`` of a function that takes ``dir`` and returns `Images`:
+      name: One of these, or ``module:name`` of a function that takes ``dir`` and returns `Images`:
 
-            - ``digits``: scikit-learn's, 8x8 pixels of 16 greys, 1,437 to train and 360 to test.
-            - ``cifar10``: the folder ``cifar-10-batches-py``, the archive ``cifar-10-python.tar.gz`` as it is, or the
-              pack ``cifar10_jpegscan.npz``.
-            - ``mnist``, ``fashion_mnist``: the four IDX files, gzipped or not, in a folder of the set's name
-              (``mnist``, ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``), or an ``.npz`` of that name with
-              x_train, y_train, x_test and y_test. The two sets give their files the same names, so files in no such
-              folder are read from ``dir`` only, and neither set is accepted as the other.
-        dir: The folder that is searched first. `find` lists the others.
+        - ``digits``: scikit-learn's, 8x8 pixels of 16 greys, 1,437 to train and 360 to test.
+        - ``cifar10``: the folder ``cifar-10-batches-py``, the archive ``cifar-10-python.tar.gz`` as it is, or the
+        pack ``cifar10_jpegscan.npz``.
+        - ``mnist``, ``fashion_mnist``: the four IDX files, gzipped or not, in a folder of the set's name
+        (``mnist``, ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``), or an ``.npz`` of that name with
+        x_train, y_train, x_test and y_test. The two sets give their files the same names, so files in no such
+        folder are read from ``dir`` only, and neither set is accepted as the other.
+      dir: The folder that is searched first. `find` lists the others.
 
     Returns:
-        The set.
+      The set.
 
     Raises:
-        Mistake: The name is not known, or its files are missing, damaged or not what they should be.
+      Mistake: The name is not known, or its files are missing, damaged or not what they should be.
     """
     if names.is_foreign(name):
         return _checked(name, others.load(name, dir, Images))

@@ -29,17 +29,17 @@ def positions(seed, step, batch: int, n: int, xp=jnp) -> tuple[jax.Array, jax.Ar
     epoch holds each of the n samples once, batches go over its end, and nothing is dropped.
 
     Args:
-        seed: The seed of the run, below 2**32; it may be traced.
-        step: The step; it may be traced.
-        batch: Number of samples in a batch.
-        n: Number of samples in the set.
-        xp: `jax.numpy`, or numpy for a thread that must not wait for the device. The numbers are the same.
+      seed: The seed of the run, below 2**32; it may be traced.
+      step: The step; it may be traced.
+      batch: Number of samples in a batch.
+      n: Number of samples in the set.
+      xp: `jax.numpy`, or numpy for a thread that must not wait for the device. The numbers are the same.
 
     Returns:
-        Epochs and indices.
+      Epochs and indices.
 
     Raises:
-        Mistake: A number is out of its range. A run has at most 2**32 samples, because p is a uint32.
+      Mistake: A number is out of its range. A run has at most 2**32 samples, because p is a uint32.
 
     >>> [positions(0, step, 4, 6)[1].tolist() for step in range(3)]          # two epochs of 6 in three batches of 4
     [[2, 4, 1, 3], [5, 0, 3, 2], [0, 5, 4, 1]]

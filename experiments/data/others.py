@@ -13,15 +13,15 @@ def load(name: str, dir: str | Path, kind: type[Set]) -> Set:
     """Return the data set that a function of another module gives.
 
     Args:
-        name: ``module:name`` of the function, as in "mylab.data:spirals".
-        dir: The one argument that the function is called with: ``config.data.dir``, which may be empty.
-        kind: What the function has to return: `images.Images` or `text.Text`.
+      name: ``module:name`` of the function, as in "mylab.data:spirals".
+      dir: The one argument that the function is called with: ``config.data.dir``, which may be empty.
+      kind: What the function has to return: `images.Images` or `text.Text`.
 
     Returns:
-        What the function returns.
+      What the function returns.
 
     Raises:
-        Mistake: The name cannot be imported, is no function, or returns something else.
+      Mistake: The name cannot be imported, is no function, or returns something else.
     """
     try:
         make = names.load(name)

@@ -39,13 +39,13 @@ class Text(NamedTuple):
             return Text("notes", ids[:-9000], ids[-9000:], 256, lambda ids: bytes(ids.tolist()).decode("latin-1"))
 
     Attributes:
-        name: The text's name, as the header of a run shows it.
-        train: Tokens, a 1-D array of uint8, uint16 or uint32: the narrowest that holds the vocabulary.
-        valid: The same for validation.
-        vocabulary: The number of different tokens; the largest is one less.
-        decode: A function from an array of tokens to the text they stand for.
-        bytes_per_token: Of the validation text. Bits per byte are bits per token divided by it.
-        note: A sentence that has to stand beside the numbers, or "".
+      name: The text's name, as the header of a run shows it.
+      train: Tokens, a 1-D array of uint8, uint16 or uint32: the narrowest that holds the vocabulary.
+      valid: The same for validation.
+      vocabulary: The number of different tokens; the largest is one less.
+      decode: A function from an array of tokens to the text they stand for.
+      bytes_per_token: Of the validation text. Bits per byte are bits per token divided by it.
+      note: A sentence that has to stand beside the numbers, or "".
     """
 
     name: str
@@ -61,21 +61,21 @@ def load(name: str, dir: str | Path = "", valid: str = "", tokenizer: str = "byt
     """Return a text as tokens.
 
     Args:
-        name: One of these, or ``module:name`` of a function that takes ``dir`` and returns a `Text`:
+      name: One of these, or ``module:name`` of a function that takes ``dir`` and returns a `Text`:
 
-            - ``pydoc``: the topics of Python's own help, which every Python has.
-            - a file, .txt, .txt.xz or .txt.gz, named with or without that ending.
-            - a folder of such files, which are read one after another in the order of their names.
-        dir: The folder that is searched first. `find` lists the others.
-        valid: The file for validation; "" means the last tenth of the text's bytes.
-        tokenizer: "bytes", which reads any bytes, or a JSON file of Hugging Face's tokenizers for a text in UTF-8. It
-            gets the text in pieces of whole lines, at most 64 KiB each, and only once: the tokens are kept in a cache.
+        - ``pydoc``: the topics of Python's own help, which every Python has.
+        - a file, .txt, .txt.xz or .txt.gz, named with or without that ending.
+        - a folder of such files, which are read one after another in the order of their names.
+      dir: The folder that is searched first. `find` lists the others.
+      valid: The file for validation; "" means the last tenth of the text's bytes.
+      tokenizer: "bytes", which reads any bytes, or a JSON file of Hugging Face's tokenizers for a text in UTF-8. It
+        gets the text in pieces of whole lines, at most 64 KiB each, and only once: the tokens are kept in a cache.
 
     Returns:
-        The text.
+      The text.
 
     Raises:
-        Mistake: The text or the tokenizer is missing or cannot be read.
+      Mistake: The text or the tokenizer is missing or cannot be read.
     """
     if names.is_foreign(name):
         if valid or tokenizer != "bytes":

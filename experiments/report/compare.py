@@ -47,7 +47,7 @@ def groups(runs: list[Run]) -> list[Group]:
     """Return the runs by config, in their order.
 
     Raises:
-        Mistake: If two runs have one config and one seed.
+      Mistake: If two runs have one config and one seed.
     """
     by_config: dict[str, Group] = {}
     for run in runs:
@@ -65,7 +65,7 @@ def folders(paths: list[Path]) -> list[Path]:
     """Return the folders of runs. Each path is one, or holds some.
 
     Raises:
-        Mistake: If a path is no run and holds none.
+      Mistake: If a path is no run and holds none.
     """
     runs = []
     for path in paths:
@@ -139,12 +139,12 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
     """Return the comparison of runs with the first of their groups, or with the baseline.
 
     Args:
-        runs: The runs.
-        baseline: The name of a group.
-        seeds: Seeds that every group should have, besides those of any run.
+      runs: The runs.
+      baseline: The name of a group.
+      seeds: Seeds that every group should have, besides those of any run.
 
     Raises:
-        Mistake: If no group has the baseline's name, if two runs are the same, or if the runs have different metrics.
+      Mistake: If no group has the baseline's name, if two runs are the same, or if the runs have different metrics.
     """
     by_config = groups(runs)
     names = _names(by_config)

@@ -107,17 +107,17 @@ def draw(
     """Return an SVG element with curves over steps.
 
     Args:
-        name: A name of the picture that is unique on its page.
-        curves: The curves.
-        alt: The description for readers who do not see the picture.
-        until: The least last step of the axis.
-        say: Writes a value at the axis.
-        say_step: Writes a step at the axis.
-        log: Use a logarithmic axis if the values span decades.
-        bounds: Values that the axis includes.
-        ring: A point that is marked: (step, value, colour).
-        along: The title of the axis of steps.
-        since: The first step of the axis.
+      name: A name of the picture that is unique on its page.
+      curves: The curves.
+      alt: The description for readers who do not see the picture.
+      until: The least last step of the axis.
+      say: Writes a value at the axis.
+      say_step: Writes a step at the axis.
+      log: Use a logarithmic axis if the values span decades.
+      bounds: Values that the axis includes.
+      ring: A point that is marked: (step, value, colour).
+      along: The title of the axis of steps.
+      since: The first step of the axis.
     """
     import matplotlib.style  # here because it is slow, and a launch does not need it
     from matplotlib.figure import Figure
@@ -184,9 +184,9 @@ def plain_axes(figure: Any, place: tuple[float, ...], grid: str) -> Any:
     """Add transparent axes to a matplotlib figure, with a line below, and return them.
 
     Args:
-        figure: The figure.
-        place: Left, bottom, width and height, in shares of the figure.
-        grid: The axis that has grid lines, "x" or "y".
+      figure: The figure.
+      place: Left, bottom, width and height, in shares of the figure.
+      grid: The axis that has grid lines, "x" or "y".
     """
     figure.patch.set_visible(False)
     axes = figure.add_axes(place)
@@ -246,10 +246,10 @@ def inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
     """Return matplotlib's file as an element of a page, with the page's colours.
 
     Args:
-        svg: The file's text.
-        alt: The description for readers who do not see the picture.
-        labels: The texts in the places of the placeholders "@0@", "@1@", ...
-        titles: The texts that appear when a reader points at the curves.
+      svg: The file's text.
+      alt: The description for readers who do not see the picture.
+      labels: The texts in the places of the placeholders "@0@", "@1@", ...
+      titles: The texts that appear when a reader points at the curves.
     """
     root = ElementTree.fromstring(svg)
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))

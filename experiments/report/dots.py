@@ -24,11 +24,11 @@ def draw(name: str, dots: list[Dot], *, alt: str, along: str, say: Callable[[flo
     """Return an SVG element with a row for each dot, the first on top, and a line at 0.
 
     Args:
-        name: A name of the picture that is unique on its page.
-        dots: The rows.
-        alt: The description for readers who do not see the picture.
-        along: The title of the axis.
-        say: Writes a value at the axis.
+      name: A name of the picture that is unique on its page.
+      dots: The rows.
+      alt: The description for readers who do not see the picture.
+      along: The title of the axis.
+      say: Writes a value at the axis.
     """
     import matplotlib.style  # here because it is slow, and a launch does not need it
     from matplotlib.figure import Figure
@@ -76,16 +76,16 @@ def frontier(
     """Return an SVG element with values by their costs. A dashed line joins the points that no other point beats.
 
     Args:
-        name: A name of the picture that is unique on its page.
-        points: The points, each with its name beside it.
-        line: Points of another kind, joined by a line and without names. The one with the highest cost may also be on
-            the dashed line.
-        alt: The description for readers who do not see the picture.
-        along: The title of the axis of costs.
-        up: The title of the axis of values.
-        keys: The colours' meanings, shown in a row above.
-        say: Writes a value at the axis.
-        best: ``max`` if a higher value is better, else ``min``.
+      name: A name of the picture that is unique on its page.
+      points: The points, each with its name beside it.
+      line: Points of another kind, joined by a line and without names. The one with the highest cost may also be on
+        the dashed line.
+      alt: The description for readers who do not see the picture.
+      along: The title of the axis of costs.
+      up: The title of the axis of values.
+      keys: The colours' meanings, shown in a row above.
+      say: Writes a value at the axis.
+      best: ``max`` if a higher value is better, else ``min``.
     """
     import matplotlib.style  # here because it is slow, and a launch does not need it
     from matplotlib.figure import Figure

@@ -144,14 +144,14 @@ def plot(
     """Return a figure over the steps of a run, with its caption.
 
     Args:
-        key: The name of the measure.
-        curves: The measured values.
-        words: The caption.
-        run: The run.
-        lines: The lines that are drawn instead of the curves.
-        title: The title, if it is not the measure's name.
-        limit: How many points a line may have.
-        options: Options of `curves.draw`.
+      key: The name of the measure.
+      curves: The measured values.
+      words: The caption.
+      run: The run.
+      lines: The lines that are drawn instead of the curves.
+      title: The title, if it is not the measure's name.
+      limit: How many points a line may have.
+      options: Options of `curves.draw`.
     """
     title = _title(title or key)
     broken = sum(int((~c.finite).sum()) for c in curves)

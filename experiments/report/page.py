@@ -38,9 +38,9 @@ def document(name: str, header: str, sections: list[tuple[str, str, str]]) -> st
     """Return a page in HTML. Empty sections are left out.
 
     Args:
-        name: The page's title, in HTML.
-        header: The part before the sections, in HTML.
-        sections: For each its key, title and body, in HTML.
+      name: The page's title, in HTML.
+      header: The part before the sections, in HTML.
+      sections: For each its key, title and body, in HTML.
     """
     shown = [(key, title, body) for key, title, body in sections if body]
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in shown)

@@ -26,10 +26,10 @@ def mask_svg(mask: np.ndarray, axis: int, m: int, name: str) -> tuple[str, str]:
     """Return the first rows and columns of a mask as an SVG element, and a description in words.
 
     Args:
-        mask: True where a value is kept.
-        axis: The axis of the groups, 0 or 1.
-        m: The size of a group.
-        name: The weight's name.
+      mask: True where a value is kept.
+      axis: The axis of the groups, 0 or 1.
+      m: The size of a group.
+      name: The weight's name.
     """
     rows, columns = (limit // m * m or m for limit in (ROWS, COLUMNS))
     shown = mask[:rows, :columns]

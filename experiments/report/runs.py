@@ -31,7 +31,7 @@ def read(run_dir: Path) -> Run:
     """Read the run of a folder.
 
     Raises:
-        Mistake: If there is no run.json, or if a file of JSON cannot be read.
+      Mistake: If there is no run.json, or if a file of JSON cannot be read.
     """
     run_dir = Path(run_dir)
     about = _json(run_dir / "run.json")

@@ -62,11 +62,11 @@ def joined(option: str) -> Iterator[None]:
     An error of one process ends the others. The first process reports an error that all have.
 
     Args:
-        option: The value of --distributed. "auto": the cluster says how many processes there are. "HOST:PORT,N,I": the
-            address of process 0, the number of processes, the number of this one. "off" or "": this process is alone.
+      option: The value of --distributed. "auto": the cluster says how many processes there are. "HOST:PORT,N,I": the
+        address of process 0, the number of processes, the number of this one. "off" or "": this process is alone.
 
     Raises:
-        Mistake: If the option cannot be read, or if the processes did not meet.
+      Mistake: If the option cannot be read, or if the processes did not meet.
     """
     try:
         _meet(option)
@@ -226,7 +226,7 @@ def same(own: dict[str, Any]) -> None:
     """Refuse settings that are not the same in all processes.
 
     Args:
-        own: The settings of this process, by name.
+      own: The settings of this process, by name.
     """
     others = agreed(lambda: own)
     different = [setting for setting in sorted(own | others) if own.get(setting) != others.get(setting)]
@@ -259,7 +259,7 @@ def turn(stop: bool) -> bool:
     of them at the same turn.
 
     Args:
-        stop: True if this process was told to stop.
+      stop: True if this process was told to stop.
     """
     global _turns, _asked
     if stop and not _asked:
@@ -381,9 +381,9 @@ def _end(reason: str, code: int, text: str = "") -> NoReturn:
     """End this process at once, and all others. JAX's own exit would wait for processes that are gone.
 
     Args:
-        reason: The reason, for the other processes.
-        code: The exit code of all.
-        text: What this process prints, if it is not the reason.
+      reason: The reason, for the other processes.
+      code: The exit code of all.
+      text: What this process prints, if it is not the reason.
     """
     try:
         _tell("failed", (reason, code))

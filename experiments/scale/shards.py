@@ -31,10 +31,10 @@ def mesh(sizes: Any) -> Mesh:
     """Arrange the devices.
 
     Args:
-        sizes: The settings `config.mesh`: how many devices `fsdp` and `tensor` take. `data` takes the others.
+      sizes: The settings `config.mesh`: how many devices `fsdp` and `tensor` take. `data` takes the others.
 
     Raises:
-        Mistake: If a size is below 1, or if the sizes do not divide the number of devices.
+      Mistake: If a size is below 1, or if the sizes do not divide the number of devices.
     """
     shares = {name: sizes[name] for name in AXES[1:]}
     for name, size in shares.items():
@@ -89,9 +89,9 @@ def of_state(state: Any, model: nnx.Module, mesh: Mesh) -> Any:
     the optimizer's state. Masks and scales of a sparse layer lie as its kernel does, along the axes that both have.
 
     Args:
-        state: The state as shapes.
-        model: The sparse model as shapes.
-        mesh: The devices.
+      state: The state as shapes.
+      model: The sparse model as shapes.
+      mesh: The devices.
     """
     sparse = list(layers(model))
     kernels = {_kernel_name(layer): _cut_kernel(layer, mesh) for layer in sparse}

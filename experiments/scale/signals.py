@@ -14,7 +14,7 @@ class Stop:
     A later signal ends the process. If one of several processes is told, all end after the same step.
 
     Attributes:
-        signal: The signal that came, or None.
+      signal: The signal that came, or None.
     """
 
     def __init__(self):

@@ -141,9 +141,9 @@ class Sender:
     A sink that fails is reported once, and gets nothing more.
 
     Args:
-        name: One of `SINKS`.
-        run: The run.
-        tell: Shows a line to the person who watches the run.
+      name: One of `SINKS`.
+      run: The run.
+      tell: Shows a line to the person who watches the run.
     """
 
     def __init__(self, name: str, run: Run, tell: Callable[[str], None]):

@@ -30,8 +30,8 @@ def network(variant: str, names: tuple[str, ...]) -> tuple[str, str]:
     """Return the network and the size that a variant such as "vit_cpu", the default, names.
 
     Args:
-        variant: The text after the page's colon.
-        names: The networks that the page has.
+      variant: The text after the page's colon.
+      names: The networks that the page has.
     """
     name, _, of_size = (variant or "vit_cpu").partition("_")
     if name not in names:
@@ -46,7 +46,7 @@ def seeds(field: str, methods: Iterable[Any]) -> list[dict[str, Any]]:
     Runs of one method follow each other, so that they share a program.
 
     Args:
-        field: The dotted name of the config's field that holds the method.
-        methods: The values of that field.
+      field: The dotted name of the config's field that holds the method.
+      methods: The values of that field.
     """
     return [{field: method, "seed": seed} for method in methods for seed in range(3)]

@@ -31,7 +31,7 @@ def outcome(rows: dict[str, list]) -> str:
     """Return "finished", or say which measure was not finite first.
 
     Args:
-        rows: For each measure its values, one for each look.
+      rows: For each measure its values, one for each look.
     """
     for name, values in rows.items():
         for number, value in enumerate(values, 1):
@@ -44,8 +44,8 @@ def add(name: str, results: Path = RESULTS) -> None:
     """Run the cases of a study that its results do not have, and append each to them as it ends.
 
     Args:
-        name: One of NAMES.
-        results: The folder of the results.
+      name: One of NAMES.
+      results: The folder of the results.
     """
     study = importlib.import_module(f"experiments.studies.{name}")
     path = results / f"{name}_{'cpu' if jax.default_backend() == 'cpu' else 'gpu'}.jsonl"

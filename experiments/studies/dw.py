@@ -60,8 +60,8 @@ def prepared(model: str, *changes: str) -> tuple[Program, Callable, Callable]:
     """Return what is compiled once for all seeds.
 
     Returns:
-        The program of the training; the errors of dw in the layers of the blocks, by (params, rest, step, batch,
-        pruner); and the batch of a step, by (arrays, seed, step).
+      The program of the training; the errors of dw in the layers of the blocks, by (params, rest, step, batch,
+      pruner); and the batch of a step, by (arrays, seed, step).
     """
     program = looking.program(NETWORKS[model].page, *changes)
 
@@ -104,9 +104,9 @@ def error_of_one_draw(errors: list[nm.metrics.Error], stochastic: bool, draws: i
     The measured bias is that of a mean over some draws. Its share of their variance is subtracted.
 
     Args:
-        errors: One for each layer.
-        stochastic: If false, the variance is zero.
-        draws: How many draws the bias is measured with.
+      errors: One for each layer.
+      stochastic: If false, the variance is zero.
+      draws: How many draws the bias is measured with.
     """
     variances = [float(e.variance) if stochastic else 0.0 for e in errors]
     squared = [float(e.bias) ** 2 - v / draws + v for e, v in zip(errors, variances, strict=True)]

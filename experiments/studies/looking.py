@@ -19,8 +19,8 @@ def config(page: str, *changes: str) -> ConfigDict:
     """Return the config of a study's page at the size of two cores.
 
     Args:
-        page: The name of the page.
-        changes: Changes as in a command: "seed=1".
+      page: The name of the page.
+      changes: Changes as in a command: "seed=1".
     """
     words = [f"--config.{change}" for change in changes]
     return command.read(["launch.py", f"--config=experiments/studies/{page}.py:cpu", *words]).config
@@ -50,12 +50,12 @@ def run(
     """Train with a method and a seed while looking, and return the measures and the notes on the data.
 
     Args:
-        page: The name of the study's page.
-        make_look: Makes the look at a step of a program.
-        every: How many steps lie between two looks.
-        method: The method of the feed-forward layers.
-        seed: The seed of the run.
-        changes: Further changes of the config: "batch=8".
+      page: The name of the study's page.
+      make_look: Makes the look at a step of a program.
+      every: How many steps lie between two looks.
+      method: The method of the feed-forward layers.
+      seed: The seed of the run.
+      changes: Further changes of the config: "batch=8".
     """
     shared, look = prepared(page, make_look, (f"sparsity.mlp={method}", *changes))
     return rows(shared, look, seed, every), shared.task.notes

@@ -37,8 +37,8 @@ class Checkpoints:
     """Saves and restores the states of a run. A save that fails is told, not raised: training goes on.
 
     Args:
-        workdir: The run's directory.
-        tell: Shows a line to the person who watches the run.
+      workdir: The run's directory.
+      tell: Shows a line to the person who watches the run.
     """
 
     def __init__(self, workdir: Path, tell: Callable[[str], None] = print):
@@ -74,10 +74,10 @@ class Checkpoints:
         A run that is killed at any moment therefore leaves valid checkpoints and folders without a seal, nothing else.
 
         Args:
-            step: Number of steps that are done.
-            state: The state after them. It may be donated as soon as this returns.
-            seen: Figures of the steps since the last line of metrics.
-            best: True if the evaluation after this step is the best so far.
+          step: Number of steps that are done.
+          state: The state after them. It may be donated as soon as this returns.
+          seen: Figures of the steps since the last line of metrics.
+          best: True if the evaluation after this step is the best so far.
         """
         self.wait()
         try:
@@ -159,12 +159,12 @@ class Checkpoints:
         """Read the last undamaged checkpoint.
 
         Args:
-            shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
-            best: Read the best checkpoint in place of the last.
-            mend: Rename damaged checkpoints. Use it only for the run's own directory.
+          shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
+          best: Read the best checkpoint in place of the last.
+          mend: Rename damaged checkpoints. Use it only for the run's own directory.
 
         Raises:
-            Failed: If all checkpoints are damaged, or if the state has other shapes.
+          Failed: If all checkpoints are damaged, or if the state has other shapes.
         """
         step, seen = processes.agreed(lambda: self._undamaged(best, mend))
         if not step:

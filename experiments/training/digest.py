@@ -49,11 +49,11 @@ def refuse_another(workdir: Path, own: Identity) -> None:
     """Refuse a directory that holds the run of another config. Another mesh is no other config.
 
     Args:
-        workdir: The directory of a run that has begun.
-        own: The identity of the config that is to be continued or evaluated there.
+      workdir: The directory of a run that has begun.
+      own: The identity of the config that is to be continued or evaluated there.
 
     Raises:
-        Mistake: If the configs differ, or if the directory has lost its config.json.
+      Mistake: If the configs differ, or if the directory has lost its config.json.
     """
     if not (workdir / "config.json").is_file():
         raise Mistake(

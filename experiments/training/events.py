@@ -43,7 +43,7 @@ class Lines:
         """Write what waits and close the file.
 
         Raises:
-            OSError: If lines could not be written; it says how many.
+          OSError: If lines could not be written; it says how many.
         """
         waiting = self.late
         lost = waiting > 0 and not self.write("")
@@ -56,8 +56,8 @@ class Events:
     """TensorBoard's file of numbers. It is written without a thread, because a thread would hang on a full disk.
 
     Args:
-        directory: The folder that TensorBoard reads.
-        step: The step that the run begins or continues at.
+      directory: The folder that TensorBoard reads.
+      step: The step that the run begins or continues at.
     """
 
     def __init__(self, directory: Path, step: int):

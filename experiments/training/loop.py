@@ -27,12 +27,12 @@ class Loop:
     Read `run` first: it is the whole loop. All runs share one program. Their states are one state with an axis more.
 
     Args:
-        program: What is compiled.
-        runs: The runs that go on, by their numbers in the state. A run that fails is taken out of this dict; with the
-            last one its error is raised.
-        screen: Shows the progress.
-        stop: Tells after each step whether the runs have to stop.
-        began: Time at which the command began, for the summary.
+      program: What is compiled.
+      runs: The runs that go on, by their numbers in the state. A run that fails is taken out of this dict; with the
+        last one its error is raised.
+      screen: Shows the progress.
+      stop: Tells after each step whether the runs have to stop.
+      began: Time at which the command began, for the summary.
     """
 
     state: State
@@ -48,7 +48,7 @@ class Loop:
         """Take all steps that are not done yet, and leave a summary.
 
         Args:
-            origin: Directory of a run whose last state is the first state of this one.
+          origin: Directory of a run whose last state is the first state of this one.
         """
         start, feed = self.begin(origin)
         if start == self.total:  # it was killed between its last checkpoint and its end
@@ -219,14 +219,14 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
     """Return what runs begin with: their own last states, the last state of another run, or nothing.
 
     Args:
-        program: The program of the runs.
-        runs: Runs that are trained side by side.
-        screen: Shows where the runs continue.
-        origin: Directory of another run. It is read if a run has no checkpoint of its own.
+      program: The program of the runs.
+      runs: Runs that are trained side by side.
+      screen: Shows where the runs continue.
+      origin: Directory of another run. It is read if a run has no checkpoint of its own.
 
     Raises:
-        Failed: If the runs are not at the same step.
-        Mistake: If the other run is beyond the last step of this one.
+      Failed: If the runs are not at the same step.
+      Mistake: If the other run is beyond the last step of this one.
     """
     shapes = program.one.shapes
     restored = [run.checkpoints.restore(shapes) for run in runs]

@@ -21,8 +21,8 @@ def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
     """Yield the batches of a feed. If the steps wait for them most of the time, tell their rate once.
 
     Args:
-        feed: Yields batches.
-        tell: Gets the number of batches a second.
+      feed: Yields batches.
+      tell: Gets the number of batches a second.
     """
     began, waited, warned = time.monotonic(), 0.0, False
     feed = iter(feed)
@@ -44,11 +44,11 @@ def fetched(figures: Any, count: int) -> list:
     """Return figures of the device as floats, for each run.
 
     Args:
-        figures: A tree of scalars if there is one run, of arrays (runs,) if there are several.
-        count: The number of runs.
+      figures: A tree of scalars if there is one run, of arrays (runs,) if there are several.
+      count: The number of runs.
 
     Returns:
-        For each run a tree of floats. All are fetched at once.
+      For each run a tree of floats. All are fetched at once.
     """
     figures = jax.device_get(figures)
     return [jax.tree.map(lambda value, run=run: float(np.ravel(value)[run]), figures) for run in range(count)]
@@ -75,11 +75,11 @@ class Meter:
     """Takes in the figures of steps without waiting for them, and gives means over windows of steps.
 
     Args:
-        window: Number of steps in a window.
-        runs: The runs that go on, by their numbers. A run that is lost is taken out by `lose`.
-        tell: Called as `tell(step, means, rate)` at the end of each window: the means of each run, and the steps a
-            second, or None if no step was timed. The rate leaves out compiling and what is done `aside`.
-        lose: Called as `lose(number, error)` if the loss or the gradient norm of a run is not finite.
+      window: Number of steps in a window.
+      runs: The runs that go on, by their numbers. A run that is lost is taken out by `lose`.
+      tell: Called as `tell(step, means, rate)` at the end of each window: the means of each run, and the steps a
+        second, or None if no step was timed. The rate leaves out compiling and what is done `aside`.
+      lose: Called as `lose(number, error)` if the loss or the gradient norm of a run is not finite.
     """
 
     def __init__(

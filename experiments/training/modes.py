@@ -30,15 +30,15 @@ def carry_out(
     """Train, evaluate or plan a run; or train several runs side by side that differ in their seed alone.
 
     Args:
-        mode: "train", "eval" or "plan".
-        runs: One run, or several to train side by side.
-        command: The command line, for run.json.
-        origin: Directory of a run whose last state is the first state of this one.
-        program: The program of another run that differs in its seed alone. Without it one is made.
-        sink: Name of the service that gets the numbers of the runs, or "".
+      mode: "train", "eval" or "plan".
+      runs: One run, or several to train side by side.
+      command: The command line, for run.json.
+      origin: Directory of a run whose last state is the first state of this one.
+      program: The program of another run that differs in its seed alone. Without it one is made.
+      sink: Name of the service that gets the numbers of the runs, or "".
 
     Returns:
-        The signal that came when no step was left to be stopped, if one came.
+      The signal that came when no step was left to be stopped, if one came.
     """
     began, config = time.monotonic(), runs[0].config
     task = tasks.task(config) if program is None else program.task

@@ -30,29 +30,29 @@ class Program:
     """The functions of a run. They are compiled once, and serve other seeds and other data of the same shapes too.
 
     Args:
-        config: The settings of the run. They are parsed here, once; the functions read the attributes below.
-        task: The model and the data.
+      config: The settings of the run. They are parsed here, once; the functions read the attributes below.
+      task: The model and the data.
 
     Attributes:
-        total: Number of steps of the run.
-        evaluations: Number of steps from one evaluation to the next.
-        measures: Number of steps from one measurement of sparsity to the next; 0 means never.
-        rate: The learning rate as a function of the step.
-        mesh: The devices, arranged.
-        plan: The plan of the model.
-        flops: Average FLOPs of a micro-step, dense and effective.
-        shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
-        count: Number of runs that the functions serve at once (`beside`).
-        one: The program of a single run.
-        hardened_graph: The graph of the hardened model, or None if the model cannot be hardened.
-        hardening_refusal: The reason why it cannot, or "".
-        train: `train(state, arrays) -> (state, figures)` takes a step. The state is donated.
-        score: `score(state, batch)` returns sums over a test batch.
-        hard_score: `hard_score(hard, batch)` returns the same for hardened weights.
-        harden: `harden(state)` returns the hardened weights.
-        measure: `measure(state, arrays)` returns what pruning does to weights and gradients, by layer.
-        masks: `masks(state)` returns the masks of the weights.
-        flips: `flips(masks, masks)` returns the share of values that changed between two masks, by layer.
+      total: Number of steps of the run.
+      evaluations: Number of steps from one evaluation to the next.
+      measures: Number of steps from one measurement of sparsity to the next; 0 means never.
+      rate: The learning rate as a function of the step.
+      mesh: The devices, arranged.
+      plan: The plan of the model.
+      flops: Average FLOPs of a micro-step, dense and effective.
+      shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
+      count: Number of runs that the functions serve at once (`beside`).
+      one: The program of a single run.
+      hardened_graph: The graph of the hardened model, or None if the model cannot be hardened.
+      hardening_refusal: The reason why it cannot, or "".
+      train: `train(state, arrays) -> (state, figures)` takes a step. The state is donated.
+      score: `score(state, batch)` returns sums over a test batch.
+      hard_score: `hard_score(hard, batch)` returns the same for hardened weights.
+      harden: `harden(state)` returns the hardened weights.
+      measure: `measure(state, arrays)` returns what pruning does to weights and gradients, by layer.
+      masks: `masks(state)` returns the masks of the weights.
+      flips: `flips(masks, masks)` returns the share of values that changed between two masks, by layer.
     """
 
     def __init__(self, config: ConfigDict, task: Task):
@@ -144,8 +144,8 @@ class Program:
         """Make the functions of a state.
 
         Args:
-            places: The shardings of the state.
-            over: `over(f, *axes, out=0)` returns f for all runs at once, which lie along `axes` of its arguments.
+          places: The shardings of the state.
+          over: `over(f, *axes, out=0)` returns f for all runs at once, which lie along `axes` of its arguments.
         """
         whole = shards.whole(self.mesh)  # every process reads the results
         train = over(self._train, RUNS, None, out=(RUNS, 0))
@@ -161,8 +161,8 @@ class Program:
         """Compile the functions that a run begins with, in parallel. Their first calls find them compiled.
 
         Args:
-            arrays: What the feed yields.
-            measure: Compile the measurement of sparsity too.
+          arrays: What the feed yields.
+          measure: Compile the measurement of sparsity too.
         """
         jobs: list[tuple[Any, tuple]] = [(self.train, (self.shapes, arrays)), (self.init, (jnp.uint32(0),))]
         if measure:
@@ -239,11 +239,11 @@ class Program:
         """Return the new `rest` of a micro-batch, its gradients and its figures.
 
         Args:
-            params: The parameters.
-            now: The time of the methods.
-            forms: The packed forms of the weights, or {} to pack them here.
-            rest: What is no parameter.
-            numbered: The number of the micro-batch in its step, and the micro-batch.
+          params: The parameters.
+          now: The time of the methods.
+          forms: The packed forms of the weights, or {} to pack them here.
+          rest: What is no parameter.
+          numbered: The number of the micro-batch in its step, and the micro-batch.
         """
         number, batch = numbered
         batch = jax.lax.with_sharding_constraint(batch, self.split)
@@ -326,7 +326,7 @@ class Program:
         """Return means over the test split, of the weights in training and of the hardened weights of inference.
 
         Returns:
-            Numbers by name, "hardened_..." for hardened weights; arrays (runs,) if there are several runs.
+          Numbers by name, "hardened_..." for hardened weights; arrays (runs,) if there are several runs.
         """
         hard = None if self.hardened_graph is None else self.harden(state)
         sums, hard_sums = [], []

@@ -24,12 +24,12 @@ class Record:
     A directory that holds a run of the same config is continued. `check` has refused the directory of another config.
 
     Args:
-        workdir: The run's directory.
-        identity: The identity of the run's config.
-        about: What run.json says of the run, beside the times, the outcome and the versions.
-        plan: The plan of the model.
-        tell: Shows a line to the person who watches the run.
-        sink: Name of the service that gets the same numbers, or "". run.json keeps the id that the run has there.
+      workdir: The run's directory.
+      identity: The identity of the run's config.
+      about: What run.json says of the run, beside the times, the outcome and the versions.
+      plan: The plan of the model.
+      tell: Shows a line to the person who watches the run.
+      sink: Name of the service that gets the same numbers, or "". run.json keeps the id that the run has there.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Record:
         """Write a line of metrics. Lines that a full disk does not take are kept until it does.
 
         Args:
-            kind: "train", "eval" or "sparsity".
-            step: The step after which a loss or score was taken; the step at whose beginning sparsity was measured.
-            **values: Numbers, or tables of numbers by layer.
+          kind: "train", "eval" or "sparsity".
+          step: The step after which a loss or score was taken; the step at whose beginning sparsity was measured.
+          **values: Numbers, or tables of numbers by layer.
         """
         assert self._lines is not None
         assert self._events is not None
@@ -106,9 +106,9 @@ class Record:
         """Keep what the report shows beside the curves.
 
         Args:
-            summary: Rows (label, text).
-            figures: The scores of the last evaluation.
-            pictures: Arrays and texts, as the task's `pictures` returns them.
+          summary: Rows (label, text).
+          figures: The scores of the last evaluation.
+          pictures: Arrays and texts, as the task's `pictures` returns them.
         """
         self.about |= {"summary": summary, "figures": figures}
         texts = {name: value for name, value in pictures.items() if name == "prompt" or isinstance(value, list)}

@@ -18,9 +18,9 @@ class Run:
     """One run, trained alone or side by side with others.
 
     Args:
-        name: Name of the run on the screen and in its report.
-        config: All settings of the run.
-        workdir: The run's directory.
+      name: Name of the run on the screen and in its report.
+      config: All settings of the run.
+      workdir: The run's directory.
     """
 
     record: Record | Silent
@@ -44,10 +44,10 @@ class Run:
         """Begin to write to the run's directory.
 
         Args:
-            about: What run.json says of the run.
-            program: The program of the run.
-            screen: Shows what goes wrong with writing.
-            sink: Name of the service that gets the run's numbers, or "".
+          about: What run.json says of the run.
+          program: The program of the run.
+          screen: Shows what goes wrong with writing.
+          sink: Name of the service that gets the run's numbers, or "".
         """
         if processes.first():
             about = {"name": self.name, **about}

@@ -31,8 +31,8 @@ class Screen:
     """Shows the progress of runs. Only the first of several processes shows anything.
 
     Args:
-        unit: Name of what throughput counts, as "images".
-        console: The console to write to, for tests.
+      unit: Name of what throughput counts, as "images".
+      console: The console to write to, for tests.
     """
 
     def __init__(self, unit: str, console: Console | None = None):

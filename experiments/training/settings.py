@@ -77,15 +77,15 @@ def model(config: ConfigDict, known: Mapping[str, tuple[Callable, Mapping]], **f
       is left out if the class has no parameter of that name.
 
     Args:
-        config: The settings of a run.
-        known: The models of nmjax that the task can train: class and table of sizes, by name.
-        **fixed: What the task says of a model, by parameter.
+      config: The settings of a run.
+      known: The models of nmjax that the task can train: class and table of sizes, by name.
+      **fixed: What the task says of a model, by parameter.
 
     Returns:
-        A function that takes ``rngs`` by keyword and returns a dense model.
+      A function that takes ``rngs`` by keyword and returns a dense model.
 
     Raises:
-        Mistake: The name or the size is not known, the name cannot be imported, or its arguments do not fit.
+      Mistake: The name or the size is not known, the name cannot be imported, or its arguments do not fit.
     """
     options = dict(config.model)
     name, size = options.pop("name"), options.pop("size", "")

@@ -15,13 +15,13 @@ class Task(Protocol):
     nothing else of the model and the data. `experiments/training/image.py` and `experiments/training/text.py` are two.
 
     Attributes:
-        examples: Number of training examples in one epoch.
-        unit: Name of what throughput counts, as "images" or "tokens".
-        units: Number of these in one example.
-        metric: Name of the score that decides which checkpoint is the best: "accuracy" (highest) or "loss" (lowest).
-        streamed: True if the feed depends on the seed. Runs of several seeds then cannot share one feed.
-        facts: Rows (label, text) that the header of a run shows.
-        notes: Sentences that have to stand beside the numbers, as that the data are synthetic.
+      examples: Number of training examples in one epoch.
+      unit: Name of what throughput counts, as "images" or "tokens".
+      units: Number of these in one example.
+      metric: Name of the score that decides which checkpoint is the best: "accuracy" (highest) or "loss" (lowest).
+      streamed: True if the feed depends on the seed. Runs of several seeds then cannot share one feed.
+      facts: Rows (label, text) that the header of a run shows.
+      notes: Sentences that have to stand beside the numbers, as that the data are synthetic.
     """
 
     examples: int

@@ -15,15 +15,15 @@ def task(config: Any) -> Task:
     """Return the task that ``config.experiment`` names, made from the config.
 
     Args:
-        config: The settings of a run. Its experiment is "image", "text", or ``module:name`` of a class with the members
-            of `experiments.training.task.Task`, as in ``mylab.tasks:Segmentation``. The class is called with the
-            config.
+      config: The settings of a run. Its experiment is "image", "text", or ``module:name`` of a class with the members
+        of `experiments.training.task.Task`, as in ``mylab.tasks:Segmentation``. The class is called with the
+        config.
 
     Returns:
-        The task.
+      The task.
 
     Raises:
-        Mistake: The name is not known, cannot be imported, or is not that of a task.
+      Mistake: The name is not known, cannot be imported, or is not that of a task.
     """
     name = config.experiment
     if not names.is_foreign(name):

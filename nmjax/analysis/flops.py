@@ -23,9 +23,9 @@ def flops(op: Dot | Conv, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
     """Return the FLOPs of a dense product.
 
     Args:
-        op: The operation.
-        lhs: The shape of the left operand.
-        rhs: The shape of the right operand.
+      op: The operation.
+      lhs: The shape of the left operand.
+      rhs: The shape of the right operand.
 
     >>> flops(Dot((((1,), (0,)), ((), ())), None, None, None), (196, 768), (768, 3072)) / 1e9
     0.924844032
@@ -47,8 +47,8 @@ def kept(p: Pruner, step: int | None = None) -> float:
     """Return the share of values that a pruner keeps.
 
     Args:
-        p: The pruner.
-        step: The step of training; without it, the sparsest step.
+      p: The pruner.
+      step: The step of training; without it, the sparsest step.
 
     >>> import nmjax as nm
     >>> nm.flops.kept(nm.mse(2, 4)), nm.flops.kept(nm.decay(nm.mse(1, 8), nm.linear(1, 0, 100)), step=50)
@@ -61,8 +61,8 @@ def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float
     """Return the share of its dense FLOPs that is left of each product: (fwd, dlhs, drhs).
 
     Args:
-        sparsity: The slots and their pruners.
-        step: The step of training; without it, every slot is taken at its sparsest.
+      sparsity: The slots and their pruners.
+      step: The step of training; without it, every slot is taken at its sparsest.
 
     >>> import nmjax as nm
     >>> nm.flops.effective(nm.methods.s_ste()), nm.flops.effective(nm.methods.ste(1, 8))
@@ -83,8 +83,8 @@ def over(sparsity: Sparsity, steps: int) -> tuple[float, float, float]:
     """Return the mean of `effective` over the steps of a run. Up to 200 steps are sampled.
 
     Args:
-        sparsity: The slots and their pruners.
-        steps: The number of steps.
+      sparsity: The slots and their pruners.
+      steps: The number of steps.
 
     >>> import nmjax as nm
     >>> nm.flops.over(nm.parse("mdgf(2,4,linear(1,0,80))"), 160)
@@ -102,10 +102,10 @@ def counted(jaxpr: core.Jaxpr, mark: str, name: str | None = None) -> Iterator[t
     A while loop counts as one turn. The costliest branch of a condition counts.
 
     Args:
-        jaxpr: The program.
-        mark: The beginning of the names that count. A product has the name of the `jax.named_scope` around it that
-            begins so, or None.
-        name: The name that products have because of a scope outside the program.
+      jaxpr: The program.
+      mark: The beginning of the names that count. A product has the name of the `jax.named_scope` around it that
+        begins so, or None.
+      name: The name that products have because of a scope outside the program.
 
     >>> def f(x):
     ...     with jax.named_scope("layer_0"):

@@ -29,13 +29,13 @@ def density(tree: PyTree) -> Float[Array, ""]:
     """Return the share of non-zeros over all leaves. NaN counts as a non-zero.
 
     Args:
-        tree: An array or a pytree of arrays.
+      tree: An array or a pytree of arrays.
 
     Returns:
-        A float32 scalar between 0 and 1.
+      A float32 scalar between 0 and 1.
 
     Raises:
-        ValueError: The tree has no entries.
+      ValueError: The tree has no entries.
 
     >>> density({"w": jnp.array([[1., 0.], [jnp.nan, 0.]]), "b": jnp.zeros(4)})
     Array(0.25, dtype=float32)
@@ -49,14 +49,14 @@ def sad(before: PyTree[Bool[Array, "..."]], after: PyTree[Bool[Array, "..."]]) -
     """Return the sum of absolute differences ``|m - m'|_1`` of every mask (SR-STE, Zhou et al., arXiv 2102.04010).
 
     Args:
-        before: A mask or a pytree of masks.
-        after: The masks of a later step, a pytree of the same structure.
+      before: A mask or a pytree of masks.
+      after: The masks of a later step, a pytree of the same structure.
 
     Returns:
-        A pytree of the same structure, with a float32 scalar for each mask.
+      A pytree of the same structure, with a float32 scalar for each mask.
 
     Raises:
-        ValueError: Two masks differ in shape, or are not bool.
+      ValueError: Two masks differ in shape, or are not bool.
 
     >>> sad({"w": jnp.array([True, True, False])}, {"w": jnp.array([False, True, True])})
     {'w': Array(2., dtype=float32)}
@@ -77,14 +77,14 @@ def flip_rate(before: PyTree, after: PyTree) -> Float[Array, ""]:
     2409.09099).
 
     Args:
-        before: A mask or a pytree of masks. A scalar True stands for a weight without a mask and does not count.
-        after: The masks of a later step, a pytree of the same structure.
+      before: A mask or a pytree of masks. A scalar True stands for a weight without a mask and does not count.
+      after: The masks of a later step, a pytree of the same structure.
 
     Returns:
-        A float32 scalar between 0 and 1.
+      A float32 scalar between 0 and 1.
 
     Raises:
-        ValueError: There is no mask, or two masks differ in shape.
+      ValueError: There is no mask, or two masks differ in shape.
 
     >>> flip_rate(jnp.array([True, True, False, False]), jnp.array([False, True, True, False]))
     Array(0.5, dtype=float32)
@@ -100,11 +100,11 @@ def flip_rates(before: PyTree, after: PyTree) -> dict[str, Float[Array, ""]]:
     """Return the `flip_rate` of every leaf that has a mask, by its path.
 
     Args:
-        before: A pytree of masks, as in `flip_rate`.
-        after: The masks of a later step.
+      before: A pytree of masks, as in `flip_rate`.
+      after: The masks of a later step.
 
     Returns:
-        A dict from path, as `path` writes it, to a float32 scalar.
+      A dict from path, as `path` writes it, to a float32 scalar.
 
     >>> before = {"up": jnp.array([True, False]), "head": jnp.array(True)}
     >>> flip_rates(before, {"up": jnp.array([True, True]), "head": jnp.array(True)})
@@ -121,16 +121,16 @@ def ties(x: Float[Array, "..."], n: int, m: int, axis: int = -1) -> Float[Array,
     nothing.
 
     Args:
-        x: An array.
-        n: Number of values kept in each group.
-        m: Size of a group.
-        axis: The axis that groups lie along.
+      x: An array.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      axis: The axis that groups lie along.
 
     Returns:
-        A float32 scalar between 0 and 1.
+      A float32 scalar between 0 and 1.
 
     Raises:
-        ValueError: The axis does not divide by m, or n does not lie between 1 and m.
+      ValueError: The axis does not divide by m, or n does not lie between 1 and m.
 
     >>> ties(jnp.array([1., -2., 2., 3.,  1., 0., 0., 0.]), 2, 4)
     Array(0.5, dtype=float32)
@@ -149,10 +149,10 @@ class Error(NamedTuple):
     All are NaN if the exact value is zero. Noise and variance are NaN for a single draw of a random pruner.
 
     Attributes:
-        bias: ``||mean - e|| / ||e||``.
-        noise: The bias that K unbiased draws would show: ``sqrt(variance / K)``.
-        variance: The sum of the entries' sample variances, over ``||e||^2``.
-        cosine: The cosine between a draw and e, on average.
+      bias: ``||mean - e|| / ||e||``.
+      noise: The bias that K unbiased draws would show: ``sqrt(variance / K)``.
+      variance: The sum of the entries' sample variances, over ``||e||^2``.
+      cosine: The cosine between a draw and e, on average.
     """
 
     bias: Float[Array, ""]
@@ -165,14 +165,14 @@ def error(draws: PyTree, exact: PyTree) -> Error:
     """Return the `Error` of draws. All leaves of a pytree are one vector.
 
     Args:
-        draws: An array or a pytree of arrays, with the draws along a leading axis.
-        exact: The exact value, of the same structure without that axis.
+      draws: An array or a pytree of arrays, with the draws along a leading axis.
+      exact: The exact value, of the same structure without that axis.
 
     Returns:
-        The error, in float32.
+      The error, in float32.
 
     Raises:
-        ValueError: The two differ in structure or in shapes.
+      ValueError: The two differ in structure or in shapes.
 
     >>> print(*error(jnp.array([[2., 0.], [0., 2.]]), jnp.array([1., 1.])))
     0.0 1.0 2.0 0.70710677
@@ -197,16 +197,16 @@ def pruned_error(
     """Return the `Error` of a pruned array.
 
     Args:
-        p: The pruner.
-        x: The exact value.
-        axis: The axis that is pruned along.
-        key: The first of the keys.
-        draws: Number of draws, each by another key. A pruner that draws nothing is called once.
-        step: The step.
-        state: The pruner's state.
+      p: The pruner.
+      x: The exact value.
+      axis: The axis that is pruned along.
+      key: The first of the keys.
+      draws: Number of draws, each by another key. A pruner that draws nothing is called once.
+      step: The step.
+      state: The pruner's state.
 
     Returns:
-        The error, in float32.
+      The error, in float32.
 
     >>> from nmjax.pruners import mse
     >>> pruned_error(mse(2, 4), jnp.array([2., 1., 2., 0.])).bias
@@ -232,20 +232,20 @@ def gradient_error(
     The exact value is that of the same sparsity with both slots empty.
 
     Args:
-        sparsity: The sparsity. Its forward slots must not draw.
-        x: The input of the product.
-        w: The weight.
-        g: The gradient of ``y = x w``.
-        key: The first of the keys.
-        draws: Number of draws, each by another key. Slots that draw nothing are computed once.
-        step: The step.
-        state: The state of the product, a dict from slot to state.
+      sparsity: The sparsity. Its forward slots must not draw.
+      x: The input of the product.
+      w: The weight.
+      g: The gradient of ``y = x w``.
+      key: The first of the keys.
+      draws: Number of draws, each by another key. Slots that draw nothing are computed once.
+      step: The step.
+      state: The state of the product, a dict from slot to state.
 
     Returns:
-        The error, in float32.
+      The error, in float32.
 
     Raises:
-        ValueError: A forward slot draws, so there is no exact value.
+      ValueError: A forward slot draws, so there is no exact value.
 
     >>> x, w, g = jnp.ones((4, 2)), jnp.ones((2, 3)), jnp.arange(12.0).reshape(4, 3)
     >>> from nmjax.pruners import mse
@@ -271,10 +271,10 @@ def gradient_variance(grads: PyTree) -> Float[Array, ""]:
     ``jax.tree.map(gradient_variance, grads)``.
 
     Args:
-        grads: A pytree of gradients.
+      grads: A pytree of gradients.
 
     Returns:
-        A float32 scalar.
+      A float32 scalar.
 
     >>> gradient_variance({"w": jnp.array([1., -3.]), "b": jnp.array([[3.], [5.]])})
     Array(2., dtype=float32)

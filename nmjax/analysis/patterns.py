@@ -21,13 +21,13 @@ class Pattern(Value):
     """A pattern: at most n non-zeros in every m values of a weight, along the axes that its product contracts.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
-        axes: The contracted axes, the innermost last. If the last one does not divide by m, as many axes as needed are
-            flattened, as products do.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      axes: The contracted axes, the innermost last. If the last one does not divide by m, as many axes as needed are
+        flattened, as products do.
 
     Raises:
-        ValueError: n does not lie between 1 and m.
+      ValueError: N does not lie between 1 and m.
 
     >>> Pattern(2, 4, (0, 1))
     2:4 along axes 0, 1
@@ -57,17 +57,17 @@ def violations(weights: PyTree, patterns: Pattern | Mapping[str, Pattern | None]
     """Return the number of groups that break their pattern, for each weight.
 
     Args:
-        weights: A pytree of weights, or a single array.
-        patterns: A `Pattern`, or None for dense, by path as `path` writes it, or by a regular expression of whole
-            paths. The first that fits a path decides. A weight that none fits is not counted. A single array takes one
-            Pattern.
+      weights: A pytree of weights, or a single array.
+      patterns: A `Pattern`, or None for dense, by path as `path` writes it, or by a regular expression of whole
+        paths. The first that fits a path decides. A weight that none fits is not counted. A single array takes one
+        Pattern.
 
     Returns:
-        A dict from path to an int32 scalar; for one Pattern the scalar alone.
+      A dict from path to an int32 scalar; for one Pattern the scalar alone.
 
     Raises:
-        TypeError: A value of ``patterns`` is no Pattern, or one Pattern is given for several arrays.
-        ValueError: A text fits no path or is no regular expression, or a weight's axes do not divide into the pattern.
+      TypeError: A value of ``patterns`` is no Pattern, or one Pattern is given for several arrays.
+      ValueError: A text fits no path or is no regular expression, or a weight's axes do not divide into the pattern.
 
     >>> weights = {"mlp": {"kernel": jnp.ones((8, 2)), "bias": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 3))}}
     >>> violations(weights, {"head/.*": None, ".*/kernel": Pattern(2, 4, 0)})
@@ -98,10 +98,10 @@ def path(keys: tuple[Any, ...]) -> str:
     """Return a key path of `jax.tree_util` as text.
 
     Args:
-        keys: The key path. A last attribute ``value``, which is the inside of a boxed variable, is left out.
+      keys: The key path. A last attribute ``value``, which is the inside of a boxed variable, is left out.
 
     Returns:
-        The keys, parted by "/".
+      The keys, parted by "/".
 
     >>> [path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path({"layers": [{"kernel": 1}]})]
     ['layers/0/kernel']

@@ -33,11 +33,11 @@ class SlotPlan(NamedTuple):
     """The plan of one slot of a layer.
 
     Attributes:
-        name: The slot, such as "fwd_rhs".
-        pruner: What prunes its operand.
-        along: The sizes of the axes that its product contracts; empty if only a call tells them.
-        groups: The number of groups in one call; None if only a call tells it.
-        refused: The reason why the slot cannot prune so; None if it can.
+      name: The slot, such as "fwd_rhs".
+      pruner: What prunes its operand.
+      along: The sizes of the axes that its product contracts; empty if only a call tells them.
+      groups: The number of groups in one call; None if only a call tells it.
+      refused: The reason why the slot cannot prune so; None if it can.
     """
 
     name: str
@@ -66,16 +66,16 @@ class LayerPlan(NamedTuple):
     """The plan of one layer, or of a stack of layers.
 
     Attributes:
-        path: The layer's path in the model.
-        kind: The layer's class, such as "Linear".
-        kernel: The shape of its kernel.
-        sparsity: What it prunes.
-        slots: The plans of its slots that prune.
-        flops: The FLOPs of each of its three products when dense; None if no example of inputs was given.
-        shares: The shares of the FLOPs of fwd, dlhs and drhs that are left, at the sparsest step.
-        hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it is drawn anew at every step.
-        runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
-            refuses the product.
+      path: The layer's path in the model.
+      kind: The layer's class, such as "Linear".
+      kernel: The shape of its kernel.
+      sparsity: What it prunes.
+      slots: The plans of its slots that prune.
+      flops: The FLOPs of each of its three products when dense; None if no example of inputs was given.
+      shares: The shares of the FLOPs of fwd, dlhs and drhs that are left, at the sparsest step.
+      hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it is drawn anew at every step.
+      runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
+        refuses the product.
     """
 
     path: str
@@ -102,9 +102,9 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
     """Return the plan of every slot of a layer that prunes.
 
     Args:
-        sparsity: What the layer prunes.
-        uses: The products that a call asks the layer for. The first one gives the numbers.
-        tokens_known: False if the number of tokens in ``uses`` is made up.
+      sparsity: What the layer prunes.
+      uses: The products that a call asks the layer for. The first one gives the numbers.
+      tokens_known: False if the number of tokens in ``uses`` is made up.
     """
     plans: list[SlotPlan] = []
     for name in SLOTS:
@@ -130,10 +130,10 @@ def runs_of(
     """Return the route of each product of a layer.
 
     Args:
-        sparsity: What the layer prunes.
-        uses: The products that a call asks the layer for. The first one counts.
-        backend: The layer's backend.
-        packed_before: The products whose weight is already packed.
+      sparsity: What the layer prunes.
+      uses: The products that a call asks the layer for. The first one counts.
+      backend: The layer's backend.
+      packed_before: The products whose weight is already packed.
     """
     if not uses:
         return ()
@@ -151,10 +151,10 @@ class Plan:
     """The plan of a model. It prints as a table, also in a notebook.
 
     Attributes:
-        layers: The plan of every layer with a door.
-        elsewhere: The forward FLOPs of dots and convolutions outside these layers, as in attention.
-        uncovered: (path, shape) of the parameters that no such layer holds and that have more than one axis.
-        parameters: The number of all parameters.
+      layers: The plan of every layer with a door.
+      elsewhere: The forward FLOPs of dots and convolutions outside these layers, as in attention.
+      uncovered: (path, shape) of the parameters that no such layer holds and that have more than one axis.
+      parameters: The number of all parameters.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -186,7 +186,7 @@ class Plan:
         Schedules change a method from step to step, and its FLOPs with it.
 
         Args:
-            steps: The number of steps.
+          steps: The number of steps.
 
         >>> from nmjax.recipes.text import parse
         >>> fading = parse("mdgf(2,4,linear(1,0,80))")

@@ -26,10 +26,10 @@ class Use(NamedTuple):
     """A product that a call asks a layer for.
 
     Attributes:
-        op: The operation.
-        lhs: The shape of the left operand, in one layer of a stack.
-        rhs: The shape of the weight, likewise.
-        stacked: The number of layers in the stack.
+      op: The operation.
+      lhs: The shape of the left operand, in one layer of a stack.
+      rhs: The shape of the weight, likewise.
+      stacked: The number of layers in the stack.
     """
 
     op: Operation
@@ -42,9 +42,9 @@ def slot_refusal(slot: str, sparsity: Sparsity, uses: Iterable[Use]) -> Refusal 
     """Return the reason why a slot cannot prune in some product of a layer; None if it can prune in all.
 
     Args:
-        slot: The name of the slot, such as "fwd_rhs".
-        sparsity: What the layer prunes.
-        uses: The products of the layer. The first that refuses gives the reason.
+      slot: The name of the slot, such as "fwd_rhs".
+      sparsity: What the layer prunes.
+      uses: The products of the layer. The first that refuses gives the reason.
     """
     for use in uses:
         reason = dict(refusals(use.op, use.lhs, use.rhs, sparsity)).get(slot)
@@ -57,9 +57,9 @@ def product_refusal(product: str, route: Route, backend: str) -> Refusal | None:
     """Return the reason why a backend refuses a product; None if it runs it.
 
     Args:
-        product: "fwd", "dlhs" or "drhs".
-        route: The route that the product would take. Pruned zeros that XLA would multiply are "emulated".
-        backend: The layer's backend. Only "pallas" refuses.
+      product: "fwd", "dlhs" or "drhs".
+      route: The route that the product would take. Pruned zeros that XLA would multiply are "emulated".
+      backend: The layer's backend. Only "pallas" refuses.
     """
     if backend == "pallas" and route.how == "emulated":
         return Refusal(not_packed(product, route))

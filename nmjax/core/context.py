@@ -11,9 +11,9 @@ class Axes(NamedTuple):
     """The axes of an operand beside the axis that its groups lie along.
 
     Args:
-        other: The axis that the transposed use of the operand contracts, such as the out-features of a weight. None if
-            there is none.
-        space: The axes of positions: height and width of an image, or the tokens of a sequence.
+      other: The axis that the transposed use of the operand contracts, such as the out-features of a weight. None if
+        there is none.
+      space: The axes of positions: height and width of an image, or the tokens of a sequence.
     """
 
     other: int | None
@@ -28,10 +28,10 @@ class Ctx:
     `nmjax.prune` derive the noise from key, step and slot. A pruner that is called directly uses the key as it is.
 
     Args:
-        key: A `jax.random.key`, an int seed, or two uint32 words. Only stochastic pruners need one.
-        step: The training step, which schedules and noise read.
-        state: The state that ``init`` returned; for a product, a dict from slot to state.
-        axes: The other axes of the operand. If None, an array is read as (batch, *space, features).
+      key: A `jax.random.key`, an int seed, or two uint32 words. Only stochastic pruners need one.
+      step: The training step, which schedules and noise read.
+      state: The state that ``init`` returned; for a product, a dict from slot to state.
+      axes: The other axes of the operand. If None, an array is read as (batch, *space, features).
 
     >>> from nmjax.pruners import mvue
     >>> mvue(2, 4)(jnp.ones(4), ctx=Ctx(key=0))
@@ -55,11 +55,11 @@ class Ctx:
         """Return the axes beside the pruned one. If no product has set them, they follow the convention of ``axes``.
 
         Args:
-            ndim: The number of dimensions of the array.
-            axis: The pruned axis, not negative.
+          ndim: The number of dimensions of the array.
+          axis: The pruned axis, not negative.
 
         Returns:
-            The axes that were set, or those of an array (batch, *space, features).
+          The axes that were set, or those of an array (batch, *space, features).
 
         >>> Ctx().axes_of(4, 3)
         Axes(other=2, space=(1, 2))

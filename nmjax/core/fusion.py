@@ -16,10 +16,10 @@ def total(terms: Iterable[Num[Array, "..."]]) -> Num[Array, "..."]:
     """Return the sum of arrays of one shape, added one after another to zero.
 
     Args:
-        terms: The arrays, at least one.
+      terms: The arrays, at least one.
 
     Returns:
-        Their sum. The order of the additions is fixed, so every device rounds alike.
+      Their sum. The order of the additions is fixed, so every device rounds alike.
 
     >>> total([jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])])
     Array([4., 6.], dtype=float32)
@@ -34,10 +34,10 @@ def settled(x: Float[Array, "..."]) -> Float[Array, "..."]:
     of the work instead of 1.5. A division by one stops it, because fusion treats divisions as costly.
 
     Args:
-        x: Numbers that are not negative.
+      x: Numbers that are not negative.
 
     Returns:
-        The same numbers.
+      The same numbers.
 
     >>> settled(jnp.array([0.0, 2.5]))
     Array([0. , 2.5], dtype=float32)
@@ -52,12 +52,12 @@ def spread(choices: list[Bool[Array, "..."]], shape: tuple[int, ...], axis: int)
     concatenated instead, XLA's CPU fusion would compute what they share once for every member.
 
     Args:
-        choices: One array for each member, of the shape of the groups, with length 1 along ``axis``.
-        shape: The shape of the mask.
-        axis: The axis of members, not negative.
+      choices: One array for each member, of the shape of the groups, with length 1 along ``axis``.
+      shape: The shape of the mask.
+      axis: The axis of members, not negative.
 
     Returns:
-        A mask of the given shape.
+      A mask of the given shape.
 
     >>> spread([jnp.array([[True], [False]]), jnp.array([[False], [False]])], (2, 2), 1).tolist()
     [[True, False], [False, False]]
@@ -78,11 +78,11 @@ def rounded(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     A cast to bf16 takes the upper bits, because XLA on CPU does not fuse operations across its own conversion.
 
     Args:
-        x: An array, as `groups.wide` returns it.
-        dtype: The dtype of the result.
+      x: An array, as `groups.wide` returns it.
+      dtype: The dtype of the result.
 
     Returns:
-        The nearest values of that dtype.
+      The nearest values of that dtype.
 
     >>> rounded(jnp.array([1.001, 2.0]), jnp.bfloat16)
     Array([1, 2], dtype=bfloat16)

@@ -22,15 +22,15 @@ def split(x: Shaped[Array, "..."], axis: int, m: int) -> Shaped[Array, "..."]:
     """Split an axis into groups: (..., k, ...) becomes (..., k/m, m, ...), with members on ``axis + 1``.
 
     Args:
-        x: An array.
-        axis: The axis to split. It may be negative.
-        m: The size of a group.
+      x: An array.
+      axis: The axis to split. It may be negative.
+      m: The size of a group.
 
     Returns:
-        The array with one more axis.
+      The array with one more axis.
 
     Raises:
-        ValueError: The axis does not exist, is empty, or its length is not a multiple of m.
+      ValueError: The axis does not exist, is empty, or its length is not a multiple of m.
 
     >>> split(jnp.ones((3, 8)), -1, 4).shape
     (3, 2, 4)
@@ -51,11 +51,11 @@ def unsplit(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     Merge one pair of axes at a time, because JAX cannot propagate a sharding through several merges at once.
 
     Args:
-        x: An array that was split.
-        axis: The axis that was given to `split`. A negative one counts in the merged array.
+      x: An array that was split.
+      axis: The axis that was given to `split`. A negative one counts in the merged array.
 
     Returns:
-        The array with one axis less.
+      The array with one axis less.
 
     >>> unsplit(jnp.ones((3, 2, 4)), 1).shape
     (3, 8)
@@ -68,14 +68,14 @@ def position(ndim: int, axis: int) -> int:
     """Return an axis as a number from 0 to ``ndim - 1``.
 
     Args:
-        ndim: The number of dimensions of the array.
-        axis: An axis. It may be negative.
+      ndim: The number of dimensions of the array.
+      axis: An axis. It may be negative.
 
     Returns:
-        The same axis, not negative.
+      The same axis, not negative.
 
     Raises:
-        ValueError: The array has no such axis.
+      ValueError: The array has no such axis.
 
     >>> position(3, -1)
     2
@@ -89,11 +89,11 @@ def members(x: Shaped[Array, "..."], axis: int) -> list[Shaped[Array, "..."]]:
     """Return the slices of length 1 along an axis. After `split` these are the members of all groups.
 
     Args:
-        x: An array.
-        axis: The axis of members, not negative.
+      x: An array.
+      axis: The axis of members, not negative.
 
     Returns:
-        One array for each position along the axis.
+      One array for each position along the axis.
 
     >>> [m.tolist() for m in members(split(jnp.arange(4.0), 0, 2), 1)]
     [[[0.0], [2.0]], [[1.0], [3.0]]]
@@ -105,10 +105,10 @@ def check_floating(x: Shaped[Array, "..."]) -> None:
     """Refuse an array whose values are not floating-point numbers.
 
     Args:
-        x: An array.
+      x: An array.
 
     Raises:
-        TypeError: The dtype is an integer, a boolean or complex.
+      TypeError: The dtype is an integer, a boolean or complex.
 
     >>> check_floating(jnp.ones(4))
     """
@@ -126,13 +126,13 @@ def magnitude(x: Float[Array, "..."]) -> Int[Array, "..."]:
     NaN visible.
 
     Args:
-        x: An array of floating-point numbers.
+      x: An array of floating-point numbers.
 
     Returns:
-        Signed integers of the width of ``x``, at least 16 bits. The largest one is left free.
+      Signed integers of the width of ``x``, at least 16 bits. The largest one is left free.
 
     Raises:
-        TypeError: The array is not floating-point.
+      TypeError: The array is not floating-point.
 
     >>> jnp.argsort(magnitude(jnp.array([jnp.nan, -3.0, jnp.inf, 2.0]))).tolist()
     [3, 1, 2, 0]
@@ -149,17 +149,17 @@ def top(x: Float[Array, "..."], axis: int, n: Count, m: int) -> Bool[Array, "...
     """Return the mask of the n largest magnitudes of every group of m. Of equal ones the first are kept.
 
     Args:
-        x: An array of floating-point numbers.
-        axis: The axis that groups lie along.
-        n: The number of values to keep in each group. It may be traced.
-        m: The size of a group.
+      x: An array of floating-point numbers.
+      axis: The axis that groups lie along.
+      n: The number of values to keep in each group. It may be traced.
+      m: The size of a group.
 
     Returns:
-        A mask of the shape of ``x`` with exactly n entries set in every group.
+      A mask of the shape of ``x`` with exactly n entries set in every group.
 
     Raises:
-        TypeError: The array is not floating-point.
-        ValueError: The axis does not exist, or its length is not a multiple of m.
+      TypeError: The array is not floating-point.
+      ValueError: The axis does not exist, or its length is not a multiple of m.
 
     >>> top(jnp.array([1., -2., 2., 2.]), 0, 2, 4)
     Array([False,  True,  True, False], dtype=bool)
@@ -172,12 +172,12 @@ def top_of(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "..."]:
     """Return the mask of the n largest integers along a whole axis. Of equal ones the first are kept.
 
     Args:
-        size: Signed integers, none of them negative or the largest of the dtype.
-        axis: The axis to choose along, not negative.
-        n: The number of entries to keep. It may be traced.
+      size: Signed integers, none of them negative or the largest of the dtype.
+      axis: The axis to choose along, not negative.
+      n: The number of entries to keep. It may be traced.
 
     Returns:
-        A mask of the same shape.
+      A mask of the same shape.
 
     >>> top_of(jnp.array([1, 5, 3, 5]), 0, 2)
     Array([False,  True, False,  True], dtype=bool)
@@ -239,16 +239,16 @@ def is_nm(x: Num[Array, "..."], n: int, m: int, axis: int = -1) -> Bool[Array, "
     """Test if every group of m holds at most n non-zeros.
 
     Args:
-        x: An array.
-        n: The number of non-zeros allowed in a group.
-        m: The size of a group.
-        axis: The axis that groups lie along.
+      x: An array.
+      n: The number of non-zeros allowed in a group.
+      m: The size of a group.
+      axis: The axis that groups lie along.
 
     Returns:
-        A boolean scalar.
+      A boolean scalar.
 
     Raises:
-        ValueError: The axis does not exist, or its length is not a multiple of m.
+      ValueError: The axis does not exist, or its length is not a multiple of m.
 
     >>> bool(is_nm(jnp.array([0., 1., 2., 0.]), 2, 4))
     True
@@ -260,15 +260,15 @@ def counts(x: Num[Array, "..."], m: int, axis: int = -1) -> Int[Array, "..."]:
     """Count the non-zeros of every group. NaN is not zero.
 
     Args:
-        x: An array.
-        m: The size of a group.
-        axis: The axis that groups lie along.
+      x: An array.
+      m: The size of a group.
+      axis: The axis that groups lie along.
 
     Returns:
-        Integers, with ``axis`` divided by m.
+      Integers, with ``axis`` divided by m.
 
     Raises:
-        ValueError: The axis does not exist, or its length is not a multiple of m.
+      ValueError: The axis does not exist, or its length is not a multiple of m.
 
     >>> counts(jnp.array([0., 1., 2., 0., 0., 0., 0., 3.]), 4)
     Array([2, 1], dtype=int32)
@@ -281,10 +281,10 @@ class Merged(NamedTuple):
     """An array in which one axis replaces several, and the way back.
 
     Args:
-        array: The array with the axes merged.
-        axis: The merged axis.
-        axes: The new number of every old axis, or None if it was merged with others.
-        restore: A function that gives an array of the merged shape the old shape.
+      array: The array with the axes merged.
+      axis: The merged axis.
+      axes: The new number of every old axis, or None if it was merged with others.
+      restore: A function that gives an array of the merged shape the old shape.
     """
 
     array: jax.Array
@@ -297,12 +297,12 @@ def merge(x: Shaped[Array, "..."], axes: tuple[int, ...], block: int) -> Merged 
     """Merge as few of ``axes`` as needed into one axis that ``block`` divides.
 
     Args:
-        x: An array.
-        axes: The axes that a product contracts, the innermost last. If the last one is enough, nothing moves.
-        block: The number that must divide the length of the merged axis.
+      x: An array.
+      axes: The axes that a product contracts, the innermost last. If the last one is enough, nothing moves.
+      block: The number that must divide the length of the merged axis.
 
     Returns:
-        The merged array, or None if ``block`` does not divide the product of all lengths.
+      The merged array, or None if ``block`` does not divide the product of all lengths.
 
     >>> merge(jnp.ones((2, 6)), (0, 1), 4).array.shape
     (12,)
@@ -328,12 +328,12 @@ def innermost(shape: tuple[int, ...], axes: tuple[int, ...], block: int) -> int 
     """Return how many of the last ``axes`` are needed until ``block`` divides their size.
 
     Args:
-        shape: The shape of an array.
-        axes: The axes that a product contracts, the innermost last.
-        block: The number that must divide the product of their lengths.
+      shape: The shape of an array.
+      axes: The axes that a product contracts, the innermost last.
+      block: The number that must divide the product of their lengths.
 
     Returns:
-        The smallest such number, or None if all axes together do not suffice.
+      The smallest such number, or None if all axes together do not suffice.
 
     >>> innermost((2, 6), (0, 1), 4)
     2
@@ -348,13 +348,13 @@ def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return the array in at least float32, in which sums and thresholds are computed.
 
     Args:
-        x: An array of floating-point numbers.
+      x: An array of floating-point numbers.
 
     Returns:
-        The array itself if it has 32 bits or more, else in float32.
+      The array itself if it has 32 bits or more, else in float32.
 
     Raises:
-        TypeError: The array is not floating-point.
+      TypeError: The array is not floating-point.
 
     >>> wide(jnp.ones(4, jnp.bfloat16)).dtype
     dtype('float32')

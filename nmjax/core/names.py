@@ -26,13 +26,13 @@ def load(name: str) -> Any:
     """Import the module of ``module:name`` and return the object of that name.
 
     Args:
-        name: A module on Python's path, a colon, and a name at the top level of the module.
+      name: A module on Python's path, a colon, and a name at the top level of the module.
 
     Returns:
-        A class, a function or a value.
+      A class, a function or a value.
 
     Raises:
-        ValueError: The name is not of this form, the module cannot be imported, or it has no such name.
+      ValueError: The name is not of this form, the module cannot be imported, or it has no such name.
 
     >>> load("math:sqrt")(4)
     2.0

@@ -24,8 +24,8 @@ class Link(NamedTuple):
     """One step of a path into nested chains: from a chain to one of its pruners.
 
     Args:
-        number: The number of the pruner in its chain.
-        count: The number of pruners in the chain.
+      number: The number of the pruner in its chain.
+      count: The number of pruners in the chain.
     """
 
     number: int
@@ -36,13 +36,13 @@ class Normal(NamedTuple):
     """The normal form of a pruner that fills a slot: its source, its gradient, what prunes, and the storage.
 
     Args:
-        core: The one pruner that prunes. It is `identity` if none does, and None if several do, one after another.
-        applied: The pruner without its storage.
-        storage: The `fp8` at the end, in which the product holds the result. None if there is none.
-        rule: The pruner that brings the gradient rule. None if there is none.
-        raw: True if the operand itself is pruned, not the value that the forward product used.
-        core_path: The path from the pruner to ``core``, by which `follow` finds its key and its state.
-        storage_path: The path to ``storage``.
+      core: The one pruner that prunes. It is `identity` if none does, and None if several do, one after another.
+      applied: The pruner without its storage.
+      storage: The `fp8` at the end, in which the product holds the result. None if there is none.
+      rule: The pruner that brings the gradient rule. None if there is none.
+      raw: True if the operand itself is pruned, not the value that the forward product used.
+      core_path: The path from the pruner to ``core``, by which `follow` finds its key and its state.
+      storage_path: The path to ``storage``.
     """
 
     core: "Pruner | None"
@@ -86,16 +86,16 @@ class Pruner(Value):
         """Return ``x`` pruned in groups along ``axis``.
 
         Args:
-            x: An array of floating-point numbers.
-            axis: The axis that groups lie along.
-            ctx: Key, step and state of the call.
+          x: An array of floating-point numbers.
+          axis: The axis that groups lie along.
+          ctx: Key, step and state of the call.
 
         Returns:
-            An array of the same shape and dtype.
+          An array of the same shape and dtype.
 
         Raises:
-            TypeError: The array is not floating-point, or a key is missing.
-            ValueError: The axis does not divide into groups, or the state is missing or of the wrong shape.
+          TypeError: The array is not floating-point, or a key is missing.
+          ValueError: The axis does not divide into groups, or the state is missing or of the wrong shape.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: write __call__(self, x, axis, ctx).")
 
@@ -180,7 +180,7 @@ class Pruner(Value):
         """Return the mask of the entries that a call with the same arguments keeps.
 
         Raises:
-            TypeError: The pruner has no mask.
+          TypeError: The pruner has no mask.
         """
         if len(self.parts) == 1:
             return self.parts[0].mask(x, axis, ctx)
@@ -190,7 +190,7 @@ class Pruner(Value):
         """Return the share of values that a call keeps.
 
         Args:
-            step: A training step. If None, the share is that of the sparsest step.
+          step: A training step. If None, the share is that of the sparsest step.
         """
         return min((p.kept(step) for p in self.parts), default=1.0)
 
@@ -218,12 +218,12 @@ class Pruner(Value):
         """Return the pruned members of groups. Kernels call it if `by_members` is True.
 
         Args:
-            x: The members of groups, one array for each of the m positions.
-            u: One uniform in [0, 1) for every group, if the pruner is stochastic.
-            state: The state that a call reads in ``ctx``.
+          x: The members of groups, one array for each of the m positions.
+          u: One uniform in [0, 1) for every group, if the pruner is stochastic.
+          state: The state that a call reads in ``ctx``.
 
         Returns:
-            The members after pruning, in the same order.
+          The members after pruning, in the same order.
         """
         raise NotImplementedError(f"{self} is not pruned by kernels.")
 
@@ -231,10 +231,10 @@ class Pruner(Value):
         """Return the pruned members of tiles of m x m values. Kernels call it if `by_tile` is True.
 
         Args:
-            x: The members of tiles: m rows of m arrays.
+          x: The members of tiles: m rows of m arrays.
 
         Returns:
-            The members after pruning, in the same order.
+          The members after pruning, in the same order.
         """
         raise NotImplementedError(f"{self} is not pruned by kernels.")
 
@@ -242,7 +242,7 @@ class Pruner(Value):
         """Return an upper bound of max |p(x)| / max |x|, from which kernels derive the scale of FP8.
 
         Args:
-            state: The state that a call reads in ``ctx``.
+          state: The state that a call reads in ``ctx``.
         """
         return 1.0
 
@@ -274,12 +274,12 @@ class Grouped(Pruner):
     """The base of pruners that keep at most n of every m consecutive values.
 
     Args:
-        n: The number of values to keep in each group.
-        m: The size of a group.
+      n: The number of values to keep in each group.
+      m: The size of a group.
 
     Raises:
-        TypeError: n or m is not a whole number.
-        ValueError: n does not lie between 1 and m.
+      TypeError: N or m is not a whole number.
+      ValueError: N does not lie between 1 and m.
 
     >>> from nmjax.pruners import mse
     >>> mse(2, 4).block, mse(2, 4).pattern, mse(2, 4).kept()
@@ -335,7 +335,7 @@ def joined(states: Iterable[Any]) -> Any:
     """Return the state of a pruner, given the states of its parts.
 
     Returns:
-        None if all states are None, the state itself if there is one part, else the tuple of states.
+      None if all states are None, the state itself if there is one part, else the tuple of states.
     """
     states = tuple(states)
     if all(s is None for s in states):
@@ -365,8 +365,8 @@ def follow(path: Sequence[Link], ctx: Ctx) -> Ctx:
     """Return the context of the pruner at the end of a path.
 
     Args:
-        path: The path, as `Normal` holds it.
-        ctx: The context of the pruner where the path begins.
+      path: The path, as `Normal` holds it.
+      ctx: The context of the pruner where the path begins.
     """
     for number, count in path:
         ctx = with_part_key(ctx, number)
@@ -384,9 +384,9 @@ def check_inner(owner: Pruner, *inner: Any, ruled: bool = False) -> None:
     """Refuse parts that are not pruners, and pruners that may only be outermost.
 
     Args:
-        owner: The pruner that has the parts.
-        *inner: Its parts.
-        ruled: Whether parts with a gradient rule are allowed.
+      owner: The pruner that has the parts.
+      *inner: Its parts.
+      ruled: Whether parts with a gradient rule are allowed.
     """
     for p in inner:
         if not isinstance(p, Pruner):

@@ -29,10 +29,10 @@ def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Apply MurmurHash3's finaliser: a bijection of uint32 in which every input bit affects every output bit.
 
     Args:
-        x: Words of 32 bits.
+      x: Words of 32 bits.
 
     Returns:
-        Mixed words of the same shape.
+      Mixed words of the same shape.
 
     >>> mix(jnp.uint32([0, 1])).tolist()
     [0, 1364076727]
@@ -46,14 +46,14 @@ def words(key: Any) -> Words:
     """Return a key as two uint32 words.
 
     Args:
-        key: A `jax.random.key`, an int seed of at most 64 bits, or two uint32 words.
+      key: A `jax.random.key`, an int seed of at most 64 bits, or two uint32 words.
 
     Returns:
-        Two words.
+      Two words.
 
     Raises:
-        TypeError: The key is of another kind, or an array of several keys.
-        ValueError: The seed does not fit 64 bits.
+      TypeError: The key is of another kind, or an array of several keys.
+      ValueError: The seed does not fit 64 bits.
 
     >>> words(5).tolist(), words(jax.random.key(5)).tolist()
     ([0, 5], [0, 5])
@@ -91,11 +91,11 @@ def bits(
     """Return one random word for every index.
 
     Args:
-        key_words: A key, as `words` returns it, or its two words.
-        index: Positions, as `counter` returns them.
+      key_words: A key, as `words` returns it, or its two words.
+      index: Positions, as `counter` returns them.
 
     Returns:
-        Words of the shape of ``index``.
+      Words of the shape of ``index``.
 
     >>> bits(words(5), counter((2,))).tolist()
     [3423425485, 3217583722]
@@ -109,11 +109,11 @@ def fold(key_words: Words, number: int | Int[Array, ""]) -> Words:
     """Return the key of one of many independent streams, such as that of a step, a slot or a part.
 
     Args:
-        key_words: A key, as `words` returns it.
-        number: The number of the stream, from 0 to 2**31 - 1. It may be traced.
+      key_words: A key, as `words` returns it.
+      number: The number of the stream, from 0 to 2**31 - 1. It may be traced.
 
     Returns:
-        A new key.
+      A new key.
 
     >>> fold(words(5), 7).tolist()
     [2271646382, 3547159047]
@@ -126,11 +126,11 @@ def named(key_words: Words, name: str) -> Words:
     """Return the key of the stream of a name, such as a layer's path. It is the same in every process and version.
 
     Args:
-        key_words: A key, as `words` returns it.
-        name: Any text.
+      key_words: A key, as `words` returns it.
+      name: Any text.
 
     Returns:
-        A new key.
+      A new key.
 
     >>> bool((named(words(0), "mlp/up") == named(words(0), "mlp/down")).any())
     False
@@ -143,13 +143,13 @@ def counter(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """Return the row-major positions of an array, built from iotas so that every device makes its own.
 
     Args:
-        shape: The shape of the array.
+      shape: The shape of the array.
 
     Returns:
-        Positions of that shape.
+      Positions of that shape.
 
     Raises:
-        ValueError: The shape has more than 2**32 entries.
+      ValueError: The shape has more than 2**32 entries.
 
     >>> counter((2, 3)).tolist()
     [[0, 1, 2], [3, 4, 5]]
@@ -171,11 +171,11 @@ def uniform(key_words: Words, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     """Return uniform random numbers in [0, 1), multiples of 2**-23.
 
     Args:
-        key_words: A key, as `words` returns it.
-        shape: The shape of the result.
+      key_words: A key, as `words` returns it.
+      shape: The shape of the result.
 
     Returns:
-        Float32 numbers of that shape.
+      Float32 numbers of that shape.
 
     >>> [round(float(u), 3) for u in uniform(words(5), (2,))]
     [0.797, 0.749]
@@ -187,10 +187,10 @@ def as_uniform(drawn: UInt32[Array, "..."]) -> Float32[Array, "..."]:
     """Return numbers in [0, 1) made of the upper 23 bits of random words.
 
     Args:
-        drawn: Random words, as `bits` returns them.
+      drawn: Random words, as `bits` returns them.
 
     Returns:
-        Float32 numbers of the same shape.
+      Float32 numbers of the same shape.
 
     >>> as_uniform(jnp.uint32([0, 2**31]))
     Array([0. , 0.5], dtype=float32)

@@ -7,7 +7,7 @@ class Refusal(NamedTuple):
     """A reason why something cannot be done.
 
     Args:
-        reason: The reason, worded so that an error can end with it.
+      reason: The reason, worded so that an error can end with it.
 
     >>> str(Refusal("K = 40 does not divide by 64"))
     'K = 40 does not divide by 64'

@@ -63,11 +63,11 @@ def as_written(value: Any, text: str) -> Any:
     `dataclasses.replace` drops it, because the new value has other fields.
 
     Args:
-        value: A value of another module.
-        text: The text.
+      value: A value of another module.
+      text: The text.
 
     Returns:
-        An equal value.
+      An equal value.
     """
     value = copy.copy(value)
     object.__setattr__(value, "_written", text)

@@ -47,21 +47,21 @@ class BERT(nnx.Module):
         """Make the model.
 
         Args:
-            vocabulary: The number of tokens.
-            length: The greatest number of positions.
-            types: The number of sentence types.
-            width: The number of features.
-            depth: The number of blocks.
-            heads: The number of attention heads, which must divide ``width``.
-            hidden: The number of hidden features of the perceptrons.
-            classes: The number of classes.
-            dtype: The dtype that layers compute in; None is float32.
-            scan: True to stack the blocks, which compile once for all.
-            remat: True to compute blocks again in the backward pass, to save memory.
-            rngs: The random numbers of the parameters.
+          vocabulary: The number of tokens.
+          length: The greatest number of positions.
+          types: The number of sentence types.
+          width: The number of features.
+          depth: The number of blocks.
+          heads: The number of attention heads, which must divide ``width``.
+          hidden: The number of hidden features of the perceptrons.
+          classes: The number of classes.
+          dtype: The dtype that layers compute in; None is float32.
+          scan: True to stack the blocks, which compile once for all.
+          remat: True to compute blocks again in the backward pass, to save memory.
+          rngs: The random numbers of the parameters.
 
         Raises:
-            ValueError: ``heads`` does not divide ``width``, or ``depth`` is less than 1.
+          ValueError: ``heads`` does not divide ``width``, or ``depth`` is less than 1.
         """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
@@ -82,12 +82,12 @@ class BERT(nnx.Module):
         """Return the logits of the classes, in float32.
 
         Args:
-            tokens: The tokens of each text.
-            mask: True for tokens, False for padding.
-            types: The sentence that each token belongs to: 0 for the first, 1 for the second.
+          tokens: The tokens of each text.
+          mask: True for tokens, False for padding.
+          types: The sentence that each token belongs to: 0 for the first, 1 for the second.
 
         Raises:
-            ValueError: The shapes differ, or texts are longer than ``length``.
+          ValueError: The shapes differ, or texts are longer than ``length``.
         """
         check_tokens(tokens, self.length)
         for name, value in (("mask", mask), ("types", types)):

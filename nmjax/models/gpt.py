@@ -53,19 +53,19 @@ class GPT(nnx.Module):
         """Make the model.
 
         Args:
-            vocabulary: The number of tokens.
-            length: The greatest number of positions.
-            width: The number of features.
-            depth: The number of blocks.
-            heads: The number of attention heads, which must divide ``width``.
-            hidden: The number of hidden features of the perceptrons.
-            dtype: The dtype that layers compute in; None is float32.
-            scan: True to stack the blocks, which compile once for all.
-            remat: True to compute blocks again in the backward pass, to save memory.
-            rngs: The random numbers of the parameters.
+          vocabulary: The number of tokens.
+          length: The greatest number of positions.
+          width: The number of features.
+          depth: The number of blocks.
+          heads: The number of attention heads, which must divide ``width``.
+          hidden: The number of hidden features of the perceptrons.
+          dtype: The dtype that layers compute in; None is float32.
+          scan: True to stack the blocks, which compile once for all.
+          remat: True to compute blocks again in the backward pass, to save memory.
+          rngs: The random numbers of the parameters.
 
         Raises:
-            ValueError: ``heads`` does not divide ``width``, or ``depth`` is less than 1.
+          ValueError: ``heads`` does not divide ``width``, or ``depth`` is less than 1.
         """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
@@ -83,10 +83,10 @@ class GPT(nnx.Module):
         """Return the logits of every next token, in float32.
 
         Args:
-            tokens: The tokens of each text.
+          tokens: The tokens of each text.
 
         Raises:
-            ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
+          ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
         """
         check_tokens(tokens, self.length)
         # Rows are read in float32, so that their gradients are summed in float32: a batch may have one token thousands
@@ -105,17 +105,17 @@ def generate(
     Nothing is cached between tokens, so each one costs a call of the model. That is enough for samples.
 
     Args:
-        model: The model.
-        tokens: The beginning of each text.
-        key: The key of the draws.
-        count: The number of tokens to draw.
-        temperature: The divisor of the logits. At 0 the likeliest token is taken.
+      model: The model.
+      tokens: The beginning of each text.
+      key: The key of the draws.
+      count: The number of tokens to draw.
+      temperature: The divisor of the logits. At 0 the likeliest token is taken.
 
     Returns:
-        The tokens and ``count`` more.
+      The tokens and ``count`` more.
 
     Raises:
-        ValueError: ``tokens`` is not of shape [batch, time], ``count`` is less than 1, or ``temperature`` is negative.
+      ValueError: ``tokens`` is not of shape [batch, time], ``count`` is less than 1, or ``temperature`` is negative.
 
     >>> import nmjax as nm
     >>> size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}

@@ -53,12 +53,12 @@ class Block(nnx.Module):
         """Make the layers of a block.
 
         Args:
-            inputs: The number of input channels.
-            width: The number of channels of the 3x3 convolution.
-            stride: The stride, which divides the image's sides.
-            bottleneck: True for a bottleneck.
-            dtype: The dtype that convolutions compute in; None is float32.
-            rngs: The random numbers of the parameters.
+          inputs: The number of input channels.
+          width: The number of channels of the 3x3 convolution.
+          stride: The stride, which divides the image's sides.
+          bottleneck: True for a bottleneck.
+          dtype: The dtype that convolutions compute in; None is float32.
+          rngs: The random numbers of the parameters.
         """
         make, normed = partial(conv, dtype=dtype, rngs=rngs), partial(norm, rngs=rngs)
         outputs = 4 * width if bottleneck else width
@@ -116,18 +116,18 @@ class ResNet(nnx.Module):
         """Make the model.
 
         Args:
-            stem: "imagenet" for a 7x7 convolution of stride 2 and pooling; "cifar" for a 3x3 of stride 1 without
-                pooling.
-            blocks: The number of blocks of each stage.
-            bottleneck: True for bottleneck blocks.
-            width: The number of channels of the first stage.
-            channels: The number of channels of the images.
-            classes: The number of classes.
-            dtype: The dtype that convolutions compute in; None is float32.
-            rngs: The random numbers of the parameters.
+          stem: "imagenet" for a 7x7 convolution of stride 2 and pooling; "cifar" for a 3x3 of stride 1 without
+            pooling.
+          blocks: The number of blocks of each stage.
+          bottleneck: True for bottleneck blocks.
+          width: The number of channels of the first stage.
+          channels: The number of channels of the images.
+          classes: The number of classes.
+          dtype: The dtype that convolutions compute in; None is float32.
+          rngs: The random numbers of the parameters.
 
         Raises:
-            ValueError: ``stem`` is neither.
+          ValueError: ``stem`` is neither.
         """
         if stem not in ("imagenet", "cifar"):
             raise ValueError(f"stem is 'imagenet', for large images, or 'cifar', for small ones, got {stem!r}.")
@@ -150,10 +150,10 @@ class ResNet(nnx.Module):
         """Return the logits of the classes, in float32.
 
         Args:
-            images: Images with normalised pixels.
+          images: Images with normalised pixels.
 
         Raises:
-            ValueError: The shape does not fit.
+          ValueError: The shape does not fit.
         """
         if images.ndim != 4 or images.shape[-1] != self.channels:
             raise ValueError(f"images are of shape [batch, height, width, {self.channels}], got {images.shape}.")

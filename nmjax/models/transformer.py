@@ -53,15 +53,15 @@ class Attention(nnx.Module):
         """Make the four layers.
 
         Args:
-            width: The number of features.
-            heads: The number of heads, which must divide ``width``.
-            causal: True if a position sees only itself and earlier positions.
-            inits: The initializers of query, key and value, and of the output layer.
-            dtype: The dtype that layers compute in; None is float32.
-            rngs: The random numbers.
+          width: The number of features.
+          heads: The number of heads, which must divide ``width``.
+          causal: True if a position sees only itself and earlier positions.
+          inits: The initializers of query, key and value, and of the output layer.
+          dtype: The dtype that layers compute in; None is float32.
+          rngs: The random numbers.
 
         Raises:
-            ValueError: ``heads`` does not divide ``width``.
+          ValueError: ``heads`` does not divide ``width``.
         """
         if heads < 1 or width % heads:
             raise ValueError(
@@ -104,12 +104,12 @@ class Mlp(nnx.Module):
         """Make the two layers.
 
         Args:
-            width: The number of features of input and output.
-            hidden: The number of features between the layers.
-            activation: The function between the layers.
-            inits: The initializers of *up* and *down*.
-            dtype: The dtype that layers compute in; None is float32.
-            rngs: The random numbers.
+          width: The number of features of input and output.
+          hidden: The number of features between the layers.
+          activation: The function between the layers.
+          inits: The initializers of *up* and *down*.
+          dtype: The dtype that layers compute in; None is float32.
+          rngs: The random numbers.
         """
         self.up = linear(width, hidden, inits[0], dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, inits[1], dtype=dtype, rngs=rngs)
@@ -140,16 +140,16 @@ class Block(nnx.Module):
         """Make the layers of a block.
 
         Args:
-            width: The number of features.
-            heads: The number of heads.
-            hidden: The number of hidden features of the perceptron.
-            activation: The activation of the perceptron.
-            epsilon: The epsilon of the norms.
-            causal: True if a position sees only itself and earlier positions.
-            post: True if the norms follow the sums; else they stand before attention and perceptron.
-            inits: The initializers of the inner layers, and of the two layers whose output is added to the input.
-            dtype: The dtype that layers compute in; None is float32.
-            rngs: The random numbers.
+          width: The number of features.
+          heads: The number of heads.
+          hidden: The number of hidden features of the perceptron.
+          activation: The activation of the perceptron.
+          epsilon: The epsilon of the norms.
+          causal: True if a position sees only itself and earlier positions.
+          post: True if the norms follow the sums; else they stand before attention and perceptron.
+          inits: The initializers of the inner layers, and of the two layers whose output is added to the input.
+          dtype: The dtype that layers compute in; None is float32.
+          rngs: The random numbers.
         """
         self.norm1 = norm(width, epsilon, rngs=rngs)
         self.attention = Attention(width, heads, causal=causal, inits=inits, dtype=dtype, rngs=rngs)
@@ -179,13 +179,13 @@ def repeat(
     """Return ``depth`` blocks.
 
     Args:
-        make: A function that makes a block.
-        depth: The number of blocks.
-        scan: False for a list; True for one block whose parameters have a leading axis.
-        rngs: The random numbers.
+      make: A function that makes a block.
+      depth: The number of blocks.
+      scan: False for a list; True for one block whose parameters have a leading axis.
+      rngs: The random numbers.
 
     Raises:
-        ValueError: ``depth`` is less than 1.
+      ValueError: ``depth`` is less than 1.
     """
     if depth < 1:
         raise ValueError(f"depth is the number of blocks, at least 1, got {depth}.")
@@ -200,10 +200,10 @@ def through(
     """Return the output of one block after another.
 
     Args:
-        blocks: The blocks, as `repeat` returned them.
-        x: The input of the first block.
-        mask: True at the positions that may be seen.
-        remat: True to keep only the inputs of blocks, and to compute the rest again in the backward pass.
+      blocks: The blocks, as `repeat` returned them.
+      x: The input of the first block.
+      mask: True at the positions that may be seen.
+      remat: True to keep only the inputs of blocks, and to compute the rest again in the backward pass.
     """
     # Blocks write no Variable. Saying so spares a scan from returning all their parameters. A scan's body is compiled
     # apart from its transpose, so there nothing need keep XLA from merging the two.

@@ -52,22 +52,22 @@ class ViT(nnx.Module):
         """Make the model.
 
         Args:
-            image: The height and width of the images.
-            channels: The number of channels of the images.
-            patch: The height and width of a patch, which must divide ``image``.
-            classes: The number of classes.
-            width: The number of features.
-            depth: The number of blocks.
-            heads: The number of attention heads, which must divide ``width``.
-            hidden: The number of hidden features of the perceptrons.
-            pool: "cls" to classify by a token of its own; "mean" by the mean of all patches, without that token.
-            dtype: The dtype that layers compute in; None is float32.
-            scan: True to stack the blocks, which compile once for all.
-            remat: True to compute blocks again in the backward pass, to save memory.
-            rngs: The random numbers of the parameters.
+          image: The height and width of the images.
+          channels: The number of channels of the images.
+          patch: The height and width of a patch, which must divide ``image``.
+          classes: The number of classes.
+          width: The number of features.
+          depth: The number of blocks.
+          heads: The number of attention heads, which must divide ``width``.
+          hidden: The number of hidden features of the perceptrons.
+          pool: "cls" to classify by a token of its own; "mean" by the mean of all patches, without that token.
+          dtype: The dtype that layers compute in; None is float32.
+          scan: True to stack the blocks, which compile once for all.
+          remat: True to compute blocks again in the backward pass, to save memory.
+          rngs: The random numbers of the parameters.
 
         Raises:
-            ValueError: A size does not divide another, ``depth`` is less than 1, or ``pool`` is neither.
+          ValueError: A size does not divide another, ``depth`` is less than 1, or ``pool`` is neither.
         """
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool is 'cls' or 'mean', got {pool!r}.")
@@ -92,10 +92,10 @@ class ViT(nnx.Module):
         """Return the logits of the classes, in float32.
 
         Args:
-            images: Images with normalised pixels.
+          images: Images with normalised pixels.
 
         Raises:
-            ValueError: The shape does not fit.
+          ValueError: The shape does not fit.
         """
         if images.ndim != 4 or images.shape[1:] != self.shape:
             raise ValueError(f"images are of shape [batch, {', '.join(map(str, self.shape))}], got {images.shape}.")

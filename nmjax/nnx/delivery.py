@@ -36,18 +36,18 @@ def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int
     weights before, or call `reset_state` after.
 
     Args:
-        model: Any flax.nnx model. Its Linear, LinearGeneral, Einsum and Conv layers are pruned, also inside attention
-            and in stacks of layers.
-        recipe: The sparsity of each layer, by its path.
-        seed: The seed of all noise: an int, a `jax.random.key` or two uint32 words.
-        stack: The axis or axes of a kernel that stack layers, if its shape allows several readings.
+      model: Any flax.nnx model. Its Linear, LinearGeneral, Einsum and Conv layers are pruned, also inside attention
+        and in stacks of layers.
+      recipe: The sparsity of each layer, by its path.
+      seed: The seed of all noise: an int, a `jax.random.key` or two uint32 words.
+      stack: The axis or axes of a kernel that stack layers, if its shape allows several readings.
 
     Returns:
-        The model itself.
+      The model itself.
 
     Raises:
-        TypeError: ``recipe`` is no Recipe, or ``model`` is not one of flax.nnx.
-        ValueError: A rule matches no layer, or a layer cannot be pruned as its rule says. All such layers are listed.
+      TypeError: ``recipe`` is no Recipe, or ``model`` is not one of flax.nnx.
+      ValueError: A rule matches no layer, or a layer cannot be pruned as its rule says. All such layers are listed.
 
     >>> import nmjax as nm
     >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"),))
@@ -158,11 +158,11 @@ def put_site(
     """Put a site into a layer's door; if the layer is to be dense, put back Flax's own product.
 
     Args:
-        layer: The layer.
-        sparsity: What it prunes.
-        backend: The backend, as in `Recipe`.
-        seed: The seed of its noise.
-        axes: The axes of the kernel that stack layers, if the caller named them.
+      layer: The layer.
+      sparsity: What it prunes.
+      backend: The backend, as in `Recipe`.
+      seed: The seed of its noise.
+      axes: The axes of the kernel that stack layers, if the caller named them.
     """
     if sparsity == Sparsity():
         if layer.site is not None:
@@ -228,13 +228,13 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
     Call it once for every (micro-)step, outside the loss. Inside `jit`, one program serves all steps.
 
     Args:
-        model: The model.
-        step: The step of training, an integer. Schedules and noise read it.
-        micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own noise; masks stay.
+      model: The model.
+      step: The step of training, an integer. Schedules and noise read it.
+      micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own noise; masks stay.
 
     Raises:
-        TypeError: ``step`` or ``micro`` is no integer.
-        ValueError: The call is inside another trace than the one in which the model was made, as in the loss.
+      TypeError: ``step`` or ``micro`` is no integer.
+      ValueError: The call is inside another trace than the one in which the model was made, as in the loss.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
@@ -265,7 +265,7 @@ def reset_state(model: Any) -> None:
     Call it after you load weights into a sparse model.
 
     Args:
-        model: The model.
+      model: The model.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
@@ -284,8 +284,8 @@ def reseed(model: Any, seed: Any) -> None:
     """Give a model other noise. Compiled programs stay valid.
 
     Args:
-        model: The model.
-        seed: An int, a `jax.random.key` or two uint32 words.
+      model: The model.
+      seed: An int, a `jax.random.key` or two uint32 words.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))

@@ -26,9 +26,9 @@ class Door(NamedTuple):
     """The attribute in which a kind of layer keeps its product.
 
     Attributes:
-        name: The attribute.
-        plain: The function that Flax puts there.
-        product: The pruned product that takes its place.
+      name: The attribute.
+      plain: The function that Flax puts there.
+      product: The pruned product that takes its place.
     """
 
     name: str
@@ -56,9 +56,9 @@ class Layer(NamedTuple):
     """A layer that has a door.
 
     Attributes:
-        path: Its path in the model, such as "blocks/0/mlp/up".
-        module: The layer: an nnx.Linear, LinearGeneral, Einsum or Conv.
-        door: Its door.
+      path: Its path in the model, such as "blocks/0/mlp/up".
+      module: The layer: an nnx.Linear, LinearGeneral, Einsum or Conv.
+      door: Its door.
     """
 
     path: str
@@ -175,7 +175,7 @@ def layers(model: Any) -> Iterator[Layer]:
     """Return every layer with a door once, in the order of the paths, numbers by value.
 
     Raises:
-        TypeError: If the model is not one of flax.nnx.
+      TypeError: If the model is not one of flax.nnx.
     """
     if not isinstance(model, (nnx.Pytree, tuple, list)):
         raise TypeError(f"expected an nnx.Module, got {type(model).__name__}. For flax.linen models use nm.linen.")
@@ -193,8 +193,8 @@ def over(stack: tuple[int, ...], f: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of a whole stack's arrays.
 
     Args:
-        stack: The axes that stack layers.
-        f: A function of one layer's arrays, which have the kernel's rank.
+      stack: The axes that stack layers.
+      f: A function of one layer's arrays, which have the kernel's rank.
     """
     for axis in stack:
         f = jax.vmap(f, in_axes=axis, out_axes=axis)

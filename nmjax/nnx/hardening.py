@@ -32,8 +32,8 @@ class User(NamedTuple):
     """A place in a model that uses a variable.
 
     Attributes:
-        path: The path of the attribute that holds it.
-        layer: The layer whose kernel it is; None if it is something else.
+      path: The path of the attribute that holds it.
+      layer: The layer whose kernel it is; None if it is something else.
     """
 
     path: tuple[Any, ...]
@@ -48,14 +48,14 @@ def harden(model: Model) -> Model:
     bfloat16 weight therefore cannot hold the values that float32 inputs would have given it.
 
     Args:
-        model: A sparse model.
+      model: A sparse model.
 
     Returns:
-        A copy. Parameters keep their paths. The model itself stays as it is.
+      A copy. Parameters keep their paths. The model itself stays as it is.
 
     Raises:
-        ValueError: A weight is drawn anew at every step, so it has no final form; or two layers share a weight and
-            prune it differently.
+      ValueError: A weight is drawn anew at every step, so it has no final form; or two layers share a weight and
+        prune it differently.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
@@ -171,13 +171,13 @@ def patterns(model: Any) -> dict[str, Pattern | None]:
     """Return the pattern that every layer's weight has after `harden`.
 
     Args:
-        model: A sparse model, or what `harden` returned.
+      model: A sparse model, or what `harden` returned.
 
     Returns:
-        A dict from the weight's path to its `Pattern`: n:m along the axes that the product contracts. None is dense.
+      A dict from the weight's path to its `Pattern`: n:m along the axes that the product contracts. None is dense.
 
     Raises:
-        ValueError: A weight is drawn anew at every step, so it has no final form.
+      ValueError: A weight is drawn anew at every step, so it has no final form.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
@@ -197,16 +197,16 @@ def masks(model: Any, recipe: Recipe | None = None) -> nnx.State[Any, Any]:
     """Return the masks of the weights at this step.
 
     Args:
-        model: A sparse model; or a dense one, if a recipe is given.
-        recipe: A recipe whose final masks are wanted, made from the current weights. Use it to count the flips that a
-            dense run would have.
+      model: A sparse model; or a dense one, if a recipe is given.
+      recipe: A recipe whose final masks are wanted, made from the current weights. Use it to count the flips that a
+        dense run would have.
 
     Returns:
-        A state like ``nnx.state(model, nnx.Param)``. A parameter without a mask has True.
+      A state like ``nnx.state(model, nnx.Param)``. A parameter without a mask has True.
 
     Raises:
-        ValueError: A rule of the recipe matches no layer, or a weight has no final form.
-        TypeError: A pruner has no mask, because it does not only keep or drop.
+      ValueError: A rule of the recipe matches no layer, or a weight has no final form.
+      TypeError: A pruner has no mask, because it does not only keep or drop.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
@@ -231,13 +231,13 @@ def called(layer: Layer, p: Pruner, call: Callable[..., jax.Array], site: Site |
     """Call a pruner, or its mask, on a layer's weight as the product gets it.
 
     Args:
-        layer: The layer, or a stack.
-        p: The pruner.
-        call: The pruner itself, or its ``mask``.
-        site: The site whose time, noise and state are read. If None, the step is 0, and state is made anew.
+      layer: The layer, or a stack.
+      p: The pruner.
+      call: The pruner itself, or its ``mask``.
+      site: The site whose time, noise and state are read. If None, the step is 0, and state is made anew.
 
     Returns:
-        An array of the weight's shape.
+      An array of the weight's shape.
     """
     label, operand = f"{layer.path}: fwd_rhs={p}", layer.operand
     assert operand is not None
@@ -258,11 +258,11 @@ def scales(model: Any) -> dict[str, Float[Array, "*stack"]]:
     """Return the frozen scales of S-STE.
 
     Args:
-        model: A sparse model.
+      model: A sparse model.
 
     Returns:
-        A dict from the layer's path to its scale; a stack has one scale for every layer. Layers without a scale are
-        left out.
+      A dict from the layer's path to its scale; a stack has one scale for every layer. Layers without a scale are
+      left out.
 
     >>> import nmjax as nm
     >>> model = nnx.Linear(8, 4, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))

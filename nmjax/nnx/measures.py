@@ -26,10 +26,10 @@ class Weight(NamedTuple):
     """A pruned weight in comparison with the dense one.
 
     Attributes:
-        density: The share of non-zeros.
-        error: The relative distance ``||pruned - dense|| / ||dense||`` (L2).
-        cosine: The cosine between the two.
-        ties: The share of groups in which a tie decides, as in `nmjax.metrics.ties`. NaN if no n:m is promised.
+      density: The share of non-zeros.
+      error: The relative distance ``||pruned - dense|| / ||dense||`` (L2).
+      cosine: The cosine between the two.
+      ties: The share of groups in which a tie decides, as in `nmjax.metrics.ties`. NaN if no n:m is promised.
     """
 
     density: Float[Array, ""]
@@ -42,10 +42,10 @@ def weights(model: Any) -> dict[str, Weight]:
     """Measure every pruned weight of the forward pass at this step.
 
     Args:
-        model: A sparse model.
+      model: A sparse model.
 
     Returns:
-        A dict from the layer's path to its `Weight`. A stack of layers counts as one.
+      A dict from the layer's path to its `Weight`. A stack of layers counts as one.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
@@ -83,13 +83,13 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
     A draw costs a gradient. Call it inside `jit`, and not at every step.
 
     Args:
-        model: A sparse model.
-        loss: A function ``loss(model, *args)`` that returns a scalar.
-        *args: What the loss takes beside the model.
-        draws: The number of draws.
+      model: A sparse model.
+      loss: A function ``loss(model, *args)`` that returns a scalar.
+      *args: What the loss takes beside the model.
+      draws: The number of draws.
 
     Returns:
-        A dict from the layer's path to the `nmjax.metrics.Error` of the gradient of its kernel.
+      A dict from the layer's path to the `nmjax.metrics.Error` of the gradient of its kernel.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))

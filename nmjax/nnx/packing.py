@@ -25,12 +25,12 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
     call, and layers whose own ``__call__`` may change the weight.
 
     Args:
-        model: A sparse model.
-        *inputs: An example of the model's inputs: arrays or their shapes.
-        **options: Keyword arguments of the call, such as ``train=False``.
+      model: A sparse model.
+      *inputs: An example of the model's inputs: arrays or their shapes.
+      **options: Keyword arguments of the call, such as ``train=False``.
 
     Returns:
-        A dict from the layer's path to its forms, for `packed`. It is empty if no product runs packed, as on a CPU.
+      A dict from the layer's path to its forms, for `packed`. It is empty if no product runs packed, as on a CPU.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
@@ -76,11 +76,11 @@ def packed(model: Any, forms: Mapping[str, Mapping[FormKey, Form]]) -> Iterator[
     """Make a model's products take their weights in the forms that `pack` returned, inside a ``with`` block.
 
     Args:
-        model: The sparse model.
-        forms: What `pack` returned for it.
+      model: The sparse model.
+      forms: What `pack` returned for it.
 
     Raises:
-        ValueError: The forms name a layer that is not a sparse layer of the model.
+      ValueError: The forms name a layer that is not a sparse layer of the model.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))

@@ -81,15 +81,15 @@ def plan(model: Any, *inputs: Any, **options: Any) -> Plan:
     and what training would refuse. It prints as a table.
 
     Args:
-        model: A model, sparse or dense. It may be abstract, as `nnx.eval_shape` returns it.
-        *inputs: An example of the model's inputs: arrays or their shapes. Without them, tokens and FLOPs are unknown.
-        **options: Keyword arguments of the call, such as ``train=False``.
+      model: A model, sparse or dense. It may be abstract, as `nnx.eval_shape` returns it.
+      *inputs: An example of the model's inputs: arrays or their shapes. Without them, tokens and FLOPs are unknown.
+      **options: Keyword arguments of the call, such as ``train=False``.
 
     Returns:
-        The `nmjax.analysis.plan.Plan`.
+      The `nmjax.analysis.plan.Plan`.
 
     Raises:
-        TypeError: The model is not one of flax.nnx.
+      TypeError: The model is not one of flax.nnx.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))

@@ -53,12 +53,12 @@ class Site(nnx.Module):
         """Make a site without variables.
 
         Args:
-            path: The layer's path in the model.
-            sparsity: What the product prunes.
-            product: The product, one of `nmjax.products.functions`.
-            backend: The backend, as in `Recipe`.
-            rank: The number of axes of one layer's kernel.
-            stack: The axes of the kernel that stack layers.
+          path: The layer's path in the model.
+          sparsity: What the product prunes.
+          product: The product, one of `nmjax.products.functions`.
+          backend: The backend, as in `Recipe`.
+          rank: The number of axes of one layer's kernel.
+          stack: The axes of the kernel that stack layers.
         """
         self.path, self.sparsity, self.product, self.backend = path, sparsity, product, backend
         self.rank, self.stack = rank, stack
@@ -127,8 +127,8 @@ def layer_ctx(arrays: Arrays, ranks: tuple[int, ...]) -> Ctx:
     """Return the context of one layer.
 
     Args:
-        arrays: The layer's words, time and state.
-        ranks: The rank of each part of the state before padding.
+      arrays: The layer's words, time and state.
+      ranks: The rank of each part of the state before padding.
     """
     words, time, state = arrays
     step, key = None, None

@@ -33,9 +33,9 @@ class FormKey(NamedTuple):
 
     Attributes:
       product: "fwd" or "dlhs".
-      axes: how the weight lies as a matrix, "IO" or "OI".
+      axes: How the weight lies as a matrix, "IO" or "OI".
       packed: True if it is packed.
-      format: its FP8 format; "" if its values have 16 bits.
+      format: Its FP8 format; "" if its values have 16 bits.
     """
 
     product: str
@@ -48,12 +48,12 @@ class Source(NamedTuple):
     """The array that a form is made from, and what the kernel has yet to do to it.
 
     Attributes:
-      array: the array.
-      pruner: what the kernel prunes by; `identity` if the array is pruned already.
-      along: the axis of the pruner's groups: T, I or O.
-      key, state: what the pruner reads.
-      rounding: how it is rounded to FP8, "nearest" or "random".
-      rounding_key: the key of random rounding.
+      array: The array.
+      pruner: What the kernel prunes by; `identity` if the array is pruned already.
+      along: The axis of the pruner's groups: T, I or O.
+      key, state: What the pruner reads.
+      rounding: How it is rounded to FP8, "nearest" or "random".
+      rounding_key: The key of random rounding.
     """
 
     array: jax.Array
@@ -78,9 +78,9 @@ class OperandValue(NamedTuple):
     """One operand of a layer, and how it was before its forward slot.
 
     Attributes:
-      name: x, w or g.
-      value: what the forward slot made of it.
-      unpruned: the operand itself, if a form is made of it; else None.
+      name: X, w or g.
+      value: What the forward slot made of it.
+      unpruned: The operand itself, if a form is made of it; else None.
     """
 
     name: str
@@ -99,13 +99,13 @@ def make_forms(
     """Return the forms that products take an operand in, by product.
 
     Args:
-      routes: who runs the products.
-      sparsity: what is pruned.
-      operand: the operand.
-      ctx: key, step and state of the layer.
-      packed: forms of the weight that were made before.
+      routes: Who runs the products.
+      sparsity: What is pruned.
+      operand: The operand.
+      ctx: Key, step and state of the layer.
+      packed: Forms of the weight that were made before.
       prune: XLA's way to prune, for pruners that no kernel knows.
-      products: the products to make forms for.
+      products: The products to make forms for.
     """
     products = [product for product in products if _takes(routes, product, operand.name)]
     forms: dict[str, Form] = {}
@@ -313,11 +313,11 @@ def product_of_forms(
     """Return a product that a kernel runs, or that runs in FP8.
 
     Args:
-      routes: who runs the products.
+      routes: Who runs the products.
       product: "fwd", "dlhs" or "drhs".
-      forms: the forms of its operands, by operand.
-      dense: a function that returns the other operand of a packed product of 16 bits.
-      dtype: the dtype of the result.
+      forms: The forms of its operands, by operand.
+      dense: A function that returns the other operand of a packed product of 16 bits.
+      dtype: The dtype of the result.
     """
     route, layout = routes[product], routes.layout
     shape = layout.matrix(LAID_AS[product]).shape

@@ -26,19 +26,19 @@ def dot_general(
     flattened with it, in order.
 
     Args:
-      lhs: the left operand, x.
-      rhs: the right operand, the weight.
-      dimension_numbers, precision, preferred_element_type, out_sharding: as of `jax.lax.dot_general`.
-      sparsity: what is pruned, as ``nm.parse("s_ste(2,4)")`` returns it.
-      ctx: the key, if something is drawn; the step, if something changes with it; the state, if the method keeps one.
+      lhs: The left operand, x.
+      rhs: The right operand, the weight.
+      dimension_numbers, precision, preferred_element_type, out_sharding: As of `jax.lax.dot_general`.
+      sparsity: What is pruned, as ``nm.parse("s_ste(2,4)")`` returns it.
+      ctx: The key, if something is drawn; the step, if something changes with it; the state, if the method keeps one.
       backend: "auto" packs what is expected to win on the device, "xla" never packs, "pallas" packs or raises, and
         "interpret" packs in kernels simulated on a CPU.
-      name: the layer's name, which begins every error.
-      packed: the weight in the forms of kernels, as `nmjax.products.rule.packed_weight` returns them.
+      name: The layer's name, which begins every error.
+      packed: The weight in the forms of kernels, as `nmjax.products.rule.packed_weight` returns them.
 
     Raises:
-      TypeError: if an operand that is pruned is not of floating-point values.
-      ValueError: if groups do not fit, or a key or a state is missing.
+      TypeError: If an operand that is pruned is not of floating-point values.
+      ValueError: If groups do not fit, or a key or a state is missing.
 
     >>> from nmjax.recipes.methods import ste
     >>> x, w = jnp.ones((1, 4)), jnp.array([[1.], [2.], [3.], [4.]])
@@ -83,14 +83,14 @@ def einsum(
     Contracted labels are ordered as the right operand, the weight, has them.
 
     Args:
-      spec: the subscripts, of two operands.
-      lhs: the left operand, x.
-      rhs: the right operand, the weight.
-      precision, preferred_element_type, out_sharding: as of `jnp.einsum`.
-      sparsity, ctx, backend, name, packed: as of `dot_general`.
+      spec: The subscripts, of two operands.
+      lhs: The left operand, x.
+      rhs: The right operand, the weight.
+      precision, preferred_element_type, out_sharding: As of `jnp.einsum`.
+      sparsity, ctx, backend, name, packed: As of `dot_general`.
 
     Raises:
-      ValueError: if it is not a product of two operands, or groups do not fit, or a key or a state is missing.
+      ValueError: If it is not a product of two operands, or groups do not fit, or a key or a state is missing.
 
     >>> einsum("...i,io->...o", jnp.ones((2, 3, 4)), jnp.ones((4, 5)), sparsity=Sparsity()).shape
     (2, 3, 5)

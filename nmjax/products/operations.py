@@ -160,7 +160,7 @@ def einsum_labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[Labels, Labe
     """Return the labels of both operands and of the result. Axes of an ellipsis are negative integers.
 
     Raises:
-      ValueError: if it is not a product of two operands.
+      ValueError: If it is not a product of two operands.
     """
     inputs, arrow, out = spec.replace(" ", "").partition("->")
     operands = inputs.split(",")

@@ -22,10 +22,10 @@ class Operand(NamedTuple):
     """Where the axes of an operand lie.
 
     Attributes:
-      contract: the axes that the product contracts, the innermost last. Groups lie along them.
-      other: the axes that the transposed use of the operand contracts.
-      space: the axes of positions, such as height and width.
-      runs: the number of equal parts of the contraction that no group may straddle: feature groups of a convolution.
+      contract: The axes that the product contracts, the innermost last. Groups lie along them.
+      other: The axes that the transposed use of the operand contracts.
+      space: The axes of positions, such as height and width.
+      runs: The number of equal parts of the contraction that no group may straddle: feature groups of a convolution.
     """
 
     contract: tuple[int, ...]
@@ -38,11 +38,11 @@ def pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> j
     """Return an operand pruned along its contraction.
 
     Args:
-      label: the slot and its pruner, which begin every error.
-      p: the pruner.
-      x: the operand.
-      operand: where its axes lie.
-      ctx: what the pruner reads.
+      label: The slot and its pruner, which begin every error.
+      p: The pruner.
+      x: The operand.
+      operand: Where its axes lie.
+      ctx: What the pruner reads.
     """
     if p == identity:
         return x
@@ -88,8 +88,8 @@ def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) ->
     """Return an operand with one axis to prune along.
 
     Raises:
-      TypeError: if it is not of floating-point values.
-      ValueError: if it cannot be pruned so: it is empty, a key is missing, or groups do not fit.
+      TypeError: If it is not of floating-point values.
+      ValueError: If it cannot be pruned so: it is empty, a key is missing, or groups do not fit.
     """
     subject = f"{label} prunes an array of shape {x.shape}"
     _check_operand(subject, p, x, operand, ctx)
@@ -181,19 +181,19 @@ def prune(
     """Return ``x`` pruned in groups along ``axis``, with everything checked.
 
     Args:
-      pruner: what prunes, such as ``mse(2, 4)``.
-      x: an array of floating-point values.
-      axis: the axis along which groups lie. ``pruner.block`` must divide its length.
-      key: a `jax.random.key` or an int seed, if the pruner is stochastic.
-      step: the step of training. Schedules read it, and noise is another at every step.
-      state: the state that ``pruner.init`` returned, if the pruner keeps one.
+      pruner: What prunes, such as ``mse(2, 4)``.
+      x: An array of floating-point values.
+      axis: The axis along which groups lie. ``pruner.block`` must divide its length.
+      key: A `jax.random.key` or an int seed, if the pruner is stochastic.
+      step: The step of training. Schedules read it, and noise is another at every step.
+      state: The state that ``pruner.init`` returned, if the pruner keeps one.
 
     Returns:
       An array of the shape and dtype of ``x``.
 
     Raises:
-      TypeError: if ``pruner`` is no pruner, or ``x`` is not of floating-point values.
-      ValueError: if the axis does not divide into groups, or a key or a state is missing.
+      TypeError: If ``pruner`` is no pruner, or ``x`` is not of floating-point values.
+      ValueError: If the axis does not divide into groups, or a key or a state is missing.
 
     >>> from nmjax.pruners import mse, mvue
     >>> prune(mse(2, 4), jnp.array([1., -2., 3., -4.]))

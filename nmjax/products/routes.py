@@ -45,10 +45,10 @@ class Route(NamedTuple):
 
     Attributes:
       how: "packed", "fp8", "emulated" or "dense".
-      why: what runs it, or what is in the way of a kernel.
-      operand: the operand that is packed: x, w or g.
-      shape: the product as tables of tiles know it, if it is packed.
-      formats: the FP8 format of each operand, by name; empty if operands have 16 bits.
+      why: What runs it, or what is in the way of a kernel.
+      operand: The operand that is packed: x, w or g.
+      shape: The product as tables of tiles know it, if it is packed.
+      formats: The FP8 format of each operand, by name; empty if operands have 16 bits.
     """
 
     how: str
@@ -128,15 +128,15 @@ def routes_of(
     """Return the routes of the products of operands of these shapes; None if XLA runs all of them.
 
     Args:
-      op: the operation.
-      lhs, rhs: its operands, or their shapes.
-      sparsity: what is pruned.
-      backend: one of `nmjax.kernels.targets.BACKENDS`.
-      name: the layer, for errors.
-      packed_before: the products whose weight is already packed.
+      op: The operation.
+      lhs, rhs: Its operands, or their shapes.
+      sparsity: What is pruned.
+      backend: One of `nmjax.kernels.targets.BACKENDS`.
+      name: The layer, for errors.
+      packed_before: The products whose weight is already packed.
 
     Raises:
-      ValueError: if the backend is "pallas" and a pruned product cannot be packed.
+      ValueError: If the backend is "pallas" and a pruned product cannot be packed.
     """
     if backend == "xla":
         return None

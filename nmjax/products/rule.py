@@ -63,9 +63,9 @@ class Inputs(NamedTuple):
     """What a product reads beside its operands.
 
     Attributes:
-      lhs, rhs: the operands before their forward slots, if the backward pass or a kernel prunes them; else None.
-      ctx: key, step and state.
-      packed: forms of the weight that were made before.
+      lhs, rhs: The operands before their forward slots, if the backward pass or a kernel prunes them; else None.
+      ctx: Key, step and state.
+      packed: Forms of the weight that were made before.
     """
 
     lhs: jax.Array | None
@@ -85,14 +85,14 @@ def bilinear(
     """Return ``op(lhs, rhs)`` with its six operands pruned.
 
     Args:
-      op: a bilinear function, as a frozen value that knows the axes of its operands.
-      lhs: the left operand, x.
-      rhs: the right operand, the weight.
-      sparsity: what each slot prunes.
-      ctx: key, step and state.
-      backend: who may run the products, one of `nmjax.kernels.targets.BACKENDS`.
-      name: the layer's name, which begins every error.
-      packed: what `packed_weight` made of the weight.
+      op: A bilinear function, as a frozen value that knows the axes of its operands.
+      lhs: The left operand, x.
+      rhs: The right operand, the weight.
+      sparsity: What each slot prunes.
+      ctx: Key, step and state.
+      backend: Who may run the products, one of `nmjax.kernels.targets.BACKENDS`.
+      name: The layer's name, which begins every error.
+      packed: What `packed_weight` made of the weight.
     """
     check_backend(backend)
     if not isinstance(sparsity, Sparsity) or not isinstance(ctx, Ctx):
@@ -131,12 +131,12 @@ def prune_slot(
     """Return an operand as a slot's pruner makes it.
 
     Args:
-      product: the product.
-      slot: the slot.
-      p: the slot's pruner, or the part of it that is to be applied.
-      value: the operand.
-      axes: where the axes of every slot's operand lie.
-      ctx: key, step and state of the product.
+      product: The product.
+      slot: The slot.
+      p: The slot's pruner, or the part of it that is to be applied.
+      value: The operand.
+      axes: Where the axes of every slot's operand lie.
+      ctx: Key, step and state of the product.
       call: `pruned`, or `merged_operand` to check only.
     """
     if p == identity:
@@ -298,10 +298,10 @@ def packed_weight(
     drawn anew at every micro-step.
 
     Args:
-      op: the operation.
-      lhs: the shape of the left operand.
-      rhs: the weight.
-      sparsity, ctx, backend, name: as of the product.
+      op: The operation.
+      lhs: The shape of the left operand.
+      rhs: The weight.
+      sparsity, ctx, backend, name: As of the product.
     """
     forward = sparsity.slots["fwd_rhs"]
     weight_slots = {"fwd": forward, "dlhs": sparsity.slots["dlhs_rhs"]}

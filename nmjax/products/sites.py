@@ -18,9 +18,9 @@ def site_words(seed: Any, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
     """Return the words from which a layer draws its noise.
 
     Args:
-      seed: a `jax.random.key`, an int seed, or two uint32 words.
-      path: the layer's path.
-      stack: the sizes of the axes along which such layers are stacked. Every layer of a stack has words of its own.
+      seed: A `jax.random.key`, an int seed, or two uint32 words.
+      path: The layer's path.
+      stack: The sizes of the axes along which such layers are stacked. Every layer of a stack has words of its own.
 
     Returns:
       An array of shape ``(*stack, 2)``.
@@ -61,7 +61,7 @@ def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state: Any 
     """Return a weight as inference uses it.
 
     Args:
-      sparsity: the layer's sparsity. w: the weight, in the dtype in which its product computes: ranks of rounded
+      sparsity: The layer's sparsity. w: the weight, in the dtype in which its product computes: ranks of rounded
         values differ from ranks before rounding. operand: where its axes lie. state: the state of the layer, if it
         keeps one.
     """

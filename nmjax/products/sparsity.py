@@ -22,8 +22,8 @@ class Sparsity(Value):
     It prints as the text from which `nmjax.parse` makes it again. ``sparsity.slots`` has the normal form of each slot.
 
     Raises:
-      TypeError: if a slot holds no pruner.
-      ValueError: if a pruner has no meaning in its slot.
+      TypeError: If a slot holds no pruner.
+      ValueError: If a pruner has no meaning in its slot.
 
     >>> from nmjax.pruners import mse, mvue
     >>> from nmjax.pruners.estimators import ste
@@ -62,10 +62,10 @@ class Sparsity(Value):
         """Return the state of the weight slots, for ``ctx.state``. It is empty if the method remembers nothing.
 
         Args:
-          rhs: the weight.
-          contract: the axes of ``rhs`` that the forward product contracts, one or several in the product's order.
-          out: the axes of ``rhs`` that the forward product leaves, likewise.
-          ctx: key and step, if the method reads them.
+          rhs: The weight.
+          contract: The axes of ``rhs`` that the forward product contracts, one or several in the product's order.
+          out: The axes of ``rhs`` that the forward product leaves, likewise.
+          ctx: Key and step, if the method reads them.
 
         >>> from nmjax.pruners import soft
         >>> from nmjax.pruners.estimators import ste

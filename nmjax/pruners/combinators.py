@@ -32,11 +32,11 @@ class chain(Pruner):
     """Apply pruners one after another, each to the result of the one before it.
 
     Args:
-        *pruners: The pruners, in the order in which they are applied. Without any, a call changes nothing.
+      *pruners: The pruners, in the order in which they are applied. Without any, a call changes nothing.
 
     Raises:
-        TypeError: An argument is not a pruner.
-        ValueError: A pruner may only be outermost, such as `ste`.
+      TypeError: An argument is not a pruner.
+      ValueError: A pruner may only be outermost, such as `ste`.
 
     >>> chain(mse(2, 4), mse(1, 4))(jnp.array([1.0, -2.0, 3.1, -4.0]))
     Array([ 0.,  0.,  0., -4.], dtype=float32)
@@ -141,12 +141,12 @@ class stages(Pruner):
     row. Structure decay: Bambhaniya et al., arXiv 2402.04744.
 
     Args:
-        rows: Pairs (first step, pruner). The first pair begins at step 0, and first steps rise.
+      rows: Pairs (first step, pruner). The first pair begins at step 0, and first steps rise.
 
     Raises:
-        TypeError: A row holds no pruner.
-        ValueError: Rows are not pairs, do not begin at step 0 or do not rise, or hold a pruner that may only be
-            outermost.
+      TypeError: A row holds no pruner.
+      ValueError: Rows are not pairs, do not begin at step 0 or do not rise, or hold a pruner that may only be
+        outermost.
 
     >>> stages(((0, identity), (100, mse(3, 4)), (200, mse(2, 4))))(jnp.arange(1., 5.), ctx=Ctx(step=150))
     Array([0., 2., 3., 4.], dtype=float32)
@@ -230,12 +230,12 @@ class rescale(Pruner):
         ||x||_1 / ||p(x)||_1
 
     Args:
-        p: The pruner.
-        over: The values that share a norm: "spatial", those of one sample and channel, or "group", those of one group.
+      p: The pruner.
+      over: The values that share a norm: "spatial", those of one sample and channel, or "group", those of one group.
 
     Raises:
-        TypeError: p is not a pruner.
-        ValueError: ``over`` is neither of the two, or p may only be outermost.
+      TypeError: P is not a pruner.
+      ValueError: ``over`` is neither of the two, or p may only be outermost.
 
     >>> rescale(mse(2, 4), over="group")(jnp.array([1., 2., 3., 4.]))
     Array([0.      , 0.      , 4.285714, 5.714286], dtype=float32)
@@ -293,11 +293,11 @@ class raw(Pruner):
     It is allowed outermost in the slots ``dlhs_rhs`` and ``drhs_lhs`` only.
 
     Args:
-        p: The pruner.
+      p: The pruner.
 
     Raises:
-        TypeError: p is not a pruner.
-        ValueError: p may only be outermost.
+      TypeError: P is not a pruner.
+      ValueError: P may only be outermost.
 
     >>> import nmjax as nm
     >>> nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), dlhs_rhs=raw(nm.mse(2, 4)))

@@ -21,7 +21,7 @@ class Estimator(Pruner):
     """The base of gradient rules, which wrap the pruner of a forward slot.
 
     Args:
-        p: The pruner.
+      p: The pruner.
     """
 
     p: Pruner
@@ -68,11 +68,11 @@ class ste(Estimator):
     Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons" (arXiv 1308.3432).
 
     Args:
-        p: The pruner.
+      p: The pruner.
 
     Raises:
-        TypeError: p is not a pruner.
-        ValueError: p may only be outermost, such as another gradient rule.
+      TypeError: P is not a pruner.
+      ValueError: P may only be outermost, such as another gradient rule.
 
     >>> from nmjax.pruners import mse
     >>> jax.grad(lambda w: (ste(mse(2, 4))(w) * jnp.arange(4.)).sum())(jnp.ones(4))
@@ -104,12 +104,12 @@ class sr_ste(Estimator):
     of the loss, but clipping applies to it. In bf16 a part of it is lost to rounding.
 
     Args:
-        p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
-        lam: The strength of the decay.
+      p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
+      lam: The strength of the decay.
 
     Raises:
-        TypeError: p is not a pruner, or lam is not a number.
-        ValueError: p also changes the values that it keeps.
+      TypeError: P is not a pruner, or lam is not a number.
+      ValueError: P also changes the values that it keeps.
 
     >>> from nmjax.pruners import mse
     >>> jax.grad(lambda w: sr_ste(mse(2, 4), lam=0.1)(w).sum())(jnp.array([1., -2., 3., -4.]))
@@ -144,13 +144,13 @@ class decay(Pruner):
     with D on dropped weights.
 
     Args:
-        p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
-        schedule: D, a function of the step.
-        gradient: "ste" or "autodiff".
+      p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
+      schedule: D, a function of the step.
+      gradient: "ste" or "autodiff".
 
     Raises:
-        TypeError: p is not a pruner, or the schedule is not a function.
-        ValueError: p also changes the values that it keeps, or the gradient is neither of the two.
+      TypeError: P is not a pruner, or the schedule is not a function.
+      ValueError: P also changes the values that it keeps, or the gradient is neither of the two.
 
     >>> from nmjax.pruners import mse
     >>> from nmjax.pruners.schedules import linear

@@ -28,11 +28,11 @@ def scale(largest: Float[Array, "..."], format: str) -> Float[Array, "..."]:
     """Return the scale of tensors: the largest value of the format over the largest magnitude of a tensor.
 
     Args:
-        largest: The largest magnitude of each tensor, as `largest` returns it.
-        format: "e4m3" or "e5m2".
+      largest: The largest magnitude of each tensor, as `largest` returns it.
+      format: "e4m3" or "e5m2".
 
     Returns:
-        The scales, 1 for a tensor of zeros.
+      The scales, 1 for a tensor of zeros.
 
     >>> scale(jnp.float32(7.0), "e4m3")
     Array(64., dtype=float32)
@@ -56,13 +56,13 @@ def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = No
     """Round float32 to an 8-bit format. Too large values become the largest one; infinities and NaN become NaN.
 
     Args:
-        x: An array of float32.
-        format: "e4m3" or "e5m2".
-        u: If given, uniforms in [0, 1) that round up or down at random, such that the mean is exact. If None, values
-            are rounded to the nearest.
+      x: An array of float32.
+      format: "e4m3" or "e5m2".
+      u: If given, uniforms in [0, 1) that round up or down at random, such that the mean is exact. If None, values
+        are rounded to the nearest.
 
     Returns:
-        An array of the 8-bit dtype.
+      An array of the 8-bit dtype.
 
     >>> cast(jnp.float32(1.1), "e5m2"), cast(jnp.float32([1.1, 1.1]), "e5m2", jnp.float32([0.5, 0.7]))
     (Array(1, dtype=float8_e5m2), Array([1, 1.25], dtype=float8_e5m2))
@@ -92,12 +92,12 @@ class fp8(Pruner):
     straight-through. In bf16 arrays dividing by the scale costs another 0.2 % of precision.
 
     Args:
-        format: "e4m3" or "e5m2".
-        rounding: "nearest", or "random": up or down at random such that the mean is exact, so an unbiased gradient
-            stays unbiased. Groups of four values along the axis share a random number.
+      format: "e4m3" or "e5m2".
+      rounding: "nearest", or "random": up or down at random such that the mean is exact, so an unbiased gradient
+        stays unbiased. Groups of four values along the axis share a random number.
 
     Raises:
-        ValueError: The format or the rounding is none of the two.
+      ValueError: The format or the rounding is none of the two.
 
     >>> fp8("e5m2")(jnp.array([1., 2.3, -7.]))
     Array([ 1. ,  2.5, -7. ], dtype=float32)

@@ -22,12 +22,12 @@ class mse(Grouped):
     Of equal magnitudes the first are kept. Infinities and NaN count as largest.
 
     Args:
-        n: The number of values to keep in each group.
-        m: The size of a group.
+      n: The number of values to keep in each group.
+      m: The size of a group.
 
     Raises:
-        TypeError: n or m is not a whole number.
-        ValueError: n does not lie between 1 and m.
+      TypeError: N or m is not a whole number.
+      ValueError: N does not lie between 1 and m.
 
     >>> mse(2, 4)(jnp.array([1., -2., 3., -4.]))
     Array([ 0.,  0.,  3., -4.], dtype=float32)

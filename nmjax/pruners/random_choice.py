@@ -22,13 +22,13 @@ class uniform(Grouped):
     """Keep n of every m values, chosen uniformly at random, and multiply them by m/n if ``rescale``.
 
     Args:
-        n: The number of values to keep in each group.
-        m: The size of a group.
-        rescale: Whether to multiply by m/n, which makes the result unbiased.
+      n: The number of values to keep in each group.
+      m: The size of a group.
+      rescale: Whether to multiply by m/n, which makes the result unbiased.
 
     Raises:
-        TypeError: n or m is not a whole number, or rescale is not a bool.
-        ValueError: n does not lie between 1 and m.
+      TypeError: N or m is not a whole number, or rescale is not a bool.
+      ValueError: N does not lie between 1 and m.
 
     >>> uniform(2, 4)(jnp.ones(8), ctx=Ctx(key=1))
     Array([2., 0., 0., 2., 2., 0., 0., 2.], dtype=float32)
@@ -52,7 +52,7 @@ class uniform(Grouped):
         """Return the random numbers of a call: one uniform in [0, 1) for every value.
 
         Raises:
-            TypeError: ``ctx`` has no key.
+          TypeError: ``ctx`` has no key.
         """
         return random.uniform(random.words(ctx.key), x.shape)
 
@@ -60,9 +60,9 @@ class uniform(Grouped):
         """Return the pruned array, given the random numbers.
 
         Args:
-            x: An array of floating-point numbers.
-            u: One uniform for every value, as `draw` returns it.
-            axis: The axis that groups lie along.
+          x: An array of floating-point numbers.
+          u: One uniform for every value, as `draw` returns it.
+          axis: The axis that groups lie along.
         """
         kept = jnp.where(self.chosen(u, axis), x, jnp.zeros((), x.dtype))
         return kept * jnp.asarray(self.m / self.n, x.dtype) if self.rescale else kept

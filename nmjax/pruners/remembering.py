@@ -19,12 +19,12 @@ class hold(Remembering):
     """Keep a mask for a number of steps. The mask is state: `init` makes it, and `refresh` renews it.
 
     Args:
-        p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
-        every: The number of steps between renewals. If None, the first mask stays.
+      p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
+      every: The number of steps between renewals. If None, the first mask stays.
 
     Raises:
-        TypeError: p is not a pruner.
-        ValueError: p also changes the values that it keeps, or ``every`` is not a number of steps.
+      TypeError: P is not a pruner.
+      ValueError: P also changes the values that it keeps, or ``every`` is not a number of steps.
 
     >>> from nmjax.pruners import mse
     >>> p = hold(mse(2, 4), every=40)
@@ -95,13 +95,13 @@ class permute(Remembering):
     `init` chooses it, and `refresh` renews it. The orders that are tried depend on the step alone.
 
     Args:
-        p: A pruner without noise and without state, such as ``mse(2, 4)``.
-        every: The number of steps between renewals. If None, the first order stays.
-        draws: The number of random orders to try.
+      p: A pruner without noise and without state, such as ``mse(2, 4)``.
+      every: The number of steps between renewals. If None, the first order stays.
+      draws: The number of random orders to try.
 
     Raises:
-        TypeError: p is not a pruner, or draws is not a whole number.
-        ValueError: p draws random numbers or has state, or a number is below 1.
+      TypeError: P is not a pruner, or draws is not a whole number.
+      ValueError: P draws random numbers or has state, or a number is below 1.
 
     >>> from nmjax.pruners import mse
     >>> p, w = permute(mse(2, 4)), jnp.array([9., 9., 9., 0., 0., 0., 0., 9.])

@@ -26,7 +26,7 @@ class constant(Value):
     """Return the same value at every step.
 
     Args:
-        value: The value.
+      value: The value.
 
     >>> float(constant(0.5)(100))
     0.5
@@ -66,13 +66,13 @@ class linear(_Ramp):
     """Go from ``start`` to ``end`` along a line.
 
     Args:
-        start: The value until step ``begin``.
-        end: The value from step ``begin + steps`` on.
-        steps: The number of steps in between, at least 1.
-        begin: The step at which the value begins to change.
+      start: The value until step ``begin``.
+      end: The value from step ``begin + steps`` on.
+      steps: The number of steps in between, at least 1.
+      begin: The step at which the value begins to change.
 
     Raises:
-        ValueError: steps is below 1.
+      ValueError: Steps is below 1.
 
     >>> [float(linear(1, 0, 10, begin=5)(s)) for s in (0, 5, 10, 15, 99)]
     [1.0, 1.0, 0.5, 0.0, 0.0]
@@ -87,13 +87,13 @@ class cosine(_Ramp):
     """Go from ``start`` to ``end`` along half a cosine.
 
     Args:
-        start: The value until step ``begin``.
-        end: The value from step ``begin + steps`` on.
-        steps: The number of steps in between, at least 1.
-        begin: The step at which the value begins to change.
+      start: The value until step ``begin``.
+      end: The value from step ``begin + steps`` on.
+      steps: The number of steps in between, at least 1.
+      begin: The step at which the value begins to change.
 
     Raises:
-        ValueError: steps is below 1.
+      ValueError: Steps is below 1.
 
     >>> [round(float(cosine(1, 0, 10)(s)), 3) for s in (0, 2, 5, 10, 99)]
     [1.0, 0.905, 0.5, 0.0, 0.0]
@@ -108,9 +108,9 @@ class exponential(Value):
     """Decay exponentially: ``exp(-rate * (step - begin))``.
 
     Args:
-        rate: The rate of decay per step.
-        begin: The step until which the value is 1.
-        end: The step from which the value is exactly 0. If None, it never is.
+      rate: The rate of decay per step.
+      begin: The step until which the value is 1.
+      end: The step from which the value is exactly 0. If None, it never is.
 
     >>> [round(float(exponential(1e-3, begin=10, end=2000)(s)), 4) for s in (0, 1010, 1999, 2000)]
     [1.0, 0.3679, 0.1368, 0.0]
@@ -131,10 +131,10 @@ class stairs(Value):
     """Return piecewise constant values: at step t, that of the last row whose first step is at most t.
 
     Args:
-        rows: Pairs (first step, value). The first pair begins at step 0, and first steps rise.
+      rows: Pairs (first step, value). The first pair begins at step 0, and first steps rise.
 
     Raises:
-        ValueError: Rows are not pairs, do not begin at step 0 or do not rise.
+      ValueError: Rows are not pairs, do not begin at step 0 or do not rise.
 
     >>> [float(stairs(((0, 1), (10, 0.5)))(s)) for s in (0, 9, 10)]
     [1.0, 1.0, 0.5]
@@ -156,13 +156,13 @@ class optax_schedule(Value):
     """Use one of optax's schedules, by its name, as a value that prints and parses.
 
     Args:
-        name: The name of a function in `optax.schedules` that ends with "schedule".
-        *args: Its arguments: numbers, texts or tuples.
-        **kwargs: Its keyword arguments.
+      name: The name of a function in `optax.schedules` that ends with "schedule".
+      *args: Its arguments: numbers, texts or tuples.
+      **kwargs: Its keyword arguments.
 
     Raises:
-        TypeError: An argument is of another kind, or optax refuses the arguments.
-        ValueError: optax has no schedule of this name.
+      TypeError: An argument is of another kind, or optax refuses the arguments.
+      ValueError: Optax has no schedule of this name.
 
     >>> optax_schedule("cosine_decay_schedule", 1.0, 1000)
     optax_schedule('cosine_decay_schedule',1.0,1000)

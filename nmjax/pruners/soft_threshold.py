@@ -35,14 +35,14 @@ class soft(Remembering, Grouped):
     ``ste(soft(2, 4))`` has the gradient of the paper. Without `ste` the gradient is that of autodiff.
 
     Args:
-        n: The number of values to keep in each group.
-        m: The size of a group.
-        scale: "frozen": beta is computed once, by ``init``, and kept as state. "now": beta is computed at every call.
-            "one": beta is 1.
+      n: The number of values to keep in each group.
+      m: The size of a group.
+      scale: "frozen": beta is computed once, by ``init``, and kept as state. "now": beta is computed at every call.
+        "one": beta is 1.
 
     Raises:
-        TypeError: n or m is not a whole number.
-        ValueError: n does not lie between 1 and m, or the scale is none of the three.
+      TypeError: N or m is not a whole number.
+      ValueError: N does not lie between 1 and m, or the scale is none of the three.
 
     >>> soft(2, 4)(jnp.array([1., -2., 3., -4.]))
     Array([ 0.,  0.,  1., -2.], dtype=float32)

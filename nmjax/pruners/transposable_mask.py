@@ -37,12 +37,12 @@ class transposable(Grouped):
     2:4 is exact. Other n:m are within 0.02 % of the optimum on average.
 
     Args:
-        n: The number of values to keep in each row and each column of a tile.
-        m: The size of a tile. It must divide both axes.
+      n: The number of values to keep in each row and each column of a tile.
+      m: The size of a tile. It must divide both axes.
 
     Raises:
-        TypeError: n or m is not a whole number.
-        ValueError: n does not lie between 1 and m.
+      TypeError: N or m is not a whole number.
+      ValueError: N does not lie between 1 and m.
 
     >>> tile = jnp.array([[4., 3., 2., 1.], [-1., -3., .6, .5], [1., 2., 3., 4.], [10., 2., -1., 5.]])
     >>> transposable(2, 4).mask(tile).astype(int)

@@ -31,12 +31,12 @@ class mvue_approx(Grouped):
     `mvue` is unbiased too, has less variance, and serves any n:m.
 
     Args:
-        n: The number of values to keep in each group. It must be 2.
-        m: The size of a group.
+      n: The number of values to keep in each group. It must be 2.
+      m: The size of a group.
 
     Raises:
-        TypeError: n or m is not a whole number.
-        ValueError: n is not 2, or m is below 2.
+      TypeError: N or m is not a whole number.
+      ValueError: N is not 2, or m is below 2.
 
     >>> mvue_approx(2, 4)(jnp.array([1., 1., 1., 1.]), ctx=Ctx(key=0))
     Array([2., 2., 0., 0.], dtype=float32)
@@ -63,7 +63,7 @@ class mvue_approx(Grouped):
         """Return the random numbers of a call: for each of the two draws, one uniform in [0, 1) for every group.
 
         Raises:
-            TypeError: ``ctx`` has no key.
+          TypeError: ``ctx`` has no key.
         """
         key = words(ctx.key)
         first = group_uniforms(x, axis, self.m, Ctx(key=fold(key, 0)))
@@ -73,9 +73,9 @@ class mvue_approx(Grouped):
         """Return the pruned array, given the random numbers.
 
         Args:
-            x: An array of floating-point numbers.
-            u: The uniforms of both draws, as `draw` returns them.
-            axis: The axis that groups lie along.
+          x: An array of floating-point numbers.
+          u: The uniforms of both draws, as `draw` returns them.
+          axis: The axis that groups lie along.
         """
         axis = groups.position(x.ndim, axis)
         g = groups.split(x, axis, self.m)

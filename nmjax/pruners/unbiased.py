@@ -35,12 +35,12 @@ class mvue(Grouped):
     probability min(1, |g_i| / tau), and a kept value becomes sign(g_i) * max(|g_i|, tau).
 
     Args:
-        n: The number of values to keep in each group.
-        m: The size of a group.
+      n: The number of values to keep in each group.
+      m: The size of a group.
 
     Raises:
-        TypeError: n or m is not a whole number.
-        ValueError: n does not lie between 1 and m.
+      TypeError: N or m is not a whole number.
+      ValueError: N does not lie between 1 and m.
 
     >>> mvue(2, 4)(jnp.array([1., 2., 3., -4.]), ctx=Ctx(key=0))
     Array([5., 0., 5., 0.], dtype=float32)
@@ -59,7 +59,7 @@ class mvue(Grouped):
         """Return the random numbers of a call: one uniform in [0, 1) for every group.
 
         Raises:
-            TypeError: ``ctx`` has no key.
+          TypeError: ``ctx`` has no key.
         """
         return group_uniforms(x, axis, self.m, ctx)
 
@@ -67,9 +67,9 @@ class mvue(Grouped):
         """Return the pruned array, given the random numbers.
 
         Args:
-            x: An array of floating-point numbers.
-            u: One uniform for every group, as `draw` returns it.
-            axis: The axis that groups lie along.
+          x: An array of floating-point numbers.
+          u: One uniform for every group, as `draw` returns it.
+          axis: The axis that groups lie along.
         """
         axis = groups.position(x.ndim, axis)
         g, u = groups.split(x, axis, self.m), jnp.expand_dims(u, axis + 1)
@@ -100,13 +100,13 @@ def group_uniforms(x: Float[Array, "..."], axis: int, m: int, ctx: Ctx) -> Float
     """Return one uniform in [0, 1) for every group.
 
     Args:
-        x: An array.
-        axis: The axis that groups lie along.
-        m: The size of a group.
-        ctx: The context, of which only the key is read.
+      x: An array.
+      axis: The axis that groups lie along.
+      m: The size of a group.
+      ctx: The context, of which only the key is read.
 
     Returns:
-        Numbers of the shape of ``x`` with the length of ``axis`` divided by m.
+      Numbers of the shape of ``x`` with the length of ``axis`` divided by m.
     """
     axis = groups.position(x.ndim, axis)
     shape = (*x.shape[:axis], x.shape[axis] // m, *x.shape[axis + 1 :])
@@ -149,12 +149,12 @@ def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], j
     Kernels call this function too, and therefore make the same choices.
 
     Args:
-        x: The members of groups, one array for each of the m positions, in at least float32.
-        u: One uniform in [0, 1) for every group.
-        n: The number of members to keep.
+      x: The members of groups, one array for each of the m positions, in at least float32.
+      u: One uniform in [0, 1) for every group.
+      n: The number of members to keep.
 
     Returns:
-        For every member a mask of the groups that keep it; and the threshold tau of every group.
+      For every member a mask of the groups that keep it; and the threshold tau of every group.
     """
     a = [weights(jnp.abs(v), len(x)) for v in x]
     saturated, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), fusion.total(a)

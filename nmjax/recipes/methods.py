@@ -27,7 +27,7 @@ def dense() -> Sparsity:
     """Return the method that prunes nothing. Dense products run by the same code as pruned ones.
 
     Returns:
-        A sparsity with all slots empty.
+      A sparsity with all slots empty.
 
     >>> dense()
     dense
@@ -39,14 +39,14 @@ def ste(n: int = 2, m: int = 4) -> Sparsity:
     """Return magnitude-pruned weights with straight-through gradients.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
+      n: Number of values kept in each group.
+      m: Size of a group.
 
     Returns:
-        A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``fwd_rhs`` set.
 
     Raises:
-        ValueError: n does not lie between 1 and m.
+      ValueError: N does not lie between 1 and m.
 
     >>> ste(2, 4)
     fwd_rhs=ste(mse(2,4))
@@ -60,15 +60,15 @@ def sr_ste(n: int = 2, m: int = 4, lam: float = 2e-4) -> Sparsity:
     The gradient of a weight w with mask k is ``g + lam * (1 - k) * w``.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
-        lam: Strength of the decay.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      lam: Strength of the decay.
 
     Returns:
-        A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``fwd_rhs`` set.
 
     Raises:
-        ValueError: n does not lie between 1 and m.
+      ValueError: N does not lie between 1 and m.
 
     >>> sr_ste(2, 4, lam=6e-5)
     fwd_rhs=sr_ste(mse(2,4),lam=6e-05)
@@ -82,19 +82,19 @@ def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> 
     Hu et al., arXiv 2409.09099.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
-        gradient: The pruner of gradients in dw: "mvue" is exact, "mvue_approx" draws twice as in the paper, and "dense"
-            prunes nothing.
-        fp8: Whether every operand is rounded as in the paper: to e4m3 forward, to e5m2 for both operands of both
-            backward products. Rounding comes after pruning. Pruned gradients are rounded at random, because rounding to
-            nearest would bias them.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      gradient: The pruner of gradients in dw: "mvue" is exact, "mvue_approx" draws twice as in the paper, and "dense"
+        prunes nothing.
+      fp8: Whether every operand is rounded as in the paper: to e4m3 forward, to e5m2 for both operands of both
+        backward products. Rounding comes after pruning. Pruned gradients are rounded at random, because rounding to
+        nearest would bias them.
 
     Returns:
-        A sparsity with ``fwd_rhs`` and ``drhs_g`` set; with ``fp8`` all slots.
+      A sparsity with ``fwd_rhs`` and ``drhs_g`` set; with ``fp8`` all slots.
 
     Raises:
-        ValueError: The gradient is none of the three, or n does not lie between 1 and m.
+      ValueError: The gradient is none of the three, or n does not lie between 1 and m.
 
     >>> s_ste()
     fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
@@ -128,18 +128,18 @@ def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over
     McDanel et al., arXiv 2202.00774. Without rescaling it is the paper's Magnitude, with random choice its Random.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
-        rescale: Whether the norm is restored.
-        select: "top" keeps the largest magnitudes, "random" keeps any.
-        over: What is rescaled together: "spatial" is a feature map, "group" is a group. Write "group" if the operand
-            has no axis of space, as tokens in one flat axis.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      rescale: Whether the norm is restored.
+      select: "top" keeps the largest magnitudes, "random" keeps any.
+      over: What is rescaled together: "spatial" is a feature map, "group" is a group. Write "group" if the operand
+        has no axis of space, as tokens in one flat axis.
 
     Returns:
-        A sparsity with ``dlhs_g`` set.
+      A sparsity with ``dlhs_g`` set.
 
     Raises:
-        ValueError: An option is none of its values, or n does not lie between 1 and m.
+      ValueError: An option is none of its values, or n does not lie between 1 and m.
 
     >>> sdgp(2, 4)
     dlhs_g=rescale(mse(2,4))
@@ -157,14 +157,14 @@ def mvue(n: int = 2, m: int = 4) -> Sparsity:
     """Return unbiased gradients of minimum variance in dw (Chmiel et al., arXiv 2203.10991).
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
+      n: Number of values kept in each group.
+      m: Size of a group.
 
     Returns:
-        A sparsity with ``drhs_g`` set.
+      A sparsity with ``drhs_g`` set.
 
     Raises:
-        ValueError: n does not lie between 1 and m.
+      ValueError: N does not lie between 1 and m.
 
     >>> mvue(1, 2)
     drhs_g=mvue(1,2)
@@ -178,17 +178,17 @@ def mdgf(n: int = 2, m: int = 4, schedule: Schedule = _EXPONENTIAL, gradient: st
     A dropped weight is multiplied by the schedule: all are kept at 1, and at 0 exactly n of m are.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
-        schedule: A function of the step, such as ``exponential(rate, begin, end)`` or ``linear(1, 0, steps, begin)``.
-            The paper advises to reach 0 at about 70 % of the steps.
-        gradient: "ste" or "autodiff", as in `nmjax.decay`.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      schedule: A function of the step, such as ``exponential(rate, begin, end)`` or ``linear(1, 0, steps, begin)``.
+        The paper advises to reach 0 at about 70 % of the steps.
+      gradient: "ste" or "autodiff", as in `nmjax.decay`.
 
     Returns:
-        A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``fwd_rhs`` set.
 
     Raises:
-        ValueError: The gradient is neither of the two, or n does not lie between 1 and m.
+      ValueError: The gradient is neither of the two, or n does not lie between 1 and m.
 
     >>> from nmjax.pruners.schedules import linear
     >>> mdgf(1, 8, linear(1, 0, 700, begin=100))
@@ -206,19 +206,19 @@ def sdgf(
     patterns.
 
     Args:
-        n: Number of values kept in each group in the end.
-        m: Size of a group in the end.
-        kind: "stepwise" keeps m: m-1:m, m/2:m, m/4:m, ... n:m. "geometric" keeps the ratio: kn:km, ... 2n:2m, n:m.
-        steps: Number of steps of the whole run.
-        dense: Number of dense steps at its beginning.
-        finetune: Number of steps at its end that keep n:m.
-        k: The first multiple of "geometric", a power of two: 16 in the paper, 8 in its code.
+      n: Number of values kept in each group in the end.
+      m: Size of a group in the end.
+      kind: "stepwise" keeps m: m-1:m, m/2:m, m/4:m, ... n:m. "geometric" keeps the ratio: kn:km, ... 2n:2m, n:m.
+      steps: Number of steps of the whole run.
+      dense: Number of dense steps at its beginning.
+      finetune: Number of steps at its end that keep n:m.
+      k: The first multiple of "geometric", a power of two: 16 in the paper, 8 in its code.
 
     Returns:
-        A sparsity with ``fwd_rhs`` set.
+      A sparsity with ``fwd_rhs`` set.
 
     Raises:
-        ValueError: The kind is neither of the two, k is no power of two, or the steps do not suffice for the patterns.
+      ValueError: The kind is neither of the two, k is no power of two, or the steps do not suffice for the patterns.
 
     >>> sdgf(1, 8, steps=400)
     fwd_rhs=ste(stages(((0,mse(7,8)),(100,mse(4,8)),(200,mse(2,8)),(300,mse(1,8)))))
@@ -258,17 +258,17 @@ def fst(n: int = 2, m: int = 4, lam: float = 6e-5, every: int = 40, dense_from: 
     gradient. For the paper's order write ``lam=0`` and put `nmjax.optim.masked_decay` into the optimizer.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
-        lam: Strength of the decay; 0 is none.
-        every: Number of steps that a mask is held.
-        dense_from: First step of the dense tail, 5/6 of training in the paper; None is no tail.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      lam: Strength of the decay; 0 is none.
+      every: Number of steps that a mask is held.
+      dense_from: First step of the dense tail, 5/6 of training in the paper; None is no tail.
 
     Returns:
-        A sparsity with ``fwd_rhs`` and ``drhs_g`` set.
+      A sparsity with ``fwd_rhs`` and ``drhs_g`` set.
 
     Raises:
-        ValueError: n does not lie between 1 and m.
+      ValueError: N does not lie between 1 and m.
 
     >>> fst()
     fwd_rhs=sr_ste(hold(transposable(2,4),every=40),lam=6e-05); drhs_g=mvue_approx(2,4)
@@ -292,17 +292,17 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
     Zhang et al., arXiv 2302.06058. The outputs are reordered first: the best of some random orders keeps the most.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
-        lam: Strength of SR-STE's decay.
-        every: Number of steps that an order is kept.
-        draws: Number of random orders that are tried.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      lam: Strength of SR-STE's decay.
+      every: Number of steps that an order is kept.
+      draws: Number of random orders that are tried.
 
     Returns:
-        A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
+      A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
 
     Raises:
-        ValueError: n does not lie between 1 and m.
+      ValueError: N does not lie between 1 and m.
 
     >>> bi_mask()
     fwd_rhs=sr_ste(mse(2,4)); dlhs_rhs=permute(mse(2,4))
@@ -314,14 +314,14 @@ def bdwp(n: int = 2, m: int = 4) -> Sparsity:
     """Return two-sided weight pruning: along the inputs forward, and for dx the dense weight along its outputs.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
+      n: Number of values kept in each group.
+      m: Size of a group.
 
     Returns:
-        A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
+      A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
 
     Raises:
-        ValueError: n does not lie between 1 and m.
+      ValueError: N does not lie between 1 and m.
 
     >>> bdwp()
     fwd_rhs=ste(mse(2,4)); dlhs_rhs=raw(mse(2,4))
@@ -336,16 +336,16 @@ def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
     dense product; neither is done here.
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
-        layer: "down" prunes the layer's input along features, and along tokens for dw. "up" prunes the layer's
-            gradient, which is zero wherever the ReLU was, along features for dx and along tokens for dw.
+      n: Number of values kept in each group.
+      m: Size of a group.
+      layer: "down" prunes the layer's input along features, and along tokens for dw. "up" prunes the layer's
+        gradient, which is zero wherever the ReLU was, along features for dx and along tokens for dw.
 
     Returns:
-        A sparsity with ``fwd_lhs`` and ``drhs_lhs`` set, or ``dlhs_g`` and ``drhs_g``.
+      A sparsity with ``fwd_lhs`` and ``drhs_lhs`` set, or ``dlhs_g`` and ``drhs_g``.
 
     Raises:
-        ValueError: The layer is neither of the two, or n does not lie between 1 and m.
+      ValueError: The layer is neither of the two, or n does not lie between 1 and m.
 
     >>> activation()
     fwd_lhs=mse(2,4); drhs_lhs=mse(2,4)
@@ -364,14 +364,14 @@ def top_gradient(n: int = 2, m: int = 4) -> Sparsity:
     """Return magnitude-pruned gradients in dw: biased, and the baseline that fails (Chmiel et al., arXiv 2203.10991).
 
     Args:
-        n: Number of values kept in each group.
-        m: Size of a group.
+      n: Number of values kept in each group.
+      m: Size of a group.
 
     Returns:
-        A sparsity with ``drhs_g`` set.
+      A sparsity with ``drhs_g`` set.
 
     Raises:
-        ValueError: n does not lie between 1 and m.
+      ValueError: N does not lie between 1 and m.
 
     >>> top_gradient()
     drhs_g=mse(2,4)

@@ -19,13 +19,13 @@ class Recipe(Value):
     A layer that no pattern matches is dense.
 
     Args:
-        rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`.
-        backend: Who runs pruned products: "auto" is a kernel if it is expected to win, "xla" never a kernel, "pallas"
-            always one, "interpret" a kernel simulated on a CPU.
+      rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`.
+      backend: Who runs pruned products: "auto" is a kernel if it is expected to win, "xla" never a kernel, "pallas"
+        always one, "interpret" a kernel simulated on a CPU.
 
     Raises:
-        TypeError: The rules are not pairs of a text and a sparsity.
-        ValueError: A pattern is no regular expression, a text is no sparsity, or the backend is none of the four.
+      TypeError: The rules are not pairs of a text and a sparsity.
+      ValueError: A pattern is no regular expression, a text is no sparsity, or the backend is none of the four.
 
     >>> recipe = Recipe(((r".*/attention/.*", "dense"), (r"blocks/.*", "s_ste(2,4)")))
     >>> recipe("blocks/0/mlp/up"), recipe("blocks/0/attention/out"), recipe("head")
@@ -52,10 +52,10 @@ class Recipe(Value):
         """Return the patterns that decide for none of the paths.
 
         Args:
-            paths: The paths of all layers of a model.
+          paths: The paths of all layers of a model.
 
         Returns:
-            Patterns in their order. A last ``.*`` is never one of them, because earlier rules may leave nothing to it.
+          Patterns in their order. A last ``.*`` is never one of them, because earlier rules may leave nothing to it.
 
         >>> Recipe(((r".*/mlp/.*", "ste()"), (r"head", "ste()"), (r".*", "dense"))).unused(["blocks/mlp/up"])
         ('head',)
@@ -70,10 +70,10 @@ class Recipe(Value):
         """Refuse rules that decide for no layer.
 
         Args:
-            paths: The paths of all layers of a model.
+          paths: The paths of all layers of a model.
 
         Raises:
-            ValueError: A rule decides for no layer. The error lists the layers whose paths are most like its pattern.
+          ValueError: A rule decides for no layer. The error lists the layers whose paths are most like its pattern.
         """
         paths = list(paths)
         idle = self._idle(paths)
@@ -102,16 +102,16 @@ class Recipe(Value):
         """Return the recipe of a config, whose rules name their sparsity in a table of texts, or are texts themselves.
 
         Args:
-            rules: Pairs of a regular expression and a name in the table, a text or a `Sparsity`.
-            sparsity: The table, from names to texts.
-            backend: As in `Recipe`.
+          rules: Pairs of a regular expression and a name in the table, a text or a `Sparsity`.
+          sparsity: The table, from names to texts.
+          backend: As in `Recipe`.
 
         Returns:
-            The recipe.
+          The recipe.
 
         Raises:
-            TypeError: The rules are not pairs of texts.
-            ValueError: A pattern is no regular expression, or a text is neither a name in the table nor a sparsity.
+          TypeError: The rules are not pairs of texts.
+          ValueError: A pattern is no regular expression, or a text is neither a name in the table nor a sparsity.
 
         >>> Recipe.named(((r".*/mlp/.*", "mlp"), (r".*", "dense")), {"mlp": "ste(2,4)"})
         Recipe((('.*/mlp/.*',fwd_rhs=ste(mse(2,4))),('.*',dense)))

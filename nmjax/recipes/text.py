@@ -83,18 +83,18 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
     """Return the `Sparsity` that a text describes. ``parse(str(sparsity)) == sparsity``.
 
     Args:
-        text: A method, slots, or a method and then the slots that replace its own, parted by ";". A method is one of
-            `nmjax.methods`, or ``module:name(...)`` of a function that returns a `Sparsity`. A slot is ``slot=pruner``
-            with a pruner as in `parse_pruner`. The empty text and "dense" prune nothing.
-        foreign: Whether the text may name other modules. They are imported, and importing a module runs it: pass False
-            for a text that nobody you trust wrote.
+      text: A method, slots, or a method and then the slots that replace its own, parted by ";". A method is one of
+        `nmjax.methods`, or ``module:name(...)`` of a function that returns a `Sparsity`. A slot is ``slot=pruner``
+        with a pruner as in `parse_pruner`. The empty text and "dense" prune nothing.
+      foreign: Whether the text may name other modules. They are imported, and importing a module runs it: pass False
+        for a text that nobody you trust wrote.
 
     Returns:
-        The sparsity. It prints without the names of default arguments; a method of another module prints as written.
+      The sparsity. It prints without the names of default arguments; a method of another module prints as written.
 
     Raises:
-        ValueError: The text does not follow the grammar, names something unknown, or gives it wrong arguments.
-        TypeError: The text is not a str.
+      ValueError: The text does not follow the grammar, names something unknown, or gives it wrong arguments.
+      TypeError: The text is not a str.
 
     >>> parse("s_ste(2,4); dlhs_g=rescale(mse(2,4))")
     fwd_rhs=ste(soft(2,4)); dlhs_g=rescale(mse(2,4)); drhs_g=mvue(2,4)
@@ -128,18 +128,18 @@ def parse_pruner(text: str, *, foreign: bool = True) -> Pruner:
     """Return the `Pruner` that a text describes. ``parse_pruner(str(pruner)) == pruner``.
 
     Args:
-        text: A call of a pruner with numbers, strings, tuples, pruners and schedules as arguments. A pruner is one of
-            nmjax's, by its name, or one of another module, ``module:name(...)``. So is a schedule; it may also be a
-            function of the step, ``module:name`` without brackets.
-        foreign: Whether the text may name other modules. They are imported, and importing a module runs it: pass False
-            for a text that nobody you trust wrote.
+      text: A call of a pruner with numbers, strings, tuples, pruners and schedules as arguments. A pruner is one of
+        nmjax's, by its name, or one of another module, ``module:name(...)``. So is a schedule; it may also be a
+        function of the step, ``module:name`` without brackets.
+      foreign: Whether the text may name other modules. They are imported, and importing a module runs it: pass False
+        for a text that nobody you trust wrote.
 
     Returns:
-        The pruner. It prints without the names of default arguments; a pruner of another module prints as written.
+      The pruner. It prints without the names of default arguments; a pruner of another module prints as written.
 
     Raises:
-        ValueError: The text does not follow the grammar, names something unknown, or gives it wrong arguments.
-        TypeError: The text is not a str.
+      ValueError: The text does not follow the grammar, names something unknown, or gives it wrong arguments.
+      TypeError: The text is not a str.
 
     >>> parse_pruner("chain(soft(2,4), fp8('e4m3'))")
     chain(soft(2,4),fp8('e4m3'))

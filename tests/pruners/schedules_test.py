@@ -94,7 +94,10 @@ def test_equal_schedules_share_a_trace():
         (lambda: nm.stairs(((0, "a"),)), "must be a number, got 'a'"),
         (lambda: nm.stairs(((0, float("nan")),)), "must be a number"),
         (lambda: nm.exponential(1.0, end="x"), "end must be a whole number"),
-        (lambda: nm.optax_schedule("piecewise_constant_schedule", 1.0, {10: 0.5}), r"For piecewise constant values write stairs\("),
+        (
+            lambda: nm.optax_schedule("piecewise_constant_schedule", 1.0, {10: 0.5}),
+            r"For piecewise constant values write stairs\(",
+        ),
     ],
 )
 def test_bad_schedules_say_so(make, message):

@@ -35,12 +35,12 @@ def kernels(
     """Run the stages. Return the report, and whether no stage failed.
 
     Args:
-        sizes: n of the products n x n x n.
-        rounds: How often everything is timed.
-        quick: Run fewer and smaller cases.
-        only: The letters of the stages; all if empty.
-        path: The results' path without an ending; None to write no file.
-        command: The command, for the report.
+      sizes: N of the products n x n x n.
+      rounds: How often everything is timed.
+      quick: Run fewer and smaller cases.
+      only: The letters of the stages; all if empty.
+      path: The results' path without an ending; None to write no file.
+      command: The command, for the report.
     """
     device = jax.devices()[0].device_kind
     timed_on = target("auto")

@@ -39,7 +39,7 @@ def packing(setting: Setting, report: Report) -> None:
     """Report how many values differ between the kernels, their interpreter and XLA.
 
     Raises:
-        AssertionError: If any differ, or if a row did not run.
+      AssertionError: If any differ, or if a row did not run.
     """
     device = setting.target
     own = ", which is the kernel itself here," if device.interpret else ""

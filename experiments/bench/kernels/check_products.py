@@ -32,7 +32,7 @@ def numerics(setting: Setting, report: Report) -> None:
     """Report the errors of products.
 
     Raises:
-        AssertionError: If an error is larger than 0.01.
+      AssertionError: If an error is larger than 0.01.
     """
     device, draw = setting.target, np.random.default_rng(time.time_ns())
     sides = (256, 128, 256) if device.interpret else (256, 512, 512)

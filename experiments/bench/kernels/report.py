@@ -21,10 +21,10 @@ class Report:
     """The results so far. They are written after every row.
 
     Args:
-        path: The path without an ending; None to write no file.
-        command: The command that runs.
-        device: The device's kind.
-        about: A sentence about the whole report.
+      path: The path without an ending; None to write no file.
+      command: The command that runs.
+      device: The device's kind.
+      about: A sentence about the whole report.
     """
 
     def __init__(self, path: Path | None, command: str, device: str, about: str) -> None:

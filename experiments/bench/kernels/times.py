@@ -67,8 +67,8 @@ def repeated(f: Callable, make: Callable, count: int) -> Program:
     """Return a program that does a function ``count`` times, with new arguments each time.
 
     Args:
-        f: Takes a list of tuples of arguments.
-        make: Returns a tuple of arguments.
-        count: How many tuples.
+      f: Takes a list of tuples of arguments.
+      make: Returns a tuple of arguments.
+      count: How many tuples.
     """
     return Program(f, ([make() for _ in range(count)],), count)
