@@ -36,7 +36,7 @@ def top_k(x: jax.Array, axis: int, n: int, m: int) -> jax.Array:
 
 def qwix(x: jax.Array, axis: int, n: int, m: int) -> jax.Array | None:
     """Prune the rows or columns of a matrix by qwix's mask. Return None for other arrays."""
-    from qwix._src.core.sparsity import get_sparsity_mask
+    from qwix._src.core.sparsity import get_sparsity_mask  # pyrefly: ignore[missing-import]
 
     if x.ndim != 2:
         return None

@@ -35,7 +35,7 @@ def kernels(
     """Run the stages. Return the report, and whether no stage failed.
 
     Args:
-      sizes: N of the products n x n x n.
+      sizes: The n of the products n x n x n.
       rounds: How often everything is timed.
       quick: Run fewer and smaller cases.
       only: The letters of the stages; all if empty.
