@@ -1,8 +1,8 @@
 """Train, evaluate or plan a run.
 
 python launch.py --config=configs/vit_24.py [--workdir=DIR] [--from=DIR] [--mode=train|eval|plan]
-                 [--config.FIELD=VALUE ...] [--sweep [--seeds_at_once=N]] [--sweep_index=I] [--results=FILE] [--sink=wandb|trackio|mlflow]
-                 [--distributed=auto|off|HOST:PORT,N,I]
+                 [--config.FIELD=VALUE ...] [--sweep [--seeds_at_once=N]] [--sweep_index=I] [--results=FILE]
+                 [--sink=wandb|trackio|mlflow] [--distributed=auto|off|HOST:PORT,N,I]
 """
 
 import sys
