@@ -35,6 +35,7 @@ lint: $(VENV)/made
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	$(BIN)/pyrefly check --config pyrefly-strict.toml --python-interpreter-path $(BIN)/python
 
 format: $(VENV)/made
 	$(BIN)/ruff format .

@@ -14,7 +14,8 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (  # most of the time is compilation; several devices are for the interpreter of kernels
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_emitter_verification_level=0 --xla_force_host_platform_device_count=4"
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_emitter_verification_level=0 "
+    "--xla_force_host_platform_device_count=4"
 )
 
 import argparse

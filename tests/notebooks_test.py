@@ -1,4 +1,4 @@
-"""The notebooks run, and what is committed is what they say. ``python -m tests.notebooks_test`` runs them and writes it.
+"""The notebooks run and print what is committed. ``python -m tests.notebooks_test`` runs them and writes the output.
 
 Each runs in a process of its own, with this Python: of kernels that other environments have installed under the same
 name none is looked for. Nothing of the tests' own settings reaches it, neither strict promotion nor their XLA flags: a

@@ -175,7 +175,7 @@ def test_zeros_have_forms():
 
 @pytest.mark.parametrize("format", float8.FORMATS)
 def test_rounding_at_random_is_right_on_average(format):
-    """Over a grid of 4,096 uniforms the mean is off by less than 1/1000 of a step, from the tiniest numbers to the largest."""
+    """For tiny and large numbers, the mean over a grid of 4,096 uniforms is off by less than 1/1000 of a step."""
     draw = np.random.default_rng(0)
     x = jnp.float32(draw.standard_normal(400) * 10.0 ** draw.integers(-7, 3, 400))
     u = jnp.broadcast_to(jnp.float32((np.arange(4096) + 0.5) / 4096)[:, None], (4096, 400))

@@ -1,4 +1,4 @@
-"""Packed products as kernels compute them, on the interpreter, against float64; and how operands lie in shared memory."""
+"""Packed products of interpreted kernels, compared with float64, and the layout of operands in shared memory."""
 
 import itertools
 
@@ -67,8 +67,8 @@ def test_hopper_in_every_cut(name):
     packed, b, wanted = operands(512, 256, 256, "bfloat16", False, True, batch=2)
     assert config_refusal(Shape(512, 256, 256), config) is None
     y = hopper.spmm(
-        packed, b, jnp.array([1.0, -2.0]), b_axis=-2, transpose=False, dtype=jnp.dtype("float32"), config=config, blocks=4,
-        interpret=True,
+        packed, b, jnp.array([1.0, -2.0]), b_axis=-2, transpose=False, dtype=jnp.dtype("float32"), config=config,
+        blocks=4, interpret=True,
     )  # fmt: skip
     check(y, wanted * np.array([1.0, -2.0])[:, None, None], False)
 
@@ -221,8 +221,8 @@ def across_k(memory, start, lead, stride, size, k):
 
 
 def constants(monkeypatch, m_major, n_major):
-    """What the kernel is lowered with: (lead, stride, swizzle) of the descriptors of A and B, and by how much those of every
-    instruction, (group of rows, step of k), are moved."""
+    """Return what the kernel is lowered with: (lead, stride, swizzle) of the descriptors of A and B, and the offsets of
+    each instruction, by group of rows and step of k."""
     from jax.experimental.mosaic.gpu import mma_utils
 
     from nmjax.kernels import instructions
@@ -242,7 +242,7 @@ def constants(monkeypatch, m_major, n_major):
 
 @pytest.mark.parametrize(("m_major", "n_major"), list(itertools.product((False, True), repeat=2)))
 def test_descriptors_find_what_the_copy_engine_wrote(m_major, n_major, monkeypatch):
-    """A of 256 x 32, of which the first warpgroup has 128 rows, and B of 128 x 64, two instructions along k each, with the
+    """A is 256 x 32, and its first warpgroup has 128 rows; B is 128 x 64. Each takes two instructions along k, with the
     constants that the kernel is lowered with."""
     (lead_a, stride_a, swizzle_a), (lead_b, stride_b, swizzle_b), at_a, at_b = constants(monkeypatch, m_major, n_major)
     draw = np.random.default_rng(0)

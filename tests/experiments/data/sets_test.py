@@ -61,7 +61,8 @@ def test_find_says_what_where_and_how(monkeypatch, tmp_path):
     with pytest.raises(Mistake) as e:
         find(("a", "b"), tmp_path, ("/nowhere",), "Buy it.")
     assert str(e.value) == (
-        f"found none of a, b in {tmp_path} (--config.data.dir), the working directory, /nowhere; $NMJAX_DATA, a folder of data, is not set. "
+        f"found none of a, b in {tmp_path} (--config.data.dir), the working directory, /nowhere; "
+        "$NMJAX_DATA, a folder of data, is not set. "
         "Buy it."
     )
     with pytest.raises(Mistake, match="found no a in the working directory"):
