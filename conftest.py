@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -11,6 +12,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile much and compute little: optimising costs them two fifths
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_emitter_verification_level=0"
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # halves compilation; later versions lack the flag
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what a run has compiled serves the next
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="nmjax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
