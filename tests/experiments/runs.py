@@ -1,6 +1,7 @@
 """Runs for tests: programs in this process, and launch.py in processes of its own."""
 
 import fcntl
+import functools
 import os
 import re
 import shutil
@@ -49,6 +50,12 @@ def configure(values):
 def program(page: str, *changes: str, make=Program):
     config = command.read(["launch.py", f"--config={page}", *changes]).config
     return make(config, tasks.task(config))
+
+
+@functools.cache
+def shared(page: str, *changes: str) -> Program:
+    """Return the one program of all tests that only call it. A test that patches or counts makes its own."""
+    return program(page, *changes)
 
 
 def steps(program: Program, count: int):

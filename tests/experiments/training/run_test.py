@@ -18,7 +18,7 @@ from experiments.bench import train as bench
 from experiments.errors import Failed, Mistake
 from experiments.training import image, settings
 from experiments.training.checkpoints import Checkpoints
-from tests.experiments.runs import as_people_run_it as as_people_run_it, once, program, steps, xla_flags
+from tests.experiments.runs import as_people_run_it as as_people_run_it, once, program, shared, steps, xla_flags
 
 pytestmark = pytest.mark.sampled
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.sampled
 
 @pytest.mark.parametrize("page", command.pages())
 def test_every_page_plans_and_takes_a_step(page):
-    made = program(f"{page}:smoke")
+    made = shared(f"{page}:smoke")
     state, shown = steps(made, 1)
     assert math.isfinite(shown[0]["loss"])
     assert shown[0]["gradient_norm"] > 0
@@ -159,7 +159,7 @@ def test_hardened_weights_are_scored_beside_those_in_training():
     found = made.evaluate(made.init(jnp.uint32(0)))  # nothing has faded yet: hard weights are others
     assert found["loss"] != found["hardened_loss"]
     assert 0 <= found["hardened_accuracy"] <= 1
-    made = program("configs/vit_sste.py:smoke")
+    made = shared("configs/vit_sste.py:smoke")
     found = made.evaluate(made.init(jnp.uint32(0)))
     np.testing.assert_allclose(found["loss"], found["hardened_loss"], rtol=1e-6)
 
@@ -173,7 +173,7 @@ def test_moments_are_exact_of_many_images():
 
 
 def test_scores_are_means_over_the_test_split_alone():
-    made = program("configs/resnet_24.py:smoke")
+    made = shared("configs/resnet_24.py:smoke")
     state, task = made.init(jnp.uint32(0)), made.task
     model = nnx.merge(made.graph, state.params, state.rest)
     model.eval()
@@ -392,7 +392,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
 @pytest.mark.slow
 def test_what_a_checkpoint_holds_is_not_what_training_goes_on_to_write(tmp_path):
     """States are donated, and saved while later steps run."""
-    made = program("configs/resnet_24.py:smoke")
+    made = shared("configs/resnet_24.py:smoke")
     state, _ = steps(made, 1)
     kept = jax.tree.map(np.array, state)
     checkpoints = Checkpoints(tmp_path)
