@@ -372,6 +372,7 @@ def test_accumulated_gradients_have_fresh_noise():
     chex.assert_trees_all_equal(total, jax.tree.map(lambda *g: sum(g), *each))
 
 
+@pytest.mark.slow
 def test_clones_tied_layers_and_averages():
     x = whole(2, 8, 16)
     model = two("fst(every=2)")
@@ -427,6 +428,7 @@ def test_state_is_of_the_weights_at_hand():
     assert nm.nnx.scales(other)["layers/0"] != expected
 
 
+@pytest.mark.slow
 def test_resume_from_orbax_is_exact(tmp_path):
     x = whole(2, 8, 16)
     text = "fst(every=3); dlhs_g=mvue(2,4)"

@@ -98,6 +98,7 @@ def test_masks_are_ranked_in_the_dtype_of_the_product():
     )
 
 
+@pytest.mark.slow
 def test_stacks_and_convolutions():
     model = GPT(rngs=nnx.Rngs(0))
     nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", "s_ste(2,4)"), (r"head", "ste(1,4)"))))

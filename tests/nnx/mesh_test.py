@@ -109,6 +109,7 @@ def test_a_mesh_trains_as_one_device_does(text, layout, kind):
     assert result[0]["up"]["kernel"].sharding.is_equivalent_to(model.up.kernel.sharding, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", METHODS)
 def test_explicit_axes_of_data_and_model(text):
     """The batch is sharded on one mesh axis; the weights on the other, along out- and in-features."""
@@ -147,6 +148,7 @@ def test_sharding_metadata_is_the_kernels():
     assert specs["words"].get_value() == specs["time"].get_value() == P("layers", None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
 @pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(every=2)"])
 def test_stacks_on_explicit_axes(text, spec):
