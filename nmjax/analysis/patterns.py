@@ -27,7 +27,7 @@ class Pattern(Value):
         flattened, as products do.
 
     Raises:
-      ValueError: N does not lie between 1 and m.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> Pattern(2, 4, (0, 1))
     2:4 along axes 0, 1

@@ -1,6 +1,6 @@
 """The pruner: ``p(x, axis, ctx)`` returns an array of the same shape and dtype, pruned in groups along ``axis``.
 
-What is fixed (n, m, a schedule) is a field of the value. What changes (key, step, state) comes in through `Ctx`.
+Fixed settings (n, m, a schedule) are fields. Key, step and state are passed in ``ctx``, a `Ctx`.
 Pruners compare, hash and print, and `nmjax.parse_pruner` reads what they print.
 """
 
@@ -21,10 +21,10 @@ Pattern = tuple[int, int]
 
 
 class Link(NamedTuple):
-    """One step of a path into nested chains: from a chain to one of its pruners.
+    """One element of a path through nested chains: from a chain to one of its pruners.
 
     Args:
-      number: The number of the pruner in its chain.
+      number: The index of the pruner in its chain, from 0.
       count: The number of pruners in the chain.
     """
 
@@ -33,15 +33,15 @@ class Link(NamedTuple):
 
 
 class Normal(NamedTuple):
-    """The normal form of a pruner that fills a slot: its source, its gradient, what prunes, and the storage.
+    """The normal form of a slot's pruner: what prunes, the storage, the gradient rule, and which operand is pruned.
 
     Args:
-      core: The one pruner that prunes. It is `identity` if none does, and None if several do, one after another.
+      core: The only pruner that prunes. `identity` if there is none; None if there are several, one after another.
       applied: The pruner without its storage.
-      storage: The `fp8` at the end, in which the product holds the result. None if there is none.
-      rule: The pruner that brings the gradient rule. None if there is none.
-      raw: True if the operand itself is pruned, not the value that the forward product used.
-      core_path: The path from the pruner to ``core``, by which `follow` finds its key and its state.
+      storage: The `fp8` at the end, to which the pruned operand is rounded. None if there is none.
+      rule: The pruner that defines the gradient rule. None if there is none.
+      raw: True if the unpruned operand is pruned, not the value that the forward product used.
+      core_path: The path from the pruner to ``core``. `follow` uses it to find the core's key and state.
       storage_path: The path to ``storage``.
     """
 
@@ -58,8 +58,8 @@ class Normal(NamedTuple):
 class Pruner(Value):
     """The base of all pruners.
 
-    A subclass is a frozen dataclass with a ``__call__``. Its other members have defaults that promise nothing. The
-    members that say what a call needs combine those of the parts, unless the class overrides them.
+    A subclass is a frozen dataclass with a ``__call__``. All other members have safe defaults. The members under "what
+    a call needs" are combined from the parts, unless the class overrides them.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, repr=False)
@@ -72,10 +72,10 @@ class Pruner(Value):
     """
 
     outermost: ClassVar[bool] = False  # True: it describes a whole slot, so it cannot be a part of another pruner
-    reads_step: ClassVar[bool] = True  # False: a call reads ctx.step only to draw, or through its parts
+    reads_step: ClassVar[bool] = True  # False: a call uses ctx.step only for random numbers or in its parts
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset the promises about ``__call__`` in a class that has a ``__call__`` of its own."""
+        """Reset these attributes in a class with its own ``__call__``: it does not inherit them."""
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):
             for name in ("reads_step", "by_members", "by_tile"):
@@ -124,7 +124,7 @@ class Pruner(Value):
 
     @property
     def stateful(self) -> bool:
-        """True if a call fails without state. A call of `soft` does not, because its scale is then 1."""
+        """True if a call requires state. `soft` does not: without state its scale is 1."""
         return any(p.stateful for p in self.parts)
 
     @property
@@ -134,19 +134,19 @@ class Pruner(Value):
 
     @property
     def timed(self) -> bool:
-        """True if a call may read the step: to draw, or for a schedule."""
+        """True if the result may depend on the step, by random numbers or a schedule."""
         values = [getattr(self, f.name) for f in fields(self)]
         scheduled = any(callable(v) and not isinstance(v, Pruner) for v in values)
         return self.reads_step or scheduled or self.stochastic or any(p.timed for p in self.parts)
 
     @property
     def ruled(self) -> bool:
-        """True if it brings a gradient rule, which only a forward slot can use."""
+        """True if it has a gradient rule, which only a forward slot can use."""
         return any(p.ruled for p in self.parts)
 
     @property
     def bare_noise(self) -> bool:
-        """True if a call draws random numbers outside of a gradient rule, where autodiff differentiates the draw."""
+        """True if it draws random numbers and no gradient rule surrounds the draw, so autodiff differentiates it."""
         return self.stochastic
 
     @property
@@ -163,12 +163,12 @@ class Pruner(Value):
 
     @property
     def pattern(self) -> Pattern | None:
-        """The n:m that a call returns at every step; None if it promises none."""
+        """The n:m pattern guaranteed at every step, or None."""
         return None
 
     @property
     def pattern_across(self) -> Pattern | None:
-        """The n:m along the other axis of a weight; None if it promises none."""
+        """The n:m pattern guaranteed along the other axis of a weight, or None."""
         return None
 
     @property
@@ -206,35 +206,35 @@ class Pruner(Value):
 
     @property
     def by_members(self) -> bool:
-        """True if kernels may prune by `of_members`."""
+        """True if kernels may call `of_members`."""
         return False
 
     @property
     def by_tile(self) -> bool:
-        """True if kernels may prune by `of_tile`."""
+        """True if kernels may call `of_tile`."""
         return False
 
     def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
-        """Return the pruned members of groups. Kernels call it if `by_members` is True.
+        """Return the pruned values of groups. Kernels call it if `by_members` is True.
 
         Args:
-          x: The members of groups, one array for each of the m positions.
+          x: The values at each position of a group, one array for each of the m positions.
           u: One uniform in [0, 1) for every group, if the pruner is stochastic.
           state: The state that a call reads in ``ctx``.
 
         Returns:
-          The members after pruning, in the same order.
+          The values after pruning, in the same order.
         """
         raise NotImplementedError(f"{self} is not pruned by kernels.")
 
     def of_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Return the pruned members of tiles of m x m values. Kernels call it if `by_tile` is True.
+        """Return the pruned values of tiles of m x m values. Kernels call it if `by_tile` is True.
 
         Args:
-          x: The members of tiles: m rows of m arrays.
+          x: The values at each position of a tile: m rows of m arrays.
 
         Returns:
-          The members after pruning, in the same order.
+          The values after pruning, in the same order.
         """
         raise NotImplementedError(f"{self} is not pruned by kernels.")
 
@@ -250,7 +250,7 @@ class Pruner(Value):
 
     @property
     def final(self) -> "Pruner":
-        """The form that inference uses: without time, noise or gradient rule."""
+        """The form that inference uses: without schedule, random numbers or gradient rule."""
         if self.stochastic:
             raise ValueError(f"{self} draws anew at every step, so it has no final form that inference could use.")
         return self
@@ -278,8 +278,8 @@ class Grouped(Pruner):
       m: The size of a group.
 
     Raises:
-      TypeError: N or m is not a whole number.
-      ValueError: N does not lie between 1 and m.
+      TypeError: ``n`` or ``m`` is not an integer.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> from nmjax.pruners import mse
     >>> mse(2, 4).block, mse(2, 4).pattern, mse(2, 4).kept()
@@ -312,7 +312,7 @@ class Grouped(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class Remembering(Pruner):
-    """The base of pruners that have a state themselves, whether their parts have one or not."""
+    """The base of pruners that keep state of their own, whether their parts keep one or not."""
 
     @property
     def stateful(self) -> bool:
@@ -344,7 +344,7 @@ def joined(states: Iterable[Any]) -> Any:
 
 
 def apart(p: Pruner, ctx: Ctx) -> list[Ctx]:
-    """Return one context for each part of a pruner, with the state of that part. It undoes `joined`."""
+    """Return one context for each part of a pruner, with the state of that part. The inverse of `joined`."""
     if len(p.parts) == 1:
         return [ctx]
     states = (None,) * len(p.parts) if ctx.state is None else ctx.state
@@ -357,7 +357,7 @@ def apart(p: Pruner, ctx: Ctx) -> list[Ctx]:
 
 
 def with_part_key(ctx: Ctx, number: int) -> Ctx:
-    """Return the context of one part of a chain, with its own stream of noise."""
+    """Return the context of one part of a chain, with its own random key."""
     return ctx if ctx.key is None else ctx.replace(key=random.fold(random.words(ctx.key), number))
 
 
@@ -381,7 +381,7 @@ def follow(path: Sequence[Link], ctx: Ctx) -> Ctx:
 
 
 def check_inner(owner: Pruner, *inner: Any, ruled: bool = False) -> None:
-    """Refuse parts that are not pruners, and pruners that may only be outermost.
+    """Raise an error if a part is not a pruner, or must be outermost.
 
     Args:
       owner: The pruner that has the parts.

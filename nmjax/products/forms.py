@@ -1,8 +1,8 @@
-"""The forms in which kernels take the operands of a layer's products, and the products of these forms.
+"""Convert operands to the forms that kernels read, and multiply them.
 
-A form is a packed array, or an array in FP8 with the factor that undoes its scale. If a kernel can prune while it
-makes the form, it does; else XLA prunes, and the kernel packs. Forms of x and w are made in the forward pass, once
-for all products, and forms of g in the backward pass."""
+A form is a packed array, or an FP8 array with its inverse scale. If a kernel can prune while it makes the form, it
+does; else XLA prunes, and the kernel packs. Forms of x and w are made in the forward pass, once for all products, and
+forms of g in the backward pass."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,15 +25,15 @@ from nmjax.pruners import identity
 FORWARD_SLOT = {"x": "fwd_lhs", "w": "fwd_rhs"}
 
 Form = Packed | tuple[jax.Array | Packed, jax.Array]
-"""A packed array of 16-bit values; or an FP8 array, packed or not, with the factor that undoes its scale."""
+"""A packed array of 16-bit values; or an FP8 array, packed or not, with its inverse scale."""
 
 
 class FormKey(NamedTuple):
-    """The name of one form of a weight.
+    """The key of one form of a weight.
 
     Attributes:
       product: "fwd" or "dlhs".
-      axes: How the weight lies as a matrix, "IO" or "OI".
+      axes: The axis order of the weight matrix, "IO" or "OI".
       packed: True if it is packed.
       format: Its FP8 format; "" if its values have 16 bits.
     """
@@ -45,11 +45,11 @@ class FormKey(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The array that a form is made from, and what the kernel has yet to do to it.
+    """The input of the kernel that makes a form, and what that kernel still has to do.
 
     Attributes:
       array: The array.
-      pruner: What the kernel prunes by; `identity` if the array is pruned already.
+      pruner: The pruner that the kernel applies; `identity` if the array is pruned already.
       along: The axis of the pruner's groups: T, I or O.
       key, state: What the pruner reads.
       rounding: How it is rounded to FP8, "nearest" or "random".
@@ -66,7 +66,7 @@ class Source(NamedTuple):
 
 
 class Want(NamedTuple):
-    """A form that a product takes an operand in."""
+    """A form that a product needs."""
 
     product: str
     packed: bool
@@ -75,12 +75,12 @@ class Want(NamedTuple):
 
 
 class OperandValue(NamedTuple):
-    """One operand of a layer, and how it was before its forward slot.
+    """One operand of a layer, pruned and unpruned.
 
     Attributes:
-      name: X, w or g.
-      value: What the forward slot made of it.
-      unpruned: The operand itself, if a form is made of it; else None.
+      name: "x", "w" or "g".
+      value: The operand after its forward slot; for g, the gradient.
+      unpruned: The unpruned operand, or None if no form needs it.
     """
 
     name: str
@@ -89,22 +89,22 @@ class OperandValue(NamedTuple):
 
 
 PruneByXla = Callable[[Slot, Pruner, jax.Array], jax.Array]
-"""(slot, pruner, value) -> the pruned value, by the reference."""
+"""(slot, pruner, value) -> the value pruned by XLA."""
 
 
 def make_forms(
     routes: Routes, sparsity: Sparsity, operand: OperandValue, ctx: Ctx, packed: Mapping[FormKey, Form] | None,
     prune: PruneByXla, products: Iterable[str] = tuple(CONTRACTED),
 ) -> dict[str, Form]:  # fmt: skip
-    """Return the forms that products take an operand in, by product.
+    """Return one operand's form for each product.
 
     Args:
-      routes: Who runs the products.
-      sparsity: What is pruned.
+      routes: How each product runs.
+      sparsity: The pruner of each slot.
       operand: The operand.
       ctx: Key, step and state of the layer.
-      packed: Forms of the weight that were made before.
-      prune: XLA's way to prune, for pruners that no kernel knows.
+      packed: The weight's forms that `nmjax.products.rule.packed_weight` made, or None.
+      prune: Prunes with XLA; used if no kernel supports the pruner.
       products: The products to make forms for.
     """
     products = [product for product in products if _takes(routes, product, operand.name)]
@@ -126,7 +126,7 @@ def _takes(routes: Routes, product: str, operand: str) -> bool:
 def _packed_before(
     routes: Routes, products: Iterable[str], packed: Mapping[FormKey, Form]
 ) -> dict[str, Form]:  # fmt: skip
-    """Return the forms of the weight that were given."""
+    """Return the forms of the weight found in ``packed``."""
     layout = routes.layout
     forms: dict[str, Form] = {}
     for product in products:
@@ -145,63 +145,56 @@ def _packed_before(
 
 
 def products_of(packed: Mapping[FormKey, Form] | None) -> frozenset[str]:
-    """Return the products whose form of the weight was given."""
+    """Return the products whose form of the weight is in ``packed``."""
     return frozenset(key.product for key in packed or ())
 
 
 def key_of_weight(routes: Routes, product: str) -> FormKey:
-    """Return the name of the form in which a product takes the weight."""
+    """Return the key of the form that a product uses for the weight."""
     route = routes[product]
     return FormKey(product, routes.layout.w.axes, route.operand == "w", dict(route.formats).get("w", ""))
 
 
-# ---- where forms are made from ----
+# ---- which forms are needed, and from which arrays ----
 
 
 def _want(
     routes: Routes, sparsity: Sparsity, product: str, operand: OperandValue, ctx: Ctx, prune: PruneByXla,
     fused: Callable[[Pruner], bool],
 ) -> Want:  # fmt: skip
-    """Return the form that a product takes an operand in, and where it is made from.
+    """Return the form that a product needs of an operand, and the array that it is made from.
 
-    It is made from the operand as it was, by a pruner that the kernel fuses, if there is one; else from what XLA
-    pruned. An FP8 form is rounded by the kernel. In a 16-bit form of a slot that ends in `fp8`, XLA simulates the
+    If the kernel can apply the pruner, the form is made from the unpruned operand; otherwise from the operand pruned by
+    XLA. The kernel rounds an FP8 form. If the slot ends in `fp8` but the form has 16 bits, XLA simulates the
     rounding."""
     route, slot = routes[product], sparsity.slots[OPERANDS[product][operand.name]]
     packed = route.how == "packed" and route.operand == operand.name
     format = dict(route.formats).get(operand.name)
     simulated = format is None and slot.storage is not None
-    rounding = _rounding(slot, ctx)
-    pruning, along, array = slot, CONTRACTED[product], operand.value
+    rounding = ("nearest" if slot.storage is None else slot.storage.rounding), slot.rounding_key(ctx)
+    pruning_slot, along, array = slot, CONTRACTED[product], operand.value
     if operand.name in FORWARD_SLOT:
         forward = sparsity.slots[FORWARD_SLOT[operand.name]]
         if slot is forward or slot.raw:
             array = operand.unpruned
-        elif slot.core == identity:  # the forward product's value again
-            pruning, along, array = forward, CONTRACTED["fwd"], operand.unpruned
-    by_forward = pruning.name in FORWARD_SLOT.values()
-    if pruning.core is not None and fused(pruning.core) and array is not None and not simulated:
-        inner = pruning.core_context(ctx)
-        key = inner.key if pruning.core.stochastic else None
-        return Want(product, packed, format, Source(array, pruning.core, along, key, inner.state, *rounding))
+        elif slot.core == identity:  # a backward slot that prunes nothing: as in the forward product
+            pruning_slot, along, array = forward, CONTRACTED["fwd"], operand.unpruned
+    by_forward = pruning_slot.name in FORWARD_SLOT.values()
+    if pruning_slot.core is not None and fused(pruning_slot.core) and array is not None and not simulated:
+        inner = pruning_slot.core_context(ctx)
+        key = inner.key if pruning_slot.core.stochastic else None
+        return Want(product, packed, format, Source(array, pruning_slot.core, along, key, inner.state, *rounding))
     value = operand.value
     if not by_forward:
         assert array is not None
-        value = prune(pruning, pruning.pruner if format is None else pruning.applied, array)
+        value = prune(pruning_slot, pruning_slot.pruner if format is None else pruning_slot.applied, array)
     elif simulated and slot.storage is not None:
         value = slot.storage(value)
     return Want(product, packed, format, Source(value, identity, along, None, None, *rounding))
 
 
-def _rounding(slot: Slot, ctx: Ctx) -> tuple[str, Any]:
-    """Return how a slot rounds to FP8, and by which key."""
-    if slot.storage is None or not slot.storage.stochastic:
-        return "nearest", None
-    return "random", slot.rounding_key(ctx)
-
-
 def needs_unpruned(routes: Routes | None, sparsity: Sparsity, operand: str) -> bool:
-    """Return True if a form is made from an operand as it was before its forward slot."""
+    """Return True if some form needs the unpruned operand."""
     if routes is None or not any(routes[product].takes(operand) for product in CONTRACTED):
         return False
     core = sparsity.slots[FORWARD_SLOT[operand]].core
@@ -211,16 +204,16 @@ def needs_unpruned(routes: Routes | None, sparsity: Sparsity, operand: str) -> b
 def _fuses(
     routes: Routes, sparsity: Sparsity, operand: str, products: Iterable[str]
 ) -> Callable[[Pruner], bool]:  # fmt: skip
-    """Return a function that says if a kernel prunes by a pruner while it makes these forms.
+    """Return a predicate: can a kernel apply this pruner while it makes these forms?
 
-    It prunes by tiles only where it packs a weight along both of its axes.
+    Tile pruners are fused only if the weight is packed along both axes.
     """
-    again = sparsity.slots["dlhs_rhs"]
-    reused = again.core == identity and not again.raw
-    both = {"fwd", "dlhs"} <= set(products) and operand == "w"
+    dlhs_slot = sparsity.slots["dlhs_rhs"]
+    reuses_forward = dlhs_slot.core == identity and not dlhs_slot.raw
+    both_products = {"fwd", "dlhs"} <= set(products) and operand == "w"
     packed = all(routes[product].operand == "w" and not routes[product].formats for product in ("fwd", "dlhs"))
-    tiles = both and packed and reused and len(routes.layout.w.shape) == 2
-    return lambda p: limits.fuses(p) or (tiles and p.by_tile)
+    fuses_tiles = both_products and packed and reuses_forward and len(routes.layout.w.shape) == 2
+    return lambda p: limits.fuses(p) or (fuses_tiles and p.by_tile)
 
 
 # ---- making forms ----
@@ -253,19 +246,19 @@ def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str
 
 
 def _one_mask(wants: Sequence[Want]) -> bool:
-    """Return True if both forms keep the same values, 2:4 along both axes."""
+    """Return True if one mask, 2:4 along both axes, serves both forms."""
     return all(want.source.pruner == identity or want.source.pruner.by_tile for want in wants)
 
 
 def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:
-    """Return forms in FP8, along k. Forms of one array and one key are made in one reading of it."""
+    """Return forms in FP8, contiguous along the contracted axis. Forms that `_read_together` allows share a pass."""
     batches: list[list[Want]] = []
     for want in wants:
-        mate = next((batch for batch in batches if _read_together(batch[0].source, want.source)), None)
-        if mate is None:
+        batch = next((b for b in batches if _read_together(b[0].source, want.source)), None)
+        if batch is None:
             batches.append([want])
         else:
-            mate.append(want)
+            batch.append(want)
     forms: dict[str, Form] = {}
     for batch in batches:
         copies = tuple(_copy(routes, operand, want) for want in batch)
@@ -293,7 +286,8 @@ def _copy(routes: Routes, operand: str, want: Want) -> Copy:
 
 
 def _read_together(a: Source, b: Source) -> bool:
-    """Return True if one kernel can make forms of both: of one array, without draws of two keys."""
+    """Return True if one kernel call can make both forms: they read one array, and do not need two keys for pruning,
+    two keys for rounding, or two states."""
     if a.array is not b.array:
         return False
     pruned_twice = a.pruner.stochastic and b.pruner.stochastic
@@ -304,19 +298,19 @@ def _read_together(a: Source, b: Source) -> bool:
     return a.state is b.state and not any_draws
 
 
-# ---- products of forms ----
+# ---- multiplying forms ----
 
 
 def product_of_forms(
     routes: Routes, product: str, forms: Mapping[str, Form], dense: Callable[[], jax.Array], dtype: Any
 ) -> jax.Array:
-    """Return a product that a kernel runs, or that runs in FP8.
+    """Multiply forms: with a kernel if one is packed, else with XLA in FP8.
 
     Args:
-      routes: Who runs the products.
+      routes: How each product runs.
       product: "fwd", "dlhs" or "drhs".
       forms: The forms of its operands, by operand.
-      dense: A function that returns the other operand of a packed product of 16 bits.
+      dense: Returns the dense operand of a 16-bit packed product.
       dtype: The dtype of the result.
     """
     route, layout = routes[product], routes.layout
@@ -344,7 +338,7 @@ def product_of_forms(
 
 
 def _in_format(forms: Mapping[str, Form], operand: str) -> tuple[Any, jax.Array]:
-    """Return an operand in FP8, and the factor that undoes its scale."""
+    """Return an operand in FP8, and its inverse scale."""
     form = forms[operand]
     assert isinstance(form, tuple)
     return form

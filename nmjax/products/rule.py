@@ -1,15 +1,17 @@
-"""The rule of a product: ``op(lhs, rhs)`` with its six operands pruned, for dots, einsums and convolutions alike.
+"""Computes a layer's three products (y, dx, dw) with pruned operands, as one differentiable function.
 
-Forward slots are functions that autodiff goes through, by their own gradient rule. Backward slots are never
-differentiated. An empty backward slot reuses the value that the forward product used; a pruner there prunes that value
-again; ``raw(p)`` prunes the operand itself. A last `fp8` is storage: each product rounds its operands for itself, after
-pruning.
+It serves dots, einsums and convolutions alike. Autodiff differentiates through the forward pruners, with their own
+gradient rules. Backward slots are never differentiated. If a backward slot of x or w is empty, its product uses the
+operand that the forward slot pruned. A pruner there prunes that operand again. ``raw(p)`` prunes the unpruned operand.
+An `fp8` at the end of a slot is its storage format. Each product rounds its own operands, after pruning.
 
-If no backward slot is set and nothing is FP8, there is no custom_vjp, and forward mode works, also when only y is
-packed. (`sr_ste` has a custom_vjp of its own.) If dx or dw is packed, `jax.jvp` and second derivatives are refused.
+If all backward slots are empty, no slot ends in `fp8`, and no kernel computes dx or dw, no custom_vjp is used, and
+`jax.jvp` works. A kernel may then compute y. (`sr_ste` has a custom_vjp of its own.) Otherwise `jax.jvp` raises an
+error, and if a kernel computes any of the products, second derivatives do too.
 
-Noise is a function of (key, step, slot, group): the same key at another step draws anew. A product that is traced
-once and run many times with one key and step, under `jax.vmap` or as a tied layer, draws the same noise each time.
+Random numbers depend on key, step, slot and group. The same key gives new numbers at another step. A product that is
+traced once and run many times with one key and step, under `jax.vmap` or as a tied layer, uses the same numbers each
+time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -44,7 +46,7 @@ from nmjax.pruners import identity
 
 
 class StaticProduct(NamedTuple):
-    """What is static about a product of a layer: the operation, what is pruned, the layer's name, and who runs it.
+    """The static arguments of a layer's products.
 
     ``routes`` is None if XLA runs all three products.
     """
@@ -55,17 +57,17 @@ class StaticProduct(NamedTuple):
     routes: Routes | None
 
     def operands(self, lhs: Shaped, rhs: Shaped) -> dict[str, Operand]:
-        """Return where the axes of every slot's operand lie."""
+        """Return the axes of each slot's operand."""
         return self.op.operands(lhs.ndim, rhs.ndim)
 
 
 class Inputs(NamedTuple):
-    """What a product reads beside its operands.
+    """The inputs of a layer besides its pruned operands.
 
     Attributes:
-      lhs, rhs: The operands before their forward slots, if the backward pass or a kernel prunes them; else None.
+      lhs, rhs: The unpruned operands. None if neither the backward pass nor a kernel needs them.
       ctx: Key, step and state.
-      packed: Forms of the weight that were made before.
+      packed: The result of `packed_weight`, or None.
     """
 
     lhs: jax.Array | None
@@ -75,7 +77,7 @@ class Inputs(NamedTuple):
 
 
 Forms = Mapping[str, Mapping[str, Form]]
-"""The forms that kernels take, by operand and product."""
+"""``forms[operand][product]`` is the operand as the kernel of that product reads it."""
 
 
 def bilinear(
@@ -85,14 +87,14 @@ def bilinear(
     """Return ``op(lhs, rhs)`` with its six operands pruned.
 
     Args:
-      op: A bilinear function, as a frozen value that knows the axes of its operands.
+      op: The bilinear operation, a hashable value that holds the operands' axes.
       lhs: The left operand, x.
       rhs: The right operand, the weight.
-      sparsity: What each slot prunes.
+      sparsity: The pruner of each slot.
       ctx: Key, step and state.
-      backend: Who may run the products, one of `nmjax.kernels.targets.BACKENDS`.
-      name: The layer's name, which begins every error.
-      packed: What `packed_weight` made of the weight.
+      backend: The backend, one of `nmjax.kernels.targets.BACKENDS`.
+      name: The layer's name. Error messages begin with it.
+      packed: The weight's forms, from `packed_weight`.
     """
     check_backend(backend)
     if not isinstance(sparsity, Sparsity) or not isinstance(ctx, Ctx):
@@ -128,16 +130,16 @@ def prune_slot(
     product: StaticProduct, slot: Slot, p: Pruner, value: Any, axes: Mapping[str, Operand], ctx: Ctx,
     call: Callable[..., Any] = pruned,
 ) -> Any:  # fmt: skip
-    """Return an operand as a slot's pruner makes it.
+    """Prune an operand with a slot's pruner.
 
     Args:
       product: The product.
       slot: The slot.
       p: The slot's pruner, or the part of it that is to be applied.
       value: The operand.
-      axes: Where the axes of every slot's operand lie.
+      axes: The axes of each slot's operand.
       ctx: Key, step and state of the product.
-      call: `pruned`, or `merged_operand` to check only.
+      call: The function to call: `pruned`, or `merged_operand` to check without pruning.
     """
     if p == identity:
         return value
@@ -152,12 +154,12 @@ def prune_slot(
     return call(label, p, value, axes[slot.name], own)
 
 
-# ---- y by a kernel, derivatives by autodiff ----
+# ---- a kernel computes y; autodiff computes derivatives ----
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _derived(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
-    """Return a product whose value alone is a kernel's. Its derivatives are those of ``op``."""
+    """Compute y with a kernel, and its derivatives with ``op``."""
     return _forward(product, x, w, inputs, ("fwd",))[0]
 
 
@@ -176,7 +178,7 @@ def _(product: StaticProduct, primals: tuple[Any, ...], tangents: tuple[Any, ...
     return y, as_varying(sum(terms[1:], terms[0]), varying(y))
 
 
-# ---- all three products by the rule ----
+# ---- the custom_vjp for all three products ----
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -187,7 +189,7 @@ def _ruled(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -
 def _forward(
     product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs, products: Iterable[str]
 ) -> tuple[jax.Array, Forms]:
-    """Return y, and the forms of x and w that kernels take in some products."""
+    """Return y, and the forms of x and w that the kernels of the given products read."""
     op, routes = product.op, product.routes
     if routes is None:
         return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w)), {}
@@ -204,7 +206,7 @@ def _forward(
 
 
 def _stored(product: StaticProduct, name: str, value: jax.Array) -> jax.Array:
-    """Return an operand as the forward product holds it."""
+    """Round an operand of the forward product to its storage format, if it has one."""
     storage = product.sparsity.slots[name].storage
     return value if storage is None else storage(value)
 
@@ -212,7 +214,7 @@ def _stored(product: StaticProduct, name: str, value: jax.Array) -> jax.Array:
 def _by_xla(
     product: StaticProduct, axes: Mapping[str, Operand], ctx: Ctx
 ) -> Callable[[Slot, Pruner, jax.Array], jax.Array]:  # fmt: skip
-    """Return XLA's way to prune an operand of a product."""
+    """Return a function that prunes an operand with XLA."""
     return lambda slot, p, value: prune_slot(product, slot, p, value, axes, ctx)
 
 
@@ -228,8 +230,8 @@ def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: I
     if product.routes is not None:
         x, w = calls.underived(x), calls.underived(w)
     y, forms = _forward(product, x, w, inputs, tuple(CONTRACTED))
-    # Refuse here what the backward pass would refuse, because here the traceback shows the caller's line. Do not
-    # refuse it in _ruled: a product that nobody differentiates needs no key, and may have any number of tokens.
+    # Check the backward slots here, so that the traceback shows the caller's line. Do not check in _ruled: without
+    # differentiation no key is needed, and any number of tokens is allowed.
     axes = product.operands(x, w)
     for name, value in _backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
         slot = product.sparsity.slots[name]
@@ -253,10 +255,11 @@ def _ruled_backward(
     if routes is not None:
         forms = {**forms, "g": make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla)}
 
-    def gradient(name: str, of_g: str, other: str, like: jax.Array, by_xla: Callable[..., jax.Array]) -> jax.Array:
-        """Return dx or dw: by XLA of both operands pruned, else by a kernel of forms and one dense operand perhaps."""
+    def gradient(name: str, of_g: str, other: str, like: jax.Array, transpose: Callable[..., jax.Array]) -> jax.Array:
+        """Compute dx or dw. XLA multiplies both pruned operands; a kernel multiplies forms, or a form and a dense
+        operand."""
         if routes is None or not routes[name].by_kernel:
-            return by_xla(prune(of_g), prune(other))
+            return transpose(prune(of_g), prune(other))
         dense = other if routes[name].operand == "g" else of_g
         y = product_of_forms(routes, name, _forms_of(forms, name), lambda: prune(dense), like.dtype)
         return _summed_as(y, like)
@@ -270,13 +273,13 @@ _ruled.defvjp(_ruled_forward, _ruled_backward)
 
 
 def _summed_as(y: jax.Array, like: jax.Array) -> jax.Array:
-    """Return a gradient summed over the devices of `jax.shard_map` that share the value it is the gradient of."""
-    devices = tuple(varying(y) - varying(like))
-    return lax.psum(y, devices) if devices else y
+    """Sum a gradient over the `jax.shard_map` axes on which its primal is replicated."""
+    axes = tuple(varying(y) - varying(like))
+    return lax.psum(y, axes) if axes else y
 
 
 def _backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: Any) -> dict[str, Any]:
-    """Return what each backward slot prunes, given the forward values, the operands before them, and the gradient."""
+    """Return the input of each backward slot, given the pruned and the unpruned operands and the gradient."""
     return {
         "dlhs_g": g,
         "dlhs_rhs": rhs if sparsity.slots["dlhs_rhs"].raw else w,
@@ -285,23 +288,23 @@ def _backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: 
     }
 
 
-# ---- before a product runs ----
+# ---- packing and checks before the call ----
 
 
 def packed_weight(
     op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(),
     backend: str = "auto", *, name: str | None = None,
 ) -> dict[FormKey, Form]:  # fmt: skip
-    """Return a weight in the forms that its packed products take, for the argument ``packed`` of a product.
+    """Return the weight's forms, to pass as ``packed``.
 
-    With it the micro-steps of a gradient pack a weight once. It is empty if nothing runs packed, and leaves out what is
-    drawn anew at every micro-step.
+    Use it to pack a weight once for all micro-steps. The result is empty if no product is packed. It omits forms that
+    need new random numbers at each micro-step.
 
     Args:
       op: The operation.
       lhs: The shape of the left operand.
       rhs: The weight.
-      sparsity, ctx, backend, name: As of the product.
+      sparsity, ctx, backend, name: As in `bilinear`.
     """
     forward = sparsity.slots["fwd_rhs"]
     weight_slots = {"fwd": forward, "dlhs": sparsity.slots["dlhs_rhs"]}
@@ -309,7 +312,7 @@ def packed_weight(
     routes = routes_of(op, lhs, rhs, sparsity, backend, name, fixed)
     if routes is None or forward.pruner.needs_key:
         return {}
-    rhs = lax.stop_gradient(rhs)  # its gradient does not come by way of its forms
+    rhs = lax.stop_gradient(rhs)  # no gradient flows through the forms
     product = StaticProduct(op, sparsity, name, routes)
     axes = product.operands(lhs, rhs)
     w = prune_slot(product, forward, forward.applied, rhs, axes, ctx)
@@ -321,7 +324,7 @@ def packed_weight(
 def refusals(
     op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, sparsity: Sparsity
 ) -> tuple[tuple[str, str], ...]:
-    """Return (slot, reason) for every slot that ``op`` would refuse to prune, given operands of these shapes and
+    """Return (slot, reason) for every slot whose pruner would raise an error, given operands of these shapes and
     shardings."""
     g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
     values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | _backward_values(sparsity, lhs, rhs, lhs, rhs, g)
@@ -333,7 +336,7 @@ def refusals(
             continue
         try:
             check_shards(str(slot), slot.pruner, value, axes[name])
-            reason = _misfit(str(slot), slot.pruner, jax.ShapeDtypeStruct(value.shape, value.dtype), axes[name])
+            reason = _shape_refusal(str(slot), slot.pruner, jax.ShapeDtypeStruct(value.shape, value.dtype), axes[name])
         except (TypeError, ValueError) as error:
             reason = str(error)
         if reason:
@@ -342,8 +345,8 @@ def refusals(
 
 
 @lru_cache
-def _misfit(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Operand) -> str:
-    """Return why a pruner would refuse an array of this shape at the first step; "" if it does not."""
+def _shape_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Operand) -> str:
+    """Return the error that a pruner would raise for an array of this shape at the first step; "" if none."""
 
     def first_use(x: jax.Array) -> jax.Array:
         ctx = Ctx(random.words(0), 0)

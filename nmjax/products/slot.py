@@ -1,4 +1,4 @@
-"""The six slots of a linear layer, and the normal form of what fills one.
+"""The six slots of a linear layer, and the normal form of a slot's pruner.
 
 ===========  ==========================  ===============================  ===========================
 product      computes                    slots                            contracts, and so groups by
@@ -8,10 +8,17 @@ dlhs         dx = g w^T                  ``dlhs_g`` g, ``dlhs_rhs`` w     out-fe
 drhs         dw = x^T g                  ``drhs_g`` g, ``drhs_lhs`` x     tokens: batch and positions
 ===========  ==========================  ===============================  ===========================
 
-Every slot prunes along the contraction axis of its own product, so nobody names an axis.
+Every slot prunes along the contraction axis of its own product, so no axis has to be given.
 
-A slot is taken apart once, when its `Sparsity` is made. Products, kernels, FLOPs and plans read the `Slot`; none of
-them looks inside a pruner. What a combinator is to a slot stands in its own class, in `Pruner.normal`."""
+A slot is put in normal form once, when its `Sparsity` is created. Products, kernels, FLOPs and plans read the `Slot`;
+none of them looks inside a pruner. Each combinator defines its normal form in its method `normal`.
+
+Who rounds to FP8, and when: an `fp8` at the end of a slot is the slot's storage (``fp8.normal``, ``chain.normal``). An
+empty slot has none. ``routes._formats`` decides if a product can run in FP8: both of its operands must have a storage,
+for dx those of ``dlhs_g`` and ``dlhs_rhs``. If it runs in FP8, the kernel that makes a form rounds it
+(`nmjax.products.forms`). Else XLA simulates the rounding: of forward operands in ``rule._stored``, of backward ones by
+calling the slot's pruner, which ends in the `fp8`, and of 16-bit forms in ``forms._want``. Random rounding is
+allowed for backward operands only (``_check_slot``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +34,7 @@ FORWARD = ("fwd_lhs", "fwd_rhs")
 BACKWARD = ("dlhs_g", "dlhs_rhs", "drhs_g", "drhs_lhs")
 SLOTS = FORWARD + BACKWARD
 WEIGHT = ("fwd_rhs", "dlhs_rhs")  # the slots that can keep state between steps
-RAW = ("dlhs_rhs", "drhs_lhs")  # the slots whose operand exists unpruned too
+RAW = ("dlhs_rhs", "drhs_lhs")  # the slots where `raw` is allowed
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Slot:
 
     Attributes:
       name: One of `SLOTS`.
-      pruner: The pruner as it was written.
+      pruner: The pruner as given.
       form: Its normal form.
     """
 
@@ -46,42 +53,42 @@ class Slot:
 
     @property
     def empty(self) -> bool:
-        """True if nothing is written in the slot."""
+        """True if the pruner is `identity`."""
         return self.pruner == identity
 
     @property
     def core(self) -> Pruner | None:
-        """The one pruner that prunes; `identity` if none does, None if several do, one after another."""
+        """The only pruner in the slot that prunes. `identity` if there is none; None if several prune in turn."""
         return self.form.core
 
     @property
     def applied(self) -> Pruner:
-        """The pruner without its storage. In a forward slot it brings the gradient rule."""
+        """The pruner without its storage. In a forward slot it includes the gradient rule."""
         return self.form.applied
 
     @property
     def storage(self) -> fp8 | None:
-        """The `fp8` in which the product holds the operand; None if it holds the operand's own dtype."""
+        """The FP8 format, as an `fp8`, in which the product holds the operand; None if it keeps the operand's dtype."""
         storage = self.form.storage
         assert storage is None or isinstance(storage, fp8)
         return storage
 
     @property
     def raw(self) -> bool:
-        """True if the operand itself is pruned, not the value that the forward product used."""
+        """True if the unpruned operand is pruned, not the value that the forward product used."""
         return self.form.raw
 
     @property
     def pattern(self) -> Pattern | None:
-        """The n:m that it gives its operand along the axis that its product contracts."""
+        """The n:m pattern of the pruned operand along the contracted axis."""
         return self.pruner.pattern
 
     def context(self, ctx: Ctx) -> Ctx:
-        """Return what the slot's pruner reads: noise of its own at every step, and its own state."""
+        """Return the slot's context: its own key for this step, and its own state."""
         return slot_context(ctx, self.name)
 
     def core_context(self, ctx: Ctx) -> Ctx:
-        """Return what the core reads, given the context of the product."""
+        """Return the context of the core, given the product's."""
         return follow(self.form.core_path, self.context(ctx))
 
     def rounding_key(self, ctx: Ctx) -> Any:
@@ -95,7 +102,7 @@ class Slot:
 
 
 def as_slot(name: str, pruner: Any) -> Slot:
-    """Return a slot in normal form. Refuse a pruner where it has no meaning."""
+    """Return a slot in normal form. Raise an error if the pruner is not allowed in this slot."""
     _check_pruner(name, pruner)
     slot = Slot(name, pruner, pruner.normal())
     storage = slot.form.storage
@@ -113,7 +120,7 @@ def _check_pruner(name: str, pruner: Any) -> None:
 
 
 def _check_slot(slot: Slot) -> None:
-    """Refuse a pruner where it has no meaning."""
+    """Raise an error if the pruner is not allowed in this slot."""
     p, forward = slot.pruner, slot.name in FORWARD
     if slot.raw and slot.name not in RAW:
         raise ValueError(
@@ -141,7 +148,7 @@ def _check_slot(slot: Slot) -> None:
 
 
 def slot_context(ctx: Ctx, name: str) -> Ctx:
-    """Return the context of one slot, given the product's: noise of its own at every step, and its own state."""
+    """Return the slot's context, given the product's: its own key for this step, and its own state."""
     state, key = slot_state(ctx.state, name), None
     if ctx.key is not None:
         key = random.fold(random.fold(random.words(ctx.key), ctx.step), SLOTS.index(name))

@@ -32,11 +32,11 @@ class chain(Pruner):
     """Apply pruners one after another, each to the result of the one before it.
 
     Args:
-      *pruners: The pruners, in the order in which they are applied. Without any, a call changes nothing.
+      *pruners: The pruners, in the order in which they are applied. An empty chain returns ``x``.
 
     Raises:
       TypeError: An argument is not a pruner.
-      ValueError: A pruner may only be outermost, such as `ste`.
+      ValueError: An argument, such as `ste`, must be outermost.
 
     >>> chain(mse(2, 4), mse(1, 4))(jnp.array([1.0, -2.0, 3.1, -4.0]))
     Array([ 0.,  0.,  0., -4.], dtype=float32)
@@ -70,7 +70,8 @@ class chain(Pruner):
         return sparsest(p.pattern_across for p in self.parts)
 
     def normal(self) -> Normal:
-        """Return the normal form. An `fp8` at the end is the storage. If one other part prunes, it is the core."""
+        """Return the normal form. An `fp8` at the end is the storage. If exactly one other part prunes, it is
+        the core."""
         if not self.parts:
             return Normal(core=identity, applied=self)
         count, last = len(self.parts), self.parts[-1].normal()
@@ -82,12 +83,12 @@ class chain(Pruner):
         return Normal(core, applied, last.storage, core_path=path, storage_path=storage_path)
 
     def _core(self) -> tuple[Pruner | None, tuple[Link, ...]]:
-        """Return the one pruner that prunes, as `Normal.core`, and the path to it."""
+        """Return `Normal.core` and the path to it."""
         count = len(self.parts)
         cores: list[tuple[Pruner | None, tuple[Link, ...]]] = []
         for i, p in enumerate(self.parts):
             form = p.normal()
-            if i < count - 1 and form.storage is not None:  # rounding before the end is part of the pruning
+            if i < count - 1 and form.storage is not None:  # an fp8 that is not last counts as pruning, not storage
                 form = Normal(core=p, applied=p)
             if form.core != identity:
                 cores.append((form.core, (Link(i, count), *form.core_path)))
@@ -109,7 +110,7 @@ class chain(Pruner):
         return kept
 
     def _numbered(self, ctx: Ctx) -> Iterator[tuple[Pruner, Ctx]]:
-        """Yield every part with its context: its own state and its own noise."""
+        """Yield every part with its context: its own state and its own key."""
         for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
             yield p, with_part_key(part, i)
 
@@ -134,19 +135,18 @@ class chain(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class stages(Pruner):
-    """Change the pruner over training: structure decay (SdGf), dense phases, dense fine-tuning at the end.
+    """Use different pruners in different phases of training.
 
-    At step t the last row whose first step is at most t applies. The state of a row is made anew at its first step. If
-    all rows are `mse` with one m, or `identity`, only n changes and it is traced; otherwise `lax.switch` chooses the
-    row. Structure decay: Bambhaniya et al., arXiv 2402.04744.
+    Examples are structure decay (SdGf: Bambhaniya et al., arXiv 2402.04744) and a dense phase at the end. Step t uses
+    the last row whose first step is <= t. Each row's state is initialized at its first step. If all rows are `mse` with
+    one m, or `identity`, n is a traced value; otherwise `lax.switch` selects the row.
 
     Args:
-      rows: Pairs (first step, pruner). The first pair begins at step 0, and first steps rise.
+      rows: Pairs (first step, pruner). The first pair begins at step 0, and first steps increase.
 
     Raises:
       TypeError: A row holds no pruner.
-      ValueError: Rows are not pairs, do not begin at step 0 or do not rise, or hold a pruner that may only be
-        outermost.
+      ValueError: A row is not a pair, the first step is not 0, steps do not increase, or a pruner must be outermost.
 
     >>> stages(((0, identity), (100, mse(3, 4)), (200, mse(2, 4))))(jnp.arange(1., 5.), ctx=Ctx(step=150))
     Array([0., 2., 3., 4.], dtype=float32)
@@ -180,7 +180,7 @@ class stages(Pruner):
         return self._switch(ctx, lambda p, part: p.mask(x, axis, part))
 
     def _one_m(self) -> int | None:
-        """Return the m of all rows, or None if they differ in more than n."""
+        """Return the common m, or None if the rows differ in anything but n."""
         sizes = {p.m for p in self.parts if type(p) is mse}
         same = all(type(p) is mse or p == identity for p in self.parts)
         return sizes.pop() if same and len(sizes) == 1 else None
@@ -225,17 +225,17 @@ class rescale(Pruner):
     """Multiply the kept values so that the L1 norm is that of the array before pruning.
 
     McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774): prune across
-    channels, then for each sample and channel multiply over space, in float32, by::
+    channels. Then multiply the values of each sample and channel, in float32, by::
 
         ||x||_1 / ||p(x)||_1
 
     Args:
       p: The pruner.
-      over: The values that share a norm: "spatial", those of one sample and channel, or "group", those of one group.
+      over: The values that share a norm. "spatial": one norm per sample and channel. "group": one per group.
 
     Raises:
-      TypeError: P is not a pruner.
-      ValueError: ``over`` is neither of the two, or p may only be outermost.
+      TypeError: ``p`` is not a pruner.
+      ValueError: ``over`` is neither of the two, or ``p`` must be outermost.
 
     >>> rescale(mse(2, 4), over="group")(jnp.array([1., 2., 3., 4.]))
     Array([0.      , 0.      , 4.285714, 5.714286], dtype=float32)
@@ -290,14 +290,14 @@ class rescale(Pruner):
 class raw(Pruner):
     """Prune the unpruned operand in a backward slot, instead of the value that the forward product used.
 
-    It is allowed outermost in the slots ``dlhs_rhs`` and ``drhs_lhs`` only.
+    It must be outermost, in ``dlhs_rhs`` or ``drhs_lhs``.
 
     Args:
       p: The pruner.
 
     Raises:
-      TypeError: P is not a pruner.
-      ValueError: P may only be outermost.
+      TypeError: ``p`` is not a pruner.
+      ValueError: ``p`` must be outermost.
 
     >>> import nmjax as nm
     >>> nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), dlhs_rhs=raw(nm.mse(2, 4)))
@@ -324,7 +324,7 @@ class raw(Pruner):
         return self.p.pattern_across
 
     def normal(self) -> Normal:
-        """Return the normal form of the part, with the operand itself as the source."""
+        """Return the normal form of the part, with ``raw=True``."""
         inner = self.p.normal()
         applied = self if inner.storage is None else raw(inner.applied)
         return inner._replace(applied=applied, raw=True)
@@ -335,7 +335,7 @@ class raw(Pruner):
 
 
 def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
-    """Return the state of one row of `stages`, made anew at the first step of the row."""
+    """Return the state of one row of `stages`, initialized at the first step of the row."""
     if not p.remembers:
         return None
     refreshed = p.refresh(x, axis, ctx)

@@ -71,8 +71,8 @@ class ste(Estimator):
       p: The pruner.
 
     Raises:
-      TypeError: P is not a pruner.
-      ValueError: P may only be outermost, such as another gradient rule.
+      TypeError: ``p`` is not a pruner.
+      ValueError: ``p`` must be outermost, such as another gradient rule.
 
     >>> from nmjax.pruners import mse
     >>> jax.grad(lambda w: (ste(mse(2, 4))(w) * jnp.arange(4.)).sum())(jnp.ones(4))
@@ -108,8 +108,8 @@ class sr_ste(Estimator):
       lam: The strength of the decay.
 
     Raises:
-      TypeError: P is not a pruner, or lam is not a number.
-      ValueError: P also changes the values that it keeps.
+      TypeError: ``p`` is not a pruner, or ``lam`` is not a number.
+      ValueError: ``p`` also changes the values that it keeps.
 
     >>> from nmjax.pruners import mse
     >>> jax.grad(lambda w: sr_ste(mse(2, 4), lam=0.1)(w).sum())(jnp.array([1., -2., 3., -4.]))
@@ -145,12 +145,12 @@ class decay(Pruner):
 
     Args:
       p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
-      schedule: D, a function of the step.
+      schedule: The factor D, a function of the step.
       gradient: "ste" or "autodiff".
 
     Raises:
-      TypeError: P is not a pruner, or the schedule is not a function.
-      ValueError: P also changes the values that it keeps, or the gradient is neither of the two.
+      TypeError: ``p`` is not a pruner, or the schedule is not a function.
+      ValueError: ``p`` also changes the values that it keeps, or the gradient is neither of the two.
 
     >>> from nmjax.pruners import mse
     >>> from nmjax.pruners.schedules import linear

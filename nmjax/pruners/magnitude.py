@@ -26,8 +26,8 @@ class mse(Grouped):
       m: The size of a group.
 
     Raises:
-      TypeError: N or m is not a whole number.
-      ValueError: N does not lie between 1 and m.
+      TypeError: ``n`` or ``m`` is not an integer.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> mse(2, 4)(jnp.array([1., -2., 3., -4.]))
     Array([ 0.,  0.,  3., -4.], dtype=float32)

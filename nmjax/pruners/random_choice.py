@@ -27,8 +27,8 @@ class uniform(Grouped):
       rescale: Whether to multiply by m/n, which makes the result unbiased.
 
     Raises:
-      TypeError: N or m is not a whole number, or rescale is not a bool.
-      ValueError: N does not lie between 1 and m.
+      TypeError: ``n`` or ``m`` is not an integer, or ``rescale`` is not a bool.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> uniform(2, 4)(jnp.ones(8), ctx=Ctx(key=1))
     Array([2., 0., 0., 2., 2., 0., 0., 2.], dtype=float32)

@@ -23,8 +23,8 @@ class hold(Remembering):
       every: The number of steps between renewals. If None, the first mask stays.
 
     Raises:
-      TypeError: P is not a pruner.
-      ValueError: P also changes the values that it keeps, or ``every`` is not a number of steps.
+      TypeError: ``p`` is not a pruner.
+      ValueError: ``p`` also changes the values that it keeps, or ``every`` is not a number of steps.
 
     >>> from nmjax.pruners import mse
     >>> p = hold(mse(2, 4), every=40)
@@ -100,8 +100,8 @@ class permute(Remembering):
       draws: The number of random orders to try.
 
     Raises:
-      TypeError: P is not a pruner, or draws is not a whole number.
-      ValueError: P draws random numbers or has state, or a number is below 1.
+      TypeError: ``p`` is not a pruner, or ``draws`` is not an integer.
+      ValueError: ``p`` draws random numbers or has state, or a number is below 1.
 
     >>> from nmjax.pruners import mse
     >>> p, w = permute(mse(2, 4)), jnp.array([9., 9., 9., 0., 0., 0., 0., 9.])

@@ -72,7 +72,7 @@ class linear(_Ramp):
       begin: The step at which the value begins to change.
 
     Raises:
-      ValueError: Steps is below 1.
+      ValueError: ``steps`` is below 1.
 
     >>> [float(linear(1, 0, 10, begin=5)(s)) for s in (0, 5, 10, 15, 99)]
     [1.0, 1.0, 0.5, 0.0, 0.0]
@@ -93,7 +93,7 @@ class cosine(_Ramp):
       begin: The step at which the value begins to change.
 
     Raises:
-      ValueError: Steps is below 1.
+      ValueError: ``steps`` is below 1.
 
     >>> [round(float(cosine(1, 0, 10)(s)), 3) for s in (0, 2, 5, 10, 99)]
     [1.0, 0.905, 0.5, 0.0, 0.0]
@@ -134,7 +134,7 @@ class stairs(Value):
       rows: Pairs (first step, value). The first pair begins at step 0, and first steps rise.
 
     Raises:
-      ValueError: Rows are not pairs, do not begin at step 0 or do not rise.
+      ValueError: A row is not a pair, the first step is not 0, or steps do not increase.
 
     >>> [float(stairs(((0, 1), (10, 0.5)))(s)) for s in (0, 9, 10)]
     [1.0, 1.0, 0.5]

@@ -41,8 +41,8 @@ class soft(Remembering, Grouped):
         "one": beta is 1.
 
     Raises:
-      TypeError: N or m is not a whole number.
-      ValueError: N does not lie between 1 and m, or the scale is none of the three.
+      TypeError: ``n`` or ``m`` is not an integer.
+      ValueError: ``n`` does not lie between 1 and ``m``, or the scale is none of the three.
 
     >>> soft(2, 4)(jnp.array([1., -2., 3., -4.]))
     Array([ 0.,  0.,  1., -2.], dtype=float32)

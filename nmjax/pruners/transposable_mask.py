@@ -41,8 +41,8 @@ class transposable(Grouped):
       m: The size of a tile. It must divide both axes.
 
     Raises:
-      TypeError: N or m is not a whole number.
-      ValueError: N does not lie between 1 and m.
+      TypeError: ``n`` or ``m`` is not an integer.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> tile = jnp.array([[4., 3., 2., 1.], [-1., -3., .6, .5], [1., 2., 3., 4.], [10., 2., -1., 5.]])
     >>> transposable(2, 4).mask(tile).astype(int)

@@ -35,8 +35,8 @@ class mvue_approx(Grouped):
       m: The size of a group.
 
     Raises:
-      TypeError: N or m is not a whole number.
-      ValueError: N is not 2, or m is below 2.
+      TypeError: ``n`` or ``m`` is not an integer.
+      ValueError: ``n`` is not 2, or ``m`` is below 2.
 
     >>> mvue_approx(2, 4)(jnp.array([1., 1., 1., 1.]), ctx=Ctx(key=0))
     Array([2., 2., 0., 0.], dtype=float32)

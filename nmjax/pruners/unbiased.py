@@ -39,8 +39,8 @@ class mvue(Grouped):
       m: The size of a group.
 
     Raises:
-      TypeError: N or m is not a whole number.
-      ValueError: N does not lie between 1 and m.
+      TypeError: ``n`` or ``m`` is not an integer.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> mvue(2, 4)(jnp.array([1., 2., 3., -4.]), ctx=Ctx(key=0))
     Array([5., 0., 5., 0.], dtype=float32)

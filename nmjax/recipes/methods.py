@@ -46,7 +46,7 @@ def ste(n: int = 2, m: int = 4) -> Sparsity:
       A sparsity with ``fwd_rhs`` set.
 
     Raises:
-      ValueError: N does not lie between 1 and m.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> ste(2, 4)
     fwd_rhs=ste(mse(2,4))
@@ -68,7 +68,7 @@ def sr_ste(n: int = 2, m: int = 4, lam: float = 2e-4) -> Sparsity:
       A sparsity with ``fwd_rhs`` set.
 
     Raises:
-      ValueError: N does not lie between 1 and m.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> sr_ste(2, 4, lam=6e-5)
     fwd_rhs=sr_ste(mse(2,4),lam=6e-05)
@@ -164,7 +164,7 @@ def mvue(n: int = 2, m: int = 4) -> Sparsity:
       A sparsity with ``drhs_g`` set.
 
     Raises:
-      ValueError: N does not lie between 1 and m.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> mvue(1, 2)
     drhs_g=mvue(1,2)
@@ -268,7 +268,7 @@ def fst(n: int = 2, m: int = 4, lam: float = 6e-5, every: int = 40, dense_from: 
       A sparsity with ``fwd_rhs`` and ``drhs_g`` set.
 
     Raises:
-      ValueError: N does not lie between 1 and m.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> fst()
     fwd_rhs=sr_ste(hold(transposable(2,4),every=40),lam=6e-05); drhs_g=mvue_approx(2,4)
@@ -302,7 +302,7 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
       A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
 
     Raises:
-      ValueError: N does not lie between 1 and m.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> bi_mask()
     fwd_rhs=sr_ste(mse(2,4)); dlhs_rhs=permute(mse(2,4))
@@ -321,7 +321,7 @@ def bdwp(n: int = 2, m: int = 4) -> Sparsity:
       A sparsity with ``fwd_rhs`` and ``dlhs_rhs`` set.
 
     Raises:
-      ValueError: N does not lie between 1 and m.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> bdwp()
     fwd_rhs=ste(mse(2,4)); dlhs_rhs=raw(mse(2,4))
@@ -371,7 +371,7 @@ def top_gradient(n: int = 2, m: int = 4) -> Sparsity:
       A sparsity with ``drhs_g`` set.
 
     Raises:
-      ValueError: N does not lie between 1 and m.
+      ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> top_gradient()
     drhs_g=mse(2,4)
