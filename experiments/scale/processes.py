@@ -1,8 +1,7 @@
-"""The processes of a run: how they meet, agree, stop together and part. The first one speaks and writes for all.
+"""The processes of a run: how they connect, share values, stop together and exit. Process 0 prints and writes for all.
 
-Every process holds a connection to the first one. A process that fails says on it why, and one that dies closes it; the
-others then end at once, because they would wait for ever in their next collective. JAX notices within `SILENCE` seconds
-if a whole machine is gone.
+Every process has a connection to process 0. A failing process sends the reason; a dying process closes the connection.
+Either way the others exit at once, since their next collective would never return.
 """
 
 import contextlib
@@ -25,15 +24,16 @@ from experiments.errors import Diverged, Failed, Mistake, Stopped
 
 T = TypeVar("T")
 
-SILENCE = 45  # seconds after which a process that is not heard of counts as dead
-PATIENCE = 300  # seconds to wait for a process that has not come yet
-_STARTERS = {"SLURM": "SLURM_STEP_NUM_TASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}  # how many processes each started
+HEARTBEAT_TIMEOUT = 45  # seconds after which JAX counts a silent process as dead, for machines that are gone
+MEETING_TIMEOUT = 300  # seconds to wait until all processes have started
+_LAUNCHERS = {"SLURM": "SLURM_STEP_NUM_TASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}  # variables: the number of processes
+_PORT_BYTES, _KEY_BYTES = 2, 16
 
 _count, _index = 1, 0
-_connections: dict[int, Connection] = {}  # to the first process, which has one to every other
+_connections: dict[int, Connection] = {}  # process 0: to all others; others: to process 0
 _sending = threading.Lock()
-_answers: queue.Queue = queue.Queue()  # what the first process has found, for `agreed`
-_over = threading.Event()  # the first process has done all that it had to
+_answers: queue.Queue = queue.Queue()  # what process 0 has found, for `agreed`
+_over = threading.Event()  # process 0 has finished
 _at_end: list[Callable[[str], None]] = []
 
 
@@ -43,12 +43,12 @@ def count() -> int:
 
 
 def first() -> bool:
-    """Return whether this process speaks and writes for all."""
+    """Return whether this is process 0, which prints and writes for all."""
     return _index == 0
 
 
 def name() -> str:
-    """Return this process in words: its number and its machine."""
+    """Return a name for this process: its number and its machine."""
     return f"process {_index} of {_count} on {socket.gethostname()}"
 
 
@@ -57,16 +57,16 @@ def name() -> str:
 
 @contextlib.contextmanager
 def joined(option: str) -> Iterator[None]:
-    """Make this process one of several inside the context.
+    """Connect this process to the others of its run inside the context.
 
-    An error of one process ends the others. The first process reports an error that all have.
+    An error in one process ends the others. An error that occurs in all processes is reported by process 0 only.
 
     Args:
       option: The value of --distributed. "auto": the cluster says how many processes there are. "HOST:PORT,N,I": the
         address of process 0, the number of processes, the number of this one. "off" or "": this process is alone.
 
     Raises:
-      Mistake: If the option cannot be read, or if the processes did not meet.
+      Mistake: If the option cannot be read, or if the processes could not connect.
     """
     try:
         _meet(option)
@@ -105,11 +105,12 @@ def _meet(option: str) -> None:
     if address is not None:
         who = f"process {address.index} of {address.count} at {address.coordinator}"
     met = threading.Event()
-    threading.Thread(target=_patient, args=(who, met), daemon=True).start()
+    threading.Thread(target=_limit_meeting, args=(who, met), daemon=True).start()
     try:
         jax.distributed.initialize(
-            **_jax_options(address), heartbeat_timeout_seconds=SILENCE, shutdown_timeout_seconds=SILENCE
-        )
+            **_jax_options(address), heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
+        )  # fmt: skip
     except Exception as error:  # each cluster raises its own
         hint = "" if address else " SLURM, Open MPI, Kubernetes and TPUs are found; elsewhere write HOST:PORT,N,I."
         reason = " ".join(str(error).split())[:300].rstrip(".")
@@ -122,11 +123,11 @@ def _meet(option: str) -> None:
 
 
 def _refuse_unjoined() -> None:
-    """Refuse to run alone in one of several processes that a cluster has started of this command."""
-    starters = [starter for starter, variable in _STARTERS.items() if int(os.environ.get(variable) or 1) > 1]
-    if starters:
+    """Raise if a launcher started several processes and --distributed is not set."""
+    launchers = [launcher for launcher, variable in _LAUNCHERS.items() if int(os.environ.get(variable) or 1) > 1]
+    if launchers:
         raise Mistake(
-            f"{starters[0]} has started several of this command, and each would do the same. Write --distributed=auto "
+            f"{launchers[0]} has started several of this command, and each would do the same. Write --distributed=auto "
             "to make them one run, or --distributed=off if each is to be a run of its own."
         )
 
@@ -145,7 +146,7 @@ def _parsed(option: str) -> _Address:
 
 
 def _jax_options(address: _Address | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"initialization_timeout": PATIENCE + 60}  # `_patient` gives up before, without a trace
+    options: dict[str, Any] = {"initialization_timeout": MEETING_TIMEOUT + 60}  # `_limit_meeting` exits earlier
     if address is not None:
         options |= {
             "coordinator_address": address.coordinator,
@@ -156,21 +157,23 @@ def _jax_options(address: _Address | None) -> dict[str, Any]:
     return options
 
 
-def _patient(who: str, met: threading.Event) -> None:
-    """Say that this process waits for the others, and end it after `PATIENCE` seconds."""
+def _limit_meeting(who: str, met: threading.Event) -> None:
+    """Print that this process waits, and end it after `MEETING_TIMEOUT` seconds without a traceback."""
     if not met.wait(10):
-        print(f"{who} waits for the others, up to {PATIENCE} s", file=sys.stderr, flush=True)
-        if not met.wait(PATIENCE - 10):
-            _end(f"{who} has waited {PATIENCE} s for the others", Failed.code)
+        print(f"{who} waits for the others, up to {MEETING_TIMEOUT} s", file=sys.stderr, flush=True)
+        if not met.wait(MEETING_TIMEOUT - 10):
+            _end(f"{who} has waited {MEETING_TIMEOUT} s for the others", Failed.code)
 
 
 def _connect() -> None:
-    """Connect every process to the first one."""
+    """Connect every process to process 0."""
     from jax._src import distributed  # the only place that knows which address the cluster gave
 
     host = distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
-    failure = f"no connection to process 0 on {host} within {SILENCE} s. The machines of a run need open ports"
-    late = threading.Timer(SILENCE, lambda: _end(f"{name()}: {failure}", 1))
+    failure = (
+        f"no connection to process 0 on {host} within {HEARTBEAT_TIMEOUT} s. The machines of a run need open ports"
+    )
+    late = threading.Timer(HEARTBEAT_TIMEOUT, lambda: _end(f"{name()}: {failure}", 1))
     late.daemon = True
     late.start()
     if first():
@@ -182,29 +185,29 @@ def _connect() -> None:
 
 
 def _accept() -> None:
-    """Wait, as the first process, until all others have called."""
-    key = secrets.token_bytes(16)
+    """In process 0: wait until all others have connected."""
+    key = secrets.token_bytes(_KEY_BYTES)
     listener = Listener(("", 0), backlog=_count, authkey=key)
-    _broadcast(listener.address[1].to_bytes(2, "big") + key)
+    _broadcast(listener.address[1].to_bytes(_PORT_BYTES, "big") + key)
     while len(_connections) < _count - 1:
-        with contextlib.suppress(Exception):  # a caller that is not one of these processes
+        with contextlib.suppress(Exception):  # ignore connections from other programs
             connection = listener.accept()
             _connections[connection.recv()] = connection
     listener.close()
 
 
 def _call(host: str, failure: str) -> None:
-    """Call the first process, and tell it the number of this one."""
-    known = _broadcast(bytes(18))
+    """In the others: connect to process 0, and send it the number of this process."""
+    known = _broadcast(bytes(_PORT_BYTES + _KEY_BYTES))
     try:
-        _connections[0] = Client((host, int.from_bytes(known[:2], "big")), authkey=known[2:])
+        _connections[0] = Client((host, int.from_bytes(known[:_PORT_BYTES], "big")), authkey=known[_PORT_BYTES:])
         _connections[0].send(_index)
     except OSError as error:
         raise Failed(f"{failure} ({error})") from error
 
 
 def _broadcast(own: bytes) -> bytes:
-    """Return the port and the key of the first process; every process gives bytes of the same length."""
+    """Return `own` of process 0: its port and its key. `own` must have the same length in all processes."""
     from jax.experimental import multihost_utils
 
     return multihost_utils.broadcast_one_to_all(np.frombuffer(own, np.uint8)).tobytes()
@@ -214,11 +217,11 @@ def _broadcast(own: bytes) -> bytes:
 
 
 def agreed(find: Callable[[], T]) -> T:
-    """Return what `find` returns in the first process. All processes have to call this in the same order."""
+    """Return what `find` returns in process 0. All processes have to call this in the same order."""
     if not first():
         return _answers.get()
     answer = find()
-    _tell("answer", answer)
+    _send("answer", answer)
     return answer
 
 
@@ -240,26 +243,26 @@ def same(own: dict[str, Any]) -> None:
 
 # ---- stopping together ----
 #
-# A process that was told to stop asks the first one ("stop"). The first asks all how many turns they have taken
-# ("where"); each answers ("at") and takes no further turn. The first then tells all the turn at which they stop
-# ("until"): one after the furthest.
+# A turn is a step of the loop, counted by `turn`. A process that is to stop sends "stop" to process 0, which asks all
+# others how many turns they have taken ("where"). Each answers ("at") and takes no further turn. Process 0 then sends
+# the turn at which all stop ("until"): one after the furthest.
 
 _gate = threading.Lock()  # held while the processes say how far they are: no turn is taken then
 _first_to_ask = threading.Lock()  # the loop's thread and the listening thread may both ask
 _turns = 0  # that this process has taken
 _last: int | None = None  # the turn at which all stop
 _asked = False  # this process has asked to stop
-_far: dict[int, int] = {}  # in the first process: the turns that each has taken
+_far: dict[int, int] = {}  # in process 0: the turns that each process has taken
 
 
 def turn(stop: bool) -> bool:
     """Count a step, and return whether all processes stop here.
 
-    Every process calls this after each of its steps. Some turns after one of them wants to stop, it returns True in all
-    of them at the same turn.
+    Every process calls this after each of its steps. Soon after one process asks to stop, all calls for the same step
+    return True.
 
     Args:
-      stop: True if this process was told to stop.
+      stop: True if this process asks to stop.
     """
     global _turns, _asked
     if stop and not _asked:
@@ -267,34 +270,35 @@ def turn(stop: bool) -> bool:
         if first():
             _ask_all()
         else:
-            _tell("stop", None)
+            _send("stop", None)
     with _gate:
         _turns += 1
         return _turns == _last
 
 
 def _ask_all() -> None:
+    """In process 0: take no further turn, and ask all others how many turns they have taken. Do so only once."""
     with _first_to_ask:
         if _far:
             return
         _gate.acquire()
         _far[0] = _turns
-    _tell("where", None)
+    _send("where", None)
 
 
 def _stopping(who: int, kind: str, content: Any) -> None:
-    """Handle a message about stopping."""
+    """Handle a message about stopping. With "at" and "until", the content is a number of turns."""
     global _last
     if kind == "stop":
         _ask_all()
     elif kind == "where":
         _gate.acquire()
-        _tell("at", _turns)
+        _send("at", _turns)
     elif kind == "at":
         _far[who] = content
         if len(_far) == _count:
             _last = max(_far.values()) + 1
-            _tell("until", _last)
+            _send("until", _last)
             _gate.release()
     else:
         _last = content
@@ -306,7 +310,7 @@ def _stopping(who: int, kind: str, content: Any) -> None:
 
 @contextlib.contextmanager
 def at_end(do: Callable[[str], None]) -> Iterator[None]:
-    """Call `do(reason)` if the end of another process ends this one inside the context."""
+    """Call `do(reason)` if this process exits inside the context because another one failed."""
     _at_end.append(do)
     try:
         yield
@@ -318,19 +322,20 @@ def at_end(do: Callable[[str], None]) -> Iterator[None]:
 
 
 def _wait_for_cause(error: BaseException) -> None:
-    """Wait for the message that another process has died: its death may fail a collective here before it arrives."""
+    """Wait for the message that another process failed, since a collective may fail here before it arrives."""
     if _count > 1 and not isinstance(error, Mistake | Failed | Stopped | KeyboardInterrupt):
         time.sleep(2)
 
 
 def _leave() -> None:
-    """Say that this process is done. The others wait here for the first one, because JAX would not wait for long."""
-    _tell("done", None)
+    """Send that this process is done. All others wait for process 0, because JAX's own wait is short."""
+    _send("done", None)
     if not first():
         _over.wait()
 
 
-def _tell(kind: str, content: Any) -> None:
+def _send(kind: str, content: Any) -> None:
+    """Send a message over all connections of this process."""
     with _sending:
         for connection in _connections.values():
             with contextlib.suppress(OSError):
@@ -338,14 +343,14 @@ def _tell(kind: str, content: Any) -> None:
 
 
 def _listen() -> None:
-    """Handle the messages of all connections until each has said that it is done."""
+    """Handle the messages of all connections until each process has sent that it is done."""
     open_ones = {connection: who for who, connection in _connections.items()}
     while open_ones:
         for connection in wait(list(open_ones)):
             who = open_ones[connection]
             try:
                 kind, content = connection.recv()
-            except Exception:  # the connection's end, or a part of a last message
+            except Exception:  # the connection was closed, perhaps within a message
                 kind, content = "failed", (f"process {who} of {_count} is gone, and had no time to say why", 1)
             if kind == "failed":
                 _end_with(*content)
@@ -360,7 +365,7 @@ def _listen() -> None:
 
 
 def _end_with(reason: str, code: int) -> NoReturn:
-    """End this process because another one has ended."""
+    """End this process because another one has failed."""
     for do in list(_at_end):
         with contextlib.suppress(Exception):  # this process ends all the same
             do(reason)
@@ -383,10 +388,10 @@ def _end(reason: str, code: int, text: str = "") -> NoReturn:
     Args:
       reason: The reason, for the other processes.
       code: The exit code of all.
-      text: What this process prints, if it is not the reason.
+      text: The text to print; by default the reason.
     """
     try:
-        _tell("failed", (reason, code))
+        _send("failed", (reason, code))
         text = text or reason
         print(text if "launch.py: " in text else f"launch.py: {text}", file=sys.stderr, flush=True)
         sys.stdout.flush()

@@ -3,10 +3,11 @@
 ::
 
     checkpoints/40/         the state after 40 steps
-    checkpoints/40.json     its seal (`seals.py`), which makes it valid
+    checkpoints/40.json     its seal (`seals.py`), with checksums of its files
 
-`Checkpoints.save` tells the order of writes. The last two checkpoints are kept, and the best. A checkpoint that differs
-from its seal is put aside, and the run continues from the one before it.
+A checkpoint is valid if its files match its seal. The last two checkpoints are kept, and the best. `Checkpoints.save`
+documents the order of writes. A damaged checkpoint is renamed to `unreadable-40`, and the run continues from the last
+valid one.
 """
 
 import contextlib
@@ -26,25 +27,27 @@ from experiments.training import seals
 
 
 class Restored(NamedTuple):
-    """A checkpoint that is read; or step 0 and no state, if there is none."""
+    """A restored checkpoint. Without a checkpoint: step 0, state None."""
 
     step: int
     state: Any
-    seen: list[dict]  # figures of the steps since the last line of metrics
+    seen: list[dict]  # metrics of steps that are not yet written to metrics.jsonl
 
 
 class Checkpoints:
-    """Saves and restores the states of a run. A save that fails is told, not raised: training goes on.
+    """Saves and restores the states of a run.
+
+    A failed save is reported, and training continues; with several processes it raises `Failed`.
 
     Args:
       workdir: The run's directory.
-      tell: Shows a line to the person who watches the run.
+      report: Shows a line to the person who watches the run.
     """
 
-    def __init__(self, workdir: Path, tell: Callable[[str], None] = print):
+    def __init__(self, workdir: Path, report: Callable[[str], None] = print):
         self.directory = (workdir / "checkpoints").absolute()
         self.lost: str | None = None  # why the last save failed
-        self._tell = tell
+        self._report = report
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future = Future()
         self._writing.set_result(None)
@@ -54,21 +57,21 @@ class Checkpoints:
         """Orbax's checkpointer. It has threads of its own, so it is made when something is first saved or restored."""
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # `_failed` tells what Orbax would log
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # `_failed` reports these errors
         return ocp.StandardCheckpointer()
 
     # ---- writing ----
 
     def save(self, step: int, state: Any, seen: list[dict], best: bool) -> None:
-        """Write the checkpoint of a step. Training goes on after the second of these steps.
+        """Write the checkpoint of a training step.
 
-        The order of writes:
+        The order of writes (`save` returns after number 2, and the rest runs in a thread):
 
         0. The loop has written all lines of metrics up to this step.
         1. The checkpoint before this one is finished: `wait`.
-        2. Orbax copies the state to the host, and begins to write it to `STEP/`: here.
-        3. All processes finish writing: `_finish`, in a thread.
-        4. The first process writes the seal `STEP.json`, whole or not at all: `seals.write`.
+        2. Orbax copies the state to the host, and begins to write it to `STEP/`, in this call.
+        3. All processes finish writing: `_finish`.
+        4. Process 0 writes the seal `STEP.json`, whole or not at all: `seals.write`.
         5. It removes old checkpoints, each seal before its folder: `_remove_old`.
 
         A run that is killed at any moment therefore leaves valid checkpoints and folders without a seal, nothing else.
@@ -76,7 +79,7 @@ class Checkpoints:
         Args:
           step: Number of steps that are done.
           state: The state after them. It may be donated as soon as this returns.
-          seen: Figures of the steps since the last line of metrics.
+          seen: Metrics of steps that are not yet written to metrics.jsonl.
           best: True if the evaluation after this step is the best so far.
         """
         self.wait()
@@ -111,7 +114,10 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _failed(self, step: int, error: Exception) -> None:
-        """Tell why a save failed, and remove what it left. If there are several processes, raise: the others wait."""
+        """Report a failed save, and remove its files.
+
+        With several processes, raise, because the others are waiting.
+        """
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC or "RESOURCE_EXHAUSTED" in str(error)
         reason = "no space is left on the disk" if full else " ".join(str(error).split())[:300]
         self.lost = f"The checkpoint of step {step:,} could not be written: {reason}."
@@ -121,7 +127,7 @@ class Checkpoints:
                 self._remove_old()
         if processes.count() > 1:
             raise Failed(self.lost.rstrip("."))
-        self._tell(f"{self.lost} {self.kept()} Training goes on.")
+        self._report(f"{self.lost} {self.kept_message()} Training goes on.")
 
     def wait(self) -> None:
         """Wait until the save that was begun is finished."""
@@ -135,14 +141,14 @@ class Checkpoints:
             self._orbax.close()
 
     def dump(self, state: Any) -> None:
-        """Write the state of a run that diverged to `failed-STEP/`, for a person to look at. It is no checkpoint."""
+        """Write the state of a diverged run to `failed-STEP/`, for debugging. It cannot be restored."""
         self.wait()
         with contextlib.suppress(Exception):  # the error of the run is more important
             step = int(state.step)
             path = self.directory / f"failed-{step}"
             self._orbax.save(path, state._asdict(), force=True)
             self._orbax.wait_until_finished()
-            self._tell(f"The state after step {step:,} is in {path}, to be looked at.")
+            self._report(f"The state after step {step:,} is in {path}, to be looked at.")
 
     # ---- restoring ----
 
@@ -152,21 +158,21 @@ class Checkpoints:
         return [step for step in steps if seals.was_best(self.directory, step)] if best else steps
 
     def last(self) -> int:
-        """Return the step of the last undamaged checkpoint, or 0."""
-        return self._undamaged(best=False, mend=False)[0]
+        """Return the step of the last valid checkpoint, or 0."""
+        return self._last_valid(best=False, rename_damaged=False)[0]
 
-    def restore(self, shapes: Any, best: bool = False, mend: bool = True) -> Restored:
-        """Read the last undamaged checkpoint.
+    def restore(self, shapes: Any, best: bool = False, rename_damaged: bool = True) -> Restored:
+        """Read the last valid checkpoint.
 
         Args:
           shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
-          best: Read the best checkpoint in place of the last.
-          mend: Rename damaged checkpoints. Use it only for the run's own directory.
+          best: Read the last valid one of those that were the best when they were saved.
+          rename_damaged: Rename damaged checkpoints. Use it only for the run's own directory.
 
         Raises:
-          Failed: If all checkpoints are damaged, or if the state has other shapes.
+          Failed: If there are checkpoints but none is valid, or if the state has other shapes.
         """
-        step, seen = processes.agreed(lambda: self._undamaged(best, mend))
+        step, seen = processes.agreed(lambda: self._last_valid(best, rename_damaged))
         if not step:
             return Restored(0, None, [])
         try:
@@ -176,16 +182,16 @@ class Checkpoints:
             raise Failed(f"{self._path(step)} holds no state of this model and optimizer: {reason}") from error
         return Restored(step, type(shapes)(**state), seen)
 
-    def _undamaged(self, best: bool, mend: bool) -> tuple[int, list[dict]]:
-        """Return the last step whose files match their seal, and the figures in the seal."""
+    def _last_valid(self, best: bool, rename_damaged: bool) -> tuple[int, list[dict]]:
+        """Return the step of the last valid checkpoint and the metrics in its seal, or step 0 if there are none."""
         steps = self.steps(best)
         for step in reversed(steps):
             seal = seals.read(self.directory, step)
             damage = seals.damage(self.directory, step, seal)
             if seal is not None and not damage:
                 return step, seal.seen
-            moved = f", and is put aside as {self._put_aside(step)}" if mend else ""
-            self._tell(f"The checkpoint of step {step:,} cannot be read{moved}: {damage}.")
+            moved = f", and is put aside as {self._rename_damaged(step)}" if rename_damaged else ""
+            self._report(f"The checkpoint of step {step:,} cannot be read{moved}: {damage}.")
         if steps:
             raise Failed(
                 f"None of the checkpoints in {self.directory} can be read. To begin anew, remove that directory, "
@@ -193,7 +199,7 @@ class Checkpoints:
             )
         return 0, []
 
-    def _put_aside(self, step: int) -> Path:
+    def _rename_damaged(self, step: int) -> Path:
         """Rename a damaged checkpoint, and return its new name."""
         aside = self.directory / f"unreadable-{step}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -205,8 +211,8 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.directory / str(step)
 
-    def kept(self) -> str:
-        """Return a sentence that tells a person which checkpoint is kept."""
+    def kept_message(self) -> str:
+        """Return a sentence about which checkpoint is kept, for a person."""
         steps = self.steps()
         if not steps:
             return "No checkpoint was written before."

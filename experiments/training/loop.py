@@ -24,14 +24,13 @@ from experiments.training.state import State
 class Loop:
     """Trains runs to their last step.
 
-    Read `run` first: it is the whole loop. All runs share one program. Their states are one state with an axis more.
+    Read `run` first: it is the whole loop. All runs share one program. Their states are stacked along a new axis.
 
     Args:
-      program: What is compiled.
-      runs: The runs that go on, by their numbers in the state. A run that fails is taken out of this dict; with the
-        last one its error is raised.
+      program: The compiled functions.
+      runs: The active runs, by index in the state. A failed run is removed. If it is the only one, its error is raised.
       screen: Shows the progress.
-      stop: Tells after each step whether the runs have to stop.
+      stop: Asked after each step whether the runs have to stop.
       began: Time at which the command began, for the summary.
     """
 
@@ -42,16 +41,16 @@ class Loop:
         self.task, self.total, self.config = program.task, program.total, program.config
         self.higher = self.task.metric == "accuracy"
         self.scores: dict[int, dict[str, float]] = {}  # of the last evaluation, by run
-        self.meter = Meter(math.ceil(self.total / 500), runs, self.tell, self.lose)
+        self.meter = Meter(math.ceil(self.total / 500), runs, self.report, self.remove)
 
     def run(self, origin: Path | None) -> None:
-        """Take all steps that are not done yet, and leave a summary.
+        """Train to the last step, and write a summary.
 
         Args:
-          origin: Directory of a run whose last state is the first state of this one.
+          origin: Directory of a run to start from, if these have no checkpoints of their own.
         """
         start, feed = self.begin(origin)
-        if start == self.total:  # it was killed between its last checkpoint and its end
+        if start == self.total:  # the run was killed after its last checkpoint
             self.scores = self.score()
         with self.screen.progress(self.total, start):
             for step, arrays in zip(range(start, self.total), supplied(feed, self.warn_of_slow_feed), strict=False):
@@ -99,7 +98,7 @@ class Loop:
         self.meter.push(step, shown)
 
     def measured_step(self, step: int, arrays: Any) -> None:
-        """Take a step, and write what pruning does to weights and gradients at its beginning."""
+        """Take a step, and write what pruning does to weights and gradients before the step."""
         with self.meter.aside():
             masks = self.program.masks(self.state)
             tables = jax.device_get(self.program.measure(self.state, arrays))
@@ -115,13 +114,13 @@ class Loop:
     def evaluate(self, step: int) -> None:
         """Score the runs after a step, and save them.
 
-        All lines of metrics up to this step are written first. `Checkpoints.save` tells the order of the later writes.
+        All lines of metrics up to this step are written first. See `Checkpoints.save` for the order of writes.
         """
         with self.meter.aside():
             self.meter.flush()
             self.scores = self.score()
             for i, scores in self.scores.items():
-                self.lose_if_diverged(i, step, scores)
+                self.remove_if_diverged(i, step, scores)
             for i, run in self.runs.items():
                 run.record.write("eval", step, **self.scores[i])
             self.screen.evaluation(step, mean([self.scores[i] for i in self.runs]))
@@ -139,22 +138,27 @@ class Loop:
         return scores.get(f"hardened_{metric}", scores[metric])
 
     def save(self, step: int, best: list[int]) -> None:
-        """Begin to write a checkpoint of each run; `best` are those that it is the best of."""
+        """Begin to write a checkpoint of each run.
+
+        Args:
+          step: Number of steps that are done.
+          best: The runs whose best score is at this step.
+        """
         for i, run in self.runs.items():
             run.checkpoints.save(step, self.program.part(self.state, i), run.seen, best=i in best)
 
     # ---- the end of a run ----
 
-    def lose_if_diverged(self, i: int, step: int, scores: dict[str, float]) -> None:
-        """Lose a run if a score is not finite: no checkpoint is kept of a state that has diverged."""
+    def remove_if_diverged(self, i: int, step: int, scores: dict[str, float]) -> None:
+        """Remove a run whose score is not finite, before its state is saved."""
         for name, value in scores.items():
             if not math.isfinite(value):
                 text = f"the {name.replace('_', ' ')} of the evaluation after step {step:,} is {value}"
-                self.lose(i, Diverged(text))
+                self.remove(i, Diverged(text))
                 return
 
-    def lose(self, i: int, error: Failed) -> None:
-        """Take a run out. The others go on; if there are none, raise the error."""
+    def remove(self, i: int, error: Failed) -> None:
+        """Remove a failed run. If it is the only one, raise its error."""
         run = self.runs[i]
         if isinstance(error, Diverged):
             run.checkpoints.dump(self.program.part(self.state, i))
@@ -165,7 +169,7 @@ class Loop:
         self.screen.line(f"{run.name}: {run.explain(error)} The others go on.")
 
     def stop_after(self, step: int, saved: bool) -> None:
-        """Save the runs after a step if they are not, and raise `Stopped` unless it was the last step."""
+        """Save the runs unless they are saved already, and raise `Stopped` unless this was the last step."""
         if not saved:
             self.meter.settle()
             self.save(step, best=[])
@@ -174,18 +178,18 @@ class Loop:
             raise Stopped(f"{self.stop.signal.name} after step {step:,}", self.stop.signal)
 
     def finish(self) -> None:
-        """Wait for the last checkpoints, and keep what the reports show."""
+        """Wait for the last checkpoints, and write the data for the reports."""
         for i, run in list(self.runs.items()):
             run.checkpoints.wait()
             if run.checkpoints.lost:
-                self.lose(i, Failed(run.checkpoints.lost))
+                self.remove(i, Failed(run.checkpoints.lost))
         for i, run in self.runs.items():
             summary = self.summary(i)
             pictures = self.program.one.pictures(self.program.part(self.state, i))
             run.record.keep(summary, self.scores[i], pictures)
 
     def summary(self, i: int) -> list[tuple[str, str]]:
-        """Return rows (label, text) about a run that is done. The first are shown large."""
+        """Return rows (label, text) about a finished run. The report shows the first rows in large type."""
         run, scores, metric = self.runs[i], self.scores[i], self.task.metric
         names = sorted(scores, key=lambda name: (metric not in name, "hardened" not in name))
         rows = [(name.replace("_", " "), form(name, scores[name])) for name in names]
@@ -196,9 +200,9 @@ class Loop:
             rows.append(("first step", f"after {self.meter.first - self.began:.1f} s"))
         return rows
 
-    # ---- what is told ----
+    # ---- reports ----
 
-    def tell(self, step: int, means: dict[int, dict], rate: float | None) -> None:
+    def report(self, step: int, means: dict[int, dict], rate: float | None) -> None:
         """Write and show the means of a window of steps."""
         for i, figures in means.items():
             if rate is not None:
@@ -208,7 +212,7 @@ class Loop:
         self.screen.step(step, mean(means.values()))
 
     def warn_of_slow_feed(self, rate: float) -> None:
-        """Say that the steps wait for their data, which come at so many batches a second."""
+        """Warn that training waits for data. The rate is in batches per second."""
         supply = f"{number(rate * self.config.batch * self.task.units)} {self.task.unit}/s"
         self.screen.line(
             f"Steps wait for their data, which arrive at {supply}. More processor cores or a faster disk would help."
@@ -216,7 +220,7 @@ class Loop:
 
 
 def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | None) -> list[Restored]:
-    """Return what runs begin with: their own last states, the last state of another run, or nothing.
+    """Return the initial state of each run: its own last one, the last one of another run, or none at step 0.
 
     Args:
       program: The program of the runs.
@@ -241,7 +245,7 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
             screen.line(f"continuing from step {steps[0]:,} of {program.total:,}, from {run.checkpoints.directory}")
     elif origin is not None:
         with contextlib.closing(Checkpoints(origin, screen.line)) as checkpoints:
-            other = checkpoints.restore(shapes, mend=False)
+            other = checkpoints.restore(shapes, rename_damaged=False)
         if other.step > program.total:
             raise Mistake(f"--from={origin} is at step {other.step:,}, and this run has only {program.total:,} steps.")
         seed = shards.placed(np.uint32(runs[0].config.seed), shards.whole(program.mesh))

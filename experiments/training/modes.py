@@ -231,7 +231,7 @@ def _began(workdir: Path) -> str | None:
 
 def _interrupted(error: BaseException, runs: list[Run], again: str) -> BaseException:
     """Return the error that tells a person where interrupted runs stand, and how they continue."""
-    kept = " ".join(run.checkpoints.kept() for run in runs)
+    kept = " ".join(run.checkpoints.kept_message() for run in runs)
     begun = any(run.checkpoints.steps() for run in runs)
     by = f" by {error}" if str(error) else ""
     text = f"interrupted{by}. {kept} {again} {'continues from there' if begun else 'starts anew'}."
@@ -258,6 +258,6 @@ def evaluate(run: Run, program: Program, screen: Screen) -> None:
     digest.refuse_another(run.workdir, run.identity)
     with contextlib.closing(Checkpoints(run.workdir, screen.line)) as checkpoints:
         for name in ("last", "best"):
-            step, state, _ = checkpoints.restore(program.shapes, best=name == "best", mend=False)
+            step, state, _ = checkpoints.restore(program.shapes, best=name == "best", rename_damaged=False)
             if state is not None:
                 screen.line(f"{name}, step {step:,}: " + "   ".join(figures(program.evaluate(state))))

@@ -79,7 +79,7 @@ class Run:
 
     def explain(self, error: Exception) -> str:
         """Return in words what ended the run, which checkpoint is kept, and what a person may do."""
-        text = f"{str(error).rstrip('.')}. {self.checkpoints.kept()}"
+        text = f"{str(error).rstrip('.')}. {self.checkpoints.kept_message()}"
         if isinstance(error, Diverged) and self.checkpoints.steps():
             text += (
                 f" To continue from it with other settings, add --workdir=ANOTHER --from={self.workdir} and a change, "

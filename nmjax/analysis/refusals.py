@@ -8,6 +8,10 @@ There are two kinds:
 
 The reasons are those that a product itself raises: they come from `nmjax.products.rule.refusals` and
 `nmjax.products.routes`. A plan collects them in ``Plan.refused``.
+
+`nmjax.nnx.sparsify` refuses more than a plan does: for example layers whose product is the model's own, layers in
+nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned weights of an nnx.Einsum without einsum_str. See
+`nmjax.nnx.delivery`.
 """
 
 from collections.abc import Iterable

@@ -1,16 +1,17 @@
 """Packed 2:4 times dense on Hopper's sparse tensor cores: ``D[M, N] = A[M, K] @ B[K, N]``, with A packed along K.
 
-One warpgroup of a thread block fetches blocks of A, of its words and of B into a ring of shared memory (TMA). The
-others multiply. The grid is as large as the device, and its thread blocks walk over the tiles of D. Two thread blocks
-may form a cluster. If they lie along M, each fetches half of what both need of B; if they lie along N, half of A.
+One warpgroup of a thread block loads blocks of A, of its 2:4 metadata (the words) and of B into a ring buffer in shared
+memory (TMA). The others multiply. The kernel is persistent: one thread block per multiprocessor loops over tiles of D.
+Two thread blocks may form a cluster. If they are neighbours along M, they share B, and each loads half of it; if they
+are neighbours along N, they share A likewise.
 
-16-bit A is contiguous along K or along M, B along K or along N, and the result is D or its transpose. So no product of
-training needs a transposition. 8-bit operands are contiguous along K.
+16-bit A is contiguous along K or along M, B along K or along N, and the result is D or its transpose. So no operand or
+result of training has to be transposed separately. 8-bit operands are contiguous along K.
 
 The parts, from the top: `spmm` launches `_kernel`, which loops over the tiles (`_schedule`). For each tile a pipeline
 (`_pipeline`) feeds the steps of the main loop, and `_epilogue` stores the sums. A `Geometry` holds everything that is
-known before. `Instructions` are those of the hardware, or their emulation on a CPU. The rest of the kernel is the same
-for both.
+known at trace time. `Instructions` are those of the hardware, or their emulation on a CPU. The rest of the kernel is
+the same for both.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from nmjax.kernels.hopper_geometry import Geometry, Ref
 from nmjax.kernels.limits import HopperConfig, shape_of
 from nmjax.kernels.targets import result
 
-_ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 a register: in pairs, LLVM makes ptxas serialise the instructions
+_ACC = plgpu.Layout._WGMMA_ACC_32BIT  # one f32 per register: with pairs, ptxas would serialise the WGMMAs
 
 
 def spmm(
@@ -44,12 +45,12 @@ def spmm(
     Args:
       a: ``[B, M, K]`` packed along K, or ``[B, K, M]`` packed along K.
       b: ``[B, K, N]``, or ``[B, N, K]`` with ``b_axis=-1``.
-      scale: Factors of the f32 sums, one for every matrix.
+      scale: Multiplies the f32 result of each matrix: one factor per matrix.
       b_axis: The axis of ``b`` that is contracted, -1 or -2.
       transpose: True for a result ``[B, N, M]``.
       dtype: The dtype of the result.
-      config: The tiles. `nmjax.kernels.limits.config_refusal` says if they fit.
-      blocks: The thread blocks of the grid.
+      config: The tiles. If they do not fit, `nmjax.kernels.limits.config_refusal` returns why.
+      blocks: The number of thread blocks, one per multiprocessor.
       interpret: True to run on a CPU, with emulated instructions.
     """
     shape = shape_of(a, b, b_axis, transpose, dtype)
@@ -83,11 +84,11 @@ class Tile(NamedTuple):
     """The tile of D that a thread block computes."""
 
     batch: jax.Array
-    m: jax.Array  # its row of tiles
-    n: jax.Array
+    m: jax.Array  # the row index of the tile
+    n: jax.Array  # its column index
 
 
-def _kernel(g: Geometry, do: "Instructions", a: Ref, words: Ref, b: Ref, *rest: Ref) -> None:
+def _kernel(g: Geometry, operations: "Instructions", a: Ref, words: Ref, b: Ref, *rest: Ref) -> None:
     """Compute the tiles of one thread block, one after the other."""
     scale, out = rest if g.scaled else (None, *rest)
     nothing = lambda *_, **__: None  # allocations do not depend on what a pipeline computes
@@ -106,20 +107,20 @@ def _kernel(g: Geometry, do: "Instructions", a: Ref, words: Ref, b: Ref, *rest: 
             tile = _schedule(g, rank, loop.index[0])
 
             def compute(run_steps: Callable[[jax.Array], jax.Array]) -> None:
-                acc = do.settle(g, run_steps(do.zeros(g)))
-                _epilogue(g, do, wg, tile, acc, scale, out, results)
+                acc = operations.settle(g, run_steps(operations.zeros(g)))
+                _epilogue(g, operations, wg, tile, acc, scale, out, results)
 
             lines = [
                 block.line(operand, tile.batch, at)
                 for block, operand, at in zip(g.blocks, (a, words, b), (tile.m, tile.m, tile.n), strict=True)
             ]
-            _pipeline(g, partial(do.multiply, g, wg), compute)(*lines, allocations=ring)
+            _pipeline(g, partial(operations.multiply, g, wg), compute)(*lines, allocations=ring)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _schedule(g: Geometry, rank: jax.Array, index: jax.Array) -> Tile:
-    """Return the tile of a step of the walk over D: row by row, in bands, and within a cluster by rank."""
+    """Return the tile for a loop index, row by row in bands. The rank selects the tile within a cluster."""
     tiles = g.grid[0] * g.grid[1]
     batch = index // tiles
     m, n = plgpu.planar_snake(index % tiles, g.grid, 1, g.config.band)
@@ -129,7 +130,7 @@ def _schedule(g: Geometry, rank: jax.Array, index: jax.Array) -> Tile:
 
 
 def _pipeline(g: Geometry, body: Callable[..., Any], compute: Callable[..., None]) -> Any:
-    """Return the ring that fetches blocks along K: ``compute`` starts the steps, and ``body`` is one of them."""
+    """Return the pipeline along K, with its ring buffer: ``compute`` wraps the loop, and ``body`` is one step."""
     return plgpu.emit_pipeline_warp_specialized(
         body,
         grid=(g.steps,),
@@ -143,24 +144,24 @@ def _pipeline(g: Geometry, body: Callable[..., Any], compute: Callable[..., None
 
 
 def _epilogue(
-    g: Geometry, do: "Instructions", wg: jax.Array, tile: Tile, acc: jax.Array, scale: Ref | None, out: Ref,
-    results: Ref,
+    g: Geometry, operations: "Instructions", wg: jax.Array, tile: Tile, acc: jax.Array, scale: Ref | None,
+    out: Ref, results: Ref,
 ) -> None:  # fmt: skip
-    """Scale the sums of a warpgroup, round them, and store them by way of two slots of shared memory."""
-    (tile_m, tile_n), slots = g.tile, g.results.shape[1]
+    """Scale the sums of a warpgroup, round them, and store them through up to two buffers in shared memory."""
+    (tile_m, tile_n), buffers = g.tile, g.results.shape[1]
     if scale is not None:
         acc = acc * scale[tile.batch]
-    acc = do.round(g, acc)
+    acc = operations.round(g, acc)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i in range(tile_n // g.store_n):
-        slot = results.at[wg, i % slots]
+        buffer = results.at[wg, i % buffers]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        do.store(g, slot, acc[:, i * g.store_n : (i + 1) * g.store_n])
+        operations.store(g, buffer, acc[:, i * g.store_n : (i + 1) * g.store_n])
         plgpu.commit_smem()
         rows = pl.ds(tile.m * g.config.rows + wg * tile_m, tile_m)
         columns = pl.ds(tile.n * tile_n + i * g.store_n, g.store_n)
         at = (columns, rows) if g.shape.transpose else (rows, columns)
-        plgpu.copy_smem_to_gmem(slot, out.at[tile.batch, *at])
+        plgpu.copy_smem_to_gmem(buffer, out.at[tile.batch, *at])
 
 
 # ---- the instructions ----
@@ -171,9 +172,9 @@ class Instructions(NamedTuple):
 
     zeros: Callable[[Geometry], jax.Array]
     multiply: Callable[..., jax.Array]  # (g, wg, indices, a, words, b, acc): one step, added to the accumulator
-    settle: Callable[[Geometry, jax.Array], jax.Array]  # the sums, when all steps are done
+    settle: Callable[[Geometry, jax.Array], jax.Array]  # wait for all steps, and return the sums
     round: Callable[[Geometry, jax.Array], jax.Array]  # to the dtype of the result
-    store: Callable[[Geometry, Ref, jax.Array], None]  # some columns into a slot of results
+    store: Callable[[Geometry, Ref, jax.Array], None]  # some columns into a buffer of results
 
 
 def _zeros(g: Geometry) -> jax.Array:
@@ -203,7 +204,7 @@ def _multiply(
         )  # fmt: skip
 
     acc = issue(acc, a, words, b)
-    if g.in_flight:  # at the end all slots are let go at once
+    if g.in_flight:  # wait for all steps at the end, before the buffers are released
 
         @pl.when(indices[0] == g.steps - 1)
         def wait_for_all() -> None:
@@ -224,7 +225,7 @@ def _settle(g: Geometry, acc: jax.Array) -> jax.Array:
 
 
 def _stores_transposed_bytes(g: Geometry) -> bool:
-    """Return True if the result goes through bf16, because stores can transpose 16-bit values but not 8-bit ones."""
+    """Return True if the result is 8-bit and transposed. It is transposed as bf16, because 8-bit values cannot be."""
     return g.shape.transpose and g.dtype.itemsize == 1
 
 
@@ -232,14 +233,14 @@ def _round(g: Geometry, acc: jax.Array) -> jax.Array:
     return acc.astype(jnp.bfloat16 if _stores_transposed_bytes(g) else g.dtype)
 
 
-def _store(g: Geometry, slot: Ref, part: jax.Array) -> None:
+def _store(g: Geometry, buffer: Ref, part: jax.Array) -> None:
     if not g.shape.transpose:
-        slot[...] = part
+        buffer[...] = part
         return
     part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
     if _stores_transposed_bytes(g):
         part = part.astype(jnp.float32).astype(g.dtype)
-    slot.transpose((1, 0))[...] = part
+    buffer.transpose((1, 0))[...] = part
 
 
 HARDWARE = Instructions(_zeros, _multiply, _settle, _round, _store)
@@ -251,12 +252,12 @@ def _emulated_multiply(
     tile_m, _ = g.tile
     form = {"order": g.order, "m_major": g.a.turned, "n_major": g.b.turned}
     sums = emulation.product(a[...], words[...], b[...], **form)
-    plgpu.commit_smem()  # before the ring fills this slot again
+    plgpu.commit_smem()  # before the pipeline loads into this buffer again
     return acc + lax.dynamic_slice_in_dim(sums, wg * tile_m, tile_m)
 
 
-def _emulated_store(g: Geometry, slot: Ref, part: jax.Array) -> None:
-    slot[...] = part.T if g.shape.transpose else part
+def _emulated_store(g: Geometry, buffer: Ref, part: jax.Array) -> None:
+    buffer[...] = part.T if g.shape.transpose else part
 
 
 EMULATED = Instructions(

@@ -1,4 +1,9 @@
-"""Sites put into a model's layers, and their time, state and noise."""
+"""Makes the layers of a flax.nnx model sparse, and sets their step, state and seed.
+
+`sparsify` refuses more than a plan does (`nmjax.analysis.refusals`): for example layers whose product is the model's
+own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned weights of an nnx.Einsum without
+einsum_str.
+"""
 
 import math
 import re
@@ -29,25 +34,26 @@ Model = TypeVar("Model")
 
 
 def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int, ...] | None = None) -> Model:
-    """Make every layer of a model prune as a recipe says.
+    """Apply a recipe to the layers of a model.
 
-    The model is changed in place. Its parameters and their paths stay. A layer that the recipe leaves dense gets no
-    site. Sites that the model already has are replaced. Scales and held masks are made from the current weights: load
-    weights before, or call `reset_state` after.
+    The model is changed in place. Its parameters and their paths stay. Each pruned layer gets a site: the sparse
+    product in place of Flax's dense one, with its seed, step and state. A layer that the recipe leaves dense gets none.
+    Sites that the model already has are replaced. Scales and held masks are computed from the current weights. Load
+    weights first, or call `reset_state` afterwards.
 
     Args:
       model: Any flax.nnx model. Its Linear, LinearGeneral, Einsum and Conv layers are pruned, also inside attention
         and in stacks of layers.
       recipe: The sparsity of each layer, by its path.
-      seed: The seed of all noise: an int, a `jax.random.key` or two uint32 words.
-      stack: The axis or axes of a kernel that stack layers, if its shape allows several readings.
+      seed: The seed of all random numbers: an int, a `jax.random.key` or two uint32 words.
+      stack: The stacking axis or axes of the weights. Needed only if a weight's shape is ambiguous.
 
     Returns:
       The model itself.
 
     Raises:
-      TypeError: ``recipe`` is no Recipe, or ``model`` is not one of flax.nnx.
-      ValueError: A rule matches no layer, or a layer cannot be pruned as its rule says. All such layers are listed.
+      TypeError: ``recipe`` is not a Recipe, or ``model`` is not a flax.nnx module.
+      ValueError: A rule matches no layer, or a layer cannot follow its rule. All such layers are listed.
 
     >>> import nmjax as nm
     >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"),))
@@ -74,7 +80,7 @@ def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int
 
 
 def _normalised(model: Any) -> set[int]:
-    """Return the identities of the layers whose kernels another module normalises before the product."""
+    """Return the ids of the layers that are wrapped in WeightNorm or SpectralNorm, which normalise their weights."""
     wrappers = [m for _, m in nnx.iter_modules(model) if isinstance(m, (nnx.WeightNorm, nnx.SpectralNorm))]
     return {id(m.layer_instance) for m in wrappers}
 
@@ -82,7 +88,7 @@ def _normalised(model: Any) -> set[int]:
 def _check_layers(
     chosen: list[tuple[Layer, Sparsity]], axes: tuple[int, ...] | None, normalised: set[int]
 ) -> None:  # fmt: skip
-    """Refuse, in one error, all layers that cannot be pruned as the recipe says."""
+    """Raise one error for all layers that cannot follow the recipe."""
     refused = [
         (layer.path, refusal)
         for layer, sparsity in chosen
@@ -100,7 +106,7 @@ def _check_layers(
 def _refusals(
     layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, normalised: bool
 ) -> list[Refusal]:  # fmt: skip
-    """Return the reasons why a layer cannot prune so."""
+    """Return the reasons why a layer cannot use this sparsity."""
     kernel, product = layer.module.kernel.get_value(), getattr(layer.module, layer.door.name)
     if isinstance(kernel, jax.ShapeDtypeStruct) and sites.remembers(sparsity):
         return [
@@ -155,14 +161,14 @@ def _shape_refusals(layer: Layer, sparsity: Sparsity, stack: tuple[int, ...]) ->
 def put_site(
     layer: Layer, sparsity: Sparsity, backend: str, seed: Any, axes: tuple[int, ...] | None = None
 ) -> None:  # fmt: skip
-    """Put a site into a layer's door; if the layer is to be dense, put back Flax's own product.
+    """Install the sparse product in a layer, as a site, or restore Flax's dense one if there is nothing to prune.
 
     Args:
       layer: The layer.
       sparsity: What it prunes.
       backend: The backend, as in `Recipe`.
-      seed: The seed of its noise.
-      axes: The axes of the kernel that stack layers, if the caller named them.
+      seed: The seed of its random numbers.
+      axes: The stacking axes of the weight, if the caller named them.
     """
     if sparsity == Sparsity():
         if layer.site is not None:
@@ -186,14 +192,14 @@ def put_site(
 
 
 def _words(layer: Layer, seed: Any) -> UInt32[Array, "..."]:
-    """Return the noise words of every layer of a stack, two for each, in the kernel's rank."""
+    """Return the random words of every layer of a stack, two per layer, reshaped to the weight's rank."""
     words = sites.site_words(seed, layer.path, tuple(layer.module.kernel.shape[a] for a in layer.stack))
     words = words.reshape(*words.shape, *(1,) * (len(layer.declared) - 1))
     return jnp.moveaxis(words, range(len(layer.stack)), layer.stack)
 
 
 def times(layer: Layer, step: Any, micro: Any) -> Int32[Array, "..."]:
-    """Return step and micro-step for every layer of a stack, in the kernel's rank."""
+    """Return step and micro-step for every layer of a stack, reshaped to the weight's rank."""
     kernel, stack = layer.module.kernel, layer.stack
     own = [a for a in range(kernel.ndim) if a not in stack]
     now = jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
@@ -202,9 +208,9 @@ def times(layer: Layer, step: Any, micro: Any) -> Int32[Array, "..."]:
 
 
 def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:
-    """Return a variable that is sharded as the kernel is.
+    """Return a variable that is sharded like the weight.
 
-    A stacking axis is sharded alike in both. For a state, so is every other axis of the same size.
+    Stacking axes keep the weight's sharding. In a state, so do all axes of the same size as the weight's.
     """
     kernel, rank = layer.module.kernel, value.ndim
     shared = range(min(rank, kernel.ndim))
@@ -223,18 +229,19 @@ def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:
 
 
 def set_step(model: Any, step: Any, micro: Any = 0) -> None:
-    """Set the time of every layer, and renew the state that is due at that step.
+    """Set the step of every layer, and update its state if the schedule says so.
 
     Call it once for every (micro-)step, outside the loss. Inside `jit`, one program serves all steps.
 
     Args:
       model: The model.
-      step: The step of training, an integer. Schedules and noise read it.
-      micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own noise; masks stay.
+      step: The step of training, an integer. Schedules and random numbers depend on it.
+      micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own random numbers; held
+        masks stay.
 
     Raises:
-      TypeError: ``step`` or ``micro`` is no integer.
-      ValueError: The call is inside another trace than the one in which the model was made, as in the loss.
+      TypeError: ``step`` or ``micro`` is not an integer.
+      ValueError: The model was made outside the current trace, as when the loss calls this.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))
@@ -260,7 +267,7 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
 
 
 def reset_state(model: Any) -> None:
-    """Make scales and held masks anew from the current weights.
+    """Recompute scales and held masks from the current weights.
 
     Call it after you load weights into a sparse model.
 
@@ -281,7 +288,7 @@ def reset_state(model: Any) -> None:
 
 
 def reseed(model: Any, seed: Any) -> None:
-    """Give a model other noise. Compiled programs stay valid.
+    """Change the seed of a model's random numbers. Compiled programs stay valid.
 
     Args:
       model: The model.
@@ -309,7 +316,7 @@ def _write_state(site: Site, state: Mapping[str, Any]) -> None:
 
 
 def _new_state(layer: Layer, state: Any = None, step: Any = 0) -> Any:
-    """Return the state of a layer or a stack at a step, given its last state; without one, make it anew."""
+    """Return the state of a layer or a stack at a step: updated from ``state``, or initialised if that is None."""
     site, operand = layer.site, layer.operand
     assert site is not None
     assert operand is not None
@@ -317,7 +324,7 @@ def _new_state(layer: Layer, state: Any = None, step: Any = 0) -> Any:
     return _states(layer.weight(), site.arrays()[0], state, step, **static)
 
 
-# Outside jit it is compiled once for all layers of a shape.
+# Jitted so that eager calls compile once per layer shape.
 @partial(jax.jit, static_argnames=("sparsity", "operand", "stack", "ranks"))
 def _states(
     weight: jax.Array, words: jax.Array | None, state: Any, step: Any,

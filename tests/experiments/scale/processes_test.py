@@ -210,7 +210,7 @@ def test_what_is_left_to_do_at_another_ones_end_stays_known_until_its_cause_is(m
 @pytest.mark.processes
 def test_one_that_nobody_meets_says_so_and_gives_up():
     words = ["launch.py", *PAGE, f"--distributed=127.0.0.1:{free()},2,1"]
-    text = "from experiments import command; from experiments.scale import processes; processes.PATIENCE = 12; "
+    text = "from experiments import command; from experiments.scale import processes; processes.MEETING_TIMEOUT = 12; "
     text += f"command.main({words}, '')"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=command.ROOT, timeout=100)
     assert done.returncode == 1

@@ -202,7 +202,7 @@ def test_of_another_model_nothing_is_put_aside(tmp_path):
     gc.collect()  # here, and not in another test
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
     (tmp_path / "checkpoints" / "2.json").write_text("{")
-    assert Checkpoints(tmp_path, lambda text: None).restore(shapes(), mend=False).step == 1
+    assert Checkpoints(tmp_path, lambda text: None).restore(shapes(), rename_damaged=False).step == 1
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
 
 
