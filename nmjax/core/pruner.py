@@ -5,31 +5,19 @@ Pruners compare, hash and print, and `nmjax.parse_pruner` reads what they print.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
 
-from nmjax.core import random
 from nmjax.core.context import Ctx
+from nmjax.core.paths import Link
 from nmjax.core.value import Value
 
 Pattern = tuple[int, int]
 """(n, m): at most n of every m consecutive values are not zero."""
-
-
-class Link(NamedTuple):
-    """One element of a path through nested chains: from a chain to one of its pruners.
-
-    Args:
-      number: The index of the pruner in its chain, from 0.
-      count: The number of pruners in the chain.
-    """
-
-    number: int
-    count: int
 
 
 class Normal(NamedTuple):
@@ -54,6 +42,12 @@ class Normal(NamedTuple):
     storage_path: tuple[Link, ...] = ()
 
 
+_PROMISES = (
+    "reads_step", "by_members", "by_tile", "pattern", "pattern_across", "kept", "kept_across", "selects", "normal",
+    "growth",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, repr=False)
 class Pruner(Value):
     """The base of all pruners.
@@ -75,10 +69,13 @@ class Pruner(Value):
     reads_step: ClassVar[bool] = True  # False: a call uses ctx.step only for random numbers or in its parts
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset these attributes in a class with its own ``__call__``: it does not inherit them."""
+        """Let a class that overrides another pruner's ``__call__`` inherit no promise about what a call returns."""
         super().__init_subclass__(**options)
-        if "__call__" in vars(cls):
-            for name in ("reads_step", "by_members", "by_tile"):
+        if "__call__" not in vars(cls):
+            return
+        overridden = next(base for base in cls.__mro__[1:] if "__call__" in vars(base))
+        if overridden is not Pruner:
+            for name in _PROMISES:
                 if name not in vars(cls):
                     setattr(cls, name, vars(Pruner)[name])
 
@@ -354,30 +351,6 @@ def apart(p: Pruner, ctx: Ctx) -> list[Ctx]:
             "returns."
         )
     return [ctx.replace(state=s) for s in states]
-
-
-def with_part_key(ctx: Ctx, number: int) -> Ctx:
-    """Return the context of one part of a chain, with its own random key."""
-    return ctx if ctx.key is None else ctx.replace(key=random.fold(random.words(ctx.key), number))
-
-
-def follow(path: Sequence[Link], ctx: Ctx) -> Ctx:
-    """Return the context of the pruner at the end of a path.
-
-    Args:
-      path: The path, as `Normal` holds it.
-      ctx: The context of the pruner where the path begins.
-    """
-    for number, count in path:
-        ctx = with_part_key(ctx, number)
-        if count == 1 or ctx.state is None:
-            continue
-        if not isinstance(ctx.state, (tuple, list)) or len(ctx.state) != count:
-            raise ValueError(
-                f"a chain of {count} pruners has a tuple of {count} states: pass what its init(x, axis) returns."
-            )
-        ctx = ctx.replace(state=ctx.state[number])
-    return ctx
 
 
 def check_inner(owner: Pruner, *inner: Any, ruled: bool = False) -> None:

@@ -28,6 +28,7 @@ from nmjax.products.operations import Dot, Operation
 from nmjax.products.pruning import Shaped
 from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
+from nmjax.pruners import identity
 from nmjax.pruners.float8 import FORMATS
 
 CONTRACTED = {"fwd": "I", "dlhs": "O", "drhs": "T"}
@@ -271,6 +272,8 @@ def pattern(sparsity: Sparsity, slot: Slot) -> Pattern | None:
     """Return the n:m of a slot's operand along the axis that its product contracts."""
     if slot.pattern is not None or slot.name != "dlhs_rhs" or slot.raw:
         return slot.pattern
+    if slot.core != identity and not slot.pruner.selects:
+        return None  # it may put other values in the place of zeros
     across = sparsity.fwd_rhs.pattern_across  # dx contracts the other axis of the weight that the forward product uses
     return across if across is not None and across[1] == 4 else None
 

@@ -26,7 +26,8 @@ from typing import Any
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Normal, Pattern, Pruner, follow
+from nmjax.core.paths import follow
+from nmjax.core.pruner import Normal, Pattern, Pruner
 from nmjax.pruners import identity
 from nmjax.pruners.float8 import fp8
 

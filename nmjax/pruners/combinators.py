@@ -10,8 +10,8 @@ from jax import lax
 
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
+from nmjax.core.paths import Link, with_part_key
 from nmjax.core.pruner import (
-    Link,
     Normal,
     Pattern,
     Pruner,
@@ -19,7 +19,6 @@ from nmjax.core.pruner import (
     check_inner,
     joined,
     sparsest,
-    with_part_key,
 )
 from nmjax.core.value import show
 from nmjax.pruners.magnitude import mse

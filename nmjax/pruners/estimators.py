@@ -39,6 +39,15 @@ class Estimator(Pruner):
         return False
 
     @property
+    def final(self) -> Pruner:
+        return self.p.final
+
+
+@dataclass(frozen=True, repr=False)
+class SameValues(Estimator):
+    """The base of gradient rules whose call returns what their part returns."""
+
+    @property
     def selects(self) -> bool:
         return self.p.selects
 
@@ -56,13 +65,9 @@ class Estimator(Pruner):
         applied = self if inner.storage is None else replace(self, p=inner.applied)
         return inner._replace(applied=applied, rule=self)
 
-    @property
-    def final(self) -> Pruner:
-        return self.p.final
-
 
 @dataclass(frozen=True, repr=False)
-class ste(Estimator):
+class ste(SameValues):
     """Prune with the straight-through gradient: dx = dy, for kept and dropped values alike.
 
     Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons" (arXiv 1308.3432).
@@ -92,7 +97,7 @@ class ste(Estimator):
 
 
 @dataclass(frozen=True, repr=False)
-class sr_ste(Estimator):
+class sr_ste(SameValues):
     """Prune with the straight-through gradient plus a decay of the dropped weights.
 
     Dropped weights shrink, and the mask settles. Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural

@@ -1,6 +1,6 @@
 """Which products run packed, why others do not, and that a layer's numbers do not depend on it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -251,6 +251,47 @@ def test_a_layer_of_a_model():
         assert not np.array_equal(grads[0][-1], grads[1][-1])
         made[backend] = grads[0] + grads[1]
     near(made["interpret"], made["xla"], bits=7)
+
+
+@dataclass(frozen=True, repr=False)
+class half(nm.ste):
+    """A gradient rule that changes values."""
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return jnp.asarray(0.5, x.dtype) * super().__call__(x, axis, ctx)
+
+
+@dataclass(frozen=True, repr=False)
+class shifted(nm.mse):
+    """A kind of mse that is not 2:4."""
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return super().__call__(x, axis, ctx) + jnp.asarray(1, x.dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class blurred(nm.Pruner):
+    """A pruner that puts values in the place of zeros."""
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return x + jnp.roll(x, 1, axis)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"fwd_rhs": half(nm.mse(2, 4))},
+        {"fwd_rhs": nm.ste(shifted(2, 4))},
+        {"fwd_rhs": nm.ste(nm.transposable(2, 4)), "dlhs_rhs": blurred()},
+    ],
+    ids=str,
+)
+def test_kernels_do_not_replace_the_call_of_another_class(slots):
+    """A class from elsewhere computes by its own code, whatever it inherits."""
+    x, w, s = random((128, 128)), random((128, 128), 1), nm.Sparsity(**slots)
+    run = lambda backend: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend=backend)
+    near(everything(run("interpret"), x, w), everything(run("xla"), x, w), bits=7)
 
 
 # ---- choosing ----

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nmjax as nm
-from nmjax.core.pruner import Link
+from nmjax.core.paths import Link
 from nmjax.products.slot import SLOTS, as_slot
 from nmjax.pruners import combinators, estimators, remembering
 
@@ -81,7 +81,7 @@ def test_the_table_has_every_combinator():
     there = {type(p).__name__ for row in ROWS for p in _all(row.p)}
     made_of_pruners = [v for file in (combinators, estimators, remembering) for v in vars(file).values()]
     known = {c.__name__ for c in made_of_pruners if isinstance(c, type) and issubclass(c, nm.Pruner)}
-    assert known - {"Pruner", "Remembering", "Estimator"} == there & known
+    assert known - {"Pruner", "Remembering", "Estimator", "SameValues"} == there & known
     assert len(there & known) >= 9
 
 
@@ -149,8 +149,33 @@ class loud(type(mse)):
         return x
 
 
+@dataclass(frozen=True, repr=False)
+class half(nm.ste):
+    """A gradient rule that changes values."""
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return 0.5 * super().__call__(x, axis, ctx)
+
+
+@dataclass(frozen=True, repr=False)
+class first(nm.Grouped):
+    """Keep the first n of every m: an n:m pruner as README shows one."""
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        g = nm.groups.split(x, axis, self.m)
+        kept = jnp.arange(self.m) < self.n
+        return jnp.where(kept.reshape([-1 if a == axis % x.ndim + 1 else 1 for a in range(g.ndim)]), g, 0).reshape(
+            x.shape
+        )
+
+
 def test_a_class_that_computes_otherwise_promises_nothing():
     assert mse.by_members
+    assert loud(2, 4).pattern is None
+    assert not loud(2, 4).selects
+    assert half(mse).normal().core == half(mse)  # or a kernel would skip its call
+    assert (half(mse).pattern, half(mse).pattern_across, half(mse).kept()) == (None, None, 0.5)
+    assert first(2, 4).pattern == (2, 4)  # it overrides nothing, so what Grouped says of it holds
     assert not loud(2, 4).by_members  # or a kernel would prune by the code of mse
     assert not mse.timed
     assert loud(2, 4).timed  # it may read the step
