@@ -57,7 +57,7 @@ HOUSE = {
 
 # Imports inside functions: file -> what it imports there. Each has its reason.
 LATE = {
-    "nmjax/kernels/calls.py": {"nmjax.kernels"},  # Pallas takes 0.3 s to import, and not every jaxlib has it
+    "nmjax/kernels/calls.py": {"nmjax.kernels"},  # not every jaxlib has Mosaic, and plans do without kernels
     "nmjax/core/versions.py": {  # the same; and a name that differs between versions of JAX
         "jax._src.pallas.mosaic_gpu.interpret.params", "jax.experimental.pallas", "jax.experimental.pallas.mosaic_gpu",
     },

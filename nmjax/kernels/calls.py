@@ -38,7 +38,7 @@ class _Kernels(NamedTuple):
 def _kernels() -> _Kernels:
     """Import the kernels when the first one is called.
 
-    Pallas's GPU backends take 0.3 s to import, and some builds of jaxlib lack them.
+    Some builds of jaxlib lack Pallas's GPU backends, and a plan or a run on a CPU needs none of them.
     """
     from nmjax.kernels import ampere, compress, copies, hopper
 
