@@ -19,7 +19,7 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 class Operand(NamedTuple):
-    """Where the axes of an operand lie.
+    """The axes of an operand, by their part in a product.
 
     Attributes:
       contract: The axes that the product contracts, the innermost last. Groups lie along them.

@@ -42,7 +42,7 @@ LAID_AS = {"fwd": "g", "dlhs": "x", "drhs": "w"}  # the operand that each result
 
 
 class Route(NamedTuple):
-    """How one product runs.
+    """The way in which one product runs.
 
     Attributes:
       how: "packed", "fp8", "emulated" or "dense".
@@ -76,7 +76,7 @@ class Matrix(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How the operands of a layer lie as matrices, and the sizes of their axes. B is a batch in front of all."""
+    """The operands of a layer as matrices, and the sizes of their axes. B is a batch in front of all."""
 
     x: Matrix
     w: Matrix
@@ -98,7 +98,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """How the products of one layer run, at least one of them by a kernel."""
+    """The routes of the products of one layer. At least one of them runs by a kernel."""
 
     device: Target
     layout: Layout

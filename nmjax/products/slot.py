@@ -40,7 +40,7 @@ RAW = ("dlhs_rhs", "drhs_lhs")  # the slots where `raw` is allowed
 
 @dataclass(frozen=True)
 class Slot:
-    """What happens to one operand of one product.
+    """One of the six slots of a layer, with its pruner.
 
     Attributes:
       name: One of `SLOTS`.
