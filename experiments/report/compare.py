@@ -114,7 +114,7 @@ class Comparison(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        """Whether the metric is a share of 1, which is shown in percent."""
+        """True if the metric is a share of 1, which is shown in percent."""
         return self.metric.endswith("accuracy")
 
     def say(self, value: float | None, signed: bool = False) -> str:

@@ -9,7 +9,7 @@ from nmjax.kernels.targets import Target
 
 
 class Setting(NamedTuple):
-    """What every stage gets."""
+    """The arguments that every stage of the benchmark gets."""
 
     target: Target
     sizes: tuple[int, ...]
