@@ -322,7 +322,7 @@ def test_results_and_reports_import_nothing(outside):
 
 
 def launch(folder: Path, *words: str) -> str:
-    env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}  # or lines are folded
     done = subprocess.run(
         [sys.executable, command.ROOT / "launch.py", *words], cwd=folder, env=env, capture_output=True, text=True
     )

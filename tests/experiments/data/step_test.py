@@ -126,7 +126,7 @@ def test_order_refuses():
         order.positions(0, 0, 0, 4)
     with pytest.raises(Mistake, match="seed of the data .* got -1"):
         order.positions(-1, 0, 4, 4)
-    with pytest.raises(Mistake, match="at most 2\\*\\*32 samples: step 16777216 of 256"):
+    with pytest.raises(Mistake, match="at most 2\\*\\*32 samples, and step 16777216 of 256"):
         order.positions(0, 2**24, 256, 4)
 
 
