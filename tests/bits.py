@@ -64,7 +64,7 @@ class Found(dict):
         self.only = only
 
     def wants(self, name: str) -> bool:
-        """Whether names that begin with this one are asked for."""
+        """Return True if names that begin with this one are asked for."""
         return name.startswith(self.only) or self.only.startswith(name)
 
     def put(self, name: str, value) -> None:

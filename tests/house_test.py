@@ -125,7 +125,7 @@ def _file(module: str) -> str | None:
 
 
 def place(name: str) -> tuple[int, int]:
-    """Where a file stands: the number of its room, and its own in it."""
+    """Return the position of a file: the number of its room, and its own number in the room."""
     package, room, *rest = name.split(".")
     rooms = HOUSE[package]
     order = rooms[room]

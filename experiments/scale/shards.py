@@ -69,7 +69,7 @@ def rows(mesh: Mesh, size: int) -> np.ndarray:
 
 
 def gathered(arrays: Any, mesh: Mesh, size: int) -> Any:
-    """Return batches of so many rows, of which every process gives its own (`rows`)."""
+    """Return batches of so many rows. Every process gives its own part of the rows, `rows`."""
     put = lambda x: jax.make_array_from_process_local_data(batch(mesh), x, (size, *x.shape[1:]))
     return jax.tree.map(put, arrays)
 

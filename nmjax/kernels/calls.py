@@ -182,7 +182,7 @@ def copies(
     Args:
       x: The array, with sides that `nmjax.kernels.limits.copies_refusal` allows.
       wanted: The forms.
-      keys: Two keys: that of the pruners' draws, and that of the roundings.
+      keys: Two keys: one for the pruners, one for random rounding.
       state: The pruners' state.
       target: The device.
 

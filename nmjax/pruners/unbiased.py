@@ -103,7 +103,7 @@ def group_uniforms(x: Float[Array, "..."], axis: int, m: int, ctx: Ctx) -> Float
       x: An array.
       axis: The axis that groups lie along.
       m: The size of a group.
-      ctx: The context, of which only the key is read.
+      ctx: The context. Only its key is read.
 
     Returns:
       Numbers of the shape of ``x`` with the length of ``axis`` divided by m.

@@ -1,4 +1,4 @@
-"""What every combinator is to a slot: one table, and the noise and state that the normal form finds inside it."""
+"""The normal form of every combinator in a slot, as one table; and the noise and the state that it leads to."""
 
 from dataclasses import dataclass
 
