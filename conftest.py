@@ -26,7 +26,7 @@ import pytest
 
 gc.set_threshold(100_000, 20, 50)  # what traces makes many objects, and hardly any garbage
 
-# The interpreter of kernels in 0.10.2 compiles each block of threads anew: seconds a product.
+# The interpreter of kernels in 0.10.2 compiles each block of threads again: seconds a product.
 if jax.__version_info__[:2] == (0, 10):
     from jax._src.pallas.mosaic.interpret import thread_map
 

@@ -240,7 +240,7 @@ class Product(nn.Module):
             if before != now:
                 raise ValueError(
                     f"its variable in 'nm' was made for {before[0]} with seed {before[1]}, and the model has {now[0]} "
-                    f"with seed {now[1]}. Make it anew: "
+                    f"with seed {now[1]}. Make it again: "
                     "reset_state({'params': params, 'nm': model.init(key, x)['nm']})."
                 )
             return site
@@ -295,7 +295,7 @@ def set_step(variables: Mapping[str, Any], step: Any, micro: Any = 0) -> Any:
 
 
 def reset_state(variables: Mapping[str, Any]) -> Any:
-    """Return the variables with scales and held masks made anew from the current weights.
+    """Return the variables with scales and held masks made again from the current weights.
 
     Args:
       variables: As of `set_step`.
@@ -319,7 +319,7 @@ def harden(variables: Mapping[str, Any]) -> Any:
       variables: As of `set_step`.
 
     Raises:
-      ValueError: A weight is drawn anew at every step, so it has no final form; or as of `set_step`.
+      ValueError: A weight is drawn again at every step, so it has no final form; or as of `set_step`.
 
     >>> import nmjax as nm
     >>> layer = nn.Dense(8, dot_general_cls=nm.linen.dot_cls(nm.Recipe(((".*", "ste(2,4)"),))))

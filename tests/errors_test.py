@@ -180,7 +180,7 @@ def test_integer_products_are_refused_where_pruned_and_pass_where_dense():
 
 @pytest.mark.parametrize("p", [nm.mvue(2, 4), nm.ste(nm.mvue(2, 4)), nm.uniform(1, 4)], ids=str)
 def test_noise_has_no_final_form(p):
-    with pytest.raises(ValueError, match="draws anew at every step"):
+    with pytest.raises(ValueError, match="draws new values at every step"):
         p.final  # noqa: B018
 
 

@@ -715,7 +715,7 @@ def test_groups_that_do_not_divide_are_refused_with_their_layer():
 
 def test_what_draws_forward_has_no_final_form():
     _, variables, _ = of("fwd_rhs=ste(mvue(2,4))")
-    with pytest.raises(ValueError, match=r"layer: mvue\(2,4\) draws anew .* no final form"):
+    with pytest.raises(ValueError, match=r"layer: mvue\(2,4\) draws new values .* no final form"):
         linen.harden(variables)
 
 

@@ -260,7 +260,7 @@ def _utf8(piece: _Part) -> str:
 def windows(n: int, length: int) -> int:
     """Return the number of windows of ``length`` inputs that an epoch of n tokens has.
 
-    The windows follow one another from a place below ``length``, which each epoch draws anew, so there is one window
+    The windows follow one another from a place below ``length``, which each epoch draws again, so there is one window
     less than fits. The last target of a window is the first input of the next.
     """
     if length < 1:

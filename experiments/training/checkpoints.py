@@ -190,11 +190,11 @@ class Checkpoints:
             damage = seals.damage(self.directory, step, seal)
             if seal is not None and not damage:
                 return step, seal.seen
-            moved = f", and is put aside as {self._rename_damaged(step)}" if rename_damaged else ""
+            moved = f", and was renamed to {self._rename_damaged(step)}" if rename_damaged else ""
             self._report(f"The checkpoint of step {step:,} cannot be read{moved}: {damage}.")
         if steps:
             raise Failed(
-                f"None of the checkpoints in {self.directory} can be read. To begin anew, remove that directory, "
+                f"None of the checkpoints in {self.directory} can be read. To start over, remove that directory, "
                 "or give another --workdir"
             )
         return 0, []

@@ -99,11 +99,11 @@ class Loop:
 
     def measured_step(self, step: int, arrays: Any) -> None:
         """Take a step, and write what pruning does to weights and gradients before the step."""
-        with self.meter.aside():
+        with self.meter.untimed():
             masks = self.program.masks(self.state)
             tables = jax.device_get(self.program.measure(self.state, arrays))
         self.step(step, arrays)
-        with self.meter.aside():
+        with self.meter.untimed():
             tables["flip_rate"] = self.program.flips(masks, self.program.masks(self.state))
             measured = fetched({name: table for name, table in tables.items() if table}, self.program.count)
             for i, run in self.runs.items():
@@ -116,7 +116,7 @@ class Loop:
 
         All lines of metrics up to this step are written first. See `Checkpoints.save` for the order of writes.
         """
-        with self.meter.aside():
+        with self.meter.untimed():
             self.meter.flush()
             self.scores = self.score()
             for i, scores in self.scores.items():

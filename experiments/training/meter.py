@@ -17,12 +17,12 @@ from experiments.scale import processes
 AHEAD = 16  # steps that the host may be in front of the device
 
 
-def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
-    """Yield the batches of a feed. If the steps wait for them most of the time, tell their rate once.
+def supplied(feed: Iterable, warn: Callable[[float], None]) -> Iterator:
+    """Yield the batches of a feed. Warn once if the steps wait for batches most of the time.
 
     Args:
       feed: Yields batches.
-      tell: Gets the number of batches a second.
+      warn: Called once, with the number of batches a second.
     """
     began, waited, warned = time.monotonic(), 0.0, False
     feed = iter(feed)
@@ -36,7 +36,7 @@ def supplied(feed: Iterable, tell: Callable[[float], None]) -> Iterator:
         waited += now - asked
         if not warned and count > AHEAD and now - began > 10 and waited > (now - began) / 2:
             warned = True
-            tell(count / (now - began))
+            warn(count / (now - began))
         yield arrays
 
 
@@ -76,22 +76,22 @@ class Meter:
 
     Args:
       window: Number of steps in a window.
-      runs: The runs that go on, by their numbers. A run that is lost is taken out by `lose`.
-      tell: Called as `tell(step, means, rate)` at the end of each window: the means of each run, and the steps a
-        second, or None if no step was timed. The rate leaves out compiling and what is done `aside`.
-      lose: Called as `lose(number, error)` if the loss or the gradient norm of a run is not finite.
+      runs: The runs that go on, by their numbers. `drop` takes out a run that diverged.
+      report: Called as `report(step, means, rate)` at the end of each window: the means of each run, and the steps a
+        second, or None if no step was timed. The rate leaves out compilation and what is done inside `untimed`.
+      drop: Called as `drop(number, error)` if the loss or the gradient norm of a run is not finite.
     """
 
     def __init__(
         self,
         window: int,
         runs: Mapping[int, Metered],
-        tell: Callable[[int, dict[int, dict], float | None], None],
-        lose: Callable[[int, Diverged], None],
+        report: Callable[[int, dict[int, dict], float | None], None],
+        drop: Callable[[int, Diverged], None],
     ):
-        self.window, self.runs, self.tell, self.lose = window, runs, tell, lose
-        self.first: float | None = None  # time at which the first step was done
-        self.last: int | None = None  # the last step that is taken in
+        self.window, self.runs, self.report, self.drop = window, runs, report, drop
+        self.first: float | None = None  # when the first step ended
+        self.last: int | None = None  # the last step whose figures are taken in
         self._count = len(runs)
         self._waiting: deque[tuple[int, dict]] = deque()
         self._clock, self._timed = 0.0, 0  # when the timed steps began, and their number
@@ -123,17 +123,17 @@ class Meter:
             self.flush()
 
     def _check(self, number: int, step: int, figures: dict[str, float]) -> None:
-        """Keep the figures of a run, or lose it."""
+        """Keep the figures of a run, or drop the run if they are not finite."""
         for name in ("loss", "gradient_norm"):
             if not math.isfinite(figures[name]):
                 before = "the first step" if self.last is None else f"step {self.last:,} was finite"
                 text = f"the {name.replace('_', ' ')} is {figures[name]} at step {step:,} ({before})"
-                self.lose(number, Diverged(text))
+                self.drop(number, Diverged(text))
                 return
         self.runs[number].seen.append(figures)
 
     def flush(self) -> None:
-        """Tell the means of the window so far, and begin a new one."""
+        """Report the means of the window so far, and begin a new window."""
         means = {number: mean(run.seen) for number, run in self.runs.items() if run.seen}
         if not means or self.last is None:
             return
@@ -142,11 +142,11 @@ class Meter:
         for run in self.runs.values():
             run.seen = []
         self._clock, self._timed = now, 0
-        self.tell(self.last + 1, means, rate)
+        self.report(self.last + 1, means, rate)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Leave the time of what is done inside out of the rate."""
+    def untimed(self) -> Iterator[None]:
+        """Leave the time that is spent inside out of the rate."""
         self.settle()
         begin = time.monotonic()
         yield

@@ -45,7 +45,7 @@ def carry_out(
     screen = Screen(task.unit)
     if mode == "train" and all_finished(runs):
         screen.line(
-            f"finished already: {runs[0].workdir}/report.html. --mode=eval evaluates it; another --workdir trains anew."
+            f"finished already: {runs[0].workdir}/report.html. --mode=eval evaluates it; another --workdir starts over."
         )
         return None
     if mode == "eval":
@@ -234,7 +234,7 @@ def _interrupted(error: BaseException, runs: list[Run], again: str) -> BaseExcep
     kept = " ".join(run.checkpoints.kept_message() for run in runs)
     begun = any(run.checkpoints.steps() for run in runs)
     by = f" by {error}" if str(error) else ""
-    text = f"interrupted{by}. {kept} {again} {'continues from there' if begun else 'starts anew'}."
+    text = f"interrupted{by}. {kept} {again} {'continues from there' if begun else 'starts from the beginning'}."
     return Stopped(text, error.signal) if isinstance(error, Stopped) else KeyboardInterrupt(text)
 
 

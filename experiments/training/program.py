@@ -131,7 +131,7 @@ class Program:
         """Describe the hardened model, if there is one."""
         try:
             self.hardened_graph, self.hardening_refusal = self._harden_graph(), ""
-        except ValueError as error:  # for example, weights that are drawn anew at every step
+        except ValueError as error:  # for example, weights that are drawn again at every step
             self.hardened_graph, self.hardening_refusal = None, str(error)
 
     def step_flops(self) -> list[float]:

@@ -73,7 +73,7 @@ class LayerPlan(NamedTuple):
       slots: The plans of its slots that prune.
       flops: The FLOPs of each of its three products when dense; None if no example of inputs was given.
       shares: The shares of the FLOPs of fwd, dlhs and drhs that are left, at the sparsest step.
-      hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it is drawn anew at every step.
+      hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it is drawn again at every step.
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
     """

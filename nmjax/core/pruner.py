@@ -249,7 +249,7 @@ class Pruner(Value):
     def final(self) -> "Pruner":
         """The form that inference uses: without schedule, random numbers or gradient rule."""
         if self.stochastic:
-            raise ValueError(f"{self} draws anew at every step, so it has no final form that inference could use.")
+            raise ValueError(f"{self} draws new values at every step, so it has no final form for inference.")
         return self
 
     def final_state(self, state: Any) -> Any:
@@ -321,6 +321,25 @@ class Remembering(Pruner):
 
     def final_state(self, state: Any) -> Any:
         return state
+
+
+@dataclass(frozen=True, repr=False)
+class SamePattern(Pruner):
+    """The base of pruners around one other, whose patterns they keep.
+
+    Args:
+      p: The other pruner.
+    """
+
+    p: Pruner
+
+    @property
+    def pattern(self) -> Pattern | None:
+        return self.p.pattern
+
+    @property
+    def pattern_across(self) -> Pattern | None:
+        return self.p.pattern_across
 
 
 def sparsest(patterns: Iterable[Pattern | None]) -> Pattern | None:

@@ -65,7 +65,7 @@ def _cases(target: Target) -> Iterator[tuple[str, bool]]:
         wanted = pack(p(x, axis, Ctx(key=3)), axis)
         yield f"packing by {p}", _same(packed, wanted)
         yield f"a product along axis {axis}", _close(wanted, b if axis == -1 else x, axis, target)
-    m, n, k = 128 * (target.cores + 2), 512, 320  # more tiles than cores, of five steps: a ring of four begins anew
+    m, n, k = 128 * (target.cores + 2), 512, 320  # more tiles than cores, of five steps: a ring of four starts over
     a, c = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (n, k)))
     yield "a product of many tiles", _close(pack(mse(2, 4)(a)), c.T, -1, target)
     if target.family == "hopper":

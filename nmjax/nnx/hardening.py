@@ -54,7 +54,7 @@ def harden(model: Model) -> Model:
       A copy. Parameters keep their paths. The model itself stays as it is.
 
     Raises:
-      ValueError: A weight is drawn anew at every step, so it has no final form; or two layers share a weight and
+      ValueError: A weight is drawn again at every step, so it has no final form; or two layers share a weight and
         prune it differently.
 
     >>> import nmjax as nm
@@ -177,7 +177,7 @@ def patterns(model: Any) -> dict[str, Pattern | None]:
       A dict from the weight's path to its `Pattern`: n:m along the axes that the product contracts. None is dense.
 
     Raises:
-      ValueError: A weight is drawn anew at every step, so it has no final form.
+      ValueError: A weight is drawn again at every step, so it has no final form.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
@@ -234,7 +234,7 @@ def called(layer: Layer, p: Pruner, call: Callable[..., jax.Array], site: Site |
       layer: The layer, or a stack.
       p: The pruner.
       call: The pruner itself, or its ``mask``.
-      site: The site whose time, noise and state are read. If None, the step is 0, and state is made anew.
+      site: The site whose time, noise and state are read. If None, the step is 0, and state is made new.
 
     Returns:
       An array of the weight's shape.

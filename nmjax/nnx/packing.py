@@ -21,7 +21,7 @@ FLAX_CALLS = {kind.__call__ for kind in DOORS}
 def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Form]]:
     """Return the weights in the forms in which kernels take them, for several calls of a model.
 
-    The forms hold for the weights, the step and the masks of now. Left out are weights that are drawn anew at every
+    The forms hold for the weights, the step and the masks of now. Left out are weights that are drawn again at every
     call, and layers whose own ``__call__`` may change the weight.
 
     Args:

@@ -11,15 +11,7 @@ from jax import lax
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link, with_part_key
-from nmjax.core.pruner import (
-    Normal,
-    Pattern,
-    Pruner,
-    apart,
-    check_inner,
-    joined,
-    sparsest,
-)
+from nmjax.core.pruner import Normal, Pattern, Pruner, SamePattern, apart, check_inner, joined, sparsest
 from nmjax.core.value import show
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
@@ -220,7 +212,7 @@ class stages(Pruner):
 
 
 @dataclass(frozen=True, repr=False)
-class rescale(Pruner):
+class rescale(SamePattern):
     """Multiply the kept values so that the L1 norm is that of the array before pruning.
 
     McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774): prune across
@@ -273,20 +265,12 @@ class rescale(Pruner):
         return space
 
     @property
-    def pattern(self) -> Pattern | None:
-        return self.p.pattern
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        return self.p.pattern_across
-
-    @property
     def final(self) -> Pruner:
         return rescale(self.p.final, self.over)
 
 
 @dataclass(frozen=True, repr=False)
-class raw(Pruner):
+class raw(SamePattern):
     """Prune the unpruned operand in a backward slot, instead of the value that the forward product used.
 
     It must be outermost, in ``dlhs_rhs`` or ``drhs_lhs``.
@@ -313,14 +297,6 @@ class raw(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.p(x, axis, ctx)
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.p.pattern
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        return self.p.pattern_across
 
     def normal(self) -> Normal:
         """Return the normal form of the part, with ``raw=True``."""

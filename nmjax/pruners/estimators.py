@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Normal, Pattern, Pruner, check_inner
+from nmjax.core.pruner import Normal, Pruner, SamePattern, check_inner
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import Schedule
 
@@ -44,20 +44,12 @@ class Estimator(Pruner):
 
 
 @dataclass(frozen=True, repr=False)
-class SameValues(Estimator):
+class SameValues(SamePattern, Estimator):
     """The base of gradient rules whose call returns what their part returns."""
 
     @property
     def selects(self) -> bool:
         return self.p.selects
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.p.pattern
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        return self.p.pattern_across
 
     def normal(self) -> Normal:
         """Return the normal form of the part with this rule. A rule does not change values."""

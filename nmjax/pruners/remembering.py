@@ -11,11 +11,11 @@ from jax import lax
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pattern, Pruner, Remembering, check_inner
+from nmjax.core.pruner import Pruner, Remembering, SamePattern, check_inner
 
 
 @dataclass(frozen=True, repr=False)
-class hold(Remembering):
+class hold(SamePattern, Remembering):
     """Keep a mask for a number of steps. The mask is state: `init` makes it, and `refresh` renews it.
 
     Args:
@@ -72,14 +72,6 @@ class hold(Remembering):
     @property
     def stochastic(self) -> bool:
         return False
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.p.pattern
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        return self.p.pattern_across
 
     @property
     def final(self) -> Pruner:

@@ -8,7 +8,7 @@ Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-Trai
 
 A hard mask jumps when two magnitudes change places. Here both are zero at that moment, so the function is continuous.
 beta is frozen: it is the state of this pruner, and 1 without state. The paper compares with a beta that is computed
-anew at every step, which grows too large, and with beta = 1.
+again at every step, which grows too large, and with beta = 1.
 """
 
 import functools

@@ -418,7 +418,7 @@ def test_sparsified_twice_is_the_second():
 
 
 def test_state_is_of_the_weights_at_hand():
-    """If weights are loaded after sparsify, reset_state makes scales and masks anew."""
+    """If weights are loaded after sparsify, reset_state computes scales and masks again."""
     model, other = two(), two()
     for layer in (model.layers[0], other.layers[0]):
         layer.kernel[...] = layer.kernel[...] ** 3

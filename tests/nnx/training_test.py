@@ -20,7 +20,7 @@ RECIPES = {
                          (r".*", "sr_ste(2,4); dlhs_g=rescale(mse(2,4))"))),
 }  # fmt: skip
 
-SGD = optax.sgd(0.1, momentum=0.5)  # one value: optax's closures compare by identity, and another would compile anew
+SGD = optax.sgd(0.1, momentum=0.5)  # one value: optax's closures compare by identity, and another would compile again
 
 
 def task(name):

@@ -34,12 +34,12 @@ def meter(window, told, runs=1):
     """One that notes what it tells, and takes out runs that are lost; the error of the last is raised."""
     going = {number: SimpleNamespace(seen=[]) for number in range(runs)}
 
-    def lose(number, error):
+    def drop(number, error):
         if len(going) == 1:
             raise error
         del going[number]
 
-    return meters.Meter(window, going, lambda step, means, rate: told.append((step, means, rate)), lose)
+    return meters.Meter(window, going, lambda step, means, rate: told.append((step, means, rate)), drop)
 
 
 def test_a_meter_gives_means_and_the_rate_of_steps_after_the_first(clock):
@@ -54,12 +54,12 @@ def test_a_meter_gives_means_and_the_rate_of_steps_after_the_first(clock):
     assert taken.first == 130.0
 
 
-def test_no_rate_counts_what_is_done_aside(clock):
+def test_no_rate_counts_untimed_work(clock):
     taken = meter(3, told := [])
     for step in range(6):
         clock[0] += 1.0
         taken.push(step, figures(1.0))
-        with taken.aside():
+        with taken.untimed():
             clock[0] += 10.0
     assert [rate for *_, rate in told] == [1.0, 1.0]
 
@@ -72,7 +72,7 @@ def test_windows_are_the_same_in_a_run_that_goes_on():
         for step in range(start, stop):
             taken.push(step, figures(float(step)))
             if step + 1 in evaluated:
-                with taken.aside():
+                with taken.untimed():
                     taken.flush()
         return [(step, means[0]["loss"]) for step, means, _ in told]
 

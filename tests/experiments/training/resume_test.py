@@ -161,7 +161,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_a_checkpoint_that_cannot_be_read_is_put_aside(how, tmp_path):
+def test_a_checkpoint_that_cannot_be_read_is_renamed(how, tmp_path):
     saved(tmp_path, 1, 2)
     good = shutil.copytree(tmp_path / "checkpoints", tmp_path / "good") / "2"
     files = [p.relative_to(good) for p in good.rglob("*") if p.is_file() and p.stat().st_size]
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_cannot_be_read_is_put_aside(how, tmp_path):
         assert (found.step, found.seen) == (1, [{"loss": 0.5}])
         np.testing.assert_array_equal(found.state.params["w"], np.arange(5000.0) + 1)
         assert len(told) == 1
-        assert "The checkpoint of step 2 cannot be read, and is put aside as" in told[0]
+        assert "The checkpoint of step 2 cannot be read, and was renamed to" in told[0]
         assert (tmp_path / "checkpoints" / "unreadable-2").is_dir()
         shutil.rmtree(tmp_path / "checkpoints")
         shutil.copytree(tmp_path / "good", tmp_path / "checkpoints")
@@ -190,7 +190,7 @@ def test_what_was_never_sealed_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's loops, of readings that failed
-def test_of_another_model_nothing_is_put_aside(tmp_path):
+def test_of_another_model_nothing_is_renamed(tmp_path):
     """Its files are as they were written, and it is not theirs to say what they are."""
     saved(tmp_path, 1, 2)
     before = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
@@ -220,7 +220,7 @@ def test_the_last_two_and_the_best_are_kept(tmp_path):
     assert Checkpoints(tmp_path).restore(shapes(), best=True).step == 3
     for step in (3, 5, 6):
         (tmp_path / "checkpoints" / f"{step}.json").write_text("{")
-    with pytest.raises(Failed, match="None of the checkpoints in .* can be read. To begin anew, remove"):
+    with pytest.raises(Failed, match="None of the checkpoints in .* can be read. To start over, remove"):
         Checkpoints(tmp_path, lambda text: None).restore(shapes())
 
 
