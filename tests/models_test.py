@@ -317,6 +317,7 @@ FORMS = [("vit", {"depth": 1}), ("gpt", {"scan": True, "remat": True}), ("bert",
 
 
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=str)
+@pytest.mark.slow
 def test_made_sparse_every_model_takes_a_gradient(name, form):
     model = MAKE[name](**form)
     dense = forward(model, INPUT[name])
@@ -334,6 +335,7 @@ def test_made_sparse_every_model_takes_a_gradient(name, form):
     assert all(re.fullmatch(expected, path) for path in patterns)
 
 
+@pytest.mark.slow
 def test_the_paths_that_rules_see():
     block = {f"attention/{n}" for n in ("query", "key", "value", "out")} | {"mlp/up", "mlp/down"}
     every = {
@@ -354,6 +356,7 @@ def test_the_paths_that_rules_see():
 # ---- samples ----
 
 
+@pytest.mark.slow
 def test_greedy_samples_are_those_of_a_loop():
     """Each token is the likeliest after the last eight, within the length of the model and beyond it."""
     model = MAKE["gpt"](seed=3)

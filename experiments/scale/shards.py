@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.errors import Mistake
 from nmjax.nnx.doors import Layer, layers
-from nmjax.products.rule import refusals
+from nmjax.products.rule import slot_refusals
 
 AXES = ("data", "fsdp", "tensor")
 CUT = ((re.compile(r"/(up|query|key|value)$"), "other"), (re.compile(r"/(down|out)$"), "contract"))  # by `tensor`
@@ -187,8 +187,8 @@ def _legal(layer: Layer, axis: int, count: int) -> bool:
     spec = PartitionSpec(*("cut" if a == axis else None for a in own))
     cut_mesh = jax.sharding.AbstractMesh((count,), ("cut",), axis_types=(AxisType.Auto,))
     rhs = jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=NamedSharding(cut_mesh, spec))
-    reasons = refusals(product.op, product.lhs, rhs, layer.sparsity)
-    return not any(slot.endswith("rhs") for slot, _ in reasons)
+    refusals = slot_refusals(product.op, product.lhs, rhs, layer.sparsity)
+    return not any(slot.endswith("rhs") for slot, _ in refusals)
 
 
 def _cut_others(model: nnx.Module, mesh: Mesh, kernels: Iterable[str]) -> dict[str, tuple[str | None, ...]]:

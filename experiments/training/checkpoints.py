@@ -67,14 +67,15 @@ class Checkpoints:
 
         The order of writes (`save` returns after number 2, and the rest runs in a thread):
 
-        0. The loop has written all lines of metrics up to this step.
+        0. The loop has taken in the figures of all steps. Those without a line in metrics.jsonl yet are `seen`.
         1. The checkpoint before this one is finished: `wait`.
         2. Orbax copies the state to the host, and begins to write it to `STEP/`, in this call.
         3. All processes finish writing: `_finish`.
         4. Process 0 writes the seal `STEP.json`, whole or not at all: `seals.write`.
         5. It removes old checkpoints, each seal before its folder: `_remove_old`.
 
-        A run that is killed at any moment therefore leaves valid checkpoints and folders without a seal, nothing else.
+        A run that is killed at any moment therefore leaves valid checkpoints, folders without a seal, and at most one
+        temporary file of a seal, whose name begins with a dot.
 
         Args:
           step: Number of steps that are done.

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nmjax.analysis import flops
-from nmjax.analysis.refusals import Use, product_refusal, slot_refusal
+from nmjax.analysis.refusals import Use, backend_refusal, slot_refusal
 from nmjax.core.pruner import Pruner
 from nmjax.products.routes import RESULTS, Route, explain
 from nmjax.products.slot import SLOTS, WEIGHT
@@ -139,7 +139,7 @@ def runs_of(
         return ()
     runs: list[tuple[str, Route]] = []
     for product, route in explain(uses[0].op, uses[0].lhs, uses[0].rhs, sparsity, backend, packed_before).items():
-        refusal = product_refusal(product, route, backend)
+        refusal = backend_refusal(product, route, backend)
         if refusal is not None:
             route = route._replace(how="refused", why=refusal.reason)
         runs.append((product, route))

@@ -1,17 +1,16 @@
-"""The plan's refusals: this file decides what a plan says that training would refuse.
+"""The plan's refusals: what a plan says that training would refuse.
 
 There are two kinds:
 
 - A slot is refused if its pruner cannot prune the operands of one of the layer's products: an axis does not divide
   into groups, the groups would lie on two devices, or the dtype is wrong (`slot_refusal`).
-- A product is refused if ``backend="pallas"`` demands a kernel and no kernel can run it (`product_refusal`).
+- A product is refused if ``backend="pallas"`` demands a kernel and no kernel can run it (`backend_refusal`).
 
-The reasons are those that a product itself raises: they come from `nmjax.products.rule.refusals` and
-`nmjax.products.routes`. A plan collects them in ``Plan.refused``.
+The conditions are those of the products: `nmjax.products.pruning` checks an operand's axis, shards and dtype, and
+`nmjax.products.routes` chooses kernels. A plan collects the refusals in ``Plan.refused`` and raises nothing.
 
-`nmjax.nnx.sparsify` refuses more than a plan does: for example layers whose product is the model's own, layers in
-nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned weights of an nnx.Einsum without einsum_str. See
-`nmjax.nnx.delivery`.
+`nmjax.nnx.sparsify` raises an error: for the slots that a plan refuses, for layers that it cannot make sparse
+(`nmjax.nnx.delivery`), and for rules that match no layer (``Recipe.check``). It does not look at the backend.
 """
 
 from collections.abc import Iterable
@@ -22,7 +21,7 @@ import jax
 from nmjax.core.refusal import Refusal
 from nmjax.products.operations import Operation
 from nmjax.products.routes import Route, not_packed
-from nmjax.products.rule import refusals
+from nmjax.products.rule import slot_refusals
 from nmjax.products.sparsity import Sparsity
 
 
@@ -51,13 +50,13 @@ def slot_refusal(slot: str, sparsity: Sparsity, uses: Iterable[Use]) -> Refusal 
       uses: The products of the layer. The first that refuses gives the reason.
     """
     for use in uses:
-        reason = dict(refusals(use.op, use.lhs, use.rhs, sparsity)).get(slot)
-        if reason:
-            return Refusal(reason)
+        refusal = dict(slot_refusals(use.op, use.lhs, use.rhs, sparsity)).get(slot)
+        if refusal is not None:
+            return refusal
     return None
 
 
-def product_refusal(product: str, route: Route, backend: str) -> Refusal | None:
+def backend_refusal(product: str, route: Route, backend: str) -> Refusal | None:
     """Return the reason why a backend refuses a product; None if it runs it.
 
     Args:

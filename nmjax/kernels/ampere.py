@@ -77,7 +77,7 @@ class Geometry:
 
     Shared memory of a thread block, where a value of the result has ``r`` bytes::
 
-        what      a slot                                bytes of a slot        slots
+        what      a buffer                              bytes of a buffer      buffers
         A         [tile_m, tile_k / 2], or turned       tile_m * tile_k        stages
         words     [tile_m / 64, tile_k / 64 * 128]      tile_m * tile_k / 8    stages
         B         [tile_n, tile_k], or turned           tile_n * tile_k * 2    stages

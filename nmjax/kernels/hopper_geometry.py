@@ -49,7 +49,7 @@ class Geometry:
 
     Shared memory of a thread block, where a value of A and B has ``s`` bytes and one of the result ``r`` bytes::
 
-        what      a slot                                   bytes of a slot        slots
+        what      a buffer                                 bytes of a buffer      buffers
         A         [rows, step / 2], or turned              rows * step * s / 2    stages
         words     16-bit: [rows / 64, step / 64 * 128]     rows * step / 8        stages
                   8-bit:  [rows, step / 32]
@@ -59,8 +59,8 @@ class Geometry:
     Its barriers::
 
         what      count     a phase ends when
-        full      stages    the slot's A, words and B have arrived: three arrivals
-        empty     stages    every warpgroup that multiplies is done with the slot, in both blocks if they share it
+        full      stages    the stage's A, words and B have arrived: three arrivals
+        empty     stages    every warpgroup that multiplies is done with the stage, in both blocks if they share it
         results   none      a warpgroup waits until its own stores have left shared memory
     """
 
@@ -99,7 +99,7 @@ class Geometry:
 
     @property
     def in_flight(self) -> int:
-        """The steps that may still run when the next one is issued: fewer than all, so that every slot is let go."""
+        """The steps that may still run when the next one is issued. Fewer than all, so that every stage is freed."""
         return min(self.config.in_flight, self.steps - 1)
 
     # The grid.
@@ -179,9 +179,9 @@ class Geometry:
 
     @cached_property
     def results(self) -> Any:
-        """The slots that results are stored through."""
+        """The buffers that results are stored through."""
         tile_m, tile_n = self.tile
-        slot = (self.store_n, tile_m) if self.shape.transpose else (tile_m, self.store_n)
-        _, transforms = swizzled(slot[1], self.dtype.itemsize)
-        shape = (self.warpgroups, min(2, tile_n // self.store_n), *slot)
+        block = (self.store_n, tile_m) if self.shape.transpose else (tile_m, self.store_n)
+        _, transforms = swizzled(block[1], self.dtype.itemsize)
+        shape = (self.warpgroups, min(2, tile_n // self.store_n), *block)
         return plgpu.SMEM(shape, self.dtype, transforms=transforms)

@@ -1,8 +1,12 @@
 """Makes the layers of a flax.nnx model sparse, and sets their step, state and seed.
 
-`sparsify` refuses more than a plan does (`nmjax.analysis.refusals`): for example layers whose product is the model's
-own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned weights of an nnx.Einsum without
-einsum_str.
+`sparsify` raises one error for all layers that cannot follow the recipe:
+
+- slots that cannot prune the layer's shapes, as a plan says too (`nmjax.products.rule.slot_refusals`)
+- layers whose product is the model's own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned
+  weights of an nnx.Einsum without einsum_str (`_refusals`)
+
+Rules that match no layer are refused by ``Recipe.check``.
 """
 
 import math
@@ -24,7 +28,7 @@ from nmjax.nnx.doors import Layer, layers, over
 from nmjax.nnx.variables import NM, Site, unpadded, write
 from nmjax.products import sites
 from nmjax.products.pruning import Operand
-from nmjax.products.rule import refusals
+from nmjax.products.rule import slot_refusals
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
@@ -139,10 +143,10 @@ def _refusals(
                 f"sparsify(..., {choices})."
             )
         ]
-    return _shape_refusals(layer, sparsity, axes if axes in ways else ways[0])
+    return _slot_refusals(layer, sparsity, axes if axes in ways else ways[0])
 
 
-def _shape_refusals(layer: Layer, sparsity: Sparsity, stack: tuple[int, ...]) -> list[Refusal]:
+def _slot_refusals(layer: Layer, sparsity: Sparsity, stack: tuple[int, ...]) -> list[Refusal]:
     """Return the reasons why the slots of a layer cannot prune operands of its shapes."""
     product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
     if product is None:
@@ -155,7 +159,7 @@ def _shape_refusals(layer: Layer, sparsity: Sparsity, stack: tuple[int, ...]) ->
         spec = [*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec))]
         one = NamedSharding(sharding.mesh, PartitionSpec(*(s for a, s in enumerate(spec) if a not in stack)))
         product = product._replace(rhs=jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=one))
-    return [Refusal(reason) for _, reason in refusals(*product, sparsity)]
+    return [refusal for _, refusal in slot_refusals(*product, sparsity)]
 
 
 def put_site(

@@ -25,6 +25,7 @@ from jax import lax
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
+from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
 from nmjax.products.forms import (
@@ -201,7 +202,8 @@ def _forward(
     if not routes["fwd"].by_kernel:
         return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w)), forms
     dtype = jax.eval_shape(op, x, w).dtype
-    dense = lambda: w if routes["fwd"].operand == "x" else x
+    w_is_dense = routes["fwd"].operand == "x"
+    dense = lambda: _stored(product, "fwd_rhs", w) if w_is_dense else _stored(product, "fwd_lhs", x)
     return product_of_forms(routes, "fwd", _forms_of(forms, "fwd"), dense, dtype), forms
 
 
@@ -321,32 +323,33 @@ def packed_weight(
 
 
 @lru_cache
-def refusals(
+def slot_refusals(
     op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, sparsity: Sparsity
-) -> tuple[tuple[str, str], ...]:
-    """Return (slot, reason) for every slot whose pruner would raise an error, given operands of these shapes and
-    shardings."""
+) -> tuple[tuple[str, Refusal], ...]:
+    """Return (slot, refusal) for every slot whose pruner would raise an error, given operands of these shapes and
+    shardings. The conditions are those of `nmjax.products.pruning`, so the reasons are the texts of its errors."""
     g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
     values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | _backward_values(sparsity, lhs, rhs, lhs, rhs, g)
     axes = op.operands(lhs.ndim, rhs.ndim)
-    reasons = []
+    refusals = []
     for name in SLOTS:
         slot, value = sparsity.slots[name], values[name]
         if slot.empty:
             continue
         try:
             check_shards(str(slot), slot.pruner, value, axes[name])
-            reason = _shape_refusal(str(slot), slot.pruner, jax.ShapeDtypeStruct(value.shape, value.dtype), axes[name])
+            shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            refusal = _first_use_refusal(str(slot), slot.pruner, shape, axes[name])
         except (TypeError, ValueError) as error:
-            reason = str(error)
-        if reason:
-            reasons.append((name, reason))
-    return tuple(reasons)
+            refusal = Refusal(str(error))
+        if refusal is not None:
+            refusals.append((name, refusal))
+    return tuple(refusals)
 
 
 @lru_cache
-def _shape_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Operand) -> str:
-    """Return the error that a pruner would raise for an array of this shape at the first step; "" if none."""
+def _first_use_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Operand) -> Refusal | None:
+    """Return the error that a pruner raises for an array of this shape at the first step, or None."""
 
     def first_use(x: jax.Array) -> jax.Array:
         ctx = Ctx(random.words(0), 0)
@@ -356,5 +359,5 @@ def _shape_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Oper
     try:
         jax.eval_shape(first_use, x)
     except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
+        return Refusal(str(error))
+    return None

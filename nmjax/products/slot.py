@@ -13,12 +13,18 @@ Every slot prunes along the contraction axis of its own product, so no axis has 
 A slot is put in normal form once, when its `Sparsity` is created. Products, kernels, FLOPs and plans read the `Slot`;
 none of them looks inside a pruner. Each combinator defines its normal form in its method `normal`.
 
-Who rounds to FP8, and when: an `fp8` at the end of a slot is the slot's storage (``fp8.normal``, ``chain.normal``). An
-empty slot has none. ``routes._formats`` decides if a product can run in FP8: both of its operands must have a storage,
-for dx those of ``dlhs_g`` and ``dlhs_rhs``. If it runs in FP8, the kernel that makes a form rounds it
-(`nmjax.products.forms`). Else XLA simulates the rounding: of forward operands in ``rule._stored``, of backward ones by
-calling the slot's pruner, which ends in the `fp8`, and of 16-bit forms in ``forms._want``. Random rounding is
-allowed for backward operands only (``_check_slot``)."""
+Who rounds to FP8, and when:
+
+- An `fp8` at the end of a slot is the slot's storage (``fp8.normal``, ``chain.normal``, ``raw.normal``). An empty slot
+  has none.
+- A product can run in FP8 if both of its operands have a storage, for dx those of ``dlhs_g`` and ``dlhs_rhs``
+  (``routes._formats``). It does if the device, the layout, the dtypes and the backend allow it (``routes._route``).
+- In FP8, the kernel that makes a form rounds it: `nmjax.products.forms` asks for it, `nmjax.kernels.copies` does it.
+- Otherwise XLA simulates the rounding: of forward operands in ``rule._stored``; of backward operands in
+  ``rule._ruled_backward``, which calls the slot's pruner, and that ends in the `fp8`; of 16-bit forms in
+  ``forms._want``.
+- Random rounding is allowed for backward operands only (``_check_slot``).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -564,6 +564,7 @@ def test_the_model_stays_as_it_was(text):
             assert all(a is b for a, b in zip(jax.tree.leaves(v), values[path], strict=True))
 
 
+@pytest.mark.slow
 def test_an_abstract_vit_is_planned_without_its_parameters():
     rules = (".*/mlp/.*", "ste(2,4); drhs_g=mvue(2,4)"), (".*/attention/.*", "mvue(2,4)")
     model = abstract(lambda: Encoder(rngs=nnx.Rngs(0)), *rules)

@@ -171,6 +171,7 @@ def test_every_study_is_found_by_the_name_of_its_results():
         reproduce.study("nothing_cpu")
 
 
+@pytest.mark.slow
 def test_the_page_is_what_its_results_say():
     text = reproduce.PAGE.read_text()
     renewed, pictures = reproduce.page(text)
@@ -181,6 +182,7 @@ def test_the_page_is_what_its_results_say():
 
 
 @pytest.mark.parametrize("method", ["ste(2,4)", "s_ste(gradient='dense')"])
+@pytest.mark.slow
 def test_a_small_step_descends_as_predicted(method):
     """If no mask jumps, descent is the first-order term. Under the old mask the loss falls too."""
     small = ["steps=6", "batch=8", "data.name=pydoc", "data.length=32", "learning_rate.peak=1e-5"]
@@ -199,6 +201,7 @@ def test_a_small_step_descends_as_predicted(method):
 VIT = ("data.name=digits", "model.patch=2", "model.depth=1", "batch=8")
 
 
+@pytest.mark.slow
 def test_gradients_are_those_that_adams_moments_tell_of():
     """In the third step, against the gradients of the losses themselves, clipped to half or less."""
     program = looking.program("pgf", *VIT, "clip=0.1", "steps=9")
@@ -232,6 +235,7 @@ def test_an_error_of_one_draw_is_its_bias_and_its_variance():
     assert math.isnan(dw.error_of_one_draw([sure], True, 4)[0])
 
 
+@pytest.mark.slow
 def test_errors_of_dw_are_those_of_the_blocks(monkeypatch):
     """Keeping all values gives no error, and least squares have a smaller one than a random choice."""
     monkeypatch.setitem(dw.NETWORKS, "vit", dw.NETWORKS["vit"]._replace(batches=(8,)))
@@ -256,6 +260,7 @@ def test_batches_of_one_size_have_no_example_twice():
     assert [len(dw.disjoint_batches(many, n)) for n in (1, 5, 10)] == [4, 2, 1]
 
 
+@pytest.mark.slow
 def test_windows_are_cut_to_their_first_tokens(monkeypatch):
     monkeypatch.setitem(dw.NETWORKS, "gpt of 32 tokens", dw.Network("s_ste", 8, (3,)))
     changes = ("data.name=pydoc", "data.length=32", "model.depth=1", "batch=4")

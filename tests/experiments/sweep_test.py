@@ -43,6 +43,7 @@ def results(tmp_path):
     return [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
     made = []
     first = program.Program.__init__
@@ -341,6 +342,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.slow
 def test_a_step_side_by_side_is_that_of_each_alone(name):
     made = made_of(f"configs/{name}.py:smoke", *(f"--config.{change}" for change in FORMS[name]))
     both, arrays = made.beside(2), next(iter(made.task.feed(0, 0, made.mesh)))

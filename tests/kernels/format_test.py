@@ -132,6 +132,7 @@ patterns = st.sampled_from([(1, 2), (2, 4), (1, 4), (4, 8), (1, 8), (2, 8), (3, 
 
 @settings(max_examples=25)
 @given(st.data(), patterns, st.sampled_from(["float32", "bfloat16", "float16", "float8_e4m3fn"]))
+@pytest.mark.slow
 def test_plain_order_is_what_hands_would_write(data, pattern, dtype):
     (n, m), rank = pattern, data.draw(st.integers(1, 3))
     axis = data.draw(st.integers(-rank, rank - 1))

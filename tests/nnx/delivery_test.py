@@ -266,6 +266,7 @@ def equal(a, b):
     return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
+@pytest.mark.slow
 def test_noise_is_a_function_of_seed_step_and_micro_step():
     x = whole(2, 8, 16)
     model = two()

@@ -134,6 +134,7 @@ def test_scales_of_sharded_weights():
     np.testing.assert_allclose(nm.nnx.scales(model)["up"], nm.soft(2, 4).init(kernel, 0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_sharding_metadata_is_the_kernels():
     """nnx.get_partition_spec reads the names of mesh axes. Words and time name only the axis of the stack."""
     make = nnx.vmap(

@@ -54,6 +54,7 @@ def trainer(loss, traces):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_a_model_trains_hardens_and_resumes(name, tmp_path):
     model, optimizer, loss = start(name)
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(task(name)[0], nnx.Param))]
@@ -120,6 +121,7 @@ def test_masks_for_the_optimizer_and_for_flip_rates():
     assert float(nm.metrics.density(nnx.state(nm.nnx.harden(model).blocks.mlp.up, nnx.Param)["kernel"])) == 0.5
 
 
+@pytest.mark.slow
 def test_virtual_masks_of_a_dense_model():
     model, _ = task("resnet")
     kernel = model.blocks[0].conv1.kernel[...]
@@ -143,6 +145,7 @@ def test_masks_are_those_in_use():
     np.testing.assert_array_equal(model(jnp.eye(16)) != 0, nm.nnx.masks(model)["kernel"][...])
 
 
+@pytest.mark.slow
 def test_measures_of_weights_and_gradients():
     model, loss = task("gpt")
     nm.nnx.sparsify(

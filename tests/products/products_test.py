@@ -762,6 +762,7 @@ def test_scan_is_unrolled_and_remat_is_not(method):
 
 
 @pytest.mark.parametrize("method", LAYERED)
+@pytest.mark.slow
 def test_jit_is_eager(method):
     sparsity = nm.parse(LAYERED[method])
     data = stacked_layers(sparsity)

@@ -87,6 +87,8 @@ PACKED = {  # how y, dx and dw run
     "fwd_rhs=ste(transposable(2,4)); drhs_g=mvue(2,4)": "packed packed packed",
     "fwd_rhs=ste(chain(mse(2,4),fp8('e4m3')))": "packed dense dense",
     "fwd_rhs=mse(2,4); dlhs_g=mvue(2,4); drhs_lhs=raw(mse(2,4))": "packed packed packed",
+    "fwd_lhs=fp8('e4m3'); fwd_rhs=ste(mse(2,4))": "packed dense dense",
+    "fwd_lhs=mse(2,4); fwd_rhs=ste(fp8('e4m3'))": "packed dense dense",
 }
 
 
@@ -422,6 +424,7 @@ def test_a_plan_for_a_device_that_is_not_there():
     assert "REFUSED" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_plan_tells_what_is_packed():
     make = lambda: nm.models.GPT(
         vocabulary=256, length=256, width=2048, depth=2, heads=8, hidden=8192, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)

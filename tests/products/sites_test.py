@@ -9,7 +9,7 @@ import nmjax as nm
 from nmjax.core import random
 from nmjax.products import sites
 from nmjax.products.operations import Dot, as_conv, as_dot
-from nmjax.products.rule import refusals
+from nmjax.products.rule import slot_refusals
 
 SAID = {  # pattern, timed, at random, with memory
     "identity": (None, False, False, False),
@@ -74,15 +74,14 @@ GOLDEN = [2776127469, 4185689343]
 def test_refusals_name_every_slot():
     op = Dot((((1,), (0,)), ((), ())), None, None, None)
     x, w = jax.ShapeDtypeStruct((6, 10), "float32"), jax.ShapeDtypeStruct((10, 12), "float32")
-    found = dict(
-        refusals(op, x, w, nm.parse("fwd_lhs=mse(2,5); fwd_rhs=ste(mse(2,4)); dlhs_g=mse(2,4); drhs_g=mvue(2,4)"))
-    )
-    assert list(found) == ["fwd_rhs", "drhs_g"]
-    assert found["fwd_rhs"].startswith(
+    sparsity = nm.parse("fwd_lhs=mse(2,5); fwd_rhs=ste(mse(2,4)); dlhs_g=mse(2,4); drhs_g=mvue(2,4)")
+    refused = dict(slot_refusals(op, x, w, sparsity))
+    assert list(refused) == ["fwd_rhs", "drhs_g"]
+    assert refused["fwd_rhs"].reason.startswith(
         "fwd_rhs=ste(mse(2,4)) prunes an array of shape (10, 12) along its contraction axis 0"
     )
-    assert found["drhs_g"].startswith("drhs_g=mvue(2,4) prunes an array of shape (6, 12)")
-    assert refusals(op, x, w, nm.Sparsity()) == ()
+    assert refused["drhs_g"].reason.startswith("drhs_g=mvue(2,4) prunes an array of shape (6, 12)")
+    assert slot_refusals(op, x, w, nm.Sparsity()) == ()
 
 
 def test_a_products_arguments_are_a_value():

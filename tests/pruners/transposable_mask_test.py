@@ -42,6 +42,7 @@ def check_both_ways(mask, n):
     assert (mask.sum(-2) == n).all()
 
 
+@pytest.mark.slow
 def test_golden_tile():
     tile = np.array([[4, 3, 2, 1], [-1, -3, 0.6, 0.5], [1, 2, 3, 4], [10, 2, -1, 5]], np.float32)
     expected = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]])

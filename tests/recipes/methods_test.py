@@ -96,6 +96,7 @@ def test_squared_relu_activations():
     np.testing.assert_array_equal(nm.prune(nm.methods.activation().fwd_lhs, srelu(y)), srelu(signed))
 
 
+@pytest.mark.slow
 def test_fp8_products_err_as_the_notes_say():
     """Gaussian operands: 3.5 to 3.7 % in the forward product, both e4m3; 7.45 % in the two
     behind, both e5m2."""

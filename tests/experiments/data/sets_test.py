@@ -241,6 +241,7 @@ def test_cifar10_of_a_small_pack(tmp_path):
         images.load("cifar10", tmp_path)
 
 
+@pytest.mark.slow
 def test_cifar10_of_the_pack(monkeypatch):
     features = pytest.importorskip("PIL.features")
     got = images.load("cifar10", pack("cifar10_jpegscan.npz"))

@@ -217,6 +217,7 @@ def everything(key, images, labels):
     return augment.mixup(keys[2], x, augment.one_hot(labels, 10, 0.1), 0.4)
 
 
+@pytest.mark.slow
 def test_a_batch_over_four_devices_is_augmented_alike():
     images, labels = RNG.integers(0, 256, (16, 8, 8, 3), dtype=np.uint8), RNG.integers(0, 10, 16).astype(np.int32)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

@@ -32,6 +32,7 @@ def uncut(*changes):
 
 
 @pytest.mark.parametrize("name", MESHES)
+@pytest.mark.slow
 def test_a_cut_run_is_the_whole_one_to_rounding(name):
     stacked = ["--config.model.scan=true", "--config.accumulate=2"] if name == "both" else []
     changes = [
@@ -76,6 +77,7 @@ LOOPS = {"": [], "micro-batches": ["--config.accumulate=2"], "scan": ["--config.
 
 
 @pytest.mark.parametrize(("name", "loop"), [*((name, "") for name in CUT), ("fsdp", "micro-batches"), ("fsdp", "scan")])
+@pytest.mark.slow
 def test_devices_tell_each_other_no_more_than_they_must(name, loop):
     """Data parallel sums gradients and figures. FSDP also gathers the weights, once, however often a loop runs, and no
     activation. A CPU sums what other devices scatter. No device tells the others the order of its data."""

@@ -108,6 +108,7 @@ def test_a_run_that_goes_on_does_so_where_it_was(tmp_path, sent):
     assert json.loads((tmp_path / "mine" / "run.json").read_text())["sent"] == {"wandb": anew}
 
 
+@pytest.mark.slow
 def test_every_run_of_a_sweep_is_sent_as_it_is_written(tmp_path, sent, monkeypatch):
     (tmp_path / "page.py").write_text(PAGE.replace('("ste(2,4)", "s_ste(2,4)")', '("ste(2,4)",)'))
     page = [f"--config={tmp_path / 'page.py'}", f"--workdir={tmp_path / 'runs'}", "--config.measure=50%"]

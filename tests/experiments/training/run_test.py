@@ -27,6 +27,7 @@ pytestmark = pytest.mark.sampled
 
 
 @pytest.mark.parametrize("page", command.pages())
+@pytest.mark.slow
 def test_every_page_plans_and_takes_a_step(page):
     made = shared(f"{page}:smoke")
     state, shown = steps(made, 1)
@@ -46,6 +47,7 @@ def test_every_page_plans_and_takes_a_step(page):
         ("configs/gpt2_124m.py", 124_439_808 + (50304 - 50257) * 768, ("name=pydoc", "tokenizer=bytes")),
     ],
 )
+@pytest.mark.slow
 def test_the_papers_sizes_plan(page, parameters, classes):
     made = program(page, *(f"--config.data.{change}" for change in classes))
     assert made.plan.parameters == parameters
@@ -55,6 +57,7 @@ def test_the_papers_sizes_plan(page, parameters, classes):
 # ---- the step ----
 
 
+@pytest.mark.slow
 def test_a_dense_step_is_the_one_written_out_by_hand():
     made = program("configs/vit_dense.py:smoke", "--config.optimizer=sgd(momentum=0.9)")  # Adam makes much of rounding
     step, theirs = bench.plain(made, made.task)
@@ -172,6 +175,7 @@ def test_moments_are_exact_of_many_images():
     np.testing.assert_allclose(std, [images[..., c].std(dtype=np.float64) / 255 for c in range(3)], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_are_means_over_the_test_split_alone():
     made = shared("configs/resnet_24.py:smoke")
     state, task = made.init(jnp.uint32(0)), made.task
@@ -182,6 +186,7 @@ def test_scores_are_means_over_the_test_split_alone():
     assert made.evaluate(state)["accuracy"] == pytest.approx(float((logits.argmax(-1) == y).mean()), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_measures_by_layer():
     made = program("configs/resnet_mvue.py:smoke", "--config.sparsity.stages=drhs_g=mvue(2,4); fwd_rhs=ste(mse(2,4))")
     state = made.init(jnp.uint32(0))
@@ -427,6 +432,7 @@ def shades(tmp_path):
     return tmp_path / "data", ["launch.py", *page, *few, *small, f"--workdir={tmp_path / 'run'}"]
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_is_streamed(shades, tmp_path):
     words = [*shades[1], "--config.data.flip=true"]
     command.main(words, "")
@@ -462,6 +468,7 @@ def test_images_that_cannot_be_read_are_skipped_where_that_is_asked(shades, tmp_
     )  # of the seven that are there
 
 
+@pytest.mark.slow
 def test_a_language_model_writes(tmp_path):
     (text := tmp_path / "mine.txt").write_text("To be, or not to be, that is the question. " * 200)
     words = ["--config.measure=0", f"--config.data.name={text}", f"--workdir={tmp_path / 'run'}"]
