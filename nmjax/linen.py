@@ -244,7 +244,7 @@ class Product(nn.Module):
                     "reset_state({'params': params, 'nm': model.init(key, x)['nm']})."
                 )
             return site
-        if any(needs(origin.sparsity) for needs in (sites.needs_key, sites.timed, sites.remembers)):
+        if any(needs(origin.sparsity) for needs in (sites.needs_key, sites.depends_on_step, sites.has_state)):
             raise ValueError(f"{origin.sparsity} reads the collection 'nm', which is missing. {_PASS_NM}")
         return SiteVariable(origin, origin.sparsity)
 
@@ -259,9 +259,9 @@ class Product(nn.Module):
                 f'layer such as nn.Dense, or leave this layer dense: (r"{origin.path}", "dense").'
             )
         words = sites.site_words(origin.seed, origin.path) if sites.needs_key(sparsity) else None
-        time = jnp.zeros(2, jnp.int32) if sites.timed(sparsity) or words is not None else None
+        time = jnp.zeros(2, jnp.int32) if sites.depends_on_step(sparsity) or words is not None else None
         state = None
-        if sites.remembers(sparsity):
+        if sites.has_state(sparsity):
             # Draw by init's key, as the kernel is drawn. Layers that are stacked later have one path, so by their
             # words all of them would get the same state.
             key = None if words is None else random.words(self.make_rng("params"))

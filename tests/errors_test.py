@@ -105,7 +105,7 @@ def test_slots_where_a_pruner_has_no_meaning(slots, message):
         (lambda: nm.prune(nm.soft(2, 4), X, state=jnp.ones((3, 4, 8))), "has one scale for a whole tensor"),
         (lambda: nm.mse(2, 4)(jnp.array([1, -2, 3, -4])), "dtype int32, but only floating-point values can be pruned"),
         (lambda: nm.mvue(2, 4)(jnp.array([1, -2, 3, -4]), ctx=nm.Ctx(key=0)), "dtype int32, but only floating-point values can be pruned"),
-        (lambda: nm.prune(nm.rescale(nm.mse(2, 4)), X), "rescales over space.*Write over='group'"),
+        (lambda: nm.prune(nm.rescale(nm.mse(2, 4)), X), "needs axes of space.*Write over='group'"),
         (lambda: nm.prune(nm.transposable(2, 4), jnp.ones((6, 8))), "axis 0 with 6 values, which do not divide by 4"),
         (lambda: nm.prune(nm.transposable(2, 4), jnp.ones(8)), r"has no other axis. Write mse\(2,4\)"),
         (lambda: nm.prune(nm.chain(nm.hold(nm.mse(2, 4)), nm.hold(nm.mse(2, 4))), X, state=jnp.ones((4, 8), bool)), "its state is a tuple of their states"),

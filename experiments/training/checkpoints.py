@@ -71,7 +71,7 @@ class Checkpoints:
         1. The checkpoint before this one is finished: `wait`.
         2. Orbax copies the state to the host, and begins to write it to `STEP/`, in this call.
         3. All processes finish writing: `_finish`.
-        4. Process 0 writes the seal `STEP.json`, whole or not at all: `seals.write`.
+        4. Process 0 writes the seal `STEP.json` atomically: `seals.write`.
         5. It removes old checkpoints, each seal before its folder: `_remove_old`.
 
         A run that is killed at any moment therefore leaves valid checkpoints, folders without a seal, and at most one
@@ -95,12 +95,12 @@ class Checkpoints:
 
     def _finish(self, step: int, seen: list[dict], best: bool) -> None:
         try:
-            self._orbax.wait_until_finished()  # of all processes
+            self._orbax.wait_until_finished()  # waits for all processes
             self.lost = None
             if processes.first():
                 seals.write(self.directory, step, best, seen)
                 self._remove_old()
-        except Exception as error:  # Orbax raises many kinds when the disk is full
+        except Exception as error:  # Orbax raises many types of errors when the disk is full
             self._failed(step, error)
 
     def _remove_old(self) -> None:
@@ -178,7 +178,7 @@ class Checkpoints:
             return Restored(0, None, [])
         try:
             state = self._orbax.restore(self._path(step), shapes._asdict())
-        except Exception as error:  # Orbax and TensorStore raise many kinds; the files are as they were written
+        except Exception as error:  # many types of errors; the files are as they were written
             reason = " ".join(str(error).split())[:300]
             raise Failed(f"{self._path(step)} holds no state of this model and optimizer: {reason}") from error
         return Restored(step, type(shapes)(**state), seen)
@@ -191,8 +191,8 @@ class Checkpoints:
             damage = seals.damage(self.directory, step, seal)
             if seal is not None and not damage:
                 return step, seal.seen
-            moved = f", and was renamed to {self._rename_damaged(step)}" if rename_damaged else ""
-            self._report(f"The checkpoint of step {step:,} cannot be read{moved}: {damage}.")
+            moved = f" It was renamed to {self._rename_damaged(step)}." if rename_damaged else ""
+            self._report(f"The checkpoint of step {step:,} is damaged: {damage}.{moved}")
         if steps:
             raise Failed(
                 f"None of the checkpoints in {self.directory} can be read. To start over, remove that directory, "

@@ -39,15 +39,15 @@ class Loop:
     def __init__(self, program: Program, runs: dict[int, Run], screen: Screen, stop: Stop, began: float):
         self.program, self.runs, self.screen, self.stop, self.began = program, runs, screen, stop, began
         self.task, self.total, self.config = program.task, program.total, program.config
-        self.higher = self.task.metric == "accuracy"
+        self.higher_is_better = self.task.metric == "accuracy"
         self.scores: dict[int, dict[str, float]] = {}  # of the last evaluation, by run
-        self.meter = Meter(math.ceil(self.total / 500), runs, self.report, self.remove)
+        self.meter = Meter(math.ceil(self.total / 500), runs, self.report, self.remove)  # at most 500 lines of metrics
 
     def run(self, origin: Path | None) -> None:
         """Train to the last step, and write a summary.
 
         Args:
-          origin: Directory of a run to start from, if these have no checkpoints of their own.
+          origin: Directory of a run to start from, if the runs have no checkpoints of their own.
         """
         start, feed = self.begin(origin)
         if start == self.total:  # the run was killed after its last checkpoint
@@ -77,7 +77,7 @@ class Loop:
         for run, each in zip(self.runs.values(), restored, strict=True):
             run.seen = each.seen
             run.record.begin(start)
-            run.best = run.record.best(self.task.metric, self.higher)
+            run.best = run.record.best(self.task.metric, self.higher_is_better)
         if start < self.total:
             with self.screen.busy("compiling"):
                 arrays = next(feed)
@@ -124,7 +124,7 @@ class Loop:
             for i, run in self.runs.items():
                 run.record.write("eval", step, **self.scores[i])
             self.screen.evaluation(step, mean([self.scores[i] for i in self.runs]))
-            best = [i for i, run in self.runs.items() if run.improves(self.deciding_score(i), self.higher)]
+            best = [i for i, run in self.runs.items() if run.improves(self.deciding_score(i), self.higher_is_better)]
             self.save(step, best)
 
     def score(self) -> dict[int, dict[str, float]]:
@@ -158,7 +158,7 @@ class Loop:
                 return
 
     def remove(self, i: int, error: Failed) -> None:
-        """Remove a failed run. If it is the only one, raise its error."""
+        """Remove a failed run. If it diverged, dump its state first. If it is the only run, raise its error."""
         run = self.runs[i]
         if isinstance(error, Diverged):
             run.checkpoints.dump(self.program.part(self.state, i))
@@ -166,10 +166,10 @@ class Loop:
             raise error
         del self.runs[i]
         run.end(error)
-        self.screen.line(f"{run.name}: {run.explain(error)} The others go on.")
+        self.screen.line(f"{run.name}: {run.explain(error)} The other runs continue.")
 
     def stop_after(self, step: int, saved: bool) -> None:
-        """Save the runs unless they are saved already, and raise `Stopped` unless this was the last step."""
+        """Save the runs if they are not saved yet. Then raise `Stopped`, except after the last step."""
         if not saved:
             self.meter.settle()
             self.save(step, best=[])

@@ -28,7 +28,7 @@ def follow(path: Sequence[Link], ctx: Ctx) -> Ctx:
     """Return the context of the pruner at the end of a path.
 
     Args:
-      path: The path, as `Normal` holds it.
+      path: The path, as `NormalForm` holds it.
       ctx: The context of the pruner where the path begins.
     """
     for number, count in path:

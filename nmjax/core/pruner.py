@@ -20,15 +20,16 @@ Pattern = tuple[int, int]
 """(n, m): at most n of every m consecutive values are not zero."""
 
 
-class Normal(NamedTuple):
-    """The normal form of a slot's pruner: what prunes, the storage, the gradient rule, and which operand is pruned.
+class NormalForm(NamedTuple):
+    """The normal form of a slot's pruner: the pruning, the storage and the gradient rule, apart from each other.
 
     Args:
-      core: The only pruner that prunes. `identity` if there is none; None if there are several, one after another.
+      core: The only part that changes values, apart from ``storage``. `identity` if no part does; None if several do.
       applied: The pruner without its storage.
       storage: The `fp8` at the end, to which the pruned operand is rounded. None if there is none.
       rule: The pruner that defines the gradient rule. None if there is none.
-      raw: True if the unpruned operand is pruned, not the value that the forward product used.
+      raw: True if a backward slot prunes the original operand. False if it prunes the operand that the forward
+        product used.
       core_path: The path from the pruner to ``core``. `follow` uses it to find the core's key and state.
       storage_path: The path to ``storage``.
     """
@@ -42,9 +43,10 @@ class Normal(NamedTuple):
     storage_path: tuple[Link, ...] = ()
 
 
+# Members that describe what __call__ returns. A class that overrides __call__ does not inherit them.
 _PROMISES = (
-    "reads_step", "by_members", "by_tile", "pattern", "pattern_across", "kept", "kept_across", "selects", "normal",
-    "growth",
+    "reads_step", "has_prune_members", "has_prune_tile", "pattern", "pattern_across", "kept", "kept_across", "selects",
+    "normal_form", "growth",
 )  # fmt: skip
 
 
@@ -52,8 +54,8 @@ _PROMISES = (
 class Pruner(Value):
     """The base of all pruners.
 
-    A subclass is a frozen dataclass with a ``__call__``. All other members have safe defaults. The members under "what
-    a call needs" are combined from the parts, unless the class overrides them.
+    A subclass is a frozen dataclass that defines ``__call__``. All other members have defaults. Those of `block`,
+    `stochastic`, `needs_state` and the like combine the values of the `parts`.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, repr=False)
@@ -65,11 +67,11 @@ class Pruner(Value):
     Array([ 0. , -2. ,  0.7,  0. ], dtype=float32)
     """
 
-    outermost: ClassVar[bool] = False  # True: it describes a whole slot, so it cannot be a part of another pruner
-    reads_step: ClassVar[bool] = True  # False: a call uses ctx.step only for random numbers or in its parts
+    outermost: ClassVar[bool] = False  # True: it cannot be a part of another pruner
+    reads_step: ClassVar[bool] = True  # False: __call__ itself uses ctx.step for random numbers only
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let a class that overrides another pruner's ``__call__`` inherit no promise about what a call returns."""
+        """Reset `_PROMISES` to their defaults if the class overrides the ``__call__`` of another pruner."""
         super().__init_subclass__(**options)
         if "__call__" not in vars(cls):
             return
@@ -120,35 +122,35 @@ class Pruner(Value):
         return self.stochastic or any(p.needs_key for p in self.parts)
 
     @property
-    def stateful(self) -> bool:
+    def needs_state(self) -> bool:
         """True if a call requires state. `soft` does not: without state its scale is 1."""
-        return any(p.stateful for p in self.parts)
+        return any(p.needs_state for p in self.parts)
 
     @property
-    def remembers(self) -> bool:
+    def has_state(self) -> bool:
         """True if `init` makes a state."""
-        return any(p.remembers for p in self.parts)
+        return any(p.has_state for p in self.parts)
 
     @property
-    def timed(self) -> bool:
-        """True if the result may depend on the step, by random numbers or a schedule."""
+    def depends_on_step(self) -> bool:
+        """True if the result may depend on ``ctx.step``: by a schedule, by random numbers, or by `reads_step`."""
         values = [getattr(self, f.name) for f in fields(self)]
         scheduled = any(callable(v) and not isinstance(v, Pruner) for v in values)
-        return self.reads_step or scheduled or self.stochastic or any(p.timed for p in self.parts)
+        return self.reads_step or scheduled or self.stochastic or any(p.depends_on_step for p in self.parts)
 
     @property
-    def ruled(self) -> bool:
-        """True if it has a gradient rule, which only a forward slot can use."""
-        return any(p.ruled for p in self.parts)
+    def has_gradient_rule(self) -> bool:
+        """True if it has a gradient rule. Only forward slots allow one."""
+        return any(p.has_gradient_rule for p in self.parts)
 
     @property
-    def bare_noise(self) -> bool:
-        """True if it draws random numbers and no gradient rule surrounds the draw, so autodiff differentiates it."""
+    def noise_without_rule(self) -> bool:
+        """True if a call draws random numbers outside a gradient rule, where autodiff differentiates the draw."""
         return self.stochastic
 
     @property
     def reorders(self) -> bool:
-        """True if a call moves values along the whole axis."""
+        """True if a call forms groups in another order of the whole axis, as `permute` does."""
         return any(p.reorders for p in self.parts)
 
     @property
@@ -181,42 +183,42 @@ class Pruner(Value):
         """
         if len(self.parts) == 1:
             return self.parts[0].mask(x, axis, ctx)
-        raise TypeError(f"{self} has no mask, because it does not choose which entries to keep.")
+        raise TypeError(f"{self} has no mask: {type(self).__name__} does not define mask(x, axis, ctx).")
 
     def kept(self, step: int | None = None) -> float:
         """Return the share of values that a call keeps.
 
         Args:
-          step: A training step. If None, the share is that of the sparsest step.
+          step: A training step. If None, return the smallest share over all steps.
         """
         return min((p.kept(step) for p in self.parts), default=1.0)
 
     def kept_across(self, step: int | None = None) -> float:
-        """Return the share that a call keeps in every group along the other axis of a weight, as in `kept`."""
+        """Return, as `kept` does, the largest share that a group along the other axis of a weight keeps."""
         return min((p.kept_across(step) for p in self.parts), default=1.0)
 
     # ---- slots and kernels ----
 
-    def normal(self) -> Normal:
+    def normal_form(self) -> NormalForm:
         """Return the normal form of a slot that this pruner fills. By default the whole pruner is the core."""
-        return Normal(core=self, applied=self)
+        return NormalForm(core=self, applied=self)
 
     @property
-    def by_members(self) -> bool:
-        """True if kernels may call `of_members`."""
+    def has_prune_members(self) -> bool:
+        """True if kernels may call `prune_members`."""
         return False
 
     @property
-    def by_tile(self) -> bool:
-        """True if kernels may call `of_tile`."""
+    def has_prune_tile(self) -> bool:
+        """True if kernels may call `prune_tile`."""
         return False
 
-    def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
-        """Return the pruned values of groups. Kernels call it if `by_members` is True.
+    def prune_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
+        """Return the pruned values of groups. Kernels call it if `has_prune_members` is True.
 
         Args:
           x: The values at each position of a group, one array for each of the m positions.
-          u: One uniform in [0, 1) for every group, if the pruner is stochastic.
+          u: One uniform random number in [0, 1) for each group, if the pruner is stochastic.
           state: The state that a call reads in ``ctx``.
 
         Returns:
@@ -224,8 +226,8 @@ class Pruner(Value):
         """
         raise NotImplementedError(f"{self} is not pruned by kernels.")
 
-    def of_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Return the pruned values of tiles of m x m values. Kernels call it if `by_tile` is True.
+    def prune_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        """Return the pruned values of tiles of m x m values. Kernels call it if `has_prune_tile` is True.
 
         Args:
           x: The values at each position of a tile: m rows of m arrays.
@@ -253,17 +255,17 @@ class Pruner(Value):
         return self
 
     def final_state(self, state: Any) -> Any:
-        """Return the state of the pruner `final`, given the state of this one."""
-        contexts = apart(self, Ctx(state=state))
-        return joined(p.final_state(part.state) for p, part in zip(self.parts, contexts, strict=True))
+        """Convert a state of this pruner to a state of `final`."""
+        contexts = split_ctx(self, Ctx(state=state))
+        return join_states(p.final_state(part.state) for p, part in zip(self.parts, contexts, strict=True))
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
-        """Return the first state, given the initial array, or None if there is nothing to remember."""
-        return joined(p.init(x, axis, ctx) for p in self.parts)
+        """Return the initial state, computed from the initial array, or None if the pruner has no state."""
+        return join_states(p.init(x, axis, ctx) for p in self.parts)
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
-        """Return the state of ``ctx.step``, given the array at that step and an earlier state in ``ctx.state``."""
-        return joined(p.refresh(x, axis, part) for p, part in zip(self.parts, apart(self, ctx), strict=True))
+        """Return the state for step ``ctx.step``, given the array at that step and an earlier state, ``ctx.state``."""
+        return join_states(p.refresh(x, axis, part) for p, part in zip(self.parts, split_ctx(self, ctx), strict=True))
 
 
 @dataclass(frozen=True, repr=False)
@@ -309,14 +311,14 @@ class Grouped(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class Remembering(Pruner):
-    """The base of pruners that keep state of their own, whether their parts keep one or not."""
+    """The base of pruners that have a state even if their parts have none."""
 
     @property
-    def stateful(self) -> bool:
+    def needs_state(self) -> bool:
         return True
 
     @property
-    def remembers(self) -> bool:
+    def has_state(self) -> bool:
         return True
 
     def final_state(self, state: Any) -> Any:
@@ -325,10 +327,10 @@ class Remembering(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class SamePattern(Pruner):
-    """The base of pruners around one other, whose patterns they keep.
+    """The base of pruners that wrap one pruner and keep its patterns.
 
     Args:
-      p: The other pruner.
+      p: The wrapped pruner.
     """
 
     p: Pruner
@@ -347,7 +349,7 @@ def sparsest(patterns: Iterable[Pattern | None]) -> Pattern | None:
     return min((p for p in patterns if p is not None), key=lambda p: p[0] / p[1], default=None)
 
 
-def joined(states: Iterable[Any]) -> Any:
+def join_states(states: Iterable[Any]) -> Any:
     """Return the state of a pruner, given the states of its parts.
 
     Returns:
@@ -359,8 +361,8 @@ def joined(states: Iterable[Any]) -> Any:
     return states[0] if len(states) == 1 else states
 
 
-def apart(p: Pruner, ctx: Ctx) -> list[Ctx]:
-    """Return one context for each part of a pruner, with the state of that part. The inverse of `joined`."""
+def split_ctx(p: Pruner, ctx: Ctx) -> list[Ctx]:
+    """Return one context for each part of a pruner. Each has its own part of a state that `join_states` made."""
     if len(p.parts) == 1:
         return [ctx]
     states = (None,) * len(p.parts) if ctx.state is None else ctx.state
@@ -372,21 +374,20 @@ def apart(p: Pruner, ctx: Ctx) -> list[Ctx]:
     return [ctx.replace(state=s) for s in states]
 
 
-def check_inner(owner: Pruner, *inner: Any, ruled: bool = False) -> None:
+def check_inner(owner: Pruner, *inner: Any, allow_gradient_rules: bool = False) -> None:
     """Raise an error if a part is not a pruner, or must be outermost.
 
     Args:
       owner: The pruner that has the parts.
       *inner: Its parts.
-      ruled: Whether parts with a gradient rule are allowed.
+      allow_gradient_rules: Whether parts with a gradient rule are allowed.
     """
     for p in inner:
         if not isinstance(p, Pruner):
             hint = f"nm.parse_pruner({p!r})" if isinstance(p, str) else "a pruner, such as mse(2,4)"
             raise TypeError(f"{type(owner).__name__} takes pruners, got {type(p).__name__}: pass {hint}.")
-        if p.outermost or (p.ruled and not ruled):
+        if p.outermost or (p.has_gradient_rule and not allow_gradient_rules):
             name, around = type(p).__name__, type(owner).__name__
             raise ValueError(
-                f"{p} describes a whole slot, so it is outermost: write {name}({around}(...)), not "
-                f"{around}({name}(...))."
+                f"{p} must be the outermost pruner of its slot: write {name}({around}(...)), not {around}({name}(...))."
             )

@@ -1,8 +1,8 @@
 """Prune and pack in one pass: a kernel reads a 16-bit array once, and writes its packed form as tensor cores read it.
 
 A program takes 64 x 64 values, whose words are one block of ``words16``. It holds the four members of each group in
-four arrays, and prunes them by the pruner's `of_members`. It keeps two of them, and their nibble. The noise is that of
-the pruner on the whole array: one uniform a group, by the group's row-major number.
+four arrays, and prunes them by the pruner's `prune_members`. It keeps two of them, and their nibble. The noise is
+that of the pruner on the whole array: one uniform for each group, by the group's row-major number.
 
 These kernels are Triton's: plain arithmetic on blocks, which a CPU can run too.
 """
@@ -121,7 +121,7 @@ def _both(
     """Prune and pack the 16 members of 4 x 4 tiles: four groups along columns, and four along rows."""
     some = lambda i: pl.ds(i, BLOCK // 4, stride=4)
     tile = [members_of(seen, some(i), dtype) for i in range(4)]
-    tile = tile if pruner == identity else pruner.of_tile(tile)
+    tile = tile if pruner == identity else pruner.prune_tile(tile)
     for i in range(4):
         first, second, nibble = two_of_four(tile[i], crowded=_nan(pruner, dtype))
         values[some(i), :] = together(first, second)
@@ -176,7 +176,7 @@ def _pruned(
     block, index, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
     row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
     u = uniform(words, index, share, whole, row, column) if pruner.stochastic else None
-    return x if pruner == identity else pruner.of_members(x, u, scale[index // share])
+    return x if pruner == identity else pruner.prune_members(x, u, scale[index // share])
 
 
 def _nan(pruner: Pruner, dtype: jnp.dtype) -> jax.Array | None:

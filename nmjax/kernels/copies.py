@@ -145,7 +145,7 @@ def _rounded(
     u = draw(0) if copy.pruner.stochastic else None
     r = draw(2) if copy.rounding == "random" else None
     beta, scale = factors[index // share, 0], factors[index // share, 1 + at]
-    x = x if copy.pruner == identity else copy.pruner.of_members(x, u, beta)
+    x = x if copy.pruner == identity else copy.pruner.prune_members(x, u, beta)
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
     return [byte(v).astype(jnp.uint32) for v in x]
 

@@ -232,4 +232,4 @@ def fuses(pruner: Pruner) -> bool:
     if pruner == identity:
         return True
     pattern = pruner.pattern
-    return pruner.by_members and pattern is not None and pattern[0] <= 2 and pattern[1] == 4
+    return pruner.has_prune_members and pattern is not None and pattern[0] <= 2 and pattern[1] == 4

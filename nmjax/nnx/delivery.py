@@ -112,7 +112,7 @@ def _refusals(
 ) -> list[Refusal]:  # fmt: skip
     """Return the reasons why a layer cannot use this sparsity."""
     kernel, product = layer.module.kernel.get_value(), getattr(layer.module, layer.door.name)
-    if isinstance(kernel, jax.ShapeDtypeStruct) and sites.remembers(sparsity):
+    if isinstance(kernel, jax.ShapeDtypeStruct) and sites.has_state(sparsity):
         return [
             Refusal(
                 "its kernel is a shape without values, and its state is made from values. Make both abstract together: "
@@ -184,9 +184,9 @@ def put_site(
     setattr(layer.module, layer.door.name, nnx.data(site))
     if sites.needs_key(sparsity):
         site.words = nnx.data(_variable(layer, _words(layer, seed), state=False))
-    if sites.timed(sparsity) or sites.needs_key(sparsity):
+    if sites.depends_on_step(sparsity) or sites.needs_key(sparsity):
         site.time = nnx.data(_variable(layer, times(layer, 0, 0), state=False))
-    if sites.remembers(sparsity):
+    if sites.has_state(sparsity):
         product, operand = layer.example(1), layer.operand
         assert product is not None
         assert operand is not None

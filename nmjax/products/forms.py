@@ -213,7 +213,7 @@ def _fuses(
     both_products = {"fwd", "dlhs"} <= set(products) and operand == "w"
     packed = all(routes[product].operand == "w" and not routes[product].formats for product in ("fwd", "dlhs"))
     fuses_tiles = both_products and packed and reuses_forward and len(routes.layout.w.shape) == 2
-    return lambda p: limits.fuses(p) or (fuses_tiles and p.by_tile)
+    return lambda p: limits.fuses(p) or (fuses_tiles and p.has_prune_tile)
 
 
 # ---- making forms ----
@@ -247,7 +247,7 @@ def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str
 
 def _one_mask(wants: Sequence[Want]) -> bool:
     """Return True if one mask, 2:4 along both axes, serves both forms."""
-    return all(want.source.pruner == identity or want.source.pruner.by_tile for want in wants)
+    return all(want.source.pruner == identity or want.source.pruner.has_prune_tile for want in wants)
 
 
 def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:

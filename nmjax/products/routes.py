@@ -42,7 +42,7 @@ LAID_AS = {"fwd": "g", "dlhs": "x", "drhs": "w"}  # the operand that each result
 
 
 class Route(NamedTuple):
-    """The way in which one product runs.
+    """How one product runs, and why.
 
     Attributes:
       how: "packed", "fp8", "emulated" or "dense".
@@ -59,13 +59,13 @@ class Route(NamedTuple):
     formats: tuple[tuple[str, str], ...] = ()
 
     @property
-    def by_kernel(self) -> bool:
+    def uses_forms(self) -> bool:
         """True if XLA's plain product of pruned operands does not run it."""
         return self.how in ("packed", "fp8")
 
     def takes(self, operand: str) -> bool:
         """Return True if it takes an operand in a form of its own."""
-        return self.by_kernel and (bool(self.formats) or self.operand == operand)
+        return self.uses_forms and (bool(self.formats) or self.operand == operand)
 
 
 class Matrix(NamedTuple):
@@ -84,7 +84,7 @@ class Layout(NamedTuple):
     sizes: tuple[tuple[str, int], ...]
 
     def matrix(self, operand: str) -> Matrix:
-        """Return how an operand lies."""
+        """Return the matrix of "x", "w" or "g"."""
         return {"x": self.x, "w": self.w, "g": self.g}[operand]
 
     def size(self, axis: str) -> int:
@@ -150,7 +150,7 @@ def routes_of(
                 raise ValueError(f"{where}{not_packed(product, route)}")
     if isinstance(device, Refusal) or isinstance(layout, Refusal):
         return None
-    if not any(route.by_kernel for _, route in by_product):
+    if not any(route.uses_forms for _, route in by_product):
         return None
     return Routes(device, layout, by_product, name)
 
@@ -178,7 +178,7 @@ def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal
     """Return the routes, how the operands lie, and the device."""
     layout = _layout(case)
     by_product = tuple((product, _route(product, case, layout)) for product in CONTRACTED)
-    if isinstance(case.device, Target) and any(route.by_kernel for _, route in by_product):
+    if isinstance(case.device, Target) and any(route.uses_forms for _, route in by_product):
         broken = fault(case.device)
         if broken is not None:
             case = case._replace(device=broken)
@@ -255,7 +255,7 @@ def _unpacked(slots: Mapping[str, Slot], patterns: Mapping[str, Pattern | None])
     for operand, slot in slots.items():
         p = patterns[operand]
         if p is not None:
-            return Route("emulated", f"{operand} is {p[0]}:{p[1]}, and sparse tensor cores know 2:4")
+            return Route("emulated", f"{operand} is {p[0]}:{p[1]}, but sparse tensor cores support only 2:4")
         if slot.pruner.block > 1:
             return Route("emulated", f"{slot} is not 2:4 at every step")
         if not slot.empty:
@@ -273,7 +273,7 @@ def pattern(sparsity: Sparsity, slot: Slot) -> Pattern | None:
     if slot.pattern is not None or slot.name != "dlhs_rhs" or slot.raw:
         return slot.pattern
     if slot.core != identity and not slot.pruner.selects:
-        return None  # it may put other values in the place of zeros
+        return None  # the pruner may replace zeros by other values
     across = sparsity.fwd_rhs.pattern_across  # dx contracts the other axis of the weight that the forward product uses
     return across if across is not None and across[1] == 4 else None
 
@@ -287,18 +287,20 @@ def _formats(slots: Mapping[str, Slot]) -> tuple[tuple[str, str], ...]:
 def _types_refusal(case: Case, product: str) -> Refusal | None:
     op, lhs, rhs = case.op, case.lhs, case.rhs
     if op.out_sharding is not None:
-        return Refusal("out_sharding is given, and kernels know nothing of it")
+        return Refusal("out_sharding is given, and kernels do not support it")
     types = {"x": lhs.dtype, "w": rhs.dtype, "g": op.preferred_element_type or lhs.dtype}
     names = {operand: jnp.dtype(types[operand]).name for operand in OPERANDS[product]}
     kinds = set(names.values())
     if len(kinds) == 1 and kinds <= {"bfloat16", "float16"}:
         return None
     shown = " and ".join(f"{operand} {name}" for operand, name in names.items())
-    return Refusal(f"it is of {shown}: kernels take bfloat16 or float16, as dtype=jnp.bfloat16 of a layer gives")
+    return Refusal(
+        f"its operands are {shown}, but kernels need bfloat16 or float16: set dtype=jnp.bfloat16 in the layer"
+    )
 
 
 def result_axes(product: str, layout: Layout) -> str:
-    """Return how the result of a product is wanted: y and g as [T, O], dx as x lies, dw as w lies."""
+    """Return the axes of a product's result as a matrix: "TO" for y, those of x for dx, those of w for dw."""
     return layout.matrix(LAID_AS[product]).axes
 
 

@@ -85,7 +85,7 @@ def bilinear(
     op: Operation, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
     *, name: str | None = None, packed: Mapping[FormKey, Form] | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return ``op(lhs, rhs)`` with its six operands pruned.
+    """Return ``op(lhs, rhs)``, with pruned operands in it and in the two products of its gradient.
 
     Args:
       op: The bilinear operation, a hashable value that holds the operands' axes.
@@ -109,11 +109,11 @@ def bilinear(
     axes = product.operands(lhs, rhs)
     x = prune_slot(product, left, left.applied, lhs, axes, ctx)
     w = prune_slot(product, right, right.applied, rhs, axes, ctx)
-    plain = not sparsity.backward and left.storage is None and right.storage is None
-    if plain and left.applied == right.applied == identity:
+    forward_only = not sparsity.backward and left.storage is None and right.storage is None
+    if forward_only and left.applied == right.applied == identity:
         return op(x, w)
     routes = routes_of(op, lhs, rhs, sparsity, backend, name, products_of(packed))
-    if routes is None and plain:
+    if routes is None and forward_only:
         return op(x, w)
     inputs = Inputs(
         lax.stop_gradient(lhs) if sparsity.slots["drhs_lhs"].raw or needs_unpruned(routes, sparsity, "x") else None,
@@ -122,9 +122,9 @@ def bilinear(
         packed,
     )
     product = product._replace(routes=routes)
-    only_y = routes is not None and not routes["dlhs"].by_kernel and not routes["drhs"].by_kernel
-    rule = _derived if plain and only_y else _ruled
-    return rule(product, x, w, inputs)
+    y_alone = routes is not None and not routes["dlhs"].uses_forms and not routes["drhs"].uses_forms
+    call = _derived if forward_only and y_alone else _ruled
+    return call(product, x, w, inputs)
 
 
 def prune_slot(
@@ -146,11 +146,11 @@ def prune_slot(
         return value
     label = f"{slot.name}={p}" if product.name is None else f"{product.name}: {slot.name}={p}"
     own = slot.context(ctx)
-    if p.remembers and slot.name in WEIGHT and own.state is None:
+    if p.has_state and slot.name in WEIGHT and own.state is None:
         raise ValueError(
             f"{label} keeps state between steps and was given none: pass "
-            "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)), with the axes of w that the product contracts and "
-            "leaves."
+            "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)). contract are the axes of w that the product sums "
+            "over, out are its other axes."
         )
     return call(label, p, value, axes[slot.name], own)
 
@@ -199,7 +199,7 @@ def _forward(
         operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, by_xla, products)
         for operand in (OperandValue("x", x, inputs.lhs), OperandValue("w", w, inputs.rhs))
     }
-    if not routes["fwd"].by_kernel:
+    if not routes["fwd"].uses_forms:
         return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w)), forms
     dtype = jax.eval_shape(op, x, w).dtype
     w_is_dense = routes["fwd"].operand == "x"
@@ -260,7 +260,7 @@ def _ruled_backward(
     def gradient(name: str, of_g: str, other: str, like: jax.Array, transpose: Callable[..., jax.Array]) -> jax.Array:
         """Compute dx or dw. XLA multiplies both pruned operands; a kernel multiplies forms, or a form and a dense
         operand."""
-        if routes is None or not routes[name].by_kernel:
+        if routes is None or not routes[name].uses_forms:
             return transpose(prune(of_g), prune(other))
         dense = other if routes[name].operand == "g" else of_g
         y = product_of_forms(routes, name, _forms_of(forms, name), lambda: prune(dense), like.dtype)
@@ -297,7 +297,7 @@ def packed_weight(
     op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(),
     backend: str = "auto", *, name: str | None = None,
 ) -> dict[FormKey, Form]:  # fmt: skip
-    """Return the weight's forms, to pass as ``packed``.
+    """Return the weight's forms. Pass them to a product as ``packed``.
 
     Use it to pack a weight once for all micro-steps. The result is empty if no product is packed. It omits forms that
     need new random numbers at each micro-step.
@@ -353,7 +353,7 @@ def _first_use_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: 
 
     def first_use(x: jax.Array) -> jax.Array:
         ctx = Ctx(random.words(0), 0)
-        state = along(label, p, x, operand, ctx, p.init)[0] if p.remembers else None
+        state = along(label, p, x, operand, ctx, p.init)[0] if p.has_state else None
         return pruned(label, p, x, operand, ctx.replace(state=state))
 
     try:

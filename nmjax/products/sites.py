@@ -42,14 +42,14 @@ def needs_key(sparsity: Sparsity) -> bool:
     return any(sparsity.slots[name].pruner.needs_key for name in SLOTS)
 
 
-def timed(sparsity: Sparsity) -> bool:
+def depends_on_step(sparsity: Sparsity) -> bool:
     """Return True if a layer's products read the step."""
-    return any(sparsity.slots[name].pruner.timed for name in SLOTS)
+    return any(sparsity.slots[name].pruner.depends_on_step for name in SLOTS)
 
 
-def remembers(sparsity: Sparsity) -> bool:
+def has_state(sparsity: Sparsity) -> bool:
     """Return True if a layer keeps state."""
-    return any(sparsity.slots[name].pruner.remembers for name in WEIGHT)
+    return any(sparsity.slots[name].pruner.has_state for name in WEIGHT)
 
 
 def final(sparsity: Sparsity) -> tuple[Pruner, Sparsity]:

@@ -1,7 +1,7 @@
 """The six slots of a linear layer, and the normal form of a slot's pruner.
 
 ===========  ==========================  ===============================  ===========================
-product      computes                    slots                            contracts, and so groups by
+product      computes                    slots                            contracts: groups lie along
 ===========  ==========================  ===============================  ===========================
 fwd          y  = x w                    ``fwd_lhs`` x, ``fwd_rhs`` w     in-features
 dlhs         dx = g w^T                  ``dlhs_g`` g, ``dlhs_rhs`` w     out-features
@@ -33,7 +33,7 @@ from typing import Any
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.paths import follow
-from nmjax.core.pruner import Normal, Pattern, Pruner
+from nmjax.core.pruner import NormalForm, Pattern, Pruner
 from nmjax.pruners import identity
 from nmjax.pruners.float8 import fp8
 
@@ -56,7 +56,7 @@ class Slot:
 
     name: str
     pruner: Pruner
-    form: Normal
+    form: NormalForm
 
     @property
     def empty(self) -> bool:
@@ -111,10 +111,10 @@ class Slot:
 def as_slot(name: str, pruner: Any) -> Slot:
     """Return a slot in normal form. Raise an error if the pruner is not allowed in this slot."""
     _check_pruner(name, pruner)
-    slot = Slot(name, pruner, pruner.normal())
+    slot = Slot(name, pruner, pruner.normal_form())
     storage = slot.form.storage
     if storage is not None and not isinstance(storage, fp8):
-        raise TypeError(f"{slot}: {type(pruner).__name__}.normal gives {storage} as its storage, which is no fp8.")
+        raise TypeError(f"{slot}: {type(pruner).__name__}.normal gives {storage} as its storage, which is not an fp8.")
     _check_slot(slot)
     return slot
 
@@ -133,21 +133,21 @@ def _check_slot(slot: Slot) -> None:
         raise ValueError(
             f"{slot}: raw prunes an operand itself, in dlhs_rhs or drhs_lhs. Here write {slot.name}={p.parts[0]}."
         )
-    if p.ruled and not forward:
+    if p.has_gradient_rule and not forward:
         rule = slot.form.rule
         instead = "the pruner itself" if rule is None else rule.parts[0]
         raise ValueError(
             f"{slot}: a gradient rule has no meaning in a backward slot, which is never differentiated. "
             f"Write {slot.name}={instead}."
         )
-    if forward and p.bare_noise:
+    if forward and p.noise_without_rule:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
     if forward and slot.storage is not None and slot.storage.stochastic:
         raise ValueError(
             f"{slot}: a forward operand is rounded to nearest, because several products must see the same value. "
             f"Random rounding is for gradients, in dlhs_g and drhs_g. Here write fp8({slot.storage.format!r})."
         )
-    if p.stateful and slot.name not in WEIGHT:
+    if p.needs_state and slot.name not in WEIGHT:
         raise ValueError(
             f"{slot}: only a weight keeps state between steps, in fwd_rhs or dlhs_rhs. Here write a pruner without "
             "hold or permute."

@@ -59,7 +59,7 @@ class Sparsity(Value):
     def init(
         self, rhs: jax.Array, *, contract: int | tuple[int, ...], out: int | tuple[int, ...], ctx: Ctx = Ctx()
     ) -> dict[str, Any]:
-        """Return the state of the weight slots, for ``ctx.state``. It is empty if the method remembers nothing.
+        """Return the state of the weight slots, for ``ctx.state``. It is empty if the method has no state.
 
         Args:
           rhs: The weight.
@@ -90,10 +90,10 @@ class Sparsity(Value):
         forward, backward = Operand(inward, outward, space), Operand(outward, inward, space)
         states: dict[str, Any] = {}
         slot = self.slots["fwd_rhs"]
-        if slot.pruner.remembers:
+        if slot.pruner.has_state:
             states["fwd_rhs"] = _state(slot, rhs, forward, ctx, make)
         slot = self.slots["dlhs_rhs"]
-        if slot.pruner.remembers:
+        if slot.pruner.has_state:
             weight = rhs if slot.raw else self._used_forward(rhs, forward, ctx.replace(state=states or None))
             states["dlhs_rhs"] = _state(slot, weight, backward, ctx, make)
         return states

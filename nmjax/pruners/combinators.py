@@ -11,7 +11,7 @@ from jax import lax
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link, with_part_key
-from nmjax.core.pruner import Normal, Pattern, Pruner, SamePattern, apart, check_inner, joined, sparsest
+from nmjax.core.pruner import NormalForm, Pattern, Pruner, SamePattern, check_inner, join_states, sparsest, split_ctx
 from nmjax.core.value import show
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
@@ -60,27 +60,27 @@ class chain(Pruner):
     def pattern_across(self) -> Pattern | None:
         return sparsest(p.pattern_across for p in self.parts)
 
-    def normal(self) -> Normal:
+    def normal_form(self) -> NormalForm:
         """Return the normal form. An `fp8` at the end is the storage. If exactly one other part prunes, it is
         the core."""
         if not self.parts:
-            return Normal(core=identity, applied=self)
-        count, last = len(self.parts), self.parts[-1].normal()
+            return NormalForm(core=identity, applied=self)
+        count, last = len(self.parts), self.parts[-1].normal_form()
         core, path = self._core()
         if last.storage is None:
-            return Normal(core, self, core_path=path)
+            return NormalForm(core, self, core_path=path)
         applied = chain(*self.parts[:-1], last.applied)
         storage_path = (Link(count - 1, count), *last.storage_path)
-        return Normal(core, applied, last.storage, core_path=path, storage_path=storage_path)
+        return NormalForm(core, applied, last.storage, core_path=path, storage_path=storage_path)
 
     def _core(self) -> tuple[Pruner | None, tuple[Link, ...]]:
-        """Return `Normal.core` and the path to it."""
+        """Return `NormalForm.core` and the path to it."""
         count = len(self.parts)
         cores: list[tuple[Pruner | None, tuple[Link, ...]]] = []
         for i, p in enumerate(self.parts):
-            form = p.normal()
+            form = p.normal_form()
             if i < count - 1 and form.storage is not None:  # an fp8 that is not last counts as pruning, not storage
-                form = Normal(core=p, applied=p)
+                form = NormalForm(core=p, applied=p)
             if form.core != identity:
                 cores.append((form.core, (Link(i, count), *form.core_path)))
         if not cores:
@@ -102,7 +102,7 @@ class chain(Pruner):
 
     def _numbered(self, ctx: Ctx) -> Iterator[tuple[Pruner, Ctx]]:
         """Yield every part with its context: its own state and its own key."""
-        for i, (p, part) in enumerate(zip(self.parts, apart(self, ctx), strict=True)):
+        for i, (p, part) in enumerate(zip(self.parts, split_ctx(self, ctx), strict=True)):
             yield p, with_part_key(part, i)
 
     @property
@@ -121,7 +121,7 @@ class chain(Pruner):
         for p, part in self._numbered(ctx):
             states.append(getattr(p, make)(x, axis, part))
             x = p(x, axis, part.replace(state=states[-1]))
-        return joined(states)
+        return join_states(states)
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +148,7 @@ class stages(Pruner):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_rows(self, self.rows)
-        check_inner(self, *self.parts, ruled=True)
+        check_inner(self, *self.parts, allow_gradient_rules=True)
 
     @property
     def parts(self) -> tuple[Pruner, ...]:
@@ -183,11 +183,11 @@ class stages(Pruner):
             return lambda contexts: call(p, contexts[i])
 
         branches = [branch(i, p) for i, p in enumerate(self.parts)]
-        return lax.switch(row_at(self.rows, ctx.step), branches, apart(self, ctx))
+        return lax.switch(row_at(self.rows, ctx.step), branches, split_ctx(self, ctx))
 
     @property
-    def bare_noise(self) -> bool:
-        return any(p.bare_noise for p in self.parts)
+    def noise_without_rule(self) -> bool:
+        return any(p.noise_without_rule for p in self.parts)
 
     def kept(self, step: int | None = None) -> float:
         return super().kept(step) if step is None else self._row(step).kept(step)
@@ -203,20 +203,20 @@ class stages(Pruner):
         return self.parts[-1].final
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
-        contexts = apart(self, ctx)
+        contexts = split_ctx(self, ctx)
         rows = zip(self.rows, contexts, strict=True)
-        return joined(_row_state(start, p, x, axis, part) for (start, p), part in rows)
+        return join_states(_row_state(start, p, x, axis, part) for (start, p), part in rows)
 
     def final_state(self, state: Any) -> Any:
-        return self.parts[-1].final_state(apart(self, Ctx(state=state))[-1].state)
+        return self.parts[-1].final_state(split_ctx(self, Ctx(state=state))[-1].state)
 
 
 @dataclass(frozen=True, repr=False)
 class rescale(SamePattern):
     """Multiply the kept values so that the L1 norm is that of the array before pruning.
 
-    McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774): prune across
-    channels. Then multiply the values of each sample and channel, in float32, by::
+    The method of McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774),
+    prunes across channels. It then multiplies the values of each sample and channel, in float32, by::
 
         ||x||_1 / ||p(x)||_1
 
@@ -226,7 +226,7 @@ class rescale(SamePattern):
 
     Raises:
       TypeError: ``p`` is not a pruner.
-      ValueError: ``over`` is neither of the two, or ``p`` must be outermost.
+      ValueError: ``over`` is neither "spatial" nor "group", or ``p`` must be outermost, as `ste` must.
 
     >>> rescale(mse(2, 4), over="group")(jnp.array([1., 2., 3., 4.]))
     Array([0.      , 0.      , 4.285714, 5.714286], dtype=float32)
@@ -246,10 +246,10 @@ class rescale(SamePattern):
         y, axis = self.p(x, axis, ctx), groups.position(x.ndim, axis)
         over = (axis + 1,) if self.over == "group" else self._space(x, axis, ctx)
         norm = lambda v: jnp.sum(jnp.abs(self._view(v, axis)), over, keepdims=True)
-        kept = norm(y)
-        ratio = jnp.where(kept == 0, 1.0, norm(x) / jnp.where(kept == 0, 1.0, kept))
+        norm_y = norm(y)
+        ratio = jnp.where(norm_y == 0, 1.0, norm(x) / jnp.where(norm_y == 0, 1.0, norm_y))
         y = self._view(y, axis)
-        scaled = jnp.where(y == 0, y, y * ratio)  # the ratio may be inf, and zeros stay zeros
+        scaled = jnp.where(y == 0, y, y * ratio)  # zeros stay zeros: 0 * inf would be NaN
         return fusion.rounded(scaled.reshape(x.shape), x.dtype)
 
     def _view(self, x: jax.Array, axis: int) -> jax.Array:
@@ -259,8 +259,8 @@ class rescale(SamePattern):
         space = ctx.axes_of(x.ndim, axis).space
         if not space:
             raise ValueError(
-                f"{self} rescales over space, but an array of shape {x.shape} that is pruned along axis {axis} has no "
-                "axes of space. Write over='group'."
+                f"{self} needs axes of space, but an array of shape {x.shape} that is pruned along axis {axis} has "
+                "none. Write over='group'."
             )
         return space
 
@@ -271,16 +271,16 @@ class rescale(SamePattern):
 
 @dataclass(frozen=True, repr=False)
 class raw(SamePattern):
-    """Prune the unpruned operand in a backward slot, instead of the value that the forward product used.
+    """Make a backward slot prune the original operand. Without `raw` it prunes the value that the forward product used.
 
-    It must be outermost, in ``dlhs_rhs`` or ``drhs_lhs``.
+    `raw` must be the outermost pruner of ``dlhs_rhs`` or ``drhs_lhs``.
 
     Args:
       p: The pruner.
 
     Raises:
       TypeError: ``p`` is not a pruner.
-      ValueError: ``p`` must be outermost.
+      ValueError: ``p`` is a pruner that must be outermost, such as `ste`.
 
     >>> import nmjax as nm
     >>> nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), dlhs_rhs=raw(nm.mse(2, 4)))
@@ -298,9 +298,9 @@ class raw(SamePattern):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.p(x, axis, ctx)
 
-    def normal(self) -> Normal:
+    def normal_form(self) -> NormalForm:
         """Return the normal form of the part, with ``raw=True``."""
-        inner = self.p.normal()
+        inner = self.p.normal_form()
         applied = self if inner.storage is None else raw(inner.applied)
         return inner._replace(applied=applied, raw=True)
 
@@ -311,7 +311,7 @@ class raw(SamePattern):
 
 def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
     """Return the state of one row of `stages`, initialized at the first step of the row."""
-    if not p.remembers:
+    if not p.has_state:
         return None
     refreshed = p.refresh(x, axis, ctx)
     if start == 0:

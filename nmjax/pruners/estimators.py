@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Normal, Pruner, SamePattern, check_inner
+from nmjax.core.pruner import NormalForm, Pruner, SamePattern, check_inner
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import Schedule
 
@@ -31,11 +31,11 @@ class Estimator(Pruner):
         check_inner(self, self.p)
 
     @property
-    def ruled(self) -> bool:
+    def has_gradient_rule(self) -> bool:
         return True
 
     @property
-    def bare_noise(self) -> bool:
+    def noise_without_rule(self) -> bool:
         return False
 
     @property
@@ -51,9 +51,9 @@ class SameValues(SamePattern, Estimator):
     def selects(self) -> bool:
         return self.p.selects
 
-    def normal(self) -> Normal:
+    def normal_form(self) -> NormalForm:
         """Return the normal form of the part with this rule. A rule does not change values."""
-        inner = self.p.normal()
+        inner = self.p.normal_form()
         applied = self if inner.storage is None else replace(self, p=inner.applied)
         return inner._replace(applied=applied, rule=self)
 
@@ -81,10 +81,10 @@ class ste(SameValues):
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return straight_through(self.p, axis, x, ctx)
 
-    def normal(self) -> Normal:
+    def normal_form(self) -> NormalForm:
         """Return the normal form. If the part prunes nothing, it is applied without the rule, which changes nothing."""
-        form = super().normal()
-        inner = self.p.normal().applied
+        form = super().normal_form()
+        inner = self.p.normal_form().applied
         return form._replace(applied=inner) if inner == identity else form
 
 

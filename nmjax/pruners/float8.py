@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Normal, Pruner
+from nmjax.core.pruner import NormalForm, Pruner
 from nmjax.pruners.estimators import straight_through
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.unbiased import group_uniforms
@@ -132,9 +132,9 @@ class fp8(Pruner):
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.ones_like(x, bool)
 
-    def normal(self) -> Normal:
+    def normal_form(self) -> NormalForm:
         """Return the normal form of a slot that prunes nothing and stores its operand in FP8."""
-        return Normal(core=identity, applied=identity, storage=self)
+        return NormalForm(core=identity, applied=identity, storage=self)
 
 
 @dataclass(frozen=True, repr=False)

@@ -46,10 +46,10 @@ class mse(Grouped):
         return True
 
     @property
-    def by_members(self) -> bool:
+    def has_prune_members(self) -> bool:
         return True
 
-    def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
+    def prune_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
         size = [groups.magnitude(v).astype(jnp.int32) for v in x]
         pruned = []
         for i, (v, mine) in enumerate(zip(x, size, strict=True)):

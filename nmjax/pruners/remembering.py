@@ -112,7 +112,7 @@ class permute(Remembering):
         _check_every(self)
         if self.draws < 1:
             raise ValueError(f"{self}: draws must be at least 1.")
-        if self.p.stochastic or self.p.remembers:
+        if self.p.stochastic or self.p.has_state:
             raise ValueError(
                 f"{self} tries several orders, so it takes a pruner without noise or state, such as mse(2,4)."
             )

@@ -60,7 +60,7 @@ class soft(Remembering, Grouped):
         shrunk = self._shrunk(x, axis)
         if self.scale == "now":
             shrunk = shrunk * self._best(x, shrunk).astype(shrunk.dtype)
-        elif self.remembers and ctx.state is not None:
+        elif self.has_state and ctx.state is not None:
             if jnp.shape(ctx.state):
                 raise ValueError(
                     f"{self} has one scale for a whole tensor, but got state of shape {jnp.shape(ctx.state)}: pass the "
@@ -82,31 +82,31 @@ class soft(Remembering, Grouped):
         return _beyond(w, threshold, kept).reshape(x.shape)
 
     @property
-    def by_members(self) -> bool:
+    def has_prune_members(self) -> bool:
         return self.scale != "now"  # that scale is a sum over the whole array
 
-    def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
-        scale = state if self.remembers and state is not None else 1.0
+    def prune_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
+        scale = state if self.has_state and state is not None else 1.0
         return [(v * scale).astype(x[0].dtype) for v in _shrunk_members(x, self.n)]
 
     def growth(self, state: Any = None) -> Any:
-        return jnp.abs(state) if self.remembers and state is not None else 1.0
+        return jnp.abs(state) if self.has_state and state is not None else 1.0
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """Return the mask of the n largest magnitudes. Elsewhere the result is zero."""
         return groups.top(x, axis, self.n, self.m)
 
     @property
-    def stateful(self) -> bool:
+    def needs_state(self) -> bool:
         return False  # without state the scale is 1
 
     @property
-    def remembers(self) -> bool:
+    def has_state(self) -> bool:
         return self.scale == "frozen"
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array | None:
         """Return beta, the scale of least squared error, or None if the scale is not state."""
-        return self._best(x, self._shrunk(x, axis)) if self.remembers else None
+        return self._best(x, self._shrunk(x, axis)) if self.has_state else None
 
     def _best(self, x: Float[Array, "..."], shrunk: Float[Array, "..."]) -> Float[Array, ""]:
         """Return <x, shrunk> / <shrunk, shrunk>."""
@@ -115,7 +115,7 @@ class soft(Remembering, Grouped):
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array | None:
         """Return beta unchanged, because it is frozen."""
-        if not self.remembers:
+        if not self.has_state:
             return None
         if ctx.state is None:
             raise ValueError(

@@ -99,10 +99,10 @@ class transposable(Grouped):
         return self.kept(step)
 
     @property
-    def by_tile(self) -> bool:
+    def has_prune_tile(self) -> bool:
         return (self.n, self.m) == (2, 4)
 
-    def of_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    def prune_tile(self, x: list[list[jax.Array]]) -> list[list[jax.Array]]:
         word = _best_word([[_weight(v) for v in row] for row in x])
         keep = lambda i, j: (word >> np.int32(4 * i + j)) & 1 == 1
         zero = jnp.zeros((), x[0][0].dtype)

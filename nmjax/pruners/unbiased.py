@@ -81,10 +81,10 @@ class mvue(Grouped):
         return _whole(g, u, axis + 1, self.n).reshape(x.shape)
 
     @property
-    def by_members(self) -> bool:
+    def has_prune_members(self) -> bool:
         return True
 
-    def of_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
+    def prune_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
         if u is None:
             raise TypeError(f"{self} draws random numbers: pass one uniform for every group as u.")
         wide = [groups.wide(v) for v in x]

@@ -329,15 +329,15 @@ def test_on_hopper_what_pays_is_packed():
 @pytest.mark.parametrize(
     ("text", "options", "why"),
     [
-        ("ste(2,4)", {"dtype": jnp.float32}, "it is of x float32 and w float32: kernels take bfloat16 or float16, as dtype=jnp.bfloat16 of a layer gives"),
-        ("ste(4,8)", {}, "w is 4:8, and sparse tensor cores know 2:4"),
+        ("ste(2,4)", {"dtype": jnp.float32}, "its operands are x float32 and w float32, but kernels need bfloat16 or float16: set dtype=jnp.bfloat16 in the layer"),
+        ("ste(4,8)", {}, "w is 4:8, but sparse tensor cores support only 2:4"),
         ("mdgf(2,4,linear(1,0,9))", {}, "fwd_rhs=decay(mse(2,4),linear(1.0,0.0,9)) is not 2:4 at every step"),
         ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles of 64 x 64 x 64"),
         ("ste(2,4)", {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, None),
         ("ste(2,4)", {"dims": (((1,), (0,)), ((), ())), "lhs": (64, 64, 64), "rhs": (64, 128)}, "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"),
         ("fwd_rhs=ste(fp8('e4m3'))", {}, "fwd_rhs=ste(fp8('e4m3')) leaves it dense"),
         ("s_ste(fp8=True)", {"lhs": (96, 4096)}, "FP8 forms of 96 x 4096: the first side must divide by 128 and the second by 64"),
-        ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, and kernels know nothing of it"),
+        ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, and kernels do not support it"),
     ],
 )  # fmt: skip
 def test_reasons(text, options, why):
@@ -435,7 +435,9 @@ def test_a_plan_tells_what_is_packed():
     here = nm.nnx.plan(model, tokens)
     assert here.runs == {"emulated": 10}
     assert "Emulated, zeros multiplied, y and dw of blocks/0-1/mlp/(down|up)" in " ".join(str(here).split())
-    assert "y of blocks/0-1/attention/out: w is 4:8, and sparse tensor cores know 2:4" in " ".join(str(here).split())
+    assert "y of blocks/0-1/attention/out: w is 4:8, but sparse tensor cores support only 2:4" in " ".join(
+        str(here).split()
+    )
     with on():
         there = nm.nnx.plan(model, tokens)
     text = " ".join(str(there).split())

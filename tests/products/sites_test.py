@@ -35,15 +35,15 @@ SAID = {  # pattern, timed, at random, with memory
 @pytest.mark.parametrize("text", SAID)
 def test_what_a_pruner_says_of_itself(text):
     p = nm.parse_pruner(text)
-    slot = "dlhs_rhs" if text.startswith("raw") else "fwd_rhs" if p.ruled or p.remembers else "drhs_g"
-    assert (p.pattern, p.timed, sites.needs_key(nm.Sparsity(**{slot: p})), p.remembers) == SAID[text]
+    slot = "dlhs_rhs" if text.startswith("raw") else "fwd_rhs" if p.has_gradient_rule or p.has_state else "drhs_g"
+    assert (p.pattern, p.depends_on_step, sites.needs_key(nm.Sparsity(**{slot: p})), p.has_state) == SAID[text]
 
 
 @pytest.mark.parametrize("text", [t for t, said in SAID.items() if said[0]])
 def test_a_pattern_holds(text):
     p = nm.parse_pruner(text)
     x = jax.random.normal(jax.random.key(0), (64, 32))
-    state = p.init(x, 1, nm.Ctx(0)) if p.remembers else None
+    state = p.init(x, 1, nm.Ctx(0)) if p.has_state else None
     n, m = p.pattern
     y = p(x, 1, nm.Ctx(0, 0, state))
     assert nm.groups.is_nm(y, n, m, 1)

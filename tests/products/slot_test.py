@@ -94,7 +94,7 @@ def test_the_core_reads_the_key_and_the_state_that_a_call_gives_it(row):
     """The path leads to what `chain` itself hands to the core."""
     x = jax.random.normal(jax.random.key(1), (8, 8))
     ctx = nm.Ctx(key=nm.random.words(3), step=2)
-    if row.p.remembers:
+    if row.p.has_state:
         ctx = ctx.replace(state={row.slot: row.p.init(x, 0)})
     slot = as_slot(row.slot, row.p)
     whole = slot.applied(x, 0, slot.context(ctx))
@@ -170,15 +170,15 @@ class first(nm.Grouped):
 
 
 def test_a_class_that_computes_otherwise_promises_nothing():
-    assert mse.by_members
+    assert mse.has_prune_members
     assert loud(2, 4).pattern is None
     assert not loud(2, 4).selects
-    assert half(mse).normal().core == half(mse)  # or a kernel would skip its call
+    assert half(mse).normal_form().core == half(mse)  # or a kernel would skip its call
     assert (half(mse).pattern, half(mse).pattern_across, half(mse).kept()) == (None, None, 0.5)
     assert first(2, 4).pattern == (2, 4)  # it overrides nothing, so what Grouped says of it holds
-    assert not loud(2, 4).by_members  # or a kernel would prune by the code of mse
-    assert not mse.timed
-    assert loud(2, 4).timed  # it may read the step
+    assert not loud(2, 4).has_prune_members  # or a kernel would prune by the code of mse
+    assert not mse.depends_on_step
+    assert loud(2, 4).depends_on_step  # it may read the step
     assert twice(mse).pattern is None  # its part is 2:4, it may not be
-    assert twice(mse).normal().core == twice(mse)
-    assert twice(mse).timed
+    assert twice(mse).normal_form().core == twice(mse)
+    assert twice(mse).depends_on_step

@@ -123,13 +123,13 @@ def run(case, x, axis, state=None, *, axes=None, step=None, jit=True, p=None, ma
 
 
 @cache
-def remembers(case):
+def has_state(case):
     x = np.ones(shape_of(case, 3), np.float32)
     return jax.eval_shape(lambda: init(case.p, x, 3, None, KEY, 0, None)) is not None
 
 
 def begun(case, x, axis, axes=None):
-    return COMPILED[init](case.p, x, axis, axes, KEY, case.step, None) if remembers(case) else None
+    return COMPILED[init](case.p, x, axis, axes, KEY, case.step, None) if has_state(case) else None
 
 
 def shape_of(case, axis):
@@ -340,7 +340,7 @@ def test_final_form(case):
     final = p.final
     assert str(final) == case.final
     assert final.final == final
-    assert not final.ruled
+    assert not final.has_gradient_rule
     assert not final.stochastic
     x = normal(case, np.float32, 3)
     state = begun(case, x, 3)
@@ -352,15 +352,15 @@ def test_final_form(case):
 
 @each_case
 def test_needs_are_declared(case):
-    """A call needs a key only if the pruner is stochastic, and state only if it is stateful."""
+    """A call needs a key only if the pruner is stochastic, and state only if it is needs_state."""
     p, x = case.p, normal(case, np.float32, 3)
     state = begun(case, x, 3)
     trace = lambda key, state: jax.eval_shape(lambda x: p(x, 3, nm.Ctx(key, case.step, state)), x)
-    assert trace(KEY if p.stochastic else None, state if p.stateful else None).shape == x.shape
+    assert trace(KEY if p.stochastic else None, state if p.needs_state else None).shape == x.shape
     if p.stochastic:
         with pytest.raises(TypeError, match="key"):
             trace(None, state)
-    if p.stateful:
+    if p.needs_state:
         with pytest.raises(ValueError, match="state"):
             trace(KEY, None)
 

@@ -51,16 +51,16 @@ def combined(inner):
         st.lists(inner, max_size=3).map(lambda ps: nm.chain(*ps)),
         rows.map(nm.stages),
         st.builds(nm.rescale, inner, st.sampled_from(["group", "spatial"])),
-        st.builds(nm.permute, inner.filter(lambda p: not (p.stochastic or p.remembers)), st.none() | whole, whole),
+        st.builds(nm.permute, inner.filter(lambda p: not (p.stochastic or p.has_state)), st.none() | whole, whole),
     )
 
 
 pruners = st.recursive(leaves, combined, max_leaves=6)
 forward = pruners.map(nm.ste) | st.builds(nm.sr_ste, selectors, real)
-backward = pruners.filter(lambda p: not p.stateful)
+backward = pruners.filter(lambda p: not p.needs_state)
 sparsities = st.builds(
     nm.Sparsity,
-    fwd_lhs=forward.filter(lambda p: not p.stateful),
+    fwd_lhs=forward.filter(lambda p: not p.needs_state),
     fwd_rhs=forward,
     dlhs_g=backward,
     dlhs_rhs=pruners | pruners.map(nm.raw),

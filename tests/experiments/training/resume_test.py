@@ -173,7 +173,7 @@ def test_a_checkpoint_that_cannot_be_read_is_renamed(how, tmp_path):
         assert (found.step, found.seen) == (1, [{"loss": 0.5}])
         np.testing.assert_array_equal(found.state.params["w"], np.arange(5000.0) + 1)
         assert len(told) == 1
-        assert "The checkpoint of step 2 cannot be read, and was renamed to" in told[0]
+        assert "The checkpoint of step 2 is damaged: " in told[0]
         assert (tmp_path / "checkpoints" / "unreadable-2").is_dir()
         shutil.rmtree(tmp_path / "checkpoints")
         shutil.copytree(tmp_path / "good", tmp_path / "checkpoints")
