@@ -5,9 +5,9 @@
     checkpoints/40/         the state after 40 steps
     checkpoints/40.json     its seal (`seals.py`), with checksums of its files
 
-A checkpoint is valid if its files match its seal. The last two checkpoints are kept, and the best. `Checkpoints.save`
-documents the order of writes. A damaged checkpoint is renamed to `unreadable-40`, and the run continues from the last
-valid one.
+A checkpoint is valid if its files match its seal. The last two checkpoints and the best one are kept. The docstring of
+`Checkpoints.save` gives the order of writes. A damaged checkpoint is renamed to `unreadable-40`, and the run continues
+from the last valid one.
 """
 
 import contextlib

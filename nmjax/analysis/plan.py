@@ -34,10 +34,10 @@ class SlotPlan(NamedTuple):
 
     Attributes:
       name: The slot, such as "fwd_rhs".
-      pruner: What prunes its operand.
-      along: The sizes of the axes that its product contracts; empty if only a call tells them.
-      groups: The number of groups in one call; None if only a call tells it.
-      refused: The reason why the slot cannot prune so; None if it can.
+      pruner: The slot's pruner.
+      along: The sizes of the axes that its product contracts; empty if they are known only from a call.
+      groups: The number of groups in one call; None if it is known only from a call.
+      refused: The reason why the pruner cannot be used here; None if it can.
     """
 
     name: str
@@ -51,7 +51,7 @@ class SlotPlan(NamedTuple):
         text = f"{self.name}={self.pruner}"
         if self.refused:
             return f"{text}\n  REFUSED"
-        if self.pruner.block == 1:  # it has no groups: it only rounds
+        if self.pruner.block == 1:  # no groups
             return text
         unknown = "axes unknown" if self.name in WEIGHT else "tokens unknown"
         if not self.along:
@@ -69,11 +69,12 @@ class LayerPlan(NamedTuple):
       path: The layer's path in the model.
       kind: The layer's class, such as "Linear".
       kernel: The shape of its kernel.
-      sparsity: What it prunes.
-      slots: The plans of its slots that prune.
-      flops: The FLOPs of each of its three products when dense; None if no example of inputs was given.
-      shares: The shares of the FLOPs of fwd, dlhs and drhs that are left, at the sparsest step.
-      hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it is drawn again at every step.
+      sparsity: The pruner of each slot.
+      slots: The plans of its slots that are not empty.
+      flops: The FLOPs of one product when dense; all three cost the same. None if no example inputs were given.
+      shares: The fraction of the FLOPs of fwd, dlhs and drhs that remains at the sparsest step.
+      hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it has no final form
+        because it is random at every step.
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
     """
@@ -99,12 +100,12 @@ def hardened(sparsity: Sparsity) -> str:
 
 
 def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[SlotPlan, ...]:
-    """Return the plan of every slot of a layer that prunes.
+    """Return the plans of a layer's slots that are not empty.
 
     Args:
-      sparsity: What the layer prunes.
+      sparsity: The pruner of each slot.
       uses: The products that a call asks the layer for. The first one gives the numbers.
-      tokens_known: False if the number of tokens in ``uses`` is made up.
+      tokens_known: False if the number of tokens in ``uses`` is a placeholder.
     """
     plans: list[SlotPlan] = []
     for name in SLOTS:
@@ -130,7 +131,7 @@ def runs_of(
     """Return the route of each product of a layer.
 
     Args:
-      sparsity: What the layer prunes.
+      sparsity: The pruner of each slot.
       uses: The products that a call asks the layer for. The first one counts.
       backend: The layer's backend.
       packed_before: The products whose weight is already packed.
@@ -151,9 +152,9 @@ class Plan:
     """The plan of a model. It prints as a table, also in a notebook.
 
     Attributes:
-      layers: The plan of every layer with a door.
+      layers: The plan of every layer that can be sparse.
       elsewhere: The forward FLOPs of dots and convolutions outside these layers, as in attention.
-      uncovered: (path, shape) of the parameters that no such layer holds and that have more than one axis.
+      uncovered: (path, shape) of the parameters outside these layers that have more than one axis.
       parameters: The number of all parameters.
 
     >>> from nmjax.recipes.text import parse
@@ -183,7 +184,7 @@ class Plan:
     def over(self, steps: int) -> tuple[float, float]:
         """Return the mean FLOPs of a forward and backward pass, dense and effective, over the steps of a run.
 
-        Schedules change a method from step to step, and its FLOPs with it.
+        With a schedule, the FLOPs change from step to step.
 
         Args:
           steps: The number of steps.
@@ -200,7 +201,7 @@ class Plan:
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
-        """(layer, reason) of everything that a step of training would refuse, as `refusals` decides it."""
+        """(layer, reason) of everything that a step of training would refuse. See `nmjax.analysis.refusals`."""
         slots = [(layer.path, slot.refused) for layer in self.layers for slot in layer.slots if slot.refused]
         runs = [(layer.path, route.why) for layer in self.layers for _, route in layer.runs if route.how == "refused"]
         return (*slots, *runs)
@@ -225,7 +226,7 @@ class Plan:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        # Some pages of notebooks, such as GitHub's, drop styles, so line breaks and spaces are written as entities.
+        # Some viewers of notebooks, such as GitHub, drop styles. So line breaks are <br>, and spaces are entities.
         plain = lambda text: html.escape(text).replace("\n", "<br>").replace("  ", "&nbsp; ")
         cell = lambda tag, text: f"<{tag} style='text-align:left'>{plain(text)}</{tag}>"
         rows = [f"<tr>{''.join(cell('td', text) for text in row)}</tr>" for row in self._rows()]
@@ -234,7 +235,7 @@ class Plan:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{notes}"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Return one row for all layers that are alike but for numbers in their paths."""
+        """Return the rows of the table. Layers that differ only in the numbers of their paths share a row."""
         rows: list[tuple[str, ...]] = []
         for alike in _alike((layer.path, layer[1:], layer) for layer in self.layers):
             first, cost = alike[0], sum(layer.flops or 0 for layer in alike)
@@ -253,19 +254,19 @@ class Plan:
         pruned = sum(bool(layer.slots) for layer in self.layers)
         lines = [f"{self.parameters:,} parameters, {pruned} of {len(self.layers)} layers pruned"]
         if self.forward[0]:
-            changes = self.over(1)[1] != self.training[1]  # the first step is less sparse than the last
+            changes = self.over(1)[1] != self.training[1]  # the first step is not the sparsest
             at = " at the sparsest step," if changes else ""
             lines[0] += f"; GFLOPs{at} forward {_change(*self.forward)}, with backward {_change(*self.training)}"
             if self.elsewhere:
-                lines.append(f"Products of no layer, as in attention: {_giga(self.elsewhere)} GFLOPs forward")
+                lines.append(f"Products outside layers, as in attention: {_giga(self.elsewhere)} GFLOPs forward")
             idle = [layer.path for layer in self.layers if not layer.flops]
             if idle:
                 ranges = map(_range, _alike((path, None, path) for path in idle))
-                lines.append(f"Layers that this call does not reach: {', '.join(ranges)}")
+                lines.append(f"Layers that this call does not use: {', '.join(ranges)}")
         if self.uncovered:
             groups = _alike((path, shape, (path, shape)) for path, shape in self.uncovered)
             ranges = (f"{_range([p for p, _ in alike])} {'x'.join(map(str, alike[0][1]))}" for alike in groups)
-            lines.append(f"Parameters that no rule reaches: {', '.join(ranges)}")
+            lines.append(f"Parameters that no rule can prune: {', '.join(ranges)}")
         lines += self._route_notes()
         for alike in _alike((path, reason, (path, reason)) for path, reason in self.refused):
             lines.append(f"REFUSED in {_range([path for path, _ in alike])}: {alike[0][1]}")
@@ -292,7 +293,7 @@ class Plan:
         return lines
 
 
-_HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated, zeros multiplied,"}
+_HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated (zeros are multiplied)"}
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 
 
@@ -308,7 +309,7 @@ def _alike(items: Iterable[tuple[str, Hashable, Item]]) -> list[list[Item]]:
 
 
 def _range(paths: list[str]) -> str:
-    """Return paths that differ in numbers as one: blocks/0/mlp .. blocks/11/mlp as blocks/0-11/mlp."""
+    """Return paths that differ only in numbers as one text: blocks/0/mlp .. blocks/11/mlp as blocks/0-11/mlp."""
     parts = [re.split(r"(\d+)", path) for path in paths]
     texts_at = [list(dict.fromkeys(texts)) for texts in zip(*parts, strict=True)]
     if math.prod(map(len, texts_at)) == len(paths):

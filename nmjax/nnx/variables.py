@@ -1,4 +1,4 @@
-"""The site that `sparsify` puts into a layer's door, and the variables that it holds."""
+"""The pruned product that `sparsify` puts into a layer (a `Site`), and its variables (`NM`)."""
 
 import math
 from collections.abc import Callable
@@ -14,14 +14,16 @@ from nmjax.products.forms import Form, FormKey
 from nmjax.products.sparsity import Sparsity
 
 Arrays: TypeAlias = tuple[jax.Array | None, jax.Array | None, Any]
-"""Words, time and state, each None if the method needs none. The state is a tree of arrays."""
+"""(words, time, state). The words are the seed of the noise, two uint32. The time is (step, micro-step). The state is a
+tree of arrays. Each is None if the method needs none."""
 
 
 class NM(nnx.Variable[jax.Array]):
-    """The variable type of all that a sparse layer holds beside its parameters: noise words, time and state.
+    """The variable type of all that a sparse layer holds in addition to its parameters: noise words, time and state.
 
-    It has no gradient, and no optimizer touches it. It has the rank of the layer's kernel, so that an axis that stacks
-    or shards the kernel does the same to it. Name it in filters, and in the axes of `nnx.scan` and `nnx.vmap`::
+    These variables have no gradient, and optimizers do not change them. They have the rank of the layer's kernel, so
+    they can be stacked and sharded along the same axes. Use the type in filters, and in the axes of `nnx.scan` and
+    `nnx.vmap`::
 
         nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
 
@@ -33,7 +35,7 @@ class NM(nnx.Variable[jax.Array]):
 
 
 class Site(nnx.Module):
-    """A pruned product. It stands in a layer's door, where Flax keeps the layer's plain product.
+    """A pruned product. It replaces the plain product in an attribute of a Flax layer, such as ``dot_general``.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
@@ -54,7 +56,7 @@ class Site(nnx.Module):
 
         Args:
           path: The layer's path in the model.
-          sparsity: What the product prunes.
+          sparsity: The pruner of each slot.
           product: The product, one of `nmjax.products.functions`.
           backend: The backend, as in `Recipe`.
           rank: The number of axes of one layer's kernel.
@@ -78,21 +80,21 @@ class Site(nnx.Module):
         )  # fmt: skip
 
     def _check_one_layer(self, kernel: tuple[int, ...]) -> None:
-        """Refuse variables of a whole stack, and noise or time that is no integer."""
+        """Raise an error if the layer is a stack of layers, or if its noise words or its time are not integers."""
         ranked = [(self.words, 1), (self.time, 1), *zip(self.variables(), self.ranks, strict=True)]
         stacked = [v.shape for v, rank in ranked if v is not None and v.ndim != max(self.rank, rank)]
         stacked += [v.shape for v in (self.words, self.time) if v is not None and math.prod(v.shape) != 2]
         if len(kernel) != self.rank or stacked:
             variable = f" and an NM variable of shape {stacked[0]}" if stacked else ""
             raise ValueError(
-                f"{self.name}: its product got a kernel of shape {kernel}{variable}, but those of one layer have "
-                f"{self.rank} axes. The model is a stack of layers: slice nnx.Param and nm.nnx.NM along the same axis, "
-                "nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
+                f"{self.name}: its product got a kernel of shape {kernel}{variable}, but a kernel and the NM "
+                f"variables of one layer have {self.rank} axes. The model is a stack of layers: slice nnx.Param and nm.nnx.NM along the "
+                "same axis, nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
             )
         if any(v is not None and not jnp.issubdtype(v.dtype, jnp.integer) for v in (self.words, self.time)):
             raise TypeError(
-                f"{self.name}: its noise words or its time are no integers any more, as after averaging. Average "
-                "nnx.state(model, nnx.Param) only."
+                f"{self.name}: its noise words or its time are not integers, for example because they were averaged. "
+                "Average nnx.state(model, nnx.Param) only."
             )
 
     @property
@@ -141,13 +143,13 @@ def layer_ctx(arrays: Arrays, ranks: tuple[int, ...]) -> Ctx:
 
 
 def unpadded(state: Any, ranks: tuple[int, ...]) -> Any:
-    """Return the state of one layer without the axes that pad it, each part in its own rank."""
+    """Return the state of one layer without padding axes. ``ranks`` are the ranks of its parts."""
     leaves, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, [v.reshape(v.shape[:rank]) for v, rank in zip(leaves, ranks, strict=True)])
 
 
 def write(variable: nnx.Variable[jax.Array], value: jax.Array) -> None:
-    """Replace a variable's value, and keep its sharding. Assigning through an index would scatter instead."""
+    """Replace a variable's value, and keep its sharding. ``variable[...] = value`` would compile to a scatter."""
     old = variable.get_value()
     if not isinstance(value, jax.core.Tracer) and not isinstance(old, jax.core.Tracer):
         value = jax.device_put(value, old.sharding)

@@ -1,13 +1,17 @@
-"""Who runs each of a layer's three products: sparse tensor cores or XLA, and why.
+"""How each of a layer's three products runs, on sparse tensor cores or by XLA, and the reason.
 
-To a kernel an operand is a matrix of two of three axes: T tokens, I in-features, O out-features. Each product contracts
-the axis that its result does not have::
+Kernels see each operand as a matrix. Its axes are two of T (tokens), I (in-features) and O (out-features). Each product
+contracts the axis that its result does not have::
 
     fwd    y [T, O] = x . w    over I         dlhs   dx = g . w    over O         drhs   dw = x . g    over T
 
-The route of a product is one of four. It is *packed* if a kernel multiplies one operand that is 2:4, or sparser,
-along the contracted axis. It is *fp8* if both operands are held in FP8 and none is packed. It is *emulated* if
-operands are pruned and XLA multiplies their zeros. It is *dense* if nothing is pruned."""
+A product has one of four routes:
+
+- *packed*: a kernel multiplies one packed operand, which is 2:4 or sparser along the contracted axis, by a dense one.
+- *fp8*: XLA multiplies two dense FP8 operands.
+- *emulated*: XLA multiplies pruned operands with their zeros, or operands whose FP8 rounding is simulated.
+- *dense*: nothing is pruned.
+"""
 
 import math
 from collections.abc import Mapping
@@ -33,12 +37,12 @@ from nmjax.pruners.float8 import FORMATS
 
 CONTRACTED = {"fwd": "I", "dlhs": "O", "drhs": "T"}
 RESULTS = {"fwd": "y", "dlhs": "dx", "drhs": "dw"}
-OPERANDS = {  # of each product, and the slots that prune them
+OPERANDS = {  # product -> operand -> the slot that prunes it
     "fwd": {"x": "fwd_lhs", "w": "fwd_rhs"},
     "dlhs": {"g": "dlhs_g", "w": "dlhs_rhs"},
     "drhs": {"g": "drhs_g", "x": "drhs_lhs"},
 }
-LAID_AS = {"fwd": "g", "dlhs": "x", "drhs": "w"}  # the operand that each result lies as
+LAID_AS = {"fwd": "g", "dlhs": "x", "drhs": "w"}  # product -> the operand whose axes its result has
 
 
 class Route(NamedTuple):
@@ -46,10 +50,10 @@ class Route(NamedTuple):
 
     Attributes:
       how: "packed", "fp8", "emulated" or "dense".
-      why: What runs it, or what is in the way of a kernel.
+      why: For messages: the operand and device of a kernel, or the reason why there is no kernel.
       operand: The operand that is packed: x, w or g.
-      shape: The product as tables of tiles know it, if it is packed.
-      formats: The FP8 format of each operand, by name; empty if operands have 16 bits.
+      shape: The product's key in the tables of tiles, if it is packed.
+      formats: Pairs (operand, FP8 format). Empty if the product does not run in FP8.
     """
 
     how: str
@@ -60,23 +64,23 @@ class Route(NamedTuple):
 
     @property
     def uses_forms(self) -> bool:
-        """True if XLA's plain product of pruned operands does not run it."""
+        """True if the product multiplies forms: packed or FP8 operands. False if XLA multiplies the pruned operands."""
         return self.how in ("packed", "fp8")
 
     def takes(self, operand: str) -> bool:
-        """Return True if it takes an operand in a form of its own."""
+        """Return True if the product reads this operand as a form."""
         return self.uses_forms and (bool(self.formats) or self.operand == operand)
 
 
 class Matrix(NamedTuple):
-    """An operand as a matrix: its two axes, as "TI" with the second contiguous, and its shape as an array."""
+    """An operand as a matrix: its two axes, such as "TI", of which the second is contiguous; and the array's shape."""
 
     axes: str
     shape: tuple[int, ...]
 
 
 class Layout(NamedTuple):
-    """The operands of a layer as matrices, and the sizes of their axes. B is a batch in front of all."""
+    """The operands of a layer as matrices, and the sizes of their axes. B is the leading batch axis."""
 
     x: Matrix
     w: Matrix
@@ -98,7 +102,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of the products of one layer. At least one of them runs by a kernel."""
+    """The routes of one layer's products. At least one is "packed" or "fp8"."""
 
     device: Target
     layout: Layout
@@ -126,7 +130,7 @@ def routes_of(
     op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str, name: str | None = None,
     packed_before: frozenset[str] = frozenset(),
 ) -> Routes | None:  # fmt: skip
-    """Return the routes of the products of operands of these shapes; None if XLA runs all of them.
+    """Return the routes of a layer's products. None if all are "emulated" or "dense".
 
     Args:
       op: The operation.

@@ -263,7 +263,7 @@ def test_parameters_that_no_rule_reaches():
     }
     assert plan.elsewhere == 2 * (2 * 4) * 3 * 8 * 8 + 2 * (2 * 4) * 8 * 6 + 2 * (2 * 4) * 8 * 2 * 2
     assert [layer.path for layer in plan.layers] == ["head", "linear", "lora"]
-    note = next(n for n in plan._notes() if n.startswith("Parameters that no rule reaches: "))
+    note = next(n for n in plan._notes() if n.startswith("Parameters that no rule can prune: "))
     assert all(part in note for part in ("positions 4x8", "up/kernel 3x8x8", "w 8x6"))
 
 
@@ -362,7 +362,7 @@ def test_options_noise_and_norms(concrete):
     assert plan.elsewhere == 2 * 8 * 16 * 16
     assert nm.nnx.plan(model, x=x, mode="logits").forward[0] == sum(costs.values())
     assert all(a is b for a, b in zip(jax.tree.leaves(nnx.state(model)), arrays, strict=True))
-    assert "Layers that this call does not reach: never" in plan._notes()
+    assert "Layers that this call does not use: never" in plan._notes()
     never = next(layer for layer in plan.layers if layer.path == "never")
     assert (never.slots[0].along, never.slots[0].groups) == ((), None)
 

@@ -186,7 +186,7 @@ def test_averaged_noise_and_broken_time():
     nnx.update(model, jax.tree.map(lambda v: 0.5 * v.astype(jnp.float32) + 0.5 * v.astype(jnp.float32), state))
     with pytest.raises(
         TypeError,
-        match=r"up: its noise words or its time are no integers any more, .* "
+        match=r"up: its noise words or its time are not integers, .* "
         r"Average nnx.state\(model, nnx.Param\) only",
     ):
         model(jnp.ones((8, 16)))

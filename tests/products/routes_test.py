@@ -434,7 +434,7 @@ def test_a_plan_tells_what_is_packed():
     model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(), recipe))
     here = nm.nnx.plan(model, tokens)
     assert here.runs == {"emulated": 10}
-    assert "Emulated, zeros multiplied, y and dw of blocks/0-1/mlp/(down|up)" in " ".join(str(here).split())
+    assert "Emulated (zeros are multiplied) y and dw of blocks/0-1/mlp/(down|up)" in " ".join(str(here).split())
     assert "y of blocks/0-1/attention/out: w is 4:8, but sparse tensor cores support only 2:4" in " ".join(
         str(here).split()
     )
