@@ -87,9 +87,9 @@ class Site(nnx.Module):
         if len(kernel) != self.rank or stacked:
             variable = f" and an NM variable of shape {stacked[0]}" if stacked else ""
             raise ValueError(
-                f"{self.name}: its product got a kernel of shape {kernel}{variable}, but a kernel and the NM "
-                f"variables of one layer have {self.rank} axes. The model is a stack of layers: slice nnx.Param and nm.nnx.NM along the "
-                "same axis, nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
+                f"{self.name}: its product got a kernel of shape {kernel}{variable}, but a kernel and the NM variables "
+                f"of one layer have {self.rank} axes. The model is a stack of layers: slice nnx.Param and nm.nnx.NM "
+                "along the same axis, nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
             )
         if any(v is not None and not jnp.issubdtype(v.dtype, jnp.integer) for v in (self.words, self.time)):
             raise TypeError(
