@@ -31,23 +31,19 @@ from nmjax.pruners import schedules
 from nmjax.recipes import methods
 
 PRUNERS: dict[str, Callable[..., Any] | Pruner] = {
-    name: getattr(pruners, name)
-    for name in (
-        "chain", "decay", "fp8", "hold", "identity", "mse", "mvue", "mvue_approx", "permute", "raw", "rescale", "soft",
-        "sr_ste", "stages", "ste", "transposable", "uniform",
-    )
-}  # fmt: skip
+    name: value
+    for name, value in sorted(vars(pruners).items())
+    if isinstance(value, Pruner) or (inspect.isclass(value) and issubclass(value, Pruner))
+}
 SCHEDULES: dict[str, Callable[..., Any]] = {
     name: getattr(schedules, name)
     for name in ("constant", "cosine", "exponential", "linear", "optax_schedule", "stairs")
 }
 METHODS: dict[str, Callable[..., Sparsity]] = {
-    name: getattr(methods, name)
-    for name in (
-        "activation", "bdwp", "bi_mask", "dense", "fst", "mdgf", "mvue", "s_ste", "sdgf", "sdgp", "sr_ste", "ste",
-        "top_gradient",
-    )
-}  # fmt: skip
+    name: value
+    for name, value in sorted(vars(methods).items())
+    if inspect.isfunction(value) and value.__module__ == methods.__name__ and not name.startswith("_")
+}
 _KNOWN: dict[str, Mapping[str, Any]] = {
     "method": METHODS,
     "pruner": PRUNERS,
