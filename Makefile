@@ -3,8 +3,11 @@
 #   make test       the fast tests, on every core (aim: five minutes on two)
 #   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
-#   make notebooks  runs the notebooks anew, and writes what they print and draw
-#   make lint       formatting, lint and types
+#   make notebooks  runs the notebooks again, and writes what they print and draw
+#   make docs       builds the site into docs/_build/html. A warning is an error
+#   make dist       builds the wheel, and installs it into an empty environment; TAG=v0.1.0 must be its version
+#   make lint       formatting, lint, types, and the files of GitHub
+#   make format     formats all files, and mends what the linter can mend
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,7 +15,7 @@ WORKERS ?= auto
 CONFIG ?= configs/vit_24.py
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
-.PHONY: run test test-all bench notebooks lint format clean
+.PHONY: run test test-all bench notebooks docs dist lint lint-types lint-github format clean
 
 run: $(VENV)/made
 	$(BIN)/python launch.py --config=$(CONFIG)
@@ -31,11 +34,27 @@ bench: $(VENV)/made
 notebooks: $(VENV)/made
 	$(BIN)/python -m tests.notebooks_test
 
-lint: $(VENV)/made
+docs: $(VENV)/docs-made
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+dist: $(VENV)/made
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m tests.wheel dist $(TAG)
+
+lint: lint-types lint-github
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+lint-types: $(VENV)/made
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/pyrefly check --config pyrefly-strict.toml --python-interpreter-path $(BIN)/python
+
+lint-github: $(VENV)/made
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows
 
 format: $(VENV)/made
 	$(BIN)/ruff format .
@@ -46,5 +65,9 @@ clean:
 
 $(VENV)/made: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/docs-made: $(VENV)/made
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	touch $@
