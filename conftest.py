@@ -47,12 +47,12 @@ hypothesis.settings.load_profile("nmjax")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark as slow all but every fifth case of each sampled test."""
+    """Mark as slow all but every eighth case of each sampled test."""
     seen = collections.Counter()
     for item in items:
         if item.get_closest_marker("sampled"):
             test = item.nodeid.partition("[")[0]
-            if seen[test] % 5:
+            if seen[test] % 8:
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
 

@@ -1,4 +1,4 @@
-"""How each of a layer's three products runs, on sparse tensor cores or by XLA, and the reason.
+"""The routes of a layer's three products: on sparse tensor cores or by XLA, and the reason.
 
 Kernels see each operand as a matrix. Its axes are two of T (tokens), I (in-features) and O (out-features). Each product
 contracts the axis that its result does not have::

@@ -94,6 +94,7 @@ def test_a_model_trains_hardens_and_resumes(name, tmp_path):
     assert plan.training[1] < plan.training[0]
 
 
+@pytest.mark.slow
 def test_masks_for_the_optimizer_and_for_flip_rates():
     """Masks serve the decay of FST after clipping, and the flip rate."""
     model, _ = task("gpt")

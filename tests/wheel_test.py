@@ -1,0 +1,101 @@
+"""The wheel holds what it should and nothing else, and works in an empty environment.
+
+``python -m tests.wheel_test dist [TAG]`` checks the wheel in a folder, before a release.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import nmjax
+
+ROOT = Path(__file__).parent.parent
+TRY = """
+import nmjax as nm, jax.numpy as jnp
+assert nm.prune(nm.mse(2, 4), jnp.array([1.0, -2.0, 3.0, -4.0])).tolist() == [0.0, 0.0, 3.0, -4.0]
+assert nm.kernels.on and nm.nnx.sparsify and nm.linen.dot_cls and nm.models.ViT
+"""
+
+
+def expected() -> set[str]:
+    """Return the paths of the package's files."""
+    listed = subprocess.run(["git", "ls-files", "nmjax"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(listed.stdout.split())
+
+
+def check(folder: Path, tag: str = "") -> Path:
+    """Check the only wheel in a folder, and return its path.
+
+    Raises:
+      SystemExit: The wheel has other files than the package, or another version than the tag.
+    """
+    (wheel,) = folder.glob("*.whl")
+    version = wheel.name.split("-")[1]
+    if tag and tag != f"v{version}":
+        raise SystemExit(f"the tag is {tag}, but the version is {version}: nmjax.__version__ and the tag must agree.")
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+    if files != expected():
+        raise SystemExit(f"{wheel.name} should hold the files of nmjax/: {sorted(files ^ expected())} differ.")
+    return wheel
+
+
+def try_in_an_empty_environment(wheel: Path, folder: Path) -> None:
+    """Install a wheel into a new environment, and import it with warnings as errors."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel], check=True)
+    subprocess.run([python, "-W", "error", "-c", TRY], cwd=folder, check=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    copy = tmp_path_factory.mktemp("tree") / "nmjax"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "build", "dist", "*.egg-info"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(copy / "dist")]
+    subprocess.run(command, cwd=copy, check=True, capture_output=True)
+    return check(copy / "dist")
+
+
+@pytest.mark.processes
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    assert wheel.name.startswith(f"nmjax-{nmjax.__version__}-py3-none-any")
+
+
+@pytest.mark.processes
+def test_a_tag_that_is_not_the_version_is_refused(wheel):
+    check(wheel.parent, f"v{nmjax.__version__}")
+    with pytest.raises(SystemExit, match=re.escape("the tag is v9.9.9, but the version is")):
+        check(wheel.parent, "v9.9.9")
+
+
+@pytest.mark.processes
+def test_the_metadata_names_the_extras(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = archive.read(name).decode()
+    extras = set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE))
+    assert extras == {"experiments", "onnx", "docs", "dev", "cuda13"}
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+@pytest.mark.processes
+def test_the_import_is_quiet():
+    """A warning at import would meet every user, so each is an error here."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", "import nmjax"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    folder, tag = Path(sys.argv[1]), " ".join(sys.argv[2:])
+    found = check(folder, tag)
+    environment = folder / "environment"
+    try_in_an_empty_environment(found, environment)
+    shutil.rmtree(environment)
+    print(f"{found.name} holds the package, and works in an empty environment")
