@@ -41,7 +41,7 @@ docs: $(VENV)/docs-made
 dist: $(VENV)/made
 	rm -rf build dist
 	$(BIN)/python -m build --outdir dist
-	$(BIN)/python -m tests.wheel dist $(TAG)
+	$(BIN)/python -m tests.wheel_test dist $(TAG)
 
 lint: lint-types lint-github
 	$(BIN)/ruff format --check .

@@ -45,9 +45,16 @@ hypothesis.settings.register_profile("nmjax", deadline=None, max_examples=50, de
 hypothesis.settings.load_profile("nmjax")
 
 
+collect_ignore_glob = ["docs/_build/*", "docs/notebooks/*", "docs/*.py", "experiments/results/*"]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", help="I/N: run every N-th test from the I-th on, to split the tests over N machines")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Mark as slow all but every eighth case of each sampled test."""
+def pytest_collection_modifyitems(config, items):
+    """Mark as slow all but every eighth case of each sampled test, and keep the tests of the shard."""
     seen = collections.Counter()
     for item in items:
         if item.get_closest_marker("sampled"):
@@ -55,6 +62,10 @@ def pytest_collection_modifyitems(items):
             if seen[test] % 8:
                 item.add_marker(pytest.mark.slow)
             seen[test] += 1
+    if shard := config.getoption("--shard"):
+        part, parts = map(int, shard.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
+        items[:] = items[part - 1 :: parts]
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""Runs on top of the library: benchmarks, and later training."""
+"""Experiments with the library: data, training, sweeps, reports, studies and benchmarks."""

@@ -13,6 +13,7 @@ fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
 
 from nmjax import kernels as kernels, linen as linen, models as models, nnx as nnx, optim as optim
 from nmjax.analysis import flops as flops, metrics as metrics
+from nmjax.analysis.picture import Picture as Picture, show as show
 from nmjax.core import groups as groups, random as random
 from nmjax.core.context import Ctx as Ctx
 from nmjax.core.pruner import Grouped as Grouped, Pruner as Pruner

@@ -12,7 +12,7 @@ from experiments.report.words import large, number, parts_that_differ, percent, 
 
 MEASURES = {  # of layers: what each is, and values that its axis includes
     "density": ("The share of a weight that is kept.", (0, 1)),
-    "flip_rate": ("The share of a mask that changed since the last measurement.", ()),
+    "flip_rate": ("The share of a mask that the measured step changed.", ()),
     "weight_error": ("The distance of the pruned weight from the weight, relative to the weight's norm.", ()),
     "gradient_variance": ("The noise of the pruned gradient, relative to the exact one.", ()),
     "gradient_bias": (

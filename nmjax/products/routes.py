@@ -46,7 +46,7 @@ LAID_AS = {"fwd": "g", "dlhs": "x", "drhs": "w"}  # product -> the operand whose
 
 
 class Route(NamedTuple):
-    """How one product runs, and why.
+    """The way in which one product runs, and the reason.
 
     Attributes:
       how: "packed", "fp8", "emulated" or "dense".

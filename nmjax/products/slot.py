@@ -11,11 +11,11 @@ drhs         dw = x^T g                  ``drhs_g`` g, ``drhs_lhs`` x     tokens
 Every slot prunes along the contraction axis of its own product, so no axis has to be given.
 
 A slot is put in normal form once, when its `Sparsity` is created. Products, kernels, FLOPs and plans read the `Slot`;
-none of them looks inside a pruner. Each combinator defines its normal form in its method `normal`.
+none of them looks inside a pruner. Each combinator defines its normal form in its method `normal_form`.
 
 Who rounds to FP8, and when:
 
-- An `fp8` at the end of a slot is the slot's storage (``fp8.normal``, ``chain.normal``, ``raw.normal``). An empty slot
+- An `fp8` at the end of a slot is the slot's storage (see ``normal_form`` of `fp8`, `chain` and `raw`). An empty slot
   has none.
 - A product can run in FP8 if both of its operands have a storage, for dx those of ``dlhs_g`` and ``dlhs_rhs``
   (``routes._formats``). It does if the device, the layout, the dtypes and the backend allow it (``routes._route``).
@@ -114,7 +114,9 @@ def as_slot(name: str, pruner: Any) -> Slot:
     slot = Slot(name, pruner, pruner.normal_form())
     storage = slot.form.storage
     if storage is not None and not isinstance(storage, fp8):
-        raise TypeError(f"{slot}: {type(pruner).__name__}.normal gives {storage} as its storage, which is not an fp8.")
+        raise TypeError(
+            f"{slot}: {type(pruner).__name__}.normal_form gives {storage} as its storage, which is not an fp8."
+        )
     _check_slot(slot)
     return slot
 

@@ -1,0 +1,63 @@
+"""The site: MyST pages, notebooks as they were run, and a reference made from docstrings. `make docs` builds it."""
+
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import public  # noqa: E402
+
+import nmjax  # noqa: E402
+
+project = "nmjax"
+author = "the nmjax developers"
+project_copyright = author
+version = release = nmjax.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # notebooks show what they printed when `make notebooks` ran them
+nb_merge_streams = True
+
+default_role = "py:obj"  # `name` in a docstring links to the name, if the reference has it
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+maximum_signature_line_length = 88
+intersphinx_mapping = {}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+html_title = f"nmjax {version}"
+html_static_path = ["_static"]
+html_css_files = ["nmjax.css"]
+html_show_sourcelink = False
+html_theme_options = {"navigation_with_keys": True}
+
+
+def copy_notebooks() -> None:
+    """Copy the notebooks into the source tree of the site."""
+    target = HERE / "notebooks"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
+        shutil.copy(notebook, target)
+
+
+copy_notebooks()
+public.write(HERE / "reference" / "api")

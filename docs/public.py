@@ -1,0 +1,95 @@
+"""The public names of nmjax, and the pages of the reference that list each of them once."""
+
+import importlib
+import inspect
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+SPACES = {  # the module, and what its page is called
+    "nmjax": "Pruners, products and recipes",
+    "nmjax.methods": "Methods",
+    "nmjax.nnx": "flax.nnx models",
+    "nmjax.linen": "flax.linen models",
+    "nmjax.optim": "Optimizers",
+    "nmjax.metrics": "Metrics",
+    "nmjax.flops": "FLOPs",
+    "nmjax.groups": "Groups",
+    "nmjax.random": "Random numbers",
+    "nmjax.kernels": "Kernels",
+    "nmjax.models": "Models",
+}
+
+
+class Public(NamedTuple):
+    """A public name."""
+
+    name: str  # as users write it: nmjax.mse
+    value: Any
+
+
+def module(space: str) -> ModuleType:
+    """Return the module that users know by this name. It may lie in another folder, as nmjax.methods does."""
+    first, *rest = space.split(".")
+    value = importlib.import_module(first)
+    for part in rest:
+        value = getattr(value, part)
+    assert isinstance(value, ModuleType), space
+    return value
+
+
+def names(space: str) -> list[Public]:
+    """Return the public names of a space in the order of its file: what it defines, and what it re-exports."""
+    home = module(space)
+    package = hasattr(home, "__path__")
+    members = [
+        Public(f"{space}.{name}", value)
+        for name, value in vars(home).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and _belongs(value, home, package)
+    ]
+    return sorted(members, key=lambda member: member.name.lower())
+
+
+def _belongs(value: Any, home: ModuleType, package: bool) -> bool:
+    """Return whether a value is defined in a module, or in nmjax if the module is a package, which re-exports."""
+    if not (inspect.isclass(value) or callable(value)):
+        return False
+    origin = getattr(value, "__module__", None) or type(value).__module__
+    return origin.startswith("nmjax.") if package else origin == home.__name__
+
+
+def write(folder: Path) -> None:
+    """Write one page of the reference for each space."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for space, title in SPACES.items():
+        (folder / f"{space}.rst").write_text(_page(space, title), encoding="utf-8")
+
+
+def _page(space: str, title: str) -> str:
+    heading = f"{title}: ``{space.replace('nmjax', 'nm', 1)}``"
+    lines = [
+        heading,
+        "=" * len(heading),
+        "",
+        inspect.getdoc(module(space)) or "",
+        "",
+        f".. py:currentmodule:: {space}",
+        "",
+    ]
+    for name, value in names(space):
+        if inspect.isclass(value):
+            lines += [f".. autoclass:: {name}", *(["   :members:"] if _shows_members(value) else []), ""]
+        elif inspect.isfunction(value) or inspect.isbuiltin(value):
+            lines += [f".. autofunction:: {name}", ""]
+        else:
+            lines += [f".. autodata:: {name}", "   :no-value:", ""]
+    return "\n".join(lines)
+
+
+def _shows_members(value: type) -> bool:
+    """Return whether a class is more than a value that users construct: pruners other than the bases are not."""
+    from nmjax.core.pruner import Grouped, Pruner
+
+    return not issubclass(value, Pruner) or value in (Pruner, Grouped)

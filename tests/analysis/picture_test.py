@@ -1,0 +1,63 @@
+"""Pictures of arrays: what is shown is what is there."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+
+
+def test_kept_values_are_shown_and_dropped_ones_are_dots():
+    x = jnp.array([[1.0, -2.0, 3.0, -4.0], [0.5, 0.1, 0.2, 4.0]])
+    lines = repr(nm.show(nm.mse(2, 4), x)).splitlines()
+    assert [line.split() for line in lines[:2]] == [["·", "·", "3", "-4"], ["0.5", "·", "·", "4"]]
+    assert lines[2] == "2 x 4, groups of 4 along axis 1: 0.5 kept"
+
+
+def test_groups_down_the_columns_are_set_apart():
+    picture = nm.show(nm.mse(1, 2), jnp.arange(1.0, 9.0).reshape(4, 2), axis=0)
+    assert [line.split() for line in repr(picture).splitlines()[:-1]] == [
+        ["·", "·"],
+        ["3", "4"],
+        [],
+        ["·", "·"],
+        ["7", "8"],
+    ]
+
+
+def test_large_arrays_are_cut_and_counted_whole():
+    x = np.zeros((64, 128), np.float32)
+    x[:, :32] = 1
+    picture = nm.show(x)
+    assert picture.caption == "64 x 128, 16 x 32 shown: 0.25 kept"
+    assert picture.kept.all()
+
+
+def test_the_first_matrix_of_many_has_the_axis_of_the_groups():
+    x = jnp.arange(24.0).reshape(4, 2, 3) + 1
+    picture = nm.show(nm.mse(1, 4), x, axis=0)
+    assert picture.down
+    np.testing.assert_array_equal(picture.values, np.asarray(nm.prune(nm.mse(1, 4), x, axis=0))[:, 0])
+
+
+def test_a_notebook_gets_one_cell_for_each_value():
+    svg = nm.show(nm.mse(2, 4), jnp.arange(1.0, 17.0).reshape(2, 8))._repr_svg_()
+    assert len(re.findall("<rect", svg)) == 16
+    assert len(re.findall("fill='none'", svg)) == 8
+
+
+def test_colour_is_for_terminals(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1;32m" in repr(nm.show(jnp.array([True, False])))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in repr(nm.show(jnp.array([True, False])))
+
+
+def test_misuse_says_what_to_write():
+    with pytest.raises(TypeError, match=r"show\(mse\(2,4\)\) needs the array to prune: write show\(mse\(2,4\), x\)"):
+        nm.show(nm.mse(2, 4))
+    with pytest.raises(TypeError, match="show takes a pruner and an array, an array, or a mask, got str"):
+        nm.show("mse(2,4)")
