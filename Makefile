@@ -35,7 +35,7 @@ notebooks: $(VENV)/made
 	$(BIN)/python -m tests.notebooks_test
 
 docs: $(VENV)/docs-made
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 dist: $(VENV)/made

@@ -1,5 +1,7 @@
 """The site: MyST pages, notebooks as they were run, and a reference made from docstrings. `make docs` builds it."""
 
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -36,6 +38,7 @@ autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 intersphinx_mapping = {}
@@ -59,5 +62,26 @@ def copy_notebooks() -> None:
         shutil.copy(notebook, target)
 
 
+def copy_page(source: Path, target: Path) -> None:
+    """Copy a page that lies outside docs/. A link to a file that the site does not have becomes its text."""
+
+    def link(match: re.Match[str]) -> str:
+        mark, text, path = match.groups()
+        if path.startswith(("http", "#")):
+            return match.group()
+        file = (source.parent / path).resolve()
+        if not file.exists():
+            raise FileNotFoundError(f"{source}: the link to {path} is broken.")
+        if mark or HERE in file.parents:
+            return f"{mark}[{text}]({os.path.relpath(file, target.parent)})"
+        return text
+
+    text = re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, source.read_text(encoding="utf-8"))
+    target.write_text(text, encoding="utf-8")
+
+
 copy_notebooks()
+copy_page(HERE.parent / "experiments" / "REPRODUCTION.md", HERE / "evidence" / "reproduction.md")
+copy_page(HERE.parent / "CHANGELOG.md", HERE / "changelog.md")
+copy_page(HERE.parent / "CONTRIBUTING.md", HERE / "contributing.md")
 public.write(HERE / "reference" / "api")

@@ -145,6 +145,10 @@ class StepAdamState(NamedTuple):
       mu: The first moments, in float32.
       nu: The second moments, in float32, frozen after the switch.
       window: Z of the last updates, in a ring.
+
+    >>> state = step_adam(1e-3, after=1, before=2).init({"w": jnp.ones(2)})
+    >>> int(state.count), int(state.since)
+    (0, 0)
     """
 
     count: Int[Array, ""]

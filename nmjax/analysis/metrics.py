@@ -153,6 +153,9 @@ class Error(NamedTuple):
       noise: The bias that K unbiased draws would show: ``sqrt(variance / K)``.
       variance: The sum of the entries' sample variances, over ``||e||^2``.
       cosine: The cosine between a draw and e, on average.
+
+    >>> print(f"{error(jnp.array([[1., 0.], [1., 2.]]), jnp.array([1., 1.])).bias:.1f}")
+    0.0
     """
 
     bias: Float[Array, ""]
@@ -265,7 +268,7 @@ def gradient_error(
 
 
 def gradient_variance(grads: PyTree) -> Float[Array, ""]:
-    """Return the variance of |g| over all entries of all leaves.
+    """Return the variance of ``|g|`` over all entries of all leaves.
 
     It is a measure of noise (Bambhaniya et al., arXiv 2402.04744). For each leaf by itself write
     ``jax.tree.map(gradient_variance, grads)``.

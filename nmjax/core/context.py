@@ -31,7 +31,7 @@ class Ctx:
       key: A `jax.random.key`, an int seed, or two uint32 words. Only stochastic pruners need one.
       step: The training step, which schedules and noise read.
       state: The state that ``init`` returned; for a product, a dict from slot to state.
-      axes: The other axes of the operand. If None, an array is read as (batch, *space, features).
+      axes: The other axes of the operand. If None, an array is read as ``(batch, *space, features)``.
 
     >>> from nmjax.pruners import mvue
     >>> mvue(2, 4)(jnp.ones(4), ctx=Ctx(key=0))
@@ -59,7 +59,7 @@ class Ctx:
           axis: The pruned axis, not negative.
 
         Returns:
-          The axes that were set, or those of an array (batch, *space, features).
+          The axes that were set, or those of an array ``(batch, *space, features)``.
 
         >>> Ctx().axes_of(4, 3)
         Axes(other=2, space=(1, 2))

@@ -120,7 +120,7 @@ def check_floating(x: Shaped[Array, "..."]) -> None:
 
 
 def magnitude(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Return integers in the order of |x|, with infinities and then NaN above all finite values.
+    """Return integers in the order of ``|x|``, with infinities and then NaN above all finite values.
 
     They are the bits of the number without its sign. Ranking integers is faster than ranking floats in bf16, and keeps
     NaN visible.
@@ -285,6 +285,10 @@ class Merged(NamedTuple):
       axis: The merged axis.
       axes: The new number of every old axis, or None if it was merged with others.
       restore: A function that gives an array of the merged shape the old shape.
+
+    >>> merged = merge(jnp.ones((2, 3, 4)), (0, 2), 8)
+    >>> merged.array.shape, merged.axis, merged.restore(merged.array).shape
+    ((3, 8), 1, (2, 3, 4))
     """
 
     array: jax.Array

@@ -238,7 +238,7 @@ class Pruner(Value):
         raise NotImplementedError(f"{self} is not pruned by kernels.")
 
     def growth(self, state: Any = None) -> Any:
-        """Return an upper bound of max |p(x)| / max |x|, from which kernels derive the scale of FP8.
+        """Return an upper bound of ``max |p(x)| / max |x|``, from which kernels derive the scale of FP8.
 
         Args:
           state: The state that a call reads in ``ctx``.

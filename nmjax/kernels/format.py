@@ -37,7 +37,20 @@ ORDERS = ("plain", "words16", "words8")
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "indices"), meta_fields=("axis", "n", "m", "order"))
 @dataclass(frozen=True)
 class Packed:
-    """An n:m array as the values that it keeps and their places. It is a pytree: it goes through jit, scan and vmap."""
+    """An n:m array as the values that it keeps and their places. It is a pytree: it goes through jit, scan and vmap.
+
+    Attributes:
+      values: The kept values, n of every m.
+      indices: The places of the values in their groups, in bits of words.
+      axis: The axis of the groups, counted from the end.
+      n: The number of values that are kept in each group.
+      m: The size of a group.
+      order: The order of the words: "plain", or that of a kernel.
+
+    >>> packed = pack(jnp.array([1., 0., 0., 2., 0., 3., 4., 0.]))
+    >>> packed.values, packed.shape
+    (Array([1., 2., 3., 4.], dtype=float32), (8,))
+    """
 
     values: jax.Array
     indices: jax.Array

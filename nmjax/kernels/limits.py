@@ -69,7 +69,11 @@ def shape_of(packed: Packed, b: jax.Array, axis: int, transpose: bool, dtype: DT
 
 @dataclass(frozen=True, repr=False)
 class HopperConfig(Value):
-    """The tiles of a product on Hopper. The best ones depend on shapes and device, and are measured."""
+    """The tiles of a product on Hopper. The best ones depend on shapes and device, and are measured.
+
+    >>> HopperConfig(tile_n=128, stages=6)
+    HopperConfig(tile_n=128,stages=6)
+    """
 
     tile_m: int = 64  # rows of a warpgroup
     tile_n: int = 256
@@ -94,7 +98,11 @@ class HopperConfig(Value):
 
 @dataclass(frozen=True, repr=False)
 class AmpereConfig(Value):
-    """The tiles of a product on Ampere."""
+    """The tiles of a product on Ampere.
+
+    >>> AmpereConfig(stages=4)
+    AmpereConfig(stages=4)
+    """
 
     tile_m: int = 128
     tile_n: int = 128

@@ -34,7 +34,11 @@ _FAMILIES = {
 
 @dataclass(frozen=True, repr=False)
 class Target(Value):
-    """A device that kernels are traced for."""
+    """A device that kernels are traced for.
+
+    >>> str(Target("NVIDIA H200", "hopper", 132))
+    "hopper's kernels"
+    """
 
     kind: str
     family: str  # "hopper" or "ampere"

@@ -32,7 +32,7 @@ class mvue(Grouped):
     """Keep n of every m values at random, unbiased and with the least possible variance.
 
     The expected result is the array itself, E[p(g)] = g. For a threshold tau of each group, a value g_i is kept with
-    probability min(1, |g_i| / tau), and a kept value becomes sign(g_i) * max(|g_i|, tau).
+    probability ``min(1, |g_i| / tau)``, and a kept value becomes ``sign(g_i) * max(|g_i|, tau)``.
 
     Args:
       n: The number of values to keep in each group.

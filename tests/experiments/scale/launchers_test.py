@@ -1,7 +1,6 @@
 """The launch pages: with stand-ins for ssh, srun and scontrol, and with the real run behind them."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -87,17 +86,6 @@ def test_slurm_queues_again_what_was_told_to_stop_alone(code, again, tmp_path):
     assert rest == ["scontrol requeue 77"] * again
     asked = command.read(launched.split())
     assert (asked.distributed, asked.index) == ("auto", 3)
-
-
-def test_commands_of_the_page_on_scale_are_understood():
-    blocks = (command.ROOT / "docs" / "scale.md").read_text().replace("\\\n", " ").split("```")[1::2]
-    lines = [
-        line.partition("  #")[0].rstrip(" &") for block in blocks for line in block.splitlines() if "launch" in line
-    ]
-    assert len(lines) > 6
-    for line in lines:
-        words = shlex.split(line.replace("ARRAY", "0"))
-        command.read(["launch.py", *words[next(i for i, word in enumerate(words) if word.startswith("--config")) :]])
 
 
 def test_the_jobset_agrees_with_itself():

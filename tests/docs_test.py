@@ -1,0 +1,66 @@
+"""The pages: their commands are understood, and the reference has every public name once, with an example."""
+
+import inspect
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import nmjax as nm
+from experiments import command
+from nmjax.core.pruner import Pruner
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import public  # noqa: E402
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("[!_]*/*.md"))]
+NAMES = [name for space in public.SPACES for name in public.names(space)]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of every command in a page that starts launch.py."""
+    found = []
+    for block in page.read_text().replace("\\\n", " ").split("```")[1::2]:
+        for line in block.splitlines():
+            _, start, rest = line.partition("launch.py --")
+            if start and not line.lstrip().startswith((">", "#")):
+                found.append(
+                    shlex.split("--" + rest.partition(" #")[0].removesuffix("; do").rstrip(" &").replace("ARRAY", "0"))
+                )
+    return found
+
+
+COMMANDS = {f"{page.relative_to(ROOT)}:{i}": words for page in PAGES for i, words in enumerate(commands(page))}
+
+
+def test_there_are_commands():
+    assert len(COMMANDS) > 40
+
+
+@pytest.mark.parametrize("where", COMMANDS)
+def test_a_command_is_understood(where):
+    """A page or a run that the reader is to make is replaced by one that is there, without its settings."""
+    words = COMMANDS[where]
+    if not any(word.startswith("--config=configs/") for word in words):
+        words = [word for word in words if not word.startswith("--config")] + ["--config=configs/vit_24.py"]
+    command.read(["launch.py", *words])
+
+
+def test_every_public_name_is_in_the_reference_once():
+    listed = [name.name for name in NAMES]
+    assert len(listed) == len(set(listed))
+    values = [id(name.value) for name in NAMES if not isinstance(name.value, Pruner)]
+    assert len(values) == len(set(values))
+    for name, value in vars(nm).items():
+        if not name.startswith("_") and not inspect.ismodule(value):
+            assert f"nmjax.{name}" in listed
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.name)
+def test_a_public_name_has_a_sentence_and_an_example(name):
+    text = inspect.getdoc(name.value) or ""
+    assert re.match(r"[A-Z].*\.", text.split("\n\n")[0], re.DOTALL), "its docstring does not begin with a sentence"
+    assert ">>>" in text, "its docstring has no example"
