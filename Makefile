@@ -54,7 +54,7 @@ lint-types: $(VENV)/made
 lint-github: $(VENV)/made
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
-	$(BIN)/zizmor --offline --quiet .github/workflows
+	$(BIN)/zizmor --offline --quiet --config .github/zizmor.yml .github/workflows
 
 format: $(VENV)/made
 	$(BIN)/ruff format .
