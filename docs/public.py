@@ -21,6 +21,13 @@ SPACES = {  # the module, and what its page is called
     "nmjax.models": "Models",
 }
 
+INTERNAL = {  # what Flax sees of a sparse layer; users pass it on
+    "nmjax.linen.Box",
+    "nmjax.linen.Origin",
+    "nmjax.linen.Product",
+    "nmjax.linen.SiteVariable",
+}
+
 
 class Public(NamedTuple):
     """A public name."""
@@ -48,7 +55,7 @@ def names(space: str) -> list[Public]:
         for name, value in vars(home).items()
         if not name.startswith("_") and not isinstance(value, ModuleType) and _belongs(value, home, package)
     ]
-    return sorted(members, key=lambda member: member.name.lower())
+    return sorted((m for m in members if m.name not in INTERNAL), key=lambda member: member.name.lower())
 
 
 def _belongs(value: Any, home: ModuleType, package: bool) -> bool:

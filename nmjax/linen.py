@@ -110,10 +110,6 @@ class Origin(NamedTuple):
       shape: The shape of its kernel.
       dtype: The dtype that its product computes in.
       ranks: The ranks of words, time and state before padding.
-
-    >>> from nmjax.recipes.text import parse
-    >>> Origin("mlp/up", parse("ste(2,4)"), 0, Operand((0,), (1,), (), 1), (8, 4), jnp.dtype("float32")).path
-    'mlp/up'
     """
 
     path: str
@@ -136,11 +132,6 @@ class SiteVariable(struct.PyTreeNode):
       sparsity: What the layer's products prune: as at the start, or what `harden` left.
       stack: The axes that stack layers, the outermost first.
       words, time, state: Noise words, (step, micro-step), and the state of the weight slots; None if not needed.
-
-    >>> layer = nn.Dense(4, dot_general_cls=dot_cls(Recipe(((".*", "mvue(2,4)"),))))
-    >>> variables = layer.init(jax.random.key(0), jnp.ones((4, 8)))
-    >>> jax.tree.leaves(variables["nm"], is_leaf=lambda v: isinstance(v, SiteVariable))[0].sparsity
-    drhs_g=mvue(2,4)
     """
 
     origin: Origin = struct.field(pytree_node=False)
@@ -172,13 +163,7 @@ class SiteVariable(struct.PyTreeNode):
 
 
 class Box(SiteVariable, meta.AxisMetadata[SiteVariable]):
-    """A variable as Flax's transforms see it. They tell it of every axis that they stack layers on.
-
-    >>> layer = nn.Dense(4, dot_general_cls=dot_cls(Recipe(((".*", "mvue(2,4)"),))))
-    >>> variables = layer.init(jax.random.key(0), jnp.ones((4, 8)))
-    >>> type(jax.tree.leaves(variables["nm"], is_leaf=lambda v: isinstance(v, Box))[0]).__name__
-    'Box'
-    """
+    """A variable as Flax's transforms see it. They tell it of every axis that they stack layers on."""
 
     def unbox(self) -> SiteVariable:
         """Return the variable without the box."""
@@ -225,11 +210,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 class Product(nn.Module):
-    """The pruned product of a layer, as a module of the layer. `dot_cls` and `conv_cls` return what makes one.
-
-    >>> dot_cls(Recipe(((".*", "ste(2,4)"),)))().__class__.__name__
-    'Product'
-    """
+    """The pruned product of a layer, as a module of the layer."""
 
     recipe: Recipe
     seed: int
