@@ -106,10 +106,13 @@ class Layer(NamedTuple):
         return at_site if at_site in self.stacks else self.stacks[0]  # inside a scan, one layer is no stack
 
     def example(self, tokens: int) -> Example | None:
-        """Return one layer's product on so many tokens; None if only a call says which product it is."""
+        """Return one layer's product on so many tokens; None if only a call says which product it is.
+
+        The tokens of a linear layer are positions of one sequence, because pruners may use axes of space.
+        """
         m, shape, dtype = self.module, self.declared, self.dtype
         if isinstance(m, nnx.Linear):
-            op, lhs = _dot((((1,), (0,)), ((), ()))), (tokens, shape[0])
+            op, lhs = _dot((((2,), (0,)), ((), ()))), (1, tokens, shape[0])
         elif isinstance(m, nnx.LinearGeneral):
             op, lhs = _linear_general(m, shape, tokens)
         elif isinstance(m, nnx.Conv):
@@ -150,8 +153,8 @@ def _linear_general(m: nnx.LinearGeneral, shape: Shape, tokens: int) -> tuple[Op
     """Return the operation of a LinearGeneral, and the shape of its input."""
     batch, inward = len(m.batch_axis), len(m.in_features)
     batches, contracted = tuple(range(batch)), tuple(range(batch, batch + inward))
-    dims = ((tuple(a + 1 for a in contracted), contracted), (batches, batches))
-    return _dot(dims), (*shape[:batch], tokens, *shape[batch : batch + inward])
+    dims = ((tuple(a + 2 for a in contracted), contracted), (batches, batches))
+    return _dot(dims), (*shape[:batch], 1, tokens, *shape[batch : batch + inward])
 
 
 def _einsum(spec: str, shape: Shape, tokens: int) -> tuple[Operation, Shape]:

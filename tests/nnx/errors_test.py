@@ -51,8 +51,8 @@ def test_all_layers_that_do_not_divide_at_once():
 @pytest.mark.parametrize(
     ("text", "slot", "shape"),
     [
-        ("fwd_lhs=mse(2,3)", "fwd_lhs", "(3, 16)"),
-        ("dlhs_g=mse(2,3)", "dlhs_g", "(3, 32)"),
+        ("fwd_lhs=mse(2,3)", "fwd_lhs", "(1, 3, 16)"),
+        ("dlhs_g=mse(2,3)", "dlhs_g", "(1, 3, 32)"),
         ("fwd_rhs=ste(transposable(1,16)); dlhs_rhs=raw(mse(2,3))", "dlhs_rhs", "(16, 32)"),
         ("fwd_rhs=ste(transposable(3,6))", "fwd_rhs", "(16, 32)"),
     ],
@@ -257,3 +257,14 @@ def test_tokens_have_a_remedy_of_their_own():
 def test_a_hardened_model_still_says_what_it_is():
     hard = nm.nnx.harden(nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("s_ste(2,4)")))
     assert [layer.hardened for layer in nm.nnx.plan(hard, jnp.ones((8, 16))).layers] == ["2:4", "2:4"]
+
+
+@pytest.mark.parametrize("layer", [nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0))])
+def test_axes_of_space_are_those_of_the_call(layer):
+    """sparsify cannot know if a call has positions, so only a call without them is refused."""
+    nm.nnx.sparsify(layer, nm.Recipe(((".*", "sdgp(2,4)"),)))
+    gradient = jax.grad(lambda x: layer(x).sum())
+    assert gradient(jnp.ones((2, 4, 8))).shape == (2, 4, 8)
+    if isinstance(layer, nnx.Linear):
+        with pytest.raises(ValueError, match=r"needs axes of space, but .* has none. Write over='group'"):
+            gradient(jnp.ones((4, 8)))
