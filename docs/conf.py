@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-import public  # noqa: E402
+sys.path.insert(0, str(HERE.parent))
 
 import nmjax  # noqa: E402
+from docs import public  # noqa: E402
 
 project = "nmjax"
 author = "the nmjax developers"

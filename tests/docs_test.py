@@ -3,18 +3,16 @@
 import inspect
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 import nmjax as nm
+from docs import public
 from experiments import command
 from nmjax.core.pruner import Pruner
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-import public  # noqa: E402
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("[!_]*/*.md"))]
 NAMES = [name for space in public.SPACES for name in public.names(space)]

@@ -98,7 +98,7 @@ class Loop:
         self.meter.push(step, shown)
 
     def measured_step(self, step: int, arrays: Any) -> None:
-        """Take a step, and write what pruning does to weights and gradients before the step."""
+        """Take a step. Measure what pruning does to weights and gradients at its beginning, and write it."""
         with self.meter.untimed():
             masks = self.program.masks(self.state)
             tables = jax.device_get(self.program.measure(self.state, arrays))

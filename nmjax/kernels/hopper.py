@@ -49,7 +49,7 @@ def spmm(
       b_axis: The axis of ``b`` that is contracted, -1 or -2.
       transpose: True for a result ``[B, N, M]``.
       dtype: The dtype of the result.
-      config: The tiles. If they do not fit, `nmjax.kernels.limits.config_refusal` returns why.
+      config: The tiles. They must fit: `nmjax.kernels.limits.config_refusal` returns None for them.
       blocks: The number of thread blocks, one per multiprocessor.
       interpret: True to run on a CPU, with emulated instructions.
     """
@@ -91,7 +91,10 @@ class Tile(NamedTuple):
 def _kernel(g: Geometry, operations: "Instructions", a: Ref, words: Ref, b: Ref, *rest: Ref) -> None:
     """Compute the tiles of one thread block, one after the other."""
     scale, out = rest if g.scaled else (None, *rest)
-    nothing = lambda *_, **__: None  # allocations do not depend on what a pipeline computes
+    nothing = lambda *_, **__: None
+
+    # `run_scoped` and `nd_loop` call the functions below at once. The first pipeline is used only for its allocations,
+    # which do not depend on what it computes.
 
     @partial(
         pl.run_scoped,
@@ -110,17 +113,18 @@ def _kernel(g: Geometry, operations: "Instructions", a: Ref, words: Ref, b: Ref,
                 acc = operations.settle(g, run_steps(operations.zeros(g)))
                 _epilogue(g, operations, wg, tile, acc, scale, out, results)
 
-            lines = [
-                block.line(operand, tile.batch, at)
+            panels = [
+                block.panel(operand, tile.batch, at)
                 for block, operand, at in zip(g.blocks, (a, words, b), (tile.m, tile.m, tile.n), strict=True)
             ]
-            _pipeline(g, partial(operations.multiply, g, wg), compute)(*lines, allocations=ring)
+            _pipeline(g, partial(operations.multiply, g, wg), compute)(*panels, allocations=ring)
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last stores have left shared memory
 
 
 def _schedule(g: Geometry, rank: jax.Array, index: jax.Array) -> Tile:
-    """Return the tile for a loop index, row by row in bands. The rank selects the tile within a cluster."""
+    """Return the tile for a loop index, in snake order within bands of ``config.band`` tiles along N. The rank is the
+    thread block's place in its cluster."""
     tiles = g.grid[0] * g.grid[1]
     batch = index // tiles
     m, n = plgpu.planar_snake(index % tiles, g.grid, 1, g.config.band)
@@ -152,10 +156,10 @@ def _epilogue(
     if scale is not None:
         acc = acc * scale[tile.batch]
     acc = operations.round(g, acc)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stores of the tile before are done: all buffers are free
     for i in range(tile_n // g.store_n):
         buffer = results.at[wg, i % buffers]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # at most one store still reads its buffer: the other is free
         operations.store(g, buffer, acc[:, i * g.store_n : (i + 1) * g.store_n])
         plgpu.commit_smem()
         rows = pl.ds(tile.m * g.config.rows + wg * tile_m, tile_m)
@@ -173,7 +177,7 @@ class Instructions(NamedTuple):
     zeros: Callable[[Geometry], jax.Array]
     multiply: Callable[..., jax.Array]  # (g, wg, indices, a, words, b, acc): one step, added to the accumulator
     settle: Callable[[Geometry, jax.Array], jax.Array]  # wait for all steps, and return the sums
-    round: Callable[[Geometry, jax.Array], jax.Array]  # to the dtype of the result
+    round: Callable[[Geometry, jax.Array], jax.Array]  # to the dtype of the result, or to bf16 if `store` converts it
     store: Callable[[Geometry, Ref, jax.Array], None]  # some columns into a buffer of results
 
 
@@ -224,13 +228,14 @@ def _settle(g: Geometry, acc: jax.Array) -> jax.Array:
     return settle(acc)
 
 
-def _stores_transposed_bytes(g: Geometry) -> bool:
-    """Return True if the result is 8-bit and transposed. It is transposed as bf16, because 8-bit values cannot be."""
+def _is_8bit_transposed(g: Geometry) -> bool:
+    """Return True if the result is 8-bit and transposed. It is transposed as bf16, because 8-bit values cannot be
+    transposed."""
     return g.shape.transpose and g.dtype.itemsize == 1
 
 
 def _round(g: Geometry, acc: jax.Array) -> jax.Array:
-    return acc.astype(jnp.bfloat16 if _stores_transposed_bytes(g) else g.dtype)
+    return acc.astype(jnp.bfloat16 if _is_8bit_transposed(g) else g.dtype)
 
 
 def _store(g: Geometry, buffer: Ref, part: jax.Array) -> None:
@@ -238,7 +243,7 @@ def _store(g: Geometry, buffer: Ref, part: jax.Array) -> None:
         buffer[...] = part
         return
     part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-    if _stores_transposed_bytes(g):
+    if _is_8bit_transposed(g):
         part = part.astype(jnp.float32).astype(g.dtype)
     buffer.transpose((1, 0))[...] = part
 
@@ -250,8 +255,8 @@ def _emulated_multiply(
     g: Geometry, wg: jax.Array, indices: Sequence[jax.Array], a: Ref, words: Ref, b: Ref, acc: jax.Array
 ) -> jax.Array:  # fmt: skip
     tile_m, _ = g.tile
-    form = {"order": g.order, "m_major": g.a.turned, "n_major": g.b.turned}
-    sums = emulation.product(a[...], words[...], b[...], **form)
+    layout = {"order": g.order, "m_major": g.a.turned, "n_major": g.b.turned}
+    sums = emulation.product(a[...], words[...], b[...], **layout)
     plgpu.commit_smem()  # before the pipeline loads into this buffer again
     return acc + lax.dynamic_slice_in_dim(sums, wg * tile_m, tile_m)
 

@@ -37,8 +37,8 @@ class Block(NamedTuple):
             **options,
         )
 
-    def line(self, operand: Ref, batch: jax.Array, at: jax.Array) -> Ref:
-        """Return the part of an operand that the steps of one tile walk along, all of K."""
+    def panel(self, operand: Ref, batch: jax.Array, at: jax.Array) -> Ref:
+        """Return the rows of an operand that one tile reads, with all of K."""
         rows = pl.ds(at * self.rows, self.rows)
         return operand.at[batch, :, rows] if self.turned else operand.at[batch, rows]
 

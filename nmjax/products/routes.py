@@ -160,7 +160,7 @@ def routes_of(
 
 
 def not_packed(product: str, route: Route) -> str:
-    """Return the error of a product that backend="pallas" cannot pack."""
+    """Return the error message if backend="pallas" requires a product to be packed and it cannot be."""
     return f"backend='pallas', but {RESULTS[product]} cannot be packed: {route.why}. Write backend='auto'."
 
 
@@ -168,7 +168,7 @@ def explain(
     op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str,
     packed_before: frozenset[str] = frozenset(),
 ) -> dict[str, Route]:  # fmt: skip
-    """Return the route that each product of operands of these shapes would take now. Arguments as of `routes_of`."""
+    """Return the route of each product on the current device. The arguments are those of `routes_of`."""
     case = Case(op, _shape(lhs), _shape(rhs), sparsity, backend, target(backend), packed_before)
     return dict(_routes(case)[0])
 
@@ -179,19 +179,19 @@ def _shape(v: Shaped) -> jax.ShapeDtypeStruct:
 
 @lru_cache
 def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal, Target | Refusal]:
-    """Return the routes, how the operands lie, and the device."""
+    """Return the routes, the layout and the device."""
     layout = _layout(case)
     by_product = tuple((product, _route(product, case, layout)) for product in CONTRACTED)
     if isinstance(case.device, Target) and any(route.uses_forms for _, route in by_product):
         broken = fault(case.device)
-        if broken is not None:
+        if broken is not None:  # the kernels fail their check on this device, so choose routes without them
             case = case._replace(device=broken)
             by_product = tuple((product, _route(product, case, layout)) for product in CONTRACTED)
     return by_product, layout, case.device
 
 
 def _layout(case: Case) -> Layout | Refusal:
-    """Return how the operands lie as matrices."""
+    """Return the layout of the operands as matrices."""
     op, lhs, rhs = case.op, case.lhs, case.rhs
     if not isinstance(op, Dot):
         return Refusal("it is a convolution, and kernels multiply matrices")
@@ -211,7 +211,8 @@ def _layout(case: Case) -> Layout | Refusal:
 
 
 def _order(batch: tuple[int, ...], parts: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return the order in which two parts of an operand's axes lie behind those of the batch."""
+    """Return the names of two parts in the order of their axes, such as "TI". None if the axes of an operand are not
+    those of the batch, then of one part, then of the other."""
     for first, second in (tuple(parts), tuple(parts)[::-1]):
         axes = (*batch, *parts[first], *parts[second])
         if axes == tuple(range(len(axes))):

@@ -65,7 +65,7 @@ class Slot:
 
     @property
     def core(self) -> Pruner | None:
-        """The only pruner in the slot that prunes. `identity` if there is none; None if several prune in turn."""
+        """The only part that changes values, apart from the storage. `identity` if no part does; None if several do."""
         return self.form.core
 
     @property
@@ -75,7 +75,7 @@ class Slot:
 
     @property
     def storage(self) -> fp8 | None:
-        """The FP8 format, as an `fp8`, in which the product holds the operand; None if it keeps the operand's dtype."""
+        """The `fp8` to which the product rounds the operand. None if the operand keeps its dtype."""
         storage = self.form.storage
         assert storage is None or isinstance(storage, fp8)
         return storage
@@ -99,7 +99,7 @@ class Slot:
         return follow(self.form.core_path, self.context(ctx))
 
     def rounding_key(self, ctx: Ctx) -> Any:
-        """Return the key by which the storage rounds at random; None if it rounds to nearest."""
+        """Return the key for random rounding. None if the slot has no storage, or the storage rounds to nearest."""
         if self.storage is None or not self.storage.stochastic:
             return None
         return follow(self.form.storage_path, self.context(ctx).replace(state=None)).key

@@ -90,18 +90,18 @@ class chain(Pruner):
         return cores[0]
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        for p, part in self._numbered(ctx):
+        for p, part in self._parts_with_ctx(ctx):
             x = p(x, axis, part)
         return x
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         kept = jnp.ones_like(x, bool)
-        for p, part in self._numbered(ctx):
-            kept, x = kept & p.mask(x, axis, part), p(x, axis, part)
+        for p, part_ctx in self._parts_with_ctx(ctx):
+            kept, x = kept & p.mask(x, axis, part_ctx), p(x, axis, part_ctx)
         return kept
 
-    def _numbered(self, ctx: Ctx) -> Iterator[tuple[Pruner, Ctx]]:
-        """Yield every part with its context: its own state and its own key."""
+    def _parts_with_ctx(self, ctx: Ctx) -> Iterator[tuple[Pruner, Ctx]]:
+        """Yield each part with its context, which has the part's own state and key."""
         for i, (p, part) in enumerate(zip(self.parts, split_ctx(self, ctx), strict=True)):
             yield p, with_part_key(part, i)
 
@@ -116,11 +116,12 @@ class chain(Pruner):
         return self._states(x, axis, ctx, "refresh")
 
     def _states(self, x: jax.Array, axis: int, ctx: Ctx, make: str) -> Any:
-        """Return the states of the parts. Each part sees the values that the part before it returns."""
+        """Return the states of the parts, which their method ``make`` returns: "init" or "refresh". Each part gets the
+        result of the part before it."""
         states = []
-        for p, part in self._numbered(ctx):
-            states.append(getattr(p, make)(x, axis, part))
-            x = p(x, axis, part.replace(state=states[-1]))
+        for p, part_ctx in self._parts_with_ctx(ctx):
+            states.append(getattr(p, make)(x, axis, part_ctx))
+            x = p(x, axis, part_ctx.replace(state=states[-1]))
         return join_states(states)
 
 
@@ -129,8 +130,8 @@ class stages(Pruner):
     """Use different pruners in different phases of training.
 
     Examples are structure decay (SdGf: Bambhaniya et al., arXiv 2402.04744) and a dense phase at the end. Step t uses
-    the last row whose first step is <= t. Each row's state is initialized at its first step. If all rows are `mse` with
-    one m, or `identity`, n is a traced value; otherwise `lax.switch` selects the row.
+    the last row whose first step is <= t. Each row's state is initialized at its first step. If every row is `identity`
+    or `mse` with the same m, one call with a traced n serves all rows. Otherwise `lax.switch` selects the row.
 
     Args:
       rows: Pairs (first step, pruner). The first pair begins at step 0, and first steps increase.
@@ -171,7 +172,7 @@ class stages(Pruner):
         return self._switch(ctx, lambda p, part: p.mask(x, axis, part))
 
     def _one_m(self) -> int | None:
-        """Return the common m, or None if the rows differ in anything but n."""
+        """Return m if all rows are `mse` with this m or `identity`, at least one `mse`. Otherwise return None."""
         sizes = {p.m for p in self.parts if type(p) is mse}
         same = all(type(p) is mse or p == identity for p in self.parts)
         return sizes.pop() if same and len(sizes) == 1 else None
