@@ -11,6 +11,7 @@ import nmjax as nm
 from docs import public
 from experiments import command
 from nmjax.core.pruner import Pruner
+from nmjax.recipes import text as spec
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,3 +63,15 @@ def test_a_public_name_has_a_sentence_and_an_example(name):
     text = inspect.getdoc(name.value) or ""
     assert re.match(r"[A-Z].*\.", text.split("\n\n")[0], re.DOTALL), "its docstring does not begin with a sentence"
     assert ">>>" in text, "its docstring has no example"
+
+
+def test_every_pruner_and_method_is_on_the_page_of_texts():
+    text = (ROOT / "docs" / "reference" / "texts.md").read_text()
+    for name in (*spec.PRUNERS, *spec.SCHEDULES, *spec.METHODS):
+        assert re.search(rf"`{name}\b", text), f"docs/reference/texts.md does not have {name}"
+
+
+def test_every_pruner_file_is_on_the_page_of_the_architecture():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for file in (ROOT / "nmjax" / "pruners").glob("[!_]*.py"):
+        assert file.stem in text, f"docs/architecture.md does not have {file.name}"
