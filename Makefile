@@ -1,7 +1,7 @@
 # Each target makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
 #   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
-#   make test       the fast tests, on every core: five minutes on two
-#   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long: half an hour on two
+#   make test       the fast tests, on every core: about five minutes on two
+#   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long: about half an hour on two
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error
@@ -13,6 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= auto
 CONFIG ?= configs/vit_24.py
+export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: run test test-all bench notebooks docs dist lint lint-types lint-github format clean
@@ -41,7 +42,7 @@ docs: $(VENV)/docs-made
 dist: $(VENV)/made
 	rm -rf build dist
 	$(BIN)/python -m build --outdir dist
-	$(BIN)/python -m tests.wheel_test dist $(TAG)
+	$(BIN)/python -m tests.wheel_test dist "$$TAG"
 
 lint: lint-types lint-github
 	$(BIN)/ruff format --check .

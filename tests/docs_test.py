@@ -24,11 +24,11 @@ def commands(page: Path) -> list[list[str]]:
     found = []
     for block in page.read_text().replace("\\\n", " ").split("```")[1::2]:
         for line in block.splitlines():
-            _, start, rest = line.partition("launch.py --")
+            start = re.search(r"(launch\.py|slurm\.sbatch|ssh\.sh) (?=.*--)", line)
             if start and not line.lstrip().startswith((">", "#")):
-                found.append(
-                    shlex.split("--" + rest.partition(" #")[0].removesuffix("; do").rstrip(" &").replace("ARRAY", "0"))
-                )
+                rest = line[line.index("--", start.end()) :].removeprefix("-- ")
+                rest = rest.partition(" #")[0].removesuffix("; do").rstrip(" &").replace("ARRAY", "0")
+                found.append(shlex.split(rest))
     return found
 
 

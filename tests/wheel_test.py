@@ -23,13 +23,13 @@ assert nm.kernels.on and nm.nnx.sparsify and nm.linen.dot_cls and nm.models.ViT
 """
 
 
-def expected() -> set[str]:
-    """Return the paths of the package's files."""
-    listed = subprocess.run(["git", "ls-files", "nmjax"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(listed.stdout.split())
+def expected(*options: str) -> set[str]:
+    """Return the paths of the package's files: those that git tracks, and with options others too."""
+    command = ["git", "ls-files", *options, "nmjax"]
+    return set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
 
 
-def check(folder: Path, tag: str = "") -> Path:
+def check(folder: Path, files: set[str], tag: str = "") -> Path:
     """Check the only wheel in a folder, and return its path.
 
     Raises:
@@ -40,9 +40,9 @@ def check(folder: Path, tag: str = "") -> Path:
     if tag and tag != f"v{version}":
         raise SystemExit(f"the tag is {tag}, but the version is {version}: nmjax.__version__ and the tag must agree.")
     with zipfile.ZipFile(wheel) as archive:
-        files = {name for name in archive.namelist() if ".dist-info/" not in name}
-    if files != expected():
-        raise SystemExit(f"{wheel.name} should hold the files of nmjax/: {sorted(files ^ expected())} differ.")
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    if held != files:
+        raise SystemExit(f"{wheel.name} should hold the files of nmjax/: {sorted(held ^ files)} differ.")
     return wheel
 
 
@@ -56,11 +56,15 @@ def try_in_an_empty_environment(wheel: Path, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    copy = tmp_path_factory.mktemp("tree") / "nmjax"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "build", "dist", "*.egg-info"))
+    if not (ROOT / ".git").exists():
+        pytest.skip("git is to tell the files of the package, and this is no checkout")
+    copy = tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "nmjax", copy / "nmjax", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(copy / "dist")]
     subprocess.run(command, cwd=copy, check=True, capture_output=True)
-    return check(copy / "dist")
+    return check(copy / "dist", expected("--cached", "--others", "--exclude-standard"))
 
 
 @pytest.mark.processes
@@ -70,9 +74,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
 
 @pytest.mark.processes
 def test_a_tag_that_is_not_the_version_is_refused(wheel):
-    check(wheel.parent, f"v{nmjax.__version__}")
+    files = expected("--cached", "--others", "--exclude-standard")
+    check(wheel.parent, files, f"v{nmjax.__version__}")
     with pytest.raises(SystemExit, match=re.escape("the tag is v9.9.9, but the version is")):
-        check(wheel.parent, "v9.9.9")
+        check(wheel.parent, files, "v9.9.9")
 
 
 @pytest.mark.processes
@@ -85,6 +90,10 @@ def test_the_metadata_names_the_extras(wheel):
     assert "License-Expression: Apache-2.0" in metadata
 
 
+def test_the_citation_has_the_version():
+    assert f"\nversion: {nmjax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 @pytest.mark.processes
 def test_the_import_is_quiet():
     """A warning at import would meet every user, so each is an error here."""
@@ -93,8 +102,8 @@ def test_the_import_is_quiet():
 
 
 if __name__ == "__main__":
-    folder, tag = Path(sys.argv[1]), " ".join(sys.argv[2:])
-    found = check(folder, tag)
+    folder, tag = Path(sys.argv[1]), "".join(sys.argv[2:])
+    found = check(folder, expected(), tag)
     environment = folder / "environment"
     try_in_an_empty_environment(found, environment)
     shutil.rmtree(environment)

@@ -1,13 +1,16 @@
 """Pictures of pruned arrays: text in a terminal, SVG in a notebook."""
 
+import math
 import os
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from nmjax.core import groups
 from nmjax.core.pruner import Pruner
 from nmjax.products.pruning import prune
 
@@ -44,7 +47,7 @@ class Picture:
     def caption(self) -> str:
         """A line about the whole array."""
         parts = [" x ".join(map(str, self.shape))]
-        if self.kept.shape != self.shape[-2:]:
+        if self.kept.size != math.prod(self.shape):
             parts[0] += f", {' x '.join(map(str, self.kept.shape))} shown"
         if self.m > 1:
             parts.append(f"groups of {self.m} along axis {self.axis}")
@@ -60,7 +63,7 @@ class Picture:
             line = ""
             for j, (value, keep) in enumerate(zip(row, kept, strict=True)):
                 cut = not self.down and self.m > 1 and j and j % self.m == 0
-                text = ("■" if keep else "·") if mask else f"{f'{value:.3g}' if keep else '·':>8}"
+                text = ("■" if keep else "·") if mask else f" {f'{value:.3g}' if keep else '·':>7}"
                 shade = "\x1b[1;32m" if keep else "\x1b[2m"
                 line += (" │" if cut else "") + (" " if mask else "") + (f"{shade}{text}\x1b[0m" if colour else text)
             lines.append(line)
@@ -121,10 +124,14 @@ def show(
         m = what.block
     else:
         array, m = np.asarray(jax.device_get(what)), 0
-    if array.dtype == object or array.ndim == 0:
-        raise TypeError(f"show takes a pruner and an array, an array, or a mask, got {type(what).__name__}.")
+    real = any(jnp.issubdtype(array.dtype, kind) for kind in (np.bool_, np.integer, np.floating))
+    if not (real and array.size and array.ndim):
+        raise TypeError(
+            f"show takes a pruner and an array, an array, or a mask, got {type(what).__name__} of shape {array.shape} "
+            f"and dtype {array.dtype}."
+        )
     array = array if array.dtype == bool else array.astype(np.float32)
-    axis %= array.ndim
+    axis = groups.position(array.ndim, axis)
     matrix, down = _matrix(array, axis)
     corner = matrix[:ROWS, :COLUMNS]
     kept = corner != 0

@@ -214,15 +214,15 @@ def masks(model: Any, recipe: Recipe | None = None) -> nnx.State[Any, Any]:
     >>> masks["kernel"].shape, int(masks["kernel"][...].sum()), bool(masks["bias"][...])
     ((8, 4), 16, True)
     """
-    uses_forms: dict[int, jax.Array] = {}
+    by_kernel: dict[int, jax.Array] = {}
     with_doors = list(layers(model))
     if recipe is not None:
         recipe.check(layer.path for layer in with_doors)
     for layer in with_doors:
         p = layer.sparsity.fwd_rhs if recipe is None else recipe(layer.path).fwd_rhs.final
         if p != identity:
-            uses_forms[id(layer.module.kernel)] = called(layer, p, p.mask, layer.site if recipe is None else None)
-    by_path = {user.path: uses_forms[i] for i, users in _users(model).items() if i in uses_forms for user in users}
+            by_kernel[id(layer.module.kernel)] = called(layer, p, p.mask, layer.site if recipe is None else None)
+    by_path = {user.path: by_kernel[i] for i, users in _users(model).items() if i in by_kernel for user in users}
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return nnx.from_flat_state([(path, v.replace(by_path.get(path, jnp.array(True)))) for path, v in flat])
 

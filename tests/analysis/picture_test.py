@@ -59,5 +59,14 @@ def test_colour_is_for_terminals(monkeypatch):
 def test_misuse_says_what_to_write():
     with pytest.raises(TypeError, match=r"show\(mse\(2,4\)\) needs the array to prune: write show\(mse\(2,4\), x\)"):
         nm.show(nm.mse(2, 4))
-    with pytest.raises(TypeError, match="show takes a pruner and an array, an array, or a mask, got str"):
+    with pytest.raises(TypeError, match="show takes a pruner and an array, an array, or a mask, got str of shape"):
         nm.show("mse(2,4)")
+    with pytest.raises(TypeError, match=r"got ndarray of shape \(0,\)"):
+        nm.show(np.zeros(0))
+    with pytest.raises(ValueError, match="axis 7"):
+        nm.show(np.ones((2, 2)), axis=7)
+
+
+def test_captions_say_what_is_cut():
+    assert nm.show(nm.mse(2, 4), jnp.arange(8.0) + 1).caption == "8, groups of 4 along axis 0: 0.5 kept"
+    assert nm.show(np.ones((3, 2, 4))).caption == "3 x 2 x 4, 2 x 4 shown: 1 kept"

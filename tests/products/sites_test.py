@@ -11,7 +11,7 @@ from nmjax.products import sites
 from nmjax.products.operations import Dot, as_conv, as_dot
 from nmjax.products.rule import slot_refusals
 
-SAID = {  # pattern, timed, at random, with memory
+SAID = {  # pattern, depends on the step, needs a key, has state
     "identity": (None, False, False, False),
     "mse(2,4)": ((2, 4), False, False, False),
     "mse(4,4)": (None, False, False, False),

@@ -159,7 +159,7 @@ class half(nm.ste):
 
 @dataclass(frozen=True, repr=False)
 class first(nm.Grouped):
-    """Keep the first n of every m: an n:m pruner as README shows one."""
+    """Keep the first n of every m: an n:m pruner as docs/how_to/pruner.md shows one."""
 
     def __call__(self, x, axis=-1, ctx=nm.Ctx()):
         g = nm.groups.split(x, axis, self.m)

@@ -352,7 +352,7 @@ def test_final_form(case):
 
 @each_case
 def test_needs_are_declared(case):
-    """A call needs a key only if the pruner is stochastic, and state only if it is needs_state."""
+    """A call needs a key only if the pruner is stochastic, and state only if it needs state."""
     p, x = case.p, normal(case, np.float32, 3)
     state = begun(case, x, 3)
     trace = lambda key, state: jax.eval_shape(lambda x: p(x, 3, nm.Ctx(key, case.step, state)), x)

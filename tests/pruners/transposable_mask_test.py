@@ -137,8 +137,8 @@ def test_kept_share_of_gaussian_weights():
     kept = masked(nm.transposable(2, 4), x)
     size = np.abs(x.astype(np.float64))
     share = (size * kept).sum() / size.sum()
-    has_prune_tile = lambda v: v.reshape(256, 4, 256, 4).sum((1, 3)).ravel()
-    error = (has_prune_tile(size * kept) - share * has_prune_tile(size)).std() / has_prune_tile(size).mean() / 256
+    by_tile = lambda v: v.reshape(256, 4, 256, 4).sum((1, 3)).ravel()
+    error = (by_tile(size * kept) - share * by_tile(size)).std() / by_tile(size).mean() / 256
     assert error < 3e-4
     assert abs(share - 0.7024) < 4 * error + 5e-5  # one comparison at z = 4, plus the last published digit
     energy = (size**2 * kept).sum() / (size**2).sum()

@@ -54,11 +54,11 @@ def packing(setting: Setting, report: Report) -> None:
     rows, wrong = _packings(x, device), 0
     rows = rows[2::5] if setting.quick and device.interpret else rows
     programs = {}
-    for name, uses_forms, by_xla, x in rows:
-        programs[name, "kernel"] = jax.jit(partial(uses_forms, device=device)), x
+    for name, by_kernel, by_xla, x in rows:
+        programs[name, "kernel"] = jax.jit(partial(by_kernel, device=device)), x
         programs[name, "XLA"] = jax.jit(by_xla), x
         if not device.interpret:
-            simulated = jax.jit(partial(uses_forms, device=target("interpret")))
+            simulated = jax.jit(partial(by_kernel, device=target("interpret")))
             programs[name, "interpreter"] = simulated, jax.device_put(x, jax.devices("cpu")[0])
     executables = compiled(programs)
     for name, *_ in rows:
@@ -84,12 +84,12 @@ def _packings(x: jax.Array, device: Target) -> list[tuple[str, Callable, Callabl
     """Return the rows: (name, function by a kernel, function by XLA, their argument)."""
 
     def one(p, axis, **noise):
-        uses_forms = lambda x, device: calls.compress(x, axis, p, target=device, **noise)
-        return f"{p}, axis {axis}", uses_forms, lambda x: nm.pack(p(x, axis, nm.Ctx(**noise)), axis), x
+        by_kernel = lambda x, device: calls.compress(x, axis, p, target=device, **noise)
+        return f"{p}, axis {axis}", by_kernel, lambda x: nm.pack(p(x, axis, nm.Ctx(**noise)), axis), x
 
     def forms(name, wanted):
-        uses_forms = lambda x, device: calls.copies(x, wanted, keys=(KEY, ROUNDING), state=BETA, target=device)
-        return f"{name}: {', '.join(map(_copy, wanted))}", uses_forms, lambda x: [_form(x, copy) for copy in wanted], x
+        by_kernel = lambda x, device: calls.copies(x, wanted, keys=(KEY, ROUNDING), state=BETA, target=device)
+        return f"{name}: {', '.join(map(_copy, wanted))}", by_kernel, lambda x: [_form(x, copy) for copy in wanted], x
 
     ready = [(axis, nm.mse(2, 4)(x, axis)) for axis in (-1, -2)]
     both, by = nm.transposable(2, 4), lambda x: tuple(nm.pack(x, axis) for axis in (-1, -2))
