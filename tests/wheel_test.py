@@ -49,7 +49,7 @@ def check(folder: Path, files: set[str], tag: str = "") -> Path:
 def try_in_an_empty_environment(wheel: Path, folder: Path) -> None:
     """Install a wheel into a new environment, and import it with warnings as errors."""
     venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
+    python = folder.resolve() / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel], check=True)
     subprocess.run([python, "-W", "error", "-c", TRY], cwd=folder, check=True)
 
