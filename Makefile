@@ -1,7 +1,7 @@
 # Each target makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
 #   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
 #   make test       the fast tests, on every core: about five minutes on two
-#   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long: about half an hour on two
+#   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (half an hour on two)
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error

@@ -73,7 +73,7 @@ class Route(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """An operand as a matrix: its two axes, such as "TI", of which the second is contiguous; and the array's shape."""
+    """An operand as a matrix: its two axes, such as "TI", and the shape of the array. The second axis is contiguous."""
 
     axes: str
     shape: tuple[int, ...]
