@@ -69,7 +69,7 @@ class LayerPlan(NamedTuple):
       path: The layer's path in the model.
       kind: The layer's class, such as "Linear".
       kernel: The shape of its kernel.
-      sparsity: The pruner of each slot.
+      sparsity: The pruner of each slot. They are all empty if the layer cannot be made sparse.
       slots: The plans of its slots that are not empty.
       flops: The FLOPs of one product when dense; all three cost the same. None if no example inputs were given.
       shares: The fraction of the FLOPs of fwd, dlhs and drhs that remains at the sparsest step.
@@ -156,6 +156,7 @@ class Plan:
       elsewhere: The forward FLOPs of dots and convolutions outside these layers, as in attention.
       uncovered: (path, shape) of the parameters outside these layers that have more than one axis.
       parameters: The number of all parameters.
+      unused: The patterns of the recipe's rules that match no layer.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -168,6 +169,7 @@ class Plan:
     elsewhere: int
     uncovered: tuple[tuple[str, tuple[int, ...]], ...]
     parameters: int
+    unused: tuple[str, ...] = ()
 
     @property
     def forward(self) -> tuple[float, float]:
@@ -201,10 +203,14 @@ class Plan:
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
-        """(layer, reason) of everything that a step of training would refuse. See `nmjax.analysis.refusals`."""
+        """(layer, reason) of everything that a step of training would refuse. See `nmjax.analysis.refusals`.
+
+        A rule of the recipe that matches no layer stands in place of the layer.
+        """
+        rules = [(f"the rule {pattern!r}", _UNUSED) for pattern in self.unused]
         slots = [(layer.path, slot.refused) for layer in self.layers for slot in layer.slots if slot.refused]
         runs = [(layer.path, route.why) for layer in self.layers for _, route in layer.runs if route.how == "refused"]
-        return (*slots, *runs)
+        return tuple(dict.fromkeys((*slots, *runs, *rules)))
 
     @property
     def runs(self) -> dict[str, int]:
@@ -251,7 +257,7 @@ class Plan:
 
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
-        pruned = sum(bool(layer.slots) for layer in self.layers)
+        pruned = sum(layer.sparsity != Sparsity() for layer in self.layers)
         lines = [f"{self.parameters:,} parameters, {pruned} of {len(self.layers)} layers pruned"]
         if self.forward[0]:
             changes = self.over(1)[1] != self.training[1]  # the first step is not the sparsest
@@ -281,7 +287,7 @@ class Plan:
                     by_layer = results.setdefault((route.how, route.why), {})
                     by_layer.setdefault(layer.path, []).append(RESULTS[product])
         lines: list[str] = []
-        pruned = sum(bool(layer.slots) for layer in self.layers)
+        pruned = sum(layer.sparsity != Sparsity() for layer in self.layers)
         for (how, why), by_layer in results.items():
             ranges: dict[str, list[str]] = {}
             for paths in _alike((path, tuple(names), path) for path, names in by_layer.items()):
@@ -293,6 +299,7 @@ class Plan:
         return lines
 
 
+_UNUSED = "it matches no layer's whole path, or earlier rules decide for its layers."
 _HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated (zeros are multiplied)"}
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 

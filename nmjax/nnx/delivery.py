@@ -77,26 +77,26 @@ def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int
             "prune a product that is written out by hand, write nm.einsum(..., sparsity=...)."
         )
     axes = (stack,) if isinstance(stack, int) else stack
-    _check_layers([(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()], axes, _normalised(model))
+    _check_layers([(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()], axes, normalised(model))
     for layer, sparsity in chosen:
         put_site(layer, sparsity, recipe.backend, seed, axes)
     return model
 
 
-def _normalised(model: Any) -> set[int]:
-    """Return the ids of the layers that are wrapped in WeightNorm or SpectralNorm, which normalise their weights."""
+def normalised(model: Any) -> set[int]:
+    """Return the ids of the layers that are wrapped in nnx.WeightNorm or nnx.SpectralNorm."""
     wrappers = [m for _, m in nnx.iter_modules(model) if isinstance(m, (nnx.WeightNorm, nnx.SpectralNorm))]
     return {id(m.layer_instance) for m in wrappers}
 
 
 def _check_layers(
-    chosen: list[tuple[Layer, Sparsity]], axes: tuple[int, ...] | None, normalised: set[int]
+    chosen: list[tuple[Layer, Sparsity]], axes: tuple[int, ...] | None, in_norms: set[int]
 ) -> None:  # fmt: skip
     """Raise one error for all layers that cannot follow the recipe."""
     refused = [
         (layer.path, refusal)
         for layer, sparsity in chosen
-        for refusal in _refusals(layer, sparsity, axes, id(layer.module) in normalised)
+        for refusal in _refusals(layer, sparsity, axes, id(layer.module) in in_norms)
     ]
     if refused:
         raise ValueError(
@@ -108,51 +108,65 @@ def _check_layers(
 
 
 def _refusals(
-    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, normalised: bool
+    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, in_norm: bool
 ) -> list[Refusal]:  # fmt: skip
     """Return the reasons why a layer cannot use this sparsity."""
-    kernel, product = layer.module.kernel.get_value(), getattr(layer.module, layer.door.name)
-    if isinstance(kernel, jax.ShapeDtypeStruct) and sites.has_state(sparsity):
+    if isinstance(layer.module.kernel.get_value(), jax.ShapeDtypeStruct) and sites.has_state(sparsity):
         return [
             Refusal(
                 "its kernel is a shape without values, and its state is made from values. Make both abstract together: "
                 "nnx.eval_shape(lambda: sparsify(...))."
             )
         ]
+    refusal = layer_refusal(layer, sparsity, axes, in_norm)
+    if refusal is not None:
+        return [refusal]
+    return _slot_refusals(layer, sparsity, axes if axes in layer.stacks else layer.stacks[0])
+
+
+def layer_refusal(
+    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, in_norm: bool
+) -> Refusal | None:  # fmt: skip
+    """Return the reason why a layer cannot be made sparse, whatever its slots prune; None if it can.
+
+    Args:
+      layer: The layer.
+      sparsity: What it would prune.
+      axes: The stacking axes of the weight, if the caller named them.
+      in_norm: True if an nnx.WeightNorm or nnx.SpectralNorm normalises the layer's weight.
+    """
+    kernel, product = layer.module.kernel.get_value(), getattr(layer.module, layer.door.name)
     foreign = product not in (None, layer.door.plain) and layer.site is None
     if foreign or getattr(layer.module, "dot_general_cls", None):
-        return [Refusal(f"its {layer.door.name} is the model's own, {product!r}, and would be lost.")]
-    if normalised:
-        return [Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")]
+        name = getattr(product, "__qualname__", type(product).__name__)
+        return Refusal(f"its {layer.door.name} is the model's own, {name}, and would be lost.")
+    if in_norm:
+        return Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")
     if type(kernel).__name__ == "BatchTracer" and sites.needs_key(sparsity):
-        return [
-            Refusal(
-                "it is made inside vmap, where all layers of a stack would get the same noise. Call sparsify on the "
-                "whole stack."
-            )
-        ]
+        return Refusal(
+            "it is made inside vmap, where all layers of a stack would get the same noise. Call sparsify on the whole "
+            "stack."
+        )
     try:
         ways = layer.stacks
     except ValueError as error:
-        return [Refusal(str(error).partition(": ")[2])]
+        return Refusal(str(error).partition(": ")[2])
     if axes not in ways and len(ways) > 1:
         choices = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
-        return [
-            Refusal(
-                f"its kernel has shape {kernel.shape}, which does not say which axes stack layers. Name them: "
-                f"sparsify(..., {choices})."
-            )
-        ]
-    return _slot_refusals(layer, sparsity, axes if axes in ways else ways[0])
+        return Refusal(
+            f"its kernel has shape {kernel.shape}, which does not say which axes stack layers. Name them: "
+            f"sparsify(..., {choices})."
+        )
+    if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity or layer.example(1) is not None:
+        return None
+    return Refusal("its einsum_str comes with the call. Give it to the constructor.")
 
 
 def _slot_refusals(layer: Layer, sparsity: Sparsity, stack: tuple[int, ...]) -> list[Refusal]:
     """Return the reasons why the slots of a layer cannot prune operands of its shapes."""
     product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
-    if product is None:
-        if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:
-            return []
-        return [Refusal("its einsum_str comes with the call. Give it to the constructor.")]
+    if product is None:  # only a call says which product it is; its weight is not pruned
+        return []
     kernel = layer.module.kernel.get_value()
     sharding = getattr(kernel, "sharding", None)
     if isinstance(sharding, NamedSharding):

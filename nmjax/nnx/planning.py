@@ -6,7 +6,7 @@ The plan's refusals are decided in `nmjax.analysis.refusals`.
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,12 +14,17 @@ from flax import nnx
 from jax.extend import core
 
 from nmjax.analysis import flops
-from nmjax.analysis.plan import LayerPlan, Plan, hardened, runs_of, slots_of
+from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
 from nmjax.analysis.refusals import Use
+from nmjax.core.refusal import Refusal
+from nmjax.nnx.delivery import layer_refusal, normalised
 from nmjax.nnx.doors import Example, Layer, layers
 from nmjax.products import functions, operations
 from nmjax.products.forms import products_of
 from nmjax.products.slot import SLOTS
+from nmjax.products.sparsity import Sparsity
+from nmjax.pruners import identity
+from nmjax.recipes.table import Recipe
 
 _MARK = "nmjax_layer_"
 
@@ -37,13 +42,13 @@ class _Notes(list[Example]):
 class _Recorder(nnx.Module):
     """Stands in a layer's door, notes the products that it is asked for, and computes them densely.
 
-    It computes in a `jax.named_scope`, so that their FLOPs can be found in the program. A product of the model's own
-    is computed as it is.
+    It computes in a `jax.named_scope`, so that their FLOPs can be found in the program. The product of a layer that
+    stays dense may be the model's own: it is computed as it is, and not noted.
     """
 
-    def __init__(self, layer: Layer, number: int, notes: _Notes) -> None:
+    def __init__(self, layer: Layer, number: int, notes: _Notes, noted: bool) -> None:
         self.plain = _plain_product(layer)
-        self.product = None if layer.site is None else layer.door.product
+        self.product = layer.door.product if noted else None
         self.number, self.notes = number, nnx.static(notes)
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
@@ -74,7 +79,47 @@ def _example(product: Callable[..., Any], operands: Sequence[Any], options: Mapp
     return Example(op, _shape(lhs), _shape(rhs))
 
 
-def plan(model: Any, *inputs: Any, **options: Any) -> Plan:
+class _Planned(NamedTuple):
+    """The sparsity of a layer, from its site or from a recipe.
+
+    Attributes:
+      sparsity: The pruner of each slot.
+      backend: The backend, as in `Recipe`.
+      packed_before: The products whose weight is already packed.
+      refused: The reason why the layer cannot be made sparse; None if it can, or if it stays dense.
+    """
+
+    sparsity: Sparsity
+    backend: str
+    packed_before: frozenset[str]
+    refused: Refusal | None
+
+    @property
+    def noted(self) -> bool:
+        """True if the layer is or will be sparse, so its products can be noted."""
+        return self.sparsity != Sparsity() and self.refused is None
+
+
+def _planned_layers(model: Any, recipe: Recipe | None) -> list[_Planned]:
+    """Return what each layer prunes: by the recipe, or by its site if there is no recipe."""
+    planned: list[_Planned] = []
+    in_norms = set[int]() if recipe is None else normalised(model)
+    for layer in layers(model):
+        site = layer.site
+        if recipe is not None:
+            sparsity = recipe(layer.path)
+            refused = None
+            if sparsity != Sparsity():
+                refused = layer_refusal(layer, sparsity, None, id(layer.module) in in_norms)
+            planned.append(_Planned(sparsity, recipe.backend, frozenset(), refused))
+        elif site is not None:
+            planned.append(_Planned(site.sparsity, site.backend, products_of(site.packed), None))
+        else:
+            planned.append(_Planned(Sparsity(), "auto", frozenset(), None))
+    return planned
+
+
+def plan(model: Any, *inputs: Any, recipe: Recipe | None = None, **options: Any) -> Plan:
     """Return what every layer of a model will do, without doing it.
 
     The plan says, for each layer, what its slots prune, in how many groups, at how many FLOPs, who runs its products,
@@ -83,13 +128,15 @@ def plan(model: Any, *inputs: Any, **options: Any) -> Plan:
     Args:
       model: A model, sparse or dense. It may be abstract, as `nnx.eval_shape` returns it.
       *inputs: An example of the model's inputs: arrays or their shapes. Without them, tokens and FLOPs are unknown.
+      recipe: If given, the plan is that of the model after ``sparsify(model, recipe)``. The model is not changed, and
+        what `sparsify` would refuse is listed in the plan.
       **options: Keyword arguments of the call, such as ``train=False``.
 
     Returns:
       The `nmjax.analysis.plan.Plan`.
 
     Raises:
-      TypeError: The model is not one of flax.nnx.
+      TypeError: The model is not one of flax.nnx, or ``recipe`` is not a Recipe.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
@@ -98,50 +145,73 @@ def plan(model: Any, *inputs: Any, **options: Any) -> Plan:
     SlotPlan(name='fwd_rhs', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None)
     >>> plan.forward  # FLOPs, dense and effective
     (1024, 512.0)
+
+    A recipe can be tried before anything is changed:
+
+    >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"), ("head", "dense")))
+    >>> plan = nm.nnx.plan(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jnp.ones((16, 8)), recipe=recipe)
+    >>> plan.forward, plan.refused
+    ((1024, 512.0), (("the rule 'head'", "it matches no layer's whole path, or earlier rules decide for its layers."),))
     """
-    copy, notes = _recording(model)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"plan takes a Recipe, such as Recipe(((r'.*', 's_ste(2,4)'),)), got {type(recipe).__name__}.")
+    planned = _planned_layers(model, recipe)
+    copy, notes = _recording(model, [one.noted for one in planned])
     uncovered, parameters = _parameters(model, list(layers(model)))
     costs: Sequence[int | None] = [None] * len(notes)
     elsewhere = 0
     if inputs or options:
         costs, elsewhere = _costs(_traced(copy, inputs, options), len(notes))
-    rows = [_row(*row) for row in zip(layers(model), notes, costs, strict=True)]
-    return Plan(tuple(rows), elsewhere, uncovered, parameters)
+    rows = [_row(*row) for row in zip(layers(model), planned, notes, costs, strict=True)]
+    unused = () if recipe is None else recipe.unused(row.path for row in rows)
+    return Plan(tuple(rows), elsewhere, uncovered, parameters, unused)
 
 
 def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:
     """Return every layer of a model, and the products that one call of the model asks it for."""
-    copy, notes = _recording(model)
+    copy, notes = _recording(model, [layer.site is not None for layer in layers(model)])
     _traced(copy, inputs, options)
     return [(layer, list(dict.fromkeys(noted))) for layer, noted in zip(layers(model), notes, strict=True)]
 
 
-def _recording(model: Any) -> tuple[Any, list[_Notes]]:
-    """Return a copy of a model, of shapes, and the notes that its layers take when it is called."""
+def _recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[_Notes]]:
+    """Return a copy of a model, of shapes, and the notes that its layers take when it is called.
+
+    Args:
+      model: The model.
+      noted: For each layer, True if its products are to be noted.
+    """
     graph, state = nnx.split(model)
-    copy = nnx.merge(graph, jax.tree.map(_shape, state))
+    is_variable = lambda v: isinstance(v, nnx.Variable)
+    # Flax takes a shape for static unless it is a variable's. So other arrays, as nnx.WeightNorm has, stay.
+    shapes = jax.tree.map(lambda v: jax.tree.map(_shape, v) if is_variable(v) else v, state, is_leaf=is_variable)
+    copy = nnx.merge(graph, shapes)
     notes: list[_Notes] = []
     for number, layer in enumerate(layers(copy)):
         notes.append(_Notes())
-        setattr(layer.module, layer.door.name, nnx.data(_Recorder(layer, number, notes[-1])))
+        setattr(layer.module, layer.door.name, nnx.data(_Recorder(layer, number, notes[-1], noted[number])))
     return copy, notes
 
 
-def _row(layer: Layer, notes: _Notes, cost: int | None) -> LayerPlan:
-    sparsity = layer.sparsity
+def _row(layer: Layer, planned: _Planned, notes: _Notes, cost: int | None) -> LayerPlan:
+    sparsity = planned.sparsity
+    kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
+    if planned.refused is not None:
+        pruners = ((name, getattr(sparsity, name)) for name in SLOTS)
+        slots = tuple(SlotPlan(name, p, refused=planned.refused.reason) for name, p in pruners if p != identity)
+        return LayerPlan(layer.path, kind, kernel, Sparsity(), slots, cost, (1.0, 1.0, 1.0), "dense")
     products: Iterable[Example] = dict.fromkeys(notes)
-    if layer.site is not None and not notes:
+    if planned.noted and not notes:
         example = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
         products = () if example is None else (example,)
     stacked = math.prod(layer.module.kernel.shape[a] for a in _stack(layer))
     uses = [Use(*product, stacked) for product in products]
     slots = slots_of(sparsity, uses, bool(notes))
     runs = ()
-    if notes and layer.site is not None:
-        runs = runs_of(sparsity, uses, layer.site.backend, products_of(layer.site.packed))
-    kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
+    if notes:
+        runs = runs_of(sparsity, uses, planned.backend, planned.packed_before)
     return LayerPlan(
-        layer.path, kind, kernel, sparsity, slots, cost, flops.effective(sparsity), _hardened(layer), runs
+        layer.path, kind, kernel, sparsity, slots, cost, flops.effective(sparsity), _hardened(layer, sparsity), runs
     )  # fmt: skip
 
 
@@ -216,8 +286,8 @@ def _stack(layer: Layer) -> tuple[int, ...]:
         return ()
 
 
-def _hardened(layer: Layer) -> str:
+def _hardened(layer: Layer, sparsity: Sparsity) -> str:
     pattern = getattr(layer.module, "hardened", None)
-    if pattern is not None and layer.site is None:
+    if pattern is not None and sparsity == Sparsity():
         return f"{pattern.n}:{pattern.m}"
-    return hardened(layer.sparsity)
+    return hardened(sparsity)

@@ -1,17 +1,20 @@
 """The pruned product that `sparsify` puts into a layer (a `Site`), and its variables (`NM`)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import reprlib
 
 from nmjax.core.context import Ctx
 from nmjax.products import functions, sites
 from nmjax.products.forms import Form, FormKey
+from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
+from nmjax.pruners import identity
 
 Arrays: TypeAlias = tuple[jax.Array | None, jax.Array | None, Any]
 """(words, time, state). The words are the seed of the noise, two uint32. The time is (step, micro-step). The state is a
@@ -39,8 +42,10 @@ class Site(nnx.Module):
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
-    >>> isinstance(model.dot_general, nm.nnx.Site), model.dot_general.sparsity
-    (True, fwd_rhs=ste(mse(2,4)))
+    >>> model.dot_general
+    Site(
+      fwd_rhs=ste(mse(2,4))
+    )
     """
 
     def __init__(
@@ -79,6 +84,19 @@ class Site(nnx.Module):
             packed=self.forms(), **options,
         )  # fmt: skip
 
+    def __nnx_repr__(self) -> Generator[reprlib.Object | reprlib.Attr, None, None]:
+        """Yield what Flax prints of a site: its slots, a backend that was chosen, and the variables that it has."""
+        yield reprlib.Object(type=type(self))
+        for name in SLOTS:
+            if getattr(self.sparsity, name) != identity:
+                yield reprlib.Attr(name, getattr(self.sparsity, name))
+        if self.backend != "auto":
+            yield reprlib.Attr("backend", self.backend)
+        for name, variables in (("words", self.words), ("time", self.time), ("state", self.state)):
+            if variables is not None:
+                shown = [f"{v.dtype}{list(v.shape)}" for v in jax.tree.leaves(variables, is_leaf=_is_variable)]
+                yield reprlib.Attr(name, ", ".join(shown), use_raw_value=True)
+
     def _check_one_layer(self, kernel: tuple[int, ...]) -> None:
         """Raise an error if the layer is a stack of layers, or if its noise words or its time are not integers."""
         ranked = [(self.words, 1), (self.time, 1), *zip(self.variables(), self.ranks, strict=True)]
@@ -108,7 +126,7 @@ class Site(nnx.Module):
 
     def forms(self) -> dict[FormKey, Form] | None:
         """Return the weight's forms that `packed` gave, or None."""
-        return jax.tree.map(lambda v: v[...], self.packed, is_leaf=lambda v: isinstance(v, NM))
+        return jax.tree.map(lambda v: v[...], self.packed, is_leaf=_is_variable)
 
     def arrays(self) -> Arrays:
         """Return words, time and state as arrays, of one layer or of a stack."""
@@ -118,11 +136,15 @@ class Site(nnx.Module):
 
     def states(self) -> Any:
         """Return the state as arrays, of one layer or of a stack; None if there is none."""
-        return jax.tree.map(lambda v: v[...], self.state, is_leaf=lambda v: isinstance(v, NM))
+        return jax.tree.map(lambda v: v[...], self.state, is_leaf=_is_variable)
 
     def variables(self) -> list[NM]:
         """Return the variables of the state."""
-        return jax.tree.leaves(self.state, is_leaf=lambda v: isinstance(v, NM))
+        return jax.tree.leaves(self.state, is_leaf=_is_variable)
+
+
+def _is_variable(v: Any) -> bool:
+    return isinstance(v, NM)
 
 
 def layer_ctx(arrays: Arrays, ranks: tuple[int, ...]) -> Ctx:

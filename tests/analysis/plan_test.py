@@ -168,6 +168,83 @@ def test_layers_that_differ_in_a_number_alone_share_a_row(names, pruned, rows):
     assert all(path in repr(plan) for path in rows)
 
 
+# ---- a recipe, before anything is changed ----
+
+NETWORKS = {
+    "mlp": (lambda: Mlp(16, 32, rngs=nnx.Rngs(0)), (4, 16), jnp.float32, (("up", EVERY), (".*", "s_ste(2,4)"))),
+    "gpt": (lambda: GPT(rngs=nnx.Rngs(0)), (2, 16), jnp.int32, ((r"blocks/.*", "fst(2,4,every=10)"), (".*", "dense"))),
+    "resnet": (lambda: ResNet(rngs=nnx.Rngs(0)), (8, 8, 8, 3), jnp.float32, ((r".*conv.*", "mvue(1,2)"),)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_recipe_gives_the_plan_of_the_model_that_sparsify_makes(name):
+    make, size, dtype, rules = NETWORKS[name]
+    model, recipe, x = make(), nm.Recipe(rules), shape(*size, dtype=dtype)
+    before = nnx.split(model)
+    told = nm.nnx.plan(model, x, recipe=recipe)
+    without_inputs = nm.nnx.plan(model, recipe=recipe)
+    assert nnx.split(model)[0] == before[0]
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (nnx.state(model), before[1])), strict=True))
+    nm.nnx.sparsify(model, recipe)
+    assert any(layer.slots for layer in told.layers)
+    assert told == nm.nnx.plan(model, x)
+    assert without_inputs == nm.nnx.plan(model)
+
+
+def test_a_recipe_replaces_the_sites_of_a_sparse_model():
+    model, x = mlp("s_ste(2,4)"), shape(4, 16)
+    dense, other = nm.Recipe(((".*", "dense"),)), nm.Recipe((("up", "mvue(2,4)"),), backend="xla")
+    assert nm.nnx.plan(model, x, recipe=dense) == nm.nnx.plan(nnx.eval_shape(lambda: Mlp(16, 32, rngs=nnx.Rngs(0))), x)
+    assert [layer.sparsity for layer in nm.nnx.plan(model, x, recipe=other).layers] == [
+        nm.Sparsity(),
+        nm.parse("mvue(2,4)"),
+    ]
+
+
+def test_a_recipe_lists_what_sparsify_refuses():
+    """Every reason in sparsify's errors is in the plan, by layer; the rest of the model is planned."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.odd = nnx.Linear(16, 6, rngs=rngs)
+            self.own = nnx.Linear(
+                6, 16, dot_general=lambda *args, **options: lax.dot_general(*args, **options), rngs=rngs
+            )
+            self.normed = nnx.WeightNorm(nnx.Linear(16, 16, rngs=rngs), rngs=rngs)
+            self.plain = nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.plain(self.normed(self.own(self.odd(x))))
+
+    rules = ((r"odd|own|normed/.*", "dlhs_g=mse(2,4); fwd_rhs=ste(mse(2,4))"), (r"plain", "ste(2,4)"))
+    with pytest.raises(ValueError, match="The recipe cannot be carried out") as refused:
+        nm.nnx.sparsify(Model(nnx.Rngs(0)), nm.Recipe(rules))
+    plan = nm.nnx.plan(Model(nnx.Rngs(0)), shape(4, 16), recipe=nm.Recipe((*rules, ("plian", "ste(2,4)"))))
+    errors = [line for line in str(refused.value).splitlines() if line.startswith("  ") and not line.startswith("  (")]
+    assert len(errors) == 3
+    front = lambda line: line.split(" prunes an array")[0]  # the sizes of tokens differ
+    assert sorted(map(front, errors)) == sorted(front(f"  {path}: {reason}") for path, reason in plan.refused[:-1])
+    assert plan.refused[-1] == (
+        "the rule 'plian'",
+        "it matches no layer's whole path, or earlier rules decide for its layers.",
+    )
+    assert plan.unused == ("plian",)
+    by_path = {layer.path: layer for layer in plan.layers}
+    for path in ("own", "normed/layer_instance"):
+        assert (by_path[path].sparsity, by_path[path].shares, by_path[path].runs) == (nm.Sparsity(), (1, 1, 1), ())
+        assert by_path[path].hardened == "dense"
+        assert [slot.name for slot in by_path[path].slots if slot.refused] == ["fwd_rhs", "dlhs_g"]
+    assert by_path["plain"].shares == (0.5, 1, 1)
+    assert "2 of 4 layers pruned" in repr(plan)
+    assert "REFUSED in the rule 'plian'" in repr(plan)
+
+
+def test_a_plan_takes_a_recipe_only():
+    with pytest.raises(TypeError, match=r"plan takes a Recipe, such as .*, got str"):
+        nm.nnx.plan(mlp("dense"), recipe="s_ste(2,4)")
+
+
 # ---- what would be refused ----
 
 

@@ -1,5 +1,7 @@
 """Sparsity in flax.nnx models: layers of every kind, stacks, traces, time and state."""
 
+import textwrap
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax import lax
 
 import nmjax as nm
 from nmjax.products import sites
+from tests.networks import Mlp
 
 pytestmark = pytest.mark.sampled
 
@@ -410,6 +413,28 @@ def test_paths_of_parameters_stay():
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(before, nnx.Param))]
     for text in METHODS:
         assert [path for path, _ in nnx.to_flat_state(nnx.state(two(text), nnx.Param))] == paths
+
+
+def test_a_sparse_layer_prints_its_slots_and_no_address():
+    model = Mlp(16, 32, rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(model, nm.Recipe((("up", "s_ste(2,4); dlhs_rhs=mse(2,4)"),), backend="xla"))
+    site = textwrap.dedent(
+        """
+        Site(
+          fwd_rhs=ste(soft(2,4)),
+          dlhs_rhs=mse(2,4),
+          drhs_g=mvue(2,4),
+          backend='xla',
+          words=uint32[2, 1],
+          time=int32[2, 1],
+          state=float32[1, 1]
+        )"""
+    ).strip()
+    assert repr(model.up.dot_general) == str(model.up.dot_general) == site
+    assert f"dot_general={textwrap.indent(site, '    ').strip()}," in repr(model)
+    assert repr(nnx.merge(*nnx.split(model)).up.dot_general) == site
+    abstract = nnx.eval_shape(lambda: nnx.clone(model))
+    assert repr(abstract.up.dot_general) == site
 
 
 def test_sparsified_twice_is_the_second():

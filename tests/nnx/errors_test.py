@@ -77,7 +77,7 @@ def test_tokens_are_checked_where_they_are_known_and_the_layer_is_named():
 
 def test_layers_that_are_someone_elses():
     model = nnx.Linear(16, 8, dot_general=lambda *a, **k: lax.dot_general(*a, **k), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="its dot_general is the model's own, <function .*lambda.*, and would be lost"):
+    with pytest.raises(ValueError, match="its dot_general is the model's own, .*<lambda>, and would be lost"):
         nm.nnx.sparsify(model, recipe("ste(2,4)"))
     nm.nnx.sparsify(model, recipe("dense"))
     general = nnx.LinearGeneral(16, 8, dot_general_cls=lambda: lax.dot_general, rngs=nnx.Rngs(0))
