@@ -3,6 +3,7 @@
 #   make test       the fast tests, on every core: about five minutes on two
 #   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (half an hour on two)
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
+#   make gallery    runs every page that needs no other data, and makes one index of their reports (half an hour on two)
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error
 #   make dist       builds the wheel, and installs it into an empty environment; TAG=v0.1.0 must be its version
@@ -16,7 +17,7 @@ CONFIG ?= configs/vit_24.py
 export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
-.PHONY: run test test-all bench notebooks docs dist lint lint-types lint-github format clean
+.PHONY: run test test-all bench gallery notebooks docs dist lint lint-types lint-github format clean
 
 run: $(VENV)/made
 	$(BIN)/python launch.py --config=$(CONFIG)
@@ -31,6 +32,9 @@ bench: $(VENV)/made
 	$(BIN)/python -m experiments.bench transforms
 	$(BIN)/python -m experiments.bench delivery
 	$(BIN)/python -m experiments.bench train
+
+gallery: $(VENV)/made
+	$(BIN)/python -m experiments.gallery
 
 notebooks: $(VENV)/made
 	$(BIN)/python -m tests.notebooks_test

@@ -52,6 +52,7 @@ HOUSE = {
             "__main__",
         ),
         "reproduce": (),
+        "gallery": (),
     },
 }  # fmt: skip
 

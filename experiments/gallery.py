@@ -1,0 +1,171 @@
+"""The gallery: a run of every page that needs no other data, their reports, and one index of all.
+
+    python -m experiments.gallery [--to=DIR]
+
+trains the pages that DIR (runs/gallery) does not have, one after another, and writes DIR/index.html. Half an hour on
+two CPU cores. A page that has finished is not trained again; remove its folder to do so.
+"""
+
+import argparse
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.errors import Mistake
+from experiments.files import replace
+from experiments.report import compare, read, render
+from experiments.report.page import LOGO, document, notes_list, when
+from experiments.report.runs import Run
+from experiments.report.words import safe
+
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results" / "gallery"
+FILES = ("config.json", "run.json", "metrics.jsonl", "plan.html", "pictures.npz", "text.json")  # read by a report
+
+
+class Shelf(NamedTuple):
+    """Pages that share their model and their data. The first is dense, and the others are compared with it.
+
+    Attributes:
+      key: A short name.
+      title: The model and the data.
+      pages: The names of pages in configs/.
+    """
+
+    key: str
+    title: str
+    pages: tuple[str, ...]
+
+
+SHELVES = (
+    Shelf("vit", "Vision Transformers on digits", ("vit_dense", "vit_24", "vit_sste", "vit_pgf")),
+    Shelf("gpt", "GPTs on the help pages of Python", ("gpt_dense", "gpt_24", "gpt_sste")),
+    Shelf("resnet", "Residual networks on digits", ("resnet_dense", "resnet_24", "resnet_mvue", "resnet_sdgp")),
+)
+NOT_RUN = ("resnet50_imagenet", "vitb_imagenet", "gpt2_124m")  # these need ImageNet or OpenWebText, and GPUs
+ONE_RUN = "One run of each page. Small differences are chance: a comparison of methods needs several seeds."
+
+
+def train(page: str, folder: Path) -> None:
+    """Train a page into a folder, unless a finished run is there.
+
+    Args:
+      page: The page's name, with a variant if wanted, such as "vit_24" or "vit_24:smoke".
+      folder: The folder of the run.
+
+    Raises:
+      Mistake: The run failed.
+    """
+    if (folder / "run.json").exists() and compare.finished(read(folder)):
+        print(f"{folder}: has finished already")
+        return
+    name, colon, variant = page.partition(":")
+    config, workdir = f"--config=configs/{name}.py{colon}{variant}", f"--workdir={folder}"
+    if subprocess.run([sys.executable, "launch.py", config, workdir], cwd=ROOT).returncode:
+        raise Mistake(f"{config} failed, so the gallery stops. The same command goes on from here.")
+
+
+def keep(source: Path, target: Path) -> None:
+    """Copy the files of every run that its report is made from.
+
+    Args:
+      source: The gallery's folder, with a folder for each page.
+      target: The folder that gets them.
+    """
+    for shelf in SHELVES:
+        for page in shelf.pages:
+            shutil.rmtree(target / page, ignore_errors=True)
+            (target / page).mkdir(parents=True)
+            for file in FILES:
+                if (source / page / file).exists():
+                    shutil.copy(source / page / file, target / page)
+
+
+def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> Path:
+    """Write the index, a report for every page, and a comparison for every shelf.
+
+    Args:
+      source: The folder of the runs, one folder for each page.
+      target: The folder that gets index.html, PAGE.html and compare-SHELF.html.
+      shelves: The pages.
+
+    Returns:
+      The path of index.html.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    sections = []
+    for shelf in shelves:
+        runs = {page: read(source / page) for page in shelf.pages}
+        for page, run in runs.items():
+            replace(target / f"{page}.html", render(run))
+        comparison = named(compare.compare(list(runs.values())), shelf.pages)
+        replace(target / f"compare-{shelf.key}.html", compare.render(comparison))
+        sections.append((shelf.key, shelf.title, _shelf(shelf, runs, comparison)))
+    sections.append(("not-run", "Pages that were not run", _not_run()))
+    header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Every page, run</h1>{notes_list([ONE_RUN])}'
+    replace(target / "index.html", document("nmjax: the gallery", header, sections))
+    return target / "index.html"
+
+
+def named(comparison: compare.Comparison, names: tuple[str, ...]) -> compare.Comparison:
+    """Return a comparison with other names of its configs."""
+    rows = [row._replace(name=name) for row, name in zip(comparison.rows, names, strict=True)]
+    return comparison._replace(names=list(names), rows=rows)
+
+
+def sentence(page: str) -> str:
+    """Return the first sentence of a page's docstring."""
+    text = ast.get_docstring(ast.parse((ROOT / "configs" / f"{page}.py").read_text())) or ""
+    return text.split("\n")[0].rstrip(".") + "."
+
+
+def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> str:
+    """Return a table of a shelf's pages, each with a link to its report."""
+    score = comparison.metric.replace("_", " ")
+    heads = ("page", "", score, f"less {shelf.pages[0]}", "effective FLOPs", "run")
+    titles = "".join(f'<th scope="col">{safe(title)}</th>' for title in heads)
+    body = ""
+    for row, (page, run) in zip(comparison.rows, runs.items(), strict=True):
+        link = f'<a href="{page}.html">{page}</a>'
+        cells = [comparison.say(row.mean), comparison.say(row.difference, signed=True)]
+        cells += ["" if row.cost is None else f"{row.cost:.3f}", when(run)]
+        values = "".join(f"<td>{safe(cell)}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{link}</th><td class="about">{safe(sentence(page))}</td>{values}</tr>'
+    table = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+    link = f'<a href="compare-{shelf.key}.html">The comparison: curves, and scores by effective FLOPs</a>'
+    notes = notes_list(comparison.notes) if comparison.notes else ""
+    return f'<div class="scroll">{table}</div><p class="more">{link}</p>{notes}'
+
+
+def _not_run() -> str:
+    items = "".join(f"<li><b>{page}</b>: {safe(sentence(page))}</li>" for page in NOT_RUN)
+    return (
+        f"<p>These pages have the settings of papers. They need other data and many hours of GPUs.</p><ul>{items}</ul>"
+    )
+
+
+def main(args: list[str] | None = None) -> int:
+    """Train what is missing, write the index, and return the exit code."""
+    parser = argparse.ArgumentParser("python -m experiments.gallery", description=__doc__.split("\n")[0])
+    parser.add_argument("--to", type=Path, default=Path("runs/gallery"), help="the folder (default: runs/gallery)")
+    parser.add_argument("--keep", action="store_true", help=f"also replace {RESULTS.relative_to(ROOT)}, for the site")
+    options = parser.parse_args(args)
+    pages = [page for shelf in SHELVES for page in shelf.pages]
+    try:
+        for number, page in enumerate(pages, 1):
+            print(f"page {number} of {len(pages)}: {page}", flush=True)
+            train(page, options.to / page)
+        print(write(options.to, options.to))
+    except Mistake as mistake:
+        print(mistake, file=sys.stderr)
+        return 2
+    if options.keep:
+        keep(options.to, RESULTS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
