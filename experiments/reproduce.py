@@ -3,8 +3,8 @@
     python -m experiments.reproduce
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name. For a sweep it is a
-table: the results beside those that the study's page gives as published, and against dense runs if the page names
-some. A study that looks into runs makes its own table and pictures. All other text is written by hand.
+table: the results, the published results if the study's page has some, and a comparison with dense runs if the page
+names some. A study that looks into runs makes its own table and pictures. All other text is written by hand.
 """
 
 import datetime
@@ -32,7 +32,8 @@ from experiments.training import digest
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
 BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
-DOTS = "Dots: ours, with the standard error of the paired difference"
+DOTS = "Dots: ours, with the standard error of the paired difference"  # part of the pictures
+CAPTION = "Differences to dense of our runs (dots, with standard errors)"
 
 
 # ---- results ----
@@ -169,7 +170,8 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     published = its_study.optional("published", {})
     caption = f"{DOTS}; diamonds: published" if published else DOTS
     pictures = {name: _dots(name, ours, published, caption)}
-    parts = [f"![{caption}](results/{name}.svg)", ""]
+    shown = f"{CAPTION} and of the published runs (diamonds)" if published else CAPTION
+    parts = [f"![{shown}](results/{name}.svg)", ""]
     against = its_study.optional("against", "")
     shorter = compared(against, results) if against and (results / f"{against}.jsonl").exists() else None
     names = getattr(its_study.module, "NAMES", {})
@@ -177,8 +179,8 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
         pictures[f"{name}_frontier"] = _frontier(name, ours, names, shorter)
         parts = [f"![Against effective FLOPs](results/{name}_frontier.svg)", "", *parts]
     parts.append(_table(ours, published, shorter) + _pairs(ours, its_study.optional("pairs", {})))
-    parts += ["", "Mean ± deviation over seeds; of the difference, its standard error. "
-              f"`{its_study.command}`; {_provenance(ours.lines)}."]  # fmt: skip
+    parts += ["", "After ±: the standard deviation over seeds for a mean, the standard error for a difference."]
+    parts += ["", _source(its_study, ours.lines)]
     if ours.missing:
         parts.append(f"\nNot run: {', '.join(f'`{method}`' for method in ours.missing)}.")
     if against and shorter is None:
@@ -203,24 +205,25 @@ def _figure(name: str, its_study: Study, lines: list[dict]) -> tuple[str, dict[s
     table, drawings = its_study.module.figure(finished)
     pictures = {f"{name}_{part}": dots.standalone(svg) for part, svg in drawings.items()}
     parts = [f"![{part.replace('_', ' ')}](results/{name}_{part}.svg)" for part in drawings]
-    parts += ["", table, "", f"`{its_study.command}`; {_provenance(lines)}."]
+    parts += ["", table, "", _source(its_study, lines)]
     parts += [f"\n`{line['run']}` {line['outcome']}: it is in none of this." for line in lost]
     parts += [f"\n{note}" for note in dict.fromkeys(note for line in lines for note in line["notes"])]
     return _text(parts), pictures
 
 
-def _provenance(lines: list[dict]) -> str:
-    """Return the versions and devices that made the runs, and how long they took. Overlapping runs count once."""
+def _source(its_study: Study, lines: list[dict]) -> str:
+    """Return where results come from, and how long the runs took. Overlapping runs count once."""
     devices = " and ".join(dict.fromkeys(line.get("devices", "") for line in lines if line.get("devices")))
     text = " and ".join(dict.fromkeys(f"jax {line['versions']['jax']}" for line in lines))
     if devices:
-        text += f", {devices}"
+        text += f" on {devices}"
     spans = [[datetime.datetime.fromisoformat(line[at]).timestamp() for at in ("began", "ended")] for line in lines]
     total, until = 0.0, 0.0
     for began, ended in sorted(spans):
         total, until = total + max(ended - max(began, until), 0), max(until, ended)
+    text = f"Command: `{its_study.command}`. Made with {text}."
     if total:
-        text += f"; {len(lines)} runs in {duration(total)}: {60 * len(lines) / total:.2g} a minute"
+        text += f" {len(lines)} runs took {duration(total)} ({60 * len(lines) / total:.2g} a minute)."
     return text
 
 
@@ -232,9 +235,9 @@ def _table(ours: Compared, published: dict[str, float | None], shorter: Compared
     comparison, values = ours.comparison, ours.values
     metric = comparison.metric.replace("_", " ")
     head = [ours.varied, f"{metric} %" if comparison.shares else metric, "difference to dense, paired"]
-    head += ["published", "its difference"] if published else []
+    head += ["published", "published difference to dense"] if published else []
     head += ["effective FLOPs"]
-    head += ["difference to dense of as many FLOPs"] if shorter else []
+    head += ["difference to dense with as many FLOPs"] if shorter else []
     rows = [[*head, "seeds", ""]]
     for method, row in ours.rows.items():
         base, accuracy = ours.is_base(row), published.get(method)
@@ -252,7 +255,7 @@ def _table(ours: Compared, published: dict[str, float | None], shorter: Compared
 
 
 def _over(values: dict[int, float], cost: float | None, shorter: Compared) -> list[float]:
-    """Return for each seed a value less that of a dense run of the same seed and cost, interpolated between runs."""
+    """Return for each seed its value minus that of a dense run of the same seed and cost, found by interpolation."""
     gaps = []
     for seed, value in values.items():
         runs = [(shorter.rows[steps].cost, dense[seed]) for steps, dense in shorter.values.items() if seed in dense]
@@ -280,7 +283,7 @@ def _pairs(ours: Compared, questions: dict[str, dict[str, list[tuple[str, str]]]
     if not questions:
         return ""
     values = ours.values
-    rows = [["first less second, paired by seed (pairs)", *next(iter(questions.values()))]]
+    rows = [["A over B (number of pairs)", *next(iter(questions.values()))]]
     for label, columns in questions.items():
         cells = [label]
         for pairs in columns.values():

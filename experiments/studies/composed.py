@@ -52,11 +52,17 @@ def pairs(variant: str = "") -> dict[str, dict[str, list[tuple[str, str]]]]:
     }
     questions |= {
         "MdGf over S-STE, every product sparse": (("MdGf to 70 %", "dw, dx"), ("S-STE", "dw, dx")),
-        "MdGf to 70 % over to 30 %, MVUE in dw": (("MdGf to 70 %", "dw"), ("MdGf to 30 %", "dw")),
-        "MdGf to 70 % over to 30 %, every product sparse": (("MdGf to 70 %", "dw, dx"), ("MdGf to 30 %", "dw, dx")),
+        "MdGf to 70 % over MdGf to 30 %, MVUE in dw": (("MdGf to 70 %", "dw"), ("MdGf to 30 %", "dw")),
+        "MdGf to 70 % over MdGf to 30 %, every product sparse": (
+            ("MdGf to 70 %", "dw, dx"),
+            ("MdGf to 30 %", "dw, dx"),
+        ),
         "S-STE over STE, every product sparse": (("S-STE", "dw, dx"), ("STE", "dw, dx")),
         "S-STE over transposable, every product sparse": (("S-STE", "dw, dx"), ("transposable", "dw")),
-        "S-STE, whole gradients from 80 % on over never": (("S-STE", "dw, dx to 80 %"), ("S-STE", "dw, dx")),
+        "S-STE, gradients pruned for 80 % of the run over for all of it": (
+            ("S-STE", "dw, dx to 80 %"),
+            ("S-STE", "dw, dx"),
+        ),
     }
     return {label: {"difference": [(NAMES[a], NAMES[b])]} for label, (a, b) in questions.items()}
 

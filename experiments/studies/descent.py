@@ -88,9 +88,9 @@ def describe(line: dict) -> str:
 
 HEAD = {  # the columns' titles
     "raised": "steps that raise the loss",
-    "raised under the old mask": "they would under the old mask",
-    "off": "descent off its prediction, median",
-    "flips": "mask entries that flip a step",
+    "raised under the old mask": "steps that would raise it under the old mask",
+    "off": "relative error of the predicted descent, median",
+    "flips": "mask entries that flip in a step",
 }
 
 
@@ -111,8 +111,8 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
     words = "By how much the loss fell, of what was predicted: medians of the steps of a bin."
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
-    note = f"Mean ± deviation over seeds. The curves are of {BINS} bins of steps: "
-    note += "means, and of the amount of descent medians."
+    note = "After ±: the standard deviation over seeds. "
+    note += f"The curves show means of {BINS} bins of steps, and medians for the amount of descent."
     return "\n".join([*table, "", note]), pictures
 
 

@@ -1,14 +1,14 @@
 """The error of dw with pruned gradients, by the number of tokens summed (MVUE, arXiv 2203.10991).
 
-It shows from where on least squares lose to unbiased pruning.
+It shows from how many tokens on unbiased pruning has a smaller error than least squares.
 
     python -m experiments.studies dw
 
 A network is trained dense for some steps. Then each layer's dw is computed twice, with whole gradients of its outputs
 and with pruned ones. The batches have one example to hundreds, with whole sequences or only their first tokens. The
 error of one draw, ||dw' - dw|| / ||dw||, is the root of squared bias plus variance. The results hold its mean over the
-layers, and over batches that share no example. A pruner of least squared error keeps its bias however long the sum is.
-With an unbiased one the errors of the summands average out, as soon as the gradients themselves do not.
+layers, and over batches that share no example. A longer sum does not make the bias of a pruner of least squared error
+smaller. The errors of an unbiased pruner average out, unless the gradients themselves average out too.
 """
 
 import functools
@@ -148,7 +148,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         runs = [line["rows"] for line in lines if line["case"]["model"] == model]
         table += [*_table(model, runs), ""]
         pictures[model.replace(" ", "_")] = _draw(model, runs)
-    return "\n".join([*table, "Mean ± deviation over seeds."]), pictures
+    return "\n".join([*table, "After ±: the standard deviation over seeds."]), pictures
 
 
 def _table(model: str, runs: list[dict]) -> list[str]:

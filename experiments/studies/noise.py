@@ -67,7 +67,7 @@ MEASURES = {  # what a look returns, and the titles of its pictures
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table of the last tenth of the steps, relative to dense, and pictures over all steps."""
-    table = [f"| method, last tenth of its steps | {', of dense | '.join(MEASURES)}, of dense |", "|---" * 4 + "|"]
+    table = [f"| method, in the last tenth of the steps | {' / dense | '.join(MEASURES)} / dense |", "|---" * 4 + "|"]
     curves: dict[str, list[cv.Curve]] = {name: [] for name in MEASURES}
     dense: dict[str, dict[int, float]] = {}
     for method in dict.fromkeys(line["case"]["method"] for line in lines):
@@ -83,8 +83,8 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
             smooth = [cv.smoothed(curve, 20)[-1] for curve in by_seed.values()]
             curves[name].append(cv.banded(smooth, method, **_style(method)))
         table.append(f"| {' | '.join(cells)} |")
-    note = "Means over seeds of the quotient to dense of the same seed, and its standard error; "
-    note += "curves are means of 20 bins of steps."
+    note = "Ratios to the dense run with the same seed: the mean over seeds, and after ± its standard error. "
+    note += "The curves show means of 20 bins of steps."
     pictures = {name.replace(" ", "_"): _draw(name, curves[name]) for name in MEASURES if " of " not in name}
     return "\n".join([*table, "", note]), pictures
 
@@ -94,7 +94,7 @@ def _last_tenth(curve: cv.Curve) -> float:
 
 
 def _quotient(values: dict[int, float], dense: dict[int, float]) -> str:
-    """Return the mean over seeds of the quotient to dense, and its standard error, as text."""
+    """Return the mean over seeds of the ratio to dense, and its standard error, as text."""
     shares = [value / dense[seed] for seed, value in values.items() if seed in dense]
     error = f" ± {np.std(shares, ddof=1) / len(shares) ** 0.5:.2f}" if len(shares) > 1 else ""
     return f"{np.mean(shares):.2f}{error}"

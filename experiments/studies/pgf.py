@@ -7,7 +7,7 @@ The variants qk_cpu and qk_gpu prune queries and keys too. shorter.py has dense 
 
 Does MdGf still beat SR-STE if SR-STE's term has its full size? The released code adds the term to the gradient of the
 scaled loss, so that it is divided by 65,536 or more. If the paper's runs used that code, its SR-STE is in effect STE.
-Here the term is whole.
+Here the term has its full size.
 
 The published column is from single runs of ViT-B/16 on ImageNet-1K with other schedules. Its linear decay ended after
 1 to 5 % of training (here after 70 %, as the paper advises). Its geometric decay began at 8 or 16 times the group
@@ -75,10 +75,10 @@ CONTRASTS = {
     "SR-STE over STE": (SR_STE, STE),
     "MdGf linear over SR-STE": (LINEAR, SR_STE),
     "MdGf exponential over SR-STE": (EXPONENTIAL, SR_STE),
-    "MdGf linear, autodiff, over SR-STE": (LINEAR_AUTODIFF, SR_STE),
-    "MdGf exponential, autodiff, over SR-STE": (EXPONENTIAL_AUTODIFF, SR_STE),
-    "MdGf linear, autodiff over not": (LINEAR_AUTODIFF, LINEAR),
-    "MdGf exponential, autodiff over not": (EXPONENTIAL_AUTODIFF, EXPONENTIAL),
+    "MdGf linear with autodiff over SR-STE": (LINEAR_AUTODIFF, SR_STE),
+    "MdGf exponential with autodiff over SR-STE": (EXPONENTIAL_AUTODIFF, SR_STE),
+    "MdGf linear, with autodiff over without": (LINEAR_AUTODIFF, LINEAR),
+    "MdGf exponential, with autodiff over without": (EXPONENTIAL_AUTODIFF, EXPONENTIAL),
     "SdGf stepwise over SR-STE": (STEPWISE, SR_STE),
     "SdGf geometric over SR-STE": (GEOMETRIC, SR_STE),
 }

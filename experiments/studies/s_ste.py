@@ -34,12 +34,12 @@ METHODS = (
 
 
 PAIRS = {
-    "SR-STE, 2e-4, over STE": ("sr_ste(2,4,lam=2e-4)", "ste(2,4)"),
+    "SR-STE with λ = 2e-4 over STE": ("sr_ste(2,4,lam=2e-4)", "ste(2,4)"),
     "S-STE over STE": ("s_ste(gradient='dense')", "ste(2,4)"),
-    "S-STE over its scale of 1": ("s_ste(gradient='dense')", "fwd_rhs=ste(soft(2,4,scale='one'))"),
-    "S-STE over its scale anew": ("s_ste(gradient='dense')", "fwd_rhs=ste(soft(2,4,scale='now'))"),
-    "S-STE, with MVUE over without": ("s_ste(2,4)", "s_ste(gradient='dense')"),
-    "S-STE, exact MVUE over the approximation": ("s_ste(2,4)", "s_ste(gradient='mvue_approx')"),
+    "S-STE, frozen β over β = 1": ("s_ste(gradient='dense')", "fwd_rhs=ste(soft(2,4,scale='one'))"),
+    "S-STE, frozen β over β of each step": ("s_ste(gradient='dense')", "fwd_rhs=ste(soft(2,4,scale='now'))"),
+    "S-STE, with MVUE over without MVUE": ("s_ste(2,4)", "s_ste(gradient='dense')"),
+    "S-STE, exact MVUE over approximate MVUE": ("s_ste(2,4)", "s_ste(gradient='mvue_approx')"),
     "S-STE, FP8 over float32, without MVUE": ("s_ste(gradient='dense',fp8=True)", "s_ste(gradient='dense')"),
     "S-STE, FP8 over float32, with MVUE": ("s_ste(fp8=True)", "s_ste(2,4)"),
 }
