@@ -11,6 +11,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import nmjax  # noqa: E402
 from docs import public  # noqa: E402
+from experiments import gallery  # noqa: E402
 
 project = "nmjax"
 author = "the nmjax developers"
@@ -25,7 +26,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_gallery"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks show what they printed when `make notebooks` ran them
@@ -48,6 +49,7 @@ html_theme = "furo"
 html_title = f"nmjax {version}"
 html_static_path = ["_static"]
 html_css_files = ["nmjax.css"]
+html_extra_path = ["_gallery/pages"]  # the reports, as they are
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
 
@@ -79,7 +81,16 @@ def copy_page(source: Path, target: Path) -> None:
     target.write_text(text, encoding="utf-8")
 
 
+def write_gallery() -> None:
+    """Write the reports of the gallery's runs, and the table that links to them."""
+    target = HERE / "_gallery"
+    shutil.rmtree(target, ignore_errors=True)
+    gallery.write(gallery.RESULTS, target / "pages" / "gallery")
+    (target / "table.md").write_text(gallery.markdown(gallery.RESULTS, "../gallery/"), encoding="utf-8")
+
+
 copy_notebooks()
+write_gallery()
 copy_page(HERE.parent / "experiments" / "REPRODUCTION.md", HERE / "evidence" / "reproduction.md")
 copy_page(HERE.parent / "CHANGELOG.md", HERE / "changelog.md")
 copy_page(HERE.parent / "CONTRIBUTING.md", HERE / "contributing.md")

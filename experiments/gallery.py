@@ -19,7 +19,7 @@ from experiments.files import replace
 from experiments.report import compare, read, render
 from experiments.report.page import LOGO, document, notes_list, when
 from experiments.report.runs import Run
-from experiments.report.words import safe
+from experiments.report.words import markdown_table, safe
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "gallery"
@@ -46,6 +46,7 @@ SHELVES = (
     Shelf("resnet", "Residual networks on digits", ("resnet_dense", "resnet_24", "resnet_mvue", "resnet_sdgp")),
 )
 NOT_RUN = ("resnet50_imagenet", "vitb_imagenet", "gpt2_124m")  # these need ImageNet or OpenWebText, and GPUs
+COMPARISON = "The comparison: curves, and scores by effective FLOPs"
 ONE_RUN = "One run of each page. Small differences are chance: a comparison of methods needs several seeds."
 
 
@@ -98,10 +99,9 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
     target.mkdir(parents=True, exist_ok=True)
     sections = []
     for shelf in shelves:
-        runs = {page: read(source / page) for page in shelf.pages}
+        runs, comparison = compared(shelf, source)
         for page, run in runs.items():
             replace(target / f"{page}.html", render(run))
-        comparison = named(compare.compare(list(runs.values())), shelf.pages)
         replace(target / f"compare-{shelf.key}.html", compare.render(comparison))
         sections.append((shelf.key, shelf.title, _shelf(shelf, runs, comparison)))
     sections.append(("not-run", "Pages that were not run", _not_run()))
@@ -110,10 +110,47 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
     return target / "index.html"
 
 
-def named(comparison: compare.Comparison, names: tuple[str, ...]) -> compare.Comparison:
-    """Return a comparison with other names of its configs."""
-    rows = [row._replace(name=name) for row, name in zip(comparison.rows, names, strict=True)]
-    return comparison._replace(names=list(names), rows=rows)
+def markdown(source: Path, link: str, shelves: tuple[Shelf, ...] = SHELVES) -> str:
+    """Return the tables of the index as Markdown.
+
+    Args:
+      source: The folder of the runs, one folder for each page.
+      link: The address of the folder that `write` has written.
+      shelves: The pages.
+    """
+    parts = []
+    for shelf in shelves:
+        runs, comparison = compared(shelf, source)
+        rows = [heads(shelf, comparison)]
+        for page, cells in zip(runs, table(shelf, runs, comparison), strict=True):
+            rows.append([f'<a href="{link}{page}.html">{page}</a>', *cells])
+        more = f'<a href="{link}compare-{shelf.key}.html">{COMPARISON}</a>'
+        parts += [f"## {shelf.title}", markdown_table(rows), more]
+    return "\n\n".join(parts) + "\n"
+
+
+def compared(shelf: Shelf, source: Path) -> tuple[dict[str, Run], compare.Comparison]:
+    """Return the runs of a shelf's pages, and their comparison with the first."""
+    runs = {page: read(source / page) for page in shelf.pages}
+    comparison = compare.compare(list(runs.values()))
+    rows = [row._replace(name=page) for row, page in zip(comparison.rows, shelf.pages, strict=True)]
+    return runs, comparison._replace(names=list(shelf.pages), rows=rows)
+
+
+def heads(shelf: Shelf, comparison: compare.Comparison) -> list[str]:
+    """Return the head of a shelf's table."""
+    score = comparison.metric.replace("_", " ")
+    return ["page", "what it is", score, f"less {shelf.pages[0]}", "effective FLOPs", "began, and took"]
+
+
+def table(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
+    """Return the cells of a shelf's table, without the first column."""
+    rows = []
+    for row, (page, run) in zip(comparison.rows, runs.items(), strict=True):
+        cost = "" if row.cost is None else f"{row.cost:.3f}"
+        less = comparison.say(row.difference, signed=True)
+        rows.append([sentence(page), comparison.say(row.mean), less, cost, when(run)])
+    return rows
 
 
 def sentence(page: str) -> str:
@@ -124,20 +161,16 @@ def sentence(page: str) -> str:
 
 def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> str:
     """Return a table of a shelf's pages, each with a link to its report."""
-    score = comparison.metric.replace("_", " ")
-    heads = ("page", "", score, f"less {shelf.pages[0]}", "effective FLOPs", "run")
-    titles = "".join(f'<th scope="col">{safe(title)}</th>' for title in heads)
+    titles = "".join(f'<th scope="col">{safe(title)}</th>' for title in heads(shelf, comparison))
     body = ""
-    for row, (page, run) in zip(comparison.rows, runs.items(), strict=True):
-        link = f'<a href="{page}.html">{page}</a>'
-        cells = [comparison.say(row.mean), comparison.say(row.difference, signed=True)]
-        cells += ["" if row.cost is None else f"{row.cost:.3f}", when(run)]
+    for page, (about, *cells) in zip(runs, table(shelf, runs, comparison), strict=True):
         values = "".join(f"<td>{safe(cell)}</td>" for cell in cells)
-        body += f'<tr><th scope="row">{link}</th><td class="about">{safe(sentence(page))}</td>{values}</tr>'
-    table = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
-    link = f'<a href="compare-{shelf.key}.html">The comparison: curves, and scores by effective FLOPs</a>'
+        link = f'<a href="{page}.html">{page}</a>'
+        body += f'<tr><th scope="row">{link}</th><td class="words">{safe(about)}</td>{values}</tr>'
+    rows = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+    link = f'<p><a href="compare-{shelf.key}.html">{COMPARISON}</a></p>'
     notes = notes_list(comparison.notes) if comparison.notes else ""
-    return f'<div class="scroll">{table}</div><p class="more">{link}</p>{notes}'
+    return f'<div class="scroll">{rows}</div>{link}{notes}'
 
 
 def _not_run() -> str:

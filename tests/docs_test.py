@@ -58,11 +58,38 @@ def test_every_public_name_is_in_the_reference_once():
             assert f"nmjax.{name}" in listed
 
 
+def missing(value) -> str:
+    """Return what a docstring lacks: a first sentence, or an example; "" if it has both."""
+    text = inspect.getdoc(value) or ""
+    if not re.match(r"[A-Z].*\.", text.split("\n\n")[0], re.DOTALL):
+        return "its docstring does not begin with a sentence"
+    return "" if ">>>" in text else "its docstring has no example"
+
+
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.name)
 def test_a_public_name_has_a_sentence_and_an_example(name):
-    text = inspect.getdoc(name.value) or ""
-    assert re.match(r"[A-Z].*\.", text.split("\n\n")[0], re.DOTALL), "its docstring does not begin with a sentence"
-    assert ">>>" in text, "its docstring has no example"
+    assert missing(name.value) == ""
+
+
+def test_a_missing_docstring_is_found():
+    def without(x):
+        return x
+
+    def without_example(x):
+        """Return x."""
+        return x
+
+    def with_both(x):
+        """Return x.
+
+        >>> 1
+        1
+        """
+        return x
+
+    assert missing(without) == "its docstring does not begin with a sentence"
+    assert missing(without_example) == "its docstring has no example"
+    assert missing(with_both) == ""
 
 
 def test_every_pruner_and_method_is_on_the_page_of_texts():

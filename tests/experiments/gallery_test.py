@@ -1,0 +1,92 @@
+"""The gallery: which pages it shows, and what its index links to."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import gallery
+from tests.experiments.report.report_test import Tags
+
+CONFIGS = Path(gallery.ROOT) / "configs"
+SHELVES = (gallery.Shelf("small", "Small <runs>", ("vit_dense", "vit_24")),)
+
+
+def run(folder, accuracy, effective):
+    folder.mkdir(parents=True)
+    about = {"name": folder.name, "outcome": "finished", "metric": "accuracy", "flops": [10, effective], "steps": 100}
+    about |= {"began": "2026-01-31T12:00:00+00:00", "ended": "2026-01-31T12:01:30+00:00", "notes": ["of 8x8 digits"]}
+    about |= {"figures": {"accuracy": accuracy, "hardened_accuracy": accuracy - 0.01}}
+    (folder / "run.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text(json.dumps({"seed": 0, "sparsity": folder.name}))
+    (folder / "metrics.jsonl").write_text('{"step": 100, "seconds": 9, "kind": "eval", "hardened_accuracy": 0.9}\n')
+    (folder / "checkpoints").mkdir()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    run(tmp_path / "runs" / "vit_dense", 0.98, 10)
+    run(tmp_path / "runs" / "vit_24", 0.96, 6)
+    return tmp_path / "runs"
+
+
+def test_every_page_is_shown_or_said_not_to_be():
+    shown = [page for shelf in gallery.SHELVES for page in shelf.pages]
+    pages = {path.stem for path in CONFIGS.glob("*.py")} - {"common"}
+    assert sorted([*shown, *gallery.NOT_RUN]) == sorted(pages)
+    assert all(shelf.pages[0].endswith("_dense") for shelf in gallery.SHELVES)
+
+
+def test_the_index_links_to_reports_and_comparisons_that_are_there(runs, tmp_path):
+    index = gallery.write(runs, tmp_path / "out", SHELVES)
+    text = index.read_text()
+    links = [link for link in Tags(text).references if not link.startswith(("#", "data:"))]
+    assert links == ["vit_dense.html", "vit_24.html", "compare-small.html"]
+    assert all((index.parent / link).exists() for link in links)
+    assert "Small &lt;runs&gt;" in text
+    assert "a comparison of methods needs several seeds" in text
+    for cell in ("95.00 %", "-2.00", "0.600", "1 min 30 s", "of 8x8 digits", "dense Vision Transformer"):
+        assert cell in text, cell
+    assert "vit_dense" in (index.parent / "compare-small.html").read_text()
+
+
+def test_the_table_of_the_site_links_to_the_same(runs):
+    text = gallery.markdown(runs, "../gallery/", SHELVES)
+    assert re.findall(r'href="([^"]+)"', text) == [
+        f"../gallery/{name}.html" for name in ("vit_dense", "vit_24", "compare-small")
+    ]
+    assert "| 95.00 % | -2.00 | 0.600 |" in text
+
+
+def test_what_a_report_needs_is_kept(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, "SHELVES", SHELVES)
+    (tmp_path / "kept" / "vit_24").mkdir(parents=True)
+    (tmp_path / "kept" / "vit_24" / "old.txt").write_text("of an earlier run")
+    gallery.keep(runs, tmp_path / "kept")
+    assert {p.name for p in (tmp_path / "kept" / "vit_24").iterdir()} == {"config.json", "run.json", "metrics.jsonl"}
+    pages = ("vit_24.html", "vit_dense.html", "compare-small.html", "index.html")
+    for folder in (runs, tmp_path / "kept"):
+        gallery.write(folder, tmp_path / folder.name / "out", SHELVES)
+    for page in pages:
+        assert (tmp_path / "kept" / "out" / page).read_text() == (runs / "out" / page).read_text()
+
+
+def test_the_committed_runs_have_finished():
+    for shelf in gallery.SHELVES:
+        for page in shelf.pages:
+            about = json.loads((gallery.RESULTS / page / "run.json").read_text())
+            assert (about["outcome"], about["git"]["dirty"]) == ("finished", False)
+            assert f"--config=configs/{page}.py" in about["command"]
+
+
+@pytest.mark.processes
+def test_a_page_is_trained_once(tmp_path, capfd):
+    gallery.train("resnet_dense:smoke", tmp_path / "run")
+    first = (tmp_path / "run" / "run.json").read_text()
+    assert json.loads(first)["outcome"] == "finished"
+    gallery.train("resnet_dense:smoke", tmp_path / "run")
+    assert (tmp_path / "run" / "run.json").read_text() == first
+    assert "has finished already" in capfd.readouterr().out
+    with pytest.raises(gallery.Mistake, match=r"--config=configs/no_page.py failed, so the gallery stops"):
+        gallery.train("no_page", tmp_path / "none")

@@ -1,0 +1,77 @@
+"""The site fails to build, and the examples of the pages fail, if something in them is wrong."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = """# A page
+
+See [the other section](#here), $a < b$ and [the changes](changelog.md).
+
+## Here
+"""
+BROKEN = {
+    "a_link_to_no_page": "[gone](how_to/nothing.md)",
+    "a_link_to_no_section": "[gone](#nowhere)",
+    "a_picture_that_is_not_there": "![gone](nothing.png)",
+    "a_directive_that_does_not_exist": "```{nothing}\n```",
+    "a_page_that_no_page_lists": "Some words.",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Return a function that builds pages with the site's own settings, and returns the exit code and what it said."""
+    pytest.importorskip("sphinx", reason="the site needs the extra docs, which `make docs` installs")
+    folder = tmp_path_factory.mktemp("site")
+    for name in ("notebooks", "experiments", "nmjax", "CHANGELOG.md"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "CONTRIBUTING.md").write_text("# Contributing\n")  # the real one links to pages that are not copied
+    docs = folder / "docs"
+    docs.mkdir()
+    for name in ("conf.py", "public.py", "_static"):
+        copy = shutil.copytree if (ROOT / "docs" / name).is_dir() else shutil.copy
+        copy(ROOT / "docs" / name, docs / name)
+    (docs / "evidence").mkdir()
+    (docs / "reference").mkdir()
+
+    def build(pages):
+        for name, text in pages.items():
+            (docs / f"{name}.md").write_text(text)
+        listed = "\n".join(name for name in pages if name != "a_page_that_no_page_lists")
+        (docs / "index.md").write_text(f"# The site\n\n```{{toctree}}\nchangelog\n{listed}\n```\n")
+        command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "-q", "-b", "html"]
+        others = "reference,notebooks,evidence,contributing.md"
+        command += ["-D", f"exclude_patterns={others}", str(docs), str(folder / "html")]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        return done.returncode, done.stderr
+
+    return build
+
+
+@pytest.mark.processes
+def test_mistakes_in_pages_fail_the_build(site):
+    code, output = site({"page": PAGE})
+    assert code == 0, output
+    code, output = site({"page": PAGE} | {name: f"{PAGE}\n{text}\n" for name, text in BROKEN.items()})
+    assert code != 0
+    for name in BROKEN:
+        assert f"{name}.md" in output, output
+    assert "docs/page.md" not in output
+
+
+@pytest.mark.processes
+def test_an_example_that_fails_is_a_failed_test(tmp_path):
+    """With the settings that the pages' own examples are tested with."""
+    page = "A page.\n\n```python\n>>> 1 + 1\n{}\n\n```\n"
+    codes = []
+    for result in (2, 3):
+        (tmp_path / "page.md").write_text(page.format(result))
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+        done = subprocess.run([*command, str(tmp_path / "page.md")], capture_output=True, text=True, cwd=tmp_path)
+        codes.append(done.returncode)
+    assert codes == [0, 1]
