@@ -103,7 +103,7 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
         for page, run in runs.items():
             replace(target / f"{page}.html", render(run))
         replace(target / f"compare-{shelf.key}.html", compare.render(comparison))
-        sections.append((shelf.key, shelf.title, _shelf(shelf, runs, comparison)))
+        sections.append((shelf.key, safe(shelf.title), _shelf(shelf, runs, comparison)))
     sections.append(("not-run", "Pages that were not run", _not_run()))
     header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Every page, run</h1>{notes_list([ONE_RUN])}'
     replace(target / "index.html", document("nmjax: the gallery", header, sections))

@@ -46,6 +46,24 @@ def check(folder: Path, files: set[str], tag: str = "") -> Path:
     return wheel
 
 
+def metadata(wheel: Path) -> str:
+    """Return the metadata of a wheel, with the README as its description."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return archive.read(name).decode()
+
+
+def unfit_for_publishing(text: str) -> list[str]:
+    """Return the reasons why a package index would show metadata badly: no addresses, or links that lead nowhere."""
+    reasons = []
+    if not re.search(r"^Project-URL: ", text, re.MULTILINE):
+        reasons.append("pyproject.toml has no [project.urls]: write the addresses of the repository and of the site")
+    links = re.findall(r"\]\((?!https?://|#)([^)]+)\)", text)
+    if links:
+        reasons.append(f"README.md has relative links, which work in the repository only: {', '.join(links)}")
+    return reasons
+
+
 def try_in_an_empty_environment(wheel: Path, folder: Path) -> None:
     """Install a wheel into a new environment, and import it with warnings as errors."""
     venv.create(folder, with_pip=True)
@@ -82,12 +100,18 @@ def test_a_tag_that_is_not_the_version_is_refused(wheel):
 
 @pytest.mark.processes
 def test_the_metadata_names_the_extras(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
-        metadata = archive.read(name).decode()
-    extras = set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE))
+    text = metadata(wheel)
+    extras = set(re.findall(r"^Provides-Extra: (.*)$", text, re.MULTILINE))
     assert extras == {"experiments", "onnx", "docs", "dev", "cuda13"}
-    assert "License-Expression: Apache-2.0" in metadata
+    assert "License-Expression: Apache-2.0" in text
+
+
+def test_a_release_needs_addresses():
+    good = "Name: nmjax\nProject-URL: Source, https://example.org\n\n[docs](https://example.org/docs) [here](#here)"
+    assert unfit_for_publishing(good) == []
+    without, relative = unfit_for_publishing("Name: nmjax\n\nSee [docs](docs/index.md).")
+    assert "has no [project.urls]" in without
+    assert relative.endswith("docs/index.md")
 
 
 def test_the_citation_has_the_version():
@@ -104,6 +128,9 @@ def test_the_import_is_quiet():
 if __name__ == "__main__":
     folder, tag = Path(sys.argv[1]), "".join(sys.argv[2:])
     found = check(folder, expected(), tag)
+    reasons = unfit_for_publishing(metadata(found)) if tag else []
+    if reasons:
+        raise SystemExit("\n".join([f"{found.name} is not ready for a release:", *reasons]))
     environment = folder / "environment"
     try_in_an_empty_environment(found, environment)
     shutil.rmtree(environment)
