@@ -102,3 +102,40 @@ def test_every_pruner_file_is_on_the_page_of_the_architecture():
     text = (ROOT / "docs" / "architecture.md").read_text()
     for file in (ROOT / "nmjax" / "pruners").glob("[!_]*.py"):
         assert file.stem in text, f"docs/architecture.md does not have {file.name}"
+
+
+FIGURE = re.compile(r"\d\s*±\s*\d|\d\s(?:nats|points)\b")
+SOURCE = re.compile(
+    r"\]\([^)]*(?:reproduction|REPRODUCTION|benchmarks|gallery|experiments/results/)[^)]*\)"  # a link to results
+    r"|python -m experiments|launch\.py --|^make [a-z]|`make [a-z]",  # or a command
+    re.MULTILINE,
+)
+
+
+def without_source(text: str) -> list[str]:
+    """Return the headings of the sections that state a measured figure and do not name its source."""
+    text = re.sub(r"(?s)```.*?```", lambda block: block[0].replace("\n#", "\n #"), text)  # comments are not headings
+    found = []
+    for section in re.split(r"(?m)^(?=#+ )", text):
+        words = re.sub(r"(?s)```.*?```|`[^`]*`", "", section)
+        if FIGURE.search(words) and not SOURCE.search(section):
+            found.append(section.partition("\n")[0])
+    return found
+
+
+MEASURED = [page for page in (*PAGES, *sorted((ROOT / "docs").glob("*.md"))) if page.name != "reproduction.md"]
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_measured_figure_names_its_source(page):
+    assert without_source(page.read_text()) == []
+
+
+def test_a_figure_without_a_source_is_found():
+    source = "Source: [MVUE](../evidence/reproduction.md#mvue-unbiased-gradients)."
+    command = "```console\n# three seeds\n$ python launch.py --config=configs/vit_24.py --sweep\n```"
+    assert without_source("# A\n\nIt loses 0.2 ± 0.3.") == ["# A"]
+    assert without_source(f"# A\n\nIt loses 2 points.\n\n## B\n\n{source}") == ["# A"]
+    assert without_source(f"# A\n\nIt loses 0.2 ± 0.3. {source}") == []
+    assert without_source(f"# A\n\nIt loses 0.2 ± 0.3.\n\n{command}") == []
+    assert without_source("# A\n\n`0.2 ± 0.3` is a text. Three points matter.") == []
