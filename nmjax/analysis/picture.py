@@ -91,7 +91,7 @@ class Picture:
 
 
 def show(
-    what: Pruner | Any, x: Any = None, *, axis: int = -1, key: Any = None, step: Any = 0, state: Any = None
+    what: Pruner | Any, x: Any = None, *, axis: int = -1, m: int = 0, key: Any = None, step: Any = 0, state: Any = None
 ) -> Picture:
     """Return a picture of what a pruner keeps of an array, or of an array or mask.
 
@@ -102,28 +102,32 @@ def show(
       what: A pruner; or an array, whose zeros are shown as dropped; or a mask.
       x: The array that the pruner prunes.
       axis: The axis that groups lie along.
+      m: The size of a group of an array or a mask, to draw the groups. A pruner has its own.
       key: A key or a seed, if the pruner draws random numbers.
       step: The step of the call.
       state: The state of the pruner, if it needs one.
 
     Raises:
-      TypeError: A pruner without an array, or an array that is not one.
+      TypeError: A pruner without an array, a pruner with ``m``, or an array that is not one.
+      ValueError: The axis does not divide into groups of ``m``.
 
     >>> import nmjax as nm
     >>> nm.show(nm.mse(2, 4), jnp.array([[1., -2., 3., -4., 5., 0., 1., 2.]]))
            ·       ·       3      -4 │       5       ·       ·       2
     1 x 8, groups of 4 along axis 1: 0.5 kept
-    >>> nm.show(jnp.array([[True, False, False, True]]))
-     ■ · · ■
-    1 x 4: 0.5 kept
+    >>> nm.show(jnp.array([[True, False, False, True]]), m=2)
+     ■ · │ · ■
+    1 x 4, groups of 2 along axis 1: 0.5 kept
     """
     if isinstance(what, Pruner):
         if x is None:
             raise TypeError(f"show({what}) needs the array to prune: write show({what}, x).")
+        if m:
+            raise TypeError(f"show got m={m} and a pruner, which has groups of its own. Leave m out.")
         array = np.asarray(jax.device_get(prune(what, x, axis=axis, key=key, step=step, state=state)))
         m = what.block
     else:
-        array, m = np.asarray(jax.device_get(what)), 0
+        array = np.asarray(jax.device_get(what))
     real = any(jnp.issubdtype(array.dtype, kind) for kind in (np.bool_, np.integer, np.floating))
     if not (real and array.size and array.ndim):
         raise TypeError(
@@ -132,6 +136,8 @@ def show(
         )
     array = array if array.dtype == bool else array.astype(np.float32)
     axis = groups.position(array.ndim, axis)
+    if m and array.shape[axis] % m:
+        raise ValueError(f"show: axis {axis} has {array.shape[axis]} values, which do not divide into groups of {m}.")
     matrix, down = _matrix(array, axis)
     corner = matrix[:ROWS, :COLUMNS]
     kept = corner != 0

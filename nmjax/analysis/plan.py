@@ -257,8 +257,11 @@ class Plan:
 
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
-        pruned = sum(layer.sparsity != Sparsity() for layer in self.layers)
+        refused = sum(any(slot.refused for slot in layer.slots) for layer in self.layers)
+        pruned = sum(bool(layer.slots) for layer in self.layers) - refused
         lines = [f"{self.parameters:,} parameters, {pruned} of {len(self.layers)} layers pruned"]
+        if refused:
+            lines[0] += f", {refused} refused"
         if self.forward[0]:
             changes = self.over(1)[1] != self.training[1]  # the first step is not the sparsest
             at = " at the sparsest step," if changes else ""

@@ -294,7 +294,8 @@ class Grouped(Pruner):
             return
         problem = f"{self}: n must lie between 1 and m, because at most n of every m values are kept"
         if 1 <= self.m < self.n:
-            raise ValueError(f"{problem}. Did you mean {type(self).__name__}({self.m},{self.n})?")
+            meant = f"{type(self).__name__}({self.m},{self.n})" if len(fields(self)) == 2 else f"n={self.m}, m={self.n}"
+            raise ValueError(f"{problem}. Did you mean {meant}?")
         raise ValueError(f"{problem}.")
 
     @property

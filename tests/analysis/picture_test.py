@@ -27,6 +27,14 @@ def test_groups_down_the_columns_are_set_apart():
     ]
 
 
+def test_the_groups_of_an_array_are_drawn_as_those_of_its_pruner():
+    x = jnp.arange(1.0, 9.0).reshape(4, 2)
+    for axis in (0, 1):
+        pruned = nm.show(nm.mse(1, 2), x, axis=axis)
+        array = nm.show(nm.prune(nm.mse(1, 2), x, axis=axis), axis=axis, m=2)
+        assert (repr(array), array._repr_svg_()) == (repr(pruned), pruned._repr_svg_())
+
+
 def test_large_arrays_are_cut_and_counted_whole():
     x = np.zeros((64, 128), np.float32)
     x[:, :32] = 1
@@ -63,6 +71,10 @@ def test_misuse_says_what_to_write():
         nm.show("mse(2,4)")
     with pytest.raises(TypeError, match=r"got ndarray of shape \(0,\)"):
         nm.show(np.zeros(0))
+    with pytest.raises(TypeError, match="show got m=4 and a pruner, which has groups of its own"):
+        nm.show(nm.mse(2, 4), jnp.ones(4), m=4)
+    with pytest.raises(ValueError, match="show: axis 0 has 4 values, which do not divide into groups of 3"):
+        nm.show(jnp.ones((4, 6)), axis=0, m=3)
     with pytest.raises(ValueError, match="axis 7"):
         nm.show(np.ones((2, 2)), axis=7)
 

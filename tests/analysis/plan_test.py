@@ -236,7 +236,7 @@ def test_a_recipe_lists_what_sparsify_refuses():
         assert by_path[path].hardened == "dense"
         assert [slot.name for slot in by_path[path].slots if slot.refused] == ["fwd_rhs", "dlhs_g"]
     assert by_path["plain"].shares == (0.5, 1, 1)
-    assert "2 of 4 layers pruned" in repr(plan)
+    assert "1 of 4 layers pruned, 3 refused" in repr(plan)
     assert "REFUSED in the rule 'plian'" in repr(plan)
 
 
