@@ -1,0 +1,210 @@
+"""Figures of the notebooks. Each function draws one figure with matplotlib."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+def mean_and_spread(truth, samples):
+    """Draw the mean of each pruner's draws against the true values, with the standard deviation as a bar.
+
+    Args:
+      truth: The values before pruning.
+      samples: The draws of each pruner, by its name: arrays of shape (draws, values).
+    """
+    _, axes = plt.subplots(1, len(samples), figsize=(7.2, 2.4), sharey=True)
+    for ax, (name, draws) in zip(axes, samples.items(), strict=True):
+        ax.axline((0, 0), slope=1, color="#b9b4ab", linewidth=1)
+        ax.errorbar(truth, draws.mean(0), draws.std(0), fmt=".", markersize=4, elinewidth=0.7)
+        ax.set(title=name, xlabel="true value", xticks=[-2, 0, 2])
+    axes[0].set_ylabel("mean of the draws")
+
+
+def variances(possible, measured):
+    """Draw a histogram of possible variances, and a line at the variance of each pruner.
+
+    Args:
+      possible: The variances of many random choices.
+      measured: The variance of each pruner, by its name.
+    """
+    _, ax = plt.subplots(figsize=(7.2, 2.3))
+    ax.hist(possible, bins=np.geomspace(0.9, 60, 70), color="#c9c4ba")
+    for i, (name, value) in enumerate(measured.items()):
+        ax.axvline(value, color=f"C{i + 1}", label=f"{name}: {value:.2f}")
+    ax.legend(frameon=False)
+    ax.set(xscale="log", yticks=[], xlabel="variance of one group")
+    ax.set_xticks([1, 2, 5, 10, 20, 50], [1, 2, 5, 10, 20, 50])
+    ax.minorticks_off()
+    ax.spines["left"].set_visible(False)
+
+
+def errors_by_length(lengths, errors):
+    """Draw the error of each pruner against the length of a dot product.
+
+    Args:
+      lengths: The lengths.
+      errors: The errors of each pruner, by its name: one for each length.
+    """
+    _, ax = plt.subplots()
+    for name, line in errors.items():
+        ax.loglog(lengths, line, ".-", label=name)
+    ax.set(xlabel="length of the dot product", ylabel="relative error")
+    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    ax.minorticks_off()
+    ax.legend(frameon=False)
+
+
+def moving_value(moved, curves, names):
+    """Draw the values of a group after pruning, while one of them moves. Jumps are left blank.
+
+    Args:
+      moved: The value that moves, before pruning. It is the first of its group.
+      curves: The group after each pruner, by the pruner's name: arrays of shape (steps, values).
+      names: The name of each value of the group.
+    """
+    figure, axes = plt.subplots(1, len(curves), figsize=(7.2, 2.6), sharey=True)
+    for ax, (name, values) in zip(axes, curves.items(), strict=True):
+        jumps = np.abs(np.diff(values, axis=0, prepend=values[:1])) > 0.05
+        ax.plot(moved, np.where(jumps, np.nan, values)[:, 1:], label=names[1:])
+        ax.plot(moved, np.where(jumps, np.nan, values)[:, 0], label=names[0], linewidth=2.4, linestyle=(0, (3, 1)))
+        ax.set(title=name, xlabel="value that moves")
+    axes[0].set_ylabel("values after pruning")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+
+
+def matrices(named):
+    """Draw matrices side by side. Zeros are blank, and lines mark groups of four along both axes.
+
+    Args:
+      named: The matrices, by their titles.
+    """
+    _, axes = plt.subplots(1, len(named), figsize=(7.2, 2.9))
+    for ax, (title, matrix) in zip(axes, named.items(), strict=True):
+        rows, columns = np.shape(matrix)
+        ax.imshow(np.where(matrix == 0, np.nan, matrix), vmin=-2.5, vmax=2.5)
+        ax.set_xticks(np.arange(-0.5, columns, 4), [])
+        ax.set_yticks(np.arange(-0.5, rows, 4), [])
+        ax.set_title(title, fontsize=8)
+        ax.grid(color="#8a8680", linewidth=0.7)
+    axes[0].set(xlabel="out-features", ylabel="in-features")
+
+
+def changes(table):
+    """Draw a table of relative changes, in colour.
+
+    Args:
+      table: For each row, by its name, the change of each column, by its name. 0 means that no bit changed.
+    """
+    columns = list(next(iter(table.values())))
+    values = np.array([[row[column] for column in columns] for row in table.values()])
+    _, ax = plt.subplots(figsize=(5.0, 2.9))
+    ax.imshow(np.where(values == 0, np.nan, values), cmap="Blues", vmin=0, vmax=0.9, aspect="auto")
+    for (i, j), value in np.ndenumerate(values):
+        text, colour = (f"{value:.0%}", "#22201d") if value else ("no change", "#a39d93")
+        ax.text(j, i, text, ha="center", va="center", color=colour)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(table)), table)
+    ax.tick_params(length=0, labeltop=True, labelbottom=False)
+    ax.spines[:].set_visible(False)
+
+
+def methods(filled, shares):
+    """Draw which slots each method fills, and the share that is left of the FLOPs of its products.
+
+    Args:
+      filled: For each method, by its text, the six slots by name, and True where the slot is filled.
+      shares: For each method, by its text, the shares of y, dx and dw.
+    """
+    _, ax = plt.subplots(figsize=(7.2, 3.6))
+    for i, (text, slots) in enumerate(filled.items()):
+        for j, full in enumerate(slots.values()):
+            ax.plot(j, i, "s", markersize=9, color=f"C{j // 2}" if full else "#e6e2da")
+        for j, share in enumerate((*shares[text], np.mean(shares[text]))):
+            colour = "#22201d" if share < 1 else "#b9b4ab"
+            ax.text(6.4 + j, i, f"{share:.3g}", ha="center", va="center", color=colour)
+    names = [name.replace("_", "\n", 1) for name in next(iter(filled.values()))]
+    ax.set_xticks([*range(6), *np.arange(4) + 6.4], [*names, "share\nof y", "share\nof dx", "share\nof dw", "mean"])
+    ax.set_yticks(range(len(filled)), filled)
+    ax.set(xlim=(-0.5, 9.9), ylim=(len(filled) - 0.4, -0.6))
+    ax.tick_params(length=0, labeltop=True, labelbottom=False)
+    ax.spines[:].set_visible(False)
+
+
+def chances(temperatures, values, measured, formula):
+    """Draw the chance of each value to be kept against the temperature: dots are measured, lines are the formula.
+
+    Args:
+      temperatures: The temperatures.
+      values: The values of the group.
+      measured: The measured chances, of shape (temperatures, values).
+      formula: The chances by the formula, of the same shape.
+    """
+    _, ax = plt.subplots(figsize=(7.2, 2.6))
+    for i, value in enumerate(values):
+        ax.plot(temperatures, formula[:, i], color=f"C{i}", linewidth=1)
+        ax.plot(temperatures, measured[:, i], ".", color=f"C{i}", label=f"{value:g}")
+    ax.set(xlabel="temperature", ylabel="chance to be kept", ylim=(0, 1))
+    ax.legend(*(part[::-1] for part in ax.get_legend_handles_labels()), title="value", frameon=False)
+
+
+def errors_by_start(named, every):
+    """Draw the test error of several methods during training, and at its end for each start.
+
+    Args:
+      named: For each method, by its name, the test errors as shares of 1: an array of shape (starts, steps).
+      every: The distance in steps between the points that are drawn.
+    """
+    _, (ax, last) = plt.subplots(1, 2, figsize=(7.2, 3), width_ratios=(3, 2))
+    for i, (name, errors) in enumerate(named.items()):
+        percent = 100 * np.asarray(errors)[:, every - 1 :: every]
+        starts, points = percent.shape
+        mean, deviation = percent.mean(0), percent.std(0, ddof=1) / starts**0.5
+        at = every * np.arange(1, points + 1)
+        ax.semilogy(at, mean, color=f"C{i}")
+        ax.fill_between(at, mean - deviation, mean + deviation, color=f"C{i}", alpha=0.2, linewidth=0)
+        last.plot(percent[:, -1], i + np.linspace(-0.15, 0.15, starts), ".", color=f"C{i}", alpha=0.6)
+        last.errorbar(mean[-1], i, xerr=deviation[-1], fmt="|", color=f"C{i}", markersize=16)
+        last.text(0, i - 0.3, f"{name}: {mean[-1]:.1f} ± {deviation[-1]:.1f}", color=f"C{i}")
+    ax.set(xlabel="step", ylabel="test error, %", title="mean of the starts ± standard error")
+    ax.set_yticks([2, 5, 10, 20, 50], [2, 5, 10, 20, 50])
+    ax.minorticks_off()
+    last.set(
+        yticks=[], ylim=(len(named) - 0.5, -0.6), xlim=(0, None), xlabel="test error, %", title="each start, at the end"
+    )
+    last.spines["left"].set_visible(False)
+
+
+def losses(named, window=10):
+    """Draw the loss of several runs against the step.
+
+    Args:
+      named: The losses of each run, by its name: one for each step.
+      window: The number of steps whose mean is one point.
+    """
+    _, ax = plt.subplots(figsize=(7.2, 2.6))
+    for name, values in named.items():
+        values = np.asarray(values)
+        means = values[: len(values) // window * window].reshape(-1, window).mean(1)
+        ax.semilogy(window * (np.arange(len(means)) + 0.5), means, label=f"{name}: {means[-1]:.3f} at the end")
+    ax.set(xlabel="step", ylabel=f"loss, mean of {window} steps")
+    ax.legend(frameon=False)
+
+
+def loss_flips_errors(loss, flips, errors):
+    """Draw the loss of a run, and the flip rate and the weight error of some layers, against the step.
+
+    Args:
+      loss: The loss of each step.
+      flips: The flip rates of each layer, by its name: one for each step. Zeros are not drawn.
+      errors: The weight errors of each layer, by its name: one for each step.
+    """
+    _, axes = plt.subplots(1, 3, figsize=(7.2, 2.5))
+    axes[0].plot(loss, color="C5")
+    for i, name in enumerate(flips):
+        shown = np.where(np.asarray(flips[name]) > 0, flips[name], np.nan)
+        axes[1].semilogy(shown, ".", markersize=6 if np.isnan(shown).mean() > 0.5 else 2.5, color=f"C{i}")
+        axes[2].plot(errors[name], color=f"C{i}", label=name)
+    for ax, title in zip(axes, ("loss", "flip rate", "weight error"), strict=True):
+        ax.set(title=title, xlabel="step")
+    axes[0].set_ylim(0, None)
+    axes[2].set_ylim(0, None)
+    axes[2].legend(frameon=False)
