@@ -17,7 +17,7 @@ from typing import NamedTuple
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.report import compare, read, render
-from experiments.report.page import LOGO, document, notes_list, when
+from experiments.report.page import LOGO, document, lasted, notes_list
 from experiments.report.runs import Run
 from experiments.report.words import markdown_table, safe
 
@@ -105,7 +105,7 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
         replace(target / f"compare-{shelf.key}.html", compare.render(comparison))
         sections.append((shelf.key, safe(shelf.title), _shelf(shelf, runs, comparison)))
     sections.append(("not-run", "Pages that were not run", _not_run()))
-    header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Every page, run</h1>{notes_list([ONE_RUN])}'
+    header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>A run of every page</h1>{notes_list([ONE_RUN])}'
     replace(target / "index.html", document("nmjax: the gallery", header, sections))
     return target / "index.html"
 
@@ -140,7 +140,7 @@ def compared(shelf: Shelf, source: Path) -> tuple[dict[str, Run], compare.Compar
 def heads(shelf: Shelf, comparison: compare.Comparison) -> list[str]:
     """Return the head of a shelf's table."""
     score = comparison.metric.replace("_", " ")
-    return ["page", "what it is", score, f"less {shelf.pages[0]}", "effective FLOPs", "began, and took"]
+    return ["page", "what it is", score, f"difference to {shelf.pages[0]}", "effective FLOPs", "time"]
 
 
 def table(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
@@ -149,7 +149,7 @@ def table(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) ->
     for row, (page, run) in zip(comparison.rows, runs.items(), strict=True):
         cost = "" if row.cost is None else f"{row.cost:.3f}"
         less = comparison.say(row.difference, signed=True)
-        rows.append([sentence(page), comparison.say(row.mean), less, cost, when(run)])
+        rows.append([sentence(page), comparison.say(row.mean), less, cost, lasted(run)])
     return rows
 
 
@@ -161,14 +161,16 @@ def sentence(page: str) -> str:
 
 def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> str:
     """Return a table of a shelf's pages, each with a link to its report."""
-    titles = "".join(f'<th scope="col">{safe(title)}</th>' for title in heads(shelf, comparison))
+    first, about, *rest = (safe(title) for title in heads(shelf, comparison))
+    titles = f'<th scope="col">{first}</th><th scope="col" class="words">{about}</th>'
+    titles += "".join(f'<th scope="col">{title}</th>' for title in rest)
     body = ""
     for page, (about, *cells) in zip(runs, table(shelf, runs, comparison), strict=True):
         values = "".join(f"<td>{safe(cell)}</td>" for cell in cells)
         link = f'<a href="{page}.html">{page}</a>'
         body += f'<tr><th scope="row">{link}</th><td class="words">{safe(about)}</td>{values}</tr>'
     rows = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
-    link = f'<p><a href="compare-{shelf.key}.html">{COMPARISON}</a></p>'
+    link = f'<p class="more"><a href="compare-{shelf.key}.html">{COMPARISON}</a></p>'
     notes = notes_list(comparison.notes) if comparison.notes else ""
     return f'<div class="scroll">{rows}</div>{link}{notes}'
 

@@ -108,14 +108,18 @@ def notes_list(notes: list[str]) -> str:
 
 def when(run: Run) -> str:
     """Return the time at which a run began, and its duration."""
+    return " · ".join(filter(None, [moment(run.about.get("began")), lasted(run)]))
+
+
+def lasted(run: Run) -> str:
+    """Return the duration of a run, or "" if its files do not tell it."""
     began, ended = run.about.get("began"), run.about.get("ended")
     try:
         took = (datetime.datetime.fromisoformat(ended) - datetime.datetime.fromisoformat(began)).total_seconds()
     except (TypeError, ValueError):  # the run has not ended: its last line of metrics tells the time
         seconds = [record.get("seconds") for records in run.metrics.values() for record in records]
         took = max((s for s in seconds if isinstance(s, int | float)), default=0)
-    lasted = duration(took) if 0 < took < float("inf") else ""
-    return " · ".join(filter(None, [moment(began), lasted]))
+    return duration(took) if 0 < took < float("inf") else ""
 
 
 def table(rows: list) -> str:
