@@ -208,3 +208,41 @@ def loss_flips_errors(loss, flips, errors):
     axes[0].set_ylim(0, None)
     axes[2].set_ylim(0, None)
     axes[2].legend(frameon=False)
+
+
+def run_curves(accuracies, errors, flips):
+    """Draw the accuracies of a run, and the weight error and the flip rate of its layers, against the step.
+
+    Args:
+      accuracies: The steps and the accuracies as shares of 1, by name: of training, of the evaluation, and hardened.
+      errors: For each layer, by its path, the steps and the weight errors.
+      flips: For each layer, by its path, the steps and the flip rates.
+    """
+    figure, axes = plt.subplots(1, 3, figsize=(7.2, 2.7))
+    styles = ({"color": "#c9c4ba", "linewidth": 1}, {"color": "C0"}, {"color": "C1", "linestyle": "--"})
+    for (name, (steps, values)), style in zip(accuracies.items(), styles, strict=True):
+        axes[0].plot(steps, 100 * values, label=name, **style)
+    axes[0].legend(frameon=False)
+    for ax, measure in zip(axes[1:], (errors, flips), strict=True):
+        for i, (path, (steps, values)) in enumerate(measure.items()):
+            ax.plot(steps, values, ".-", markersize=4, linewidth=1.2, color=f"C{i}", label=path.removesuffix("/kernel"))
+    for ax, title in zip(axes, ("accuracy, %", "weight error", "flip rate"), strict=True):
+        ax.set(title=title, xlabel="step", ylim=(0, None))
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+
+
+def predictions(images, labels, guesses):
+    """Draw images in a row, each with the model's guess. A wrong guess is red, with the true label.
+
+    Args:
+      images: Images of shape (n, height, width, 1).
+      labels: The true classes.
+      guesses: The predicted classes.
+    """
+    _, axes = plt.subplots(1, len(images), figsize=(7.2, 1.1))
+    for ax, image, label, guess in zip(axes, images, labels, guesses, strict=True):
+        ax.imshow(image[..., 0], cmap="Greys")
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
+        right = label == guess
+        ax.set_title(f"{guess}" if right else f"{guess}, not {label}", color="#22201d" if right else "#b03a2e")

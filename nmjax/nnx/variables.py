@@ -174,7 +174,9 @@ def write(variable: nnx.Variable[jax.Array], value: jax.Array) -> None:
     """Replace a variable's value, and keep its sharding. ``variable[...] = value`` would compile to a scatter."""
     old = variable.get_value()
     if not isinstance(value, jax.core.Tracer) and not isinstance(old, jax.core.Tracer):
-        value = jax.device_put(value, old.sharding)
+        # A device_put commits an array to its device, and a program that got it uncommitted would compile once more.
+        if not isinstance(old, jax.Array) or old.committed:
+            value = jax.device_put(value, old.sharding)
     else:
         sharding = jax.typeof(old).sharding
         if jax.typeof(value).sharding != sharding and not sharding.mesh.empty:

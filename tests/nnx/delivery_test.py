@@ -292,6 +292,20 @@ def test_two_layers_of_one_shape_draw_apart():
     assert not np.array_equal(model.a.dot_general.words[...], model.b.dot_general.words[...])
 
 
+def test_a_compiled_step_stays_valid_when_seed_step_or_state_are_set_outside_of_it():
+    x, model = whole(2, 8, 16), two("mvue(2,4); fwd_rhs=ste(hold(mse(2,4),every=3))")
+    graph = nnx.split(model)[0]
+    step = jax.jit(lambda state: nnx.grad(lambda model: loss_of(model(x)))(nnx.merge(graph, state)))
+    step(nnx.state(model))
+    nm.nnx.reseed(model, 3)
+    step(nnx.state(model))
+    nm.nnx.set_step(model, 3)
+    step(nnx.state(model))
+    nm.nnx.reset_state(model)
+    step(nnx.state(model))
+    assert step._cache_size() == 1
+
+
 def test_another_seed_or_step_compiles_nothing_anew():
     x, traces = whole(2, 8, 16), []
 
