@@ -1,5 +1,6 @@
 """The public names of nmjax, and the pages of the reference that list each of them once."""
 
+import ast
 import importlib
 import inspect
 import shutil
@@ -47,23 +48,20 @@ def module(space: str) -> ModuleType:
 
 
 def names(space: str) -> list[Public]:
-    """Return the public names of a space in the order of its file: what it defines, and what it re-exports."""
+    """Return the public names of a space: what it defines, and what it re-exports by `import name as name`."""
     home = module(space)
-    package = hasattr(home, "__path__")
+    imports = [node for node in ast.parse(inspect.getsource(home)).body if isinstance(node, ast.ImportFrom)]
+    re_exported = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
     members = [
         Public(f"{space}.{name}", value)
         for name, value in vars(home).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and _belongs(value, home, package)
+        if not name.startswith("_") and callable(value) and (name in re_exported or _origin(value) == home.__name__)
     ]
     return sorted((m for m in members if m.name not in INTERNAL), key=lambda member: member.name.lower())
 
 
-def _belongs(value: Any, home: ModuleType, package: bool) -> bool:
-    """Return whether a value is defined in a module, or in nmjax if the module is a package, which re-exports."""
-    if not (inspect.isclass(value) or callable(value)):
-        return False
-    origin = getattr(value, "__module__", None) or type(value).__module__
-    return origin.startswith("nmjax.") if package else origin == home.__name__
+def _origin(value: Any) -> str:
+    return getattr(value, "__module__", None) or type(value).__module__
 
 
 def write(folder: Path) -> None:

@@ -1,9 +1,10 @@
 """The gallery: a run of every page that needs no other data, their reports, and one index of all.
 
-    python -m experiments.gallery [--to=DIR]
+    python -m experiments.gallery [--to=DIR] [--keep]
 
-trains the pages that DIR (runs/gallery) does not have, one after another, and writes DIR/index.html. Half an hour on
-two CPU cores. A page that has finished is not trained again; remove its folder to do so.
+trains the pages that DIR (runs/gallery) does not have, one after another, and writes DIR/index.html: half an hour on
+two CPU cores. A page that has finished is not trained again; remove its folder to do so. With --keep the runs also
+replace those of experiments/results/gallery, which the site shows.
 """
 
 import argparse
@@ -45,28 +46,28 @@ SHELVES = (
     Shelf("gpt", "GPTs on the help pages of Python", ("gpt_dense", "gpt_24", "gpt_sste")),
     Shelf("resnet", "Residual networks on digits", ("resnet_dense", "resnet_24", "resnet_mvue", "resnet_sdgp")),
 )
-NOT_RUN = ("resnet50_imagenet", "vitb_imagenet", "gpt2_124m")  # these need ImageNet or OpenWebText, and GPUs
+NOT_RUN = ("resnet50_imagenet", "vitb_imagenet", "gpt2_124m")
+NEEDS = "These pages have the settings of papers. They need other data and many hours of GPUs."
 COMPARISON = "The comparison: curves, and scores by effective FLOPs"
 ONE_RUN = "One run of each page. Small differences are chance: a comparison of methods needs several seeds."
 
 
 def train(page: str, folder: Path) -> None:
-    """Train a page into a folder, unless a finished run is there.
+    """Train a page into a folder. A run that is there goes on, and one that has finished stays.
 
     Args:
       page: The page's name, with a variant if wanted, such as "vit_24" or "vit_24:smoke".
       folder: The folder of the run.
 
     Raises:
-      Mistake: The run failed.
+      RuntimeError: The run failed, or the folder has a run of other settings.
     """
-    if (folder / "run.json").exists() and compare.finished(read(folder)):
-        print(f"{folder}: has finished already")
-        return
     name, colon, variant = page.partition(":")
-    config, workdir = f"--config=configs/{name}.py{colon}{variant}", f"--workdir={folder}"
+    home, folder = ROOT.resolve(), folder.resolve()
+    workdir = f"--workdir={folder.relative_to(home) if folder.is_relative_to(home) else folder}"
+    config = f"--config=configs/{name}.py{colon}{variant}"
     if subprocess.run([sys.executable, "launch.py", config, workdir], cwd=ROOT).returncode:
-        raise Mistake(f"{config} failed, so the gallery stops. The same command goes on from here.")
+        raise RuntimeError(f"{config} failed, so the gallery stops. The same command goes on from here.")
 
 
 def keep(source: Path, target: Path) -> None:
@@ -75,7 +76,12 @@ def keep(source: Path, target: Path) -> None:
     Args:
       source: The gallery's folder, with a folder for each page.
       target: The folder that gets them.
+
+    Raises:
+      Mistake: Both are one folder.
     """
+    if source.resolve() == target.resolve():
+        raise Mistake(f"--keep copies the runs to {target}, so --to must be another folder.")
     for shelf in SHELVES:
         for page in shelf.pages:
             shutil.rmtree(target / page, ignore_errors=True)
@@ -105,7 +111,7 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
         replace(target / f"compare-{shelf.key}.html", compare.render(comparison))
         sections.append((shelf.key, safe(shelf.title), _shelf(shelf, runs, comparison)))
     sections.append(("not-run", "Pages that were not run", _not_run()))
-    header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>A run of every page</h1>{notes_list([ONE_RUN])}'
+    header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Runs of the pages</h1>{notes_list([ONE_RUN])}'
     replace(target / "index.html", document("nmjax: the gallery", header, sections))
     return target / "index.html"
 
@@ -126,6 +132,7 @@ def markdown(source: Path, link: str, shelves: tuple[Shelf, ...] = SHELVES) -> s
             rows.append([f'<a href="{link}{page}.html">{page}</a>', *cells])
         more = f'<a href="{link}compare-{shelf.key}.html">{COMPARISON}</a>'
         parts += [f"## {shelf.title}", markdown_table(rows), more]
+    parts += ["## Pages that were not run", NEEDS, *(f"- `{page}`: {sentence(page)}" for page in NOT_RUN)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -178,7 +185,7 @@ def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -
 def _not_run() -> str:
     items = "".join(f"<li><b>{page}</b>: {safe(sentence(page))}</li>" for page in NOT_RUN)
     return (
-        f"<p>These pages have the settings of papers. They need other data and many hours of GPUs.</p><ul>{items}</ul>"
+        f"<p>{NEEDS}</p><ul>{items}</ul>"
     )
 
 
@@ -188,17 +195,19 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, default=Path("runs/gallery"), help="the folder (default: runs/gallery)")
     parser.add_argument("--keep", action="store_true", help=f"also replace {RESULTS.relative_to(ROOT)}, for the site")
     options = parser.parse_args(args)
+    if options.keep and options.to.resolve() == RESULTS.resolve():
+        parser.error(f"--keep copies the runs to {RESULTS.relative_to(ROOT)}, so --to must be another folder")
     pages = [page for shelf in SHELVES for page in shelf.pages]
     try:
         for number, page in enumerate(pages, 1):
             print(f"page {number} of {len(pages)}: {page}", flush=True)
             train(page, options.to / page)
         print(write(options.to, options.to))
-    except Mistake as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
-    if options.keep:
-        keep(options.to, RESULTS)
+        if options.keep:
+            keep(options.to, RESULTS)
+    except (Mistake, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, Mistake) else 1
     return 0
 
 

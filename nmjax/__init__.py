@@ -16,7 +16,7 @@ from nmjax.analysis import flops as flops, metrics as metrics
 from nmjax.analysis.picture import Picture as Picture, show as show
 from nmjax.core import groups as groups, random as random
 from nmjax.core.context import Ctx as Ctx
-from nmjax.core.pruner import Grouped as Grouped, Pruner as Pruner
+from nmjax.core.pruner import Grouped as Grouped, Pruner as Pruner, Remembering as Remembering
 from nmjax.kernels.format import Packed as Packed, pack as pack, unpack as unpack
 from nmjax.products.functions import (
     conv_general_dilated as conv_general_dilated,

@@ -28,7 +28,7 @@ def site(tmp_path_factory):
     """Return a function that builds pages with the site's own settings, and returns the exit code and what it said."""
     pytest.importorskip("sphinx", reason="the site needs the extra docs, which `make docs` installs")
     folder = tmp_path_factory.mktemp("site")
-    for name in ("notebooks", "experiments", "nmjax", "CHANGELOG.md"):
+    for name in ("notebooks", "experiments", "configs", "nmjax", "CHANGELOG.md"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "CONTRIBUTING.md").write_text("# Contributing\n")  # the real one links to pages that are not copied
     docs = folder / "docs"
@@ -45,7 +45,7 @@ def site(tmp_path_factory):
         listed = "\n".join(name for name in pages if name != "a_page_that_no_page_lists")
         (docs / "index.md").write_text(f"# The site\n\n```{{toctree}}\nchangelog\n{listed}\n```\n")
         command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "-q", "-b", "html"]
-        others = "reference,notebooks,evidence,contributing.md"
+        others = "_build,_gallery,reference,notebooks,evidence,contributing.md"
         command += ["-D", f"exclude_patterns={others}", str(docs), str(folder / "html")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         return done.returncode, done.stderr

@@ -54,7 +54,7 @@ class Picture:
         return f"{', '.join(parts)}: {self.share:.3g} kept"
 
     def __repr__(self) -> str:
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        colour = sys.stdout is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
         mask = self.values.dtype == bool
         lines = []
         for i, (row, kept) in enumerate(zip(self.values, self.kept, strict=True)):
@@ -108,7 +108,8 @@ def show(
       state: The state of the pruner, if it needs one.
 
     Raises:
-      TypeError: A pruner without an array, a pruner with ``m``, or an array that is not one.
+      TypeError: A pruner without an array, a pruner with ``m``, an array with what only a pruner takes, or an array
+        that is not one.
       ValueError: The axis does not divide into groups of ``m``.
 
     >>> import nmjax as nm
@@ -127,6 +128,12 @@ def show(
         array = np.asarray(jax.device_get(prune(what, x, axis=axis, key=key, step=step, state=state)))
         m = what.block
     else:
+        if x is not None or key is not None or state is not None:
+            raise TypeError(
+                f"show draws one array, and only a pruner takes x, key and state, got {type(what).__name__}."
+            )
+        if not isinstance(m, int) or m < 0:
+            raise TypeError(f"show: m must be a whole number, the size of a group, got {m!r}.")
         array = np.asarray(jax.device_get(what))
     real = any(jnp.issubdtype(array.dtype, kind) for kind in (np.bool_, np.integer, np.floating))
     if not (real and array.size and array.ndim):
@@ -134,7 +141,7 @@ def show(
             f"show takes a pruner and an array, an array, or a mask, got {type(what).__name__} of shape {array.shape} "
             f"and dtype {array.dtype}."
         )
-    array = array if array.dtype == bool else array.astype(np.float32)
+    array = array if array.dtype == bool else array.astype(np.float64)
     axis = groups.position(array.ndim, axis)
     if m and array.shape[axis] % m:
         raise ValueError(f"show: axis {axis} has {array.shape[axis]} values, which do not divide into groups of {m}.")

@@ -38,6 +38,11 @@ class SlotPlan(NamedTuple):
       along: The sizes of the axes that its product contracts; empty if they are known only from a call.
       groups: The number of groups in one call; None if it is known only from a call.
       refused: The reason why the pruner cannot be used here; None if it can.
+
+    >>> from nmjax.pruners import mse
+    >>> print(SlotPlan("fwd_rhs", mse(2, 4), along=(16,), groups=128))
+    fwd_rhs=mse(2,4)
+      128 groups along 16
     """
 
     name: str
@@ -69,7 +74,7 @@ class LayerPlan(NamedTuple):
       path: The layer's path in the model.
       kind: The layer's class, such as "Linear".
       kernel: The shape of its kernel.
-      sparsity: The pruner of each slot. They are all empty if the layer cannot be made sparse.
+      sparsity: The pruner of each slot.
       slots: The plans of its slots that are not empty.
       flops: The FLOPs of one product when dense; all three cost the same. None if no example inputs were given.
       shares: The fraction of the FLOPs of fwd, dlhs and drhs that remains at the sparsest step.
@@ -77,6 +82,11 @@ class LayerPlan(NamedTuple):
         because it is random at every step.
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
+
+    >>> from nmjax.recipes.text import parse
+    >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
+    >>> [round(layer.flops * share) for share in layer.shares]
+    [512, 1024, 1024]
     """
 
     path: str
@@ -156,7 +166,7 @@ class Plan:
       elsewhere: The forward FLOPs of dots and convolutions outside these layers, as in attention.
       uncovered: (path, shape) of the parameters outside these layers that have more than one axis.
       parameters: The number of all parameters.
-      unused: The patterns of the recipe's rules that match no layer.
+      recipe_refusals: (where, reason) of what `nmjax.nnx.sparsify` would refuse in the recipe itself.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -169,7 +179,7 @@ class Plan:
     elsewhere: int
     uncovered: tuple[tuple[str, tuple[int, ...]], ...]
     parameters: int
-    unused: tuple[str, ...] = ()
+    recipe_refusals: tuple[tuple[str, str], ...] = ()
 
     @property
     def forward(self) -> tuple[float, float]:
@@ -203,14 +213,14 @@ class Plan:
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
-        """(layer, reason) of everything that a step of training would refuse. See `nmjax.analysis.refusals`.
+        """(where, reason) of everything that a step of training would refuse. See `nmjax.analysis.refusals`.
 
-        A rule of the recipe that matches no layer stands in place of the layer.
+        In a plan with a recipe, also of everything that `nmjax.nnx.sparsify` would refuse. The first part is a layer's
+        path, or names a rule of the recipe.
         """
-        rules = [(f"the rule {pattern!r}", _UNUSED) for pattern in self.unused]
         slots = [(layer.path, slot.refused) for layer in self.layers for slot in layer.slots if slot.refused]
         runs = [(layer.path, route.why) for layer in self.layers for _, route in layer.runs if route.how == "refused"]
-        return tuple(dict.fromkeys((*slots, *runs, *rules)))
+        return tuple(dict.fromkeys((*slots, *runs, *self.recipe_refusals)))
 
     @property
     def runs(self) -> dict[str, int]:
@@ -279,6 +289,8 @@ class Plan:
         lines += self._route_notes()
         for alike in _alike((path, reason, (path, reason)) for path, reason in self.refused):
             lines.append(f"REFUSED in {_range([path for path, _ in alike])}: {alike[0][1]}")
+        if refused:
+            lines.append("The FLOPs and the hardened forms above are those of the plan without its refusals.")
         return lines
 
     def _route_notes(self) -> list[str]:
@@ -302,7 +314,6 @@ class Plan:
         return lines
 
 
-_UNUSED = "it matches no layer's whole path, or earlier rules decide for its layers."
 _HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated (zeros are multiplied)"}
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 

@@ -16,6 +16,7 @@ The noise of a step is a function of seed, layer, place in the stack, step, micr
 >>> hard = nm.nnx.harden(model)  # for inference
 """
 
+from nmjax.analysis.plan import LayerPlan as LayerPlan, Plan as Plan, SlotPlan as SlotPlan
 from nmjax.nnx.delivery import (
     reseed as reseed,
     reset_state as reset_state,
@@ -27,3 +28,4 @@ from nmjax.nnx.measures import gradient_errors as gradient_errors, weights as we
 from nmjax.nnx.packing import pack as pack, packed as packed
 from nmjax.nnx.planning import plan as plan
 from nmjax.nnx.variables import NM as NM, Site as Site
+from nmjax.products.routes import Route as Route

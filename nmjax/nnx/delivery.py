@@ -4,9 +4,9 @@
 
 - slots that cannot prune the layer's shapes, as a plan says too (`nmjax.products.rule.slot_refusals`)
 - layers whose product is the model's own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned
-  weights of an nnx.Einsum without einsum_str (`_refusals`)
+  weights of an nnx.Einsum without einsum_str (`layer_refusal`)
 
-Rules that match no layer are refused by ``Recipe.check``.
+Rules that match no layer are refused by ``Recipe.check``. A plan with a recipe lists all of these.
 """
 
 import math
@@ -35,6 +35,10 @@ from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
+NO_LAYERS = (
+    "has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned. To prune a product that is written "
+    "out by hand, write nm.einsum(..., sparsity=...)."
+)
 
 
 def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int, ...] | None = None) -> Model:
@@ -72,10 +76,7 @@ def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int
     chosen = [(layer, recipe(layer.path)) for layer in layers(model)]
     recipe.check(layer.path for layer, _ in chosen)
     if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
-        raise ValueError(
-            f"{type(model).__name__} has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned. To "
-            "prune a product that is written out by hand, write nm.einsum(..., sparsity=...)."
-        )
+        raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
     axes = (stack,) if isinstance(stack, int) else stack
     _check_layers([(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()], axes, normalised(model))
     for layer, sparsity in chosen:
@@ -119,9 +120,7 @@ def _refusals(
             )
         ]
     refusal = layer_refusal(layer, sparsity, axes, in_norm)
-    if refusal is not None:
-        return [refusal]
-    return _slot_refusals(layer, sparsity, axes if axes in layer.stacks else layer.stacks[0])
+    return [refusal] if refusal is not None else [r for _, r in layer_slot_refusals(layer, sparsity, axes)]
 
 
 def layer_refusal(
@@ -162,8 +161,17 @@ def layer_refusal(
     return Refusal("its einsum_str comes with the call. Give it to the constructor.")
 
 
-def _slot_refusals(layer: Layer, sparsity: Sparsity, stack: tuple[int, ...]) -> list[Refusal]:
-    """Return the reasons why the slots of a layer cannot prune operands of its shapes."""
+def layer_slot_refusals(
+    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None
+) -> list[tuple[str, Refusal]]:  # fmt: skip
+    """Return the slots of a layer that cannot prune operands of its shapes, with the reasons.
+
+    Args:
+      layer: A layer that `layer_refusal` does not refuse.
+      sparsity: What it would prune.
+      axes: The stacking axes of the weight, if the caller named them.
+    """
+    stack = axes if axes in layer.stacks else layer.stacks[0]
     product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
     if product is None:  # only a call says which product it is; its weight is not pruned
         return []
@@ -173,7 +181,7 @@ def _slot_refusals(layer: Layer, sparsity: Sparsity, stack: tuple[int, ...]) -> 
         spec = [*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec))]
         one = NamedSharding(sharding.mesh, PartitionSpec(*(s for a, s in enumerate(spec) if a not in stack)))
         product = product._replace(rhs=jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=one))
-    return [refusal for _, refusal in slot_refusals(*product, sparsity)]
+    return slot_refusals(*product, sparsity)
 
 
 def put_site(

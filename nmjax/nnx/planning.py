@@ -17,7 +17,7 @@ from nmjax.analysis import flops
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
 from nmjax.analysis.refusals import Use
 from nmjax.core.refusal import Refusal
-from nmjax.nnx.delivery import layer_refusal, normalised
+from nmjax.nnx.delivery import NO_LAYERS, layer_refusal, layer_slot_refusals, normalised
 from nmjax.nnx.doors import Example, Layer, layers
 from nmjax.products import functions, operations
 from nmjax.products.forms import products_of
@@ -86,13 +86,17 @@ class _Planned(NamedTuple):
       sparsity: The pruner of each slot.
       backend: The backend, as in `Recipe`.
       packed_before: The products whose weight is already packed.
+      stack: The axes of the kernel that stack layers.
       refused: The reason why the layer cannot be made sparse; None if it can, or if it stays dense.
+      refused_slots: The reason of each slot that `sparsify` would refuse.
     """
 
     sparsity: Sparsity
-    backend: str
-    packed_before: frozenset[str]
-    refused: Refusal | None
+    backend: str = "auto"
+    packed_before: frozenset[str] = frozenset()
+    stack: tuple[int, ...] = ()
+    refused: Refusal | None = None
+    refused_slots: Mapping[str, Refusal] = {}
 
     @property
     def noted(self) -> bool:
@@ -100,26 +104,34 @@ class _Planned(NamedTuple):
         return self.sparsity != Sparsity() and self.refused is None
 
 
-def _planned_layers(model: Any, recipe: Recipe | None) -> list[_Planned]:
+def _planned_layers(model: Any, recipe: Recipe | None, axes: tuple[int, ...] | None) -> list[_Planned]:
     """Return what each layer prunes: by the recipe, or by its site if there is no recipe."""
+    if recipe is not None:
+        in_norms = normalised(model)
+        return [_by_recipe(layer, recipe, axes, id(layer.module) in in_norms) for layer in layers(model)]
     planned: list[_Planned] = []
-    in_norms = set[int]() if recipe is None else normalised(model)
     for layer in layers(model):
-        site = layer.site
-        if recipe is not None:
-            sparsity = recipe(layer.path)
-            refused = None
-            if sparsity != Sparsity():
-                refused = layer_refusal(layer, sparsity, None, id(layer.module) in in_norms)
-            planned.append(_Planned(sparsity, recipe.backend, frozenset(), refused))
-        elif site is not None:
-            planned.append(_Planned(site.sparsity, site.backend, products_of(site.packed), None))
+        site, stack = layer.site, _stack(layer)
+        if site is None:
+            planned.append(_Planned(Sparsity(), stack=stack))
         else:
-            planned.append(_Planned(Sparsity(), "auto", frozenset(), None))
+            planned.append(_Planned(site.sparsity, site.backend, products_of(site.packed), stack))
     return planned
 
 
-def plan(model: Any, *inputs: Any, recipe: Recipe | None = None, **options: Any) -> Plan:
+def _by_recipe(layer: Layer, recipe: Recipe, axes: tuple[int, ...] | None, in_norm: bool) -> _Planned:
+    """Return what a layer prunes after `sparsify`, and what `sparsify` would refuse."""
+    sparsity, stack = recipe(layer.path), _stack(layer, axes)
+    if sparsity == Sparsity():
+        return _Planned(sparsity, stack=stack)
+    refused = layer_refusal(layer, sparsity, axes, in_norm)
+    slots = dict(layer_slot_refusals(layer, sparsity, axes)) if refused is None else {}
+    return _Planned(sparsity, recipe.backend, stack=stack, refused=refused, refused_slots=slots)
+
+
+def plan(
+    model: Any, *inputs: Any, recipe: Recipe | None = None, stack: int | tuple[int, ...] | None = None, **options: Any
+) -> Plan:  # fmt: skip
     """Return what every layer of a model will do, without doing it.
 
     The plan says, for each layer, what its slots prune, in how many groups, at how many FLOPs, who runs its products,
@@ -128,15 +140,17 @@ def plan(model: Any, *inputs: Any, recipe: Recipe | None = None, **options: Any)
     Args:
       model: A model, sparse or dense. It may be abstract, as `nnx.eval_shape` returns it.
       *inputs: An example of the model's inputs: arrays or their shapes. Without them, tokens and FLOPs are unknown.
-      recipe: If given, the plan is that of the model after ``sparsify(model, recipe)``. The model is not changed, and
-        what `sparsify` would refuse is listed in the plan.
+      recipe: If given, the plan is that of the model after ``sparsify(model, recipe, stack=stack)``. The model is not
+        changed, and what `sparsify` would refuse is listed in the plan. An abstract model is planned as if it had
+        values.
+      stack: As in `sparsify`. Only for a plan with a recipe.
       **options: Keyword arguments of the call, such as ``train=False``.
 
     Returns:
-      The `nmjax.analysis.plan.Plan`.
+      The `Plan`.
 
     Raises:
-      TypeError: The model is not one of flax.nnx, or ``recipe`` is not a Recipe.
+      TypeError: The model is not one of flax.nnx, ``recipe`` is not a Recipe, or ``stack`` comes without a recipe.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
@@ -155,7 +169,9 @@ def plan(model: Any, *inputs: Any, recipe: Recipe | None = None, **options: Any)
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"plan takes a Recipe, such as Recipe(((r'.*', 's_ste(2,4)'),)), got {type(recipe).__name__}.")
-    planned = _planned_layers(model, recipe)
+    if recipe is None and stack is not None:
+        raise TypeError("plan takes stack only together with a recipe: a sparse model knows which axes stack layers.")
+    planned = _planned_layers(model, recipe, (stack,) if isinstance(stack, int) else stack)
     copy, notes = _recording(model, [one.noted for one in planned])
     uncovered, parameters = _parameters(model, list(layers(model)))
     costs: Sequence[int | None] = [None] * len(notes)
@@ -163,8 +179,17 @@ def plan(model: Any, *inputs: Any, recipe: Recipe | None = None, **options: Any)
     if inputs or options:
         costs, elsewhere = _costs(_traced(copy, inputs, options), len(notes))
     rows = [_row(*row) for row in zip(layers(model), planned, notes, costs, strict=True)]
-    unused = () if recipe is None else recipe.unused(row.path for row in rows)
-    return Plan(tuple(rows), elsewhere, uncovered, parameters, unused)
+    refused = () if recipe is None else _recipe_refusals(model, recipe, [row.path for row in rows])
+    return Plan(tuple(rows), elsewhere, uncovered, parameters, refused)
+
+
+def _recipe_refusals(model: Any, recipe: Recipe, paths: list[str]) -> tuple[tuple[str, str], ...]:
+    """Return (where, reason) of what `sparsify` would refuse in a recipe itself."""
+    unused = "it matches no layer's whole path, or earlier rules decide for its layers."
+    refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(paths)]
+    if not paths and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
+        refused.append(("the model", f"{type(model).__name__} {NO_LAYERS}"))
+    return tuple(refused)
 
 
 def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:
@@ -196,22 +221,25 @@ def _recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[_Notes]]:
 def _row(layer: Layer, planned: _Planned, notes: _Notes, cost: int | None) -> LayerPlan:
     sparsity = planned.sparsity
     kernel, kind = tuple(layer.module.kernel.shape), type(layer.module).__name__
+    shares = flops.effective(sparsity)
     if planned.refused is not None:
         pruners = ((name, getattr(sparsity, name)) for name in SLOTS)
         slots = tuple(SlotPlan(name, p, refused=planned.refused.reason) for name, p in pruners if p != identity)
-        return LayerPlan(layer.path, kind, kernel, Sparsity(), slots, cost, (1.0, 1.0, 1.0), "dense")
+        return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, shares, hardened(sparsity))
     products: Iterable[Example] = dict.fromkeys(notes)
     if planned.noted and not notes:
         example = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
         products = () if example is None else (example,)
-    stacked = math.prod(layer.module.kernel.shape[a] for a in _stack(layer))
+    stacked = math.prod(layer.module.kernel.shape[a] for a in planned.stack)
     uses = [Use(*product, stacked) for product in products]
     slots = slots_of(sparsity, uses, bool(notes))
+    reasons = {name: refusal.reason for name, refusal in planned.refused_slots.items()}
+    slots = tuple(slot._replace(refused=slot.refused or reasons.get(slot.name)) for slot in slots)
     runs = ()
     if notes:
         runs = runs_of(sparsity, uses, planned.backend, planned.packed_before)
     return LayerPlan(
-        layer.path, kind, kernel, sparsity, slots, cost, flops.effective(sparsity), _hardened(layer, sparsity), runs
+        layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer, sparsity), runs
     )  # fmt: skip
 
 
@@ -279,9 +307,9 @@ def _rank(names: tuple[str, ...], shape: tuple[int, ...], with_doors: list[Layer
     return len(shape) - (len(stacks.pop()) if len(stacks) == 1 else 0)
 
 
-def _stack(layer: Layer) -> tuple[int, ...]:
+def _stack(layer: Layer, axes: tuple[int, ...] | None = None) -> tuple[int, ...]:
     try:
-        return layer.stack
+        return axes if axes in layer.stacks else layer.stack
     except ValueError:  # a kernel of another shape than its layer declares; such a layer is dense
         return ()
 

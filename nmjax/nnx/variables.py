@@ -94,8 +94,8 @@ class Site(nnx.Module):
             yield reprlib.Attr("backend", self.backend)
         for name, variables in (("words", self.words), ("time", self.time), ("state", self.state)):
             if variables is not None:
-                shown = [f"{v.dtype}{list(v.shape)}" for v in jax.tree.leaves(variables, is_leaf=_is_variable)]
-                yield reprlib.Attr(name, ", ".join(shown), use_raw_value=True)
+                values = [v.get_value() for v in jax.tree.leaves(variables, is_leaf=_is_variable)]
+                yield reprlib.Attr(name, ", ".join(map(_short, values)), use_raw_value=True)
 
     def _check_one_layer(self, kernel: tuple[int, ...]) -> None:
         """Raise an error if the layer is a stack of layers, or if its noise words or its time are not integers."""
@@ -145,6 +145,11 @@ class Site(nnx.Module):
 
 def _is_variable(v: Any) -> bool:
     return isinstance(v, NM)
+
+
+def _short(value: Any) -> str:
+    """Return an array as its dtype and shape, and any other value as it prints."""
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") and hasattr(value, "shape") else repr(value)
 
 
 def layer_ctx(arrays: Arrays, ranks: tuple[int, ...]) -> Ctx:

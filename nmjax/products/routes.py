@@ -54,6 +54,10 @@ class Route(NamedTuple):
       operand: The operand that is packed: x, w or g.
       shape: The product's key in the tables of tiles, if it is packed.
       formats: Pairs (operand, FP8 format). Empty if the product does not run in FP8.
+
+    >>> route = Route("emulated", "cpu has no sparse tensor cores")
+    >>> route.how, route.uses_forms
+    ('emulated', False)
     """
 
     how: str

@@ -35,6 +35,10 @@ def test_the_groups_of_an_array_are_drawn_as_those_of_its_pruner():
         assert (repr(array), array._repr_svg_()) == (repr(pruned), pruned._repr_svg_())
 
 
+def test_values_of_any_size_are_shown():
+    assert repr(nm.show(np.array([1e300, 1e-60]))).split() == ["1e+300", "1e-60", "2:", "1", "kept"]
+
+
 def test_large_arrays_are_cut_and_counted_whole():
     x = np.zeros((64, 128), np.float32)
     x[:, :32] = 1
@@ -73,6 +77,11 @@ def test_misuse_says_what_to_write():
         nm.show(np.zeros(0))
     with pytest.raises(TypeError, match="show got m=4 and a pruner, which has groups of its own"):
         nm.show(nm.mse(2, 4), jnp.ones(4), m=4)
+    with pytest.raises(TypeError, match="show draws one array, and only a pruner takes x, key and state, got"):
+        nm.show(jnp.ones(4), jnp.ones(4))
+    for m in (-4, 2.0):
+        with pytest.raises(TypeError, match=f"m must be a whole number, the size of a group, got {m}"):
+            nm.show(jnp.ones(4), m=m)
     with pytest.raises(ValueError, match="show: axis 0 has 4 values, which do not divide into groups of 3"):
         nm.show(jnp.ones((4, 6)), axis=0, m=3)
     with pytest.raises(ValueError, match="axis 7"):

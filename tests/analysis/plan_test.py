@@ -229,18 +229,58 @@ def test_a_recipe_lists_what_sparsify_refuses():
         "the rule 'plian'",
         "it matches no layer's whole path, or earlier rules decide for its layers.",
     )
-    assert plan.unused == ("plian",)
+    assert plan.recipe_refusals == plan.refused[-1:]
     by_path = {layer.path: layer for layer in plan.layers}
     for path in ("own", "normed/layer_instance"):
-        assert (by_path[path].sparsity, by_path[path].shares, by_path[path].runs) == (nm.Sparsity(), (1, 1, 1), ())
-        assert by_path[path].hardened == "dense"
+        assert (by_path[path].sparsity, by_path[path].runs) == (nm.parse(rules[0][1]), ())
         assert [slot.name for slot in by_path[path].slots if slot.refused] == ["fwd_rhs", "dlhs_g"]
     assert by_path["plain"].shares == (0.5, 1, 1)
     assert "1 of 4 layers pruned, 3 refused" in repr(plan)
     assert "REFUSED in the rule 'plian'" in repr(plan)
 
 
+def test_a_recipe_lists_shards_stacks_and_models_that_cannot_be_pruned():
+    """What only sparsify knows: how weights lie on devices, which axes stack layers, and that no layer has a door."""
+    recipe = nm.Recipe(((".*", "ste(2,4)"),))
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    model = nnx.Linear(24, 8, rngs=nnx.Rngs(0))
+    model.kernel.set_value(jax.device_put(model.kernel[...], NamedSharding(mesh, P("model", None))))
+    reason = "axis 0 has 24 values on 4 devices"
+    with pytest.raises(ValueError, match=reason):
+        nm.nnx.sparsify(model, recipe)
+    for inputs in ((), (shape(4, 24),)):
+        ((path, refused),) = nm.nnx.plan(model, *inputs, recipe=recipe).refused
+        assert path == ""
+        assert reason in refused
+
+    stacked = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 8))
+    with pytest.raises(ValueError, match="which does not say which axes stack layers"):
+        nm.nnx.sparsify(stacked, recipe)
+    ((_, refused),) = nm.nnx.plan(stacked, recipe=recipe).refused
+    assert "which does not say which axes stack layers" in refused
+    told = nm.nnx.plan(stacked, recipe=recipe, stack=0)
+    assert told == nm.nnx.plan(nm.nnx.sparsify(stacked, recipe, stack=0))
+    assert (told.refused, told.layers[0].slots[0].along) == ((), (8,))
+
+    class Empty(nnx.Module):
+        pass
+
+    with pytest.raises(ValueError, match="Empty has no nnx.Linear"):
+        nm.nnx.sparsify(Empty(), recipe)
+    ((where, refused),) = nm.nnx.plan(Empty(), recipe=recipe).refused
+    assert (where, refused.startswith("Empty has no nnx.Linear")) == ("the model", True)
+    assert nm.nnx.plan(Empty(), recipe=nm.Recipe(((".*", "dense"),))).refused == ()
+
+
+def test_a_recipe_of_an_abstract_model_is_that_of_the_model():
+    recipe, make = nm.Recipe(((".*", "s_ste(2,4)"),)), lambda: Mlp(16, 32, rngs=nnx.Rngs(0))
+    told = nm.nnx.plan(nnx.eval_shape(make), shape(4, 16), recipe=recipe)
+    assert told == nm.nnx.plan(nm.nnx.sparsify(make(), recipe), shape(4, 16))
+
+
 def test_a_plan_takes_a_recipe_only():
+    with pytest.raises(TypeError, match="plan takes stack only together with a recipe"):
+        nm.nnx.plan(mlp("dense"), stack=0)
     with pytest.raises(TypeError, match=r"plan takes a Recipe, such as .*, got str"):
         nm.nnx.plan(mlp("dense"), recipe="s_ste(2,4)")
 

@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from experiments import gallery
+from experiments import command, gallery
+from experiments.training import digest
 from tests.experiments.report.report_test import Tags
 
 CONFIGS = Path(gallery.ROOT) / "configs"
@@ -21,6 +23,9 @@ def run(folder, accuracy, effective):
     (folder / "run.json").write_text(json.dumps(about))
     (folder / "config.json").write_text(json.dumps({"seed": 0, "sparsity": folder.name}))
     (folder / "metrics.jsonl").write_text('{"step": 100, "seconds": 9, "kind": "eval", "hardened_accuracy": 0.9}\n')
+    for name in ("plan.html", "text.json"):
+        (folder / name).write_text(json.dumps({"prompt": f"{name} of {folder.name}"}))
+    np.savez(folder / "pictures.npz", mask=np.eye(4, dtype=bool), mask_name=f"mask of {folder.name}", mask_m=4)
     (folder / "checkpoints").mkdir()
 
 
@@ -64,20 +69,28 @@ def test_what_a_report_needs_is_kept(runs, tmp_path, monkeypatch):
     (tmp_path / "kept" / "vit_24").mkdir(parents=True)
     (tmp_path / "kept" / "vit_24" / "old.txt").write_text("of an earlier run")
     gallery.keep(runs, tmp_path / "kept")
-    assert {p.name for p in (tmp_path / "kept" / "vit_24").iterdir()} == {"config.json", "run.json", "metrics.jsonl"}
+    assert {p.name for p in (tmp_path / "kept" / "vit_24").iterdir()} == set(gallery.FILES)
+    with pytest.raises(gallery.Mistake, match="must be another folder"):
+        gallery.keep(runs, tmp_path / "kept" / ".." / "runs")
     pages = ("vit_24.html", "vit_dense.html", "compare-small.html", "index.html")
     for folder in (runs, tmp_path / "kept"):
         gallery.write(folder, tmp_path / folder.name / "out", SHELVES)
     for page in pages:
-        assert (tmp_path / "kept" / "out" / page).read_text() == (runs / "out" / page).read_text()
+        text = (runs / "out" / page).read_text()
+        assert (tmp_path / "kept" / "out" / page).read_text() == text
+    for words in ("plan.html of vit_24", "mask of vit_24"):
+        assert words in (runs / "out" / "vit_24.html").read_text()
 
 
-def test_the_committed_runs_have_finished():
+def test_the_committed_runs_have_finished_and_are_those_of_the_pages():
     for shelf in gallery.SHELVES:
         for page in shelf.pages:
             about = json.loads((gallery.RESULTS / page / "run.json").read_text())
             assert (about["outcome"], about["git"]["dirty"]) == ("finished", False)
-            assert f"--config=configs/{page}.py" in about["command"]
+            assert about["command"] == f"python launch.py --config=configs/{page}.py --workdir=runs/gallery/{page}"
+            # `make gallery` and `python -m experiments.gallery --keep` renew them after a change of a page
+            now = digest.identity(command.read(["launch.py", f"--config=configs/{page}.py"]).config)
+            assert digest.recorded(gallery.RESULTS / page).lasting == now.lasting
 
 
 @pytest.mark.processes
@@ -87,6 +100,7 @@ def test_a_page_is_trained_once(tmp_path, capfd):
     assert json.loads(first)["outcome"] == "finished"
     gallery.train("resnet_dense:smoke", tmp_path / "run")
     assert (tmp_path / "run" / "run.json").read_text() == first
-    assert "has finished already" in capfd.readouterr().out
-    with pytest.raises(gallery.Mistake, match=r"--config=configs/no_page.py failed, so the gallery stops"):
-        gallery.train("no_page", tmp_path / "none")
+    assert "finished already" in capfd.readouterr().out
+    with pytest.raises(RuntimeError, match=r"--config=configs/resnet_24.py:smoke failed, so the gallery stops"):
+        gallery.train("resnet_24:smoke", tmp_path / "run")  # a folder with a run of other settings
+    assert "holds a run of another config" in capfd.readouterr().err

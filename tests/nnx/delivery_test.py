@@ -1,5 +1,6 @@
 """Sparsity in flax.nnx models: layers of every kind, stacks, traces, time and state."""
 
+import re
 import textwrap
 
 import chex
@@ -449,6 +450,8 @@ def test_a_sparse_layer_prints_its_slots_and_no_address():
     assert repr(nnx.merge(*nnx.split(model)).up.dot_general) == site
     abstract = nnx.eval_shape(lambda: nnx.clone(model))
     assert repr(abstract.up.dot_general) == site
+    counted = jax.tree.map(lambda v: v.size, model)  # a tree of other values than arrays prints too
+    assert repr(counted.up.dot_general) == re.sub(r"(words|time)=.*,", r"\1=2,", site).replace("float32[1, 1]", "1")
 
 
 def test_sparsified_twice_is_the_second():
