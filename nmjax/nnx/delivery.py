@@ -163,7 +163,7 @@ def layer_refusal(
 
 def layer_slot_refusals(
     layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None
-) -> list[tuple[str, Refusal]]:  # fmt: skip
+) -> tuple[tuple[str, Refusal], ...]:  # fmt: skip
     """Return the slots of a layer that cannot prune operands of its shapes, with the reasons.
 
     Args:
@@ -174,7 +174,7 @@ def layer_slot_refusals(
     stack = axes if axes in layer.stacks else layer.stacks[0]
     product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
     if product is None:  # only a call says which product it is; its weight is not pruned
-        return []
+        return ()
     kernel = layer.module.kernel.get_value()
     sharding = getattr(kernel, "sharding", None)
     if isinstance(sharding, NamedSharding):
