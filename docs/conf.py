@@ -70,11 +70,12 @@ def copy_page(source: Path, target: Path) -> None:
         mark, text, path = match.groups()
         if path.startswith(("http", "#")):
             return match.group()
-        file = (source.parent / path).resolve()
+        name, anchor = re.fullmatch(r"([^#]*)(#.*)?", path).groups("")
+        file = (source.parent / name).resolve()
         if not file.exists():
             raise FileNotFoundError(f"{source}: the link to {path} is broken.")
         if mark or HERE in file.parents:
-            return f"{mark}[{text}]({os.path.relpath(file, target.parent)})"
+            return f"{mark}[{text}]({os.path.relpath(file, target.parent)}{anchor})"
         return text
 
     text = re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, source.read_text(encoding="utf-8"))
