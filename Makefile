@@ -1,14 +1,18 @@
-# Each target makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
+# Each target except clean makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
 #   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
 #   make test       the fast tests, on every core: about five minutes on two
 #   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (half an hour on two)
+#   make test-docs  the tests of the site, which need Sphinx
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
 #   make gallery    runs every page that needs no other data, and makes one index of their reports (half an hour on two)
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error
 #   make dist       builds the wheel, and installs it into an empty environment; TAG=v0.1.0 must be its version
 #   make lint       formatting, lint, types, and the files of GitHub
+#   make lint-types   the types only
+#   make lint-github  the files of GitHub only, and CITATION.cff
 #   make format     formats all files, and mends what the linter can mend
+#   make clean      removes the virtual environment
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -17,7 +21,7 @@ CONFIG ?= configs/vit_24.py
 export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
-.PHONY: run test test-all bench gallery notebooks docs dist lint lint-types lint-github format clean
+.PHONY: run test test-all test-docs bench gallery notebooks docs dist lint lint-types lint-github format clean
 
 run: $(VENV)/made
 	$(BIN)/python launch.py --config=$(CONFIG)
@@ -27,6 +31,9 @@ test: $(VENV)/made
 
 test-all: $(VENV)/made
 	$(PYTEST)
+
+test-docs: $(VENV)/docs-made
+	$(BIN)/python -m pytest -q tests/site_test.py
 
 bench: $(VENV)/made
 	$(BIN)/python -m experiments.bench transforms
@@ -59,6 +66,8 @@ lint-types: $(VENV)/made
 lint-github: $(VENV)/made
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/zizmor --offline --quiet --config .github/zizmor.yml .github/workflows
 
 format: $(VENV)/made

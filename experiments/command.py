@@ -84,18 +84,27 @@ def _check(asked: "Asked") -> None:
         raise Mistake("--sweep trains: it goes without --from, and without --mode but for --sweep_index=N --mode=plan.")
     if asked.sink:
         if mode != "train":
-            raise Mistake(f"--sink is sent what a run writes while it trains: it goes without --mode={mode}.")
+            raise Mistake(f"--sink needs a run that trains. With --mode={mode}, leave it out.")
         sinks.check(asked.sink)
     if seeds < 1 or seeds > 1 and (not asked.sweep or asked.index is not None):
         raise Mistake(f"--seeds_at_once={seeds}: at least 1, and more of a --sweep that has no --sweep_index.")
     if seeds > 1 and processes.count() > 1:
         raise Mistake(f"--seeds_at_once={seeds} is for one process: it goes without --distributed.")
     if asked.results:
-        results = Path(asked.results)
-        if not asked.sweeping or asked.planned or not results.parent.is_dir() or results.is_dir():
-            raise Mistake(f"--results={asked.results} is a file, in a folder that is there, for the runs of a --sweep.")
+        _check_results(asked)
     if not 0 <= asked.config.seed < 2**32:
         raise Mistake(f"config.seed={asked.config.seed} is not from 0 to 4,294,967,295.")
+
+
+def _check_results(asked: "Asked") -> None:
+    """Refuse a file of results that no run would write, or that cannot be written."""
+    path, flag = Path(asked.results), f"--results={asked.results}"
+    if not asked.sweeping or asked.planned:
+        raise Mistake(f"{flag} needs a sweep that trains. Add --sweep or --sweep_index=N, and leave out --mode=plan.")
+    if path.is_dir():
+        raise Mistake(f"{flag} is a folder. Write the name of a file, such as {path / 'results.jsonl'}.")
+    if not path.parent.is_dir():
+        raise Mistake(f"{flag}: there is no folder {path.parent}. Create it, or write another name.")
 
 
 def _cache_programs() -> None:

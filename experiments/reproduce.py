@@ -7,6 +7,7 @@ table: the results, the published results if the study's page has some, and a co
 names some. A study that looks into runs makes its own table and pictures. All other text is written by hand.
 """
 
+import argparse
 import datetime
 import importlib
 import json
@@ -299,9 +300,7 @@ def _pairs(ours: Compared, questions: dict[str, dict[str, list[tuple[str, str]]]
 
 def _scaled(comparison: compare.Comparison, value: float | None) -> float | None:
     """Return a value in points if it is a share."""
-    if value is None:
-        return None
-    return value * (100 if comparison.shares else 1)
+    return None if value is None else value * (100 if comparison.shares else 1)
 
 
 def _axis(comparison: compare.Comparison) -> str:
@@ -381,8 +380,9 @@ def page(text: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     return BLOCK.sub(renew, text), pictures
 
 
-def main() -> int:
+def main(args: list[str] | None = None) -> int:
     """Write the page and its pictures, and return the exit code."""
+    argparse.ArgumentParser("python -m experiments.reproduce", description=__doc__.split("\n")[0]).parse_args(args)
     try:
         text, pictures = page(PAGE.read_text())
     except Mistake as mistake:

@@ -7,7 +7,7 @@
 # a file system that they share. The first machine listens on port 8476 (PORT=... for another one). The machines also talk
 # over ports that the system chooses, so all ports between them have to be open.
 # It prints the lines of the first machine, and errors of the others, each after its machine's name. Ctrl-C makes all save
-# after the same step. If a process dies, the others end within seconds; the same line continues the run.
+# after the same step. If a process dies, the others end too, and the same line continues the run.
 
 set -uo pipefail
 hosts=()

@@ -1,6 +1,7 @@
 """The pages: their commands are understood, and the reference has every public name once, with an example."""
 
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
@@ -58,6 +59,25 @@ def test_every_public_name_is_in_the_reference_once():
             assert f"nmjax.{name}" in listed
 
 
+def names_used(page: Path) -> set[str]:
+    """Return every name that a page or a notebook takes from nm, as nm.nnx.plan."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return set(re.findall(r"(?<![\w.])nm(?:\.[A-Za-z]\w*)+", text))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "notebooks").glob("*.ipynb"))], ids=lambda page: page.stem)
+def test_a_name_that_a_page_uses_is_in_the_reference(page):
+    """Or it is a space, a member of a class that is there, or a module's constant."""
+    listed = {name.name.replace("nmjax", "nm", 1): name.value for name in NAMES}
+    spaces = {space.replace("nmjax", "nm", 1) for space in public.SPACES}
+    for used in names_used(page) - spaces - {"nm.__version__"}:
+        *front, last = used.split(".")
+        owner = ".".join(front)
+        assert used in listed or (owner in listed and hasattr(listed[owner], last)) or last.isupper(), used
+
+
 def missing(value) -> str:
     """Return what a docstring lacks: a first sentence, or an example; "" if it has both."""
     text = inspect.getdoc(value) or ""
@@ -104,10 +124,15 @@ def test_every_pruner_file_is_on_the_page_of_the_architecture():
         assert file.stem in text, f"docs/architecture.md does not have {file.name}"
 
 
-FIGURE = re.compile(r"\d\s*±\s*\d|\d\s(?:nats|points)\b")
-SOURCE = re.compile(
-    r"\]\([^)]*(?:reproduction|REPRODUCTION|benchmarks|gallery|experiments/results/)[^)]*\)"  # a link to results
-    r"|python -m experiments|launch\.py --|^make [a-z]|`make [a-z]",  # or a command
+# A measured figure: with an error, or in a unit of what is measured. "times" and "%" count with a decimal point only:
+# "30 % of the run" and "two times" are settings.
+FIGURE = re.compile(
+    r"\d\s*±\s*\d|\d\s(?:nats|points|percentage points)\b|\d\.\d+\s(?:to\s\d\.\d+\s)?times\b|\d\.\d+\s%|\d\s(?:ms|µs)\b"
+    r"|\d\s\w*/s\b"
+)
+SOURCE = re.compile(  # a link to results, or a command that measures
+    r"\]\([^)]*(?:/reproduction\.md|/REPRODUCTION\.md|/benchmarks\.md|/gallery\.md|/results/)[^)]*\)"
+    r"|python -m experiments\.\w+|launch\.py --|^make (?:bench|gallery|run)\b|`make (?:bench|gallery|run)\b",
     re.MULTILINE,
 )
 
@@ -138,4 +163,24 @@ def test_a_figure_without_a_source_is_found():
     assert without_source(f"# A\n\nIt loses 2 points.\n\n## B\n\n{source}") == ["# A"]
     assert without_source(f"# A\n\nIt loses 0.2 ± 0.3. {source}") == []
     assert without_source(f"# A\n\nIt loses 0.2 ± 0.3.\n\n{command}") == []
-    assert without_source("# A\n\n`0.2 ± 0.3` is a text. Three points matter.") == []
+    assert without_source("# A\n\n`0.2 ± 0.3` is a text. Three points matter, at 30 % of the run, two times.") == []
+    for figure in (
+        "It is 1.9 times faster",
+        "98.0 %",
+        "13 ms",
+        "2.3 percentage points",
+        "7 tokens/s",
+        "0.9 to 1.2 times",
+    ):
+        assert without_source(f"# A\n\nWe saw {figure}.") == ["# A"]
+        assert without_source(f"# A\n\nWe saw {figure}. Then `make clean` it ([more](benchmarks_of_mine.md)).") == [
+            "# A"
+        ]
+
+
+def test_every_target_of_make_is_on_the_page_of_commands():
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert "test" in targets
+    for target in targets:
+        assert f"`make {target}`" in text, f"docs/reference/commands.md does not have make {target}"

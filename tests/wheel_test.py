@@ -1,12 +1,14 @@
 """The wheel holds what it should and nothing else, and works in an empty environment.
 
-``python -m tests.wheel_test dist [TAG]`` checks the wheel in a folder, before a release.
+``python -m tests.wheel_test dist [TAG]`` checks the wheel and the source archive in a folder, before a release.
 """
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import nmjax
 
 ROOT = Path(__file__).parent.parent
+BESIDE = ("pyproject.toml", "README.md", "LICENSE")  # the files that the package is built from, besides its own
 TRY = """
 import nmjax as nm, jax.numpy as jnp
 assert nm.prune(nm.mse(2, 4), jnp.array([1.0, -2.0, 3.0, -4.0])).tolist() == [0.0, 0.0, 3.0, -4.0]
@@ -44,6 +47,20 @@ def check(folder: Path, files: set[str], tag: str = "") -> Path:
     if held != files:
         raise SystemExit(f"{wheel.name} should hold the files of nmjax/: {sorted(held ^ files)} differ.")
     return wheel
+
+
+def check_source(folder: Path, files: set[str]) -> None:
+    """Check the only source archive in a folder.
+
+    Raises:
+      SystemExit: The archive lacks files of the package, or pyproject.toml, README.md or LICENSE.
+    """
+    (source,) = folder.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    missing = {*files, *BESIDE} - held
+    if missing:
+        raise SystemExit(f"{source.name} lacks {sorted(missing)}.")
 
 
 def metadata(wheel: Path) -> str:
@@ -78,9 +95,9 @@ def wheel(tmp_path_factory) -> Path:
         pytest.skip("git is to tell the files of the package, and this is no checkout")
     copy = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "nmjax", copy / "nmjax", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in BESIDE:
         shutil.copy(ROOT / name, copy)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(copy / "dist")]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist")]
     subprocess.run(command, cwd=copy, check=True, capture_output=True)
     return check(copy / "dist", expected("--cached", "--others", "--exclude-standard"))
 
@@ -88,6 +105,19 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.mark.processes
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert wheel.name.startswith(f"nmjax-{nmjax.__version__}-py3-none-any")
+
+
+@pytest.mark.processes
+def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
+    try_in_an_empty_environment(wheel, tmp_path / "environment")
+
+
+@pytest.mark.processes
+def test_the_source_archive_holds_the_package(wheel):
+    files = expected("--cached", "--others", "--exclude-standard")
+    check_source(wheel.parent, files)
+    with pytest.raises(SystemExit, match=re.escape("lacks ['nmjax/nothing.py']")):
+        check_source(wheel.parent, files | {"nmjax/nothing.py"})
 
 
 @pytest.mark.processes
@@ -125,9 +155,27 @@ def test_the_import_is_quiet():
     assert done.returncode == 0, done.stderr
 
 
+IMPORTED = """
+import json, sys
+import jax, flax.nnx
+before = set(sys.modules)
+import nmjax
+names = lambda modules: {module.partition(".")[0] for module in modules}
+print(json.dumps(sorted(names(sys.modules) - names(before) - sys.stdlib_module_names)))
+"""
+
+
+@pytest.mark.processes
+def test_the_import_loads_few_packages():
+    """Each package that is imported costs every user time, so `import nmjax` adds only these to jax and flax.nnx."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["jaxtyping", "nmjax", "wadler_lindig"]  # jaxtyping imports wadler_lindig
+
+
 if __name__ == "__main__":
     folder, tag = Path(sys.argv[1]), "".join(sys.argv[2:])
     found = check(folder, expected(), tag)
+    check_source(folder, expected())
     reasons = unfit_for_publishing(metadata(found)) if tag else []
     if reasons:
         raise SystemExit("\n".join([f"{found.name} is not ready for a release:", *reasons]))

@@ -65,7 +65,7 @@ def folders(paths: list[Path]) -> list[Path]:
     """Return the folders of runs. Each path is one, or holds some.
 
     Raises:
-      Mistake: If a path is no run and holds none.
+      Mistake: If a path is not the folder of a run or of runs.
     """
     runs = []
     for path in paths:
@@ -75,7 +75,9 @@ def folders(paths: list[Path]) -> list[Path]:
         elif inside:
             runs += _ordered(path, inside)
         else:
-            raise Mistake(f"{path} is no run and holds none: there is no run.json in it, nor in its folders.")
+            raise Mistake(
+                f"{path} is not the folder of a run or of runs: neither it nor a folder in it has a run.json."
+            )
     return runs
 
 

@@ -7,6 +7,7 @@ python -m experiments.studies dw           the errors of dw with pruned gradient
 python -m experiments.studies noise        the gradients' variance and Adam's second moment
 """
 
+import argparse
 import importlib
 import math
 import sys
@@ -65,12 +66,17 @@ def add(name: str, results: Path = RESULTS) -> None:
         print(f"{run}: {study.describe(line)}", flush=True)
 
 
-def main(words: list[str]) -> int:
+def main(args: list[str] | None = None) -> int:
     """Run the study that a command names, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m experiments.studies",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("study", choices=NAMES, help="the study to run")
+    options = parser.parse_args(args)
     try:
-        if len(words) != 1 or words[0] not in NAMES:
-            raise Mistake(f"python -m experiments.studies takes one of {', '.join(NAMES)}.")
-        add(words[0])
+        add(options.study)
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
         return 2
@@ -78,4 +84,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -19,8 +19,8 @@ from nmjax.kernels.targets import Target
 
 SHIPPED = Path(__file__).parent / "tables"
 
-_DENSE = 790e12 / 132  # FLOP/s of a multiprocessor in dense bf16 products, measured on an H200 at its power limit
-_BYTES = 0.6 * 4.3e12 / 132  # bytes/s that a multiprocessor's share of a packing kernel moves
+_DENSE = 790e12 / 132  # FLOP/s of a multiprocessor in dense bf16 products: assumed, 0.8 of an H200's peak
+_BYTES = 0.6 * 4.3e12 / 132  # bytes/s that a multiprocessor's share of a packing kernel moves: assumed
 
 # ---- tables ----
 

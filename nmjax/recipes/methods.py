@@ -218,17 +218,20 @@ def sdgf(
       A sparsity with ``fwd_rhs`` set.
 
     Raises:
-      ValueError: The kind is neither of the two, k is no power of two, or the steps do not suffice for the patterns.
+      ValueError: The kind is neither of the two, k is no power of two, ``dense`` or ``finetune`` is negative,
+        or the steps do not suffice for the patterns.
 
     >>> sdgf(1, 8, steps=400)
     fwd_rhs=ste(stages(((0,mse(7,8)),(100,mse(4,8)),(200,mse(2,8)),(300,mse(1,8)))))
     """
     patterns = [*_looser(n, m, kind, k), (n, m)]
     span = steps - dense - finetune
-    if dense < 0 or finetune < 0 or span < len(patterns):
+    if dense < 0 or finetune < 0:
+        raise ValueError(f"sdgf: dense and finetune are at least 0, got dense={dense} and finetune={finetune}.")
+    if span < len(patterns):
         raise ValueError(
-            f"sdgf: {steps} steps less {dense} dense and {finetune} of fine-tuning leave {span} for {len(patterns)} "
-            "stages. Give more steps."
+            f"sdgf: {steps} steps are too few for {dense} dense steps, {len(patterns)} stages and {finetune} steps of "
+            f"fine-tuning. Give at least {dense + len(patterns) + finetune} steps."
         )
     rows: list[tuple[int, Pruner]] = [(0, identity)] if dense else []
     rows += [(dense + span * i // len(patterns), mse(*pattern)) for i, pattern in enumerate(patterns)]

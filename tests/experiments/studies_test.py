@@ -336,8 +336,20 @@ def test_what_is_there_is_not_looked_into_again(tmp_path, monkeypatch, capsys):
         assert lines[0]["outcome"] == "finished"
         assert lines[1]["outcome"] == "diverged: the flips is inf at look 1"
     assert capsys.readouterr().out.count("\n") == len(descent.CASES)
-    assert looks.main(["nothing"]) == 2
-    assert "takes one of descent, dw, noise." in capsys.readouterr().err
+
+
+def test_the_commands_of_results_explain_themselves(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        looks.main(["nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+    monkeypatch.setattr(looks, "add", None)  # neither runs nor writes
+    monkeypatch.setattr(reproduce, "page", None)
+    for main, name in ((looks.main, "studies"), (reproduce.main, "reproduce")):
+        with pytest.raises(SystemExit, match="0"):
+            main(["--help"])
+        assert f"usage: python -m experiments.{name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        reproduce.main(["--all"])
 
 
 def test_dense_runs_of_as_many_flops_are_of_the_same_seed(tmp_path):

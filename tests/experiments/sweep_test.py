@@ -127,17 +127,24 @@ def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
     words = page(tmp_path)
     command.main([*words, "--sweep_index=3", "--mode=plan"], "")
     assert "ste(soft(2,4))" in capsys.readouterr().out  # the page itself has ste(mse(2,4))
-    with pytest.raises(Mistake, match=r"--results=\S+ is a file, in a folder that is there, for the runs of a --sweep"):
+    with pytest.raises(
+        Mistake, match=r"--results=\S+ needs a sweep that trains\. Add --sweep or .* leave out --mode=plan"
+    ):
         command.main([*words, "--sweep_index=3", "--mode=plan", f"--results={tmp_path / 'a.jsonl'}"], "")
     assert [path.name for path in tmp_path.iterdir()] == ["page.py"]
     with pytest.raises(Mistake, match="--sweep_index=4: the sweep has 4 runs, from 0 to 3"):
         command.main([*words, "--sweep_index=4"], "")
     with pytest.raises(Mistake, match="--sweep trains: it goes without --from, and without --mode but"):
         command.main([*words, "--sweep", "--mode=plan"], "")
-    for results in (["--sweep", "--results=nowhere/a.jsonl"], ["--sweep", "--results=tests"], ["--results=a.jsonl"]):
-        with pytest.raises(
-            Mistake, match=r"--results=\S+ is a file, in a folder that is there, for the runs of a --sweep"
-        ):
+    for results, message in (
+        (["--sweep", "--results=nowhere/a.jsonl"], "--results=nowhere/a.jsonl: there is no folder nowhere. Create it,"),
+        (
+            ["--sweep", "--results=tests"],
+            "--results=tests is a folder. Write the name of a file, such as tests/results",
+        ),
+        (["--results=a.jsonl"], "--results=a.jsonl needs a sweep that trains. Add --sweep or --sweep_index=N,"),
+    ):
+        with pytest.raises(Mistake, match=message):
             command.main([*words, *results], "")
     with pytest.raises(Mistake, match="has no function get_sweep"):
         command.main(["launch.py", "--config=configs/vit_dense.py", "--sweep"], "")

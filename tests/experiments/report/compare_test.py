@@ -71,7 +71,7 @@ def test_what_cannot_be_compared(study, capsys):
     assert "--baseline='blocks=x' is none of the configs: 'blocks=dense'" in capsys.readouterr().err
     (study / "empty").mkdir()
     assert command.main([str(study / "empty")]) == 2
-    assert "is no run and holds none" in capsys.readouterr().err
+    assert "is not the folder of a run or of runs" in capsys.readouterr().err
 
 
 def test_seeds_alone(tmp_path):

@@ -314,7 +314,7 @@ def test_the_command_prints_where_the_page_is(tmp_path, capsys):
         assert main([str(wrong)]) == 2
         out, err = capsys.readouterr()
         assert not out
-        assert err == f"{wrong} is no run and holds none: there is no run.json in it, nor in its folders.\n"
+        assert err == f"{wrong} is not the folder of a run or of runs: neither it nor a folder in it has a run.json.\n"
     (run / "run.json").write_text("[1]")
     with pytest.raises(Mistake, match="no JSON object"):
         report.write(run)

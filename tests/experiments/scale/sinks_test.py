@@ -193,7 +193,7 @@ def test_words_of_a_sink(tmp_path):
     assert command.read(page).sink == ""
     with pytest.raises(Mistake, match="--sink=wandbb: value should be one of <wandb.trackio.mlflow>"):
         command.main([*page, "--sink=wandbb"], "")
-    with pytest.raises(Mistake, match="--sink is sent what a run writes while it trains: it goes without --mode=plan"):
+    with pytest.raises(Mistake, match="--sink needs a run that trains. With --mode=plan, leave it out."):
         command.main([*page, "--sink=wandb", "--mode=plan"], "")
 
 
