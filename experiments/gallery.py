@@ -49,7 +49,7 @@ SHELVES = (
 NOT_RUN = ("resnet50_imagenet", "vitb_imagenet", "gpt2_124m")
 NEEDS = "These pages have the settings of papers. They need other data and many hours of GPUs."
 COMPARISON = "The comparison: curves, and scores by effective FLOPs"
-ONE_RUN = "There is one run of each page, so small differences may be chance. A comparison of methods needs several seeds."
+ONE_RUN = "There is one run of each page, so small differences may be chance. To compare methods, train several seeds."
 
 
 def train(page: str, folder: Path) -> None:

@@ -50,7 +50,7 @@ def test_the_index_links_to_reports_and_comparisons_that_are_there(runs, tmp_pat
     assert links == ["vit_dense.html", "vit_24.html", "compare-small.html"]
     assert all((index.parent / link).exists() for link in links)
     assert "Small &lt;runs&gt;" in text
-    assert "A comparison of methods needs several seeds" in text
+    assert "To compare methods, train several seeds" in text
     for cell in ("95.00 %", "-2.00", "0.600", "1 min 30 s", "of 8x8 digits", "dense Vision Transformer"):
         assert cell in text, cell
     assert "vit_dense" in (index.parent / "compare-small.html").read_text()
