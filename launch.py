@@ -1,6 +1,6 @@
-"""Train, evaluate or plan a run.
+"""Train, evaluate or plan a run, or show its settings.
 
-python launch.py --config=configs/vit_24.py [--workdir=DIR] [--from=DIR] [--mode=train|eval|plan]
+python launch.py --config=configs/vit_24.py [--workdir=DIR] [--from=DIR] [--mode=train|eval|plan|config]
                  [--config.FIELD=VALUE ...] [--sweep [--seeds_at_once=N]] [--sweep_index=I] [--results=FILE]
                  [--sink=wandb|trackio|mlflow] [--distributed=auto|off|HOST:PORT,N,I]
 """

@@ -12,22 +12,34 @@ from ml_collections import ConfigDict
 def run() -> ConfigDict:
     """Return the fields of every run."""
     c = ConfigDict()
-    c.experiment = ""  # "image", "text", or module:name of a task (experiments/training/task.py)
-    c.seed = 0  # of weights, data order, augmentation and pruning noise
-    c.epochs, c.steps = 0.0, 0  # length of the run; epochs count only if steps is 0
-    c.batch = 128  # examples in an optimizer step ...
-    c.accumulate = 1  # ... divided into this many micro-batches
+    c.experiment = ""  # image, text, or module:name of a task (experiments/training/task.py)
+    c.seed = 0  # seed of weights, data order, augmentation and pruning noise
+    c.epochs = 0.0  # length of the run in epochs; used only if steps is 0
+    c.steps = 0  # length of the run in optimizer steps
+    c.batch = 128  # examples in an optimizer step
+    c.accumulate = 1  # micro-batches that a batch is divided into
     c.dtype = "float32"  # layers compute in float32 or bfloat16; parameters are float32
     c.clip = 1.0  # largest norm of the gradient; 0: no clipping
     c.ema = 0.0  # decay of averaged weights, which are then evaluated; 0: the weights themselves are
-    c.optimizer = "adamw(b1=0.9, b2=0.999, weight_decay=0.05)"  # of Optax, or "step_adam(after=10%, before=50%)"
-    c.learning_rate = dict(peak=1e-3, warmup="5%", shape="cosine", end=0.0)
+    c.optimizer = "adamw(b1=0.9, b2=0.999, weight_decay=0.05)"  # of Optax, or step_adam(after=10%, before=50%)
+    c.learning_rate = dict(
+        peak=1e-3,  # the rate after the warm-up
+        warmup="5%",  # duration of the linear warm-up
+        shape="cosine",  # after the warm-up: cosine, linear or constant
+        end=0.0,  # the rate at the last step
+    )
     c.masked_decay = 0.0  # strength of the decay of dropped weights (nm.optim.masked_decay)
-    c.model = dict(name="", size="")  # a model of nmjax/models or module:name; more fields are arguments of its class
-    c.rules = ((r".*", "dense"),)  # the first pattern that matches a layer's whole path names its sparsity
-    c.sparsity = dict()  # name -> method, as nm.parse reads it; pruners, schedules and methods may be module:name
+    c.model = dict(  # an argument of the model's class
+        name="",  # a model of nmjax/models, or module:name
+        size="",  # a name in the model's SIZES
+    )
+    c.rules = ((r".*", "dense"),)  # (pattern, name in sparsity or method); the first that matches a layer's whole path
+    c.sparsity = dict()  # the method of a name in rules, as nm.parse reads it; parts of it may be module:name
     c.backend = "auto"  # who runs pruned products, as in nm.Recipe
-    c.mesh = dict(fsdp=1, tensor=1)  # numbers of devices that share the parameters, and a block's products
+    c.mesh = dict(
+        fsdp=1,  # devices that share the parameters
+        tensor=1,  # devices that share the products of a block
+    )
     c.evaluate = "10%"  # time between evaluations, each with a checkpoint; the last step is always evaluated
     c.measure = "5%"  # time between measurements of density, flip rate and variance of gradients; 0: none
     return c
@@ -37,7 +49,14 @@ def image(data: str) -> ConfigDict:
     """Return a run that classifies images: the digits, which need no download, or another set."""
     c = run()
     c.experiment = "image"
-    c.data = dict(name="digits", dir="", crop=1, flip=False, mixup=0.0, smoothing=0.1)
+    c.data = dict(
+        name="digits",  # digits, mnist, fashion_mnist, cifar10, folder, or module:name
+        dir="",  # the folder that is searched first
+        crop=1,  # random shift by up to so many pixels; 0: none
+        flip=False,  # random mirroring
+        mixup=0.0,  # alpha of mixup; 0: none
+        smoothing=0.1,  # label smoothing
+    )
     if data in ("mnist", "fashion_mnist", "cifar10"):
         c.data.update(name=data, crop=4 if data == "cifar10" else 2, flip=data != "mnist")
     elif data == "folder":
@@ -83,7 +102,14 @@ def gpt(data: str) -> ConfigDict:
     """Return a run of a language model: on the help pages of Python, byte by byte, or on any text."""
     c = run()
     c.experiment = "text"
-    c.data = dict(name="pydoc", dir="", valid="", tokenizer="bytes", length=128, tests=0)  # tests: windows; 0: all
+    c.data = dict(
+        name="pydoc",  # pydoc, a file or a folder of text, or module:name
+        dir="",  # the folder that is searched first
+        valid="",  # the file for validation; empty: the last tenth of the text
+        tokenizer="bytes",  # bytes, or a JSON file of Hugging Face's tokenizers
+        length=128,  # tokens in a window
+        tests=0,  # windows of the validation text that are evaluated; 0: all
+    )
     c.model = dict(name="gpt", size="tiny", scan=False, remat=False)
     c.steps, c.batch = 1000, 16
     c.optimizer = "adamw(b1=0.9, b2=0.95, weight_decay=0.1)"
@@ -99,9 +125,13 @@ def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
 
     Numbers of 0 are counted. With ``skip`` files that cannot be read are skipped.
     """
-    counts = dict(examples=examples, classes=classes)
-    augmented = dict(crop=0, flip=True, mixup=0.0, smoothing=0.1)
-    return ConfigDict(dict(name="folder", dir="", size=size, skip=False, **augmented, **counts))
+    c = ConfigDict()
+    c.data = dict(name="folder", dir="", crop=0, flip=True, mixup=0.0, smoothing=0.1)
+    c.data.size = size  # side of the images in pixels
+    c.data.skip = False  # skip files that cannot be read, instead of stopping
+    c.data.examples = examples  # expected number of images; 0: they are counted
+    c.data.classes = classes  # expected number of classes; 0: they are counted
+    return c.data
 
 
 def full_size(variant: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import sweep
+from experiments import sweep, usage
 from experiments.errors import Mistake
 from experiments.scale import processes, sinks
 from experiments.training import digest, provenance
@@ -26,13 +26,22 @@ from experiments.training import digest, provenance
 ROOT = Path(__file__).parent.parent
 
 
-def main(argv: list[str], usage: str) -> None:
-    """Read a command line, and do what it asks for. With --help, print the usage and the pages of settings."""
-    if {"-h", "--help", "-help"} & set(argv):
-        print(f"{usage.strip()}\n\nconfigs:\n{listing()}")
-        return
+def main(argv: list[str], head: str) -> None:
+    """Read a command line, and do what it asks for.
+
+    Args:
+      argv: The command line.
+      head: The usage, with which --help begins.
+    """
     importable(Path.cwd())
+    if {"-h", "--help", "-help"} & set(argv):
+        page = _split(argv)[1] or "configs/vit_24.py"
+        print(usage.text(head, page, load(page), listing()))
+        return
     asked = read(argv)
+    if asked.mode == "config":
+        print(usage.listing(asked.config))
+        return
     with processes.joined(asked.distributed):
         carry_out(asked, shlex.join(["python", *argv]))
 
@@ -136,7 +145,7 @@ class Asked(NamedTuple):
       config: The settings of the page, with the changes of the command line.
       page: FILE or FILE:VARIANT.
       workdir: The run's directory, or "".
-      mode: "train", "eval" or "plan".
+      mode: "train", "eval", "plan" or "config".
       origin: The directory of the run that this one begins with, or "".
       distributed: "auto", "off", HOST:PORT,N,I, or "".
       sweep: Whether all runs of the page's sweep are trained.
@@ -204,24 +213,18 @@ def read(argv: list[str]) -> Asked:
     Without --config, --mode=eval reads the settings of the run in --workdir. They may not name other modules: only a
     page or a command line that a person gives may have Python import anything.
     """
-    words, page = [], None
-    for i, word in enumerate(argv):
-        if word.startswith("--config="):
-            page = word.removeprefix("--config=")
-        elif word == "--config" and i + 1 < len(argv):
-            page = argv[i + 1]
-        elif i == 0 or argv[i - 1] != "--config":
-            words.append(word)
+    words, page = _split(argv)
     if page:
         config = load(page)
     else:
-        workdir = Path(next((w.removeprefix("--workdir=") for w in words if w.startswith("--workdir=")), ""))
-        if "--mode=eval" not in words or not (workdir / "config.json").is_file():
+        workdir = next((w.removeprefix("--workdir=") for w in words if w.startswith("--workdir=")), "")
+        if "--mode=eval" not in words or not workdir:
             raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages())}.")
-        config, page = _recorded(workdir / "config.json"), workdir.name
-    for word in words[1:]:
-        if word.startswith("--config."):
-            _exists(config, word.removeprefix("--config.").partition("=")[0])
+        config, page = _recorded(Path(workdir) / "config.json"), Path(workdir).name
+    fields = [word.removeprefix("--config.").partition("=")[0] for word in words[1:] if word.startswith("--config.")]
+    new = [field for field in fields if _adds_method(config, field)]
+    for field in fields:
+        _exists(config, field)
     values = _flags()
     before, sys.argv = sys.argv, words  # config_flags looks for changes there
     try:
@@ -233,6 +236,14 @@ def read(argv: list[str]) -> Asked:
         sys.argv = before
     if rest[1:]:
         raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
+    for name in (field.removeprefix("sparsity.") for field in new):
+        if name not in (method for _, method in config.rules):
+            others = ", ".join(old for old in config.sparsity if old != name)
+            hint = f", or change one of {others}." if others else "."
+            raise Mistake(
+                f"--config.sparsity.{name}: no rule uses {name!r}. Also write "
+                f"--config.rules=\"((PATTERN,'{name}'),...)\"{hint}"
+            )
     return Asked(
         config=config,
         page=page,
@@ -248,22 +259,48 @@ def read(argv: list[str]) -> Asked:
     )
 
 
+def _split(argv: list[str]) -> tuple[list[str], str | None]:
+    """Return the words of a command line without --config=PAGE, and the page."""
+    words, page = [], None
+    for i, word in enumerate(argv):
+        if word.startswith("--config="):
+            page = word.removeprefix("--config=")
+        elif word == "--config" and i + 1 < len(argv):
+            page = argv[i + 1]
+        elif i == 0 or argv[i - 1] != "--config":
+            words.append(word)
+    return words, page
+
+
+def _adds_method(config: ConfigDict, field: str) -> bool:
+    """Return whether a field is a new name in config.sparsity. If so, add it, so that it can be set."""
+    front, _, name = field.partition(".")
+    if front != "sparsity" or not name or "." in name or name in config.sparsity:
+        return False
+    with config.unlocked():
+        config.sparsity[name] = ""
+    return True
+
+
 def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_string("workdir", "", "the run's directory", flag_values=values)
-    flags.DEFINE_string("from", "", "a run whose last state this one begins with", flag_values=values)
-    flags.DEFINE_enum("mode", "train", ["train", "eval", "plan"], "what to do", flag_values=values)
-    flags.DEFINE_string("distributed", "", "auto, off or HOST:PORT,N,I", flag_values=values)
-    flags.DEFINE_boolean("sweep", False, "all runs of the page's get_sweep()", flag_values=values)
-    flags.DEFINE_integer("sweep_index", None, "one of them", flag_values=values)
-    flags.DEFINE_integer("seeds_at_once", 1, "runs trained side by side", flag_values=values)
-    flags.DEFINE_string("results", "", "a file for the results of a sweep", flag_values=values)
-    flags.DEFINE_enum("sink", None, list(sinks.SINKS), "a service that gets the numbers too", flag_values=values)
+    values, words = flags.FlagValues(), {name: words for name, (_, words) in usage.FLAGS.items()}
+    for name in ("workdir", "from", "distributed", "results"):
+        flags.DEFINE_string(name, "", words[name], flag_values=values)
+    flags.DEFINE_enum("mode", "train", usage.FLAGS["mode"][0].split("|"), words["mode"], flag_values=values)
+    flags.DEFINE_boolean("sweep", False, words["sweep"], flag_values=values)
+    flags.DEFINE_integer("sweep_index", None, words["sweep_index"], flag_values=values)
+    flags.DEFINE_integer("seeds_at_once", 1, words["seeds_at_once"], flag_values=values)
+    flags.DEFINE_enum("sink", None, list(sinks.SINKS), words["sink"], flag_values=values)
     return values
 
 
 def _recorded(path: Path) -> ConfigDict:
     """Return the config of a run's directory, if it names nothing that would have to be imported."""
+    if not path.is_file():
+        has = "it has no config.json" if path.parent.is_dir() else "there is no such directory"
+        raise Mistake(
+            f"--workdir={path.parent} holds no run: {has}. Give the directory of a run, or add --config=PAGE."
+        )
     from experiments.training import settings  # with all of JAX, which another command line does without
 
     config = ConfigDict(json.loads(path.read_text()))
@@ -333,6 +370,9 @@ def _exists(config: ConfigDict, field: str) -> None:
             hint = f" Did you mean {path}.{near[0]}?" if near else ""
             raise Mistake(f"--config.{field}: {path} has no field {part!r}.{hint} It has {', '.join(value.keys())}.")
         value, path = value[part], f"{path}.{part}"
+    if isinstance(value, ConfigDict):
+        fields = ", ".join(f"--{path}.{name}" for name in value) or f"none; write --{path}.NAME=VALUE"
+        raise Mistake(f"--config.{field} is a group of fields. Set one of them: {fields}.")
 
 
 def pages() -> list[str]:

@@ -184,9 +184,7 @@ def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -
 
 def _not_run() -> str:
     items = "".join(f"<li><b>{page}</b>: {safe(sentence(page))}</li>" for page in NOT_RUN)
-    return (
-        f"<p>{NEEDS}</p><ul>{items}</ul>"
-    )
+    return f"<p>{NEEDS}</p><ul>{items}</ul>"
 
 
 def main(args: list[str] | None = None) -> int:

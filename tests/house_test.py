@@ -42,6 +42,7 @@ HOUSE = {
             "record", "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
         ),
         "sweep": (),
+        "usage": (),
         "command": (),
         "studies": (
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",

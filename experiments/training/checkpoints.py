@@ -15,11 +15,13 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 from experiments.errors import Failed
 from experiments.scale import processes
@@ -176,12 +178,43 @@ class Checkpoints:
         step, seen = processes.agreed(lambda: self._last_valid(best, rename_damaged))
         if not step:
             return Restored(0, None, [])
-        try:
+        with self._refused(step, "model and optimizer"):
             state = self._orbax.restore(self._path(step), shapes._asdict())
+        return Restored(step, type(shapes)(**state), seen)
+
+    def restore_fields(self, fields: dict[str, Any], best: bool = False) -> tuple[int, dict[str, Any]]:
+        """Read some fields of the state of the last valid checkpoint, on any devices. The others are not read.
+
+        Args:
+          fields: The fields as `jax.ShapeDtypeStruct`s with shardings, by name.
+          best: Read the last valid one of those that were the best when they were saved.
+
+        Returns:
+          The step and the fields; or 0 and {} if there is no checkpoint.
+
+        Raises:
+          Failed: As `restore`.
+        """
+        step, _ = self._last_valid(best, rename_damaged=False)
+        if not step:
+            return 0, {}
+        import orbax.checkpoint as ocp
+
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader, self._refused(step, "model"):
+            stored = reader.metadata(self._path(step)).item_metadata.tree
+            item = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, tree) for name, tree in stored.items()} | fields
+            places = ocp.checkpoint_utils.construct_restore_args(item)
+            state = reader.restore(self._path(step), args=ocp.args.PyTreeRestore(item=item, restore_args=places))
+        return step, {name: state[name] for name in fields}
+
+    @contextlib.contextmanager
+    def _refused(self, step: int, owner: str) -> Iterator[None]:
+        """Turn any error of reading a valid checkpoint into `Failed`."""
+        try:
+            yield
         except Exception as error:  # many types of errors; the files are as they were written
             reason = " ".join(str(error).split())[:300]
-            raise Failed(f"{self._path(step)} holds no state of this model and optimizer: {reason}") from error
-        return Restored(step, type(shapes)(**state), seen)
+            raise Failed(f"{self._path(step)} holds no state of this {owner}: {reason}") from error
 
     def _last_valid(self, best: bool, rename_damaged: bool) -> tuple[int, list[dict]]:
         """Return the step of the last valid checkpoint and the metrics in its seal, or step 0 if there are none."""

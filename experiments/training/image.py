@@ -50,6 +50,7 @@ class Task:
             self._load_set()
         fixed = {"image": self.shape[0], "channels": self.shape[-1], "classes": self.classes}
         self.model = settings.model(config, MODELS, **fixed)
+        self.sizes = {"model": fixed, "mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def _load_set(self) -> None:
         c = self.config.data

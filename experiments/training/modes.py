@@ -92,6 +92,7 @@ def _about(program: Program, command: str, facts: list[tuple[str, str]]) -> dict
         "notes": task.notes,
         "steps": program.total,
         "flops": program.step_flops(),
+        "sizes": getattr(task, "sizes", {}),  # with them the model can be made without the data
     }
 
 

@@ -35,7 +35,8 @@ class Task:
         )
         self.facts = [("data", f"{self.set.name}: {counts}; windows of {c.length}")]
         self.facts += [("note", note) for note in self.notes]
-        self.model = settings.model(config, MODELS, vocabulary=self.set.vocabulary, length=c.length)
+        self.sizes = {"model": {"vocabulary": self.set.vocabulary, "length": c.length}}
+        self.model = settings.model(config, MODELS, **self.sizes["model"])
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
         return self.model(rngs=rngs)

@@ -40,6 +40,16 @@ def test_values_may_be_words_of_their_own_and_rules_tuples():
     assert config.rules == ((".*/mlp/.*", "blocks"), (".*", "dense"))
 
 
+def test_a_method_may_get_a_new_name():
+    rules = "--config.rules=((r'.*/mlp/.*', 'mlp'), (r'.*', 'dense'))"
+    config = command.read(["launch.py", f"--config={PAGE}", "--config.sparsity.mlp=s_ste(2,4)", rules]).config
+    assert config.sparsity.mlp == "s_ste(2,4)"
+    with pytest.raises(
+        Mistake, match=r"sparsity.mlp: no rule uses 'mlp'. Also write --config.rules=.* one of blocks\."
+    ):
+        command.read(["launch.py", f"--config={PAGE}", "--config.sparsity.mlp=s_ste(2,4)"])
+
+
 def test_one_reading_does_not_change_the_next():
     changed = command.read(["launch.py", f"--config={PAGE}", "--config.batch=7"]).config
     assert changed.batch == 7 != command.read(["launch.py", f"--config={PAGE}"]).config.batch
@@ -54,6 +64,12 @@ def test_one_reading_does_not_change_the_next():
         ([f"--config={PAGE}", "--config.bach=3"], r"no field 'bach'. Did you mean config.batch\?"),
         ([f"--config={PAGE}", "--config.data.nmae=x"], r"no field 'nmae'. Did you mean config.data.name\?"),
         ([f"--config={PAGE}", "--config.batch.size=3"], r"config.batch is \d+, and has no fields"),
+        (
+            [f"--config={PAGE}", "--config.learning_rate=3"],
+            r"config.learning_rate is a group of fields. Set one of them: .*--config.learning_rate.peak",
+        ),
+        (["--mode=eval", "--workdir=/no/such"], "--workdir=/no/such holds no run: there is no such directory"),
+        (["--mode=eval", "--workdir=configs"], "--workdir=configs holds no run: it has no config.json"),
         ([f"--config={PAGE}", "--config.batch=1.5"], "--config.batch=1.5: invalid literal for int"),
         ([f"--config={PAGE}", "--config.learning_rate.peak=fast"], "could not convert string to float: 'fast'"),
         ([f"--config={PAGE}", "--mode=trian"], "--mode=trian: value should be one of"),

@@ -1,0 +1,95 @@
+"""The texts of --help and --mode=config: flags, the fields of a page with their values and comments, and pages."""
+
+import ast
+import io
+import shlex
+import tokenize
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from experiments.training.digest import flat
+
+COMMON = Path(__file__).parent.parent / "configs" / "common.py"
+KINDS = {"text": ("run", "gpt")}  # which functions of common.py make the config of an experiment; of any other:
+OTHERS = ("run", "image", "folder")
+
+FLAGS = {  # flag -> (its values, what it does)
+    "workdir": ("DIR", "the run's directory; without it runs/PAGE-TIME"),
+    "mode": ("train|eval|plan|config", "train, score a run, show the plan of the layers, or show the settings"),
+    "from": ("DIR", "begin with the last state of this run"),
+    "sweep": ("", "train all runs of the page's get_sweep()"),
+    "sweep_index": ("I", "train, or with --mode=plan plan, run number I of the sweep alone"),
+    "seeds_at_once": ("N", "train N runs of the sweep that differ only in their seed side by side"),
+    "results": ("FILE", "append a line for every run of the sweep that finished or diverged"),
+    "sink": ("wandb|trackio|mlflow", "send the numbers to this service too"),
+    "distributed": ("auto|off|HOST:PORT,N,I", "make several processes one run; off: each is a run of its own"),
+}
+
+
+def text(head: str, page: str, config: ConfigDict, pages: str) -> str:
+    """Return what --help prints.
+
+    Args:
+      head: The usage of the command.
+      page: The page whose fields are listed.
+      config: Its settings.
+      pages: The list of all pages.
+    """
+    flags = {f"--{name}={values}".rstrip("="): words for name, (values, words) in FLAGS.items()}
+    flags = {"--config=PAGE": "the page of settings: FILE or FILE:VARIANT", "--config.FIELD=VALUE": "", **flags}
+    flags["--config.FIELD=VALUE"] = "another value of a field; a value with brackets or spaces needs quotes"
+    lines = "\n".join(f"  {flag:38}  {words}" for flag, words in flags.items())
+    other = "--config=PAGE --help lists those of another page"
+    return f"{head.strip()}\n\nflags:\n{lines}\n\nfields of {page} ({other}):\n{listing(config)}\n\npages:\n{pages}"
+
+
+def listing(config: ConfigDict) -> str:
+    """Return the fields of a config, a line each: as the command line writes them, and their comments."""
+    known = comments(COMMON.read_text(encoding="utf-8"), KINDS.get(config.experiment, OTHERS))
+    order = list(known)
+    rows = []
+    for name, value in flat(config.to_dict()).items():
+        group = name.partition(".")[0]
+        places = [place for place, other in enumerate(order) if other == name or other.partition(".")[0] == group]
+        place = order.index(name) if name in known else max(places, default=len(order)) + 0.5
+        setting = f"--config.{name}={quoted(value if isinstance(value, str) else repr(value))}"
+        rows.append((place, name, setting, known.get(name) or known.get(group, "")))
+    return "\n".join(f"  {setting:38}  {comment}".rstrip() for _, _, setting, comment in sorted(rows))
+
+
+def quoted(value: str) -> str:
+    """Return a value as a shell takes it, in double quotes if it has single ones.
+
+    >>> print(quoted("5%"), quoted("ste(2,4)"), quoted("soft(2,4,scale='now')"))
+    5% 'ste(2,4)' "soft(2,4,scale='now')"
+    """
+    return f'"{value}"' if "'" in value and not set(value) & set('"$`\\!') else shlex.quote(value)
+
+
+def comments(source: str, functions: tuple[str, ...]) -> dict[str, str]:
+    """Return the comments of fields by dotted names, as in ``c.batch = 128  # examples in a step``.
+
+    A field may also be a keyword of ``c.NAME = dict(...)``, on a line of its own.
+
+    Args:
+      source: The text of a Python file.
+      functions: The functions whose fields count. An earlier one has priority.
+
+    >>> page = "def run():\\n c.seed = 0  # of all\\n c.rate = dict(  # over time\\n  end=0,  # the last\\n )\\n"
+    >>> comments(page, ("run",))
+    {'seed': 'of all', 'rate': 'over time', 'rate.end': 'the last'}
+    """
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    on_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    bodies = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    lines: dict[str, int] = {}
+    for assigned in (node for name in functions for node in ast.walk(bodies[name]) if isinstance(node, ast.Assign)):
+        target, value = assigned.targets[0], assigned.value
+        if isinstance(target, ast.Attribute):
+            name = ast.unparse(target).removeprefix("c.")
+            lines.setdefault(name, assigned.lineno)
+            called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+            for keyword in value.keywords if called == "dict" else ():
+                lines.setdefault(f"{name}.{keyword.arg}", keyword.value.lineno)
+    return {name: on_line[line] for name, line in lines.items() if line in on_line}
