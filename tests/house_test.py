@@ -13,7 +13,10 @@ ROOT = Path(__file__).parent.parent
 # from earlier rooms. A room without a list holds files of any order, but no circles.
 HOUSE = {
     "nmjax": {
-        "core": ("versions", "refusal", "value", "names", "context", "fusion", "groups", "random", "paths", "pruner"),
+        "core": (
+            "versions", "refusal", "value", "names", "context", "fusion", "groups", "random", "paths", "layer_paths",
+            "pruner",
+        ),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
             "transposable_mask", "estimators", "float8", "combinators", "remembering", "__init__",
@@ -41,6 +44,7 @@ HOUSE = {
             "settings", "task", "state", "program", "image", "text", "tasks", "provenance", "digest", "events",
             "record", "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
         ),
+        "load": (),
         "sweep": (),
         "usage": (),
         "command": (),

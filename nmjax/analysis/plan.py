@@ -6,12 +6,10 @@ A plan is made by `nmjax.nnx.plan`. Its refusals are decided in `nmjax.analysis.
 import html
 import io
 import math
-import re
 import shutil
 from collections import Counter
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 from rich import box
@@ -20,13 +18,12 @@ from rich.table import Table
 
 from nmjax.analysis import flops
 from nmjax.analysis.refusals import Use, backend_refusal, slot_refusal
+from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
 from nmjax.products.routes import RESULTS, Route, explain
 from nmjax.products.slot import SLOTS, WEIGHT
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
-
-Item = TypeVar("Item")
 
 
 class SlotPlan(NamedTuple):
@@ -253,11 +250,11 @@ class Plan:
     def _rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table. Layers that differ only in the numbers of their paths share a row."""
         rows: list[tuple[str, ...]] = []
-        for alike in _alike((layer.path, layer[1:], layer) for layer in self.layers):
+        for alike in layer_paths.alike((layer.path, layer[1:], layer) for layer in self.layers):
             first, cost = alike[0], sum(layer.flops or 0 for layer in alike)
             count, kernel = f"{len(alike)} " if len(alike) > 1 else "", "x".join(map(str, first.kernel))
             rows.append((
-                f"{_range([layer.path for layer in alike])}\n  {count}{first.kind} {kernel}",
+                f"{layer_paths.short([layer.path for layer in alike])}\n  {count}{first.kind} {kernel}",
                 "\n".join(map(str, first.slots)) or "dense",
                 " ".join(f"{share:.3g}" for share in first.shares),
                 "" if first.flops is None else _change(3 * cost, cost * sum(first.shares)),
@@ -280,15 +277,17 @@ class Plan:
                 lines.append(f"Products outside layers, as in attention: {_giga(self.elsewhere)} GFLOPs forward")
             idle = [layer.path for layer in self.layers if not layer.flops]
             if idle:
-                ranges = map(_range, _alike((path, None, path) for path in idle))
+                ranges = map(layer_paths.short, layer_paths.alike((path, None, path) for path in idle))
                 lines.append(f"Layers that this call does not use: {', '.join(ranges)}")
         if self.uncovered:
-            groups = _alike((path, shape, (path, shape)) for path, shape in self.uncovered)
-            ranges = (f"{_range([p for p, _ in alike])} {'x'.join(map(str, alike[0][1]))}" for alike in groups)
+            groups = layer_paths.alike((path, shape, (path, shape)) for path, shape in self.uncovered)
+            ranges = (
+                f"{layer_paths.short([p for p, _ in alike])} {'x'.join(map(str, alike[0][1]))}" for alike in groups
+            )
             lines.append(f"Parameters that no rule can prune: {', '.join(ranges)}")
         lines += self._route_notes()
-        for alike in _alike((path, reason, (path, reason)) for path, reason in self.refused):
-            lines.append(f"REFUSED in {_range([path for path, _ in alike])}: {alike[0][1]}")
+        for alike in layer_paths.alike((path, reason, (path, reason)) for path, reason in self.refused):
+            lines.append(f"REFUSED in {layer_paths.short([path for path, _ in alike])}: {alike[0][1]}")
         if refused:
             lines.append("The FLOPs and the hardened forms above are those of the plan without its refusals.")
         return lines
@@ -305,9 +304,9 @@ class Plan:
         pruned = sum(layer.sparsity != Sparsity() for layer in self.layers)
         for (how, why), by_layer in results.items():
             ranges: dict[str, list[str]] = {}
-            for paths in _alike((path, tuple(names), path) for path, names in by_layer.items()):
-                ranges.setdefault(" and ".join(by_layer[paths[0]]), []).append(_range(paths))
-            where = "; ".join(f"{names} of {', '.join(_gathered(paths))}" for names, paths in ranges.items())
+            for paths in layer_paths.alike((path, tuple(names), path) for path, names in by_layer.items()):
+                ranges.setdefault(" and ".join(by_layer[paths[0]]), []).append(layer_paths.short(paths))
+            where = "; ".join(f"{names} of {', '.join(layer_paths.gathered(paths))}" for names, paths in ranges.items())
             if len(results) == 1 and len(by_layer) == pruned:
                 where = "everywhere"
             lines.append(f"{_HOW[how]} {where}: {why}")
@@ -318,45 +317,7 @@ _HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated (zeros are mu
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 
 
-# ---- paths as short text ----
-
-
-def _alike(items: Iterable[tuple[str, Hashable, Item]]) -> list[list[Item]]:
-    """Group the items of (path, key, item) whose keys are equal and whose paths differ in numbers only."""
-    groups: dict[tuple[Hashable, ...], list[Item]] = {}
-    for path, key, item in items:
-        groups.setdefault((*re.split(r"\d+", path), key), []).append(item)
-    return list(groups.values())
-
-
-def _range(paths: list[str]) -> str:
-    """Return paths that differ only in numbers as one text: blocks/0/mlp .. blocks/11/mlp as blocks/0-11/mlp."""
-    parts = [re.split(r"(\d+)", path) for path in paths]
-    texts_at = [list(dict.fromkeys(texts)) for texts in zip(*parts, strict=True)]
-    if math.prod(map(len, texts_at)) == len(paths):
-        return "".join(texts[0] if len(texts) == 1 else _runs(texts) for texts in texts_at) or "(the model)"
-    at = next(i for i, texts in enumerate(texts_at) if len(texts) > 1)
-    return ", ".join(_range([path for path, p in zip(paths, parts, strict=True) if p[at] == n]) for n in texts_at[at])
-
-
-def _gathered(paths: list[str]) -> list[str]:
-    """Return paths that differ in their last name as one: mlp/up, mlp/down as mlp/(up|down)."""
-    last_names: dict[str, list[str]] = {}
-    for path in paths:
-        front, slash, last = path.rpartition("/")
-        last_names.setdefault(front + slash, []).append(last)
-    return [front + (names[0] if len(names) == 1 else f"({'|'.join(names)})") for front, names in last_names.items()]
-
-
-def _runs(numbers: list[str]) -> str:
-    """Return numbers as ranges: 0, 1, 2, 5 as 0-2,5."""
-    runs: list[list[str]] = []
-    for n in sorted(numbers, key=int):
-        if runs and int(n) == int(runs[-1][-1]) + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+# ---- costs as text ----
 
 
 def _change(before: float, after: float) -> str:

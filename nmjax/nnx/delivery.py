@@ -10,7 +10,6 @@ Rules that match no layer are refused by ``Recipe.check``. A plan with a recipe 
 """
 
 import math
-import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from flax import errors, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
 
-from nmjax.core import random
+from nmjax.core import layer_paths, random
 from nmjax.core.context import Ctx
 from nmjax.core.refusal import Refusal
 from nmjax.nnx.doors import Layer, layers, over
@@ -78,7 +77,8 @@ def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int
     if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
     axes = (stack,) if isinstance(stack, int) else stack
-    _check_layers([(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()], axes, normalised(model))
+    sparse = [(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()]
+    _check_layers(sparse, axes, normalised(model), [layer.path for layer, _ in chosen])
     for layer, sparsity in chosen:
         put_site(layer, sparsity, recipe.backend, seed, axes)
     return model
@@ -91,21 +91,27 @@ def normalised(model: Any) -> set[int]:
 
 
 def _check_layers(
-    chosen: list[tuple[Layer, Sparsity]], axes: tuple[int, ...] | None, in_norms: set[int]
+    chosen: list[tuple[Layer, Sparsity]], axes: tuple[int, ...] | None, in_norms: set[int], all_paths: list[str]
 ) -> None:  # fmt: skip
-    """Raise one error for all layers that cannot follow the recipe."""
+    """Raise one error for all layers that cannot follow the recipe. Layers that differ in numbers share a line."""
     refused = [
         (layer.path, refusal)
         for layer, sparsity in chosen
         for refusal in _refusals(layer, sparsity, axes, id(layer.module) in in_norms)
     ]
     if refused:
-        raise ValueError(
-            "The recipe cannot be carried out:\n"
-            + "\n".join(f"  {path or 'the model'}: {refusal}" for path, refusal in refused)
-            + "\nTo leave these layers dense, put these rules first:\n"
-            + "\n".join(f'  (r"{re.escape(path)}", "dense"),' for path in dict.fromkeys(path for path, _ in refused))
-        )
+        reasons = layer_paths.alike((path, refusal.reason, (path, refusal.reason)) for path, refusal in refused)
+        lines = [f"  {layer_paths.short([path for path, _ in alike])}: {alike[0][1]}" for alike in reasons]
+        paths = dict.fromkeys(path for path, _ in refused)
+        others = [path for path in all_paths if path not in paths]
+        dense = [
+            p
+            for alike in layer_paths.alike((path, None, path) for path in paths)
+            for p in layer_paths.patterns(alike, others)
+        ]
+        rules = [f'  (r"{pattern}", "dense"),' for pattern in dense]
+        head, hint = "The recipe cannot be carried out:", "To leave these layers dense, put these rules first:"
+        raise ValueError("\n".join([head, *lines, hint, *rules]))
 
 
 def _refusals(

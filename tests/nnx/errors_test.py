@@ -48,6 +48,31 @@ def test_all_layers_that_do_not_divide_at_once():
     assert model.stem.conv_general_dilated is lax.conv_general_dilated
 
 
+def test_what_is_refused_for_many_layers_is_one_line():
+    """The rule that leaves them dense is one, too, unless it would match a layer that can be pruned."""
+
+    def refused(*sizes):
+        model = nnx.List([nnx.Linear(size, 8, rngs=nnx.Rngs(0)) for size in sizes])
+        with pytest.raises(ValueError) as error:
+            nm.nnx.sparsify(model, recipe("ste(2,4)"))
+        lines = str(error.value).splitlines()
+        fixed = nm.Recipe((*eval("\n".join(["(", *lines[lines.index(HINT) + 1 :], ")"])), (".*", "ste(2,4)")))
+        nm.nnx.sparsify(model, fixed)
+        sparse = [isinstance(layer.dot_general, nm.nnx.Site) for layer in model]
+        assert sparse == [size % 4 == 0 for size in sizes]
+        return lines
+
+    lines = refused(*[6] * 12)
+    assert len(lines) == 4
+    assert lines[1].startswith("  0-11: fwd_rhs=ste(mse(2,4)) prunes an array of shape (6, 8)")
+    assert lines[3] == r'  (r"\d+", "dense"),'
+    assert len(refused(6, 6, 8, 6)) == 1 + 1 + 1 + 3
+    assert len(refused(6, 10, 6)) == 1 + 2 + 1 + 1  # two shapes, two reasons
+
+
+HINT = "To leave these layers dense, put these rules first:"
+
+
 @pytest.mark.parametrize(
     ("text", "slot", "shape"),
     [
@@ -144,7 +169,9 @@ def test_a_kernel_of_another_shape():
 def test_an_einsum_of_the_call():
     layer = nnx.Einsum("ti,io->to", (16, 8), rngs=nnx.Rngs(0))
     layer.einsum_str = None
-    with pytest.raises(ValueError, match="  the model: its einsum_str comes with the call. Give it to the constructor"):
+    with pytest.raises(
+        ValueError, match=r"  \(the model\): its einsum_str comes with the call. Give it to the constructor"
+    ):
         nm.nnx.sparsify(layer, recipe("ste(2,4)"))
 
 
