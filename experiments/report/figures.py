@@ -76,8 +76,10 @@ def learning(run: Run) -> str:
 def sparsity(run: Run) -> str:
     """Return a figure of each measure of the layers, and a table of the last values."""
     figures, last = [], {}
+    by_measure = {key: layers(run.metrics.get("sparsity", []), key) for key in MEASURES}
+    names = {name for points in by_measure.values() for name in points}
     for key, (meaning, bounds) in MEASURES.items():
-        points = layers(run.metrics.get("sparsity", []), key)
+        points = {_layer(name, names): arrays for name, arrays in by_measure[key].items()}
         if not points:
             continue
         ends = {name: values[-1] for name, (_, values) in points.items()}
@@ -185,6 +187,12 @@ def _last_values(last: dict[str, dict[str, float]]) -> str:
         f'<div class="scroll"><table class="values"><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>'
         "</details>"
     )
+
+
+def _layer(name: str, names: set[str]) -> str:
+    """Return the layer of a parameter if other measures have it, such as up for up/kernel; else the name itself."""
+    layer = name.rpartition("/")[0]
+    return layer if layer in names else name
 
 
 def _title(key: str) -> str:

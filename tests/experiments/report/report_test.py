@@ -218,6 +218,20 @@ def test_broken_pictures_are_said(tmp_path):
     assert "pictures.npz could not be read" in written(run)[1].text
 
 
+def test_a_layer_and_its_parameter_share_a_row(tmp_path):
+    """Flips are measured of parameters, and the rest of layers. A parameter that no layer has keeps its name."""
+    metrics = list(lines())
+    for record in metrics:
+        if record["kind"] == "sparsity":
+            flips = record["flip_rate"]
+            record["flip_rate"] = {f"{name}/kernel": value for name, value in flips.items()} | {"other/kernel": 0.1}
+    page, tags = written(write_run(tmp_path / "run", metrics))
+    assert "The last values of 3 layers" in tags.text
+    rows = re.findall(r'<tr><th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td></tr>', page)
+    assert [name for name, _, _ in rows] == ["mlp/0/up", "mlp/0/down", "other/kernel"]
+    assert all(density and flips for _, density, flips in rows[:2])
+
+
 def test_what_is_not_finite_is_seen(tmp_path):
     metrics = list(lines(names=[f"layer{n}" for n in range(20)]))
     for record in metrics[5:9] + metrics[-3:]:
