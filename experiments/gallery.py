@@ -108,7 +108,8 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
         runs, comparison = compared(shelf, source)
         for page, run in runs.items():
             replace(target / f"{page}.html", render(run))
-        replace(target / f"compare-{shelf.key}.html", compare.render(comparison))
+        links = {run.path: f"{page}.html" for page, run in runs.items()}
+        replace(target / f"compare-{shelf.key}.html", compare.render(comparison, links))
         sections.append((shelf.key, safe(shelf.title), _shelf(shelf, runs, comparison)))
     sections.append(("not-run", "Pages that were not run", _not_run()))
     header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Runs of the pages</h1>{notes_list([ONE_RUN])}'

@@ -1,9 +1,10 @@
 """Comparisons of runs. Runs that differ only in their seed are one line, with its spread."""
 
+import datetime
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from experiments.report import curves as cv
 from experiments.report.curves import Curve
 from experiments.report.page import LOGO, document, flat, notes_list
 from experiments.report.runs import Run, read, series
-from experiments.report.words import large, markdown_table, number, percent, safe
+from experiments.report.words import duration, large, markdown_table, number, percent, safe
 
 
 class Group(NamedTuple):
@@ -27,6 +28,17 @@ class Group(NamedTuple):
         """Return the last figure of every finished run, by seed. Figures that are not finite are left out."""
         figures = {seed: run.about.get("figures", {}).get(metric) for seed, run in self.runs.items() if finished(run)}
         return {seed: value for seed, value in figures.items() if value is not None and math.isfinite(value)}
+
+    @property
+    def time(self) -> float | None:
+        """The mean duration of the finished runs in seconds."""
+        times = []
+        for run in filter(finished, self.runs.values()):
+            began, ended = run.about.get("began"), run.about.get("ended")
+            if began and ended:
+                ended, began = map(datetime.datetime.fromisoformat, (ended, began))
+                times.append((ended - began).total_seconds())
+        return statistics.fmean(times) if times else None
 
     @property
     def cost(self) -> tuple[float, float] | None:
@@ -98,9 +110,11 @@ class Row(NamedTuple):
     mean: float | None
     spread: float | None  # standard deviation over seeds
     seeds: str
-    difference: float | None  # to the baseline: the mean over the seeds that both have
+    difference: float | None  # to the baseline: the mean over the seeds that both have; of the means if there are none
     error: float | None  # the standard error of the difference
+    paired: bool  # True if the difference is over seeds that both have
     cost: float | None  # effective FLOPs, relative to the baseline's
+    time: float | None  # the mean duration of a run, in seconds
     marks: str  # the runs that failed or are missing
 
 
@@ -138,11 +152,11 @@ class Comparison(NamedTuple):
 
 
 def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> Comparison:
-    """Return the comparison of runs with the first of their groups, or with the baseline.
+    """Return the comparison of runs with a baseline.
 
     Args:
       runs: The runs.
-      baseline: The name of a group.
+      baseline: The name of the baseline. If it is empty, the only dense group is the baseline, else the first group.
       seeds: Seeds that every group should have, besides those of any run.
 
     Raises:
@@ -152,7 +166,7 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
     names = _names(by_config)
     if baseline and baseline not in names:
         raise Mistake(f"--baseline={baseline!r} is none of the configs: {', '.join(map(repr, names))}.")
-    base = names.index(baseline) if baseline else 0
+    base = names.index(baseline) if baseline else _dense(by_config)
     kinds = {run.about.get("metric", "loss") for run in runs}
     if len(kinds) > 1:
         raise Mistake("some of these runs are judged by accuracy and some by loss. Compare them separately.")
@@ -168,6 +182,12 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
 def compare_folders(paths: list[Path], baseline: str = "") -> Comparison:
     """Return the comparison of the runs of folders. Each folder is a run or holds some."""
     return compare([read(path) for path in folders(paths)], baseline)
+
+
+def _dense(by_config: list[Group]) -> int:
+    """Return the number of the only group whose effective FLOPs are its dense ones, or 0 if there is not one."""
+    dense = [n for n, group in enumerate(by_config) if group.cost and group.cost[0] == group.cost[1]]
+    return dense[0] if len(dense) == 1 else 0
 
 
 def _varied(by_config: list[Group]) -> list[str]:
@@ -193,6 +213,13 @@ def _names(by_config: list[Group]) -> list[str]:
 def _row(group: Group, name: str, base: Group, metric: str, seeds: list[int]) -> Row:
     values, base_values = group.values(metric), base.values(metric)
     gaps = [values[seed] - base_values[seed] for seed in values if seed in base_values] if group is not base else []
+    difference = statistics.fmean(gaps) if gaps else None
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
+    if group is not base and not gaps and values and base_values:  # no seed in common
+        both = values.values(), base_values.values()
+        difference = statistics.fmean(both[0]) - statistics.fmean(both[1])
+        if min(map(len, both)) > 1:
+            error = math.sqrt(sum(statistics.variance(v) / len(v) for v in both))
     outcomes = {seed: run.about.get("outcome", "running").partition(":")[0] for seed, run in group.runs.items()}
     marks = [f"seed {seed} {outcome}" for seed, outcome in outcomes.items() if outcome != "finished"]
     marks += [f"seed {seed} missing" for seed in seeds if seed not in outcomes]
@@ -201,19 +228,24 @@ def _row(group: Group, name: str, base: Group, metric: str, seeds: list[int]) ->
         mean=statistics.fmean(values.values()) if values else None,
         spread=statistics.stdev(values.values()) if len(values) > 1 else None,
         seeds=f"{len(values)} of {len(seeds)}",
-        difference=statistics.fmean(gaps) if gaps else None,
-        error=statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None,
+        difference=difference,
+        error=error,
+        paired=bool(gaps),
         cost=group.cost[1] / base.cost[1] if group.cost and base.cost else None,
+        time=group.time,
         marks=", ".join(marks),
     )
 
 
-DIFFERENCE, COST = "difference to the baseline, paired by seed", "effective FLOPs, relative to the baseline's"
-SPREADS = "Each mean has its standard deviation over seeds, each difference its standard error."
+DIFFERENCE, COST = "difference to the baseline", "effective FLOPs, relative to the baseline's"
+SPREADS = (
+    "Each mean has its standard deviation over seeds. Each difference is the mean over the seeds that both have, with "
+    "its standard error; an unpaired one is the difference of the means, because no seed is common."
+)
 
 
 def _head(comparison: Comparison) -> list[str]:
-    return ["config", comparison.metric.replace("_", " "), "seeds", DIFFERENCE, COST, ""]
+    return ["config", comparison.metric.replace("_", " "), "seeds", DIFFERENCE, COST, "time of a run", ""]
 
 
 def _cells(comparison: Comparison, row: Row, number: int) -> list[str]:
@@ -221,8 +253,11 @@ def _cells(comparison: Comparison, row: Row, number: int) -> list[str]:
     difference = "the baseline"
     if number != comparison.base:
         difference = comparison.say(row.difference, signed=True) + comparison.plus_minus(row.error)
+        if row.difference is not None and not row.paired:
+            difference += ", unpaired"
     cost = "" if row.cost is None else f"{row.cost:.3f}"
-    return [row.name, mean, row.seeds, difference, cost, row.marks]
+    time = "" if row.time is None else duration(row.time)
+    return [row.name, mean, row.seeds, difference, cost, time, row.marks]
 
 
 def markdown(comparison: Comparison) -> str:
@@ -235,14 +270,19 @@ def markdown(comparison: Comparison) -> str:
 # ---- the page ----
 
 
-def render(comparison: Comparison) -> str:
-    """Return the whole page."""
+def render(comparison: Comparison, reports: Mapping[Path, str] | None = None) -> str:
+    """Return the whole page.
+
+    Args:
+      comparison: The comparison.
+      reports: The addresses of reports, by the folder of the run. Names and seeds link to them.
+    """
     title = f"{len(comparison.groups)} configs, {sum(len(group.runs) for group in comparison.groups)} runs"
     header = f'<p class="over">{LOGO} nmjax · a comparison</p><h1>{safe(title)}</h1>'
     if comparison.notes:
         header += notes_list(comparison.notes)
     sections = [
-        ("table", f"The last {comparison.metric.replace('_', ' ')}", _table(comparison)),
+        ("table", f"The last {comparison.metric.replace('_', ' ')}", _table(comparison, reports or {})),
         ("curves", "Over the steps", _curves(comparison)),
         ("frontier", "Against effective FLOPs", _frontier(comparison)),
         ("configs", "What differs", _differences(comparison)),
@@ -250,19 +290,37 @@ def render(comparison: Comparison) -> str:
     return document(title, header, sections)
 
 
-def _html_table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table whose first column names the rows."""
+def _html_table(head: list[str], rows: list[list[str]], names: list[str] | None = None) -> str:
+    """Return a table whose first column names the rows.
+
+    Args:
+      head: The titles of the columns.
+      rows: The cells.
+      names: The first cells in HTML, if they are more than text.
+    """
     titles = "".join(f'<th scope="col">{safe(title)}</th>' for title in head)
     body = ""
-    for name, *cells in rows:
-        body += f'<tr><th scope="row">{safe(name)}</th>{"".join(f"<td>{safe(cell)}</td>" for cell in cells)}</tr>'
+    for n, (name, *cells) in enumerate(rows):
+        first = names[n] if names else safe(name)
+        body += f'<tr><th scope="row">{first}</th>{"".join(f"<td>{safe(cell)}</td>" for cell in cells)}</tr>'
     table = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="scroll">{table}</div>'
 
 
-def _table(comparison: Comparison) -> str:
+def _table(comparison: Comparison, reports: Mapping[Path, str]) -> str:
     cells = [_cells(comparison, row, n) for n, row in enumerate(comparison.rows)]
-    return f"{_html_table(_head(comparison), cells)}<p>{SPREADS}</p>"
+    groups_and_names = zip(comparison.groups, comparison.names, strict=True)
+    names = [_linked(name, group, reports) for group, name in groups_and_names]
+    return f'{_html_table(_head(comparison), cells, names)}<p class="more">{SPREADS}</p>'
+
+
+def _linked(name: str, group: Group, reports: Mapping[Path, str]) -> str:
+    """Return the name of a group in HTML, with links to the reports of its runs."""
+    links = {seed: reports[run.path] for seed, run in group.runs.items() if run.path in reports}
+    if len(links) == len(group.runs) == 1:
+        return f'<a href="{safe(*links.values())}">{safe(name)}</a>'
+    seeds = ", ".join(f'<a href="{safe(link)}">{seed}</a>' for seed, link in links.items())
+    return safe(name) + (f" <small>seeds {seeds}</small>" if links else "")
 
 
 def _style(n: int) -> tuple[str, str | tuple]:

@@ -79,3 +79,61 @@ def test_seeds_alone(tmp_path):
         run(tmp_path / str(seed), "dense", seed, 0.9)
     (row,) = compare.compare_folders([tmp_path]).rows
     assert (row.name, row.seeds, row.mean) == ("m=dense", "2 of 2", pytest.approx(0.89))
+
+
+def test_runs_without_a_common_seed_are_compared_unpaired(tmp_path):
+    """The difference is that of the means; its variance is the sum of the variances of the means."""
+    for seed, accuracy in ((0, 0.90), (1, 0.94)):
+        run(tmp_path / f"a{seed}", "dense", seed, accuracy, flops=(10, 10))
+    for seed, accuracy in ((2, 0.80), (3, 0.82), (4, 0.87)):
+        run(tmp_path / f"b{seed}", "mse", seed, accuracy)
+    comparison = compare.compare_folders([tmp_path])
+    row = comparison.rows[1]
+    assert row.difference == pytest.approx(0.83 - 0.92)
+    variances = (0.02**2 * 2 / 1 / 2, (0.03**2 + 0.01**2 + 0.04**2) / 2 / 3)
+    assert row.error == pytest.approx(math.sqrt(sum(variances)))
+    assert (row.paired, comparison.rows[0].paired) == (False, False)
+    assert "| -9.00 ± 2.89, unpaired |" in compare.markdown(comparison)
+    run(tmp_path / "c0", "soft", 0, 0.91)
+    assert compare.compare_folders([tmp_path]).rows[2].difference == pytest.approx(0.01)  # paired by seed 0
+    run(tmp_path / "d9", "one", 9, 0.5)
+    assert compare.compare_folders([tmp_path]).rows[3].error is None  # of one run nothing is known
+
+
+def test_the_dense_runs_are_the_baseline(tmp_path):
+    run(tmp_path / "a", "mse", 0, 0.8)
+    run(tmp_path / "b", "dense", 0, 0.9, flops=(10, 10))
+    assert compare.compare_folders([tmp_path]).base == 1
+    assert compare.compare_folders([tmp_path], "blocks=mse").base == 0
+    run(tmp_path / "c", "narrow", 0, 0.9, flops=(5, 5))
+    assert compare.compare_folders([tmp_path]).base == 0  # two are dense, so the first
+
+
+def test_the_time_of_a_run(tmp_path):
+    for seed, minutes in ((0, 1), (1, 2)):
+        run(tmp_path / str(seed), "dense", seed, 0.9)
+        about = json.loads((tmp_path / str(seed) / "run.json").read_text())
+        about |= {"began": "2026-01-31T12:00:00+00:00", "ended": f"2026-01-31T12:0{minutes}:00+00:00"}
+        (tmp_path / str(seed) / "run.json").write_text(json.dumps(about))
+    (row,) = compare.compare_folders([tmp_path]).rows
+    assert row.time == 90
+    assert "| 1 min 30 s |" in compare.markdown(compare.compare_folders([tmp_path]))
+
+
+def test_the_page_lies_beside_the_runs_and_links_to_their_reports(tmp_path, monkeypatch, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name, method, seed in (("a", "dense", 0), ("b", "mse", 0), ("c", "mse", 1)):
+        run(tmp_path / "runs" / name, method, seed, 0.9)
+        (tmp_path / "runs" / name / "report.html").write_text("a report")
+    (tmp_path / "runs" / "c" / "report.html").unlink()
+    monkeypatch.chdir(elsewhere)
+    assert command.main([str(tmp_path / "runs" / name) for name in "abc"]) == 0
+    page = (tmp_path / "runs" / "compare.html").read_text()
+    assert not list(elsewhere.iterdir())
+    assert [r for r in Tags(page).references if not r.startswith(("#", "data:"))] == ["a/report.html", "b/report.html"]
+    assert '<a href="a/report.html">blocks=dense</a>' in page
+    assert 'blocks=mse <small>seeds <a href="b/report.html">0</a></small>' in page
+    assert command.main([str(tmp_path / "runs" / name) for name in "ab"] + ["--to", str(elsewhere / "x")]) == 0
+    assert "../../runs/a/report.html" in (elsewhere / "x" / "compare.html").read_text()
+    capsys.readouterr()
