@@ -13,6 +13,7 @@ import numpy as np
 from experiments.errors import Diverged, Failed, Mistake, Stopped
 from experiments.scale import shards
 from experiments.scale.signals import Stop
+from experiments.training import settings
 from experiments.training.checkpoints import Checkpoints, Restored
 from experiments.training.meter import Meter, fetched, mean, supplied
 from experiments.training.program import Program
@@ -59,7 +60,7 @@ class Loop:
                 else:
                     self.step(step, arrays)
                 done = step + 1
-                evaluating = (self.total - done) % self.program.evaluations == 0
+                evaluating = settings.evaluates(done, self.total, self.program.evaluations)
                 if evaluating:
                     self.evaluate(done)
                 if self.stop.now():

@@ -153,6 +153,15 @@ def steps(config: ConfigDict, examples: int) -> int:
     return config.steps or max(1, round(config.epochs * examples / config.batch))
 
 
+def evaluates(done: int, total: int, every: int) -> bool:
+    """Return whether a run is evaluated after so many steps: every so many before the last, but not before as many.
+
+    >>> [done for done in range(1, 43) if evaluates(done, 42, 10)]
+    [12, 22, 32, 42]
+    """
+    return done == total or (done >= every and (total - done) % every == 0)
+
+
 def duration(text: str, total: int, what: str) -> int:
     """Return the steps of a duration: "200", or a share of the run, as "5%".
 
