@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 from experiments import sweep, usage
 from experiments.errors import Mistake
 from experiments.scale import processes, sinks
-from experiments.training import digest, provenance
+from experiments.training import digest, lock, provenance
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,13 +60,9 @@ def carry_out(asked: "Asked", words: str) -> None:
       words: The command line itself, which is recorded.
     """
     _check(asked)
-    place = f"{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if asked.sweeping:
-        place = f"{asked.name}-sweep"
     if processes.count() > 1:
         own = digest.identity(asked.config).fields | asked.alike() | provenance.versions()
         processes.same(own | {"git": provenance.git()})
-    workdir = Path(processes.agreed(lambda: asked.workdir or f"runs/{place}"))
     try:
         from experiments.training import modes  # with all of JAX, which a mistake above does without
     except ModuleNotFoundError as error:
@@ -74,14 +70,17 @@ def carry_out(asked: "Asked", words: str) -> None:
     gc.freeze()  # imported objects stay for good, and are not searched while programs are traced
     _cache_programs()
     if asked.sweeping and not asked.planned:
-        _sweep(asked, workdir, words)
+        _sweep(asked, Path(asked.workdir or f"runs/{asked.name}-sweep"), words)
         return
     config = asked.config
     if asked.planned:
         config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
     origin = Path(asked.origin) if asked.origin else None
-    run = modes.Run(asked.name, config, workdir)
-    modes.carry_out(asked.mode, [run], words, origin, sink=asked.sink)
+    workdir = Path(asked.workdir or f"runs/{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    new = asked.mode == "train" and not asked.workdir
+    with lock.new(workdir) if new else contextlib.nullcontext(workdir) as workdir:
+        run = modes.Run(asked.name, config, workdir)
+        modes.carry_out(asked.mode, [run], words, origin, sink=asked.sink)
 
 
 def _check(asked: "Asked") -> None:

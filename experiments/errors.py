@@ -7,6 +7,10 @@ class Mistake(Exception):
     code = 2
 
 
+class Taken(Mistake):
+    """Another process writes to the directory of this run."""
+
+
 class Failed(Exception):
     """A run began and could not continue. It says why, and which checkpoint is kept."""
 

@@ -1,8 +1,9 @@
 """Many runs of one page: those that its `get_sweep()` lists, each in a directory of its own.
 
-Finished runs are not done again, and interrupted runs continue. Runs that differ in their seed alone share one compiled
-program. Those of them that are at the same step may be trained side by side in it. `results.jsonl` holds a line for
-every run that has ended; a file of results elsewhere gets the lines that it does not have.
+Finished runs are not done again, interrupted runs continue, and runs that another process writes are left to it. Runs
+that differ in their seed alone share one compiled program. Those of them that are at the same step may be trained side
+by side in it. `results.jsonl` holds a line for every run that has ended; a file of results elsewhere gets the lines
+that it does not have.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from experiments.errors import Diverged, Failed, Mistake, Stopped
+from experiments.errors import Diverged, Failed, Mistake, Stopped, Taken
 from experiments.files import append, lines as lines_of, replace
 from experiments.scale import processes
 from experiments.training import digest, record
@@ -105,7 +106,8 @@ def run(
       results: A file that gets a line for each finished run too.
 
     Raises:
-      Failed: At the end, if runs failed. It names them.
+      Failed: At the end, if runs failed, or if other processes write to them. It names them.
+      Taken: If another process writes to the only run.
       Stopped: If a signal came after the last step of a run, and others are left.
     """
     if index is not None:
@@ -120,7 +122,15 @@ def run(
         group, stopped_by = [], None
         if not processes.agreed(partial(_done, workdir / member.name)):
             group = sweep.group(number)
-            stopped_by = sweep.train(group)
+            try:
+                stopped_by = sweep.train(group)
+            except Taken as error:
+                if index is not None or processes.count() > 1:  # other processes do not know of it
+                    raise
+                _say(str(error))
+                sweep.left += [member.name for member in group]
+        elif processes.first():
+            record.complete(workdir / member.name)
         if processes.first():
             collect(runs, workdir)
             if results is not None:
@@ -132,6 +142,8 @@ def run(
     _say(f"\n{_outcomes(runs, workdir)}")
     if sweep.failed:
         raise Failed(f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}")
+    if sweep.left:
+        raise Failed(f"other processes write to these runs or to those beside them: {', '.join(sweep.left)}")
 
 
 class _Sweep:
@@ -141,6 +153,7 @@ class _Sweep:
         self.runs, self.workdir, self.at_once, self._make, self._train = runs, workdir, at_once, make, train
         self.begun: set[str] = set()
         self.failed: list[str] = []
+        self.left: list[str] = []  # to other processes
         self._program: Any = None
         self._made_for: Member | None = None
 

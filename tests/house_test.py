@@ -41,8 +41,8 @@ HOUSE = {
         "scale": ("processes", "signals", "shards", "sinks"),
         "report": ("words", "runs", "curves", "dots", "pictures", "figures", "page", "__init__", "compare", "__main__"),
         "training": (
-            "settings", "task", "state", "program", "image", "text", "tasks", "provenance", "digest", "events",
-            "record", "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
+            "settings", "task", "state", "program", "image", "text", "tasks", "provenance", "lock", "digest",
+            "events", "record", "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
         ),
         "load": (),
         "sweep": (),

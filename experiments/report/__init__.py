@@ -19,7 +19,8 @@ the files:
      "metric": "accuracy" | "loss",         # selects the best checkpoint: the highest accuracy, or the lowest loss
      "figures": {name: number, ...},        # of the last evaluation, for a comparison
      "beside": [name, ...],                 # runs that were trained in one program with it, if there were any
-     "steps": int, "flops": [float, float]} # of the run; of a step on average, dense and effective
+     "steps": int, "flops": [float, float], # of the run; of a step on average, dense and effective
+     "sizes": {"model": {...}, "mean": [...], "std": [...]}}  # of the data, for `experiments.load`
 
 ``config.json``: the resolved config, a nested dict.
 
@@ -41,6 +42,7 @@ groups), mask_m; samples (uint8, k x H x W x C), labels and predictions (int), c
 """
 
 from pathlib import Path
+from typing import Any
 
 from experiments.files import replace
 from experiments.report.page import render
@@ -49,8 +51,13 @@ from experiments.report.runs import Run, read
 __all__ = ["Run", "read", "render", "write"]
 
 
-def write(run_dir: Path) -> Path:
-    """Write report.html into a run's folder, whole or not at all, and return its path."""
-    page = Path(run_dir) / "report.html"
-    replace(page, render(read(Path(run_dir))))
+def write(run_dir: Path, about: dict[str, Any] | None = None) -> Path:
+    """Write report.html into a run's folder, whole or not at all, and return its path.
+
+    Args:
+      run_dir: The run's folder.
+      about: What run.json is about to say. Without it, the report is of what run.json says.
+    """
+    page, run = Path(run_dir) / "report.html", read(Path(run_dir))
+    replace(page, render(run if about is None else run._replace(about=about)))
     return page

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -43,36 +44,42 @@ def carry_out(
     began, config = time.monotonic(), runs[0].config
     task = tasks.task(config) if program is None else program.task
     screen = Screen(task.unit)
-    if mode == "train" and all_finished(runs):
-        screen.line(
-            f"finished already: {runs[0].workdir}/report.html. --mode=eval evaluates it; another --workdir starts over."
-        )
-        return None
-    if mode == "eval":
-        refuse_without_checkpoints("--mode=eval: ", runs[0].workdir)
-    if origin is not None:
-        refuse_without_checkpoints("--from=", origin)
-    again = "The same command"
-    if program is None and "--workdir" not in command:  # then the name of the directory holds the time
-        again += f" with --workdir={runs[0].workdir}"
-    program = (Program(config, task) if program is None else program).beside(len(runs))
-    facts = header(program)
-    screen.header(", ".join(run.name for run in runs), facts)
-    screen.line(f"\n{program.plan}\n")
-    if mode == "plan":
-        return None
-    if mode == "eval":
-        evaluate(runs[0], program, screen)
-        return None
-    return train(runs, program, screen, _about(program, command, facts), again, began, origin, sink)
+    with _taken(runs) if mode == "train" else contextlib.nullcontext():
+        if mode == "train" and processes.agreed(lambda: all(run.finished() for run in runs)):
+            page = runs[0].workdir / "report.html"
+            screen.line(f"finished already: {page}. --mode=eval evaluates it; another --workdir starts over.")
+            return None
+        if mode == "eval":
+            refuse_without_checkpoints("--mode=eval: ", runs[0].workdir)
+        if origin is not None:
+            refuse_without_checkpoints("--from=", origin)
+        again = "The same command"
+        if program is None and "--workdir" not in command:  # then the name of the directory holds the time
+            again += f" with --workdir={runs[0].workdir}"
+        program = (Program(config, task) if program is None else program).beside(len(runs))
+        facts = header(program)
+        screen.header(", ".join(run.name for run in runs), facts)
+        screen.line(f"\n{program.plan}\n")
+        if mode == "plan":
+            return None
+        if mode == "eval":
+            evaluate(runs[0], program, screen)
+            return None
+        return train(runs, program, screen, _about(program, command, facts), again, began, origin, sink)
 
 
-def all_finished(runs: list[Run]) -> bool:
-    """Refuse directories that cannot hold these runs, and return whether they hold them finished."""
-    if processes.first():
-        for run in runs:
-            run.check()
-    return processes.agreed(lambda: all(run.finished() for run in runs))
+@contextlib.contextmanager
+def _taken(runs: list[Run]) -> Iterator[None]:
+    """Keep other commands from writing to the directories of these runs inside the context. Process 0 does it for all.
+
+    Raises:
+      Mistake: If a directory cannot hold its run, or if another command writes to it.
+    """
+    with contextlib.ExitStack() as taken:
+        if processes.first():
+            for run in runs:
+                taken.enter_context(run.taken())
+        yield
 
 
 def refuse_without_checkpoints(option: str, workdir: Path) -> None:
@@ -166,7 +173,7 @@ def train(
     runs: list[Run], program: Program, screen: Screen, about: dict, again: str, began: float, origin: Path | None,
     sink: str,
 ) -> signal.Signals | None:  # fmt: skip
-    """Train runs side by side: open their directories, run the loop, close them, and write their reports.
+    """Train runs side by side: open their directories, run the loop, and close them with their reports.
 
     A run that fails is ended and told while the others go on. With the last one its error is raised.
     """
@@ -192,7 +199,6 @@ def train(
                 raise _failed(error, list(going.values()), several=len(runs) > 1) from error
             raise
     for run in finished:
-        run.record.report()
         if processes.first():
             _show_summary(run, screen, named=len(runs) > 1)
     return processes.agreed(lambda: stop.signal)

@@ -123,12 +123,17 @@ class Record:
         return time.monotonic() - self._began
 
     def close(self, outcome: str) -> None:
-        """Close the files of numbers, and write the outcome: "finished", "interrupted", or "failed: ..."."""
+        """Close the files of numbers, and write the outcome: "finished", "interrupted", or "failed: ...".
+
+        The report of a finished run is written first: when run.json says "finished", everything else is there.
+        """
         if self._lines is not None and self._events is not None:
             written, self._lines = self._lines, None
             self._events.close()
             written.close()
         self.about |= {"ended": provenance.now(), "outcome": outcome}
+        if outcome == "finished":
+            report.write(self.dir, self.about)
         self._write_about()
         if self._sender is not None:
             sender, self._sender = self._sender, None
@@ -157,8 +162,8 @@ def check(workdir: Path, identity: Identity) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         draft = workdir / ".writable"
         draft.touch()
-        draft.unlink()
-    begun = lines(workdir / "metrics.jsonl") or any((workdir / "checkpoints").glob("*.json"))
+        draft.unlink(missing_ok=True)  # another process may have checked at the same time
+    begun = any((workdir / "checkpoints").glob("*.json")) or lines(workdir / "metrics.jsonl")
     if begun:
         digest.refuse_another(workdir, identity)
 
@@ -175,6 +180,13 @@ def finished(workdir: Path) -> bool:
     """Return whether a directory holds a finished run."""
     about = read(workdir)
     return about is not None and about["outcome"] == "finished"
+
+
+def complete(workdir: Path) -> None:
+    """Write the report of a run that has ended, if there is none."""
+    if not (workdir / "report.html").exists():
+        with writable(workdir):
+            report.write(workdir)
 
 
 def done(about: dict) -> bool:

@@ -1,13 +1,14 @@
 """A run: its config, its directory, and how far it has come."""
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from experiments.errors import Diverged, Stopped
 from experiments.scale import processes
-from experiments.training import digest, record
+from experiments.training import digest, lock, record
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 from experiments.training.record import Record, Silent
@@ -35,6 +36,22 @@ class Run:
     def check(self) -> None:
         """Refuse a directory that cannot be written, or that holds a run of another config."""
         record.check(self.workdir, self.identity)
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Keep other processes from writing to the run's directory inside the context, unless it is finished.
+
+        Raises:
+          Mistake: If the directory cannot hold this run, or if another process writes to it.
+        """
+        self.check()
+        if self.finished():  # its directory is only read
+            record.complete(self.workdir)
+            yield
+            return
+        with lock.held(self.workdir):
+            self.check()  # another process may have begun a run here, and ended, in between
+            yield
 
     def finished(self) -> bool:
         """Return whether the directory holds this run finished."""

@@ -326,7 +326,7 @@ def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys)
     assert grouped(tmp_path / "2", changes, 2) == named((16, 0, 1), (32, 0, 1), (16, 2), (32, 2))
     assert grouped(tmp_path / "9", changes, 9) == named((16, 0, 1, 2), (32, 0, 1, 2))
     (tmp_path / "3" / "batch=16,seed=0").mkdir(parents=True)
-    (tmp_path / "3" / "batch=16,seed=0" / "run.json").write_text('{"outcome": "diverged: the loss"}')
+    (tmp_path / "3" / "batch=16,seed=0" / "run.json").write_text('{"name": "x", "outcome": "diverged: the loss"}')
     page = command.load("configs/vit_24.py:smoke")
     own = sweep.members(page, changes)[0].config
     (tmp_path / "3" / "batch=16,seed=0" / "config.json").write_text(own.to_json())

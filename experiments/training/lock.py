@@ -1,0 +1,119 @@
+"""The directory of a run, which is its own: a new one, and the lock by which one process writes there at a time."""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from experiments.errors import Mistake, Taken
+from experiments.files import writable
+from experiments.scale import processes
+from experiments.training import provenance
+
+NAME = "run.lock"
+PATIENCE = 1.0  # seconds to try for: children of a process that was killed may hold its lock for a moment
+UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)  # some shared file systems have no locks
+
+
+@contextlib.contextmanager
+def new(place: Path) -> Iterator[Path]:
+    """Create a directory that was not there, for all processes of a run: NAME, or if that is taken NAME-2, NAME-3, ...
+
+    If a mistake ends the context and leaves the directory empty, it is removed.
+    """
+    with writable(place):
+        workdir = processes.agreed(lambda: create(place))
+    try:
+        yield workdir
+    except Mistake:
+        if processes.first():
+            with contextlib.suppress(OSError):  # the run has written to it
+                workdir.rmdir()
+        raise
+
+
+def create(place: Path) -> Path:
+    """Create a directory that was not there, by the first free name, and return its path."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        path = place if number == 1 else place.with_name(f"{place.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            break
+    return path
+
+
+@contextlib.contextmanager
+def held(workdir: Path) -> Iterator[None]:
+    """Hold the lock of a directory inside the context. The file `run.lock` says which process has it.
+
+    The operating system drops the lock when the process ends, however it ends; the file of a process that was killed
+    stays, and hinders nobody. Where the file system has no locks, the run goes on without one.
+
+    Args:
+      workdir: The directory of a run. It is there.
+
+    Raises:
+      Taken: If another process holds the lock.
+    """
+    path = workdir / NAME
+    with writable(workdir):
+        file = _opened(path)
+    with file:
+        with writable(workdir):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {provenance.now()}\n".encode())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open the file, and lock it."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(path.open("ab+", buffering=0))
+            locked = _locked(file)
+            if locked and _is_at(file, path):
+                opened.pop_all()  # it stays open
+                return file
+            if not locked and time.monotonic() >= until:
+                raise Taken(
+                    f"--workdir={path.parent} is being written by {_owner(file)}. Wait until it ends, or give this run "
+                    "another --workdir."
+                )
+        time.sleep(0.05)
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Lock a file, and return whether this process may write: it has the lock, or there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    return True
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Return whether an open file is the one of a path. The last owner may have removed it after it was opened."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _owner(file: BinaryIO) -> str:
+    file.seek(0)
+    return " ".join(file.read(200).decode(errors="replace").split()) or "another process"
