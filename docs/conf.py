@@ -19,6 +19,7 @@ project_copyright = author
 version = release = nmjax.__version__
 
 extensions = [
+    "docs.mathml",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
@@ -45,6 +46,7 @@ intersphinx_mapping = {}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = f"nmjax {version}"
 html_static_path = ["_static"]

@@ -33,7 +33,7 @@ def site(tmp_path_factory):
     (folder / "CONTRIBUTING.md").write_text("# Contributing\n")  # the real one links to pages that are not copied
     docs = folder / "docs"
     docs.mkdir()
-    for name in ("conf.py", "public.py", "_static"):
+    for name in ("conf.py", "public.py", "mathml.py", "_static"):
         copy = shutil.copytree if (ROOT / "docs" / name).is_dir() else shutil.copy
         copy(ROOT / "docs" / name, docs / name)
     (docs / "evidence").mkdir()

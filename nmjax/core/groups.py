@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 Count = int | Int[Array, ""]
@@ -102,13 +103,13 @@ def members(x: Shaped[Array, "..."], axis: int) -> list[Shaped[Array, "..."]]:
 
 
 def check_floating(x: Shaped[Array, "..."]) -> None:
-    """Refuse an array whose values are not floating-point numbers.
+    """Refuse an array whose values are not floating-point numbers, or cannot be pruned.
 
     Args:
       x: An array.
 
     Raises:
-      TypeError: The dtype is an integer, a boolean or complex.
+      TypeError: The dtype is an integer, a boolean or complex, has fewer than 8 bits, or has no zero.
 
     >>> check_floating(jnp.ones(4))
     """
@@ -117,13 +118,35 @@ def check_floating(x: Shaped[Array, "..."]) -> None:
             f"an array of shape {x.shape} has dtype {x.dtype}, but only floating-point values can be pruned. Cast it, "
             "as in x.astype(jnp.float32)."
         )
+    reason = dtype_refusal(x.dtype)
+    if reason is not None:
+        raise TypeError(f"an array of shape {x.shape} has dtype {x.dtype}, {reason}, as in x.astype(jnp.float32).")
+
+
+def dtype_refusal(dtype: DTypeLike) -> str | None:
+    """Return why values of a floating-point dtype cannot be pruned, and what to do. None if they can.
+
+    Args:
+      dtype: A floating-point dtype.
+
+    Returns:
+      A clause that follows the name of the dtype in a message, or None.
+
+    >>> dtype_refusal(jnp.float8_e8m0fnu)
+    'which has no zero, so nothing can be dropped: cast it'
+    """
+    if dtype == jnp.float8_e8m0fnu:
+        return "which has no zero, so nothing can be dropped: cast it"
+    if jnp.finfo(dtype).bits < 8:
+        return "but values of fewer than 8 bits cannot be pruned: cast it"
+    return None
 
 
 def magnitude(x: Float[Array, "..."]) -> Int[Array, "..."]:
     """Return integers in the order of ``|x|``, with infinities and then NaN above all finite values.
 
-    They are the bits of the number without its sign. Ranking integers is faster than ranking floats in bf16, and keeps
-    NaN visible.
+    They are the bits of the number without its sign; 128 for NaN of dtypes whose only NaN has the bits of -0. Ranking
+    integers is faster than ranking floats in bf16, and keeps NaN visible.
 
     Args:
       x: An array of floating-point numbers.
@@ -132,7 +155,7 @@ def magnitude(x: Float[Array, "..."]) -> Int[Array, "..."]:
       Signed integers of the width of ``x``, at least 16 bits. The largest one is left free.
 
     Raises:
-      TypeError: The array is not floating-point.
+      TypeError: The array is not floating-point, or its dtype is refused by `dtype_refusal`.
 
     >>> jnp.argsort(magnitude(jnp.array([jnp.nan, -3.0, jnp.inf, 2.0]))).tolist()
     [3, 1, 2, 0]
@@ -140,9 +163,14 @@ def magnitude(x: Float[Array, "..."]) -> Int[Array, "..."]:
     check_floating(x)
     kind = np.dtype(f"int{8 * x.dtype.itemsize}")
     most = np.iinfo(kind).max
-    size = lax.bitcast_convert_type(x, kind) & np.array(most, kind)
-    size = jnp.minimum(size, np.array(most - 1, kind))  # so that size + 1 fits
-    return size if x.dtype.itemsize > 1 else size.astype(jnp.int16)  # ranking counts positions in this dtype
+    bits = lax.bitcast_convert_type(x, kind)
+    size = bits & np.array(most, kind)
+    if x.dtype.itemsize > 1:
+        return jnp.minimum(size, np.array(most - 1, kind))  # so that size + 1 fits
+    size = size.astype(jnp.int16)  # ranking counts positions in this dtype
+    if x.dtype.name.endswith("fnuz"):  # there is no -0, and its bits are the only NaN
+        size = jnp.where(bits == np.int8(-128), np.int16(128), size)
+    return size
 
 
 def top(x: Float[Array, "..."], axis: int, n: Count, m: int) -> Bool[Array, "..."]:
@@ -191,7 +219,9 @@ def top_of(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "..."]:
 
 
 def _positions(size: Int[Array, "..."], axis: int) -> Int[Array, "..."]:
-    return lax.broadcasted_iota(size.dtype, size.shape, axis)
+    """Return the position of every entry along an axis, in the dtype of ``size`` unless the axis is too long for it."""
+    fits = size.shape[axis] <= np.iinfo(size.dtype).max
+    return lax.broadcasted_iota(size.dtype if fits else jnp.int32, size.shape, axis)
 
 
 def _by_rank(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "..."]:
@@ -207,7 +237,7 @@ def _by_rank(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "..."]
 def _first_largest(size: Int[Array, "..."], axis: int) -> Bool[Array, "..."]:
     place = _positions(size, axis)
     largest = jnp.max(size, axis, keepdims=True)
-    first = jnp.min(jnp.where(size == largest, place, np.array(size.shape[axis], size.dtype)), axis, keepdims=True)
+    first = jnp.min(jnp.where(size == largest, place, np.array(size.shape[axis], place.dtype)), axis, keepdims=True)
     return place == first
 
 
@@ -219,7 +249,8 @@ def _by_bisection(size: Int[Array, "..."], axis: int, n: Count) -> Bool[Array, "
     bound = _largest_with(lambda trial: count(size >= trial) >= n, start, np.iinfo(size.dtype).bits - 1)
     room = n - count(size > bound)
     equal = size == bound
-    last = _largest_with(lambda trial: count(equal & (place < trial)) < room, start, size.shape[axis].bit_length())
+    width = size.shape[axis].bit_length()
+    last = _largest_with(lambda trial: count(equal & (place < trial)) < room, start.astype(place.dtype), width)
     return (size > bound) | (equal & (place <= last) & (room > 0))
 
 

@@ -105,6 +105,9 @@ def _check_operand(subject: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) 
         raise TypeError(
             f"{subject} and dtype {x.dtype}: only floating-point values are pruned. Cast it, or leave it dense."
         )
+    reason = groups.dtype_refusal(x.dtype)
+    if reason is not None:
+        raise TypeError(f"{subject} and dtype {x.dtype}, {reason}, or leave it dense.")
     if not x.size:
         raise ValueError(f"{subject}: an empty array has no groups. Leave it dense.")
     if not operand.contract:

@@ -7,7 +7,8 @@ An `fp8` at the end of a slot is its storage format. Each product rounds its own
 
 `jax.jvp` works if all backward slots are empty, no slot ends in `fp8`, and no kernel computes dx or dw. A kernel may
 compute y. Otherwise the products have a custom_vjp, and `jax.jvp` raises an error. Second derivatives then raise an
-error too, if a kernel computes any of the products. `sr_ste` always has a custom_vjp of its own.
+error too, if any backward slot is filled or a kernel computes any of the products. `sr_ste` always has a custom_vjp of
+its own.
 
 Random numbers depend on key, step, slot and group. The same key gives new numbers at another step. A product that is
 traced once and run many times with one key and step, under `jax.vmap` or as a tied layer, uses the same numbers each
@@ -41,7 +42,7 @@ from nmjax.products.forms import (
 from nmjax.products.operations import Operation
 from nmjax.products.pruning import Operand, Shaped, along, check_shards, merged_operand, pruned
 from nmjax.products.routes import CONTRACTED, Routes, routes_of
-from nmjax.products.slot import SLOTS, WEIGHT, Slot
+from nmjax.products.slot import BACKWARD, SLOTS, WEIGHT, Slot
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
@@ -229,9 +230,8 @@ Residuals = tuple[jax.Array, jax.Array, Inputs, Forms]
 
 
 def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
-    if product.routes is not None:
-        x, w = calls.underived(x), calls.underived(w)
-    y, forms = _forward(product, x, w, inputs, tuple(CONTRACTED))
+    # The backward pass gets x and w themselves, so that JAX sees if they are also `inputs.lhs` and `inputs.rhs`.
+    y, forms = _forward(product, _once_derived(product, x), _once_derived(product, w), inputs, tuple(CONTRACTED))
     # Check the backward slots here, so that the traceback shows the caller's line. Do not check in _ruled: without
     # differentiation no key is needed, and any number of tokens is allowed.
     axes = product.operands(x, w)
@@ -249,8 +249,7 @@ def _ruled_backward(
 ) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
     x, w, inputs, forms = residuals
     op, sparsity, routes, ctx = product.op, product.sparsity, product.routes, inputs.ctx
-    if routes is not None:
-        x, w, g = calls.underived(x), calls.underived(w), calls.underived(g)
+    x, w, g = (_once_derived(product, v) for v in (x, w, g))
     values = _backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g)
     by_xla = _by_xla(product, product.operands(x, w), ctx)
     prune = lambda name: by_xla(sparsity.slots[name], sparsity.slots[name].pruner, values[name])
@@ -272,6 +271,35 @@ def _ruled_backward(
 
 
 _ruled.defvjp(_ruled_forward, _ruled_backward)
+
+
+def _once_derived(product: StaticProduct, v: jax.Array) -> jax.Array:
+    """Return an input of a gradient unchanged, and refuse to differentiate it where no second derivative exists.
+
+    Each input has a call of its own, so that JAX can leave out those that a gradient does not read.
+    """
+    if not isinstance(v, jax.core.Tracer):
+        return v
+    if product.sparsity.backward:
+        return _traced_once(product.sparsity, v)
+    return v if product.routes is None else calls.underived(v)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _underived(sparsity: Sparsity, v: jax.Array) -> jax.Array:
+    return v
+
+
+@_underived.defjvp
+def _(sparsity: Sparsity, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
+    filled = "; ".join(str(slot) for slot in sparsity.slots.values() if slot.name in BACKWARD and not slot.empty)
+    raise TypeError(
+        f"a product whose gradient is pruned ({filled}) has no derivative beyond the gradient of its layer: for a "
+        "second derivative leave backward slots empty, as ste(2,4) does."
+    )
+
+
+_traced_once = jax.jit(_underived, static_argnums=0, inline=True)  # traced once for all layers that are alike
 
 
 def _summed_as(y: jax.Array, like: jax.Array) -> jax.Array:

@@ -53,10 +53,10 @@ def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
 
 
 def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
-    """Round float32 to an 8-bit format. Too large values become the largest one; infinities and NaN become NaN.
+    """Round wide numbers to an 8-bit format. Too large ones become the largest one; infinities and NaN become NaN.
 
     Args:
-      x: An array of float32.
+      x: An array of float32 or float64.
       format: "e4m3" or "e5m2".
       u: If given, uniforms in [0, 1) that round up or down at random, such that the mean is exact. If None, values
         are rounded to the nearest.
@@ -71,17 +71,21 @@ def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = No
     info = jnp.finfo(dtype)
     if u is not None:
         step, per_step = _spacing(x, info)
-        x = jnp.where(x < 0, -1.0, 1.0) * (jnp.floor(jnp.abs(x) * per_step + u) * step)
+        x = jnp.where(x < 0, -1.0, 1.0) * (jnp.floor(jnp.abs(x) * per_step + u.astype(x.dtype)) * step)
     x = jnp.where(jnp.abs(x) < jnp.inf, jnp.clip(x, -float(info.max), float(info.max)), jnp.nan)
     return x.astype(dtype)
 
 
 def _spacing(x: Float[Array, "..."], info: Any) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Return the distance of neighbours of x in the format, and its reciprocal, as exact powers of two."""
-    exponent = lax.bitcast_convert_type(x, jnp.int32) >> np.int32(23) & np.int32(0xFF)
-    exponent = jnp.maximum(exponent, np.int32(127 + info.minexp)) - np.int32(info.nmant)
-    power = lambda e: lax.bitcast_convert_type(e << np.int32(23), jnp.float32)
-    return power(exponent), power(np.int32(254) - exponent)
+    wide = jnp.finfo(x.dtype)
+    kind = np.dtype(f"int{wide.bits}").type
+    digits, most = kind(wide.nmant), (1 << wide.nexp) - 1  # of the mantissa, and the largest biased exponent
+    one = most >> 1  # the biased exponent of 1.0
+    exponent = lax.bitcast_convert_type(x, kind) >> digits & kind(most)
+    exponent = jnp.maximum(exponent, kind(one + info.minexp)) - kind(info.nmant)
+    power = lambda e: lax.bitcast_convert_type(e << digits, x.dtype)
+    return power(exponent), power(kind(2 * one) - exponent)
 
 
 @dataclass(frozen=True, repr=False)

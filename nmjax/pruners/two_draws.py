@@ -21,14 +21,14 @@ from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Grouped
 from nmjax.core.random import fold, words
-from nmjax.pruners.unbiased import group_uniforms, weights
+from nmjax.pruners.unbiased import above_zero, group_uniforms, weights
 
 
 @dataclass(frozen=True, repr=False)
 class mvue_approx(Grouped):
     """Keep 2 of every m values at random, unbiased: E[p(g)] = g. Two draws without replacement choose them.
 
-    `mvue` is unbiased too, has less variance, and serves any n:m.
+    `mvue` is unbiased too, has less variance, and serves any n:m. Infinities and NaN are kept first.
 
     Args:
       n: The number of values to keep in each group. It must be 2.
@@ -80,7 +80,9 @@ class mvue_approx(Grouped):
         axis = groups.position(x.ndim, axis)
         g = groups.split(x, axis, self.m)
         first, second = (jnp.expand_dims(v, axis + 1).astype(groups.wide(x).dtype) for v in u)
-        a = [weights(jnp.abs(groups.wide(v)), self.m) for v in groups.members(g, axis + 1)]
+        size = [jnp.abs(groups.wide(v)) for v in groups.members(g, axis + 1)]
+        a, undo = weights(size)
+        first, second = above_zero(first, undo), above_zero(second, undo)
         few = fusion.total((v > 0).astype(jnp.float32) for v in a) <= 2  # no choice: keep all non-zeros
         others = _sums_of_others(a)
         total = a[0] + others[0]

@@ -32,7 +32,8 @@ class mvue(Grouped):
     """Keep n of every m values at random, unbiased and with the least possible variance.
 
     The expected result is the array itself, E[p(g)] = g. For a threshold tau of each group, a value g_i is kept with
-    probability ``min(1, |g_i| / tau)``, and a kept value becomes ``sign(g_i) * max(|g_i|, tau)``.
+    probability ``min(1, |g_i| / tau)``, and a kept value becomes ``sign(g_i) * max(|g_i|, tau)``. It is infinite if
+    tau overflows. Infinities and NaN are kept first.
 
     Args:
       n: The number of values to keep in each group.
@@ -113,10 +114,45 @@ def group_uniforms(x: Float[Array, "..."], axis: int, m: int, ctx: Ctx) -> Float
     return random.uniform(random.words(ctx.key), shape)
 
 
-def weights(size: Float[Array, "..."], m: int) -> Float[Array, "..."]:
-    """Return magnitudes, limited so that the sum of m of them does not overflow. Infinities and NaN get the limit."""
-    most = float(jnp.finfo(size.dtype).max) / (4 * m)
-    return jnp.where(size < most, size, most)
+def weights(size: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Return the weights that members of groups are drawn by: their magnitudes, scaled so that no sum overflows.
+
+    Args:
+      size: The magnitudes of the members, one array for each of the m positions, in at least float32.
+
+    Returns:
+      For every member its weight; and for every group the factor that undoes its scale, as `scales` returns it.
+    """
+    scale, undo, most = scales(fusion.total(size), len(size))
+    return [jnp.where(v < jnp.inf, v * scale, most) for v in size], undo
+
+
+def scales(mass: jax.Array, m: int) -> tuple[jax.Array, jax.Array, float]:
+    """Return the scale of the finite members of a group, its reciprocal, and the weight of infinities and NaN.
+
+    The scale is 1, except in *large* groups: those in which a sum could overflow, or not all members are finite. All
+    scales are powers of two. In a large group an infinity or NaN weighs at least 2**26 times as much as all finite
+    members together.
+
+    Args:
+      mass: The sum of all magnitudes of a group, with overflow.
+      m: The size of a group.
+    """
+    info, bits = jnp.finfo(mass.dtype), (m - 1).bit_length()
+    most, smaller = 2.0 ** (info.maxexp - 2 - bits), 2.0 ** -(30 + 2 * bits)
+    fits = mass < most  # False for NaN
+    scale, undo = (jnp.where(fits, 1.0, mass.dtype.type(v)) for v in (smaller, 1 / smaller))
+    return scale, undo, most
+
+
+def above_zero(u: jax.Array, undo: jax.Array) -> jax.Array:
+    """Return uniforms that are not 0 in a large group, where 0 would draw a finite member in place of NaN.
+
+    Args:
+      u: Uniforms in [0, 1), multiples of 2**-23.
+      undo: The factor that undoes the scale of a group.
+    """
+    return jnp.where(undo > 1, jnp.maximum(u, 2.0**-24), u)
 
 
 # Three ways compute the same draw, each the fastest for some n:m: one index per group for 1:m, one bit per member for
@@ -125,15 +161,15 @@ def weights(size: Float[Array, "..."], m: int) -> Float[Array, "..."]:
 
 def _single(g: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     """Draw 1:m. tau is the sum of all magnitudes, and one member is kept: that on which the point u * tau falls."""
-    a = [weights(jnp.abs(groups.wide(v)), g.shape[axis]) for v in groups.members(g, axis)]
-    mass = fusion.total(a)
+    a, undo = weights([jnp.abs(groups.wide(v)) for v in groups.members(g, axis)])
+    mass, u = fusion.total(a), above_zero(u, undo)
     point, upto, index = u * mass, jnp.zeros_like(u), jnp.zeros_like(u)
     for v in a:
         upto = upto + v
         index = index + ((upto <= point) & (upto < mass)).astype(u.dtype)
     kept = fusion.settled(index).astype(jnp.int32)
     hit = lax.broadcasted_iota(jnp.int32, g.shape, axis) == kept
-    return _result(g, hit, mass)
+    return _result(g, hit, mass * undo)
 
 
 def _unrolled(g: jax.Array, u: jax.Array, axis: int, n: int) -> jax.Array:
@@ -156,7 +192,7 @@ def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], j
     Returns:
       For every member a mask of the groups that keep it; and the threshold tau of every group.
     """
-    a = [weights(jnp.abs(v), len(x)) for v in x]
+    a, undo = weights([jnp.abs(v) for v in x])
     saturated, left, rest = [jnp.zeros_like(v, bool) for v in a], jnp.full_like(u, n), fusion.total(a)
     for _ in range(n - 1):
         saturated = [s | ((v * left >= rest) & (v > 0)) for s, v in zip(saturated, a, strict=True)]
@@ -164,6 +200,7 @@ def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], j
         rest = fusion.total(jnp.where(s, 0.0, v) for s, v in zip(saturated, a, strict=True))
     share = fusion.total(jnp.where(left == j, 1 / j, 0.0) for j in range(1, n + 1))  # 1 / left
     tau = rest * share.astype(u.dtype)
+    u = above_zero(u, undo)
     points = [(u + j) * tau for j in range(n)]
     upto, before = jnp.zeros_like(u), jnp.zeros_like(u)
     hits: list[jax.Array] = []
@@ -173,13 +210,15 @@ def chosen(x: list[jax.Array], u: jax.Array, n: int) -> tuple[list[jax.Array], j
         passed = jnp.where(rest > 0, jnp.where(upto >= rest, left, passed), 0.0)  # at the end all, despite rounding
         hits.append(s | (passed > before))
         before = passed
-    return hits, tau
+    return hits, tau * undo
 
 
 def _whole(g: jax.Array, u: jax.Array, axis: int, n: int) -> jax.Array:
     """Draw with reductions and a running sum along the members."""
-    a = weights(jnp.abs(groups.wide(g)), g.shape[axis])
+    size = jnp.abs(groups.wide(g))
     total = lambda v: jnp.sum(v, axis, keepdims=True)
+    scale, undo, most = scales(total(size), g.shape[axis])
+    a, u = jnp.where(size < jnp.inf, size * scale, most), above_zero(u, undo)
     saturated, left, rest = jnp.zeros_like(a, bool), jnp.full_like(u, n), total(a)
     for _ in range(n - 1):
         saturated = saturated | ((a * left >= rest) & (a > 0))
@@ -190,7 +229,7 @@ def _whole(g: jax.Array, u: jax.Array, axis: int, n: int) -> jax.Array:
     tau, per_tau = _threshold(rest, left)
     points = _points(upto, rest, per_tau, u, left)
     before = lax.pad(points, jnp.zeros((), u.dtype), [(int(d == axis), -int(d == axis), 0) for d in range(g.ndim)])
-    return _result(g, saturated | (points > before), tau)
+    return _result(g, saturated | (points > before), tau * undo)
 
 
 def _threshold(rest: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:

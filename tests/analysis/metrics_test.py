@@ -113,6 +113,15 @@ def test_ties_by_sorting(n, m, axis, dtype):
     assert float(got) == np.float32(tied.sum()) / np.float32(tied.size)
 
 
+@pytest.mark.parametrize("n", [1, 100])
+@pytest.mark.parametrize("m", [2**15, 2**16])
+def test_ties_of_long_groups_of_16_bits(n, m):
+    x = jnp.arange(m, 0, -1, jnp.float32).astype(jnp.bfloat16)  # n + 1 is rounded to n or not
+    sizes = np.sort(np.asarray(x, np.float32))[::-1]
+    assert float(metrics.ties(x, n, m)) == float(sizes[n - 1] == sizes[n])
+    assert float(metrics.ties(jnp.ones(m, jnp.bfloat16), n, m)) == 1
+
+
 def test_ties_decide_which_is_kept():
     """Reversing a group changes what is kept where there is a tie, and nowhere else."""
     x = whole(1, 500, 4, most=4)

@@ -33,9 +33,12 @@ NM = [
 
 
 def bits_of(x):
-    """Return magnitude bits as wide integers. The two largest NaN payloads count as equal in every dtype."""
+    """Return magnitude bits as wide integers. From 16 bits on, the two largest NaN payloads count as equal."""
     kind = INTS[x.dtype.itemsize]
     most = np.iinfo(kind).max
+    if x.dtype.itemsize == 1:
+        size = np.abs(x.astype(np.float64))
+        return np.where(np.isnan(size), 2.0**40 + (x.view(kind).astype(np.int64) & most), np.minimum(size, 2.0**39))
     return np.minimum(x.view(kind).astype(np.int64) & most, most - 1)
 
 
@@ -126,11 +129,43 @@ def test_bit_patterns_of_bfloat16(bits, kept, m):
     np.testing.assert_array_equal(np.asarray(TOP(jnp.asarray(x), 0, 2, m)).astype(int), kept)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2], ids=lambda d: np.dtype(d).name)
+EIGHT_BITS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz", "e4m3", "e3m4")
+
+
+@pytest.mark.parametrize("dtype", [getattr(ml_dtypes, f"float8_{name}") for name in EIGHT_BITS], ids=EIGHT_BITS)
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (8, 16), (1, 32), (16, 64)])
 def test_top_of_eight_bit_floats(n, m, dtype):
     x = np.random.default_rng(6).integers(0, 256, (64, m)).astype(np.uint8).view(dtype)
     np.testing.assert_array_equal(np.asarray(TOP(jnp.asarray(x), 1, n, m)), top_by_sorting(x, 1, n, m))
+
+
+@pytest.mark.parametrize("dtype", [getattr(jnp, f"float8_{name}") for name in EIGHT_BITS], ids=EIGHT_BITS)
+@pytest.mark.parametrize("m", [4, 8, 32], ids=["rank", "first largest", "bisection"])
+def test_nan_of_eight_bits_is_more_than_the_largest(m, dtype):
+    x = jnp.full(m, jnp.finfo(dtype).max, dtype).at[m - 1].set(jnp.nan)
+    assert np.flatnonzero(np.asarray(TOP(x, 0, 1, m))).tolist() == [m - 1]
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e5m2, np.float32], ids=str)
+@pytest.mark.parametrize("m", [2**15 - 1, 2**15, 2**15 + 1, 2**16, 2**17])
+def test_long_groups(m, dtype):
+    """Places do not fit the 16-bit integers that magnitudes of 16 bits are."""
+    x = np.random.default_rng(m).integers(-3, 4, m).astype(dtype)
+    for values in (x, np.ones(m, dtype)):
+        for n in (1, 100, m - 1):
+            np.testing.assert_array_equal(
+                np.asarray(TOP(jnp.asarray(values), 0, n, m)), top_by_sorting(values, 0, n, m)
+            )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("float8_e8m0fnu", "has no zero"), ("float4_e2m1fn", "fewer than 8 bits"), ("int8", "float")]
+)
+def test_dtypes_that_cannot_be_pruned(dtype, words):
+    x = jnp.ones(4, dtype)
+    for refused in (groups.magnitude, groups.wide, groups.check_floating):
+        with pytest.raises(TypeError, match=f"dtype {dtype}, .*{words}.* x.astype"):
+            refused(x)
 
 
 @hypothesis.given(

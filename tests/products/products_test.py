@@ -633,6 +633,40 @@ def test_a_backward_slot_rules_out_forward_mode():
         jax.jvp(f, (jnp.ones((8, 8)),), (jnp.ones((8, 8)),))
 
 
+@pytest.mark.parametrize(
+    "method", ["bdwp(2,4)", "mvue(2,4)", "s_ste(2,4)", "dlhs_rhs=raw(identity)", "drhs_lhs=mse(2,4)"]
+)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_backward_slot_rules_out_second_derivatives(method, jit):
+    """A penalty on dx would have the gradient 0 by bdwp, and a Hessian-vector product by mvue would be 80 % off."""
+    sparsity = nm.parse(method)
+    x, w, v = whole(0, 8, 16), whole(1, 16, 8), whole(2, 16, 8)
+    ctx = nm.Ctx(0, state={"fwd_rhs": jnp.float32(1)} if sparsity.fwd_rhs.has_state else None)
+    y = lambda x, w: nm.dot_general(x, w, MATMUL, sparsity=sparsity, ctx=ctx)
+    compiled = jax.jit if jit else lambda f: f
+    dx = compiled(jax.grad(lambda x, w: y(x, w).sum()))
+    dw = compiled(jax.grad(lambda w: (y(x, w) ** 2).sum()))
+    both = compiled(jax.value_and_grad(lambda w: (y(x, w) ** 2).sum()))
+    seconds = (
+        lambda: jax.grad(lambda w: (dx(x, w) ** 2).sum())(w),
+        lambda: jax.grad(lambda w: (dw(w) * v).sum())(w),
+        lambda: jax.jvp(dw, (w,), (v,)),
+        lambda: jax.linearize(dw, w),
+        lambda: jax.hessian(lambda w: (y(x, w) ** 2).sum())(w),
+        lambda: jax.grad(lambda w: both(w)[0])(w),
+        lambda: jax.grad(lambda w: jax.vmap(lambda x: dx(x, w).sum())(jnp.stack([x, x])).sum())(w),
+        lambda: jax.grad(lambda w: jax.lax.scan(lambda w, _: (w - dw(w), None), w, None, 2)[0].sum())(w),
+        lambda: jax.grad(lambda w: (jax.checkpoint(dw)(w) * v).sum())(w),
+    )
+    for second in seconds:
+        with pytest.raises(
+            TypeError, match=r"gradient is pruned \(d.hs_.*has no derivative beyond .* as ste\(2,4\) does"
+        ):
+            second()
+    constant = lambda w: (y(x, w) ** 2).sum() + (jax.grad(lambda x: y(x, lax.stop_gradient(w)).sum())(x) ** 2).sum()
+    np.testing.assert_array_equal(jax.grad(constant)(w), dw(w))  # only the inner gradient's inputs matter
+
+
 def test_the_gradient_of_s_ste_is_without_beta():
     """The loss is linear in y, so g is the same for every beta."""
     x, w, g = whole(0, 8, 16), whole(1, 16, 12), whole(2, 8, 12)

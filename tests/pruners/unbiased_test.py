@@ -437,6 +437,56 @@ def test_finite_groups_whose_sum_overflows_are_n_of_m(p, value):
     assert not np.isnan(out).any()
 
 
+LARGE = [nm.mvue(1, 2), nm.mvue(1, 6), nm.mvue(2, 4), nm.mvue(5, 8), nm.mvue(1, 32), nm.mvue(8, 32), nm.mvue(5, 40)]
+LARGE += [nm.mvue_approx(2, 4), nm.mvue_approx(2, 8)]
+
+
+@pytest.mark.parametrize("p", LARGE, ids=repr)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nothing_broken_is_lost_beside_the_largest(p, dtype):
+    """Whatever the finite members and the uniforms are: 0, and the largest below 1, too."""
+    rng = np.random.default_rng(15)
+    most = float(jnp.finfo(dtype).max)
+    x = rng.choice([most, -most, 1.0, 1e-30, 0.0], (4000, p.m)) * rng.choice([1, 1, rng.random()], (4000, p.m))
+    order = rng.random(x.shape).argsort(1)
+    bad = order < rng.integers(1, p.m + 1, (4000, 1))
+    x = np.asarray(jnp.asarray(np.where(bad, rng.choice([np.nan, np.inf, -np.inf], x.shape), x), dtype))
+    for u in (0, ALMOST_ONE, 2.0**-23, 0.5, None):
+        u = draws(p, rng, 4000) if u is None else np.full_like(draws(p, rng, 4000), u)
+        out = sample_any(p, x, u).astype(np.float32)
+        np.testing.assert_array_equal((~np.isfinite(out) & bad).sum(1), np.minimum(p.n, bad.sum(1)))
+        assert ((out != 0).sum(1) <= p.n).all()
+
+
+@pytest.mark.parametrize("p", [p for p in LARGE if isinstance(p, nm.mvue)], ids=repr)
+def test_mean_of_the_largest_groups(p):
+    """Values up to the largest float32 are unbiased as long as tau is below it. A larger tau is infinite."""
+    rng = np.random.default_rng(16)
+    x = rng.uniform(0.2, 1, (200, p.m)) * rng.choice([-1, 1], (200, p.m))
+    x[::2, 0] *= 50  # one that is always kept, if n is more than one
+    x = (x / np.maximum(np.abs(x).max(1), water_fill(x, p.n)[0])[:, None] * 3.3e38).astype(np.float32)
+    tau, *_ = water_fill(x, p.n)
+    assert (np.abs(x).sum(1, dtype=np.float64) > 3e38).all()
+    count = 512
+    mean = on_grid(p, x, count).astype(np.float64).mean(0)
+    assert (np.abs(mean - x) <= tau[:, None] * (1 / count + p.n * p.m * 1e-7) + np.abs(x) * 1e-6).all()
+    same = np.full((1, p.m), 3.3e38, np.float32)  # tau is this times m/n
+    out = sample(p, same, np.float32([0.3]))
+    assert np.isinf(out).sum() == p.n
+    assert np.isfinite(out).sum() == p.m - p.n
+
+
+def test_two_draws_of_the_largest_groups_are_those_of_small_ones():
+    rng = np.random.default_rng(17)
+    x = groups_of("gaussian", 4, 2000).astype(np.float64)
+    x = (x / np.abs(x).max(1, keepdims=True)).astype(np.float32)
+    x *= np.float32(2) ** rng.integers(-1, 0)
+    u = draws(nm.mvue_approx(2, 4), rng, len(x))
+    small, large = (sample_any(nm.mvue_approx(2, 4), x * np.float32(s), u) for s in (1, 2.0**127))
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(large, small * np.float32(2.0**127))
+
+
 def test_the_draw_is_the_generators_uniform():
     x = jnp.ones((3, 8, 5))
     for axis, shape in ((1, (3, 2, 5)), (-2, (3, 2, 5))):
