@@ -152,7 +152,7 @@ def above_zero(u: jax.Array, undo: jax.Array) -> jax.Array:
       u: Uniforms in [0, 1), multiples of 2**-23.
       undo: The factor that undoes the scale of a group.
     """
-    return jnp.where(undo > 1, jnp.maximum(u, 2.0**-24), u)
+    return jnp.maximum(u, jnp.where(undo > 1, jnp.asarray(2.0**-24, u.dtype), 0))  # a select needs equal shardings
 
 
 # Three ways compute the same draw, each the fastest for some n:m: one index per group for 1:m, one bit per member for
