@@ -165,9 +165,10 @@ def test_a_run_of_several_devices_is_loaded_on_a_machine_of_one(trained):
 
 @pytest.mark.parametrize("name", ["averaged", "text"])
 def test_the_data_set_is_not_needed(trained, name, monkeypatch):
+    workdir = trained(name)
     for module in (images, text):
         monkeypatch.setattr(module, "load", lambda *_: pytest.fail("the data set was read"))
-    assert load_run(trained(name)).weights
+    assert load_run(workdir).weights
 
 
 def test_a_run_that_recorded_no_sizes_needs_its_data_set(trained, tmp_path):
