@@ -1,6 +1,5 @@
 """Comparisons of runs. Runs that differ only in their seed are one line, with its spread."""
 
-import datetime
 import json
 import math
 import statistics
@@ -14,7 +13,7 @@ from experiments.errors import Mistake
 from experiments.report import curves as cv
 from experiments.report.curves import Curve
 from experiments.report.page import LOGO, document, flat, notes_list
-from experiments.report.runs import Run, read, series
+from experiments.report.runs import Run, read, seconds, series
 from experiments.report.words import duration, large, markdown_table, number, percent, safe
 
 
@@ -32,12 +31,7 @@ class Group(NamedTuple):
     @property
     def time(self) -> float | None:
         """The mean duration of the finished runs in seconds."""
-        times = []
-        for run in filter(finished, self.runs.values()):
-            began, ended = run.about.get("began"), run.about.get("ended")
-            if began and ended:
-                ended, began = map(datetime.datetime.fromisoformat, (ended, began))
-                times.append((ended - began).total_seconds())
+        times = [took for run in self.runs.values() if finished(run) and (took := seconds(run)) is not None]
         return statistics.fmean(times) if times else None
 
     @property

@@ -1,6 +1,5 @@
 """The page of a run, section by section. A section is an empty text if the run wrote nothing for it."""
 
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from experiments.report.figures import latest, learning, sparsity, throughput
 from experiments.report.pictures import SAMPLES, image_uri, mask_svg
-from experiments.report.runs import Run
+from experiments.report.runs import Run, seconds
 from experiments.report.words import duration, moment, percent, safe
 
 MAIN = 6  # so many figures of the summary are shown large
@@ -113,12 +112,10 @@ def when(run: Run) -> str:
 
 def lasted(run: Run) -> str:
     """Return the duration of a run, or "" if its files do not tell it."""
-    began, ended = run.about.get("began"), run.about.get("ended")
-    try:
-        took = (datetime.datetime.fromisoformat(ended) - datetime.datetime.fromisoformat(began)).total_seconds()
-    except (TypeError, ValueError):  # the run has not ended: its last line of metrics tells the time
-        seconds = [record.get("seconds") for records in run.metrics.values() for record in records]
-        took = max((s for s in seconds if isinstance(s, int | float)), default=0)
+    took = seconds(run)
+    if took is None:  # the run has not ended: its last line of metrics tells the time
+        times = [record.get("seconds") for records in run.metrics.values() for record in records]
+        took = max((s for s in times if isinstance(s, int | float)), default=0)
     return duration(took) if 0 < took < float("inf") else ""
 
 

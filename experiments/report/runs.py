@@ -1,5 +1,6 @@
 """Reading a run's folder. Missing files stay empty, and broken ones are reported."""
 
+import datetime
 import io
 import json
 import operator
@@ -90,6 +91,15 @@ def layers(records: list[dict[str, Any]], key: str) -> dict[str, tuple[np.ndarra
 def _numbers(pairs: Iterable[tuple[int, Any]]) -> tuple[np.ndarray, np.ndarray]:
     kept = [(step, value) for step, value in pairs if isinstance(value, int | float)]
     return np.array([step for step, _ in kept], float), np.array([value for _, value in kept], float)
+
+
+def seconds(run: Run) -> float | None:
+    """Return the duration of a run that has ended, in seconds; None if run.json does not tell it."""
+    try:
+        began, ended = (datetime.datetime.fromisoformat(run.about[key]) for key in ("began", "ended"))
+        return (ended - began).total_seconds()
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _text(path: Path) -> str:

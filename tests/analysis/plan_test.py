@@ -240,7 +240,7 @@ def test_a_recipe_lists_what_sparsify_refuses():
 
 
 def test_a_recipe_lists_shards_stacks_and_models_that_cannot_be_pruned():
-    """What only sparsify knows: how weights lie on devices, which axes stack layers, and that no layer has a door."""
+    """The plan lists what sparsify refuses: sharded weights, stacks, and models without layers that it knows."""
     recipe = nm.Recipe(((".*", "ste(2,4)"),))
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
     model = nnx.Linear(24, 8, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""What --help and --mode=config say: every flag, and every field with its value and a comment."""
+"""Tests of --help and --mode=config: they show every flag, and every field with its value and a comment."""
 
 import re
 import shlex

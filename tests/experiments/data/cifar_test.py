@@ -214,7 +214,7 @@ def checked(header: bytes) -> bytes:
     return header[:148] + b"%06o\0 " % (sum(header[:148]) + sum(header[156:512]) + 8 * 32) + header[156:]
 
 
-_HOLE = b"0" * 24 * 4 + b"\0" + b"77777777777\0"  # a sparse file of 8 GB, of which nothing is there
+_HOLE = b"0" * 24 * 4 + b"\0" + b"77777777777\0"  # the header of a sparse file: 8 GB without data
 
 
 def _zeros(count: int) -> bytes:
