@@ -4,6 +4,7 @@ import collections
 import gc
 import importlib.metadata
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -66,6 +67,16 @@ def pytest_collection_modifyitems(config, items):
         part, parts = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
         items[:] = items[part - 1 :: parts]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_freed():
+    """Free compiled programs before they take all mappings of memory: Linux allows 65,530, and then LLVM aborts."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
