@@ -13,6 +13,7 @@ def run() -> ConfigDict:
     """Return the fields of every run."""
     c = ConfigDict()
     c.experiment = ""  # image, text, or module:name of a task (experiments/training/task.py)
+    c.twin = ""  # page of the run with which this one is compared, such as configs/vit_dense.py; empty: none
     c.seed = 0  # seed of weights, data order, augmentation and pruning noise
     c.epochs = 0.0  # length of the run in epochs; used only if steps is 0
     c.steps = 0  # length of the run in optimizer steps
@@ -41,6 +42,7 @@ def run() -> ConfigDict:
         tensor=1,  # devices that share the products of a block
     )
     c.evaluate = "10%"  # time between evaluations, each with a checkpoint; the last step is always evaluated
+    c.stop = "0"  # time without a better evaluation after which the run stops; 0: it never stops early
     c.measure = "5%"  # time between measurements of density, flip rate and variance of gradients; 0: none
     return c
 
@@ -50,8 +52,9 @@ def image(data: str) -> ConfigDict:
     c = run()
     c.experiment = "image"
     c.data = dict(
-        name="digits",  # digits, mnist, fashion_mnist, cifar10, folder, or module:name
+        name="digits",  # digits, mnist, fashion_mnist, cifar10, folder, a file .npz, or module:name
         dir="",  # the folder that is searched first
+        validation=0.1,  # share of the training images that are kept for evaluation; 0: the test images are used
         crop=1,  # random shift by up to so many pixels; 0: none
         flip=False,  # random mirroring
         mixup=0.0,  # alpha of mixup; 0: none
@@ -105,10 +108,11 @@ def gpt(data: str) -> ConfigDict:
     c.data = dict(
         name="pydoc",  # pydoc, a file or a folder of text, or module:name
         dir="",  # the folder that is searched first
-        valid="",  # the file for validation; empty: the last tenth of the text
+        test="",  # the file for the test; empty: the last tenth of the text
+        validation=0.1,  # share of the training text that is kept for evaluation; 0: the test text is used
         tokenizer="bytes",  # bytes, or a JSON file of Hugging Face's tokenizers
         length=128,  # tokens in a window
-        tests=0,  # windows of the validation text that are evaluated; 0: all
+        windows=0,  # windows of a text that are evaluated; 0: all
     )
     c.model = dict(name="gpt", size="tiny", scan=False, remat=False)
     c.steps, c.batch = 1000, 16
@@ -126,7 +130,7 @@ def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
     Numbers of 0 are counted. With ``skip`` files that cannot be read are skipped.
     """
     c = ConfigDict()
-    c.data = dict(name="folder", dir="", crop=0, flip=True, mixup=0.0, smoothing=0.1)
+    c.data = dict(name="folder", dir="", validation=0.01, crop=0, flip=True, mixup=0.0, smoothing=0.1)
     c.data.size = size  # side of the images in pixels
     c.data.skip = False  # skip files that cannot be read, instead of stopping
     c.data.examples = examples  # expected number of images; 0: they are counted

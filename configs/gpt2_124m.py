@@ -13,7 +13,7 @@ from configs import common
 def get_config(variant=""):
     c = common.gpt(variant)
     c.model = dict(name="gpt", size="small", vocabulary=50304, scan=True, remat=True)
-    c.data.update(name="openwebtext.txt", tokenizer="gpt2.json", length=1024, tests=4096)
+    c.data.update(name="openwebtext.txt", tokenizer="gpt2.json", length=1024, validation=0.001, windows=4096)
     c.steps, c.batch, c.accumulate, c.dtype = 300_000, 512, 4, "bfloat16"
     c.learning_rate.update(peak=1.5e-4, warmup="3000", end=1e-5)
     c.rules = ((r"blocks/mlp/.*", "mlp"), (r".*", "dense"))

@@ -11,3 +11,8 @@ from configs import common
 
 def get_config(variant=""):
     return common.resnet(variant)
+
+
+def get_sweep(variant=""):
+    """Return the changes of three runs, which differ in their seed."""
+    return [{"seed": seed} for seed in range(3)]

@@ -3,27 +3,21 @@
 import contextlib
 import difflib
 import gc
-import importlib.util
 import json
 import os
 import shlex
 import sys
 import time
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import sweep, usage
+from experiments import pages, sweep, usage
 from experiments.errors import Mistake
 from experiments.scale import processes, sinks
-from experiments.training import digest, lock, provenance
-
-ROOT = Path(__file__).parent.parent
+from experiments.training import digest, lock, provenance, record
 
 
 def main(argv: list[str], head: str) -> None:
@@ -33,10 +27,10 @@ def main(argv: list[str], head: str) -> None:
       argv: The command line.
       head: The usage, with which --help begins.
     """
-    importable(Path.cwd())
+    pages.importable(Path.cwd())
     if {"-h", "--help", "-help"} & set(argv):
         page = _split(argv)[1] or "configs/vit_24.py"
-        print(usage.text(head, page, load(page), listing()))
+        print(usage.text(head, page, pages.load(page), pages.listing()))
         return
     asked = read(argv)
     if asked.mode == "config":
@@ -44,12 +38,6 @@ def main(argv: list[str], head: str) -> None:
         return
     with processes.joined(asked.distributed):
         carry_out(asked, shlex.join(["python", *argv]))
-
-
-def importable(folder: Path) -> None:
-    """Let ``module:name`` name the modules of a folder. Installed modules and this repository's come first."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
 
 
 def carry_out(asked: "Asked", words: str) -> None:
@@ -70,17 +58,34 @@ def carry_out(asked: "Asked", words: str) -> None:
     gc.freeze()  # imported objects stay for good, and are not searched while programs are traced
     _cache_programs()
     if asked.sweeping and not asked.planned:
-        _sweep(asked, Path(asked.workdir or f"runs/{asked.name}-sweep"), words)
+        _sweep(asked, Path(asked.workdir or f"runs/{sweep.folder(asked.name)}-sweep"), words)
         return
     config = asked.config
     if asked.planned:
         config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
     origin = Path(asked.origin) if asked.origin else None
-    workdir = Path(asked.workdir or f"runs/{asked.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    workdir = Path(asked.workdir or f"runs/{sweep.folder(asked.name)}-{time.strftime('%Y%m%d-%H%M%S')}")
     new = asked.mode == "train" and not asked.workdir
     with lock.new(workdir) if new else contextlib.nullcontext(workdir) as workdir:
-        run = modes.Run(asked.name, config, workdir)
-        modes.carry_out(asked.mode, [run], words, origin, sink=asked.sink)
+        again = f"The same command with --workdir={workdir}" if new else "The same command"  # the name holds the time
+        twin = _twin(asked, config) if asked.mode == "train" else None
+        if asked.with_twin:
+            beside = modes.Run(f"{asked.name}, its twin", twin.config, workdir / "twin", asked.labels)
+            modes.carry_out("train", [beside], words, sink=asked.sink, again=again)
+        run = modes.Run(asked.name, config, workdir, asked.labels, twin)
+        traced = asked.profile or 0
+        modes.carry_out(asked.mode, [run], words, origin, sink=asked.sink, traced=traced, again=again)
+
+
+def _twin(asked: "Asked", config: ConfigDict) -> Any:
+    """Return the twin of a run, or None if its page names none."""
+    if not config.get("twin"):
+        return None
+    from experiments.training import twin
+
+    variant = pages.split(asked.page)[1]
+    page = f"{config.twin}:{variant}" if variant and ":" not in config.twin else config.twin
+    return twin.Twin(page, twin.of(config, pages.load(asked.page), pages.load(page)))
 
 
 def _check(asked: "Asked") -> None:
@@ -90,10 +95,19 @@ def _check(asked: "Asked") -> None:
         raise Mistake("--mode=eval needs --workdir, the directory of a run.")
     if asked.sweeping and (asked.origin or mode != "train" and not asked.planned):
         raise Mistake("--sweep trains: it goes without --from, and without --mode but for --sweep_index=N --mode=plan.")
+    if asked.profile and (mode != "train" or asked.sweep):
+        flag = "--sweep" if asked.sweep else f"--mode={mode}"
+        raise Mistake(f"--profile={asked.profile} needs a single run that trains: leave out {flag}.")
+    if asked.with_twin and (mode != "train" or asked.sweeping):
+        raise Mistake("--with_twin trains one run and its twin: it goes without --sweep, --sweep_index and --mode.")
+    if asked.with_twin and not asked.config.get("twin"):
+        raise Mistake(f"--with_twin: {asked.page} names no twin. Write --config.twin=PAGE.")
     if asked.sink:
         if mode != "train":
             raise Mistake(f"--sink needs a run that trains. With --mode={mode}, leave it out.")
         sinks.check(asked.sink)
+    if asked.labels and mode != "train":
+        raise Mistake(f"--tag and --note need a run that trains. With --mode={mode}, leave them out.")
     if seeds < 1 or seeds > 1 and (not asked.sweep or asked.index is not None):
         raise Mistake(f"--seeds_at_once={seeds}: at least 1, and more of a --sweep that has no --sweep_index.")
     if seeds > 1 and processes.count() > 1:
@@ -128,13 +142,17 @@ def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
     from experiments.training import modes
 
     def side_by_side(members: list[sweep.Member], program: modes.Program) -> Any:
-        runs = [modes.Run(member.name, member.config, workdir / member.name) for member in members]
-        return modes.carry_out("train", runs, words, program=program, sink=asked.sink)
+        runs = [
+            modes.Run(each.name, each.config, workdir / each.folder, asked.labels, _twin(asked, each.config))
+            for each in members
+        ]
+        return modes.carry_out("train", runs, words, program=program, sink=asked.sink, plans=plans)
 
+    plans: list[Any] = []  # those that runs have shown
     make = lambda member: modes.make_program(member.config)
     results = Path(asked.results) if asked.results else None
     members = sweep.members(asked.config, asked.changes())
-    sweep.run(members, workdir, asked.index, asked.at_once, make, side_by_side, results)
+    sweep.run(members, workdir, asked.index, asked.at_once, make, side_by_side, results, asked.labels)
 
 
 class Asked(NamedTuple):
@@ -151,7 +169,10 @@ class Asked(NamedTuple):
       index: The one run of the sweep that is, or None.
       at_once: How many runs that differ in their seed alone are trained side by side.
       sink: The service that gets the numbers too, or "".
+      profile: How many steps a profile traces, or None.
+      with_twin: Whether the run's twin is trained first.
       results: The file that gets a line for every run of a sweep that has finished or diverged, or "".
+      labels: The tags and the note of the run, as record.labels returns them.
     """
 
     config: ConfigDict
@@ -164,7 +185,10 @@ class Asked(NamedTuple):
     index: int | None
     at_once: int
     sink: str
+    profile: int | None
+    with_twin: bool
     results: str
+    labels: dict[str, Any]
 
     @property
     def sweeping(self) -> bool:
@@ -184,17 +208,15 @@ class Asked(NamedTuple):
 
     def alike(self) -> dict[str, Any]:
         """Return the flags that all processes of a run have to agree on."""
-        own = {f"--{name}": getattr(self, name) for name in ("workdir", "mode", "sweep", "sink", "results")}
+        own = {
+            f"--{name}": getattr(self, name)
+            for name in ("workdir", "mode", "sweep", "sink", "profile", "with_twin", "results")
+        }
         return {"--config": self.page, "--from": self.origin, "--sweep_index": self.index} | own
 
     def changes(self) -> list[dict]:
         """Return what every run of the page's sweep changes."""
-        file, variant = _file(self.page)
-        module = _module(file)
-        if not hasattr(module, "get_sweep"):
-            raise Mistake(f"--sweep: {file} has no function get_sweep(), which gives the changes of every run.")
-        with _its_own(file):
-            changes = module.get_sweep(variant) if variant else module.get_sweep()
+        changes = pages.sweep(self.page)
         if isinstance(changes, list):
             for field in (field for change in changes for field in change):
                 _exists(self.config, field)
@@ -214,11 +236,11 @@ def read(argv: list[str]) -> Asked:
     """
     words, page = _split(argv)
     if page:
-        config = load(page)
+        config = pages.load(page)
     else:
         workdir = next((w.removeprefix("--workdir=") for w in words if w.startswith("--workdir=")), "")
         if "--mode=eval" not in words or not workdir:
-            raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages())}.")
+            raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages.names())}.")
         config, page = _recorded(Path(workdir) / "config.json"), Path(workdir).name
     fields = [word.removeprefix("--config.").partition("=")[0] for word in words[1:] if word.startswith("--config.")]
     new = [field for field in fields if _adds_method(config, field)]
@@ -254,7 +276,10 @@ def read(argv: list[str]) -> Asked:
         index=values.sweep_index,
         at_once=values.seeds_at_once,
         sink=values.sink or "",
+        profile=values.profile,
+        with_twin=values.with_twin,
         results=values.results,
+        labels=record.labels(values.tag, values.note),
     )
 
 
@@ -287,8 +312,12 @@ def _flags() -> flags.FlagValues:
         flags.DEFINE_string(name, "", words[name], flag_values=values)
     flags.DEFINE_enum("mode", "train", usage.FLAGS["mode"][0].split("|"), words["mode"], flag_values=values)
     flags.DEFINE_boolean("sweep", False, words["sweep"], flag_values=values)
+    flags.DEFINE_boolean("with_twin", False, words["with_twin"], flag_values=values)
     flags.DEFINE_integer("sweep_index", None, words["sweep_index"], flag_values=values)
     flags.DEFINE_integer("seeds_at_once", 1, words["seeds_at_once"], flag_values=values)
+    flags.DEFINE_integer("profile", None, words["profile"], lower_bound=1, flag_values=values)
+    flags.DEFINE_multi_string("tag", None, words["tag"], flag_values=values)
+    flags.DEFINE_string("note", None, words["note"], flag_values=values)
     flags.DEFINE_enum("sink", None, list(sinks.SINKS), words["sink"], flag_values=values)
     return values
 
@@ -312,52 +341,6 @@ def _recorded(path: Path) -> ConfigDict:
     return config
 
 
-def load(page: str) -> ConfigDict:
-    """Return the settings of a page, FILE or FILE:VARIANT. The modules beside the page can be imported afterwards."""
-    file, variant = _file(page)
-    if not Path(file).is_file():
-        near = difflib.get_close_matches(file, pages(), 1, 0.4)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise Mistake(f"--config={page}: there is no file {file}.{hint} There are {', '.join(pages())}.")
-    if not file.endswith(".py"):
-        raise Mistake(f"--config={page}: a page of settings is a .py file. There are {', '.join(pages())}.")
-    importable(Path(file).parent.resolve())
-    module = _module(file)
-    if not hasattr(module, "get_config"):
-        raise Mistake(f"{file} is no page of settings: it has no function get_config(variant='').")
-    with _its_own(file):
-        return module.get_config(variant) if variant else module.get_config()
-
-
-def _file(page: str) -> tuple[str, str]:
-    """Return the file and the variant of a page; the file of this repository if the current folder has no such file."""
-    file, _, variant = page.partition(":")
-    if not Path(file).is_file() and (ROOT / file).is_file():
-        file = str(ROOT / file)
-    return file, variant
-
-
-def _module(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("page", file)
-    module = importlib.util.module_from_spec(spec)
-    with _its_own(file):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextlib.contextmanager
-def _its_own(file: str) -> Iterator[None]:
-    """Turn what goes wrong in a page into a `Mistake` with the page's line."""
-    try:
-        yield
-    except Mistake:
-        raise
-    except Exception as error:  # a page is a program of its own, so it may raise anything
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
-        where = f"{file}, line {lines[-1]}" if lines else file
-        raise Mistake(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-
-
 def _exists(config: ConfigDict, field: str) -> None:
     """Refuse a change to a field that the page does not have."""
     value, path = config, "config"
@@ -372,14 +355,3 @@ def _exists(config: ConfigDict, field: str) -> None:
     if isinstance(value, ConfigDict):
         fields = ", ".join(f"--{path}.{name}" for name in value) or f"none; write --{path}.NAME=VALUE"
         raise Mistake(f"--config.{field} is a group of fields. Set one of them: {fields}.")
-
-
-def pages() -> list[str]:
-    """Return the files of this repository's pages."""
-    return sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py") if p.stem not in ("common", "__init__"))
-
-
-def listing() -> str:
-    """Return every page with the first line of its docstring."""
-    first = lambda page: (ROOT / page).read_text().split('"""')[1].strip().partition("\n")[0]
-    return "\n".join(f"  {page:<32}{first(page)}" for page in pages())

@@ -7,6 +7,10 @@ class Mistake(Exception):
     code = 2
 
 
+class Missing(Mistake):
+    """The data of a run are in none of the places where they were looked for."""
+
+
 class Taken(Mistake):
     """Another process writes to the directory of this run."""
 

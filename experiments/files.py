@@ -1,51 +1,102 @@
 """Files that are written whole or not at all, and files of JSON lines that several processes may append to."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
-from experiments.errors import Mistake
+from experiments.errors import Failed, Mistake
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the part of it that a person may use
+UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)  # some shared file systems have no locks
 
 
 @contextlib.contextmanager
 def writable(workdir: Path) -> Iterator[None]:
-    """Turn an error of writing to a run's directory into a mistake that names the directory."""
+    """Turn an error of writing to a run's directory into one that names the directory.
+
+    Raises:
+      Failed: The disk is full.
+      Mistake: The directory cannot be written for another reason.
+    """
     try:
         yield
     except OSError as error:
-        raise Mistake(f"--workdir={workdir} cannot be written: {error.strerror or error}.") from error
+        kind = Failed if error.errno in FULL else Mistake
+        raise kind(f"--workdir={workdir} cannot be written: {error.strerror or error}.") from error
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. It is on the disk when this returns."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another machine may have a process of the same id
     try:
-        draft.write_text(text, encoding="utf-8", newline="\n")
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(draft, path)
+    except OSError as error:
+        error.filename = str(path)  # an error of writing, as by a full disk, names no file
+        raise
     finally:
         draft.unlink(missing_ok=True)
 
 
-def append(path: Path, new: Callable[[list[dict]], Iterable[dict]]) -> None:
-    """Append JSON lines to a file, which is locked meanwhile.
+def write_whole(file: BinaryIO, data: bytes, size: int) -> None:
+    """Write all of these bytes to the end of a file, or none of them.
 
     Args:
-      path: The file. A last line that was cut off, as by a full disk, stays a line of its own.
-      new: Returns the lines to append, given those that are there.
+      file: An unbuffered file that is open for appending.
+      data: The bytes.
+      size: The size of the file. If an error is raised, it has this size afterwards.
     """
-    with path.open("a+") as file:
+    done = 0
+    try:
+        while done < len(data):
+            done += file.write(data[done:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(size)
+        raise
+
+
+def append(path: Path, new: Callable[[list[dict]], Iterable[dict]]) -> None:
+    """Append JSON lines to a file, all or none of them. The file is locked meanwhile, where the file system has locks.
+
+    Args:
+      path: The file. A last line that was cut off, as by a killed process, stays a line of its own.
+      new: Returns the lines to append, given those that are there.
+
+    Raises:
+      Failed: The file cannot be written.
+    """
+    try:
+        with path.open("ab+", buffering=0) as file:
+            _lock(file)
+            size = file.seek(0, os.SEEK_END)
+            written = "".join(json.dumps(line, default=str) + "\n" for line in new(lines(path)))
+            if written and size and not _ends_a_line(file):
+                written = "\n" + written
+            write_whole(file, written.encode(), size)
+    except OSError as error:
+        raise Failed(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _lock(file: BinaryIO) -> None:
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        written = "".join(json.dumps(line, default=str) + "\n" for line in new(lines(path)))
-        if written and text and not text.endswith("\n"):
-            written = "\n" + written
-        file.write(written)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
 
 
 def lines(path: Path) -> list[dict]:

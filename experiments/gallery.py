@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from experiments.errors import Mistake
 from experiments.files import replace
-from experiments.report import compare, read, render
+from experiments.report import compare, compare_page, read, render
 from experiments.report.page import LOGO, document, lasted, notes_list
 from experiments.report.runs import Run
 from experiments.report.words import markdown_table, safe
@@ -107,9 +107,9 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
     for shelf in shelves:
         runs, comparison = compared(shelf, source)
         for page, run in runs.items():
-            replace(target / f"{page}.html", render(run))
+            replace(target / f"{page}.html", render(run, plan_page=""))
         links = {run.path: f"{page}.html" for page, run in runs.items()}
-        replace(target / f"compare-{shelf.key}.html", compare.render(comparison, links))
+        replace(target / f"compare-{shelf.key}.html", compare_page.render(comparison, links))
         sections.append((shelf.key, safe(shelf.title), _shelf(shelf, runs, comparison)))
     sections.append(("not-run", "Pages that were not run", _not_run()))
     header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Runs of the pages</h1>{notes_list([ONE_RUN])}'

@@ -35,7 +35,7 @@ class LoadedRun:
       step: The number of steps after which the checkpoint was saved.
       model: The sparse model, as the evaluation of the run scores it: with the averages of the weights if the run has
         them (``config.ema``), else with the weights in training.
-      metrics: The lines of metrics.jsonl by kind, "train", "eval" and "sparsity", each kind by rising steps.
+      metrics: The lines of metrics.jsonl by kind, "train", "eval", "sparsity" and "test", each kind by rising steps.
       sizes: What the run recorded of its data: arguments of the model; for images the mean and the standard deviation
         of each channel, as shares of 255. It is {} for a task of another module.
     """

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import command, sweep
+from experiments import pages, sweep
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.report import compare, dots
 from experiments.report.runs import Run
-from experiments.report.words import duration, markdown_table
+from experiments.report.words import PLUS_MINUS, duration, markdown_table
 from experiments.studies import __main__ as looks
 from experiments.training import digest
 
@@ -81,7 +81,7 @@ def read(path: Path) -> list[dict]:
     last_of_run = {}
     for number, text in enumerate(path.read_text().splitlines(), 1):
         line = _checked(text, f"{path}, line {number}", its_study)
-        last_of_run[line["run"]] = line
+        last_of_run[str(line["changes"]) if its_study.page else line["run"]] = line
     return list(last_of_run.values())
 
 
@@ -105,7 +105,7 @@ def _digest(its_study: Study, line: dict) -> str:
     """Return the digest of the config that the run of a line would have now."""
     if not its_study.page:
         return digest.identity(its_study.module.config(**line["case"])).digest
-    return sweep.members(command.load(its_study.page), [line["changes"]])[0].identity.digest
+    return sweep.members(pages.load(its_study.page), [line["changes"]])[0].identity.digest
 
 
 class Compared(NamedTuple):
@@ -180,7 +180,7 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
         pictures[f"{name}_frontier"] = _frontier(name, ours, names, shorter)
         parts = [f"![Against effective FLOPs](results/{name}_frontier.svg)", "", *parts]
     parts.append(_table(ours, published, shorter) + _pairs(ours, its_study.optional("pairs", {})))
-    parts += ["", "After ±: the standard deviation over seeds for a mean, the standard error for a difference."]
+    parts += ["", PLUS_MINUS]
     parts += ["", _source(its_study, ours.lines)]
     if ours.missing:
         parts.append(f"\nNot run: {', '.join(f'`{method}`' for method in ours.missing)}.")
@@ -242,7 +242,7 @@ def _table(ours: Compared, published: dict[str, float | None], shorter: Compared
     rows = [[*head, "seeds", ""]]
     for method, row in ours.rows.items():
         base, accuracy = ours.is_base(row), published.get(method)
-        mean = comparison.plain(row.mean) + comparison.plus_minus(row.spread)
+        mean = comparison.plain(row.mean) + comparison.plus_minus(row.mean_error)
         difference = "" if base else comparison.plain(row.difference, signed=True)
         cells = [f"`{method}`", mean, difference + comparison.plus_minus(row.error)]
         if published:

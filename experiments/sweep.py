@@ -6,6 +6,7 @@ by side in it. `results.jsonl` holds a line for every run that has ended; a file
 that it does not have.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from experiments.errors import Diverged, Failed, Mistake, Stopped, Taken
-from experiments.files import append, lines as lines_of, replace
+from experiments.files import append, lines as lines_of, replace, writable
 from experiments.scale import processes
 from experiments.training import digest, record
 from experiments.training.checkpoints import Checkpoints
@@ -30,7 +31,8 @@ EXAMPLE = "[{'seed': 0}, {'seed': 1, 'sparsity.blocks': 'dense'}]"
 class Member(NamedTuple):
     """One run of a sweep."""
 
-    name: str
+    name: str  # says in full what this run changes
+    folder: str  # its directory, a name that no shell needs in quotes
     changes: dict[str, Any]
     config: ConfigDict
     identity: Identity
@@ -41,6 +43,8 @@ class Member(NamedTuple):
 
 def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
     """Return the runs of a list of changes. Each is named by the fields that are not the same in all of them.
+
+    The same list gives the same names and the same folders, so that a sweep that is started again finds its runs.
 
     Args:
       config: The page's settings.
@@ -59,6 +63,13 @@ def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise Mistake(f"get_sweep() has two runs named {twice[0]}. Every run has to differ from the others.")
+    taken: set[str] = set()
+    for number, member in enumerate(runs):
+        folder = member.folder
+        if folder.lower() in taken:  # in lower case, because some file systems do not tell cases apart
+            folder = f"{folder}-{_digest(member.name)}"
+        taken.add(folder.lower())
+        runs[number] = member._replace(folder=folder)
     return runs
 
 
@@ -66,9 +77,22 @@ def _member(config: ConfigDict, change: dict[str, Any], named_by: list[str]) -> 
     changed = config.copy_and_resolve_references()
     for field, value in change.items():
         _set(changed, field, value)
-    text = ",".join(f"{field.rpartition('.')[2]}={change[field]}" for field in named_by if field in change)
-    name = re.sub(r"[^\w.,=()+-]+", "_", text)[:200] or "run"
-    return Member(name, change, changed.lock(), digest.identity(changed))
+    name = ",".join(f"{field.rpartition('.')[2]}={change[field]}" for field in named_by if field in change) or "run"
+    return Member(name, folder(name), change, changed.lock(), digest.identity(changed))
+
+
+def folder(name: str) -> str:
+    """Return a name of a directory that no shell needs in quotes: letters, digits and ``._=+-``.
+
+    >>> folder("blocks=mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4),seed=0")
+    'blocks=mdgf-2-4-linear-1-0-30pct-drhs_g=mvue-2-4-seed=0'
+    """
+    plain = re.sub(r"[^\w.=+-]+", "-", name.replace("%", "pct"), flags=re.ASCII).strip("-.") or "run"
+    return plain if len(plain) <= 120 else f"{plain[:110]}-{_digest(name)}"
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:6]
 
 
 def _set(config: ConfigDict, field: str, value: Any) -> None:
@@ -92,6 +116,7 @@ def at(runs: list[Member], index: int) -> Member:
 def run(
     runs: list[Member], workdir: Path, index: int | None, at_once: int, make: Callable[[Member], Any],
     train: Callable[[list[Member], Any], signal.Signals | None], results: Path | None = None,
+    labels: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Run all members of a sweep that are not done, or the one of an index.
 
@@ -104,6 +129,7 @@ def run(
       train: `train(members, program)` trains runs side by side. It returns the signal that told it to stop when no
         step was left.
       results: A file that gets a line for each finished run too.
+      labels: The tags and the note that runs get, also those that are done.
 
     Raises:
       Failed: At the end, if runs failed, or if other processes write to them. It names them.
@@ -113,14 +139,14 @@ def run(
     if index is not None:
         at(runs, index)
     for member in runs:
-        if _done(workdir / member.name):
-            digest.refuse_another(workdir / member.name, member.identity)
+        if _done(workdir / member.folder):
+            digest.refuse_another(workdir / member.folder, member.identity)
     sweep = _Sweep(runs, workdir, at_once, make, train)
     for number, member in enumerate(runs):
         if index not in (None, number) or member.name in sweep.begun:
             continue
         group, stopped_by = [], None
-        if not processes.agreed(partial(_done, workdir / member.name)):
+        if not processes.agreed(partial(_done, workdir / member.folder)):
             group = sweep.group(number)
             try:
                 stopped_by = sweep.train(group)
@@ -130,9 +156,10 @@ def run(
                 _say(str(error))
                 sweep.left += [member.name for member in group]
         elif processes.first():
-            record.complete(workdir / member.name)
+            record.complete(workdir / member.folder, labels or {})
         if processes.first():
-            collect(runs, workdir)
+            with writable(workdir):
+                collect(runs, workdir)
             if results is not None:
                 add(runs, workdir, results)
         if stopped_by and index is None and number + 1 < len(runs):
@@ -169,7 +196,7 @@ class _Sweep:
                 )
         if self.at_once == 1 or self._program.task.streamed:
             return [member]
-        later = [m for m in self.runs[number + 1 :] if m.name not in self.begun and not _done(self.workdir / m.name)]
+        later = [m for m in self.runs[number + 1 :] if m.name not in self.begun and not _done(self.workdir / m.folder)]
         return [member, *_beside(member, later, self.workdir)[: self.at_once - 1]]
 
     def train(self, group: list[Member]) -> signal.Signals | None:
@@ -185,15 +212,16 @@ class _Sweep:
             if processes.count() > 1 and not isinstance(error, Diverged):  # other processes may not have failed
                 raise
             _say(str(error) if len(group) > 1 else f"{names[0]}: {error}")
-        self.failed += processes.agreed(lambda: [n for n in names if not record.finished(self.workdir / n)])
+        left = lambda: [member.name for member in group if not record.finished(self.workdir / member.folder)]
+        self.failed += processes.agreed(left)
         return stopped_by
 
 
 def _beside(member: Member, later: list[Member], workdir: Path) -> list[Member]:
     """Return those that can be trained beside a run: they differ in their seed alone, and are at the same step."""
     alike = [other for other in later if _but_for_seed(other) == _but_for_seed(member)]
-    step = _step(workdir / member.name) if alike else None
-    return [other for other in alike if step is not None and _step(workdir / other.name) == step]
+    step = _step(workdir / member.folder) if alike else None
+    return [other for other in alike if step is not None and _step(workdir / other.folder) == step]
 
 
 def _but_for_seed(member: Member) -> dict:
@@ -220,7 +248,7 @@ def _say(text: str) -> None:
 
 def _outcomes(runs: list[Member], workdir: Path) -> str:
     """Return in words how many runs have which outcome."""
-    abouts = [record.read(workdir / member.name) for member in runs]
+    abouts = [record.read(workdir / member.folder) for member in runs]
     outcomes = ["not begun" if about is None else about["outcome"].partition(":")[0] for about in abouts]
     counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
     return f"{len(runs)} runs: {counts}. {workdir / 'results.jsonl'}"
@@ -236,9 +264,9 @@ KEPT += ("command", "versions", "git", "notes")
 def lines(runs: list[Member], workdir: Path) -> Iterator[dict]:
     """Yield a line of results for each run that has ended."""
     for member in runs:
-        about = record.read(workdir / member.name)
+        about = record.read(workdir / member.folder)
         if about is not None and about["outcome"] != "running":
-            line = {"format": FORMAT, "run": member.name, "changes": member.changes}
+            line = {"format": FORMAT, "run": member.name, "folder": member.folder, "changes": member.changes}
             line["devices"] = dict(about.get("header", ())).get("devices", "")
             line["config"] = member.identity.digest
             yield line | {name: about[name] for name in KEPT if name in about}
@@ -283,4 +311,4 @@ def _new_lines(runs: list[Member], workdir: Path, old: list[dict]) -> Iterator[d
     known = {(line.get("run"), line.get("began")) for line in old}
     for line in lines(runs, workdir):
         if record.done(line) and (line["run"], line["began"]) not in known:
-            yield line | {"curves": curves(workdir / line["run"])}
+            yield line | {"curves": curves(workdir / line["folder"])}

@@ -530,7 +530,7 @@ SPECIAL = [
         "accumulate=2", "dtype=bfloat16", "masked_decay=0.0001", "measure=0",
     )
 ]  # fmt: skip
-CLOCK = ("seconds", "per_second", "flops_per_second")
+CLOCK = ("seconds", "per_second", "flops_per_second", "process_memory")
 
 
 def runs(found: Found) -> None:

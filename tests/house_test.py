@@ -37,12 +37,20 @@ HOUSE = {
     "experiments": {
         "errors": (),
         "files": (),
-        "data": ("augment", "cache", "find", "order", "others", "cifar", "idx", "folder", "images", "text"),
-        "scale": ("processes", "signals", "shards", "sinks"),
-        "report": ("words", "runs", "curves", "dots", "pictures", "figures", "page", "__init__", "compare", "__main__"),
+        "pages": (),
+        "data": (
+            "augment", "reading", "validation", "cache", "find", "order", "others", "cifar", "idx", "npz", "folder",
+            "images", "text", "fetch", "__main__",
+        ),
+        "scale": ("address", "processes", "signals", "shards", "sinks"),
+        "report": (
+            "words", "runs", "curves", "dots", "pictures", "figures", "hardest", "live", "terms", "steps",
+            "page", "__init__", "compare", "compare_page", "index", "__main__",
+        ),
         "training": (
-            "settings", "task", "state", "program", "image", "text", "tasks", "provenance", "lock", "digest",
-            "events", "record", "seals", "checkpoints", "screen", "meter", "run", "loop", "modes",
+            "settings", "task", "state", "program", "hardest", "image", "text", "tasks", "provenance", "lock", "digest",
+            "events", "board", "record", "seals", "checkpoints", "screen", "twin", "header", "meter", "device",
+            "breakdown", "profile", "run", "loop", "modes",
         ),
         "load": (),
         "sweep": (),
@@ -69,13 +77,12 @@ LATE = {
     },
     "nmjax/pruners/schedules.py": {"optax"},  # takes longer to import than all of nmjax
     "experiments/command.py": {"jax", "experiments.training"},  # a mistake in the command is told without JAX
-    "experiments/training/events.py": {
-        "tensorboardX.event_file_writer", "tensorboardX.proto", "tensorboardX.summary",
-    },  # a plan does without it
+    "experiments/training/events.py": {"tensorboardX", "tensorboardX.proto"},  # a plan does without it
     "experiments/training/checkpoints.py": {"orbax.checkpoint"},  # takes two seconds, and a plan does without it
     "experiments/report/pictures.py": {"PIL"},  # a report without pictures does without it
     "experiments/report/curves.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},  # slow to import
     "experiments/report/dots.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},
+    "experiments/scale/address.py": {"jax._src"},  # a mistake is told without JAX
     "experiments/scale/processes.py": {"jax", "jax._src", "jax.experimental"},  # a mistake is told without JAX
     "experiments/scale/sinks.py": {"wandb", "trackio", "mlflow"},  # each is there only where somebody installed it
     "experiments/data/images.py": {"PIL"},  # digits do without it

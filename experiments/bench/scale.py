@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import command
+from experiments import command, pages
 from experiments.bench.collectives import KINDS, Collective, collectives
 from experiments.bench.measure import markdown
 from experiments.errors import Mistake
@@ -105,7 +105,7 @@ def apart(n: int, what: str, *words: str, cache: str = "") -> Any:
         devices = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-m", "experiments.bench.scale", what, *words],
-        cwd=command.ROOT, env=os.environ | devices | _caching(cache), capture_output=True, text=True,
+        cwd=pages.ROOT, env=os.environ | devices | _caching(cache), capture_output=True, text=True,
     )  # fmt: skip
     if ran.returncode:
         raise Mistake(f"{' '.join(words)} on {n} devices: {ran.stderr.strip()[-300:]}")
@@ -285,7 +285,7 @@ def restart(page: str, data: str, cache: str) -> float:
     """Return the seconds to the first step, as a run itself reports them."""
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--config={page}", data, f"--workdir={folder}/run", *SHORT]
-        subprocess.run([sys.executable, "launch.py", *words], cwd=command.ROOT, env=os.environ | _caching(cache),
+        subprocess.run([sys.executable, "launch.py", *words], cwd=pages.ROOT, env=os.environ | _caching(cache),
                        stdout=subprocess.DEVNULL, check=True)  # fmt: skip
         summary = dict(json.loads((Path(folder) / "run/run.json").read_text())["summary"])
     return float(summary["first step"].split()[1])

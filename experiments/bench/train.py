@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from experiments import command
+from experiments import pages
 from experiments.bench.measure import markdown
 from experiments.errors import Mistake
 from experiments.training import settings, tasks
@@ -45,7 +45,7 @@ def train(pages: list[str], directory: str, rounds: int) -> str:
 
 def one(page: str, directory: str, rounds: int) -> dict[str, list]:
     """Return the rows of a page: its step, the same step dense, and the plain one."""
-    config = command.load(page)
+    config = pages.load(page)
     if jax.device_count() > 1 or config.accumulate > 1:
         raise Mistake("bench train needs one device and config.accumulate=1, because the plain step has no more.")
     config.data.dir = directory
@@ -112,7 +112,7 @@ def started(page: str, directory: str) -> list[float]:
         options = ["--config.epochs=0", "--config.steps=1", "--config.measure=0", "--config.learning_rate.warmup=0"]
         words = [f"--config={page}", f"--config.data.dir={directory}", f"--workdir={folder}/run", *options]
         start = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "launch.py", *words], stdout=subprocess.DEVNULL, cwd=command.ROOT)
+        process = subprocess.Popen([sys.executable, "launch.py", *words], stdout=subprocess.DEVNULL, cwd=pages.ROOT)
         metrics = Path(folder) / "run" / "metrics.jsonl"
         while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.02)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.data import reading
+
 log = logging.getLogger(__name__)
 
 
@@ -28,7 +30,7 @@ def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.n
     """
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nmjax" / f"{name}.npz"
-        with open(path, "rb") as file, np.load(file) as arrays:  # np.load leaves a damaged file open
+        with reading.opened(path) as file, np.load(file) as arrays:  # np.load leaves a damaged file open
             return dict(arrays)
     except FileNotFoundError:
         pass
@@ -56,6 +58,6 @@ def checksum(*paths: str | Path) -> str:
     """Return the first 16 hex digits of a SHA-256 of all bytes of some files, in their order."""
     digests = []
     for path in paths:
-        with open(path, "rb") as file:
+        with reading.opened(path) as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest())
     return (hashlib.sha256(" ".join(digests).encode()).hexdigest() if len(digests) > 1 else digests[0])[:16]

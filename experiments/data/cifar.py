@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.data import reading
 from experiments.errors import Mistake
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -52,11 +53,15 @@ def _contents(path: Path):
     try:
         if path.is_dir():
             for name in _FILES:
-                with open(path / name, "rb") as file:
+                with reading.opened(path / name) as file:
                     yield name, _all(file)
             return
         names = {f"cifar-10-batches-py/{name}": name for name in _FILES}
-        with gzip.open(path) as file, tarfile.open(fileobj=_Limited(file), mode="r|") as archive:
+        with (
+            reading.opened(path) as raw,
+            gzip.open(raw) as file,
+            tarfile.open(fileobj=_Limited(file), mode="r|") as archive,
+        ):
             for count, member in enumerate(archive):
                 if count == _MEMBERS:
                     raise ValueError(f"it holds more than {_MEMBERS} files")

@@ -4,7 +4,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from experiments.errors import Mistake
+from experiments.errors import Missing, Mistake
+
+ABSENT = "the data are not there, and a plan does without them"  # a note of tasks
 
 
 def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str | Path] = (), how: str = "") -> Path:
@@ -23,18 +25,21 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
       The path.
 
     Raises:
-      Mistake: None exists, or ``dir`` is no folder.
+      Missing: None exists, or ``dir`` does not exist.
+      Mistake: ``dir`` is a file.
     """
-    places: list[tuple[str, Path]] = []
+    places: list[tuple[str, Path | None]] = []
     if dir:
         places.append((f"{dir} (--config.data.dir)", _folder(dir, "--config.data.dir")))
     places.append(("the working directory", Path()))
     if env := os.environ.get("NMJAX_DATA"):
         places.append((f"{env} ($NMJAX_DATA)", _folder(env, "$NMJAX_DATA")))
+    else:
+        places.append(("$NMJAX_DATA (a folder of data; not set)", None))
     places += [(str(folder), Path(folder)) for folder in system]
     names = [Path(name).expanduser() for name in names]
     for _, folder in places:
-        for name in names:
+        for name in names if folder else ():
             if (folder / name).exists():
                 return folder / name
     missing = f"no {names[0]}"
@@ -43,14 +48,12 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
     if len(names) > 4:
         missing += ", ..."
     searched = ", ".join(place for place, _ in places)
-    if not env:
-        searched += "; $NMJAX_DATA, a folder of data, is not set"
-    raise Mistake(f"found {missing} in {searched}." + (f" {how}" if how else ""))
+    raise Missing(f"found {missing} in {searched}." + (f" {how}" if how else ""))
 
 
 def _folder(path: str | Path, setting: str) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise Mistake(f"{setting} is {str(path)!r}, which {what}. Give the folder that holds the data.")
+        what, kind = ("is a file, not a folder", Mistake) if folder.exists() else ("does not exist", Missing)
+        raise kind(f"{setting} is {str(path)!r}, which {what}. Give the folder that holds the data.")
     return folder

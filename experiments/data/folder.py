@@ -1,4 +1,7 @@
-"""Folders of images in ImageNet's layout, ``train/<class>/*.jpg`` and ``val/<class>/*.jpg``, streamed through grain."""
+"""Folders of images by class, streamed through grain.
+
+They lie as ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` (or test/), or as ``CLASS/*.jpg`` without a test split.
+"""
 
 import itertools
 import math
@@ -10,21 +13,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.data import reading, validation
 from experiments.data.order import positions
-from experiments.errors import Mistake
+from experiments.errors import Missing, Mistake
 
 _SUFFIXES = (".jpg", ".jpeg", ".png")
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # what files of these names hold; Pillow knows others, with programs
 _ROW = 100  # so many unreadable files in a row are refused, because more than a few are broken
 
 
 class Folder(NamedTuple):
-    """The files of a folder of images, with their labels. Classes are numbered in the order of their names."""
+    """The files of a folder of images, with their labels. Classes are numbered in the order of their names.
+
+    The val split is what the others call the test split. `note` says where it comes from, if it is not the folder val.
+    """
 
     train: list[str]
     train_labels: np.ndarray
     val: list[str]
     val_labels: np.ndarray
     classes: tuple[str, ...]
+    note: str = ""
 
 
 class Unreadable(Mistake):
@@ -47,13 +56,42 @@ class Skipped:
 def open(dir: str | Path) -> Folder:
     """Return the files of a folder. No image is read yet."""
     if not dir:
-        raise Mistake("config.data.name='folder' needs --config.data.dir=DIR, a folder that holds train/ and val/.")
-    train, val = (Path(dir).expanduser() / part for part in ("train", "val"))
+        raise Missing(
+            "config.data.name='folder' needs --config.data.dir=DIR, a folder that holds train/CLASS/*.jpg and "
+            "val/CLASS/*.jpg, or CLASS/*.jpg."
+        )
+    root = Path(dir).expanduser()
+    train, val, test = (root / part for part in ("train", "val", "test"))
+    if not root.exists():
+        raise Missing(f"there is no folder {root}. Give the folder of images by --config.data.dir.")
+    if not train.is_dir() and not val.is_dir() and not test.is_dir():
+        return _held_out(root, f"{root} has no folders train and val")
+    if not val.is_dir() and not test.is_dir():
+        return _held_out(train, f"{root} has no folder val or test")
+    if not val.is_dir():
+        return _two(train, test, "the test split is the folder test")
+    return _two(train, val, "the test split is the folder val; the folder test is not read" if test.is_dir() else "")
+
+
+def _held_out(folder: Path, why: str) -> Folder:
+    """Return the files of one folder of classes. An evenly spaced tenth of each class is the test split."""
+    classes = _classes(folder)
+    files, labels = _files(folder, classes)
+    kept, chosen = validation.positions(labels, 0.1)
+    few = np.flatnonzero(np.bincount(labels[kept], minlength=len(classes)) == 0)
+    if few.size:
+        raise Mistake(f"{folder}: {classes[few[0]]} has too few images to be split. Add images, or remove the folder.")
+    train, test = ([files[i] for i in part] for part in (kept, chosen))
+    note = f"{why}: an evenly spaced tenth of its images is the test split"
+    return Folder(train, labels[kept], test, labels[chosen], tuple(classes), note)
+
+
+def _two(train: Path, val: Path, note: str) -> Folder:
     classes, val_classes = _classes(train), _classes(val)
     if classes != val_classes:
         odd = sorted(set(classes) ^ set(val_classes))
         raise Mistake(f"{train} and {val} should have the same classes; only one of them has {_some(odd)}.")
-    return Folder(*_files(train, classes), *_files(val, classes), tuple(classes))
+    return Folder(*_files(train, classes), *_files(val, classes), tuple(classes), note)
 
 
 def _classes(folder: Path) -> list[str]:
@@ -151,7 +189,7 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
     from PIL import Image
 
     try:
-        with Image.open(file) as image:
+        with reading.opened(file) as raw, Image.open(raw, formats=_FORMATS) as image:
             full = image.size
             left, top, width, height = _middle(*full) if rng is None else _part(*full, rng)
             if rng is not None:  # decode a JPEG at 1/2, 1/4 or 1/8 of its size, where that is fine enough
@@ -160,9 +198,9 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
             box = (left * x, top * y, (left + width) * x, (top + height) * y)
             rgb = image if image.mode == "RGB" else image.convert("RGB")
             return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as e:
+    except Exception as e:  # Pillow's decoders raise anything
         raise Unreadable(
-            f"{file} cannot be read as an image ({e}). Replace or remove it, or skip such files by "
+            f"{file} cannot be read as an image ({str(e)[:200]}). Replace or remove it, or skip such files by "
             "--config.data.skip=true."
         ) from e
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.data import reading
 from experiments.errors import Mistake
+
+_LARGEST = 256 << 20  # bytes in a file: the images to train on are 47 million
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -30,7 +33,8 @@ def _path(folder: Path, name: str) -> Path:
 
 def _array(path: Path, axes: int) -> np.ndarray:
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with reading.opened(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            data = reading.whole(file, _LARGEST)
     except (OSError, EOFError, zlib.error) as e:
         raise Mistake(f"{path} cannot be read ({e}). Copy the file again.") from e
     start = 4 + 4 * axes
@@ -43,4 +47,6 @@ def _array(path: Path, axes: int) -> np.ndarray:
         raise Mistake(
             f"{path} should hold {shape} = {math.prod(shape)} bytes, and has {len(data) - start}. Copy the file again."
         )
+    if 0 in shape:
+        raise Mistake(f"{path} holds nothing: its shape is {shape}.")
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)

@@ -4,15 +4,14 @@ import difflib
 import importlib.util
 import io
 import logging
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments.data import cache, cifar, idx, others
+from experiments.data import cache, cifar, idx, npz, others, reading
 from experiments.data.find import find
-from experiments.errors import Mistake
+from experiments.errors import Missing, Mistake
 from nmjax.core import names
 
 log = logging.getLogger(__name__)
@@ -57,6 +56,7 @@ def load(name: str, dir: str | Path = "") -> Images:
         (``mnist``, ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``), or an ``.npz`` of that name with
         x_train, y_train, x_test and y_test. The two sets give their files the same names, so files in no such
         folder are read from ``dir`` only, and neither set is accepted as the other.
+        - a file ``.npz`` with x and y, as `npz.read` describes it.
       dir: The folder that is searched first. `find` lists the others.
 
     Returns:
@@ -67,11 +67,34 @@ def load(name: str, dir: str | Path = "") -> Images:
     """
     if names.is_foreign(name):
         return _checked(name, others.load(name, dir, Images))
+    if name.endswith(".npz"):
+        path = find((name,), dir, how="Give the path of the file, or its folder by --config.data.dir=DIR.")
+        train, test, note = npz.read(path)
+        return Images(path.name, train, test, tuple(map(str, range(train[1].max() + 1))), note)
     if name not in _SETS:
         near = difflib.get_close_matches(name, _SETS, n=1)
         guess = f" Did you mean {near[0]}?" if near else ""
-        raise Mistake(f"no image set is called {name!r}.{guess} There are {', '.join(_SETS)}.")
+        if Path(name).is_dir():
+            guess = f" It is a folder: write --config=PAGE:folder --config.data.dir={name}."
+        raise Mistake(f"no image set is called {name!r}.{guess} There are {', '.join(_SETS)}, a .npz file, and folder.")
     return _SETS[name](dir)
+
+
+_PUBLISHED = {  # images to train on and to test, and their shape: what a plan needs of sets with ten classes
+    "digits": (1_437, 360, (8, 8, 1)),
+    "cifar10": (50_000, 10_000, (32, 32, 3)),
+    "mnist": (60_000, 10_000, (28, 28, 1)),
+    "fashion_mnist": (60_000, 10_000, (28, 28, 1)),
+}
+
+
+def stand_in(name: str, missing: Missing) -> Images:
+    """Return black images in the sizes of a published set whose files are missing. Other sets raise the error."""
+    if name not in _PUBLISHED:
+        raise missing
+    train, test, shape = _PUBLISHED[name]
+    part = lambda count: (np.broadcast_to(np.uint8(0), (count, *shape)), np.arange(count, dtype=np.int32) % 10)
+    return Images(name, part(train), part(test), tuple(map(str, range(10))))
 
 
 def _checked(name: str, data: Images) -> Images:
@@ -109,7 +132,7 @@ def _digits(dir) -> Images:
     del dir
     package = importlib.util.find_spec("sklearn")  # importing it takes a second, and one file of it is enough
     if package is None or package.origin is None:
-        raise Mistake("the digits come with scikit-learn: pip install scikit-learn")
+        raise Missing("the digits come with scikit-learn: pip install scikit-learn")
     data = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", np.int32, delimiter=",")
     x = ((data[:, :64] * 255 + 8) // 16).astype(np.uint8).reshape(-1, 8, 8, 1)
     y = np.ascontiguousarray(data[:, 64])
@@ -121,13 +144,15 @@ def _digits(dir) -> Images:
 
 # ---- CIFAR-10 ----
 
+_IMAGES = 60_000
+
 
 def _cifar10(dir) -> Images:
     path = find(
         ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10_jpegscan.npz", "data_batch_1"),
         dir,
-        how="CIFAR-10: download cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html into DIR and "
-        "add --config.data.dir=DIR",
+        how="CIFAR-10: python -m experiments.data get cifar10. Or download cifar-10-python.tar.gz from "
+        "https://www.cs.toronto.edu/~kriz/cifar.html into DIR, and add --config.data.dir=DIR.",
     )
     if path.suffix == ".npz":
         note = "CIFAR-10 as a lossy JPEG copy (quality 75)"
@@ -137,11 +162,18 @@ def _cifar10(dir) -> Images:
 
 def _jpegscan(path: Path):
     """Read a pack of JPEGs: one header for all of them, then their entropy-coded scans, one after another."""
-    z = _npz(path, ("jpeg_header", "len_train", "scan_train", "y_train", "len_test", "scan_test", "y_test"))
+    keys = ("jpeg_header", "len_train", "scan_train", "y_train", "len_test", "scan_test", "y_test")
+    z = reading.arrays(path, keys)
+    kinds = {name: "u" if name[:4] in ("jpeg", "scan") else "iu" for name in keys}
+    if any(z[name].ndim != 1 or z[name].dtype.kind not in kind for name, kind in kinds.items()):
+        raise Mistake(f"{path}: its arrays are not rows of bytes, lengths and labels. Copy the file again.")
     lengths = np.concatenate([z["len_train"], z["len_test"]]).astype(np.int64)
     ends = np.cumsum(lengths)
     sizes = [len(z["y_train"]), len(z["y_test"])]
-    if ends[-1] != len(z["scan_train"]) + len(z["scan_test"]) or [len(z["len_train"]), len(z["len_test"])] != sizes:
+    labels = np.concatenate([z["y_train"], z["y_test"]])
+    fits = min(sizes) > 0 and sum(sizes) <= _IMAGES and [len(z["len_train"]), len(z["len_test"])] == sizes
+    fits = fits and lengths.min() > 0 and ends[-1] == len(z["scan_train"]) + len(z["scan_test"])
+    if not fits or labels.min() < 0 or labels.max() >= len(cifar.CLASSES):
         raise Mistake(f"{path}: its lengths, scans and labels do not fit together. Copy the file again.")
 
     def decode():
@@ -154,8 +186,11 @@ def _jpegscan(path: Path):
         images = np.empty((len(ends), 32, 32, 3), np.uint8)
         for i, (end, length) in enumerate(zip(ends, lengths, strict=True)):
             try:
-                images[i] = np.asarray(Image.open(io.BytesIO(header + scans[end - length : end])))
-            except (OSError, ValueError) as e:
+                image = Image.open(io.BytesIO(header + scans[end - length : end]), formats=("JPEG",))
+                if image.size != (32, 32):  # asked before the pixels take memory
+                    raise ValueError(f"it is {image.size[0]} x {image.size[1]}, not 32 x 32")
+                images[i] = np.asarray(image)
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
                 raise Mistake(f"{path}: image {i} is broken ({e}). Copy the file again.") from e
         return {"images": images}
 
@@ -173,8 +208,8 @@ def _mnist(dir) -> Images:
         ("mnist", "MNIST/raw", "MNIST"),
         dir,
         tuple("0123456789"),
-        "MNIST: download its four files, train-images-idx3-ubyte.gz and so on, into DIR/mnist and add "
-        "--config.data.dir=DIR",
+        "MNIST: python -m experiments.data get mnist. Or put its four files, train-images-idx3-ubyte.gz and so on, "
+        "into DIR/mnist, and add --config.data.dir=DIR.",
     )
 
 
@@ -184,8 +219,8 @@ def _fashion_mnist(dir) -> Images:
         ("fashion-mnist", "fashion_mnist", "FashionMNIST/raw", "FashionMNIST"),
         dir,
         ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
-        "Fashion-MNIST: apt-get install dataset-fashion-mnist, or download its four files from "
-        "https://github.com/zalandoresearch/fashion-mnist into DIR/fashion-mnist and add --config.data.dir=DIR",
+        "Fashion-MNIST: python -m experiments.data get fashion_mnist. Or put its four files, from "
+        "https://github.com/zalandoresearch/fashion-mnist, into DIR/fashion-mnist, and add --config.data.dir=DIR.",
     )
 
 
@@ -201,7 +236,7 @@ def _idx(name, folders, dir, classes, how) -> Images:
         places += [Path(dir).expanduser().resolve() / (file + end) for end in ("", ".gz")]
     path = find(places, dir, ("/usr/share/datasets",), how)
     if path.suffix == ".npz":
-        arrays = _npz(path, ("x_train", "y_train", "x_test", "y_test"))
+        arrays = reading.arrays(path, ("x_train", "y_train", "x_test", "y_test"))
         train, test = (tuple(arrays[f"{key}_{part}"] for key in "xy") for part in ("train", "test"))
     else:
         train, test = idx.read(path.parent)
@@ -215,17 +250,6 @@ def _idx(name, folders, dir, classes, how) -> Images:
             raise Mistake(f"{path} is {other}, and config.data.name is {name!r}. {how}")
     train, test = ((x[..., None], y.astype(np.int32)) for x, y in (train, test))
     return Images(name, train, test, classes)
-
-
-def _npz(path: Path, keys) -> dict[str, np.ndarray]:
-    try:
-        with open(path, "rb") as file, np.load(file) as z:
-            missing = [key for key in keys if key not in z]
-            if missing:
-                raise Mistake(f"{path} has no {', '.join(missing)}, but {', '.join(z)}. It is another kind of file.")
-            return {key: z[key] for key in keys}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
-        raise Mistake(f"{path} cannot be read ({e}). Copy the file again.") from e
 
 
 _SETS = {"digits": _digits, "cifar10": _cifar10, "mnist": _mnist, "fashion_mnist": _fashion_mnist}

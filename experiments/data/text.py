@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from experiments.data import cache, others
+from experiments.data import cache, others, reading
 from experiments.data.find import find
 from experiments.errors import Mistake
 from nmjax.core import names
@@ -25,6 +25,7 @@ from nmjax.core.random import bits
 log = logging.getLogger(__name__)
 
 _SUFFIXES = (".txt", ".txt.xz", ".txt.gz")
+_TOKENS = 1 << 24  # most tokens of a vocabulary
 _PIECE = 1 << 16  # most bytes that a tokenizer gets at a time; pieces end at the end of a line
 
 
@@ -41,23 +42,23 @@ class Text(NamedTuple):
     Attributes:
       name: The text's name, as the header of a run shows it.
       train: Tokens, a 1-D array of uint8, uint16 or uint32: the narrowest that holds the vocabulary.
-      valid: The same for validation.
+      test: The same for the test.
       vocabulary: The number of different tokens; the largest is one less.
       decode: A function from an array of tokens to the text they stand for.
-      bytes_per_token: Of the validation text. Bits per byte are bits per token divided by it.
+      bytes_per_token: Of the test text. Bits per byte are bits per token divided by it.
       note: A sentence that has to stand beside the numbers, or "".
     """
 
     name: str
     train: np.ndarray
-    valid: np.ndarray
+    test: np.ndarray
     vocabulary: int
     decode: Callable[[np.ndarray], str]
     bytes_per_token: float = 1.0
     note: str = ""
 
 
-def load(name: str, dir: str | Path = "", valid: str = "", tokenizer: str = "bytes") -> Text:
+def load(name: str, dir: str | Path = "", test: str = "", tokenizer: str = "bytes") -> Text:
     """Return a text as tokens.
 
     Args:
@@ -67,7 +68,7 @@ def load(name: str, dir: str | Path = "", valid: str = "", tokenizer: str = "byt
         - a file, .txt, .txt.xz or .txt.gz, named with or without that ending.
         - a folder of such files, which are read one after another in the order of their names.
       dir: The folder that is searched first. `find` lists the others.
-      valid: The file for validation; "" means the last tenth of the text's bytes.
+      test: The file for the test; "" means the last tenth of the text's bytes.
       tokenizer: "bytes", which reads any bytes, or a JSON file of Hugging Face's tokenizers for a text in UTF-8. It
         gets the text in pieces of whole lines, at most 64 KiB each, and only once: the tokens are kept in a cache.
 
@@ -78,15 +79,15 @@ def load(name: str, dir: str | Path = "", valid: str = "", tokenizer: str = "byt
       Mistake: The text or the tokenizer is missing or cannot be read.
     """
     if names.is_foreign(name):
-        if valid or tokenizer != "bytes":
+        if test or tokenizer != "bytes":
             raise Mistake(
-                f"config.data.name={name!r} returns tokens and its own validation text: leave config.data.valid empty "
+                f"config.data.name={name!r} returns tokens and its own test text: leave config.data.test empty "
                 "and config.data.tokenizer='bytes'."
             )
         return _checked(name, others.load(name, dir, Text))
-    texts = [_Source.of(each, dir) for each in (name, valid) if each]
+    texts = [_Source.of(each, dir) for each in (name, test) if each]
     note = ""
-    if "pydoc" in (name, valid):
+    if "pydoc" in (name, test):
         note = f"the help topics of Python {sys.version_info[0]}.{sys.version_info[1]}, which differ between versions"
     if tokenizer == "bytes":
         train, held_out = (b"".join(part.data for part in parts) for parts in _split(texts))
@@ -94,26 +95,29 @@ def load(name: str, dir: str | Path = "", valid: str = "", tokenizer: str = "byt
         decode = lambda ids: np.asarray(ids, np.uint8).tobytes().decode(errors="replace")
         return Text(name, *arrays, 256, decode, 1.0, note)
     path, words = _tokenizer(tokenizer, dir)
-    vocabulary = max(words.get_vocab(with_added_tokens=True).values()) + 1
+    vocabulary = max(words.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if not 0 < vocabulary <= _TOKENS:
+        raise Mistake(f"{path} has tokens up to number {vocabulary - 1:,}; they should be from 0 to {_TOKENS - 1:,}.")
     dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
 
     def make() -> dict[str, np.ndarray]:
         train, held_out = _split(texts)
         size = np.array(sum(len(part.data) for part in held_out))
-        return {"train": _encode(words, train, dtype), "valid": _encode(words, held_out, dtype), "bytes": size}
+        train, held_out = (_encode(path, words, parts, dtype) for parts in (train, held_out))
+        return {"train": train, "test": held_out, "bytes": size}
 
     key = "-".join([cache.checksum(path), *(text.checksum() for text in texts)])
-    tokens = cache.kept(f"tokens-{key}", make)
+    tokens = cache.kept(f"text-{key}", make)
     decode = lambda ids: words.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
-    rate = float(tokens["bytes"]) / max(len(tokens["valid"]), 1)
-    return Text(name, tokens["train"], tokens["valid"], vocabulary, decode, rate, note)
+    rate = float(tokens["bytes"]) / max(len(tokens["test"]), 1)
+    return Text(name, tokens["train"], tokens["test"], vocabulary, decode, rate, note)
 
 
 def _checked(name: str, data: Text) -> Text:
     """Return a text of another module in the narrowest dtype; refuse what is no array of tokens."""
     dtype = next(d for d in (np.uint8, np.uint16, np.uint32) if data.vocabulary <= np.iinfo(d).max + 1)
     arrays = {}
-    for split in ("train", "valid"):
+    for split in ("train", "test"):
         ids = np.asarray(getattr(data, split))
         where = f"config.data.name={name!r}: {split}"
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
@@ -167,16 +171,19 @@ class _Source(NamedTuple):
 
 
 def _read(file: Path) -> bytes:
-    opened = {".xz": lzma.open, ".gz": gzip.open}.get(file.suffix, open)
+    unpacked = {".xz": lzma.open, ".gz": gzip.open}.get(file.suffix)
     try:
-        with opened(file, "rb") as f:
-            return f.read()
+        with reading.opened(file) as raw:
+            if unpacked is None:
+                return raw.read()
+            with unpacked(raw) as f:
+                return reading.whole(f, reading.most(file))
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
         raise Mistake(f"{file} cannot be read ({e}). Copy the file again.") from e
 
 
 def _split(texts: list[_Source]) -> list[list[_Part]]:
-    """Return the training and the validation text: two texts as they are, or one cut at nine tenths.
+    """Return the training and the test text: two texts as they are, or one cut at nine tenths.
 
     The cut is before a whole character of UTF-8.
     """
@@ -211,21 +218,27 @@ def _tokenizer(name: str, dir: str | Path):
         ) from None
     path = find((name, f"{name}.json"), dir, how="Add --config.data.dir=DIR, its folder, or write 'bytes'.")
     try:
+        reading.opened(path).close()
         words = Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises no narrower class
-        raise Mistake(f"{path} is no JSON file of Hugging Face's tokenizers: {e}") from e
+        raise Mistake(f"{path} is no JSON file of Hugging Face's tokenizers: {str(e)[:200]}") from e
     words.no_truncation()
     words.no_padding()
     return path, words
 
 
-def _encode(words, parts: list[_Part], dtype: np.dtype) -> np.ndarray:
+def _encode(path: Path, words, parts: list[_Part], dtype: np.dtype) -> np.ndarray:
     pieces = itertools.chain.from_iterable(map(_pieces, parts))
     total = sum(len(part.data) for part in parts)
     done = logged = 0
     ids = [np.empty(0, dtype)]
     while group := list(itertools.islice(pieces, 64)):
-        for encoded in words.encode_batch_fast([_utf8(piece) for piece in group], add_special_tokens=False):
+        texts = [_utf8(piece) for piece in group]
+        try:
+            found = words.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as e:  # the library raises no narrower class
+            raise Mistake(f"the tokenizer in {path} cannot encode {group[0].file}: {str(e)[:200]}.") from e
+        for encoded in found:
             ids.append(np.array(encoded.ids, dtype))
         done += sum(len(piece.data) for piece in group)
         if done == total or done - logged >= 16e6:
@@ -295,7 +308,7 @@ def take(rows: jax.Array, epoch: jax.Array, index: jax.Array, seed) -> tuple[jax
     return cut[:, :-1].astype(jnp.int32), cut[:, 1:].astype(jnp.int32)
 
 
-def cut(tokens: np.ndarray, length: int) -> np.ndarray:
+def cut(tokens: np.ndarray, length: int, split: str = "test") -> np.ndarray:
     """Return windows for evaluation: int32 (n, length + 1), inputs and targets in one row. No token is a target twice.
 
     The rest at the end, less than a row, is dropped, and the log says how much. The first token is no target.
@@ -303,7 +316,7 @@ def cut(tokens: np.ndarray, length: int) -> np.ndarray:
     n = (len(tokens) - 1) // length if length > 0 else 0
     if n < 1:
         raise Mistake(
-            f"windows of {length} tokens need a validation text of {length + 1} tokens, and this one has {len(tokens)}."
+            f"windows of {length} tokens need a {split} text of {length + 1} tokens, and this one has {len(tokens)}."
         )
     left = len(tokens) - 1 - n * length
     if left:

@@ -2,6 +2,7 @@
 
     python -m experiments.report RUN            report.html of a run
     python -m experiments.report RUN RUN ...    compare.html and compare.md of several runs, or of all runs of a sweep
+    python -m experiments.report DIR            index.html of all runs in any other folder
 
 RUN is the folder of a run. A page can be made at any time, also while the run continues or after it failed. These are
 the files:
@@ -19,6 +20,8 @@ the files:
      "metric": "accuracy" | "loss",         # selects the best checkpoint: the highest accuracy, or the lowest loss
      "figures": {name: number, ...},        # of the last evaluation, for a comparison
      "beside": [name, ...],                 # runs that were trained in one program with it, if there were any
+     "tags": [text, ...], "note": text,     # as the command line gave them
+     "parameters": int,
      "steps": int, "flops": [float, float], # of the run; of a step on average, dense and effective
      "sizes": {"model": {...}, "mean": [...], "std": [...]}}  # of the data, for `experiments.load`
 
@@ -29,26 +32,33 @@ the files:
 later line counts. A line that cannot be read, such as the last one of a killed run, is skipped, and the page says so.
 All measures are optional:
 
-- train: loss, accuracy, learning_rate, gradient_norm, per_second, flops_per_second;
+- train: loss, accuracy, learning_rate, gradient_norm, per_second, flops_per_second, mfu, and device_memory or
+  process_memory;
 - eval: loss and accuracy of the weights in training form, hardened_loss and hardened_accuracy of the hardened weights;
 - sparsity: density, flip_rate, weight_error, gradient_variance, gradient_bias, gradient_cosine, each {layer: number}.
 
-``plan.html``, a fragment of HTML that is trusted (``Plan._repr_html_``). ``plan.txt`` is shown if it is missing.
+``plan.html``, the plan as a page, made by `plan_page`. It is trusted. ``plan.txt`` is shown if it is missing. A file
+without the comments that `plan_page` puts around the plan is shown whole.
 
 ``pictures.npz``: mask (bool, h x w, a corner of a weight's mask), mask_name, mask_axis (0 or 1, the axis of its
-groups), mask_m; samples (uint8, k x H x W x C), labels and predictions (int), confidence (float), classes (str).
+groups), mask_m; samples (uint8, k x H x W x C), labels and predictions (int), confidence (float), classes (str);
+confusion (int, classes x classes: rows are the true classes, columns the predictions); hardest_images, hardest_labels,
+hardest_predictions, hardest_confidence and hardest_loss, of the test images with the greatest loss.
 
-``text.json``: {"prompt": text, "samples": [text, ...]}.
+``text.json``: {"prompt": text, "samples": [text, ...], "hardest": [{"loss": number, "pieces": [[text, number or null],
+...]}, ...]}: windows with the greatest loss, as pieces of text with their losses.
+
+While the outcome is "running", the page reloads itself.
 """
 
 from pathlib import Path
 from typing import Any
 
 from experiments.files import replace
-from experiments.report.page import render
+from experiments.report.page import plan_page, render
 from experiments.report.runs import Run, read
 
-__all__ = ["Run", "read", "render", "write"]
+__all__ = ["Run", "plan_page", "read", "render", "write"]
 
 
 def write(run_dir: Path, about: dict[str, Any] | None = None) -> Path:

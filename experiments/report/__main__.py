@@ -1,4 +1,4 @@
-"""The command that writes the report of a run, or the comparison of many."""
+"""The command that writes the report of a run, the comparison of some, or the index of all."""
 
 import argparse
 import os
@@ -7,28 +7,32 @@ from pathlib import Path
 
 from experiments.errors import Mistake
 from experiments.files import replace
-from experiments.report import compare, write
+from experiments.report import compare, compare_page, index, write
 
 
 def main(args: list[str] | None = None) -> int:
-    """Write the page, print its path, and return the exit code. It is 2 if a folder is no run."""
+    """Write the page, print its path, and return the exit code. It is 2 if there is no run."""
     parser = argparse.ArgumentParser(
         "python -m experiments.report",
-        description="Make report.html of a run; or of several, or of a sweep, compare.html and compare.md.",
+        description="Make report.html of a run; compare.html and compare.md of several runs, or of a sweep; or "
+        "index.html of all runs below any other folder.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", nargs="+", help="the folder of a run, or of a sweep")
+    parser.add_argument("run", type=Path, metavar="DIR", nargs="+", help="the folder of a run, of a sweep, or of runs")
     parser.add_argument(
         "--baseline",
         default="",
         help="the config to compare with, by its name (default: the dense one, else the first)",
     )
     parser.add_argument(
-        "--to", type=Path, help="the folder of compare.html (default: the sweep's, or the one that all runs lie in)"
+        "--to", type=Path, help="the folder of the page, but for report.html (default: the one that the runs lie in)"
     )
     options = parser.parse_args(args)
     try:
         if len(options.run) == 1 and (options.run[0] / "run.json").exists():
             print(write(options.run[0]))
+            return 0
+        if len(options.run) == 1 and not options.baseline and not (options.run[0] / "results.jsonl").exists():
+            print(_write_index(options.run[0], options.to or options.run[0]))
             return 0
         comparison = compare.compare_folders(options.run, options.baseline)
         folder = options.to or _beside(options.run)
@@ -37,13 +41,21 @@ def main(args: list[str] | None = None) -> int:
         runs = [run for group in comparison.groups for run in group.runs.values()]
         reports = {run.path: run.path / "report.html" for run in runs if (run.path / "report.html").exists()}
         links = {path: Path(os.path.relpath(page, folder.resolve())).as_posix() for path, page in reports.items()}
-        replace(folder / "compare.html", compare.render(comparison, links))
+        replace(folder / "compare.html", compare_page.render(comparison, links))
         replace(folder / "compare.md", text)
         print(f"{text}\n{folder / 'compare.html'}")
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
         return 2
     return 0
+
+
+def _write_index(folder: Path, to: Path) -> Path:
+    """Write index.html of the runs below a folder, and return its path."""
+    page = index.render(folder, to)
+    to.mkdir(parents=True, exist_ok=True)
+    replace(to / "index.html", page)
+    return to / "index.html"
 
 
 def _beside(folders: list[Path]) -> Path:

@@ -3,18 +3,14 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from experiments.errors import Mistake
-from experiments.report import curves as cv
-from experiments.report.curves import Curve
-from experiments.report.page import LOGO, document, flat, notes_list
-from experiments.report.runs import Run, read, seconds, series
-from experiments.report.words import duration, large, markdown_table, number, percent, safe
+from experiments.report.page import flat
+from experiments.report.runs import Run, read, seconds
+from experiments.report.words import PLUS_MINUS, duration, large, markdown_table
 
 
 class Group(NamedTuple):
@@ -33,6 +29,11 @@ class Group(NamedTuple):
         """The mean duration of the finished runs in seconds."""
         times = [took for run in self.runs.values() if finished(run) and (took := seconds(run)) is not None]
         return statistics.fmean(times) if times else None
+
+    def memory(self, kind: str) -> float | None:
+        """Return the most bytes that a line of any run tells of a kind of memory; None if no run tells it."""
+        lines = [line for run in self.runs.values() for line in run.metrics.get("train", [])]
+        return max((line[kind] for line in lines if line.get(kind)), default=None)
 
     @property
     def cost(self) -> tuple[float, float] | None:
@@ -90,7 +91,8 @@ def folders(paths: list[Path]) -> list[Path]:
 def _ordered(path: Path, inside: list[Path]) -> list[Path]:
     """Return the runs of a sweep in the order of its results, then the others."""
     lines = (path / "results.jsonl").read_text().splitlines() if (path / "results.jsonl").exists() else []
-    named = [path / json.loads(line)["run"] for line in lines]
+    results = [json.loads(line) for line in lines]
+    named = [path / result.get("folder", result["run"]) for result in results]
     return [p for p in named if p in inside] + [p for p in inside if p not in named]
 
 
@@ -102,13 +104,15 @@ class Row(NamedTuple):
 
     name: str
     mean: float | None
-    spread: float | None  # standard deviation over seeds
+    mean_error: float | None  # the standard error of the mean
     seeds: str
     difference: float | None  # to the baseline: the mean over the seeds that both have; of the means if there are none
     error: float | None  # the standard error of the difference
     paired: bool  # True if the difference is over seeds that both have
     cost: float | None  # effective FLOPs, relative to the baseline's
     time: float | None  # the mean duration of a run, in seconds
+    memory: float | None  # the most bytes that were in use at one time
+    others: dict[str, tuple[float | None, float | None]]  # of the other metrics: the mean and its standard error
     marks: str  # the runs that failed or are missing
 
 
@@ -116,6 +120,8 @@ class Comparison(NamedTuple):
     """Groups of runs, compared with one of them."""
 
     metric: str
+    others: list[str]  # the other metrics that all runs share
+    memory: str  # what the bytes of the rows are: "device_memory" or "process_memory"; "" if no run tells any
     groups: list[Group]
     names: list[str]
     rows: list[Row]
@@ -125,16 +131,11 @@ class Comparison(NamedTuple):
     @property
     def shares(self) -> bool:
         """True if the metric is a share of 1, which is shown in percent."""
-        return self.metric.endswith("accuracy")
+        return _is_share(self.metric)
 
     def say(self, value: float | None, signed: bool = False) -> str:
         """Return a figure as text: a share in percent, a signed share in points without a unit."""
-        if value is None:
-            return ""
-        sign = "+" if signed else ""
-        if not self.shares:
-            return f"{value:{sign}.4f}"
-        return f"{100 * value:+.2f}" if signed else f"{100 * value:.2f} %"
+        return _say(self.metric, value, signed)
 
     def plain(self, value: float | None, signed: bool = False) -> str:
         """Return a figure as text without its unit."""
@@ -142,7 +143,23 @@ class Comparison(NamedTuple):
 
     def plus_minus(self, error: float | None) -> str:
         """Return an error as it stands behind its figure: " ± 2.00"."""
-        return "" if error is None else f" ± {self.plain(error)}"
+        return _plus_minus(self.metric, error)
+
+
+def _is_share(metric: str) -> bool:
+    return metric.endswith("accuracy")
+
+
+def _say(metric: str, value: float | None, signed: bool = False) -> str:
+    if value is None:
+        return ""
+    if not _is_share(metric):
+        return f"{value:{'+' if signed else ''}.4f}"
+    return f"{100 * value:+.2f}" if signed else f"{100 * value:.2f} %"
+
+
+def _plus_minus(metric: str, error: float | None) -> str:
+    return "" if error is None else f" ± {_say(metric, error).removesuffix(' %')}"
 
 
 def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> Comparison:
@@ -168,14 +185,32 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
     hardened = all(f"hardened_{kind}" in run.about.get("figures", {}) for run in runs if finished(run))
     metric = f"hardened_{kind}" if hardened else kind
     wanted = sorted({seed for group in by_config for seed in group.runs} | {*seeds})
-    rows = [_row(group, name, by_config[base], metric, wanted) for group, name in zip(by_config, names, strict=True)]
+    others = _shared([run for run in runs if finished(run)], metric)
+    memory = next((kind for kind in MEMORY if any(group.memory(kind) for group in by_config)), "")
+    rows = [
+        _row(group, name, by_config[base], metric, others, wanted)._replace(memory=group.memory(memory))
+        for group, name in zip(by_config, names, strict=True)
+    ]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
-    return Comparison(metric, by_config, names, rows, base, notes)
+    return Comparison(metric, others, memory, by_config, names, rows, base, notes)
 
 
 def compare_folders(paths: list[Path], baseline: str = "") -> Comparison:
     """Return the comparison of the runs of folders. Each folder is a run or holds some."""
     return compare([read(path) for path in folders(paths)], baseline)
+
+
+def _shared(runs: list[Run], metric: str) -> list[str]:
+    """Return the scores that all runs have, without the metric that they are compared by."""
+    figures = [run.about.get("figures", {}) for run in runs]
+    return [name for name in figures[0] if name != metric and all(name in f for f in figures)] if figures else []
+
+
+def _mean(values: Iterable[float]) -> tuple[float | None, float | None]:
+    """Return the mean of values over seeds, and its standard error; None for what they do not tell."""
+    values = list(values)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return (statistics.fmean(values) if values else None), error
 
 
 def _dense(by_config: list[Group]) -> int:
@@ -184,181 +219,106 @@ def _dense(by_config: list[Group]) -> int:
     return dense[0] if len(dense) == 1 else 0
 
 
-def _varied(by_config: list[Group]) -> list[str]:
-    """Return the fields that are not the same in all configs."""
-    keys = dict.fromkeys(key for group in by_config for key in group.config)
-    return [key for key in keys if len({repr(group.config.get(key)) for group in by_config}) > 1]
+def varied(configs: list[dict[str, Any]]) -> list[str]:
+    """Return the fields that are not the same in all of these flat configs."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
+
+
+def labels(configs: list[dict[str, Any]]) -> list[list[str]]:
+    """Return for each of these flat configs the fields that differ, such as ["blocks=ste(2,4)", "peak=0.001"]."""
+    keys = varied(configs)
+    last = [key.rpartition(".")[2] for key in keys]
+    short = {key: word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)}
+    return [[f"{word}={config.get(key)}" for key, word in short.items() if key in config] for config in configs]
 
 
 def _names(by_config: list[Group]) -> list[str]:
     """Return names of groups, made of the fields that differ between them."""
-    varied = _varied(by_config)
-    if not varied:
+    configs = [group.config for group in by_config]
+    if not varied(configs):
         return [next(iter(group.runs.values())).about.get("name", "run").partition(",seed=")[0] for group in by_config]
-    last = [key.rpartition(".")[2] for key in varied]
-    short = {key: word if last.count(word) == 1 else key for key, word in zip(varied, last, strict=True)}
-    names = []
-    for group in by_config:
-        parts = [f"{word}={group.config.get(key)}" for key, word in short.items() if key in group.config]
-        names.append(", ".join(parts) or "the rest")
-    return names
+    return [", ".join(parts) or "the rest" for parts in labels(configs)]
 
 
-def _row(group: Group, name: str, base: Group, metric: str, seeds: list[int]) -> Row:
+def _row(group: Group, name: str, base: Group, metric: str, others: list[str], seeds: list[int]) -> Row:
     values, base_values = group.values(metric), base.values(metric)
     gaps = [values[seed] - base_values[seed] for seed in values if seed in base_values] if group is not base else []
-    difference = statistics.fmean(gaps) if gaps else None
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
+    difference, error = _mean(gaps)
     if group is not base and not gaps and values and base_values:  # no seed in common
         both = values.values(), base_values.values()
         difference = statistics.fmean(both[0]) - statistics.fmean(both[1])
         if min(map(len, both)) > 1:
             error = math.sqrt(sum(statistics.variance(v) / len(v) for v in both))
+    mean, mean_error = _mean(values.values())
     outcomes = {seed: run.about.get("outcome", "running").partition(":")[0] for seed, run in group.runs.items()}
     marks = [f"seed {seed} {outcome}" for seed, outcome in outcomes.items() if outcome != "finished"]
     marks += [f"seed {seed} missing" for seed in seeds if seed not in outcomes]
     return Row(
         name,
-        mean=statistics.fmean(values.values()) if values else None,
-        spread=statistics.stdev(values.values()) if len(values) > 1 else None,
+        mean=mean,
+        mean_error=mean_error,
         seeds=f"{len(values)} of {len(seeds)}",
         difference=difference,
         error=error,
         paired=bool(gaps),
         cost=group.cost[1] / base.cost[1] if group.cost and base.cost else None,
         time=group.time,
+        memory=None,
+        others={other: _mean(group.values(other).values()) for other in others},
         marks=", ".join(marks),
     )
 
 
 DIFFERENCE, COST = "difference to the baseline", "effective FLOPs, relative to the baseline's"
-SPREADS = (
-    "Each mean has its standard deviation over seeds. Each difference is the mean over the seeds that both have, with "
-    "its standard error; an unpaired one is the difference of the means, because no seed is common."
+DIFFERENCES = (
+    "A difference is the mean over the seeds that both have. An unpaired one is the difference of the means, because "
+    "no seed is common."
 )
 
 
-def _head(comparison: Comparison) -> list[str]:
-    return ["config", comparison.metric.replace("_", " "), "seeds", DIFFERENCE, COST, "time of a run", ""]
+MEMORY = {
+    "device_memory": "Device memory is the most that was in use on a device at one time.",
+    "process_memory": "Process memory is the most that was in use by the process of the run at one time.",
+}
+SO_FAR = "If a process trains runs one after another, a later one shows at least the memory of those before it."
+
+
+def legend(comparison: Comparison) -> str:
+    """Return what the numbers of the table are, in words."""
+    memory = [f"{MEMORY[comparison.memory]} {SO_FAR}"] if comparison.memory else []
+    return " ".join([PLUS_MINUS, DIFFERENCES, *memory])
+
+
+def head(comparison: Comparison) -> list[str]:
+    """Return the titles of the columns."""
+    scores = [metric.replace("_", " ") for metric in (comparison.metric, *comparison.others)]
+    memory = [comparison.memory.replace("_", " ")] if comparison.memory else []
+    return ["config", scores[0], "seeds", DIFFERENCE, *scores[1:], COST, "time of a run", *memory, ""]
+
+
+def cells(comparison: Comparison) -> list[list[str]]:
+    """Return the cells of all rows."""
+    return [_cells(comparison, row, number) for number, row in enumerate(comparison.rows)]
 
 
 def _cells(comparison: Comparison, row: Row, number: int) -> list[str]:
-    mean = comparison.say(row.mean) + comparison.plus_minus(row.spread)
+    mean = comparison.say(row.mean) + comparison.plus_minus(row.mean_error)
     difference = "the baseline"
     if number != comparison.base:
         difference = comparison.say(row.difference, signed=True) + comparison.plus_minus(row.error)
         if row.difference is not None and not row.paired:
             difference += ", unpaired"
+    others = [_say(name, value) + _plus_minus(name, error) for name, (value, error) in row.others.items()]
     cost = "" if row.cost is None else f"{row.cost:.3f}"
     time = "" if row.time is None else duration(row.time)
-    return [row.name, mean, row.seeds, difference, cost, time, row.marks]
+    memory = []
+    if comparison.memory:
+        memory = ["" if row.memory is None else f"{large(row.memory)}B"]
+    return [row.name, mean, row.seeds, difference, *others, cost, time, *memory, row.marks]
 
 
 def markdown(comparison: Comparison) -> str:
     """Return the table as Markdown."""
-    cells = [_cells(comparison, row, n) for n, row in enumerate(comparison.rows)]
-    parts = [markdown_table([_head(comparison), *cells]), SPREADS, *comparison.notes]
+    parts = [markdown_table([head(comparison), *cells(comparison)]), legend(comparison), *comparison.notes]
     return "\n\n".join(parts) + "\n"
-
-
-# ---- the page ----
-
-
-def render(comparison: Comparison, reports: Mapping[Path, str] | None = None) -> str:
-    """Return the whole page.
-
-    Args:
-      comparison: The comparison.
-      reports: The addresses of reports, by the folder of the run. Names and seeds link to them.
-    """
-    title = f"{len(comparison.groups)} configs, {sum(len(group.runs) for group in comparison.groups)} runs"
-    header = f'<p class="over">{LOGO} nmjax · a comparison</p><h1>{safe(title)}</h1>'
-    if comparison.notes:
-        header += notes_list(comparison.notes)
-    sections = [
-        ("table", f"The last {comparison.metric.replace('_', ' ')}", _table(comparison, reports or {})),
-        ("curves", "Over the steps", _curves(comparison)),
-        ("frontier", "Against effective FLOPs", _frontier(comparison)),
-        ("configs", "What differs", _differences(comparison)),
-    ]
-    return document(title, header, sections)
-
-
-def _html_table(head: list[str], rows: list[list[str]], names: list[str] | None = None) -> str:
-    """Return a table whose first column names the rows.
-
-    Args:
-      head: The titles of the columns.
-      rows: The cells.
-      names: The first cells in HTML, if they are more than text.
-    """
-    titles = "".join(f'<th scope="col">{safe(title)}</th>' for title in head)
-    body = ""
-    for n, (name, *cells) in enumerate(rows):
-        first = names[n] if names else safe(name)
-        body += f'<tr><th scope="row">{first}</th>{"".join(f"<td>{safe(cell)}</td>" for cell in cells)}</tr>'
-    table = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div>'
-
-
-def _table(comparison: Comparison, reports: Mapping[Path, str]) -> str:
-    cells = [_cells(comparison, row, n) for n, row in enumerate(comparison.rows)]
-    groups_and_names = zip(comparison.groups, comparison.names, strict=True)
-    names = [_linked(name, group, reports) for group, name in groups_and_names]
-    return f'{_html_table(_head(comparison), cells, names)}<p class="more">{SPREADS}</p>'
-
-
-def _linked(name: str, group: Group, reports: Mapping[Path, str]) -> str:
-    """Return the name of a group in HTML, with links to the reports of its runs."""
-    links = {seed: reports[run.path] for seed, run in group.runs.items() if run.path in reports}
-    if len(links) == len(group.runs) == 1:
-        return f'<a href="{safe(*links.values())}">{safe(name)}</a>'
-    seeds = ", ".join(f'<a href="{safe(link)}">{seed}</a>' for seed, link in links.items())
-    return safe(name) + (f" <small>seeds {seeds}</small>" if links else "")
-
-
-def _style(n: int) -> tuple[str, str | tuple]:
-    """Return the colour and the dash of the n-th group."""
-    return f"s{n % 8}", cv.DASHES[n // 8 % len(cv.DASHES)]
-
-
-def _curves(comparison: Comparison) -> str:
-    """Return the figure of the means over seeds."""
-    curves = []
-    for n, (group, name) in enumerate(zip(comparison.groups, comparison.names, strict=True)):
-        runs = [Curve("", *series(run.metrics.get("eval", []), comparison.metric)) for run in group.runs.values()]
-        runs = [c for c in runs if c.steps.size and c.finite.any()]
-        if runs:
-            colour, dash = _style(n)
-            curves.append(cv.banded(runs, name, colour=colour, dash=dash, width=1.8))
-    words = "Means over seeds. The bands reach from the least to the largest."
-    return _figure("compared", comparison, curves, words)
-
-
-def _frontier(comparison: Comparison) -> str:
-    """Return the figure of the metric by the effective FLOPs of a run."""
-    points = []
-    for n, (group, row) in enumerate(zip(comparison.groups, comparison.rows, strict=True)):
-        if row.mean is not None and group.cost:
-            points.append(Curve(row.name, np.array([group.cost[1]]), np.array([row.mean]), _style(n)[0], 4.0))
-    words = "FLOPs of the whole run: what its products would cost if nothing were spent on zeros."
-    return _figure("frontier", comparison, points, words, along="FLOPs")
-
-
-def _figure(key: str, comparison: Comparison, curves: list[Curve], words: str, **options: Any) -> str:
-    if not curves:
-        return ""
-    title = comparison.metric.replace("_", " ").capitalize()
-    say = percent if comparison.shares else number
-    svg = cv.draw(f"plot-{key}", curves, alt=f"{title}. {words}", say=say, say_step=large, **options)
-    figure = f"<figure><h3>{safe(title)}</h3>{svg}<figcaption>{safe(words)}</figcaption></figure>"
-    return f'<div class="figures">{figure}</div>'
-
-
-def _differences(comparison: Comparison) -> str:
-    """Return the table of the fields that are not the same in all configs."""
-    varied = _varied(comparison.groups)
-    if not varied:
-        return ""
-    rows = [[key, *(group.config.get(key, "") for group in comparison.groups)] for key in varied]
-    return _html_table(["", *comparison.names], rows)

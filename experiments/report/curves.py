@@ -48,13 +48,15 @@ def thinned(curve: Curve, limit: int = 500) -> Curve:
     """
     if len(curve.values) <= limit:
         return curve
-    keep, finite = {0, len(curve.values) - 1}, curve.finite
-    for indices in np.array_split(np.arange(len(curve.values)), limit // 2 - 1):
-        good, bad = indices[finite[indices]], indices[~finite[indices]]
-        keep.update(bad[:1])
-        if good.size:
-            keep |= {good[np.argmin(curve.values[good])], good[np.argmax(curve.values[good])]}
-    kept = sorted(keep)
+    count, width = len(curve.values), -(-len(curve.values) // (limit // 2 - 1))
+    bins = np.full((-(-count // width), width), np.nan)  # of equal length; the last one may be cut off
+    bins.flat[:count] = np.where(curve.finite, curve.values, np.nan)
+    starts = np.arange(len(bins)) * width
+    least, most = (np.argmax(np.nan_to_num(side, nan=-np.inf), 1) for side in (-bins, bins))
+    bad = np.flatnonzero(~curve.finite)
+    first_bad = bad[np.unique(bad // width, return_index=True)[1]]
+    keep = [[0, count - 1], starts + least, starts + most, first_bad]
+    kept = np.unique(np.concatenate(keep))
     return curve._replace(steps=curve.steps[kept], values=curve.values[kept])
 
 
@@ -249,10 +251,10 @@ def inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
       svg: The file's text.
       alt: The description for readers who do not see the picture.
       labels: The texts in the places of the placeholders "@0@", "@1@", ...
-      titles: The texts that appear when a reader points at the curves.
+      titles: The texts that appear when a reader points at the curves, or at the marks of "dots".
     """
     root = ElementTree.fromstring(svg)
-    used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
+    used, of_dots = set(re.findall(r'(?:href="|url\()#([^")]+)', svg)), iter(titles)
     for element in list(root.iter()):
         for child in [child for child in element if child.tag.endswith(("metadata", "style"))]:
             element.remove(child)
@@ -268,6 +270,9 @@ def inline(svg: str, alt: str, labels: list[str], titles: list[str]) -> str:
         if key.startswith("curve"):
             element.set("class", "curve")
             ElementTree.SubElement(element, "title").text = visible(titles[int(key[5:])])
+        if key.startswith("dots"):
+            for mark in [mark for mark in element.iter() if mark.tag.endswith("use")]:
+                ElementTree.SubElement(mark, "title").text = visible(next(of_dots))
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": visible(alt)}
     return ElementTree.tostring(root, encoding="unicode")
 

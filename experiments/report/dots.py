@@ -1,12 +1,13 @@
 """Pictures of compared values with their errors, as SVG: in rows beside their names, or by their cost."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from experiments.report.curves import hex_of, inline, plain_axes, svg_of
-from experiments.report.words import visible
+from experiments.report.words import large, visible
 
 LETTER, LINE = 6.3, 19  # in units of the drawing: the width of a letter, and the height of a row
 
@@ -127,6 +128,58 @@ def frontier(
             axes.text(x, y, f"@{n}@", **_beside(colour, alignment))
         svg = svg_of(figure)
     return inline(svg, alt, [text for text, *_ in texts], [])
+
+
+def cloud(
+    name: str, points: list[Point], edge: list[Point], *, alt: str, along: str, say: Callable[[float], str],
+    best: Callable = max,
+) -> str:  # fmt: skip
+    """Return an SVG element with many values by their costs. A dashed line joins those that no other one beats.
+
+    Args:
+      name: A name of the picture that is unique on its page.
+      points: The points that others beat. Their names appear when a reader points at them.
+      edge: The others by rising cost. They are numbered from 1. There is at least one.
+      alt: The description for readers who do not see the picture.
+      along: The title of the axis of costs.
+      say: Writes a value at the axis.
+      best: ``max`` if a higher value is better, else ``min``.
+    """
+    import matplotlib.style  # here because it is slow, and a launch does not need it
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+    width, height, left, bottom = 560, 340, 56, 42
+    known, up = [*points, *edge], 1 if best is max else -1
+    with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11}]):
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+        place = (left / width, bottom / height, (width - left - 14) / width, (height - bottom - 18) / height)
+        axes = plain_axes(figure, place, grid="y")
+        looks = {"clip_on": False, "markeredgewidth": 0}
+        others, ends = ([(p.cost, p.value) for p in part] for part in (points, edge))
+        style = {"color": hex_of("muted"), "alpha": 0.5, "markersize": 4.5}
+        axes.plot(*zip(*others, strict=True) if others else ([], []), "o", gid="dots0", **style, **looks)
+        style = {"color": hex_of("s1"), "linewidth": 1, "markersize": 7}
+        axes.plot(*zip(*ends, strict=True), "--o", gid="dots1", **style, **looks)
+        if max(p.cost for p in known) > 30 * min(p.cost for p in known):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(numticks=6))
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: large(x)))
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
+        axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # fixed now, before the numbers are placed
+        texts, free = [(along, left + (width - left) / 2, 9, "muted", "center")], -math.inf
+        for number, (x, y) in enumerate(axes.transData.transform(ends).tolist(), 1):
+            if x - free > 13:  # else the numbers would overlap
+                texts.append((str(number), x - 8, y + 9 * up, "s1", "center"))
+                free = x
+        for n, (_, x, y, colour, alignment) in enumerate(texts):
+            axes.text(x, y, f"@{n}@", **_beside(colour, alignment))
+        svg = svg_of(figure)
+    return inline(svg, alt, [text for text, *_ in texts], [p.name for p in known])
 
 
 def _beats(q: Point, p: Point, best: Callable) -> bool:

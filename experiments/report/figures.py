@@ -8,13 +8,16 @@ import numpy as np
 from experiments.report import curves as cv
 from experiments.report.curves import Curve
 from experiments.report.runs import Run, layers, series
-from experiments.report.words import large, number, parts_that_differ, percent, safe
+from experiments.report.words import in_bytes, large, number, parts_that_differ, percent, safe
 
 MEASURES = {  # of layers: what each is, and values that its axis includes
     "density": ("The share of a weight that is kept.", (0, 1)),
     "flip_rate": ("The share of a mask that the measured step changed.", ()),
     "weight_error": ("The distance of the pruned weight from the weight, relative to the weight's norm.", ()),
-    "gradient_variance": ("The noise of the pruned gradient, relative to the exact one.", ()),
+    "gradient_variance": (
+        "The variance of single draws of the pruned gradient, relative to the squared norm of the exact one.",
+        (),
+    ),
     "gradient_bias": (
         "The distance of the mean of four draws from the exact gradient, relative to the gradient's norm. "
         "For an unbiased method it is not 0, because four draws leave some noise: about half the root of the variance.",
@@ -22,6 +25,21 @@ MEASURES = {  # of layers: what each is, and values that its axis includes
     ),
     "gradient_cosine": ("The cosine of the angle between the pruned gradient and the exact one.", ()),
 }
+USE = {  # of devices: the title, a function that writes a value, and what it is
+    "mfu": (
+        "Model FLOPs utilisation (MFU)",
+        percent,
+        "The dense FLOPs of the model per second, as a share of the peak of the devices for dense products. "
+        "On sparse tensor cores a 2:4 product can be faster than this peak.",
+    ),
+    "device_memory": ("Peak memory of a device", in_bytes, "The most memory in use so far, of the fullest device."),
+    "process_memory": (
+        "Peak memory of the process",
+        in_bytes,
+        "The most memory that was resident so far, in all of the process. The backend does not tell a device's memory.",
+    ),
+}
+SMOOTHED = " Smoothing: the faint line shows single values, the clear one the means of 50 bins of steps."
 DISTINCT = 8  # if there are more layers, their lines are grey and only the mean has a colour
 
 
@@ -62,14 +80,16 @@ def learning(run: Run) -> str:
             words += f" Best, ringed: {c.name} {say(c.values[best])} at step {c.steps[best]:,.0f}."
         lines = [line for c in curves for line in (cv.smoothed(c) if c.name == "train" else [c])]
         if len(lines) > len(curves):
-            words += " Train: single values are faint, their means are clear."
+            words += SMOOTHED
         figures.append(plot(key, curves, words, run, lines, say=say, log=key == "loss", ring=ring))
     train = run.metrics.get("train", [])
     rate, norm = (Curve("", *series(train, key), "s0", 1.8) for key in ("learning_rate", "gradient_norm"))
     if rate.steps.size:
         figures.append(plot("learning_rate", [rate], last_words([rate], number), run, bounds=(0,)))
     if norm.steps.size:
-        figures.append(plot("gradient_norm", [norm], last_words([norm], number), run, cv.smoothed(norm), log=True))
+        lines = cv.smoothed(norm)
+        words = last_words([norm], number) + (SMOOTHED if len(lines) > 1 else "")
+        figures.append(plot("gradient_norm", [norm], words, run, lines, log=True))
     return _grid(figures)
 
 
@@ -114,7 +134,7 @@ def spread(last: dict[str, float]) -> str:
 
 
 def throughput(run: Run) -> str:
-    """Return the figures of examples and of operations per second."""
+    """Return the figures of examples and of operations per second, of their share of the peak, and of memory."""
     figures = []
     titles = {"per_second": f"{run.about.get('unit') or 'examples'} per second", "flops_per_second": "FLOP per second"}
     for key, title in titles.items():
@@ -128,7 +148,12 @@ def throughput(run: Run) -> str:
                 if high.any():
                     words += " Values above twice the median are drawn at twice the median."
                 lines = cv.smoothed(c._replace(values=np.where(high, 2 * middle, c.values)))
+                words += SMOOTHED if len(lines) > 1 else ""
             figures.append(plot(key, [c], words, run, lines, title=title, say=large, bounds=(0,)))
+    for key, (title, say, meaning) in USE.items():
+        c = Curve("", *series(run.metrics.get("train", []), key), "s2", 1.8)
+        if c.steps.size:
+            figures.append(plot(key, [c], f"{meaning} {last_words([c], say)}", run, title=title, say=say, bounds=(0,)))
     return _grid(figures)
 
 
@@ -159,7 +184,7 @@ def plot(
     broken = sum(int((~c.finite).sum()) for c in curves)
     if broken:
         words += f" Not finite: {broken} value{'s' if broken > 1 else ''}, × on the axis."
-    until = max(record["step"] for records in run.metrics.values() for record in records)
+    until = max(records[-1]["step"] for records in run.metrics.values())
     thin = [cv.thinned(c, limit) for c in lines or curves]
     svg = cv.draw(f"plot-{key}", thin, alt=f"{title} over steps. {words}", until=until, say_step=large, **options)
     return f"<figure><h3>{safe(title)}</h3>{svg}<figcaption>{safe(words)}</figcaption></figure>"

@@ -1,14 +1,17 @@
 """The page of a run, section by section. A section is an empty text if the run wrote nothing for it."""
 
+import base64
+import hashlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from experiments.report import hardest, live
 from experiments.report.figures import latest, learning, sparsity, throughput
-from experiments.report.pictures import SAMPLES, image_uri, mask_svg
-from experiments.report.runs import Run, seconds
-from experiments.report.words import duration, moment, percent, safe
+from experiments.report.pictures import SAMPLES, mask_svg
+from experiments.report.runs import PLAN, Run, seconds
+from experiments.report.steps import breakdown
+from experiments.report.terms import explained
+from experiments.report.words import duration, moment, safe
 
 MAIN = 6  # so many figures of the summary are shown large
 LOGO = (  # two groups, 2:4
@@ -17,41 +20,59 @@ LOGO = (  # two groups, 2:4
 )
 
 
-def render(run: Run) -> str:
-    """Return the whole page."""
+def render(run: Run, plan_page: str = "plan.html") -> str:
+    """Return the whole page.
+
+    Args:
+      run: The run.
+      plan_page: The address of the page of the plan, or "" if there is none beside this page.
+    """
     name = safe(run.about.get("name", run.path.name))
     sections = [
         ("learning", "Learning", learning(run)),
         ("sparsity", "Sparsity, layer by layer", sparsity(run)),
         ("throughput", "Throughput", throughput(run)),
-        ("plan", "The sparsity plan", plan(run)),
+        ("steps", "Where the time goes", breakdown(run)),
+        ("plan", "The sparsity plan", plan(run, plan_page)),
         ("mask", "A mask", mask(run)),
         ("samples", "What it sees", samples(run)),
+        ("confusion", "What it confuses", hardest.confusion(run)),
+        ("hardest", "The hardest examples", hardest.images(run) or hardest.windows(run)),
         ("text", "What it writes", text(run)),
-        ("again", "Run it again", again(run)),
     ]
-    return document(name, head(run), sections)
+    header, *bodies = explained([head(run), *(body for _, _, body in sections)])
+    shown = [(key, title, body) for (key, title, _), body in zip(sections, bodies, strict=True)]
+    return document(name, header, [*shown, ("again", "Run it again", again(run))], live.reload(run))
 
 
-def document(name: str, header: str, sections: list[tuple[str, str, str]]) -> str:
+def document(
+    name: str, header: str, sections: list[tuple[str, str, str]], reload: int = 0, script: str = ""
+) -> str:  # fmt: skip
     """Return a page in HTML. Empty sections are left out.
 
     Args:
       name: The page's title, in HTML.
       header: The part before the sections, in HTML.
       sections: For each its key, title and body, in HTML.
+      reload: The seconds after which the page reloads itself; 0 means never.
+      script: The page's own script, if it has one.
     """
     shown = [(key, title, body) for key, title, body in sections if body]
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in shown)
     bodies = "\n".join(f'<section id="{key}"><h2>{title}</h2>{body}</section>' for key, title, body in shown)
+    again = f'<meta http-equiv="refresh" content="{reload}">\n' if reload else ""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    allowed = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    if script:
+        allowed += f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    element = f"<script>{script}</script>\n" if script else ""
     # the policy keeps the page from fetching anything, whatever a run wrote
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{allowed}">
+{again}<meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{name}</title>
 <link rel="icon" href="data:,">
@@ -66,7 +87,7 @@ def document(name: str, header: str, sections: list[tuple[str, str, str]]) -> st
 <main>
 {bodies}
 </main>
-</body>
+{element}</body>
 </html>
 """
 
@@ -80,10 +101,14 @@ def head(run: Run) -> str:
         f'<p class="over">{LOGO} nmjax · a run</p>',
         f"<h1>{safe(about.get('name', run.path.name))}</h1>",
         f'<p class="when"><span class="outcome {kind}"><span aria-hidden="true">{sign}</span> {safe(outcome)}</span>'
-        f"<span>{safe(when(run))}</span></p>",
+        f"{f'<span>{safe(live.progress(run))}</span>' if kind == 'open' else ''}<span>{safe(when(run))}</span></p>",
     ]
+    if marked(run):
+        parts.append(f'<p class="when">{marked(run)}</p>')
     if why.strip():
         parts.append(f'<p class="why">{safe(why.strip())}</p>')
+    if about.get("worth"):
+        parts.append(f'<p class="worth">{safe(about["worth"])}</p>')
     figures = about.get("summary") or latest(run)
     if figures:
         tiles = "".join(
@@ -99,6 +124,18 @@ def head(run: Run) -> str:
     return "\n".join(parts) + table([*figures[MAIN:], *(about.get("header") or ())])
 
 
+def tags(run: Run) -> list[str]:
+    """Return the tags of a run."""
+    given = run.about.get("tags")
+    return [str(tag) for tag in given] if isinstance(given, list) else []
+
+
+def marked(run: Run) -> str:
+    """Return the tags and the note of a run in HTML."""
+    parts = [f'<span class="tag">{safe(tag)}</span>' for tag in tags(run)]
+    return " ".join([*parts, safe(run.about.get("note") or "")]).strip()
+
+
 def notes_list(notes: list[str]) -> str:
     """Return the notes as a list."""
     items = "".join(f"<li>{safe(note)}</li>" for note in notes)
@@ -106,8 +143,8 @@ def notes_list(notes: list[str]) -> str:
 
 
 def when(run: Run) -> str:
-    """Return the time at which a run began, and its duration."""
-    return " · ".join(filter(None, [moment(run.about.get("began")), lasted(run)]))
+    """Return the time at which a run began, and its duration; and while it goes on, when the page was written."""
+    return " · ".join(filter(None, [moment(run.about.get("began")), lasted(run), live.written(run)]))
 
 
 def lasted(run: Run) -> str:
@@ -125,10 +162,26 @@ def table(rows: list) -> str:
     return f'<dl class="facts">{cells}</dl>' if cells else ""
 
 
-def plan(run: Run) -> str:
-    """Return the plan, as HTML if the run wrote that, else as text."""
+def plan(run: Run, page: str = "") -> str:
+    """Return the plan, as HTML if the run wrote that, else as text; with a link to the page of the plan, if any."""
     body = run.plan_html or (run.plan_text and f"<pre>{safe(run.plan_text)}</pre>")
-    return f'<div class="plan scroll" tabindex="0" role="region" aria-label="Plan">{body}</div>' if body else ""
+    if not body:
+        return ""
+    link = f'<p><a href="{safe(page)}">The plan on a page of its own</a></p>' if page and run.plan_html else ""
+    return f'{link}<div class="plan scroll" tabindex="0" role="region" aria-label="Plan">{body}</div>'
+
+
+def plan_page(name: str, plan: str) -> str:
+    """Return the page of a plan.
+
+    Args:
+      name: The name of the run.
+      plan: The plan in HTML, which is trusted (`Plan._repr_html_`). `runs.read` finds it between two comments.
+    """
+    back = '<a href="report.html">the report of the run</a>'
+    header = f'<p class="over">{LOGO} nmjax · the plan of a run</p><h1>{safe(name)}</h1><p class="when">{back}</p>'
+    body = f'<div class="plan scroll" tabindex="0" role="region" aria-label="Plan">{PLAN[0]}{plan}{PLAN[1]}</div>'
+    return document(f"{safe(name)}: the plan", header, [("plan", "The sparsity plan", *explained([body]))])
 
 
 def mask(run: Run) -> str:
@@ -151,29 +204,14 @@ def samples(run: Run) -> str:
     arrays = [run.pictures.get(key) for key in ("samples", "labels", "predictions", "confidence")]
     if any(array is None for array in arrays):
         return ""
-    classes = run.pictures.get("classes", np.array([]))
-    named = lambda i: str(classes[i]) if 0 <= i < len(classes) else f"class {i}"
-    shown = [(named(int(y)), named(int(p)), float(c), image) for image, y, p, c in zip(*arrays, strict=False)][:SAMPLES]
+    named = lambda i: hardest.class_name(run, int(i))
+    shown = [(named(y), named(p), float(c), image) for image, y, p, c in zip(*arrays, strict=False)][:SAMPLES]
     if not shown:
         return ""
     right = sum(truth == predicted for truth, predicted, _, _ in shown)
-    cards = "".join(_sample(*sample) for sample in shown)
-    return f'<p>{right} of these {len(shown)} are right.</p><div class="samples">{cards}</div>'
-
-
-def _sample(truth: str, predicted: str, confidence: float, image: np.ndarray) -> str:
-    right = truth == predicted
-    if right:
-        verdict, alt = f"✓ {safe(predicted)}", f"{truth}, recognised"
-    else:
-        verdict = f"✕ {safe(predicted)}<small>is {safe(truth)}</small>"
-        alt = f"{truth}, taken for {predicted}"
-    sure = max(0.0, min(1.0, confidence)) if np.isfinite(confidence) else 0.0
-    return (
-        f'<figure class="sample {"right" if right else "wrong"}"><img src="{image_uri(image)}" alt="{safe(alt)}">'
-        f'<figcaption><b>{verdict}</b><span class="sure" style="--sure:{sure:.3f}">{percent(confidence)}</span>'
-        "</figcaption></figure>"
-    )
+    cards = "".join(hardest.card(*sample) for sample in shown)
+    lead = f"{right} of these {len(shown)} test images are right. Each is shown with the confidence of the answer."
+    return f'<p>{lead}</p><div class="samples">{cards}</div>'
 
 
 def text(run: Run) -> str:

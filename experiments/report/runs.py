@@ -5,13 +5,18 @@ import io
 import json
 import operator
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.errors import Mistake
+
+PLAN = ("<!-- plan -->", "<!-- end of plan -->")  # around the plan in plan.html
+NUMBER = int | float
+BLOCK = 2**16  # bytes of metrics.jsonl that are read at once, from the end
 
 
 class Run(NamedTuple):
@@ -26,6 +31,7 @@ class Run(NamedTuple):
     pictures: dict[str, np.ndarray]
     text: dict[str, Any]
     complaints: tuple[str, ...]  # what could not be read
+    breakdown: dict[str, Any] = {}  # of a traced step, if there is one
 
 
 def read(run_dir: Path) -> Run:
@@ -45,12 +51,56 @@ def read(run_dir: Path) -> Run:
         about,
         _json(run_dir / "config.json") or {},
         metrics,
-        _text(run_dir / "plan.html"),
+        _between(_text(run_dir / "plan.html"), *PLAN),
         _text(run_dir / "plan.txt"),
         pictures,
         _json(run_dir / "text.json") or {},
         complaints + broken,
+        _json(run_dir / "profile" / "breakdown.json") or {},
     )
+
+
+def glance(run_dir: Path) -> Run:
+    """Read of a run what an index shows: run.json, config.json, and of a run without figures its last evaluation.
+
+    Nothing is raised: what cannot be read is a complaint.
+    """
+    files, complaints = {}, []
+    for name in ("run.json", "config.json"):
+        try:
+            content = _json(run_dir / name)
+            files[name] = {} if content is None else content
+            if content is None:
+                complaints.append(f"There is no {name}.")
+        except (Mistake, OSError, RecursionError) as error:
+            files[name] = {}
+            complaints.append(f"{name} cannot be read: {error.__cause__ or error}".rstrip(".") + ".")
+    about = files["run.json"]
+    scored = isinstance(about.get("figures"), dict) and about["figures"]
+    last = None if scored else last_line(run_dir / "metrics.jsonl", "eval")
+    return Run(
+        run_dir, about, files["config.json"], {"eval": [last]} if last else {}, "", "", {}, {}, tuple(complaints)
+    )
+
+
+def last_line(path: Path, kind: str) -> dict[str, Any] | None:
+    """Return the last line of a kind in metrics.jsonl, read from the end; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            end, size, rest = file.seek(0, 2), BLOCK, b""
+            while end:
+                start = max(0, end - size)
+                file.seek(start)
+                first, *lines = (file.read(end - start) + rest).split(b"\n")
+                rest, lines = (first, lines) if start else (b"", [first, *lines])
+                for line in reversed(lines):
+                    metrics, _ = parse_metrics(line.decode(errors="replace")) if kind.encode() in line else ({}, ())
+                    if metrics.get(kind):
+                        return metrics[kind][0]
+                end, size = start, 2 * size
+    except OSError:
+        pass
+    return None
 
 
 def parse_metrics(text: str) -> tuple[dict[str, list[dict[str, Any]]], tuple[str, ...]]:
@@ -63,7 +113,7 @@ def parse_metrics(text: str) -> tuple[dict[str, list[dict[str, Any]]], tuple[str
             record = json.loads(line)
             kind, step = str(record["kind"]), operator.index(record["step"])
             records.setdefault(kind, {})[step] = record
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             unread.append(number)
     complaints = []
     if unread and unread[-1] == lines[-1][0]:
@@ -77,20 +127,31 @@ def parse_metrics(text: str) -> tuple[dict[str, list[dict[str, Any]]], tuple[str
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and values of one measure. Lines without it are left out."""
-    return _numbers((record["step"], record.get(key)) for record in records)
+    return _numbers(_steps(records), [record.get(key) for record in records])
 
 
 def layers(records: list[dict[str, Any]], key: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the steps and values of one measure in each layer that has any."""
-    by_step = [(record["step"], record[key]) for record in records if isinstance(record.get(key), dict)]
-    names = dict.fromkeys(name for _, by_layer in by_step for name in by_layer)
-    points = {name: _numbers((step, by_layer.get(name)) for step, by_layer in by_step) for name in names}
+    measured = [record for record in records if isinstance(record.get(key), dict)]
+    steps, tables = _steps(measured), [record[key] for record in measured]
+    names = list(dict.fromkeys(chain(*tables)))
+    if all(list(table) == names for table in tables):  # as in most runs: this is quicker
+        columns = zip(*(table.values() for table in tables), strict=True)
+    else:
+        columns = ([table.get(name) for table in tables] for name in names)
+    points = {name: _numbers(steps, column) for name, column in zip(names, columns, strict=True)}
     return {name: (steps, values) for name, (steps, values) in points.items() if steps.size}
 
 
-def _numbers(pairs: Iterable[tuple[int, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    kept = [(step, value) for step, value in pairs if isinstance(value, int | float)]
-    return np.array([step for step, _ in kept], float), np.array([value for _, value in kept], float)
+def _steps(records: list[dict[str, Any]]) -> np.ndarray:
+    return np.fromiter(map(operator.itemgetter("step"), records), float, len(records))
+
+
+def _numbers(steps: np.ndarray, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    if not set(map(type, values)) <= {int, float}:  # without these, as of most runs, this is much quicker
+        kept = np.array([isinstance(value, NUMBER) for value in values], bool)
+        steps, values = steps[kept], [value for value in values if isinstance(value, NUMBER)]
+    return steps, np.array(values, float)
 
 
 def seconds(run: Run) -> float | None:
@@ -104,6 +165,11 @@ def seconds(run: Run) -> float | None:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _between(text: str, begin: str, end: str) -> str:
+    """Return the part of a text between two marks; the whole text if it has none."""
+    return text.partition(begin)[2].rpartition(end)[0] if begin in text else text
 
 
 def _json(path: Path) -> Any:

@@ -3,8 +3,10 @@
 import datetime
 import html
 import math
+import os
 import re
 
+PLUS_MINUS = "± is the standard error of the number before it, over seeds."  # in all reports, comparisons and studies
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
@@ -48,6 +50,12 @@ def large(x: float) -> str:
     return f"{x / 1000**power:.3g}{' kMGTPE'[power]}".replace("-", "−")
 
 
+def in_bytes(x: float) -> str:
+    """Return a number of bytes with a unit prefix: 3.4 GB."""
+    shown = large(x)
+    return f"{shown[:-1]} {shown[-1]}B" if shown[-1:].isalpha() else f"{shown} B"
+
+
 def duration(seconds: float) -> str:
     """Return a time in its two largest units: 1 h 54 min."""
     if seconds < 60:
@@ -77,6 +85,33 @@ def markdown_table(rows: list[list[str]]) -> str:
 def short(name: str, length: int = 18) -> str:
     """Return a name, without its middle if it is longer than ``length``."""
     return name if len(name) <= length else f"{name[: length // 2 - 1]}…{name[-(length // 2) :]}"
+
+
+def distinct(names: list[str], length: int = 18) -> list[str]:
+    """Return short labels of names, of which no two are the same if the names are not.
+
+    >>> distinct(["blocks=ste(2,4)", "blocks=dense"])
+    ['ste(2,4)', 'dense']
+    >>> distinct(["m=fade(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)", "m=fade(2,4,linear(1,0,70%)); drhs_g=mvue(2,4)"])
+    ['…30%)); drhs_g=mv…', '…70%)); drhs_g=mv…']
+    """
+    front = _shared_front(names, "=;/ ")
+    own = [name[front:].lstrip("; ,") or name for name in names]
+    labels = [short(text, length) for text in own]
+    for label in {label for label in labels if labels.count(label) > 1}:
+        alike = [n for n, other in enumerate(labels) if other == label]
+        front = _shared_front([own[n] for n in alike], "=;/ (,")
+        for n in alike:
+            rest = f"…{own[n][front:]}"
+            if front < len(own[n]):
+                labels[n] = rest if len(rest) <= length else f"{rest[: length - 1]}…"
+    return [f"{n}: {short(x, length - 4)}" if labels.count(x) > 1 else x for n, x in enumerate(labels, 1)]
+
+
+def _shared_front(names: list[str], signs: str) -> int:
+    """Return the length of what all names begin with, up to the last of the signs; all of a name that is no longer."""
+    common = os.path.commonprefix(names) if len(set(names)) > 1 else ""
+    return len(common) if common in names else max(common.rfind(sign) for sign in signs) + 1
 
 
 def parts_that_differ(names: list[str]) -> list[str]:

@@ -7,7 +7,6 @@ Either way the others exit at once, since their next collective would never retu
 import contextlib
 import os
 import queue
-import re
 import secrets
 import socket
 import sys
@@ -16,11 +15,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Connection, Listener, wait
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from experiments.errors import Diverged, Failed, Mistake, Stopped
+from experiments.scale.address import Address
 
 T = TypeVar("T")
 
@@ -83,21 +83,15 @@ def joined(option: str) -> Iterator[None]:
     _leave()
 
 
-class _Address(NamedTuple):
-    """The value of --distributed=HOST:PORT,N,I."""
-
-    coordinator: str
-    count: int
-    index: int
-
-
 def _meet(option: str) -> None:
     global _count, _index
     if option in ("", "off"):
         if not option:
             _refuse_unjoined()
         return
-    address = None if option == "auto" else _parsed(option)
+    address = None if option == "auto" else Address.read(option)
+    if address is not None:
+        address.refuse_taken_port()
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM from here to the end
@@ -111,6 +105,10 @@ def _meet(option: str) -> None:
             **_jax_options(address), heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
         )  # fmt: skip
+        if address is not None:
+            address.refuse_other_counts(HEARTBEAT_TIMEOUT)
+    except Mistake:
+        raise
     except Exception as error:  # each cluster raises its own
         hint = "" if address else " SLURM, Open MPI, Kubernetes and TPUs are found; elsewhere write HOST:PORT,N,I."
         reason = " ".join(str(error).split())[:300].rstrip(".")
@@ -119,7 +117,7 @@ def _meet(option: str) -> None:
         met.set()
     _count, _index = jax.process_count(), jax.process_index()
     if _count > 1:
-        _connect()
+        _connect("" if address is None else address.place())
 
 
 def _refuse_unjoined() -> None:
@@ -132,20 +130,7 @@ def _refuse_unjoined() -> None:
         )
 
 
-def _parsed(option: str) -> _Address:
-    match = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", option)
-    if match is None:
-        raise Mistake(
-            f"--distributed={option}: write auto, off, or HOST:PORT,N,I: the address of process 0, the number of "
-            "processes, and the number of this one."
-        )
-    address = _Address(match[1], int(match[2]), int(match[3]))
-    if address.index >= address.count:
-        raise Mistake(f"--distributed={option}: {address.count} processes are numbered from 0 to {address.count - 1}.")
-    return address
-
-
-def _jax_options(address: _Address | None) -> dict[str, Any]:
+def _jax_options(address: Address | None) -> dict[str, Any]:
     options: dict[str, Any] = {"initialization_timeout": MEETING_TIMEOUT + 60}  # `_limit_meeting` exits earlier
     if address is not None:
         options |= {
@@ -154,6 +139,8 @@ def _jax_options(address: _Address | None) -> dict[str, Any]:
             "process_id": address.index,
             "cluster_detection_method": "deactivate",  # it would give every process one device of its machine
         }
+        if place := address.place():  # otherwise JAX listens at all addresses
+            options["coordinator_bind_address"] = f"{place}:{address.coordinator.rpartition(':')[2]}"
     return options
 
 
@@ -165,8 +152,8 @@ def _limit_meeting(who: str, met: threading.Event) -> None:
             _end(f"{who} has waited {MEETING_TIMEOUT} s for the others", Failed.code)
 
 
-def _connect() -> None:
-    """Connect every process to process 0."""
+def _connect(place: str) -> None:
+    """Connect every process to process 0, which listens at `place`, or at all of its addresses if that is ""."""
     from jax._src import distributed  # the only place that knows which address the cluster gave
 
     host = distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
@@ -177,17 +164,17 @@ def _connect() -> None:
     late.daemon = True
     late.start()
     if first():
-        _accept()
+        _accept(place)
     else:
         _call(host, failure)
     late.cancel()
     threading.Thread(target=_listen, daemon=True).start()
 
 
-def _accept() -> None:
+def _accept(place: str) -> None:
     """In process 0: wait until all others have connected."""
     key = secrets.token_bytes(_KEY_BYTES)
-    listener = Listener(("", 0), backlog=_count, authkey=key)
+    listener = Listener((place, 0), backlog=_count, authkey=key)
     _broadcast(listener.address[1].to_bytes(_PORT_BYTES, "big") + key)
     while len(_connections) < _count - 1:
         with contextlib.suppress(Exception):  # ignore connections from other programs

@@ -18,7 +18,7 @@ from flax import nnx
 
 import nmjax as nm
 from experiments.report import curves as cv
-from experiments.report.words import percent
+from experiments.report.words import PLUS_MINUS, percent
 from experiments.studies import looking
 from experiments.training.program import Program
 
@@ -111,8 +111,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
     words = "By how much the loss fell, of what was predicted: medians of the steps of a bin."
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
-    note = "After ±: the standard deviation over seeds. "
-    note += f"The curves show means of {BINS} bins of steps, and medians for the amount of descent."
+    note = f"{PLUS_MINUS} The curves show means of {BINS} bins of steps, and medians for the amount of descent."
     return "\n".join([*table, "", note]), pictures
 
 
@@ -120,7 +119,8 @@ def _cells(lines: list[dict]) -> list[str]:
     summaries, cells = [summary(line) for line in lines], []
     for name in HEAD:
         values = 100 * np.array([figures[name] for figures in summaries if name in figures])
-        cells.append(f"{values.mean():.3g} ± {values.std(ddof=1):.2g} %" if len(values) > 1 else "")
+        error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0
+        cells.append(f"{values.mean():.3g} ± {error:.2g} %" if len(values) > 1 else "")
     return cells
 
 

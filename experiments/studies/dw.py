@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
-from experiments.report.words import large
+from experiments.report.words import PLUS_MINUS, large
 from experiments.studies import looking
 from experiments.training.program import Program
 
@@ -148,7 +148,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         runs = [line["rows"] for line in lines if line["case"]["model"] == model]
         table += [*_table(model, runs), ""]
         pictures[model.replace(" ", "_")] = _draw(model, runs)
-    return "\n".join([*table, "After ±: the standard deviation over seeds."]), pictures
+    return "\n".join([*table, PLUS_MINUS]), pictures
 
 
 def _table(model: str, runs: list[dict]) -> list[str]:
@@ -158,8 +158,8 @@ def _table(model: str, runs: list[dict]) -> list[str]:
     least = np.mean([rows["variance of mvue(2,4)"][-1] for rows in runs])
     for pruner in PRUNERS:
         values = np.array([rows[pruner] for rows in runs])
-        pairs = zip(values.mean(0), values.std(0, ddof=1), strict=True)
-        cells = [f"{mean:.3f} ± {spread:.3f}" for mean, spread in pairs]
+        pairs = zip(values.mean(0), values.std(0, ddof=1) / len(runs) ** 0.5, strict=True)
+        cells = [f"{mean:.3f} ± {error:.3f}" for mean, error in pairs]
         share = np.mean([rows[f"variance of {pruner}"][-1] for rows in runs]) / least
         lines.append(f"| `{pruner}` | {' | '.join(cells)} | {f'{share:.2f}' if share else ''} |")
     return lines

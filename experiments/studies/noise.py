@@ -17,6 +17,7 @@ from flax import nnx
 
 import nmjax as nm
 from experiments.report import curves as cv
+from experiments.report.words import PLUS_MINUS
 from experiments.studies import looking, pgf
 from experiments.training.program import Program
 
@@ -83,7 +84,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
             smooth = [cv.smoothed(curve, 20)[-1] for curve in by_seed.values()]
             curves[name].append(cv.banded(smooth, method, **_style(method)))
         table.append(f"| {' | '.join(cells)} |")
-    note = "Ratios to the dense run with the same seed: the mean over seeds, and after ± its standard error. "
+    note = f"Ratios to the dense run with the same seed: means over seeds. {PLUS_MINUS} "
     note += "The curves show means of 20 bins of steps."
     pictures = {name.replace(" ", "_"): _draw(name, curves[name]) for name in MEASURES if " of " not in name}
     return "\n".join([*table, "", note]), pictures

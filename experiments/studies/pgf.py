@@ -23,7 +23,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import INTERVALS, SMALL_VIT, seeds, size
+from experiments.studies import INTERVALS, SMALL_VIT, VALIDATION, seeds, size
 
 PATTERNS = ((2, 4), (1, 4), (1, 8), (1, 16), (1, 32))
 METHODS = {  # and the published accuracy at each pattern
@@ -114,6 +114,7 @@ def get_config(variant: str = "") -> ConfigDict:
     qk, of_size = _of(variant)
     gpu = of_size == "gpu"
     c = common.vit("cifar10" if gpu else "fashion_mnist")
+    c.data.validation = VALIDATION
     c.unlock()
     c.epochs, c.steps = 0.0, STEPS[of_size]
     if gpu:

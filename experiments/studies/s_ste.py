@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import INTERVALS, seeds, size
+from experiments.studies import INTERVALS, VALIDATION, seeds, size
 
 METHODS = (
     "dense",
@@ -58,12 +58,13 @@ def against(variant: str = "") -> str:
 def get_config(variant: str = "") -> ConfigDict:
     """Return the config of a size."""
     c = common.gpt("")
+    c.data.validation = VALIDATION
     if size(variant) == "gpu":
-        c.model.size, c.data.name, c.data.valid = "small", "books_train.txt.xz", "books_val.txt.xz"
+        c.model.size, c.data.name, c.data.test = "small", "books_train.txt.xz", "books_val.txt.xz"
         c.data.tokenizer, c.data.length, c.dtype = "books_bpe16k.json", 512, "bfloat16"
         c.steps, c.batch, c.learning_rate.peak, c.learning_rate.end = 3000, 64, 6e-4, 6e-5
     else:
-        c.data.name, c.data.tests = "tinyshakespeare.txt", 256
+        c.data.name, c.data.windows = "tinyshakespeare.txt", 256
         c.unlock()
         c.model.depth, c.steps, c.batch = 2, 400, 8
         c.update(INTERVALS)

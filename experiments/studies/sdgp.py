@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import INTERVALS, seeds, size
+from experiments.studies import INTERVALS, VALIDATION, seeds, size
 
 ACCURACIES = {  # published, on CIFAR-10: single runs, so 0.1 is noise
     "dense": 95.3,
@@ -44,6 +44,7 @@ def get_config(variant: str = "") -> ConfigDict:
         c.batch, c.dtype, c.epochs, c.learning_rate.peak = 128, "float32", 1.0, 0.1
         c.update(INTERVALS)
         c.lock()
+    c.data.validation = VALIDATION
     c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
     c.sparsity = dict(stages="dense")
     return c

@@ -11,19 +11,20 @@ from the last valid one.
 """
 
 import contextlib
-import errno
+import functools
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from experiments.errors import Failed
+from experiments.files import FULL
 from experiments.scale import processes
 from experiments.training import seals
 
@@ -54,13 +55,21 @@ class Checkpoints:
         self._writing: Future = Future()
         self._writing.set_result(None)
 
-    @cached_property
+    @functools.cached_property
     def _orbax(self):
         """Orbax's checkpointer. It has threads of its own, so it is made when something is first saved or restored."""
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # `_failed` reports these errors
+        _silence_threads()
         return ocp.StandardCheckpointer()
+
+    def _drop_orbax(self) -> None:
+        """Close Orbax's checkpointer, if there is one. It raises the errors of its threads, one at each call."""
+        orbax = vars(self).pop("_orbax", None)
+        for _ in range(5 if orbax else 0):
+            with contextlib.suppress(Exception):  # `_failed` has reported it
+                orbax.close()
+                return
 
     # ---- writing ----
 
@@ -121,9 +130,11 @@ class Checkpoints:
 
         With several processes, raise, because the others are waiting.
         """
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC or "RESOURCE_EXHAUSTED" in str(error)
+        full = isinstance(error, OSError) and error.errno in FULL or "RESOURCE_EXHAUSTED" in str(error)
         reason = "no space is left on the disk" if full else " ".join(str(error).split())[:300]
         self.lost = f"The checkpoint of step {step:,} could not be written: {reason}."
+        if processes.count() == 1:
+            self._drop_orbax()  # otherwise the next save raises what is left of these errors
         if processes.first():
             with contextlib.suppress(OSError):
                 seals.path(self.directory, step).unlink(missing_ok=True)
@@ -140,8 +151,7 @@ class Checkpoints:
         """Finish writing, and end the threads."""
         self.wait()
         self._thread.shutdown()
-        if "_orbax" in vars(self):
-            self._orbax.close()
+        self._drop_orbax()
 
     def dump(self, state: Any) -> None:
         """Write the state of a diverged run to `failed-STEP/`, for debugging. It cannot be restored."""
@@ -179,6 +189,8 @@ class Checkpoints:
         if not step:
             return Restored(0, None, [])
         with self._refused(step, "model and optimizer"):
+            stored = self._orbax.metadata(self._path(step)).item_metadata.tree
+            _compare(stored, shapes._asdict())
             state = self._orbax.restore(self._path(step), shapes._asdict())
         return Restored(step, type(shapes)(**state), seen)
 
@@ -202,6 +214,7 @@ class Checkpoints:
 
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader, self._refused(step, "model"):
             stored = reader.metadata(self._path(step)).item_metadata.tree
+            _compare({name: stored.get(name) for name in fields}, fields)
             item = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, tree) for name, tree in stored.items()} | fields
             places = ocp.checkpoint_utils.construct_restore_args(item)
             state = reader.restore(self._path(step), args=ocp.args.PyTreeRestore(item=item, restore_args=places))
@@ -227,10 +240,8 @@ class Checkpoints:
             moved = f" It was renamed to {self._rename_damaged(step)}." if rename_damaged else ""
             self._report(f"The checkpoint of step {step:,} is damaged: {damage}.{moved}")
         if steps:
-            raise Failed(
-                f"None of the checkpoints in {self.directory} can be read. To start over, remove that directory, "
-                "or give another --workdir"
-            )
+            hint = ". To start over, remove that directory, or give another --workdir" if rename_damaged else ""
+            raise Failed(f"None of the checkpoints in {self.directory} can be read{hint}")
         return 0, []
 
     def _rename_damaged(self, step: int) -> Path:
@@ -251,3 +262,45 @@ class Checkpoints:
         if not steps:
             return "No checkpoint was written before."
         return f"The checkpoint of step {steps[-1]:,} is kept in {self.directory}."
+
+
+def _compare(stored: Any, wanted: Any) -> None:
+    """Refuse a stored state whose arrays have other names, shapes or dtypes than the wanted ones.
+
+    Orbax would find some of the differences too, but in the middle of reading.
+    """
+    arrays = [
+        {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (stored, wanted)
+    ]
+    for name in dict.fromkeys([*arrays[1], *arrays[0]]):
+        there, here = (_described(each.get(name)) for each in arrays)
+        if there != here:
+            raise ValueError(f"{name} is {there} there and {here} here")
+
+
+def _described(array: Any) -> str:
+    """Return the dtype and the shape of an array in words. Keys are stored as the numbers that they hold."""
+    if array is None:
+        return "missing"
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.eval_shape(jax.random.key_data, array)
+    return f"{array.dtype}{list(array.shape)}"
+
+
+@functools.cache
+def _silence_threads() -> None:
+    """Leave the reports of failed writes to `Checkpoints._failed`.
+
+    When a write fails, Orbax closes its event loop without waiting for the other writes. Each of them would then print
+    a traceback, and asyncio would log the errors that nobody waited for.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    show = sys.unraisablehook
+
+    def show_others(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            show(unraisable)
+
+    sys.unraisablehook = show_others

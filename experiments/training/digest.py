@@ -18,8 +18,8 @@ class Identity(NamedTuple):
 
     @property
     def lasting(self) -> dict[str, Any]:
-        """The fields that decide what a run computes: all but the mesh, which changes rounding alone."""
-        return {name: value for name, value in self.fields.items() if not name.startswith("mesh.")}
+        """The fields that decide what a run computes: all but its twin, and the mesh, which changes rounding alone."""
+        return {name: value for name, value in self.fields.items() if name != "twin" and not name.startswith("mesh.")}
 
     @property
     def digest(self) -> str:

@@ -1,59 +1,58 @@
 """The numbers of a run as they come: lines of metrics.jsonl, and TensorBoard's events."""
 
 import contextlib
+import socket
+import struct
 import time
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.files import write_whole
 
 
-class Lines:
-    """A file of lines. Each line is on the disk whole as soon as it is written, or waits for the next one.
+class Pieces:
+    """A file that grows by pieces. Each piece is in the file whole as soon as it is written, or waits for the next one.
 
-    Lines wait while the disk takes no more. `late` is their number, `reason` says why they wait.
+    Pieces wait while the disk takes no more. `late` is their number, `reason` says why they wait.
     """
 
     def __init__(self, path: Path):
         self._file = path.open("ab", buffering=0)
         self._size = path.stat().st_size
-        self._waiting: list[str] = []
+        self._waiting: list[bytes] = []
         self.reason = ""
 
     @property
     def late(self) -> int:
-        """The number of lines that wait."""
+        """The number of pieces that wait."""
         return len(self._waiting)
 
-    def write(self, line: str) -> bool:
-        """Write a line after those that wait, and return whether all are on the disk."""
-        self._waiting.append(line)
-        data = "".join(self._waiting).encode()
+    def write(self, piece: bytes) -> bool:
+        """Write a piece after those that wait, and return whether all are in the file."""
+        self._waiting.append(piece)
+        data = b"".join(self._waiting)
         try:
-            done = 0
-            while done < len(data):
-                done += self._file.write(data[done:])
+            write_whole(self._file, data, self._size)  # a part of a piece would spoil the pieces after it
         except OSError as error:
             self.reason = error.strerror or str(error)
-            with contextlib.suppress(OSError):
-                self._file.truncate(self._size)  # a part of a line would spoil the lines after it
             return False
-        self._size += done
+        self._size += len(data)
         self._waiting = []
         return True
 
-    def close(self) -> None:
-        """Write what waits and close the file.
-
-        Raises:
-          OSError: If lines could not be written; it says how many.
-        """
+    def close(self) -> int:
+        """Write what waits, close the file, and return how many pieces were lost."""
         waiting = self.late
-        lost = waiting > 0 and not self.write("")
-        self._file.close()
-        if lost:
-            raise OSError(f"{waiting} lines of {self._file.name} could not be written: {self.reason}")
+        lost = waiting if waiting and not self.write(b"") else 0
+        with contextlib.suppress(OSError):
+            self._file.close()
+        return lost
 
 
 class Events:
-    """TensorBoard's file of numbers. It is written without a thread, because a thread would hang on a full disk.
+    """TensorBoard's file of events. It is written without a thread, because a thread would hang on a full disk.
 
     Args:
       directory: The folder that TensorBoard reads.
@@ -61,28 +60,50 @@ class Events:
     """
 
     def __init__(self, directory: Path, step: int):
-        from tensorboardX.event_file_writer import EventsWriter  # imported when a run begins: a plan does without it
+        from tensorboardX import record_writer, summary  # imported when a run begins: a plan does without it
         from tensorboardX.proto import event_pb2
-        from tensorboardX.summary import scalar
 
         directory.mkdir(parents=True, exist_ok=True)
-        self._scalar, self._event = scalar, event_pb2.Event
-        self._writer = EventsWriter(str(directory / "events"))
+        self._make, self._event, self._checksum = summary, event_pb2.Event, record_writer.masked_crc32c
+        self._file = Pieces(directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}")
+        self._put(0, file_version="brain.Event:2")
         if step:  # tells TensorBoard to drop what an earlier file holds of later steps
             self._put(step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         """Write the numbers of a step under their names."""
         for name, value in numbers.items():
-            self._put(step, summary=self._scalar(name, value))
-        with contextlib.suppress(OSError):
-            self._writer.flush()
+            self._put(step, summary=self._make.scalar(name, value))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text in Markdown."""
+        self._put(step, summary=self._make.text(name, text))
+
+    def image(self, step: int, name: str, image: np.ndarray) -> None:
+        """Write an image uint8[H, W, C]."""
+        self._put(step, summary=self._make.image(name, image, dataformats="HWC"))
+
+    def hparams(self, step: int, fields: dict[str, Any], scores: list[str]) -> None:
+        """Write the settings of a run, which TensorBoard's tab HPARAMS shows with its final scores beside other runs.
+
+        Args:
+          step: The last step.
+          fields: The settings by their names.
+          scores: The names of the curves whose last values are the final scores.
+        """
+        plain = {
+            name: value if isinstance(value, str | bool | int | float) else str(value) for name, value in fields.items()
+        }
+        for summary in self._make.hparams(plain, dict.fromkeys(scores)):
+            self._put(step, summary=summary)
 
     def _put(self, step: int, **event) -> None:
-        with contextlib.suppress(OSError):  # metrics.jsonl holds the same numbers, and says what is missing
-            self._writer.write_event(self._event(step=step, wall_time=time.time(), **event))
+        """Write an event: its length and its bytes, each with a checksum."""
+        data = self._event(step=step, wall_time=time.time(), **event).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        sums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        self._file.write(length + sums[0] + data + sums[1])  # metrics.jsonl has the numbers, and says what is missing
 
     def close(self) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):
-            self._writer.close()
+        self._file.close()

@@ -10,10 +10,11 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
-from experiments.data import augment, folder, images, order
-from experiments.errors import Mistake
+from experiments.data import augment, folder, images, order, validation
+from experiments.data.find import ABSENT
+from experiments.errors import Missing, Mistake
 from experiments.scale import shards
-from experiments.training import settings
+from experiments.training import hardest, settings
 
 MODELS = {"vit": (nm.models.ViT, nm.models.vit.SIZES), "resnet": (nm.models.ResNet, nm.models.resnet.SIZES)}
 
@@ -43,6 +44,7 @@ class Task:
             if not fits:
                 raise Mistake(f"config.data.{name}={c[name]} is out of range: at least 0, and smoothing below 1.")
         self.notes: list[str] = []
+        self.missing: Missing | None = None  # the error where the data are not there
         self.streamed, self.skipped = c.name == "folder", None
         if self.streamed:
             self._open_folder()
@@ -54,25 +56,46 @@ class Task:
 
     def _load_set(self) -> None:
         c = self.config.data
-        self.set = images.load(c.name, c.dir)
-        x, tests = self.set.train[0], self.set.test[0]
+        try:
+            self.set = images.load(c.name, c.dir)
+        except Missing as error:
+            self.set, self.missing = images.stand_in(c.name, error), error
+            self.notes.append(ABSENT)
+        parts = [tuple(v[i] for v in self.set.train) for i in validation.positions(self.set.train[1], c.validation)]
+        (x, y), self.splits = parts[0], {"validation": parts[1], "test": self.set.test}
+        self.train = x, y
         self.classes, self.examples, self.shape = len(self.set.classes), len(x), x.shape[1:]
-        self.mean, self.std = moments(x)
+        self.mean, self.std = moments(x if self.missing is None else x[:1])
         if self.set.note:
             self.notes.append(self.set.note)
-        counts = f"{len(x):,} training images, {len(tests):,} to test, {self.classes} classes"
+        held_out = ", ".join(f"{len(labels):,} {name}" for name, (_, labels) in self.splits.items() if len(labels))
+        counts = f"{len(x):,} training images, {held_out}; {self.classes} classes"
         self.facts = [("data", f"{self.set.name}: {counts}, {' x '.join(map(str, self.shape))}")]
         self.facts += [("note", note) for note in self.notes]
 
     def _open_folder(self) -> None:
         c = self.config.data
         self.skipped = folder.Skipped() if c.skip else None
-        self.files = folder.open(c.dir) if c.dir or not c.examples else None  # None: a plan, which reads no image
+        try:
+            self.files = folder.open(c.dir)
+        except Missing as error:
+            if not c.examples or not c.classes:
+                raise
+            self.files, self.missing = None, error
         self.examples, self.classes = self._counts()
+        kept, chosen = validation.positions(np.zeros(self.examples), c.validation)
+        if self.files is not None:  # the files lie in the order of their labels
+            files, labels = np.array(self.files.train), self.files.train_labels
+            self.splits = {"train": (files[kept].tolist(), labels[kept])}
+            self.splits["validation"] = files[chosen].tolist(), labels[chosen]
+            self.splits["test"] = self.files.val, self.files.val_labels
+        self.examples = len(kept)
         self.shape = (c.size, c.size, 3)
         self.mean, self.std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # ImageNet's
-        text = f"the folder {c.dir}: {self.examples:,} training images, {self.classes:,} classes"
-        self.facts = [("data", text)]
+        counts = f"{len(kept):,} training images, {len(chosen):,} validation; {self.classes:,} classes"
+        note = ABSENT if self.files is None else self.files.note
+        self.notes += [note] if note else []
+        self.facts = [("data", f"the folder {c.dir or 'DIR'}: {counts}"), *(("note", note) for note in self.notes)]
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
         return self.model(rngs=rngs)
@@ -84,13 +107,12 @@ class Task:
 
     def feed(self, seed: int, start: int, mesh):
         if not self.streamed:
-            arrays = shards.placed(tuple(self.set.train), shards.whole(mesh))
+            arrays = shards.placed(self.train, shards.whole(mesh))
             while True:
                 yield arrays
-        c, files = self.config, self._files()
+        c, (files, labels) = self.config, self.splits["train"]
         rows, size = shards.rows(mesh, c.batch), c.data.size
-        train = files.train, files.train_labels
-        for batch in folder.stream(*train, seed, c.batch, size, start, rows=rows, skipped=self.skipped):
+        for batch in folder.stream(files, labels, seed, c.batch, size, start, rows=rows, skipped=self.skipped):
             yield shards.gathered((batch["image"], batch["label"]), mesh, c.batch)
 
     def batch(self, arrays, seed, step, mesh):
@@ -115,18 +137,22 @@ class Task:
         right = jnp.argmax(logits, -1) == jnp.argmax(target, -1)
         return optax.softmax_cross_entropy(logits, target).mean(), {"accuracy": jnp.mean(right, dtype=jnp.float32)}
 
-    # ---- the test split ----
+    # ---- evaluation ----
 
-    def tests(self, mesh):
+    @property
+    def validates(self) -> bool:
+        return self.config.data.validation > 0
+
+    def evaluation(self, split, mesh):
         """Yield batches of images and labels. The last is filled up, with label -1, so that devices share it evenly."""
         if self.streamed:
-            c, files = self.config, self._files()
+            c, (files, labels) = self.config, self.splits[split]
             rows, size = shards.rows(mesh, c.batch), c.data.size
-            val = files.val, files.val_labels
-            stream = folder.stream(*val, 0, c.batch, size, train=False, rows=rows, skipped=self.skipped)
+            stream = folder.stream(files, labels, 0, c.batch, size, train=False, rows=rows, skipped=self.skipped)
             return (shards.gathered((batch["image"], batch["label"]), mesh, c.batch) for batch in stream)
-        x, y = self.set.test
-        size = math.ceil(min(1024, len(x)) / mesh.size) * mesh.size
+        x, y = self.splits[split]
+        longest = max(len(labels) for _, labels in self.splits.values())  # one size, and so one program, for all splits
+        size = math.ceil(min(1024, longest) / mesh.size) * mesh.size
         spare = -len(x) % size
         x = np.concatenate([x, np.zeros((spare, *x.shape[1:]), x.dtype)])
         y = np.concatenate([y, np.full(spare, -1, y.dtype)])
@@ -142,22 +168,19 @@ class Task:
         return {name: jnp.sum(value, dtype=jnp.float32) for name, value in sums.items()}
 
     def pictures(self, graph, state, mesh) -> dict:
-        """Return some test images with the model's predictions."""
-        if self.streamed:
-            return {}
-        x, y = (v[:: max(1, len(v) // 24)][:24] for v in self.set.test)
-        predict = jax.jit(
-            lambda state, x: jax.nn.softmax(nnx.merge(graph, state)(augment.normalise(x, self.mean, self.std))),
-            out_shardings=shards.whole(mesh),
-        )
-        shares = np.asarray(predict(state, x))
-        return {
-            "samples": x,
-            "labels": y,
-            "predictions": shares.argmax(-1),
-            "confidence": shares.max(-1),
-            "classes": np.array(self.set.classes),
-        }
+        """Return the model's errors on the test split, and some test images with its predictions."""
+
+        def look(state, x, y):
+            return hardest.of_images(nnx.merge(graph, state)(augment.normalise(x, self.mean, self.std)), x, y)
+
+        look = jax.jit(look, out_shardings=shards.whole(mesh))
+        every, errors = hardest.images((look(state, *batch) for batch in self.evaluation("test", mesh)), self.classes)
+        errors["classes"] = np.array(self.files.classes if self.streamed else self.set.classes)
+        if self.streamed or not every:
+            return errors
+        some = slice(None, None, max(1, len(self.set.test[0]) // 24))
+        shown = {"samples": self.set.test[0], **every}
+        return errors | {name: value[some][:24] for name, value in shown.items()}
 
     def _counts(self) -> tuple[int, int]:
         """Return the numbers of images and classes in the folder. Refuse others than the page has, if it has any."""
@@ -172,11 +195,3 @@ class Task:
                     f"Write --config.data.{name}={size}."
                 )
         return sizes["examples"], sizes["classes"]
-
-    def _files(self) -> folder.Folder:
-        if self.files is None:
-            raise Mistake(
-                "config.data.name='folder' needs --config.data.dir=DIR, a folder with train/CLASS/*.jpg and "
-                "val/CLASS/*.jpg."
-            )
-        return self.files

@@ -1,7 +1,6 @@
 """The directory of a run, which is its own: a new one, and the lock by which one process writes there at a time."""
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import os
@@ -11,27 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from experiments.errors import Mistake, Taken
-from experiments.files import writable
+from experiments.errors import Failed, Mistake, Taken
+from experiments.files import UNSUPPORTED, writable
 from experiments.scale import processes
 from experiments.training import provenance
 
 NAME = "run.lock"
 PATIENCE = 1.0  # seconds to try for: children of a process that was killed may hold its lock for a moment
-UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)  # some shared file systems have no locks
 
 
 @contextlib.contextmanager
 def new(place: Path) -> Iterator[Path]:
     """Create a directory that was not there, for all processes of a run: NAME, or if that is taken NAME-2, NAME-3, ...
 
-    If a mistake ends the context and leaves the directory empty, it is removed.
+    If an error ends the context and leaves the directory empty, it is removed.
     """
     with writable(place):
         workdir = processes.agreed(lambda: create(place))
     try:
         yield workdir
-    except Mistake:
+    except (Mistake, Failed):
         if processes.first():
             with contextlib.suppress(OSError):  # the run has written to it
                 workdir.rmdir()

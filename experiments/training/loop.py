@@ -11,11 +11,12 @@ import jax
 import numpy as np
 
 from experiments.errors import Diverged, Failed, Mistake, Stopped
-from experiments.scale import shards
+from experiments.scale import processes, shards
 from experiments.scale.signals import Stop
-from experiments.training import settings
+from experiments.training import device, settings, twin
 from experiments.training.checkpoints import Checkpoints, Restored
 from experiments.training.meter import Meter, fetched, mean, supplied
+from experiments.training.profile import Profile
 from experiments.training.program import Program
 from experiments.training.run import Run
 from experiments.training.screen import Screen, clock, form, number
@@ -33,39 +34,52 @@ class Loop:
       screen: Shows the progress.
       stop: Asked after each step whether the runs have to stop.
       began: Time at which the command began, for the summary.
+      profile: Traces some of the steps.
     """
 
     state: State
 
-    def __init__(self, program: Program, runs: dict[int, Run], screen: Screen, stop: Stop, began: float):
+    def __init__(
+        self, program: Program, runs: dict[int, Run], screen: Screen, stop: Stop, began: float, profile: Profile
+    ):  # fmt: skip
         self.program, self.runs, self.screen, self.stop, self.began = program, runs, screen, stop, began
+        self.profile, self.peak = profile, device.peak_of(program.mesh, program.config.dtype)
         self.task, self.total, self.config = program.task, program.total, program.config
         self.higher_is_better = self.task.metric == "accuracy"
+        self.split = "validation" if self.task.validates else "test"  # on which the runs are evaluated
         self.scores: dict[int, dict[str, float]] = {}  # of the last evaluation, by run
         self.meter = Meter(math.ceil(self.total / 500), runs, self.report, self.remove)  # at most 500 lines of metrics
 
     def run(self, origin: Path | None) -> None:
-        """Train to the last step, and write a summary.
+        """Train to the last step, or until no evaluation gets better, and write a summary.
 
         Args:
           origin: Directory of a run to start from, if the runs have no checkpoints of their own.
         """
         start, feed = self.begin(origin)
-        if start == self.total:  # the run was killed after its last checkpoint
-            self.scores = self.score()
+        last = start if self.stale(start) else self.total
+        if start == last:  # the run was killed after its last checkpoint
+            self.scores = self.score(self.split)
+        self.profile.at(start, self.state, None, self.meter)
         with self.screen.progress(self.total, start):
-            for step, arrays in zip(range(start, self.total), supplied(feed, self.warn_of_slow_feed), strict=False):
+            for step, arrays in zip(range(start, last), supplied(feed, self.warn_of_slow_feed), strict=False):
                 if self.program.measures and step % self.program.measures == 0:
                     self.measured_step(step, arrays)
                 else:
                     self.step(step, arrays)
                 done = step + 1
+                self.profile.at(done, self.state, arrays, self.meter)
                 evaluating = settings.evaluates(done, self.total, self.program.evaluations)
                 if evaluating:
                     self.evaluate(done)
+                if evaluating and self.stale(done):
+                    last = done
+                    break
                 if self.stop.now():
                     self.stop_after(done, saved=evaluating)
-        self.finish()
+        if last < self.total:
+            self.screen.line(f"stopped early: no better evaluation for {self.program.patience:,} steps (config.stop)")
+        self.finish(last)
 
     # ---- the beginning ----
 
@@ -78,8 +92,8 @@ class Loop:
         for run, each in zip(self.runs.values(), restored, strict=True):
             run.seen = each.seen
             run.record.begin(start)
-            run.best = run.record.best(self.task.metric, self.higher_is_better)
-        if start < self.total:
+            run.best = processes.agreed(lambda run=run: run.record.best(self.task.metric, self.higher_is_better))
+        if start < self.total and not self.stale(start):
             with self.screen.busy("compiling"):
                 arrays = next(feed)
                 feed = itertools.chain([arrays], feed)
@@ -95,7 +109,8 @@ class Loop:
 
     def step(self, step: int, arrays: Any) -> None:
         """Take a step."""
-        self.state, shown = self.program.train(self.state, arrays)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            self.state, shown = self.program.train(self.state, arrays)
         self.meter.push(step, shown)
 
     def measured_step(self, step: int, arrays: Any) -> None:
@@ -119,24 +134,35 @@ class Loop:
         """
         with self.meter.untimed():
             self.meter.flush()
-            self.scores = self.score()
+            self.scores = self.score(self.split)
             for i, scores in self.scores.items():
                 self.remove_if_diverged(i, step, scores)
             for i, run in self.runs.items():
                 run.record.write("eval", step, **self.scores[i])
-            self.screen.evaluation(step, mean([self.scores[i] for i in self.runs]))
-            best = [i for i, run in self.runs.items() if run.improves(self.deciding_score(i), self.higher_is_better)]
+            self.screen.evaluation(step, self.split, mean([self.scores[i] for i in self.runs]))
+            higher = self.higher_is_better
+            best = [
+                i for i, run in self.runs.items() if run.improves(step, self.deciding_score(self.scores[i]), higher)
+            ]
             self.save(step, best)
+            if step < self.total:  # the last report is written at the end of the run
+                for run in self.runs.values():
+                    run.record.show()
 
-    def score(self) -> dict[int, dict[str, float]]:
-        """Return the scores of the test split, by run."""
-        scores = fetched(self.program.evaluate(self.state), self.program.count)
+    def score(self, split: str) -> dict[int, dict[str, float]]:
+        """Return the scores of a split, by run."""
+        scores = fetched(self.program.evaluate(self.state, split), self.program.count)
         return {i: scores[i] for i in self.runs}
 
-    def deciding_score(self, i: int) -> float:
+    def deciding_score(self, scores: dict[str, float]) -> float:
         """Return the score that decides which checkpoint is the best: that of hardened weights, if there are any."""
-        scores, metric = self.scores[i], self.task.metric
-        return scores.get(f"hardened_{metric}", scores[metric])
+        return scores.get(f"hardened_{self.task.metric}", scores[self.task.metric])
+
+    def stale(self, step: int) -> bool:
+        """Return whether the runs stop after a step, because the last better evaluation is too long ago."""
+        if not self.program.patience:
+            return False
+        return all(run.best is not None and step - run.best[0] >= self.program.patience for run in self.runs.values())
 
     def save(self, step: int, best: list[int]) -> None:
         """Begin to write a checkpoint of each run.
@@ -178,27 +204,73 @@ class Loop:
             assert self.stop.signal is not None
             raise Stopped(f"{self.stop.signal.name} after step {step:,}", self.stop.signal)
 
-    def finish(self) -> None:
-        """Wait for the last checkpoints, and write the data for the reports."""
+    def finish(self, step: int) -> None:
+        """Wait for the last checkpoints, score the test split, and write the data for the reports.
+
+        Args:
+          step: Number of steps that the runs have taken.
+        """
         for i, run in list(self.runs.items()):
             run.checkpoints.wait()
             if run.checkpoints.lost:
                 self.remove(i, Failed(run.checkpoints.lost))
+        tests = self.score("test") if self.task.validates else self.scores
         for i, run in self.runs.items():
-            summary = self.summary(i)
+            best = self.test_best(i, step)
+            if best is not None:
+                run.record.write("test", best[0], **best[1])
+            run.record.write("test", step, **tests[i])
             pictures = self.program.one.pictures(self.program.part(self.state, i))
-            run.record.keep(summary, self.scores[i], pictures)
+            worth = twin.worth(run.twin, run.workdir, self.task.metric, tests[i], self.program.step_flops())
+            run.record.keep(self.summary(i, tests[i], best), worth, tests[i], pictures)
 
-    def summary(self, i: int) -> list[tuple[str, str]]:
-        """Return rows (label, text) about a finished run. The report shows the first rows in large type."""
-        run, scores, metric = self.runs[i], self.scores[i], self.task.metric
+    def test_best(self, i: int, step: int) -> tuple[int, dict[str, float]] | None:
+        """Return the step of a run's best checkpoint and its scores on the test split. None: it is the last one.
+
+        Args:
+          i: The run.
+          step: Number of steps that the run has taken.
+        """
+        run, program = self.runs[i], self.program.one
+        if not self.task.validates or run.best is None or run.best[0] == step:
+            return None
+        names = ("ema",) if self.config.ema else ("params", "rest")  # the optimizer's state is not read
+        try:
+            found, fields = run.checkpoints.restore_fields({n: getattr(program.shapes, n) for n in names}, best=True)
+        except Failed as error:
+            self.screen.line(f"The best checkpoint cannot be scored on the test split: {error}.")
+            return None
+        if found in (0, step):
+            return None
+        state = self.program.part(self.state, i)._replace(**fields)
+        return found, fetched(program.evaluate(state, "test"), 1)[0]
+
+    def summary(
+        self, i: int, scores: dict[str, float], best: tuple[int, dict[str, float]] | None
+    ) -> list[tuple[str, str]]:
+        """Return rows (label, text) about a finished run. The report shows the first rows in large type.
+
+        Args:
+          i: The run.
+          scores: Its scores on the test split.
+          best: What `test_best` returns.
+        """
+        run, metric = self.runs[i], self.task.metric
         names = sorted(scores, key=lambda name: (metric not in name, "hardened" not in name))
         rows = [(name.replace("_", " "), form(name, scores[name])) for name in names]
+        if self.task.validates:
+            rows.append((f"validation {metric}", form(metric, self.deciding_score(self.scores[i]))))
         if run.best is not None:
-            rows.append((f"best {metric}", form(metric, run.best)))
+            text = f"{form(metric, run.best[1])}, step {run.best[0]:,}"
+            if best is not None:
+                text += f"; test {form(metric, self.deciding_score(best[1]))}"
+            rows.append((f"best {self.split} {metric}", text))
         rows.append(("time", clock(run.record.elapsed())))
         if self.meter.first is not None:
             rows.append(("first step", f"after {self.meter.first - self.began:.1f} s"))
+        rows += [
+            ("peak memory", f"{number(peak)}B, {device.MEMORY[name]}") for name, peak in device.peak_memory().items()
+        ]
         return rows
 
     # ---- reports ----
@@ -209,6 +281,9 @@ class Loop:
             if rate is not None:
                 figures["per_second"] = rate * self.config.batch * self.task.units
                 figures["flops_per_second"] = rate * self.config.accumulate * self.program.plan.training[0]
+                if self.peak is not None:  # all runs side by side share the devices
+                    figures["mfu"] = figures["flops_per_second"] * self.program.count / self.peak
+            figures |= device.peak_memory()
             self.runs[i].record.write("train", step, **figures)
         self.screen.step(step, mean(means.values()))
 

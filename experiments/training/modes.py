@@ -6,18 +6,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 from ml_collections import ConfigDict
 
 from experiments.errors import Failed, Mistake, Stopped
-from experiments.scale import processes, shards
+from experiments.scale import processes
 from experiments.scale.signals import Stop
-from experiments.training import digest, record, tasks
+from experiments.training import digest, header, record, tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.loop import Loop
+from experiments.training.profile import Profile
 from experiments.training.program import Program
 from experiments.training.run import Run, stopped
-from experiments.training.screen import Screen, figures, number
+from experiments.training.screen import Screen, figures
+from nmjax.analysis.plan import Plan
 
 
 def make_program(config: ConfigDict) -> Program:
@@ -26,7 +27,8 @@ def make_program(config: ConfigDict) -> Program:
 
 
 def carry_out(
-    mode: str, runs: list[Run], command: str, origin: Path | None = None, program: Program | None = None, sink: str = ""
+    mode: str, runs: list[Run], command: str, origin: Path | None = None, program: Program | None = None,
+    sink: str = "", plans: list[Plan] | None = None, traced: int = 0, again: str = "The same command",
 ) -> signal.Signals | None:  # fmt: skip
     """Train, evaluate or plan a run; or train several runs side by side that differ in their seed alone.
 
@@ -37,12 +39,15 @@ def carry_out(
       origin: Directory of a run whose last state is the first state of this one.
       program: The program of another run that differs in its seed alone. Without it one is made.
       sink: Name of the service that gets the numbers of the runs, or "".
+      plans: The plans that earlier runs of a sweep have shown. They are not shown again, and a new one is added.
+      traced: The number of steps that a profile traces, or 0.
+      again: Words for the command that continues the runs, if they are interrupted.
 
     Returns:
       The signal that came when no step was left to be stopped, if one came.
     """
     began, config = time.monotonic(), runs[0].config
-    task = tasks.task(config) if program is None else program.task
+    task = tasks.task(config, plan=mode == "plan") if program is None else program.task
     screen = Screen(task.unit)
     with _taken(runs) if mode == "train" else contextlib.nullcontext():
         if mode == "train" and processes.agreed(lambda: all(run.finished() for run in runs)):
@@ -53,19 +58,22 @@ def carry_out(
             refuse_without_checkpoints("--mode=eval: ", runs[0].workdir)
         if origin is not None:
             refuse_without_checkpoints("--from=", origin)
-        again = "The same command"
-        if program is None and "--workdir" not in command:  # then the name of the directory holds the time
-            again += f" with --workdir={runs[0].workdir}"
         program = (Program(config, task) if program is None else program).beside(len(runs))
-        facts = header(program)
-        screen.header(", ".join(run.name for run in runs), facts)
-        screen.line(f"\n{program.plan}\n")
+        if len(runs) > 1 and program.patience:
+            raise Mistake(f"config.stop={config.stop!r}: runs side by side end together. Leave out --seeds_at_once.")
+        profile = Profile(traced, program, runs[0].workdir, screen)
+        facts, plans, names = header.rows(program), [] if plans is None else plans, ", ".join(run.name for run in runs)
         if mode == "plan":
+            screen.header(names, facts)
+            screen.line(f"\n{program.plan}\n")
             return None
+        screen.header(names, facts if program.plan in plans else [*facts, ("plan", header.in_short(program.plan))])
+        screen.line("")
+        plans.append(program.plan)
         if mode == "eval":
             evaluate(runs[0], program, screen)
             return None
-        return train(runs, program, screen, _about(program, command, facts), again, began, origin, sink)
+        return train(runs, program, screen, _about(program, command, facts), again, began, origin, sink, profile)
 
 
 @contextlib.contextmanager
@@ -99,71 +107,9 @@ def _about(program: Program, command: str, facts: list[tuple[str, str]]) -> dict
         "notes": task.notes,
         "steps": program.total,
         "flops": program.step_flops(),
+        "parameters": program.plan.parameters,
         "sizes": getattr(task, "sizes", {}),  # with them the model can be made without the data
     }
-
-
-# ---- the header ----
-
-
-def header(program: Program) -> list[tuple[str, str]]:
-    """Return rows (label, text) that say what is about to be done, and on which devices."""
-    config, task, plan = program.config, program.task, program.plan
-    dense, effective = program.step_flops()
-    epochs = program.total * config.batch / task.examples
-    rows = [("devices", _devices(program))]
-    rows.append(("computing", f"{config.dtype}, parameters float32; {_products(plan.runs, config.backend)}"))
-    if program.count > 1:
-        rows.append(("side by side", f"{program.count} runs; the figures of their steps on screen are the mean"))
-    rows += task.facts
-    rows.append(("batch", _batch(program)))
-    rows.append(("length", f"{program.total:,} steps = {epochs:.4g} epochs of {task.examples:,}"))
-    model = config.get("model", {})  # a task of another module may name its model elsewhere
-    name = " ".join(filter(None, (model.get("name"), model.get("size"))))
-    rows.append(("model", f"{name}{', ' if name else ''}{plan.parameters:,} parameters"))
-    share = effective / dense
-    rows.append(("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"))
-    if program.hardening_refusal:
-        rows.append(("hardened", f"not evaluated: {program.hardening_refusal}"))
-    return rows
-
-
-def _devices(program: Program) -> str:
-    """Return the number and the kind of the devices, and how they are arranged."""
-    count = program.mesh.size
-    axes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
-    text = f"{count} x {jax.devices()[0].device_kind}"
-    if axes and axes != [f"data {count}"]:
-        text += f" as {' x '.join(axes)}"
-    if processes.count() > 1:
-        text += f", in {processes.count()} processes"
-    return text
-
-
-def _batch(program: Program) -> str:
-    """Return the size of the batch, and how micro-batches and devices share it."""
-    config, parts = program.config, shards.parts(program.mesh)
-    each = config.batch // config.accumulate // parts
-    micro = f"{config.accumulate} micro-batches x " if config.accumulate > 1 else ""
-    devices = "device" if parts == 1 else "devices"
-    return f"{config.batch:,} = {micro}{parts} {devices} x {each:,}"
-
-
-def _products(runs: dict[str, int], backend: str) -> str:
-    """Return in words how pruned products run.
-
-    >>> _products({"packed": 12, "emulated": 2}, "auto")
-    'pruned products: 12 on sparse tensor cores, 2 emulated, for the reasons in the plan'
-    """
-    if not runs:
-        return "nothing is pruned"
-    if set(runs) == {"emulated"}:
-        return "n:m products are emulated: zeros are multiplied"
-    words = {"packed": "on sparse tensor cores", "fp8": "dense in FP8"}
-    if backend == "interpret":
-        words = {"packed": "in simulated kernels", "fp8": "in simulated FP8"}
-    words["emulated"] = "emulated, for the reasons in the plan"
-    return "pruned products: " + ", ".join(f"{runs[how]} {text}" for how, text in words.items() if how in runs)
 
 
 # ---- training ----
@@ -171,7 +117,7 @@ def _products(runs: dict[str, int], backend: str) -> str:
 
 def train(
     runs: list[Run], program: Program, screen: Screen, about: dict, again: str, began: float, origin: Path | None,
-    sink: str,
+    sink: str, profile: Profile,
 ) -> signal.Signals | None:  # fmt: skip
     """Train runs side by side: open their directories, run the loop, and close them with their reports.
 
@@ -181,8 +127,8 @@ def train(
     with Stop() as stop:
         _open(runs, program, screen, about, sink)
         try:
-            with processes.at_end(lambda reason: _close_failed(going, reason)):
-                Loop(program, going, screen, stop, began).run(origin)
+            with processes.at_end(lambda reason: _close_failed(going, reason)), profile:
+                Loop(program, going, screen, stop, began, profile).run(origin)
                 for run in going.values():
                     run.checkpoints.close()
             finished = list(going.values())
@@ -254,17 +200,20 @@ def _failed(error: Exception, runs: list[Run], several: bool) -> Failed:
 def _show_summary(run: Run, screen: Screen, named: bool) -> None:
     screen.line(f"\n{run.name}" if named else "")
     places = [("report", f"{run.workdir}/report.html"), ("everything", f"{run.workdir}/")]
-    screen.rows([*run.record.about["summary"], *places])
+    worth = run.record.about["worth"]
+    screen.rows([*([("in short", worth)] if worth else []), *run.record.about["summary"], *places])
 
 
 # ---- evaluating ----
 
 
 def evaluate(run: Run, program: Program, screen: Screen) -> None:
-    """Show the scores of the last and of the best checkpoint of a run, on the test split."""
+    """Show the scores of the last and of the best checkpoint of a run, on every split."""
     digest.refuse_another(run.workdir, run.identity)
     with contextlib.closing(Checkpoints(run.workdir, screen.line)) as checkpoints:
         for name in ("last", "best"):
             step, state, _ = checkpoints.restore(program.shapes, best=name == "best", rename_damaged=False)
             if state is not None:
-                screen.line(f"{name}, step {step:,}: " + "   ".join(figures(program.evaluate(state))))
+                for split in ("validation", "test") if program.task.validates else ("test",):
+                    scores = figures(program.evaluate(state, split))
+                    screen.line(f"{name}, step {step:,}, {split}: " + "   ".join(scores))

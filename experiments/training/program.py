@@ -4,6 +4,7 @@ The first state, the step, the scores and the measures. A *task* (`task.py`) bri
 """
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +24,7 @@ from experiments.training import settings
 from experiments.training.state import RUNS, State, part, stack
 from experiments.training.task import Task
 
+_sharding = operator.attrgetter("sharding")
 MASK_PICTURE = 64  # rows and columns of a mask that the report shows
 
 
@@ -35,6 +37,7 @@ class Program:
 
     Attributes:
       total: Number of steps of the run.
+      patience: Number of steps without a better evaluation after which a run stops; 0 means never.
       evaluations: Number of steps from one evaluation to the next.
       measures: Number of steps from one measurement of sparsity to the next; 0 means never.
       rate: The learning rate as a function of the step.
@@ -47,12 +50,11 @@ class Program:
       hardened_graph: The graph of the hardened model, or None if the model cannot be hardened.
       hardening_refusal: The reason why it cannot, or "".
       train: `train(state, arrays) -> (state, figures)` takes a step. The state is donated.
-      score: `score(state, batch)` returns sums over a test batch.
+      score: `score(state, batch)` returns sums over a batch of evaluation.
       hard_score: `hard_score(hard, batch)` returns the same for hardened weights.
       harden: `harden(state)` returns the hardened weights.
       measure: `measure(state, arrays)` returns what pruning does to weights and gradients, by layer.
-      masks: `masks(state)` returns the masks of the weights.
-      flips: `flips(masks, masks)` returns the share of values that changed between two masks, by layer.
+      masks, flips: `masks(state)` returns the masks of the weights, `flips(masks, masks)` the share that changed.
     """
 
     def __init__(self, config: ConfigDict, task: Task):
@@ -77,6 +79,7 @@ class Program:
         config = self.config
         self.total = settings.steps(config, self.task.examples)
         self.evaluations = settings.duration(config.evaluate, self.total, "config.evaluate") or self.total
+        self.patience = settings.duration(config.stop, self.total, "config.stop")
         self.measures = settings.duration(config.measure, self.total, "config.measure")
         self.recipe = settings.recipe(config, self.total)
         self.rate = settings.learning_rate(config, self.total)
@@ -183,12 +186,12 @@ class Program:
     def _made_for(self, count: int) -> "Program":
         program = copy.copy(self.one)
         program.count = count
-        one = self.one.shapes
-        program.shapes = jax.tree.map(partial(shards.stacked, count), one)._replace(step=one.step)
+        program.shapes = jax.tree.map(partial(shards.stacked, count), self.one.shapes)
+        program.shapes = program.shapes._replace(step=self.one.shapes.step)
         places = jax.tree.map(_sharding, program.shapes)
         program._set_functions(places, lambda function, *axes, out=0: jax.vmap(function, axes, out))
         program._stack = jax.jit(stack, out_shardings=places)
-        program._part = jax.jit(part, out_shardings=jax.tree.map(_sharding, one))
+        program._part = jax.jit(part, out_shardings=jax.tree.map(_sharding, self.one.shapes))
         return program
 
     def together(self, states: Sequence[State]) -> State:
@@ -214,21 +217,21 @@ class Program:
     def _train(self, state: State, arrays: Any) -> tuple[State, dict]:
         """Take a step: gradients of all micro-batches, the optimizer's update, the averages."""
         config, params = self.config, state.params
-        batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
+        with jax.named_scope("input"):  # these names say in a profile where the time goes
+            batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
         now = self._now(state)
         if config.accumulate == 1:
             rest, (grads, figures) = self._gradients(params, now, {}, state.rest, (0, batch))
         else:
             forms = self._packed(params, state.rest, now)
             rest, (grads, figures) = self._accumulated(partial(self._gradients, params, now, forms), state.rest, batch)
-        masks = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
-        updates, opt = self.tx.update(grads, state.opt, params, **masks)
-        params = optax.apply_updates(params, updates)
-        ema = self._averaged(state, params, rest) if config.ema else ()
-        figures |= {
-            "gradient_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(self.rate(state.step), jnp.float32),
-        }
+        with jax.named_scope("update"):
+            masks = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
+            updates, opt = self.tx.update(grads, state.opt, params, **masks)
+            params = optax.apply_updates(params, updates)
+            ema = self._averaged(state, params, rest) if config.ema else ()
+            rate = jnp.asarray(self.rate(state.step), jnp.float32)
+            figures |= {"gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return State(state.step + 1, state.seed, params, rest, opt, ema), figures
 
     def _now(self, state: State) -> jax.Array:
@@ -322,15 +325,18 @@ class Program:
         model = nnx.merge(self.hardened_graph, hard)
         return self.task.score(model, jax.lax.with_sharding_constraint(batch, self.split))
 
-    def evaluate(self, state: State) -> dict[str, Any]:
-        """Return means over the test split, of the weights in training and of the hardened weights of inference.
+    def evaluate(self, state: State, split: str = "test") -> dict[str, Any]:
+        """Return means over a split, of the weights in training and of the hardened weights of inference.
+
+        Args:
+          state: The state of the runs.
+          split: "validation" or "test".
 
         Returns:
           Numbers by name, "hardened_..." for hardened weights; arrays (runs,) if there are several runs.
         """
-        hard = None if self.hardened_graph is None else self.harden(state)
-        sums, hard_sums = [], []
-        for batch in self.task.tests(self.mesh):  # fetched one by one, so that the host does not run ahead
+        hard, sums, hard_sums = None if self.hardened_graph is None else self.harden(state), [], []
+        for batch in self.task.evaluation(split, self.mesh):  # fetched one by one, so that the host does not run ahead
             sums.append(jax.device_get(self.score(state, batch)))
             if hard is not None:
                 hard_sums.append(jax.device_get(self.hard_score(hard, batch)))
@@ -383,10 +389,6 @@ class Program:
                 "mask_m": pattern.m,
             }
         return {}
-
-
-def _sharding(shape: jax.ShapeDtypeStruct) -> Any:
-    return shape.sharding
 
 
 def _means(sums: list[dict]) -> dict[str, Any]:

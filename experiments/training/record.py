@@ -1,5 +1,7 @@
 """A run's directory: config.json, run.json, the plan, the metrics, the report; and a sink beside it."""
 
+import contextlib
+import io
 import json
 import secrets
 import time
@@ -10,12 +12,15 @@ from typing import Any
 import numpy as np
 
 from experiments import report
-from experiments.errors import Mistake
+from experiments.errors import Failed, Mistake
 from experiments.files import lines, replace, writable
 from experiments.scale import sinks
-from experiments.training import digest, provenance
+from experiments.training import board, digest, provenance
 from experiments.training.digest import Identity
-from experiments.training.events import Events, Lines
+from experiments.training.events import Events, Pieces
+
+LABELS = ("tags", "note")  # of run.json: a run that continues keeps them, unless they are given again
+SHOWING = 0.05  # the share of a run's time that reports may take while it goes on
 
 
 class Record:
@@ -40,9 +45,10 @@ class Record:
         with writable(workdir):
             replace(workdir / "config.json", identity.text)
             replace(workdir / "plan.txt", f"{plan}\n")
-            replace(workdir / "plan.html", plan._repr_html_())
+            replace(workdir / "plan.html", report.plan_page(about["name"], plan._repr_html_()))
             before = read(workdir) or {}
             self.about = {
+                **{name: before[name] for name in LABELS if name in before},
                 **about,
                 "began": provenance.now(),
                 "ended": None,
@@ -53,20 +59,29 @@ class Record:
             }
             self._write_about()
         self._identity, self._tell, self._began = identity, tell, time.monotonic()
-        self._lines: Lines | None = None
+        self._lines: Pieces | None = None
         self._events: Events | None = None
         self._sink = sink
         self._sender: sinks.Sender | None = None
+        self._step = 0  # of the last line
+        self._tell_once = True  # if a report cannot be written
+        self._showing = 0.0  # seconds spent on reports while the run goes on
 
     def begin(self, step: int) -> None:
         """Open the files of numbers at a step. Lines of later steps are dropped, and a line that was cut off."""
-        kept = [line for line in lines(self.metrics) if _reached(line) <= step]
+        kept = [line for line in lines(self.metrics) if _reached(line) <= step and line["kind"] != "test"]
         replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
-        self._lines = Lines(self.metrics)
+        self._lines = Pieces(self.metrics)
         self._events = Events(self.dir / "tensorboard", step)
+        self._step = step
+        self._events.text(step, "command", board.block(self.about.get("command", "")))
+        self._events.text(step, "config", board.block(self._identity.text))
         self._began -= max((line["seconds"] for line in kept), default=0.0)
         if self._sink:
             self._open_sink(step)
+        if not kept:  # without figures a page takes no time
+            self.show()
+            self._showing = 0.0
 
     def _open_sink(self, step: int) -> None:
         """Send to the sink from a step on. A run that continues keeps its id; a run that starts gets a new one."""
@@ -80,14 +95,15 @@ class Record:
         """Write a line of metrics. Lines that a full disk does not take are kept until it does.
 
         Args:
-          kind: "train", "eval" or "sparsity".
+          kind: "train", "eval", "sparsity" or "test".
           step: The step after which a loss or score was taken; the step at whose beginning sparsity was measured.
           **values: Numbers, or tables of numbers by layer.
         """
         assert self._lines is not None
         assert self._events is not None
+        self._step = step
         line = {"step": step, "seconds": round(self.elapsed(), 3), "kind": kind, **values}
-        on_disk = self._lines.write(json.dumps(line) + "\n")
+        on_disk = self._lines.write(f"{json.dumps(line)}\n".encode())
         numbers = digest.flat(values, "/", f"{kind}/")
         self._events.write(step, numbers)
         if self._sender is not None:
@@ -95,28 +111,39 @@ class Record:
         if not on_disk and self._lines.late == 1:
             self._tell(f"{self.metrics} cannot be written: {self._lines.reason}. Its lines are kept until it can.")
 
-    def best(self, metric: str, higher: bool) -> float | None:
-        """Return the best evaluation so far, or None. Scores of hardened weights count where there are any."""
-        evaluations = [line for line in lines(self.metrics) if line["kind"] == "eval"]
-        scores = [line.get(f"hardened_{metric}", line.get(metric)) for line in evaluations]
-        finite = [score for score in scores if score is not None and np.isfinite(score)]
-        return max(finite, default=None) if higher else min(finite, default=None)
+    def best(self, metric: str, higher: bool) -> tuple[int, float] | None:
+        """Return the step and the score of the best evaluation so far; of equal ones the first. None: there is none.
 
-    def keep(self, summary: list, figures: dict[str, float], pictures: dict) -> None:
+        Scores of hardened weights count where there are any.
+        """
+        evaluations = [line for line in lines(self.metrics) if line["kind"] == "eval"]
+        scores = [(line["step"], line.get(f"hardened_{metric}", line.get(metric))) for line in evaluations]
+        finite = [(step, score) for step, score in scores if score is not None and np.isfinite(score)]
+        return min(finite, key=lambda found: -found[1] if higher else found[1], default=None)
+
+    def keep(self, summary: list, worth: str, figures: dict[str, float], pictures: dict) -> None:
         """Keep what the report shows beside the curves.
 
         Args:
           summary: Rows (label, text).
-          figures: The scores of the last evaluation.
+          worth: A sentence on the run's score beside its twin's, or "".
+          figures: The scores of the test split.
           pictures: Arrays and texts, as the task's `pictures` returns them.
         """
-        self.about |= {"summary": summary, "figures": figures}
+        self.about |= {"summary": summary, "worth": worth, "figures": figures}
         texts = {name: value for name, value in pictures.items() if name == "prompt" or isinstance(value, list)}
         arrays = {name: value for name, value in pictures.items() if name not in texts}
         if texts:
             replace(self.dir / "text.json", json.dumps(texts))
         if arrays:
-            np.savez_compressed(self.dir / "pictures.npz", **arrays)
+            np.savez_compressed(data := io.BytesIO(), **arrays)
+            replace(self.dir / "pictures.npz", data.getvalue())
+        if self._events is not None:
+            self._events.hparams(self._step, self._identity.fields, [f"test/{name}" for name in figures])
+            try:
+                board.write(self._events, self._step, pictures)
+            except Exception as error:  # pictures of a task of one's own may have any form
+                self._tell(f"The pictures are not in TensorBoard: {type(error).__name__}: {error}.")
 
     def elapsed(self) -> float:
         """Return the seconds that the run has taken, including those before it was continued."""
@@ -126,22 +153,56 @@ class Record:
         """Close the files of numbers, and write the outcome: "finished", "interrupted", or "failed: ...".
 
         The report of a finished run is written first: when run.json says "finished", everything else is there.
+
+        Raises:
+          Failed: The run is not finished, because lines of metrics could not be written.
+          OSError: The run is not finished, because its report or the outcome could not be written.
         """
-        if self._lines is not None and self._events is not None:
-            written, self._lines = self._lines, None
-            self._events.close()
-            written.close()
+        lost = self._close_lines()
+        if lost and outcome == "finished":
+            raise Failed(lost)
+        if lost:
+            self._tell(f"{lost}.")
         self.about |= {"ended": provenance.now(), "outcome": outcome}
         if outcome == "finished":
             report.write(self.dir, self.about)
-        self._write_about()
+            self._write_about()
+        else:
+            for write in (self._write_about, lambda: report.write(self.dir, self.about)):
+                with contextlib.suppress(Exception):  # what ended the run is more important
+                    write()
+        if self._events is not None:  # what waits for TensorBoard may take the last room of a disk
+            self._events.close()
+            self._events = None
         if self._sender is not None:
             sender, self._sender = self._sender, None
             sender.close(outcome, {f"summary/{label}": text for label, text in self.about.get("summary", ())})
 
-    def report(self) -> None:
-        """Write report.html."""
-        report.write(self.dir)
+    def _close_lines(self) -> str:
+        """Close metrics.jsonl, and return which lines were lost, or ""."""
+        if self._lines is None:
+            return ""
+        numbers, self._lines = self._lines, None
+        lost = numbers.close()
+        return f"{lost} lines of {self.metrics} could not be written: {numbers.reason}" if lost else ""
+
+    def show(self) -> None:
+        """Write report.html of a run that goes on, unless such pages have taken more than a share of its time.
+
+        An error does not end the run. It is told once.
+        """
+        at_once = 1 + len(self.about.get("beside", ()))  # runs that share the time
+        if self._showing * at_once > SHOWING * self.elapsed():
+            return
+        began = time.monotonic()
+        try:
+            report.write(self.dir, self.about)
+        except Exception as error:
+            if self._tell_once:
+                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                self._tell(f"{self.dir / 'report.html'} cannot be written now: {reason}. The run continues.")
+            self._tell_once = False
+        self._showing += time.monotonic() - began
 
     def _write_about(self) -> None:
         replace(self.dir / "run.json", json.dumps(self.about, indent=1))
@@ -150,7 +211,7 @@ class Record:
 class Silent:
     """The record of a process that leaves writing to the first process: it does nothing."""
 
-    begin = write = best = keep = close = report = lambda *_, **__: None
+    begin = write = best = keep = close = show = lambda *_, **__: None
     elapsed = lambda _: 0.0
 
 
@@ -182,11 +243,31 @@ def finished(workdir: Path) -> bool:
     return about is not None and about["outcome"] == "finished"
 
 
-def complete(workdir: Path) -> None:
-    """Write the report of a run that has ended, if there is none."""
-    if not (workdir / "report.html").exists():
-        with writable(workdir):
-            report.write(workdir)
+def labels(tags: list[str] | None, note: str | None) -> dict[str, Any]:
+    """Return the tags and the note of a command line as run.json keeps them, without those that are not given.
+
+    >>> labels(["paper, odd", "paper"], None)
+    {'tags': ['paper', 'odd']}
+    """
+    words = [word.strip() for tag in tags or () for word in tag.split(",")]
+    given = {"tags": None if tags is None else list(dict.fromkeys(filter(None, words))), "note": note}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def complete(workdir: Path, given: dict[str, Any]) -> None:
+    """Give a run that has ended its new tags and note, and write its report if that is missing.
+
+    Args:
+      workdir: The run's directory.
+      given: The tags and the note, if there are new ones.
+    """
+    about = read(workdir) or {}
+    changed = about | given != about
+    with writable(workdir):
+        if changed or not (workdir / "report.html").exists():
+            report.write(workdir, about | given)
+        if changed:
+            replace(workdir / "run.json", json.dumps(about | given, indent=1))
 
 
 def done(about: dict) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -13,6 +14,7 @@ from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 from experiments.training.record import Record, Silent
 from experiments.training.screen import Screen
+from experiments.training.twin import Twin
 
 
 class Run:
@@ -22,16 +24,21 @@ class Run:
       name: Name of the run on the screen and in its report.
       config: All settings of the run.
       workdir: The run's directory.
+      labels: The tags and the note that it gets.
+      twin: The run that it is compared with, if its page names one.
     """
 
     record: Record | Silent
     checkpoints: Checkpoints
 
-    def __init__(self, name: str, config: ConfigDict, workdir: Path):
-        self.name, self.config, self.workdir = name, config, workdir
+    def __init__(
+        self, name: str, config: ConfigDict, workdir: Path, labels: dict[str, Any] | None = None,
+        twin: Twin | None = None,
+    ):  # fmt: skip
+        self.name, self.config, self.workdir, self.labels, self.twin = name, config, workdir, labels or {}, twin
         self.identity = digest.identity(config)
         self.seen: list[dict] = []  # figures of the steps since the last line of metrics
-        self.best: float | None = None  # the best evaluation so far
+        self.best: tuple[int, float] | None = None  # the step and the score of the best evaluation so far
 
     def check(self) -> None:
         """Refuse a directory that cannot be written, or that holds a run of another config."""
@@ -45,8 +52,8 @@ class Run:
           Mistake: If the directory cannot hold this run, or if another process writes to it.
         """
         self.check()
-        if self.finished():  # its directory is only read
-            record.complete(self.workdir)
+        if self.finished():  # its directory is only read, except for new labels
+            record.complete(self.workdir, self.labels)
             yield
             return
         with lock.held(self.workdir):
@@ -67,17 +74,17 @@ class Run:
           sink: Name of the service that gets the run's numbers, or "".
         """
         if processes.first():
-            about = {"name": self.name, **about}
+            about = {"name": self.name, **about, **self.labels}
             self.record = Record(self.workdir, self.identity, about, program.plan, screen.line, sink)
         else:
             self.record = Silent()
         self.checkpoints = Checkpoints(self.workdir, screen.line)
 
-    def improves(self, score: float, higher: bool) -> bool:
-        """Return whether a score is the best so far, and keep it if it is."""
-        better = self.best is None or (score > self.best if higher else score < self.best)
+    def improves(self, step: int, score: float, higher: bool) -> bool:
+        """Return whether the score after a step is the best so far, and keep it if it is."""
+        better = self.best is None or (score > self.best[1] if higher else score < self.best[1])
         if better:
-            self.best = score
+            self.best = step, score
         return better
 
     def end(self, error: BaseException) -> None:
@@ -92,11 +99,13 @@ class Run:
             outcome = f"failed: {error or repr(error)}"
         with contextlib.suppress(Exception):  # the run's own error is more important
             self.record.close(outcome)
-            self.record.report()
 
     def explain(self, error: Exception) -> str:
         """Return in words what ended the run, which checkpoint is kept, and what a person may do."""
-        text = f"{str(error).rstrip('.')}. {self.checkpoints.kept_message()}"
+        reason = str(error)
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{error.filename}: {error.strerror}"
+        text = f"{reason.rstrip('.')}. {self.checkpoints.kept_message()}"
         if isinstance(error, Diverged) and self.checkpoints.steps():
             text += (
                 f" To continue from it with other settings, add --workdir=ANOTHER --from={self.workdir} and a change, "

@@ -99,9 +99,9 @@ class Screen:
             self.line("  ".join([f"step {step:,}/{self._total:,}", *shown, f"{clock(left)} left"]))
             self._last_line = step
 
-    def evaluation(self, step: int, scores: dict[str, float]) -> None:
-        """Show the scores of an evaluation."""
-        self.line(f"step {step:,}  test  " + "   ".join(figures(scores)))
+    def evaluation(self, step: int, split: str, scores: dict[str, float]) -> None:
+        """Show the scores of an evaluation on a split."""
+        self.line(f"step {step:,}  {split}  " + "   ".join(figures(scores)))
 
 
 def figures(scores: dict[str, float]) -> list[str]:

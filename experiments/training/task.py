@@ -19,6 +19,8 @@ class Task(Protocol):
       unit: Name of what throughput counts, as "images" or "tokens".
       units: Number of these in one example.
       metric: Name of the score that decides which checkpoint is the best: "accuracy" (highest) or "loss" (lowest).
+      validates: True if there is a validation split. It decides which checkpoint is the best, and the test split is
+        scored at the end of a run. Without it the test split is used for both.
       streamed: True if the feed depends on the seed. Runs of several seeds then cannot share one feed.
       facts: Rows (label, text) that the header of a run shows.
       notes: Sentences that have to stand beside the numbers, as that the data are synthetic.
@@ -28,6 +30,7 @@ class Task(Protocol):
     unit: str
     units: int
     metric: str
+    validates: bool
     streamed: bool
     facts: list[tuple[str, str]]
     notes: list[str]
@@ -52,12 +55,12 @@ class Task(Protocol):
         """Return the mean loss of a batch, and other scalars to show beside it, by name."""
         ...
 
-    def tests(self, mesh: Mesh) -> Iterable[Any]:
-        """Yield the batches of the test split."""
+    def evaluation(self, split: str, mesh: Mesh) -> Iterable[Any]:
+        """Yield the batches of a split, "validation" or "test"."""
         ...
 
     def score(self, model: nnx.Module, batch: Any) -> dict[str, jax.Array]:
-        """Return sums over a test batch: "count" examples, "loss", and others by name. Their means are the scores."""
+        """Return sums over a batch of a split: "count" examples, "loss", and others by name. The scores are means."""
         ...
 
     def pictures(self, graph: nnx.GraphDef, state: Any, mesh: Mesh) -> dict[str, Any]:

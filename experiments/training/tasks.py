@@ -11,13 +11,14 @@ TASKS = {"image": image.Task, "text": text.Task}
 METHODS = tuple(name for name, member in vars(Task).items() if callable(member) and not name.startswith("_"))
 
 
-def task(config: Any) -> Task:
+def task(config: Any, plan: bool = False) -> Task:
     """Return the task that ``config.experiment`` names, made from the config.
 
     Args:
       config: The settings of a run. Its experiment is "image", "text", or ``module:name`` of a class with the members
         of `experiments.training.task.Task`, as in ``mylab.tasks:Segmentation``. The class is called with the
         config.
+      plan: Whether the task is only planned. Then its data may be missing, if their sizes are known.
 
     Returns:
       The task.
@@ -28,7 +29,10 @@ def task(config: Any) -> Task:
     name = config.experiment
     if not names.is_foreign(name):
         known = settings.one_of(name, TASKS, "config.experiment")
-        return TASKS[known](config)
+        made = TASKS[known](config)
+        if made.missing is not None and not plan:
+            raise made.missing
+        return made
     with settings.as_mistake(f"config.experiment={name!r}"):
         make = names.load(name)
     if not isinstance(make, type):

@@ -8,9 +8,11 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
-from experiments.data import order, text
+from experiments.data import order, text, validation
+from experiments.data.find import ABSENT
+from experiments.errors import Missing
 from experiments.scale import shards
-from experiments.training import settings
+from experiments.training import hardest, settings
 
 MODELS = {"gpt": (nm.models.GPT, nm.models.gpt.SIZES)}
 
@@ -26,17 +28,45 @@ class Task:
     def __init__(self, config: ConfigDict):
         self.config, c = config, config.data
         self.units = c.length
-        self.set = text.load(c.name, c.dir, c.valid, c.tokenizer)
-        self.examples = text.windows(len(self.set.train), c.length)
-        self.tests_cut = text.cut(self.set.valid[: c.tests * c.length + 1] if c.tests else self.set.valid, c.length)
-        self.notes = [self.set.note] if self.set.note else []
-        counts = (
-            f"{len(self.set.train):,} training tokens, {len(self.set.valid):,} to validate, of {self.set.vocabulary:,}"
-        )
-        self.facts = [("data", f"{self.set.name}: {counts}; windows of {c.length}")]
+        self.missing: Missing | None = None  # the error where the data are not there
+        try:
+            self._load()
+        except Missing as error:
+            self._do_without(error)
         self.facts += [("note", note) for note in self.notes]
-        self.sizes = {"model": {"vocabulary": self.set.vocabulary, "length": c.length}}
         self.model = settings.model(config, MODELS, **self.sizes["model"])
+
+    def _load(self) -> None:
+        c = self.config.data
+        self.set = text.load(c.name, c.dir, c.test, c.tokenizer)
+        self.train, held_out = validation.tokens(self.set.train, c.validation)
+        self.examples = text.windows(len(self.train), c.length)
+        splits = {"validation": held_out, "test": self.set.test} if self.validates else {"test": self.set.test}
+        self.windows = {name: self._cut(tokens, name) for name, tokens in splits.items()}
+        self.notes = [self.set.note] if self.set.note else []
+        others = ", ".join(f"{len(tokens):,} {name}" for name, tokens in splits.items())
+        counts = f"{len(self.train):,} training tokens, {others}, of {self.set.vocabulary:,}"
+        self.facts = [("data", f"{self.set.name}: {counts}; windows of {c.length}")]
+        self.sizes = {"model": {"vocabulary": self.set.vocabulary, "length": c.length}}
+
+    def _do_without(self, missing: Missing) -> None:
+        """Take the sizes that a plan needs from the config, or raise the error if it does not have them."""
+        c = self.config.data
+        vocabulary = self.config.model.get("vocabulary", 0) or (256 if c.tokenizer == "bytes" else 0)
+        if not vocabulary or not self.config.steps:
+            raise missing
+        self.missing, self.examples, self.notes = missing, 0, [ABSENT]
+        self.facts = [("data", f"{c.name}: tokens of {vocabulary:,}; windows of {c.length}")]
+        self.sizes = {"model": {"vocabulary": vocabulary, "length": c.length}}
+
+    @property
+    def validates(self) -> bool:
+        return self.config.data.validation > 0
+
+    def _cut(self, tokens: np.ndarray, split: str) -> np.ndarray:
+        """Return the windows of a split on which the model is evaluated."""
+        c = self.config.data
+        return text.cut(tokens[: c.windows * c.length + 1] if c.windows else tokens, c.length, split)
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
         return self.model(rngs=rngs)
@@ -45,7 +75,7 @@ class Task:
         return (jax.ShapeDtypeStruct((batch, self.config.data.length), jnp.int32),)
 
     def feed(self, seed: int, start: int, mesh):
-        rows = shards.placed(text.rows(self.set.train, self.config.data.length), shards.whole(mesh))
+        rows = shards.placed(text.rows(self.train, self.config.data.length), shards.whole(mesh))
         while True:
             yield rows
 
@@ -58,13 +88,14 @@ class Task:
         inputs, targets = batch
         return optax.softmax_cross_entropy_with_integer_labels(model(inputs), targets).mean(), {}
 
-    def tests(self, mesh):
+    def evaluation(self, split, mesh):
         """Yield batches of windows, and which of them count. The last is filled up, so that devices share it evenly."""
-        windows = self.tests_cut
-        size = -(-min(64, len(windows)) // mesh.size) * mesh.size
+        windows = self.windows[split]
+        longest = max(map(len, self.windows.values()))  # one size, and so one program, for all splits
+        size = -(-min(64, longest) // mesh.size) * mesh.size
         spare = -len(windows) % size
         windows = np.concatenate([windows, np.zeros((spare, windows.shape[1]), windows.dtype)])
-        counts = np.arange(len(windows)) < len(self.tests_cut)
+        counts = np.arange(len(windows)) < len(self.windows[split])
         split = shards.batch(mesh)
         for i in range(0, len(windows), size):
             yield shards.placed((windows[i : i + size], counts[i : i + size]), split)
@@ -76,14 +107,23 @@ class Task:
         return {"count": jnp.sum(counts, dtype=jnp.float32), "loss": jnp.sum(jnp.where(counts, loss, 0))}
 
     def pictures(self, graph, state, mesh) -> dict:
-        """Return texts that the model writes after the first words of the validation split."""
-        prompt = self.set.valid[: min(32, self.config.data.length // 2)].astype(np.int32)
+        """Return texts that the model writes after the first words of the test split, and its hardest windows."""
+        prompt = self.set.test[: min(32, self.config.data.length // 2)].astype(np.int32)
         draw = lambda state, key: nm.models.generate(
             nnx.merge(graph, state), jnp.asarray(prompt)[None], key, count=200, temperature=0.8
         )
         keys = jax.random.split(jax.random.key(0), 2)
         drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)), out_shardings=shards.whole(mesh))(state, keys)
+
+        def look(state, windows, counts):
+            windows = windows.astype(jnp.int32)
+            return hardest.of_windows(nnx.merge(graph, state)(windows[:, :-1]), windows, counts)
+
+        look = jax.jit(look, out_shardings=shards.whole(mesh))
         return {
             "prompt": self.set.decode(prompt),
             "samples": [self.set.decode(np.asarray(d)[0, len(prompt) :]) for d in drawn],
+            "hardest": hardest.windows(
+                (look(state, *batch) for batch in self.evaluation("test", mesh)), self.set.decode
+            ),
         }

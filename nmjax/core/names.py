@@ -9,8 +9,8 @@ import re
 import traceback
 from typing import Any
 
-_WORD = r"[^\W\d]\w*"
-PATTERN = rf"{_WORD}(?:\.{_WORD})*:{_WORD}"
+_WORD = r"[^\W\d]\w*+"  # "+" and the look behind: a long text is searched in one pass
+PATTERN = rf"(?<![\w.]){_WORD}(?:\.{_WORD})*+:{_WORD}"
 
 
 def is_foreign(name: str) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from nmjax.core import random
 from nmjax.core.pruner import Pruner
@@ -189,7 +189,7 @@ def copies(
     Returns:
       Each form, with the factor that undoes its scale.
     """
-    words = jnp.zeros(4, jnp.uint32) if keys is None else jnp.concatenate([random.words(key) for key in keys])
+    words = jnp.concatenate([_words(key) for key in keys or (None, None)])
     _, beta = _noise(None, state)
     forms = _copying(tuple(wanted), target.interpret)(_flat(x), words[None], beta)
     return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
@@ -201,10 +201,14 @@ def _copying(wanted: tuple[Copy, ...], interpret: bool) -> Callable[..., list[tu
 
 
 def _noise(key: Any, state: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the words of a key and the scale of `soft`, with an axis in front."""
-    words = jnp.zeros(2, jnp.uint32) if key is None else random.words(key)
+    """Return the scrambled words of a key and the scale of `soft`, with an axis in front."""
     scale = jnp.ones((), jnp.float32) if state is None else jnp.asarray(state, jnp.float32).reshape(())
-    return words[None], scale[None]
+    return _words(key)[None], scale[None]
+
+
+def _words(key: Any) -> UInt32[Array, "2"]:
+    """Return the scrambled words of a key, and zeros if there is none."""
+    return jnp.zeros(2, jnp.uint32) if key is None else jnp.stack(random.scrambled(random.words(key)))
 
 
 # ---- batches ----

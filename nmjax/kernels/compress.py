@@ -37,7 +37,7 @@ def compress(
 
     Args:
       x: 16-bit values, with sides that divide by 64.
-      words: Keys of the noise. Row i serves arrays i * batch/S to (i + 1) * batch/S.
+      words: Scrambled keys of the noise. Row i serves arrays i * batch/S to (i + 1) * batch/S.
       scale: Scales of `soft`, like ``words``.
       axis: The axis of the groups, -1 or -2.
       pruner: A pruner that `nmjax.kernels.limits.fuses` accepts. With `identity` the arrays are 2:4 already.
@@ -190,7 +190,7 @@ def uniform(
     """Draw the uniforms of groups.
 
     Args:
-      words: Keys. Each row serves ``share`` arrays of the batch.
+      words: Scrambled keys. Each row serves ``share`` arrays of the batch.
       index: The array's index in the batch.
       share: The arrays that have a key in common.
       whole: The shape of an array's groups.
@@ -199,7 +199,7 @@ def uniform(
       first: The column of a key's first word.
     """
     number = (index % share * whole[0] + row).astype(jnp.uint32) * np.uint32(whole[1]) + column.astype(jnp.uint32)
-    return random.as_uniform(random.bits((words[index // share, first], words[index // share, first + 1]), number))
+    return random.as_uniform(random.stream((words[index // share, first], words[index // share, first + 1]), number))
 
 
 def pairs(x: Float[Array, "*front c"], per_group: int) -> UInt[Array, "*front groups words"]:

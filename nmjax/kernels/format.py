@@ -1,8 +1,9 @@
 """The packed format of N:M sparse arrays: the n values that are kept of every group of m, and their places in it.
 
-In the *plain* order an index is a byte beside its value. It serves any n:m and any axis. Sparse tensor cores read 2:4
-in two orders of their own. Both begin with four bits a group, made of the rising positions ``i0 < i1`` of its two
-values::
+In the *plain* order an index is a byte beside its value. It serves any n:m and any axis. For 2:4 it has the values and
+places of PyTorch's compressed form, except in groups with fewer than two non-zeros (docs/how_to/weights.md). Sparse
+tensor cores read 2:4 in two orders of their own. Both begin with four bits a group, made of the rising positions
+``i0 < i1`` of its two values::
 
     nibble = i0 | i1 << 2            one of 0x4 0x8 0xC 0x9 0xD 0xE; a group with fewer than two non-zeros
                                      names two positions all the same, and stores their zeros
@@ -79,6 +80,8 @@ class Packed:
 
 def pack(x: ArrayLike, axis: int = -1, n: int = 2, m: int = 4, order: str | None = None) -> Packed:
     """Pack an array that has at most n non-zeros in every group of m along an axis.
+
+    CPUs take subnormal numbers as zero, so they may be dropped.
 
     >>> packed = pack(jnp.array([0., 5., 0., 7., 0., 0., 0., 0.]))
     >>> packed.values, packed.indices

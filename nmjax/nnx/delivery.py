@@ -289,7 +289,8 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
             if site.time is not None:
                 write(site.time, times(layer, step, micro))
             if site.state is not None:
-                _write_state(site, _new_state(layer, site.states(), step))
+                with jax.named_scope(site.name):
+                    _write_state(site, _new_state(layer, site.states(), step))
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{layer.path}: set_step was called in another trace than the one in which the model was made. Call it "

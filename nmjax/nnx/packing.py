@@ -50,7 +50,8 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
         leading = layer.stack == tuple(range(len(layer.stack)))
         if layer.site is None or not leading or type(layer.module).__call__ not in FLAX_CALLS:
             continue
-        forms = _forms(layer, layer.site, products)
+        with jax.named_scope(layer.site.name):
+            forms = _forms(layer, layer.site, products)
         if forms:
             by_path[layer.path] = forms
     return by_path

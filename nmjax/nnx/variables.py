@@ -79,10 +79,11 @@ class Site(nnx.Module):
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         """Return the pruned product of the operands."""
         self._check_one_layer(operands[2 if self.product is functions.einsum else 1].shape)
-        return self.product(
-            *operands, sparsity=self.sparsity, ctx=self.ctx(), backend=self.backend, name=self.name,
-            packed=self.forms(), **options,
-        )  # fmt: skip
+        with jax.named_scope(self.name):
+            return self.product(
+                *operands, sparsity=self.sparsity, ctx=self.ctx(), backend=self.backend, name=self.name,
+                packed=self.forms(), **options,
+            )  # fmt: skip
 
     def __nnx_repr__(self) -> Generator[reprlib.Object | reprlib.Attr, None, None]:
         """Yield what Flax prints of a site: its slots, a backend that was chosen, and the variables that it has."""

@@ -189,7 +189,8 @@ def _want(
         assert array is not None
         value = prune(pruning_slot, pruning_slot.pruner if format is None else pruning_slot.applied, array)
     elif simulated and slot.storage is not None:
-        value = slot.storage(value)
+        with jax.named_scope(slot.name):
+            value = slot.storage(value)
     return Want(product, packed, format, Source(value, identity, along, None, None, *rounding))
 
 
@@ -232,17 +233,24 @@ def _axis(routes: Routes, operand: str, axis: str) -> int:
 def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:
     if len(wants) == 2 and wants[0].source.array is wants[1].source.array and _one_mask(wants):
         array = matrix(routes, operand, wants[0].source.array)
-        both = calls.compress_both(array, wants[0].source.pruner, target=routes.device)
+        with _scope(operand, wants):
+            both = calls.compress_both(array, wants[0].source.pruner, target=routes.device)
         by_axis = {form.axis: form for form in both}
         return {want.product: by_axis[_axis(routes, operand, CONTRACTED[want.product])] for want in wants}
     forms: dict[str, Form] = {}
     for want in wants:
         source, axis = want.source, _axis(routes, operand, CONTRACTED[want.product])
         array = matrix(routes, operand, source.array)
-        forms[want.product] = calls.compress(
-            array, axis, source.pruner, key=source.key, state=source.state, target=routes.device
-        )
+        with _scope(operand, [want]):
+            forms[want.product] = calls.compress(
+                array, axis, source.pruner, key=source.key, state=source.state, target=routes.device
+            )
     return forms
+
+
+def _scope(operand: str, wants: Iterable[Want]) -> Any:
+    """Return the `jax.named_scope` of making forms: their slots, as in "fwd_rhs+dlhs_rhs"."""
+    return jax.named_scope("+".join(OPERANDS[want.product][operand] for want in wants))
 
 
 def _one_mask(wants: Sequence[Want]) -> bool:
@@ -268,7 +276,8 @@ def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Fo
         ]
         state = next((want.source.state for want in batch if want.source.state is not None), None)
         array = matrix(routes, operand, batch[0].source.array)
-        in_fp8 = calls.copies(array, copies, keys=keys, state=state, target=routes.device)
+        with _scope(operand, batch):
+            in_fp8 = calls.copies(array, copies, keys=keys, state=state, target=routes.device)
         forms |= {want.product: form for want, form in zip(batch, in_fp8, strict=True)}
     return forms
 

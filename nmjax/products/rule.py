@@ -153,7 +153,8 @@ def prune_slot(
             "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)). contract are the axes of w that the product sums "
             "over, out are its other axes."
         )
-    return call(label, p, value, axes[slot.name], own)
+    with jax.named_scope(slot.name):
+        return call(label, p, value, axes[slot.name], own)
 
 
 # ---- a kernel computes y; autodiff computes derivatives ----
@@ -211,7 +212,10 @@ def _forward(
 def _stored(product: StaticProduct, name: str, value: jax.Array) -> jax.Array:
     """Round an operand of the forward product to its storage format, if it has one."""
     storage = product.sparsity.slots[name].storage
-    return value if storage is None else storage(value)
+    if storage is None:
+        return value
+    with jax.named_scope(name):
+        return storage(value)
 
 
 def _by_xla(

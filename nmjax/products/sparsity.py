@@ -109,4 +109,5 @@ def _axes(rhs: jax.Array, axes: int | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _state(slot: Slot, x: jax.Array, operand: Operand, ctx: Ctx, make: str) -> Any:
-    return along(str(slot), slot.pruner, x, operand, slot.context(ctx), getattr(slot.pruner, make))[0]
+    with jax.named_scope(slot.name):
+        return along(str(slot), slot.pruner, x, operand, slot.context(ctx), getattr(slot.pruner, make))[0]

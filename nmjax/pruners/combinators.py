@@ -221,6 +221,8 @@ class rescale(SamePattern):
 
         ||x||_1 / ||p(x)||_1
 
+    If a norm or a product overflows, the result is infinite or NaN.
+
     Args:
       p: The pruner.
       over: The values that share a norm. "spatial": one norm per sample and channel. "group": one per group.

@@ -21,7 +21,8 @@ from nmjax.core.pruner import Grouped
 class uniform(Grouped):
     """Keep n of every m values, chosen uniformly at random, and multiply them by m/n if ``rescale``.
 
-    The choice does not depend on the values, so it may drop infinities and NaN.
+    The choice does not depend on the values, so it may drop infinities and NaN. The multiplication can overflow, and on
+    CPUs makes subnormal numbers zero.
 
     Args:
       n: The number of values to keep in each group.
@@ -33,7 +34,7 @@ class uniform(Grouped):
       ValueError: ``n`` does not lie between 1 and ``m``.
 
     >>> uniform(2, 4)(jnp.ones(8), ctx=Ctx(key=1))
-    Array([2., 0., 0., 2., 2., 0., 0., 2.], dtype=float32)
+    Array([2., 0., 2., 0., 2., 0., 0., 2.], dtype=float32)
     """
 
     rescale: bool = True

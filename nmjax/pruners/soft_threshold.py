@@ -32,7 +32,8 @@ class soft(Remembering, Grouped):
 
         p(w) = beta * sign(w) * max(|w| - t, 0)
 
-    ``ste(soft(2, 4))`` has the gradient of the paper. Without `ste` the gradient is that of autodiff.
+    ``ste(soft(2, 4))`` has the gradient of the paper. Without `ste` the gradient is that of autodiff. CPUs take
+    subnormal numbers as zero.
 
     Args:
       n: The number of values to keep in each group.

@@ -6,7 +6,8 @@ probability::
 
     p_i = t_i + a_i * sum_{j != i} t_j / (S - a_j)          theta_i = g_i / p_i
 
-The result is unbiased. Its variance is 6 to 15 % above that of `mvue`, and at worst twice as large. Each group needs
+The result is unbiased. For 2:4, its variance is 3 % above that of `mvue` if magnitudes are uniformly distributed, 6 %
+if values are Gaussian, and 15 % or more if magnitudes are log-normal; at worst it is twice as large. Each group needs
 two uniforms. The published code adds 1.2e-7 to every magnitude, which biases small gradients; this code adds nothing.
 """
 
@@ -28,7 +29,8 @@ from nmjax.pruners.unbiased import above_zero, group_uniforms, weights
 class mvue_approx(Grouped):
     """Keep 2 of every m values at random, unbiased: E[p(g)] = g. Two draws without replacement choose them.
 
-    `mvue` is unbiased too, has less variance, and serves any n:m. Infinities and NaN are kept first.
+    `mvue` is unbiased too, has less variance, and serves any n:m. Infinities and NaN are kept first. Probabilities are
+    multiples of 2**-23, and CPUs take subnormal numbers as zero.
 
     Args:
       n: The number of values to keep in each group. It must be 2.
@@ -39,7 +41,7 @@ class mvue_approx(Grouped):
       ValueError: ``n`` is not 2, or ``m`` is below 2.
 
     >>> mvue_approx(2, 4)(jnp.array([1., 1., 1., 1.]), ctx=Ctx(key=0))
-    Array([2., 2., 0., 0.], dtype=float32)
+    Array([0., 2., 2., 0.], dtype=float32)
     """
 
     reads_step = False

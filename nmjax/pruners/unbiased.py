@@ -33,7 +33,10 @@ class mvue(Grouped):
 
     The expected result is the array itself, E[p(g)] = g. For a threshold tau of each group, a value g_i is kept with
     probability ``min(1, |g_i| / tau)``, and a kept value becomes ``sign(g_i) * max(|g_i|, tau)``. It is infinite if
-    tau overflows. Infinities and NaN are kept first.
+    tau overflows, in float16 above 65,504. Infinities and NaN are kept first.
+
+    Three things round: probabilities are multiples of 2**-23, tau is rounded once to the dtype of the array, and CPUs
+    take subnormal numbers as zero.
 
     Args:
       n: The number of values to keep in each group.
@@ -124,7 +127,7 @@ def weights(size: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
       For every member its weight; and for every group the factor that undoes its scale, as `scales` returns it.
     """
     scale, undo, most = scales(fusion.total(size), len(size))
-    return [jnp.where(v < jnp.inf, v * scale, most) for v in size], undo
+    return [_limited(v * scale, most) for v in size], undo
 
 
 def scales(mass: jax.Array, m: int) -> tuple[jax.Array, jax.Array, float]:
@@ -143,6 +146,11 @@ def scales(mass: jax.Array, m: int) -> tuple[jax.Array, jax.Array, float]:
     fits = mass < most  # False for NaN
     scale, undo = (jnp.where(fits, 1.0, mass.dtype.type(v)) for v in (smaller, 1 / smaller))
     return scale, undo, most
+
+
+def _limited(size: jax.Array, most: float) -> jax.Array:
+    """Return scaled magnitudes, and ``most`` for infinities and NaN. It is one instruction of a CPU."""
+    return jnp.where(size < most, size, most)
 
 
 def above_zero(u: jax.Array, undo: jax.Array) -> jax.Array:
@@ -218,7 +226,7 @@ def _whole(g: jax.Array, u: jax.Array, axis: int, n: int) -> jax.Array:
     size = jnp.abs(groups.wide(g))
     total = lambda v: jnp.sum(v, axis, keepdims=True)
     scale, undo, most = scales(total(size), g.shape[axis])
-    a, u = jnp.where(size < jnp.inf, size * scale, most), above_zero(u, undo)
+    a, u = _limited(size * scale, most), above_zero(u, undo)
     saturated, left, rest = jnp.zeros_like(a, bool), jnp.full_like(u, n), total(a)
     for _ in range(n - 1):
         saturated = saturated | ((a * left >= rest) & (a > 0))

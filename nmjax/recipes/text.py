@@ -50,6 +50,8 @@ _KNOWN: dict[str, Mapping[str, Any]] = {
     "pruner or schedule": PRUNERS | SCHEDULES,
 }
 
+LONGEST = 10_000  # characters of a text
+
 _STRING = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
 _TOKEN = re.compile(rf"{_STRING}|(?P<name>{names.PATTERN})")
 
@@ -163,6 +165,8 @@ def _source(text: Any, foreign: bool) -> _Source:
         raise TypeError(
             f"expected a text, got {type(text).__name__}: {text!r} is a value already and needs no parsing."
         )
+    if len(text) > LONGEST:
+        raise ValueError(f"a text has at most {LONGEST:,} characters, and {text[:40]!r}... has {len(text):,}.")
     return _Source(text, foreign)
 
 
@@ -191,6 +195,13 @@ def _replaced(method: Sparsity, slots: dict[str, Pruner]) -> Sparsity:
 
 
 def _value(part: str, kind: str, source: _Source) -> Any:
+    try:
+        return _read(part, kind, source)
+    except (RecursionError, MemoryError):  # MemoryError: of Python's own parser
+        raise ValueError(f"{part[:40]!r}... is nested too deeply to be a {kind}.") from None
+
+
+def _read(part: str, kind: str, source: _Source) -> Any:
     if "<callable" in part:
         raise ValueError(
             f"{part!r} holds a bare callable, which has no text. Use a schedule that is a value, such as "
@@ -222,7 +233,7 @@ def _tree(source: _Source, kind: str) -> tuple[ast.expr, _Source]:
     try:
         return ast.parse(_TOKEN.sub(mark, source.text), mode="eval").body, source._replace(marks=marks)
     except (SyntaxError, ValueError):
-        pattern = re.search(r"(\d+):(\d+)", source.text)
+        pattern = re.search(r"(?<!\d)(\d++):(\d+)", source.text)
         hint = ""
         if pattern:
             hint = f" {pattern[0]} is written ({pattern[1]},{pattern[2]})."

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from experiments import command
+from experiments import command, pages
 from experiments.errors import Mistake
 
 PAGE = "configs/vit_24.py"
@@ -13,7 +13,7 @@ PAGE = "configs/vit_24.py"
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch):
-    monkeypatch.chdir(command.ROOT)
+    monkeypatch.chdir(pages.ROOT)
 
 
 def test_a_page_and_changes_to_it():
@@ -50,6 +50,15 @@ def test_a_method_may_get_a_new_name():
         command.read(["launch.py", f"--config={PAGE}", "--config.sparsity.mlp=s_ste(2,4)"])
 
 
+def test_tags_and_a_note():
+    given = lambda *words: command.read(["launch.py", f"--config={PAGE}", *words]).labels
+    assert given() == {}
+    assert given("--tag=a,b", "--tag=c", "--note=") == {"tags": ["a", "b", "c"], "note": ""}
+    assert given("--note=two words, and a comma") == {"note": "two words, and a comma"}
+    plain, tagged = (command.read(["launch.py", f"--config={PAGE}", *words]).config for words in ([], ["--tag=a"]))
+    assert plain == tagged
+
+
 def test_one_reading_does_not_change_the_next():
     changed = command.read(["launch.py", f"--config={PAGE}", "--config.batch=7"]).config
     assert changed.batch == 7 != command.read(["launch.py", f"--config={PAGE}"]).config.batch
@@ -76,6 +85,7 @@ def test_one_reading_does_not_change_the_next():
         ([f"--config={PAGE}", "--wrokdir=x"], r"Unknown command line flag 'wrokdir'. Did you mean: workdir"),
         ([f"--config={PAGE}", "train"], "'train' is no flag"),
         ([f"--config={PAGE}", "--mode=eval"], "--mode=eval needs --workdir"),
+        ([f"--config={PAGE}", "--mode=plan", "--tag=x"], "--tag and --note need a run that trains. With --mode=plan"),
         (
             [f"--config={PAGE}", "--config.experiment=imgae"],
             r"config.experiment='imgae' is not known. Did you mean 'image'\? There are image, text",
@@ -100,19 +110,19 @@ def test_a_mistake_in_a_page_is_told_with_its_line(tmp_path):
         "from configs import common\ndef get_config():\n    c = common.vit('')\n    c.bach = 3\n    return c\n"
     )
     with pytest.raises(Mistake, match=r"mine.py, line 4: .*bach"):
-        command.load(str(page))
+        pages.load(str(page))
     page.write_text("def get_config(:\n")
     with pytest.raises(Mistake, match="mine.py: SyntaxError"):
-        command.load(str(page))
+        pages.load(str(page))
     page.write_text("x = 1\n")
     with pytest.raises(Mistake, match="mine.py is no page.*get_config"):
-        command.load(str(page))
+        pages.load(str(page))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("words", "code"), [([], 2), ([f"--config={PAGE}", "--config.bach=3"], 2), (["--help"], 0)])
 def test_a_process_says_it_on_stderr_and_in_its_exit_code(words, code):
-    done = subprocess.run([sys.executable, "launch.py", *words], capture_output=True, text=True, cwd=command.ROOT)
+    done = subprocess.run([sys.executable, "launch.py", *words], capture_output=True, text=True, cwd=pages.ROOT)
     assert done.returncode == code
     assert len(done.stderr.splitlines()) == (code != 0)
     if not code:
@@ -121,7 +131,7 @@ def test_a_process_says_it_on_stderr_and_in_its_exit_code(words, code):
 
 
 def test_every_page_says_what_it_is_and_how_to_run_it():
-    for page in command.pages():
-        text = (command.ROOT / page).read_text()
+    for page in pages.names():
+        text = (pages.ROOT / page).read_text()
         assert f"python launch.py --config={page}" in text.split('"""')[1]
         assert len(text.splitlines()) <= 45

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from experiments import command, report, reproduce
+from experiments import command, pages, report, reproduce
 from experiments.data import images, others, text
 from experiments.errors import Mistake
 from experiments.training import settings, tasks
@@ -135,7 +135,7 @@ class Net(nnx.Module):
 
 
 class Sine:
-    unit, units, metric, streamed, examples = "numbers", 1, "loss", False, 1024
+    unit, units, metric, streamed, validates, examples = "numbers", 1, "loss", False, False, 1024
     facts, notes = [("data", "a sine")], []
 
     def __init__(self, config):
@@ -162,7 +162,7 @@ class Sine:
     def loss(self, model, batch):
         return jnp.mean((model(batch[0]) - batch[1]) ** 2), {}
 
-    def tests(self, mesh):
+    def evaluation(self, split, mesh):
         yield shards.placed(self.test, shards.batch(mesh))
 
     def score(self, model, batch):
@@ -271,9 +271,9 @@ def test_texts_are_checked(outside):
     assert notes.decode([65, 66]) == "AB"
     with pytest.raises(Mistake, match="train has tokens from 0 to 6, and the vocabulary is 6"):
         text._checked("spirals:notes", notes._replace(vocabulary=6))
-    with pytest.raises(Mistake, match=r"valid is float64 \(100,\), not a 1-D array of whole numbers"):
-        text._checked("spirals:notes", notes._replace(valid=notes.valid / 2))
-    with pytest.raises(Mistake, match="leave config.data.valid empty"):
+    with pytest.raises(Mistake, match=r"test is float64 \(100,\), not a 1-D array of whole numbers"):
+        text._checked("spirals:notes", notes._replace(test=notes.test / 2))
+    with pytest.raises(Mistake, match="leave config.data.test empty"):
         text.load("spirals:notes", tokenizer="gpt2.json")
 
 
@@ -281,7 +281,7 @@ def test_the_folder_of_a_page_and_the_current_folder_can_be_imported(outside, tm
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(outside)])
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     config = read(str(outside / "mixer.py"), "data.name=spirals:load")
-    assert tasks.task(config).examples == 320
+    assert tasks.task(config).examples == 288  # of 320, without the validation split
 
 
 def test_a_file_of_results_imports_nothing(outside, monkeypatch):
@@ -309,7 +309,7 @@ def test_a_file_of_results_imports_nothing(outside, monkeypatch):
 
 def test_results_and_reports_import_nothing(outside):
     (outside / "evil.py").write_text("raise SystemExit('it ran')\n")
-    line = json.loads((command.ROOT / "experiments/results/sdgp_cpu.jsonl").read_text().partition("\n")[0])
+    line = json.loads((pages.ROOT / "experiments/results/sdgp_cpu.jsonl").read_text().partition("\n")[0])
     line["changes"] |= {"sparsity.stages": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
     (outside / "sdgp_cpu.jsonl").write_text(json.dumps(line))
     with pytest.raises(Mistake, match="another config than the page has now"):
@@ -324,7 +324,7 @@ def test_results_and_reports_import_nothing(outside):
 def launch(folder: Path, *words: str) -> str:
     env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}  # or lines are folded
     done = subprocess.run(
-        [sys.executable, command.ROOT / "launch.py", *words], cwd=folder, env=env, capture_output=True, text=True
+        [sys.executable, pages.ROOT / "launch.py", *words], cwd=folder, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,5 +1,6 @@
 """Runs for tests: programs in this process, and launch.py in processes of its own."""
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from experiments import command, files
+from experiments import command, files, pages
 from experiments.training import tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
@@ -28,7 +29,14 @@ PAGE += ["--config.measure=0", "--config.ema=0.9", "--config.optimizer=sgd"]
 
 @pytest.fixture(autouse=True)
 def as_people_run_it(monkeypatch):
-    monkeypatch.chdir(command.ROOT)
+    monkeypatch.chdir(pages.ROOT)
+    with configured():
+        yield
+
+
+@contextlib.contextmanager
+def configured():
+    """Set the options of JAX that people have."""
     people = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
     people |= {"jax_enable_compilation_cache": True}
     before = {name: getattr(jax.config, name) for name in people}
@@ -49,7 +57,7 @@ def configure(values):
 
 def program(page: str, *changes: str, make=Program):
     config = command.read(["launch.py", f"--config={page}", *changes]).config
-    return make(config, tasks.task(config))
+    return make(config, tasks.task(config, plan=True))
 
 
 @functools.cache
@@ -82,11 +90,11 @@ def xla_flags(devices: int) -> str:
 
 
 def start(
-    workdir: Path, cache: Path, *words: str, devices: int = 1, page=PAGE, cwd=command.ROOT, **env: str
+    workdir: Path, cache: Path, *words: str, devices: int = 1, page=PAGE, cwd=pages.ROOT, **env: str
 ) -> subprocess.Popen:
     flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     flags |= {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
-    launch = [sys.executable, command.ROOT / "launch.py", *page, f"--workdir={workdir}", *words]
+    launch = [sys.executable, pages.ROOT / "launch.py", *page, f"--workdir={workdir}", *words]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(launch, env=os.environ | flags | env, cwd=cwd, **output)
 
@@ -108,8 +116,8 @@ def once(factory: pytest.TempPathFactory, name: str, make) -> Path:
 
 
 def timeless(workdir: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl without the values that a clock gives."""
-    clocks = ("seconds", "per_second", "flops_per_second")
+    """Return the lines of metrics.jsonl without what another process may measure differently: time and memory."""
+    clocks = ("seconds", "per_second", "flops_per_second", "process_memory")
     return [{k: v for k, v in line.items() if k not in clocks} for line in files.lines(workdir / "metrics.jsonl")]
 
 

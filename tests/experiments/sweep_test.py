@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import command, files, sweep
+from experiments import command, files, pages, sweep
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import signals
 from experiments.training import program, record
@@ -54,6 +56,8 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
     command.main([*words, "--sweep"], "")
     said = capsys.readouterr().out
     assert "4 runs: 4 finished." in said
+    assert said.count("2 of 8 layers 2:4; --mode=plan shows them") == 3  # of the index; then once for each method
+    assert "left of" not in said  # the table of the plan
     assert len(made) == 3  # of the index; then one for each method, whatever the seeds
     found = results(tmp_path)
     assert [line["changes"] for line in found] == [
@@ -64,7 +68,11 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
     curves = [line.pop("curves") for line in held]
     assert held == found[3:] + found[:3]  # as they came, each once
     assert curves[0]["eval"]["step"] == [2, 4]
-    assert curves[0]["eval"]["loss"][-1] == pytest.approx(held[0]["figures"]["loss"], rel=1e-4)
+    lines = files.lines(tmp_path / "runs" / held[0]["folder"] / "metrics.jsonl")
+    evaluated = [line["loss"] for line in lines if line["kind"] == "eval"]
+    assert curves[0]["eval"]["loss"] == pytest.approx(evaluated, rel=1e-4)
+    assert sorted(path.name for path in (tmp_path / "runs").glob("*/")) == sorted(line["folder"] for line in found)
+    assert found[3]["folder"] == "blocks=s_ste-2-4-seed=1"
     alone = ["--config.sparsity.blocks=ste(2,4)", "--config.seed=1", f"--workdir={tmp_path / 'alone'}"]
     command.main([*words[:2], *alone], "")
     assert json.loads((tmp_path / "alone" / "run.json").read_text())["figures"] == found[1]["figures"]
@@ -90,6 +98,33 @@ def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
     capsys.readouterr()
     command.main([*words, "--sweep", "--config.optimizer=sgd", "--config.clip=0"], "")  # it would diverge again
     assert "2 runs: 1 diverged, 1 finished." in capsys.readouterr().out
+
+
+def test_folders_need_no_quotes_and_are_the_same_at_every_start():
+    config = command.read(["launch.py", "--config=configs/vit_24.py"]).config
+    texts = [
+        "dense",
+        "ste(2,4)",
+        "ste(2,4",
+        "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)",
+        "x" * 150,
+        "x" * 151,
+        "$(rm)",
+    ]
+    changes = [{"sparsity.blocks": text, "learning_rate.peak": 1e-5} for text in texts]
+    folders = [member.folder for member in sweep.members(config, changes)]
+    assert folders[0] == "blocks=dense"
+    assert folders[1] == "blocks=ste-2-4"
+    assert re.fullmatch(r"blocks=ste-2-4-[0-9a-f]{6}", folders[2])  # the same letters: it gets digits of its own
+    assert folders[3] == "blocks=mdgf-2-4-linear-1-0-30pct-drhs_g=mvue-2-4"
+    assert folders[6] == "blocks=-rm"
+    assert len({folder.lower() for folder in folders}) == len(texts)
+    for folder in folders:
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,120}", folder)
+        assert subprocess.run(["sh", "-c", f"echo {folder}"], capture_output=True, text=True).stdout == f"{folder}\n"
+    again = sweep.members(config, changes + [{"sparsity.blocks": "s_ste(2,4)", "learning_rate.peak": 1e-5}])
+    assert [member.folder for member in again][:-1] == folders  # also if runs are added at the end
+    assert [member.name for member in again][3] == "blocks=mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)"
 
 
 WRONG = {
@@ -147,10 +182,8 @@ def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
         with pytest.raises(Mistake, match=message):
             command.main([*words, *results], "")
     with pytest.raises(Mistake, match="has no function get_sweep"):
-        command.main(["launch.py", "--config=configs/vit_dense.py", "--sweep"], "")
-    assert [m.name for m in sweep.members(command.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == [
-        "seed=3"
-    ]
+        command.main(["launch.py", "--config=configs/vit_pgf.py", "--sweep"], "")
+    assert [m.name for m in sweep.members(pages.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == ["seed=3"]
 
 
 # ---- side by side ----
@@ -311,10 +344,10 @@ def grouped(workdir, changes, at_once, streamed=False):
     def train(members, _):
         groups.append([m.name for m in members])
         for m in members:
-            (workdir / m.name).mkdir(parents=True)
-            (workdir / m.name / "run.json").write_text('{"outcome": "finished"}')
+            (workdir / m.folder).mkdir(parents=True)
+            (workdir / m.folder / "run.json").write_text('{"outcome": "finished"}')
 
-    found = sweep.members(command.load("configs/vit_24.py:smoke"), changes)
+    found = sweep.members(pages.load("configs/vit_24.py:smoke"), changes)
     make = lambda member: SimpleNamespace(task=SimpleNamespace(streamed=streamed))
     sweep.run(found, workdir, None, at_once, make, train)
     return groups
@@ -325,16 +358,16 @@ def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys)
     named = lambda *groups: [[f"batch={batch},seed={seed}" for seed in seeds] for batch, *seeds in groups]
     assert grouped(tmp_path / "2", changes, 2) == named((16, 0, 1), (32, 0, 1), (16, 2), (32, 2))
     assert grouped(tmp_path / "9", changes, 9) == named((16, 0, 1, 2), (32, 0, 1, 2))
-    (tmp_path / "3" / "batch=16,seed=0").mkdir(parents=True)
-    (tmp_path / "3" / "batch=16,seed=0" / "run.json").write_text('{"name": "x", "outcome": "diverged: the loss"}')
-    page = command.load("configs/vit_24.py:smoke")
+    (tmp_path / "3" / "batch=16-seed=0").mkdir(parents=True)
+    (tmp_path / "3" / "batch=16-seed=0" / "run.json").write_text('{"name": "x", "outcome": "diverged: the loss"}')
+    page = pages.load("configs/vit_24.py:smoke")
     own = sweep.members(page, changes)[0].config
-    (tmp_path / "3" / "batch=16,seed=0" / "config.json").write_text(own.to_json())
+    (tmp_path / "3" / "batch=16-seed=0" / "config.json").write_text(own.to_json())
     assert grouped(tmp_path / "3", changes, 9) == named((32, 0, 1, 2), (16, 1, 2))
     with own.unlocked():
         own.steps = 5
-    (tmp_path / "3" / "batch=16,seed=0" / "config.json").write_text(own.to_json())
-    with pytest.raises(Mistake, match=r"batch=16,seed=0 holds a run of another config \(steps: 5 there, 4 here\)"):
+    (tmp_path / "3" / "batch=16-seed=0" / "config.json").write_text(own.to_json())
+    with pytest.raises(Mistake, match=r"batch=16-seed=0 holds a run of another config \(steps: 5 there, 4 here\)"):
         grouped(tmp_path / "3", changes, 9)
     capsys.readouterr()
     assert grouped(tmp_path / "s", changes[::2], 9, streamed=True) == [["seed=0"], ["seed=1"], ["seed=2"]]

@@ -5,12 +5,12 @@ import shlex
 
 import pytest
 
-from experiments import command, usage
+from experiments import command, pages, usage
 
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch):
-    monkeypatch.chdir(command.ROOT)
+    monkeypatch.chdir(pages.ROOT)
 
 
 def settings(printed):
@@ -19,7 +19,7 @@ def settings(printed):
     return [word for (word,) in lines], [line.strip().partition("  ")[2].strip() for line in printed.splitlines()]
 
 
-@pytest.mark.parametrize("page", [*command.pages(), "configs/vit_24.py:cifar10", "configs/vit_24.py:folder"])
+@pytest.mark.parametrize("page", [*pages.names(), "configs/vit_24.py:cifar10", "configs/vit_24.py:folder"])
 def test_the_settings_that_are_printed_give_the_config_again(page):
     """A page of the same fields with other values, changed by the printed words, is the page."""
     config = command.read(["launch.py", f"--config={page}"]).config
@@ -43,7 +43,7 @@ def test_help_has_every_flag_and_the_fields_of_the_page(capsys):
             assert re.search(rf"^  --{flag}\b", said, re.MULTILINE), flag
     assert "fields of configs/gpt_24.py" in said
     assert re.search(r"^  --config.data.tokenizer=bytes +bytes, or a JSON file", said, re.MULTILINE)
-    assert all(page in said for page in command.pages())
+    assert all(page in said for page in pages.names())
 
 
 def test_the_mode_config_prints_the_settings_with_the_changes(capsys):
@@ -53,6 +53,6 @@ def test_the_mode_config_prints_the_settings_with_the_changes(capsys):
 
 
 def test_every_flag_is_on_the_page_of_commands():
-    text = (command.ROOT / "docs" / "reference" / "commands.md").read_text()
+    text = (pages.ROOT / "docs" / "reference" / "commands.md").read_text()
     for flag in usage.FLAGS:
         assert f"`--{flag}" in text, flag

@@ -1,5 +1,9 @@
 """The packed format, against an independent reading of what the hardware says of it."""
 
+import itertools
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -249,3 +253,36 @@ def test_values_of_fp8_round_trip_bit_for_bit():
     every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     x = jnp.zeros((256, 64), jnp.float8_e4m3fn).at[:, 5].set(every)
     np.testing.assert_array_equal(np.asarray(nm.unpack(nm.pack(x))[:, 5]).view(np.uint8) & 0x7F, np.arange(256) & 0x7F)
+
+
+# ---- PyTorch's form ----
+
+# Of torch/sparse/_semi_structured_conversions.py: which of four values are not zero, and the bits of the group.
+TORCH = {
+    "1100": 0b0100, "1010": 0b1000, "0110": 0b1001, "1001": 0b1100, "0101": 0b1101, "0011": 0b1110,
+    "0000": 0b1110, "0001": 0b1110, "0010": 0b1110, "0100": 0b1001, "1000": 0b1000,
+}  # fmt: skip
+
+
+def test_the_documented_function_gives_pytorchs_form():
+    """Every four groups of the 11 kinds: the values and metadata of the table, which `pack` has for two non-zeros."""
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "weights.md").read_text()
+    lines = re.search(r"(?m)^>>> def compressed.*\n(?:\.\.\. .*\n)+", page)[0]
+    names = {"jnp": jnp}
+    exec(re.sub(r"(?m)^(>>>|\.\.\.) ", "", lines), names)
+    rows = list(itertools.product(TORCH, repeat=4))
+    rows = rows[:: len(rows) // 512][:512]
+    kept = np.array([[int(bit) for group in row for bit in group] for row in rows])
+    w = (kept * np.random.default_rng(0).uniform(1, 2, kept.shape)).astype(ml_dtypes.bfloat16)
+    values, metadata = names["compressed"](jnp.asarray(w))
+    nibbles = np.array([[TORCH[group] for group in row] for row in rows])
+    places = np.stack([nibbles & 3, nibbles >> 2], -1)
+    expected = np.take_along_axis(w.reshape(-1, 4, 4), places, -1)
+    np.testing.assert_array_equal(np.asarray(values), expected.reshape(len(w), 8))
+    np.testing.assert_array_equal(np.asarray(metadata).astype(np.uint16)[:, 0], nibbles @ 16 ** np.arange(4))
+
+    packed = nm.pack(jnp.asarray(w), order="plain")
+    same = (np.asarray(packed.indices).reshape(places.shape) == places).all(-1)
+    full = kept.reshape(-1, 4, 4).sum(-1) == 2
+    assert same[full].all()
+    assert not same[~full].all()

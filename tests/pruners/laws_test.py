@@ -1,7 +1,10 @@
-"""Laws that every pruner obeys, checked over one table of pruners."""
+"""Laws that every pruner obeys, checked over one table of pruners.
+
+The message of a failure names the law, the pruner, the input, and what was found and wanted.
+"""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +95,42 @@ def law(*cases, layouts=(FIRST, MIDDLE, LAST)):
         for layout in layouts
         if c.p.block < 32 or layout != FIRST
     ]
-    return pytest.mark.parametrize(("case", "dtype", "axis"), table)
+    return lambda test: pytest.mark.parametrize(("case", "dtype", "axis"), table)(_named(test))
 
 
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
+def each_case(test):
+    """Parametrize a test with every case."""
+    return pytest.mark.parametrize("case", CASES, ids=str)(_named(test))
+
+
+def _named(test):
+    """Let a failure begin with the law, the pruner and the input that broke it."""
+
+    @wraps(test)
+    def named(case, *layout, **more):
+        DRAWN.clear()
+        try:
+            test(case, *layout, **more)
+        except AssertionError as error:
+            broken_law = test.__name__.removeprefix("test_").replace("_", " ")
+            drawn = f" for {DRAWN[-1]}" if DRAWN else ""
+            raise AssertionError(f"the law '{broken_law}' fails for {case}{drawn}: {error}") from error
+
+    return named
+
+
+def holds(ok, law, found, wanted):
+    """Fail if something does not hold everywhere, and say where first, what was found there and what was wanted."""
+    ok, found, wanted = np.broadcast_arrays(ok, found, wanted)
+    if not ok.all():
+        at = tuple(map(int, np.argwhere(~ok)[0]))
+        raise AssertionError(
+            f"{law}: found {found[at]}, wanted {wanted[at]}, at {at} and {(~ok).sum() - 1} more places"
+        )
+
+
+DRAWN: list[str] = []
+"""The inputs of the law that is being checked, in words."""
 
 
 # ---- calls ----
@@ -140,17 +175,23 @@ def shape_of(case, axis):
     return tuple(shape)
 
 
-def normal(case, dtype, axis, seed=0):
-    return np.random.default_rng(seed).normal(size=shape_of(case, axis)).astype(dtype)
+def drawn(kind, shape, dtype, axis, seed):
+    """Note an input for the message of a failure, and return the generator that makes it."""
+    DRAWN.append(f"{kind}, {np.dtype(dtype).name} {shape} pruned along axis {axis}, seed {seed}")
+    return np.random.default_rng(seed)
+
+
+def normal(case, dtype, axis, seed=0, kind="normal numbers"):
+    shape = shape_of(case, axis)
+    return drawn(kind, shape, dtype, axis, seed).normal(size=shape).astype(dtype)
 
 
 def distinct(case, dtype, axis):
     """Return groups of 1 to m in random order and with random signs. They have no ties, not even in bfloat16."""
     if "transposable" in f"{case.p}":  # sums of whole masks must differ
         return normal(case, dtype, axis)
-    m = case.p.block
-    rng = np.random.default_rng(1)
-    shape = shape_of(case, 3)
+    m, shape = case.p.block, shape_of(case, 3)
+    rng = drawn("numbers of different magnitudes", shape_of(case, axis), dtype, axis, 1)
     ranks = rng.permuted(np.broadcast_to(np.arange(1.0, m + 1), (*shape[:-1], shape[-1] // m, m)), axis=-1)
     return np.moveaxis((ranks * rng.choice([-1, 1], ranks.shape)).reshape(shape), -1, axis).astype(dtype)
 
@@ -166,8 +207,10 @@ def wide(x):
     return x.astype(np.float32)
 
 
-def same(a, b):
-    np.testing.assert_array_equal(wide(a), wide(b))
+def same(found, wanted, law="the result"):
+    found, wanted = wide(found), wide(wanted)
+    assert found.shape == wanted.shape
+    holds((found == wanted) | (np.isnan(found) & np.isnan(wanted)), law, found, wanted)
 
 
 # ---- the laws ----
@@ -175,19 +218,28 @@ def same(a, b):
 
 @law(*CASES)
 def test_shape_dtype_and_counts(case, dtype, axis):
-    for seed, spoil in enumerate((lambda x: x, np.round, lambda x: np.where(np.abs(x) < 0.7, 0, x), np.ones_like)):
-        x = spoil(wide(normal(case, dtype, axis, seed))).astype(dtype)
+    for seed, (kind, spoil) in enumerate(
+        (
+            ("normal numbers", lambda x: x),
+            ("rounded normal numbers", np.round),
+            ("normal numbers, zero below 0.7", lambda x: np.where(np.abs(x) < 0.7, 0, x)),
+            ("ones", np.ones_like),
+        )
+    ):
+        x = spoil(wide(normal(case, dtype, axis, seed, kind))).astype(dtype)
         state = begun(case, x, axis)
         y = run(case, x, axis, state)
-        assert y.shape == x.shape
-        assert y.dtype == x.dtype
-        assert np.isfinite(wide(y)).all()
-        assert (y[x == 0] == 0).all()
+        assert (y.shape, y.dtype) == (x.shape, x.dtype), (
+            f"found {y.dtype} {y.shape}, wanted the input's dtype and shape"
+        )
+        holds(np.isfinite(wide(y)), "finite values stay finite", wide(y), "a finite value")
+        holds((x != 0) | (y == 0), "zeros stay zeros", wide(y), 0)
         if case.nm:
-            assert (grouped(case, y != 0, axis, state).sum(1) <= case.nm[0]).all()
+            counts = grouped(case, y != 0, axis, state).sum(1)
+            holds(counts <= case.nm[0], "values kept in a group", counts, f"at most {case.nm[0]} of {case.nm[1]}")
         if seed == 0:
-            assert (y != 0).any()
-            assert case.nm in (None, (4, 4)) or (y == 0).any()
+            assert (y != 0).any(), "found zeros only, wanted some of the values"
+            assert case.nm in (None, (4, 4)) or (y == 0).any(), "found no zero, wanted some"
 
 
 @law(*(c for c in CASES if c.p.selects))
@@ -195,12 +247,12 @@ def test_selectors_only_keep_or_drop(case, dtype, axis):
     x = normal(case, dtype, axis)
     state = begun(case, x, axis)
     y, kept = run(case, x, axis, state, mask=True)
-    assert kept.dtype == bool
-    assert kept.shape == x.shape
-    same(y, np.where(kept, x, np.zeros((), dtype)))
-    same(run(case, y, axis, state), y)
+    assert (kept.dtype, kept.shape) == (bool, x.shape), f"found a mask {kept.dtype} {kept.shape}, wanted bool {x.shape}"
+    same(y, np.where(kept, x, np.zeros((), dtype)), "what the mask keeps")
+    same(run(case, y, axis, state), y, "pruned again, it stays the same")
     if case.nm:
-        assert (grouped(case, kept, axis, state).sum(1) == case.nm[0]).all()
+        counts = grouped(case, kept, axis, state).sum(1)
+        holds(counts == case.nm[0], "ones of the mask in a group", counts, case.nm[0])
 
 
 def test_which_of_the_table_select():
@@ -225,10 +277,10 @@ def test_signs_and_powers_of_two_pass_through(case, dtype, axis):
     x = normal(case, dtype, axis)
     state = begun(case, x, axis)
     y = run(case, x, axis, state)
-    same(run(case, -x, axis, state), -y)
+    same(run(case, -x, axis, state), -y, "of the negative input")
     for power in (-20, 30):
         scale = np.array(2.0**power, dtype)
-        same(run(case, x * scale, axis, state), y * scale)
+        same(run(case, x * scale, axis, state), y * scale, f"of the input times 2**{power}")
 
 
 @law(*CASES)
@@ -237,10 +289,9 @@ def test_groups_of_zeros_give_plain_zeros(case, dtype, axis):
     x[..., : case.p.block] = 0
     for zeros in (np.moveaxis(x, -1, axis), np.zeros(shape_of(case, axis), dtype)):
         y = wide(run(case, zeros, axis, begun(case, zeros, axis)))
-        assert np.isfinite(y).all()
+        holds(np.isfinite(y), "finite values stay finite", y, "a finite value")
         zero_groups = np.moveaxis(y, axis, -1)[..., : case.p.block]
-        assert (zero_groups == 0).all()
-        assert not np.signbit(zero_groups).any()
+        holds((zero_groups == 0) & ~np.signbit(zero_groups), "of a group of zeros", zero_groups, 0.0)
 
 
 # Noise depends on the position, so pruners that draw are left out.
@@ -266,8 +317,8 @@ def test_along_any_axis_as_along_the_last(case, dtype, axis):
 
 def broken(case, dtype, axis):
     """Return values of which some are NaN or infinite, up to whole groups, and where; for tiles only one of them."""
-    rng = np.random.default_rng(3)
     x = np.moveaxis(normal(case, dtype, axis), axis, -1)
+    rng = drawn("normal numbers, NaN and infinities", shape_of(case, axis), dtype, axis, 3)
     groups = x.reshape(-1, case.nm[1] if case.nm else case.p.block)
     bad = rng.random(groups.shape) < rng.choice([0.1, 0.5, 1.0], (len(groups), 1))
     bad &= rng.random((len(groups), 1)) < 0.4
@@ -287,16 +338,21 @@ def test_what_is_not_finite_stays_visible(case, dtype, axis):
     state = begun(case, x, axis)
     y = wide(run(case, x, axis, state))
     if case.nm is None:
-        assert (~np.isfinite(y[bad])).all()
-        assert np.isfinite(y[~bad]).all()
+        holds(
+            np.isfinite(y) != bad,
+            "NaN and infinities stay, and no others come",
+            y,
+            np.where(bad, "NaN or inf", "finite"),
+        )
         return
     n = case.nm[0]
     kept, broken_after, broken_before = (grouped(case, v, axis, state) for v in (y != 0, ~np.isfinite(y), bad))
-    assert (kept.sum(1) <= n).all()
+    holds(kept.sum(1) <= n, "values kept in a group", kept.sum(1), f"at most {n}")
+    after, before = broken_after.sum(1), np.minimum(n, broken_before.sum(1))
     if not case.chooses_blindly:
-        assert (broken_after.sum(1) >= np.minimum(n, broken_before.sum(1))).all()
+        holds(after >= before, "NaN and infinities kept in a group", after, before)
     if case.local:
-        assert not broken_after[~broken_before.any(1)].any()
+        holds((before > 0) | (after == 0), "NaN and infinities in a group that had none", after, 0)
 
 
 @law(*{type(c.p): c for c in CASES if c.p.block <= 8}.values(), *CASES[2:4], layouts=[LAST])
@@ -306,8 +362,8 @@ def test_run_at_once_as_compiled(case, dtype, axis):
     x[:, :, ::2] = np.round(x[:, :, ::2])
     state = begun(case, x, axis)
     a, b = (run(case, x, axis, state, jit=jit) for jit in (True, False))
-    assert b.dtype == dtype
-    np.testing.assert_array_equal(a != 0, b != 0)
+    assert b.dtype == dtype, f"found {b.dtype}"
+    same(b != 0, a != 0, "kept by an eager call")
     np.testing.assert_allclose(a, b, rtol=1e-6)
     if case.p.selects:
         same(a, b)
@@ -317,7 +373,7 @@ def test_run_at_once_as_compiled(case, dtype, axis):
 def test_prints_what_parses_back(case):
     text = str(case.p)
     again = nm.parse_pruner(text)
-    assert again == case.p
+    assert again == case.p, f"the text {text} parses to {again}"
     assert hash(again) == hash(case.p)
     assert str(again) == repr(again) == text
     assert type(again) is type(case.p)
@@ -338,15 +394,15 @@ def test_final_form(case):
             p.final  # noqa: B018
         return
     final = p.final
-    assert str(final) == case.final
-    assert final.final == final
-    assert not final.has_gradient_rule
-    assert not final.stochastic
+    assert str(final) == case.final, f"found the final form {final}, wanted {case.final}"
+    assert final.final == final, f"found {final.final} as the final form of {final}, wanted {final}"
+    assert not final.has_gradient_rule, f"found a gradient rule in the final form {final}, wanted none"
+    assert not final.stochastic, f"found the random final form {final}, wanted one that draws nothing"
     x = normal(case, np.float32, 3)
     state = begun(case, x, 3)
     at = [run(case, x, 3, p.final_state(state), step=s, p=final) for s in (0, case.step, LATE)]
-    same(at[0], at[1])
-    same(at[0], at[2])
+    same(at[1], at[0], f"the final form {final} at step {case.step}")
+    same(at[2], at[0], f"the final form {final} at step {LATE}")
     np.testing.assert_allclose(run(case, x, 3, state, step=LATE), at[0], rtol=1e-6)
 
 
@@ -363,6 +419,48 @@ def test_needs_are_declared(case):
     if p.needs_state:
         with pytest.raises(ValueError, match="state"):
             trace(KEY, None)
+
+
+@dataclass(frozen=True, repr=False)
+class faulty(nm.Grouped):
+    """A pruner that breaks one law."""
+
+    fault: str = ""
+    selects = True
+    reads_step = False
+
+    def mask(self, x, axis=-1, ctx=nm.Ctx()):
+        return nm.groups.top(x, axis, self.n + (self.fault == "count"), self.m)
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        kept = x + jnp.ones((), x.dtype) if self.fault == "shift" else x
+        kept = jnp.where(self.mask(x, axis), kept, jnp.zeros((), x.dtype))
+        kept = jnp.abs(kept) if self.fault == "sign" else kept
+        kept = jnp.nan_to_num(kept) if self.fault == "nan" else kept
+        return kept.astype(jnp.float32) if self.fault == "dtype" else kept
+
+
+@pytest.mark.parametrize(
+    ("fault", "law", "said"),
+    [
+        ("count", test_shape_dtype_and_counts, r"values kept in a group: found 3, wanted at most 2 of 4, at \(0,\)"),
+        ("dtype", test_shape_dtype_and_counts, "found float32 .*, wanted the input's dtype and shape"),
+        ("shift", test_selectors_only_keep_or_drop, r"what the mask keeps: found -?\d.*, wanted -?\d"),
+        ("sign", test_signs_and_powers_of_two_pass_through, r"of the negative input: found -?\d.*, wanted -?\d"),
+        ("nan", test_what_is_not_finite_stays_visible, "NaN and infinities kept in a group: found 0, wanted [12]"),
+        ("final", test_final_form, r"found the final form faulty\(2,4,fault='final'\), wanted mse\(2,4\)"),
+    ],
+)
+def test_a_failure_names_the_law_the_pruner_and_the_input(fault, law, said):
+    case = Case(faulty(2, 4, fault), (2, 4), final="mse(2,4)")
+    words = law.__name__.removeprefix("test_").replace("_", " ")
+    where = " for normal numbers.*, bfloat16 (3, 2, 4, 12) pruned along axis 3, seed \\d"
+    where = where.replace("(", r"\(").replace(")", r"\)") if fault != "final" else ""
+    layout = () if fault == "final" else (ml_dtypes.bfloat16, 3)
+    with pytest.raises(
+        AssertionError, match=rf"^the law '{words}' fails for faulty\(2,4,fault='{fault}'\){where}: {said}"
+    ):
+        law(case, *layout)
 
 
 @pytest.mark.parametrize("p", [nm.hold(mse(2, 4)), nm.permute(mse(2, 4)), soft(2, 4), nm.ste(soft(2, 4))], ids=str)

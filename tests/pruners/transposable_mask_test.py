@@ -123,6 +123,26 @@ def test_a_lone_non_finite_value_is_kept(n, m):
 
 
 @pytest.mark.parametrize(("n", "m"), NM)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_lone_non_finite_value_is_kept_at_every_place_beside_large_values(n, m, value):
+    rng = np.random.default_rng(4)
+    alone = np.eye(m * m, dtype=bool).reshape(-1, m, m)
+    for beside in (3e38, -3e38, 10 ** rng.uniform(34, 38.5, alone.shape)):
+        tiles = np.where(alone, value, beside).astype(np.float32)
+        assert on_tiles(nm.transposable(n, m), tiles)[alone].all()
+
+
+@pytest.mark.parametrize("beside", [3e38, 1.0, 0.0])
+def test_as_many_non_finite_values_are_kept_as_a_pattern_can(beside):
+    """The most of all 90 patterns, for 2,000 random sets of NaN and infinities in a tile."""
+    rng = np.random.default_rng(5)
+    broken = rng.random((2000, 4, 4)) < rng.random((2000, 1, 1))
+    tiles = np.where(broken, rng.choice([np.nan, np.inf, -np.inf], broken.shape), beside).astype(np.float32)
+    kept = (on_tiles(nm.transposable(2, 4), tiles) & broken).sum((1, 2))
+    np.testing.assert_array_equal(kept, np.einsum("tij,pij->tp", broken.astype(int), patterns()).max(1))
+
+
+@pytest.mark.parametrize(("n", "m"), NM)
 def test_whole_permutations_are_kept(n, m):
     """A tile that is already n:m along both axes loses nothing."""
     rng = np.random.default_rng(4)

@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import importlib
 import pickle
+import random
 import sys
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -396,3 +398,56 @@ def test_a_text_that_nobody_trusts_imports_nothing(tmp_path, monkeypatch, text):
     with pytest.raises(ValueError, match="which is not part of nmjax. Only a name that you wrote yourself is imported"):
         nm.parse(text, foreign=False)
     assert "mylab.parts" not in sys.modules
+
+
+LARGE = {  # texts that took minutes, or ended in an error of Python's
+    "letters": "a" * 20_000,
+    "dots": "a." * 10_000,
+    "quotes": "'" * 9_999,
+    "minus": "drhs_g=mse(2," + "-" * 3000 + "4)",
+    "minus, few": "drhs_g=mse(2," + "-" * 700 + "4)",
+    "powers": "1" + "**1" * 1000,
+    "sums": "1" + "+1" * 4000,
+    "brackets": "(" * 5000,
+    "pruners": "fwd_rhs=" + "ste(" * 1000 + "mse(2,4)" + ")" * 1000,
+    "digits": f"drhs_g=mse(2,{'9' * 5000})",
+}
+
+
+@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
+def test_no_text_is_too_large_to_be_refused(text):
+    began = time.perf_counter()
+    for read in (nm.parse, nm.parse_pruner):
+        with pytest.raises(ValueError):
+            read(text)
+    assert spec.foreign_names(text) == []
+    assert time.perf_counter() - began < 5  # some took a minute for each
+
+
+def test_a_text_of_any_signs_is_refused_in_a_sentence_or_comes_back():
+    rng, said = random.Random(0), []
+    good = ["s_ste(2,4); dlhs_g=mvue(2,4)", "fwd_rhs=ste(hold(mse(2,4),every=3))", "mdgf(2,4,linear(1,0,30))"]
+    good += ["drhs_g=chain(mvue(2,4),fp8('e5m2'))", "fwd_rhs=decay(mse(2,4),linear(1.0,0.0,4)); dlhs_rhs=raw(mse(1,4))"]
+    signs = [
+        *"()[]{}=,;:.'\"\\0189eE+-*/%<@!~ \t\n\r\0\u2028éΩ١#",
+        "1e999",
+        "10**9",
+        "lambda:0",
+        "f'{1}'",
+        "b'x'",
+        "x:y",
+    ]
+    signs += ["\ud800", "(yield)", ":=", "...", "**{}", "*a", "inf", "None", "1j", "((", "))", *good]
+    for _ in range(1500):
+        text = rng.choice(good)
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            i, j = sorted(rng.randrange(len(text) + 1) for _ in "ab")
+            text = rng.choice([text[:i] + rng.choice(signs) + text[i:], text[:i] + text[j:], text[:j] + text[i:]])
+        try:
+            found = nm.parse(text, foreign=False)
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            assert nm.parse(str(found), foreign=False) == found
+    assert len(said) > 1000
+    assert not [sentence for sentence in said if "\n" in sentence]

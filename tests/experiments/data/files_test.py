@@ -29,9 +29,9 @@ def _nothing_but_here(monkeypatch, tmp_path):
 def test_pydoc_is_always_there():
     got = text.load("pydoc")
     assert (got.vocabulary, got.bytes_per_token, got.train.dtype) == (256, 1.0, np.uint8)
-    assert len(got.valid) == pytest.approx(len(got.train) / 9, rel=1e-3)
+    assert len(got.test) == pytest.approx(len(got.train) / 9, rel=1e-3)
     assert "Python 3." in got.note
-    whole = got.decode(np.concatenate([got.train, got.valid]))
+    whole = got.decode(np.concatenate([got.train, got.test]))
     assert 'The "for" statement' in whole
     assert "\ufffd" not in whole
 
@@ -49,21 +49,21 @@ def test_a_text_in_every_wrapping(tmp_path, name):
     else:
         (tmp_path / (name if "." in name else f"{name}.txt")).write_bytes(wrap(data))
     got = text.load(name, tmp_path)
-    assert (got.train.tobytes(), got.valid.tobytes()) == (data[:900], data[900:])
+    assert (got.train.tobytes(), got.test.tobytes()) == (data[:900], data[900:])
     assert got.note == ""
 
 
 def test_a_text_beside_its_validation(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\x00" * 50)  # any bytes
     (tmp_path / "b.txt").write_bytes(b"xyz")
-    got = text.load("a", tmp_path, valid="b")
-    assert (len(got.train), got.decode(got.valid), got.decode(got.train[:1])) == (100, "xyz", "\ufffd")
+    got = text.load("a", tmp_path, test="b")
+    assert (len(got.train), got.decode(got.test), got.decode(got.train[:1])) == (100, "xyz", "\ufffd")
 
 
 def test_the_cut_spares_characters(tmp_path):
     (tmp_path / "a.txt").write_text("aaaaaaaaaaa🌳z", encoding="utf-8")  # 16 bytes: 14 is inside the tree
     got = text.load("a", tmp_path)
-    assert (got.decode(got.train), got.decode(got.valid)) == ("aaaaaaaaaaa🌳", "z")
+    assert (got.decode(got.train), got.decode(got.test)) == ("aaaaaaaaaaa🌳", "z")
 
 
 def test_texts_that_cannot_be_read(tmp_path):
@@ -102,10 +102,10 @@ def test_tokens(tmp_path, tale, caplog):
     assert "tokenised" in caplog.text
     assert (got.vocabulary, got.train.dtype) == (280, np.uint16)
     assert 256 <= got.train.max() < 280  # pairs were merged
-    assert got.decode(got.train) + got.decode(got.valid) == tale
+    assert got.decode(got.train) + got.decode(got.test) == tale
     as_bytes = text.load("tale", tmp_path)
-    assert got.decode(got.valid).encode() == as_bytes.valid.tobytes()  # one split, whatever the tokens
-    assert got.bytes_per_token == len(as_bytes.valid) / len(got.valid)
+    assert got.decode(got.test).encode() == as_bytes.test.tobytes()  # one split, whatever the tokens
+    assert got.bytes_per_token == len(as_bytes.test) / len(got.test)
     caplog.clear()
     with caplog.at_level(logging.INFO):
         again = text.load("tale", tmp_path, tokenizer=str(tmp_path / "words.json"))
@@ -113,8 +113,8 @@ def test_tokens(tmp_path, tale, caplog):
     np.testing.assert_array_equal(again.train, got.train)
     assert again.bytes_per_token == got.bytes_per_token
     (tmp_path / "tale.txt").write_text(tale[:-1] + "!", encoding="utf-8")
-    assert text.load("tale", tmp_path, tokenizer="words").decode(got.valid[:5]) == got.decode(got.valid[:5])
-    assert text.load("tale", tmp_path, tokenizer="words", valid="tale").decode(got.train[:0]) == ""
+    assert text.load("tale", tmp_path, tokenizer="words").decode(got.test[:5]) == got.decode(got.test[:5])
+    assert text.load("tale", tmp_path, tokenizer="words", test="tale").decode(got.train[:0]) == ""
     assert len(list((tmp_path / "cache" / "nmjax").iterdir())) == 3  # another text, other tokens
     few = json.loads((tmp_path / "words.json").read_text(encoding="utf-8"))
     few["model"]["merges"] = []
@@ -126,7 +126,7 @@ def test_a_line_of_any_length_is_tokenised(tmp_path, tale):
     story = "🌳木" * 40_000  # 280 kB and no line end
     (tmp_path / "line.txt").write_text(story, encoding="utf-8")
     got = text.load("line", tmp_path, tokenizer="words")
-    assert got.decode(got.train) + got.decode(got.valid) == story
+    assert got.decode(got.train) + got.decode(got.test) == story
 
 
 def test_what_is_not_utf8_is_found(tmp_path, tale):
@@ -148,7 +148,7 @@ def test_the_packs_of_text():
     if not (PACKS / "tinyshakespeare.txt").exists():
         pytest.skip(f"no tinyshakespeare.txt in {PACKS}")
     got = text.load("tinyshakespeare", PACKS)
-    assert len(got.train) + len(got.valid) == 1_115_394
+    assert len(got.train) + len(got.test) == 1_115_394
     assert len(np.unique(got.train)) == 65
     assert got.decode(got.train[:14]) == "First Citizen:"
 
@@ -323,7 +323,9 @@ def test_where_nothing_can_be_read_the_folder_is_to_be_looked_at(pictures):
 def test_folders_that_are_not_as_they_should_be(tmp_path, pictures):
     with pytest.raises(Mistake, match="config.data.name='folder' needs --config.data.dir"):
         folder.open("")
-    with pytest.raises(Mistake, match="there is no folder .*cat/train"):
+    with pytest.raises(Mistake, match="there is no folder .*nowhere"):
+        folder.open(tmp_path / "nowhere")
+    with pytest.raises(Mistake, match="train/cat holds no folders. Put images into one for each class"):
         folder.open(tmp_path / "train" / "cat")
     (tmp_path / "train" / "bee").mkdir()
     with pytest.raises(Mistake, match="should have the same classes; only one of them has bee"):

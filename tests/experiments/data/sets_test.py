@@ -61,9 +61,8 @@ def test_find_says_what_where_and_how(monkeypatch, tmp_path):
     with pytest.raises(Mistake) as e:
         find(("a", "b"), tmp_path, ("/nowhere",), "Buy it.")
     assert str(e.value) == (
-        f"found none of a, b in {tmp_path} (--config.data.dir), the working directory, /nowhere; "
-        "$NMJAX_DATA, a folder of data, is not set. "
-        "Buy it."
+        f"found none of a, b in {tmp_path} (--config.data.dir), the working directory, "
+        "$NMJAX_DATA (a folder of data; not set), /nowhere. Buy it."
     )
     with pytest.raises(Mistake, match="found no a in the working directory"):
         find(("a",))
@@ -304,9 +303,7 @@ def test_mnist_and_fashion_mnist(tmp_path, name, place, end):
 
 def test_mnist_is_not_read_as_fashion_mnist(monkeypatch, tmp_path):
     write_mnist(tmp_path, mnist_arrays("mnist"))
-    with pytest.raises(
-        Mistake, match="is mnist, and config.data.name is 'fashion_mnist'. Fashion-MNIST: apt-get install"
-    ):
+    with pytest.raises(Mistake, match="is mnist, and config.data.name is 'fashion_mnist'. Fashion-MNIST: python -m"):
         images.load("fashion_mnist", tmp_path)
     monkeypatch.setenv("NMJAX_DATA", str(tmp_path))  # files whose folder does not say whose they are
     with pytest.raises(Mistake, match="found none of mnist/train"):

@@ -279,5 +279,5 @@ def test_too_short_a_text():
         text.windows(15, 8)
     with pytest.raises(Mistake, match="got length=0"):
         text.windows(15, 0)
-    with pytest.raises(Mistake, match="need a validation text of 9 tokens, and this one has 8"):
+    with pytest.raises(Mistake, match="need a test text of 9 tokens, and this one has 8"):
         text.cut(np.zeros(8, np.uint8), 8)

@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from experiments.report import __main__ as command, compare
+from experiments.report.words import distinct
 from tests.experiments.report.report_test import Tags
 
 
@@ -28,6 +30,7 @@ def study(tmp_path):
         run(tmp_path / f"b{seed}", "s_ste(2,4)", seed, sparse)
     run(tmp_path / "c0", "<i>mse</i>", 0, 0.5)
     run(tmp_path / "c1", "<i>mse</i>", 1, 0.0, outcome="diverged: the loss is nan at step 7")
+    (tmp_path / "results.jsonl").touch()
     return tmp_path
 
 
@@ -35,14 +38,17 @@ def test_means_spreads_and_paired_differences(study):
     dense, sparse, odd = compare.compare_folders([study]).rows
     assert (dense.name, sparse.name, odd.name) == ("blocks=dense", "blocks=s_ste(2,4)", "blocks=<i>mse</i>")
     assert dense.mean == pytest.approx(0.91)  # hardened
-    assert dense.spread == pytest.approx(0.02)
+    assert dense.mean_error == pytest.approx(0.02 / math.sqrt(3))  # the standard error
+    mean, error = sparse.others["accuracy"]
+    assert mean == pytest.approx(0.92)
+    assert error == pytest.approx(math.sqrt((0.01**2 + 0.02**2 + 0.03**2) / 2 / 3))
     differences = [0.01, -0.02, 0.01]
     assert sparse.difference == pytest.approx(0, abs=1e-12)
     spread = math.sqrt(sum(d * d for d in differences) / 2)
     assert sparse.error == pytest.approx(spread / math.sqrt(3))
     assert (dense.cost, sparse.cost, odd.seeds) == (1, 0.8, "1 of 3")
     assert odd.marks == "seed 1 diverged, seed 2 missing"
-    assert (odd.spread, odd.error) == (None, None)  # of one seed nothing is known
+    assert (odd.mean_error, odd.error) == (None, None)  # of one seed nothing is known
     other = compare.compare_folders([study], baseline="blocks=s_ste(2,4)").rows
     assert other[0].difference == pytest.approx(0, abs=1e-12)
     assert other[0].cost == 1.25
@@ -51,10 +57,12 @@ def test_means_spreads_and_paired_differences(study):
 def test_the_page_and_the_text(study, capsys):
     assert command.main([str(study)]) == 0
     said = capsys.readouterr().out
-    assert "| blocks=dense | 91.00 % ± 2.00 | 3 of 3 | the baseline | 1.000 |  |" in said
-    assert "| blocks=s_ste(2,4) | 91.00 % ± 2.65 | 3 of 3 | -0.00 ± 1.00 | 0.800 |  |".replace(
+    assert "| blocks=dense | 91.00 % ± 1.15 | 3 of 3 | the baseline | 92.00 % ± 1.15 | 1.000 |  |" in said
+    assert "| blocks=s_ste(2,4) | 91.00 % ± 1.53 | 3 of 3 | -0.00 ± 1.00 | 92.00 % ± 1.53 | 0.800 |  |".replace(
         "-0.00", "+0.00"
     ) in said.replace("-0.00", "+0.00")
+    assert "| config | hardened accuracy | seeds | difference to the baseline | accuracy | effective FLOPs" in said
+    assert "± is the standard error of the number before it, over seeds." in said
     assert "of a lossy copy" in said
     assert said.startswith((study / "compare.md").read_text())
     text = (study / "compare.html").read_text()
@@ -137,3 +145,57 @@ def test_the_page_lies_beside_the_runs_and_links_to_their_reports(tmp_path, monk
     assert command.main([str(tmp_path / "runs" / name) for name in "ab"] + ["--to", str(elsewhere / "x")]) == 0
     assert "../../runs/a/report.html" in (elsewhere / "x" / "compare.html").read_text()
     capsys.readouterr()
+
+
+def test_the_memory_of_a_device_is_a_column_if_runs_tell_it(tmp_path):
+    for seed, peak in ((0, 3e9), (1, 2e9)):
+        run(tmp_path / str(seed), "dense", seed, 0.9)
+        with (tmp_path / str(seed) / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 100, "seconds": 1.0, "kind": "train", "process_memory": peak}) + "\n")
+    run(tmp_path / "2", "mse", 0, 0.9)
+    comparison = compare.compare_folders([tmp_path])
+    assert [row.memory for row in comparison.rows] == [3e9, None]
+    table = compare.markdown(comparison).splitlines()
+    assert [cell.strip() for cell in table[0].split("|")][-3] == "process memory"
+    assert "| 3GB |" in table[2]
+    assert "Process memory is the most" in compare.markdown(comparison)
+
+
+def test_a_score_that_a_run_lacks_is_no_column(tmp_path):
+    run(tmp_path / "a", "dense", 0, 0.9)
+    run(tmp_path / "b", "mse", 0, 0.8)
+    about = json.loads((tmp_path / "b" / "run.json").read_text())
+    about["figures"]["loss"] = 1.0
+    (tmp_path / "b" / "run.json").write_text(json.dumps(about))
+    assert compare.compare_folders([tmp_path]).others == ["accuracy"]
+
+
+def test_figures_tell_methods_apart(tmp_path):
+    """Long names that differ in the middle have labels that differ, and the table has the colours of the figures."""
+    methods = [f"mdgf(2,4,linear(1,0,{share}%)); drhs_g=mvue(2,4)" for share in (30, 50, 70)] + ["dense"]
+    for number, method in enumerate(methods):
+        run(tmp_path / str(number), method, 0, 0.8 + 0.02 * number)
+    assert command.main([str(tmp_path / str(number)) for number in range(4)]) == 0
+    page = (tmp_path / "compare.html").read_text()
+    labels = re.findall(">([^<>]*)</text>", page)
+    for label in ("…30%)); drhs_g=mv…", "…50%)); drhs_g=mv…", "…70%)); drhs_g=mv…", "dense"):
+        assert labels.count(label) == 2  # in the curves, and against effective FLOPs
+    assert all(f'style="background:var(--s{n})"' in page for n in range(4))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["a=1", "a=2"],
+        ["dense", "dense; x=1", "dense; x=2"],
+        [f"{'y' * 30}{n}{'z' * 30}" for n in range(12)],
+        [f"f({n},{m})" for n in range(5) for m in (8, 16)],
+        ["same", "same"],
+        ["", "a"],
+        ["only"],
+    ],
+)
+def test_labels_are_short_and_all_different(names):
+    labels = distinct(names)
+    assert len(set(labels)) == len(names)
+    assert all(len(label) <= 18 for label in labels)

@@ -107,7 +107,7 @@ def written(folder):
     """The page of a folder, which is sound whatever it shows."""
     page = report.write(folder).read_text(encoding="utf-8")
     tags = Tags(page)
-    assert not [r for r in tags.references if not r.startswith(("#", "data:"))]
+    assert {r for r in tags.references if not r.startswith(("#", "data:"))} <= {"plan.html"}
     assert {r[1:] for r in tags.references if r.startswith("#")} <= set(tags.ids)
     assert len(set(tags.ids)) == len(tags.ids)
     assert not {"script", "iframe", "object", "embed", "base", "form"} & set(tags.tags)
@@ -130,7 +130,7 @@ def test_a_run_of_images_is_shown_whole(tmp_path):
     known = """vit_24 | ✓ finished | 93.1 % | CIFAR-10 is a lossy JPEG copy here. | 1,024 = 4 x 256 | 1 h 54 min
         | Last, at step 2,000: train 0.142, eval 0.142, hardened 0.242. | Best, ringed: hardened | at step 1,800
         | 0.5 in all 2 layers | fwd_rhs=ste(soft(2,4)) | 2:4 along axis 1 | a corner of 32 × 96 values
-        | 2 of these 3 are right | ✕ cat | is ship | ebb196d, with uncommitted changes
+        | 2 of these 3 test images are right | ✕ cat | is ship | ebb196d, with uncommitted changes
         | sparsity.mlp | s_ste(2,4) | 3.11.2"""
     for said in map(str.strip, known.split("|")):
         assert said in text, said
@@ -277,6 +277,20 @@ def test_thinning_keeps_extremes_and_ends():
     np.testing.assert_array_equal(cv.mean(some).values, [1, 5, 4])
 
 
+@pytest.mark.parametrize("count", [501, 747, 10_000])
+@pytest.mark.parametrize("broken", [0.0, 0.01, 1.0])
+def test_thinning_keeps_the_extremes_of_every_bin(count, broken):
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=count)
+    values[rng.random(count) < broken] = np.inf
+    kept = set(cv.thinned(Curve("x", np.arange(count, dtype=float), values)).steps.astype(int).tolist())
+    for part in np.split(np.arange(count), range(0, count, math.ceil(count / 249)))[1:]:
+        finite, bad = part[np.isfinite(values[part])], part[np.isinf(values[part])]
+        expected = {int(finite[pick(values[finite])]) for pick in (np.argmin, np.argmax) if finite.size}
+        assert expected | set(bad[:1].tolist()) <= kept
+    assert len(kept) <= 3 * 249 + 2
+
+
 def test_a_usual_run_of_many_layers_is_a_small_file(tmp_path):
     names = [f"blocks/{i}/{kind}" for i in range(12) for kind in ("qkv", "out", "up", "down")]
     page, _ = written(write_run(tmp_path / "run", lines(3000, names)))
@@ -311,9 +325,9 @@ def test_the_page_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
     def full(self, text, **options):
         self.touch()
-        raise OSError("no space left")
+        raise OSError(28, "no space left")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="no space"):
         report.write(run)
     assert (run / "report.html").read_text(encoding="utf-8") == first

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import command
+from experiments import command, pages
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import free, xla_flags
 
-PAGES = command.ROOT / "launchers"
+PAGES = pages.ROOT / "launchers"
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:
@@ -42,7 +42,7 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
     env |= {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
         [sys.executable, "-c", HEARS, PAGES / "ssh.sh", "localhost", "127.0.0.1", "--", *words], env=os.environ | env,
-        cwd=command.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=pages.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         head = []

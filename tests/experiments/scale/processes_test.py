@@ -1,8 +1,10 @@
 """Runs of several processes: real ones, on this machine, over gloo."""
 
+import io
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import command
+from experiments import command, pages
 from experiments.errors import Mistake
-from experiments.scale import processes
+from experiments.scale import address, processes
+from experiments.scale.address import Address
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import PAGE, arrays, as_people_run_it as as_people_run_it, free, once, start, timeless
 
@@ -117,12 +120,50 @@ def test_what_is_wrong_in_one_process_is_told_by_it_and_ends_all(tmp_path, alone
 
 
 @pytest.mark.processes
+def test_processes_of_another_count_do_not_train(tmp_path):
+    """Process 0 would train alone, and process 1 wait for a third."""
+    port = free()
+    both = [
+        start(tmp_path / "run", tmp_path / "cache", f"--distributed=127.0.0.1:{port},{count},{index}")
+        for index, count in enumerate((2, 3))
+    ]
+    texts = said(both, timeout=120)
+    assert [process.returncode for process in both] == [2, 2], texts
+    for index, (text, own, other) in enumerate(zip(texts, (2, 3), (3, 2), strict=True)):
+        assert (
+            f"process {index} is told that there are {own} processes, and process {1 - index} that there are {other}"
+            in text
+        )
+        assert "Traceback" not in text
+
+
+def test_process_0_listens_where_its_host_leads_to(monkeypatch):
+    place = lambda host: Address(f"{host}:8476", 2, 0).place()
+    assert place("127.0.0.1") == "127.0.0.1"
+    assert place("localhost") == "127.0.0.1"
+    monkeypatch.setattr(address.socket, "gethostbyname", {"node1": "127.0.1.1", "node2": "127.0.0.1"}.__getitem__)
+    assert place("node1") == ""  # others know it by another address
+    monkeypatch.setattr(address.socket, "gethostbyname", lambda host: "192.0.2.1")
+    assert place("gateway") == ""  # of another machine
+    monkeypatch.setattr(address.socket, "create_server", lambda *_: io.BytesIO())  # as if it were of this machine
+    assert place("node3") == place("192.0.2.1") == "192.0.2.1"
+
+
+def test_a_port_at_which_another_program_listens_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(Mistake, match=f"process 0 cannot listen at {where}, where another process may listen"):
+            Address(where, 2, 0).refuse_taken_port()
+        Address(where, 2, 1).refuse_taken_port()  # it does not listen
+
+
+@pytest.mark.processes
 def test_a_directory_that_others_do_not_see_is_refused(tmp_path, alone):
     """It has the same name on another machine; here, in another folder."""
     both, port = [], free()
     for index in range(2):
         (place := tmp_path / f"machine{index}").mkdir()
-        (place / "configs").symlink_to(command.ROOT / "configs")
+        (place / "configs").symlink_to(pages.ROOT / "configs")
         how = f"--distributed=127.0.0.1:{port},2,{index}"
         both.append(start(Path("run"), alone[1], how, devices=2, cwd=place))
     refused(
@@ -155,6 +196,11 @@ def test_of_files_every_process_reads_its_part(alone, tmp_path):
     for ours, theirs in zip(timeless(tmp_path / "both"), timeless(tmp_path / "one"), strict=True):
         assert ours.pop("kind") == theirs.pop("kind")
         assert ours == pytest.approx(theirs, rel=1e-3)
+    with np.load(tmp_path / "both" / "pictures.npz") as ours, np.load(tmp_path / "one" / "pictures.npz") as theirs:
+        np.testing.assert_array_equal(ours["confusion"], theirs["confusion"])
+        np.testing.assert_array_equal(ours["confusion"].sum(1), [3, 2])  # images 0, 2 and 4 are a, 1 and 3 are b
+        np.testing.assert_array_equal(ours["hardest_images"], theirs["hardest_images"])
+        assert list(ours["classes"]) == ["a", "b"]
 
 
 @pytest.mark.processes
@@ -212,7 +258,7 @@ def test_one_that_nobody_meets_says_so_and_gives_up():
     words = ["launch.py", *PAGE, f"--distributed=127.0.0.1:{free()},2,1"]
     text = "from experiments import command; from experiments.scale import processes; processes.MEETING_TIMEOUT = 12; "
     text += f"command.main({words}, '')"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=command.ROOT, timeout=100)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=pages.ROOT, timeout=100)
     assert done.returncode == 1
     (waits, ended) = [line for line in done.stderr.splitlines() if "process 1 of 2" in line]
     assert re.fullmatch(r"process 1 of 2 at 127.0.0.1:\d+ waits for the others, up to 12 s", waits)

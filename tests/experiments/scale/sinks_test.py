@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import command, files
+from experiments import command, files, pages
 from experiments.errors import Mistake
 from experiments.scale import sinks
 from experiments.training import digest, record
@@ -288,7 +288,7 @@ def test_the_real_package_keeps_what_it_is_sent(name, tmp_path):
 
     def python(*words):
         return subprocess.run(
-            [sys.executable, "-c", *words], env=os.environ | kept, capture_output=True, text=True, cwd=command.ROOT
+            [sys.executable, "-c", *words], env=os.environ | kept, capture_output=True, text=True, cwd=pages.ROOT
         )
 
     done = python(TWICE, str(tmp_path / "mine"), name)

@@ -13,7 +13,7 @@ from threading import Barrier, Lock
 
 import pytest
 
-from experiments import command, files, report, sweep
+from experiments import command, files, pages, report, sweep
 from experiments.errors import Failed, Mistake, Taken
 from experiments.training import lock, modes, record
 from experiments.training.checkpoints import Checkpoints
@@ -121,7 +121,7 @@ HOLDS += "with lock.held(Path(sys.argv[1])):\n    print('held', flush=True)\n   
 
 @pytest.mark.processes
 def test_a_lock_dies_with_its_process(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, cwd=command.ROOT)
+    child = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, cwd=pages.ROOT)
     try:
         assert child.stdout.readline() == b"held\n"
         with (
@@ -202,7 +202,7 @@ def swept(workdir, index=None):
             (place / "run.json").write_text('{"name": "x", "outcome": "finished"}')
         done.append(member.name)
 
-    found = sweep.members(command.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(3)])
+    found = sweep.members(pages.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(3)])
     sweep.run(found, workdir, index, 1, lambda member: None, train)
     return done
 
@@ -231,9 +231,12 @@ def cut(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("cut") / "run"
     words = [*PAGE, f"--workdir={workdir}"]
     text = "import os, signal\nfrom experiments import command, report\n"
-    text += "report.write = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+    text += "ended = lambda about: about is not None and about['outcome'] == 'finished'\n"
+    text += "write = report.write\n"
+    text += "kill = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
+    text += "report.write = lambda path, about=None: kill() if ended(about) else write(path, about)\n"
     text += f"command.main({words}, '')"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=command.ROOT)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=pages.ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     return workdir
 
@@ -241,7 +244,7 @@ def cut(tmp_path_factory):
 @pytest.mark.processes
 def test_killed_before_its_report_a_run_is_finished_by_the_next_start(cut, tmp_path, capsys):
     workdir = shutil.copytree(cut, tmp_path / "run")
-    assert not (workdir / "report.html").exists()
+    assert "finished</span>" not in (workdir / "report.html").read_text()
     assert json.loads((workdir / "run.json").read_text())["outcome"] == "running"
     before = timeless(workdir)
     command.main([*PAGE, f"--workdir={workdir}"], "")

@@ -125,15 +125,49 @@ def test_lines_written_after_the_step_gone_back_to_are_dropped(tmp_path):
     with run.metrics.open("a") as file:
         file.write('{"step": 4, "kin')
     run = made(tmp_path)
-    assert run.best("loss", higher=False) == 1.0
+    assert run.best("loss", higher=False) == (3, 1.0)
     run.begin(2)
     run.write("train", 3, loss=0.25)
     run.close("finished")
     found = [(line["kind"], line["step"]) for line in files.lines(run.metrics)]
     assert found == [(k, s + (k != "sparsity")) for s in (0, 1) for k in ("sparsity", "train", "eval")] + [("train", 3)]
     assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "finished"
-    assert run.best("loss", higher=False) == 1.5
+    assert run.best("loss", higher=False) == (2, 1.5)
     assert run.best("accuracy", higher=True) is None
+
+
+def test_tags_and_a_note_are_kept_until_they_are_given_again(tmp_path):
+    def kept(**given):
+        run = record.Record(tmp_path, identity(), {"name": "x", **given}, PLAN)
+        run.begin(0)
+        run.close("interrupted")
+        about = record.read(tmp_path)
+        return about.get("tags"), about.get("note")
+
+    assert kept() == (None, None)
+    assert kept(**record.labels(["a,b", " a ", ",,"], "<first>")) == (["a", "b"], "<first>")
+    assert kept() == (["a", "b"], "<first>")
+    assert kept(**record.labels(["c"], None)) == (["c"], "<first>")
+    page = (tmp_path / "report.html").read_text()
+    assert '<span class="tag">c</span> &lt;first&gt;' in page
+    assert kept(**record.labels([""], "")) == ([], "")
+    assert '<span class="tag">' not in (tmp_path / "report.html").read_text()
+    record.check(tmp_path, identity())  # with any of them it is the same run
+
+
+def test_a_finished_run_gets_new_tags_too(tmp_path):
+    begun(tmp_path).close("finished")
+    written = lambda: [(tmp_path / name).stat().st_ino for name in ("run.json", "report.html")]  # a new file at each
+    before = written()
+    record.complete(tmp_path, {})
+    assert written() == before
+    record.complete(tmp_path, {"tags": ["good"]})
+    about = record.read(tmp_path)
+    assert (about["tags"], about["outcome"], about["name"]) == (["good"], "finished", "x")
+    assert '<span class="tag">good</span>' in (tmp_path / "report.html").read_text()
+    before = written()
+    record.complete(tmp_path, {"tags": ["good"]})
+    assert written() == before
 
 
 def test_a_directory_of_another_config_is_left_as_it_is(tmp_path):
@@ -188,10 +222,10 @@ def test_a_terminal_gets_a_bar():
     shown, out = screen(terminal=True)
     with shown.progress(100, 0):
         shown.step(50, MEANS)
-        shown.evaluation(50, {"loss": 1.0, "hardened_loss": 2.0})
+        shown.evaluation(50, "validation", {"loss": 1.0, "hardened_loss": 2.0})
     assert "50/100" in out.getvalue()
     assert "12.3 k images/s" in out.getvalue()
-    assert "test  loss 1.0000, hardened 2.0000" in out.getvalue()
+    assert "validation  loss 1.0000, hardened 2.0000" in out.getvalue()
 
 
 def test_what_others_wrote_is_no_markup():

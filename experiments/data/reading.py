@@ -1,0 +1,96 @@
+"""Files of data, read within limits: what a file says of its size is checked before memory is taken."""
+
+import math
+import os
+import stat
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from experiments.errors import Mistake
+
+_UNPACKED = 1 << 30  # bytes that any file may unpack to; larger files may unpack to _RATIO times their size
+_RATIO = 100
+_KINDS = "biufSU"  # booleans, numbers and strings
+
+
+def opened(path: str | Path) -> BinaryIO:
+    """Open a file for reading. Named pipes, devices and folders are refused: reading them may never end.
+
+    Raises:
+      OSError: It cannot be opened, or is no regular file.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is opened at once too
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("it is no regular file, but a folder, a named pipe or a device")
+    return os.fdopen(handle, "rb")
+
+
+def most(path: str | Path) -> int:
+    """Return the number of bytes that a compressed file may unpack to."""
+    return max(_UNPACKED, _RATIO * os.stat(path).st_size)
+
+
+def whole(file: BinaryIO, limit: int) -> bytes:
+    """Return all bytes of a file that unpacks as it is read, if they are at most so many.
+
+    Raises:
+      OSError: They are more.
+    """
+    parts, size = [], 0
+    while part := file.read(1 << 20):
+        size += len(part)
+        if size > limit:
+            raise OSError(f"it unpacks to more than {limit:,} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def arrays(path: Path, needed: Iterable[str], others: Iterable[str] = ()) -> dict[str, np.ndarray]:
+    """Return arrays of an ``.npz`` by name. They are read-only.
+
+    Args:
+      path: The file.
+      needed: Names of arrays that it has to hold.
+      others: Names of arrays that it may hold.
+
+    Raises:
+      Mistake: It cannot be read, lacks an array, or an array is not what its header says.
+    """
+    try:
+        with opened(path) as file, zipfile.ZipFile(file) as archive:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            if missing := [name for name in needed if name not in members]:
+                held = ", ".join(list(members)[:20]) or "nothing"
+                raise Mistake(f"{path} has no {', '.join(missing)}, but {held}. It is another kind of file.")
+            wanted = {name: members[name] for name in (*needed, *others) if name in members}
+            size = sum(info.file_size for info in wanted.values())
+            if size > most(path):
+                raise ValueError(f"it unpacks to {size:,} bytes, and is {path.stat().st_size:,} bytes long")
+            return {name: _array(archive, info, name) for name, info in wanted.items()}
+    except Mistake:
+        raise
+    except Exception as e:  # a damaged archive raises anything
+        raise Mistake(f"{path} cannot be read ({str(e)[:200]}). Copy the file again.") from e
+
+
+def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.ndarray:
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others unpack without a limit
+        raise ValueError(f"{name} is compressed in a way that np.savez does not use")
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    with archive.open(info) as file:
+        version = np.lib.format.read_magic(file)
+        if version not in headers:
+            raise ValueError(f"{name} has the header of version {version[0]}.{version[1]}, not 1.0 or 2.0")
+        shape, fortran, dtype = headers[version](file)
+        if dtype.kind not in _KINDS or dtype.subdtype:
+            raise ValueError(f"{name} holds {str(dtype)[:40]}, not plain numbers or strings")
+        held, size = info.file_size - file.tell(), math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or held != size:
+            raise ValueError(f"{name} should hold {dtype} {shape}, {size:,} bytes, and holds {held:,}")
+        data = file.read(size)
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")

@@ -1,0 +1,89 @@
+"""Pages of settings: Python files with a function get_config(). What is wrong with them is refused in one line."""
+
+import contextlib
+import difflib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from ml_collections import ConfigDict
+
+from experiments.errors import Mistake
+
+ROOT = Path(__file__).parent.parent
+
+
+def importable(folder: Path) -> None:
+    """Let ``module:name`` name the modules of a folder. Installed modules and this repository's come first."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def load(page: str) -> ConfigDict:
+    """Return the settings of a page, FILE or FILE:VARIANT. The modules beside the page can be imported afterwards."""
+    file, variant = split(page)
+    if not Path(file).is_file():
+        near = difflib.get_close_matches(file, names(), 1, 0.4)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise Mistake(f"--config={page}: there is no file {file}.{hint} There are {', '.join(names())}.")
+    if not file.endswith(".py"):
+        raise Mistake(f"--config={page}: a page of settings is a .py file. There are {', '.join(names())}.")
+    importable(Path(file).parent.resolve())
+    module = _module(file)
+    if not hasattr(module, "get_config"):
+        raise Mistake(f"{file} is no page of settings: it has no function get_config(variant='').")
+    with _its_own(file):
+        return module.get_config(variant) if variant else module.get_config()
+
+
+def sweep(page: str) -> list[dict]:
+    """Return what the runs of a page's sweep change."""
+    file, variant = split(page)
+    module = _module(file)
+    if not hasattr(module, "get_sweep"):
+        raise Mistake(f"--sweep: {file} has no function get_sweep(), which gives the changes of every run.")
+    with _its_own(file):
+        return module.get_sweep(variant) if variant else module.get_sweep()
+
+
+def split(page: str) -> tuple[str, str]:
+    """Return the file and the variant of a page; the file of this repository if the current folder has no such file."""
+    file, _, variant = page.partition(":")
+    if not Path(file).is_file() and (ROOT / file).is_file():
+        file = str(ROOT / file)
+    return file, variant
+
+
+def _module(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("page", file)
+    module = importlib.util.module_from_spec(spec)
+    with _its_own(file):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _its_own(file: str) -> Iterator[None]:
+    """Turn what goes wrong in a page into a `Mistake` with the page's line."""
+    try:
+        yield
+    except Mistake:
+        raise
+    except Exception as error:  # a page is a program of its own, so it may raise anything
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
+        where = f"{file}, line {lines[-1]}" if lines else file
+        raise Mistake(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def names() -> list[str]:
+    """Return the files of this repository's pages."""
+    return sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py") if p.stem not in ("common", "__init__"))
+
+
+def listing() -> str:
+    """Return every page with the first line of its docstring."""
+    first = lambda page: (ROOT / page).read_text().split('"""')[1].strip().partition("\n")[0]
+    return "\n".join(f"  {page:<32}{first(page)}" for page in names())

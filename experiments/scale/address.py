@@ -1,0 +1,78 @@
+"""The address at which the processes of a run meet, as ``--distributed=HOST:PORT,N,I`` gives it."""
+
+import re
+import socket
+from typing import NamedTuple
+
+from experiments.errors import Mistake
+
+
+class Address(NamedTuple):
+    """The address of process 0, the number of processes, and the number of this one."""
+
+    coordinator: str
+    count: int
+    index: int
+
+    @classmethod
+    def read(cls, option: str) -> "Address":
+        """Return the address in a value of --distributed.
+
+        Raises:
+          Mistake: The value has another form, or there is no process of this number.
+        """
+        match = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", option)
+        if match is None:
+            raise Mistake(
+                f"--distributed={option}: write auto, off, or HOST:PORT,N,I: the address of process 0, the number of "
+                "processes, and the number of this one."
+            )
+        address = cls(match[1], int(match[2]), int(match[3]))
+        if address.index >= address.count:
+            last = address.count - 1
+            raise Mistake(f"--distributed={option}: {address.count} processes are numbered from 0 to {last}.")
+        return address
+
+    def place(self) -> str:
+        """Return the address at which process 0 listens, or "" for all addresses of its machine.
+
+        It listens where HOST leads to. The name of a machine may lead to its loopback address, as /etc/hosts of Debian
+        has it. The other machines do not reach that one, so process 0 listens at all.
+        """
+        host = self.coordinator.rpartition(":")[0]
+        try:
+            place = socket.gethostbyname(host)
+            socket.create_server((place, 0)).close()  # fails for the address of another machine, such as a gateway
+        except (OSError, UnicodeError):
+            return ""
+        return place if host in ("localhost", place) or not place.startswith("127.") else ""
+
+    def refuse_taken_port(self) -> None:
+        """Raise if this is process 0 and another program listens at its port. JAX would abort."""
+        port = int(self.coordinator.rpartition(":")[2])
+        if self.index == 0:
+            try:
+                socket.create_server((self.place(), port)).close()
+            except (OSError, OverflowError) as error:
+                raise Mistake(
+                    f"--distributed: process 0 cannot listen at {self.coordinator}, where another process may listen "
+                    f"already: {str(error)[:60]}. End that process, or write another port."
+                ) from error
+
+    def refuse_other_counts(self, seconds: int) -> None:
+        """Raise if process 0 was told another number of processes. Process 0 asks all others.
+
+        Args:
+          seconds: How long to wait for an answer.
+        """
+        from jax._src import distributed  # processes that disagree would wait for each other's devices
+
+        client = distributed.global_state.client
+        client.key_value_set(f"nmjax/count/{self.index}", str(self.count))
+        for other in range(1, self.count) if self.index == 0 else [0]:
+            told = int(client.blocking_key_value_get(f"nmjax/count/{other}", seconds * 1000))
+            if told != self.count:
+                raise Mistake(
+                    f"--distributed: process {self.index} is told that there are {self.count} processes, and process "
+                    f"{other} that there are {told}. Give all of them the same number."
+                )

@@ -1,0 +1,71 @@
+"""The use of devices: peak memory, and the peak FLOP per second that model FLOPs utilisation (MFU) refers to."""
+
+import re
+import resource
+import sys
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+MEMORY = {  # field of a line of metrics -> what it is
+    "device_memory": "the most memory of a device that was in use",
+    "process_memory": "the most memory of the process that was resident, because the backend does not tell a device's",
+}
+
+# Peaks of dense products in TFLOP/s: of 16-bit operands, and of float32 operands, which XLA rounds to TF32 on these
+# GPUs and to bfloat16 on TPUs, unless jax_default_matmul_precision says otherwise. Where a vendor's table says "with
+# sparsity", this is half of it. Sources: NVIDIA's data sheets of the A100, H100, H200, L40S and HGX B200, and its white
+# paper on the Ada architecture (RTX 4090, products that add in float32); "TPU architecture" in the documentation of
+# Google Cloud (TPU v4, v5e, v5p, v6e). A part of a GPU (MIG) is not listed.
+PEAKS = {  # pattern of the whole device_kind -> (bfloat16, float32)
+    r"NVIDIA A100-(SXM4|PCIE)-\d+GB|NVIDIA A100 80GB PCIe": (312, 156),
+    r"NVIDIA H100 \d+GB HBM3": (989.5, 494.7),
+    r"NVIDIA H100 PCIe": (756.5, 378),
+    r"NVIDIA H100 NVL": (835.5, 417.5),
+    r"NVIDIA H200": (989.5, 494.7),
+    r"NVIDIA H200 NVL": (835.5, 417.5),
+    r"NVIDIA B200": (2250, 1125),
+    r"NVIDIA L40S": (362, 183),
+    r"NVIDIA GeForce RTX 4090": (165.2, 82.6),
+    r"TPU v4": (275, 275),
+    r"TPU v5 lite|TPU v5e": (197, 197),
+    r"TPU v5p?": (459, 459),
+    r"TPU v6 lite|TPU v6e": (918, 918),
+}
+
+
+def peak_flops(kind: str, dtype: str) -> float | None:
+    """Return the FLOP per second of dense products that a device reaches at most, or None if it is not known.
+
+    Args:
+      kind: Its `jax.Device.device_kind`.
+      dtype: What layers compute in: "bfloat16" or "float32".
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bfloat16"), peak_flops("cpu", "float32")
+    (989500000000000.0, None)
+    """
+    peaks = next((peaks for pattern, peaks in PEAKS.items() if re.fullmatch(pattern, kind)), None)
+    if peaks is None or dtype not in ("bfloat16", "float32"):
+        return None
+    return peaks[dtype == "float32"] * 1e12
+
+
+def peak_of(mesh: Mesh, dtype: str) -> float | None:
+    """Return the peak of all devices of a mesh together, or None if it is not known. See `peak_flops`."""
+    peak = peak_flops(mesh.devices.flat[0].device_kind, dtype)
+    return None if peak is None else peak * mesh.size
+
+
+def peak_memory(devices: Sequence[jax.Device] | None = None) -> dict[str, int]:
+    """Return the peak memory in bytes under its name in `MEMORY`.
+
+    Args:
+      devices: The devices to ask, of which the fullest counts. Without it, those of this process.
+    """
+    told = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
+    peaks = [stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats]
+    if peaks:
+        return {"device_memory": max(peaks)}
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"process_memory": resident if sys.platform == "darwin" else 1024 * resident}

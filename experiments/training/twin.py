@@ -1,0 +1,148 @@
+"""The twin of a run: the run that it is compared with, such as the same run without pruning.
+
+A page names the page of its twin (``config.twin``). The figures of a twin are taken from finished runs of its config:
+from those in the folder of the run, from those beside it, and from the repository's own results.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+import nmjax as nm
+from experiments.files import lines
+from experiments.training import digest, record, settings
+from experiments.training.screen import form
+
+RESULTS = Path(__file__).parent.parent / "results" / "twins.jsonl"  # lines of sweeps of the dense pages
+WINDOWS = 10  # timed windows of steps that a throughput needs
+FOLDER = "twin"  # where --with_twin trains the twin, in the folder of the run
+_OWN = ("rules", "sparsity", "backend", "masked_decay", "twin")  # fields that a twin does not take over
+
+
+class Twin(NamedTuple):
+    """The run that another run is compared with."""
+
+    page: str
+    config: ConfigDict
+
+    @property
+    def label(self) -> str:
+        """Return "dense" if the twin prunes nothing, else the name of its page."""
+        dense = not any(sparsity != nm.Sparsity() for _, sparsity in settings.recipe(self.config, 1000).rules)
+        return "dense" if dense else Path(self.page.partition(":")[0]).stem
+
+
+class Figure(NamedTuple):
+    """The score of a finished run of the twin's config, and its throughput."""
+
+    seed: int
+    score: float
+    rate: float | None  # examples, or parts of them, in a second; None if the run did not run beside this one
+
+
+def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
+    """Return the config of a run's twin: its page, with the changes that the run makes to the page of its own.
+
+    Args:
+      config: The settings of the run.
+      page: The run's page, without changes.
+      twin: The page of the twin.
+    """
+    twin = twin.copy_and_resolve_references()
+    changed, before, fields = (digest.identity(each).fields for each in (config, page, twin))
+    for name, value in changed.items():
+        if name.partition(".")[0] not in _OWN and value != before.get(name) and name in fields:
+            twin.update_from_flattened_dict({name: value})
+    return twin
+
+
+def figures(twin: Twin, workdir: Path, metric: str) -> list[Figure]:
+    """Return what finished runs of the twin's config reached with this version of nmjax, one for each seed.
+
+    Args:
+      twin: The twin.
+      workdir: The directory of the run that is compared with it.
+      metric: "accuracy" or "loss". The score of hardened weights counts if there is one.
+    """
+    found: dict[int, Figure] = {}
+    for seed, about, rate in [*_recorded(twin), *_runs(twin, workdir)]:  # the nearest last: it counts
+        scores = about.get("figures") or {}
+        score = scores.get(f"hardened_{metric}", scores.get(metric))
+        if score is not None and about.get("versions", {}).get("nmjax") == nm.__version__:
+            found[seed] = Figure(seed, score, rate)
+    return [found[seed] for seed in sorted(found)]
+
+
+def _recorded(twin: Twin) -> Iterator[tuple[int, dict[str, Any], None]]:
+    """Yield the seed and the line of every run of the twin in the repository's results."""
+    for line in lines(RESULTS):
+        seed = line["changes"].get("seed", 0)
+        config = twin.config.copy_and_resolve_references()
+        config.seed = seed
+        if line["outcome"] == "finished" and line["config"] == digest.identity(config).digest:
+            yield seed, line, None
+
+
+def _runs(twin: Twin, workdir: Path) -> Iterator[tuple[int, dict[str, Any], float | None]]:
+    """Yield the seed, the run.json and the rate of every finished run of the twin that lies beside a directory."""
+    wanted = _without_seed(digest.identity(twin.config))
+    for folder in [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}")), workdir / FOLDER]:
+        about = record.read(folder)
+        if about is None or about.get("outcome") != "finished":
+            continue
+        try:
+            identity = digest.recorded(folder)
+        except (OSError, json.JSONDecodeError):
+            continue
+        if _without_seed(identity) == wanted:
+            yield identity.fields["seed"], about, rate(folder) if folder == workdir / FOLDER else None
+
+
+def _without_seed(identity: digest.Identity) -> dict[str, Any]:
+    return {name: value for name, value in identity.lasting.items() if name != "seed"}
+
+
+def rate(folder: Path) -> float | None:
+    """Return the throughput of a run, which is the median of its windows of steps; None if few windows were timed."""
+    rates = [line["per_second"] for line in lines(folder / "metrics.jsonl") if line.get("per_second")]
+    return statistics.median(rates) if len(rates) >= WINDOWS else None
+
+
+def worth(twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float], flops: list[float]) -> str:
+    """Return in words what a run's score is worth beside its twin, or "" if its page names no twin.
+
+    Args:
+      twin: The twin of the run, if it has one.
+      workdir: The run's directory.
+      metric: "accuracy" or "loss".
+      scores: The run's scores on the test split.
+      flops: FLOPs of a step, dense and effective.
+    """
+    if twin is None:
+        return ""
+    hardened = f"hardened_{metric}" in scores
+    text = form(metric, scores[f"hardened_{metric}" if hardened else metric]) + " hardened" * hardened
+    text += f", {flops[1] / flops[0]:.2f} of the dense FLOPs"
+    found = figures(twin, workdir, metric)
+    if not found:
+        return f"{text}; no run of {twin.page} to compare with: --with_twin trains it"
+    beside, own = next((each.rate for each in found if each.rate), None), rate(workdir)
+    if beside and own:
+        text += f", {beside / own:.2f} of the time of {twin.label}"
+    return f"{text}; {twin.label} {_mean([each.score for each in found], metric)}"
+
+
+def _mean(values: list[float], metric: str) -> str:
+    """Return the mean of the scores of some seeds with its standard error.
+
+    >>> _mean([0.98, 0.982, 0.99], "accuracy"), _mean([0.98], "accuracy")
+    ('98.40% ± 0.31% (3 seeds)', '98.00% (1 seed)')
+    """
+    text = form(metric, statistics.fmean(values))
+    if len(values) == 1:
+        return f"{text} (1 seed)"
+    return f"{text} ± {form(metric, statistics.stdev(values) / len(values) ** 0.5)} ({len(values)} seeds)"

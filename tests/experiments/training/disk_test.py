@@ -1,0 +1,173 @@
+"""Runs whose disk fills in the middle of a file."""
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import files, pages
+from experiments.errors import Failed, Mistake
+from experiments.training import record
+from experiments.training.checkpoints import Checkpoints
+from tests.experiments.runs import as_people_run_it as as_people_run_it, start
+from tests.experiments.training.record_test import begun
+from tests.experiments.training.resume_test import shapes, small
+
+PAGE = ["--config=configs/vit_24.py:smoke", "--config.steps=6", "--config.evaluate=2", "--config.measure=0"]
+
+
+@contextlib.contextmanager
+def largest(size: int):
+    """Let no file grow beyond so many bytes inside the context. Writing fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def outcome(workdir) -> str:
+    return json.loads((workdir / "run.json").read_text())["outcome"]
+
+
+def ends_in_a_sentence(said: str, code: int) -> None:
+    assert code == 1, said
+    assert "Traceback" not in said
+    assert "Exception" not in said
+    ends = [line for line in said.splitlines() if line.startswith("launch.py: ")]
+    assert len(ends) == 1
+    assert said.rstrip().endswith(ends[0])
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A function that mounts a disk of so many kB, or changes its size."""
+    (place := tmp_path / "disk").mkdir()
+
+    def mount(size: int):
+        how = "remount,size" if place.is_mount() else "size"
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"{how}={size}k", "none", place], capture_output=True)
+        if done.returncode:
+            pytest.skip("a file system of its own may not be mounted here")
+        return place
+
+    yield mount
+    if place.is_mount():
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [60, 1000])  # in the first checkpoint, and in the second
+def test_on_a_full_disk_a_run_ends_in_a_sentence_and_the_same_command_completes_it(size, disk, tmp_path):
+    for room, code in ((size, 1), (30_000, 0)):
+        process = start(disk(room) / "run", tmp_path / "cache", page=PAGE)
+        said = process.communicate(timeout=500)[0]
+        if code:
+            ends_in_a_sentence(said, process.returncode)
+            assert "step 6/6" in said  # the run went on
+    assert process.returncode == 0, said
+    assert outcome(tmp_path / "disk" / "run") == "finished"
+    assert (tmp_path / "disk" / "run" / "report.html").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_run_whose_large_files_are_refused_ends_in_a_sentence(tmp_path):
+    """As `disk`, without a mount: no file may have more than 20 kB, so checkpoints and reports cannot be written."""
+    words = ["launch.py", *PAGE, f"--workdir={tmp_path}/run"]
+    text = f"import resource, runpy, sys; sys.argv = {words}; sys.path.insert(0, '')\n"
+    text += (
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); runpy.run_path('launch.py', run_name='__main__')"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=pages.ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}, timeout=500,
+    )  # fmt: skip
+    ends_in_a_sentence(process.stdout, process.returncode)
+    assert "step 6/6" in process.stdout
+    said = "The checkpoint of step 6 could not be written: "
+    assert outcome(tmp_path / "run").startswith(f"failed: {said}")
+    assert [line["step"] for line in files.lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "eval"] == [
+        2, 4, 6
+    ]  # fmt: skip
+
+
+def test_a_save_that_failed_is_not_the_failure_of_the_next_one(tmp_path, capfd):
+    told = []
+    checkpoints = Checkpoints(tmp_path, told.append)
+    with largest(100):
+        for step in (1, 2):
+            checkpoints.save(step, small(step), [], best=False)
+            checkpoints.wait()
+    assert [text.partition(":")[0] for text in told] == [
+        f"The checkpoint of step {step} could not be written" for step in (1, 2)
+    ]
+    checkpoints.save(3, small(3), [], best=False)
+    checkpoints.close()
+    assert checkpoints.lost is None
+    assert Checkpoints(tmp_path).restore(shapes()).step == 3
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_closing_after_a_save_that_failed_raises_nothing(tmp_path):
+    checkpoints = Checkpoints(tmp_path, lambda _: None)
+    with largest(100):
+        checkpoints.save(1, small(1), [], best=False)
+        checkpoints.close()
+    assert checkpoints.lost is not None
+
+
+def test_run_json_says_the_outcome_though_lines_are_lost(tmp_path):
+    run, told = begun(tmp_path), []
+    run._tell = told.append
+    size = run.metrics.stat().st_size
+    with largest(size):  # which run.json may not have either
+        run.write("train", 1, loss=1.0)
+        assert "metrics.jsonl cannot be written: File too large. Its lines are kept until it can." in told[0]
+        with pytest.raises(Failed, match=r"1 lines of .*metrics.jsonl could not be written: File too large"):
+            run.close("finished")
+    assert outcome(tmp_path) == "running"
+    run.close("failed: no room")
+    assert outcome(tmp_path) == "failed: no room"
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, Failed), (errno.EDQUOT, Failed), (errno.EROFS, Mistake)])
+def test_a_full_disk_is_a_failure_and_another_error_a_mistake(number, error):
+    said = f"^--workdir=runs/a cannot be written: {os.strerror(number)}.$"
+    with pytest.raises(error, match=said), files.writable(Path("runs/a")):
+        raise OSError(number, os.strerror(number))
+
+
+def test_lines_of_results_are_appended_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "results.jsonl"
+    files.append(path, lambda _: [{"run": 1}])
+    before = path.read_bytes()
+    with largest(len(before) + 5), pytest.raises(Failed, match="results.jsonl cannot be written: File too large"):
+        files.append(path, lambda _: [{"run": 2}])
+    assert path.read_bytes() == before
+    path.write_bytes(before + b'{"run": 2')  # by a process that was killed
+    files.append(path, lambda old: [{"run": len(old) + 1}])
+    assert files.lines(path) == [{"run": 1}, {"run": 2}]
+    assert record.read(tmp_path) is None
+
+
+def test_two_processes_append_whole_lines(tmp_path):
+    text = "import sys; from pathlib import Path; from experiments import files\n"
+    text += "for i in range(40): files.append(Path(sys.argv[1]), lambda _: [{'i': i, 'x': 'x' * 9000}, {'i': i}])"
+    path = tmp_path / "results.jsonl"
+    words = [sys.executable, "-c", text, path]
+    both = [subprocess.Popen(words, cwd=pages.ROOT) for _ in range(2)]
+    assert [process.wait(60) for process in both] == [0, 0]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(found) == 160
+    assert all(
+        "x" in one and "x" not in two and one["i"] == two["i"] for one, two in zip(found[::2], found[1::2], strict=True)
+    )

@@ -1,0 +1,140 @@
+"""The twin of a run: its config, the figures that are recorded of it, and the sentence that compares them."""
+
+import json
+import math
+import re
+
+import pytest
+
+from experiments import command, files, pages
+from experiments.errors import Mistake
+from experiments.training import digest, twin
+from tests.experiments.runs import as_people_run_it as as_people_run_it
+
+VIT = "configs/vit_24.py:smoke"
+
+
+def read(*words: str):
+    return command.read(["launch.py", *words]).config
+
+
+def of(*changes: str) -> twin.Twin:
+    config = read(f"--config={VIT}", *(f"--config.{change}" for change in changes))
+    page = "configs/vit_dense.py:smoke"
+    return twin.Twin(page, twin.of(config, pages.load(VIT), pages.load(page)))
+
+
+@pytest.mark.parametrize("page", pages.names())
+def test_the_twin_of_a_page_is_the_page_without_pruning(page):
+    config = pages.load(page)
+    if not config.twin:
+        assert "dense" in page or "imagenet" in page or "gpt2" in page
+        return
+    dense = twin.of(config, config, pages.load(config.twin))
+    own, other = digest.identity(config).lasting, digest.identity(dense).lasting
+    changed = {name.partition(".")[0] for name in own | other if own.get(name) != other.get(name)}
+    assert changed == {"rules", "sparsity"}
+    assert twin.Twin(config.twin, dense).label == "dense"
+
+
+def test_a_twin_takes_over_what_the_run_changes():
+    found = of("batch=32", "seed=7", "learning_rate.peak=0.5", "sparsity.blocks=s_ste(2,4)", "masked_decay=0.1").config
+    wanted = read("--config=configs/vit_dense.py:smoke", "--config.batch=32", "--config.seed=7")
+    wanted.learning_rate.peak = 0.5
+    assert digest.identity(found).lasting == digest.identity(wanted).lasting
+
+
+def recorded(folder, its_twin: twin.Twin, seed: int, accuracy: float, rates=(), version="0.1.0", outcome="finished"):
+    config = its_twin.config.copy_and_resolve_references()
+    config.seed = seed
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(digest.identity(config).text)
+    about = {"outcome": outcome, "figures": {"accuracy": accuracy}, "versions": {"nmjax": version}}
+    (folder / "run.json").write_text(json.dumps(about))
+    lines = [{"step": i, "seconds": i, "kind": "train", "per_second": rate} for i, rate in enumerate(rates)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_runs_of_the_twin_are_found_and_others_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(twin, "RESULTS", tmp_path / "none.jsonl")
+    own, its_twin = tmp_path / "runs" / "own", of("seed=1")
+    recorded(tmp_path / "runs" / "a", its_twin, 0, 0.5)
+    recorded(tmp_path / "runs" / "b" / "twin", its_twin, 1, 0.6)
+    recorded(own / "twin", its_twin, 1, 0.7, rates=[30.0] * 20)
+    recorded(tmp_path / "runs" / "other_batch", of("batch=32"), 2, 0.1)
+    recorded(tmp_path / "runs" / "other_version", its_twin, 3, 0.1, version="0.0.1")
+    recorded(tmp_path / "runs" / "running", its_twin, 4, 0.1, outcome="running")
+    (tmp_path / "runs" / "notes").mkdir()
+    (tmp_path / "runs" / "text.txt").write_text("no folder")
+    recorded(tmp_path / "runs" / "broken", its_twin, 5, 0.1)
+    (tmp_path / "runs" / "broken" / "config.json").write_text("{")
+    found = twin.figures(its_twin, own, "accuracy")
+    assert found == [twin.Figure(0, 0.5, None), twin.Figure(1, 0.7, 30.0)]  # what was trained beside counts
+
+
+def test_lines_of_results_are_found_by_their_digest(tmp_path, monkeypatch):
+    its_twin = of()
+    config = its_twin.config.copy_and_resolve_references()
+    config.seed = 3
+    right = {"changes": {"seed": 3}, "outcome": "finished", "config": digest.identity(config).digest}
+    right |= {"figures": {"hardened_accuracy": 0.9, "accuracy": 0.8}, "versions": {"nmjax": "0.1.0"}}
+    wrong = [right | {"config": "0" * 12}, right | {"outcome": "diverged: loss"}]
+    (tmp_path / "twins.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*wrong, right]))
+    monkeypatch.setattr(twin, "RESULTS", tmp_path / "twins.jsonl")
+    assert twin.figures(its_twin, tmp_path / "runs" / "own", "accuracy") == [twin.Figure(3, 0.9, None)]
+
+
+def test_the_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(twin, "RESULTS", tmp_path / "none.jsonl")
+    own, its_twin = tmp_path / "runs" / "own", of()
+    say = lambda: twin.worth(its_twin, own, "accuracy", {"hardened_accuracy": 0.978, "accuracy": 0.979}, [200.0, 146.0])
+    assert say() == (
+        "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: --with_twin "
+        "trains it"
+    )
+    recorded(own / "twin", its_twin, 0, 0.98, rates=[97.0] * 10)
+    (own / "metrics.jsonl").write_text(
+        "".join(json.dumps({"per_second": 100.0, "kind": "train"}) + "\n" for _ in range(10))
+    )
+    assert say() == "97.80% hardened, 0.73 of the dense FLOPs, 0.97 of the time of dense; dense 98.00% (1 seed)"
+    for seed, accuracy in ((1, 0.982), (2, 0.99)):
+        recorded(tmp_path / "runs" / str(seed), its_twin, seed, accuracy)
+    error = math.sqrt(sum((a - 0.984) ** 2 for a in (0.98, 0.982, 0.99)) / 2 / 3)
+    assert say().endswith(f"dense 98.40% ± {error:.2%} (3 seeds)")
+    assert twin.worth(None, own, "accuracy", {"accuracy": 1.0}, [1.0, 1.0]) == ""
+    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 2.0])  # the runs of the twin have no loss
+    assert loss.startswith("1.5000, 1.00 of the dense FLOPs; no run of")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config=configs/vit_dense.py:smoke"], "names no twin. Write --config.twin=PAGE"),
+        ([f"--config={VIT}", "--mode=plan"], "goes without --sweep, --sweep_index and --mode"),
+        ([f"--config={VIT}", "--sweep"], "goes without --sweep, --sweep_index and --mode"),
+        ([f"--config={VIT}", "--config.twin=configs/vit_dens.py"], "Did you mean configs/vit_dense.py"),
+    ],
+)
+def test_what_has_no_twin_is_refused(words, said):
+    with pytest.raises(Mistake, match=said) as caught:
+        command.carry_out(command.read(["launch.py", "--with_twin", *words]), "")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_twin_is_trained_first_and_compared_with(tmp_path, capsys):
+    words = ["launch.py", f"--config={VIT}", f"--workdir={tmp_path / 'run'}", "--with_twin"]
+    command.main(words, "")
+    about, beside = (
+        json.loads((folder / "run.json").read_text()) for folder in (tmp_path / "run", tmp_path / "run/twin")
+    )
+    assert (about["outcome"], beside["outcome"]) == ("finished", "finished")
+    share = about["flops"][1] / about["flops"][0]
+    score, dense = about["figures"]["hardened_accuracy"], beside["figures"]["hardened_accuracy"]
+    assert about["worth"] == f"{score:.2%} hardened, {share:.2f} of the dense FLOPs; dense {dense:.2%} (1 seed)"
+    assert about["worth"] in (tmp_path / "run" / "report.html").read_text()
+    assert re.search(r"in short +\d", capsys.readouterr().out)
+    before = files.lines(tmp_path / "run/twin/metrics.jsonl")
+    command.main(words, "")  # again: both are finished
+    assert capsys.readouterr().out.count("finished already") == 2
+    assert files.lines(tmp_path / "run/twin/metrics.jsonl") == before

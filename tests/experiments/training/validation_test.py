@@ -1,0 +1,126 @@
+"""The validation split: no step sees it, it decides what is the best, and the test split is scored at the end."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import command, files
+from experiments.data import images, validation
+from experiments.errors import Mistake
+from experiments.training import modes, tasks
+from experiments.training.checkpoints import Checkpoints
+from tests.experiments.runs import as_people_run_it as as_people_run_it, program
+
+
+def read(*words: str):
+    return command.read(["launch.py", *words]).config
+
+
+def train(workdir, *words: str) -> list[dict]:
+    """Train a run here, and return the lines of its metrics."""
+    run = modes.Run("small", read(*words), workdir)
+    modes.carry_out("train", [run], "python launch.py --workdir=run")
+    return files.lines(workdir / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.25, 0.9])
+def test_every_class_gives_its_share(share):
+    labels = images.load("digits").train[1]
+    train, held_out = validation.positions(labels, share)
+    assert sorted([*train, *held_out]) == list(range(len(labels)))
+    assert len(held_out) == (max(1, round(share * len(labels))) if share else 0)
+    for digit in range(10):
+        count = np.sum(labels == digit)
+        assert abs(np.sum(labels[held_out] == digit) - share * count) <= 1
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [(-0.1, "is no share: write a number from 0 to below 1"), (1.0, "is no share"), (0.9999, "no training data")],
+)
+def test_shares_that_leave_nothing_are_refused(share, said):
+    with pytest.raises(Mistake, match=said):
+        tasks.task(read("--config=configs/vit_dense.py:smoke", f"--config.data.validation={share}"))
+
+
+def test_no_batch_holds_an_image_of_the_validation_split():
+    made = program("configs/vit_dense.py:smoke", "--config.data.crop=0", "--config.data.smoothing=0")
+    task, whole = made.task, images.load("digits").train[0].astype(np.float32)
+    means, deviations = task.mean, task.std
+    seen = set()
+    [arrays] = [next(iter(task.feed(0, 0, made.mesh)))]
+    batch = jax.jit(lambda step: task.batch(arrays, 0, step, made.mesh)[0])
+    for step in range(task.examples // 16 + 1):  # an epoch
+        pixels = np.rint((np.asarray(batch(step)) * deviations + means) * 255)
+        seen |= {image.astype(np.uint8).tobytes() for image in pixels}
+    held_out, test = ({x.tobytes() for x in task.splits[name][0]} for name in ("validation", "test"))
+    assert len(seen) == task.examples == len(whole) - 144
+    assert not seen & held_out
+    assert not seen & test
+    assert not held_out & test
+
+
+def test_no_window_holds_a_token_of_the_validation_split():
+    task = tasks.task(read("--config=configs/gpt_dense.py:smoke"))
+    whole = task.set.train
+    at = len(whole) - round(0.1 * len(whole))
+    np.testing.assert_array_equal(task.train, whole[:at])
+    np.testing.assert_array_equal(task.windows["validation"][0], whole[at : at + 33])
+    np.testing.assert_array_equal(task.windows["test"][0], task.set.test[:33])
+
+
+SMALL = ["--config=configs/vit_24.py:smoke", "--config.steps=12", "--config.evaluate=2", "--config.measure=0"]
+
+
+@pytest.mark.slow
+def test_the_best_of_validation_and_the_last_are_scored_on_the_test_split(tmp_path):
+    """A rate that explodes makes an early step the best."""
+    words = ["--config=configs/gpt_24.py:smoke", *SMALL[1:], "--config.data.windows=20", "--config.ema=0.5"]
+    words += ["--config.learning_rate.peak=3", "--config.learning_rate.shape=constant", "--config.clip=0"]
+    lines = train(tmp_path / "run", *words)
+    evaluations = {line["step"]: line["hardened_loss"] for line in lines if line["kind"] == "eval"}
+    best, last = [line for line in lines if line["kind"] == "test"]
+    assert last["step"] == 12
+    assert best["step"] == min(evaluations, key=evaluations.get) < 12
+    made = modes.make_program(read(*words))
+    with contextlib.closing(Checkpoints(tmp_path / "run")) as checkpoints:
+        for line, of_best in ((best, True), (last, False)):
+            step, state, _ = checkpoints.restore(made.shapes, best=of_best)
+            wanted = made.evaluate(state, "test")
+            assert (step, {name: line[name] for name in wanted}) == (line["step"], pytest.approx(wanted))
+            assert made.evaluate(state, "validation")["hardened_loss"] == pytest.approx(evaluations[step])
+
+
+@pytest.mark.slow
+def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
+    words = [
+        *SMALL,
+        "--config.learning_rate.peak=0",
+        "--config.stop=4",
+    ]  # a rate of 0: the first evaluation is the best
+    lines = train(tmp_path / "run", *words)
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [2, 4, 6]
+    assert [line["step"] for line in lines if line["kind"] == "test"] == [2, 6]
+    checkpoints = sorted(int(path.stem) for path in (tmp_path / "run" / "checkpoints").glob("*.json"))
+    assert checkpoints[-1] == 6
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:  # killed after the last checkpoint, before it is finished
+        patch.setattr("experiments.training.loop.Loop.finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "again", *words)
+    again = train(tmp_path / "again", *words)
+    number = lambda line: {name: value for name, value in line.items() if name != "seconds"}
+    stable = lambda lines: [number(line) for line in lines if line["kind"] in ("eval", "test")]
+    assert stable(again) == stable(lines)
+
+
+def test_runs_side_by_side_do_not_stop_early(tmp_path):
+    config = read(*SMALL, "--config.stop=4")
+    runs = [modes.Run(name, config, tmp_path / name) for name in "ab"]
+    with pytest.raises(Mistake, match="config.stop='4': runs side by side end together. Leave out --seeds_at_once"):
+        modes.carry_out("train", runs, "python launch.py --sweep")
