@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 MEMORY = {  # field of a line of metrics -> what it is
-    "device_memory": "the most memory of a device that was in use",
-    "process_memory": "the most memory of the process that was resident, because the backend does not tell a device's",
+    "device_memory": "of the fullest device",
+    "process_memory": "of the process",  # the backend does not tell that of a device
 }
 
 # Peaks of dense products in TFLOP/s: of 16-bit operands, and of float32 operands, which XLA rounds to TF32 on these

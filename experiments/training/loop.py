@@ -269,7 +269,7 @@ class Loop:
         if self.meter.first is not None:
             rows.append(("first step", f"after {self.meter.first - self.began:.1f} s"))
         rows += [
-            ("peak memory", f"{number(peak)}B, {device.MEMORY[name]}") for name, peak in device.peak_memory().items()
+            ("peak memory", f"{number(peak)}B {device.MEMORY[name]}") for name, peak in device.peak_memory().items()
         ]
         return rows
 

@@ -107,7 +107,7 @@ class Profile:
             return
         self._write(traces[-1], arrays)
         self.screen.line(
-            f"--profile: {_steps(self.first or 0, self.steps)} are traced. The report will show where the time went. "
+            f"--profile: traced {_steps(self.first or 0, self.steps)}. The report will show where the time went. "
             f"Open {self.folder}/scopes.json.gz at https://ui.perfetto.dev, or pip install xprof and run xprof "
             f"--logdir={self.folder}."
         )

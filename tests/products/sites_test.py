@@ -68,7 +68,7 @@ def test_words_do_not_change_between_versions():
     assert sites.site_words(jax.random.key(0), "blocks/0/mlp/up").tolist() == GOLDEN
 
 
-GOLDEN = [2776127469, 4185689343]
+GOLDEN = [2258516257, 2460437209]
 
 
 def test_refusals_name_every_slot():

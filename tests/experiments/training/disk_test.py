@@ -103,14 +103,15 @@ def test_a_run_whose_large_files_are_refused_ends_in_a_sentence(tmp_path):
 def test_a_save_that_failed_is_not_the_failure_of_the_next_one(tmp_path, capfd):
     told = []
     checkpoints = Checkpoints(tmp_path, told.append)
+    states = {step: small(step) for step in (1, 2, 3)}  # compiled, and kept in JAX's cache, while there is room
     with largest(100):
         for step in (1, 2):
-            checkpoints.save(step, small(step), [], best=False)
+            checkpoints.save(step, states[step], [], best=False)
             checkpoints.wait()
     assert [text.partition(":")[0] for text in told] == [
         f"The checkpoint of step {step} could not be written" for step in (1, 2)
     ]
-    checkpoints.save(3, small(3), [], best=False)
+    checkpoints.save(3, states[3], [], best=False)
     checkpoints.close()
     assert checkpoints.lost is None
     assert Checkpoints(tmp_path).restore(shapes()).step == 3
@@ -118,9 +119,9 @@ def test_a_save_that_failed_is_not_the_failure_of_the_next_one(tmp_path, capfd):
 
 
 def test_closing_after_a_save_that_failed_raises_nothing(tmp_path):
-    checkpoints = Checkpoints(tmp_path, lambda _: None)
+    checkpoints, state = Checkpoints(tmp_path, lambda _: None), small(1)
     with largest(100):
-        checkpoints.save(1, small(1), [], best=False)
+        checkpoints.save(1, state, [], best=False)
         checkpoints.close()
     assert checkpoints.lost is not None
 

@@ -49,7 +49,7 @@ def test_the_trace_is_where_the_screen_says_and_holds_the_steps(runs):
     _, traced, printed = runs
     said = [text for text in printed if text.startswith("--profile")]
     assert said[0] == "--profile: steps 5 to 7 will be traced."
-    assert said[1].startswith("--profile: steps 5 to 7 are traced. ")
+    assert said[1].startswith("--profile: traced steps 5 to 7. ")
     path = re.search(r"Open (\S+) at https://ui.perfetto.dev", said[1])[1]
     with gzip.open(path) as file:  # Chrome's format, which Perfetto reads
         scopes = {(event.get("cat"), event["name"]) for event in json.load(file)["traceEvents"]}

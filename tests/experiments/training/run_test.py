@@ -48,16 +48,17 @@ def test_every_page_plans_and_takes_a_step(page):
 
 
 @pytest.mark.parametrize(
-    ("page", "parameters", "classes"),
+    ("page", "parameters"),
     [
-        ("configs/resnet50_imagenet.py", 25_557_032, ()),
-        ("configs/vitb_imagenet.py", 86_567_656, ()),
-        ("configs/gpt2_124m.py", 124_439_808 + (50304 - 50257) * 768, ("name=pydoc", "tokenizer=bytes")),
+        ("configs/resnet50_imagenet.py", 25_557_032),
+        ("configs/vitb_imagenet.py", 86_567_656),
+        ("configs/gpt2_124m.py", 124_439_808 + (50304 - 50257) * 768),
     ],
 )
 @pytest.mark.slow
-def test_the_papers_sizes_plan(page, parameters, classes):
-    made = program(page, *(f"--config.data.{change}" for change in classes))
+def test_the_papers_sizes_plan(page, parameters):
+    """Their data need not be there."""
+    made = program(page)
     assert made.plan.parameters == parameters
     assert 0.4 < made.plan.training[1] / made.plan.training[0] < 0.95
 
