@@ -298,7 +298,7 @@ def take(rows: jax.Array, epoch: jax.Array, index: jax.Array, seed) -> tuple[jax
     index.
 
     >>> take(jnp.arange(100, 120).reshape(-1, 4), jnp.array([0, 0, 1]), jnp.array([0, 1, 0]), seed=0)[0].tolist()
-    [[103, 104, 105, 106], [107, 108, 109, 110], [102, 103, 104, 105]]
+    [[102, 103, 104, 105], [106, 107, 108, 109], [101, 102, 103, 104]]
     """
     length = rows.shape[1]
     key = jnp.stack([jnp.uint32(length), jnp.asarray(seed).astype(jnp.uint32)])
