@@ -81,7 +81,7 @@ def test_numbers_are_sent_with_their_steps_and_the_end_with_its_outcome(tmp_path
     run = made(tmp_path / "mine", tell=told.append)
     run.write("sparsity", 0, density={"blocks/up": 0.5, "head": 1.0})
     run.write("train", 1, loss=2.5)
-    run.keep([("best loss", "2.5000")], {"loss": 2.5}, {})
+    run.keep([("best loss", "2.5000")], "", {"loss": 2.5}, {})
     run.close("finished")
     id = json.loads((tmp_path / "mine" / "run.json").read_text())["sent"]["wandb"]
     config = {"seed": 3, "data.name": "digits", "data.crop": 1}
@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_does_so_where_it_was(tmp_path, sent):
     first, on, anew = (line[1]["id"] for line in sent() if line[0] == "init")
     assert first == on != anew
     nothing = digest.identity(ConfigDict())
-    record.Record(tmp_path / "mine", nothing, {}, Plan((), 0, (), 0)).close("failed")  # it sends nothing
+    record.Record(tmp_path / "mine", nothing, {"name": "x"}, Plan((), 0, (), 0)).close("failed")  # it sends nothing
     assert json.loads((tmp_path / "mine" / "run.json").read_text())["sent"] == {"wandb": anew}
 
 
@@ -209,7 +209,7 @@ place, sink = pathlib.Path(sys.argv[1]), sys.argv[2]
 place.mkdir()
 for begin, end, outcome in ((0, 3, "interrupted"), (3, 5, "finished")):
     config = digest.identity(ConfigDict({"seed": 3, "data": {"crop": 1}}))
-    run = record.Record(place, config, {}, Plan((), 0, (), 0), sink=sink)
+    run = record.Record(place, config, {"name": "x"}, Plan((), 0, (), 0), sink=sink)
     run.begin(begin)
     for step in range(begin, end):
         run.write("train", step + 1, loss=step / 4)

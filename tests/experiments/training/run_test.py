@@ -16,7 +16,7 @@ from flax import nnx
 from experiments import command, files, pages
 from experiments.bench import train as bench
 from experiments.errors import Failed, Mistake
-from experiments.training import image, settings
+from experiments.training import image, settings, tasks
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import (
     as_people_run_it as as_people_run_it,
@@ -217,13 +217,18 @@ def test_measures_by_layer():
         ("vit_24", "model.patch=3", "the model: patch must divide image"),
         ("vit_24", "dtype=float16", "config.dtype"),
         ("gpt_sste", "data.length=1000000", "longer text"),
-        ("gpt_sste", "data.name=absent.txt", "absent.txt"),
         ("gpt_sste", "data.tokenizer=absent.json", "absent.json"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(page, change, said):
     with pytest.raises(Mistake, match=said) as caught:
         program(f"configs/{page}.py:smoke", f"--config.{change}")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_data_are_one_line():
+    with pytest.raises(Mistake, match="absent.txt") as caught:
+        tasks.task(command.read(["launch.py", "--config=configs/gpt_sste.py", "--config.data.name=absent.txt"]).config)
     assert "\n" not in str(caught.value)
 
 
@@ -263,7 +268,7 @@ def test_a_run_shows_what_it_does(finished):
         "16 = 4 devices x 4",
         "4 steps",
         "effective",
-        "fwd_rhs=ste(soft(2,4))",
+        "6 of 8 layers 2:4",
         "step 4/4",
     ):
         assert part in said
@@ -330,7 +335,7 @@ def test_a_finished_run_is_evaluated_from_its_checkpoint(finished):
     workdir, _ = finished
     said = launch(f"--workdir={workdir}", "--mode=eval").stdout
     last = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()][-1]
-    assert f"last, step 4: accuracy {last['accuracy']:.2%}, hardened {last['hardened_accuracy']:.2%}" in said
+    assert f"last, step 4, test: accuracy {last['accuracy']:.2%}, hardened {last['hardened_accuracy']:.2%}" in said
     assert "best, step" in said
 
 
