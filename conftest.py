@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_are_freed():
-    """Free compiled programs before they take all mappings of memory: Linux allows 65,530, and then LLVM aborts."""
+    """Free compiled programs before there are too many memory mappings: Linux allows 65,530, then LLVM aborts."""
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:

@@ -54,7 +54,7 @@ def image(data: str) -> ConfigDict:
     c.data = dict(
         name="digits",  # digits, mnist, fashion_mnist, cifar10, folder, a file .npz, or module:name
         dir="",  # the folder that is searched first
-        validation=0.1,  # share of the training images that are kept for evaluation; 0: the test images are used
+        validation=0.1,  # share of the training images that is kept for evaluation; 0: the test images are used
         crop=1,  # random shift by up to so many pixels; 0: none
         flip=False,  # random mirroring
         mixup=0.0,  # alpha of mixup; 0: none

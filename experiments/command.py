@@ -99,7 +99,7 @@ def _check(asked: "Asked") -> None:
         flag = "--sweep" if asked.sweep else f"--mode={mode}"
         raise Mistake(f"--profile={asked.profile} needs a single run that trains: leave out {flag}.")
     if asked.with_twin and (mode != "train" or asked.sweeping):
-        raise Mistake("--with_twin trains one run and its twin: it goes without --sweep, --sweep_index and --mode.")
+        raise Mistake("--with_twin trains one run and its twin: leave out --sweep, --sweep_index and --mode.")
     if asked.with_twin and not asked.config.get("twin"):
         raise Mistake(f"--with_twin: {asked.page} names no twin. Write --config.twin=PAGE.")
     if asked.sink:

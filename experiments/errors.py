@@ -8,7 +8,7 @@ class Mistake(Exception):
 
 
 class Missing(Mistake):
-    """The data of a run are in none of the places where they were looked for."""
+    """The data of a run are not in any of the places that were searched."""
 
 
 class Taken(Mistake):

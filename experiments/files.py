@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from experiments.errors import Failed, Mistake
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the part of it that a person may use
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the quota of the user is full
 UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)  # some shared file systems have no locks
 
 
@@ -33,14 +33,14 @@ def writable(workdir: Path) -> Iterator[None]:
 
 def replace(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all. It is on the disk when this returns."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another machine may have a process of the same id
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another machine may have the same process id
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(draft, path)
     except OSError as error:
-        error.filename = str(path)  # an error of writing, as by a full disk, names no file
+        error.filename = str(path)  # an error while writing, such as a full disk, names no file
         raise
     finally:
         draft.unlink(missing_ok=True)
@@ -65,10 +65,10 @@ def write_whole(file: BinaryIO, data: bytes, size: int) -> None:
 
 
 def append(path: Path, new: Callable[[list[dict]], Iterable[dict]]) -> None:
-    """Append JSON lines to a file, all or none of them. The file is locked meanwhile, where the file system has locks.
+    """Append JSON lines to a file, all or none of them. The file is locked during this, if the file system has locks.
 
     Args:
-      path: The file. A last line that was cut off, as by a killed process, stays a line of its own.
+      path: The file. A last line that was cut off, for example by a killed process, stays a line of its own.
       new: Returns the lines to append, given those that are there.
 
     Raises:

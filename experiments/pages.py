@@ -1,4 +1,4 @@
-"""Pages of settings: Python files with a function get_config(). What is wrong with them is refused in one line."""
+"""Pages of settings: Python files with a function get_config(). Their mistakes are reported in one line."""
 
 import contextlib
 import difflib
@@ -34,7 +34,7 @@ def load(page: str) -> ConfigDict:
     importable(Path(file).parent.resolve())
     module = _module(file)
     if not hasattr(module, "get_config"):
-        raise Mistake(f"{file} is no page of settings: it has no function get_config(variant='').")
+        raise Mistake(f"{file} is not a page of settings: it has no function get_config(variant='').")
     with _its_own(file):
         return module.get_config(variant) if variant else module.get_config()
 
@@ -67,7 +67,7 @@ def _module(file: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _its_own(file: str) -> Iterator[None]:
-    """Turn what goes wrong in a page into a `Mistake` with the page's line."""
+    """Turn an error in a page into a `Mistake` with the line of the page."""
     try:
         yield
     except Mistake:

@@ -32,7 +32,7 @@ class Member(NamedTuple):
     """One run of a sweep."""
 
     name: str  # says in full what this run changes
-    folder: str  # its directory, a name that no shell needs in quotes
+    folder: str  # its directory, a name that needs no quotes in a shell
     changes: dict[str, Any]
     config: ConfigDict
     identity: Identity
@@ -66,7 +66,7 @@ def members(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
     taken: set[str] = set()
     for number, member in enumerate(runs):
         folder = member.folder
-        if folder.lower() in taken:  # in lower case, because some file systems do not tell cases apart
+        if folder.lower() in taken:  # in lower case, because some file systems ignore case
             folder = f"{folder}-{_digest(member.name)}"
         taken.add(folder.lower())
         runs[number] = member._replace(folder=folder)
@@ -82,7 +82,7 @@ def _member(config: ConfigDict, change: dict[str, Any], named_by: list[str]) -> 
 
 
 def folder(name: str) -> str:
-    """Return a name of a directory that no shell needs in quotes: letters, digits and ``._=+-``.
+    """Return a name of a directory that needs no quotes in a shell: letters, digits and ``._=+-``.
 
     >>> folder("blocks=mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4),seed=0")
     'blocks=mdgf-2-4-linear-1-0-30pct-drhs_g=mvue-2-4-seed=0'
@@ -129,7 +129,7 @@ def run(
       train: `train(members, program)` trains runs side by side. It returns the signal that told it to stop when no
         step was left.
       results: A file that gets a line for each finished run too.
-      labels: The tags and the note that runs get, also those that are done.
+      labels: The tags and the note that all runs get, also finished ones.
 
     Raises:
       Failed: At the end, if runs failed, or if other processes write to them. It names them.

@@ -22,11 +22,11 @@ FLAGS = {  # flag -> (its values, what it does)
     "sweep_index": ("I", "train, or with --mode=plan plan, run number I of the sweep alone"),
     "seeds_at_once": ("N", "train N runs of the sweep that differ only in their seed side by side"),
     "results": ("FILE", "append a line for every run of the sweep that finished or diverged"),
-    "with_twin": ("", "first train the run that config.twin names, to compare with, in the folder twin of the run"),
-    "profile": ("STEPS", "trace so many steps, and show in the report where their time went"),
+    "with_twin": ("", "first train the twin (config.twin), to compare with, in the folder twin of the run"),
+    "profile": ("STEPS", "trace this many steps, and show in the report where the time went"),
     "sink": ("wandb|trackio|mlflow", "send the numbers to this service too"),
     "tag": ("NAME[,NAME]", "give the run these tags, which its report and the index of runs show"),
-    "note": ("TEXT", "give the run a note, which they show too"),
+    "note": ("TEXT", "give the run a note, which its report and the index show too"),
     "distributed": ("auto|off|HOST:PORT,N,I", "make several processes one run; off: each is a run of its own"),
 }
 

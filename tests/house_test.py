@@ -77,12 +77,12 @@ LATE = {
     },
     "nmjax/pruners/schedules.py": {"optax"},  # takes longer to import than all of nmjax
     "experiments/command.py": {"jax", "experiments.training"},  # a mistake in the command is told without JAX
-    "experiments/training/events.py": {"tensorboardX", "tensorboardX.proto"},  # a plan does without it
+    "experiments/training/events.py": {"tensorboardX", "tensorboardX.proto"},  # a plan does not need it
     "experiments/training/checkpoints.py": {"orbax.checkpoint"},  # takes two seconds, and a plan does without it
     "experiments/report/pictures.py": {"PIL"},  # a report without pictures does without it
     "experiments/report/curves.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},  # slow to import
     "experiments/report/dots.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},
-    "experiments/scale/address.py": {"jax._src"},  # a mistake is told without JAX
+    "experiments/scale/address.py": {"jax._src"},  # a mistake is reported without JAX
     "experiments/scale/processes.py": {"jax", "jax._src", "jax.experimental"},  # a mistake is told without JAX
     "experiments/scale/sinks.py": {"wandb", "trackio", "mlflow"},  # each is there only where somebody installed it
     "experiments/data/images.py": {"PIL"},  # digits do without it

@@ -1,4 +1,4 @@
-"""Published data sets, fetched: continued where a download broke off, and checked by size and MD5."""
+"""Fetches published data sets. A download continues where it broke off, and is checked by its size and MD5."""
 
 import fcntl
 import hashlib
@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 
 from experiments.errors import Failed, Mistake
 
-TRIES = 3  # without a byte gained, before a file is given up
+TRIES = 3  # in a row without a new byte, before a file is given up
 WAIT = 1.0  # seconds between tries
 TIMEOUT = 30.0  # seconds without an answer
 
@@ -30,7 +30,7 @@ class File(NamedTuple):
 
 
 class Published(NamedTuple):
-    """The files of a data set, the folder that they belong into, and the addresses that have them."""
+    """The files of a data set, the folder in which nmjax looks for them, and the addresses that have them."""
 
     folder: str
     addresses: tuple[str, ...]
@@ -95,7 +95,7 @@ def get(name: str, dir: str | Path, show: Show) -> Path:
 
 
 def fetch(addresses: list[str], file: File, path: Path, show: Show) -> None:
-    """Fetch a file into PATH.part, check it, and rename it. Nothing is done if it is there already."""
+    """Fetch a file into PATH.part, check it, and rename it. If the file exists already, only check it."""
     if path.exists():
         _refuse_another(file, path)
         show(file.name, file.size, file.size)
@@ -121,7 +121,7 @@ def _refuse_another(file: File, path: Path) -> None:
         with path.open("rb") as there:
             if _md5(there) == file.md5:
                 return
-    raise Mistake(f"{path} is there, and is not the published file. Remove it, or give another folder by --dir.")
+    raise Mistake(f"{path} exists, but is not the published file. Remove it, or give another folder by --dir.")
 
 
 def _md5(file: BinaryIO) -> str:
@@ -129,7 +129,7 @@ def _md5(file: BinaryIO) -> str:
 
 
 def _fill(addresses: list[str], file: File, out: BinaryIO, show: Show) -> None:
-    """Append what is missing of a file, from one address after another, as long as bytes arrive."""
+    """Append the missing bytes of a file. Try one address after another, as long as bytes arrive."""
     stuck = 0
     while (before := out.seek(0, os.SEEK_END)) != file.size:
         address = addresses[stuck % len(addresses)]
@@ -145,7 +145,7 @@ def _fill(addresses: list[str], file: File, out: BinaryIO, show: Show) -> None:
 
 
 def _append(address: str, file: File, out: BinaryIO, show: Show) -> None:
-    """Append what an address gives of a file from the end of `out` on. If it gives all of it, begin again."""
+    """Append the rest of a file from an address to `out`. If the address sends the whole file, begin again."""
     start = out.seek(0, os.SEEK_END)
     if start > file.size:
         out.truncate(start := 0)
@@ -154,7 +154,7 @@ def _append(address: str, file: File, out: BinaryIO, show: Show) -> None:
         request.add_header("Range", f"bytes={start}-")
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
         if start and not (answer.status == 206 and answer.headers["Content-Range"].startswith(f"bytes {start}-")):
-            out.truncate(start := 0)  # it knows no ranges, and gives the whole file
+            out.truncate(start := 0)  # the server ignores ranges, and sends the whole file
         length = answer.headers["Content-Length"]
         if length is not None and start + int(length) != file.size:
             raise OSError(f"it is {start + int(length):,} bytes long, not {file.size:,}")
@@ -167,7 +167,7 @@ def _append(address: str, file: File, out: BinaryIO, show: Show) -> None:
             show(file.name, start, file.size)
     out.flush()
     if start < file.size:
-        raise OSError("it broke off")
+        raise OSError("the download broke off")
 
 
 def _reason(addresses: list[str], file: File, kept: int, error: Exception) -> str:
@@ -176,6 +176,6 @@ def _reason(addresses: list[str], file: File, kept: int, error: Exception) -> st
     why = getattr(why, "strerror", None) or why
     again = f"{kept:,} of {file.size:,} bytes are kept, and the same command continues" if kept else "try again later"
     return (
-        f"cannot fetch {file.name} from {hosts} ({why}): {again}; without a network, copy the file here from a machine "
-        "that has one."
+        f"cannot fetch {file.name} from {hosts} ({why}): {again}. On a machine without a network, copy the file "
+        "from another machine."
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.errors import Missing, Mistake
 
-ABSENT = "the data are not there, and a plan does without them"  # a note of tasks
+ABSENT = "the data are missing; a plan does not need them"  # a note of tasks
 
 
 def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str | Path] = (), how: str = "") -> Path:

@@ -1,6 +1,6 @@
 """Folders of images by class, streamed through grain.
 
-They lie as ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` (or test/), or as ``CLASS/*.jpg`` without a test split.
+The files are ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` (or test/), or ``CLASS/*.jpg`` without a test split.
 """
 
 import itertools
@@ -25,7 +25,7 @@ _ROW = 100  # so many unreadable files in a row are refused, because more than a
 class Folder(NamedTuple):
     """The files of a folder of images, with their labels. Classes are numbered in the order of their names.
 
-    The val split is what the others call the test split. `note` says where it comes from, if it is not the folder val.
+    The val split is the test split of a run. `note` says where it comes from, if it is not the folder val.
     """
 
     train: list[str]
@@ -198,7 +198,7 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
             box = (left * x, top * y, (left + width) * x, (top + height) * y)
             rgb = image if image.mode == "RGB" else image.convert("RGB")
             return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
-    except Exception as e:  # Pillow's decoders raise anything
+    except Exception as e:  # Pillow's decoders may raise any error
         raise Unreadable(
             f"{file} cannot be read as an image ({str(e)[:200]}). Replace or remove it, or skip such files by "
             "--config.data.skip=true."

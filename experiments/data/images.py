@@ -187,7 +187,7 @@ def _jpegscan(path: Path):
         for i, (end, length) in enumerate(zip(ends, lengths, strict=True)):
             try:
                 image = Image.open(io.BytesIO(header + scans[end - length : end]), formats=("JPEG",))
-                if image.size != (32, 32):  # asked before the pixels take memory
+                if image.size != (32, 32):  # checked before the pixels take memory
                     raise ValueError(f"it is {image.size[0]} x {image.size[1]}, not 32 x 32")
                 images[i] = np.asarray(image)
             except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:

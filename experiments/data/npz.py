@@ -1,4 +1,4 @@
-"""Images of one's own in an ``.npz``: arrays x and y, and x_test and y_test where the file has a test split."""
+"""Your own images in an ``.npz`` file: arrays x and y, and x_test and y_test if the file has a test split."""
 
 from pathlib import Path
 
@@ -8,17 +8,18 @@ from experiments.data import reading, validation
 from experiments.errors import Mistake
 
 _NAMES = ("x", "y", "x_train", "y_train", "x_test", "y_test")
-_ASKED = "An image set has x (images) and y (labels), or x_train and y_train; and may have x_test and y_test."
+_ASKED = "An image set has x (images) and y (labels), or x_train and y_train. It may also have x_test and y_test."
 
 
 def read(path: Path):
     """Return (images, labels) of the training set and of the test set, and a note on how they were made.
 
-    Images are uint8, whole numbers from 0 to 255, or floats from 0 to 1, which become 8 bits. They lie as (n, height,
-    width) or (n, height, width, channels). Without x_test, an evenly spaced tenth of the images is the test split.
+    Images are uint8, whole numbers from 0 to 255, or floats from 0 to 1, which become 8 bits. Their shape is
+    (n, height, width) or (n, height, width, channels). Without x_test, an evenly spaced tenth of the images is the test
+    split.
 
     Raises:
-      Mistake: The file cannot be read, or its arrays are not clear.
+      Mistake: The file cannot be read, or it is not clear what its arrays mean.
     """
     found = reading.arrays(path, (), _NAMES)
     own = [name for name in ("x", "x_train") if name in found]
@@ -71,6 +72,6 @@ def _pixels(path: Path, splits: dict[str, np.ndarray]) -> tuple[list[np.ndarray]
     if low >= 0 and 1 < high <= 255 and all((x == np.rint(x)).all() for x in every):
         return [x.astype(np.uint8) for x in every], []
     raise Mistake(
-        f"{path}: its images are {every[0].dtype} from {low:g} to {high:g}, and it is not clear which of them is black "
-        "and which white. Save uint8, whole numbers from 0 to 255, or floats from 0 to 1."
+        f"{path}: its images are {every[0].dtype} from {low:g} to {high:g}, and it is not clear which value is black "
+        "and which is white. Save uint8, whole numbers from 0 to 255, or floats from 0 to 1."
     )

@@ -1,4 +1,4 @@
-"""Files of data, read within limits: what a file says of its size is checked before memory is taken."""
+"""Files of data, read within limits: the size that a file claims is checked before memory is allocated."""
 
 import math
 import os
@@ -21,12 +21,12 @@ def opened(path: str | Path) -> BinaryIO:
     """Open a file for reading. Named pipes, devices and folders are refused: reading them may never end.
 
     Raises:
-      OSError: It cannot be opened, or is no regular file.
+      OSError: It cannot be opened, or is not a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is opened at once too
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError("it is no regular file, but a folder, a named pipe or a device")
+        raise OSError("it is not a regular file, but a folder, a named pipe or a device")
     return os.fdopen(handle, "rb")
 
 
@@ -36,10 +36,10 @@ def most(path: str | Path) -> int:
 
 
 def whole(file: BinaryIO, limit: int) -> bytes:
-    """Return all bytes of a file that unpacks as it is read, if they are at most so many.
+    """Return all bytes of a file that unpacks as it is read.
 
     Raises:
-      OSError: They are more.
+      OSError: There are more than ``limit`` bytes.
     """
     parts, size = [], 0
     while part := file.read(1 << 20):
@@ -66,7 +66,7 @@ def arrays(path: Path, needed: Iterable[str], others: Iterable[str] = ()) -> dic
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             if missing := [name for name in needed if name not in members]:
                 held = ", ".join(list(members)[:20]) or "nothing"
-                raise Mistake(f"{path} has no {', '.join(missing)}, but {held}. It is another kind of file.")
+                raise Mistake(f"{path} has no {', '.join(missing)}, but {held}. It is a different kind of file.")
             wanted = {name: members[name] for name in (*needed, *others) if name in members}
             size = sum(info.file_size for info in wanted.values())
             if size > most(path):
@@ -74,7 +74,7 @@ def arrays(path: Path, needed: Iterable[str], others: Iterable[str] = ()) -> dic
             return {name: _array(archive, info, name) for name, info in wanted.items()}
     except Mistake:
         raise
-    except Exception as e:  # a damaged archive raises anything
+    except Exception as e:  # a damaged archive may raise any error
         raise Mistake(f"{path} cannot be read ({str(e)[:200]}). Copy the file again.") from e
 
 

@@ -221,7 +221,7 @@ def _tokenizer(name: str, dir: str | Path):
         reading.opened(path).close()
         words = Tokenizer.from_file(str(path))
     except Exception as e:  # the library raises no narrower class
-        raise Mistake(f"{path} is no JSON file of Hugging Face's tokenizers: {str(e)[:200]}") from e
+        raise Mistake(f"{path} is not a JSON file of Hugging Face's tokenizers: {str(e)[:200]}") from e
     words.no_truncation()
     words.no_padding()
     return path, words

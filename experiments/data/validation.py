@@ -36,7 +36,7 @@ def tokens(text: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
 def _count(size: int, share: float) -> int:
     """Return the number of validation examples: 0 for a share of 0, else at least 1."""
     if not 0 <= share < 1:
-        raise Mistake(f"config.data.validation={share} is no share: write a number from 0 to below 1, such as 0.1.")
+        raise Mistake(f"config.data.validation={share} is not a share: write 0 or a share below 1, such as 0.1.")
     count = max(1, round(size * share)) if share else 0
     if count >= size:
         raise Mistake(f"config.data.validation={share} leaves no training data: there are {size} examples.")

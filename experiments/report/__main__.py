@@ -14,8 +14,8 @@ def main(args: list[str] | None = None) -> int:
     """Write the page, print its path, and return the exit code. It is 2 if there is no run."""
     parser = argparse.ArgumentParser(
         "python -m experiments.report",
-        description="Make report.html of a run; compare.html and compare.md of several runs, or of a sweep; or "
-        "index.html of all runs below any other folder.",
+        description="Write report.html for a run, compare.html and compare.md for several runs or a sweep, or "
+        "index.html for all runs below any other folder.",
     )
     parser.add_argument("run", type=Path, metavar="DIR", nargs="+", help="the folder of a run, of a sweep, or of runs")
     parser.add_argument(
@@ -24,7 +24,7 @@ def main(args: list[str] | None = None) -> int:
         help="the config to compare with, by its name (default: the dense one, else the first)",
     )
     parser.add_argument(
-        "--to", type=Path, help="the folder of the page, but for report.html (default: the one that the runs lie in)"
+        "--to", type=Path, help="the folder for an index or a comparison (default: the folder that the runs lie in)"
     )
     options = parser.parse_args(args)
     try:

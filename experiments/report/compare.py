@@ -31,7 +31,7 @@ class Group(NamedTuple):
         return statistics.fmean(times) if times else None
 
     def memory(self, kind: str) -> float | None:
-        """Return the most bytes that a line of any run tells of a kind of memory; None if no run tells it."""
+        """Return the most bytes of a kind of memory in any line of any run; None if no line has it."""
         lines = [line for run in self.runs.values() for line in run.metrics.get("train", [])]
         return max((line[kind] for line in lines if line.get(kind)), default=None)
 
@@ -121,7 +121,7 @@ class Comparison(NamedTuple):
 
     metric: str
     others: list[str]  # the other metrics that all runs share
-    memory: str  # what the bytes of the rows are: "device_memory" or "process_memory"; "" if no run tells any
+    memory: str  # what the bytes of the rows are: "device_memory" or "process_memory"; "" if no run has any
     groups: list[Group]
     names: list[str]
     rows: list[Row]
@@ -207,7 +207,7 @@ def _shared(runs: list[Run], metric: str) -> list[str]:
 
 
 def _mean(values: Iterable[float]) -> tuple[float | None, float | None]:
-    """Return the mean of values over seeds, and its standard error; None for what they do not tell."""
+    """Return the mean of values over seeds, and its standard error; None where there are too few values."""
     values = list(values)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return (statistics.fmean(values) if values else None), error
@@ -285,7 +285,7 @@ SO_FAR = "If a process trains runs one after another, a later one shows at least
 
 
 def legend(comparison: Comparison) -> str:
-    """Return what the numbers of the table are, in words."""
+    """Return an explanation of the numbers in the table."""
     memory = [f"{MEMORY[comparison.memory]} {SO_FAR}"] if comparison.memory else []
     return " ".join([PLUS_MINUS, DIFFERENCES, *memory])
 

@@ -92,7 +92,7 @@ def _curves(comparison: compare.Comparison) -> str:
         if runs:
             colour, dash = _style(n)
             curves.append(cv.banded(runs, name, colour=colour, dash=dash, width=1.8, label=labels[n]))
-    words = "Means over seeds. The bands reach from the least to the largest."
+    words = "Means over seeds. The bands reach from the smallest to the largest value."
     return _figure("compared", comparison, curves, words)
 
 

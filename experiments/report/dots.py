@@ -134,7 +134,7 @@ def cloud(
     name: str, points: list[Point], edge: list[Point], *, alt: str, along: str, say: Callable[[float], str],
     best: Callable = max,
 ) -> str:  # fmt: skip
-    """Return an SVG element with many values by their costs. A dashed line joins those that no other one beats.
+    """Return an SVG element that plots many values by their costs. A dashed line joins those that no other value beats.
 
     Args:
       name: A name of the picture that is unique on its page.

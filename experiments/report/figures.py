@@ -32,14 +32,14 @@ USE = {  # of devices: the title, a function that writes a value, and what it is
         "The dense FLOPs of the model per second, as a share of the peak of the devices for dense products. "
         "On sparse tensor cores a 2:4 product can be faster than this peak.",
     ),
-    "device_memory": ("Peak memory of a device", in_bytes, "The most memory in use so far, of the fullest device."),
+    "device_memory": ("Peak memory of a device", in_bytes, "The most memory in use so far on the fullest device."),
     "process_memory": (
         "Peak memory of the process",
         in_bytes,
-        "The most memory that was resident so far, in all of the process. The backend does not tell a device's memory.",
+        "The most resident memory of the whole process so far. The backend does not report the memory of devices.",
     ),
 }
-SMOOTHED = " Smoothing: the faint line shows single values, the clear one the means of 50 bins of steps."
+SMOOTHED = " Smoothing: the faint line shows single values, the clear line shows the means of 50 bins of steps."
 DISTINCT = 8  # if there are more layers, their lines are grey and only the mean has a colour
 
 

@@ -1,4 +1,4 @@
-"""The index of all runs below a folder: a table to sort and to filter, and the frontier of every task."""
+"""The index of all runs below a folder: a table that can be sorted and filtered, and the frontier of every task."""
 
 import datetime
 import math
@@ -21,12 +21,12 @@ from experiments.report.words import duration, large, moment, number, percent, s
 MARKS = {"run.json", "metrics.jsonl", "run.lock"}  # a folder with one of these files is that of a run
 TWIN = "twin"  # the folder in a run's in which --with_twin trains its twin
 FIRST = ' aria-sort="descending"'  # the column by which rows are sorted at first
-FIELDS = 6  # so many fields that differ are shown of a run
+FIELDS = 6  # how many of the fields that differ are shown
 SCRIPT = Path(__file__).with_name("index.js")
 
 
 class Entry(NamedTuple):
-    """A run of the index. What its files do not tell is None or empty."""
+    """A run of the index. What its files do not contain is None or empty."""
 
     place: str  # its folder, from the folder of the index
     run: Run
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the folders of runs below a folder, in order. Inside a run only its twin is searched; nothing twice."""
+    """Return the folders of runs below a folder, in order. Inside a run only its twin is searched."""
     found, seen = [], {os.path.realpath(folder)}
     for place, folders, files in os.walk(folder, followlinks=True):
         if Path(place) != folder and not MARKS.isdisjoint(files):
@@ -118,7 +118,7 @@ def _fields(run: Run) -> dict[str, Any]:
 
 
 def _data(config: dict[str, Any]) -> str:
-    """Return the data set of a config, and what its scores depend on besides; or the task, if it has no data set."""
+    """Return the data set of a config with what else its scores depend on, or the task if it has no data set."""
     data = config.get("data")
     if not isinstance(data, dict) or not data.get("name"):
         return str(config.get("experiment") or "")
@@ -169,7 +169,7 @@ def _flops(about: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def frontier(runs: list[Entry]) -> list[Entry]:
-    """Return the runs that no other run beats, by rising cost: at no more effective FLOPs, none has a better score."""
+    """Return the runs by rising cost for which no run has a better score at the same or fewer effective FLOPs."""
     sign = -1 if runs and runs[0].metric.endswith("loss") else 1
     edge: list[Entry] = []
     for entry in sorted(runs, key=lambda e: (e.effective, -sign * e.score)):
@@ -214,8 +214,8 @@ def render(folder: Path, to: Path | None = None) -> str:
 
 FRONTIER = (
     "A run is on the frontier if no other finished run has a better score at the same or fewer effective FLOPs. "
-    "Only runs of one data set and one metric are compared. A point is a single run: between runs that differ only in "
-    "their seed, the luckiest is on the frontier. The means over seeds are in a comparison."
+    "Only runs of one data set and one metric are compared. A point is a single run: of runs that differ only in "
+    "their seed, the one with the best score is on the frontier. A comparison shows the means over seeds."
 )
 
 

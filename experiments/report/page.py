@@ -150,7 +150,7 @@ def when(run: Run) -> str:
 def lasted(run: Run) -> str:
     """Return the duration of a run, or "" if its files do not tell it."""
     took = seconds(run)
-    if took is None:  # the run has not ended: its last line of metrics tells the time
+    if took is None:  # the run has not ended: its last line of metrics has the time
         times = [record.get("seconds") for records in run.metrics.values() for record in records]
         took = max((s for s in times if isinstance(s, int | float)), default=0)
     return duration(took) if 0 < took < float("inf") else ""

@@ -61,9 +61,9 @@ def read(run_dir: Path) -> Run:
 
 
 def glance(run_dir: Path) -> Run:
-    """Read of a run what an index shows: run.json, config.json, and of a run without figures its last evaluation.
+    """Read what an index shows of a run: run.json, config.json, and the last evaluation if run.json has no figures.
 
-    Nothing is raised: what cannot be read is a complaint.
+    It raises no errors. What cannot be read becomes a complaint.
     """
     files, complaints = {}, []
     for name in ("run.json", "config.json"):
@@ -148,14 +148,14 @@ def _steps(records: list[dict[str, Any]]) -> np.ndarray:
 
 
 def _numbers(steps: np.ndarray, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    if not set(map(type, values)) <= {int, float}:  # without these, as of most runs, this is much quicker
+    if not set(map(type, values)) <= {int, float}:  # otherwise, as in most runs, this is much quicker
         kept = np.array([isinstance(value, NUMBER) for value in values], bool)
         steps, values = steps[kept], [value for value in values if isinstance(value, NUMBER)]
     return steps, np.array(values, float)
 
 
 def seconds(run: Run) -> float | None:
-    """Return the duration of a run that has ended, in seconds; None if run.json does not tell it."""
+    """Return the duration of a run that has ended, in seconds; None if run.json does not say it."""
     try:
         began, ended = (datetime.datetime.fromisoformat(run.about[key]) for key in ("began", "ended"))
         return (ended - began).total_seconds()

@@ -1,4 +1,4 @@
-"""The breakdown of a step, of a run with --profile: a bar and tables of where its time goes."""
+"""The breakdown of a step in a run with --profile: a bar and tables that show where the time goes."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from experiments.report.runs import Run
 from experiments.report.words import number, percent, safe
 
 PARTS = {  # part of a step -> (its colour, what it is)
-    "input": ("s4", "the wait for data, and making the batch of it"),
+    "input": ("s4", "waiting for data, and making the batch"),
     "forward": ("s0", "the loss, without pruning"),
     "backward": ("s3", "its gradient, without pruning"),
     "pruning": ("s1", "what runs in the scope of a slot, in both passes; packing for kernels too"),
@@ -15,7 +15,7 @@ PARTS = {  # part of a step -> (its colour, what it is)
     "idle": ("rule", "no operation ran"),
 }
 HOW = (
-    "Operations that run at the same moment share it evenly. XLA fuses operations of several parts; a fusion counts as "
+    "Operations that run at the same time share it evenly. XLA fuses operations of several parts; a fusion counts as "
     "the part that its name says."
 )
 

@@ -9,29 +9,29 @@ TERMS = {  # a word as it stands in reports: its meaning. docs/glossary.md has e
     "hardened": "The weights that inference uses: pruned for good, by the final form of each pruner.",
     "effective": "The FLOPs that products would have if the zeros of n:m operands cost nothing. A count, not a time.",
     "best": "The best evaluation of the run. Its checkpoint is kept.",
-    "train": "Means over the training steps since the line before, with the augmentation and the label smoothing of "
+    "train": "Means over the training steps since the previous line, with the augmentation and the label smoothing of "
     "training.",
     "validation": "A split that no step trains on. It decides which checkpoint is the best.",
-    "eval": "The scores of an evaluation, of the weights as they are in training.",
+    "eval": "The scores of an evaluation, with the weights as they are in training.",
     "gradient norm": "The root of the sum of squares over the gradients of all parameters.",
-    "FLOP per second": "FLOPs of the dense model in a second, also where zeros are skipped.",
-    "MFU": "Model FLOPs utilisation: dense FLOPs per second, as a share of what the devices can do at most.",
+    "FLOP per second": "FLOPs of the dense model per second, even if zeros are skipped.",
+    "MFU": "Model FLOPs utilisation: dense FLOPs per second, as a share of the peak of the devices.",
     "peak memory": "The most memory that was in use at one time, of a device or of the process, as the report says.",
     "slots": "The place of one operand in one product. It holds a pruner or is empty. In its name, fwd is the product "
-    "for y, dlhs that for dx, and drhs that for dw.",
+    "for y, dlhs the product for dx, and drhs the product for dw.",
     "emulated": "XLA multiplies the pruned operands, zeros included.",
     "packed": "A kernel multiplies a packed operand, which is 2:4 or sparser, by a dense one on sparse tensor cores.",
     "mask": "An array of booleans: True where a value is kept.",
     "taken for": "A test image has one class, and the model predicts another: the first is taken for the second.",
     "confidence": "The probability that the model gives to its prediction.",
-    "loss": "Mean cross-entropy: of images per example, of texts per token, in nats.",
+    "loss": "Mean cross-entropy in nats: per example for images, per token for texts.",
     "nats": "The unit of a loss with the natural logarithm. One nat is 1.44 bits.",
     "±": "The standard error of the number before it, over seeds.",
 }  # fmt: skip
 
 
 def visible(body: str) -> str:
-    """Return the text of a piece of HTML, with what pictures say to readers who do not see them."""
+    """Return the text of a piece of HTML, with the descriptions of its pictures."""
     labels = " ".join(re.findall(r'aria-label="([^"]*)"', body))
     return html.unescape(re.sub(r"<(style|details)\b.*?</\1>|<[^>]*>", " ", body, flags=re.DOTALL) + labels)
 

@@ -88,7 +88,7 @@ def short(name: str, length: int = 18) -> str:
 
 
 def distinct(names: list[str], length: int = 18) -> list[str]:
-    """Return short labels of names, of which no two are the same if the names are not.
+    """Return short labels of names. Different names have different labels.
 
     >>> distinct(["blocks=ste(2,4)", "blocks=dense"])
     ['ste(2,4)', 'dense']
@@ -109,7 +109,7 @@ def distinct(names: list[str], length: int = 18) -> list[str]:
 
 
 def _shared_front(names: list[str], signs: str) -> int:
-    """Return the length of what all names begin with, up to the last of the signs; all of a name that is no longer."""
+    """Return the length of the front that all names share: all of it if it is one of the names, else up to a sign."""
     common = os.path.commonprefix(names) if len(set(names)) > 1 else ""
     return len(common) if common in names else max(common.rfind(sign) for sign in signs) + 1
 

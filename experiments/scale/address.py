@@ -36,8 +36,8 @@ class Address(NamedTuple):
     def place(self) -> str:
         """Return the address at which process 0 listens, or "" for all addresses of its machine.
 
-        It listens where HOST leads to. The name of a machine may lead to its loopback address, as /etc/hosts of Debian
-        has it. The other machines do not reach that one, so process 0 listens at all.
+        It listens at the address of HOST. The name of a machine may stand for its loopback address, as in /etc/hosts of
+        Debian. Other machines cannot reach that address, so process 0 then listens at all addresses.
         """
         host = self.coordinator.rpartition(":")[0]
         try:
@@ -60,7 +60,7 @@ class Address(NamedTuple):
                 ) from error
 
     def refuse_other_counts(self, seconds: int) -> None:
-        """Raise if process 0 was told another number of processes. Process 0 asks all others.
+        """Raise if process 0 has another number of processes. Process 0 compares its number with all others.
 
         Args:
           seconds: How long to wait for an answer.
@@ -73,6 +73,6 @@ class Address(NamedTuple):
             told = int(client.blocking_key_value_get(f"nmjax/count/{other}", seconds * 1000))
             if told != self.count:
                 raise Mistake(
-                    f"--distributed: process {self.index} is told that there are {self.count} processes, and process "
-                    f"{other} that there are {told}. Give all of them the same number."
+                    f"--distributed: process {self.index} has N={self.count}, and process {other} has N={told}. "
+                    "Give all processes the same N in HOST:PORT,N,I."
                 )

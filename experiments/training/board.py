@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.training.events import Events
 
-SIDE, COLUMNS = 64, 8  # of the images in a sheet: the least height in pixels, and how many stand in a row
+SIDE, COLUMNS = 64, 8  # of the images in a sheet: the least height in pixels, and how many are in a row
 CELL = 8  # pixels of a cell of a mask
 
 
@@ -69,6 +69,6 @@ def _hardest_images(pictures: dict[str, Any]) -> str:
 
 
 def block(text: str) -> str:
-    """Return a text as a block of code in Markdown, in which no sign has a meaning."""
-    plain = text.encode("utf-8", "replace").decode()  # a command line may hold what UTF-8 cannot
+    """Return a text as a block of code in Markdown, which shows every character as it is."""
+    plain = text.encode("utf-8", "replace").decode()  # a command line may hold what UTF-8 cannot encode
     return "\n".join(f"    {line}" for line in plain.splitlines())

@@ -35,7 +35,7 @@ class Op(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A note of the host, and when it held: it waited for "input", or it did something "untimed"."""
+    """A span of time in which the host waited for "input", or did something "untimed"."""
 
     name: str
     begin: float
@@ -138,7 +138,7 @@ def events(trace: Any, program: str) -> tuple[list[Op], list[Span]]:
 
 
 class Shared(NamedTuple):
-    """The time of a trace in nanoseconds, shared out among its operations.
+    """The time of a trace in nanoseconds, divided among its operations.
 
     Attributes:
       total: The time from the first event to the last operation's end, without what is untimed.
@@ -156,7 +156,7 @@ class Shared(NamedTuple):
 
 
 def shared(ops: Sequence[Op], spans: Iterable[Span], loops: Iterable[str] = ()) -> Shared:
-    """Share the time of a trace out among its operations. Those that run at the same moment share it evenly.
+    """Divide the time of a trace among its operations. Operations that run at the same time share it evenly.
 
     Args:
       ops: The operations.
@@ -210,7 +210,7 @@ def table(times: Shared, program: Mapping[str, Instruction], paths: Sequence[str
       steps: The number of steps in the trace.
 
     Returns:
-      "seconds" of a step; "parts" {part: seconds}, which sum up to them; "slots" {slot: seconds}, which sum up to the
+      "seconds" of a step; "parts" {part: seconds}, whose sum is "seconds"; "slots" {slot: seconds}, whose sum is the
       part "pruning"; "layers" {path: {"forward", "backward" and "pruning": seconds}}.
     """
     second = steps * 1e9
@@ -250,7 +250,7 @@ def timeline(
         label = [layer_of(op_name, paths) or "", "+".join(slots_of(op_name)), op_name.rpartition("/")[2] or op.name]
         about = {"instruction": op.name, "op_name": op_name}
         rows.append((op.begin, op.end, part_of(op_name), " ".join(filter(None, label)), about))
-    lanes: dict[tuple[str, int], float] = {}  # of a part and a number: until when it is taken
+    lanes: dict[tuple[str, int], float] = {}  # (part, number) -> the end of its last operation
     traced = []
     for begin, end, part, label, about in sorted(rows, key=lambda row: row[:2]):
         lane = next(i for i in itertools.count() if lanes.get((part, i), begin) <= begin)

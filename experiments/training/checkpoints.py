@@ -207,7 +207,7 @@ class Checkpoints:
         Raises:
           Failed: As `restore`.
         """
-        step, _ = self._last_valid(best, rename_damaged=False)
+        step, _ = processes.agreed(lambda: self._last_valid(best, rename_damaged=False))
         if not step:
             return 0, {}
         import orbax.checkpoint as ocp
@@ -267,7 +267,7 @@ class Checkpoints:
 def _compare(stored: Any, wanted: Any) -> None:
     """Refuse a stored state whose arrays have other names, shapes or dtypes than the wanted ones.
 
-    Orbax would find some of the differences too, but in the middle of reading.
+    Orbax finds some of the differences too, but only while it reads.
     """
     arrays = [
         {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
@@ -276,7 +276,7 @@ def _compare(stored: Any, wanted: Any) -> None:
     for name in dict.fromkeys([*arrays[1], *arrays[0]]):
         there, here = (_described(each.get(name)) for each in arrays)
         if there != here:
-            raise ValueError(f"{name} is {there} there and {here} here")
+            raise ValueError(f"{name} is {there} in the checkpoint and {here} in this run")
 
 
 def _described(array: Any) -> str:
@@ -293,7 +293,7 @@ def _silence_threads() -> None:
     """Leave the reports of failed writes to `Checkpoints._failed`.
 
     When a write fails, Orbax closes its event loop without waiting for the other writes. Each of them would then print
-    a traceback, and asyncio would log the errors that nobody waited for.
+    a traceback, and asyncio would log errors that nothing handles.
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 MEMORY = {  # field of a line of metrics -> what it is
     "device_memory": "of the fullest device",
-    "process_memory": "of the process",  # the backend does not tell that of a device
+    "process_memory": "of the process",  # if the backend does not report that of a device
 }
 
 # Peaks of dense products in TFLOP/s: of 16-bit operands, and of float32 operands, which XLA rounds to TF32 on these
@@ -36,7 +36,7 @@ PEAKS = {  # pattern of the whole device_kind -> (bfloat16, float32)
 
 
 def peak_flops(kind: str, dtype: str) -> float | None:
-    """Return the FLOP per second of dense products that a device reaches at most, or None if it is not known.
+    """Return the peak FLOP per second of a device for dense products, or None if it is not known.
 
     Args:
       kind: Its `jax.Device.device_kind`.
@@ -61,7 +61,7 @@ def peak_memory(devices: Sequence[jax.Device] | None = None) -> dict[str, int]:
     """Return the peak memory in bytes under its name in `MEMORY`.
 
     Args:
-      devices: The devices to ask, of which the fullest counts. Without it, those of this process.
+      devices: The devices, of which the fullest counts. By default those of this process.
     """
     told = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
     peaks = [stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats]

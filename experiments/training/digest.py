@@ -18,7 +18,7 @@ class Identity(NamedTuple):
 
     @property
     def lasting(self) -> dict[str, Any]:
-        """The fields that decide what a run computes: all but its twin, and the mesh, which changes rounding alone."""
+        """The fields that decide what a run computes: all but its twin, and the mesh, which changes only rounding."""
         return {name: value for name, value in self.fields.items() if name != "twin" and not name.startswith("mesh.")}
 
     @property

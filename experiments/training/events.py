@@ -13,7 +13,7 @@ from experiments.files import write_whole
 
 
 class Pieces:
-    """A file that grows by pieces. Each piece is in the file whole as soon as it is written, or waits for the next one.
+    """A file that grows by pieces. Each piece is either written whole at once, or waits for the next piece.
 
     Pieces wait while the disk takes no more. `late` is their number, `reason` says why they wait.
     """
@@ -60,7 +60,7 @@ class Events:
     """
 
     def __init__(self, directory: Path, step: int):
-        from tensorboardX import record_writer, summary  # imported when a run begins: a plan does without it
+        from tensorboardX import record_writer, summary  # imported when a run begins, because a plan does not need it
         from tensorboardX.proto import event_pb2
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class Events:
         self._put(step, summary=self._make.image(name, image, dataformats="HWC"))
 
     def hparams(self, step: int, fields: dict[str, Any], scores: list[str]) -> None:
-        """Write the settings of a run, which TensorBoard's tab HPARAMS shows with its final scores beside other runs.
+        """Write the settings of a run. TensorBoard's tab HPARAMS shows them with the final scores, a row for each run.
 
         Args:
           step: The last step.

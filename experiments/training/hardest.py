@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-IMAGES, WINDOWS = 24, 4  # so many are kept
+IMAGES, WINDOWS = 24, 4  # how many are kept
 
 
 def greatest(loss: jax.Array, values: dict[str, jax.Array], count: int) -> dict[str, jax.Array]:
@@ -35,7 +35,7 @@ def merged(parts: list[dict[str, np.ndarray]], count: int) -> dict[str, np.ndarr
 
 
 def of_images(logits: jax.Array, x: jax.Array, y: jax.Array) -> tuple[dict, dict]:
-    """Return labels, predictions and confidences of a batch of images; and its hardest images. Label -1 is a filler."""
+    """Return labels, predictions and confidences of a batch, and its hardest images. Fillers have label -1."""
     logits = logits.astype(jnp.float32)
     loss, shares = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(y, 0)), jax.nn.softmax(logits)
     every = {"labels": y, "predictions": jnp.argmax(shares, -1), "confidence": jnp.max(shares, -1)}
@@ -94,8 +94,8 @@ def pieces(
 ) -> list[tuple[str, float | None]]:
     """Return the text of tokens piece by piece, each with the mean loss of its tokens.
 
-    A piece is one token, or several that are one character only together. The first token has no loss: nothing predicts
-    it.
+    A piece is one token, or several that form one character together. The first token has no loss, because nothing
+    predicts it.
     """
     found: list[tuple[str, float | None]] = [(decode(tokens[:1]), None)]
     before, start = 0, 1  # the piece before this one begins at `before`: some decoders drop the space at the start

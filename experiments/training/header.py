@@ -1,4 +1,4 @@
-"""The header of a run: rows that say what is about to be done, and on which devices."""
+"""The header of a run: rows that describe what the run does, and on which devices."""
 
 from collections import Counter
 

@@ -44,7 +44,7 @@ class Task:
             if not fits:
                 raise Mistake(f"config.data.{name}={c[name]} is out of range: at least 0, and smoothing below 1.")
         self.notes: list[str] = []
-        self.missing: Missing | None = None  # the error where the data are not there
+        self.missing: Missing | None = None  # the error if the data are missing
         self.streamed, self.skipped = c.name == "folder", None
         if self.streamed:
             self._open_folder()

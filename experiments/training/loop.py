@@ -160,7 +160,8 @@ class Loop:
 
     def stale(self, step: int) -> bool:
         """Return whether the runs stop after a step, because the last better evaluation is too long ago."""
-        if not self.program.patience:
+        evaluated = settings.evaluates(step, self.total, self.program.evaluations)
+        if not self.program.patience or not evaluated:
             return False
         return all(run.best is not None and step - run.best[0] >= self.program.patience for run in self.runs.values())
 
@@ -222,7 +223,8 @@ class Loop:
             run.record.write("test", step, **tests[i])
             pictures = self.program.one.pictures(self.program.part(self.state, i))
             worth = twin.worth(run.twin, run.workdir, self.task.metric, tests[i], self.program.step_flops())
-            run.record.keep(self.summary(i, tests[i], best), worth, tests[i], pictures)
+            early = [("stopped early", f"after step {step:,} of {self.total:,}")] if step < self.total else []
+            run.record.keep([*self.summary(i, tests[i], best), *early], worth, tests[i], pictures)
 
     def test_best(self, i: int, step: int) -> tuple[int, dict[str, float]] | None:
         """Return the step of a run's best checkpoint and its scores on the test split. None: it is the last one.
@@ -238,6 +240,8 @@ class Loop:
         try:
             found, fields = run.checkpoints.restore_fields({n: getattr(program.shapes, n) for n in names}, best=True)
         except Failed as error:
+            if processes.count() > 1:  # the others wait
+                raise
             self.screen.line(f"The best checkpoint cannot be scored on the test split: {error}.")
             return None
         if found in (0, step):

@@ -29,7 +29,7 @@ def supplied(feed: Iterable, warn: Callable[[float], None]) -> Iterator:
     for count in itertools.count(1):
         asked = time.monotonic()
         try:
-            with jax.profiler.TraceAnnotation("input"):  # for a profile; else it costs nothing
+            with jax.profiler.TraceAnnotation("input"):  # for a profile; without one it costs nothing
                 arrays = next(feed)
         except StopIteration:
             return

@@ -56,7 +56,7 @@ class Profile:
             self.screen.line("--profile: the run ended before its last traced step, so the report has no breakdown.")
 
     def at(self, done: int, state: Any, arrays: Any, meter: Meter) -> None:
-        """Begin or end the trace, if so many done steps say so.
+        """Begin or end the trace, if it begins or ends after this step.
 
         Args:
           done: The number of steps that are done.
@@ -78,7 +78,7 @@ class Profile:
                     self._begin()
                 else:
                     self._end(arrays)
-            except (OSError, RuntimeError) as error:  # for example, of a full disk
+            except (OSError, RuntimeError) as error:  # for example, because the disk is full
                 self._tracing = False
                 self.screen.line(f"--profile: {error}. The run goes on without a breakdown.")
 
@@ -91,7 +91,7 @@ class Profile:
             self.screen.line(f"--profile: {_steps(self.first, self.steps)} will be traced.")
 
     def _begin(self) -> None:
-        (self.folder / "breakdown.json").unlink(missing_ok=True)  # of an earlier command, as its trace
+        (self.folder / "breakdown.json").unlink(missing_ok=True)  # from an earlier command, like its trace
         shutil.rmtree(self.folder / "plugins", ignore_errors=True)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # a trace of every Python call would slow the host down

@@ -217,7 +217,7 @@ class Program:
     def _train(self, state: State, arrays: Any) -> tuple[State, dict]:
         """Take a step: gradients of all micro-batches, the optimizer's update, the averages."""
         config, params = self.config, state.params
-        with jax.named_scope("input"):  # these names say in a profile where the time goes
+        with jax.named_scope("input"):  # a profile uses these names to show where the time goes
             batch = self.task.batch(arrays, state.seed, state.step, self.mesh)
         now = self._now(state)
         if config.accumulate == 1:

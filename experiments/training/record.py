@@ -126,7 +126,7 @@ class Record:
 
         Args:
           summary: Rows (label, text).
-          worth: A sentence on the run's score beside its twin's, or "".
+          worth: A text that compares the run's score with its twin's, or "".
           figures: The scores of the test split.
           pictures: Arrays and texts, as the task's `pictures` returns them.
         """
@@ -142,7 +142,7 @@ class Record:
             self._events.hparams(self._step, self._identity.fields, [f"test/{name}" for name in figures])
             try:
                 board.write(self._events, self._step, pictures)
-            except Exception as error:  # pictures of a task of one's own may have any form
+            except Exception as error:  # pictures of a user's own task may have any form
                 self._tell(f"The pictures are not in TensorBoard: {type(error).__name__}: {error}.")
 
     def elapsed(self) -> float:
@@ -171,7 +171,7 @@ class Record:
             for write in (self._write_about, lambda: report.write(self.dir, self.about)):
                 with contextlib.suppress(Exception):  # what ended the run is more important
                     write()
-        if self._events is not None:  # what waits for TensorBoard may take the last room of a disk
+        if self._events is not None:  # what waits for TensorBoard may take the last free space of a disk
             self._events.close()
             self._events = None
         if self._sender is not None:
@@ -189,7 +189,7 @@ class Record:
     def show(self) -> None:
         """Write report.html of a run that goes on, unless such pages have taken more than a share of its time.
 
-        An error does not end the run. It is told once.
+        An error does not end the run. It is reported once.
         """
         at_once = 1 + len(self.about.get("beside", ()))  # runs that share the time
         if self._showing * at_once > SHOWING * self.elapsed():

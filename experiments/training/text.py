@@ -28,7 +28,7 @@ class Task:
     def __init__(self, config: ConfigDict):
         self.config, c = config, config.data
         self.units = c.length
-        self.missing: Missing | None = None  # the error where the data are not there
+        self.missing: Missing | None = None  # the error if the data are missing
         try:
             self._load()
         except Missing as error:

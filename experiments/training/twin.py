@@ -1,7 +1,7 @@
 """The twin of a run: the run that it is compared with, such as the same run without pruning.
 
 A page names the page of its twin (``config.twin``). The figures of a twin are taken from finished runs of its config:
-from those in the folder of the run, from those beside it, and from the repository's own results.
+from those in the folder of the run, from those next to it, and from the results in this repository.
 """
 
 import json
@@ -20,7 +20,7 @@ from experiments.training.screen import form
 RESULTS = Path(__file__).parent.parent / "results" / "twins.jsonl"  # lines of sweeps of the dense pages
 WINDOWS = 10  # timed windows of steps that a throughput needs
 FOLDER = "twin"  # where --with_twin trains the twin, in the folder of the run
-_OWN = ("rules", "sparsity", "backend", "masked_decay", "twin")  # fields that a twin does not take over
+_OWN = ("rules", "sparsity", "backend", "masked_decay", "twin")  # fields that a twin does not take from the run
 
 
 class Twin(NamedTuple):
@@ -41,11 +41,11 @@ class Figure(NamedTuple):
 
     seed: int
     score: float
-    rate: float | None  # examples, or parts of them, in a second; None if the run did not run beside this one
+    rate: float | None  # examples, or parts of them, in a second; None if it was not trained for this run
 
 
 def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
-    """Return the config of a run's twin: its page, with the changes that the run makes to the page of its own.
+    """Return the config of a run's twin: the page of the twin, with the changes that the run makes to its own page.
 
     Args:
       config: The settings of the run.
@@ -69,7 +69,7 @@ def figures(twin: Twin, workdir: Path, metric: str) -> list[Figure]:
       metric: "accuracy" or "loss". The score of hardened weights counts if there is one.
     """
     found: dict[int, Figure] = {}
-    for seed, about, rate in [*_recorded(twin), *_runs(twin, workdir)]:  # the nearest last: it counts
+    for seed, about, rate in [*_recorded(twin), *_runs(twin, workdir)]:  # of one seed the last counts: the nearest
         scores = about.get("figures") or {}
         score = scores.get(f"hardened_{metric}", scores.get(metric))
         if score is not None and about.get("versions", {}).get("nmjax") == nm.__version__:
@@ -88,7 +88,7 @@ def _recorded(twin: Twin) -> Iterator[tuple[int, dict[str, Any], None]]:
 
 
 def _runs(twin: Twin, workdir: Path) -> Iterator[tuple[int, dict[str, Any], float | None]]:
-    """Yield the seed, the run.json and the rate of every finished run of the twin that lies beside a directory."""
+    """Yield the seed, the run.json and the rate of every finished run of the twin in or next to a directory."""
     wanted = _without_seed(digest.identity(twin.config))
     for folder in [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}")), workdir / FOLDER]:
         about = record.read(folder)
@@ -113,7 +113,7 @@ def rate(folder: Path) -> float | None:
 
 
 def worth(twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float], flops: list[float]) -> str:
-    """Return in words what a run's score is worth beside its twin, or "" if its page names no twin.
+    """Return a text that compares a run's score with its twin's, or "" if its page names no twin.
 
     Args:
       twin: The twin of the run, if it has one.

@@ -9,7 +9,7 @@ import re
 import traceback
 from typing import Any
 
-_WORD = r"[^\W\d]\w*+"  # "+" and the look behind: a long text is searched in one pass
+_WORD = r"[^\W\d]\w*+"  # the possessive "+" and the lookbehind let one pass search a long text
 PATTERN = rf"(?<![\w.]){_WORD}(?:\.{_WORD})*+:{_WORD}"
 
 

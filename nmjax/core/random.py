@@ -89,9 +89,9 @@ def _description(key: Any) -> str:
 
 
 def scrambled(key_words: Words) -> tuple[UInt32[Array, ""], UInt32[Array, ""]]:
-    """Return two words of which each bit depends on all bits of a key.
+    """Return two words in which each bit depends on all bits of a key.
 
-    It is a bijection of 64 bits: a Feistel network of three rounds (Luby and Rackoff 1988), with `mix` as its function.
+    It is a bijection of 64 bits: a Feistel network with three rounds of `mix` (Luby and Rackoff 1988).
 
     Args:
       key_words: A key, as `words` returns it.
@@ -160,7 +160,7 @@ def fold(key_words: Words, number: int | Int[Array, ""]) -> Words:
     return _folded(key_words, jnp.asarray(number).astype(jnp.uint32))
 
 
-@jax.jit  # traced once, and not once for every layer and slot
+@jax.jit  # traced only once, not for every layer and slot
 def _folded(key_words: Words, number: UInt32[Array, ""]) -> Words:
     return bits(key_words, jnp.stack([number * _U32(2), number * _U32(2) + _U32(1)]))
 

@@ -81,7 +81,7 @@ class Packed:
 def pack(x: ArrayLike, axis: int = -1, n: int = 2, m: int = 4, order: str | None = None) -> Packed:
     """Pack an array that has at most n non-zeros in every group of m along an axis.
 
-    CPUs take subnormal numbers as zero, so they may be dropped.
+    CPUs treat subnormal numbers as zero, so they may be dropped.
 
     >>> packed = pack(jnp.array([0., 5., 0., 7., 0., 0., 0., 0.]))
     >>> packed.values, packed.indices

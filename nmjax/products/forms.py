@@ -249,7 +249,7 @@ def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str
 
 
 def _scope(operand: str, wants: Iterable[Want]) -> Any:
-    """Return the `jax.named_scope` of making forms: their slots, as in "fwd_rhs+dlhs_rhs"."""
+    """Return the `jax.named_scope` that forms are made in: their slots, as in "fwd_rhs+dlhs_rhs"."""
     return jax.named_scope("+".join(OPERANDS[want.product][operand] for want in wants))
 
 

@@ -21,8 +21,8 @@ from nmjax.core.pruner import Grouped
 class uniform(Grouped):
     """Keep n of every m values, chosen uniformly at random, and multiply them by m/n if ``rescale``.
 
-    The choice does not depend on the values, so it may drop infinities and NaN. The multiplication can overflow, and on
-    CPUs makes subnormal numbers zero.
+    The choice does not depend on the values, so it may drop infinities and NaN. The multiplication can overflow. On
+    CPUs it makes subnormal numbers zero.
 
     Args:
       n: The number of values to keep in each group.

@@ -32,7 +32,7 @@ class soft(Remembering, Grouped):
 
         p(w) = beta * sign(w) * max(|w| - t, 0)
 
-    ``ste(soft(2, 4))`` has the gradient of the paper. Without `ste` the gradient is that of autodiff. CPUs take
+    ``ste(soft(2, 4))`` has the gradient of the paper. Without `ste` the gradient is that of autodiff. CPUs treat
     subnormal numbers as zero.
 
     Args:

@@ -109,7 +109,7 @@ class transposable(Grouped):
 
 
 def _weight(x: jax.Array) -> jax.Array:
-    """Return magnitudes of which no eight overflow, with an infinity or NaN above eight finite ones."""
+    """Return magnitudes of which eight never overflow, where an infinity or NaN exceeds eight finite ones."""
     size = jnp.abs(groups.wide(x))
     top = jnp.finfo(size.dtype).maxexp  # 128 for float32
     return jnp.where(size < jnp.inf, jnp.minimum(size, 2.0 ** (top - 8)), 2.0 ** (top - 4))

@@ -30,7 +30,7 @@ class mvue_approx(Grouped):
     """Keep 2 of every m values at random, unbiased: E[p(g)] = g. Two draws without replacement choose them.
 
     `mvue` is unbiased too, has less variance, and serves any n:m. Infinities and NaN are kept first. Probabilities are
-    multiples of 2**-23, and CPUs take subnormal numbers as zero.
+    multiples of 2**-23, and CPUs treat subnormal numbers as zero.
 
     Args:
       n: The number of values to keep in each group. It must be 2.

@@ -35,8 +35,8 @@ class mvue(Grouped):
     probability ``min(1, |g_i| / tau)``, and a kept value becomes ``sign(g_i) * max(|g_i|, tau)``. It is infinite if
     tau overflows, in float16 above 65,504. Infinities and NaN are kept first.
 
-    Three things round: probabilities are multiples of 2**-23, tau is rounded once to the dtype of the array, and CPUs
-    take subnormal numbers as zero.
+    Probabilities are multiples of 2**-23. Tau is rounded once to the dtype of the array. CPUs treat subnormal numbers
+    as zero.
 
     Args:
       n: The number of values to keep in each group.
@@ -149,7 +149,7 @@ def scales(mass: jax.Array, m: int) -> tuple[jax.Array, jax.Array, float]:
 
 
 def _limited(size: jax.Array, most: float) -> jax.Array:
-    """Return scaled magnitudes, and ``most`` for infinities and NaN. It is one instruction of a CPU."""
+    """Return scaled magnitudes, and ``most`` for infinities and NaN, with one instruction of a CPU."""
     return jnp.where(size < most, size, most)
 
 

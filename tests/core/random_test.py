@@ -216,7 +216,7 @@ def test_scrambling_is_a_bijection():
     a, b = jax.jit(jax.vmap(lambda k0, k1: random.scrambled(jnp.stack([k0, k1]))))(*few)
     for i in range(0, few.shape[1], 1111):
         assert unscrambled(int(a[i]), int(b[i])) == (few[0, i], few[1, i])
-    for word in (np.asarray(a), np.asarray(b)):  # not one word repeats more often than a random map: 0.5 by chance
+    for word in (np.asarray(a), np.asarray(b)):  # no word repeats more often than in a random map: 0.5 by chance
         assert len(word) - len(np.unique(word)) < 7
 
 

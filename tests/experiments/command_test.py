@@ -115,7 +115,7 @@ def test_a_mistake_in_a_page_is_told_with_its_line(tmp_path):
     with pytest.raises(Mistake, match="mine.py: SyntaxError"):
         pages.load(str(page))
     page.write_text("x = 1\n")
-    with pytest.raises(Mistake, match="mine.py is no page.*get_config"):
+    with pytest.raises(Mistake, match="mine.py is not a page.*get_config"):
         pages.load(str(page))
 
 

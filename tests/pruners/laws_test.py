@@ -104,7 +104,7 @@ def each_case(test):
 
 
 def _named(test):
-    """Let a failure begin with the law, the pruner and the input that broke it."""
+    """Start the message of a failure with the law, the pruner and the input that broke it."""
 
     @wraps(test)
     def named(case, *layout, **more):
@@ -120,7 +120,7 @@ def _named(test):
 
 
 def holds(ok, law, found, wanted):
-    """Fail if something does not hold everywhere, and say where first, what was found there and what was wanted."""
+    """Fail if something does not hold everywhere. The message has the first place, and the values found and wanted."""
     ok, found, wanted = np.broadcast_arrays(ok, found, wanted)
     if not ok.all():
         at = tuple(map(int, np.argwhere(~ok)[0]))

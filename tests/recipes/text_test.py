@@ -400,7 +400,7 @@ def test_a_text_that_nobody_trusts_imports_nothing(tmp_path, monkeypatch, text):
     assert "mylab.parts" not in sys.modules
 
 
-LARGE = {  # texts that took minutes, or ended in an error of Python's
+LARGE = {  # texts that took minutes, or ended in a Python error
     "letters": "a" * 20_000,
     "dots": "a." * 10_000,
     "quotes": "'" * 9_999,
@@ -421,7 +421,7 @@ def test_no_text_is_too_large_to_be_refused(text):
         with pytest.raises(ValueError):
             read(text)
     assert spec.foreign_names(text) == []
-    assert time.perf_counter() - began < 5  # some took a minute for each
+    assert time.perf_counter() - began < 5  # some took a minute each
 
 
 def test_a_text_of_any_signs_is_refused_in_a_sentence_or_comes_back():

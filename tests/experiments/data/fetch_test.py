@@ -1,4 +1,4 @@
-"""Data sets fetched from a server on this machine: whole, in parts, and what servers and disks do wrong."""
+"""Data sets fetched from a server on this machine: whole, in parts, and with errors of servers and disks."""
 
 import fcntl
 import gzip
@@ -137,7 +137,7 @@ def test_what_arrived_is_kept_when_it_cannot_be_continued(server, tmp_path):
         fetched(server, tmp_path / "a.bin")
     assert str(error.value) == (
         "cannot fetch a.bin from 127.0.0.1 (Not Found): 1,000 of 500,000 bytes are kept, and the same command "
-        "continues; without a network, copy the file here from a machine that has one."
+        "continues. On a machine without a network, copy the file from another machine."
     )
     assert (tmp_path / "a.bin.part").read_bytes() == DATA[:1000]
 
@@ -145,13 +145,13 @@ def test_what_arrived_is_kept_when_it_cannot_be_continued(server, tmp_path):
 def test_without_a_network(monkeypatch, tmp_path):
     monkeypatch.setattr(fetch, "WAIT", 0)
     monkeypatch.setenv("no_proxy", "*")
-    with pytest.raises(Failed, match=r"cannot fetch a.bin from no.invalid \(.+\): try again later; without a network,"):
+    with pytest.raises(Failed, match=r"cannot fetch a.bin from no.invalid \(.+\): try again later. On a machine"):
         fetch.fetch(["https://no.invalid/a.bin"], FILE, tmp_path / "a.bin", lambda *_: None)
 
 
 def test_a_file_that_is_there_is_not_replaced(server, tmp_path):
     (tmp_path / "a.bin").write_bytes(b"mine")
-    with pytest.raises(Mistake, match="a.bin is there, and is not the published file. Remove it"):
+    with pytest.raises(Mistake, match="a.bin exists, but is not the published file. Remove it"):
         fetched(server, tmp_path / "a.bin")
     (tmp_path / "a.bin").unlink()
     with (tmp_path / "a.bin.part").open("ab") as held:

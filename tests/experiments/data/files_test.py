@@ -138,7 +138,7 @@ def test_what_is_not_utf8_is_found(tmp_path, tale):
     with pytest.raises(Mistake, match=f"2.txt is not UTF-8: invalid start byte at byte {at}. Convert it"):
         text.load("two", tmp_path, tokenizer="words")
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(Mistake, match="bad.json is no JSON file of Hugging Face's tokenizers"):
+    with pytest.raises(Mistake, match="bad.json is not a JSON file of Hugging Face's tokenizers"):
         text.load("two", tmp_path, tokenizer="bad")
     with pytest.raises(Mistake, match="found none of gpt2, gpt2.json"):
         text.load("two", tmp_path, tokenizer="gpt2")

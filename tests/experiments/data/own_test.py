@@ -1,4 +1,4 @@
-"""Images of one's own: files .npz, folders of classes; and files that lie, that never end, or that are no files."""
+"""A user's own images: .npz files and folders of classes; files with wrong headers, without an end, or not regular."""
 
 import gzip
 import io
@@ -116,11 +116,11 @@ def test_names_that_are_no_npz(tmp_path):
         images.load("pictures")
 
 
-# ---- files that lie ----
+# ---- wrong headers ----
 
 
 def member(shape, descr="|u1", data=b"", version=1) -> bytes:
-    """Return a .npy with a header and data that need not fit together."""
+    """Return a .npy with a header and data that may not fit together."""
     file = io.BytesIO()
     write = {1: np.lib.format.write_array_header_1_0, 2: np.lib.format.write_array_header_2_0}[version]
     write(file, {"descr": descr, "fortran_order": False, "shape": shape})
@@ -205,7 +205,7 @@ def test_texts_that_unpack_without_end(tmp_path, name):
         text.load(name)
 
 
-# ---- what is no file ----
+# ---- what is not a regular file ----
 
 
 PIPES = {
@@ -230,7 +230,7 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, name):
         pytest.importorskip("tokenizers")
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(Mistake, match="it is no regular file"):
+    with pytest.raises(Mistake, match="it is not a regular file"):
         PIPES[name]()
 
 
@@ -239,18 +239,18 @@ def test_a_pipe_among_images_is_an_image_that_cannot_be_read(tmp_path):
     pytest.importorskip("grain")
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / "a" / "1.png")
-    with pytest.raises(Mistake, match="1.png cannot be read as an image .it is no regular file"):
+    with pytest.raises(Mistake, match="1.png cannot be read as an image .it is not a regular file"):
         next(folder.stream([str(tmp_path / "a" / "1.png")], np.zeros(1, np.int32), 0, 1, 8, threads=1))
 
 
 def test_devices_and_folders_are_refused():
     for path in ("/dev/zero", "/dev/null", "/"):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             reading.opened(path)
 
 
 def test_an_archive_in_a_pipe_of_another_kind(tmp_path):
-    """A link in the archive to a device is no file of CIFAR-10."""
+    """A link in the archive to a device is not a file of CIFAR-10."""
     with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz") as file:
         info = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
         info.type, info.linkname = tarfile.SYMTYPE, "/dev/zero"

@@ -1,4 +1,4 @@
-"""The index of many runs: its rows, its frontier, what damaged runs do to it, and how much is read and drawn."""
+"""The index of many runs: its rows, its frontier, damaged runs, and how much is read and drawn."""
 
 import base64
 import hashlib
@@ -62,7 +62,7 @@ def test_every_run_below_the_folder_is_a_row(tmp_path):
     rows = cells(index.render(tmp_path))
     assert len(rows) == 4  # the sweep once, by whichever of its names
     (name,) = (name for name in rows if name.endswith("mlp=ste-seed=1"))
-    assert list(rows)[0] == name  # the only one that tells when it began
+    assert list(rows)[0] == name  # the only one that says when it began
     row = rows[name]
     assert [
         text(row[head]) for head in ("score", "seed", "what differs", "began", "tags and note", "share of dense")
@@ -81,7 +81,7 @@ def test_every_run_below_the_folder_is_a_row(tmp_path):
 
 
 def beats(one, other, up):
-    """Say whether a run is no worse than another one in both figures, and better in one."""
+    """Return whether a run is at least as good as another one in both figures, and better in one."""
     no_worse = one.score >= other.score if up else one.score <= other.score
     return (
         one.effective <= other.effective and no_worse and (one.effective, one.score) != (other.effective, other.score)

@@ -130,10 +130,7 @@ def test_processes_of_another_count_do_not_train(tmp_path):
     texts = said(both, timeout=120)
     assert [process.returncode for process in both] == [2, 2], texts
     for index, (text, own, other) in enumerate(zip(texts, (2, 3), (3, 2), strict=True)):
-        assert (
-            f"process {index} is told that there are {own} processes, and process {1 - index} that there are {other}"
-            in text
-        )
+        assert f"process {index} has N={own}, and process {1 - index} has N={other}" in text
         assert "Traceback" not in text
 
 

@@ -24,7 +24,7 @@ PAGE = ["--config=configs/vit_24.py:smoke", "--config.steps=6", "--config.evalua
 
 @contextlib.contextmanager
 def largest(size: int):
-    """Let no file grow beyond so many bytes inside the context. Writing fails as on a full disk."""
+    """Let no file grow beyond a number of bytes inside the context. Writing fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -48,7 +48,7 @@ def ends_in_a_sentence(said: str, code: int) -> None:
 
 @pytest.fixture
 def disk(tmp_path):
-    """A function that mounts a disk of so many kB, or changes its size."""
+    """A function that mounts a disk of a size in kB, or changes its size."""
     (place := tmp_path / "disk").mkdir()
 
     def mount(size: int):

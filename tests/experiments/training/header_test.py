@@ -1,4 +1,4 @@
-"""The header of a run: its plan in a line, its optimizer and rate, and a plan of data that are not there."""
+"""The header of a run: its plan in a line, its optimizer and rate, and a plan without data."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_the_header_says_how_the_run_learns():
     )
 
 
-# ---- data that are not there ----
+# ---- missing data ----
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_plan_does_without_the_data_and_a_run_does_not(words, data, tmp_path, 
     command.main(["launch.py", f"--config={page}", *changes, "--mode=plan"], "")
     said = capsys.readouterr().out
     assert data in said
-    assert "the data are not there, and a plan does without them" in said
+    assert "the data are missing; a plan does not need them" in said
     assert "fwd_rhs=" in said
     assert "--mode=plan shows them" not in said
     with pytest.raises(Missing, match="found no|which does not exist"):

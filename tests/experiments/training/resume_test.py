@@ -195,17 +195,17 @@ def array(*shape, dtype=jnp.float32):
 
 
 OTHERS = {  # what a state of another model has in params, and how it differs
-    "shape": ({"w": array(5001)}, "params/w is float32[5000] there and float32[5001] here"),
-    "axes": ({"w": array(50, 100)}, "params/w is float32[5000] there and float32[50, 100] here"),
-    "dtype": ({"b": array(3)}, "params/b is bfloat16[3] there and float32[3] here"),
-    "more": ({"c": array(1)}, "params/c is missing there and float32[1] here"),
-    "fewer": ({"w": None}, "params/w is float32[5000] there and missing here"),
+    "shape": ({"w": array(5001)}, "params/w is float32[5000] in the checkpoint and float32[5001] in this run"),
+    "axes": ({"w": array(50, 100)}, "params/w is float32[5000] in the checkpoint and float32[50, 100] in this run"),
+    "dtype": ({"b": array(3)}, "params/b is bfloat16[3] in the checkpoint and float32[3] in this run"),
+    "more": ({"c": array(1)}, "params/c is missing in the checkpoint and float32[1] in this run"),
+    "fewer": ({"w": None}, "params/w is float32[5000] in the checkpoint and missing in this run"),
 }
 
 
 @pytest.mark.parametrize(("params", "said"), OTHERS.values(), ids=OTHERS)
 def test_of_another_model_nothing_is_read_and_nothing_is_renamed(params, said, tmp_path, monkeypatch):
-    """Its files are as they were written. A reading that fails would print errors of the readings beside it."""
+    """Its files are as they were written. A read that fails would also print the errors of reads at the same time."""
     saved(tmp_path, 1, 2)
     before = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
     for reader in (ocp.StandardCheckpointer, ocp.Checkpointer):

@@ -1,4 +1,4 @@
-"""The twin of a run: its config, the figures that are recorded of it, and the sentence that compares them."""
+"""The twin of a run: its config, its recorded figures, and the sentence that compares them."""
 
 import json
 import math
@@ -110,8 +110,8 @@ def test_the_sentence(tmp_path, monkeypatch):
     ("words", "said"),
     [
         (["--config=configs/vit_dense.py:smoke"], "names no twin. Write --config.twin=PAGE"),
-        ([f"--config={VIT}", "--mode=plan"], "goes without --sweep, --sweep_index and --mode"),
-        ([f"--config={VIT}", "--sweep"], "goes without --sweep, --sweep_index and --mode"),
+        ([f"--config={VIT}", "--mode=plan"], "leave out --sweep, --sweep_index and --mode"),
+        ([f"--config={VIT}", "--sweep"], "leave out --sweep, --sweep_index and --mode"),
         ([f"--config={VIT}", "--config.twin=configs/vit_dens.py"], "Did you mean configs/vit_dense.py"),
     ],
 )

@@ -1,6 +1,8 @@
-"""The validation split: no step sees it, it decides what is the best, and the test split is scored at the end."""
+"""The validation split: no step sees it, and it chooses the best checkpoint. The test split is scored at the end."""
 
 import contextlib
+import json
+import signal
 
 import jax
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from experiments import command, files
 from experiments.data import images, validation
-from experiments.errors import Mistake
+from experiments.errors import Mistake, Stopped
 from experiments.training import modes, tasks
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, program
@@ -38,7 +40,7 @@ def test_every_class_gives_its_share(share):
 
 @pytest.mark.parametrize(
     ("share", "said"),
-    [(-0.1, "is no share: write a number from 0 to below 1"), (1.0, "is no share"), (0.9999, "no training data")],
+    [(-0.1, "is not a share: write 0 or a share below 1"), (1.0, "is not a share"), (0.9999, "no training data")],
 )
 def test_shares_that_leave_nothing_are_refused(share, said):
     with pytest.raises(Mistake, match=said):
@@ -105,6 +107,7 @@ def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
     assert [line["step"] for line in lines if line["kind"] == "test"] == [2, 6]
     checkpoints = sorted(int(path.stem) for path in (tmp_path / "run" / "checkpoints").glob("*.json"))
     assert checkpoints[-1] == 6
+    assert ["stopped early", "after step 6 of 12"] in json.loads((tmp_path / "run" / "run.json").read_text())["summary"]
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -124,3 +127,22 @@ def test_runs_side_by_side_do_not_stop_early(tmp_path):
     runs = [modes.Run(name, config, tmp_path / name) for name in "ab"]
     with pytest.raises(Mistake, match="config.stop='4': runs side by side end together. Leave out --seeds_at_once"):
         modes.carry_out("train", runs, "python launch.py --sweep")
+
+
+@pytest.mark.slow
+def test_a_run_stopped_by_hand_goes_on_to_its_next_evaluation(tmp_path, monkeypatch):
+    """At a step without an evaluation a run does not stop early, also if it begins again there."""
+    words = [*SMALL, "--config.learning_rate.peak=0", "--config.stop=4", "--config.evaluate=3"]  # at 3, 6, 9, 12
+
+    def now(self):
+        self.asked = getattr(self, "asked", 0) + 1
+        self.signal = signal.SIGTERM if self.asked == 8 else None
+        return self.asked == 8
+
+    with monkeypatch.context() as patch:
+        patch.setattr("experiments.scale.signals.Stop.now", now)
+        with pytest.raises(Stopped):
+            train(tmp_path / "run", *words)
+    lines = train(tmp_path / "run", *words)
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [3, 6, 9]
+    assert [line["step"] for line in lines if line["kind"] == "test"] == [3, 9]
