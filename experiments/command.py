@@ -15,7 +15,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from experiments import pages, sweep, usage
-from experiments.errors import Mistake
+from experiments.errors import Mistake, Stopped
 from experiments.scale import processes, sinks
 from experiments.training import digest, lock, provenance, record
 
@@ -69,12 +69,17 @@ def carry_out(asked: "Asked", words: str) -> None:
     with lock.new(workdir) if new else contextlib.nullcontext(workdir) as workdir:
         again = f"The same command with --workdir={workdir}" if new else "The same command"  # the name holds the time
         twin = _twin(asked, config) if asked.mode == "train" else None
-        if asked.with_twin:
-            beside = modes.Run(f"{asked.name}, its twin", twin.config, workdir / "twin", asked.labels)
-            modes.carry_out("train", [beside], words, sink=asked.sink, again=again)
         run = modes.Run(asked.name, config, workdir, asked.labels, twin)
-        traced = asked.profile or 0
-        modes.carry_out(asked.mode, [run], words, origin, sink=asked.sink, traced=traced, again=again)
+        traced, program = asked.profile or 0, None
+        if asked.with_twin:
+            program = modes.checked(run, origin, traced)  # mistakes are told before the twin is trained
+            beside = modes.Run(f"{asked.name}, its twin", twin.config, workdir / "twin", asked.labels)
+            stopped_by = modes.carry_out("train", [beside], words, sink=asked.sink, again=again)
+            if stopped_by:
+                raise Stopped(
+                    f"interrupted by {stopped_by.name} after the last step of the twin. {again} goes on.", stopped_by
+                )
+        modes.carry_out(asked.mode, [run], words, origin, program, asked.sink, traced=traced, again=again)
 
 
 def _twin(asked: "Asked", config: ConfigDict) -> Any:
@@ -146,7 +151,8 @@ def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
             modes.Run(each.name, each.config, workdir / each.folder, asked.labels, _twin(asked, each.config))
             for each in members
         ]
-        return modes.carry_out("train", runs, words, program=program, sink=asked.sink, plans=plans)
+        traced = asked.profile or 0
+        return modes.carry_out("train", runs, words, program=program, sink=asked.sink, plans=plans, traced=traced)
 
     plans: list[Any] = []  # those that runs have shown
     make = lambda member: modes.make_program(member.config)

@@ -153,10 +153,12 @@ def _append(address: str, file: File, out: BinaryIO, show: Show) -> None:
     if start:
         request.add_header("Range", f"bytes={start}-")
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-        if start and not (answer.status == 206 and answer.headers["Content-Range"].startswith(f"bytes {start}-")):
+        if start and not (
+            answer.status == 206 and (answer.headers["Content-Range"] or "").startswith(f"bytes {start}-")
+        ):
             out.truncate(start := 0)  # the server ignores ranges, and sends the whole file
         length = answer.headers["Content-Length"]
-        if length is not None and start + int(length) != file.size:
+        if length is not None and length.isdigit() and start + int(length) != file.size:
             raise OSError(f"it is {start + int(length):,} bytes long, not {file.size:,}")
         while data := answer.read(1 << 16):
             if start + len(data) > file.size:

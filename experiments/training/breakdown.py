@@ -90,9 +90,9 @@ def part_of(op_name: str) -> str:
     scopes = re.split(r"[/()]", op_name)
     if slots_of(op_name):
         return "pruning"
-    for part in IN_SCOPE:
-        if part in scopes:
-            return part
+    outermost = re.sub(r"^jit\([^)]*\)/", "", op_name).partition("/")[0]  # a layer may have such a name further inside
+    if outermost in IN_SCOPE:
+        return outermost
     if "transpose(jvp" in op_name:
         return "backward"
     return "forward" if "jvp" in scopes else "other"

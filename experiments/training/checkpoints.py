@@ -170,9 +170,9 @@ class Checkpoints:
         steps = seals.sealed_steps(self.directory)
         return [step for step in steps if seals.was_best(self.directory, step)] if best else steps
 
-    def last(self) -> int:
-        """Return the step of the last valid checkpoint, or 0."""
-        return self._last_valid(best=False, rename_damaged=False)[0]
+    def last(self, best: bool = False) -> int:
+        """Return the step of the last valid checkpoint, or 0; with `best`, of those that were the best when saved."""
+        return self._last_valid(best, rename_damaged=False)[0]
 
     def restore(self, shapes: Any, best: bool = False, rename_damaged: bool = True) -> Restored:
         """Read the last valid checkpoint.

@@ -61,7 +61,10 @@ class Task:
         except Missing as error:
             self.set, self.missing = images.stand_in(c.name, error), error
             self.notes.append(ABSENT)
-        parts = [tuple(v[i] for v in self.set.train) for i in validation.positions(self.set.train[1], c.validation)]
+        parts = [
+            tuple(v[i] for v in self.set.train)
+            for i in validation.positions(self.set.train[1], c.get("validation", 0.0))
+        ]
         (x, y), self.splits = parts[0], {"validation": parts[1], "test": self.set.test}
         self.train = x, y
         self.classes, self.examples, self.shape = len(self.set.classes), len(x), x.shape[1:]
@@ -83,7 +86,7 @@ class Task:
                 raise
             self.files, self.missing = None, error
         self.examples, self.classes = self._counts()
-        kept, chosen = validation.positions(np.zeros(self.examples), c.validation)
+        kept, chosen = validation.positions(np.zeros(self.examples), c.get("validation", 0.0))
         if self.files is not None:  # the files lie in the order of their labels
             files, labels = np.array(self.files.train), self.files.train_labels
             self.splits = {"train": (files[kept].tolist(), labels[kept])}
@@ -141,7 +144,7 @@ class Task:
 
     @property
     def validates(self) -> bool:
-        return self.config.data.validation > 0
+        return self.config.data.get("validation", 0.0) > 0
 
     def evaluation(self, split, mesh):
         """Yield batches of images and labels. The last is filled up, with label -1, so that devices share it evenly."""

@@ -222,9 +222,18 @@ class Loop:
                 run.record.write("test", best[0], **best[1])
             run.record.write("test", step, **tests[i])
             pictures = self.program.one.pictures(self.program.part(self.state, i))
-            worth = twin.worth(run.twin, run.workdir, self.task.metric, tests[i], self.program.step_flops())
+            flops, validated = self.flops(step), self.scores[i].items() if self.task.validates else ()
+            worth = twin.worth(run.twin, run.workdir, self.task.metric, tests[i], flops)
             early = [("stopped early", f"after step {step:,} of {self.total:,}")] if step < self.total else []
-            run.record.keep([*self.summary(i, tests[i], best), *early], worth, tests[i], pictures)
+            figures = tests[i] | {f"validation_{name}": value for name, value in validated}
+            about = {"worth": worth, "steps": step, "flops": flops, "figures": figures}
+            run.record.keep([*self.summary(i, tests[i], best), *early], about, pictures)
+
+    def flops(self, step: int) -> list[float]:
+        """Return the average FLOPs of a step, dense and effective, over so many steps."""
+        if step == self.total or self.program.steps_since:
+            return self.program.step_flops()
+        return [flops * self.config.accumulate for flops in self.program.plan.over(step)]
 
     def test_best(self, i: int, step: int) -> tuple[int, dict[str, float]] | None:
         """Return the step of a run's best checkpoint and its scores on the test split. None: it is the last one.
@@ -236,18 +245,21 @@ class Loop:
         run, program = self.runs[i], self.program.one
         if not self.task.validates or run.best is None or run.best[0] == step:
             return None
-        names = ("ema",) if self.config.ema else ("params", "rest")  # the optimizer's state is not read
-        try:
-            found, fields = run.checkpoints.restore_fields({n: getattr(program.shapes, n) for n in names}, best=True)
-        except Failed as error:
-            if processes.count() > 1:  # the others wait
-                raise
-            self.screen.line(f"The best checkpoint cannot be scored on the test split: {error}.")
-            return None
+        found = processes.agreed(lambda: self.step_of_best(run))
         if found in (0, step):
             return None
+        names = ("ema",) if self.config.ema else ("params", "rest")  # the optimizer's state is not read
+        _, fields = run.checkpoints.restore_fields({n: getattr(program.shapes, n) for n in names}, best=True)
         state = self.program.part(self.state, i)._replace(**fields)
         return found, fetched(program.evaluate(state, "test"), 1)[0]
+
+    def step_of_best(self, run: Run) -> int:
+        """Return the step of the best checkpoint that can be read, or 0."""
+        try:
+            return run.checkpoints.last(best=True)
+        except Failed as error:
+            self.screen.line(f"The best checkpoint cannot be scored on the test split: {error}.")
+            return 0
 
     def summary(
         self, i: int, scores: dict[str, float], best: tuple[int, dict[str, float]] | None
@@ -263,11 +275,13 @@ class Loop:
         names = sorted(scores, key=lambda name: (metric not in name, "hardened" not in name))
         rows = [(name.replace("_", " "), form(name, scores[name])) for name in names]
         if self.task.validates:
-            rows.append((f"validation {metric}", form(metric, self.deciding_score(self.scores[i]))))
+            hardened = "hardened " if f"hardened_{metric}" in scores else ""
+            rows.append((f"validation {hardened}{metric}", form(metric, self.deciding_score(self.scores[i]))))
         if run.best is not None:
             text = f"{form(metric, run.best[1])}, step {run.best[0]:,}"
             if best is not None:
-                text += f"; test {form(metric, self.deciding_score(best[1]))}"
+                where = "" if best[0] == run.best[0] else f" of step {best[0]:,}, which is kept"
+                text += f"; test {form(metric, self.deciding_score(best[1]))}{where}"
             rows.append((f"best {self.split} {metric}", text))
         rows.append(("time", clock(run.record.elapsed())))
         if self.meter.first is not None:

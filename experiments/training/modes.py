@@ -13,6 +13,7 @@ from experiments.scale import processes
 from experiments.scale.signals import Stop
 from experiments.training import digest, header, record, tasks
 from experiments.training.checkpoints import Checkpoints
+from experiments.training.digest import Identity
 from experiments.training.loop import Loop
 from experiments.training.profile import Profile
 from experiments.training.program import Program
@@ -57,7 +58,7 @@ def carry_out(
         if mode == "eval":
             refuse_without_checkpoints("--mode=eval: ", runs[0].workdir)
         if origin is not None:
-            refuse_without_checkpoints("--from=", origin)
+            refuse_origin(origin, runs[0].identity)
         program = (Program(config, task) if program is None else program).beside(len(runs))
         if len(runs) > 1 and program.patience:
             raise Mistake(f"config.stop={config.stop!r}: runs side by side end together. Leave out --seeds_at_once.")
@@ -74,6 +75,23 @@ def carry_out(
             evaluate(runs[0], program, screen)
             return None
         return train(runs, program, screen, _about(program, command, facts), again, began, origin, sink, profile)
+
+
+def checked(run: Run, origin: Path | None, traced: int) -> Program:
+    """Return the program of a run that is to be trained later. Refuse what `carry_out` would refuse then.
+
+    Args:
+      run: The run.
+      origin: Directory of a run whose last state is the first state of this one.
+      traced: The number of steps that a profile traces, or 0.
+    """
+    if processes.first():
+        run.check()
+    if origin is not None:
+        refuse_origin(origin, run.identity)
+    program = make_program(run.config)
+    Profile(traced, program, run.workdir, Screen(program.task.unit))
+    return program
 
 
 @contextlib.contextmanager
@@ -94,6 +112,18 @@ def refuse_without_checkpoints(option: str, workdir: Path) -> None:
     """Refuse a directory that an option names as that of a run, if it holds no checkpoint."""
     if not Checkpoints(workdir).steps():
         raise Mistake(f"{option}{workdir} holds no checkpoints. Give the directory of a run that has saved one.")
+
+
+def refuse_origin(origin: Path, own: Identity) -> None:
+    """Refuse an origin without checkpoints, and one on the same data that has learned from the validation split."""
+    refuse_without_checkpoints("--from=", origin)
+    there = digest.recorded(origin).fields if (origin / "config.json").is_file() else {}
+    here, name = own.fields, "data.validation"
+    if here.get(name) and there.get(name, 0) != here[name] and there.get("data.name") == here.get("data.name"):
+        raise Mistake(
+            f"--from={origin} was trained with config.{name}={there.get(name, 0)}, and may have learned from the "
+            f"validation split of this run. Write --config.{name}={there.get(name, 0)}."
+        )
 
 
 def _about(program: Program, command: str, facts: list[tuple[str, str]]) -> dict:

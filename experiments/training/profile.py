@@ -37,7 +37,7 @@ class Profile:
     def __init__(self, steps: int, program: Program, workdir: Path, screen: Screen):
         if steps > program.total:
             raise Mistake(f"--profile={steps} is more than the {program.total:,} steps of the run. Give fewer.")
-        self.steps = steps if processes.first() else 0
+        self.steps = steps  # all processes wait at the same steps; the first one traces
         self.program, self.folder, self.screen = program, workdir / "profile", screen
         self.first: int | None = None  # the first traced step
         self._tracing = False
@@ -68,15 +68,15 @@ class Profile:
             return
         if self.first is None:
             self._choose(done)
-        begins, ends = done == self.first, self._tracing and done == self.first + self.steps
+        begins, ends = done == self.first, done == self.first + self.steps
         if not self.steps or not (begins or ends):
             return
         with meter.untimed():
             jax.block_until_ready(state)  # steps that still run belong to one side of this moment
             try:
-                if begins:
+                if begins and processes.first():
                     self._begin()
-                else:
+                elif self._tracing:
                     self._end(arrays)
             except (OSError, RuntimeError) as error:  # for example, because the disk is full
                 self._tracing = False

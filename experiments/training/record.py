@@ -121,16 +121,16 @@ class Record:
         finite = [(step, score) for step, score in scores if score is not None and np.isfinite(score)]
         return min(finite, key=lambda found: -found[1] if higher else found[1], default=None)
 
-    def keep(self, summary: list, worth: str, figures: dict[str, float], pictures: dict) -> None:
+    def keep(self, summary: list, about: dict[str, Any], pictures: dict) -> None:
         """Keep what the report shows beside the curves.
 
         Args:
           summary: Rows (label, text).
-          worth: A text that compares the run's score with its twin's, or "".
-          figures: The scores of the test split.
+          about: What run.json says of the end: "figures", the scores by name, with "validation_" in front of those of
+            the validation split; "worth", a text that compares the run with its twin; "steps" and "flops".
           pictures: Arrays and texts, as the task's `pictures` returns them.
         """
-        self.about |= {"summary": summary, "worth": worth, "figures": figures}
+        self.about |= {"summary": summary, **about}
         texts = {name: value for name, value in pictures.items() if name == "prompt" or isinstance(value, list)}
         arrays = {name: value for name, value in pictures.items() if name not in texts}
         if texts:
@@ -139,7 +139,8 @@ class Record:
             np.savez_compressed(data := io.BytesIO(), **arrays)
             replace(self.dir / "pictures.npz", data.getvalue())
         if self._events is not None:
-            self._events.hparams(self._step, self._identity.fields, [f"test/{name}" for name in figures])
+            tested = [f"test/{name}" for name in about["figures"] if not name.startswith("validation_")]
+            self._events.hparams(self._step, self._identity.fields, tested)
             try:
                 board.write(self._events, self._step, pictures)
             except Exception as error:  # pictures of a user's own task may have any form
@@ -255,11 +256,11 @@ def labels(tags: list[str] | None, note: str | None) -> dict[str, Any]:
 
 
 def complete(workdir: Path, given: dict[str, Any]) -> None:
-    """Give a run that has ended its new tags and note, and write its report if that is missing.
+    """Give a run that has ended what is new in its run.json, and write its report if that is missing.
 
     Args:
       workdir: The run's directory.
-      given: The tags and the note, if there are new ones.
+      given: New tags, a new note, or a new comparison with its twin.
     """
     about = read(workdir) or {}
     changed = about | given != about

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from experiments.errors import Diverged, Stopped
 from experiments.scale import processes
-from experiments.training import digest, lock, record
+from experiments.training import digest, lock, record, twin as twins
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 from experiments.training.record import Record, Silent
@@ -53,7 +53,7 @@ class Run:
         """
         self.check()
         if self.finished():  # its directory is only read, except for new labels
-            record.complete(self.workdir, self.labels)
+            record.complete(self.workdir, self.labels | self.worth(record.read(self.workdir) or {}))
             yield
             return
         with lock.held(self.workdir):
@@ -63,6 +63,12 @@ class Run:
     def finished(self) -> bool:
         """Return whether the directory holds this run finished."""
         return record.finished(self.workdir)
+
+    def worth(self, about: dict) -> dict[str, str]:
+        """Return what run.json says of a finished run beside its twin, if it has one."""
+        if self.twin is None or "figures" not in about:
+            return {}
+        return {"worth": twins.worth(self.twin, self.workdir, about["metric"], about["figures"], about["flops"])}
 
     def open(self, about: dict, program: Program, screen: Screen, sink: str) -> None:
         """Begin to write to the run's directory.

@@ -39,7 +39,7 @@ class Task:
     def _load(self) -> None:
         c = self.config.data
         self.set = text.load(c.name, c.dir, c.test, c.tokenizer)
-        self.train, held_out = validation.tokens(self.set.train, c.validation)
+        self.train, held_out = validation.tokens(self.set.train, c.get("validation", 0.0))
         self.examples = text.windows(len(self.train), c.length)
         splits = {"validation": held_out, "test": self.set.test} if self.validates else {"test": self.set.test}
         self.windows = {name: self._cut(tokens, name) for name, tokens in splits.items()}
@@ -61,7 +61,7 @@ class Task:
 
     @property
     def validates(self) -> bool:
-        return self.config.data.validation > 0
+        return self.config.data.get("validation", 0.0) > 0
 
     def _cut(self, tokens: np.ndarray, split: str) -> np.ndarray:
         """Return the windows of a split on which the model is evaluated."""

@@ -4,7 +4,7 @@ A page names the page of its twin (``config.twin``). The figures of a twin are t
 from those in the folder of the run, from those next to it, and from the results in this repository.
 """
 
-import json
+import contextlib
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 import nmjax as nm
+from experiments.errors import Mistake
 from experiments.files import lines
-from experiments.training import digest, record, settings
+from experiments.training import digest, record
 from experiments.training.screen import form
 
 RESULTS = Path(__file__).parent.parent / "results" / "twins.jsonl"  # lines of sweeps of the dense pages
@@ -32,7 +33,7 @@ class Twin(NamedTuple):
     @property
     def label(self) -> str:
         """Return "dense" if the twin prunes nothing, else the name of its page."""
-        dense = not any(sparsity != nm.Sparsity() for _, sparsity in settings.recipe(self.config, 1000).rules)
+        dense = _dense(digest.identity(self.config).fields)
         return "dense" if dense else Path(self.page.partition(":")[0]).stem
 
 
@@ -51,12 +52,20 @@ def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
       config: The settings of the run.
       page: The run's page, without changes.
       twin: The page of the twin.
+
+    Raises:
+      Mistake: The twin has no field that the run changes.
     """
     twin = twin.copy_and_resolve_references()
-    changed, before, fields = (digest.identity(each).fields for each in (config, page, twin))
-    for name, value in changed.items():
-        if name.partition(".")[0] not in _OWN and value != before.get(name) and name in fields:
-            twin.update_from_flattened_dict({name: value})
+    own, before, fields = (digest.identity(each).fields for each in (config, page, twin))
+    changed = {name: own[name] for name in own if name.partition(".")[0] not in _OWN and own[name] != before.get(name)}
+    lacking = next((name for name in changed if name not in fields), None)
+    if lacking:
+        raise Mistake(
+            f"config.twin={config.twin!r}: that page has no field {lacking}, so the twin cannot have your value of it. "
+            "Add the field to the page of the twin, or write --config.twin= to do without a twin."
+        )
+    twin.update_from_flattened_dict(changed)
     return twin
 
 
@@ -70,9 +79,9 @@ def figures(twin: Twin, workdir: Path, metric: str) -> list[Figure]:
     """
     found: dict[int, Figure] = {}
     for seed, about, rate in [*_recorded(twin), *_runs(twin, workdir)]:  # of one seed the last counts: the nearest
-        scores = about.get("figures") or {}
+        scores = about["figures"]
         score = scores.get(f"hardened_{metric}", scores.get(metric))
-        if score is not None and about.get("versions", {}).get("nmjax") == nm.__version__:
+        if isinstance(score, float) and about["versions"]["nmjax"] == nm.__version__:
             found[seed] = Figure(seed, score, rate)
     return [found[seed] for seed in sorted(found)]
 
@@ -89,21 +98,28 @@ def _recorded(twin: Twin) -> Iterator[tuple[int, dict[str, Any], None]]:
 
 def _runs(twin: Twin, workdir: Path) -> Iterator[tuple[int, dict[str, Any], float | None]]:
     """Yield the seed, the run.json and the rate of every finished run of the twin in or next to a directory."""
-    wanted = _without_seed(digest.identity(twin.config))
+    wanted = _compared(digest.identity(twin.config))
     for folder in [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}")), workdir / FOLDER]:
-        about = record.read(folder)
-        if about is None or about.get("outcome") != "finished":
-            continue
-        try:
+        with contextlib.suppress(Exception):  # files beside a run may hold anything; they must not end it
+            about = record.read(folder)
+            if about is None or about["outcome"] != "finished":
+                continue
             identity = digest.recorded(folder)
-        except (OSError, json.JSONDecodeError):
-            continue
-        if _without_seed(identity) == wanted:
-            yield identity.fields["seed"], about, rate(folder) if folder == workdir / FOLDER else None
+            if _compared(identity) == wanted and isinstance(about["figures"], dict) and about["versions"]["nmjax"]:
+                yield identity.fields["seed"], about, rate(folder) if folder == workdir / FOLDER else None
 
 
-def _without_seed(identity: digest.Identity) -> dict[str, Any]:
-    return {name: value for name, value in identity.lasting.items() if name != "seed"}
+def _compared(identity: digest.Identity) -> dict[str, Any]:
+    """Return the fields that a run of the twin has to share. Of runs that prune nothing, the rules do not count."""
+    dense = _dense(identity.fields)
+    left_out = ("seed", "rules", "sparsity", "backend", "masked_decay") if dense else ("seed",)
+    shared = {name: value for name, value in identity.lasting.items() if name.partition(".")[0] not in left_out}
+    return shared | {"dense": dense}
+
+
+def _dense(fields: dict[str, Any]) -> bool:
+    """Return whether every rule of a config names the method "dense"."""
+    return all(fields.get(f"sparsity.{name}", name) == "dense" for _, name in fields["rules"])
 
 
 def rate(folder: Path) -> float | None:

@@ -335,8 +335,8 @@ def test_a_run_of_what_is_not_ours(outside):
     words = ["--config=mixer.py", "--config.data.name=spirals:load", "--workdir=run"]
     words += ["--config.sparsity.blocks=fwd_rhs=ste(mse(2,4)); drhs_g=mylab:above(0.5,4)"]
     said = launch(outside, *words)
-    assert "spirals: 320 training images" in said
-    assert "model         mixer:Mixer, " in said
+    assert "spirals: 288 training images, 32 validation" in said
+    assert "model          mixer:Mixer, " in said
     assert "drhs_g=mylab:above(0.5,4)" in said
     assert (outside / "run" / "report.html").is_file()
     assert "last, step 4" in launch(outside, *words, "--mode=eval")

@@ -81,7 +81,7 @@ def test_numbers_are_sent_with_their_steps_and_the_end_with_its_outcome(tmp_path
     run = made(tmp_path / "mine", tell=told.append)
     run.write("sparsity", 0, density={"blocks/up": 0.5, "head": 1.0})
     run.write("train", 1, loss=2.5)
-    run.keep([("best loss", "2.5000")], "", {"loss": 2.5}, {})
+    run.keep([("best loss", "2.5000")], {"figures": {"loss": 2.5}}, {})
     run.close("finished")
     id = json.loads((tmp_path / "mine" / "run.json").read_text())["sent"]["wandb"]
     config = {"seed": 3, "data.name": "digits", "data.crop": 1}

@@ -53,7 +53,7 @@ def test_a_run_has_its_settings_scores_pictures_and_texts(tmp_path):
     )  # fmt: skip
     run.begin(0)
     run.write("test", 4, accuracy=0.75)
-    run.keep(summary=[], worth="", figures={"accuracy": 0.75}, pictures=PICTURES)
+    run.keep(summary=[], about={"figures": {"accuracy": 0.75}}, pictures=PICTURES)
     run.close("finished")
     found = values(tmp_path / "tensorboard")
     start = hparams(found["_hparams_/session_start_info"]).session_start_info
@@ -100,7 +100,7 @@ def test_pictures_of_another_form_do_not_end_a_run(tmp_path, capsys):
     run = begun(tmp_path)
     run.write("test", 1, loss=1.0)
     odd = {"mask": np.zeros(3), "hardest_images": np.zeros((2, 5))}
-    run.keep(summary=[], worth="", figures={"loss": 1.0}, pictures=odd)
+    run.keep(summary=[], about={"figures": {"loss": 1.0}}, pictures=odd)
     run.close("finished")
     assert "The pictures are not in TensorBoard" in capsys.readouterr().out
     assert "_hparams_/experiment" in values(tmp_path / "tensorboard")

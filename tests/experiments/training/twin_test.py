@@ -68,8 +68,30 @@ def test_runs_of_the_twin_are_found_and_others_are_not(tmp_path, monkeypatch):
     (tmp_path / "runs" / "text.txt").write_text("no folder")
     recorded(tmp_path / "runs" / "broken", its_twin, 5, 0.1)
     (tmp_path / "runs" / "broken" / "config.json").write_text("{")
+    for name, about in {"list": [], "number": 3, "no figures": {"outcome": "finished"}, "odd": {"outcome": 1}}.items():
+        recorded(tmp_path / "runs" / name, its_twin, 6, 0.1)
+        (tmp_path / "runs" / name / "run.json").write_text(json.dumps(about))
+    for name, config in {"config": b"[]", "bytes": b"\xff\xfe", "rules": b'{"rules": 3}'}.items():
+        recorded(tmp_path / "runs" / name, its_twin, 7, 0.1)
+        (tmp_path / "runs" / name / "config.json").write_bytes(config)
     found = twin.figures(its_twin, own, "accuracy")
     assert found == [twin.Figure(0, 0.5, None), twin.Figure(1, 0.7, 30.0)]  # what was trained beside counts
+
+
+def test_a_run_of_the_page_without_pruning_is_a_dense_twin_too(tmp_path, monkeypatch):
+    """The dense runs of a sweep over methods are such runs."""
+    monkeypatch.setattr(twin, "RESULTS", tmp_path / "none.jsonl")
+    config = read(f"--config={VIT}", "--config.sparsity.blocks=dense", "--config.seed=4")
+    recorded(tmp_path / "dense", twin.Twin("", config), 4, 0.5)
+    recorded(tmp_path / "pruned", twin.Twin("", read(f"--config={VIT}", "--config.seed=5")), 5, 0.6)
+    assert twin.figures(of(), tmp_path / "own", "accuracy") == [twin.Figure(4, 0.5, None)]
+
+
+def test_a_change_that_the_twin_cannot_have_is_refused():
+    config, page = read("--config=configs/gpt_24.py:smoke"), pages.load("configs/gpt_24.py:smoke")
+    config.data.length = 64
+    with pytest.raises(Mistake, match="that page has no field data.length, so the twin cannot have your value of it"):
+        twin.of(config, page, pages.load("configs/vit_dense.py:smoke"))
 
 
 def test_lines_of_results_are_found_by_their_digest(tmp_path, monkeypatch):
@@ -129,12 +151,16 @@ def test_a_twin_is_trained_first_and_compared_with(tmp_path, capsys):
         json.loads((folder / "run.json").read_text()) for folder in (tmp_path / "run", tmp_path / "run/twin")
     )
     assert (about["outcome"], beside["outcome"]) == ("finished", "finished")
+    assert about["figures"].keys() > {"accuracy", "hardened_accuracy", "validation_accuracy", "validation_loss"}
     share = about["flops"][1] / about["flops"][0]
     score, dense = about["figures"]["hardened_accuracy"], beside["figures"]["hardened_accuracy"]
     assert about["worth"] == f"{score:.2%} hardened, {share:.2f} of the dense FLOPs; dense {dense:.2%} (1 seed)"
     assert about["worth"] in (tmp_path / "run" / "report.html").read_text()
     assert re.search(r"in short +\d", capsys.readouterr().out)
     before = files.lines(tmp_path / "run/twin/metrics.jsonl")
-    command.main(words, "")  # again: both are finished
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run | {"worth": "there was no twin"}))
+    command.main(words, "")  # again: both are finished, and compared again
     assert capsys.readouterr().out.count("finished already") == 2
     assert files.lines(tmp_path / "run/twin/metrics.jsonl") == before
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["worth"] == about["worth"]

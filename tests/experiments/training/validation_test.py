@@ -107,7 +107,9 @@ def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
     assert [line["step"] for line in lines if line["kind"] == "test"] == [2, 6]
     checkpoints = sorted(int(path.stem) for path in (tmp_path / "run" / "checkpoints").glob("*.json"))
     assert checkpoints[-1] == 6
-    assert ["stopped early", "after step 6 of 12"] in json.loads((tmp_path / "run" / "run.json").read_text())["summary"]
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert ["stopped early", "after step 6 of 12"] in about["summary"]
+    assert about["steps"] == 6
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -120,6 +122,25 @@ def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
     number = lambda line: {name: value for name, value in line.items() if name != "seconds"}
     stable = lambda lines: [number(line) for line in lines if line["kind"] in ("eval", "test")]
     assert stable(again) == stable(lines)
+
+
+def test_a_state_that_saw_the_validation_split_is_no_origin(tmp_path):
+    train(tmp_path / "first", *SMALL, "--config.data.validation=0", "--config.steps=2")
+    run = modes.Run("small", read(*SMALL), tmp_path / "second")
+    with pytest.raises(
+        Mistake, match="was trained with config.data.validation=0.0, and may"
+    ):
+        modes.carry_out("train", [run], "python launch.py", origin=tmp_path / "first")
+
+
+def test_a_config_without_the_fields_evaluates_on_the_test_split():
+    config = read("--config=configs/vit_dense.py:smoke")
+    with config.unlocked():
+        del config.data["validation"]
+        del config["stop"]
+    made = modes.make_program(config)
+    assert not made.task.validates
+    assert (made.patience, made.task.examples) == (0, 1437)
 
 
 def test_runs_side_by_side_do_not_stop_early(tmp_path):
