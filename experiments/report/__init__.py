@@ -18,7 +18,7 @@ the files:
      "versions": {"python": ..., "jax": ...}, "git": {"commit": ..., "dirty": bool} or null,
      "unit": "images" | "tokens",           # what per_second counts
      "metric": "accuracy" | "loss",         # selects the best checkpoint: the highest accuracy, or the lowest loss
-     "figures": {name: number, ...},        # of the last evaluation, for a comparison
+     "figures": {name: number, ...},        # of the test split; "validation_...": of that one
      "beside": [name, ...],                 # runs that were trained in one program with it, if there were any
      "tags": [text, ...], "note": text,     # as the command line gave them
      "parameters": int,

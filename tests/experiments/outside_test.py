@@ -337,7 +337,7 @@ def test_a_run_of_what_is_not_ours(outside):
     said = launch(outside, *words)
     assert "spirals: 288 training images, 32 validation" in said
     assert "model          mixer:Mixer, " in said
-    assert "drhs_g=mylab:above(0.5,4)" in said
+    assert "drhs_g=mylab:above(0.5,4)" in (outside / "run" / "plan.txt").read_text()
     assert (outside / "run" / "report.html").is_file()
     assert "last, step 4" in launch(outside, *words, "--mode=eval")
 
