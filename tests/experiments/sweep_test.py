@@ -267,7 +267,7 @@ def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_pat
     assert [getattr(both, name)._cache_size() for name in functions] == [1] * 7  # for both groups
     assert [getattr(made, name)._cache_size() for name in ("train", "score", "hard_score", "measure")] == [0] * 4
     command.main(["launch.py", f"--workdir={tmp_path / 'runs' / 'seed=3'}", "--mode=eval"], "")
-    assert f"last, step 4: accuracy {about(here)['figures']['accuracy']:.2%}" in capsys.readouterr().out
+    assert f"last, step 4, test: accuracy {about(here)['figures']['accuracy']:.2%}" in capsys.readouterr().out
 
 
 @pytest.mark.processes

@@ -91,7 +91,7 @@ def goes_on_as_one(run, alone, cache):
     both = together(run, cache, CUT, "--mode=eval")
     texts = said(both)
     assert [process.returncode for process in both] == [0, 0], texts
-    assert re.search(r"^last, step 24: .*\nbest, step \d+: ", texts[0], re.MULTILINE)
+    assert re.search(r"^last, step 24, test: .*\nbest, step \d+, validation: ", texts[0], re.MULTILINE)
 
 
 @pytest.mark.processes
