@@ -8,8 +8,9 @@ step on. To prune gradients in dx too, for fewer FLOPs and some accuracy:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
 
 Digits, 8x8, two CPU cores: about 95 seconds; 97.5 % of the 360 test images (one seed), dense 98.2 ± 0.1 (three
-seeds, ± is the standard error): digits cannot tell methods apart. Its dense twin is configs/vit_dense.py. configs/vit_sste.py is 2:4 from the first
-step on, with fewer FLOPs. Other data: --config=configs/vit_24.py:cifar10 (or fashion_mnist, mnist) with
+seeds, ± is the standard error): digits cannot tell methods apart. Its dense twin is
+configs/vit_dense.py. configs/vit_sste.py is 2:4 from the first step on, with fewer FLOPs.
+Other data: --config=configs/vit_24.py:cifar10 (or fashion_mnist, mnist) with
 --config.data.dir=DIR.
 """
 
