@@ -127,9 +127,7 @@ def test_a_run_that_gets_no_better_stops_and_is_finished(tmp_path):
 def test_a_state_that_saw_the_validation_split_is_no_origin(tmp_path):
     train(tmp_path / "first", *SMALL, "--config.data.validation=0", "--config.steps=2")
     run = modes.Run("small", read(*SMALL), tmp_path / "second")
-    with pytest.raises(
-        Mistake, match="was trained with config.data.validation=0.0, and may"
-    ):
+    with pytest.raises(Mistake, match="was trained with config.data.validation=0.0, and may"):
         modes.carry_out("train", [run], "python launch.py", origin=tmp_path / "first")
 
 
