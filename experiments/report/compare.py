@@ -58,7 +58,7 @@ def groups(runs: list[Run]) -> list[Group]:
     """
     by_config: dict[str, Group] = {}
     for run in runs:
-        config = {name: value for name, value in flat(run.config) if name != "twin" and not name.startswith("mesh.")}
+        config = {name: value for name, value in flat(run.config) if name != "twin"}
         seed = config.pop("seed", 0)
         group = by_config.setdefault(json.dumps(config, sort_keys=True, default=str), Group(config, {}))
         if seed in group.runs:

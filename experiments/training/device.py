@@ -61,7 +61,7 @@ def peak_memory(devices: Sequence[jax.Device] | None = None) -> dict[str, int]:
     """Return the peak memory in bytes under its name in `MEMORY`.
 
     Args:
-      devices: The devices, of which the fullest counts. By default those of this process.
+      devices: The devices. The fullest one counts. By default they are those of this process.
     """
     told = [device.memory_stats() or {} for device in (jax.local_devices() if devices is None else devices)]
     peaks = [stats["peak_bytes_in_use"] for stats in told if "peak_bytes_in_use" in stats]

@@ -49,7 +49,7 @@ def names_in(lowered):
 
 
 def named(names, *scopes):
-    """Whether some operation is in all of these scopes."""
+    """Return whether some operation is in all of these scopes."""
     return any(all(re.search(rf"(^|[/(]){re.escape(s)}([/)]|$)", name) for s in scopes) for name in names)
 
 

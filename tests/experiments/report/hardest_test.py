@@ -1,4 +1,4 @@
-"""What a report shows of errors, of a run that goes on, of the plan, and of its own words."""
+"""Tests of a report's errors, its live page, its plan page and its explanations of words."""
 
 import json
 import re
