@@ -1,6 +1,7 @@
 """The command that writes the report of a run, the comparison of some, or the index of all."""
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -69,4 +70,5 @@ def _beside(folders: list[Path]) -> Path:
 
 
 if __name__ == "__main__":
+    gc.disable()  # the process is short, and the collector would walk all the lines of a long run many times
     sys.exit(main())

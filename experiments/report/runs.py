@@ -127,7 +127,8 @@ def parse_metrics(text: str) -> tuple[dict[str, list[dict[str, Any]]], tuple[str
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and values of one measure. Lines without it are left out."""
-    return _numbers(_steps(records), [record.get(key) for record in records])
+    measured = [record for record in records if key in record]
+    return _numbers(_steps(measured), [record[key] for record in measured])
 
 
 def layers(records: list[dict[str, Any]], key: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
