@@ -53,10 +53,12 @@ def main(args: list[str] | None = None) -> int:
 
 def _write_index(folder: Path, to: Path) -> Path:
     """Write index.html of the runs below a folder, and return its path."""
-    page = index.render(folder, to)
+    page, path = index.render(folder, to), to / "index.html"
     to.mkdir(parents=True, exist_ok=True)
-    replace(to / "index.html", page)
-    return to / "index.html"
+    if path.exists() and index.TITLE not in path.read_text(encoding="utf-8", errors="replace"):
+        raise Mistake(f"{path} is another page, not an index of runs. Name another folder for the index: --to=DIR.")
+    replace(path, page)
+    return path
 
 
 def _beside(folders: list[Path]) -> Path:

@@ -22,6 +22,8 @@ MARKS = {"run.json", "metrics.jsonl", "run.lock"}  # a folder with one of these 
 TWIN = "twin"  # the folder in a run's in which --with_twin trains its twin
 FIRST = ' aria-sort="descending"'  # the column by which rows are sorted at first
 FIELDS = 6  # how many of the fields that differ are shown
+SO_FAR = '<small title="of the validation split, if the run has one">so far</small>'
+TITLE = "nmjax · an index"
 SCRIPT = Path(__file__).with_name("index.js")
 
 
@@ -204,7 +206,7 @@ def render(folder: Path, to: Path | None = None) -> str:
     counts = Counter(entry.outcome for entry in found)
     title = f"{len(found)} run{'s' if len(found) > 1 else ''}"
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    header = f'<p class="over">{LOGO} nmjax · an index</p><h1>{title}</h1><p class="when">{safe(outcomes)}</p>'
+    header = f'<p class="over">{LOGO} {TITLE}</p><h1>{title}</h1><p class="when">{safe(outcomes)}</p>'
     sections = [
         ("runs", "All runs", _controls(found) + _table(found, best, address)),
         ("frontier", "The frontier", f"<p>{FRONTIER}</p>{''.join(pictures)}" if pictures else ""),
@@ -236,7 +238,8 @@ def _linked(entry: Entry, address: str) -> str:
 def _score(entry: Entry) -> str:
     if entry.score is None:
         return ""
-    return f"{100 * entry.score:.2f} %" if entry.metric.endswith("accuracy") else f"{entry.score:.4f}"
+    score = f"{100 * entry.score:.2f} %" if entry.metric.endswith("accuracy") else f"{entry.score:.4f}"
+    return score if entry.outcome == "finished" else f"{score} {SO_FAR}"
 
 
 def _controls(found: list[Entry]) -> str:

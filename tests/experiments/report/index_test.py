@@ -73,7 +73,7 @@ def test_every_run_below_the_folder_is_a_row(tmp_path):
     assert rows["a"]["run"] == '<a href="a/report.html">a</a>'
     (odd,) = (row for name, row in rows.items() if name.endswith("c"))
     assert text(odd["outcome"]) == "diverged the loss is nan"
-    assert text(odd["score"]) == "45.00 %"  # of the last evaluation
+    assert text(odd["score"]) == "45.00 % so far"  # of the last evaluation
     assert text(odd["steps"]) == "50 of 100"
     assert text(odd["time"]) == "50 s"
     assert text(odd["tags and note"]) == "paper odd"
@@ -276,7 +276,18 @@ def test_the_page_that_a_folder_gets(tmp_path, capsys):
     assert "two/compare.html" in made()
     assert command.main([str(tmp_path), "--to", str(tmp_path / "three")]) == 0
     assert '<a href="../sweep/a/report.html">' in (tmp_path / "three/index.html").read_text()
+    assert command.main([str(tmp_path)]) == 0  # an index is written anew
     capsys.readouterr()
+
+
+def test_another_page_is_not_replaced(tmp_path, capsys):
+    make(tmp_path / "a")
+    page = tmp_path / "index.html"
+    page.write_text("<h1>My page</h1>")
+    assert command.main([str(tmp_path)]) == 2
+    expected = f"{page} is another page, not an index of runs. Name another folder for the index: --to=DIR.\n"
+    assert capsys.readouterr().err == expected
+    assert page.read_text() == "<h1>My page</h1>"
 
 
 # ---- how much is read and drawn ----
