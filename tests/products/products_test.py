@@ -614,17 +614,20 @@ def numpy_soft(w, axis=0):
     return np.moveaxis((np.sign(blocks) * np.maximum(np.abs(blocks) - t, 0)).reshape(lines.shape), -1, axis)
 
 
-@pytest.mark.parametrize("method", ["dense()", "ste(2,4)"])
+@pytest.mark.parametrize(
+    "method, lam", [("dense()", 0), ("ste(2,4)", 0), ("sr_ste(2,4,lam=0)", 0), ("sr_ste(2,4,lam=0.25)", 0.25)]
+)
 @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
-def test_hessian_vector_products(method, mode):
-    """Of sum(y**2): 2 x^T x v, for straight through w~ moves as w does."""
+def test_hessian_vector_products(method, lam, mode):
+    """Of sum(y**2): 2 x^T x v, for straight through w~ moves as w does. SR-STE adds lam v where w is dropped."""
     x, w, v = whole(0, 8, 16), whole(1, 16, 4), whole(2, 16, 4)
     loss = lambda w: (nm.dot_general(x, w, MATMUL, sparsity=nm.parse(method)) ** 2).sum()
     if mode == "forward over reverse":
         second = lambda w: jax.jvp(jax.grad(loss), (w,), (v,))[1]
     else:
         second = jax.grad(lambda w: (jax.grad(loss)(w) * v).sum())
-    np.testing.assert_array_equal(jax.jit(second)(w), 2 * x.T @ (x @ v))
+    dropped = np.zeros_like(w) if lam == 0 else np.where(numpy_pruned(w, 0) == w, 0, v)
+    np.testing.assert_array_equal(jax.jit(second)(w), 2 * x.T @ (x @ v) + lam * dropped)
 
 
 def test_a_backward_slot_rules_out_forward_mode():
