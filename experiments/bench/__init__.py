@@ -6,6 +6,8 @@
     python -m experiments.bench delivery [--rounds 9] [--save NAME]
     # runs, against a plain loop
     python -m experiments.bench train [--config PAGE ...] [--rounds 9] [--save NAME]
+    # reports of long runs and of many runs, and the memory of a run
+    python -m experiments.bench runs [--rounds 9] [--save NAME]
     # many devices, saving, and starting again
     python -m experiments.bench scale [--config PAGE ...] [--rounds 9] [--save NAME]
     # the kernels' results and speed
