@@ -68,7 +68,7 @@ def carry_out(asked: "Asked", words: str) -> None:
     new = asked.mode == "train" and not asked.workdir
     with lock.new(workdir) if new else contextlib.nullcontext(workdir) as workdir:
         again = f"The same command with --workdir={workdir}" if new else "The same command"  # the name holds the time
-        twin = _twin(asked, config) if asked.mode == "train" else None
+        twin = _twin(asked, config) if asked.mode != "plan" else None
         run = modes.Run(asked.name, config, workdir, asked.labels, twin)
         traced, program = asked.profile or 0, None
         if asked.with_twin:

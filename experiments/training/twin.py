@@ -1,7 +1,8 @@
 """The twin of a run: the run that it is compared with, such as the same run without pruning.
 
 A page names the page of its twin (``config.twin``). The figures of a twin are taken from finished runs of its config:
-from those in the folder of the run, from those next to it, and from the results in this repository.
+from the run that --with_twin trained in the folder of the run, from the results in this repository, and from the runs
+next to it.
 """
 
 import contextlib
@@ -54,8 +55,13 @@ def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
       twin: The page of the twin.
 
     Raises:
-      Mistake: The twin has no field that the run changes.
+      Mistake: The twin is of another kind of experiment, or has no field that the run changes.
     """
+    if twin.experiment != config.experiment:
+        raise Mistake(
+            f"config.twin={config.twin!r} is of the experiment {twin.experiment!r}, and the run is of "
+            f"{config.experiment!r}. Name a page of the same experiment, or write --config.twin= to do without a twin."
+        )
     twin = twin.copy_and_resolve_references()
     own, before, fields = (digest.identity(each).fields for each in (config, page, twin))
     changed = {name: own[name] for name in own if name.partition(".")[0] not in _OWN and own[name] != before.get(name)}
@@ -78,7 +84,10 @@ def figures(twin: Twin, workdir: Path, metric: str) -> list[Figure]:
       metric: "accuracy" or "loss". The score of hardened weights counts if there is one.
     """
     found: dict[int, Figure] = {}
-    for seed, about, rate in [*_recorded(twin), *_runs(twin, workdir)]:  # of one seed the last counts: the nearest
+    beside = [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}"))]
+    own = workdir / FOLDER
+    # of one seed the last counts
+    for seed, about, rate in [*_runs(twin, beside), *_recorded(twin), *_runs(twin, [own], timed=True)]:
         scores = about["figures"]
         score = scores.get(f"hardened_{metric}", scores.get(metric))
         if isinstance(score, float) and about["versions"]["nmjax"] == nm.__version__:
@@ -96,17 +105,19 @@ def _recorded(twin: Twin) -> Iterator[tuple[int, dict[str, Any], None]]:
             yield seed, line, None
 
 
-def _runs(twin: Twin, workdir: Path) -> Iterator[tuple[int, dict[str, Any], float | None]]:
-    """Yield the seed, the run.json and the rate of every finished run of the twin in or next to a directory."""
+def _runs(
+    twin: Twin, folders: list[Path], timed: bool = False
+) -> Iterator[tuple[int, dict[str, Any], float | None]]:  # fmt: skip
+    """Yield the seed, the run.json and, if they are timed, the rate of every finished run of the twin in folders."""
     wanted = _compared(digest.identity(twin.config))
-    for folder in [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}")), workdir / FOLDER]:
+    for folder in folders:
         with contextlib.suppress(Exception):  # files beside a run may hold anything; they must not end it
             about = record.read(folder)
             if about is None or about["outcome"] != "finished":
                 continue
             identity = digest.recorded(folder)
             if _compared(identity) == wanted and isinstance(about["figures"], dict) and about["versions"]["nmjax"]:
-                yield identity.fields["seed"], about, rate(folder) if folder == workdir / FOLDER else None
+                yield identity.fields["seed"], about, rate(folder) if timed else None
 
 
 def _compared(identity: digest.Identity) -> dict[str, Any]:
@@ -141,11 +152,15 @@ def worth(twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float
     if twin is None:
         return ""
     hardened = f"hardened_{metric}" in scores
-    text = form(metric, scores[f"hardened_{metric}" if hardened else metric]) + " hardened" * hardened
+    text = form(metric, scores[f"hardened_{metric}" if hardened else metric])
+    if metric == "loss":
+        text = "hardened " * hardened + f"loss {text} (lower is better)"
+    else:
+        text += " hardened" * hardened
     text += f", {flops[1] / flops[0]:.2f} of the dense FLOPs"
     found = figures(twin, workdir, metric)
     if not found:
-        return f"{text}; no run of {twin.page} to compare with: --with_twin trains it"
+        return f"{text}; no run of {twin.page} to compare with: train that page too, or add --with_twin to a single run"
     beside, own = next((each.rate for each in found if each.rate), None), rate(workdir)
     if beside and own:
         text += f", {beside / own:.2f} of the time of {twin.label}"

@@ -90,8 +90,19 @@ def test_a_run_of_the_page_without_pruning_is_a_dense_twin_too(tmp_path, monkeyp
 def test_a_change_that_the_twin_cannot_have_is_refused():
     config, page = read("--config=configs/gpt_24.py:smoke"), pages.load("configs/gpt_24.py:smoke")
     config.data.length = 64
+    dense = pages.load("configs/gpt_dense.py:smoke")
+    with dense.unlocked():
+        del dense.data["length"]
     with pytest.raises(Mistake, match="that page has no field data.length, so the twin cannot have your value of it"):
-        twin.of(config, page, pages.load("configs/vit_dense.py:smoke"))
+        twin.of(config, page, dense)
+
+
+def test_a_twin_of_another_experiment_is_refused():
+    config = pages.load("configs/gpt_24.py:smoke")
+    with pytest.raises(
+        Mistake, match="is of the experiment 'image', and the run is of 'text'. Name a page of the same"
+    ):
+        twin.of(config, config, pages.load("configs/vit_dense.py:smoke"))
 
 
 def test_lines_of_results_are_found_by_their_digest(tmp_path, monkeypatch):
@@ -106,13 +117,27 @@ def test_lines_of_results_are_found_by_their_digest(tmp_path, monkeypatch):
     assert twin.figures(its_twin, tmp_path / "runs" / "own", "accuracy") == [twin.Figure(3, 0.9, None)]
 
 
+def test_of_one_seed_the_nearest_run_counts_and_then_the_recorded_one(tmp_path, monkeypatch):
+    """So a figure does not depend on what lies beside a run, unless --with_twin trained it for this run."""
+    own, its_twin = tmp_path / "runs" / "own", of()
+    line = {"changes": {}, "outcome": "finished", "config": digest.identity(its_twin.config).digest}
+    line |= {"figures": {"accuracy": 0.8}, "versions": {"nmjax": "0.1.0"}}
+    (tmp_path / "twins.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(twin, "RESULTS", tmp_path / "twins.jsonl")
+    score = lambda: [found.score for found in twin.figures(its_twin, own, "accuracy")]
+    recorded(tmp_path / "runs" / "a", its_twin, 0, 0.5)
+    assert score() == [0.8]
+    recorded(own / "twin", its_twin, 0, 0.7)
+    assert score() == [0.7]
+
+
 def test_the_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(twin, "RESULTS", tmp_path / "none.jsonl")
     own, its_twin = tmp_path / "runs" / "own", of()
     say = lambda: twin.worth(its_twin, own, "accuracy", {"hardened_accuracy": 0.978, "accuracy": 0.979}, [200.0, 146.0])
     assert say() == (
-        "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: --with_twin "
-        "trains it"
+        "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: train that page "
+        "too, or add --with_twin to a single run"
     )
     recorded(own / "twin", its_twin, 0, 0.98, rates=[97.0] * 10)
     (own / "metrics.jsonl").write_text(
@@ -125,7 +150,9 @@ def test_the_sentence(tmp_path, monkeypatch):
     assert say().endswith(f"dense 98.40% ± {error:.2%} (3 seeds)")
     assert twin.worth(None, own, "accuracy", {"accuracy": 1.0}, [1.0, 1.0]) == ""
     loss = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 2.0])  # the runs of the twin have no loss
-    assert loss.startswith("1.5000, 1.00 of the dense FLOPs; no run of")
+    assert loss.startswith("loss 1.5000 (lower is better), 1.00 of the dense FLOPs; no run of")
+    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5, "hardened_loss": 1.6}, [2.0, 2.0])
+    assert loss.startswith("hardened loss 1.6000 (lower is better), 1.00 of")
 
 
 @pytest.mark.parametrize(
