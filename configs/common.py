@@ -130,7 +130,7 @@ def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
     Numbers of 0 are counted. With ``skip`` files that cannot be read are skipped.
     """
     c = ConfigDict()
-    c.data = dict(name="folder", dir="", validation=0.01, crop=0, flip=True, mixup=0.0, smoothing=0.1)
+    c.data = dict(name="folder", dir="", validation=0.1, crop=0, flip=True, mixup=0.0, smoothing=0.1)
     c.data.size = size  # side of the images in pixels
     c.data.skip = False  # skip files that cannot be read, instead of stopping
     c.data.examples = examples  # expected number of images; 0: they are counted

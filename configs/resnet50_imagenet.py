@@ -15,7 +15,7 @@ def get_config(variant=""):
     c.model = dict(name="resnet", size="50", stem="imagenet")
     if variant != "smoke":
         c.data = common.folder(size=224, examples=1_281_167, classes=1000)
-        c.data.smoothing = 0.0
+        c.data.smoothing, c.data.validation = 0.0, 0.01
     c.epochs, c.batch, c.dtype = 120.0, 256, "bfloat16"
     c.optimizer = "sgd(momentum=0.9, weight_decay=5e-5)"
     c.learning_rate.update(peak=0.1, warmup="4.2%")

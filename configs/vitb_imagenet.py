@@ -17,7 +17,7 @@ def get_config(variant=""):
         c.model.patch = 2
     else:
         c.data = common.folder(size=224, examples=1_281_167, classes=1000)
-        c.data.mixup = 0.5
+        c.data.mixup, c.data.validation = 0.5, 0.01
     c.epochs, c.batch, c.accumulate, c.dtype = 350.0, 4096, 4, "bfloat16"
     c.optimizer = "adamw(b1=0.9, b2=0.999, weight_decay=0.01)"
     c.learning_rate.update(peak=1e-3, warmup="4.3%", end=1e-7)

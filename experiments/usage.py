@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import shlex
 import tokenize
 from pathlib import Path
@@ -10,7 +11,8 @@ from ml_collections import ConfigDict
 
 from experiments.training.digest import flat
 
-COMMON = Path(__file__).parent.parent / "configs" / "common.py"
+ROOT = Path(__file__).parent.parent
+COMMON = ROOT / "configs" / "common.py"
 KINDS = {"text": ("run", "gpt")}  # which functions of common.py make the config of an experiment; of any other:
 OTHERS = ("run", "image", "folder")
 
@@ -52,14 +54,35 @@ def listing(config: ConfigDict) -> str:
     """Return the fields of a config, a line each: as the command line writes them, and their comments."""
     known = comments(COMMON.read_text(encoding="utf-8"), KINDS.get(config.experiment, OTHERS))
     order = list(known)
+    meanings = known | arguments(config.get("model", {}).get("name", ""))
     rows = []
     for name, value in flat(config.to_dict()).items():
         group = name.partition(".")[0]
         places = [place for place, other in enumerate(order) if other == name or other.partition(".")[0] == group]
         place = order.index(name) if name in known else max(places, default=len(order)) + 0.5
         setting = f"--config.{name}={quoted(value if isinstance(value, str) else repr(value))}"
-        rows.append((place, name, setting, known.get(name) or known.get(group, "")))
+        rows.append((place, name, setting, meanings.get(name) or known.get(group, "")))
     return "\n".join(f"  {setting:38}  {comment}".rstrip() for _, _, setting, comment in sorted(rows))
+
+
+def arguments(model: str) -> dict[str, str]:
+    """Return what the docstring of a model of nmjax says of its arguments, by dotted names. Other models have none.
+
+    >>> arguments("vit")["model.depth"]
+    'the number of blocks'
+    """
+    source = ROOT / "nmjax" / "models" / f"{model}.py"
+    if not model.isidentifier() or not source.is_file():
+        return {}
+    found = {}
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":  # that of the model is the last one
+            listed = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
+            for name, words in re.findall(r"^  (\w+): (.+(?:\n    .+)*)", listed, re.MULTILINE):
+                plain = " ".join(words.replace("``", "").split()).removesuffix(".")
+                constant = plain.startswith(("True", "False"))
+                found[f"model.{name}"] = plain if constant else plain[0].lower() + plain[1:]
+    return found
 
 
 def quoted(value: str) -> str:

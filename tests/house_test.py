@@ -49,7 +49,7 @@ HOUSE = {
         ),
         "training": (
             "settings", "task", "state", "program", "hardest", "image", "text", "tasks", "provenance", "lock", "digest",
-            "events", "board", "record", "seals", "checkpoints", "screen", "twin", "header", "meter", "device",
+            "events", "board", "record", "seals", "checkpoints", "device", "screen", "twin", "header", "meter",
             "breakdown", "profile", "run", "loop", "modes",
         ),
         "load": (),

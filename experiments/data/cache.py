@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import tempfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,14 +29,18 @@ def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.n
     """
     try:
         path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nmjax" / f"{name}.npz"
-        with reading.opened(path) as file, np.load(file) as arrays:  # np.load leaves a damaged file open
-            return dict(arrays)
-    except FileNotFoundError:
-        pass
     except RuntimeError as e:  # no home
         log.warning("cannot keep %s: %s Set XDG_CACHE_HOME.", name, e)
         return make()
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
+    try:
+        with reading.opened(path) as file, np.load(file) as found:  # np.load leaves a damaged file open
+            arrays = dict(found)
+        if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+            raise ValueError("it holds what is no array")
+        return arrays
+    except FileNotFoundError:
+        pass
+    except Exception as e:  # a damaged archive may raise any error
         log.warning("cannot read %s, and make it again: %s", path, e)
     arrays = make()
     part = None

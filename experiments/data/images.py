@@ -29,8 +29,7 @@ class Images(NamedTuple):
 
     Attributes:
       name: The set's name, as the header of a run shows it.
-      train: Pixels, uint8 (n, height, width, channels), and labels, int32 (n,). The models of nmjax take square
-        images.
+      train: Pixels, uint8 (n, height, width, channels), and labels, int32 (n,). A ViT takes square images.
       test: The same for the test split.
       classes: The name of each label, 0, 1, ...
       note: A sentence that has to stand beside the numbers, as that the images are a lossy copy; or "".
@@ -241,7 +240,8 @@ def _idx(name, folders, dir, classes, how) -> Images:
     else:
         train, test = idx.read(path.parent)
     for x, y in (train, test):
-        if x.shape != (len(y), 28, 28) or x.dtype != np.uint8 or not (np.isin(y, np.arange(10))).all():
+        fits = x.shape == (y.size, 28, 28) and y.ndim == 1 and y.size > 0 and x.dtype == np.uint8
+        if not fits or not np.isin(y, np.arange(10)).all():
             raise Mistake(
                 f"{path}: expected images of uint8 (n, 28, 28) and n labels of 0..9, got {x.dtype} {x.shape}."
             )

@@ -65,7 +65,7 @@ def arrays(path: Path, needed: Iterable[str], others: Iterable[str] = ()) -> dic
         with opened(path) as file, zipfile.ZipFile(file) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             if missing := [name for name in needed if name not in members]:
-                held = ", ".join(list(members)[:20]) or "nothing"
+                held = ", ".join(map(_shown, list(members)[:10])) or "nothing"
                 raise Mistake(f"{path} has no {', '.join(missing)}, but {held}. It is a different kind of file.")
             wanted = {name: members[name] for name in (*needed, *others) if name in members}
             size = sum(info.file_size for info in wanted.values())
@@ -75,7 +75,14 @@ def arrays(path: Path, needed: Iterable[str], others: Iterable[str] = ()) -> dic
     except Mistake:
         raise
     except Exception as e:  # a damaged archive may raise any error
-        raise Mistake(f"{path} cannot be read ({str(e)[:200]}). Copy the file again.") from e
+        raise Mistake(f"{path} cannot be read ({_shown(str(e), 200)}). Copy the file again.") from e
+
+
+def _shown(text: str, most: int = 40) -> str:
+    """Return a text of a damaged file on one line, without its end if it is long."""
+    line = " ".join(text.split())
+    line = line if line.isprintable() else ascii(line)[1:-1]
+    return line if len(line) <= most else f"{line[:most]}..."
 
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.ndarray:

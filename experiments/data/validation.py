@@ -4,6 +4,23 @@ import numpy as np
 
 from experiments.errors import Mistake
 
+FEW = 100  # images: a split of fewer is a rough measure
+
+
+def note(count: int) -> list[str]:
+    """Return a note on a validation split of so many images, if these are few.
+
+    >>> note(12)
+    ['the validation split has 12 images: one image changes its accuracy by 8.33 points; see config.data.validation']
+    >>> note(0), note(100)  # without a validation split, the test split is used
+    ([], [])
+    """
+    if not 0 < count < FEW:
+        return []
+    images = "1 image" if count == 1 else f"{count} images"
+    rest = f"one image changes its accuracy by {100 / count:.3g} points; see config.data.validation"
+    return [f"the validation split has {images}: {rest}"]
+
 
 def positions(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of the training examples and of the validation examples, each rising.

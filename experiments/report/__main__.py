@@ -1,18 +1,19 @@
 """The command that writes the report of a run, the comparison of some, or the index of all."""
 
 import argparse
+import errno
 import gc
 import os
 import sys
 from pathlib import Path
 
-from experiments.errors import Mistake
-from experiments.files import replace
-from experiments.report import compare, compare_page, index, write
+from experiments.errors import Failed, Mistake
+from experiments.files import FULL, replace
+from experiments.report import compare, compare_page, index, read, render
 
 
 def main(args: list[str] | None = None) -> int:
-    """Write the page, print its path, and return the exit code. It is 2 if there is no run."""
+    """Write the page, print its path, and return the exit code: 2 for a mistake, 1 for a failure of the disk."""
     parser = argparse.ArgumentParser(
         "python -m experiments.report",
         description="Write report.html for a run, compare.html and compare.md for several runs or a sweep, or "
@@ -22,43 +23,48 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument(
         "--baseline",
         default="",
-        help="the config to compare with, by its name (default: the dense one, else the first)",
+        help="the config to compare with, by its name (default: the dense one with the best score, else the first)",
     )
     parser.add_argument(
         "--to", type=Path, help="the folder for an index or a comparison (default: the folder that the runs lie in)"
     )
     options = parser.parse_args(args)
+    doing = "read"
     try:
-        if len(options.run) == 1 and (options.run[0] / "run.json").exists():
-            print(write(options.run[0]))
-            return 0
-        if len(options.run) == 1 and not options.baseline and not (options.run[0] / "results.jsonl").exists():
-            print(_write_index(options.run[0], options.to or options.run[0]))
-            return 0
-        comparison = compare.compare_folders(options.run, options.baseline)
-        folder = options.to or _beside(options.run)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = compare.markdown(comparison)
-        runs = [run for group in comparison.groups for run in group.runs.values()]
-        reports = {run.path: run.path / "report.html" for run in runs if (run.path / "report.html").exists()}
-        links = {path: Path(os.path.relpath(page, folder.resolve())).as_posix() for path, page in reports.items()}
-        replace(folder / "compare.html", compare_page.render(comparison, links))
-        replace(folder / "compare.md", text)
-        print(f"{text}\n{folder / 'compare.html'}")
+        pages, said = _pages(options.run, options.baseline, options.to)
+        doing = "written"
+        for path, page in pages.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace(path, page)
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
-        return 2
+        return mistake.code
+    except OSError as error:
+        print(f"{error.filename or options.run[0]} cannot be {doing}: {error.strerror or error}.", file=sys.stderr)
+        return Failed.code if error.errno in (*FULL, errno.EIO) else Mistake.code
+    print(said)
     return 0
 
 
-def _write_index(folder: Path, to: Path) -> Path:
-    """Write index.html of the runs below a folder, and return its path."""
-    page, path = index.render(folder, to), to / "index.html"
-    to.mkdir(parents=True, exist_ok=True)
-    if path.exists() and index.TITLE not in path.read_text(encoding="utf-8", errors="replace"):
-        raise Mistake(f"{path} is another page, not an index of runs. Name another folder for the index: --to=DIR.")
-    replace(path, page)
-    return path
+def _pages(folders: list[Path], baseline: str, to: Path | None) -> tuple[dict[Path, str], str]:
+    """Return the pages by their paths, and what the command prints when they are written."""
+    first = folders[0]
+    if len(folders) == 1 and (first / "run.json").exists():
+        return {first / "report.html": render(read(first))}, f"{first / 'report.html'}"
+    if len(folders) == 1 and not baseline and not (first / "results.jsonl").exists():
+        path = (to or first) / "index.html"
+        page = index.render(first, to or first)
+        if path.exists() and index.TITLE not in path.read_text(encoding="utf-8", errors="replace"):
+            raise Mistake(f"{path} is another page, not an index of runs. Name another folder for the index: --to=DIR.")
+        return {path: page}, f"{path}"
+    comparison = compare.compare_folders(folders, baseline)
+    folder = to or _beside(folders)
+    text = compare.markdown(comparison)
+    runs = [run for group in comparison.groups for run in group.runs.values()]
+    reports = {run.path: run.path / "report.html" for run in runs if (run.path / "report.html").exists()}
+    links = {path: Path(os.path.relpath(page, folder.resolve())).as_posix() for path, page in reports.items()}
+    pages = {folder / "compare.html": compare_page.render(comparison, links), folder / "compare.md": text}
+    return pages, f"{text}\n{folder / 'compare.html'}"
 
 
 def _beside(folders: list[Path]) -> Path:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.errors import Mistake
+from experiments.files import lines
 from experiments.report.page import flat
-from experiments.report.runs import Run, read, seconds
-from experiments.report.words import PLUS_MINUS, duration, large, markdown_table
+from experiments.report.runs import Run, is_number, read, seconds
+from experiments.report.words import PLUS_MINUS, duration, large, markdown_table, visible
 
 
 class Group(NamedTuple):
@@ -32,8 +33,8 @@ class Group(NamedTuple):
 
     def memory(self, kind: str) -> float | None:
         """Return the most bytes of a kind of memory in any line of any run; None if no line has it."""
-        lines = [line for run in self.runs.values() for line in run.metrics.get("train", [])]
-        return max((line[kind] for line in lines if line.get(kind)), default=None)
+        peaks = [line.get(kind) for run in self.runs.values() for line in run.metrics.get("train", [])]
+        return max((peak for peak in peaks if is_number(peak) and peak), default=None)
 
     @property
     def cost(self) -> tuple[float, float] | None:
@@ -54,12 +55,14 @@ def groups(runs: list[Run]) -> list[Group]:
     """Return the runs by config, in their order.
 
     Raises:
-      Mistake: If two runs have one config and one seed.
+      Mistake: If two runs have one config and one seed, or if a seed is no integer.
     """
     by_config: dict[str, Group] = {}
     for run in runs:
         config = {name: value for name, value in flat(run.config) if name != "twin"}
         seed = config.pop("seed", 0)
+        if not isinstance(seed, int):
+            raise Mistake(f'{run.path / "config.json"} cannot be compared: "seed" has to be an integer.')
         group = by_config.setdefault(json.dumps(config, sort_keys=True, default=str), Group(config, {}))
         if seed in group.runs:
             both = f"{run.path} and {group.runs[seed].path}"
@@ -89,10 +92,12 @@ def folders(paths: list[Path]) -> list[Path]:
 
 
 def _ordered(path: Path, inside: list[Path]) -> list[Path]:
-    """Return the runs of a sweep in the order of its results, then the others."""
-    lines = (path / "results.jsonl").read_text().splitlines() if (path / "results.jsonl").exists() else []
-    results = [json.loads(line) for line in lines]
-    named = [path / result.get("folder", result["run"]) for result in results]
+    """Return the runs of a sweep in the order of its results as far as they can be read, then the others."""
+    try:
+        results = [line for line in lines(path / "results.jsonl") if isinstance(line, dict)]
+    except (UnicodeDecodeError, RecursionError):
+        results = []
+    named = list(dict.fromkeys(path / str(result.get("folder", result.get("run"))) for result in results))
     return [p for p in named if p in inside] + [p for p in inside if p not in named]
 
 
@@ -126,6 +131,7 @@ class Comparison(NamedTuple):
     names: list[str]
     rows: list[Row]
     base: int  # the number of the baseline
+    why: str  # what makes it the baseline
     notes: list[str]
 
     @property
@@ -167,7 +173,8 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
 
     Args:
       runs: The runs.
-      baseline: The name of the baseline. If it is empty, the only dense group is the baseline, else the first group.
+      baseline: The name of the baseline. If it is empty, the dense group with the best score is the baseline, or the
+        first group if none is dense.
       seeds: Seeds that every group should have, besides those of any run.
 
     Raises:
@@ -177,13 +184,13 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
     names = _names(by_config)
     if baseline and baseline not in names:
         raise Mistake(f"--baseline={baseline!r} is none of the configs: {', '.join(map(repr, names))}.")
-    base = names.index(baseline) if baseline else _dense(by_config)
     kinds = {run.about.get("metric", "loss") for run in runs}
     if len(kinds) > 1:
         raise Mistake("some of these runs are judged by accuracy and some by loss. Compare them separately.")
     kind = kinds.pop()
     hardened = all(f"hardened_{kind}" in run.about.get("figures", {}) for run in runs if finished(run))
     metric = f"hardened_{kind}" if hardened else kind
+    base, why = (names.index(baseline), "as --baseline says") if baseline else _baseline(by_config, metric)
     wanted = sorted({seed for group in by_config for seed in group.runs} | {*seeds})
     others = _shared([run for run in runs if finished(run)], metric)
     memory = next((kind for kind in MEMORY if any(group.memory(kind) for group in by_config)), "")
@@ -192,7 +199,7 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
         for group, name in zip(by_config, names, strict=True)
     ]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
-    return Comparison(metric, others, memory, by_config, names, rows, base, notes)
+    return Comparison(metric, others, memory, by_config, names, rows, base, why, notes)
 
 
 def compare_folders(paths: list[Path], baseline: str = "") -> Comparison:
@@ -213,10 +220,25 @@ def _mean(values: Iterable[float]) -> tuple[float | None, float | None]:
     return (statistics.fmean(values) if values else None), error
 
 
-def _dense(by_config: list[Group]) -> int:
-    """Return the number of the only group whose effective FLOPs are its dense ones, or 0 if there is not one."""
+def _baseline(by_config: list[Group], metric: str) -> tuple[int, str]:
+    """Return the number of the baseline, and why it is the baseline: the best of the dense groups.
+
+    A group is dense if its effective FLOPs are its dense ones. The best one has the best validation score, or the best
+    test score if a dense group has no validation score.
+    """
     dense = [n for n, group in enumerate(by_config) if group.cost and group.cost[0] == group.cost[1]]
-    return dense[0] if len(dense) == 1 else 0
+    if len(dense) < 2:
+        return (dense[0], "the only dense config") if dense else (0, "the first config, because none is dense")
+    scored = [n for n in dense if by_config[n].values(metric)]
+    if not scored:
+        return dense[0], "the first dense config, because none has a score yet"
+    validated = all(by_config[n].values(f"validation_{metric}") for n in scored)
+    name, score = f"validation_{metric}", "validation score"
+    if not validated:
+        name, score = metric, "test score, and not all of them have a validation score"
+    means = {n: statistics.fmean(by_config[n].values(name).values()) for n in scored}
+    best = (min if metric.endswith("loss") else max)(means, key=means.__getitem__)
+    return best, f"no other dense config has a better {score}"
 
 
 def varied(configs: list[dict[str, Any]]) -> list[str]:
@@ -262,7 +284,7 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
         difference=difference,
         error=error,
         paired=bool(gaps),
-        cost=group.cost[1] / base.cost[1] if group.cost and base.cost else None,
+        cost=group.cost[1] / base.cost[1] if group.cost and base.cost and base.cost[1] else None,
         time=group.time,
         memory=None,
         others={other: _mean(group.values(other).values()) for other in others},
@@ -270,6 +292,8 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
     )
 
 
+TEST = "The scores are of the test split"
+VALIDATION = ", except those named validation. To choose a config, compare its validation scores"
 DIFFERENCE, COST = "difference to the baseline", "effective FLOPs, relative to the baseline's"
 DIFFERENCES = (
     "A difference is the mean over the seeds that both have. An unpaired one is the difference of the means, because "
@@ -286,8 +310,11 @@ SO_FAR = "If a process trains runs one after another, a later one shows at least
 
 def legend(comparison: Comparison) -> str:
     """Return an explanation of the numbers in the table."""
+    base = f"The baseline is {comparison.names[comparison.base]}: {comparison.why}."
+    validated = any(name.startswith("validation_") for name in comparison.others)
+    splits = f"{TEST}{VALIDATION if validated else ''}."
     memory = [f"{MEMORY[comparison.memory]} {SO_FAR}"] if comparison.memory else []
-    return " ".join([PLUS_MINUS, DIFFERENCES, *memory])
+    return " ".join([splits, base, PLUS_MINUS, DIFFERENCES, *memory])
 
 
 def head(comparison: Comparison) -> list[str]:
@@ -321,4 +348,4 @@ def _cells(comparison: Comparison, row: Row, number: int) -> list[str]:
 def markdown(comparison: Comparison) -> str:
     """Return the table as Markdown."""
     parts = [markdown_table([head(comparison), *cells(comparison)]), legend(comparison), *comparison.notes]
-    return "\n\n".join(parts) + "\n"
+    return visible("\n\n".join(parts) + "\n")

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.report import compare, curves as cv
 from experiments.report.curves import Curve
 from experiments.report.page import LOGO, document, notes_list
-from experiments.report.runs import series
+from experiments.report.runs import series, split
 from experiments.report.terms import explained
 from experiments.report.words import distinct, large, number, percent, safe
 
@@ -92,7 +92,9 @@ def _curves(comparison: compare.Comparison) -> str:
         if runs:
             colour, dash = _style(n)
             curves.append(cv.banded(runs, name, colour=colour, dash=dash, width=1.8, label=labels[n]))
-    words = "Means over seeds. The bands reach from the smallest to the largest value."
+    splits = sorted({split(run) for group in comparison.groups for run in group.runs.values()}, reverse=True)
+    words = f"Means over seeds, of the {' or the '.join(splits)} split. "
+    words += "The bands reach from the smallest to the largest value."
     return _figure("compared", comparison, curves, words)
 
 
@@ -103,7 +105,7 @@ def _frontier(comparison: compare.Comparison) -> str:
         if row.mean is not None and group.cost:
             at = np.array([group.cost[1]]), np.array([row.mean])
             points.append(Curve(row.name, *at, _style(n)[0], 4.0, label=labels[n]))
-    words = "FLOPs of the whole run: what its products would cost if nothing were spent on zeros."
+    words = f"{compare.TEST}. FLOPs of the whole run: what its products would cost if nothing were spent on zeros."
     return _figure("frontier", comparison, points, words, along="FLOPs")
 
 

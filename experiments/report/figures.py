@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.report import curves as cv
 from experiments.report.curves import Curve
-from experiments.report.runs import Run, layers, series
+from experiments.report.runs import Run, layers, series, split
 from experiments.report.words import in_bytes, large, number, parts_that_differ, percent, safe
 
 MEASURES = {  # of layers: what each is, and values that its axis includes
@@ -62,7 +62,12 @@ def scores(run: Run) -> list[tuple[str, Callable[[float], str], list[Curve]]]:
 def latest(run: Run) -> list[tuple[str, str]]:
     """Return the last figures of a run that wrote no summary."""
     judged_first = sorted(scores(run), key=lambda score: score[0] != run.about.get("metric"))
-    figures = [(f"{c.name} {key}", say(c.values[-1])) for key, say, curves in judged_first for c in reversed(curves)]
+    names = {"eval": "validation", "hardened": "validation hardened"} if split(run) == "validation" else {}
+    figures = [
+        (f"{names.get(c.name, c.name)} {key}", say(c.values[-1]))
+        for key, say, curves in judged_first
+        for c in reversed(curves)
+    ]
     steps = [record["step"] for records in run.metrics.values() for record in records]
     return [*figures, ("steps", f"{max(steps):,}")] if steps else []
 
@@ -78,6 +83,9 @@ def learning(run: Run) -> str:
             best = np.flatnonzero(c.finite)[pick(c.values[c.finite])]
             ring = (c.steps[best], c.values[best], c.colour)
             words += f" Best, ringed: {c.name} {say(c.values[best])} at step {c.steps[best]:,.0f}."
+        names = [c.name for c in curves if c.name != "train"]
+        if names:
+            words += f" Scores of the {split(run)} split: {', '.join(names)}."
         lines = [line for c in curves for line in (cv.smoothed(c) if c.name == "train" else [c])]
         if len(lines) > len(curves):
             words += SMOOTHED

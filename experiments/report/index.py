@@ -15,14 +15,15 @@ from experiments.report.compare import labels
 from experiments.report.curves import BEYOND
 from experiments.report.dots import Point
 from experiments.report.page import LOGO, document, flat, marked, tags
-from experiments.report.runs import Run, glance, seconds
+from experiments.report.runs import Run, glance, seconds, split
+from experiments.report.terms import explained
 from experiments.report.words import duration, large, moment, number, percent, safe
 
 MARKS = {"run.json", "metrics.jsonl", "run.lock"}  # a folder with one of these files is that of a run
 TWIN = "twin"  # the folder in a run's in which --with_twin trains its twin
 FIRST = ' aria-sort="descending"'  # the column by which rows are sorted at first
 FIELDS = 6  # how many of the fields that differ are shown
-SO_FAR = '<small title="of the validation split, if the run has one">so far</small>'
+SO_FAR = '<small title="of the last evaluation">so far</small>'
 TITLE = "nmjax · an index"
 SCRIPT = Path(__file__).with_name("index.js")
 
@@ -35,7 +36,8 @@ class Entry(NamedTuple):
     task: str  # the data set, and what else makes scores comparable
     metric: str  # "accuracy", "hardened_accuracy", ...
     model: str
-    score: float | None
+    score: float | None  # on the test split
+    validation: float | None  # on the validation split
     dense: float | None  # FLOPs of the whole run
     effective: float | None
     differs: list[str]
@@ -87,11 +89,11 @@ def entries(folder: Path) -> list[Entry]:
     found = {}
     for (data, metric, model), group in alike.items():
         for run, differs in zip(group, _differences(group), strict=True):
-            place, score = run.path.relative_to(folder).as_posix(), _finite(_scores(run).get(metric))
+            place, (score, validation) = run.path.relative_to(folder).as_posix(), _by_split(run, metric)
             dense, effective = _flops(run.about)
             if dense is not None and dense == effective and not any(field.endswith("=dense") for field in differs):
                 differs = ["dense", *(field for field in differs if not field.startswith(("rules=", "sparsity=")))]
-            found[run.path] = Entry(place, run, data, metric, model, score, dense, effective, differs)
+            found[run.path] = Entry(place, run, data, metric, model, score, validation, dense, effective, differs)
     return [found[run.path] for run in runs]
 
 
@@ -138,6 +140,13 @@ def _scores(run: Run) -> dict[str, Any]:
     """Return the scores of a run: run.json's, or those of the last evaluation."""
     figures = run.metrics["eval"][-1] if run.metrics.get("eval") else run.about.get("figures")
     return figures if isinstance(figures, dict) else {}
+
+
+def _by_split(run: Run, metric: str) -> tuple[float | None, float | None]:
+    """Return a score of a run on the test split and on the validation split. A run has one of them until it ends."""
+    scores = _scores(run)
+    value, validated = _finite(scores.get(metric)), _finite(scores.get(f"validation_{metric}"))
+    return (None, value) if run.metrics.get("eval") and split(run) == "validation" else (value, validated)
 
 
 def _metrics(runs: list[Run]) -> dict[Path, str]:
@@ -211,13 +220,17 @@ def render(folder: Path, to: Path | None = None) -> str:
         ("runs", "All runs", _controls(found) + _table(found, best, address)),
         ("frontier", "The frontier", f"<p>{FRONTIER}</p>{''.join(pictures)}" if pictures else ""),
     ]
-    return document(f"nmjax: {title}", header, sections, script=SCRIPT.read_text(encoding="utf-8"))
+    header, *bodies = explained([header, *(body for _, _, body in sections)])
+    shown = [(key, name, body) for (key, name, _), body in zip(sections, bodies, strict=True)]
+    return document(f"nmjax: {title}", header, shown, script=SCRIPT.read_text(encoding="utf-8"))
 
 
 FRONTIER = (
     "A run is on the frontier if no other finished run has a better score at the same or fewer effective FLOPs. "
     "Only runs of one data set and one metric are compared. A point is a single run: of runs that differ only in "
-    "their seed, the one with the best score is on the frontier. A comparison shows the means over seeds."
+    "their seed, the better one is on the frontier. A comparison shows the means over seeds. "
+    "The scores here are of the test split. To choose a run, compare the scores in the column validation of the table. "
+    "If you choose by test scores, the test score of the chosen run is too optimistic."
 )
 
 
@@ -235,11 +248,12 @@ def _linked(entry: Entry, address: str) -> str:
     return f'<a href="{safe(address)}">{name}</a>' if address else name
 
 
-def _score(entry: Entry) -> str:
-    if entry.score is None:
+def _say(entry: Entry, score: float | None) -> str:
+    """Return a score of a run as text."""
+    if score is None:
         return ""
-    score = f"{100 * entry.score:.2f} %" if entry.metric.endswith("accuracy") else f"{entry.score:.4f}"
-    return score if entry.outcome == "finished" else f"{score} {SO_FAR}"
+    text = f"{100 * score:.2f} %" if entry.metric.endswith("accuracy") else f"{score:.4f}"
+    return text if entry.outcome == "finished" else f"{text} {SO_FAR}"
 
 
 def _controls(found: list[Entry]) -> str:
@@ -302,7 +316,8 @@ def _row(entry: Entry, best: bool) -> dict[str, tuple[Any, str]]:
         "outcome": (None, outcome + (why if entry.why else "")),
         "what differs": (None, safe(", ".join(differs))),
         "tags and note": (None, marked(run)),
-        "score": (entry.score, mark + _score(entry)),
+        "score": (entry.score, mark + _say(entry, entry.score)),
+        "validation": (entry.validation, _say(entry, entry.validation)),
         "data and metric": (None, safe(task)),
         "effective FLOPs": shown(entry.effective, large),
         "share of dense": shown(share, lambda x: f"{x:.3f}"),
@@ -336,7 +351,7 @@ def _picture(n: int, group: list[Entry], edge: list[Entry], address: Any) -> str
         say=number if losses else percent, best=min if losses else max,
     )  # fmt: skip
     rows = "".join(
-        f'<tr><td>{place}</td><th scope="row">{_linked(e, address(e))}</th><td>{_score(e)}</td>'
+        f'<tr><td>{place}</td><th scope="row">{_linked(e, address(e))}</th><td>{_say(e, e.score)}</td>'
         f"<td>{large(e.effective)}</td></tr>"
         for place, e in enumerate(edge, 1)
     )

@@ -1,8 +1,10 @@
 """The page of a run that goes on: how far it is, and how often the page reloads itself."""
 
 import datetime
+import math
+from typing import Any
 
-from experiments.report.runs import Run
+from experiments.report.runs import Run, is_number
 from experiments.report.words import duration
 
 
@@ -14,7 +16,12 @@ def running(run: Run) -> bool:
 def times(run: Run) -> list[tuple[int, float]]:
     """Return the steps that are done and the seconds of the run at which they were, by rising steps."""
     lines = [line for kind in ("train", "eval") for line in run.metrics.get(kind, [])]
-    return sorted({(line["step"], line["seconds"]) for line in lines if isinstance(line.get("seconds"), int | float)})
+    return sorted({(line["step"], line["seconds"]) for line in lines if _timed(line)})
+
+
+def _timed(line: dict[str, Any]) -> bool:
+    """Return whether a line of metrics has its time."""
+    return is_number(line.get("seconds")) and math.isfinite(line["seconds"])
 
 
 def progress(run: Run) -> str:
@@ -32,7 +39,7 @@ def reload(run: Run) -> int:
     """Return after how many seconds the page of a run reloads itself; 0 means never, because the run has ended."""
     if not running(run):
         return 0
-    seconds = [line["seconds"] for line in run.metrics.get("eval", []) if isinstance(line.get("seconds"), int | float)]
+    seconds = [line["seconds"] for line in run.metrics.get("eval", []) if _timed(line)]
     between = seconds[-1] - seconds[-2] if len(seconds) > 1 else 0  # a page is written at every evaluation
     return round(min(max(between, 5), 60))
 

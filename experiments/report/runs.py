@@ -5,7 +5,7 @@ import io
 import json
 import operator
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,73 @@ import numpy as np
 from experiments.errors import Mistake
 
 PLAN = ("<!-- plan -->", "<!-- end of plan -->")  # around the plan in plan.html
-NUMBER = int | float
 BLOCK = 2**16  # bytes of metrics.jsonl that are read at once, from the end
+LARGEST = 2**63  # of integers: no run writes larger ones
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number that a run may write."""
+    return isinstance(value, float) or (isinstance(value, int) and type(value) is not bool and abs(value) < LARGEST)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and is_number(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_pairs(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+def _are_windows(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(window, dict)
+        and is_number(window.get("loss"))
+        and _are_pairs(window.get("pieces"))
+        and all(loss is None or is_number(loss) for _, loss in window["pieces"])
+        for window in value
+    )
+
+
+Fields = dict[str, tuple[str, Callable[[Any], bool]]]  # of a file: what a page needs each to be, if it is there
+ABOUT: Fields = {  # run.json
+    "name": ("a text", _is_text),
+    "outcome": ("a text", _is_text),
+    "metric": ("a text", _is_text),
+    "figures": ("an object of numbers", _are_numbers),
+    "summary": ("a list of pairs", _are_pairs),
+    "header": ("a list of pairs", _are_pairs),
+    "notes": ("a list of texts", lambda v: _is_list(v) and all(map(_is_text, v))),
+    "versions": ("an object", _is_object),
+    "git": ("an object or null", lambda v: v is None or _is_object(v)),
+    "steps": ("an integer", _is_count),
+    "flops": ("a list of two numbers", lambda v: _is_list(v) and len(v) == 2 and all(map(is_number, v))),
+}
+TEXT: Fields = {
+    "samples": ("a list of texts", lambda v: _is_list(v) and all(map(_is_text, v))),
+    "hardest": ("a list of windows with their losses", _are_windows),
+}
+BREAKDOWN: Fields = {
+    **dict.fromkeys(("first", "steps", "devices"), ("an integer", _is_count)),
+    "seconds": ("a number", is_number),
+    **dict.fromkeys(("parts", "slots"), ("an object of numbers", _are_numbers)),
+    "layers": ("an object of objects of numbers", lambda v: _is_object(v) and all(map(_are_numbers, v.values()))),
+}
 
 
 class Run(NamedTuple):
@@ -38,10 +103,10 @@ def read(run_dir: Path) -> Run:
     """Read the run of a folder.
 
     Raises:
-      Mistake: If there is no run.json, or if a file of JSON cannot be read.
+      Mistake: If there is no run.json, if a file cannot be read, or if a field is of another type.
     """
     run_dir = Path(run_dir)
-    about = _json(run_dir / "run.json")
+    about = _checked(run_dir / "run.json", ABOUT)
     if about is None:
         raise Mistake(f"{run_dir} is no run: it has no run.json. Give the folder that a run wrote.")
     metrics, complaints = parse_metrics(_text(run_dir / "metrics.jsonl"))
@@ -54,9 +119,9 @@ def read(run_dir: Path) -> Run:
         _between(_text(run_dir / "plan.html"), *PLAN),
         _text(run_dir / "plan.txt"),
         pictures,
-        _json(run_dir / "text.json") or {},
+        _checked(run_dir / "text.json", TEXT) or {},
         complaints + broken,
-        _json(run_dir / "profile" / "breakdown.json") or {},
+        _checked(run_dir / "profile" / "breakdown.json", BREAKDOWN) or {},
     )
 
 
@@ -112,6 +177,8 @@ def parse_metrics(text: str) -> tuple[dict[str, list[dict[str, Any]]], tuple[str
         try:
             record = json.loads(line)
             kind, step = str(record["kind"]), operator.index(record["step"])
+            if abs(step) >= LARGEST:
+                raise ValueError("not the number of a step")
             records.setdefault(kind, {})[step] = record
         except (ValueError, TypeError, KeyError, RecursionError):
             unread.append(number)
@@ -149,10 +216,18 @@ def _steps(records: list[dict[str, Any]]) -> np.ndarray:
 
 
 def _numbers(steps: np.ndarray, values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    if not set(map(type, values)) <= {int, float}:  # otherwise, as in most runs, this is much quicker
-        kept = np.array([isinstance(value, NUMBER) for value in values], bool)
-        steps, values = steps[kept], [value for value in values if isinstance(value, NUMBER)]
+    if not set(map(type, values)) <= {float}:  # otherwise, as in most runs, this is much quicker
+        kept = np.array([is_number(value) for value in values], bool)
+        steps, values = steps[kept], [value for value in values if is_number(value)]
     return steps, np.array(values, float)
+
+
+def split(run: Run) -> str:
+    """Return the split of a run's lines of kind "eval": "validation", or "test" if it has no validation split."""
+    figures, data = run.about.get("figures"), run.config.get("data")
+    share = data.get("validation") if isinstance(data, dict) else None
+    scored = isinstance(figures, dict) and any(name.startswith("validation_") for name in figures)
+    return "validation" if scored or (is_number(share) and share > 0) else "test"
 
 
 def seconds(run: Run) -> float | None:
@@ -165,7 +240,12 @@ def seconds(run: Run) -> float | None:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        raise Mistake(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def _between(text: str, begin: str, end: str) -> str:
@@ -178,10 +258,22 @@ def _json(path: Path) -> Any:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except OSError as error:
+        raise Mistake(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, RecursionError) as error:
         raise Mistake(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(content, dict):
         raise Mistake(f"{path} holds no JSON object, but {str(content)[:40]!r}.")
+    return content
+
+
+def _checked(path: Path, fields: Fields) -> Any:
+    """Return the object of a file of JSON, or None. Refuse it if a field is of another type than pages need."""
+    content = _json(path)
+    for name, (kind, holds) in fields.items():
+        if content and name in content and not holds(content[name]):
+            found = json.dumps(content[name])[:40]
+            raise Mistake(f'{path} cannot be shown: "{name}" has to be {kind}, but it is {found}.')
     return content
 
 

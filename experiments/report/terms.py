@@ -8,11 +8,14 @@ from experiments.report.words import safe
 TERMS = {  # a word as it stands in reports: its meaning. docs/glossary.md has each meaning, word by word
     "hardened": "The weights that inference uses: pruned for good, by the final form of each pruner.",
     "effective": "The FLOPs that products would have if the zeros of n:m operands cost nothing. A count, not a time.",
+    "share of dense": "The effective FLOPs of a run as a share of its dense FLOPs.",
+    "frontier": "The runs for which no other finished run has a better score at the same or fewer effective FLOPs.",
     "best": "The best evaluation of the run. Its checkpoint is kept.",
     "train": "Means over the training steps since the previous line, with the augmentation and the label smoothing of "
     "training.",
     "validation": "A split that no step trains on. It decides which checkpoint is the best.",
-    "eval": "The scores of an evaluation, with the weights as they are in training.",
+    "eval": "The scores of an evaluation, with the weights as they are in training: of the validation split, or of the "
+    "test split if there is no validation split.",
     "gradient norm": "The root of the sum of squares over the gradients of all parameters.",
     "FLOP per second": "FLOPs of the dense model per second, even if zeros are skipped.",
     "MFU": "Model FLOPs utilisation: dense FLOPs per second, as a share of the peak of the devices.",

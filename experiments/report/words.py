@@ -39,7 +39,7 @@ def number(x: float) -> str:
 
 def percent(x: float) -> str:
     """Return a share of 1 in percent."""
-    return f"{100 * x:.3g} %".replace("-", "−") if math.isfinite(x) else number(x)
+    return f"{100 * float(x):.3g} %".replace("-", "−") if math.isfinite(x) else number(x)
 
 
 def large(x: float) -> str:
@@ -58,7 +58,7 @@ def in_bytes(x: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time in its two largest units: 1 h 54 min."""
-    if seconds < 60:
+    if not 60 <= seconds < math.inf:
         return f"{seconds:.3g} s"
     days, rest = divmod(round(seconds), 86400)
     hours, minutes, seconds = rest // 3600, rest // 60 % 60, rest % 60

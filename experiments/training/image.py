@@ -68,13 +68,24 @@ class Task:
         (x, y), self.splits = parts[0], {"validation": parts[1], "test": self.set.test}
         self.train = x, y
         self.classes, self.examples, self.shape = len(self.set.classes), len(x), x.shape[1:]
+        self._refuse_other_shapes()
         self.mean, self.std = moments(x if self.missing is None else x[:1])
         if self.set.note:
             self.notes.append(self.set.note)
+        self.notes += validation.note(len(self.splits["validation"][1]))
         held_out = ", ".join(f"{len(labels):,} {name}" for name, (_, labels) in self.splits.items() if len(labels))
         counts = f"{len(x):,} training images, {held_out}; {self.classes} classes"
         self.facts = [("data", f"{self.set.name}: {counts}, {' x '.join(map(str, self.shape))}")]
         self.facts += [("note", note) for note in self.notes]
+
+    def _refuse_other_shapes(self) -> None:
+        """Refuse images that are not square for a ViT. Other models may take them, as a ResNet does."""
+        height, width, _ = self.shape
+        if height != width and self.config.model.name == "vit":
+            raise Mistake(
+                f"config.data.name={self.config.data.name!r} holds images of {height} x {width} pixels, and a ViT "
+                f"takes square images. Pad, crop or resize them, or train a ResNet, as in configs/resnet_24.py."
+            )
 
     def _open_folder(self) -> None:
         c = self.config.data
@@ -86,8 +97,9 @@ class Task:
                 raise
             self.files, self.missing = None, error
         self.examples, self.classes = self._counts()
-        kept, chosen = validation.positions(np.zeros(self.examples), c.get("validation", 0.0))
-        if self.files is not None:  # the files lie in the order of their labels
+        labels = np.zeros(self.examples) if self.files is None else self.files.train_labels
+        kept, chosen = validation.positions(labels, c.get("validation", 0.0))
+        if self.files is not None:
             files, labels = np.array(self.files.train), self.files.train_labels
             self.splits = {"train": (files[kept].tolist(), labels[kept])}
             self.splits["validation"] = files[chosen].tolist(), labels[chosen]
@@ -97,7 +109,7 @@ class Task:
         self.mean, self.std = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])  # ImageNet's
         counts = f"{len(kept):,} training images, {len(chosen):,} validation; {self.classes:,} classes"
         note = ABSENT if self.files is None else self.files.note
-        self.notes += [note] if note else []
+        self.notes += ([note] if note else []) + validation.note(len(chosen))
         self.facts = [("data", f"the folder {c.dir or 'DIR'}: {counts}"), *(("note", note) for note in self.notes)]
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:

@@ -286,6 +286,8 @@ class Loop:
         rows.append(("time", clock(run.record.elapsed())))
         if self.meter.first is not None:
             rows.append(("first step", f"after {self.meter.first - self.began:.1f} s"))
+        if self.peak is not None and (mfu := run.record.median("mfu")) is not None:
+            rows.append(("MFU (median)", f"{mfu:.1%}"))
         rows += [
             ("peak memory", f"{number(peak)}B {device.MEMORY[name]}") for name, peak in device.peak_memory().items()
         ]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import secrets
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,11 @@ class Record:
         finite = [(step, score) for step, score in scores if score is not None and np.isfinite(score)]
         return min(finite, key=lambda found: -found[1] if higher else found[1], default=None)
 
+    def median(self, name: str) -> float | None:
+        """Return the median of a figure over the lines of training that have it. None: there is none."""
+        values = [line[name] for line in lines(self.metrics) if line["kind"] == "train" and name in line]
+        return statistics.median(values) if values else None
+
     def keep(self, summary: list, about: dict[str, Any], pictures: dict) -> None:
         """Keep what the report shows beside the curves.
 
@@ -212,7 +218,7 @@ class Record:
 class Silent:
     """The record of a process that leaves writing to the first process: it does nothing."""
 
-    begin = write = best = keep = close = show = lambda *_, **__: None
+    begin = write = best = median = keep = close = show = lambda *_, **__: None
     elapsed = lambda _: 0.0
 
 

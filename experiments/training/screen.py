@@ -11,8 +11,10 @@ from rich.text import Text
 
 import nmjax as nm
 from experiments.scale import processes
+from experiments.training.device import MEMORY
 
 LOG_WIDTH = 200  # of lines in a log: wide enough that none is wrapped
+WIDE = 120  # a terminal of this width shows the use of the devices too
 
 
 def number(value: float) -> str:
@@ -92,6 +94,9 @@ class Screen:
             shown.append(f"{number(means['per_second'])} {self.unit}/s")
             if self.console.width >= 100:
                 shown.append(f"{number(means['flops_per_second'])}FLOP/s")
+        if self.console.width >= WIDE:
+            shown += [f"MFU {means['mfu']:.1%}"] if "mfu" in means else []
+            shown += [f"peak {number(means[name])}B" for name in MEMORY if name in means]
         if self._bar is not None:
             self._bar.update(self._bar_task, completed=step, description="  ".join(shown))
         elif (step - self._last_line) * 20 >= self._total or step == self._total:

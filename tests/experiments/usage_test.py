@@ -1,5 +1,6 @@
 """Tests of --help and --mode=config: they show every flag, and every field with its value and a comment."""
 
+import ast
 import re
 import shlex
 
@@ -19,12 +20,21 @@ def settings(printed):
     return [word for (word,) in lines], [line.strip().partition("  ")[2].strip() for line in printed.splitlines()]
 
 
-@pytest.mark.parametrize("page", [*pages.names(), "configs/vit_24.py:cifar10", "configs/vit_24.py:folder"])
+VARIANTS = [
+    "configs/vit_24.py:cifar10",
+    "configs/vit_24.py:folder",
+    "configs/vit_24.py:smoke",
+    "configs/gpt_24.py:smoke",
+]
+
+
+@pytest.mark.parametrize("page", [*pages.names(), *VARIANTS])
 def test_the_settings_that_are_printed_give_the_config_again(page):
     """A page of the same fields with other values, changed by the printed words, is the page."""
     config = command.read(["launch.py", f"--config={page}"]).config
     words, comments = settings(usage.listing(config))
     assert all(comments)
+    assert not any("an argument of" in comment for comment in comments)  # that is for models of others
     changed = command.read(["launch.py", f"--config={page}", *words]).config
     assert changed.to_dict() == config.to_dict()
     assert len(words) == len(usage.flat(config.to_dict()))
@@ -44,6 +54,24 @@ def test_help_has_every_flag_and_the_fields_of_the_page(capsys):
     assert "fields of configs/gpt_24.py" in said
     assert re.search(r"^  --config.data.tokenizer=bytes +bytes, or a JSON file", said, re.MULTILINE)
     assert all(page in said for page in pages.names())
+
+
+def test_help_says_what_arguments_of_models_mean():
+    """The meanings are those of the documentation of the model's class. Models of others have none here."""
+    config = command.read(["launch.py", "--config=configs/vit_24.py:smoke"]).config
+    said = usage.listing(config)
+    assert re.search("--config.model.patch=2 +the height and width of a patch, which must divide image\n", said)
+    assert re.search('--config.model.pool=mean +"cls" to classify by a token of its own; "mean" by the mean of', said)
+    assert re.search("--config.model.remat=False +True to compute blocks again in the backward pass, to save", said)
+    assert re.search("--config.model.depth=1 +the number of blocks\n", said)
+    config.model.name = "mylab.models:Mixer"
+    assert re.search("--config.model.patch=2 +an argument of the model's class\n", usage.listing(config))
+
+
+def test_the_usage_of_the_command_has_every_flag():
+    usage_lines = ast.get_docstring(ast.parse((pages.ROOT / "launch.py").read_text()))
+    for flag in usage.FLAGS:
+        assert re.search(rf"--{flag}\b", usage_lines), flag
 
 
 def test_the_mode_config_prints_the_settings_with_the_changes(capsys):

@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experiments import command, pages
 from experiments.data import folder, idx, images, reading, text
 from experiments.errors import Missing, Mistake
+from experiments.training import tasks
 
 X = np.random.default_rng(0).integers(0, 256, (40, 6, 6, 3), dtype=np.uint8)
 Y = np.arange(40) % 4
@@ -108,6 +110,20 @@ def test_an_npz_that_is_not_clear(name):
         images.load("a.npz")
 
 
+def test_images_that_are_not_square_are_refused_for_a_vit():
+    """A ResNet takes them."""
+    np.savez("wide.npz", x=np.repeat(X, 2, axis=2), y=Y)
+    page = lambda name: command.read(
+        ["launch.py", f"--config={pages.ROOT}/configs/{name}", "--config.data.name=wide.npz"]
+    )
+    why = (
+        "config.data.name='wide.npz' holds images of 6 x 12 pixels, and a ViT takes square images. Pad, crop or resize"
+    )
+    with pytest.raises(Mistake, match=why):
+        tasks.task(page("vit_24.py").config)
+    assert tasks.task(page("resnet_24.py:smoke").config).shape == (6, 12, 3)
+
+
 def test_names_that_are_no_npz(tmp_path):
     with pytest.raises(Missing, match="found no b.npz in the working directory.* Give the path of the file"):
         images.load("b.npz")
@@ -152,6 +168,23 @@ def test_headers_that_lie(name, tmp_path):
     archive("a.npz", {"x": data, "y": member((1,), data=b"0")})
     with pytest.raises(Mistake, match=f"a.npz cannot be read .*{why}" if "cannot" not in why else why):
         reading.arrays(tmp_path / "a.npz", ("x", "y"))
+
+
+def test_what_a_damaged_file_says_is_on_one_line():
+    """NumPy's reasons have several lines, and names in an archive may be long or hold any character."""
+    many = member((9,) * 6000, data=b"0")
+    archive("a.npz", {"x": many, "y": many})
+    with pytest.raises(
+        Mistake, match=r"cannot be read \(Header info length .*large.* To allow.*\.\.\.\). Copy"
+    ) as error:
+        images.load("a.npz")
+    assert "\n" not in str(error.value)
+    odd = {"a\nb": b"", "e\x1b[2J": b"", "long" * 200: b""} | {f"{'z' * 90}{i}": b"" for i in range(50)}
+    archive("mnist.npz", odd)
+    with pytest.raises(Mistake, match=r"has no x_train, .*, but a b, e\\x1b\[2J, longlong") as error:
+        images.load("mnist")
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 800
 
 
 def bombs(here: Path):

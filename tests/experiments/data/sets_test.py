@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -95,11 +96,16 @@ def test_kept_makes_again_what_is_damaged(tmp_path, caplog):
     cache.kept("name", lambda: {"a": np.arange(1000)})
     path = tmp_path / "cache" / "nmjax" / "name.npz"
     data = path.read_bytes()
-    for damaged in (data[:600], b"", data[:600] + b"?" + data[601:]):
+    alone, locked, no_array = data.index(b"\x93NUMPY"), bytearray(data), io.BytesIO()
+    locked[6] = locked[data.index(b"PK\x01\x02") + 8] = 1  # "encrypted"
+    with zipfile.ZipFile(no_array, "w") as file:
+        file.writestr("a.npy", b"no array")
+    cut = (data[:600], b"", data[:600] + b"?" + data[601:])
+    for damaged in (*cut, data[alone : data.index(b"PK\x01\x02")], bytes(locked), no_array.getvalue()):
         path.write_bytes(damaged)
         np.testing.assert_array_equal(cache.kept("name", lambda: {"a": np.arange(1000)})["a"], np.arange(1000))
         assert path.read_bytes() == data
-    assert caplog.text.count("make it again") == 3
+    assert caplog.text.count("make it again") == 6
 
 
 def test_kept_where_nothing_can_be_written(monkeypatch, tmp_path, caplog):
@@ -347,3 +353,15 @@ def test_fashion_mnist_of_the_pack():
     assert (got.train[0].shape, got.test[0].shape) == ((60_000, 28, 28, 1), (10_000, 28, 28, 1))
     assert np.bincount(got.test[1]).tolist() == [1000] * 10
     assert got.test[1][:10].tolist() == images._FIRST["fashion_mnist"]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_set_without_images_is_refused(tmp_path, split):
+    x, y = np.zeros((20, 28, 28), np.uint8), np.arange(20) % 10
+    arrays = {"x_train": x, "y_train": y, "x_test": x, "y_test": y}
+    arrays |= {f"x_{split}": x[:0], f"y_{split}": y[:0]}
+    np.savez(tmp_path / "mnist.npz", **arrays)
+    with pytest.raises(
+        Mistake, match=r"expected images of uint8 \(n, 28, 28\) and n labels of 0..9, got uint8 \(0, 28"
+    ):
+        images.load("mnist", tmp_path)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from experiments.report import __main__ as command, compare
+from experiments.report import __main__ as command, compare, compare_page
 from experiments.report.words import distinct
 from tests.experiments.report.report_test import Tags
 
@@ -21,6 +21,13 @@ def run(folder, method, seed, accuracy, outcome="finished", flops=(10, 8)):
     (folder / "config.json").write_text(json.dumps({"seed": seed, "sparsity": {"blocks": method}, "batch": 4}))
     lines = [{"step": s, "seconds": s, "kind": "eval", "hardened_accuracy": accuracy * s / 100} for s in (50, 100)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def edit(folder, **fields):
+    """Change fields of a run's run.json."""
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(about | fields))
 
 
 @pytest.fixture
@@ -113,8 +120,72 @@ def test_the_dense_runs_are_the_baseline(tmp_path):
     run(tmp_path / "b", "dense", 0, 0.9, flops=(10, 10))
     assert compare.compare_folders([tmp_path]).base == 1
     assert compare.compare_folders([tmp_path], "blocks=mse").base == 0
-    run(tmp_path / "c", "narrow", 0, 0.9, flops=(5, 5))
-    assert compare.compare_folders([tmp_path]).base == 0  # two are dense, so the first
+    assert "The baseline is blocks=dense: the only dense config." in compare.markdown(
+        compare.compare_folders([tmp_path])
+    )
+    assert "The baseline is blocks=mse: as --baseline says." in compare.markdown(
+        compare.compare_folders([tmp_path], "blocks=mse")
+    )
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_of_several_dense_configs_the_best_on_the_validation_split_is_the_baseline(tmp_path, metric, capsys):
+    """By the mean over seeds. The test scores have another order."""
+    tests, validations = [0.5, 0.6, 0.9, 0.7], [[0.5, 0.5], [0.7, 0.7], [0.6, 0.65], [0.9, 0.2]]
+    sign = -1 if metric == "loss" else 1
+    for n, (test, scores) in enumerate(zip(tests, validations, strict=True)):
+        for seed, score in enumerate(scores):
+            figures = {metric: 1 + sign * test, f"validation_{metric}": 1 + sign * score}
+            edit(run(tmp_path / f"{n}{seed}", f"dense{n}", seed, 0, flops=(10, 10)), metric=metric, figures=figures)
+    edit(run(tmp_path / "a", "mse", 0, 0), metric=metric, figures={metric: 9.0, f"validation_{metric}": sign * 9.0})
+    edit(run(tmp_path / "b", "late", 0, 0, outcome="running", flops=(10, 10)), metric=metric)
+    assert command.main([str(tmp_path), "--baseline=blocks=mse"]) == 0
+    comparison = compare.compare_folders([tmp_path])
+    assert comparison.names[comparison.base] == "blocks=dense1"
+    why = "The baseline is blocks=dense1: no other dense config has a better validation score."
+    assert why in compare.markdown(comparison)
+    assert why in compare_page.render(comparison)
+    edit(tmp_path / "00", figures={metric: 1 + sign * 0.5})  # a seed without a validation score: the other one has it
+    assert compare.compare_folders([tmp_path]).names[comparison.base] == "blocks=dense1"
+    edit(tmp_path / "01", figures={metric: 1 + sign * 0.5})
+    comparison = compare.compare_folders([tmp_path])
+    assert comparison.names[comparison.base] == "blocks=dense2"
+    assert "a better test score, and not all of them have a validation score." in compare.markdown(comparison)
+
+
+def test_without_a_dense_config_or_a_score_the_first_is_the_baseline(tmp_path):
+    run(tmp_path / "a", "mse", 0, 0.8)
+    run(tmp_path / "b", "ste", 0, 0.9)
+    comparison = compare.compare_folders([tmp_path])
+    assert (comparison.base, comparison.why) == (0, "the first config, because none is dense")
+    for name in "cd":
+        run(tmp_path / name, f"dense {name}", 0, 0.9, outcome="running", flops=(10, 10))
+    comparison = compare.compare_folders([tmp_path])
+    assert (comparison.base, comparison.why) == (2, "the first dense config, because none has a score yet")
+    edit(tmp_path / "c", flops=[0, 0])
+    assert compare.compare_folders([tmp_path]).rows[0].cost is None
+
+
+def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
+    run(tmp_path / "a", "dense", 0, 0.9, flops=(10, 10))
+    run(tmp_path / "b", "mse", 0, 0.8)
+    comparison = compare.compare_folders([tmp_path])
+    assert compare.markdown(comparison).count("The scores are of the test split. The baseline") == 1
+    page = compare_page.render(comparison)
+    assert "Means over seeds, of the test split." in page
+    for name in "ab":
+        edit(tmp_path / name, figures={"hardened_accuracy": 0.8, "validation_hardened_accuracy": 0.9})
+    comparison = compare.compare_folders([tmp_path])
+    legend = (
+        "The scores are of the test split, except those named validation. To choose a config, compare its validation "
+    )
+    assert legend in compare.markdown(comparison)
+    page = compare_page.render(comparison)
+    assert legend in page
+    assert "Means over seeds, of the validation split." in page
+    assert "<figcaption>The scores are of the test split. FLOPs of the whole run" in page
+    edit(tmp_path / "b", figures={"hardened_accuracy": 0.8})
+    assert "of the validation or the test split." in compare_page.render(compare.compare_folders([tmp_path]))
 
 
 def test_the_time_of_a_run(tmp_path):

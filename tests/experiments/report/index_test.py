@@ -93,7 +93,7 @@ def test_the_frontier_by_enumeration(metric):
     draw = random.Random(0)
     for size in itertools.chain(range(1, 8), [60] * 20):
         found = [
-            index.Entry(str(n), None, "digits", metric, "", draw.randint(1, 9) / 10, 10.0, draw.randint(1, 9), [])
+            index.Entry(str(n), None, "digits", metric, "", draw.randint(1, 9) / 10, None, 10.0, draw.randint(1, 9), [])
             for n in range(size)
         ]
         edge = index.frontier(found)
@@ -124,6 +124,43 @@ def test_hardened_scores_count_where_all_finished_runs_have_them(tmp_path):
     assert text(rows["a"]["score"]) == "60.00 %"  # of the weights in training form
     assert text(rows["c"]["score"]) == "◆ 70.00 %"
     assert text(rows["b"]["score"]) == ""
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_scores_of_the_two_splits_have_a_column_each(tmp_path, metric):
+    """The numbers of a running run are of the split on which it is evaluated, as its config says."""
+    hardened = f"hardened_{metric}"
+    say = lambda x: f"{100 * x:.2f} %" if metric == "accuracy" else f"{x:.4f}"
+    make(tmp_path / "done", metric=metric, figures={hardened: 0.9, f"validation_{hardened}": 0.8})
+    make(tmp_path / "old", metric=metric, figures={hardened: 0.7})
+    for name, share in {"on": 0.1, "off": 0, "unsaid": None, "odd": "x"}.items():
+        folder = make(tmp_path / name, score=0.6, metric=metric, outcome="running")
+        config = json.loads((folder / "config.json").read_text())
+        config["data"] |= {} if share is None else {"validation": share}
+        (folder / "config.json").write_text(json.dumps(config))
+    page = index.render(tmp_path)
+    found = {name: (text(row["score"]), text(row["validation"])) for name, row in cells(page).items()}
+    assert found["done"] == (f"◆ {say(0.9)}" if metric == "accuracy" else say(0.9), say(0.8))
+    assert found["old"] == (say(0.7) if metric == "accuracy" else f"◆ {say(0.7)}", "")
+    assert found["on"] == ("", f"{say(0.3)} so far")
+    assert found["off"] == found["unsaid"] == found["odd"] == (f"{say(0.3)} so far", "")
+    assert page.count(f'<td data-v="0.8">{say(0.8)}') == 1  # the column can be sorted
+
+
+def test_the_page_says_that_one_chooses_by_validation(tmp_path):
+    make(tmp_path / "a", figures={"hardened_accuracy": 0.9, "validation_hardened_accuracy": 0.8})
+    page = index.render(tmp_path)
+    assert "The scores here are of the test split." in page
+    assert "To choose a run, compare the scores in the column validation of the table." in page
+
+
+def test_the_words_of_the_index_are_explained(tmp_path):
+    make(tmp_path / "a", figures={"hardened_accuracy": 0.9, "validation_hardened_accuracy": 0.8})
+    page = index.render(tmp_path)
+    words = re.findall("<dt>(.*?)</dt>", "".join(re.findall('<details class="terms">.*?</details>', page)))
+    assert {"hardened", "effective", "share of dense", "frontier", "validation"} <= set(words)
+    assert "best" not in words  # its meaning is the best evaluation of one run
+    assert page.index("<dt>hardened</dt>") < page.index('<section id="frontier">')  # under the table that has the word
 
 
 def test_a_dense_run_is_said_to_be(tmp_path):
@@ -162,61 +199,6 @@ def test_many_fields_that_differ_are_counted(tmp_path):
         (make(tmp_path / str(n)) / "config.json").write_text(json.dumps(fields))
     differs = text(cells(index.render(tmp_path))["1"]["what differs"])
     assert differs == "mlp=ste(2,4), field0=1, field1=1, field2=1, field3=1, field4=1, and 5 more"
-
-
-# ---- damage ----
-
-
-DAMAGE = {
-    "cut": ('{"name": "vit", "outc', "run.json cannot be read: Unterminated string"),
-    "list": ("[1]", "holds no JSON object"),
-    "empty": ("", "run.json cannot be read: Expecting value"),
-    "deep": ("[" * 100_000, "run.json cannot be read: "),
-    "binary": ("\x00\ud800", "run.json cannot be read: "),
-}
-
-
-def test_damaged_runs_are_rows(tmp_path):
-    make(tmp_path / "good")
-    for name, (content, _) in DAMAGE.items():
-        (make(tmp_path / name) / "run.json").write_bytes(content.encode(errors="surrogatepass"))
-    for name in ("none", "begun", "folder"):
-        (make(tmp_path / name) / "run.json").unlink()
-    (tmp_path / "begun/metrics.jsonl").unlink()
-    (tmp_path / "begun/run.lock").touch()
-    (tmp_path / "folder/run.json").mkdir()
-    (make(tmp_path / "half") / "config.json").write_text('{"seed"')
-    rows = cells(index.render(tmp_path))
-    assert len(rows) == len(DAMAGE) + 5
-    for name, (_, said) in DAMAGE.items():
-        assert text(rows[name]["outcome"]).startswith("damaged")
-        assert said in rows[name]["outcome"].replace("&#x27;", "'")
-    for name in ("none", "begun"):
-        assert text(rows[name]["outcome"]) == "damaged There is no run.json."
-    assert text(rows["folder"]["outcome"]).startswith("damaged run.json cannot be read: ")
-    assert text(rows["half"]["outcome"]).startswith("finished config.json cannot be read: ")
-    assert text(rows["good"]["outcome"]) == "finished"
-
-
-ODD = [None, True, 0, -1, 1e308, 10**400, float("nan"), float("inf"), "", "x", [], [1], [1, "x"], [None, None], {}]
-ODD += [{"accuracy": "x"}, {"accuracy": None, "hardened_accuracy": [1]}, {"name": {}}, {"name": 3, "dir": []}, [[[]]]]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_value_of_a_field_stops_the_index(tmp_path, seed):
-    draw = random.Random(seed)
-    about = ["name", "outcome", "metric", "steps", "flops", "figures", "began", "ended", "tags", "note", "parameters"]
-    for n in range(40):
-        folder = make(tmp_path / str(n))
-        files = {"run.json": about, "config.json": ["seed", "data", "model", "sparsity", "experiment"]}
-        for file, fields in files.items():
-            content = json.loads((folder / file).read_text())
-            content |= {field: draw.choice(ODD) for field in draw.sample(fields, 2)}
-            (folder / file).write_text(json.dumps(content))
-        odd = {"kind": "eval", "step": draw.choice(ODD), "seconds": draw.choice(ODD), "accuracy": draw.choice(ODD)}
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(odd) + '\n{"kind": "eval", "st')
-    assert len(cells(index.render(tmp_path))) == 40
 
 
 def test_nothing_of_a_run_is_markup(tmp_path):

@@ -140,6 +140,30 @@ def test_a_run_of_images_is_shown_whole(tmp_path):
     assert len(page) < 200_000
 
 
+@pytest.mark.parametrize(
+    ("about", "share", "split"),
+    [
+        ({}, 0.1, "validation"),
+        ({}, 0, "test"),
+        ({}, None, "test"),
+        ({"figures": {"accuracy": 0.9, "validation_accuracy": 0.8}}, None, "validation"),
+        ({"figures": {"accuracy": 0.9}}, 0.1, "validation"),
+    ],
+)
+def test_captions_say_of_which_split_the_scores_are(tmp_path, about, share, split):
+    config = {"data": {} if share is None else {"validation": share}}
+    run = write_run(tmp_path / "run", about={"summary": [], **about}, config=config)
+    page, tags = written(run)
+    captions = [c for c in re.findall("<figcaption>(.*?)</figcaption>", page) if "hardened" in c]
+    assert len(captions) == 2  # loss and accuracy
+    assert all(f"Scores of the {split} split: eval, hardened." in caption for caption in captions)
+    front = "validation " if split == "validation" else ""
+    assert f"<dt>{front}hardened accuracy</dt>" in page
+    assert f"<dt>{'validation' if front else 'eval'} loss</dt>" in page
+    only = [{"step": 1, "seconds": 1.0, "kind": "train", "loss": 1.0}]
+    assert "Scores of the" not in written(write_run(tmp_path / "only", only))[0]
+
+
 def test_generated_text_is_shown_after_its_prompt(tmp_path):
     metrics = [{"step": s, "seconds": 1.0, "kind": "eval", "loss": 1 / s} for s in (10, 20)]
     run = write_run(tmp_path / "run", metrics, about={"unit": "tokens", "metric": "loss", "summary": [], "git": None})

@@ -104,14 +104,19 @@ def test_lines_of_metrics_tell_the_memory_and_no_share_of_an_unknown_peak(runs):
     assert "of the process" in summary["peak memory"]
 
 
-def test_the_share_of_a_known_peak(tmp_path, monkeypatch):
-    monkeypatch.setattr(device, "peak_flops", lambda kind, dtype: 1e15)
+def test_the_share_of_a_known_peak(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(device, "peak_flops", lambda kind, dtype: 1e11)
     command.main(["launch.py", *PAGE, "--config.steps=8", "--config.evaluate=8", f"--workdir={tmp_path}"], "")
     timed = [line for line in files.lines(tmp_path / "metrics.jsonl") if "per_second" in line]
-    peak = 1e15 * jax.device_count()
+    peak = 1e11 * jax.device_count()
     assert timed
     assert [line["mfu"] for line in timed] == [line["flops_per_second"] / peak for line in timed]
     assert "Model FLOPs utilisation" in (tmp_path / "report.html").read_text()
+    printed = capsys.readouterr().out
+    assert all(f"FLOP/s  MFU {line['mfu']:.1%}  peak " in printed for line in timed)
+    summary = dict(json.loads((tmp_path / "run.json").read_text())["summary"])
+    assert summary["MFU (median)"] == f"{np.median([line['mfu'] for line in timed]):.1%}"
+    assert re.search(rf"^MFU \(median\) +{summary['MFU (median)']} *$", printed, re.MULTILINE)
 
 
 # ---- what is refused, and which steps are chosen ----

@@ -199,9 +199,9 @@ def test_another_mesh_goes_on_with_the_same_run(tmp_path):
     record.check(tmp_path, identity(mesh={"fsdp": 4}))
 
 
-def screen(terminal: bool):
+def screen(terminal: bool, width: int = 100):
     out = io.StringIO()
-    return show.Screen("images", Console(file=out, force_terminal=terminal, width=100, highlight=False)), out
+    return show.Screen("images", Console(file=out, force_terminal=terminal, width=width, highlight=False)), out
 
 
 MEANS = {"loss": 0.5, "accuracy": 0.75, "per_second": 12_345.0, "flops_per_second": 2e12}
@@ -216,6 +216,34 @@ def test_a_log_gets_a_line_a_twentieth_of_the_run():
     assert len(lines) == 20
     assert lines[-1].startswith("step 100/100  loss 0.5000  accuracy 75.00%  12.3 k images/s  2 TFLOP/s")
     assert "\x1b" not in out.getvalue()
+
+
+USE = {"mfu": 0.4567, "device_memory": 3_210_000_000}
+
+
+@pytest.mark.parametrize(
+    ("width", "use", "shown"),
+    [
+        (200, USE, "2 TFLOP/s  MFU 45.7%  peak 3.21 GB  0:00 left"),
+        (200, {"process_memory": 999_999_999}, "2 TFLOP/s  peak 1 GB  0:00 left"),
+        (100, USE, "2 TFLOP/s  0:00 left"),
+        (80, USE, "images/s  0:00 left"),
+    ],
+)
+def test_a_wide_line_shows_the_use_of_the_devices(width, use, shown):
+    log, out = screen(terminal=False, width=width)
+    with log.progress(1, 0):
+        log.step(1, MEANS | use)
+    [line] = out.getvalue().splitlines()
+    assert line.endswith(shown)
+    assert len(line) < max(width, 101)
+
+
+def test_a_bar_with_the_use_of_the_devices_fits_its_line():
+    wide, out = screen(terminal=True, width=show.WIDE)
+    with wide.progress(123_456, 0):
+        wide.step(99_999, MEANS | USE)
+    assert "MFU 45.7%  peak 3.21 GB" in out.getvalue()
 
 
 def test_a_terminal_gets_a_bar():

@@ -38,6 +38,62 @@ def test_every_class_gives_its_share(share):
         assert abs(np.sum(labels[held_out] == digit) - share * count) <= 1
 
 
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of 120 images in 8 classes, and the words of a page for it."""
+    from PIL import Image
+
+    for name, shade in ((f"class{i}", 30 * i) for i in range(8)):
+        (tmp_path / name).mkdir()
+        for k in range(15):
+            Image.new("RGB", (9, 7), (shade, k, k)).save(tmp_path / name / f"{k}.png")
+    return ["--config=configs/vit_24.py:folder", f"--config.data.dir={tmp_path}", "--config.data.size=32"]
+
+
+def test_every_class_of_a_folder_gives_its_share(pictures):
+    """A tenth of each class is the test split, and a tenth of the rest is for validation."""
+    task = tasks.task(read(*pictures))
+    files, labels = zip(*(task.splits[name] for name in ("train", "validation", "test")), strict=True)
+    assert [len(part) for part in files] == [97, 11, 12]
+    assert len(set().union(*files)) == 120
+    assert sorted(np.bincount(labels[1], minlength=8)) == [1] * 5 + [2] * 3
+    for part, numbers in zip(files, labels, strict=True):
+        assert [f"class{number}" for number in numbers] == [file.split("/")[-2] for file in part]
+    few = (
+        "the validation split has 11 images: one image changes its accuracy by 9.09 points; see config.data.validation"
+    )
+    assert ("note", few) in task.facts
+    assert few in task.notes
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0, None), (0.009, "1 image: one image changes its accuracy by 100 points")]
+)
+def test_a_folder_with_another_share(pictures, share, said):
+    task = tasks.task(read(*pictures, f"--config.data.validation={share}"))
+    assert len(task.splits["validation"][0]) == (said is not None)
+    assert [said in note for note in task.notes[1:]] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(("page", "share"), [("vit_24.py:folder", 0.1), ("vitb_imagenet.py", 0.01)])
+def test_a_plan_without_the_folder_has_its_counts(page, share):
+    sizes = ["--config.data.examples=1_281_167", "--config.data.classes=1000", "--config.data.dir=/nowhere"]
+    task = tasks.task(read(f"--config=configs/{page}", *sizes), plan=True)
+    count = round(1_281_167 * share)
+    assert dict(task.facts)["data"].endswith(
+        f": {1_281_167 - count:,} training images, {count:,} validation; 1,000 classes"
+    )
+    assert len(task.notes) == 1  # that the data are missing
+
+
+def test_few_images_in_memory_have_a_note_too(tmp_path):
+    x = np.zeros((44, 8, 8), np.uint8)
+    np.savez(tmp_path / "a.npz", x=x[:40], y=np.arange(40) % 4, x_test=x[40:], y_test=np.arange(4))
+    task = tasks.task(read("--config=configs/vit_24.py", f"--config.data.name={tmp_path / 'a.npz'}"))
+    assert [note[:34] for note in task.notes] == ["the validation split has 4 images:"]
+    assert not tasks.task(read("--config=configs/vit_24.py")).notes  # 144 digits
+
+
 @pytest.mark.parametrize(
     ("share", "said"),
     [(-0.1, "is not a share: write 0 or a share below 1"), (1.0, "is not a share"), (0.9999, "no training data")],
