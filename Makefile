@@ -21,7 +21,10 @@ CONFIG ?= configs/vit_24.py
 export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
-.PHONY: run test test-all test-docs bench gallery notebooks docs dist lint lint-types lint-github format clean
+.PHONY: help run test test-all test-docs bench gallery notebooks docs dist lint lint-types lint-github format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
 
 run: $(VENV)/made
 	$(BIN)/python launch.py --config=$(CONFIG)

@@ -61,8 +61,8 @@ HOUSE = {
             "__main__",
         ),
         "bench": (
-            "measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "transforms", "__init__",
-            "__main__",
+            "measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "runs", "transforms",
+            "__init__", "__main__",
         ),
         "reproduce": (),
         "gallery": (),

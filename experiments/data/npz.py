@@ -24,7 +24,8 @@ def read(path: Path):
     found = reading.arrays(path, (), _NAMES)
     own = [name for name in ("x", "x_train") if name in found]
     if len(own) != 1 or own[0].replace("x", "y") not in found or ("x_test" in found) != ("y_test" in found):
-        raise Mistake(f"{path} holds {', '.join(found) or 'none of these'}. {_ASKED}")
+        has = f"holds {', '.join(found)}" if found else "has no arrays x and y"
+        raise Mistake(f"{path} {has}. {_ASKED}")
     names = (own[0], "x_test") if "x_test" in found else (own[0],)
     images, notes = _pixels(path, {name: found[name] for name in names})
     labels = [_labels(path, name.replace("x", "y"), found) for name in names]

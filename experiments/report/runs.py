@@ -273,7 +273,7 @@ def _checked(path: Path, fields: Fields) -> Any:
     for name, (kind, holds) in fields.items():
         if content and name in content and not holds(content[name]):
             found = json.dumps(content[name])[:40]
-            raise Mistake(f'{path} cannot be shown: "{name}" has to be {kind}, but it is {found}.')
+            raise Mistake(f'{path} cannot be read: "{name}" has to be {kind}, but it is {found}.')
     return content
 
 

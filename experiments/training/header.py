@@ -53,7 +53,7 @@ def _form(layer: LayerPlan) -> str:
             pattern = slot.pruner.final.pattern
         except ValueError:  # it has no final form, because it draws again at every step
             pattern = slot.pruner.pattern
-        found[type(slot.pruner).__name__ if pattern is None else f"{pattern[0]}:{pattern[1]}"] = None
+        found[f"`{type(slot.pruner).__name__}`" if pattern is None else f"{pattern[0]}:{pattern[1]}"] = None
     return " and ".join(found)
 
 

@@ -46,6 +46,11 @@ class Task:
         self.notes: list[str] = []
         self.missing: Missing | None = None  # the error if the data are missing
         self.streamed, self.skipped = c.name == "folder", None
+        if self.streamed and "skip" not in c:
+            raise Mistake(
+                "config.data.name='folder' has settings of its own. Use the variant of a page that has them: "
+                "--config=configs/vit_24.py:folder --config.data.dir=DIR."
+            )
         if self.streamed:
             self._open_folder()
         else:

@@ -273,7 +273,7 @@ class Loop:
         """
         run, metric = self.runs[i], self.task.metric
         names = sorted(scores, key=lambda name: (metric not in name, "hardened" not in name))
-        rows = [(name.replace("_", " "), form(name, scores[name])) for name in names]
+        rows = [(f"test {name.replace('_', ' ')}", form(name, scores[name])) for name in names]
         if self.task.validates:
             hardened = "hardened " if f"hardened_{metric}" in scores else ""
             rows.append((f"validation {hardened}{metric}", form(metric, self.deciding_score(self.scores[i]))))

@@ -53,7 +53,8 @@ def carry_out(
     with _taken(runs) if mode == "train" else contextlib.nullcontext():
         if mode == "train" and processes.agreed(lambda: all(run.finished() for run in runs)):
             page = runs[0].workdir / "report.html"
-            screen.line(f"finished already: {page}. --mode=eval evaluates it; another --workdir starts over.")
+            renewed = " Its tags and its note are renewed." if runs[0].labels else ""
+            screen.line(f"finished already: {page}. --mode=eval evaluates it; another --workdir starts over.{renewed}")
             return None
         if mode == "eval":
             refuse_without_checkpoints("--mode=eval: ", runs[0].workdir)
@@ -64,11 +65,13 @@ def carry_out(
             raise Mistake(f"config.stop={config.stop!r}: runs side by side end together. Leave out --seeds_at_once.")
         profile = Profile(traced, program, runs[0].workdir, screen)
         facts, plans, names = header.rows(program), [] if plans is None else plans, ", ".join(run.name for run in runs)
+        place = runs[0].workdir if len(runs) == 1 else runs[0].workdir.parent
         if mode == "plan":
             screen.header(names, facts)
             screen.line(f"\n{program.plan}\n")
             return None
-        screen.header(names, facts if program.plan in plans else [*facts, ("plan", header.in_short(program.plan))])
+        shown = [*facts, ("folder", f"{place}/")]
+        screen.header(names, shown if program.plan in plans else [*shown, ("plan", header.in_short(program.plan))])
         screen.line("")
         plans.append(program.plan)
         if mode == "eval":

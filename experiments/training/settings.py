@@ -142,8 +142,8 @@ def steps(config: ConfigDict, examples: int) -> int:
     """Return the optimizer steps of the whole run: ``config.steps``, or if that is 0 those of ``config.epochs``."""
     if config.batch < 1 or config.accumulate < 1 or config.batch % config.accumulate:
         raise Mistake(
-            f"config.batch={config.batch} is cut into config.accumulate={config.accumulate} micro-batches, so it has "
-            "to be a multiple of it."
+            f"config.batch={config.batch} has to be a positive multiple of config.accumulate={config.accumulate}, the "
+            "number of micro-batches."
         )
     if min(config.steps, config.epochs) < 0 or config.steps == config.epochs == 0:
         raise Mistake(
@@ -206,6 +206,8 @@ def _pair(rule: Any) -> bool:
 def learning_rate(config: ConfigDict, total: int) -> Callable:
     """Return the learning rate as a function of the step: a linear warm-up to the peak, then ``shape`` to the end."""
     c = config.learning_rate
+    if not c.peak >= 0:
+        raise Mistake(f"config.learning_rate.peak={c.peak} is negative, and the loss would rise.")
     warmup = duration(c.warmup, total, "config.learning_rate.warmup")
     if warmup >= total:
         raise Mistake(
@@ -244,8 +246,14 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
         chain.append(optax.add_decayed_weights(options.pop("weight_decay"), _decaying))
     elif "mask" in parameters:
         options["mask"] = _decaying
+    if "learning_rate" in options:
+        raise Mistake(
+            f"config.optimizer={config.optimizer!r}: the rate is config.learning_rate.peak. Leave it out here."
+        )
     for option in options:
-        one_of(option, parameters, f"config.optimizer: an option of {name}")
+        one_of(
+            option, [each for each in parameters if each != "learning_rate"], f"config.optimizer: an option of {name}"
+        )
     with as_mistake("config.optimizer"):
         chain.append(make(rate, **options))
     return optax.with_extra_args_support(optax.chain(*chain))

@@ -43,7 +43,8 @@ class Figure(NamedTuple):
 
     seed: int
     score: float
-    rate: float | None  # examples, or parts of them, in a second; None if it was not trained for this run
+    rate: float | None = None  # examples, or parts of them, in a second; None if it was not trained for this run
+    recorded: bool = False  # it is of the repository's results
 
 
 def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
@@ -57,10 +58,10 @@ def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
     Raises:
       Mistake: The twin is of another kind of experiment, or has no field that the run changes.
     """
-    if twin.experiment != config.experiment:
+    if twin.experiment != page.experiment:
         raise Mistake(
             f"config.twin={config.twin!r} is of the experiment {twin.experiment!r}, and the run is of "
-            f"{config.experiment!r}. Name a page of the same experiment, or write --config.twin= to do without a twin."
+            f"{page.experiment!r}. Name a page of the same experiment, or write --config.twin= to do without a twin."
         )
     twin = twin.copy_and_resolve_references()
     own, before, fields = (digest.identity(each).fields for each in (config, page, twin))
@@ -84,31 +85,35 @@ def figures(twin: Twin, workdir: Path, metric: str) -> list[Figure]:
       metric: "accuracy" or "loss". The score of hardened weights counts if there is one.
     """
     found: dict[int, Figure] = {}
-    beside = [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}"))]
-    own = workdir / FOLDER
-    # of one seed the last counts
-    for seed, about, rate in [*_runs(twin, beside), *_recorded(twin), *_runs(twin, [own], timed=True)]:
+
+    def add(seed: int, about: dict[str, Any], **more: Any) -> None:
         scores = about["figures"]
         score = scores.get(f"hardened_{metric}", scores.get(metric))
         if isinstance(score, float) and about["versions"]["nmjax"] == nm.__version__:
-            found[seed] = Figure(seed, score, rate)
+            found[seed] = Figure(seed, score, **more)  # of one seed the last counts
+
+    beside = [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}"))]
+    for seed, about, _ in _runs(twin, beside):
+        add(seed, about)
+    for seed, about in _recorded(twin):
+        add(seed, about, recorded=True)
+    for seed, about, folder in _runs(twin, [workdir / FOLDER]):
+        add(seed, about, rate=rate(folder))
     return [found[seed] for seed in sorted(found)]
 
 
-def _recorded(twin: Twin) -> Iterator[tuple[int, dict[str, Any], None]]:
+def _recorded(twin: Twin) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the seed and the line of every run of the twin in the repository's results."""
     for line in lines(RESULTS):
         seed = line["changes"].get("seed", 0)
         config = twin.config.copy_and_resolve_references()
         config.seed = seed
         if line["outcome"] == "finished" and line["config"] == digest.identity(config).digest:
-            yield seed, line, None
+            yield seed, line
 
 
-def _runs(
-    twin: Twin, folders: list[Path], timed: bool = False
-) -> Iterator[tuple[int, dict[str, Any], float | None]]:  # fmt: skip
-    """Yield the seed, the run.json and, if they are timed, the rate of every finished run of the twin in folders."""
+def _runs(twin: Twin, folders: list[Path]) -> Iterator[tuple[int, dict[str, Any], Path]]:
+    """Yield the seed, the run.json and the folder of every finished run of the twin in some folders."""
     wanted = _compared(digest.identity(twin.config))
     for folder in folders:
         with contextlib.suppress(Exception):  # files beside a run may hold anything; they must not end it
@@ -117,7 +122,7 @@ def _runs(
                 continue
             identity = digest.recorded(folder)
             if _compared(identity) == wanted and isinstance(about["figures"], dict) and about["versions"]["nmjax"]:
-                yield identity.fields["seed"], about, rate(folder) if timed else None
+                yield identity.fields["seed"], about, folder
 
 
 def _compared(identity: digest.Identity) -> dict[str, Any]:
@@ -159,21 +164,31 @@ def worth(twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float
         text += " hardened" * hardened
     text += f", {flops[1] / flops[0]:.2f} of the dense FLOPs"
     found = figures(twin, workdir, metric)
+    if not found and flops[0] == flops[1]:  # the run itself prunes nothing
+        return text
     if not found:
         return f"{text}; no run of {twin.page} to compare with: train that page too, or add --with_twin to a single run"
     beside, own = next((each.rate for each in found if each.rate), None), rate(workdir)
     if beside and own:
         text += f", {beside / own:.2f} of the time of {twin.label}"
-    return f"{text}; {twin.label} {_mean([each.score for each in found], metric)}"
+    return f"{text}; {twin.label} {_mean(found, metric)}"
 
 
-def _mean(values: list[float], metric: str) -> str:
+def _mean(found: list[Figure], metric: str) -> str:
     """Return the mean of the scores of some seeds with its standard error.
 
-    >>> _mean([0.98, 0.982, 0.99], "accuracy"), _mean([0.98], "accuracy")
-    ('98.40% ± 0.31% (3 seeds)', '98.00% (1 seed)')
+    >>> _mean([Figure(0, 0.98), Figure(1, 0.982), Figure(2, 0.99)], "accuracy")
+    '98.40% ± 0.31% (3 seeds)'
+    >>> _mean([Figure(0, 0.98, recorded=True)], "accuracy")
+    '98.00% (1 recorded seed)'
     """
-    text = form(metric, statistics.fmean(values))
-    if len(values) == 1:
-        return f"{text} (1 seed)"
-    return f"{text} ± {form(metric, statistics.stdev(values) / len(values) ** 0.5)} ({len(values)} seeds)"
+    values = [each.score for each in found]
+    text, seeds = form(metric, statistics.fmean(values)), "seed" if len(values) == 1 else "seeds"
+    if len(values) > 1:
+        text += f" ± {form(metric, statistics.stdev(values) / len(values) ** 0.5)}"
+    recorded = sum(each.recorded for each in found)
+    if recorded == len(found):
+        seeds = f"recorded {seeds}"
+    elif recorded:
+        seeds += f", {recorded} recorded"
+    return f"{text} ({len(values)} {seeds})"

@@ -239,9 +239,13 @@ def _tree(source: _Source, kind: str) -> tuple[ast.expr, _Source]:
             hint = f" {pattern[0]} is written ({pattern[1]},{pattern[2]})."
         elif re.search(r"\)\s*,\s*\w+\s*=", source.text):
             hint = " Slots are parted by ';'."
-        raise ValueError(
-            f"{source.text!r} is not a {kind}: expected a call such as 'ste(2,4)', with brackets closed.{hint}"
-        ) from None
+        elif source.text.count("(") > source.text.count(")"):
+            hint = " A bracket is not closed."
+        elif "%" in source.text:
+            hint = (
+                " A share of the run, such as 30%, works in the config of an experiment. Here write a number of steps."
+            )
+        raise ValueError(f"{source.text!r} is not a {kind}: expected a call such as 'ste(2,4)'.{hint}") from None
 
 
 def _name(node: ast.expr, source: _Source) -> str:

@@ -284,14 +284,14 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
     with pytest.raises(Failed, match="1 of the runs failed: seed=1"):
         command.main([*page(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")
     said = capsys.readouterr().out
-    assert "seed=1: the loss is nan at step 2 (step 1 was finite). The checkpoint of step 2 is kept in" in said
+    assert "seed=1: the loss is nan at step 3 (step 2 was finite). The checkpoint of step 2 is kept in" in said
     assert "4 runs: 3 finished, 1 diverged." in said.replace(
         "1 finished, 1 diverged, 2 finished", "3 finished, 1 diverged"
     )
     for seed in (0, 2, 3):
         alike(tmp_path / "runs" / f"seed={seed}", alone / f"seed={seed}", programs[0].shapes)
     lost = tmp_path / "runs" / "seed=1"
-    assert about(lost)["outcome"] == "diverged: the loss is nan at step 2 (step 1 was finite)"
+    assert about(lost)["outcome"] == "diverged: the loss is nan at step 3 (step 2 was finite)"
     assert [line["step"] for line in files.lines(lost / "metrics.jsonl") if line["kind"] == "train"] == [1, 2]
     assert Checkpoints(lost).steps() == [2]
     assert len(list((lost / "checkpoints").glob("failed-*"))) == 1

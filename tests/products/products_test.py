@@ -615,7 +615,7 @@ def numpy_soft(w, axis=0):
 
 
 @pytest.mark.parametrize(
-    "method, lam", [("dense()", 0), ("ste(2,4)", 0), ("sr_ste(2,4,lam=0)", 0), ("sr_ste(2,4,lam=0.25)", 0.25)]
+    ("method", "lam"), [("dense()", 0), ("ste(2,4)", 0), ("sr_ste(2,4,lam=0)", 0), ("sr_ste(2,4,lam=0.25)", 0.25)]
 )
 @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
 def test_hessian_vector_products(method, lam, mode):

@@ -88,7 +88,7 @@ def test_a_meter_names_the_step_that_is_no_number(bad, what):
     taken = meter(10, [])
     taken.push(6, figures(1.0))
     taken.settle()
-    with pytest.raises(Failed, match=f"{what} at step 7 .step 6 was finite"):
+    with pytest.raises(Failed, match=f"{what} at step 8 .step 7 was finite"):
         taken.push(7, bad)
 
 

@@ -114,7 +114,7 @@ def test_lines_of_results_are_found_by_their_digest(tmp_path, monkeypatch):
     wrong = [right | {"config": "0" * 12}, right | {"outcome": "diverged: loss"}]
     (tmp_path / "twins.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*wrong, right]))
     monkeypatch.setattr(twin, "RESULTS", tmp_path / "twins.jsonl")
-    assert twin.figures(its_twin, tmp_path / "runs" / "own", "accuracy") == [twin.Figure(3, 0.9, None)]
+    assert twin.figures(its_twin, tmp_path / "runs" / "own", "accuracy") == [twin.Figure(3, 0.9, None, True)]
 
 
 def test_of_one_seed_the_nearest_run_counts_and_then_the_recorded_one(tmp_path, monkeypatch):
@@ -136,8 +136,8 @@ def test_the_sentence(tmp_path, monkeypatch):
     own, its_twin = tmp_path / "runs" / "own", of()
     say = lambda: twin.worth(its_twin, own, "accuracy", {"hardened_accuracy": 0.978, "accuracy": 0.979}, [200.0, 146.0])
     assert say() == (
-        "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: train that page "
-        "too, or add --with_twin to a single run"
+        "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: train that "
+        "page too, or add --with_twin to a single run"
     )
     recorded(own / "twin", its_twin, 0, 0.98, rates=[97.0] * 10)
     (own / "metrics.jsonl").write_text(
@@ -149,8 +149,10 @@ def test_the_sentence(tmp_path, monkeypatch):
     error = math.sqrt(sum((a - 0.984) ** 2 for a in (0.98, 0.982, 0.99)) / 2 / 3)
     assert say().endswith(f"dense 98.40% ± {error:.2%} (3 seeds)")
     assert twin.worth(None, own, "accuracy", {"accuracy": 1.0}, [1.0, 1.0]) == ""
-    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 2.0])  # the runs of the twin have no loss
-    assert loss.startswith("loss 1.5000 (lower is better), 1.00 of the dense FLOPs; no run of")
+    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 1.0])  # the runs of the twin have no loss
+    assert loss.startswith("loss 1.5000 (lower is better), 0.50 of the dense FLOPs; no run of")
+    dense = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 2.0])
+    assert dense == "loss 1.5000 (lower is better), 1.00 of the dense FLOPs"  # --with_twin would train the same again
     loss = twin.worth(its_twin, own, "loss", {"loss": 1.5, "hardened_loss": 1.6}, [2.0, 2.0])
     assert loss.startswith("hardened loss 1.6000 (lower is better), 1.00 of")
 
