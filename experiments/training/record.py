@@ -170,7 +170,7 @@ class Record:
             raise Failed(lost)
         if lost:
             self._tell(f"{lost}.")
-        self.about |= {"ended": provenance.now(), "outcome": outcome}
+        self.about |= {"ended": provenance.now(), "seconds": round(self.elapsed(), 3), "outcome": outcome}
         if outcome == "finished":
             report.write(self.dir, self.about)
             self._write_about()
