@@ -113,6 +113,7 @@ class Row(NamedTuple):
     seeds: str
     difference: float | None  # to the baseline: the mean over the seeds that both have; of the means if there are none
     error: float | None  # the standard error of the difference
+    apart: bool | None  # True if the 95 % interval of the difference does not contain 0; None without an error
     paired: bool  # True if the difference is over seeds that both have
     cost: float | None  # effective FLOPs, relative to the baseline's
     time: float | None  # the mean duration of a run, in seconds
@@ -199,6 +200,8 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
         for group, name in zip(by_config, names, strict=True)
     ]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
+    if "data.name" in varied([group.config for group in by_config]):
+        notes.insert(0, DATA_DIFFER)
     return Comparison(metric, others, memory, by_config, names, rows, base, why, notes)
 
 
@@ -267,11 +270,15 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
     values, base_values = group.values(metric), base.values(metric)
     gaps = [values[seed] - base_values[seed] for seed in values if seed in base_values] if group is not base else []
     difference, error = _mean(gaps)
+    freedom = len(gaps) - 1.0
     if group is not base and not gaps and values and base_values:  # no seed in common
         both = values.values(), base_values.values()
         difference = statistics.fmean(both[0]) - statistics.fmean(both[1])
         if min(map(len, both)) > 1:
-            error = math.sqrt(sum(statistics.variance(v) / len(v) for v in both))
+            parts = [statistics.variance(v) / len(v) for v in both]
+            error = math.sqrt(sum(parts))
+            spread = sum(part**2 / (len(v) - 1) for part, v in zip(parts, both, strict=True))
+            freedom = error**4 / spread if spread else 1.0  # of Welch's test
     mean, mean_error = _mean(values.values())
     outcomes = {seed: run.about.get("outcome", "running").partition(":")[0] for seed, run in group.runs.items()}
     marks = [f"seed {seed} {outcome}" for seed, outcome in outcomes.items() if outcome != "finished"]
@@ -283,6 +290,7 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
         seeds=f"{len(values)} of {len(seeds)}",
         difference=difference,
         error=error,
+        apart=None if error is None or difference is None else abs(difference) > _interval(error, freedom),
         paired=bool(gaps),
         cost=group.cost[1] / base.cost[1] if group.cost and base.cost and base.cost[1] else None,
         time=group.time,
@@ -292,13 +300,21 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
     )
 
 
+def _interval(error: float, freedom: float) -> float:
+    """Return half the 95 % interval of a mean with this standard error and so many degrees of freedom."""
+    from scipy.special import stdtrit  # here because it is slow, and a launch does not need it
+
+    return float(stdtrit(freedom, 0.975)) * error
+
+
 TEST = "The scores are of the test split"
 VALIDATION = ", except those named validation. To choose a config, compare its validation scores"
 DIFFERENCE, COST = "difference to the baseline", "effective FLOPs, relative to the baseline's"
 DIFFERENCES = (
     "A difference is the mean over the seeds that both have. An unpaired one is the difference of the means, because "
-    "no seed is common."
+    'no seed is common. "May be chance" means that the 95 % interval of the difference, by Student\'s t, contains 0.'
 )
+DATA_DIFFER = "The runs have different data sets, so their scores cannot be compared."
 
 
 MEMORY = {
@@ -321,7 +337,7 @@ def head(comparison: Comparison) -> list[str]:
     """Return the titles of the columns."""
     scores = [metric.replace("_", " ") for metric in (comparison.metric, *comparison.others)]
     memory = [comparison.memory.replace("_", " ")] if comparison.memory else []
-    return ["config", scores[0], "seeds", DIFFERENCE, *scores[1:], COST, "time of a run", *memory, ""]
+    return ["config", scores[0], "seeds", DIFFERENCE, COST, "time of a run", *memory, *scores[1:], ""]
 
 
 def cells(comparison: Comparison) -> list[list[str]]:
@@ -336,13 +352,15 @@ def _cells(comparison: Comparison, row: Row, number: int) -> list[str]:
         difference = comparison.say(row.difference, signed=True) + comparison.plus_minus(row.error)
         if row.difference is not None and not row.paired:
             difference += ", unpaired"
+        if row.apart is False:
+            difference += ", may be chance"
     others = [_say(name, value) + _plus_minus(name, error) for name, (value, error) in row.others.items()]
     cost = "" if row.cost is None else f"{row.cost:.3f}"
     time = "" if row.time is None else duration(row.time)
     memory = []
     if comparison.memory:
         memory = ["" if row.memory is None else f"{large(row.memory)}B"]
-    return [row.name, mean, row.seeds, difference, *others, cost, time, *memory, row.marks]
+    return [row.name, mean, row.seeds, difference, cost, time, *memory, *others, row.marks]
 
 
 def markdown(comparison: Comparison) -> str:

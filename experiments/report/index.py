@@ -114,9 +114,10 @@ def _differences(runs: list[Run]) -> list[list[str]]:
 
 
 def _fields(run: Run) -> dict[str, Any]:
-    """Return the config of a run by dotted names, without the seed and the twin."""
+    """Return the config of a run by dotted names, without the seed, the twin, and epochs that steps override."""
+    unused = ("seed", "twin", "epochs") if run.config.get("steps") else ("seed", "twin")
     try:
-        return {name: value for name, value in flat(run.config) if name not in ("seed", "twin")}
+        return {name: value for name, value in flat(run.config) if name not in unused}
     except RecursionError:  # no run writes such a config
         return {}
 
@@ -301,8 +302,12 @@ def _row(entry: Entry, best: bool) -> dict[str, tuple[Any, str]]:
     kind = {"finished": "good", "running": "open"}.get(entry.outcome, "bad")
     outcome = f'<span class="outcome {kind}">{safe(entry.outcome)}</span>'
     why = f'<small title="{safe(entry.why)}">{safe(entry.why[:80])}{"…" if len(entry.why) > 80 else ""}</small>'
-    more = [*entry.differs[:FIELDS], f"and {len(entry.differs) - FIELDS} more"]
-    differs = more if len(entry.differs) > FIELDS + 1 else entry.differs
+    differs = safe(", ".join(entry.differs))
+    if len(entry.differs) > FIELDS + 1:
+        more = (
+            f'<small title="{safe(", ".join(entry.differs[FIELDS:]))}">and {len(entry.differs) - FIELDS} more</small>'
+        )
+        differs = f"{safe(', '.join(entry.differs[:FIELDS]))}, {more}"
     task = ", ".join(filter(None, [entry.task, entry.metric.replace("_", " ")]))
     mark = '<b title="on the frontier">◆</b> ' if best else ""
     share = entry.effective / entry.dense if entry.effective is not None and entry.dense else None
@@ -314,7 +319,7 @@ def _row(entry: Entry, best: bool) -> dict[str, tuple[Any, str]]:
     shown = lambda value, say: (value, "" if value is None else say(value))
     return {
         "outcome": (None, outcome + (why if entry.why else "")),
-        "what differs": (None, safe(", ".join(differs))),
+        "what differs": (None, differs),
         "tags and note": (None, marked(run)),
         "score": (entry.score, mark + _say(entry, entry.score)),
         "validation": (entry.validation, _say(entry, entry.validation)),
@@ -341,7 +346,8 @@ def _picture(n: int, group: list[Entry], edge: list[Entry], address: Any) -> str
     points = [Point(e.place, e.effective, e.score) for e in group if e.run.path not in best]
     near = [point for point in points if abs(point.value - edge[-1].score) <= far]
     line = [Point(e.place, e.effective, e.score) for e in edge]
-    words = f"{len(group)} finished runs. FLOPs of the whole run: what its products would cost if zeros cost nothing."
+    runs = "1 finished run" if len(group) == 1 else f"{len(group)} finished runs"
+    words = f"{runs}. FLOPs of the whole run: what its products would cost if zeros cost nothing."
     if len(near) < len(points):
         out = len(points) - len(near)
         words += f" The worst scores, of {out} runs, are" if out > 1 else " The worst score, of 1 run, is"

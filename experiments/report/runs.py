@@ -231,7 +231,13 @@ def split(run: Run) -> str:
 
 
 def seconds(run: Run) -> float | None:
-    """Return the duration of a run that has ended, in seconds; None if run.json does not say it."""
+    """Return the duration of a run that has ended, in seconds; None if run.json does not say it.
+
+    The time before a run was continued counts, but not the time in between.
+    """
+    took = run.about.get("seconds")
+    if is_number(took) and took >= 0:
+        return float(took)
     try:
         began, ended = (datetime.datetime.fromisoformat(run.about[key]) for key in ("began", "ended"))
         return (ended - began).total_seconds()

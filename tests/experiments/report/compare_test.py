@@ -2,9 +2,11 @@
 
 import json
 import math
+import random
 import re
 
 import pytest
+from scipy import stats
 
 from experiments.report import __main__ as command, compare, compare_page
 from experiments.report.words import distinct
@@ -64,11 +66,11 @@ def test_means_spreads_and_paired_differences(study):
 def test_the_page_and_the_text(study, capsys):
     assert command.main([str(study)]) == 0
     said = capsys.readouterr().out
-    assert "| blocks=dense | 91.00 % ± 1.15 | 3 of 3 | the baseline | 92.00 % ± 1.15 | 1.000 |  |" in said
-    assert "| blocks=s_ste(2,4) | 91.00 % ± 1.53 | 3 of 3 | -0.00 ± 1.00 | 92.00 % ± 1.53 | 0.800 |  |".replace(
+    assert "| blocks=dense | 91.00 % ± 1.15 | 3 of 3 | the baseline | 1.000 |  | 92.00 % ± 1.15 |  |" in said
+    assert "| blocks=s_ste(2,4) | 91.00 % ± 1.53 | 3 of 3 | -0.00 ± 1.00, may be chance | 0.800 |  | 92.00 %".replace(
         "-0.00", "+0.00"
     ) in said.replace("-0.00", "+0.00")
-    assert "| config | hardened accuracy | seeds | difference to the baseline | accuracy | effective FLOPs" in said
+    assert "| config | hardened accuracy | seeds | difference to the baseline | effective FLOPs" in said
     assert "± is the standard error of the number before it, over seeds." in said
     assert "of a lossy copy" in said
     assert said.startswith((study / "compare.md").read_text())
@@ -108,11 +110,47 @@ def test_runs_without_a_common_seed_are_compared_unpaired(tmp_path):
     variances = (0.02**2 * 2 / 1 / 2, (0.03**2 + 0.01**2 + 0.04**2) / 2 / 3)
     assert row.error == pytest.approx(math.sqrt(sum(variances)))
     assert (row.paired, comparison.rows[0].paired) == (False, False)
-    assert "| -9.00 ± 2.89, unpaired |" in compare.markdown(comparison)
+    assert "| -9.00 ± 2.89, unpaired, may be chance |" in compare.markdown(comparison)
     run(tmp_path / "c0", "soft", 0, 0.91)
     assert compare.compare_folders([tmp_path]).rows[2].difference == pytest.approx(0.01)  # paired by seed 0
     run(tmp_path / "d9", "one", 9, 0.5)
     assert compare.compare_folders([tmp_path]).rows[3].error is None  # of one run nothing is known
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_whether_a_difference_may_be_chance_is_decided_by_a_t_test(tmp_path, paired):
+    draw, told = random.Random(7), []
+    for case in range(40):
+        both = [[draw.gauss(0.9 - 0.02 * i, 0.01) for _ in range(2 + case % 4)] for i in (0, 1)]
+        for i, method in enumerate(("dense", "mse")):
+            for seed, accuracy in enumerate(both[i]):
+                number = seed if paired else 10 * i + seed
+                run(tmp_path / f"{case}/{method}{seed}", method, number, accuracy, flops=(10, 10 - i))
+        row = compare.compare_folders([tmp_path / str(case)]).rows[1]
+        p = (stats.ttest_rel(*both) if paired else stats.ttest_ind(*both, equal_var=False)).pvalue
+        assert (row.paired, row.apart) == (paired, p < 0.05)
+        told.append(row.apart)
+    assert 5 < sum(told) < 35  # both cases occur
+
+
+def test_runs_on_different_data_are_said_to_be(tmp_path):
+    for name in ("a", "b"):
+        run(tmp_path / name, "dense", 0, 0.9)
+    config = json.loads((tmp_path / "b/config.json").read_text())
+    (tmp_path / "b/config.json").write_text(json.dumps(config | {"data": {"name": "mine.npz"}}))
+    sentence = "The runs have different data sets, so their scores cannot be compared."
+    assert sentence in compare.markdown(compare.compare_folders([tmp_path]))
+    run(tmp_path / "same/a", "dense", 0, 0.9)
+    run(tmp_path / "same/b", "mse", 0, 0.9)
+    assert sentence not in compare.markdown(compare.compare_folders([tmp_path / "same"]))
+
+
+def test_the_time_of_a_run_is_that_of_all_its_parts(tmp_path):
+    path = run(tmp_path / "a", "dense", 0, 0.9)
+    times = {"began": "2026-01-31T12:00:00+00:00", "ended": "2026-01-31T12:00:14+00:00"}
+    for extra, wanted in (({}, 14), ({"seconds": 27.5}, 27.5)):
+        edit(path, **times, **extra)
+        assert compare.compare_folders([path]).rows[0].time == wanted
 
 
 def test_the_dense_runs_are_the_baseline(tmp_path):
@@ -227,7 +265,7 @@ def test_the_memory_of_a_device_is_a_column_if_runs_tell_it(tmp_path):
     comparison = compare.compare_folders([tmp_path])
     assert [row.memory for row in comparison.rows] == [3e9, None]
     table = compare.markdown(comparison).splitlines()
-    assert [cell.strip() for cell in table[0].split("|")][-3] == "process memory"
+    assert [cell.strip() for cell in table[0].split("|")][7] == "process memory"
     assert "| 3GB |" in table[2]
     assert "Process memory is the most" in compare.markdown(comparison)
 
