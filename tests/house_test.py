@@ -81,6 +81,7 @@ LATE = {
     "experiments/training/checkpoints.py": {"orbax.checkpoint"},  # takes two seconds, and a plan does without it
     "experiments/report/pictures.py": {"PIL"},  # a report without pictures does without it
     "experiments/report/curves.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},  # slow to import
+    "experiments/report/compare.py": {"scipy.special"},  # slow to import
     "experiments/report/dots.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},
     "experiments/scale/address.py": {"jax._src"},  # a mistake is reported without JAX
     "experiments/scale/processes.py": {"jax", "jax._src", "jax.experimental"},  # a mistake is told without JAX
