@@ -1,4 +1,6 @@
-# Each target except clean makes its own virtual environment, from requirements.txt, on a machine that has only python3 and make.
+# Each target except clean and help makes its own virtual environment, from requirements.txt, on a machine that has only python3
+# and make.
+#   make help       lists the targets
 #   make run        trains a 2:4 Vision Transformer on digits, and shows it; make run CONFIG=configs/gpt_sste.py another
 #   make test       the fast tests, on every core: about five minutes on two
 #   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (half an hour on two)
@@ -21,6 +23,7 @@ CONFIG ?= configs/vit_24.py
 export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
+.DEFAULT_GOAL := run
 .PHONY: help run test test-all test-docs bench gallery notebooks docs dist lint lint-types lint-github format clean
 
 help:

@@ -5,7 +5,6 @@ import difflib
 import gc
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -69,7 +68,7 @@ def carry_out(asked: "Asked", words: str) -> None:
     new = asked.mode == "train" and not asked.workdir
     with lock.new(workdir) if new else contextlib.nullcontext(workdir) as workdir:
         again = f"The same command with --workdir={workdir}" if new else "The same command"  # the name holds the time
-        twin = _twin(asked, config) if asked.mode != "plan" else None
+        twin = _twin(asked, config) if asked.mode == "train" else None
         run = modes.Run(asked.name, config, workdir, asked.labels, twin)
         traced, program = asked.profile or 0, None
         if asked.with_twin:
@@ -249,7 +248,7 @@ def read(argv: list[str]) -> Asked:
         if "--mode=eval" in words and not workdir:
             raise Mistake("--mode=eval needs --workdir=DIR, the directory of a run.")
         if "--mode=eval" not in words:
-            _known_flags(words)
+            usage.check_flags(words, pages.load(pages.names()[0]))
             raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages.names())}.")
         config, page = _recorded(Path(workdir) / "config.json"), Path(workdir).name
     fields = [word.removeprefix("--config.").partition("=")[0] for word in words[1:] if word.startswith("--config.")]
@@ -257,13 +256,13 @@ def read(argv: list[str]) -> Asked:
     for field in fields:
         _exists(config, field)
     values = _flags()
-    _known_flags(words, config)
+    usage.check_flags(words, config)
     before, sys.argv = sys.argv, words  # config_flags looks for changes there
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values)
         rest = values(words)
     except (flags.Error, TypeError, ValueError) as error:
-        raise Mistake(_plain(" ".join(str(error).split())) + ".") from error
+        raise Mistake(usage.plain(" ".join(str(error).split())) + ".") from error
     finally:
         sys.argv = before
     if rest[1:]:
@@ -305,27 +304,6 @@ def _split(argv: list[str]) -> tuple[list[str], str | None]:
         elif i == 0 or argv[i - 1] != "--config":
             words.append(word)
     return words, page
-
-
-def _plain(error: str) -> str:
-    """Return the error of a flag without Python's own words for a number or a truth value of another form."""
-    error = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number", error)
-    error = re.sub(r"could not convert string to float: ('.*')", r"\1 is not a number", error)
-    return re.sub(r"\('Non-boolean argument to boolean flag', ('.*')\)", r"\1 is neither true nor false", error)
-
-
-def _known_flags(words: list[str], config: ConfigDict | None = None) -> None:
-    """Refuse a flag that does not exist, and tell which one, or which field of the config, may be meant."""
-    for word in words[1:]:
-        name = word.removeprefix("--").partition("=")[0]
-        known = name in usage.FLAGS or name.removeprefix("no") in usage.FLAGS or name.startswith(("config", "help"))
-        if not word.startswith("--") or known:
-            continue
-        if config is not None and name.partition(".")[0] in config:
-            raise Mistake(f"there is no flag --{name}. Did you mean --config.{name}?")
-        near = difflib.get_close_matches(name, ["config", *usage.FLAGS], 1, 0.6)
-        hint = f" Did you mean --{near[0]}?" if near else " --help lists all flags."
-        raise Mistake(f"there is no flag --{name}.{hint}")
 
 
 def _adds_method(config: ConfigDict, field: str) -> bool:

@@ -105,6 +105,6 @@ def lines(path: Path) -> list[dict]:
         return []
     parsed = []
     for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError):  # not JSON, or an integer of thousands of digits
             parsed.append(json.loads(line))
     return parsed

@@ -1,6 +1,7 @@
-"""The texts of --help and --mode=config: flags, the fields of a page with their values and comments, and pages."""
+"""The flags, and the texts of --help and --mode=config: the fields of a page with their values and comments."""
 
 import ast
+import difflib
 import io
 import re
 import shlex
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from experiments.errors import Mistake
 from experiments.training.digest import flat
 
 ROOT = Path(__file__).parent.parent
@@ -120,3 +122,38 @@ def comments(source: str, functions: tuple[str, ...]) -> dict[str, str]:
             for keyword in value.keywords if called == "dict" else ():
                 lines.setdefault(f"{name}.{keyword.arg}", keyword.value.lineno)
     return {name: on_line[line] for name, line in lines.items() if line in on_line}
+
+
+def plain(error: str) -> str:
+    """Return the error of a flag with plain words in place of Python's messages about numbers and booleans."""
+    quoted = r"""('.*'|".*")"""
+    error = re.sub(rf"invalid literal for int\(\) with base 10: {quoted}", r"\1 is not a whole number", error)
+    error = re.sub(rf"could not convert string to float: {quoted}", r"\1 is not a number", error)
+    return re.sub(rf"\('Non-boolean argument to boolean flag', {quoted}\)", r"\1 is neither true nor false", error)
+
+
+def check_flags(words: list[str], config: ConfigDict) -> None:
+    """Refuse a flag that does not exist, and suggest the flag or the field that may be meant."""
+    takes_no_value = {"sweep", "with_twin", "nosweep", "nowith_twin"}
+    before = ""  # the flag whose value may come next
+    for word in words[1:]:
+        name, equals, _ = word.lstrip("-").partition("=")
+        if before or not word.startswith("-") or not name:
+            before = ""
+            continue
+        known = name in FLAGS or name in takes_no_value or name.startswith("config.")
+        if not known and name not in ("flagfile", "undefok", "helpfull", "helpshort", "helpxml"):
+            raise Mistake(f"there is no flag --{name}.{_meant(name, config)}")
+        before = "" if equals or name in takes_no_value else name
+
+
+def _meant(name: str, config: ConfigDict) -> str:
+    """Return a sentence with the field of the config or the flag that an unknown flag may mean."""
+    own = name.replace("-", "_")
+    if isinstance(config.get(own), ConfigDict):
+        return f" Did you mean --config.{own}.FIELD? FIELD is one of {', '.join(config[own])}."
+    field = next((f for f in flat(config.to_dict()) if own in (f, f.rpartition(".")[2])), None)
+    if field is not None:
+        return f" Did you mean --config.{field}?"
+    near = difflib.get_close_matches(own, ["config", *FLAGS], 1, 0.6)
+    return f" Did you mean --{near[0]}?" if near else " --help lists all flags."

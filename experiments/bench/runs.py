@@ -1,5 +1,6 @@
 """The cost of long runs and of many runs: their reports and their index, and the memory of a run over its steps."""
 
+import contextlib
 import json
 import math
 import os
@@ -32,7 +33,10 @@ def runs(rounds: int) -> str:
             f"report of a run of {LINES:,} lines of metrics ({one / 1e6:.0f} MB)": _report(folder / "long", rounds),
             f"index of {RUNS:,} runs": _report(folder / "many", rounds),
         }
-    pages = "`python -m experiments.report`, as a process of its own. Aims: the report 5 s and 5 MB, the index 10 s."
+    pages = (
+        "`python -m experiments.report`, as a process of its own. Aims: at most 5 s and 5 MB for the report, and 10 s "
+        "for the index."
+    )
     flat = f"`vit_24.py:smoke` with {STEPS:,} steps, an evaluation and a checkpoint every 100."
     return "\n".join(
         [
@@ -43,7 +47,7 @@ def runs(rounds: int) -> str:
 
 
 def long_run(folder: Path) -> int:
-    """Write the files of a finished run with very many lines of metrics, and return the bytes of its metrics."""
+    """Write the files of a finished run with `LINES` lines of metrics, and return their size in bytes."""
     folder.mkdir()
     draw, some = random.Random(0), LINES // 20
     names = [f"blocks/{i // 4}/{('qkv', 'out', 'up', 'down')[i % 4]}" for i in range(LAYERS)]
@@ -91,25 +95,30 @@ def _report(folder: Path, rounds: int) -> list[str]:
 
 
 def _memory() -> dict[str, list[str]]:
-    """Return the resident memory and the number of open files of a run at every thousandth step."""
+    """Return the resident memory and the number of open files of a run about every 1,000 steps."""
     changes = {"epochs": 0, "steps": STEPS, "evaluate": 100, "learning_rate.warmup": 0}
     with tempfile.TemporaryDirectory() as folder:
         words = [f"--config.{name}={value}" for name, value in changes.items()]
         command = [sys.executable, "launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={folder}/run", *words]
-        run, found = subprocess.Popen(command, stdout=subprocess.DEVNULL), {}
+        run, found, wanted = subprocess.Popen(command, stdout=subprocess.DEVNULL), {}, 1000
         metrics = Path(folder, "run", "metrics.jsonl")
         while run.poll() is None:
             time.sleep(0.2)
             step = _last_step(metrics)
-            if step and step // 1000 > len(found):
-                found[f"{step:,}"] = [f"{_resident(run.pid) / 1e6:.0f} MB", str(len(os.listdir(f"/proc/{run.pid}/fd")))]
+            if step >= wanted:
+                with contextlib.suppress(FileNotFoundError):  # the process has just ended
+                    files = len(os.listdir(f"/proc/{run.pid}/fd"))
+                    found[f"{step:,}"] = [f"{_resident(run.pid) / 1e6:.0f} MB", str(files)]
+                wanted = step // 1000 * 1000 + 1000
+    if run.returncode:
+        raise RuntimeError(f"the run ended with exit code {run.returncode}.")
     return found
 
 
 def _last_step(metrics: Path) -> int:
     if not metrics.exists():
         return 0
-    lines = metrics.read_bytes().rsplit(b"\n", 2)  # the last whole line is followed by a line feed
+    lines = metrics.read_bytes().rsplit(b"\n", 2)  # a whole line ends with a line feed
     return json.loads(lines[-2])["step"] if len(lines) > 1 and lines[-2] else 0
 
 

@@ -36,12 +36,12 @@ def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.n
         with reading.opened(path) as file, np.load(file) as found:  # np.load leaves a damaged file open
             arrays = dict(found)
         if not all(isinstance(array, np.ndarray) for array in arrays.values()):
-            raise ValueError("it holds what is no array")
+            raise ValueError("it holds something that is not an array")
         return arrays
     except FileNotFoundError:
         pass
     except Exception as e:  # a damaged archive may raise any error
-        log.warning("cannot read %s, and make it again: %s", path, e)
+        log.warning("cannot read %s; it will be made again: %s", path, e)
     arrays = make()
     part = None
     try:

@@ -8,17 +8,17 @@ FEW = 100  # images: a split of fewer is a rough measure
 
 
 def note(count: int) -> list[str]:
-    """Return a note on a validation split of so many images, if these are few.
+    """Return a note if the validation split has few images.
 
-    >>> note(12)
-    ['the validation split has 12 images: one image changes its accuracy by 8.33 points; see config.data.validation']
+    >>> print(*note(12))
+    the validation split has 12 images: one image changes the accuracy by 8.33 points. config.data.validation sets it
     >>> note(0), note(100)  # without a validation split, the test split is used
     ([], [])
     """
     if not 0 < count < FEW:
         return []
     images = "1 image" if count == 1 else f"{count} images"
-    rest = f"one image changes its accuracy by {100 / count:.3g} points; see config.data.validation"
+    rest = f"one image changes the accuracy by {100 / count:.3g} points. config.data.validation sets it"
     return [f"the validation split has {images}: {rest}"]
 
 

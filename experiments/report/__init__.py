@@ -11,7 +11,7 @@ the files:
 
     {"name": "vit_24", "command": "python launch.py ...",
      "outcome": "finished" | "running" | "interrupted" | "failed: why" | "diverged: why",
-     "began": ISO time, "ended": ISO time or null,
+     "began": ISO time, "ended": ISO time or null, "seconds": of the whole run, once it has ended,
      "summary": [[label, text], ...],       # the first figures are shown large
      "header": [[label, text], ...],        # devices, precision, batch, steps, parameters, FLOPs, ...
      "notes": [text, ...],                  # what a reader of the numbers must know

@@ -78,5 +78,5 @@ def _beside(folders: list[Path]) -> Path:
 
 
 if __name__ == "__main__":
-    gc.disable()  # the process is short, and the collector would walk all the lines of a long run many times
+    gc.disable()  # the process is short, and the collector would visit every line of a long run many times
     sys.exit(main())

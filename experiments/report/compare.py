@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from experiments.errors import Mistake
 from experiments.files import lines
+from experiments.report.curves import BEYOND
 from experiments.report.page import flat
 from experiments.report.runs import Run, is_number, read, seconds
 from experiments.report.words import PLUS_MINUS, duration, large, markdown_table, visible
@@ -23,7 +24,7 @@ class Group(NamedTuple):
     def values(self, metric: str) -> dict[int, float]:
         """Return the last figure of every finished run, by seed. Figures that are not finite are left out."""
         figures = {seed: run.about.get("figures", {}).get(metric) for seed, run in self.runs.items() if finished(run)}
-        return {seed: value for seed, value in figures.items() if value is not None and math.isfinite(value)}
+        return {seed: value for seed, value in figures.items() if value is not None and abs(value) < BEYOND}
 
     @property
     def time(self) -> float | None:
@@ -113,7 +114,7 @@ class Row(NamedTuple):
     seeds: str
     difference: float | None  # to the baseline: the mean over the seeds that both have; of the means if there are none
     error: float | None  # the standard error of the difference
-    apart: bool | None  # True if the 95 % interval of the difference does not contain 0; None without an error
+    apart: bool | None  # True if the 95 % interval of the difference does not contain 0; None if that cannot be told
     paired: bool  # True if the difference is over seeds that both have
     cost: float | None  # effective FLOPs, relative to the baseline's
     time: float | None  # the mean duration of a run, in seconds
@@ -191,7 +192,7 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
     kind = kinds.pop()
     hardened = all(f"hardened_{kind}" in run.about.get("figures", {}) for run in runs if finished(run))
     metric = f"hardened_{kind}" if hardened else kind
-    base, why = (names.index(baseline), "as --baseline says") if baseline else _baseline(by_config, metric)
+    base, why = (names.index(baseline), "from --baseline") if baseline else _baseline(by_config, metric)
     wanted = sorted({seed for group in by_config for seed in group.runs} | {*seeds})
     others = _shared([run for run in runs if finished(run)], metric)
     memory = next((kind for kind in MEMORY if any(group.memory(kind) for group in by_config)), "")
@@ -200,7 +201,7 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
         for group, name in zip(by_config, names, strict=True)
     ]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
-    if "data.name" in varied([group.config for group in by_config]):
+    if len({data for run in runs if (data := data_of(run.config))}) > 1:
         notes.insert(0, DATA_DIFFER)
     return Comparison(metric, others, memory, by_config, names, rows, base, why, notes)
 
@@ -208,6 +209,15 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
 def compare_folders(paths: list[Path], baseline: str = "") -> Comparison:
     """Return the comparison of the runs of folders. Each folder is a run or holds some."""
     return compare([read(path) for path in folders(paths)], baseline)
+
+
+def data_of(config: dict[str, Any]) -> str:
+    """Return the data set of a config with what else its scores depend on, or "" if it has no data set."""
+    data = config.get("data")
+    if not isinstance(data, dict) or not data.get("name"):
+        return ""
+    parts = [data["name"], data.get("dir") if data["name"] == "folder" else "", data.get("tokenizer")]
+    return ", ".join(str(part) for part in parts if part and part != "bytes")
 
 
 def _shared(runs: list[Run], metric: str) -> list[str]:
@@ -236,12 +246,13 @@ def _baseline(by_config: list[Group], metric: str) -> tuple[int, str]:
     if not scored:
         return dense[0], "the first dense config, because none has a score yet"
     validated = all(by_config[n].values(f"validation_{metric}") for n in scored)
-    name, score = f"validation_{metric}", "validation score"
+    name, why = f"validation_{metric}", "it has the best validation score of the dense configs"
     if not validated:
-        name, score = metric, "test score, and not all of them have a validation score"
+        name = metric
+        why = "it has the best test score of the dense configs, and some of these have no validation score"
     means = {n: statistics.fmean(by_config[n].values(name).values()) for n in scored}
     best = (min if metric.endswith("loss") else max)(means, key=means.__getitem__)
-    return best, f"no other dense config has a better {score}"
+    return best, why
 
 
 def varied(configs: list[dict[str, Any]]) -> list[str]:
@@ -277,8 +288,9 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
         if min(map(len, both)) > 1:
             parts = [statistics.variance(v) / len(v) for v in both]
             error = math.sqrt(sum(parts))
-            spread = sum(part**2 / (len(v) - 1) for part, v in zip(parts, both, strict=True))
-            freedom = error**4 / spread if spread else 1.0  # of Welch's test
+            shares = [part / (max(parts) or 1.0) for part in parts]  # as squares of large losses overflow
+            spread = sum(share**2 / (len(v) - 1) for share, v in zip(shares, both, strict=True))
+            freedom = sum(shares) ** 2 / spread if spread else 1.0  # of Welch's test
     mean, mean_error = _mean(values.values())
     outcomes = {seed: run.about.get("outcome", "running").partition(":")[0] for seed, run in group.runs.items()}
     marks = [f"seed {seed} {outcome}" for seed, outcome in outcomes.items() if outcome != "finished"]
@@ -290,7 +302,7 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
         seeds=f"{len(values)} of {len(seeds)}",
         difference=difference,
         error=error,
-        apart=None if error is None or difference is None else abs(difference) > _interval(error, freedom),
+        apart=_apart(difference, error, freedom),
         paired=bool(gaps),
         cost=group.cost[1] / base.cost[1] if group.cost and base.cost and base.cost[1] else None,
         time=group.time,
@@ -300,19 +312,25 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
     )
 
 
-def _interval(error: float, freedom: float) -> float:
-    """Return half the 95 % interval of a mean with this standard error and so many degrees of freedom."""
+def _apart(difference: float | None, error: float | None, freedom: float) -> bool | None:
+    """Return whether the 95 % interval of a difference leaves out 0; None if that cannot be told.
+
+    It cannot be told from one seed, nor from seeds that all have the same difference, as few test examples give.
+    """
     from scipy.special import stdtrit  # here because it is slow, and a launch does not need it
 
-    return float(stdtrit(freedom, 0.975)) * error
+    if difference is None or error is None or error <= 1e-9 * abs(difference):
+        return None
+    return abs(difference) > float(stdtrit(freedom, 0.975)) * error
 
 
-TEST = "The scores are of the test split"
-VALIDATION = ", except those named validation. To choose a config, compare its validation scores"
+TEST = "Scores are from the test split"
+VALIDATION = ". Columns named validation are from the validation split. Use those to choose a config"
 DIFFERENCE, COST = "difference to the baseline", "effective FLOPs, relative to the baseline's"
 DIFFERENCES = (
-    "A difference is the mean over the seeds that both have. An unpaired one is the difference of the means, because "
-    'no seed is common. "May be chance" means that the 95 % interval of the difference, by Student\'s t, contains 0.'
+    "A difference is the mean over the seeds that both configs have. If they share no seed, it is the difference of "
+    "the means, marked unpaired. 'May be chance' means that the 95 % interval of the difference, by Student's t, "
+    "contains 0. A difference without ± is of too few seeds to tell."
 )
 DATA_DIFFER = "The runs have different data sets, so their scores cannot be compared."
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from experiments.errors import Mistake
 from experiments.report import dots
-from experiments.report.compare import labels
+from experiments.report.compare import data_of, labels
 from experiments.report.curves import BEYOND
 from experiments.report.dots import Point
 from experiments.report.page import LOGO, document, flat, marked, tags
@@ -85,7 +85,7 @@ def entries(folder: Path) -> list[Entry]:
     metrics = _metrics(runs)
     alike: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        alike.setdefault((_data(run.config), metrics[run.path], _model(run.config)), []).append(run)
+        alike.setdefault((_task(run.config), metrics[run.path], _model(run.config)), []).append(run)
     found = {}
     for (data, metric, model), group in alike.items():
         for run, differs in zip(group, _differences(group), strict=True):
@@ -122,13 +122,9 @@ def _fields(run: Run) -> dict[str, Any]:
         return {}
 
 
-def _data(config: dict[str, Any]) -> str:
-    """Return the data set of a config with what else its scores depend on, or the task if it has no data set."""
-    data = config.get("data")
-    if not isinstance(data, dict) or not data.get("name"):
-        return str(config.get("experiment") or "")
-    parts = [data["name"], data.get("dir") if data["name"] == "folder" else "", data.get("tokenizer")]
-    return ", ".join(str(part) for part in parts if part and part != "bytes")
+def _task(config: dict[str, Any]) -> str:
+    """Return the data set of a config, or the task if it has no data set."""
+    return data_of(config) or str(config.get("experiment") or "")
 
 
 def _model(config: dict[str, Any]) -> str:
@@ -154,7 +150,7 @@ def _metrics(runs: list[Run]) -> dict[Path, str]:
     """Return for each run the metric by which it is compared: of hardened weights, if all finished runs have it."""
     tasks: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        tasks.setdefault((_data(run.config), str(run.about.get("metric", ""))), []).append(run)
+        tasks.setdefault((_task(run.config), str(run.about.get("metric", ""))), []).append(run)
     chosen = {}
     for (_, metric), group in tasks.items():
         scored = [run for run in group if _scores(run)]

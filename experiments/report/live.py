@@ -14,7 +14,7 @@ def running(run: Run) -> bool:
 
 
 def times(run: Run) -> list[tuple[int, float]]:
-    """Return the steps that are done and the seconds of the run at which they were, by rising steps."""
+    """Return pairs (step, seconds since the start), sorted by step."""
     lines = [line for kind in ("train", "eval") for line in run.metrics.get(kind, [])]
     return sorted({(line["step"], line["seconds"]) for line in lines if _timed(line)})
 

@@ -58,7 +58,9 @@ def _are_windows(value: Any) -> bool:
     )
 
 
-Fields = dict[str, tuple[str, Callable[[Any], bool]]]  # of a file: what a page needs each to be, if it is there
+Fields = dict[
+    str, tuple[str, Callable[[Any], bool]]
+]  # for each field its type in words, and a check; a field may be missing
 ABOUT: Fields = {  # run.json
     "name": ("a text", _is_text),
     "outcome": ("a text", _is_text),
@@ -236,7 +238,7 @@ def seconds(run: Run) -> float | None:
     The time before a run was continued counts, but not the time in between.
     """
     took = run.about.get("seconds")
-    if is_number(took) and took >= 0:
+    if is_number(took) and 0 <= took < 1e12:
         return float(took)
     try:
         began, ended = (datetime.datetime.fromisoformat(run.about[key]) for key in ("began", "ended"))
@@ -269,7 +271,7 @@ def _json(path: Path) -> Any:
     except (ValueError, RecursionError) as error:
         raise Mistake(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise Mistake(f"{path} holds no JSON object, but {str(content)[:40]!r}.")
+        raise Mistake(f"{path} does not hold a JSON object. It holds {str(content)[:40]!r}.")
     return content
 
 
@@ -279,7 +281,7 @@ def _checked(path: Path, fields: Fields) -> Any:
     for name, (kind, holds) in fields.items():
         if content and name in content and not holds(content[name]):
             found = json.dumps(content[name])[:40]
-            raise Mistake(f'{path} cannot be read: "{name}" has to be {kind}, but it is {found}.')
+            raise Mistake(f'{path} cannot be read: "{name}" must be {kind}, but it is {found}.')
     return content
 
 

@@ -48,7 +48,7 @@ class Task:
         self.streamed, self.skipped = c.name == "folder", None
         if self.streamed and "skip" not in c:
             raise Mistake(
-                "config.data.name='folder' has settings of its own. Use the variant of a page that has them: "
+                "config.data.name='folder' needs settings that this page does not have. Use the variant of a page: "
                 "--config=configs/vit_24.py:folder --config.data.dir=DIR."
             )
         if self.streamed:

@@ -127,7 +127,7 @@ class Meter:
         """Keep the figures of a run, or drop the run if they are not finite."""
         for name in ("loss", "gradient_norm"):
             if not math.isfinite(figures[name]):
-                before = "the first step" if self.last is None else f"step {self.last + 1:,} was finite"
+                before = "the first step of this process" if self.last is None else f"step {self.last + 1:,} was finite"
                 text = f"the {name.replace('_', ' ')} is {figures[name]} at step {step + 1:,} ({before})"
                 self.drop(number, Diverged(text))
                 return

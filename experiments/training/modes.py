@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import processes
 from experiments.scale.signals import Stop
-from experiments.training import digest, header, record, tasks, twin as twins
+from experiments.training import digest, header, record, tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.digest import Identity
 from experiments.training.loop import Loop
@@ -53,8 +53,8 @@ def carry_out(
     with _taken(runs) if mode == "train" else contextlib.nullcontext():
         if mode == "train" and processes.agreed(lambda: all(run.finished() for run in runs)):
             page = runs[0].workdir / "report.html"
-            renewed = " Its tags and its note are renewed." if runs[0].labels else ""
-            screen.line(f"finished already: {page}. --mode=eval evaluates it; another --workdir starts over.{renewed}")
+            saved = " The tags and the note that you gave are saved." if runs[0].labels else ""
+            screen.line(f"finished already: {page}. --mode=eval evaluates it; another --workdir starts over.{saved}")
             return None
         if mode == "eval":
             refuse_without_checkpoints("--mode=eval: ", runs[0].workdir)
@@ -243,17 +243,12 @@ def _show_summary(run: Run, screen: Screen, named: bool) -> None:
 def evaluate(run: Run, program: Program, screen: Screen) -> None:
     """Show the scores of the last and of the best checkpoint of a run, on every split."""
     digest.refuse_another(run.workdir, run.identity)
-    judged: dict[str, float] = {}  # the last checkpoint's scores on the test split
     with contextlib.closing(Checkpoints(run.workdir, screen.line)) as checkpoints:
         for name in ("last", "best"):
             step, state, _ = checkpoints.restore(program.shapes, best=name == "best", rename_damaged=False)
             if state is not None:
                 for split in ("validation", "test") if program.task.validates else ("test",):
-                    scores = program.evaluate(state, split)
-                    screen.line(f"{name}, step {step:,}, {split}: " + "   ".join(figures(scores)))
-                if name == "last":
-                    judged = scores
-    if judged:
-        flops = (record.read(run.workdir) or {}).get("flops") or program.step_flops()  # a run may have ended early
-        worth = twins.worth(run.twin, run.workdir, program.task.metric, judged, flops)
-        screen.rows([("in short", worth)] if worth else [])
+                    scores = figures(program.evaluate(state, split))
+                    screen.line(f"{name}, step {step:,}, {split}: " + "   ".join(scores))
+    worth = (record.read(run.workdir) or {}).get("worth")
+    screen.rows([("at its end", worth)] if worth else [])

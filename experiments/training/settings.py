@@ -206,8 +206,8 @@ def _pair(rule: Any) -> bool:
 def learning_rate(config: ConfigDict, total: int) -> Callable:
     """Return the learning rate as a function of the step: a linear warm-up to the peak, then ``shape`` to the end."""
     c = config.learning_rate
-    if not c.peak >= 0:
-        raise Mistake(f"config.learning_rate.peak={c.peak} is negative, and the loss would rise.")
+    if not 0 <= c.peak < math.inf:
+        raise Mistake(f"config.learning_rate.peak={c.peak} must be 0 or greater.")
     warmup = duration(c.warmup, total, "config.learning_rate.warmup")
     if warmup >= total:
         raise Mistake(
@@ -247,9 +247,7 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
     elif "mask" in parameters:
         options["mask"] = _decaying
     if "learning_rate" in options:
-        raise Mistake(
-            f"config.optimizer={config.optimizer!r}: the rate is config.learning_rate.peak. Leave it out here."
-        )
+        raise Mistake(f"config.optimizer={config.optimizer!r}: set the rate with config.learning_rate.peak, not here.")
     for option in options:
         one_of(
             option, [each for each in parameters if each != "learning_rate"], f"config.optimizer: an option of {name}"

@@ -44,7 +44,7 @@ class Figure(NamedTuple):
     seed: int
     score: float
     rate: float | None = None  # examples, or parts of them, in a second; None if it was not trained for this run
-    recorded: bool = False  # it is of the repository's results
+    recorded: bool = False  # True if it comes from the repository's results
 
 
 def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
@@ -60,7 +60,7 @@ def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
     """
     if twin.experiment != page.experiment:
         raise Mistake(
-            f"config.twin={config.twin!r} is of the experiment {twin.experiment!r}, and the run is of "
+            f"config.twin={config.twin!r} is a page of the experiment {twin.experiment!r}, but this run is of "
             f"{page.experiment!r}. Name a page of the same experiment, or write --config.twin= to do without a twin."
         )
     twin = twin.copy_and_resolve_references()
@@ -93,7 +93,7 @@ def figures(twin: Twin, workdir: Path, metric: str) -> list[Figure]:
             found[seed] = Figure(seed, score, **more)  # of one seed the last counts
 
     beside = [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}"))]
-    for seed, about, _ in _runs(twin, beside):
+    for seed, about, _ in _runs(twin, [folder for folder in beside if folder != workdir]):
         add(seed, about)
     for seed, about in _recorded(twin):
         add(seed, about, recorded=True)
@@ -116,7 +116,7 @@ def _runs(twin: Twin, folders: list[Path]) -> Iterator[tuple[int, dict[str, Any]
     """Yield the seed, the run.json and the folder of every finished run of the twin in some folders."""
     wanted = _compared(digest.identity(twin.config))
     for folder in folders:
-        with contextlib.suppress(Exception):  # files beside a run may hold anything; they must not end it
+        with contextlib.suppress(Exception):  # files in other folders may be damaged, and must not stop the run
             about = record.read(folder)
             if about is None or about["outcome"] != "finished":
                 continue
@@ -164,10 +164,10 @@ def worth(twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float
         text += " hardened" * hardened
     text += f", {flops[1] / flops[0]:.2f} of the dense FLOPs"
     found = figures(twin, workdir, metric)
-    if not found and flops[0] == flops[1]:  # the run itself prunes nothing
-        return text
+    if not found and _compared(digest.recorded(workdir)) == _compared(digest.identity(twin.config)):
+        return text  # the run is its own twin, as a dense run of a sweep
     if not found:
-        return f"{text}; no run of {twin.page} to compare with: train that page too, or add --with_twin to a single run"
+        return f"{text}; no run of {twin.page} to compare with: train that page too, or use --with_twin"
     beside, own = next((each.rate for each in found if each.rate), None), rate(workdir)
     if beside and own:
         text += f", {beside / own:.2f} of the time of {twin.label}"
@@ -190,5 +190,5 @@ def _mean(found: list[Figure], metric: str) -> str:
     if recorded == len(found):
         seeds = f"recorded {seeds}"
     elif recorded:
-        seeds += f", {recorded} recorded"
+        seeds += f", {recorded} of them recorded"
     return f"{text} ({len(values)} {seeds})"

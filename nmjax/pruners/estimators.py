@@ -218,7 +218,7 @@ def _decayed_through(p: Pruner, lam: float, axis: int, x: jax.Array, ctx: Ctx) -
 def _decayed_forward(
     p: Pruner, lam: float, axis: int, x: jax.Array, ctx: Ctx
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    y = straight_through(p, axis, x, ctx)  # second derivatives differentiate this function
+    y = straight_through(p, axis, x, ctx)  # so that second derivatives pass through too
     return y, (x, y)
 
 

@@ -242,9 +242,7 @@ def _tree(source: _Source, kind: str) -> tuple[ast.expr, _Source]:
         elif source.text.count("(") > source.text.count(")"):
             hint = " A bracket is not closed."
         elif "%" in source.text:
-            hint = (
-                " A share of the run, such as 30%, works in the config of an experiment. Here write a number of steps."
-            )
+            hint = " Shares such as 30% work only in the config of an experiment. Write a number of steps here."
         raise ValueError(f"{source.text!r} is not a {kind}: expected a call such as 'ste(2,4)'.{hint}") from None
 
 

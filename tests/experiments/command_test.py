@@ -87,13 +87,26 @@ def test_one_reading_does_not_change_the_next():
         (["--confg=configs/vit_24.py"], r"there is no flag --confg. Did you mean --config\?"),
         ([f"--config={PAGE}", "--steps=10"], r"there is no flag --steps. Did you mean --config.steps\?"),
         ([f"--config={PAGE}", "--learning_rate.peak=1"], r"Did you mean --config.learning_rate.peak\?"),
+        (["--steps=10"], r"there is no flag --steps. Did you mean --config.steps\?"),
+        (
+            [f"--config={PAGE}", "--learning-rate=1"],
+            r"Did you mean --config.learning_rate.FIELD\? FIELD is one of .*peak",
+        ),
+        ([f"--config={PAGE}", "--peak=1"], r"Did you mean --config.learning_rate.peak\?"),
+        ([f"--config={PAGE}", "--data=2"], r"Did you mean --config.data.FIELD\? FIELD is one of .*name"),
+        ([f"--config={PAGE}", "--config_seed=3"], r"there is no flag --config_seed."),
+        ([f"--config={PAGE}", "-wrokdir=x"], r"Did you mean --workdir\?"),
+        ([f"--config={PAGE}", "--notag=x"], "there is no flag --notag. Did you mean --"),
         ([f"--config={PAGE}", "--zzz"], "there is no flag --zzz. --help lists all flags"),
         (["--mode=eval"], "--mode=eval needs --workdir=DIR"),
-        ([f"--config={PAGE}", "--config.learning_rate.peak=-1"], "config.learning_rate.peak=-1.0 is negative"),
-        ([f"--config={PAGE}", "--config.optimizer=sgd(learning_rate=1)"], "the rate is config.learning_rate.peak"),
+        ([f"--config={PAGE}", "--config.learning_rate.peak=-1"], "config.learning_rate.peak=-1.0 must be 0 or greater"),
+        (
+            [f"--config={PAGE}", "--config.optimizer=sgd(learning_rate=1)"],
+            "set the rate with config.learning_rate.peak",
+        ),
         (
             [f"--config={PAGE}", "--config.data.name=folder", "--config.data.dir=/absent"],
-            "'folder' has settings of its own. Use the variant of a page that has them: --config=configs/vit_24.py:fol",
+            "'folder' needs settings that this page does not have. Use the variant of a page: --config=",
         ),
         ([f"--config={PAGE}", "train"], "'train' is no flag"),
         ([f"--config={PAGE}", "--mode=eval"], "--mode=eval needs --workdir"),
@@ -114,6 +127,23 @@ def test_mistakes_are_one_line_that_helps(words, said):
     with pytest.raises(Mistake, match=said) as caught:
         command.main(["launch.py", *words], "")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nosweep", "--nowith_twin"],
+        ["--config.seed", "3", "-config.batch=4", "-workdir=x"],
+        ["--note", "--wow", "--tag=--x", "--sweep", "--workdir", "--abc"],
+    ],
+)
+def test_every_form_of_a_flag_is_taken(words):
+    asked = command.read(["launch.py", "--config", PAGE, *words])
+    assert asked.page == PAGE
+    if "--note" in words:
+        assert (asked.labels, asked.sweep, asked.workdir) == ({"tags": ["--x"], "note": "--wow"}, True, "--abc")
+    if "3" in words:
+        assert (asked.config.seed, asked.config.batch, asked.workdir) == (3, 4, "x")
 
 
 def test_a_mistake_in_a_page_is_told_with_its_line(tmp_path):

@@ -105,7 +105,7 @@ def test_kept_makes_again_what_is_damaged(tmp_path, caplog):
         path.write_bytes(damaged)
         np.testing.assert_array_equal(cache.kept("name", lambda: {"a": np.arange(1000)})["a"], np.arange(1000))
         assert path.read_bytes() == data
-    assert caplog.text.count("make it again") == 6
+    assert caplog.text.count("it will be made again") == 6
 
 
 def test_kept_where_nothing_can_be_written(monkeypatch, tmp_path, caplog):

@@ -133,16 +133,30 @@ def test_whether_a_difference_may_be_chance_is_decided_by_a_t_test(tmp_path, pai
     assert 5 < sum(told) < 35  # both cases occur
 
 
-def test_runs_on_different_data_are_said_to_be(tmp_path):
-    for name in ("a", "b"):
-        run(tmp_path / name, "dense", 0, 0.9)
-    config = json.loads((tmp_path / "b/config.json").read_text())
-    (tmp_path / "b/config.json").write_text(json.dumps(config | {"data": {"name": "mine.npz"}}))
+def test_a_note_says_that_data_sets_differ(tmp_path):
     sentence = "The runs have different data sets, so their scores cannot be compared."
-    assert sentence in compare.markdown(compare.compare_folders([tmp_path]))
-    run(tmp_path / "same/a", "dense", 0, 0.9)
-    run(tmp_path / "same/b", "mse", 0, 0.9)
-    assert sentence not in compare.markdown(compare.compare_folders([tmp_path / "same"]))
+    for n, (data, differs) in enumerate([
+        (({"name": "digits"}, {"name": "mine.npz"}), True),
+        (({"name": "folder", "dir": "/a"}, {"name": "folder", "dir": "/b"}), True),
+        (({"name": "digits", "dir": "/a"}, {"name": "digits", "dir": "/b"}), False),
+        (({"name": "x.txt", "tokenizer": "bytes"}, {"name": "x.txt", "tokenizer": "t.json"}), True),
+        (({"name": "digits"}, None), False),  # not known
+    ]):  # fmt: skip
+        for name, method, own in zip("ab", ("dense", "mse"), data, strict=True):
+            path = run(tmp_path / str(n) / name, method, 0, 0.9)
+            config = json.loads((path / "config.json").read_text()) | ({} if own is None else {"data": own})
+            (path / "config.json").write_text(json.dumps(config))
+        assert (sentence in compare.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
+
+
+def test_large_losses_and_equal_differences_say_nothing_wrong(tmp_path):
+    for seed in (0, 1):
+        run(tmp_path / f"a/d{seed}", "dense", seed, 1e90 * (1 + seed), flops=(10, 10))
+        run(tmp_path / f"a/m{seed}", "mse", 5 + seed, 2e90 * (1 + seed))
+        run(tmp_path / f"b/d{seed}", "dense", seed, 0.9 + 0.01 * seed, flops=(10, 10))
+        run(tmp_path / f"b/m{seed}", "mse", seed, 0.89 + 0.01 * seed)
+    assert compare.compare_folders([tmp_path / "a"]).rows[1].apart is False
+    assert compare.compare_folders([tmp_path / "b"]).rows[1].apart is None  # both seeds lost one image
 
 
 def test_the_time_of_a_run_is_that_of_all_its_parts(tmp_path):
@@ -161,7 +175,7 @@ def test_the_dense_runs_are_the_baseline(tmp_path):
     assert "The baseline is blocks=dense: the only dense config." in compare.markdown(
         compare.compare_folders([tmp_path])
     )
-    assert "The baseline is blocks=mse: as --baseline says." in compare.markdown(
+    assert "The baseline is blocks=mse: from --baseline." in compare.markdown(
         compare.compare_folders([tmp_path], "blocks=mse")
     )
 
@@ -180,7 +194,7 @@ def test_of_several_dense_configs_the_best_on_the_validation_split_is_the_baseli
     assert command.main([str(tmp_path), "--baseline=blocks=mse"]) == 0
     comparison = compare.compare_folders([tmp_path])
     assert comparison.names[comparison.base] == "blocks=dense1"
-    why = "The baseline is blocks=dense1: no other dense config has a better validation score."
+    why = "The baseline is blocks=dense1: it has the best validation score of the dense configs."
     assert why in compare.markdown(comparison)
     assert why in compare_page.render(comparison)
     edit(tmp_path / "00", figures={metric: 1 + sign * 0.5})  # a seed without a validation score: the other one has it
@@ -188,7 +202,10 @@ def test_of_several_dense_configs_the_best_on_the_validation_split_is_the_baseli
     edit(tmp_path / "01", figures={metric: 1 + sign * 0.5})
     comparison = compare.compare_folders([tmp_path])
     assert comparison.names[comparison.base] == "blocks=dense2"
-    assert "a better test score, and not all of them have a validation score." in compare.markdown(comparison)
+    assert (
+        "it has the best test score of the dense configs, and some of these have no validation score."
+        in compare.markdown(comparison)
+    )
 
 
 def test_without_a_dense_config_or_a_score_the_first_is_the_baseline(tmp_path):
@@ -208,20 +225,20 @@ def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
     run(tmp_path / "a", "dense", 0, 0.9, flops=(10, 10))
     run(tmp_path / "b", "mse", 0, 0.8)
     comparison = compare.compare_folders([tmp_path])
-    assert compare.markdown(comparison).count("The scores are of the test split. The baseline") == 1
+    assert compare.markdown(comparison).count("Scores are from the test split. The baseline") == 1
     page = compare_page.render(comparison)
     assert "Means over seeds, of the test split." in page
     for name in "ab":
         edit(tmp_path / name, figures={"hardened_accuracy": 0.8, "validation_hardened_accuracy": 0.9})
     comparison = compare.compare_folders([tmp_path])
     legend = (
-        "The scores are of the test split, except those named validation. To choose a config, compare its validation "
+        "Scores are from the test split. Columns named validation are from the validation split. Use those to choose a "
     )
     assert legend in compare.markdown(comparison)
     page = compare_page.render(comparison)
     assert legend in page
     assert "Means over seeds, of the validation split." in page
-    assert "<figcaption>The scores are of the test split. FLOPs of the whole run" in page
+    assert "<figcaption>Scores are from the test split. FLOPs of the whole run" in page
     edit(tmp_path / "b", figures={"hardened_accuracy": 0.8})
     assert "of the validation or the test split." in compare_page.render(compare.compare_folders([tmp_path]))
 

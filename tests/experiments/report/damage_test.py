@@ -13,7 +13,7 @@ from tests.experiments.report.index_test import cells, make, text
 
 DAMAGE = {
     "cut": ('{"name": "vit", "outc', "run.json cannot be read: Unterminated string"),
-    "list": ("[1]", "holds no JSON object"),
+    "list": ("[1]", "does not hold a JSON object"),
     "empty": ("", "run.json cannot be read: Expecting value"),
     "deep": ("[" * 100_000, "run.json cannot be read: "),
     "binary": ("\x00\ud800", "run.json cannot be read: "),
@@ -118,7 +118,7 @@ def test_a_field_of_another_type_is_named(tmp_path, capsys, field, value, kind):
     good, bad = make(tmp_path / "good"), make(tmp_path / "bad", "ste(2,4)", **{field: value})
     for args in ([bad], [good, bad]):
         code, line = said(capsys, *args)
-        assert (code, line) == (2, f'{bad / "run.json"} cannot be read: "{field}" has to be {kind}')
+        assert (code, line) == (2, f'{bad / "run.json"} cannot be read: "{field}" must be {kind}')
 
 
 @pytest.mark.parametrize("seed", range(2))

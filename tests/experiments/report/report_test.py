@@ -368,7 +368,7 @@ def test_the_command_prints_where_the_page_is(tmp_path, capsys):
         assert not out
         assert err == f"{wrong} is not the folder of a run or of runs: neither it nor a folder in it has a run.json.\n"
     (run / "run.json").write_text("[1]")
-    with pytest.raises(Mistake, match="no JSON object"):
+    with pytest.raises(Mistake, match="does not hold a JSON object"):
         report.write(run)
     (run / "run.json").write_text("{")
     with pytest.raises(Mistake, match="cannot be read as JSON"):

@@ -100,7 +100,7 @@ def test_a_change_that_the_twin_cannot_have_is_refused():
 def test_a_twin_of_another_experiment_is_refused():
     config = pages.load("configs/gpt_24.py:smoke")
     with pytest.raises(
-        Mistake, match="is of the experiment 'image', and the run is of 'text'. Name a page of the same"
+        Mistake, match="is a page of the experiment 'image', but this run is of 'text'. Name a page of the same"
     ):
         twin.of(config, config, pages.load("configs/vit_dense.py:smoke"))
 
@@ -117,8 +117,7 @@ def test_lines_of_results_are_found_by_their_digest(tmp_path, monkeypatch):
     assert twin.figures(its_twin, tmp_path / "runs" / "own", "accuracy") == [twin.Figure(3, 0.9, None, True)]
 
 
-def test_of_one_seed_the_nearest_run_counts_and_then_the_recorded_one(tmp_path, monkeypatch):
-    """So a figure does not depend on what lies beside a run, unless --with_twin trained it for this run."""
+def test_the_own_twin_counts_before_the_recorded_one_and_that_before_neighbours(tmp_path, monkeypatch):
     own, its_twin = tmp_path / "runs" / "own", of()
     line = {"changes": {}, "outcome": "finished", "config": digest.identity(its_twin.config).digest}
     line |= {"figures": {"accuracy": 0.8}, "versions": {"nmjax": "0.1.0"}}
@@ -134,10 +133,12 @@ def test_of_one_seed_the_nearest_run_counts_and_then_the_recorded_one(tmp_path, 
 def test_the_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(twin, "RESULTS", tmp_path / "none.jsonl")
     own, its_twin = tmp_path / "runs" / "own", of()
+    own.mkdir(parents=True)
+    (own / "config.json").write_text(digest.identity(read(f"--config={VIT}")).text)
     say = lambda: twin.worth(its_twin, own, "accuracy", {"hardened_accuracy": 0.978, "accuracy": 0.979}, [200.0, 146.0])
     assert say() == (
         "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: train that "
-        "page too, or add --with_twin to a single run"
+        "page too, or use --with_twin"
     )
     recorded(own / "twin", its_twin, 0, 0.98, rates=[97.0] * 10)
     (own / "metrics.jsonl").write_text(
@@ -151,8 +152,10 @@ def test_the_sentence(tmp_path, monkeypatch):
     assert twin.worth(None, own, "accuracy", {"accuracy": 1.0}, [1.0, 1.0]) == ""
     loss = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 1.0])  # the runs of the twin have no loss
     assert loss.startswith("loss 1.5000 (lower is better), 0.50 of the dense FLOPs; no run of")
-    dense = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 2.0])
-    assert dense == "loss 1.5000 (lower is better), 1.00 of the dense FLOPs"  # --with_twin would train the same again
+    dense = tmp_path / "alone" / "dense"
+    recorded(dense, its_twin, 0, 0.9)  # the run is finished, and is not compared with itself
+    said = twin.worth(its_twin, dense, "accuracy", {"accuracy": 0.9}, [2.0, 2.0])
+    assert said == "90.00%, 1.00 of the dense FLOPs"  # --with_twin would train the same again
     loss = twin.worth(its_twin, own, "loss", {"loss": 1.5, "hardened_loss": 1.6}, [2.0, 2.0])
     assert loss.startswith("hardened loss 1.6000 (lower is better), 1.00 of")
 
