@@ -124,7 +124,7 @@ def test_every_run_of_a_sweep_is_sent_as_it_is_written(tmp_path, sent, monkeypat
             written.append(values[0])
         elif what == "finish":
             assert values[1]["outcome"] == "finished"
-            assert values[1]["summary/accuracy"].endswith("%")
+            assert values[1]["summary/test accuracy"].endswith("%")
     assert list(runs) == ["seed=0", "seed=1"]
     for name, written in runs.items():
         there = files.lines(tmp_path / "runs" / name / "metrics.jsonl")
