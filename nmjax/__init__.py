@@ -25,6 +25,7 @@ from nmjax.products.functions import (
 )
 from nmjax.products.pruning import prune as prune
 from nmjax.products.sparsity import Sparsity as Sparsity
+from nmjax.programs.transform import transform as transform
 from nmjax.pruners import (
     chain as chain,
     decay as decay,

@@ -28,6 +28,7 @@ HOUSE = {
         "products": ("slot", "pruning", "sparsity", "operations", "routes", "forms", "rule", "functions", "sites"),
         "recipes": ("methods", "text", "table"),
         "analysis": ("flops", "refusals", "plan", "patterns", "metrics", "picture"),
+        "programs": ("parameters", "rewriting", "sites", "transform", "__init__"),
         "optim": (),
         "models": ("transformer", "vit", "gpt", "bert", "resnet", "__init__"),
         "nnx": ("variables", "doors", "delivery", "planning", "packing", "hardening", "measures", "__init__"),

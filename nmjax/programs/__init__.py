@@ -1,0 +1,1 @@
+"""Products in the traced programs of functions that nmjax does not know."""

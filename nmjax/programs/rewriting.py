@@ -1,0 +1,230 @@
+"""Runs a traced program with other products in the place of those whose operand is a parameter.
+
+The program is a jaxpr, as `jax.make_jaxpr` returns it. Programs inside it are followed: those of `jax.jit`,
+`jax.checkpoint`, `lax.scan`, `lax.cond` and `lax.while_loop`. A parameter is followed through changes of its layout.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from nmjax.products.operations import Conv, Dot
+from nmjax.programs.parameters import Parameter
+
+Value = tuple[Any, Parameter | None]
+Sites = Mapping[str, Any]
+
+
+class Product(NamedTuple):
+    """A product of a program whose one operand is a parameter.
+
+    Attributes:
+      parameter: The parameter, in the layout of the operand.
+      op: The operation, with the parameter as its right operand.
+      swapped: True if the program has the parameter as its left operand.
+    """
+
+    parameter: Parameter
+    op: Dot | Conv
+    swapped: bool
+
+
+class Rewriter(NamedTuple):
+    """The function that stands in the place of products with parameters.
+
+    Attributes:
+      compute: A function (product, x, w, site) of the operands and of the arrays of the parameter's site. It returns
+        the value of the product, or None to leave it as it is.
+      seen: A function (parameter, name) that is told every other operation that takes a parameter.
+    """
+
+    compute: Callable[[Product, Any, Any, Any], Any]
+    seen: Callable[[Parameter, str], None]
+
+    def run(self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], sites: Sites) -> list[Value]:
+        """Return the results of a program, each with the parameter that it is, if it is one.
+
+        Args:
+          program: The program.
+          consts: The values of its constants.
+          inputs: Its inputs, each with the parameter that it is.
+          sites: The arrays of the parameters' sites, by the paths of the parameters.
+        """
+        values: dict[core.Var, Value] = dict(zip(program.constvars, ((c, None) for c in consts), strict=True))
+        values |= dict(zip(program.invars, inputs, strict=True))
+        read = lambda v: (v.val, None) if isinstance(v, core.Literal) else values[v]
+        for equation in program.eqns:
+            operands = [read(v) for v in equation.invars]
+            if any(parameter is not None for _, parameter in operands):
+                results = self._rewritten(program, equation, operands, sites)
+            else:
+                results = [(y, None) for y in _plain(program, equation, [x for x, _ in operands])]
+            values |= dict(zip(equation.outvars, results, strict=True))
+        return [read(v) for v in program.outvars]
+
+    def _rewritten(
+        self, program: core.Jaxpr, equation: core.JaxprEqn, operands: list[Value], sites: Sites
+    ) -> list[Value]:
+        """Return the results of an equation that uses parameters."""
+        name, arrays, parameters = equation.primitive.name, [x for x, _ in operands], _parameters(operands)
+        inside = INSIDE.get(name)
+        if inside is not None:
+            return inside(self, equation, operands, sites)
+        if len(operands) == 1:
+            changed = parameters[0].after(equation) if parameters[0] is not None else None
+            if changed is not None:
+                return [(_plain(program, equation, arrays)[0], changed)]
+        product = _product(equation, parameters)
+        if product is not None:
+            x, w = arrays[::-1] if product.swapped else arrays
+            y = self.compute(product, x, w, sites.get(product.parameter.path))
+            if y is None:
+                y = _plain(program, equation, arrays)[0]
+            elif product.swapped:
+                y = _unswapped(y, x, product.op)
+            return [(y, None)]
+        for parameter in filter(None, parameters):
+            self.seen(parameter, name)
+        return [(y, None) for y in _plain(program, equation, arrays)]
+
+
+def _plain(program: core.Jaxpr, equation: core.JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
+    """Return the results of an equation of a program as it stands."""
+    pairs = zip(equation.invars, arrays, strict=True)
+    given: dict[core.Var, Any] = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
+    alone = program.replace(
+        constvars=[], invars=[*given], outvars=equation.outvars, eqns=[equation], effects=equation.effects
+    )  # fmt: skip
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*given.values())
+
+
+# ---- products ----
+
+
+def _product(equation: core.JaxprEqn, parameters: list[Parameter | None]) -> Product | None:
+    """Return the product of a parameter and another value that an equation is, or None."""
+    name, of = equation.primitive.name, equation.params
+    if name == "dot_general" and None in parameters:
+        swapped = parameters[0] is not None
+        (lc, rc), (lb, rb) = of["dimension_numbers"]
+        if swapped:
+            lc, rc, lb, rb = rc, lc, rb, lb
+        pairs = sorted(zip(map(int, lc), map(int, rc), strict=True), key=lambda pair: pair[1])  # as the weight has them
+        contract = (tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+        batch = (tuple(map(int, lb)), tuple(map(int, rb)))
+        precision = of["precision"][::-1] if swapped and isinstance(of["precision"], tuple) else of["precision"]
+        op = Dot((contract, batch), precision, of["preferred_element_type"], None if swapped else of["out_sharding"])
+        weight = parameters[0] if swapped else parameters[1]
+        assert weight is not None
+        return Product(weight, op, swapped)
+    if name == "conv_general_dilated" and parameters[0] is None and parameters[1] is not None:
+        op = Conv(
+            tuple(of["window_strides"]), tuple(of["padding"]), tuple(of["lhs_dilation"]), tuple(of["rhs_dilation"]),
+            of["dimension_numbers"], of["feature_group_count"], of["batch_group_count"], of["precision"],
+            of["preferred_element_type"], None,
+        )  # fmt: skip
+        return Product(parameters[1], op, swapped=False)
+    return None
+
+
+def _unswapped(y: jax.Array, x: jax.Array, op: Any) -> jax.Array:
+    """Return a product with the axes in the order that they have if the weight is the left operand."""
+    (contract, _), (batch, _) = op.dims
+    first, of_x = len(batch), x.ndim - len(contract)
+    return lax.transpose(y, (*range(first), *range(of_x, y.ndim), *range(first, of_x)))
+
+
+# ---- programs inside programs ----
+
+
+def _opened(program: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """Return a program and its constants. JAX has closed programs and open ones in equations."""
+    return (program.jaxpr, program.consts) if isinstance(program, core.ClosedJaxpr) else (program, ())
+
+
+def _parameters(operands: Sequence[Value]) -> list[Parameter | None]:
+    return [parameter for _, parameter in operands]
+
+
+def _jit(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+    program, consts = _opened(equation.params["jaxpr"])
+    return rewriter.run(program, consts, operands, sites)
+
+
+def _checkpoint(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+    of, parameters = equation.params, _parameters(operands)
+    program, consts = _opened(of["jaxpr"])
+
+    def run(arrays: list[Any], sites: Sites) -> list[Any]:
+        results = rewriter.run(program, consts, list(zip(arrays, parameters, strict=True)), sites)
+        return [y for y, _ in results]
+
+    again = jax.checkpoint(run, prevent_cse=of["prevent_cse"], policy=of["policy"])
+    return [(y, None) for y in again([x for x, _ in operands], dict(sites))]
+
+
+def _scan(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+    of, parameters = equation.params, _parameters(operands)
+    program, consts = _opened(of["jaxpr"])
+    rank = lambda v: len(getattr(v.aval, "shape", ()))
+    stacked = sum(rank(v) != rank(w) for v, w in zip(equation.invars, program.invars, strict=True))
+    carried = sum(rank(v) == rank(w) for v, w in zip(equation.outvars, program.outvars, strict=True))
+    shared = len(operands) - carried - stacked
+    sliced = [p and p.sliced for p in parameters[shared + carried :]]
+    for parameter in filter(None, parameters[shared : shared + carried]):
+        rewriter.seen(parameter, "the carry of scan")
+    inside = [*parameters[:shared], *[None] * carried, *sliced]
+    own = {p.path: sites[p.path] for p in sliced if p is not None and p.path in sites}
+    constants = [x for x, _ in operands[:shared]]
+
+    def body(carry: list[Any], slices: tuple[list[Any], Sites]) -> tuple[list[Any], list[Any]]:
+        arrays, own = slices
+        inputs = list(zip([*constants, *carry, *arrays], inside, strict=True))
+        results = [y for y, _ in rewriter.run(program, consts, inputs, {**sites, **own})]
+        return results[:carried], results[carried:]
+
+    first = [x for x, _ in operands[shared : shared + carried]]
+    slices = ([x for x, _ in operands[shared + carried :]], own)
+    last, ys = lax.scan(body, first, slices, of["length"], of["reverse"], of["unroll"])
+    return [(y, None) for y in (*last, *ys)]
+
+
+def _cond(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+    parameters = _parameters(operands)[1:]
+
+    def branch(program: core.Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:
+        inputs = lambda arrays: list(zip(arrays, parameters, strict=True))
+        return lambda *arrays: [y for y, _ in rewriter.run(program, consts, inputs(arrays), sites)]
+
+    branches = [branch(*_opened(program)) for program in equation.params["branches"]]
+    index, *arrays = [x for x, _ in operands]
+    return [(y, None) for y in lax.switch(index, branches, *arrays)]
+
+
+def _while(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
+    of = equation.params
+    of_condition, of_body = of["cond_nconsts"], of["body_nconsts"]
+    condition, body = _opened(of["cond_jaxpr"]), _opened(of["body_jaxpr"])
+    asked, used, first = operands[:of_condition], operands[of_condition:][:of_body], operands[of_condition + of_body :]
+    for parameter in filter(None, _parameters([*asked, *first])):
+        rewriter.seen(parameter, "while")
+    as_values: Callable[[Sequence[Any]], list[Value]] = lambda carry: [(x, None) for x in carry]
+    plain = as_values([x for x, _ in asked])
+    again = lambda carry: rewriter.run(*condition, [*plain, *as_values(carry)], sites)[0][0]
+    turn = lambda carry: [y for y, _ in rewriter.run(*body, [*used, *as_values(carry)], sites)]
+    return as_values(lax.while_loop(again, turn, [x for x, _ in first]))
+
+
+INSIDE: dict[str, Callable[..., list[Value]]] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "closed_call": _jit,
+    "remat2": _checkpoint,
+    "checkpoint": _checkpoint,
+    "scan": _scan,
+    "cond": _cond,
+    "while": _while,
+}

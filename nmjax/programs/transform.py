@@ -1,0 +1,349 @@
+"""Prunes the products of any function whose parameters have names: `transform`."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nmjax.analysis import flops
+from nmjax.analysis.plan import LayerPlan, Plan, hardened, runs_of, slots_of
+from nmjax.analysis.refusals import Use, slot_refusal
+from nmjax.core.context import Ctx
+from nmjax.core.value import Value
+from nmjax.products import rule
+from nmjax.products.pruning import Operand
+from nmjax.products.sites import depends_on_step, has_state, needs_key, site_key, site_words
+from nmjax.products.slot import SLOTS
+from nmjax.products.sparsity import Sparsity
+from nmjax.programs.parameters import Parameter
+from nmjax.programs.rewriting import Product, Rewriter
+from nmjax.programs.sites import Origin, ProgramSite, broken_groups, hardened as hardened_parameter, state_of
+from nmjax.pruners import identity
+from nmjax.recipes.table import Recipe
+
+Sites = dict[str, ProgramSite]
+
+
+class Place(NamedTuple):
+    """A product with a parameter, and the shapes of its operands in one layer of a stack."""
+
+    product: Product
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+
+    @property
+    def operand(self) -> Operand:
+        """The roles of the axes of the parameter's operand."""
+        return self.product.op.operands(self.lhs.ndim, self.rhs.ndim)["fwd_rhs"]
+
+    def use(self, layers: int = 1) -> Use:
+        """Return the product as a plan reads it, in a stack of so many layers."""
+        return Use(self.product.op, self.lhs, self.rhs, layers)
+
+
+@dataclass(frozen=True, repr=False)
+class transform(Value):
+    """A function with pruned products. The function itself is not changed, and knows nothing of pruning.
+
+    ``transform(f, recipe)(params, ...)`` is ``f(params, ...)`` with every dot product and every convolution pruned
+    whose one operand is a parameter. The recipe matches the parameter's path in the tree ``params``, such as
+    "blocks/0/up/kernel". A parameter is followed through `jax.jit`, `jax.checkpoint`, `lax.scan`, `lax.cond` and
+    `lax.while_loop`, and through changes of its dtype, its shape and the order of its axes. So it works with plain JAX,
+    and with any library whose models are functions of a tree of parameters.
+
+    The function is traced, and its program is run with other products. A compiled function has no cost for this.
+    Outside `jax.jit` every call traces again.
+
+    Args:
+      f: A function of a tree of parameters and other arguments. Arguments that are no arrays, such as flags, are given
+        to it as they are.
+      recipe: The sparsity of each parameter, by its path.
+      seed: The seed of all random numbers, an int.
+
+    Raises:
+      TypeError: ``f`` is no function, or ``recipe`` is no Recipe.
+
+    >>> import nmjax as nm
+    >>> f = lambda params, x: jax.nn.relu(x @ params["up"]) @ params["down"]
+    >>> params = {"up": jax.random.normal(jax.random.key(0), (8, 16)), "down": jnp.ones((16, 4))}
+    >>> sparse = nm.transform(f, nm.Recipe((("up", "s_ste(2,4)"),)))
+    >>> sites = sparse.init(params, jnp.ones((4, 8)))
+    >>> sites = sparse.set_step(params, sites, 1)
+    >>> sparse(params, jnp.ones((4, 8)), sites=sites).shape
+    (4, 4)
+    >>> params, sites = sparse.harden(params, sites)
+    >>> bool(nm.groups.is_nm(params["up"], 2, 4, axis=0))
+    True
+    """
+
+    f: Callable[..., Any]
+    recipe: Recipe
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not callable(self.f):
+            raise TypeError(f"transform takes a function f(params, ...), got {type(self.f).__name__}.")
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"transform takes a Recipe, such as Recipe(((r'.*', 'ste(2,4)'),)), got {self.recipe!r}.")
+
+    def __call__(self, params: Any, *args: Any, sites: Mapping[str, ProgramSite] | None = None, **options: Any) -> Any:
+        """Return the function's result, computed with pruned products.
+
+        Args:
+          params: The tree of parameters.
+          *args: The other arguments of the function.
+          sites: What `init` returned. Needed if a method draws random numbers, has a schedule or keeps state.
+          **options: Keyword arguments of the function.
+
+        Raises:
+          ValueError: A product cannot be pruned, or ``sites`` is missing.
+        """
+        known = {} if sites is None else dict(sites)
+
+        def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
+            path = product.parameter.path
+            sparsity = known[path].origin.sparsity if path in known else self.recipe(path)
+            if sparsity == Sparsity():
+                return None
+            if arrays is None and _needs_site(sparsity):
+                raise ValueError(
+                    f"{path}: {sparsity} reads what init returns: write sites = f.init(params, ...), and call "
+                    "f(params, ..., sites=sites)."
+                )
+            words, time, state = arrays or (None, None, None)
+            step, micro = (0, 0) if time is None else time
+            key = None if words is None else site_key(words, micro)
+            ctx = Ctx(key, step, state)
+            with jax.named_scope(path):
+                return rule.bilinear(product.op, x, w, sparsity, ctx, self.recipe.backend, name=path)
+
+        arrays = {path: site.arrays for path, site in known.items()}
+        return _run(self.f, params, args, options, Rewriter(compute, lambda parameter, name: None), arrays)
+
+    # ---- what the program does with its parameters ----
+
+    def _places(self, params: Any, args: Any, options: Any) -> tuple[dict[str, list[Place]], dict[str, list[str]]]:
+        """Return the products of every parameter, and the names of other operations that use it, by its path."""
+        places: dict[str, list[Place]] = {path: [] for path in leaves(params)}
+        others: dict[str, list[str]] = {path: [] for path in places}
+
+        def compute(product: Product, x: Any, w: Any, arrays: Any) -> None:
+            places[product.parameter.path].append(Place(product, _shape(x), _shape(w)))
+
+        whole, tree = jax.tree.flatten((params, args, options))
+        run = lambda params, args, options: _run(
+            self.f,
+            params,
+            args,
+            options,
+            Rewriter(compute, lambda parameter, name: others[parameter.path].append(name)),
+            {},
+        )
+
+        def traced(given: list[Any]) -> list[Any]:
+            arrays = iter(given)
+            every = [next(arrays) if _is_array(v) else v for v in whole]
+            return [v for v in jax.tree.leaves(run(*jax.tree.unflatten(tree, every))) if _is_array(v)]
+
+        jax.eval_shape(traced, [_shape(v) for v in whole if _is_array(v)])
+        unique = lambda values: list(dict.fromkeys(values))
+        return {p: unique(v) for p, v in places.items()}, {p: unique(v) for p, v in others.items()}
+
+    def init(self, params: Any, *args: Any, strict: bool = False, **options: Any) -> Sites:
+        """Return what the methods keep: the sites of the parameters, by their paths.
+
+        Args:
+          params: The tree of parameters.
+          *args: Examples of the other arguments: arrays or their shapes.
+          strict: True to raise an error for a matrix that the recipe would prune and that no product takes.
+          **options: Keyword arguments of the function.
+
+        Raises:
+          ValueError: A rule decides for no parameter, or a product cannot be pruned. All such products are listed.
+        """
+        places, others = self._places(params, args, options)
+        self.recipe.check(path for path, value in leaves(params).items() if places[path] or np.ndim(value) > 1)
+        self._report_unreached(params, places, others, strict)
+        refused = [
+            f"  {path}: {refusal.reason}"
+            for path, found in places.items()
+            for slot in SLOTS
+            if (refusal := _refusal(slot, self.recipe(path), found)) is not None
+        ]
+        if refused:
+            raise ValueError("\n".join(["The recipe cannot be carried out:", *dict.fromkeys(refused)]))
+        made: Sites = {}
+        for path, value in leaves(params).items():
+            if places[path] and self.recipe(path) != Sparsity():
+                made[path] = self._site(path, value, places[path], others[path])
+        return made
+
+    def _report_unreached(self, params: Any, places: Any, others: Any, strict: bool) -> None:
+        """Warn of matrices that a rule would prune and that no product takes, or refuse them."""
+        missed = [
+            f"  {path} of shape {np.shape(value)}" + (f", used by {', '.join(others[path])}" if others[path] else "")
+            for path, value in leaves(params).items()
+            if not places[path] and np.ndim(value) > 1 and self.recipe(path) != Sparsity()
+        ]
+        if not missed:
+            return
+        text = "\n".join(
+            ["No dot product or convolution takes these parameters, so the recipe does not prune them:", *missed]
+        )
+        if strict:
+            raise ValueError(f'{text}\nGive them a rule such as (r"{missed[0].split()[0]}", "dense").')
+        warnings.warn(text, stacklevel=3)
+
+    def _site(self, path: str, value: Any, places: list[Place], others: list[str]) -> ProgramSite:
+        sparsity, first = self.recipe(path), places[0]
+        layouts = {(place.product.parameter.steps, place.operand) for place in places}
+        if len(layouts) > 1 and has_state(sparsity):
+            raise ValueError(
+                f"{path}: {sparsity} keeps state, and {len(layouts)} products take this parameter in different layouts."
+                " Give it a method without state."
+            )
+        origin = Origin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
+        stack = first.product.parameter.stack(np.shape(value))
+        words = site_words(self.seed, path, stack) if needs_key(sparsity) else None
+        timed = words is not None or depends_on_step(sparsity)
+        time = jnp.zeros((*stack, 2), jnp.int32) if timed else None
+        site = ProgramSite(origin, words, time)
+        return ProgramSite(origin, words, time, state_of(site, value)) if has_state(sparsity) else site
+
+    # ---- time and state ----
+
+    def set_step(self, params: Any, sites: Mapping[str, ProgramSite], step: Any, micro: Any = 0) -> Sites:
+        """Return the sites at a step, with state that is due renewed. Call it once a (micro-)step, outside the loss.
+
+        Args:
+          params: The tree of parameters.
+          sites: What `init` or `set_step` returned.
+          step: The step of training, an integer.
+          micro: The micro-step of gradient accumulation, an integer.
+        """
+        values, now = leaves(params), jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
+        renewed: Sites = {}
+        for path, site in sites.items():
+            time = None if site.time is None else jnp.broadcast_to(now, site.time.shape)
+            current = ProgramSite(site.origin, site.words, time, site.state)
+            state = None if site.state is None else state_of(current, values[path], now[0])
+            renewed[path] = ProgramSite(site.origin, site.words, time, state)
+        return renewed
+
+    def harden(self, params: Any, sites: Mapping[str, ProgramSite]) -> tuple[Any, Sites]:
+        """Return the parameters in their final form, as inference uses them, and sites that prune activations only.
+
+        Args:
+          params: The tree of parameters.
+          sites: What `init` or `set_step` returned.
+
+        Raises:
+          ValueError: A weight is drawn again at every step, or something else uses it too, so it has no final form.
+        """
+        flat, tree = jax.tree_util.tree_flatten_with_path(params)
+        hard: list[Any] = []
+        left = dict(sites)
+        for keys, value in flat:
+            path = _name(keys)
+            if path in sites:
+                value, left[path] = hardened_parameter(path, value, sites[path])
+            hard.append(value)
+        return jax.tree.unflatten(tree, hard), left
+
+    def violations(self, params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, jax.Array | None]:
+        """Return the number of groups of each parameter that break the pattern which `harden` promises.
+
+        Args:
+          params: The tree of parameters, as `harden` returned it.
+          sites: What `init` or `set_step` returned, before `harden`.
+
+        Returns:
+          A dict from path to a count. None means that nothing was checked, because the parameter ends dense.
+        """
+        values = leaves(params)
+        return {path: broken_groups(path, values[path], site) for path, site in sites.items()}
+
+    def plan(self, params: Any, *args: Any, **options: Any) -> Plan:
+        """Return what every parameter will do, as `nmjax.nnx.plan` does for the layers of a model.
+
+        Args:
+          params: The tree of parameters, or of their shapes.
+          *args: Examples of the other arguments.
+          **options: Keyword arguments of the function.
+        """
+        places, _ = self._places(params, args, options)
+        values = leaves(params)
+        rows = [self._row(path, values[path], found) for path, found in places.items() if found]
+        uncovered = tuple((path, np.shape(v)) for path, v in values.items() if np.ndim(v) > 1 and not places[path])
+        unused = "it matches no parameter's whole path, or earlier rules decide for its parameters."
+        refused = tuple((f"the rule {p!r}", unused) for p in self.recipe.unused([row.path for row in rows]))
+        return Plan(tuple(rows), 0, uncovered, sum(int(np.size(v)) for v in values.values()), refused)
+
+    def _row(self, path: str, value: Any, places: list[Place]) -> LayerPlan:
+        sparsity, shape = self.recipe(path), tuple(np.shape(value))
+        layers = math.prod(places[0].product.parameter.stack(shape))
+        uses = [place.use(layers) for place in places]
+        cost = sum(flops.flops(place.product.op, place.lhs.shape, place.rhs.shape) * layers for place in places)
+        slots, runs = slots_of(sparsity, uses, True), runs_of(sparsity, uses, self.recipe.backend)
+        form, shares = hardened(sparsity), flops.effective(sparsity)
+        return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs)
+
+
+def leaves(params: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths.
+
+    >>> leaves({"up": {"kernel": 1.0}, "blocks": [2.0]})
+    {'blocks/0': 2.0, 'up/kernel': 1.0}
+    """
+    return {_name(keys): value for keys, value in jax.tree_util.tree_flatten_with_path(params)[0]}
+
+
+def _name(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def _is_array(v: Any) -> bool:
+    return isinstance(v, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _shape(v: Any) -> Any:
+    return jax.ShapeDtypeStruct(v.shape, v.dtype) if _is_array(v) else v
+
+
+def _run(f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: Rewriter, arrays: Any) -> Any:
+    """Trace a function, and run its program with other products."""
+    rest, tree = jax.tree.flatten((args, options))
+    values, params_tree = jax.tree.flatten(params)
+    given = [*values, *filter(_is_array, rest)]
+    out: list[Any] = []  # what the function returns: None in the place of every array, and the structure last
+
+    def flat(*given: Any) -> list[Any]:
+        others = iter(given[len(values) :])
+        args, options = jax.tree.unflatten(tree, [next(others) if _is_array(v) else v for v in rest])
+        results, structure = jax.tree.flatten(
+            f(jax.tree.unflatten(params_tree, given[: len(values)]), *args, **options)
+        )
+        out[:] = [*(None if _is_array(v) else v for v in results), structure]
+        return [v for v in results if _is_array(v)]
+
+    closed = jax.make_jaxpr(flat)(*given)
+    named = [*map(Parameter, leaves(params)), *[None] * (len(given) - len(values))]
+    computed = rewriter.run(closed.jaxpr, closed.consts, list(zip(given, named, strict=True)), arrays)
+    results = iter([y for y, _ in computed])
+    *kinds, structure = out
+    return jax.tree.unflatten(structure, [next(results) if kind is None else kind for kind in kinds])
+
+
+def _needs_site(sparsity: Sparsity) -> bool:
+    return any(needs(sparsity) for needs in (needs_key, depends_on_step, has_state))
+
+
+def _refusal(slot: str, sparsity: Sparsity, places: list[Place]) -> Any:
+    if getattr(sparsity, slot) == identity:
+        return None
+    return slot_refusal(slot, sparsity, [place.use() for place in places])

@@ -1,0 +1,395 @@
+"""Functions with pruned products: equal to the doors' way, through every kind of program, and honest about the rest."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax import lax
+
+import nmjax as nm
+from nmjax.programs.sites import ProgramSite
+from nmjax.programs.transform import leaves
+
+METHODS = [
+    "ste(2,4)", "sr_ste(2,4)", "s_ste(2,4)", "mvue(2,4)", "bdwp(2,4)", "bi_mask(2,4)", "fst(2,4,every=3)",
+    "mdgf(2,4,linear(1,0,10))", "sdgf(2,4,steps=12)", "sdgp(2,4)", "top_gradient(2,4)", "fwd_lhs=ste(mse(2,4))",
+    "s_ste(2,4,fp8=True)", "drhs_lhs=mvue(2,4)",
+]  # fmt: skip
+
+
+def draw(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def every(text):
+    return nm.Recipe(((".*", text),))
+
+
+def mask(w, axis, n=2, m=4):
+    """2:4 by sorting in NumPy: ties do not occur."""
+    lines = np.moveaxis(np.asarray(w, np.float32), axis, -1)
+    groups = np.abs(lines.reshape(*lines.shape[:-1], -1, m))
+    kept = np.argsort(np.argsort(-groups, -1), -1) < n
+    return np.moveaxis(kept.reshape(lines.shape), -1, axis)
+
+
+def pruned(w, axis):
+    return jnp.where(mask(w, axis), w, 0)
+
+
+# ---- equal to the doors' way ----
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.mix = nnx.Einsum("bsi,io->bso", (32, 16), (16,), rngs=rngs)
+        self.conv = nnx.Conv(16, 8, (3,), rngs=rngs)
+        self.head = nnx.LinearGeneral((8,), (2, 4), rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.conv(self.mix(nnx.relu(self.up(x))))))
+
+
+def as_function(model):
+    """Return a function of a model's arrays by path, and these arrays."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    flat = nnx.to_flat_state(params)
+    arrays = {"/".join(map(str, path)): v[...] for path, v in flat}
+
+    def f(arrays, x):
+        state = nnx.from_flat_state([(path, v.replace(arrays["/".join(map(str, path))])) for path, v in flat])
+        return nnx.merge(graph, state, rest)(x)
+
+    return f, arrays
+
+
+@pytest.mark.parametrize("text", METHODS)
+def test_bit_for_bit_the_same_as_by_the_doors(text):
+    """The noise is that of the doors, and the rest is not told anything."""
+    x, dense = draw(1, 4, 8, 16), Net(nnx.Rngs(0))
+    model = nm.nnx.sparsify(Net(nnx.Rngs(0)), every(text))
+    f, params = as_function(dense)
+    sparse = nm.transform(f, nm.Recipe(((".*/kernel", text),)))
+    sites = sparse.init(params, x)
+    assert len(sites) == 4
+    words = {f"{layer.path}/kernel": layer.site.words for layer in nm.nnx.doors.layers(model)}
+    for path, site in sites.items():
+        own = None if site.words is None else words[path][...].reshape(2)
+        sites[path] = ProgramSite(site.origin, own, site.time, site.state)
+    for step in (0, 3):
+        nm.nnx.set_step(model, step)
+        sites = sparse.set_step(params, sites, step)
+        loss, grads = nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).sum()))(model, x)
+        ours = jax.jit(jax.value_and_grad(lambda p, x, s: (sparse(p, x, sites=s) ** 2).sum()))(params, x, sites)
+        assert ours[0] == loss
+        for path, grad in nnx.to_flat_state(grads):
+            np.testing.assert_array_equal(ours[1]["/".join(map(str, path))], grad[...])
+    hard, left = sparse.harden(params, sites)
+    by_doors = nm.nnx.harden(model)
+    for path, value in nnx.to_flat_state(nnx.state(by_doors, nnx.Param)):
+        np.testing.assert_array_equal(hard["/".join(map(str, path))], value[...])
+    np.testing.assert_array_equal(jax.jit(sparse)(hard, x, sites=left), nnx.jit(by_doors)(x))
+    promised = [nm.parse(text).fwd_rhs.final.pattern is not None] * 4
+    counts = sparse.violations(hard, sites).values()
+    assert [count is not None and int(count) == 0 for count in counts] == promised
+    assert [count is None for count in counts] == [not each for each in promised]
+
+
+def test_nothing_is_added_to_a_compiled_step():
+    """The optimised program is that of the pruned product written by hand."""
+    x, w = draw(0, 8, 16), draw(1, 16, 32)
+    sparsity = nm.parse("ste(2,4)")
+    dims = (((1,), (0,)), ((), ()))
+    by_hand = lambda params, x: (nm.dot_general(x, params["w"], dims, sparsity=sparsity) ** 2).sum()
+    sparse = nm.transform(lambda params, x: x @ params["w"], every("ste(2,4)"))
+    ours = lambda params, x: (sparse(params, x) ** 2).sum()
+    texts = []
+    for f in (by_hand, ours):
+        text = jax.jit(jax.grad(f)).lower({"w": w}, x).compile().as_text()
+        texts.append(re.sub(r", metadata=\{[^}]*\}|HloModule [^,]*|[%.][\w.]+|FileNames[^$]*", "", text))
+    assert sorted(texts[0].split()) == sorted(texts[1].split())
+
+
+# ---- through programs ----
+
+
+def check(f, params, x, axes, rest=()):
+    """A transformed function is the function of pruned parameters, with the gradients of straight through."""
+    sparse = nm.transform(f, nm.Recipe(tuple((path, "ste(2,4)") for path in axes)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sites = sparse.init(params, x)
+    assert set(sites) == set(axes)
+    hard = {k: pruned(v, axes[k]) if k in axes else v for k, v in params.items()}
+    wanted, grads = jax.value_and_grad(lambda p: (f(p, x) ** 2).mean())(hard)
+    got, ours = jax.jit(jax.value_and_grad(lambda p: (sparse(p, x) ** 2).mean()))(params)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), ours, grads)
+    if not rest:
+        made, _ = sparse.harden(params, sites)
+        jax.tree.map(np.testing.assert_array_equal, made, hard)
+
+
+def stacked(params, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), h.sum()), x, params["w"])[0]
+
+
+def stacked_with_closure(params, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w @ params["same"]), None), x, params["w"], reverse=True, unroll=2)[0]
+
+
+def stacked_twice(params, x):
+    inner = lambda h, w: (jnp.tanh(h @ w), None)
+    return lax.scan(lambda h, w: lax.scan(inner, h, w), x, params["w"])[0]
+
+
+CASES = {
+    "matmul": (lambda p, x: x @ p["w"], {"w": (16, 8)}, {"w": 0}),
+    "weight left": (lambda p, x: jnp.einsum("io,bi->ob", p["w"], x), {"w": (16, 8)}, {"w": 0}),
+    "transposed": (lambda p, x: x @ p["w"].T, {"w": (8, 16)}, {"w": 1}),
+    "swapaxes": (lambda p, x: jnp.einsum("bi,oi->bo", x, jnp.swapaxes(p["w"], 0, 1)), {"w": (16, 8)}, {"w": 0}),
+    "reshaped": (lambda p, x: x @ p["w"].reshape(16, 8), {"w": (16, 2, 4)}, {"w": 0}),
+    "squeezed": (lambda p, x: x @ p["w"][0], {"w": (1, 16, 8)}, {"w": 1}),
+    "two axes": (lambda p, x: jnp.einsum("bij,ijo->bo", x.reshape(-1, 4, 4), p["w"]), {"w": (4, 4, 8)}, {"w": 1}),
+    "jit": (lambda p, x: jax.jit(lambda w, x: jax.jit(jnp.matmul)(x, w))(p["w"], x), {"w": (16, 8)}, {"w": 0}),
+    "vmap": (lambda p, x: jax.vmap(lambda x: x @ p["w"])(x), {"w": (16, 8)}, {"w": 0}),
+    "batched": (
+        lambda p, x: jax.vmap(jnp.matmul)(jnp.stack([x, 2 * x]), p["w"]), {"w": (2, 16, 8)}, {"w": 1},
+    ),
+    "checkpoint": (lambda p, x: jax.checkpoint(lambda w, x: jnp.sin(x @ w))(p["w"], x), {"w": (16, 8)}, {"w": 0}),
+    "policy": (
+        lambda p, x: jax.checkpoint(
+            lambda w, x: jnp.sin(x @ w), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        )(p["w"], x),
+        {"w": (16, 8)}, {"w": 0},
+    ),
+    "scan": (stacked, {"w": (3, 16, 16)}, {"w": 1}),
+    "scan with a closure": (stacked_with_closure, {"w": (3, 16, 16), "same": (16, 16)}, {"w": 1, "same": 0}),
+    "scan in scan": (stacked_twice, {"w": (2, 3, 16, 16)}, {"w": 2}),
+    "scan of checkpoint": (
+        lambda p, x: lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, p["w"])[0],
+        {"w": (3, 16, 16)}, {"w": 1},
+    ),
+    "cond": (
+        lambda p, x: lax.cond(x.sum() > 0, lambda x: x @ p["w"], lambda x: 2 * x @ p["w"], x), {"w": (16, 8)}, {"w": 0},
+    ),
+    "fori_loop": (lambda p, x: lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p["w"]), x), {"w": (16, 16)}, {"w": 0}),
+    "custom_jvp around": (lambda p, x: jax.nn.relu(x @ p["w"]), {"w": (16, 8)}, {"w": 0}),
+    "not a product": (lambda p, x: x @ p["w"] + p["b"][None], {"w": (16, 8), "b": (8,)}, {"w": 0}),
+    "convolution": (
+        lambda p, x: lax.conv_general_dilated(
+            x.reshape(2, 4, 4, 4), p["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        {"w": (3, 3, 4, 8)}, {"w": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_followed_through_programs(case):
+    f, shapes, axes = CASES[case]
+    params = {name: draw(n, *shape) / 3 for n, (name, shape) in enumerate(shapes.items())}
+    check(f, params, draw(9, 8, 16), axes)
+
+
+def test_a_while_loop_is_followed_forward():
+    f = lambda p, x: lax.while_loop(lambda h: jnp.abs(h).sum() > 1, lambda h: 0.1 * h @ p["w"], x)
+    params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
+    sparse = nm.transform(f, every("ste(2,4)"))
+    np.testing.assert_allclose(sparse(params, x), f({"w": pruned(params["w"], 0)}, x), rtol=1e-5)
+
+
+def test_a_weight_is_pruned_in_the_dtype_of_its_product():
+    """Ranks of rounded values differ from ranks before rounding."""
+    w = jnp.tile(jnp.array([1.0, 1.001, 1.002, 0.5]), 4)[:, None] * jnp.ones((1, 4))
+    sparse = nm.transform(lambda p, x: x @ p["w"].astype(jnp.bfloat16), every("ste(2,4)"))
+    hard, _ = sparse.harden({"w": w}, sparse.init({"w": w}, jnp.ones((4, 16), jnp.bfloat16)))
+    np.testing.assert_array_equal(hard["w"][:4, 0], [1, 1, 0, 0])  # in bfloat16 all three are 1, and the first two win
+    assert hard["w"].dtype == jnp.float32
+
+
+# ---- stacks, noise and state ----
+
+
+def test_every_layer_of_a_stack_has_noise_and_state_of_its_own():
+    """A scan over a stack is the loop over its layers with their words and scales."""
+    params, x, text = {"w": draw(0, 3, 16, 16)}, draw(1, 8, 16), "s_ste(2,4)"
+    sparse = nm.transform(stacked, every(text))
+    sites = sparse.set_step(params, sparse.init(params, x), 5)
+    site = sites["w"]
+    assert site.words.shape == (3, 2)
+    assert len({tuple(words) for words in site.words.tolist()}) == 3
+    betas = [nm.parse(text).init(w, contract=(0,), out=(1,))["fwd_rhs"] for w in params["w"]]
+    np.testing.assert_allclose(site.state["fwd_rhs"], jnp.stack(betas), rtol=1e-6)
+
+    def loop(params, x):
+        h = x
+        for i, w in enumerate(params["w"]):
+            key = nm.random.fold(site.words[i], 0)
+            ctx = nm.Ctx(key, 5, jax.tree.map(lambda v, i=i: v[i], site.state))
+            dims = (((1,), (0,)), ((), ()))
+            h = jnp.tanh(nm.dot_general(h, w, dims, sparsity=nm.parse(text), ctx=ctx))
+        return h
+
+    got = jax.jit(jax.value_and_grad(lambda p: (sparse(p, x, sites=sites) ** 2).sum()))(params)
+    wanted = jax.jit(jax.value_and_grad(lambda p: (loop(p, x) ** 2).sum()))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+
+
+def test_time_is_data():
+    params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
+    sparse, traces = nm.transform(lambda p, x: x @ p["w"], every("mdgf(2,4,linear(1,0,10)); drhs_g=mvue(2,4)")), []
+
+    @jax.jit
+    def step(params, sites, i):
+        traces.append(i)
+        sites = sparse.set_step(params, sites, i)
+        return jax.grad(lambda p: (sparse(p, x, sites=sites) ** 2).sum())(params), sites
+
+    sites, grads = sparse.init(params, x), []
+    for i in range(4):
+        grad, sites = step(params, sites, i)
+        grads.append(grad["w"])
+    assert len(traces) == 1
+    assert len({g.tobytes() for g in map(np.asarray, grads)}) == 4
+    again, _ = step(params, sites, 2)
+    np.testing.assert_array_equal(again["w"], grads[2])
+
+
+def test_equal_transforms_share_a_compilation():
+    f, traces = (lambda p, x: traces.append(0) or x @ p["w"]), []
+    run = jax.jit(lambda sparse, p, x: sparse(p, x), static_argnums=0)
+    for _ in range(3):
+        run(nm.transform(f, every("ste(2,4)")), {"w": draw(0, 16, 8)}, draw(1, 8, 16))
+    assert len(traces) == 1
+
+
+# ---- what is not pruned ----
+
+MATMUL = lambda p, x: x @ p["w"]
+
+
+def test_matrices_that_no_product_takes_are_told():
+    f = lambda p, x: x @ jnp.tanh(p["w"]) + p["table"][:1] + x @ p["used"] + p["bias"][None]
+    params = {"w": draw(0, 16, 16), "table": draw(1, 4, 16), "used": draw(2, 16, 16), "bias": draw(3, 16)}
+    sparse, x = nm.transform(f, every("ste(2,4)")), draw(4, 8, 16)
+    with pytest.warns(
+        UserWarning, match=r"(?s)so the recipe does not prune them:\n  table of shape \(4, 16\).*\n  w of"
+    ):
+        assert list(sparse.init(params, x)) == ["used"]
+    with pytest.raises(ValueError, match=r'used by tanh\nGive them a rule such as \(r"table", "dense"\)'):
+        sparse.init(params, x, strict=True)
+    plan = sparse.plan(params, x)
+    assert plan.uncovered == (("table", (4, 16)), ("w", (16, 16)))
+    assert [row.path for row in plan.layers] == ["used"]
+    quiet = nm.transform(f, nm.Recipe((("w|table", "dense"), (".*", "ste(2,4)"))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(quiet.init(params, x, strict=True)) == ["used"]
+
+
+def test_a_product_of_two_parameters_is_left_alone():
+    f = lambda p, x: x @ (p["a"] @ p["b"])
+    params, x = {"a": draw(0, 16, 4), "b": draw(1, 4, 8)}, draw(2, 8, 16)
+    sparse = nm.transform(f, every("ste(2,4)"))
+    np.testing.assert_array_equal(jax.jit(sparse)(params, x), jax.jit(f)(params, x))
+    with pytest.warns(UserWarning, match=r"a of shape \(16, 4\), used by dot_general"):
+        sparse.init(params, x)
+
+
+def test_a_tied_embedding_has_no_single_final_form():
+    f = lambda p, tokens: p["e"][tokens] @ p["e"].T
+    params = {"e": draw(0, 32, 16)}
+    sparse = nm.transform(f, every("ste(2,4)"))
+    sites = sparse.init(params, jnp.arange(4))
+    with pytest.raises(
+        ValueError, match=r'^e: fwd_rhs=.* because gather takes it too. Leave it dense: \(r"e", "dense"\)'
+    ):
+        sparse.harden(params, sites)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        (lambda: nm.transform(3, every("ste(2,4)")), TypeError, "takes a function"),
+        (lambda: nm.transform(max, "ste(2,4)"), TypeError, "takes a Recipe"),
+        (
+            lambda: nm.transform(MATMUL, every("mvue(2,4)"))({"w": jnp.ones((8, 8))}, jnp.ones((8, 8))),
+            ValueError, r"^w: .* reads what init returns: write sites = f.init\(params, ...\)",
+        ),
+        (
+            lambda: nm.transform(MATMUL, every("ste(2,4)")).init({"w": jnp.ones((6, 8))}, jnp.ones((8, 6))),
+            ValueError, r"The recipe cannot be carried out:\n  w: fwd_rhs=.* whose 6 values do not divide",
+        ),
+        (
+            lambda: nm.transform(MATMUL, nm.Recipe((("v", "ste(2,4)"),))).init(
+                {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
+            ),
+            ValueError, "These rules of the recipe decide for no layer",
+        ),
+        (
+            lambda: nm.transform(lambda p, x: x @ p["w"] @ p["w"].T, every("s_ste(2,4)")).init(
+                {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
+            ),
+            ValueError, "keeps state, and 2 products take this parameter in different layouts",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(call, kind, said):
+    with pytest.raises(kind, match=said):
+        call()
+
+
+# ---- other libraries, flags and shapes ----
+
+
+def test_a_linen_model_is_such_a_function():
+    model = linen.Sequential([linen.Dense(16), linen.relu, linen.Dense(8)])
+    x = draw(0, 4, 16)
+    params = model.init(jax.random.key(1), x)
+    sparse = nm.transform(model.apply, nm.Recipe(((".*/kernel", "ste(2,4)"),)))
+    assert list(sparse.init(params, x)) == ["params/layers_0/kernel", "params/layers_2/kernel"]
+    by_doors = linen.Sequential([
+        linen.Dense(16, dot_general_cls=nm.linen.dot_cls(every("ste(2,4)"))), linen.relu,
+        linen.Dense(8, dot_general_cls=nm.linen.dot_cls(every("ste(2,4)"))),
+    ])  # fmt: skip
+    variables = by_doors.init(jax.random.key(1), x)
+    np.testing.assert_array_equal(jax.jit(sparse)(params, x), jax.jit(by_doors.apply)(variables, x))
+
+
+def test_flags_reach_the_function_and_results_keep_their_structure():
+    def f(params, x, *, train, scale=1.0, name="y"):
+        y = x @ params["w"]
+        return {name: scale * y if train else y, "name": name, "count": 3, "nothing": None}
+
+    params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
+    sparse = nm.transform(f, every("ste(2,4)"))
+    got = sparse(params, x, train=True, scale=2.0, name="z")
+    assert (set(got), got["name"], got["count"], got["nothing"]) == ({"z", "name", "count", "nothing"}, "z", 3, None)
+    np.testing.assert_array_equal(got["z"], 2 * sparse(params, x, train=False)["y"])
+
+
+def test_a_plan_of_shapes():
+    params = jax.eval_shape(lambda: {"w": jnp.ones((3, 64, 64)), "head": jnp.ones((64, 10))})
+    f = lambda p, x: stacked(p, x) @ p["head"]
+    sparse = nm.transform(f, nm.Recipe((("head", "dense"), (".*", "s_ste(2,4)"))))
+    plan = sparse.plan(params, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+    assert plan.forward == (2 * 32 * 64 * (3 * 64 + 10), 2 * 32 * 64 * (3 * 32 + 10))
+    assert [(row.path, row.hardened) for row in plan.layers] == [("head", "dense"), ("w", "2:4")]
+    assert not plan.refused
+
+
+def test_leaves_are_named_by_their_keys():
+    assert list(leaves({"a": [1.0, {"b": 2.0}], "c": (3.0,)})) == ["a/0", "a/1/b", "c/0"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_another_seed_is_other_noise(seed):
+    params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
+    sites = [nm.transform(lambda p, x: x @ p["w"], every("mvue(2,4)"), s).init(params, x) for s in (seed, seed + 1)]
+    assert (sites[0]["w"].words != sites[1]["w"].words).any()
