@@ -17,7 +17,7 @@ from experiments.data import reading, validation
 from experiments.data.order import positions
 from experiments.errors import Missing, Mistake
 
-_SUFFIXES = (".jpg", ".jpeg", ".png")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # what files of these names hold; Pillow knows others, with programs
 _ROW = 100  # so many unreadable files in a row are refused, because more than a few are broken
 

@@ -1,13 +1,14 @@
 """Texts as one array of tokens each, and the windows of them that a model reads. Tokens are bytes or a tokenizer's."""
 
 import bisect
+import codecs
 import gzip
 import itertools
 import logging
 import lzma
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,26 @@ log = logging.getLogger(__name__)
 
 _SUFFIXES = (".txt", ".txt.xz", ".txt.gz")
 _TOKENS = 1 << 24  # most tokens of a vocabulary
+_SHOWN = 5  # so many names of files are shown
+_LOOKS = {  # the first bytes of files that are no text -> what such a file is
+    b"PK\x03\x04": "a zip archive",
+    b"\x1f\x8b": "a gzip archive, whose name has to end in .gz",
+    b"\xfd7zXZ": "an xz archive, whose name has to end in .xz",
+    b"BZh": "a bzip2 archive",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"GIF8": "a GIF image",
+    b"%PDF": "a PDF",
+    b"\x93NUMPY": "an array of NumPy",
+    b"\x89HDF": "an HDF5 file",
+    b"PAR1": "a Parquet file",
+    b"\x7fELF": "a program",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+}
+_BLOCK = 1 << 24  # bytes that are decoded at a time, to see whether they are UTF-8
 _PIECE = 1 << 16  # most bytes that a tokenizer gets at a time; pieces end at the end of a line
 
 
@@ -69,7 +90,7 @@ def load(name: str, dir: str | Path = "", test: str = "", tokenizer: str = "byte
         - a folder of such files, which are read one after another in the order of their names.
       dir: The folder that is searched first. `find` lists the others.
       test: The file for the test; "" means the last tenth of the text's bytes.
-      tokenizer: "bytes", which reads any bytes, or a JSON file of Hugging Face's tokenizers for a text in UTF-8. It
+      tokenizer: "bytes", or a JSON file of Hugging Face's tokenizers. It
         gets the text in pieces of whole lines, at most 64 KiB each, and only once: the tokens are kept in a cache.
 
     Returns:
@@ -86,9 +107,11 @@ def load(name: str, dir: str | Path = "", test: str = "", tokenizer: str = "byte
             )
         return _checked(name, others.load(name, dir, Text))
     texts = [_Source.of(each, dir) for each in (name, test) if each]
-    note = ""
+    notes = [text.note for text in texts if text.note]
     if "pydoc" in (name, test):
-        note = f"the help topics of Python {sys.version_info[0]}.{sys.version_info[1]}, which differ between versions"
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        notes.append(f"the help topics of Python {version}, which differ between versions")
+    note = "; ".join(notes)
     if tokenizer == "bytes":
         train, held_out = (b"".join(part.data for part in parts) for parts in _split(texts))
         arrays = [np.frombuffer(data, np.uint8) for data in (train, held_out)]
@@ -146,6 +169,7 @@ class _Source(NamedTuple):
 
     files: tuple[Path, ...]
     own: bytes = b""
+    note: str = ""
 
     @classmethod
     def of(cls, name: str, dir: str | Path) -> "_Source":
@@ -156,10 +180,15 @@ class _Source(NamedTuple):
         path = find([f"{name}{end}" for end in ("", *_SUFFIXES)], dir, how="Add --config.data.dir=DIR, its folder.")
         if not path.is_dir():
             return cls((path,))
-        files = tuple(sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES)))
+        inside = sorted(path.iterdir())
+        files = tuple(file for file in inside if file.name.endswith(_SUFFIXES))
         if not files:
             raise Mistake(f"{path} holds no text: no file in it ends in {', '.join(_SUFFIXES)}.")
-        return cls(files)
+        others = [file for file in inside if file not in files]
+        note = f"{path} has {_listed(files)}"
+        if others:
+            note += f"; not read, because their names do not end in {', '.join(_SUFFIXES)}: {_listed(others)}"
+        return cls(files, note=note)
 
     def checksum(self) -> str:
         if self.files:
@@ -175,11 +204,44 @@ def _read(file: Path) -> bytes:
     try:
         with reading.opened(file) as raw:
             if unpacked is None:
-                return raw.read()
-            with unpacked(raw) as f:
-                return reading.whole(f, reading.most(file))
+                data = raw.read()
+            else:
+                with unpacked(raw) as f:
+                    data = reading.whole(f, reading.most(file))
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
         raise Mistake(f"{file} cannot be read ({e}). Copy the file again.") from e
+    _check_text(file, data)
+    return data
+
+
+def _check_text(file: Path, data: bytes) -> None:
+    """Refuse bytes that are no text in UTF-8, and say what they look like."""
+    kind = next((kind for start, kind in _LOOKS.items() if data.startswith(start)), None)
+    if data[257:262] == b"ustar":
+        kind = "a tar archive"
+    if kind is not None:
+        raise Mistake(f"{file} is no text: it looks like {kind}. Give a text in UTF-8.")
+    if b"\0" in data:
+        raise Mistake(
+            f"{file} is no text: byte {data.index(0):,} is 0, as in a binary file or in UTF-16. Give a text in UTF-8."
+        )
+    decoder, start = codecs.getincrementaldecoder("utf-8")(), 0
+    for start in range(0, len(data), _BLOCK):
+        before = len(decoder.getstate()[0])
+        try:
+            decoder.decode(data[start : start + _BLOCK], final=start + _BLOCK >= len(data))
+        except UnicodeDecodeError as e:
+            raise Mistake(
+                f"{file} is not UTF-8: {e.reason} at byte {start - before + e.start:,}. Convert it, for example with "
+                f"iconv -f LATIN1 -t UTF-8."
+            ) from None
+
+
+def _listed(files: Sequence[Path]) -> str:
+    """Return the names of files in words, the first few of many."""
+    names = ", ".join(file.name for file in files[:_SHOWN])
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return f"{len(files)} file{'s' if len(files) > 1 else ''}: {names}{more}"
 
 
 def _split(texts: list[_Source]) -> list[list[_Part]]:
@@ -233,7 +295,7 @@ def _encode(path: Path, words, parts: list[_Part], dtype: np.dtype) -> np.ndarra
     done = logged = 0
     ids = [np.empty(0, dtype)]
     while group := list(itertools.islice(pieces, 64)):
-        texts = [_utf8(piece) for piece in group]
+        texts = [piece.data.decode() for piece in group]
         try:
             found = words.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as e:  # the library raises no narrower class
@@ -255,16 +317,6 @@ def _pieces(part: _Part) -> Iterator[_Part]:
             stop = data.rfind(b"\n", start, stop) + 1 or _whole(data, stop)
         yield _Part(part.file, part.start + start, data[start:stop])
         start = stop
-
-
-def _utf8(piece: _Part) -> str:
-    try:
-        return piece.data.decode()
-    except UnicodeDecodeError as e:
-        raise Mistake(
-            f"{piece.file} is not UTF-8: {e.reason} at byte {piece.start + e.start}. Convert it, or write "
-            "config.data.tokenizer='bytes', which reads any bytes."
-        ) from None
 
 
 # ---- windows ----

@@ -5,10 +5,13 @@ import json
 import logging
 import lzma
 import os
+import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from experiments.data import folder, text
 from experiments.data.order import positions
@@ -38,7 +41,7 @@ def test_pydoc_is_always_there():
 
 @pytest.mark.parametrize("name", ["tale", "tale.txt", "tale.txt.xz", "tale.txt.gz", "tales"])
 def test_a_text_in_every_wrapping(tmp_path, name):
-    data = bytes(np.random.default_rng(0).integers(0, 128, 1000, dtype=np.uint8))
+    data = bytes(np.random.default_rng(0).integers(1, 128, 1000, dtype=np.uint8))
     wrap = {"xz": lzma.compress, "gz": gzip.compress}.get(name.rsplit(".")[-1], bytes)
     if name == "tales":
         for part, cut in (("b.txt.gz", slice(300, 950)), ("a.txt", slice(0, 300)), ("c.txt", slice(950, 1000))):
@@ -50,11 +53,64 @@ def test_a_text_in_every_wrapping(tmp_path, name):
         (tmp_path / (name if "." in name else f"{name}.txt")).write_bytes(wrap(data))
     got = text.load(name, tmp_path)
     assert (got.train.tobytes(), got.test.tobytes()) == (data[:900], data[900:])
-    assert got.note == ""
+    folder = f"{tmp_path}/tales has 3 files: a.txt, b.txt.gz, c.txt; not read, because their names do not end in .txt, "
+    assert got.note == (folder + ".txt.xz, .txt.gz: 1 file: README.md" if name == "tales" else "")
+
+
+def test_a_folder_of_many_files_names_a_few(tmp_path):
+    for n in range(8):
+        (tmp_path / f"{n}.txt").write_text("abc" * 10)
+    assert text.load(str(tmp_path)).note == f"{tmp_path} has 8 files: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 3 more"
+
+
+def archives(folder):
+    """Write files that are no text, and return what each looks like by its name."""
+    with tarfile.open(folder / "a.txt", "w") as file:
+        file.add(__file__, "b.py")
+    with zipfile.ZipFile(folder / "b.txt", "w") as file:
+        file.writestr("a", "text")
+    Image.new("RGB", (4, 4)).save(folder / "c.txt", "PNG")
+    Image.new("RGB", (4, 4)).save(folder / "d.txt", "JPEG")
+    (folder / "e.txt").write_bytes(gzip.compress(b"text"))
+    (folder / "f.txt.gz").write_bytes(gzip.compress(lzma.compress(b"text")))
+    (folder / "g.txt").write_text("text" * 99, encoding="utf-16")
+    np.save(folder / "h.npy", np.ones(99))
+    (folder / "i.txt").write_bytes(b"text\0text")
+    (folder / "j.txt").write_bytes("grün".encode("latin-1"))
+    (folder / "k.txt").write_bytes("grün".encode()[:-2])
+    return {
+        "a": "a tar archive", "b": "a zip archive", "c": "a PNG image", "d": "a JPEG image", "e": "a gzip archive",
+        "f": "an xz archive", "g": "text in UTF-16", "h.npy": "an array of NumPy", "i": "byte 4 is 0, as in a binary",
+        "j": "is not UTF-8: invalid start byte at byte 2", "k": "is not UTF-8: unexpected end of data at byte 2",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", "abcdefgijk")
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_what_is_no_text_is_told_by_its_looks(tmp_path, name, tokenizer):
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    (tmp_path / "words.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(Mistake, match=archives(tmp_path)[name]) as caught:
+        text.load(name, tmp_path, tokenizer=tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", range(-4, 5))
+def test_characters_at_the_end_of_a_block_are_whole(tmp_path, monkeypatch, cut):
+    monkeypatch.setattr(text, "_BLOCK", 16)
+    data = ("a" * (16 + cut) + "🌳木" * 20).encode()
+    (tmp_path / "a.txt").write_bytes(data)
+    got = text.load("a", tmp_path)
+    assert got.train.tobytes() + got.test.tobytes() == data
+    (tmp_path / "a.txt").write_bytes(data[:60] + b"\xff" + data[60:])
+    with pytest.raises(UnicodeDecodeError) as wrong:
+        (tmp_path / "a.txt").read_bytes().decode()
+    with pytest.raises(Mistake, match=f"at byte {wrong.value.start}\\."):
+        text.load("a", tmp_path)
 
 
 def test_a_text_beside_its_validation(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xff\x00" * 50)  # any bytes
+    (tmp_path / "a.txt").write_text("é" * 50, encoding="utf-8")
     (tmp_path / "b.txt").write_bytes(b"xyz")
     got = text.load("a", tmp_path, test="b")
     assert (len(got.train), got.decode(got.test), got.decode(got.train[:1])) == (100, "xyz", "\ufffd")
@@ -135,7 +191,7 @@ def test_what_is_not_utf8_is_found(tmp_path, tale):
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "1.txt").write_text(tale, encoding="utf-8")
     (tmp_path / "two" / "2.txt").write_bytes(data[:at] + b"\xff" + data[at + 1 :])
-    with pytest.raises(Mistake, match=f"2.txt is not UTF-8: invalid start byte at byte {at}. Convert it"):
+    with pytest.raises(Mistake, match=f"2.txt is not UTF-8: invalid start byte at byte {at:,}. Convert it"):
         text.load("two", tmp_path, tokenizer="words")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(Mistake, match="bad.json is not a JSON file of Hugging Face's tokenizers"):
@@ -320,6 +376,24 @@ def test_where_nothing_can_be_read_the_folder_is_to_be_looked_at(pictures):
     assert len(told) == 7
 
 
+def test_every_format_of_images_is_read(tmp_path):
+    """Lossless ones to the last bit, whatever the ending is."""
+    colours = {"JPEG": (200, 10, 10), "PNG": (10, 200, 10), "GIF": (0, 0, 255), "BMP": (9, 9, 9), "WEBP": (90, 90, 90)}
+    endings = [".jpeg", ".PNG", ".gif", ".bmp", ".webp"]
+    for name, (kind, colour), ending in zip("abcde", colours.items(), endings, strict=True):
+        for split in ("train", "val"):
+            place = tmp_path / split / name
+            place.mkdir(parents=True)
+            Image.new("RGB", (12, 12), colour).save(place / f"x{ending}", kind)
+    found = folder.open(tmp_path)
+    assert found.classes == tuple("abcde")
+    stream = folder.stream(found.val, found.val_labels, 0, 5, 8, train=False, threads=1)
+    batch = next(iter(stream))
+    assert sorted(batch["label"]) == list(range(5))
+    for image, label in zip(batch["image"], batch["label"], strict=True):
+        np.testing.assert_allclose(image.mean((0, 1)), list(colours.values())[label], atol=4)
+
+
 def test_folders_that_are_not_as_they_should_be(tmp_path, pictures):
     with pytest.raises(Mistake, match="config.data.name='folder' needs --config.data.dir"):
         folder.open("")
@@ -331,7 +405,7 @@ def test_folders_that_are_not_as_they_should_be(tmp_path, pictures):
     with pytest.raises(Mistake, match="should have the same classes; only one of them has bee"):
         folder.open(tmp_path)
     (tmp_path / "val" / "bee").mkdir()
-    with pytest.raises(Mistake, match="train: no .jpg, .jpeg, .png in bee"):
+    with pytest.raises(Mistake, match="train: no .jpg, .jpeg, .png, .gif, .bmp, .webp in bee"):
         folder.open(tmp_path)
     (tmp_path / "flat" / "train").mkdir(parents=True)
     with pytest.raises(Mistake, match="train holds no folders"):
