@@ -68,16 +68,22 @@ def listing(config: ConfigDict) -> str:
 
 
 def arguments(model: str) -> dict[str, str]:
-    """Return what the docstring of a model of nmjax says of its arguments, by dotted names. Other models have none.
+    """Return what the source of a model of nmjax says of its arguments, by dotted names. Other models have none.
 
-    >>> arguments("vit")["model.depth"]
-    'the number of blocks'
+    >>> arguments("vit")["model.depth"], arguments("vit")["model.size"]
+    ('the number of blocks', 'one of tiny, Ti, S, B, L')
     """
     source = ROOT / "nmjax" / "models" / f"{model}.py"
     if not model.isidentifier() or not source.is_file():
         return {}
     found = {}
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "SIZES"
+            and isinstance(node.value, ast.Dict)
+        ):
+            found["model.size"] = f"one of {', '.join(ast.literal_eval(key) for key in node.value.keys if key)}"
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":  # that of the model is the last one
             listed = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
             for name, words in re.findall(r"^  (\w+): (.+(?:\n    .+)*)", listed, re.MULTILINE):
