@@ -2,14 +2,17 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nmjax.core.value import Value
 from nmjax.kernels.targets import check_backend
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.text import parse
+
+Rules: TypeAlias = Mapping[str, str | Sparsity] | Sequence[Sequence[str | Sparsity]]
+"""A dict from patterns to sparsities, or pairs (pattern, sparsity)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -19,7 +22,8 @@ class Recipe(Value):
     A layer that no pattern matches is dense.
 
     Args:
-      rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`.
+      rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`. A dict has the rules in
+        the order of its items.
       backend: Who runs pruned products: "auto" is a kernel if it is expected to win, "xla" never a kernel, "pallas"
         always one, "interpret" a kernel simulated on a CPU.
 
@@ -30,10 +34,16 @@ class Recipe(Value):
     >>> recipe = Recipe(((r".*/attention/.*", "dense"), (r"blocks/.*", "s_ste(2,4)")))
     >>> recipe("blocks/0/mlp/up"), recipe("blocks/0/attention/out"), recipe("head")
     (fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4), dense, dense)
+    >>> Recipe({r".*/attention/.*": "dense", r"blocks/.*": "s_ste(2,4)"}) == recipe
+    True
     """
 
     rules: tuple[tuple[str, Sparsity], ...]
     backend: str = "auto"
+
+    if TYPE_CHECKING:  # it takes more than it keeps
+
+        def __init__(self, rules: Rules, backend: str = "auto") -> None: ...
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,6 +134,8 @@ def _likeness(path: str, patterns: list[str]) -> float:
 
 
 def _pairs(rules: Any) -> tuple[Any, ...]:
+    if isinstance(rules, Mapping):
+        return tuple(rules.items())
     if not isinstance(rules, (tuple, list)) or not all(isinstance(r, (tuple, list)) and len(r) == 2 for r in rules):
         raise TypeError(f"Recipe takes rules ((pattern, sparsity), ...), as ((r'.*', 's_ste(2,4)'),), got {rules!r}.")
     return tuple(rules)

@@ -50,7 +50,11 @@ def test_rules_are_values_and_survive_their_text(text):
 
 def test_equality_hash_and_text():
     recipe = nm.Recipe((("a/.*", "ste(2,4)"), (".*", "dense")))
-    same = [nm.Recipe((("a/.*", STE), (".*", nm.Sparsity()))), nm.Recipe([["a/.*", "ste()"], [".*", ""]])]
+    same = [
+        nm.Recipe({"a/.*": STE, ".*": ""}),
+        nm.Recipe((("a/.*", STE), (".*", nm.Sparsity()))),
+        nm.Recipe([["a/.*", "ste()"], [".*", ""]]),
+    ]
     others = [nm.Recipe(recipe.rules[::-1]), nm.Recipe(recipe.rules[:1]), nm.Recipe(recipe.rules, backend="xla")]
     assert all(v == recipe and hash(v) == hash(recipe) for v in same)
     assert all(v != recipe for v in others)
