@@ -11,7 +11,7 @@ from nmjax.kernels.targets import check_backend
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.text import parse
 
-Rules: TypeAlias = Mapping[str, str | Sparsity] | Sequence[Sequence[str | Sparsity]]
+Rules: TypeAlias = dict[str, Sparsity] | dict[str, str] | dict[str, str | Sparsity] | Sequence[Sequence[str | Sparsity]]
 """A dict from patterns to sparsities, or pairs (pattern, sparsity)."""
 
 
@@ -134,7 +134,7 @@ def _likeness(path: str, patterns: list[str]) -> float:
 
 
 def _pairs(rules: Any) -> tuple[Any, ...]:
-    if isinstance(rules, Mapping):
+    if isinstance(rules, dict):  # no other mapping: a ConfigDict sorts its keys
         return tuple(rules.items())
     if not isinstance(rules, (tuple, list)) or not all(isinstance(r, (tuple, list)) and len(r) == 2 for r in rules):
         raise TypeError(f"Recipe takes rules ((pattern, sparsity), ...), as ((r'.*', 's_ste(2,4)'),), got {rules!r}.")

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError
 import jax
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 
 import nmjax as nm
 from nmjax.recipes.text import METHODS
@@ -189,7 +190,8 @@ def test_a_model_is_refused_before_anything_is_changed():
         (lambda: nm.Recipe(("up", "dense")), TypeError, r"^Recipe takes rules \(\(pattern, sparsity\), \.\.\.\), as \(\(r'\.\*', 's_ste\(2,4\)'\),\), got \('up', 'dense'\)\.$"),
         (lambda: nm.Recipe((("up", "dense", 3),)), TypeError, "^Recipe takes rules"),
         (lambda: nm.Recipe("ste(2,4)"), TypeError, r"^Recipe takes rules .* got 'ste\(2,4\)'"),
-        (lambda: nm.Recipe({"up": "dense"}), TypeError, "^Recipe takes rules"),
+        (lambda: nm.Recipe(ConfigDict({"up": "dense"})), TypeError, "^Recipe takes rules"),  # it sorts its keys
+        (lambda: nm.Recipe({3: "dense"}), TypeError, "^a rule's pattern is the text of a regular expression"),
         (lambda: nm.Recipe(5), TypeError, "^Recipe takes rules .* got 5"),
         (lambda: nm.Recipe((), backend="cuda"), ValueError, "^backend is one of 'auto', 'xla', 'pallas', 'interpret', got 'cuda'"),
         (lambda: nm.Recipe((), backend=None), ValueError, "^backend is one of 'auto', 'xla', 'pallas', 'interpret', got None"),
