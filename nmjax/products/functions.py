@@ -97,7 +97,7 @@ def einsum(
     """
     dims, order = einsum_dims(spec, lhs.ndim, rhs.ndim)
     if out_sharding is not None:
-        out_sharding = _before_transpose(out_sharding, order)
+        out_sharding = before_transpose(out_sharding, order)
     y = dot_general(
         lhs, rhs, dims, precision, preferred_element_type, out_sharding, sparsity=sparsity, ctx=ctx, backend=backend,
         name=name, packed=packed,
@@ -105,7 +105,7 @@ def einsum(
     return jnp.transpose(y, order)
 
 
-def _before_transpose(sharding: Any, order: list[int]) -> Any:
+def before_transpose(sharding: Any, order: list[int]) -> Any:
     """Return the sharding before a transposition, given the one after it."""
     spec = tuple(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
     spec += (None,) * (len(order) - len(spec))

@@ -36,7 +36,7 @@ class Parameter(NamedTuple):
 
     def after(self, equation: core.JaxprEqn) -> "Parameter | None":
         """Return what an equation makes of this value, if it changes its layout alone; None otherwise."""
-        step = _step(equation)
+        step = _step(equation) if len(equation.outvars) == 1 else None
         return None if step is None else self._replace(steps=(*self.steps, *step))
 
     @property
@@ -79,7 +79,7 @@ def _step(equation: core.JaxprEqn) -> tuple[Step, ...] | None:
         return (Step("dtype", after.dtype),) if both else None
     if name == "transpose":
         return (Step("transpose", tuple(to["permutation"])),)
-    if name in ("copy", "copy_p", "sharding_constraint", "optimization_barrier"):
+    if name in ("copy", "copy_p", "sharding_constraint", "optimization_barrier", "name"):
         return ()
     reshaped = name == "reshape" and to["dimensions"] is None
     if (reshaped or name in ("squeeze", "broadcast_in_dim")) and math.prod(before.shape) == math.prod(after.shape):

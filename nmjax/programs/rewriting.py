@@ -11,7 +11,8 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from nmjax.products.operations import Conv, Dot
+from nmjax.products.functions import before_transpose
+from nmjax.products.operations import Conv, DimensionNumbers, Dot
 from nmjax.programs.parameters import Parameter
 
 Value = tuple[Any, Parameter | None]
@@ -83,8 +84,8 @@ class Rewriter(NamedTuple):
             y = self.compute(product, x, w, sites.get(product.parameter.path))
             if y is None:
                 y = _plain(program, equation, arrays)[0]
-            elif product.swapped:
-                y = _unswapped(y, x, product.op)
+            elif product.swapped and isinstance(product.op, Dot):
+                y = lax.transpose(y, _order(product.op.dims, equation))
             return [(y, None)]
         for parameter in filter(None, parameters):
             self.seen(parameter, name)
@@ -116,7 +117,10 @@ def _product(equation: core.JaxprEqn, parameters: list[Parameter | None]) -> Pro
         contract = (tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
         batch = (tuple(map(int, lb)), tuple(map(int, rb)))
         precision = of["precision"][::-1] if swapped and isinstance(of["precision"], tuple) else of["precision"]
-        op = Dot((contract, batch), precision, of["preferred_element_type"], None if swapped else of["out_sharding"])
+        sharding = of["out_sharding"]
+        if swapped and sharding is not None:
+            sharding = before_transpose(sharding, _order((contract, batch), equation))
+        op = Dot((contract, batch), precision, of["preferred_element_type"], sharding)
         weight = parameters[0] if swapped else parameters[1]
         assert weight is not None
         return Product(weight, op, swapped)
@@ -130,11 +134,17 @@ def _product(equation: core.JaxprEqn, parameters: list[Parameter | None]) -> Pro
     return None
 
 
-def _unswapped(y: jax.Array, x: jax.Array, op: Any) -> jax.Array:
-    """Return a product with the axes in the order that they have if the weight is the left operand."""
-    (contract, _), (batch, _) = op.dims
-    first, of_x = len(batch), x.ndim - len(contract)
-    return lax.transpose(y, (*range(first), *range(of_x, y.ndim), *range(first, of_x)))
+def _order(dims: DimensionNumbers, equation: core.JaxprEqn) -> list[int]:
+    """Return the axes of a product of x and a weight in the order that they have if the weight is the left operand.
+
+    Args:
+      dims: The dimension numbers with the weight as the right operand.
+      equation: The product in the program, with the weight as the left operand.
+    """
+    (contract, _), (batch, _) = dims
+    shapes: list[Any] = [equation.invars[1].aval, equation.outvars[0].aval]
+    of_x, first = len(shapes[0].shape) - len(contract), len(batch)
+    return [*range(first), *range(of_x, len(shapes[1].shape)), *range(first, of_x)]
 
 
 # ---- programs inside programs ----
@@ -149,18 +159,31 @@ def _parameters(operands: Sequence[Value]) -> list[Parameter | None]:
     return [parameter for _, parameter in operands]
 
 
+def _arrays(rewriter: Rewriter, results: Sequence[Value], by: str) -> list[Any]:
+    """Return the results of an inner program. A parameter among them is not followed further."""
+    for parameter in filter(None, _parameters(results)):
+        rewriter.seen(parameter, f"the result of {by}")
+    return [y for y, _ in results]
+
+
 def _jit(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
-    program, consts = _opened(equation.params["jaxpr"])
-    return rewriter.run(program, consts, operands, sites)
+    of = equation.params
+    program, consts = _opened(of["jaxpr"])
+    results = rewriter.run(program, consts, operands, sites)
+    shardings = of.get("out_shardings", [None] * len(results))
+    constrained: list[Value] = []
+    for (y, parameter), sharding in zip(results, shardings, strict=True):
+        fixed = isinstance(sharding, jax.sharding.Sharding)
+        constrained.append((lax.with_sharding_constraint(y, sharding) if fixed else y, parameter))
+    return constrained
 
 
 def _checkpoint(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
-    of, parameters = equation.params, _parameters(operands)
+    of, parameters, by = equation.params, _parameters(operands), "checkpoint"
     program, consts = _opened(of["jaxpr"])
 
     def run(arrays: list[Any], sites: Sites) -> list[Any]:
-        results = rewriter.run(program, consts, list(zip(arrays, parameters, strict=True)), sites)
-        return [y for y, _ in results]
+        return _arrays(rewriter, rewriter.run(program, consts, list(zip(arrays, parameters, strict=True)), sites), by)
 
     again = jax.checkpoint(run, prevent_cse=of["prevent_cse"], policy=of["policy"])
     return [(y, None) for y in again([x for x, _ in operands], dict(sites))]
@@ -183,7 +206,7 @@ def _scan(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], si
     def body(carry: list[Any], slices: tuple[list[Any], Sites]) -> tuple[list[Any], list[Any]]:
         arrays, own = slices
         inputs = list(zip([*constants, *carry, *arrays], inside, strict=True))
-        results = [y for y, _ in rewriter.run(program, consts, inputs, {**sites, **own})]
+        results = _arrays(rewriter, rewriter.run(program, consts, inputs, {**sites, **own}), "scan")
         return results[:carried], results[carried:]
 
     first = [x for x, _ in operands[shared : shared + carried]]
@@ -197,7 +220,7 @@ def _cond(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], si
 
     def branch(program: core.Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:
         inputs = lambda arrays: list(zip(arrays, parameters, strict=True))
-        return lambda *arrays: [y for y, _ in rewriter.run(program, consts, inputs(arrays), sites)]
+        return lambda *arrays: _arrays(rewriter, rewriter.run(program, consts, inputs(arrays), sites), "cond")
 
     branches = [branch(*_opened(program)) for program in equation.params["branches"]]
     index, *arrays = [x for x, _ in operands]
@@ -214,7 +237,7 @@ def _while(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], s
     as_values: Callable[[Sequence[Any]], list[Value]] = lambda carry: [(x, None) for x in carry]
     plain = as_values([x for x, _ in asked])
     again = lambda carry: rewriter.run(*condition, [*plain, *as_values(carry)], sites)[0][0]
-    turn = lambda carry: [y for y, _ in rewriter.run(*body, [*used, *as_values(carry)], sites)]
+    turn = lambda carry: _arrays(rewriter, rewriter.run(*body, [*used, *as_values(carry)], sites), "while")
     return as_values(lax.while_loop(again, turn, [x for x, _ in first]))
 
 

@@ -202,10 +202,11 @@ class transform(Value):
     def _site(self, path: str, value: Any, places: list[Place], others: list[str]) -> ProgramSite:
         sparsity, first = self.recipe(path), places[0]
         layouts = {(place.product.parameter.steps, place.operand) for place in places}
-        if len(layouts) > 1 and has_state(sparsity):
+        stacks = {place.product.parameter.stack(np.shape(value)) for place in places}
+        if (len(layouts) > 1 and has_state(sparsity)) or (len(stacks) > 1 and _needs_site(sparsity)):
             raise ValueError(
-                f"{path}: {sparsity} keeps state, and {len(layouts)} products take this parameter in different layouts."
-                " Give it a method without state."
+                f"{path}: {sparsity} keeps arrays for this parameter, and {len(layouts)} products take it in different "
+                "layouts. Give it a method without state, noise and schedule, such as ste(2,4)."
             )
         origin = Origin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
         stack = first.product.parameter.stack(np.shape(value))
@@ -300,7 +301,12 @@ def leaves(params: Any) -> dict[str, Any]:
     >>> leaves({"up": {"kernel": 1.0}, "blocks": [2.0]})
     {'blocks/0': 2.0, 'up/kernel': 1.0}
     """
-    return {_name(keys): value for keys, value in jax.tree_util.tree_flatten_with_path(params)[0]}
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    named = {_name(keys): value for keys, value in flat}
+    if len(named) < len(flat):
+        twice = next(name for name in named if sum(_name(keys) == name for keys, _ in flat) > 1)
+        raise ValueError(f"two parameters have the path {twice!r}. Rename one: a name in a path has no '/'.")
+    return named
 
 
 def _name(keys: Any) -> str:
@@ -319,21 +325,26 @@ def _run(f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: 
     """Trace a function, and run its program with other products."""
     rest, tree = jax.tree.flatten((args, options))
     values, params_tree = jax.tree.flatten(params)
-    given = [*values, *filter(_is_array, rest)]
+    paths = [path for path, value in leaves(params).items() if _is_array(value)]
+    given = [*filter(_is_array, values), *filter(_is_array, rest)]
     out: list[Any] = []  # what the function returns: None in the place of every array, and the structure last
 
     def flat(*given: Any) -> list[Any]:
-        others = iter(given[len(values) :])
-        args, options = jax.tree.unflatten(tree, [next(others) if _is_array(v) else v for v in rest])
+        arrays = iter(given)
+        whole = [next(arrays) if _is_array(v) else v for v in [*values, *rest]]
+        args, options = jax.tree.unflatten(tree, whole[len(values) :])
         results, structure = jax.tree.flatten(
-            f(jax.tree.unflatten(params_tree, given[: len(values)]), *args, **options)
+            f(jax.tree.unflatten(params_tree, whole[: len(values)]), *args, **options)
         )
         out[:] = [*(None if _is_array(v) else v for v in results), structure]
         return [v for v in results if _is_array(v)]
 
     closed = jax.make_jaxpr(flat)(*given)
-    named = [*map(Parameter, leaves(params)), *[None] * (len(given) - len(values))]
+    named = [*map(Parameter, paths), *[None] * (len(given) - len(paths))]
     computed = rewriter.run(closed.jaxpr, closed.consts, list(zip(given, named, strict=True)), arrays)
+    for _, parameter in computed:
+        if parameter is not None:
+            rewriter.seen(parameter, "the result")
     results = iter([y for y, _ in computed])
     *kinds, structure = out
     return jax.tree.unflatten(structure, [next(results) if kind is None else kind for kind in kinds])

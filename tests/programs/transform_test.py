@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import nmjax as nm
 from nmjax.programs.sites import ProgramSite
@@ -313,6 +314,72 @@ def test_a_tied_embedding_has_no_single_final_form():
         sparse.harden(params, sites)
 
 
+ESCAPES = {
+    "checkpoint": lambda w: jax.checkpoint(lambda w: w.T)(w),
+    "scan": lambda w: lax.scan(lambda c, w: (c, w.T), 0.0, w[None])[1][0],
+    "cond": lambda w: lax.cond(jnp.sum(w) > 0, lambda a, b: a.T, lambda a, b: b, w, w),
+    "while": lambda w: lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, w.T), (0, jnp.zeros(w.shape)))[1],
+}
+
+
+@pytest.mark.parametrize("by", ESCAPES)
+def test_a_parameter_that_leaves_a_program_is_noted(by):
+    sparse = nm.transform(lambda p, x: x @ p["w"] @ ESCAPES[by](p["w"]), every("ste(2,4)"))
+    params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
+    with pytest.raises(ValueError, match=f"no single final form, because .*the result of {by}.* takes it too"):
+        sparse.harden(params, sparse.init(params, x))
+
+
+def test_a_parameter_that_is_a_result_is_noted():
+    sparse = nm.transform(lambda p, x: (x @ p["w"], p["w"]), every("ste(2,4)"))
+    params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
+    with pytest.raises(ValueError, match="because the result takes it too"):
+        sparse.harden(params, sparse.init(params, x))
+
+
+def test_a_stack_that_is_also_used_whole():
+    f = lambda p, x: stacked(p, x) + jnp.einsum("lbi,lio->bo", jnp.stack([x] * 3), p["w"])
+    params, x = {"w": draw(0, 3, 16, 16)}, draw(1, 8, 16)
+    with pytest.raises(
+        ValueError, match="keeps arrays for this parameter, and 2 products take it in different layouts"
+    ):
+        nm.transform(f, every("mvue(2,4)")).init(params, x)
+    nm.transform(f, every("ste(2,4)")).init(params, x)
+
+
+def test_effects_names_and_leaves_that_are_no_arrays(capsys):
+    def f(params, x):
+        jax.debug.print("{}", params["w"].sum())
+        jax.debug.callback(lambda w: None, params["w"])
+        return params["act"](x @ checkpoint_name(params["w"], "w"))
+
+    params, x = {"w": draw(0, 16, 8), "act": jnp.tanh}, draw(1, 8, 16)
+    sparse = nm.transform(f, every("ste(2,4)"))
+    np.testing.assert_allclose(sparse(params, x), jnp.tanh(x @ pruned(params["w"], 0)), rtol=1e-5)
+    with pytest.raises(ValueError, match="two parameters have the path 'a/b'"):
+        sparse({"a/b": x, "a": {"b": x}}, x)
+
+
+def test_shardings_of_results_stay():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    wanted = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a"))
+    f = lambda p, x: jax.jit(lambda w, x: x @ w, out_shardings=wanted)(p["w"], x)
+    got = jax.jit(nm.transform(f, every("ste(2,4)")))({"w": draw(0, 16, 8)}, draw(1, 8, 16))
+    assert got.sharding.is_equivalent_to(wanted, 2)
+
+
+def test_a_left_weight_on_an_explicit_mesh():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    spec = jax.sharding.PartitionSpec
+    with jax.sharding.set_mesh(mesh):
+        w = jax.device_put(draw(0, 16, 8), jax.sharding.NamedSharding(mesh, spec("b", None)))
+        x = jax.device_put(draw(1, 8, 16), jax.sharding.NamedSharding(mesh, spec("a", "b")))
+        f = lambda p, x: jnp.einsum("io,bi->ob", p["w"], x, out_sharding=spec(None, "a"))
+        got = jax.jit(nm.transform(f, every("ste(2,4)")))({"w": w}, x)
+    assert got.sharding.spec == spec(None, "a")
+    np.testing.assert_allclose(got, (draw(1, 8, 16) @ pruned(draw(0, 16, 8), 0)).T, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
@@ -336,7 +403,7 @@ def test_a_tied_embedding_has_no_single_final_form():
             lambda: nm.transform(lambda p, x: x @ p["w"] @ p["w"].T, every("s_ste(2,4)")).init(
                 {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
             ),
-            ValueError, "keeps state, and 2 products take this parameter in different layouts",
+            ValueError, "keeps arrays for this parameter, and 2 products take it in different layouts",
         ),
     ],
 )  # fmt: skip
