@@ -5,13 +5,15 @@
 #   make test       the fast tests, on every core: about five minutes on two
 #   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (half an hour on two)
 #   make test-docs  the tests of the site, which need Sphinx
+#   make test-thirdparty  models of Tunix, MaxText and DeepMind's gemma, go 2:4. Needs Python 3.12; installs 325 MB
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
 #   make gallery    runs every page that needs no other data, and makes one index of their reports (half an hour on two)
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error
 #   make dist       builds the wheel, and installs it into an empty environment; TAG=v0.1.0 must be its version
-#   make lint       formatting, lint, types, and the files of GitHub
+#   make lint       formatting, lint, types, also of the snippets in pages, and the files of GitHub
 #   make lint-types   the types only
+#   make lint-snippets   the types of the snippets in README.md and docs/ only, as pyright and mypy see them
 #   make lint-github  the files of GitHub only, and CITATION.cff
 #   make format     formats all files, and mends what the linter can mend
 #   make clean      removes the virtual environment
@@ -24,7 +26,7 @@ export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 .DEFAULT_GOAL := run
-.PHONY: help run test test-all test-docs bench gallery notebooks docs dist lint lint-types lint-github format clean
+.PHONY: help run test test-all test-docs test-thirdparty bench gallery notebooks docs dist lint lint-types lint-snippets lint-github format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -40,6 +42,9 @@ test-all: $(VENV)/made
 
 test-docs: $(VENV)/docs-made
 	$(BIN)/python -m pytest -q tests/site_test.py
+
+test-thirdparty: $(VENV)/thirdparty-made
+	$(BIN)/python -m pytest -q tests/thirdparty $(ARGS)
 
 bench: $(VENV)/made
 	$(BIN)/python -m experiments.bench transforms
@@ -61,13 +66,16 @@ dist: $(VENV)/made
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m tests.wheel_test dist "$$TAG"
 
-lint: lint-types lint-github
+lint: lint-types lint-snippets lint-github
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
 lint-types: $(VENV)/made
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/pyrefly check --config pyrefly-strict.toml --python-interpreter-path $(BIN)/python
+
+lint-snippets: $(VENV)/made
+	$(BIN)/python -m tests.snippets
 
 lint-github: $(VENV)/made
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
@@ -86,6 +94,10 @@ clean:
 $(VENV)/made: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/thirdparty-made: tests/thirdparty/requirements.txt $(VENV)/made
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/thirdparty/requirements.txt
 	touch $@
 
 $(VENV)/docs-made: $(VENV)/made

@@ -22,13 +22,6 @@ SPACES = {  # the module, and what its page is called
     "nmjax.models": "Models",
 }
 
-INTERNAL = {  # what Flax sees of a sparse layer; users pass it on
-    "nmjax.linen.Box",
-    "nmjax.linen.Origin",
-    "nmjax.linen.Product",
-    "nmjax.linen.SiteVariable",
-}
-
 
 class Public(NamedTuple):
     """A public name."""
@@ -57,7 +50,7 @@ def names(space: str) -> list[Public]:
         for name, value in vars(home).items()
         if not name.startswith("_") and callable(value) and (name in re_exported or _origin(value) == home.__name__)
     ]
-    return sorted((m for m in members if m.name not in INTERNAL), key=lambda member: member.name.lower())
+    return sorted(members, key=lambda member: member.name.lower())
 
 
 def _origin(value: Any) -> str:

@@ -22,6 +22,7 @@ from nmjax.products.functions import (
     conv_general_dilated as conv_general_dilated,
     dot_general as dot_general,
     einsum as einsum,
+    ragged_dot as ragged_dot,
 )
 from nmjax.products.pruning import prune as prune
 from nmjax.products.sparsity import Sparsity as Sparsity
@@ -58,3 +59,10 @@ from nmjax.recipes.table import Recipe as Recipe
 from nmjax.recipes.text import parse as parse, parse_pruner as parse_pruner
 
 __version__ = "0.1.0"
+
+_FOLDERS = ("analysis", "core", "products", "programs", "pruners", "recipes")  # where the names come from
+
+
+def __dir__() -> list[str]:
+    """Return the names that completion shows: the public ones."""
+    return [name for name in globals() if name not in _FOLDERS]

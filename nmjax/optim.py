@@ -1,4 +1,7 @@
-"""Optax transformations for masked training: decay of dropped weights, and an Adam that decides when masks begin."""
+"""Optax transformations for masked training.
+
+Decay of dropped weights, and an Adam that decides when masks begin.
+"""
 
 import math
 import numbers

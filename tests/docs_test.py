@@ -78,6 +78,29 @@ def test_a_name_that_a_page_uses_is_in_the_reference(page):
         assert used in listed or (owner in listed and hasattr(listed[owner], last)) or last.isupper(), used
 
 
+def test_completion_shows_the_public_names():
+    """Of `nm`, without the folders that the names come from."""
+    spaces = {space.partition(".")[2] for space in public.SPACES} - {""}
+    shown = {name for name in dir(nm) if not name.startswith("_")}
+    assert shown == {name.name.partition(".")[2] for name in public.names("nmjax")} | spaces
+    assert "__version__" in dir(nm)
+
+
+SPOKEN = [
+    *public.names("nmjax"),
+    *public.names("nmjax.methods"),
+    *(public.Public(s, public.module(s)) for s in public.SPACES),
+]
+
+
+@pytest.mark.parametrize("name", SPOKEN, ids=lambda name: name.name)
+def test_completion_shows_one_line(name):
+    """Editors show the first line of a docstring next to the name."""
+    first = (inspect.getdoc(name.value) or "").partition("\n")[0]
+    assert re.fullmatch(r"\S.*\.", first), f"{first!r} is no sentence"
+    assert len(first) <= 100, f"{first!r} has {len(first)} characters"
+
+
 def missing(value) -> str:
     """Return what a docstring lacks: a first sentence, or an example; "" if it has both."""
     text = inspect.getdoc(value) or ""

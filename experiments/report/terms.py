@@ -8,7 +8,7 @@ from experiments.report.words import safe
 TERMS = {  # a word as it stands in reports: its meaning. docs/glossary.md has each meaning, word by word
     "hardened": "The weights that inference uses: pruned for good, by the final form of each pruner.",
     "effective": "The FLOPs that products would have if the zeros of n:m operands cost nothing. A count, not a time.",
-    "share of dense": "The effective FLOPs of a run as a share of its dense FLOPs.",
+    "share of dense": "The effective FLOPs of a run divided by its dense FLOPs.",
     "frontier": "The runs for which no other finished run has a better score at the same or fewer effective FLOPs.",
     "best": "The best evaluation of the run. Its checkpoint is kept.",
     "train": "Means over the training steps since the previous line, with the augmentation and the label smoothing of "

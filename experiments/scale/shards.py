@@ -19,8 +19,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments.errors import Mistake
-from nmjax.nnx.doors import Layer, layers
-from nmjax.products.rule import slot_refusals
+from nmjax.nnx.doors import Layer
+from nmjax.nnx.layers import layers
+from nmjax.products.fit import slot_refusals
 
 AXES = ("data", "fsdp", "tensor")
 CUT = ((re.compile(r"/(up|query|key|value)$"), "other"), (re.compile(r"/(down|out)$"), "contract"))  # by `tensor`
@@ -94,9 +95,9 @@ def of_state(state: Any, model: nnx.Module, mesh: Mesh) -> Any:
       mesh: The devices.
     """
     sparse = list(layers(model))
-    kernels = {_kernel_name(layer): _cut_kernel(layer, mesh) for layer in sparse}
+    kernels = {layer.kernel_path: _cut_kernel(layer, mesh) for layer in sparse}
     cuts = kernels | _cut_others(model, mesh, kernels)
-    homes = {layer.path: (layer.module.kernel.shape, kernels[_kernel_name(layer)]) for layer in sparse}
+    homes = {layer.path: (layer.kernel.shape, kernels[layer.kernel_path]) for layer in sparse}
 
     def place(path, leaf):
         names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
@@ -133,13 +134,9 @@ def stacked(count: int, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 # ---- parameters: for each axis of one, the axis of the mesh that cuts it, or None ----
 
 
-def _kernel_name(layer: Layer) -> str:
-    return f"{layer.path}/kernel".lstrip("/")
-
-
 def _cut_kernel(layer: Layer, mesh: Mesh) -> tuple[str | None, ...]:
     """Cut a kernel along one axis by `tensor` and along another by `fsdp`, so that every group stays on one device."""
-    shape = layer.module.kernel.shape
+    shape = layer.kernel.shape
     own = [axis for axis in range(len(shape)) if axis not in layer.stack]
     cut: list[str | None] = [None] * len(shape)
     axis = _tensor_axis(layer, own) if mesh.shape["tensor"] > 1 else None
@@ -168,7 +165,7 @@ def _no_tensor_cut(layer: Layer, axis: int, mesh: Mesh) -> Mistake:
     asked, most = mesh.shape["tensor"], mesh.size // mesh.shape["fsdp"]
     legal = [count for count in range(1, most + 1) if most % count == 0 and _legal(layer, axis, count)]
     nearest = min(legal, key=lambda count: (abs(count - asked), count))
-    shape = " x ".join(map(str, layer.module.kernel.shape))
+    shape = " x ".join(map(str, layer.kernel.shape))
     return Mistake(
         f"config.mesh.tensor={asked}: {layer.path}, a kernel of {shape}, cannot be cut along axis {axis} for "
         f"{layer.sparsity}: its parts would not be equal, or groups would lie on two devices. Write "
@@ -178,12 +175,12 @@ def _no_tensor_cut(layer: Layer, axis: int, mesh: Mesh) -> Mistake:
 
 def _legal(layer: Layer, axis: int, count: int) -> bool:
     """Return whether an axis of a kernel can be cut into so many equal parts of whole groups."""
-    if layer.module.kernel.shape[axis] % count:
+    if layer.kernel.shape[axis] % count:
         return False
     product = layer.example(math.lcm(*(getattr(layer.sparsity, slot).block for slot in ("drhs_g", "drhs_lhs"))))
     if product is None or count == 1:
         return True
-    own = [a for a in range(layer.module.kernel.ndim) if a not in layer.stack]
+    own = [a for a in range(layer.kernel.ndim) if a not in layer.stack]
     spec = PartitionSpec(*("cut" if a == axis else None for a in own))
     cut_mesh = jax.sharding.AbstractMesh((count,), ("cut",), axis_types=(AxisType.Auto,))
     rhs = jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=NamedSharding(cut_mesh, spec))

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments.errors import Mistake
 from nmjax.core import names
-from nmjax.recipes.text import foreign_names as names_in
+from nmjax.core.names import foreign_names as names_in
 
 DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: the dtype of the parameters, which are float32
 SHAPES = ("constant", "linear", "cosine")

@@ -47,7 +47,7 @@ class Task(Protocol):
         """Yield the arrays of every step from `start` on: the same resident arrays again and again, or new batches."""
         ...
 
-    def batch(self, arrays: Any, seed: jax.Array, step: jax.Array, mesh: Mesh) -> Any:
+    def batch(self, arrays: Any, seed: int | jax.Array, step: int | jax.Array, mesh: Mesh) -> Any:
         """Return the batch of a step, made of the feed's arrays. It is traced inside the compiled step."""
         ...
 

@@ -14,7 +14,7 @@ from experiments.errors import Missing
 from experiments.scale import shards
 from experiments.training import hardest, settings
 
-MODELS = {"gpt": (nm.models.GPT, nm.models.gpt.SIZES)}
+MODELS = {"gpt": (nm.models.GPT, nm.models.gpt.SIZES), "moe": (nm.models.MoE, nm.models.moe.SIZES)}
 
 
 class Task:
@@ -113,7 +113,8 @@ class Task:
             nnx.merge(graph, state), jnp.asarray(prompt)[None], key, count=200, temperature=0.8
         )
         keys = jax.random.split(jax.random.key(0), 2)
-        drawn = jax.jit(jax.vmap(draw, in_axes=(None, 0)), out_shardings=shards.whole(mesh))(state, keys)
+        each = lambda state, keys: jax.lax.map(lambda key: draw(state, key), keys)  # vmap refuses grouped products
+        drawn = jax.jit(each, out_shardings=shards.whole(mesh))(state, keys)
 
         def look(state, windows, counts):
             windows = windows.astype(jnp.int32)

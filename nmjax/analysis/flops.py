@@ -15,11 +15,11 @@ import jax
 from jax.extend import core
 
 from nmjax.core.pruner import Pruner
-from nmjax.products.operations import Conv, Dot
+from nmjax.products.operations import Conv, Dot, RaggedDot
 from nmjax.products.sparsity import Sparsity
 
 
-def flops(op: Dot | Conv, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
+def flops(op: Dot | Conv | RaggedDot, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
     """Return the FLOPs of a dense product.
 
     Args:
@@ -33,6 +33,8 @@ def flops(op: Dot | Conv, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> int:
     if isinstance(op, Dot):
         (_, contract), (_, batch) = op.dims
         return _cost(lhs, rhs, (*contract, *batch))
+    if isinstance(op, RaggedDot):  # each token meets the matrix of its expert only
+        return _cost(lhs, rhs, (0, 1))
     out = jax.eval_shape(op, *(jax.ShapeDtypeStruct(s, "float32") for s in (lhs, rhs))).shape
     return _cost(out, rhs, op.dims.rhs_spec[:1])
 

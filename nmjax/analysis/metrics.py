@@ -1,4 +1,4 @@
-"""Measures of sparsity: densities, flips of masks, ties, broken patterns, errors of pruned values and gradients.
+"""Measures of sparsity: densities, flips of masks, ties, broken patterns and errors of pruned values.
 
 They are functions of arrays or pytrees, in which None is skipped. Sums are taken in float32 and int32. Call them inside
 `jax.jit` to log them from a training step.

@@ -4,6 +4,7 @@ import difflib
 import math
 import operator
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,13 @@ def violations(weights: PyTree, patterns: Pattern | Mapping[str, Pattern | None]
         chosen = dict.fromkeys(_fitting(text, arrays), pattern) | chosen
     counted = {name: pattern for name, pattern in chosen.items() if pattern is not None}
     return {name: _violations(name, x, counted[name]) for name, x in named if name in counted}
+
+
+def checked(counts: dict[str, jax.Array | None]) -> dict[str, jax.Array | None]:
+    """Return counts of violations by path. Warn if nothing was counted, because no weight ends n:m."""
+    if all(count is None for count in counts.values()):
+        warnings.warn("violations: no weight ends n:m, so nothing was checked.", stacklevel=3)
+    return counts
 
 
 def path(keys: tuple[Any, ...]) -> str:

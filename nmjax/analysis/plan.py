@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,10 +19,12 @@ from nmjax.analysis import flops
 from nmjax.analysis.refusals import Use, backend_refusal, slot_refusal
 from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
+from nmjax.products.operations import Conv, result_shape
+from nmjax.products.pruning import Operand, space_left
 from nmjax.products.routes import RESULTS, Route, explain
 from nmjax.products.slot import SLOTS, WEIGHT
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import identity
+from nmjax.pruners import identity, rescale
 
 
 class SlotPlan(NamedTuple):
@@ -35,11 +36,17 @@ class SlotPlan(NamedTuple):
       along: The sizes of the axes that its product contracts; empty if they are known only from a call.
       groups: The number of groups in one call; None if it is known only from a call.
       refused: The reason why the pruner cannot be used here; None if it can.
+      norms: The choice of `rescale` in this layer if its ``over`` is "auto": "spatial" or "group". Both if it is known
+        only from a call, or differs between calls. Empty if nothing is chosen.
 
-    >>> from nmjax.pruners import mse
+    >>> from nmjax.pruners import mse, rescale
     >>> print(SlotPlan("fwd_rhs", mse(2, 4), along=(16,), groups=128))
     fwd_rhs=mse(2,4)
       128 groups along 16
+    >>> print(SlotPlan("dlhs_g", rescale(mse(2, 4)), along=(16,), groups=128, norms=("group",)))
+    dlhs_g=rescale(mse(2,4))
+      128 groups along 16
+      norm of each group
     """
 
     name: str
@@ -47,21 +54,26 @@ class SlotPlan(NamedTuple):
     along: tuple[int, ...] = ()
     groups: int | None = None
     refused: str | None = None
+    norms: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the slot as the table shows it."""
         text = f"{self.name}={self.pruner}"
         if self.refused:
             return f"{text}\n  REFUSED"
+        norms = f"\n  norm {' or '.join(_NORMS[norm] for norm in self.norms)}" if self.norms else ""
         if self.pruner.block == 1:  # no groups
-            return text
+            return text + norms
         unknown = "axes unknown" if self.name in WEIGHT else "tokens unknown"
         if not self.along:
-            return f"{text}\n  {unknown}"
+            return f"{text}\n  {unknown}{norms}"
         along = f"groups along {' x '.join(map(str, self.along))}"
         if self.groups is None:
-            return f"{text}\n  {along}, {unknown}"
-        return f"{text}\n  {self.groups:,} {along}"
+            return f"{text}\n  {along}, {unknown}{norms}"
+        return f"{text}\n  {self.groups:,} {along}{norms}"
+
+
+_NORMS = {"spatial": "over space", "group": "of each group"}
 
 
 class LayerPlan(NamedTuple):
@@ -79,6 +91,7 @@ class LayerPlan(NamedTuple):
         because it is random at every step.
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
+      else_dense: (slot, reason) of the slots that its rule leaves dense, because they do not fit its shapes.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -95,6 +108,7 @@ class LayerPlan(NamedTuple):
     shares: tuple[float, float, float]
     hardened: str
     runs: tuple[tuple[str, Route], ...] = ()
+    else_dense: tuple[tuple[str, str], ...] = ()
 
 
 def hardened(sparsity: Sparsity) -> str:
@@ -120,16 +134,41 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         if p == identity:
             continue
         if not uses or (name.startswith("drhs") and not tokens_known):
-            plans.append(SlotPlan(name, p))
+            plans.append(SlotPlan(name, p, norms=("spatial", "group") if _chooses(p) else ()))
             continue
-        op, lhs, rhs, stacked = uses[0]
-        g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
-        shape = {"fwd_lhs": lhs, "drhs_lhs": lhs, "dlhs_g": g, "drhs_g": g}.get(name, rhs).shape
-        along = tuple(shape[a] for a in op.operands(len(lhs.shape), len(rhs.shape))[name].contract)
-        groups = stacked * math.prod(shape) // p.block if tokens_known or name in WEIGHT else None
-        refusal = slot_refusal(name, sparsity, uses)
-        plans.append(SlotPlan(name, p, along, groups, None if refusal is None else refusal.reason))
+        shape, operand = _operand(name, uses[0])
+        along = tuple(shape[a] for a in operand.contract)
+        counted = name in WEIGHT or (tokens_known and not operand.ragged)  # the sizes of a call fix the ragged groups
+        groups = uses[0].stacked * math.prod(shape) // p.block if counted else None
+        refusal = slot_refusal(name, sparsity, uses, tokens_known)
+        reason = None if refusal is None else refusal.reason
+        plans.append(SlotPlan(name, p, along, groups, reason, _norms(name, p, uses, tokens_known)))
     return tuple(plans)
+
+
+def _operand(name: str, use: Use) -> tuple[tuple[int, ...], Operand]:
+    """Return the shape of a slot's operand, and where its axes lie."""
+    g, axes = result_shape(use.op, use.lhs, use.rhs), use.op.operands(len(use.lhs.shape), len(use.rhs.shape))
+    shapes = {"fwd_lhs": use.lhs, "drhs_lhs": use.lhs, "dlhs_g": g, "drhs_g": g}
+    return shapes.get(name, use.rhs).shape, axes[name]
+
+
+def _norms(name: str, p: Pruner, uses: list[Use], tokens_known: bool) -> tuple[str, ...]:
+    """Return `SlotPlan.norms`. Before a call, only a convolution says whether x and g have axes of space."""
+    chooses = _chooses(p)
+    if chooses is None:
+        return ()
+    if not tokens_known and name not in WEIGHT and not all(isinstance(use.op, Conv) for use in uses):
+        return ("spatial", "group")
+    spaces = [space_left(shape, p, operand) for shape, operand in (_operand(name, use) for use in uses)]
+    return tuple(dict.fromkeys(map(chooses.over_in, spaces)))
+
+
+def _chooses(p: Pruner) -> rescale | None:
+    """Return the `rescale` in a pruner that chooses its norm by the array, or None."""
+    if isinstance(p, rescale) and p.over == "auto":
+        return p
+    return next((found for part in p.parts if (found := _chooses(part)) is not None), None)
 
 
 def runs_of(
@@ -164,6 +203,7 @@ class Plan:
       uncovered: (path, shape) of the parameters outside these layers that have more than one axis.
       parameters: The number of all parameters.
       recipe_refusals: (where, reason) of what `nmjax.nnx.sparsify` would refuse in the recipe itself.
+      missed: The paths of uncovered parameters of modules that a rule of the recipe matches.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -177,6 +217,7 @@ class Plan:
     uncovered: tuple[tuple[str, tuple[int, ...]], ...]
     parameters: int
     recipe_refusals: tuple[tuple[str, str], ...] = ()
+    missed: tuple[str, ...] = ()
 
     @property
     def forward(self) -> tuple[float, float]:
@@ -279,12 +320,16 @@ class Plan:
             if idle:
                 ranges = map(layer_paths.short, layer_paths.alike((path, None, path) for path in idle))
                 lines.append(f"Layers that this call does not use: {', '.join(ranges)}")
-        if self.uncovered:
-            groups = layer_paths.alike((path, shape, (path, shape)) for path, shape in self.uncovered)
-            ranges = (
-                f"{layer_paths.short([p for p, _ in alike])} {'x'.join(map(str, alike[0][1]))}" for alike in groups
-            )
-            lines.append(f"Parameters that no rule can prune: {', '.join(ranges)}")
+        others = [(path, shape) for path, shape in self.uncovered if path not in self.missed]
+        if self.missed:
+            meant = [(path, shape) for path, shape in self.uncovered if path in self.missed]
+            lines.insert(0, f"Parameters that a rule matches and no door reaches, so they stay dense: {_shapes(meant)}")
+        if others:
+            lines.append(f"Parameters that no rule can prune: {_shapes(others)}")
+        left = [
+            (layer.path, reason) for layer in self.layers for reason in dict.fromkeys(r for _, r in layer.else_dense)
+        ]
+        lines += [f"Dense, as the rule says: {line}" for line in layer_paths.folded(left)]
         lines += self._route_notes()
         for alike in layer_paths.alike((path, reason, (path, reason)) for path, reason in self.refused):
             lines.append(f"REFUSED in {layer_paths.short([path for path, _ in alike])}: {alike[0][1]}")
@@ -326,3 +371,11 @@ def _change(before: float, after: float) -> str:
 
 def _giga(cost: float) -> str:
     return f"{cost / 1e9:,.0f}" if cost >= 1e13 else f"{cost / 1e9:.4g}"
+
+
+def _shapes(parameters: list[tuple[str, tuple[int, ...]]]) -> str:
+    """Return parameters and their shapes as one text. Paths that differ in numbers only share a shape."""
+    texts: list[str] = []
+    for alike in layer_paths.alike((path, shape, (path, shape)) for path, shape in parameters):
+        texts.append(f"{layer_paths.short([path for path, _ in alike])} {'x'.join(map(str, alike[0][1]))}")
+    return ", ".join(texts)

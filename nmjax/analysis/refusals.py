@@ -19,9 +19,9 @@ from typing import NamedTuple
 import jax
 
 from nmjax.core.refusal import Refusal
+from nmjax.products.fit import fitting, slot_refusals
 from nmjax.products.operations import Operation
 from nmjax.products.routes import Route, not_packed
-from nmjax.products.rule import slot_refusals
 from nmjax.products.sparsity import Sparsity
 
 
@@ -41,19 +41,41 @@ class Use(NamedTuple):
     stacked: int
 
 
-def slot_refusal(slot: str, sparsity: Sparsity, uses: Iterable[Use]) -> Refusal | None:
+def slot_refusal(slot: str, sparsity: Sparsity, uses: Iterable[Use], tokens_known: bool = False) -> Refusal | None:
     """Return the reason why a slot cannot prune in some product of a layer; None if it can prune in all.
 
     Args:
       slot: The name of the slot, such as "fwd_rhs".
       sparsity: What the layer prunes.
       uses: The products of the layer. The first that refuses gives the reason.
+      tokens_known: True if the shapes of the products are those of a call. Otherwise a reason states no shape of x
+        and g.
     """
     for use in uses:
-        refusal = dict(slot_refusals(use.op, use.lhs, use.rhs, sparsity)).get(slot)
+        refusal = dict(slot_refusals(use.op, use.lhs, use.rhs, sparsity, tokens_known)).get(slot)
         if refusal is not None:
             return refusal
     return None
+
+
+def fitting_all(
+    sparsity: Sparsity, uses: Iterable[Use], layer: bool = False
+) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:  # fmt: skip
+    """Return a sparsity without the slots that its ``else_dense`` leaves empty in some product of a layer.
+
+    Args:
+      sparsity: What the layer prunes.
+      uses: The products of the layer.
+      layer: True if the number of tokens is not known.
+
+    Returns:
+      The sparsity, and (slot, reason) of every slot that stays empty.
+    """
+    dense: dict[str, str] = {}
+    for use in uses:
+        sparsity, reasons = fitting(use.op, use.lhs, use.rhs, sparsity, layer)
+        dense |= reasons
+    return sparsity, tuple(dense.items())
 
 
 def backend_refusal(product: str, route: Route, backend: str) -> Refusal | None:

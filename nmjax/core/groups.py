@@ -6,7 +6,7 @@ axes instead would cost ten copies, and would break sharding along the moved axi
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +266,7 @@ def _largest_with(
     return lax.fori_loop(0, width, set_bit, start)
 
 
-def is_nm(x: Num[Array, "..."], n: int, m: int, axis: int = -1) -> Bool[Array, ""]:
+def is_nm(x: Num[Array | np.ndarray[Any, Any], "..."], n: int, m: int, axis: int = -1) -> Bool[Array, ""]:
     """Test if every group of m holds at most n non-zeros.
 
     Args:
@@ -287,7 +287,7 @@ def is_nm(x: Num[Array, "..."], n: int, m: int, axis: int = -1) -> Bool[Array, "
     return jnp.all(counts(x, m, axis) <= n)
 
 
-def counts(x: Num[Array, "..."], m: int, axis: int = -1) -> Int[Array, "..."]:
+def counts(x: Num[Array | np.ndarray[Any, Any], "..."], m: int, axis: int = -1) -> Int[Array, "..."]:
     """Count the non-zeros of every group. NaN is not zero.
 
     Args:
@@ -305,7 +305,7 @@ def counts(x: Num[Array, "..."], m: int, axis: int = -1) -> Int[Array, "..."]:
     Array([2, 1], dtype=int32)
     """
     axis = position(x.ndim, axis)
-    return jnp.sum(split(x, axis, m).astype(bool), axis + 1, dtype=jnp.int32)
+    return jnp.sum(split(jnp.asarray(x.astype(bool)), axis, m), axis + 1, dtype=jnp.int32)
 
 
 class Merged(NamedTuple):

@@ -47,24 +47,65 @@ def gathered(paths: Iterable[str]) -> list[str]:
     return [front + (names[0] if len(names) == 1 else f"({'|'.join(names)})") for front, names in last_names.items()]
 
 
-def patterns(paths: Sequence[str], others: Iterable[str]) -> list[str]:
-    """Return regular expressions that match paths, which differ in numbers only, and match no other layer.
+def folded(reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """Return (path, reason) as few lines. Reasons that differ only in numbers share a line, with the first in full.
+
+    >>> folded([("up/0", "3 values do not fit"), ("up/1", "3 values do not fit"), ("head", "5 values do not fit")])
+    ['up/0-1: 3 values do not fit Likewise in another layer: head.']
+    """
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for path, reason in reasons:
+        kinds.setdefault(re.sub(r"\d+((, | x )\d+)*,?", "0", reason), []).append((path, reason))
+    lines: list[str] = []
+    for same in kinds.values():
+        first = alike((path, None, path) for path, reason in same if reason == same[0][1])[0]
+        rest = [path for path, _ in same if path not in first]
+        line = f"{short(first)}: {same[0][1]}"
+        if rest:
+            count = f"{len(rest)} other layers" if len(rest) > 1 else "another layer"
+            line += f" Likewise in {count}: {', '.join(gathered(map(short, alike((p, None, p) for p in rest))))}."
+        lines.append(line)
+    return lines
+
+
+def patterns(paths: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return few regular expressions that match all of these paths, and no other layer.
 
     Args:
       paths: The paths.
       others: The paths of the other layers of the model.
 
-    >>> patterns(["blocks/0/up", "blocks/1/up"], ["head"])
-    ['blocks/\\\\d+/up']
-    >>> patterns(["blocks/0/up", "blocks/1/up"], ["blocks/2/up"])
-    ['blocks/0/up', 'blocks/1/up']
+    >>> patterns(["blocks/0/up", "blocks/1/up", "blocks/0/down", "blocks/1/down"], ["head"])
+    ['blocks/\\\\d+/(up|down)']
+    >>> patterns(["blocks/0/up", "blocks/2/up"], ["blocks/1/up"])
+    ['blocks/(0|2)/up']
     """
-    exact = [re.escape(path) for path in paths]
-    if len(paths) > 1:
-        whole = re.sub(r"\d+", r"\\d+", exact[0])
-        if not any(re.fullmatch(whole, other) for other in others):
+    paths, others = list(dict.fromkeys(paths)), list(others)
+    found: list[str] = []
+    for same in alike((path, None, path) for path in paths):
+        found += _of_alike([re.split(r"(\d+)", path) for path in same], others)
+    merged = gathered(found)
+    wrong = lambda pattern: any(re.fullmatch(pattern, other) for other in others)
+    return found if any(map(wrong, merged)) else merged
+
+
+def _of_alike(parts: list[list[str]], others: list[str]) -> list[str]:
+    """Return regular expressions for paths that differ only in numbers, which stand at the odd places."""
+    known = {"".join(path) for path in parts}
+    for any_number in (True, False):
+        texts: list[str] = []
+        for names in zip(*parts, strict=True):
+            different = list(dict.fromkeys(names))
+            if len(different) == 1:
+                texts.append(re.escape(different[0]))
+            else:
+                texts.append(r"\d+" if any_number else f"({'|'.join(different)})")
+        whole = "".join(texts)
+        if not any(re.fullmatch(whole, other) for other in others if other not in known):
             return [whole]
-    return exact
+    at = next(place for place, names in enumerate(zip(*parts, strict=True)) if len(set(names)) > 1)
+    numbers = dict.fromkeys(path[at] for path in parts)
+    return [one for n in numbers for one in _of_alike([path for path in parts if path[at] == n], others)]
 
 
 def _numbers(numbers: list[str]) -> str:

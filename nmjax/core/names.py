@@ -12,6 +12,18 @@ from typing import Any
 _WORD = r"[^\W\d]\w*+"  # the possessive "+" and the lookbehind let one pass search a long text
 PATTERN = rf"(?<![\w.]){_WORD}(?:\.{_WORD})*+:{_WORD}"
 
+STRING = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
+TOKEN = re.compile(rf"{STRING}|(?P<name>{PATTERN})")
+
+
+def foreign_names(text: str) -> list[str]:
+    """Return every ``module:name`` in a text, without importing anything.
+
+    >>> foreign_names("s_ste(2,4); drhs_g=chain(mylab:above(0.5,4),fp8('e5m2'))")
+    ['mylab:above']
+    """
+    return [match["name"] for match in TOKEN.finditer(text) if match["name"]]
+
 
 def is_foreign(name: str) -> bool:
     """Return True if a name has the form ``module:name``.

@@ -38,7 +38,9 @@ ORDERS = ("plain", "words16", "words8")
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "indices"), meta_fields=("axis", "n", "m", "order"))
 @dataclass(frozen=True)
 class Packed:
-    """An n:m array as the values that it keeps and their places. It is a pytree: it goes through jit, scan and vmap.
+    """An n:m array as the values that it keeps and their places.
+
+    It is a pytree: it goes through jit, scan and vmap.
 
     Attributes:
       values: The kept values, n of every m.

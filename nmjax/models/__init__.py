@@ -1,4 +1,6 @@
-"""The models of the papers, in plain flax.nnx. They know nothing of sparsity: `nm.nnx.sparsify` adds it.
+"""The models of the papers, in plain flax.nnx.
+
+They know nothing of sparsity: `nm.nnx.sparsify` adds it.
 
 Each file has ``SIZES``, the arguments of common sizes. Layers compute in ``dtype``: float32 if it is None, or
 bfloat16. Parameters, norms, softmax and logits are float32 in any case. The blocks of a transformer are a list, with
@@ -13,8 +15,9 @@ block again, which saves memory.
 >>> model = nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", "ste(2,4)"),)))
 """
 
-from nmjax.models import bert as bert, gpt as gpt, resnet as resnet, vit as vit
+from nmjax.models import bert as bert, gpt as gpt, moe as moe, resnet as resnet, vit as vit
 from nmjax.models.bert import BERT as BERT
 from nmjax.models.gpt import GPT as GPT, generate as generate
+from nmjax.models.moe import MoE as MoE
 from nmjax.models.resnet import ResNet as ResNet
 from nmjax.models.vit import ViT as ViT

@@ -16,14 +16,22 @@ The noise of a step is a function of seed, layer, place in the stack, step, micr
 >>> hard = nm.nnx.harden(model)  # for inference
 """
 
+import nmjax.nnx.others  # noqa: F401  declares the doors of other libraries
 from nmjax.analysis.plan import LayerPlan as LayerPlan, Plan as Plan, SlotPlan as SlotPlan
+from nmjax.nnx.declared import door as door
 from nmjax.nnx.delivery import (
     reseed as reseed,
     reset_state as reset_state,
     set_step as set_step,
     sparsify as sparsify,
 )
-from nmjax.nnx.hardening import harden as harden, masks as masks, patterns as patterns, scales as scales
+from nmjax.nnx.hardening import (
+    harden as harden,
+    masks as masks,
+    patterns as patterns,
+    scales as scales,
+    violations as violations,
+)
 from nmjax.nnx.measures import gradient_errors as gradient_errors, weights as weights
 from nmjax.nnx.packing import pack as pack, packed as packed
 from nmjax.nnx.planning import plan as plan

@@ -1,46 +1,39 @@
-"""Makes the layers of a flax.nnx model sparse, and sets their step, state and seed.
+"""Makes the layers of a flax.nnx model sparse, and sets their step, state and seed."""
 
-`sparsify` raises one error for all layers that cannot follow the recipe:
-
-- slots that cannot prune the layer's shapes, as a plan says too (`nmjax.products.rule.slot_refusals`)
-- layers whose product is the model's own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned
-  weights of an nnx.Einsum without einsum_str (`layer_refusal`)
-
-Rules that match no layer are refused by ``Recipe.check``. A plan with a recipe lists all of these.
-"""
-
-import math
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import errors, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
 
-from nmjax.core import layer_paths, random
+from nmjax.core import random
 from nmjax.core.context import Ctx
-from nmjax.core.refusal import Refusal
-from nmjax.nnx.doors import Layer, layers, over
+from nmjax.nnx.checks import NO_LAYERS, check_layers, fitted, normalised
+from nmjax.nnx.doors import Layer
+from nmjax.nnx.layers import layers, over
+from nmjax.nnx.recording import with_calls
+from nmjax.nnx.unreached import rule_paths, unreached, wanted
 from nmjax.nnx.variables import NM, Site, unpadded, write
 from nmjax.products import sites
 from nmjax.products.pruning import Operand
-from nmjax.products.rule import slot_refusals
-from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import identity
+from nmjax.programs.parameters import Parameter
+from nmjax.recipes import missed
 from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
-NO_LAYERS = (
-    "has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned. To prune a product that is written "
-    "out by hand, write nm.einsum(..., sparsity=...)."
-)
 
 
-def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int, ...] | None = None) -> Model:
+def sparsify(
+    model: Model, recipe: Recipe, *inputs: Any, seed: Any = 0, stack: int | tuple[int, ...] | None = None,
+    strict: bool = False, **options: Any,
+) -> Model:  # fmt: skip
     """Apply a recipe to the layers of a model.
 
     The model is changed in place. Its parameters and their paths stay. Each pruned layer gets a site: the sparse
@@ -50,10 +43,14 @@ def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int
 
     Args:
       model: Any flax.nnx model. Its Linear, LinearGeneral, Einsum and Conv layers are pruned, also inside attention
-        and in stacks of layers.
+        and in stacks of layers, and layers of classes that have a door (`nmjax.nnx.door`).
       recipe: The sparsity of each layer, by its path.
+      *inputs: Examples of the model's inputs: arrays or their shapes. Needed only if the product of some layer is known
+        from a call alone, as of an nnx.Einsum without einsum_str. The model is traced once on their shapes.
       seed: The seed of all random numbers: an int, a `jax.random.key` or two uint32 words.
       stack: The stacking axis or axes of the weights. Needed only if a weight's shape is ambiguous.
+      strict: True to raise an error, instead of a warning, if a rule matches a module whose parameters no door reaches.
+      **options: Keyword arguments of the model's call, as for ``inputs``.
 
     Returns:
       The model itself.
@@ -61,6 +58,10 @@ def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int
     Raises:
       TypeError: ``recipe`` is not a Recipe, or ``model`` is not a flax.nnx module.
       ValueError: A rule matches no layer, or a layer cannot follow its rule. All such layers are listed.
+
+    Warns:
+      UserWarning: A rule matches a module that holds a parameter of two axes or more which no door reaches. It stays
+        dense.
 
     >>> import nmjax as nm
     >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"),))
@@ -72,122 +73,38 @@ def sparsify(model: Model, recipe: Recipe, seed: Any = 0, stack: int | tuple[int
         raise TypeError(
             f"sparsify takes a Recipe, such as Recipe(((r'.*', 's_ste(2,4)'),)), got {type(recipe).__name__}."
         )
-    chosen = [(layer, recipe(layer.path)) for layer in layers(model)]
-    recipe.check(layer.path for layer, _ in chosen)
+    axes = (stack,) if isinstance(stack, int) else stack
+    with_doors = [layer.stacked(axes) for layer in layers(model)]
+    beyond, _ = unreached(model, with_doors)
+    recipe.check([layer.path for layer in with_doors], rule_paths(beyond))
+    if inputs or options:
+        _check_call(model, inputs, options)
+        with_doors = with_calls(model, with_doors, recipe, inputs, options)
+    chosen = [(layer, fitted(layer, recipe(layer.path), axes)[0]) for layer in with_doors]
     if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
-    axes = (stack,) if isinstance(stack, int) else stack
     sparse = [(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()]
-    _check_layers(sparse, axes, normalised(model), [layer.path for layer, _ in chosen])
+    paths = [layer.path for layer in with_doors]
+    missed.report(wanted(recipe, beyond), "nm.nnx.door", paths, strict, stacklevel=2)
+    check_layers(sparse, axes, normalised(model), paths)
     for layer, sparsity in chosen:
         put_site(layer, sparsity, recipe.backend, seed, axes)
     return model
 
 
-def normalised(model: Any) -> set[int]:
-    """Return the ids of the layers that are wrapped in nnx.WeightNorm or nnx.SpectralNorm."""
-    wrappers = [m for _, m in nnx.iter_modules(model) if isinstance(m, (nnx.WeightNorm, nnx.SpectralNorm))]
-    return {id(m.layer_instance) for m in wrappers}
-
-
-def _check_layers(
-    chosen: list[tuple[Layer, Sparsity]], axes: tuple[int, ...] | None, in_norms: set[int], all_paths: list[str]
-) -> None:  # fmt: skip
-    """Raise one error for all layers that cannot follow the recipe. Layers that differ in numbers share a line."""
-    refused = [
-        (layer.path, refusal)
-        for layer, sparsity in chosen
-        for refusal in _refusals(layer, sparsity, axes, id(layer.module) in in_norms)
-    ]
-    if refused:
-        reasons = layer_paths.alike((path, refusal.reason, (path, refusal.reason)) for path, refusal in refused)
-        lines = [f"  {layer_paths.short([path for path, _ in alike])}: {alike[0][1]}" for alike in reasons]
-        paths = dict.fromkeys(path for path, _ in refused)
-        others = [path for path in all_paths if path not in paths]
-        dense = [
-            p
-            for alike in layer_paths.alike((path, None, path) for path in paths)
-            for p in layer_paths.patterns(alike, others)
-        ]
-        rules = [f'  (r"{pattern}", "dense"),' for pattern in dense]
-        head, hint = "The recipe cannot be carried out:", "To leave these layers dense, put these rules first:"
-        raise ValueError("\n".join([head, *lines, hint, *rules]))
-
-
-def _refusals(
-    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, in_norm: bool
-) -> list[Refusal]:  # fmt: skip
-    """Return the reasons why a layer cannot use this sparsity."""
-    if isinstance(layer.module.kernel.get_value(), jax.ShapeDtypeStruct) and sites.has_state(sparsity):
-        return [
-            Refusal(
-                "its kernel is a shape without values, and its state is made from values. Make both abstract together: "
-                "nnx.eval_shape(lambda: sparsify(...))."
-            )
-        ]
-    refusal = layer_refusal(layer, sparsity, axes, in_norm)
-    return [refusal] if refusal is not None else [r for _, r in layer_slot_refusals(layer, sparsity, axes)]
-
-
-def layer_refusal(
-    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, in_norm: bool
-) -> Refusal | None:  # fmt: skip
-    """Return the reason why a layer cannot be made sparse, whatever its slots prune; None if it can.
-
-    Args:
-      layer: The layer.
-      sparsity: What it would prune.
-      axes: The stacking axes of the weight, if the caller named them.
-      in_norm: True if an nnx.WeightNorm or nnx.SpectralNorm normalises the layer's weight.
-    """
-    kernel, product = layer.module.kernel.get_value(), getattr(layer.module, layer.door.name)
-    foreign = product not in (None, layer.door.plain) and layer.site is None
-    if foreign or getattr(layer.module, "dot_general_cls", None):
-        name = getattr(product, "__qualname__", type(product).__name__)
-        return Refusal(f"its {layer.door.name} is the model's own, {name}, and would be lost.")
-    if in_norm:
-        return Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")
-    if type(kernel).__name__ == "BatchTracer" and sites.needs_key(sparsity):
-        return Refusal(
-            "it is made inside vmap, where all layers of a stack would get the same noise. Call sparsify on the whole "
-            "stack."
+def _check_call(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Refuse arguments that the model's call does not take, such as a misspelt ``seed``."""
+    if not any(
+        isinstance(v, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) for v in jax.tree.leaves((inputs, options))
+    ):
+        given = [*map(repr, inputs), *(f"{name}={value!r}" for name, value in options.items())]
+        raise TypeError(
+            f"sparsify takes seed, stack and strict by name, and examples of the model's inputs, got {', '.join(given)}."
         )
     try:
-        ways = layer.stacks
-    except ValueError as error:
-        return Refusal(str(error).partition(": ")[2])
-    if axes not in ways and len(ways) > 1:
-        choices = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
-        return Refusal(
-            f"its kernel has shape {kernel.shape}, which does not say which axes stack layers. Name them: "
-            f"sparsify(..., {choices})."
-        )
-    if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity or layer.example(1) is not None:
-        return None
-    return Refusal("its einsum_str comes with the call. Give it to the constructor.")
-
-
-def layer_slot_refusals(
-    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None
-) -> tuple[tuple[str, Refusal], ...]:  # fmt: skip
-    """Return the slots of a layer that cannot prune operands of its shapes, with the reasons.
-
-    Args:
-      layer: A layer that `layer_refusal` does not refuse.
-      sparsity: What it would prune.
-      axes: The stacking axes of the weight, if the caller named them.
-    """
-    stack = axes if axes in layer.stacks else layer.stacks[0]
-    product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
-    if product is None:  # only a call says which product it is; its weight is not pruned
-        return ()
-    kernel = layer.module.kernel.get_value()
-    sharding = getattr(kernel, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        spec = [*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec))]
-        one = NamedSharding(sharding.mesh, PartitionSpec(*(s for a, s in enumerate(spec) if a not in stack)))
-        product = product._replace(rhs=jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=one))
-    return slot_refusals(*product, sparsity)
+        inspect.signature(model).bind(*inputs, **options)
+    except TypeError as error:
+        raise TypeError(f"sparsify: the call of {type(model).__name__} refuses these examples: {error}.") from None
 
 
 def put_site(
@@ -204,18 +121,18 @@ def put_site(
     """
     if sparsity == Sparsity():
         if layer.site is not None:
-            setattr(layer.module, layer.door.name, nnx.static(layer.door.plain))
+            layer.put(None)
         return
     stack = axes if axes in layer.stacks else layer.stack
-    assert stack is not None
-    site = Site(layer.path, sparsity, layer.door.product, backend, len(layer.declared), stack)
-    setattr(layer.module, layer.door.name, nnx.data(site))
+    own, product = layer.own_product, layer.pruned_product
+    site = Site(layer.path, sparsity, product, backend, layer.rank, stack, own)
+    layer.put(site)
     if sites.needs_key(sparsity):
         site.words = nnx.data(_variable(layer, _words(layer, seed), state=False))
     if sites.depends_on_step(sparsity) or sites.needs_key(sparsity):
         site.time = nnx.data(_variable(layer, times(layer, 0, 0), state=False))
     if sites.has_state(sparsity):
-        product, operand = layer.example(1), layer.operand
+        product, operand = layer.product, layer.operand
         assert product is not None
         assert operand is not None
         make = partial(sparsity.init, contract=operand.contract, out=operand.other, ctx=Ctx(random.words(0)))
@@ -225,14 +142,14 @@ def put_site(
 
 def _words(layer: Layer, seed: Any) -> UInt32[Array, "..."]:
     """Return the random words of every layer of a stack, two per layer, reshaped to the weight's rank."""
-    words = sites.site_words(seed, layer.path, tuple(layer.module.kernel.shape[a] for a in layer.stack))
-    words = words.reshape(*words.shape, *(1,) * (len(layer.declared) - 1))
+    words = sites.site_words(seed, layer.path, tuple(layer.kernel.shape[a] for a in layer.stack))
+    words = words.reshape(*words.shape, *(1,) * (layer.rank - 1))
     return jnp.moveaxis(words, range(len(layer.stack)), layer.stack)
 
 
 def times(layer: Layer, step: Any, micro: Any) -> Int32[Array, "..."]:
     """Return step and micro-step for every layer of a stack, reshaped to the weight's rank."""
-    kernel, stack = layer.module.kernel, layer.stack
+    kernel, stack = layer.kernel, layer.stack
     own = [a for a in range(kernel.ndim) if a not in stack]
     now = jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
     now = now.reshape([2 if a == own[0] else 1 for a in range(kernel.ndim)])
@@ -244,7 +161,7 @@ def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:
 
     Stacking axes keep the weight's sharding. In a state, so do all axes of the same size as the weight's.
     """
-    kernel, rank = layer.module.kernel, value.ndim
+    kernel, rank = layer.kernel, value.ndim
     shared = range(min(rank, kernel.ndim))
     alike = [a for a in shared if a in layer.stack or (state and value.shape[a] == kernel.shape[a])]
     names = lambda spec: tuple(spec[a] if a in alike and a < len(spec) else None for a in range(rank))
@@ -299,7 +216,7 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
             ) from error
 
 
-def reset_state(model: Any) -> None:
+def reset_state(model: Model) -> Model:
     """Recompute scales and held masks from the current weights.
 
     Call it after you load weights into a sparse model.
@@ -307,10 +224,13 @@ def reset_state(model: Any) -> None:
     Args:
       model: The model.
 
+    Returns:
+      The model itself.
+
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
     >>> model.kernel[...] = jnp.tile(jnp.array([1., 2., 3., 4.]), 2)[:, None] * jnp.ones((1, 4))
-    >>> nm.nnx.reset_state(model)
+    >>> model = nm.nnx.reset_state(model)
     >>> nm.nnx.scales(model)
     {'': Array(2.2, dtype=float32)}
     """
@@ -318,6 +238,7 @@ def reset_state(model: Any) -> None:
         if site.state is not None:
             time = site.arrays()[1]
             _write_state(site, _new_state(layer, step=0 if time is None else time.reshape(-1)[0]))
+    return model
 
 
 def reseed(model: Any, seed: Any) -> None:
@@ -354,20 +275,20 @@ def _new_state(layer: Layer, state: Any = None, step: Any = 0) -> Any:
     assert site is not None
     assert operand is not None
     static = {"sparsity": site.sparsity, "operand": operand, "stack": layer.stack, "ranks": site.ranks}
-    return _states(layer.weight(), site.arrays()[0], state, step, **static)
+    return _states(layer.weight(), site.arrays()[0], state, step, steps=layer.steps, **static)
 
 
 # Jitted so that eager calls compile once per layer shape.
-@partial(jax.jit, static_argnames=("sparsity", "operand", "stack", "ranks"))
+@partial(jax.jit, static_argnames=("steps", "sparsity", "operand", "stack", "ranks"))
 def _states(
     weight: jax.Array, words: jax.Array | None, state: Any, step: Any,
-    *, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
+    *, steps: Parameter, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
 ) -> Any:  # fmt: skip
     def one(weight: jax.Array, words: jax.Array | None, state: Any) -> Any:
         make = sparsity.init if state is None else sparsity.refresh
         own = None if state is None else unpadded(state, ranks)
         ctx = Ctx(None if words is None else words.reshape(2), step, own)
-        states = make(weight, contract=operand.contract, out=operand.other, ctx=ctx)
+        states = steps.apply(lambda w: make(w, contract=operand.contract, out=operand.other, ctx=ctx), weight)
         return jax.tree.map(lambda v: v.reshape(*v.shape, *(1,) * (weight.ndim - v.ndim)), states)
 
     return over(stack, one)(weight, words, state)

@@ -1,10 +1,10 @@
-"""The layers of a model that have a door, and the kernel and the product of each.
+"""Flax's own layers: the door of each kind, its weight and its product.
 
 A door is the attribute in which a Flax layer keeps its product.
 """
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -13,11 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from nmjax.analysis.patterns import Pattern
+from nmjax.models.moe import Experts
 from nmjax.nnx.variables import Site
 from nmjax.products import functions
-from nmjax.products.operations import Conv, Dot, Operation, einsum_dims, einsum_labels
+from nmjax.products.operations import Conv, Dot, Operation, RaggedDot, einsum_dims, einsum_labels
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs.parameters import Parameter, Step
 
 Shape = tuple[int, ...]
 
@@ -41,35 +44,103 @@ DOORS: dict[type, Door] = {
     nnx.LinearGeneral: Door("dot_general", lax.dot_general, functions.dot_general),
     nnx.Einsum: Door("einsum_op", jnp.einsum, functions.einsum),
     nnx.Conv: Door("conv_general_dilated", lax.conv_general_dilated, functions.conv_general_dilated),
+    Experts: Door("ragged_dot", lax.ragged_dot, functions.ragged_dot),
 }
 
 
 class Example(NamedTuple):
-    """An operation and the shapes of its operands."""
+    """An operation, the shapes of its operands, and the way from the weight to its operand.
+
+    Attributes:
+      op: The operation.
+      lhs: The shape of the input.
+      rhs: The shape of the operand that is made of the weight.
+      steps: The changes of layout that make it. Flax's layers have none: they give the promoted kernel.
+    """
 
     op: Operation
     lhs: jax.ShapeDtypeStruct
     rhs: jax.ShapeDtypeStruct
+    steps: tuple[Step, ...] = ()
 
 
-class Layer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Layer:
     """A layer that has a door.
 
     Attributes:
       path: Its path in the model, such as "blocks/0/mlp/up".
-      module: The layer: an nnx.Linear, LinearGeneral, Einsum or Conv.
+      module: The layer: an nnx.Linear, LinearGeneral, Einsum or Conv, or the experts of `nmjax.models.MoE`.
       door: Its door.
+      called: The product that a call asked it for. Needed only if the layer itself does not say which.
+      weight_name: The attribute of the module that holds the weight.
     """
 
     path: str
     module: Any
     door: Door
+    called: Example | None = None
+    weight_name: str = "kernel"
+
+    @property
+    def kernel(self) -> Any:
+        """The variable of the weight."""
+        return getattr(self.module, self.weight_name)
+
+    @property
+    def kernel_path(self) -> str:
+        """The path of the weight."""
+        return f"{self.path}/kernel".lstrip("/")
+
+    @property
+    def inside(self) -> Any:
+        """The content of the door: the product of Flax, one of the model itself, or what `put` put there."""
+        return getattr(self.module, self.door.name)
+
+    def put(self, product: nnx.Module | None) -> None:
+        """Put a product into the door. None is Flax's own."""
+        inside = nnx.static(self.door.plain) if product is None else nnx.data(product)
+        setattr(self.module, self.door.name, inside)
 
     @property
     def site(self) -> Site | None:
         """The site that `sparsify` put into the door; None if the layer is dense."""
-        product = getattr(self.module, self.door.name)
-        return product if isinstance(product, Site) else None
+        return self.inside if isinstance(self.inside, Site) else None
+
+    @property
+    def plain(self) -> Callable[..., jax.Array] | None:
+        """The dense product of the layer: the model's own if it has one, else Flax's."""
+        make = getattr(self.module, "dot_general_cls", None)
+        if make is not None:
+            return lambda *operands, **options: make()(*operands, **options)
+        return self.door.plain if self.site is not None or self.inside is None else self.inside
+
+    @property
+    def pruned_product(self) -> Callable[..., jax.Array] | None:
+        """The pruned product that takes the place of Flax's; None if the door was declared."""
+        return self.door.product
+
+    @property
+    def foreign(self) -> str | None:
+        """The name of the model's own product, which a site would replace; None if the product is Flax's."""
+        own = self.inside not in (None, self.door.plain) and self.site is None
+        if not own and not getattr(self.module, "dot_general_cls", None):
+            return None
+        return getattr(self.inside, "__qualname__", type(self.inside).__name__)
+
+    @property
+    def hardened(self) -> Pattern | None:
+        """The pattern that `harden` gave the weight; None if it ended dense, or was not hardened."""
+        return getattr(self.module, "hardened", None)
+
+    def harden(self, pattern: Pattern | None) -> None:
+        """Write down the pattern of the hardened weight."""
+        self.module.hardened = nnx.static(pattern)
+
+    def drop_mask(self) -> None:
+        """Drop the mask of Flax's layer, after `weight` was written into the kernel."""
+        if getattr(self.module, "mask", None) is not None:
+            self.module.mask = None
 
     @property
     def sparsity(self) -> Sparsity:
@@ -89,7 +160,7 @@ class Layer(NamedTuple):
     @property
     def stacks(self) -> list[tuple[int, ...]]:
         """The axes of the kernel that may stack layers: without them it has the declared shape. Leading axes first."""
-        shape, declared = tuple(self.module.kernel.shape), self.declared
+        shape, declared = tuple(self.kernel.shape), self.declared
         ways = combinations(range(len(shape)), max(0, len(shape) - len(declared)))
         fitting = [way for way in ways if tuple(n for a, n in enumerate(shape) if a not in way) == declared]
         if not fitting:
@@ -98,6 +169,16 @@ class Layer(NamedTuple):
                 "declares, nor a stack of such kernels. Give the layer a kernel of its own shape."
             )
         return fitting
+
+    def stacked(self, axes: tuple[int, ...] | None) -> "Layer":
+        """Return the layer with its stacking axes named, if they fit it and it would take others by itself."""
+        del axes  # `stacks` lists every way that fits the declared shape
+        return self
+
+    @property
+    def rank(self) -> int:
+        """The number of axes of one layer's kernel."""
+        return len(self.declared)
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -117,27 +198,64 @@ class Layer(NamedTuple):
             op, lhs = _linear_general(m, shape, tokens)
         elif isinstance(m, nnx.Conv):
             op, lhs = _conv(m, shape, tokens)
+        elif isinstance(m, Experts):
+            op, lhs = RaggedDot(None, None), (tokens, shape[1])
         elif m.einsum_str is None:
-            return None
+            return self.called
         else:
             op, lhs = _einsum(m.einsum_str, shape, tokens)
         return Example(op, jax.ShapeDtypeStruct(lhs, dtype), jax.ShapeDtypeStruct(shape, dtype))
 
     @property
+    def product(self) -> Example | None:
+        """One layer's product; None if only a call says which product it is."""
+        if self.site is not None and self.site.example is not None:
+            return self.site.example
+        return self.example(1)
+
+    @property
+    def own_product(self) -> Example | None:
+        """The product, for a site to remember, if the layer itself does not say it."""
+        return self.called or (None if self.site is None else self.site.example)
+
+    @property
+    def say_product(self) -> str:
+        """The reason and the remedy if only a call says the product."""
+        return (
+            "its einsum_str comes with the call. Give it to the constructor, or pass examples of the model's inputs: "
+            "sparsify(model, recipe, x)."
+        )
+
+    @property
     def operand(self) -> Operand | None:
-        """The roles of the axes of one layer's kernel; None if only a call says which product it is."""
-        product = self.example(1)
+        """The roles of the axes of the weight's operand; None if only a call says which product it is."""
+        product = self.product
         return None if product is None else product.op.operands(product.lhs.ndim, product.rhs.ndim)["fwd_rhs"]
+
+    @property
+    def steps(self) -> Parameter:
+        """The way from the weight, as `weight` returns it, to the operand of its product."""
+        product = self.product
+        return Parameter(self.kernel_path, () if product is None else product.steps)
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        """The axes of the kernel, or of a stack of kernels, that its product contracts."""
+        own = [a for a in range(self.kernel.ndim) if a not in self.stack]
+        axes = self.steps.axes(tuple(self.kernel.shape[a] for a in own))
+        assert self.operand is not None
+        assert axes is not None
+        return tuple(own[axis] for a in self.operand.contract if (axis := axes[a]) is not None)
 
     @property
     def dtype(self) -> Any:
         """The dtype that the layer computes in, if its inputs do not widen it."""
-        kernel = self.module.kernel
+        kernel = self.kernel
         return jax.eval_shape(self._promoted, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)).dtype
 
     def weight(self) -> jax.Array:
-        """Return the kernel as the product gets it."""
-        kernel = self.module.kernel[...]
+        """Return the kernel as the product gets it; of a declared layer, as `steps` takes it."""
+        kernel = self.kernel[...]
         mask = getattr(self.module, "mask", None)
         return self._promoted(kernel if mask is None else kernel * mask)
 
@@ -172,33 +290,3 @@ def _conv(m: nnx.Conv, shape: Shape, tokens: int) -> tuple[Operation, Shape]:
     numbers, once = lax.ConvDimensionNumbers(images, kernels, images), (1,) * (ndim - 2)
     op = Conv(once, "SAME", None, None, numbers, m.feature_group_count, 1, None, None, None)
     return op, (tokens, *shape[:-2], m.in_features)
-
-
-def layers(model: Any) -> Iterator[Layer]:
-    """Return every layer with a door once, in the order of the paths, numbers by value.
-
-    Raises:
-      TypeError: If the model is not one of flax.nnx.
-    """
-    if not isinstance(model, (nnx.Pytree, tuple, list)):
-        raise TypeError(f"expected an nnx.Module, got {type(model).__name__}. For flax.linen models use nm.linen.")
-    tree: Any = model  # iter_modules takes tuples and lists too, though its annotation does not say so
-    with_doors: list[Layer] = []
-    for path, module in nnx.iter_modules(tree):
-        door = next((door for kind, door in DOORS.items() if isinstance(module, kind)), None)
-        if door is not None:
-            with_doors.append(Layer("/".join(map(str, path)), module, door))
-    by_number = lambda layer: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", layer.path)]
-    return iter(sorted(with_doors, key=by_number))
-
-
-def over(stack: tuple[int, ...], f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a whole stack's arrays.
-
-    Args:
-      stack: The axes that stack layers.
-      f: A function of one layer's arrays, which have the kernel's rank.
-    """
-    for axis in stack:
-        f = jax.vmap(f, in_axes=axis, out_axes=axis)
-    return f

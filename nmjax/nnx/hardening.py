@@ -11,17 +11,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from nmjax.analysis.metrics import Pattern
+from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.nnx.delivery import put_site
-from nmjax.nnx.doors import Layer, layers, over
+from nmjax.nnx.doors import Layer
+from nmjax.nnx.layers import layers, over
 from nmjax.nnx.variables import Site, layer_ctx, unpadded, write
 from nmjax.products import sites
 from nmjax.products.pruning import Operand, along
 from nmjax.products.slot import slot_context
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs.parameters import Parameter
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
@@ -57,6 +59,10 @@ def harden(model: Model) -> Model:
       ValueError: A weight is drawn again at every step, so it has no final form; or two layers share a weight and
         prune it differently.
 
+    Warns:
+      UserWarning: The schedule of a method has not ended, so the hardened weights are not those of this step. Inside
+        `jit` nothing is compared.
+
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
     >>> hard = nm.nnx.harden(model)
@@ -65,21 +71,26 @@ def harden(model: Model) -> Model:
     """
     hard = nnx.clone(model)
     users, hardened = _users(hard), set()
+    distances: list[tuple[str, int, float | None]] = []
     for layer in layers(hard):
         site = layer.site
         if site is None:
             continue
         p, rest = _final(layer)
-        kernel = layer.module.kernel
+        kernel, pattern = layer.kernel, _pattern(layer, p)
         if p != identity and id(kernel) not in hardened:
             _check_shared(layer, users[id(kernel)])
-            write(kernel, _final_weight(layer, site))
+            final, slot = _final_weight(layer, site), layer.sparsity.fwd_rhs
+            time = site.arrays()[1]
+            if sites.has_schedule(slot) and time is not None and not isinstance(final, jax.core.Tracer):
+                step = int(time.reshape(-1)[0])
+                distances.append((layer.path, step, sites.distance(called(layer, slot, slot, site), final)))
+            write(kernel, final)
             hardened.add(id(kernel))
-            if getattr(layer.module, "mask", None) is not None:
-                layer.module.mask = None  # the kernel has been multiplied by it
-        pattern = _pattern(layer, p)
+            layer.drop_mask()
         put_site(layer, rest, site.backend, 0, layer.stack)
-        layer.module.hardened = nnx.static(pattern)
+        layer.harden(pattern)
+    sites.warn_unfinished(distances, stacklevel=3)
     return hard
 
 
@@ -93,31 +104,32 @@ def _final(layer: Layer) -> tuple[Pruner, Sparsity]:
 
 def _final_weight(layer: Layer, site: Site) -> jax.Array:
     static = {"sparsity": site.sparsity, "operand": layer.operand, "stack": layer.stack, "ranks": site.ranks}
-    return _final_weights(layer.weight(), site.states(), **static).astype(layer.module.kernel.dtype)
+    weights = _final_weights(layer.weight(), site.states(), steps=layer.steps, **static)
+    return weights.astype(layer.kernel.dtype)
 
 
 # Compiled, so that divisions round as in a compiled model.
-@partial(jax.jit, static_argnames=("sparsity", "operand", "stack", "ranks"))
+@partial(jax.jit, static_argnames=("steps", "sparsity", "operand", "stack", "ranks"))
 def _final_weights(
     weight: jax.Array, state: Any,
-    *, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
+    *, steps: Parameter, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
 ) -> jax.Array:  # fmt: skip
     def one(weight: jax.Array, state: Any) -> jax.Array:
-        return sites.final_weight(sparsity, weight, operand, None if state is None else unpadded(state, ranks))
+        own = None if state is None else unpadded(state, ranks)
+        return steps.apply(lambda w: sites.final_weight(sparsity, w, operand, own), weight, back=True)
 
     return over(stack, one)(weight, state)
 
 
 def _users(model: Any) -> dict[int, list[User]]:
     """Return all places that use a variable, by the variable's identity."""
-    layer_of = {id(layer.module): layer for layer in layers(model)}
+    layer_of = {(id(layer.module), layer.weight_name): layer for layer in layers(model)}
     users: dict[int, list[User]] = defaultdict(list)
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             for leaf in jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Module))):
                 if isinstance(leaf, nnx.Variable):
-                    layer = layer_of.get(id(module)) if name == "kernel" else None
-                    users[id(leaf)].append(User((*path, name), layer))
+                    users[id(leaf)].append(User((*path, name), layer_of.get((id(module), name))))
     return users
 
 
@@ -131,7 +143,7 @@ def _check_shared(layer: Layer, users: list[User]) -> None:
         else:
             continue
         raise ValueError(
-            f"{layer.path}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape {layer.module.kernel.shape} that "
+            f"{layer.path}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape {layer.kernel.shape} that "
             f"{'/'.join(map(str, path))} uses too, {use}, along other axes or with other state. It has no single final "
             f'form. Give both one rule, or leave this layer dense: (r"{re.escape(layer.path)}", "dense").'
         )
@@ -142,6 +154,8 @@ def _same_form(a: Layer, b: Layer) -> bool:
     assert a.site is not None
     assert b.site is not None
     if a.sparsity.fwd_rhs != b.sparsity.fwd_rhs or a.operand != b.operand or a.dtype != b.dtype or a.stack != b.stack:
+        return False
+    if a.steps.steps != b.steps.steps:
         return False
     mask, other = getattr(a.module, "mask", None), getattr(b.module, "mask", None)
     return mask is other and _same_values(a.site.states(), b.site.states())
@@ -157,14 +171,7 @@ def _same_values(a: Any, b: Any) -> bool:
 
 def _pattern(layer: Layer, p: Pruner) -> Pattern | None:
     """Return the pattern of a kernel along the axes that its product contracts; None if it is dense."""
-    return None if p.pattern is None else Pattern(*p.pattern, contracted(layer))
-
-
-def contracted(layer: Layer) -> tuple[int, ...]:
-    """Return the axes of a layer's kernel, or of a stack of kernels, that its product contracts."""
-    own = [a for a in range(layer.module.kernel.ndim) if a not in layer.stack]
-    assert layer.operand is not None
-    return tuple(own[a] for a in layer.operand.contract)
+    return None if p.pattern is None else Pattern(*p.pattern, layer.contracted)
 
 
 def patterns(model: Any) -> dict[str, Pattern | None]:
@@ -186,11 +193,36 @@ def patterns(model: Any) -> dict[str, Pattern | None]:
     """
     by_path: dict[str, Pattern | None] = {}
     for layer in layers(model):
-        pattern = getattr(layer.module, "hardened", None)
+        pattern = layer.hardened
         if layer.site is not None and not pattern:
             pattern = _pattern(layer, _final(layer)[0])
-        by_path[f"{layer.path}/kernel".lstrip("/")] = pattern
+        by_path[layer.kernel_path] = pattern
     return by_path
+
+
+def violations(model: Any) -> dict[str, jax.Array | None]:
+    """Return the number of groups of each weight that break the pattern which `harden` promises.
+
+    Args:
+      model: A sparse model, or what `harden` returned.
+
+    Returns:
+      A dict from the weight's path to a count. None means that nothing was checked, because the weight ends dense.
+
+    Raises:
+      ValueError: A weight has no final form.
+
+    Warns:
+      UserWarning: No weight ends n:m, so nothing was checked.
+
+    >>> import nmjax as nm
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
+    >>> nm.nnx.violations(model), nm.nnx.violations(nm.nnx.harden(model))
+    ({'kernel': Array(8, dtype=int32)}, {'kernel': Array(0, dtype=int32)})
+    """
+    promised = patterns(model)
+    kernels = {layer.kernel_path: layer.kernel[...] for layer in layers(model)}
+    return checked({p: None if q is None else groups_that_break(kernels[p], q) for p, q in promised.items()})
 
 
 def masks(model: Any, recipe: Recipe | None = None) -> nnx.State[Any, Any]:
@@ -221,7 +253,7 @@ def masks(model: Any, recipe: Recipe | None = None) -> nnx.State[Any, Any]:
     for layer in with_doors:
         p = layer.sparsity.fwd_rhs if recipe is None else recipe(layer.path).fwd_rhs.final
         if p != identity:
-            by_kernel[id(layer.module.kernel)] = called(layer, p, p.mask, layer.site if recipe is None else None)
+            by_kernel[id(layer.kernel)] = called(layer, p, p.mask, layer.site if recipe is None else None)
     by_path = {user.path: by_kernel[i] for i, users in _users(model).items() if i in by_kernel for user in users}
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return nnx.from_flat_state([(path, v.replace(by_path.get(path, jnp.array(True)))) for path, v in flat])
@@ -239,10 +271,13 @@ def called(layer: Layer, p: Pruner, call: Callable[..., jax.Array], site: Site |
     Returns:
       An array of the weight's shape.
     """
-    label, operand = f"{layer.path}: fwd_rhs={p}", layer.operand
+    label, operand, steps = f"{layer.path}: fwd_rhs={p}", layer.operand, layer.steps
     assert operand is not None
 
     def one(weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any) -> jax.Array:
+        return steps.apply(lambda w: of_operand(w, words, time, state), weight, back=True)
+
+    def of_operand(weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any) -> jax.Array:
         ctx = Ctx(random.words(0), 0)
         if site is not None:
             ctx = layer_ctx((words, time, state), site.ranks)

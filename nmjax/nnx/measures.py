@@ -1,7 +1,6 @@
 """Measures of what pruning does to a model's weights and gradients, layer by layer. They are cheap enough to log."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,11 @@ from nmjax.analysis.metrics import Error
 from nmjax.core import groups
 from nmjax.core.pruner import Pruner
 from nmjax.nnx.delivery import times
-from nmjax.nnx.doors import Layer, layers
-from nmjax.nnx.hardening import called, contracted
+from nmjax.nnx.doors import Layer
+from nmjax.nnx.hardening import called
+from nmjax.nnx.layers import layers
 from nmjax.nnx.variables import write
-from nmjax.products.slot import BACKWARD
+from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 
@@ -69,7 +69,7 @@ def weights(model: Any) -> dict[str, Weight]:
 def _ties(layer: Layer, p: Pruner, w: jax.Array) -> jax.Array:
     if p.pattern is None:
         return jnp.float32(jnp.nan)
-    merged = groups.merge(w, contracted(layer), p.pattern[1])
+    merged = groups.merge(w, layer.contracted, p.pattern[1])
     assert merged is not None
     return metrics.ties(merged[0], *p.pattern, merged[1])
 
@@ -100,8 +100,9 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
     exact = nnx.clone(model)
     for layer in layers(exact):
         if layer.site is not None:
-            layer.site.sparsity = replace(layer.site.sparsity, **dict.fromkeys(BACKWARD, identity))
-    paths = [layer.path for layer in layers(model) if layer.site is not None]
+            whole = layer.site.sparsity
+            layer.site.sparsity = Sparsity(fwd_lhs=whole.fwd_lhs, fwd_rhs=whole.fwd_rhs)
+    paths = {layer.path: layer.kernel_path for layer in layers(model) if layer.site is not None}
     graph, state = nnx.split(model)
 
     def one(draw: jax.Array) -> dict[str, jax.Array]:
@@ -115,7 +116,7 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
     return {path: metrics.error(drawn[path], wanted[path]) for path in paths}
 
 
-def _kernels(grads: nnx.State[Any, Any], paths: list[str]) -> dict[str, jax.Array]:
+def _kernels(grads: nnx.State[Any, Any], paths: dict[str, str]) -> dict[str, jax.Array]:
     """Return the gradients of kernels, by the paths of their layers."""
     flat = {"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
-    return {path: flat[f"{path}/kernel".lstrip("/")] for path in paths if f"{path}/kernel".lstrip("/") in flat}
+    return {path: flat[kernel] for path, kernel in paths.items() if kernel in flat}

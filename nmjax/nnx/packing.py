@@ -9,8 +9,9 @@ from flax import nnx
 
 from nmjax.core.refusal import Refusal
 from nmjax.kernels.targets import target
-from nmjax.nnx.doors import DOORS, Example, Layer, layers, over
-from nmjax.nnx.planning import products_of_call
+from nmjax.nnx.doors import DOORS, Example, Layer
+from nmjax.nnx.layers import layers, over
+from nmjax.nnx.recording import products_of_call
 from nmjax.nnx.variables import NM, Site, layer_ctx
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.rule import packed_weight
@@ -65,7 +66,7 @@ def _forms(layer: Layer, site: Site, products: Sequence[Example]) -> dict[FormKe
     ) -> dict[FormKey, Form]:  # fmt: skip
         ctx = layer_ctx((words, time, state), site.ranks)
         forms: dict[FormKey, Form] = {}
-        for op, lhs, rhs in products:
+        for op, lhs, rhs, _ in products:
             forms |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend, name=site.name)
         return forms
 

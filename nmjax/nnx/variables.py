@@ -10,10 +10,11 @@ from flax import nnx
 from flax.nnx import reprlib
 
 from nmjax.core.context import Ctx
-from nmjax.products import functions, sites
+from nmjax.products import functions, rule, sites
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs.rewriting import Product
 from nmjax.pruners import identity
 
 Arrays: TypeAlias = tuple[jax.Array | None, jax.Array | None, Any]
@@ -52,21 +53,24 @@ class Site(nnx.Module):
         self,
         path: str,
         sparsity: Sparsity,
-        product: Callable[..., jax.Array],
+        product: Callable[..., jax.Array] | None,
         backend: str,
         rank: int,
         stack: tuple[int, ...],
+        example: Any = None,
     ) -> None:
         """Make a site without variables.
 
         Args:
           path: The layer's path in the model.
           sparsity: The pruner of each slot.
-          product: The product, one of `nmjax.products.functions`.
+          product: The product, one of `nmjax.products.functions`; None if the layer's door was declared.
           backend: The backend, as in `Recipe`.
           rank: The number of axes of one layer's kernel.
           stack: The axes of the kernel that stack layers.
+          example: The `Example` of the layer's product, if the layer itself does not say which it is.
         """
+        self.example = nnx.static(example)
         self.path, self.sparsity, self.product, self.backend = path, sparsity, product, backend
         self.rank, self.stack = rank, stack
         self.words: NM | None = None
@@ -78,12 +82,30 @@ class Site(nnx.Module):
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
         """Return the pruned product of the operands."""
-        self._check_one_layer(operands[2 if self.product is functions.einsum else 1].shape)
+        assert self.product is not None
+        self.check_one_layer(operands[2 if self.product is functions.einsum else 1].shape)
         with jax.named_scope(self.name):
             return self.product(
                 *operands, sparsity=self.sparsity, ctx=self.ctx(), backend=self.backend, name=self.name,
                 packed=self.forms(), **options,
             )  # fmt: skip
+
+    def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Return the pruned product of an operand and the weight, in the method of a declared layer."""
+        asked = (product.op.operands(x.ndim, w.ndim)["fwd_rhs"], product.parameter.steps)
+        known = self.example and (
+            self.example.op.operands(self.example.lhs.ndim, self.example.rhs.ndim)["fwd_rhs"], self.example.steps
+        )  # fmt: skip
+        if known and asked != known:
+            raise ValueError(
+                f"{self.name}: the call contracts axes {asked[0].contract} of an operand of shape {w.shape}, and the "
+                f"input that sparsify knows contracts axes {known[0].contract} of {self.example.rhs.shape}. Give the "
+                "door an input of the same kind as the call, or pass examples of the model's inputs to sparsify."
+            )
+        with jax.named_scope(self.name):
+            return rule.bilinear(
+                product.op, x, w, self.sparsity, self.ctx(), self.backend, name=self.name, extra=product.extra
+            )
 
     def __nnx_repr__(self) -> Generator[reprlib.Object | reprlib.Attr, None, None]:
         """Yield what Flax prints of a site: its slots, a backend that was chosen, and the variables that it has."""
@@ -98,7 +120,7 @@ class Site(nnx.Module):
                 values = [v.get_value() for v in jax.tree.leaves(variables, is_leaf=_is_variable)]
                 yield reprlib.Attr(name, ", ".join(map(_short, values)), use_raw_value=True)
 
-    def _check_one_layer(self, kernel: tuple[int, ...]) -> None:
+    def check_one_layer(self, kernel: tuple[int, ...]) -> None:
         """Raise an error if the layer is a stack of layers, or if its noise words or its time are not integers."""
         ranked = [(self.words, 1), (self.time, 1), *zip(self.variables(), self.ranks, strict=True)]
         stacked = [v.shape for v, rank in ranked if v is not None and v.ndim != max(self.rank, rank)]
@@ -108,7 +130,8 @@ class Site(nnx.Module):
             raise ValueError(
                 f"{self.name}: its product got a kernel of shape {kernel}{variable}, but a kernel and the NM variables "
                 f"of one layer have {self.rank} axes. The model is a stack of layers: slice nnx.Param and nm.nnx.NM "
-                "along the same axis, nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
+                "along the same axis, nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None}). If sparsify took the "
+                "stack for one layer, name its axis: sparsify(..., stack=0)."
             )
         if any(v is not None and not jnp.issubdtype(v.dtype, jnp.integer) for v in (self.words, self.time)):
             raise TypeError(

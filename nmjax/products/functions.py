@@ -1,5 +1,5 @@
-"""The products as functions: `jax.lax.dot_general`, `jax.lax.conv_general_dilated` and `jnp.einsum`, with a
-sparsity."""
+"""The products as functions: `jax.lax.dot_general`, `jax.lax.conv_general_dilated`, `jax.lax.ragged_dot` and
+`jnp.einsum`, with a sparsity."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nmjax.core.context import Ctx
 from nmjax.products.forms import Form, FormKey
-from nmjax.products.operations import as_conv, as_dot, einsum_dims
+from nmjax.products.operations import as_conv, as_dot, as_ragged_dot, einsum_dims
 from nmjax.products.rule import bilinear
 from nmjax.products.sparsity import Sparsity
 
@@ -56,7 +56,7 @@ def conv_general_dilated(
     *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto", name: str | None = None,
     packed: Mapping[FormKey, Form] | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Return `jax.lax.conv_general_dilated` of two arrays, with its three products pruned as ``sparsity`` says.
+    """Return `jax.lax.conv_general_dilated` of two arrays, with its three products pruned by ``sparsity``.
 
     Groups lie along channels, and for dw along batch and space. The arguments are those of
     `jax.lax.conv_general_dilated`, and the others those of `dot_general`.
@@ -71,6 +71,37 @@ def conv_general_dilated(
         batch_group_count, precision, preferred_element_type, out_sharding,
     )  # fmt: skip
     return bilinear(op, lhs, rhs, sparsity, ctx, backend, name=name, packed=packed)
+
+
+def ragged_dot(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, precision: Any = None, preferred_element_type: Any = None,
+    *, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto", name: str | None = None,
+    packed: Mapping[FormKey, Form] | None = None,
+) -> jax.Array:  # fmt: skip
+    """Return `jax.lax.ragged_dot` of two arrays, with its three products pruned as ``sparsity`` says.
+
+    It multiplies the tokens of each expert by the expert's matrix, as mixtures of experts do. In the product for dw a
+    group has tokens of one expert: an expert's first group begins at its first token, and its last group is filled up
+    with zeros, so m need not divide the number of its tokens. Tokens behind the last expert's give zeros.
+
+    Args:
+      lhs: The tokens, of shape [tokens, in], sorted by expert.
+      rhs: The weights, of shape [experts, in, out].
+      group_sizes: The number of tokens of each expert, integers of shape [experts].
+      precision, preferred_element_type: As of `jax.lax.ragged_dot`.
+      sparsity, ctx, backend, name, packed: As of `dot_general`. No kernel computes grouped products.
+
+    Raises:
+      TypeError: If an operand that is pruned is not of floating-point values.
+      ValueError: If shapes or groups do not fit, or a key or a state is missing.
+
+    >>> from nmjax.recipes.methods import ste
+    >>> x, w = jnp.ones((3, 4)), jnp.array([[[1.], [2.], [3.], [4.]], [[8.], [7.], [6.], [5.]]])
+    >>> ragged_dot(x, w, jnp.array([1, 2]), sparsity=ste(2, 4)).tolist()
+    [[7.0], [15.0], [15.0]]
+    """
+    op = as_ragged_dot(lhs, rhs, group_sizes, precision, preferred_element_type)
+    return bilinear(op, lhs, rhs, sparsity, ctx, backend, name=name, packed=packed, extra=(group_sizes,))
 
 
 def einsum(

@@ -1,6 +1,6 @@
 """The linear operations as frozen values: which axes each operand contracts, and how an einsum is a dot."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +27,12 @@ class Operation(Protocol):
         """The sharding that the caller wants of the result; None if XLA chooses."""
         ...
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        """Return the product. It must be linear in each operand, because JAX transposes it."""
+    @property
+    def __call__(self) -> Callable[..., jax.Array]:
+        """The product of lhs and rhs. It must be linear in each of them, because JAX transposes it.
+
+        Further operands are not differentiated: the sizes of a `RaggedDot`.
+        """
         ...
 
     def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
@@ -103,6 +107,41 @@ class Conv:
         }
 
 
+@dataclass(frozen=True)
+class RaggedDot:
+    """`jax.lax.ragged_dot` as a value: the tokens of each expert, times the expert's matrix.
+
+    The operands have the shapes [tokens, in] and [experts, in, out]. A third one says how many tokens each expert has.
+    A group along tokens has tokens of one expert (`nmjax.products.ragged`).
+    """
+
+    precision: Any
+    preferred_element_type: Any
+
+    @property
+    def out_sharding(self) -> Any:
+        return None
+
+    def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.preferred_element_type)
+
+    def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
+        return {
+            "fwd_lhs": Operand((1,), (0,), ()),
+            "fwd_rhs": Operand((1,), (2,), ()),
+            "dlhs_g": Operand((1,), (0,), ()),
+            "dlhs_rhs": Operand((2,), (1,), ()),
+            "drhs_g": Operand((0,), (1,), (), ragged=True),
+            "drhs_lhs": Operand((0,), (1,), (), ragged=True),
+        }
+
+
+def result_shape(op: Operation, lhs: Shaped, rhs: Shaped) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a product of operands of these shapes."""
+    extra = (jax.ShapeDtypeStruct(rhs.shape[:1], jnp.int32),) if isinstance(op, RaggedDot) else ()
+    return jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)), *extra)
+
+
 def as_dot(
     lhs: Shaped, rhs: Shaped, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None,
     out_sharding: Any = None,
@@ -116,6 +155,24 @@ def as_dot(
 
 def _axes(axes: Sequence[int], x: Shaped) -> tuple[int, ...]:
     return tuple(groups.position(x.ndim, int(a)) for a in axes)
+
+
+def as_ragged_dot(
+    lhs: Shaped, rhs: Shaped, group_sizes: Shaped, precision: Any = None, preferred_element_type: Any = None
+) -> RaggedDot:
+    """Return the arguments of `jax.lax.ragged_dot` as a value.
+
+    Raises:
+      ValueError: The operands do not have the axes of a grouped product.
+    """
+    shapes = tuple(lhs.shape), tuple(rhs.shape), tuple(group_sizes.shape)
+    if tuple(map(len, shapes)) != (2, 3, 1) or lhs.shape[1:] != rhs.shape[1:2] or rhs.shape[:1] != group_sizes.shape:
+        raise ValueError(
+            "ragged_dot takes tokens [tokens, in], sorted by expert, weights [experts, in, out] and group sizes "
+            f"[experts], got shapes {', '.join(map(str, shapes))}. Write x.reshape(-1, x.shape[-1]) to flatten tokens."
+        )
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    return RaggedDot(precision, _dtype(preferred_element_type))
 
 
 def as_conv(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from nmjax.core import groups, random
@@ -18,6 +19,15 @@ from nmjax.pruners import identity
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
+def shape_of(v: Any) -> Any:
+    """Return the shape of an array, with its sharding if its type has a mesh. Return anything else as it is."""
+    if not isinstance(v, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return v
+    kind = jax.typeof(v)
+    sharding = None if kind.sharding.mesh.empty else kind.sharding
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
+
+
 class Operand(NamedTuple):
     """The axes of an operand, by their part in a product.
 
@@ -26,12 +36,16 @@ class Operand(NamedTuple):
       other: The axes that the transposed use of the operand contracts.
       space: The axes of positions, such as height and width.
       runs: The number of equal parts of the contraction that no group may straddle: feature groups of a convolution.
+      ragged: True if a call cuts the contraction into parts that no group may straddle: the tokens of each expert.
+      known: False if only the sizes of the axes of features are known, before a call. Errors then state no shape.
     """
 
     contract: tuple[int, ...]
     other: tuple[int, ...]
     space: tuple[int, ...]
     runs: int = 1
+    ragged: bool = False
+    known: bool = True
 
 
 def pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:
@@ -75,13 +89,31 @@ def along(
     """
     merged = merged_operand(label, p, x, operand, ctx)
     others = [axis for old in operand.other if (axis := merged.axes[old]) is not None]
-    space = tuple(axis for old in operand.space if (axis := merged.axes[old]) is not None)
+    space = tuple(axis for old in space_left(x.shape, p, operand) if (axis := merged.axes[old]) is not None)
     try:
         result = call(merged.array, merged.axis, ctx.replace(axes=Axes(others[-1] if others else None, space)))
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{label}: {error}") from error
     return result, merged.restore
+
+
+def space_left(shape: tuple[int, ...], p: Pruner, operand: Operand) -> tuple[int, ...]:
+    """Return the axes of positions that an operand still has after the axes that its groups need are merged.
+
+    Args:
+      shape: The shape of the operand.
+      p: The pruner.
+      operand: Where its axes lie.
+
+    >>> from nmjax.pruners import mse
+    >>> g = Operand((0, 1, 2), (3,), space=(1, 2))
+    >>> space_left((2, 4, 4, 8), mse(2, 4), g), space_left((2, 6, 6, 8), mse(2, 4), g)
+    ((1, 2), ())
+    """
+    count = groups.innermost(shape, operand.contract, p.block * operand.runs) or 0
+    merged = operand.contract[-count:] if count > 1 else ()
+    return tuple(axis for axis in operand.space if axis not in merged)
 
 
 def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) -> groups.Merged:
@@ -91,23 +123,27 @@ def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) ->
       TypeError: If it is not of floating-point values.
       ValueError: If it cannot be pruned so: it is empty, a key is missing, or groups do not fit.
     """
-    subject = f"{label} prunes an array of shape {x.shape}"
-    _check_operand(subject, p, x, operand, ctx)
+    _check_operand(label, p, x, operand, ctx)
     merged = groups.merge(x, operand.contract, p.block * operand.runs)
     if merged is None:
-        raise ValueError(_misfit(subject, p, x, operand, tokens="drhs_" in label.partition("=")[0]))
+        raise ValueError(_misfit(label, p, x, operand, tokens="drhs_" in label.partition("=")[0]))
     check_shards(label, p, x, operand)
     return merged
 
 
-def _check_operand(subject: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) -> None:
+def _subject(label: str, x: Any, operand: Operand, *more: str) -> str:
+    """Return the beginning of an error. It states the shape only if that is the shape of the caller's array."""
+    facts = [f"shape {x.shape}", *more] if operand.known and not operand.ragged else [*more]
+    return f"{label} prunes an array" + (f" of {' and '.join(facts)}" if facts else "")
+
+
+def _check_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) -> None:
+    subject, with_dtype = _subject(label, x, operand), _subject(label, x, operand, f"dtype {x.dtype}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"{subject} and dtype {x.dtype}: only floating-point values are pruned. Cast it, or leave it dense."
-        )
+        raise TypeError(f"{with_dtype}: only floating-point values are pruned. Cast it, or leave it dense.")
     reason = groups.dtype_refusal(x.dtype)
     if reason is not None:
-        raise TypeError(f"{subject} and dtype {x.dtype}, {reason}, or leave it dense.")
+        raise TypeError(f"{with_dtype}, {reason}, or leave it dense.")
     if not x.size:
         raise ValueError(f"{subject}: an empty array has no groups. Leave it dense.")
     if not operand.contract:
@@ -123,10 +159,10 @@ def _check_operand(subject: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) 
         raise ValueError(f"{subject}: its order would mix the {operand.runs} feature groups. Leave this layer dense.")
 
 
-def _misfit(subject: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> str:
+def _misfit(label: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> str:
     """Say that the contraction does not divide into groups, and what to do."""
     sizes = " x ".join(str(x.shape[axis]) for axis in operand.contract)
-    axes = ", ".join(map(str, operand.contract))
+    axes = f"contraction axis {', '.join(map(str, operand.contract))}" if operand.known else "features"
     runs = f" in each of {operand.runs} feature groups" if operand.runs > 1 else ""
     if tokens:
         remedy = (
@@ -136,7 +172,7 @@ def _misfit(subject: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> 
     else:
         remedy = "Choose an m that divides them, make the layer a multiple of it, or leave it dense (identity)."
     return (
-        f"{subject} along its contraction axis {axes}, whose {sizes} values do not divide into groups of "
+        f"{_subject(label, x, operand)} along its {axes}, whose {sizes} values do not divide into groups of "
         f"{p.block}{runs}. {remedy}"
     )
 

@@ -28,7 +28,7 @@ from nmjax.kernels import limits, tuning
 from nmjax.kernels.check import fault
 from nmjax.kernels.limits import Shape
 from nmjax.kernels.targets import Target, target
-from nmjax.products.operations import Dot, Operation
+from nmjax.products.operations import Dot, Operation, RaggedDot
 from nmjax.products.pruning import Shaped
 from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
@@ -197,6 +197,8 @@ def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal
 def _layout(case: Case) -> Layout | Refusal:
     """Return the layout of the operands as matrices."""
     op, lhs, rhs = case.op, case.lhs, case.rhs
+    if isinstance(op, RaggedDot):
+        return Refusal("it is a grouped product, and kernels multiply two matrices")
     if not isinstance(op, Dot):
         return Refusal("it is a convolution, and kernels multiply matrices")
     (lc, rc), (lb, rb) = op.dims

@@ -1,9 +1,9 @@
 """Computes a layer's three products (y, dx, dw) with pruned operands, as one differentiable function.
 
-It serves dots, einsums and convolutions alike. Autodiff differentiates through the forward pruners, with their own
-gradient rules. Backward slots are never differentiated. If a backward slot of x or w is empty, its product uses the
-operand that the forward slot pruned. A pruner there prunes that operand again. ``raw(p)`` prunes the original operand.
-An `fp8` at the end of a slot is its storage format. Each product rounds its own operands, after pruning.
+It serves dots, einsums, convolutions and grouped products. Autodiff differentiates through the forward pruners, with
+their own gradient rules. Backward slots are never differentiated. If a backward slot of x or w is empty, its product
+uses the operand that the forward slot pruned. A pruner there prunes that operand again. ``raw(p)`` prunes the original
+operand. An `fp8` at the end of a slot is its storage format. Each product rounds its own operands, after pruning.
 
 `jax.jvp` works if all backward slots are empty, no slot ends in `fp8`, and no kernel computes dx or dw. A kernel may
 compute y. Otherwise the products have a custom_vjp, and `jax.jvp` raises an error. Second derivatives then raise an
@@ -16,7 +16,7 @@ time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +26,9 @@ from jax import lax
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
+from nmjax.products.fit import backward_values, fitting
 from nmjax.products.forms import (
     Form,
     FormKey,
@@ -40,9 +40,10 @@ from nmjax.products.forms import (
     products_of,
 )
 from nmjax.products.operations import Operation
-from nmjax.products.pruning import Operand, Shaped, along, check_shards, merged_operand, pruned
+from nmjax.products.pruning import Operand, Shaped, merged_operand, pruned
+from nmjax.products.ragged import by_expert
 from nmjax.products.routes import CONTRACTED, Routes, routes_of
-from nmjax.products.slot import BACKWARD, SLOTS, WEIGHT, Slot
+from nmjax.products.slot import BACKWARD, WEIGHT, Slot
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
@@ -70,12 +71,14 @@ class Inputs(NamedTuple):
       lhs, rhs: The unpruned operands. None if neither the backward pass nor a kernel needs them.
       ctx: Key, step and state.
       packed: The result of `packed_weight`, or None.
+      extra: The operands of the operation after the first two.
     """
 
     lhs: jax.Array | None
     rhs: jax.Array | None
     ctx: Ctx
     packed: Mapping[FormKey, Form] | None
+    extra: tuple[jax.Array, ...]
 
 
 Forms = Mapping[str, Mapping[str, Form]]
@@ -84,9 +87,9 @@ Forms = Mapping[str, Mapping[str, Form]]
 
 def bilinear(
     op: Operation, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
-    *, name: str | None = None, packed: Mapping[FormKey, Form] | None = None,
+    *, name: str | None = None, packed: Mapping[FormKey, Form] | None = None, extra: tuple[jax.Array, ...] = (),
 ) -> jax.Array:  # fmt: skip
-    """Return ``op(lhs, rhs)``, with pruned operands in it and in the two products of its gradient.
+    """Return ``op(lhs, rhs, *extra)``, with pruned operands in it and in the two products of its gradient.
 
     Args:
       op: The bilinear operation, a hashable value that holds the operands' axes.
@@ -97,6 +100,7 @@ def bilinear(
       backend: The backend, one of `nmjax.kernels.targets.BACKENDS`.
       name: The layer's name. Error messages begin with it.
       packed: The weight's forms, from `packed_weight`.
+      extra: The operands that the operation takes after these two: the sizes of a `RaggedDot`.
     """
     check_backend(backend)
     if not isinstance(sparsity, Sparsity) or not isinstance(ctx, Ctx):
@@ -105,6 +109,8 @@ def bilinear(
         )
     if ctx.key is not None:
         ctx = ctx.replace(key=random.words(ctx.key))
+    if sparsity.else_dense:
+        sparsity, _ = fitting(op, lhs, rhs, sparsity)
     left, right = sparsity.slots["fwd_lhs"], sparsity.slots["fwd_rhs"]
     product = StaticProduct(op, sparsity, name, None)
     axes = product.operands(lhs, rhs)
@@ -112,15 +118,16 @@ def bilinear(
     w = prune_slot(product, right, right.applied, rhs, axes, ctx)
     forward_only = not sparsity.backward and left.storage is None and right.storage is None
     if forward_only and left.applied == right.applied == identity:
-        return op(x, w)
+        return op(x, w, *extra)
     routes = routes_of(op, lhs, rhs, sparsity, backend, name, products_of(packed))
     if routes is None and forward_only:
-        return op(x, w)
+        return op(x, w, *extra)
     inputs = Inputs(
         lax.stop_gradient(lhs) if sparsity.slots["drhs_lhs"].raw or needs_unpruned(routes, sparsity, "x") else None,
         lax.stop_gradient(rhs) if sparsity.slots["dlhs_rhs"].raw or needs_unpruned(routes, sparsity, "w") else None,
         ctx,
         packed,
+        extra,
     )
     product = product._replace(routes=routes)
     y_alone = routes is not None and not routes["dlhs"].uses_forms and not routes["drhs"].uses_forms
@@ -130,7 +137,7 @@ def bilinear(
 
 def prune_slot(
     product: StaticProduct, slot: Slot, p: Pruner, value: Any, axes: Mapping[str, Operand], ctx: Ctx,
-    call: Callable[..., Any] = pruned,
+    call: Callable[..., Any] = pruned, extra: tuple[jax.Array, ...] = (),
 ) -> Any:  # fmt: skip
     """Prune an operand with a slot's pruner.
 
@@ -141,7 +148,8 @@ def prune_slot(
       value: The operand.
       axes: The axes of each slot's operand.
       ctx: Key, step and state of the product.
-      call: The function to call: `pruned`, or `merged_operand` to check without pruning.
+      call: The function to call: `pruned`, or one that checks without pruning.
+      extra: The operands of the operation after the first two.
     """
     if p == identity:
         return value
@@ -153,8 +161,9 @@ def prune_slot(
             "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)). contract are the axes of w that the product sums "
             "over, out are its other axes."
         )
+    operand = axes[slot.name]
     with jax.named_scope(slot.name):
-        return call(label, p, value, axes[slot.name], own)
+        return (by_expert(call, *extra) if operand.ragged else call)(label, p, value, operand, own)
 
 
 # ---- a kernel computes y; autodiff computes derivatives ----
@@ -173,9 +182,9 @@ def _(product: StaticProduct, primals: tuple[Any, ...], tangents: tuple[Any, ...
     y = _derived(product, x, w, inputs)
     terms = []
     if not isinstance(dx, jax.custom_derivatives.SymbolicZero):
-        terms.append(product.op(dx, w))
+        terms.append(product.op(dx, w, *inputs.extra))
     if not isinstance(dw, jax.custom_derivatives.SymbolicZero):
-        terms.append(product.op(x, dw))
+        terms.append(product.op(x, dw, *inputs.extra))
     if not terms:
         return y, jnp.zeros_like(y)
     return y, as_varying(sum(terms[1:], terms[0]), varying(y))
@@ -195,8 +204,8 @@ def _forward(
     """Return y, and the forms of x and w that the kernels of the given products read."""
     op, routes = product.op, product.routes
     if routes is None:
-        return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w)), {}
-    by_xla = _by_xla(product, product.operands(x, w), inputs.ctx)
+        return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w), *inputs.extra), {}
+    by_xla = partial(prune_slot, product, axes=product.operands(x, w), ctx=inputs.ctx)
     forms = {
         operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, by_xla, products)
         for operand in (OperandValue("x", x, inputs.lhs), OperandValue("w", w, inputs.rhs))
@@ -218,13 +227,6 @@ def _stored(product: StaticProduct, name: str, value: jax.Array) -> jax.Array:
         return storage(value)
 
 
-def _by_xla(
-    product: StaticProduct, axes: Mapping[str, Operand], ctx: Ctx
-) -> Callable[[Slot, Pruner, jax.Array], jax.Array]:  # fmt: skip
-    """Return a function that prunes an operand with XLA."""
-    return lambda slot, p, value: prune_slot(product, slot, p, value, axes, ctx)
-
-
 def _forms_of(forms: Forms, name: str) -> dict[str, Form]:
     """Return the forms of one product, by operand."""
     return {operand: by_product[name] for operand, by_product in forms.items() if name in by_product}
@@ -238,10 +240,10 @@ def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: I
     y, forms = _forward(product, _once_derived(product, x), _once_derived(product, w), inputs, tuple(CONTRACTED))
     # Check the backward slots here, so that the traceback shows the caller's line. Do not check in _ruled: without
     # differentiation no key is needed, and any number of tokens is allowed.
-    axes = product.operands(x, w)
-    for name, value in _backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
+    axes, check = product.operands(x, w), lambda *given: merged_operand(*given).array
+    for name, value in backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
         slot = product.sparsity.slots[name]
-        prune_slot(product, slot, slot.pruner, value, axes, inputs.ctx, call=merged_operand)
+        prune_slot(product, slot, slot.pruner, value, axes, inputs.ctx, check, inputs.extra)
     backward = {
         operand: {p: form for p, form in by_product.items() if p != "fwd"} for operand, by_product in forms.items()
     }
@@ -252,10 +254,11 @@ def _ruled_backward(
     product: StaticProduct, residuals: Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
     x, w, inputs, forms = residuals
-    op, sparsity, routes, ctx = product.op, product.sparsity, product.routes, inputs.ctx
+    sparsity, routes, ctx = product.sparsity, product.routes, inputs.ctx
+    op = lambda x, w: product.op(x, w, *inputs.extra)
     x, w, g = (_once_derived(product, v) for v in (x, w, g))
-    values = _backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g)
-    by_xla = _by_xla(product, product.operands(x, w), ctx)
+    values = backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g)
+    by_xla = partial(prune_slot, product, axes=product.operands(x, w), ctx=ctx, extra=inputs.extra)
     prune = lambda name: by_xla(sparsity.slots[name], sparsity.slots[name].pruner, values[name])
     if routes is not None:
         forms = {**forms, "g": make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla)}
@@ -312,16 +315,6 @@ def _summed_as(y: jax.Array, like: jax.Array) -> jax.Array:
     return lax.psum(y, axes) if axes else y
 
 
-def _backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: Any) -> dict[str, Any]:
-    """Return the input of each backward slot, given the pruned and the unpruned operands and the gradient."""
-    return {
-        "dlhs_g": g,
-        "dlhs_rhs": rhs if sparsity.slots["dlhs_rhs"].raw else w,
-        "drhs_g": g,
-        "drhs_lhs": lhs if sparsity.slots["drhs_lhs"].raw else x,
-    }
-
-
 # ---- packing and checks before the call ----
 
 
@@ -348,48 +341,7 @@ def packed_weight(
         return {}
     rhs = lax.stop_gradient(rhs)  # no gradient flows through the forms
     product = StaticProduct(op, sparsity, name, routes)
-    axes = product.operands(lhs, rhs)
-    w = prune_slot(product, forward, forward.applied, rhs, axes, ctx)
-    forms = make_forms(routes, sparsity, OperandValue("w", w, rhs), ctx, None, _by_xla(product, axes, ctx), fixed)
+    by_xla = partial(prune_slot, product, axes=product.operands(lhs, rhs), ctx=ctx)
+    w = by_xla(forward, forward.applied, rhs)
+    forms = make_forms(routes, sparsity, OperandValue("w", w, rhs), ctx, None, by_xla, fixed)
     return {key_of_weight(routes, product): form for product, form in forms.items()}
-
-
-@lru_cache
-def slot_refusals(
-    op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, sparsity: Sparsity
-) -> tuple[tuple[str, Refusal], ...]:
-    """Return (slot, refusal) for every slot whose pruner would raise an error, given operands of these shapes and
-    shardings. The conditions are those of `nmjax.products.pruning`, so the reasons are the texts of its errors."""
-    g = jax.eval_shape(op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)))
-    values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | _backward_values(sparsity, lhs, rhs, lhs, rhs, g)
-    axes = op.operands(lhs.ndim, rhs.ndim)
-    refusals = []
-    for name in SLOTS:
-        slot, value = sparsity.slots[name], values[name]
-        if slot.empty:
-            continue
-        try:
-            check_shards(str(slot), slot.pruner, value, axes[name])
-            shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
-            refusal = _first_use_refusal(str(slot), slot.pruner, shape, axes[name])
-        except (TypeError, ValueError) as error:
-            refusal = Refusal(str(error))
-        if refusal is not None:
-            refusals.append((name, refusal))
-    return tuple(refusals)
-
-
-@lru_cache
-def _first_use_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Operand) -> Refusal | None:
-    """Return the error that a pruner raises for an array of this shape at the first step, or None."""
-
-    def first_use(x: jax.Array) -> jax.Array:
-        ctx = Ctx(random.words(0), 0)
-        state = along(label, p, x, operand, ctx, p.init)[0] if p.has_state else None
-        return pruned(label, p, x, operand, ctx.replace(state=state))
-
-    try:
-        jax.eval_shape(first_use, x)
-    except (TypeError, ValueError) as error:
-        return Refusal(str(error))
-    return None

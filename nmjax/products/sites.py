@@ -1,17 +1,21 @@
 """A sparse layer, whatever framework it is of: where its noise comes from, and what its weight is in the end."""
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from nmjax.core import random
+from nmjax.core import groups, layer_paths, random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.products.pruning import Operand, pruned
 from nmjax.products.slot import SLOTS, WEIGHT, slot_state
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
+
+UNFINISHED = 0.01  # exponential decay never reaches its end: less than this share of the norm counts as the end
 
 
 def site_words(seed: Any, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
@@ -52,6 +56,11 @@ def has_state(sparsity: Sparsity) -> bool:
     return any(sparsity.slots[name].pruner.has_state for name in WEIGHT)
 
 
+def needs_arrays(sparsity: Sparsity) -> bool:
+    """Return True if a layer keeps noise words, a time or state."""
+    return needs_key(sparsity) or depends_on_step(sparsity) or has_state(sparsity)
+
+
 def final(sparsity: Sparsity) -> tuple[Pruner, Sparsity]:
     """Return the pruner that hardens the weight, and the sparsity that every product has after that."""
     return sparsity.fwd_rhs.final, Sparsity(fwd_lhs=sparsity.fwd_lhs.final)
@@ -70,3 +79,35 @@ def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state: Any 
         return w
     own_state = sparsity.fwd_rhs.final_state(slot_state(state, "fwd_rhs"))
     return pruned(f"fwd_rhs={p}", p, w, operand, Ctx(state=own_state))
+
+
+def distance(now: Any, hard: Any) -> float | None:
+    """Return the relative L2 distance of a weight as a step uses it from its final form; None if they are traced."""
+    if isinstance(now, jax.core.Tracer) or isinstance(hard, jax.core.Tracer):
+        return None
+    difference = jnp.linalg.norm(groups.wide(now).ravel() - groups.wide(hard).ravel())
+    return float(difference / jnp.maximum(jnp.linalg.norm(groups.wide(hard).ravel()), jnp.finfo(jnp.float32).tiny))
+
+
+def has_schedule(p: Pruner) -> bool:
+    """Return True if a pruner changes with the step, and not only because it draws random numbers."""
+    return p.depends_on_step and not p.needs_key
+
+
+def warn_unfinished(distances: Iterable[tuple[str, int, float | None]], stacklevel: int) -> None:
+    """Warn of weights that are hardened before their schedule has ended.
+
+    Args:
+      distances: (path, step, `distance`) of every weight whose pruner `has_schedule`.
+      stacklevel: As of `warnings.warn`.
+    """
+    far = [(path, step, d) for path, step, d in distances if d is not None and d > UNFINISHED]
+    if not far:
+        return
+    largest = max(d for _, _, d in far)
+    paths = [layer_paths.short(same) for same in layer_paths.alike((path, None, path) for path, _, _ in far)]
+    warnings.warn(
+        f"harden at step {far[0][1]}: the schedule has not ended in {', '.join(layer_paths.gathered(paths))}. The "
+        f"hardened weights differ from those of this step, by up to {largest:.0%} of their norm.",
+        stacklevel=stacklevel,
+    )

@@ -14,6 +14,8 @@ from nmjax.products.pruning import Operand, along, pruned
 from nmjax.products.slot import BACKWARD, SLOTS, Slot, as_slot
 from nmjax.pruners import identity
 
+ELSE = " else dense"  # at the end of a slot's text; alone, of the whole layer
+
 
 @dataclass(frozen=True, repr=False)
 class Sparsity(Value):
@@ -21,14 +23,22 @@ class Sparsity(Value):
 
     It prints as the text from which `nmjax.parse` makes it again. ``sparsity.slots`` has the normal form of each slot.
 
+    Args:
+      fwd_lhs, fwd_rhs, dlhs_g, dlhs_rhs, drhs_g, drhs_lhs: The pruner of each slot.
+      else_dense: The slots that stay empty, instead of raising an error, if they cannot prune an operand's shape. True:
+        if a slot of x, of w or of dx cannot, the whole layer is dense; if a slot of dw cannot, because of the number of
+        tokens, it stays empty.
+
     Raises:
       TypeError: If a slot holds no pruner.
-      ValueError: If a pruner has no meaning in its slot.
+      ValueError: If a pruner has no meaning in its slot, or ``else_dense`` names no slot that prunes.
 
     >>> from nmjax.pruners import mse, mvue
     >>> from nmjax.pruners.estimators import ste
     >>> Sparsity(fwd_rhs=ste(mse(2, 4)), drhs_g=mvue(2, 4))
     fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)
+    >>> Sparsity(fwd_rhs=ste(mse(2, 4)), else_dense=True)
+    fwd_rhs=ste(mse(2,4)); else dense
     """
 
     fwd_lhs: Pruner = identity
@@ -37,10 +47,24 @@ class Sparsity(Value):
     dlhs_rhs: Pruner = identity
     drhs_g: Pruner = identity
     drhs_lhs: Pruner = identity
+    else_dense: bool | tuple[str, ...] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.slots  # refuses what has no meaning
+        object.__setattr__(self, "else_dense", self._may_be_dense())
+
+    def _may_be_dense(self) -> bool | tuple[str, ...]:
+        """Return the slots of ``else_dense`` in their order."""
+        given = self.else_dense
+        if isinstance(given, bool):
+            return given and any(not slot.empty for slot in self.slots.values())
+        wrong = [name for name in given if name not in SLOTS or self.slots[name].empty]
+        if wrong:
+            raise ValueError(
+                f"else_dense={given!r}: {wrong[0]!r} is not a slot that prunes. Name such slots, or write True."
+            )
+        return tuple(name for name in SLOTS if name in given) or False
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -48,8 +72,11 @@ class Sparsity(Value):
         return {name: as_slot(name, getattr(self, name)) for name in SLOTS}
 
     def __repr__(self) -> str:
-        slots = "; ".join(str(slot) for slot in self.slots.values() if not slot.empty)
-        return written(self) or slots or "dense"
+        if written(self) is not None:
+            return str(written(self))
+        alone = () if isinstance(self.else_dense, bool) else self.else_dense
+        parts = [f"{slot}{ELSE * (name in alone)}" for name, slot in self.slots.items() if not slot.empty]
+        return "; ".join(parts + [ELSE.strip()] * (self.else_dense is True)) or "dense"
 
     @property
     def backward(self) -> bool:

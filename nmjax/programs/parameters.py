@@ -51,9 +51,34 @@ class Parameter(NamedTuple):
           f: A function of the operand of one layer.
           parameter: The parameter.
           *arrays: Further arguments of the function. Each has the axes of the stacks first.
-          back: True to undo the steps on the result, which then has the shape of the operand.
+          back: True to undo the steps on the result, which then has the shape of the operand. A mask stays one.
         """
         return _apply(self.steps, f, parameter, arrays, back)
+
+    def axes(self, shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
+        """Return, for each axis of the operand, the axis of the parameter that it is.
+
+        Args:
+          shape: The shape of the parameter.
+
+        Returns:
+          The axes. None stands for an axis of size 1 that the steps added. If a step mixes axes, None.
+
+        >>> Parameter("w", (Step("transpose", (1, 0)), Step("reshape", (4, 1, 8)))).axes((8, 4))
+        (1, None, 0)
+        """
+        axes: list[int | None] = list(range(len(shape)))
+        for step in self.steps:
+            if step.kind == "transpose":
+                axes, shape = [axes[a] for a in step.to], tuple(shape[a] for a in step.to)
+            elif step.kind == "reshape":
+                if [n for n in shape if n > 1] != [n for n in step.to if n > 1]:
+                    return None
+                long = iter([axis for axis, n in zip(axes, shape, strict=True) if n > 1])
+                axes, shape = [next(long) if n > 1 else None for n in step.to], step.to
+            elif step.kind == "slice":
+                return None
+        return tuple(axes)
 
     def stack(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the sizes of the axes along which the parameter stacks layers, given its shape."""
@@ -95,7 +120,7 @@ def _apply(steps: tuple[Step, ...], f: Callable[..., Any], x: jax.Array, arrays:
     if kind == "slice":
         return jax.vmap(lambda x, *arrays: _apply(rest, f, x, arrays, back))(x, *arrays)
     if kind == "dtype":
-        changed, undo = x.astype(to), lambda y: y.astype(x.dtype)
+        changed, undo = x.astype(to), lambda y: y if y.dtype == bool else y.astype(x.dtype)
     elif kind == "transpose":
         inverse = tuple(sorted(range(x.ndim), key=to.__getitem__))
         changed, undo = lax.transpose(x, to), lambda y: lax.transpose(y, inverse)

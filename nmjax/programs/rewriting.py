@@ -12,9 +12,10 @@ from jax import lax
 from jax.extend import core
 
 from nmjax.products.functions import before_transpose
-from nmjax.products.operations import Conv, DimensionNumbers, Dot
+from nmjax.products.operations import Conv, DimensionNumbers, Dot, RaggedDot
 from nmjax.programs.parameters import Parameter
 
+RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
 Value = tuple[Any, Parameter | None]
 Sites = Mapping[str, Any]
 
@@ -26,11 +27,13 @@ class Product(NamedTuple):
       parameter: The parameter, in the layout of the operand.
       op: The operation, with the parameter as its right operand.
       swapped: True if the program has the parameter as its left operand.
+      extra: The operands of the operation after the first two: the group sizes of a `RaggedDot`.
     """
 
     parameter: Parameter
-    op: Dot | Conv
+    op: Dot | Conv | RaggedDot
     swapped: bool
+    extra: tuple[Any, ...] = ()
 
 
 class Rewriter(NamedTuple):
@@ -39,7 +42,7 @@ class Rewriter(NamedTuple):
     Attributes:
       compute: A function (product, x, w, site) of the operands and of the arrays of the parameter's site. It returns
         the value of the product, or None to leave it as it is.
-      seen: A function (parameter, name) that is told every other operation that takes a parameter.
+      seen: A function (parameter, name) that is called for every other operation that takes a parameter.
     """
 
     compute: Callable[[Product, Any, Any, Any], Any]
@@ -80,7 +83,8 @@ class Rewriter(NamedTuple):
                 return [(_plain(program, equation, arrays)[0], changed)]
         product = _product(equation, parameters)
         if product is not None:
-            x, w = arrays[::-1] if product.swapped else arrays
+            x, w = arrays[::-1] if product.swapped else arrays[:2]
+            product = product._replace(extra=tuple(arrays[2:]))
             y = self.compute(product, x, w, sites.get(product.parameter.path))
             if y is None:
                 y = _plain(program, equation, arrays)[0]
@@ -131,6 +135,10 @@ def _product(equation: core.JaxprEqn, parameters: list[Parameter | None]) -> Pro
             of["preferred_element_type"], None,
         )  # fmt: skip
         return Product(parameters[1], op, swapped=False)
+    if name == "ragged_dot_general" and parameters[0] is None and parameters[1] is not None:
+        plain = (of["group_offset"], of["out_sharding"]) == (None, None)
+        if plain and of["ragged_dot_dimension_numbers"] == RAGGED:  # as `jax.lax.ragged_dot` has them
+            return Product(parameters[1], RaggedDot(of["precision"], of["preferred_element_type"]), swapped=False)
     return None
 
 

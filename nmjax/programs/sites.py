@@ -11,8 +11,9 @@ import numpy as np
 from nmjax.analysis.patterns import Pattern, violations
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.products.pruning import Operand
+from nmjax.products.pruning import Operand, pruned
 from nmjax.products.sites import final, final_weight
+from nmjax.products.slot import slot_context
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter
 from nmjax.pruners import identity
@@ -102,6 +103,17 @@ def hardened(path: str, value: Any, site: ProgramSite) -> tuple[Any, ProgramSite
 def _final(value: jax.Array, state: Any, *, origin: Origin) -> jax.Array:
     one = lambda w, state: final_weight(origin.sparsity, w, origin.operand, state)
     return origin.parameter.apply(one, value, state, back=True)
+
+
+def of_step(site: ProgramSite, value: Any) -> jax.Array:
+    """Return a parameter as its forward product uses it at the step of its site. Its pruner draws nothing."""
+    origin, p = site.origin, site.origin.sparsity.fwd_rhs
+
+    def one(w: jax.Array, time: Any, state: Any) -> jax.Array:
+        ctx = slot_context(Ctx(None, 0 if time is None else time[0], state), "fwd_rhs")
+        return pruned(f"fwd_rhs={p}", p, w, origin.operand, ctx)
+
+    return origin.parameter.apply(one, value, site.time, site.state, back=True)
 
 
 def broken_groups(path: str, value: Any, site: ProgramSite) -> jax.Array | None:

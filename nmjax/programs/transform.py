@@ -3,29 +3,42 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nmjax.analysis import flops
+from nmjax.analysis.patterns import checked
 from nmjax.analysis.plan import LayerPlan, Plan, hardened, runs_of, slots_of
-from nmjax.analysis.refusals import Use, slot_refusal
+from nmjax.analysis.refusals import Use, fitting_all, slot_refusal
 from nmjax.core.context import Ctx
 from nmjax.core.value import Value
 from nmjax.products import rule
-from nmjax.products.pruning import Operand
-from nmjax.products.sites import depends_on_step, has_state, needs_key, site_key, site_words
+from nmjax.products.fit import fitting
+from nmjax.products.pruning import Operand, shape_of
+from nmjax.products.sites import (
+    depends_on_step,
+    distance,
+    has_schedule,
+    has_state,
+    needs_arrays,
+    needs_key,
+    site_key,
+    site_words,
+    warn_unfinished,
+)
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.parameters import Parameter
 from nmjax.programs.rewriting import Product, Rewriter
-from nmjax.programs.sites import Origin, ProgramSite, broken_groups, hardened as hardened_parameter, state_of
+from nmjax.programs.running import is_array, leaves, run
+from nmjax.programs.sites import Origin, ProgramSite, broken_groups, hardened as hardened_parameter, of_step, state_of
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
+Params = TypeVar("Params")
 Sites = dict[str, ProgramSite]
 
 
@@ -48,10 +61,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class transform(Value):
-    """A function with pruned products. The function itself is not changed, and knows nothing of pruning.
+    """A function with pruned products. The function itself does not change.
 
-    ``transform(f, recipe)(params, ...)`` is ``f(params, ...)`` with every dot product and every convolution pruned
-    whose one operand is a parameter. The recipe matches the parameter's path in the tree ``params``, such as
+    ``transform(f, recipe)(params, ...)`` is ``f(params, ...)`` with every product pruned that has one parameter as an
+    operand: dot products, and convolutions with the parameter as their kernel. The recipe matches the parameter's path
+    in the tree ``params``, such as
     "blocks/0/up/kernel". A parameter is followed through `jax.jit`, `jax.checkpoint`, `lax.scan`, `lax.cond` and
     `lax.while_loop`, and through changes of its dtype, its shape and the order of its axes. So it works with plain JAX,
     and with any library whose models are functions of a tree of parameters.
@@ -60,8 +74,8 @@ class transform(Value):
     Outside `jax.jit` every call traces again.
 
     Args:
-      f: A function of a tree of parameters and other arguments. Arguments that are no arrays, such as flags, are given
-        to it as they are.
+      f: A function of a tree of parameters and other arguments. Arguments that are not arrays, such as flags, are
+        given to it as they are.
       recipe: The sparsity of each parameter, by its path.
       seed: The seed of all random numbers, an int.
 
@@ -104,13 +118,15 @@ class transform(Value):
           ValueError: A product cannot be pruned, or ``sites`` is missing.
         """
         known = {} if sites is None else dict(sites)
+        _known(params, known)
 
         def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
             path = product.parameter.path
             sparsity = known[path].origin.sparsity if path in known else self.recipe(path)
+            sparsity, _ = fitting(product.op, x, w, sparsity, layer=True)
             if sparsity == Sparsity():
                 return None
-            if arrays is None and _needs_site(sparsity):
+            if arrays is None and needs_arrays(sparsity):
                 raise ValueError(
                     f"{path}: {sparsity} reads what init returns: write sites = f.init(params, ...), and call "
                     "f(params, ..., sites=sites)."
@@ -120,10 +136,11 @@ class transform(Value):
             key = None if words is None else site_key(words, micro)
             ctx = Ctx(key, step, state)
             with jax.named_scope(path):
-                return rule.bilinear(product.op, x, w, sparsity, ctx, self.recipe.backend, name=path)
+                backend, extra = self.recipe.backend, product.extra
+                return rule.bilinear(product.op, x, w, sparsity, ctx, backend, name=path, extra=extra)
 
         arrays = {path: site.arrays for path, site in known.items()}
-        return _run(self.f, params, args, options, Rewriter(compute, lambda parameter, name: None), arrays)
+        return run(self.f, params, args, options, Rewriter(compute, lambda parameter, name: None), arrays)
 
     # ---- what the program does with its parameters ----
 
@@ -133,10 +150,10 @@ class transform(Value):
         others: dict[str, list[str]] = {path: [] for path in places}
 
         def compute(product: Product, x: Any, w: Any, arrays: Any) -> None:
-            places[product.parameter.path].append(Place(product, _shape(x), _shape(w)))
+            places[product.parameter.path].append(Place(product._replace(extra=()), shape_of(x), shape_of(w)))
 
         whole, tree = jax.tree.flatten((params, args, options))
-        run = lambda params, args, options: _run(
+        again = lambda params, args, options: run(
             self.f,
             params,
             args,
@@ -147,10 +164,10 @@ class transform(Value):
 
         def traced(given: list[Any]) -> list[Any]:
             arrays = iter(given)
-            every = [next(arrays) if _is_array(v) else v for v in whole]
-            return [v for v in jax.tree.leaves(run(*jax.tree.unflatten(tree, every))) if _is_array(v)]
+            every = [next(arrays) if is_array(v) else v for v in whole]
+            return [v for v in jax.tree.leaves(again(*jax.tree.unflatten(tree, every))) if is_array(v)]
 
-        jax.eval_shape(traced, [_shape(v) for v in whole if _is_array(v)])
+        jax.eval_shape(traced, [shape_of(v) for v in whole if is_array(v)])
         unique = lambda values: list(dict.fromkeys(values))
         return {p: unique(v) for p, v in places.items()}, {p: unique(v) for p, v in others.items()}
 
@@ -173,13 +190,13 @@ class transform(Value):
             f"  {path}: {refusal.reason}"
             for path, found in places.items()
             for slot in SLOTS
-            if (refusal := _refusal(slot, self.recipe(path), found)) is not None
+            if (refusal := _refusal(slot, self._fitted(path, found)[0], found)) is not None
         ]
         if refused:
             raise ValueError("\n".join(["The recipe cannot be carried out:", *dict.fromkeys(refused)]))
         made: Sites = {}
         for path, value in leaves(params).items():
-            if places[path] and self.recipe(path) != Sparsity():
+            if places[path] and self._fitted(path, places[path])[0] != Sparsity():
                 made[path] = self._site(path, value, places[path], others[path])
         return made
 
@@ -193,17 +210,21 @@ class transform(Value):
         if not missed:
             return
         text = "\n".join(
-            ["No dot product or convolution takes these parameters, so the recipe does not prune them:", *missed]
+            ["Rules of the recipe match these parameters, but no product takes them, so they stay dense:", *missed]
         )
         if strict:
             raise ValueError(f'{text}\nGive them a rule such as (r"{missed[0].split()[0]}", "dense").')
         warnings.warn(text, stacklevel=3)
 
+    def _fitted(self, path: str, places: list[Place]) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:
+        """Return what a parameter's products prune in any call, and (slot, reason) of what does not fit."""
+        return fitting_all(self.recipe(path), [place.use() for place in places], layer=True)
+
     def _site(self, path: str, value: Any, places: list[Place], others: list[str]) -> ProgramSite:
-        sparsity, first = self.recipe(path), places[0]
+        sparsity, first = self._fitted(path, places)[0], places[0]
         layouts = {(place.product.parameter.steps, place.operand) for place in places}
         stacks = {place.product.parameter.stack(np.shape(value)) for place in places}
-        if (len(layouts) > 1 and has_state(sparsity)) or (len(stacks) > 1 and _needs_site(sparsity)):
+        if (len(layouts) > 1 and has_state(sparsity)) or (len(stacks) > 1 and needs_arrays(sparsity)):
             raise ValueError(
                 f"{path}: {sparsity} keeps arrays for this parameter, and {len(layouts)} products take it in different "
                 "layouts. Give it a method without state, noise and schedule, such as ste(2,4)."
@@ -214,7 +235,7 @@ class transform(Value):
         timed = words is not None or depends_on_step(sparsity)
         time = jnp.zeros((*stack, 2), jnp.int32) if timed else None
         site = ProgramSite(origin, words, time)
-        return ProgramSite(origin, words, time, state_of(site, value)) if has_state(sparsity) else site
+        return replace(site, state=state_of(site, value)) if has_state(sparsity) else site
 
     # ---- time and state ----
 
@@ -227,16 +248,15 @@ class transform(Value):
           step: The step of training, an integer.
           micro: The micro-step of gradient accumulation, an integer.
         """
-        values, now = leaves(params), jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
+        values, now = _known(params, sites), jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
         renewed: Sites = {}
         for path, site in sites.items():
             time = None if site.time is None else jnp.broadcast_to(now, site.time.shape)
-            current = ProgramSite(site.origin, site.words, time, site.state)
-            state = None if site.state is None else state_of(current, values[path], now[0])
-            renewed[path] = ProgramSite(site.origin, site.words, time, state)
+            state = None if site.state is None else state_of(site, values[path], now[0])
+            renewed[path] = replace(site, time=time, state=state)
         return renewed
 
-    def harden(self, params: Any, sites: Mapping[str, ProgramSite]) -> tuple[Any, Sites]:
+    def harden(self, params: Params, sites: Mapping[str, ProgramSite]) -> tuple[Params, Sites]:
         """Return the parameters in their final form, as inference uses them, and sites that prune activations only.
 
         Args:
@@ -245,16 +265,20 @@ class transform(Value):
 
         Raises:
           ValueError: A weight is drawn again at every step, or something else uses it too, so it has no final form.
+
+        Warns:
+          UserWarning: The schedule of a method has not ended, so the hardened weights are not those of this step.
         """
-        flat, tree = jax.tree_util.tree_flatten_with_path(params)
-        hard: list[Any] = []
-        left = dict(sites)
-        for keys, value in flat:
-            path = _name(keys)
-            if path in sites:
-                value, left[path] = hardened_parameter(path, value, sites[path])
-            hard.append(value)
-        return jax.tree.unflatten(tree, hard), left
+        values, left = _known(params, sites), dict(sites)
+        distances: list[tuple[str, int, float | None]] = []
+        for path, site in sites.items():
+            final, left[path] = hardened_parameter(path, values[path], site)
+            if has_schedule(site.origin.sparsity.fwd_rhs) and not isinstance(site.time, (jax.core.Tracer, type(None))):
+                step = int(site.time.reshape(-1)[0])
+                distances.append((path, step, distance(of_step(site, values[path]), final)))
+            values[path] = final
+        warn_unfinished(distances, stacklevel=3)
+        return jax.tree.unflatten(jax.tree.structure(params), values.values()), left
 
     def violations(self, params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, jax.Array | None]:
         """Return the number of groups of each parameter that break the pattern which `harden` promises.
@@ -265,9 +289,12 @@ class transform(Value):
 
         Returns:
           A dict from path to a count. None means that nothing was checked, because the parameter ends dense.
+
+        Warns:
+          UserWarning: No parameter ends n:m, so nothing was checked.
         """
-        values = leaves(params)
-        return {path: broken_groups(path, values[path], site) for path, site in sites.items()}
+        values = _known(params, sites)
+        return checked({path: broken_groups(path, values[path], site) for path, site in sites.items()})
 
     def plan(self, params: Any, *args: Any, **options: Any) -> Plan:
         """Return what every parameter will do, as `nmjax.nnx.plan` does for the layers of a model.
@@ -286,75 +313,29 @@ class transform(Value):
         return Plan(tuple(rows), 0, uncovered, sum(int(np.size(v)) for v in values.values()), refused)
 
     def _row(self, path: str, value: Any, places: list[Place]) -> LayerPlan:
-        sparsity, shape = self.recipe(path), tuple(np.shape(value))
+        shape = tuple(np.shape(value))
         layers = math.prod(places[0].product.parameter.stack(shape))
         uses = [place.use(layers) for place in places]
+        sparsity, dense = fitting_all(self.recipe(path), uses)
         cost = sum(flops.flops(place.product.op, place.lhs.shape, place.rhs.shape) * layers for place in places)
         slots, runs = slots_of(sparsity, uses, True), runs_of(sparsity, uses, self.recipe.backend)
         form, shares = hardened(sparsity), flops.effective(sparsity)
-        return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs)
+        return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs, dense)
 
 
-def leaves(params: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by their paths.
-
-    >>> leaves({"up": {"kernel": 1.0}, "blocks": [2.0]})
-    {'blocks/0': 2.0, 'up/kernel': 1.0}
-    """
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    named = {_name(keys): value for keys, value in flat}
-    if len(named) < len(flat):
-        twice = next(name for name in named if sum(_name(keys) == name for keys, _ in flat) > 1)
-        raise ValueError(f"two parameters have the path {twice!r}. Rename one: a name in a path has no '/'.")
-    return named
-
-
-def _name(keys: Any) -> str:
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
-
-
-def _is_array(v: Any) -> bool:
-    return isinstance(v, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-def _shape(v: Any) -> Any:
-    return jax.ShapeDtypeStruct(v.shape, v.dtype) if _is_array(v) else v
-
-
-def _run(f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: Rewriter, arrays: Any) -> Any:
-    """Trace a function, and run its program with other products."""
-    rest, tree = jax.tree.flatten((args, options))
-    values, params_tree = jax.tree.flatten(params)
-    paths = [path for path, value in leaves(params).items() if _is_array(value)]
-    given = [*filter(_is_array, values), *filter(_is_array, rest)]
-    out: list[Any] = []  # what the function returns: None in the place of every array, and the structure last
-
-    def flat(*given: Any) -> list[Any]:
-        arrays = iter(given)
-        whole = [next(arrays) if _is_array(v) else v for v in [*values, *rest]]
-        args, options = jax.tree.unflatten(tree, whole[len(values) :])
-        results, structure = jax.tree.flatten(
-            f(jax.tree.unflatten(params_tree, whole[: len(values)]), *args, **options)
+def _known(params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths. Refuse sites of parameters that it does not have."""
+    values = leaves(params)
+    unknown = [path for path in sites if path not in values]
+    if unknown:
+        raise ValueError(
+            f"the sites are of {', '.join(map(repr, unknown[:4]))}, which these parameters do not have. Pass the same "
+            "tree of parameters as to init."
         )
-        out[:] = [*(None if _is_array(v) else v for v in results), structure]
-        return [v for v in results if _is_array(v)]
-
-    closed = jax.make_jaxpr(flat)(*given)
-    named = [*map(Parameter, paths), *[None] * (len(given) - len(paths))]
-    computed = rewriter.run(closed.jaxpr, closed.consts, list(zip(given, named, strict=True)), arrays)
-    for _, parameter in computed:
-        if parameter is not None:
-            rewriter.seen(parameter, "the result")
-    results = iter([y for y, _ in computed])
-    *kinds, structure = out
-    return jax.tree.unflatten(structure, [next(results) if kind is None else kind for kind in kinds])
-
-
-def _needs_site(sparsity: Sparsity) -> bool:
-    return any(needs(sparsity) for needs in (needs_key, depends_on_step, has_state))
+    return values
 
 
 def _refusal(slot: str, sparsity: Sparsity, places: list[Place]) -> Any:
     if getattr(sparsity, slot) == identity:
         return None
-    return slot_refusal(slot, sparsity, [place.use() for place in places])
+    return slot_refusal(slot, sparsity, [place.use() for place in places], tokens_known=True)

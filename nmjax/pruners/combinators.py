@@ -129,7 +129,9 @@ class chain(Pruner):
 class stages(Pruner):
     """Use different pruners in different phases of training.
 
-    Examples are structure decay (SdGf: Bambhaniya et al., arXiv 2402.04744) and a dense phase at the end. Step t uses
+    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training", arXiv:2402.04744.
+
+    Examples are the structure decay of this paper (SdGf) and a dense phase at the end. Step t uses
     the last row whose first step is <= t. Each row's state is initialized at its first step. If every row is `identity`
     or `mse` with the same m, one call with a traced n serves all rows. Otherwise `lax.switch` selects the row.
 
@@ -216,56 +218,66 @@ class stages(Pruner):
 class rescale(SamePattern):
     """Multiply the kept values so that the L1 norm is that of the array before pruning.
 
-    The method of McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774),
-    prunes across channels. It then multiplies the values of each sample and channel, in float32, by::
+    Paper: McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning", arXiv:2202.00774.
+
+    The method of this paper prunes across channels. It then multiplies the values of each sample and channel, in
+    float32, by::
 
         ||x||_1 / ||p(x)||_1
 
-    If a norm or a product overflows, the result is infinite or NaN.
+    An array without axes of space, such as a linear layer's with one axis of samples, has one norm for each group
+    instead. If a norm or a product overflows, the result is infinite or NaN.
 
     Args:
       p: The pruner.
-      over: The values that share a norm. "spatial": one norm per sample and channel. "group": one per group.
+      over: The values that share a norm. "spatial": one norm per sample and channel, over the axes of space. "group":
+        one per group. "auto": "spatial" if the array has axes of space, else "group". A plan says which one.
 
     Raises:
       TypeError: ``p`` is not a pruner.
-      ValueError: ``over`` is neither "spatial" nor "group", or ``p`` must be outermost, as `ste` must.
+      ValueError: ``over`` is none of the three, or ``p`` must be outermost, as `ste` must. A call raises it if
+        ``over`` is "spatial" and the array has no axes of space.
 
-    >>> rescale(mse(2, 4), over="group")(jnp.array([1., 2., 3., 4.]))
+    >>> rescale(mse(2, 4))(jnp.array([1., 2., 3., 4.]))  # without space: one norm per group
     Array([0.      , 0.      , 4.285714, 5.714286], dtype=float32)
     """
 
     p: Pruner
-    over: str = "spatial"
+    over: str = "auto"
     reads_step = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_inner(self, self.p)
-        if self.over not in ("spatial", "group"):
-            raise ValueError(f"{self}: over must be 'spatial' or 'group'.")
+        if self.over not in ("auto", "spatial", "group"):
+            raise ValueError(f"{self}: over must be 'auto', 'spatial' or 'group'.")
+
+    def over_in(self, space: tuple[int, ...]) -> str:
+        """Return the values that share a norm in an array with these axes of space: "spatial" or "group".
+
+        >>> rescale(mse(2, 4)).over_in((1, 2)), rescale(mse(2, 4)).over_in(())
+        ('spatial', 'group')
+        """
+        if self.over == "spatial" and not space:
+            raise ValueError(
+                f"{self} needs axes of space, but the array has none apart from those that groups lie along. Write "
+                "over='group', or leave over out: it then chooses by the array."
+            )
+        if self.over != "auto":
+            return self.over
+        return "spatial" if space else "group"
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         y, axis = self.p(x, axis, ctx), groups.position(x.ndim, axis)
-        over = (axis + 1,) if self.over == "group" else self._space(x, axis, ctx)
-        norm = lambda v: jnp.sum(jnp.abs(self._view(v, axis)), over, keepdims=True)
+        space = ctx.axes_of(x.ndim, axis).space
+        by_group = self.over_in(space) == "group"
+        view = lambda v: groups.wide(groups.split(v, axis, self.block) if by_group else v)
+        norm = lambda v: jnp.sum(jnp.abs(view(v)), (axis + 1,) if by_group else space, keepdims=True)
         norm_y = norm(y)
         ratio = jnp.where(norm_y == 0, 1.0, norm(x) / jnp.where(norm_y == 0, 1.0, norm_y))
-        y = self._view(y, axis)
+        y = view(y)
         scaled = jnp.where(y == 0, y, y * ratio)  # zeros stay zeros: 0 * inf would be NaN
         return fusion.rounded(scaled.reshape(x.shape), x.dtype)
-
-    def _view(self, x: jax.Array, axis: int) -> jax.Array:
-        return groups.wide(groups.split(x, axis, self.block) if self.over == "group" else x)
-
-    def _space(self, x: jax.Array, axis: int, ctx: Ctx) -> tuple[int, ...]:
-        space = ctx.axes_of(x.ndim, axis).space
-        if not space:
-            raise ValueError(
-                f"{self} needs axes of space, but an array of shape {x.shape} that is pruned along axis {axis} has "
-                "none. Write over='group'."
-            )
-        return space
 
     @property
     def final(self) -> Pruner:
@@ -274,9 +286,10 @@ class rescale(SamePattern):
 
 @dataclass(frozen=True, repr=False)
 class raw(SamePattern):
-    """Make a backward slot prune the original operand. Without `raw` it prunes the value that the forward product used.
+    """Make a backward slot prune the original operand.
 
-    `raw` must be the outermost pruner of ``dlhs_rhs`` or ``drhs_lhs``.
+    Without `raw` it prunes the value that the forward product used. `raw` must be the outermost
+    pruner of ``dlhs_rhs`` or ``drhs_lhs``.
 
     Args:
       p: The pruner.

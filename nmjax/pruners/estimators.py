@@ -62,7 +62,7 @@ class SameValues(SamePattern, Estimator):
 class ste(SameValues):
     """Prune with the straight-through gradient: dx = dy, for kept and dropped values alike.
 
-    Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons" (arXiv 1308.3432).
+    Paper: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", arXiv:1308.3432.
 
     Args:
       p: The pruner.
@@ -92,8 +92,9 @@ class ste(SameValues):
 class sr_ste(SameValues):
     """Prune with the straight-through gradient plus a decay of the dropped weights.
 
-    Dropped weights shrink, and the mask settles. Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural
-    Networks From Scratch" (arXiv 2102.04010)::
+    Paper: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", arXiv:2102.04010.
+
+    Dropped weights shrink, and the mask settles::
 
         dw = g + lam * (1 - mask) * w
 
@@ -132,7 +133,9 @@ class sr_ste(SameValues):
 class decay(Pruner):
     """Multiply dropped values by D(step), which falls from 1 to 0: mask decay gradient flow (MdGf).
 
-    Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training in Transformers" (arXiv 2402.04744)::
+    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training", arXiv:2402.04744.
+
+    The result is::
 
         w~ = w * (mask + D(step) * (1 - mask))
 

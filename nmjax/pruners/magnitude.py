@@ -19,6 +19,9 @@ from nmjax.core.pruner import Grouped
 class mse(Grouped):
     """Keep the n largest magnitudes of every m. This leaves the least squared error ||x - p(x)||^2.
 
+    Paper: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", arXiv:2203.10991.
+    It shows that this is right for weights and activations, and wrong for gradients, where `mvue` is right.
+
     Of equal magnitudes the first are kept. Infinities and NaN count as largest.
 
     Args:

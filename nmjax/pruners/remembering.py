@@ -16,7 +16,9 @@ from nmjax.core.pruner import Pruner, Remembering, SamePattern, check_inner
 
 @dataclass(frozen=True, repr=False)
 class hold(SamePattern, Remembering):
-    """Keep a mask for a number of steps. The mask is state: `init` makes it, and `refresh` renews it.
+    """Keep a mask for a number of steps.
+
+    The mask is state: `init` makes it, and `refresh` renews it.
 
     Args:
       p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
@@ -80,11 +82,13 @@ class hold(SamePattern, Remembering):
 
 @dataclass(frozen=True, repr=False)
 class permute(Remembering):
-    """Prune in a permuted order of the axis: of several random orders, the one in which most non-zeros are kept.
+    """Prune in a permuted order of the axis: the best of several random orders.
 
-    It is Bi-Mask's backward mask (Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", arXiv
-    2302.06058): applied to a weight that is already pruned, it loses few of the remaining values. The order is state:
-    `init` chooses it, and `refresh` renews it. The orders that are tried depend on the step alone.
+    Paper: Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", arXiv:2302.06058.
+
+    The best order is the one in which most non-zeros are kept. It is Bi-Mask's backward mask: applied to a weight that
+    is already pruned, it loses few of the remaining values. The order is state: `init` chooses it, and `refresh` renews
+    it. The orders that are tried depend on the step alone.
 
     Args:
       p: A pruner without noise and without state, such as ``mse(2, 4)``.

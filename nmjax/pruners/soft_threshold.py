@@ -28,6 +28,8 @@ from nmjax.core.pruner import Grouped, Remembering
 class soft(Remembering, Grouped):
     """Shrink every magnitude by the largest one that n:m drops, and multiply by a scale beta.
 
+    Paper: Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training", arXiv:2409.09099.
+
     For a group with threshold t, the largest dropped magnitude::
 
         p(w) = beta * sign(w) * max(|w| - t, 0)

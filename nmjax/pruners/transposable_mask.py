@@ -32,6 +32,10 @@ from nmjax.core.pruner import Grouped, Pattern
 class transposable(Grouped):
     """Keep n of every m values along both axes of a weight, with the largest sum of magnitudes.
 
+    Paper: Hubara et al., "Accelerated Sparse Neural Training", arXiv:2102.08124.
+
+    Paper: Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", arXiv:2404.01847.
+
     2:4 is exact. Other n:m are within 0.02 % of the optimum on average. Infinities and NaN come before finite values.
     Finite values above 2**120 (in float64 above 2**1016) count as equal.
 
@@ -76,13 +80,14 @@ class transposable(Grouped):
 
     def _other_axis(self, x: jax.Array, axis: int, ctx: Ctx) -> int:
         other = ctx.axes_of(x.ndim, axis).other
-        problem = f"{self} prunes both axes of a weight, but beside axis {axis} an array of shape {x.shape} has"
         if other is None:
-            raise ValueError(f"{problem} no other axis. Write mse({self.n},{self.m}).")
+            raise ValueError(
+                f"{self} prunes both axes of a weight, but this array has no other axis. Write mse({self.n},{self.m})."
+            )
         if x.shape[other] % self.m:
             raise ValueError(
-                f"{problem} axis {other} with {x.shape[other]} values, which do not divide by {self.m}. Leave this "
-                f"weight dense, or write mse({self.n},{self.m})."
+                f"{self} prunes both axes of a weight, but the {x.shape[other]} values of the other axis do not divide "
+                f"by {self.m}. Leave this weight dense, or write mse({self.n},{self.m})."
             )
         return other
 

@@ -27,10 +27,12 @@ from nmjax.pruners.unbiased import above_zero, group_uniforms, weights
 
 @dataclass(frozen=True, repr=False)
 class mvue_approx(Grouped):
-    """Keep 2 of every m values at random, unbiased: E[p(g)] = g. Two draws without replacement choose them.
+    """Keep 2 of every m values, chosen by two draws, unbiased: E[p(g)] = g.
 
-    `mvue` is unbiased too, has less variance, and serves any n:m. Infinities and NaN are kept first. Probabilities are
-    multiples of 2**-23, and CPUs treat subnormal numbers as zero.
+    Paper: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", arXiv:2203.10991.
+
+    The draws are without replacement. `mvue` is unbiased too, has less variance, and serves any n:m. Infinities and
+    NaN are kept first. Probabilities are multiples of 2**-23, and CPUs treat subnormal numbers as zero.
 
     Args:
       n: The number of values to keep in each group. It must be 2.

@@ -31,6 +31,8 @@ from nmjax.core.pruner import Grouped
 class mvue(Grouped):
     """Keep n of every m values at random, unbiased and with the least possible variance.
 
+    Paper: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", arXiv:2203.10991.
+
     The expected result is the array itself, E[p(g)] = g. For a threshold tau of each group, a value g_i is kept with
     probability ``min(1, |g_i| / tau)``, and a kept value becomes ``sign(g_i) * max(|g_i|, tau)``. It is infinite if
     tau overflows, in float16 above 65,504. Infinities and NaN are kept first.

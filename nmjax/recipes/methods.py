@@ -1,4 +1,4 @@
-"""The published methods. Each is a function that returns a `Sparsity`: what to do in each of the six slots.
+"""The published methods. Each is a function that returns a `Sparsity`: the pruners of the six slots.
 
 To compose them, replace slots: ``dataclasses.replace(s_ste(), dlhs_g=rescale(mse(2, 4)))``.
 """
@@ -38,6 +38,8 @@ def dense() -> Sparsity:
 def ste(n: int = 2, m: int = 4) -> Sparsity:
     """Return magnitude-pruned weights with straight-through gradients.
 
+    Paper: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", arXiv:1308.3432.
+
     Args:
       n: Number of values kept in each group.
       m: Size of a group.
@@ -55,8 +57,9 @@ def ste(n: int = 2, m: int = 4) -> Sparsity:
 
 
 def sr_ste(n: int = 2, m: int = 4, lam: float = 2e-4) -> Sparsity:
-    """Return SR-STE: magnitude-pruned weights whose dropped values also decay (Zhou et al., arXiv 2102.04010).
+    """Return SR-STE: magnitude-pruned weights whose dropped values also decay.
 
+    Paper: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", arXiv:2102.04010.
     The gradient of a weight w with mask k is ``g + lam * (1 - k) * w``.
 
     Args:
@@ -79,7 +82,7 @@ def sr_ste(n: int = 2, m: int = 4, lam: float = 2e-4) -> Sparsity:
 def s_ste(n: int = 2, m: int = 4, gradient: str = "mvue", fp8: bool = False) -> Sparsity:
     """Return S-STE: weights through a soft threshold with a frozen scale, and unbiased gradients in dw.
 
-    Hu et al., arXiv 2409.09099.
+    Paper: Hu et al., "S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training", arXiv:2409.09099.
 
     Args:
       n: Number of values kept in each group.
@@ -122,18 +125,19 @@ drhs_g=chain(mvue(2,4),fp8('e5m2',rounding='random')); drhs_lhs=fp8('e5m2')
     )
 
 
-def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over: str = "spatial") -> Sparsity:
+def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over: str = "auto") -> Sparsity:
     """Return SDGP: the gradient is pruned in dx alone, and the L1 norm of its feature maps is restored.
 
-    McDanel et al., arXiv 2202.00774. Without rescaling it is the paper's Magnitude, with random choice its Random.
+    Paper: McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning", arXiv:2202.00774.
+    Without rescaling it is the paper's Magnitude, with random choice its Random.
 
     Args:
       n: Number of values kept in each group.
       m: Size of a group.
       rescale: Whether the norm is restored.
       select: "top" keeps the largest magnitudes, "random" keeps any.
-      over: What is rescaled together: "spatial" is a feature map, "group" is a group. Write "group" if the operand
-        has no axis of space, as tokens in one flat axis.
+      over: What is rescaled together: "spatial" is a feature map, "group" is a group. "auto" is "spatial" in layers
+        whose gradient has axes of space, and "group" in layers without, as with tokens in one flat axis.
 
     Returns:
       A sparsity with ``dlhs_g`` set.
@@ -154,7 +158,9 @@ def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over
 
 
 def mvue(n: int = 2, m: int = 4) -> Sparsity:
-    """Return unbiased gradients of minimum variance in dw (Chmiel et al., arXiv 2203.10991).
+    """Return unbiased gradients of minimum variance in dw.
+
+    Paper: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", arXiv:2203.10991.
 
     Args:
       n: Number of values kept in each group.
@@ -173,8 +179,9 @@ def mvue(n: int = 2, m: int = 4) -> Sparsity:
 
 
 def mdgf(n: int = 2, m: int = 4, schedule: Schedule = _EXPONENTIAL, gradient: str = "ste") -> Sparsity:
-    """Return mask decay gradient flow: dropped weights fade by a schedule (Bambhaniya et al., arXiv 2402.04744).
+    """Return mask decay gradient flow: dropped weights fade by a schedule.
 
+    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training", arXiv:2402.04744.
     A dropped weight is multiplied by the schedule: all are kept at 1, and at 0 exactly n of m are.
 
     Args:
@@ -202,7 +209,8 @@ def sdgf(
 ) -> Sparsity:
     """Return structure decay gradient flow: weights reach n:m through looser patterns.
 
-    Bambhaniya et al., arXiv 2402.04744. The steps between ``dense`` and ``finetune`` are divided evenly among the
+    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training", arXiv:2402.04744.
+    The steps between ``dense`` and ``finetune`` are divided evenly among the
     patterns.
 
     Args:
@@ -257,7 +265,8 @@ def _looser(n: int, m: int, kind: str, k: int) -> list[tuple[int, int]]:
 def fst(n: int = 2, m: int = 4, lam: float = 6e-5, every: int = 40, dense_from: int | None = None) -> Sparsity:
     """Return FST: held transposable masks, masked decay, two-draw MVUE in dw, and a dense tail.
 
-    Hu et al., arXiv 2404.01847. The paper adds its decay after clipping the gradient; here the decay is part of the
+    Paper: Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity", arXiv:2404.01847.
+    The paper adds its decay after clipping the gradient; here the decay is part of the
     gradient. For the paper's order write ``lam=0`` and put `nmjax.optim.masked_decay` into the optimizer.
 
     Args:
@@ -292,7 +301,8 @@ def fst(n: int = 2, m: int = 4, lam: float = 6e-5, every: int = 40, dense_from: 
 def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: int = 100) -> Sparsity:
     """Return Bi-Mask: SR-STE, and in dx a second mask of the pruned weight, along its outputs.
 
-    Zhang et al., arXiv 2302.06058. The outputs are reordered first: the best of some random orders keeps the most.
+    Paper: Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", arXiv:2302.06058.
+    The outputs are reordered first: the best of some random orders keeps the most.
 
     Args:
       n: Number of values kept in each group.
@@ -314,7 +324,10 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
 
 
 def bdwp(n: int = 2, m: int = 4) -> Sparsity:
-    """Return two-sided weight pruning: along the inputs forward, and for dx the dense weight along its outputs.
+    """Return BDWP: weights pruned along the inputs forward, and along the outputs for dx.
+
+    Paper: Fang et al., "Efficient N:M Sparse DNN Training", arXiv:2309.13015.
+    In dx the dense weight is pruned, not the one of the forward product.
 
     Args:
       n: Number of values kept in each group.
@@ -333,8 +346,10 @@ def bdwp(n: int = 2, m: int = 4) -> Sparsity:
 
 
 def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
-    """Return n:m activations behind a squared ReLU, which makes most of them zero (Haziza et al., arXiv 2503.16672).
+    """Return n:m activations behind a squared ReLU, which makes most of them zero.
 
+    Paper: Haziza et al., "Accelerating Transformer Inference and Training with 2:4 Activation Sparsity",
+    arXiv:2503.16672.
     The block is ``x -> up -> relu(.)**2 -> down``. The paper starts dense, and gives the 5 % fullest features to a
     dense product; neither is done here.
 
@@ -364,7 +379,9 @@ def activation(n: int = 2, m: int = 4, layer: str = "down") -> Sparsity:
 
 
 def top_gradient(n: int = 2, m: int = 4) -> Sparsity:
-    """Return magnitude-pruned gradients in dw: biased, and the baseline that fails (Chmiel et al., arXiv 2203.10991).
+    """Return magnitude-pruned gradients in dw: biased, and the baseline that fails.
+
+    Paper: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", arXiv:2203.10991.
 
     Args:
       n: Number of values kept in each group.

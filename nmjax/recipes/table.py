@@ -11,8 +11,8 @@ from nmjax.kernels.targets import check_backend
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.text import parse
 
-Rules: TypeAlias = dict[str, Sparsity] | dict[str, str] | dict[str, str | Sparsity] | Sequence[Sequence[str | Sparsity]]
-"""A dict from patterns to sparsities, or pairs (pattern, sparsity)."""
+Rules: TypeAlias = Mapping[str, str | Sparsity] | Sequence[tuple[str, str | Sparsity]]
+"""A mapping from patterns to sparsities, or pairs (pattern, sparsity)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,8 +22,8 @@ class Recipe(Value):
     A layer that no pattern matches is dense.
 
     Args:
-      rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`. A dict has the rules in
-        the order of its items.
+      rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`. A mapping has the
+        rules in the order of its items.
       backend: Who runs pruned products: "auto" is a kernel if it is expected to win, "xla" never a kernel, "pallas"
         always one, "interpret" a kernel simulated on a CPU.
 
@@ -52,17 +52,34 @@ class Recipe(Value):
 
     def __call__(self, path: str) -> Sparsity:
         """Return the sparsity of the layer at a path, such as "blocks/0/mlp/up"."""
-        row = self._row(path)
+        row = self.row(path)
         return Sparsity() if row is None else self.rules[row][1]
 
-    def _row(self, path: str) -> int | None:
+    def of_parameter(self, path: str) -> Sparsity:
+        """Return the sparsity that is meant for a parameter: of the first rule that matches its path or its module's.
+
+        If there is none, it is that of the nearest module around them that a rule matches.
+
+        >>> Recipe({"embed/table": "dense", "embed": "ste()", "blocks": "mvue()"}).of_parameter("blocks/0/matrix")
+        drhs_g=mvue(2,4)
+        """
+        around = path.rpartition("/")[0]
+        rows = [row for row in map(self.row, (path, around)) if row is not None]
+        while not rows and around:
+            around = around.rpartition("/")[0]
+            rows = [row for row in (self.row(around),) if row is not None]
+        return self.rules[min(rows)][1] if rows else Sparsity()
+
+    def row(self, path: str) -> int | None:
+        """Return the index of the rule that decides for a layer's path; None if no pattern matches it."""
         return next((i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path)), None)
 
-    def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
+    def unused(self, paths: Iterable[str], dense: Iterable[str] = ()) -> tuple[str, ...]:
         """Return the patterns that decide for none of the paths.
 
         Args:
           paths: The paths of all layers of a model.
+          dense: The paths of modules that cannot be pruned. A rule that leaves them dense has a use.
 
         Returns:
           Patterns in their order. A last ``.*`` is never one of them, because earlier rules may leave nothing to it.
@@ -70,23 +87,25 @@ class Recipe(Value):
         >>> Recipe(((r".*/mlp/.*", "ste()"), (r"head", "ste()"), (r".*", "dense"))).unused(["blocks/mlp/up"])
         ('head',)
         """
-        return tuple(self.rules[i][0] for i in self._idle(paths))
+        return tuple(self.rules[i][0] for i in self._idle(paths, dense))
 
-    def _idle(self, paths: Iterable[str]) -> list[int]:
-        used, last = set(map(self._row, paths)), len(self.rules) - 1
+    def _idle(self, paths: Iterable[str], dense: Iterable[str]) -> list[int]:
+        used, last = set(map(self.row, paths)), len(self.rules) - 1
+        used |= {row for row in map(self.row, dense) if row is not None and self.rules[row][1] == Sparsity()}
         return [i for i, (p, _) in enumerate(self.rules) if i not in used and not (p == ".*" and i == last)]
 
-    def check(self, paths: Iterable[str]) -> None:
+    def check(self, paths: Iterable[str], dense: Iterable[str] = ()) -> None:
         """Refuse rules that decide for no layer.
 
         Args:
           paths: The paths of all layers of a model.
+          dense: As of `unused`.
 
         Raises:
           ValueError: A rule decides for no layer. The error lists the layers whose paths are most like its pattern.
         """
         paths = list(paths)
-        idle = self._idle(paths)
+        idle = self._idle(paths, dense)
         if not idle:
             return
         patterns = [self.rules[i][0] for i in idle]
@@ -101,7 +120,7 @@ class Recipe(Value):
 
     def _earlier(self, pattern: str, paths: list[str]) -> str:
         """Return in words which rules take all layers that a pattern matches, or "" if it matches none."""
-        rows = {self._row(path) for path in paths if re.fullmatch(pattern, path)}
+        rows = {self.row(path) for path in paths if re.fullmatch(pattern, path)}
         names = " and ".join(repr(other) for i, (other, _) in enumerate(self.rules) if i in rows)
         if not rows:
             return ""
@@ -134,7 +153,7 @@ def _likeness(path: str, patterns: list[str]) -> float:
 
 
 def _pairs(rules: Any) -> tuple[Any, ...]:
-    if isinstance(rules, dict):  # no other mapping: a ConfigDict sorts its keys
+    if isinstance(rules, Mapping):  # a ConfigDict is none, and sorts its keys
         return tuple(rules.items())
     if not isinstance(rules, (tuple, list)) or not all(isinstance(r, (tuple, list)) and len(r) == 2 for r in rules):
         raise TypeError(f"Recipe takes rules ((pattern, sparsity), ...), as ((r'.*', 's_ste(2,4)'),), got {rules!r}.")

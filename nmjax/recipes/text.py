@@ -7,6 +7,11 @@ method with slots replaced::
     fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)
     s_ste(); drhs_g=identity
 
+``else dense`` after a method, or after a slot, leaves dense what cannot be pruned::
+
+    s_ste(2,4) else dense
+    ste(2,4); drhs_g=mvue(2,4) else dense
+
 One thing is not Python's: ``module:name`` names a pruner, a schedule or a method of another module::
 
     drhs_g=mylab.pruners:above(0.5,4)
@@ -26,7 +31,7 @@ from nmjax.core import names
 from nmjax.core.pruner import Pruner
 from nmjax.core.value import Value, as_written, show, written
 from nmjax.products.slot import SLOTS
-from nmjax.products.sparsity import Sparsity
+from nmjax.products.sparsity import ELSE, Sparsity
 from nmjax.pruners import schedules
 from nmjax.recipes import methods
 
@@ -51,9 +56,6 @@ _KNOWN: dict[str, Mapping[str, Any]] = {
 }
 
 LONGEST = 10_000  # characters of a text
-
-_STRING = r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\""
-_TOKEN = re.compile(rf"{_STRING}|(?P<name>{names.PATTERN})")
 
 
 class _Source(NamedTuple):
@@ -101,7 +103,10 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
     parts = [part for part in map(str.strip, _pieces(text)) if part]
     method = Sparsity()
     slots: dict[str, Pruner] = {}
-    for i, part in enumerate(parts):
+    alone: list[str] = []
+    whole = False
+    for i, given in enumerate(parts):
+        part = re.sub(r"(^|\s+)else\s+dense$", "", given)
         slot, equals, value = part.partition("=")
         slot = slot.strip()
         if equals and slot.isidentifier():
@@ -112,6 +117,10 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
             if slot in slots:
                 raise ValueError(f"{text!r} fills {slot} twice.")
             slots[slot] = parse_pruner(value, foreign=foreign)
+            alone += [slot] * (part != given)
+        elif part != given and (i == 0 or not part):
+            whole = True
+            method = _method(part, source) if part else method
         elif i == 0:
             method = _method(part, source)
         else:
@@ -119,7 +128,7 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
                 f"{text!r}: a method comes first and once, then slots that replace its own: "
                 "'s_ste(2,4); dlhs_g=mse(2,4)'."
             )
-    return _replaced(method, slots)
+    return _replaced(method, slots, whole or tuple(alone))
 
 
 def parse_pruner(text: str, *, foreign: bool = True) -> Pruner:
@@ -151,15 +160,6 @@ def parse_pruner(text: str, *, foreign: bool = True) -> Pruner:
     return p
 
 
-def foreign_names(text: str) -> list[str]:
-    """Return every ``module:name`` in a text, without importing anything.
-
-    >>> foreign_names("s_ste(2,4); drhs_g=chain(mylab:above(0.5,4),fp8('e5m2'))")
-    ['mylab:above']
-    """
-    return [match["name"] for match in _TOKEN.finditer(text) if match["name"]]
-
-
 def _source(text: Any, foreign: bool) -> _Source:
     if not isinstance(text, str):
         raise TypeError(
@@ -172,7 +172,7 @@ def _source(text: Any, foreign: bool) -> _Source:
 
 def _pieces(text: str) -> list[str]:
     """Cut a text at each ";" outside strings."""
-    return re.findall(rf"(?:{_STRING}|[^;])+", text)
+    return re.findall(rf"(?:{names.STRING}|[^;])+", text)
 
 
 def _method(part: str, source: _Source) -> Sparsity:
@@ -184,14 +184,16 @@ def _method(part: str, source: _Source) -> Sparsity:
     return method
 
 
-def _replaced(method: Sparsity, slots: dict[str, Pruner]) -> Sparsity:
+def _replaced(method: Sparsity, slots: dict[str, Pruner], else_dense: bool | tuple[str, ...]) -> Sparsity:
     """Replace slots of a method; what a method of another module was written as stays in the text."""
-    if not slots:
+    if not slots and not else_dense:
         return method
-    sparsity, text = replace(method, **slots), written(method)
+    sparsity, text = replace(method, **slots, else_dense=else_dense or method.else_dense), written(method)
     if text is None:
         return sparsity
-    return as_written(sparsity, "; ".join([text, *(f"{slot}={slots[slot]}" for slot in SLOTS if slot in slots)]))
+    alone = () if isinstance(else_dense, bool) else else_dense
+    parts = [text, *(f"{slot}={slots[slot]}{ELSE * (slot in alone)}" for slot in SLOTS if slot in slots)]
+    return as_written(sparsity, "; ".join(parts + [ELSE.strip()] * (else_dense is True)))
 
 
 def _value(part: str, kind: str, source: _Source) -> Any:
@@ -231,7 +233,7 @@ def _tree(source: _Source, kind: str) -> tuple[ast.expr, _Source]:
         return identifier
 
     try:
-        return ast.parse(_TOKEN.sub(mark, source.text), mode="eval").body, source._replace(marks=marks)
+        return ast.parse(names.TOKEN.sub(mark, source.text), mode="eval").body, source._replace(marks=marks)
     except (SyntaxError, ValueError):
         pattern = re.search(r"(?<!\d)(\d++):(\d+)", source.text)
         hint = ""

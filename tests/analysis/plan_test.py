@@ -13,6 +13,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import nmjax as nm
+from nmjax.analysis.plan import slots_of
+from nmjax.analysis.refusals import Use
+from nmjax.products.operations import as_conv, as_dot
+from nmjax.products.rule import bilinear
+from nmjax.products.slot import SLOTS
 from tests.analysis.flops_test import Encoder
 from tests.networks import GPT, Mlp, ResNet
 
@@ -433,6 +438,91 @@ def test_without_an_example_tokens_are_unknown():
     assert "tokens unknown" in said
     assert not re.search(r"GFLOPs (forward|dense)|\d+ → ", said)
     assert len(plan._notes()) == 1
+
+
+def conv(size):
+    return as_conv(
+        shape(2, size, size, 8), shape(3, 3, 8, 8), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+MATMUL, HEADS, EXPERTS = (((1,), (0,)), ((), ())), (((2, 3), (0, 1)), ((), ())), (((2,), (1,)), ((0,), (0,)))
+OPERATIONS = {  # each with the norms that its slots have, in the order of SLOTS: space, or groups
+    "samples": (as_dot(shape(8, 8), shape(8, 8), MATMUL), (8, 8), (8, 8), "gggggg"),
+    "positions": (as_dot(shape(4, 8, 8), shape(8, 8), (((2,), (0,)), ((), ()))), (4, 8, 8), (8, 8), "sgsggg"),
+    "heads": (as_dot(shape(4, 4, 2, 8), shape(2, 8, 8), HEADS), (4, 4, 2, 8), (2, 8, 8), "sgssgs"),
+    "experts": (as_dot(shape(2, 8, 8), shape(2, 8, 8), EXPERTS), (2, 8, 8), (2, 8, 8), "sgssgg"),
+    "image": (conv(8), (2, 8, 8, 8), (3, 3, 8, 8), "ssssss"),
+    "image of 6 x 6": (conv(6), (2, 6, 6, 8), (3, 3, 8, 8), "ssssgg"),  # groups for dw run through all positions
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_norm_that_a_plan_names_is_the_one_of_the_product(name):
+    """One slot at a time, because a slot of the forward product changes the operands of the others."""
+    op, lhs, rhs, expected = OPERATIONS[name]
+    draw = lambda seed, sizes: jax.random.normal(jax.random.key(seed), sizes)
+    x, w = draw(0, lhs), draw(1, rhs)
+
+    def computed(slot, over):
+        rule = "ste(%s)" if slot.startswith("fwd") else "%s"
+        sparsity = nm.parse(f"{slot}={rule % f'rescale(mse(2,4),{over!r})'}")
+        y, back = jax.vjp(lambda x, w: bilinear(op, x, w, sparsity), x, w)
+        arrays = (y, *back(draw(2, y.shape)))
+        (planned,) = slots_of(sparsity, [Use(op, shape(*lhs), shape(*rhs), 1)], tokens_known=True)
+        return [np.asarray(a).tobytes() for a in arrays], planned
+
+    found = ""
+    for slot in SLOTS:
+        chosen, planned = computed(slot, "auto")
+        (norm,) = planned.norms
+        assert chosen == computed(slot, norm)[0]
+        if norm == "spatial":
+            assert chosen != computed(slot, "group")[0]
+            assert str(planned).endswith("\n  norm over space")
+        else:
+            with pytest.raises(ValueError, match=f"{slot}=.*needs axes of space"):
+                computed(slot, "spatial")
+            assert str(planned).endswith("\n  norm of each group")
+        found += norm[0]
+        assert computed(slot, "group")[1].norms == ()
+    assert found == expected
+
+
+def test_the_norm_of_a_slot_before_a_call_and_of_several_calls():
+    norms = lambda plan: {layer.path: [slot.norms for slot in layer.slots] for layer in plan.layers}
+    text = "sdgp(2,4); drhs_g=chain(rescale(mse(2,4)),fp8('e5m2'))"
+    model = mlp(text)
+    either = ("spatial", "group")
+    assert norms(nm.nnx.plan(model)) == {"down": [either] * 2, "up": [either] * 2}
+    assert "groups along 32, tokens unknown\n  norm over space or of each group" in str(
+        nm.nnx.plan(model).layers[1].slots[0]
+    )
+    assert norms(nm.nnx.plan(model, shape(8, 16)))["up"] == [("group",)] * 2
+    assert norms(nm.nnx.plan(model, shape(3, 8, 16)))["up"] == [("spatial",), ("group",)]
+    image = abstract(lambda: nnx.Conv(4, 8, (3, 3), rngs=nnx.Rngs(0)), (".*", "sdgp(2,4)"))
+    assert norms(nm.nnx.plan(image)) == {"": [("spatial",)]}
+
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.up(self.up(x)[:, 0])
+
+    twice = nm.nnx.plan(abstract(lambda: Twice(nnx.Rngs(0)), (".*", "sdgp(2,4)")), shape(4, 4, 8))
+    assert norms(twice) == {"up": [either]}
+
+
+def test_refusals_state_the_shape_of_a_call_only():
+    """The example that stands for a call before there is one has a shape that no array of the user has."""
+    recipe = nm.Recipe({".*": "dlhs_g=mse(2,5)"})
+    made, called = (nm.nnx.plan(mlp("dense"), *inputs, recipe=recipe) for inputs in ((), (shape(8, 17, 16),)))
+    said = "dlhs_g=mse(2,5) prunes an array {} 32 values do not divide into groups of 5."
+    assert [dict(plan.refused)["up"].partition(" Choose")[0] for plan in (made, called)] == [
+        said.format("along its features, whose"),
+        said.format("of shape (8, 17, 32) along its contraction axis 2, whose"),
+    ]
 
 
 def test_a_dense_model():

@@ -17,7 +17,7 @@ import nmjax as nm
 from nmjax.products import sites
 from tests.networks import Mlp
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
 
 
 def whole(seed, *shape, most=3):

@@ -1,5 +1,7 @@
 """Hardened weights: n:m along the contracted axis, and bit for bit the values of training."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from flax import nnx
 import nmjax as nm
 from tests.networks import GPT, Mlp, ResNet
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
 
 
 def recipe(text, pattern=".*"):
@@ -242,3 +244,43 @@ def test_the_dtype_of_a_layers_own_promotion():
     x = jax.random.normal(jax.random.key(0), (4, 64))
     run = nnx.jit(lambda m, x: m(x).astype(jnp.float32))
     np.testing.assert_array_equal(run(nm.nnx.harden(model), x), run(model, x))
+
+
+# ---- what is said ----
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "said"),
+    [
+        ("mdgf(2,4,linear(1,0,8))", 4, "harden at step 4: the schedule has not ended in (down|up)"),
+        ("mdgf(2,4,linear(1,0,8))", 8, None),
+        ("sdgf(1,4,steps=8)", 2, "harden at step 2: the schedule has not ended in (down|up)"),
+        ("sdgf(1,4,steps=8)", 800, None),
+        ("mdgf(2,4,exponential(0.5))", 2, "harden at step 2"),
+        ("mdgf(2,4,exponential(0.5))", 30, None),  # less than one percent is left
+        ("s_ste(2,4)", 0, None),
+        ("fst(every=3)", 4, None),
+    ],
+)
+def test_a_harden_before_the_schedule_has_ended_says_so(method, step, said):
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe(method))
+    nm.nnx.set_step(model, step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hard = nm.nnx.harden(model)
+    messages = [str(one.message) for one in caught]
+    assert len(messages) == (said is not None)
+    if said is not None:
+        assert messages[0].startswith(said)
+        assert caught[0].filename == __file__
+    assert set(map(int, nm.nnx.violations(hard).values())) == {0}
+
+
+def test_violations_that_check_nothing_say_so():
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
+    with pytest.warns(UserWarning, match="^violations: no weight ends n:m, so nothing was checked.$"):
+        assert nm.nnx.violations(nm.nnx.harden(model)) == {"down/kernel": None, "up/kernel": None}
+    nm.nnx.sparsify(model, recipe("ste(2,4)", "up"))
+    counts = nm.nnx.violations(model)
+    assert counts["down/kernel"] is None
+    assert int(counts["up/kernel"]) == 16 * 32 // 4

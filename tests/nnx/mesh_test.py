@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import nmjax as nm
 from tests.networks import Mlp
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 METHODS = ("s_ste(2,4)", "fst(every=2)", "fwd_rhs=ste(hold(mse(2,4),every=2)); dlhs_g=mvue(2,4); drhs_g=mvue(2,4)")

@@ -11,7 +11,7 @@ from flax import nnx
 import nmjax as nm
 from tests.networks import GPT, ResNet
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
 
 RECIPES = {
     "gpt": nm.Recipe(((r"blocks/mlp/.*", "s_ste(2,4)"), (r"blocks/attention/out", "fst(every=2)"),

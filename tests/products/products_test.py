@@ -619,7 +619,7 @@ def numpy_soft(w, axis=0):
 )
 @pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
 def test_hessian_vector_products(method, lam, mode):
-    """Of sum(y**2): 2 x^T x v, for straight through w~ moves as w does. SR-STE adds lam v where w is dropped."""
+    """The Hessian of sum(y**2) times v is 2 x^T x v. SR-STE adds lam v where w is dropped."""
     x, w, v = whole(0, 8, 16), whole(1, 16, 4), whole(2, 16, 4)
     loss = lambda w: (nm.dot_general(x, w, MATMUL, sparsity=nm.parse(method)) ** 2).sum()
     if mode == "forward over reverse":
@@ -1007,10 +1007,6 @@ def test_methods_times_products(name, kind, dtype):
     g = normal(2, *jax.eval_shape(lambda x, w: call(x, w, sparsity=nm.Sparsity()), x, w).shape)
     ctx = nm.Ctx(jax.random.key(0), 1, first_state(sparsity, w, contract, out))
     run = lambda x, w, g, ctx: products(lambda x, w: f(x, w, ctx), x, w, g)
-    if (name, kind) == ("sdgp", "dot"):
-        with pytest.raises(ValueError, match=r"dlhs_g=.*needs axes of space, .* has none\. Write over='group'"):
-            run(x, w, g, ctx)
-        sparsity = METHODS[name](over="group")
     results = fast_jit(run)(x, w, g, ctx)
     for result, like in zip(results, (g, x, w), strict=True):
         chex.assert_shape(result, like.shape)
@@ -1051,7 +1047,7 @@ def most_kept(x, axis, m=4):
 def test_promised_patterns_are_kept_and_no_others(name):
     """An identity matrix for one operand of a product shows the other; of itself, pruning leaves an identity as it is."""
     assert set(PROMISED) == set(METHODS)
-    sparsity = METHODS[name](**({"over": "group"} if name == "sdgp" else {}))
+    sparsity = METHODS[name]()
     size, eye = 16, jnp.eye(16)
     x, w, g = normal(0, size, size), normal(1, size, size), normal(2, size, size)
 

@@ -77,6 +77,7 @@ PACKED = {  # how y, dx and dw run
     "s_ste(gradient='mvue_approx')": "packed dense packed",
     "mvue(2,4)": "dense dense packed",
     "mvue(1,2)": "dense dense packed",
+    "sdgp()": "dense packed dense",
     "sdgp(over='group')": "dense packed dense",
     "fst(every=5)": "packed packed packed",
     "bdwp()": "packed packed dense",

@@ -8,8 +8,8 @@ import pytest
 import nmjax as nm
 from nmjax.core import random
 from nmjax.products import sites
+from nmjax.products.fit import slot_refusals
 from nmjax.products.operations import Dot, as_conv, as_dot
-from nmjax.products.rule import slot_refusals
 
 SAID = {  # pattern, depends on the step, needs a key, has state
     "identity": (None, False, False, False),
@@ -73,14 +73,20 @@ GOLDEN = [2258516257, 2460437209]
 
 def test_refusals_name_every_slot():
     op = Dot((((1,), (0,)), ((), ())), None, None, None)
-    x, w = jax.ShapeDtypeStruct((6, 10), "float32"), jax.ShapeDtypeStruct((10, 12), "float32")
+    shaped = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
+    x, w = shaped(6, 10), shaped(10, 12)
     sparsity = nm.parse("fwd_lhs=mse(2,5); fwd_rhs=ste(mse(2,4)); dlhs_g=mse(2,4); drhs_g=mvue(2,4)")
-    refused = dict(slot_refusals(op, x, w, sparsity))
+    refused = dict(slot_refusals(op, x, w, sparsity, tokens_known=True))
     assert list(refused) == ["fwd_rhs", "drhs_g"]
     assert refused["fwd_rhs"].reason.startswith(
         "fwd_rhs=ste(mse(2,4)) prunes an array of shape (10, 12) along its contraction axis 0"
     )
     assert refused["drhs_g"].reason.startswith("drhs_g=mvue(2,4) prunes an array of shape (6, 12)")
+    example = dict(slot_refusals(op, shaped(4, 10), w, nm.parse("fwd_lhs=mse(2,4); fwd_rhs=ste(mse(2,4))")))
+    assert example["fwd_lhs"].reason.startswith(
+        "fwd_lhs=mse(2,4) prunes an array along its features, whose 10 values do not divide into groups of 4."
+    )
+    assert example["fwd_rhs"] == refused["fwd_rhs"]
     assert slot_refusals(op, x, w, nm.Sparsity()) == ()
 
 

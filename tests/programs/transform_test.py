@@ -69,6 +69,7 @@ def as_function(model):
     return f, arrays
 
 
+@pytest.mark.filterwarnings("ignore:harden at step", "ignore:violations")
 @pytest.mark.parametrize("text", METHODS)
 def test_bit_for_bit_the_same_as_by_the_doors(text):
     """The noise is that of the doors, and the rest is not told anything."""
@@ -78,7 +79,7 @@ def test_bit_for_bit_the_same_as_by_the_doors(text):
     sparse = nm.transform(f, nm.Recipe(((".*/kernel", text),)))
     sites = sparse.init(params, x)
     assert len(sites) == 4
-    words = {f"{layer.path}/kernel": layer.site.words for layer in nm.nnx.doors.layers(model)}
+    words = {f"{layer.path}/kernel": layer.site.words for layer in nm.nnx.layers.layers(model)}
     for path, site in sites.items():
         own = None if site.words is None else words[path][...].reshape(2)
         sites[path] = ProgramSite(site.origin, own, site.time, site.state)
@@ -347,6 +348,18 @@ def test_a_stack_that_is_also_used_whole():
     nm.transform(f, every("ste(2,4)")).init(params, x)
 
 
+def test_sites_of_other_parameters_are_refused():
+    params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
+    sparse = nm.transform(MATMUL, every("ste(2,4)"))
+    sites = sparse.init(params, x)
+    other = {"params": params}
+    calls = [lambda: sparse.harden(other, sites), lambda: sparse.set_step(other, sites, 1)]
+    calls += [lambda: sparse.violations(other, sites), lambda: sparse(other, x, sites=sites)]
+    for call in calls:
+        with pytest.raises(ValueError, match="the sites are of 'w', which these parameters do not have"):
+            call()
+
+
 def test_effects_names_and_leaves_that_are_no_arrays(capsys):
     def f(params, x):
         jax.debug.print("{}", params["w"].sum())
@@ -375,7 +388,9 @@ def test_a_left_weight_on_an_explicit_mesh():
         w = jax.device_put(draw(0, 16, 8), jax.sharding.NamedSharding(mesh, spec("b", None)))
         x = jax.device_put(draw(1, 8, 16), jax.sharding.NamedSharding(mesh, spec("a", "b")))
         f = lambda p, x: jnp.einsum("io,bi->ob", p["w"], x, out_sharding=spec(None, "a"))
-        got = jax.jit(nm.transform(f, every("ste(2,4)")))({"w": w}, x)
+        sparse = nm.transform(f, every("ste(2,4)"))
+        assert list(sparse.init({"w": w}, x)) == ["w"]
+        got = jax.jit(sparse)({"w": w}, x)
     assert got.sharding.spec == spec(None, "a")
     np.testing.assert_allclose(got, (draw(1, 8, 16) @ pruned(draw(0, 16, 8), 0)).T, rtol=1e-5)
 

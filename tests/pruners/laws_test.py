@@ -62,6 +62,7 @@ CASES = [
     Case(nm.chain(nm.hold(mse(2, 4), 5), soft(1, 4)), (1, 4), final="chain(hold(mse(2,4)),soft(1,4))"),
     Case(nm.rescale(mse(2, 4), "group"), (2, 4), final="rescale(mse(2,4),over='group')"),
     Case(nm.rescale(mse(2, 4)), (2, 4), local=False, final="rescale(mse(2,4))"),
+    Case(nm.rescale(mse(2, 4), "spatial"), (2, 4), local=False, final="rescale(mse(2,4),over='spatial')"),
     Case(nm.decay(mse(2, 4), _fading), None, step=5, final="mse(2,4)"),
     Case(nm.decay(mse(2, 4), _fading, "autodiff"), (2, 4), step=10, final="mse(2,4)"),
     Case(nm.decay(mse(4, 8), nm.exponential(1e-3, end=100)), None, step=50, final="mse(4,8)"),

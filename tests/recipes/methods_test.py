@@ -1,5 +1,6 @@
 """The methods as published: their patterns, phases and slots, and the table of them in docs/explained/slots.md."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -145,3 +146,30 @@ def test_the_page_tells_the_slots(row):
 def test_the_page_tells_all_methods():
     told = {re.match(r"`(\w+)", row[0])[1] for row in table()}
     assert told == set(spec.METHODS)
+
+
+PAPERS = {  # as shared by a method and the pruners that are its idea
+    "2203.10991": (nm.methods.mvue, nm.methods.top_gradient, nm.mvue, nm.mvue_approx, nm.mse),
+    "2202.00774": (nm.methods.sdgp, nm.rescale, nm.uniform),
+    "2409.09099": (nm.methods.s_ste, nm.soft),
+    "2402.04744": (nm.methods.mdgf, nm.methods.sdgf, nm.decay, nm.stages),
+    "2404.01847": (nm.methods.fst, nm.transposable),
+    "2102.04010": (nm.methods.sr_ste, nm.sr_ste),
+    "2102.08124": (nm.transposable,),
+    "2302.06058": (nm.methods.bi_mask, nm.permute),
+    "2309.13015": (nm.methods.bdwp,),
+    "2503.16672": (nm.methods.activation,),
+    "1308.3432": (nm.methods.ste, nm.ste),
+    "2209.05433": (nm.fp8,),
+}
+
+
+@pytest.mark.parametrize("number", PAPERS)
+def test_help_names_the_paper(number):
+    for value in PAPERS[number]:
+        assert re.search(rf'Paper: \w+ et al\., "[^"]+",\s+arXiv:{number}\.', inspect.getdoc(value)), value
+
+
+def test_every_method_has_a_paper():
+    with_paper = {value for values in PAPERS.values() for value in values}
+    assert {name for name, method in spec.METHODS.items() if method not in with_paper} == {"dense"}

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import FrozenInstanceError
+from types import MappingProxyType
 
 import jax
 import pytest
@@ -55,6 +56,7 @@ def test_equality_hash_and_text():
         nm.Recipe({"a/.*": STE, ".*": ""}),
         nm.Recipe((("a/.*", STE), (".*", nm.Sparsity()))),
         nm.Recipe([["a/.*", "ste()"], [".*", ""]]),
+        nm.Recipe(MappingProxyType({"a/.*": "ste()", ".*": ""})),
     ]
     others = [nm.Recipe(recipe.rules[::-1]), nm.Recipe(recipe.rules[:1]), nm.Recipe(recipe.rules, backend="xla")]
     assert all(v == recipe and hash(v) == hash(recipe) for v in same)
@@ -166,7 +168,8 @@ def test_a_model_is_refused_before_anything_is_changed():
         with pytest.raises(ValueError, match=f"decide for no layer:\n  '{last}'.*\n.*\n  blocks/mlp/"):
             nm.nnx.sparsify(model, nm.Recipe((("blocks/.*", "mvue(2,4)"), (last, "ste(2,4)"))))
     assert nnx.graphdef(model) == graph
-    nm.nnx.sparsify(model, nm.Recipe((("blocks/.*|head", "mvue(2,4)"), (".*", "ste(2,4)"))))  # which is left nothing
+    with pytest.warns(UserWarning, match=r"no door reaches(.*\n)*  positions \(16, 32\), of GPT"):
+        nm.nnx.sparsify(model, nm.Recipe((("blocks/.*|head", "mvue(2,4)"), (".*", "ste(2,4)"))))
 
 
 # ---- what is no recipe ----

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import nmjax as nm
+from nmjax.core import names
 from nmjax.recipes import text as spec
 
 # ---- every value that there can be ----
@@ -52,7 +53,7 @@ def combined(inner):
     return st.one_of(
         st.lists(inner, max_size=3).map(lambda ps: nm.chain(*ps)),
         rows.map(nm.stages),
-        st.builds(nm.rescale, inner, st.sampled_from(["group", "spatial"])),
+        st.builds(nm.rescale, inner, st.sampled_from(["auto", "group", "spatial"])),
         st.builds(nm.permute, inner.filter(lambda p: not (p.stochastic or p.has_state)), st.none() | whole, whole),
     )
 
@@ -117,6 +118,8 @@ def test_every_public_value_has_a_name():
         ("fwd_rhs=sr_ste(mse(2,4),lam=2e-4); drhs_g=mvue(2,4)", nm.Sparsity(fwd_rhs=nm.sr_ste(nm.mse(2, 4)), drhs_g=nm.mvue(2, 4))),
         ("fwd_rhs=ste(mse(2,4));\n drhs_g=mvue(2,4);\n", nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), drhs_g=nm.mvue(2, 4))),
         ("s_ste(); drhs_g=identity", nm.Sparsity(fwd_rhs=nm.ste(nm.soft(2, 4)))),
+        ("sdgp(over='spatial')", nm.Sparsity(dlhs_g=nm.rescale(nm.mse(2, 4), "spatial"))),
+        ("sdgp(2,4,over='auto')", nm.Sparsity(dlhs_g=nm.rescale(nm.mse(2, 4)))),
         ("sdgp(); drhs_g=mvue(1,2)", nm.Sparsity(dlhs_g=nm.rescale(nm.mse(2, 4)), drhs_g=nm.mvue(1, 2))),
         ("mdgf(1,16,linear(1,0,700))", nm.methods.mdgf(1, 16, nm.linear(1, 0, 700))),
         ("dlhs_rhs=raw(mse(n=2,m=4))", nm.Sparsity(dlhs_rhs=nm.raw(nm.mse(2, 4)))),
@@ -380,7 +383,7 @@ def test_wrong_names_of_other_modules_are_refused_in_one_line(mylab, text, messa
 
 
 def test_a_colon_in_a_string_is_no_name():
-    assert spec.foreign_names("drhs_g=fp8('mylab:above','a;b'); x=evil:boom()") == ["evil:boom"]
+    assert names.foreign_names("drhs_g=fp8('mylab:above','a;b'); x=evil:boom()") == ["evil:boom"]
     with pytest.raises(ValueError, match="fp8") as caught:
         nm.parse("drhs_g=fp8('mylab:above')")
     assert "no module" not in str(caught.value)
@@ -420,7 +423,7 @@ def test_no_text_is_too_large_to_be_refused(text):
     for read in (nm.parse, nm.parse_pruner):
         with pytest.raises(ValueError):
             read(text)
-    assert spec.foreign_names(text) == []
+    assert names.foreign_names(text) == []
     assert time.perf_counter() - began < 5  # some took a minute each
 
 

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import nmjax as nm
 from nmjax import linen
+from nmjax.linen.variables import SiteVariable
 from nmjax.products import sites
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
 
 
 def whole(seed, *shape, most=3):
@@ -36,7 +37,7 @@ def the_site(variables):
 
 
 def all_sites(variables):
-    return jax.tree.leaves(variables["nm"], is_leaf=lambda v: isinstance(v, linen.SiteVariable))
+    return jax.tree.leaves(variables["nm"], is_leaf=lambda v: isinstance(v, SiteVariable))
 
 
 def equal(a, b):

@@ -1,0 +1,18 @@
+"""A mixture of experts with 2:4 weights by progressive gradient flow, and 2:4 gradients in dw by MVUE.
+
+    python launch.py --config=configs/moe_24.py
+
+The method is that of configs/gpt_24.py. In dw, a group of four tokens has tokens of one expert: the last group of an
+expert is filled up with zeros. The routers stay dense. Its dense twin is configs/moe_dense.py. Any text:
+--config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
+"""
+
+from configs import moe_dense
+
+
+def get_config(variant=""):
+    c = moe_dense.get_config(variant)
+    c.twin = "configs/moe_dense.py"
+    c.rules = ((r".*/router", "dense"), (r"blocks/.*", "blocks"), (r".*", "dense"))
+    c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)")
+    return c

@@ -1,0 +1,17 @@
+"""A dense mixture of experts, the baseline of configs/moe_24.py.
+
+    python launch.py --config=configs/moe_dense.py
+
+It is configs/gpt_dense.py with four experts in every block, of which each token uses two. An expert has half the hidden
+features of the perceptron that it replaces.
+"""
+
+from configs import common
+
+
+def get_config(variant=""):
+    c = common.gpt(variant)
+    with c.unlocked():
+        c.model.update(name="moe")
+        del c.model.scan, c.model.remat
+    return c

@@ -1,0 +1,49 @@
+"""Sparsity for any flax.linen model.
+
+Inside the context `sparsify`, the layers of a model are pruned as a recipe says for their paths. The model takes no
+argument and does not change. `door` declares further classes of layers. Or pass the product as an argument, if the
+layer has one: `dot_cls` is for ``dot_general_cls`` of Dense and DenseGeneral, and for ``qkv_`` and
+``out_dot_general_cls`` of attention; `conv_cls` is for ``conv_general_dilated_cls`` of Conv. Both give the same bits.
+
+A layer keeps what its method needs in the collection ``nm``: noise words, the time, and state such as held masks. Many
+methods need no arrays. Pass the collection wherever ``params`` goes: into ``apply``, and through ``nn.scan`` and
+``nn.vmap`` along the same axis, ``variable_axes={"params": 0, "nm": 0}``.
+
+Time is data: one compiled program serves all steps. Only `set_step` and `reset_state` write it and the state. The noise
+of a step is a function of seed, path, place in the stack, step, micro-step and slot. The path is that of the parameters
+in the model that ran ``init``. Models that train together need different seeds.
+
+>>> import jax, jax.numpy as jnp
+>>> from flax import linen as nn
+>>> import nmjax as nm
+>>> recipe, layer = nm.Recipe({r".*": "s_ste(2,4)"}), nn.Dense(8)
+>>> with nm.linen.sparsify(recipe):
+...     variables = nm.linen.set_step(layer.init(jax.random.key(0), jnp.ones((4, 16))), step=3)
+...     print(layer.apply(variables, jnp.ones((4, 16))).shape)
+(4, 8)
+"""
+
+from nmjax.linen.arguments import conv_cls as conv_cls, dot_cls as dot_cls
+from nmjax.linen.delivery import sparsify as sparsify
+from nmjax.linen.doors import door as door
+from nmjax.linen.hardening import (
+    harden as harden,
+    masks as masks,
+    paths as paths,
+    patterns as patterns,
+    reset_state as reset_state,
+    scales as scales,
+    set_step as set_step,
+    violations as violations,
+)
+from nmjax.linen.measures import Weight as Weight, gradient_errors as gradient_errors, weights as weights
+from nmjax.linen.planning import plan as plan
+
+__all__ = (
+    "Weight", "conv_cls", "door", "dot_cls", "gradient_errors", "harden", "masks", "paths", "patterns", "plan",
+    "reset_state", "scales", "set_step", "sparsify", "violations", "weights",
+)  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,202 @@
+"""Prunes the layers of a flax.linen model that takes no argument for it: `sparsify`."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from nmjax.linen.doors import Weight, has_argument, weights_of
+from nmjax.linen.layer import Call
+from nmjax.products.sparsity import Sparsity
+from nmjax.recipes.missed import Missed, report
+from nmjax.recipes.table import Recipe
+
+Path = tuple[str, ...]
+ACTIVE = threading.local()  # Flax keeps interceptors for each thread
+RECIPE = jax.make_user_context(None)  # what is compiled under one recipe is not run under another
+
+
+class Reached:
+    """The parameters of a model that is initializing, and those that a door reaches.
+
+    Attributes:
+      matrices: The parameters of two axes or more in one layer: path -> (shape, class of the module).
+      by_door: The paths of the parameters that a door reaches.
+      layers: The paths that rules match of these.
+    """
+
+    def __init__(self) -> None:
+        self.matrices: dict[Path, tuple[tuple[int, ...], str]] = {}
+        self.by_door: set[Path] = set()
+        self.layers: dict[str, None] = {}
+
+    def note(self, module: nn.Module) -> None:
+        """Write down the parameters of a module, without the bias of a layer with a door.
+
+        In a stack it is called for one layer first.
+        """
+        assert module.scope is not None
+        has_door = bool(weights_of(module))
+        for name, value in module.scope.variables().get("params", {}).items():
+            leaves = jax.tree.leaves(value)
+            alone = len(leaves) == 1 and not hasattr(value, "items")
+            if alone and leaves[0].ndim > 1 and not (name == "bias" and has_door):
+                found = tuple(leaves[0].shape), type(module).__name__
+                self.matrices.setdefault((*module.path, name), found)
+
+    def missed(self, recipe: Recipe) -> list[Missed]:
+        """Return the matrices that a rule matches and no door reaches."""
+        left = {"/".join(path): v for path, v in self.matrices.items() if path not in self.by_door}
+        return [Missed(path, *v) for path, v in left.items() if recipe.of_parameter(path) != Sparsity()]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths that rules may match: of layers, and of matrices that no door reaches and the modules above."""
+        others = [path[:n] for path in self.matrices if path not in self.by_door for n in range(len(path) + 1)]
+        return [*self.layers, *dict.fromkeys("/".join(path) for path in others)]
+
+
+class Delivery:
+    """The interceptor of `sparsify`."""
+
+    def __init__(self, recipe: Recipe, seed: int, strict: bool) -> None:
+        self.recipe, self.seed, self.strict = recipe, seed, strict
+        self.depth = 0
+        self.running: list[tuple[nn.Module, tuple[Weight, ...], Path]] = []  # layers with doors, and their copies
+        self.copied = 0  # the number of these layers that run with other products
+        self.reached = Reached()
+
+    def __call__(
+        self, next_fun: Callable[..., Any], args: Any, options: Any, context: nn.module.InterceptorContext
+    ) -> Any:  # fmt: skip
+        """Return the result of a method, computed with pruned products if the module has a door."""
+        module, method = context.module, context.method_name
+        # A method that Flax has lifted, as nn.scan does, has no name here. It calls the plain one.
+        is_method = method != "setup" and callable(getattr(type(module), method, None)) and module.scope is not None
+        outermost, self.depth = not self.depth and is_method, self.depth + 1
+        # A program that is compiled already, as by nn.jit, would not tell which parameters it has.
+        fresh = RECIPE(object()) if outermost and module.is_initializing() else nullcontext()
+        try:
+            with fresh:
+                y = self._result(next_fun, args, options, module, method) if is_method else next_fun(*args, **options)
+            if module.scope is not None and module.is_initializing() and not self.copied:
+                self.reached.note(module)
+                if outermost:
+                    self._report()
+            return y
+        except BaseException:
+            self.reached = Reached()
+            raise
+        finally:
+            self.depth -= 1
+            if outermost:
+                self.reached = Reached()
+
+    def _result(self, next_fun: Callable[..., Any], args: Any, options: Any, module: nn.Module, method: str) -> Any:
+        weights = () if any(module is other for other, _, _ in self.running) else weights_of(module)
+        self.reached.by_door |= {(*module.path, weight.name) for weight in weights}
+        if not weights or has_argument(module):
+            return next_fun(*args, **options)
+        self._check_apart(module, weights)
+        self.reached.layers |= dict.fromkeys(weight.path for weight in weights)
+        before = len(self.running)
+        run = lambda copy: self.running.append((copy, weights, module.path))
+        run(module)
+        try:
+            return self._pruned(next_fun, Call(module, weights, method, args, options, run))
+        finally:
+            del self.running[before:]
+
+    def _pruned(self, next_fun: Callable[..., Any], call: Call) -> Any:
+        """Return the result of a call of a layer with a door."""
+        initializing, uses, made = call.module.is_initializing(), None, None
+        if initializing:
+            made = next_fun(*call.args, **call.options)  # it makes the parameters
+            with self._copying():
+                uses = call.uses()
+            if call.method != "__call__":  # another method may leave the weights to __call__
+                uses = [one for one in uses if one.places]
+        elif not all(call.module.has_variable("params", weight.name) for weight in call.weights):
+            return next_fun(*call.args, **call.options)
+        sites = call.sites(uses, self.recipe, self.seed)
+        if all(site.sparsity == Sparsity() for site in sites.values()):
+            return made if initializing else next_fun(*call.args, **call.options)
+        with self._copying():
+            return call.pruned(sites, self.recipe.backend, initializing)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        self.copied += 1
+        try:
+            yield
+        finally:
+            self.copied -= 1
+
+    def _check_apart(self, module: nn.Module, weights: tuple[Weight, ...]) -> None:
+        """Refuse a parameter that two doors reach: that of a layer and that of a layer inside it."""
+        for _, others, path in self.running:
+            for one in weights:
+                twice = [other for other in others if (*path, other.name) == (*module.path, one.name)]
+                if twice and self.recipe(one.path) != Sparsity():
+                    value = module.variables["params"][one.name] if module.has_variable("params", one.name) else None
+                    shape = tuple(jax.tree.leaves(value)[0].shape) if value is not None else "not known yet"
+                    raise ValueError(
+                        f"{one.path}: two doors reach the parameter {one.name} of shape {shape}: {one}, and {twice[0]} "
+                        f"of the layer around it. Declare one of them."
+                    )
+
+    def _report(self) -> None:
+        """Refuse rules without a layer, and tell of parameters that no door reaches, at the end of init."""
+        self.recipe.check(self.reached.paths)
+        report(self.reached.missed(self.recipe), "nm.linen.door", list(self.reached.layers), self.strict, stacklevel=3)
+
+
+@contextmanager
+def sparsify(recipe: Recipe, seed: int = 0, strict: bool = False) -> Iterator[None]:
+    """Prune the layers of every model that runs inside the context, as a recipe says for their paths.
+
+    The model takes no argument for it and does not change. Inside the context, ``model.init`` makes the collection
+    "nm", and ``model.apply`` computes with pruned products. Use the context around both, also inside functions that
+    `jax.jit` compiles. It prunes nn.Dense, DenseGeneral, also inside attention, Einsum, Conv and ConvTranspose, and
+    the layers that `door` declares. A layer that has `dot_cls` or `conv_cls` as its argument keeps it.
+
+    ``init`` warns of every parameter of two axes or more that the recipe would prune and that no door reaches. Enter
+    other interceptors of methods inside this context: those around it see the calls of pruned layers twice.
+
+    Args:
+      recipe: The sparsity of each layer, by its path.
+      seed: The seed of all noise, an int.
+      strict: True to refuse such parameters instead.
+
+    Raises:
+      TypeError: ``recipe`` is no Recipe.
+      ValueError: The context is inside another one; in ``init``, a rule matches no layer, or a layer cannot follow its
+        rule.
+
+    >>> import jax.numpy as jnp
+    >>> import nmjax as nm
+    >>> model, x = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(4)]), jnp.ones((8, 8))
+    >>> recipe = nm.Recipe({r"layers_0": "s_ste(2,4)"})
+    >>> with nm.linen.sparsify(recipe):
+    ...     variables = model.init(jax.random.key(0), x)
+    >>> variables = nm.linen.set_step(variables, 1)  # once a step, outside the loss
+    >>> with nm.linen.sparsify(recipe):
+    ...     y = model.apply(variables, x)
+    >>> hard = nm.linen.harden(variables)
+    >>> bool(jnp.allclose(model.apply({"params": hard["params"]}, x), y))
+    True
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"sparsify takes a Recipe, such as Recipe({{r'.*': 's_ste(2,4)'}}), got {recipe!r}.")
+    if getattr(ACTIVE, "delivery", None) is not None:
+        raise ValueError("sparsify is inside another sparsify. Put the rules of both into one recipe.")
+    delivery = Delivery(recipe, seed, strict)
+    ACTIVE.delivery = delivery
+    try:
+        with RECIPE((recipe, seed, strict)), nn.intercept_methods(delivery):
+            yield
+    finally:
+        ACTIVE.delivery = None

@@ -1,0 +1,125 @@
+"""Doors: the classes of flax.linen layers whose weights a recipe can reach, and the declaration of others."""
+
+from typing import Any, NamedTuple
+
+from flax import linen as nn
+
+from nmjax.linen.arguments import dot_cls
+from nmjax.linen.others import OTHERS
+
+DOORS: dict[type | str, tuple[str, ...]] = {
+    nn.Dense: ("kernel",),
+    nn.DenseGeneral: ("kernel",),
+    nn.Einsum: ("kernel",),
+    nn.Conv: ("kernel",),
+    nn.ConvTranspose: ("kernel",),
+    **OTHERS,
+}
+"""The names of the weights, by class or by "package.module:Class"."""
+
+
+class Weight(NamedTuple):
+    """A weight of a layer that has a door.
+
+    Attributes:
+      name: The name of the parameter in the layer.
+      path: The path that rules match: of the layer, or "layer/name" if the layer has several weights.
+      kind: The class of the layer.
+    """
+
+    name: str
+    path: str
+    kind: str
+
+    def __str__(self) -> str:
+        """Return the door in words, for errors."""
+        return f"the door nm.linen.door({self.kind}, weight={self.name!r})"
+
+
+def door(kind: type | str, weight: str | tuple[str, ...]) -> None:
+    """Declare that layers of a class multiply an input by a parameter, so that `sparsify` can prune the product.
+
+    The class is not changed. Declare it once, before `sparsify`. Subclasses have the door of their class. The product
+    is found by tracing the layer: any `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution whose one operand is
+    the parameter, perhaps in another dtype or with its axes in another order.
+
+    Args:
+      kind: A class of flax.linen; or a text "package.module:Class", which imports nothing.
+      weight: The name of the parameter. "{attribute}" in it stands for an attribute of the layer, as in
+        "{weight_name}". Rules match the path of the layer. If the layer has several weights, pass a tuple of their
+        names: rules then match "path/name".
+
+    Raises:
+      TypeError: ``kind`` is not a class of flax.linen.
+      ValueError: The class has another door already.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import nmjax as nm
+    >>> class Projection(nn.Module):
+    ...     features: int
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+    ...         return jnp.einsum("bi,io->bo", x, w)
+    >>> nm.linen.door(Projection, weight="w")
+    >>> with nm.linen.sparsify(nm.Recipe({".*": "ste(2,4)"})):
+    ...     variables = Projection(4).init(jax.random.key(0), jnp.ones((2, 8)))
+    >>> nm.linen.patterns(variables)
+    {'w': 2:4 along axis 0}
+    """
+    if isinstance(kind, str):
+        package, colon, name = kind.partition(":")
+        if not (package.strip() and colon and name.strip()) or ":" in name:
+            raise ValueError(f"nm.linen.door takes a class or a text 'package.module:Class', got {kind!r}.")
+    elif not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(
+            f"nm.linen.door takes a class of flax.linen, got {kind!r}. For classes of flax.nnx use nm.nnx.door."
+        )
+    else:
+        name = kind.__qualname__
+    weights = (weight,) if isinstance(weight, str) else tuple(weight)
+    declared = DOORS.get(kind, weights)
+    if declared != weights:
+        raise ValueError(
+            f"nm.linen.door({name}, weight={weight!r}): the class has a door already, for {', '.join(declared)}. A "
+            f"class has one door. If it has several weights, pass a tuple of their names."
+        )
+    DOORS[kind] = weights
+
+
+def weights_of(module: nn.Module) -> tuple[Weight, ...]:
+    """Return the weights of a bound layer that its door names, the nearest class of the layer first; () if none.
+
+    Raises:
+      ValueError: The door names an attribute that the layer does not have.
+    """
+    for kind in type(module).__mro__:
+        texts = DOORS.get(kind) or DOORS.get(f"{kind.__module__}:{kind.__qualname__}")
+        if texts is not None:
+            names = [_filled(module, text) for text in texts]
+            path, shared = "/".join(module.path), len(names) > 1 or _shares_scope(module)
+            name = type(module).__name__
+            return tuple(Weight(w, f"{path}/{w}".lstrip("/") if shared else path, name) for w in names)
+    return ()
+
+
+def has_argument(module: nn.Module) -> bool:
+    """Return True if a layer has our product as its argument."""
+    arguments = ("dot_general_cls", "conv_general_dilated_cls")
+    return any(isinstance(getattr(module, name, None), dot_cls) for name in arguments)
+
+
+def _filled(module: nn.Module, text: str) -> str:
+    try:
+        return text.format_map(vars(module))
+    except KeyError as error:
+        path, kind = "/".join(module.path) or "the layer", type(module).__name__
+        raise ValueError(
+            f"{path}: nm.linen.door({kind}, weight={text!r}) names {error}, and {kind} has no such attribute."
+        ) from None
+
+
+def _shares_scope(module: Any) -> bool:
+    """Return True if a layer has its parameters in the scope of another, as `flax.linen.share_scope` does."""
+    path = module.path
+    return path[-1] != module.name if path else isinstance(module.parent, nn.Module)

@@ -1,0 +1,250 @@
+"""A call of a layer, run with other products of its weights."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen as nn
+from flax.core import Scope, unfreeze
+from flax.core.scope import subtract_filters
+
+from nmjax.analysis.refusals import Use, fitting_all
+from nmjax.linen.doors import Weight
+from nmjax.linen.variables import Origin, SiteVariable, context_of, named, site_of
+from nmjax.products import rule
+from nmjax.products.pruning import Operand, shape_of
+from nmjax.products.sparsity import Sparsity
+from nmjax.programs.parameters import Step
+from nmjax.programs.rewriting import Product, Rewriter
+from nmjax.programs.running import run
+from nmjax.recipes.table import Recipe
+
+
+class Place(NamedTuple):
+    """A product with a weight, and the shapes of its operands."""
+
+    product: Product
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+
+    @property
+    def layout(self) -> tuple[Operand, tuple[Step, ...]]:
+        """The roles of the axes of the operand, and the steps from the weight to it: its dtype, if nothing else."""
+        return _layout(self.product, self.lhs, self.rhs)
+
+
+def _layout(product: Product, x: Any, w: Any) -> tuple[Operand, tuple[Step, ...]]:
+    operand = product.op.operands(len(x.shape), len(w.shape))["fwd_rhs"]
+    return operand, product.parameter.steps or (Step("dtype", w.dtype),)
+
+
+class Uses(NamedTuple):
+    """The products and other operations of a call of a layer that take a weight.
+
+    Attributes:
+      weight: The weight.
+      value: Its array.
+      places: Its products.
+      others: The names of other operations that take it.
+    """
+
+    weight: Weight
+    value: Any
+    places: list[Place]
+    others: list[str]
+
+    def note(self, product: Product, x: Any, w: Any) -> None:
+        """Write down a product of the weight."""
+        self.places.append(Place(product._replace(extra=()), shape_of(x), shape_of(w)))
+
+    @property
+    def layouts(self) -> list[tuple[Operand, tuple[Step, ...]]]:
+        """The ways in which products take the weight."""
+        return list(dict.fromkeys(place.layout for place in self.places))
+
+    @property
+    def has_one_layout(self) -> bool:
+        """True if all products take the whole weight in one way."""
+        return len(self.layouts) == 1 and not any(step.kind == "slice" for step in self.layouts[0][1])
+
+    def fitted(self, sparsity: Sparsity) -> Sparsity:
+        """Return what the products of any call prune, if ``else dense`` leaves empty what does not fit."""
+        return fitting_all(sparsity, [Use(p.product.op, p.lhs, p.rhs, 1) for p in self.places], layer=True)[0]
+
+    def origin(self, sparsity: Sparsity, seed: int) -> Origin:
+        """Return the origin of the weight's variable.
+
+        Raises:
+          ValueError: The weight is in no product, or in products along different axes.
+        """
+        shape, layouts = tuple(self.value.shape), self.layouts
+        dense = f'leave the layer dense: (r"{self.weight.path}", "dense")'
+        if not layouts:
+            by = f": {', '.join(dict.fromkeys(self.others))} takes it" if self.others else ""
+            raise ValueError(
+                f"{self.weight}: {self.weight.kind} multiplies no input by {self.weight.name} of shape {shape}{by}. "
+                f"Name the parameter that is an operand of a product, or {dense}."
+            )
+        if not self.has_one_layout:
+            raise ValueError(
+                f"{self.weight}: {self.weight.kind} multiplies by {self.weight.name} of shape {shape} along different "
+                f"axes, or by slices of it. It has no single pattern, so {dense}."
+            )
+        (operand, steps), others = layouts[0], tuple(dict.fromkeys(self.others))
+        return Origin(self.weight.path, sparsity, seed, operand, shape, steps, self.weight.name, others)
+
+
+class Call(NamedTuple):
+    """A call of a layer that has a door.
+
+    Attributes:
+      module: The layer.
+      weights: Its weights.
+      method: The name of the method.
+      args, options: What the method got.
+      inside: A function that is called with the copy of the layer before the copy's method runs.
+    """
+
+    module: nn.Module
+    weights: tuple[Weight, ...]
+    method: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    inside: Callable[[nn.Module], None]
+
+    @property
+    def scope(self) -> Scope:
+        """The scope of the layer."""
+        assert self.module.scope is not None
+        return self.module.scope
+
+    def values(self) -> dict[str, Any]:
+        """Return the weights' arrays by their names.
+
+        Raises:
+          ValueError: The layer has no such parameter.
+        """
+        params = self.scope.variables().get("params", {})
+        values: dict[str, Any] = {}
+        for weight in self.weights:
+            leaves = jax.tree.leaves(params.get(weight.name))
+            if len(leaves) != 1 or isinstance(params[weight.name], Mapping):
+                held = ", ".join(f"{name} {_shapes(v)}" for name, v in params.items()) or "none"
+                raise ValueError(
+                    f"{'/'.join(self.module.path) or 'the layer'}: {weight} names a parameter that the layer does not "
+                    f"have. {weight.kind} has {held}."
+                )
+            values[weight.name] = leaves[0]
+        return values
+
+    def uses(self) -> list[Uses]:
+        """Return what the call does with the weights. Nothing is computed."""
+        found = self.no_uses()
+        note = lambda product, x, w, _: found[product.parameter.path].note(product, x, w)
+        rewriter = Rewriter(note, lambda parameter, name: found[parameter.path].others.append(name))
+        jax.eval_shape(lambda: self._run(rewriter, {}, initializing=True) and None)
+        return list(found.values())
+
+    def no_uses(self) -> dict[str, Uses]:
+        """Return empty uses of the weights, by their names."""
+        return {w.name: Uses(w, value, [], []) for w, value in zip(self.weights, self.values().values(), strict=True)}
+
+    def sites(self, uses: list[Uses] | None, recipe: Recipe, seed: int) -> dict[str, SiteVariable]:
+        """Return the variables of the weights, by their names. Make them if the model is initializing.
+
+        Args:
+          uses: What the call does with the weights. Needed to make variables.
+          recipe: The sparsity of each layer.
+          seed: The seed of all noise.
+        """
+        made: dict[str, SiteVariable] = {}
+        known: Mapping[str, Any] = {} if uses is None else {one.weight.name: one for one in uses}
+        values = self.values()
+        for weight in self.weights:
+            sparsity = recipe(weight.path)
+            with named(weight.path):
+                if uses is None:
+                    origin = Origin(weight.path, sparsity, seed, Operand((), (), ()), (), (), weight.name)
+                    fitted = sparsity
+                elif weight.name not in known:
+                    continue  # this call does not multiply by it
+                elif sparsity == Sparsity() and not known[weight.name].has_one_layout:
+                    continue  # nothing to prune, and no pattern to know
+                else:
+                    origin, fitted = known[weight.name].origin(sparsity, seed), known[weight.name].fitted(sparsity)
+                scope = self.scope.push(origin.name, reuse=True)
+                made[weight.name] = site_of(scope, origin, values[weight.name], recipe, fitted)
+        return made
+
+    def pruned(self, sites: Mapping[str, SiteVariable], backend: str, initializing: bool) -> Any:
+        """Return the result of the call with pruned products.
+
+        Args:
+          sites: The variables of the weights.
+          backend: The backend, as in `Recipe`.
+          initializing: True if the layer has run already, to make its parameters.
+        """
+        path_of = {weight.name: weight.path for weight in self.weights}
+        own: dict[str, Any] = {}
+        for name, site in sites.items():
+            with named(path_of[name]):
+                own[name] = site.own()
+
+        def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
+            name = product.parameter.path
+            site, path = sites[name], path_of[name]
+            if site.sparsity == Sparsity():
+                return None
+            made_for = (site.origin.operand, site.origin.steps)
+            if site.origin.steps and made_for != _layout(product, x, w):
+                raise ValueError(
+                    f"{path}: this call multiplies by {name} of shape {site.origin.shape} along other axes than the "
+                    f'call in init did. It has no single pattern, so leave the layer dense: (r"{path}", "dense").'
+                )
+            ctx = context_of(*arrays)
+            return rule.bilinear(
+                product.op, x, w, site.sparsity, ctx, backend, name=path or "the layer", extra=product.extra
+            )
+
+        return self.computed(Rewriter(compute, lambda parameter, name: None), own, initializing)
+
+    def computed(self, rewriter: Rewriter, sites: Mapping[str, Any], initializing: bool = False) -> Any:
+        """Return the result of the call with other products. Variables that the layer writes are written.
+
+        Args:
+          rewriter: What stands in the place of products with the weights.
+          sites: The arrays of the weights, by their names.
+          initializing: As of `pruned`.
+        """
+        y, written = self._run(rewriter, sites, initializing)
+        for collection, variables in written.items():
+            for name, value in variables.items():
+                if (collection, name) != ("intermediates", self.method):  # Flax writes it for the layer itself
+                    self.scope.put_variable(collection, name, value)
+        return y
+
+    def _run(self, rewriter: Rewriter, sites: Mapping[str, Any], initializing: bool) -> tuple[Any, Any]:
+        """Return the result of a copy of the layer, and the variables that it may write."""
+        scope = self.scope
+        frozen: Any = scope.variables()
+        mutable = False if initializing else subtract_filters(scope.mutable, ("params", "nm"))
+
+        def call(values: dict[str, Any], *args: Any, **options: Any) -> tuple[Any, Any]:
+            variables = unfreeze(frozen)
+            for name, value in values.items():
+                held = variables["params"][name]
+                variables["params"][name] = jax.tree.unflatten(jax.tree.structure(held), [value])
+            inner = Scope(
+                variables, scope.rngs, scope.name, mutable, None, scope.path, scope.debug_path, scope.flags
+            )  # fmt: skip
+            if not initializing:
+                inner.rng_counters = scope.rng_counters
+            copy = self.module.clone(parent=inner, _deep_clone=True)
+            self.inside(copy)
+            return getattr(copy, self.method)(*args, **options), inner.mutable_variables()
+
+        return run(call, self.values(), self.args, self.options, rewriter, sites)
+
+
+def _shapes(v: Any) -> Any:
+    return jax.tree.map(lambda leaf: tuple(leaf.shape), v)

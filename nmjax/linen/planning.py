@@ -1,0 +1,231 @@
+"""The plan of a flax.linen model: what every layer will do. Nothing is computed."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import linen as nn
+
+from nmjax.analysis import flops
+from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
+from nmjax.analysis.refusals import Use, fitting_all
+from nmjax.linen.arguments import Product
+from nmjax.linen.delivery import ACTIVE, RECIPE, Path, Reached
+from nmjax.linen.doors import Weight, has_argument, weights_of
+from nmjax.linen.layer import Call
+from nmjax.products.pruning import shape_of
+from nmjax.products.slot import SLOTS
+from nmjax.products.sparsity import Sparsity
+from nmjax.programs.rewriting import Rewriter
+from nmjax.programs.running import is_array
+from nmjax.pruners import identity
+from nmjax.recipes.table import Recipe
+
+_MARK = "nmjax_layer_"
+_NO_LAYERS = "has no layer with a door, so nothing would be pruned. Declare doors, nm.linen.door(..., weight=...)."
+
+
+class Planned(NamedTuple):
+    """A weight, and what calls do with it.
+
+    Attributes:
+      path: The path that rules match.
+      kind: The class of the layer.
+      sparsity: What the layer prunes.
+      backend: The backend, as in `Recipe`.
+      size: The number of values in one layer's weight.
+      uses: Its products: the operation, and the shapes of x and of the operand.
+      refused: The reasons why it cannot be pruned.
+    """
+
+    path: str
+    kind: str
+    sparsity: Sparsity
+    backend: str
+    size: int
+    uses: dict[tuple[Any, Any, Any], None]
+    refused: list[str]
+
+
+class Planner:
+    """The interceptor of `plan`. It notes the products of weights, and computes them densely, in scopes with marks."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.reached = recipe, Reached()
+        self.planned: dict[Path, Planned] = {}
+        self.copies: list[nn.Module] = []
+
+    def __call__(
+        self, next_fun: Callable[..., Any], args: Any, options: Any, context: nn.module.InterceptorContext
+    ) -> Any:  # fmt: skip
+        """Return the result of a method of the dense model."""
+        module, method = context.module, context.method_name
+        if method == "setup" or module.scope is None or not callable(getattr(type(module), method, None)):
+            return next_fun(*args, **options)
+        if isinstance(module, Product):
+            return self._of_argument(module, *args, **options)
+        weights = () if any(module is copy for copy in self.copies) else weights_of(module)
+        self.reached.by_door.update((*module.path, weight.name) for weight in weights)
+        if not weights or has_argument(module) or module.is_initializing():
+            y = next_fun(*args, **options)
+            self.reached.note(module)
+            return y
+        return self._of_layer(Call(module, weights, method, args, options, self.copies.append))
+
+    def _row(self, where: Path, path: str, kind: str, sparsity: Sparsity, backend: str, size: int) -> Planned:
+        return self.planned.setdefault(where, Planned(path, kind, sparsity, backend, size, {}, []))
+
+    def _mark(self, where: Path) -> Any:
+        return jax.named_scope(f"{_MARK}{list(self.planned).index(where)}")
+
+    def _of_argument(self, module: Product, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        op = module.as_op(lhs, rhs, *args, **options)
+        if module.is_initializing():
+            return op(lhs, rhs)
+        path, where = "/".join(module.path[:-1]), (*module.path[:-1], "kernel")
+        recipe = module.recipe
+        row = self._row(where, path, type(module.parent).__name__, recipe(path), recipe.backend, rhs.size)
+        row.uses[op, shape_of(lhs), shape_of(rhs)] = None
+        with self._mark(where):
+            return op(lhs, rhs)
+
+    def _of_layer(self, call: Call) -> Any:
+        path, uses, before = call.module.path, call.no_uses(), len(self.copies)
+        rows: dict[str, Planned] = {}
+        for weight in call.weights:
+            sparsity = self.recipe(weight.path)
+            size = uses[weight.name].value.size
+            rows[weight.name] = self._row(
+                (*path, weight.name), weight.path, weight.kind, sparsity, self.recipe.backend, size
+            )
+            self.reached.layers[weight.path] = None
+
+        def compute(product: Any, x: Any, w: Any, _: Any) -> jax.Array:
+            name = product.parameter.path
+            uses[name].note(product, x, w)
+            with self._mark((*path, name)):
+                return product.op(x, w, *product.extra)
+
+        rewriter = Rewriter(compute, lambda parameter, name: uses[parameter.path].others.append(name))
+        try:
+            y = call.computed(rewriter, {})
+        finally:
+            del self.copies[before:]
+        for weight in call.weights:
+            self._note(rows[weight.name], weight, uses[weight.name], call.method)
+        return y
+
+    def _note(self, row: Planned, weight: Weight, uses: Any, method: str) -> None:
+        row.uses.update(dict.fromkeys((place.product.op, place.lhs, place.rhs) for place in uses.places))
+        if row.sparsity != Sparsity() and (uses.places or method == "__call__"):
+            try:
+                uses.origin(row.sparsity, 0)
+            except ValueError as error:
+                row.refused.append(str(error))
+
+
+def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options: Any) -> Plan:
+    """Return what every layer of a model will do, without doing it.
+
+    The plan says, for each layer, what its slots prune, in how many groups, at how many FLOPs, who runs its products,
+    and what training would refuse. It prints as a table.
+
+    Args:
+      model: A model. Nothing of it is computed.
+      *inputs: An example of the model's inputs: arrays or their shapes.
+      recipe: The recipe of `sparsify`. Without it, only layers that have `dot_cls` or `conv_cls` are pruned.
+      **options: Keyword arguments of the call, such as ``train=False``.
+
+    Returns:
+      The `nmjax.nnx.Plan`.
+
+    Raises:
+      TypeError: The model is not one of flax.linen, or ``recipe`` is not a Recipe.
+      ValueError: It is called inside `sparsify`.
+
+    >>> import jax.numpy as jnp
+    >>> import nmjax as nm
+    >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    >>> plan = nm.linen.plan(nn.Dense(4), jnp.ones((16, 8)), recipe=recipe)
+    >>> print(plan.layers[0].slots[0])
+    fwd_rhs=ste(soft(2,4))
+      8 groups along 8
+    >>> plan.forward  # FLOPs, dense and effective
+    (1024, 512.0)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes a model of flax.linen, got {type(model).__name__}. For flax.nnx use nm.nnx.plan.")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"plan takes a Recipe, such as Recipe({{r'.*': 's_ste(2,4)'}}), got {type(recipe).__name__}.")
+    if getattr(ACTIVE, "delivery", None) is not None:
+        raise ValueError("plan is called inside sparsify. Call it outside: plan(model, x, recipe=recipe).")
+    planner = Planner(Recipe(()) if recipe is None else recipe)
+    with RECIPE(object()), nn.intercept_methods(planner):  # what nn.jit has compiled before is traced again
+        shapes, costs, elsewhere = _traced(model, planner, inputs, options)
+    by_number = lambda path: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", "/".join(path))]
+    rows = [_row_of(planner.planned[w], _shape(shapes, w), costs.get(w, 0)) for w in sorted(costs, key=by_number)]
+    reached = planner.reached
+    left = tuple(("/".join(path), of[0]) for path, of in reached.matrices.items() if path not in reached.by_door)
+    count = sum(math.prod(v.shape) for v in jax.tree.leaves(shapes))
+    refused = () if recipe is None else _recipe_refusals(model, recipe, planner)
+    return Plan(tuple(rows), elsewhere, left, count, refused)
+
+
+def _recipe_refusals(model: nn.Module, recipe: Recipe, planner: Planner) -> tuple[tuple[str, str], ...]:
+    """Return (where, reason) of what `sparsify` would refuse in a recipe itself."""
+    unused = "it matches no layer's whole path, or earlier rules decide for its layers."
+    refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(planner.reached.paths)]
+    if not planner.planned and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
+        refused.append(("the model", f"{type(model).__name__} {_NO_LAYERS}"))
+    return tuple(refused)
+
+
+def _traced(model: nn.Module, planner: Planner, inputs: Any, options: Any) -> tuple[Any, dict[Path, int], int]:
+    """Return the shapes of the parameters, the forward FLOPs of every weight, and those of no weight."""
+    leaves, tree = jax.tree.flatten((inputs, options))
+    arrays = [shape_of(v) for v in leaves if is_array(v)]
+    key = jax.random.key(0)
+    shapes: list[Any] = []
+
+    def forward(arrays: list[jax.Array]) -> list[jax.Array]:
+        given = iter(arrays)
+        args, keywords = jax.tree.unflatten(tree, [next(given) if is_array(v) else v for v in leaves])
+        variables = jax.eval_shape(lambda: nn.unbox(model.init(key, *args, **keywords)))
+        shapes.append(variables.get("params", {}))
+        made = jax.tree.map(lambda v: jax.numpy.zeros(v.shape, v.dtype), variables)
+        y = model.apply(made, *args, rngs={"params": key}, mutable=True, **keywords)
+        return [v for v in jax.tree.leaves(y) if isinstance(v, jax.Array)]
+
+    program = jax.make_jaxpr(forward)(arrays).jaxpr
+    costs, elsewhere = dict.fromkeys(planner.planned, 0), 0
+    numbered = list(planner.planned)
+    for name, cost in flops.counted(program, _MARK):
+        if name is None:
+            elsewhere += cost
+        else:
+            costs[numbered[int(name.removeprefix(_MARK))]] += cost
+    return shapes[0], costs, elsewhere
+
+
+def _shape(shapes: Any, where: Path) -> tuple[int, ...]:
+    for name in where:
+        shapes = shapes[name]
+    return tuple(np.shape(shapes))
+
+
+def _row_of(planned: Planned, shape: tuple[int, ...], cost: int) -> LayerPlan:
+    sparsity, left = planned.sparsity, ()
+    uses = [Use(op, lhs, rhs, math.prod(shape) // planned.size) for op, lhs, rhs in planned.uses]
+    if planned.refused:
+        pruners = ((name, getattr(sparsity, name)) for name in SLOTS)
+        slots = tuple(SlotPlan(name, p, refused=planned.refused[0]) for name, p in pruners if p != identity)
+    else:
+        sparsity, left = fitting_all(sparsity, uses)
+        slots = slots_of(sparsity, uses, True)
+    dense = planned.refused or sparsity == Sparsity()
+    runs = () if dense else runs_of(sparsity, uses, planned.backend)
+    shares, form = flops.effective(sparsity), hardened(sparsity)
+    return LayerPlan(planned.path, planned.kind, shape, sparsity, slots, cost, shares, form, runs, left)

@@ -1,0 +1,205 @@
+"""The variable of a layer in the collection "nm": what it was made for, noise words, time and state."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.core import Scope, meta
+
+from nmjax.core import groups, random
+from nmjax.core.context import Ctx
+from nmjax.products import sites
+from nmjax.products.pruning import Operand
+from nmjax.products.sparsity import Sparsity
+from nmjax.programs.parameters import Parameter, Step
+from nmjax.recipes.table import Recipe
+
+PASS_NM = (
+    "Pass 'nm' wherever 'params' goes: model.apply({'params': params, 'nm': variables['nm']}, x), and in nn.scan and "
+    "nn.vmap variable_axes={'params': 0, 'nm': 0}, or the axis of 'params'. For a stack made by hand, write "
+    "flax.core.meta.add_axis(variables['nm'], 0, {})."
+)
+
+
+class Origin(NamedTuple):
+    """The weight that a variable was made for. In a stack it is the weight of one layer.
+
+    Attributes:
+      path: The path of its layer in the model.
+      sparsity: What the layer prunes, without what ``else dense`` leaves empty.
+      seed: The seed of its noise.
+      operand: The roles of the axes of the weight, as its product takes it.
+      shape: The shape of the weight.
+      steps: The changes of dtype and layout from the weight to the operand of its product.
+      weight: The name of the weight in the layer.
+      elsewhere: The names of other operations that use the weight.
+      ranks: The ranks of words, time and state before padding.
+      asked: The sparsity in the recipe.
+    """
+
+    path: str
+    sparsity: Sparsity
+    seed: int
+    operand: Operand
+    shape: tuple[int, ...]
+    steps: tuple[Step, ...]
+    weight: str = "kernel"
+    elsewhere: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    asked: Sparsity = Sparsity()
+
+    @property
+    def parameter(self) -> Parameter:
+        """The weight, in the layout in which its product takes it."""
+        return Parameter(self.weight, self.steps)
+
+    @property
+    def name(self) -> str:
+        """The name of the variable's scope in the layer's scope."""
+        return "Product_0" if self.weight == "kernel" else f"Product_{self.weight}"
+
+
+class SiteVariable(struct.PyTreeNode):
+    """The variable of a layer, or of a stack of layers, in the collection "nm".
+
+    Its arrays are padded with axes of size 1 to the rank of the weight, so that an axis that stacks weights stacks them
+    too.
+
+    Attributes:
+      origin: The weight that it was made for.
+      sparsity: What the layer's products prune: as at the start, or what `harden` left.
+      stack: The axes that stack layers, the outermost first.
+      words, time, state: Noise words, (step, micro-step), and the state of the weight slots; None if not needed.
+    """
+
+    origin: Origin = struct.field(pytree_node=False)
+    sparsity: Sparsity = struct.field(pytree_node=False)
+    stack: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    words: Any = None
+    time: Any = None
+    state: Any = None
+
+    def own(self) -> tuple[Any, Any, Any]:
+        """Return one layer's words, time and state without padding."""
+        arrays, tree = jax.tree.flatten((self.words, self.time, self.state))
+        ranked = [*zip(arrays, self.origin.ranks, strict=False)]  # none after hardening
+        stacked = [v.shape for v, rank in ranked if v.ndim != max(rank, len(self.origin.shape))]
+        if stacked:
+            raise ValueError(f"one layer got the variables of a whole stack, of shape {stacked[0]}. {PASS_NM}")
+        return jax.tree.unflatten(tree, [v.reshape(v.shape[:rank]) for v, rank in ranked])
+
+    def holding(self, words: Any, time: Any, state: Any) -> "SiteVariable":
+        """Return the variable with other words, time and state, as `own` returns them."""
+        padded = lambda v: v.reshape(*v.shape, *(1,) * (len(self.origin.shape) - v.ndim))
+        words, time, state = jax.tree.map(padded, (words, time, state))
+        return self.replace(words=words, time=time, state=state)
+
+    def unstacked(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the sizes of the stacking axes of an array, and the shape of one layer's array."""
+        one = list(shape)
+        return tuple(one.pop(axis) for axis in self.stack), tuple(one)
+
+
+class Box(SiteVariable, meta.AxisMetadata[SiteVariable]):
+    """A variable as Flax's transforms see it. They tell it of every axis that they stack layers on."""
+
+    def unbox(self) -> SiteVariable:
+        """Return the variable without the box."""
+        return SiteVariable(**vars(self))
+
+    def replace_boxed(self, val: Any) -> Any:
+        """Return a box of another variable."""
+        return Box(**vars(val))
+
+    def add_axis(self, index: int, params: Any) -> "Box":
+        """Return the variable of a stack along a new axis, with noise of its own for every layer."""
+        del params
+        site = self.replace(stack=(index, *self.stack))
+        if self.words is None:
+            return site
+        sizes, one = site.unstacked(self.words.shape)
+        words = sites.site_words(self.origin.seed, self.origin.path, sizes).reshape(*sizes, *one)
+        for depth, axis in reversed([*enumerate(site.stack)]):
+            words = jnp.moveaxis(words, depth, depth + groups.position(words.ndim - depth, axis))
+        return site.replace(words=words)
+
+    def remove_axis(self, index: int, params: Any) -> "Box":
+        """Return the variable of one slice of a stack."""
+        del params
+        if self.stack[:1] != (index,):
+            raise ValueError(
+                f"{self.origin.path}: 'nm' is stacked along {self.stack or 'no axis'}, but the call slices it along "
+                f"{index}. {PASS_NM}"
+            )
+        return self.replace(stack=self.stack[1:])
+
+
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Put the layer's path in front of errors."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{path or 'the layer'}: {error}") from error
+
+
+def site_of(scope: Scope, origin: Origin, weight: Any, recipe: Recipe, fitted: Sparsity) -> SiteVariable:
+    """Return the variable of a layer. Make it if the model is initializing.
+
+    Args:
+      scope: The scope of the variable, which lies in the scope of the layer.
+      origin: What the variable is, or would be, made for.
+      weight: The weight, or the operand of its product if the origin has no steps but a dtype.
+      recipe: The recipe of the model. The path for which a known variable was made counts.
+      fitted: The sparsity of the origin, without what ``else dense`` leaves empty.
+
+    Raises:
+      ValueError: It is missing and cannot be made, or was made for another recipe or seed.
+    """
+    known = scope.has_variable("nm", "site")
+    if known or scope.get_flag("initializing", False):
+        if not known and not scope.is_mutable_collection("nm"):
+            raise ValueError(f"init cannot make its variable in the collection 'nm'. {PASS_NM}")
+        site = scope.variable("nm", "site", lambda: _new(scope, origin, weight, fitted)).value
+        before, now = (site.origin.asked, site.origin.seed), (recipe(site.origin.path), origin.seed)
+        if before != now:
+            raise ValueError(
+                f"its variable in 'nm' was made for {before[0]} with seed {before[1]}, and the model has {now[0]} "
+                f"with seed {now[1]}. Make it again: "
+                "reset_state({'params': params, 'nm': model.init(key, x)['nm']})."
+            )
+        return site
+    if sites.needs_arrays(fitted):
+        raise ValueError(f"{fitted} reads the collection 'nm', which is missing. {PASS_NM}")
+    return SiteVariable(origin._replace(sparsity=fitted, asked=origin.sparsity), fitted)
+
+
+def _new(scope: Scope, origin: Origin, weight: jax.Array, sparsity: Sparsity) -> SiteVariable:
+    """Return a new variable of one layer."""
+    origin = origin._replace(sparsity=sparsity, asked=origin.sparsity)
+    words = sites.site_words(origin.seed, origin.path) if sites.needs_key(sparsity) else None
+    time = jnp.zeros(2, jnp.int32) if sites.depends_on_step(sparsity) or words is not None else None
+    state = None
+    if sites.has_state(sparsity):
+        # Draw by init's key, as the weight is drawn. Layers that are stacked later have one path, so by their words
+        # all of them would get the same state.
+        key = None if words is None else random.words(scope.make_rng("params"))
+        state = states(origin, sparsity.init, weight, Ctx(key))
+    ranks = tuple(v.ndim for v in jax.tree.leaves((words, time, state)))
+    return Box(origin._replace(ranks=ranks), sparsity).holding(words, time, state)
+
+
+def states(origin: Origin, make: Callable[..., Any], weight: jax.Array, ctx: Ctx) -> Any:
+    """Return the state that ``make``, which is `Sparsity.init` or `Sparsity.refresh`, makes of one layer's weight."""
+    contract, out = origin.operand.contract, origin.operand.other
+    return origin.parameter.apply(lambda w: make(w, contract=contract, out=out, ctx=ctx), weight)
+
+
+def context_of(words: Any, time: Any, state: Any) -> Ctx:
+    """Return the context of one layer's product, given what `SiteVariable.own` returns."""
+    step, micro = (0, 0) if time is None else time
+    return Ctx(None if words is None else sites.site_key(words, micro), step, state)

@@ -1,0 +1,149 @@
+"""Refusals of `sparsify`: layers that cannot follow a recipe, with the rules that leave them dense.
+
+- slots that cannot prune the layer's shapes, as a plan says too (`nmjax.products.fit.slot_refusals`)
+- layers whose product is the model's own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned
+  weights of a layer of which only a call says the product (`layer_refusal`)
+
+Rules that match no layer are refused by ``Recipe.check``. A plan with a recipe lists all of these.
+"""
+
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nmjax.analysis.refusals import Use, fitting_all
+from nmjax.core import layer_paths
+from nmjax.core.refusal import Refusal
+from nmjax.nnx.doors import Layer
+from nmjax.products import sites
+from nmjax.products.fit import slot_refusals
+from nmjax.products.slot import SLOTS
+from nmjax.products.sparsity import Sparsity
+from nmjax.pruners import identity
+
+NO_LAYERS = (
+    "has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned. To prune a product that is written "
+    "out by hand, write nm.einsum(..., sparsity=...)."
+)
+
+
+def normalised(model: Any) -> set[int]:
+    """Return the ids of the layers that are wrapped in nnx.WeightNorm or nnx.SpectralNorm."""
+    wrappers = [m for _, m in nnx.iter_modules(model) if isinstance(m, (nnx.WeightNorm, nnx.SpectralNorm))]
+    return {id(m.layer_instance) for m in wrappers}
+
+
+def check_layers(
+    chosen: list[tuple[Layer, Sparsity]], axes: tuple[int, ...] | None, in_norms: set[int], all_paths: list[str]
+) -> None:  # fmt: skip
+    """Raise one error for all layers that cannot follow the recipe. Reasons that differ only in numbers share lines."""
+    refused = [
+        (layer.path, refusal.reason)
+        for layer, sparsity in chosen
+        for refusal in _refusals(layer, sparsity, axes, id(layer.module) in in_norms)
+    ]
+    if refused:
+        paths = dict.fromkeys(path for path, _ in refused)
+        others = [path for path in all_paths if path not in paths]
+        rules = [f'  (r"{pattern}", "dense"),' for pattern in layer_paths.patterns(paths, others)]
+        head, hint = "The recipe cannot be carried out:", "To leave these layers dense, put these rules first:"
+        raise ValueError("\n".join([head, *(f"  {line}" for line in layer_paths.folded(refused)), hint, *rules]))
+
+
+def _refusals(
+    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, in_norm: bool
+) -> list[Refusal]:  # fmt: skip
+    """Return the reasons why a layer cannot use this sparsity."""
+    if isinstance(layer.kernel.get_value(), jax.ShapeDtypeStruct) and sites.has_state(sparsity):
+        return [
+            Refusal(
+                "its kernel is a shape without values, and its state is made from values. Make both abstract together: "
+                "nnx.eval_shape(lambda: sparsify(...))."
+            )
+        ]
+    refusal = layer_refusal(layer, sparsity, axes, in_norm)
+    return [refusal] if refusal is not None else [r for _, r in layer_slot_refusals(layer, sparsity, axes)]
+
+
+def layer_refusal(
+    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, in_norm: bool
+) -> Refusal | None:  # fmt: skip
+    """Return the reason why a layer cannot be made sparse, whatever its slots prune; None if it can.
+
+    Args:
+      layer: The layer.
+      sparsity: What it would prune.
+      axes: The stacking axes of the weight, if the caller named them.
+      in_norm: True if an nnx.WeightNorm or nnx.SpectralNorm normalises the layer's weight.
+    """
+    kernel = layer.kernel.get_value()
+    if layer.foreign is not None:
+        return Refusal(f"its {layer.door.name} is the model's own, {layer.foreign}, and would be lost.")
+    if in_norm:
+        return Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")
+    if type(kernel).__name__ == "BatchTracer" and sites.needs_key(sparsity):
+        return Refusal(
+            "it is made inside vmap, where all layers of a stack would get the same noise. Call sparsify on the whole "
+            "stack."
+        )
+    try:
+        ways = layer.stacks
+        product = layer.product
+    except ValueError as error:
+        return Refusal(str(error).partition(": ")[2])
+    if axes not in ways and len(ways) > 1:
+        choices = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
+        return Refusal(
+            f"its kernel has shape {kernel.shape}, which does not say which axes stack layers. Name them: "
+            f"sparsify(..., {choices})."
+        )
+    if product is None:
+        if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:
+            return None
+        return Refusal(layer.say_product)
+    own = tuple(n for a, n in enumerate(kernel.shape) if a not in (axes if axes in layer.stacks else ways[0]))
+    if layer.steps.axes(own) is None:
+        return Refusal(
+            f"its call multiplies by its weight in another shape, {product.rhs.shape}, which mixes axes of "
+            f"{kernel.shape}. Use nm.transform, or leave it dense."
+        )
+    return None
+
+
+def fitted(
+    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None
+) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:  # fmt: skip
+    """Return what a layer prunes if ``else dense`` leaves empty what does not fit its shapes, and (slot, reason) of
+    what it leaves empty. A call may leave more: its number of tokens is not known here."""
+    if not sparsity.else_dense or layer_refusal(layer, sparsity, axes, in_norm=False) is not None:
+        return sparsity, ()
+    product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
+    if product is None:
+        return sparsity, ()
+    return fitting_all(sparsity, [Use(product.op, product.lhs, product.rhs, 1)], layer=True)
+
+
+def layer_slot_refusals(
+    layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None
+) -> tuple[tuple[str, Refusal], ...]:  # fmt: skip
+    """Return the slots of a layer that cannot prune operands of its shapes, with the reasons.
+
+    Args:
+      layer: A layer that `layer_refusal` does not refuse.
+      sparsity: What it would prune.
+      axes: The stacking axes of the weight, if the caller named them.
+    """
+    stack = axes if axes in layer.stacks else layer.stacks[0]
+    product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
+    if product is None:  # only a call says which product it is; its weight is not pruned
+        return ()
+    kernel = layer.kernel.get_value()
+    sharding = getattr(kernel, "sharding", None)
+    if isinstance(sharding, NamedSharding) and not product.steps:
+        spec = [*sharding.spec, *[None] * (kernel.ndim - len(sharding.spec))]
+        one = NamedSharding(sharding.mesh, PartitionSpec(*(s for a, s in enumerate(spec) if a not in stack)))
+        product = product._replace(rhs=jax.ShapeDtypeStruct(product.rhs.shape, product.rhs.dtype, sharding=one))
+    return slot_refusals(product.op, product.lhs, product.rhs, sparsity)

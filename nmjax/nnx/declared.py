@@ -1,0 +1,174 @@
+"""Doors that others declare: for layers of any class of flax.nnx, also a class that one cannot edit.
+
+A declared layer has no attribute for its product. So its method is run with another product: while it is sparse, the
+layer's class is a subclass whose method is traced, and whose products with the weight are pruned.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from flax import nnx
+
+from nmjax.nnx.doors import DOORS
+from nmjax.nnx.variables import Site
+from nmjax.programs.rewriting import Product, Rewriter
+from nmjax.programs.running import run
+
+SITE = "nm_site"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A door that `door` declared.
+
+    Attributes:
+      weights: The attributes that hold the weights.
+      alone: True if the layer has this one weight, so that a rule matches the path of the layer itself.
+      input: A function of a layer that returns the shape of an input; -1 in it stands for the tokens.
+      method: The method that multiplies an input by the weights.
+    """
+
+    weights: tuple[str, ...]
+    alone: bool
+    input: Callable[[Any], Sequence[int]] | None
+    method: str
+
+    def attribute(self, weight: str) -> str:
+        """Return the attribute of a layer that holds the site of a weight."""
+        return SITE if self.alone else f"{SITE}_{weight}"
+
+
+DECLARED: dict[type | str, tuple[Declared, ...]] = {}
+"""The declared doors, by class or by "module:Class"."""
+
+
+def door(
+    kind: type | str, weight: str | tuple[str, ...], *, input: Callable[[Any], Sequence[int]] | None = None,
+    method: str = "__call__",
+) -> None:  # fmt: skip
+    """Declare that layers of a class multiply an input by a weight, so that `sparsify` can prune the product.
+
+    The class is not changed. Declare it once, before `sparsify` or `plan`. The product is found by tracing the method:
+    any `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution whose one operand is the weight, perhaps in another
+    dtype or with its axes in another order.
+
+    Args:
+      kind: The class, a subclass of `flax.nnx.Module`; or a text "package.module:Class", which imports nothing.
+      weight: The attribute that holds the weight, an `nnx.Param`. Rules match the path of the layer. If the layer has
+        several weights, pass a tuple of their names: rules then match "path/name".
+      input: A function of a layer that returns the shape of an input of its method. -1 in it stands for the tokens.
+        Without it, or if the method takes more than one array, pass examples of the model's inputs to `sparsify`.
+      method: The name of the method.
+
+    Raises:
+      TypeError: ``kind`` is not a class of flax.nnx.
+      ValueError: The class has no such method, or the weight has a door already.
+
+    >>> import jax.numpy as jnp, nmjax as nm
+    >>> class Projection(nnx.Module):
+    ...     def __init__(self, features, rngs):
+    ...         self.w = nnx.Param(jax.random.normal(rngs.params(), (features, features)))
+    ...     def __call__(self, x):
+    ...         return jnp.einsum("bi,oi->bo", x, self.w[...])
+    >>> nm.nnx.door(Projection, weight="w", input=lambda layer: (-1, layer.w.shape[1]))
+    >>> model = nm.nnx.sparsify(Projection(8, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}))
+    >>> nm.nnx.patterns(model)
+    {'w': 2:4 along axis 1}
+    """
+    name = kind if isinstance(kind, str) else getattr(kind, "__qualname__", repr(kind))
+    if isinstance(kind, str):
+        if not all(part and not part.isspace() for part in kind.split(":")) or kind.count(":") != 1:
+            raise ValueError(f"nm.nnx.door takes a class or a text 'package.module:Class', got {kind!r}.")
+    elif not (isinstance(kind, type) and issubclass(kind, nnx.Module)):
+        raise TypeError(
+            f"nm.nnx.door takes a class of flax.nnx, got {kind!r}. For classes of flax.linen use nm.linen.door."
+        )
+    elif not callable(getattr(kind, method, None)):
+        raise ValueError(f"nm.nnx.door({name}, method={method!r}): the class has no such method.")
+    if kind in DOORS:
+        raise ValueError(f"nm.nnx.door({name}): sparsify knows this layer of Flax. Declare a door for a subclass.")
+    weights = (weight,) if isinstance(weight, str) else tuple(weight)
+    mine = Declared(weights, isinstance(weight, str), input, method)
+    others = [one for one in DECLARED.get(kind, ()) if (one.weights, one.method) != (mine.weights, method)]
+    for one in others:
+        twice = [w for w in weights if w in one.weights]
+        if twice:
+            raise ValueError(
+                f"nm.nnx.door({name}, weight={twice[0]!r}, method={method!r}): this parameter has a door already, by "
+                f"method={one.method!r}. A parameter has one door."
+            )
+    DECLARED[kind] = (*others, mine)
+
+
+def declared_doors(module: Any) -> tuple[Declared, ...] | None:
+    """Return the doors of a module's class: of the nearest class that has some. None if a class of Flax is nearer."""
+    for kind in type(module).__mro__:
+        doors = DECLARED.get(kind) or DECLARED.get(f"{kind.__module__}:{kind.__qualname__}")
+        if doors is not None:
+            return doors
+        if kind in DOORS:
+            return None
+    return ()
+
+
+# ---- the class of a sparse layer ----
+
+
+def dense_class(kind: type) -> type:
+    """Return the class that a layer had before it was sparse."""
+    return kind.__dict__.get("_nm_dense", kind)
+
+
+@cache
+def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
+    """Return the subclass of a class whose methods run with the products of their sites."""
+    members: dict[str, Any] = {name: _pruned_method(kind, name) for name in methods}
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind)(kind.__name__, (kind,), {**members, "_nm_dense": kind})
+
+
+def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
+    plain = getattr(kind, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        doors = [one for one in declared_doors(self) or () if one.method == name]
+        inside = {w: vars(self).get(one.attribute(w)) for one in doors for w in one.weights}
+        sites = {weight: site for weight, site in inside.items() if site is not None}
+        values = {weight: getattr(self, weight)[...] for weight in sites}
+        for weight, site in sites.items():
+            if isinstance(site, Site):
+                site.check_one_layer(values[weight].shape)
+        multiplied: set[str] = set()
+        others: dict[str, list[str]] = {}
+
+        def compute(product: Product, x: Any, w: Any, _: Any) -> Any:
+            multiplied.add(product.parameter.path)
+            return sites[product.parameter.path].multiply(product, x, w)
+
+        def call(values: dict[str, Any], *args: Any, **options: Any) -> Any:
+            return plain(_holding(self, kind, values), *args, **options)
+
+        rewriter = Rewriter(compute, lambda parameter, name: others.setdefault(parameter.path, []).append(name))
+        y = run(call, values, args, options, rewriter, {}, is_leaf=lambda v: isinstance(v, (nnx.Pytree, nnx.Variable)))
+        for weight, site in sites.items():
+            if isinstance(site, Site) and (weight not in multiplied or weight in others):
+                does = f"uses it in {others[weight][0]} too" if weight in others else "multiplies no input by it"
+                raise ValueError(
+                    f"{site.name}: a door names {weight!r}, of shape {values[weight].shape}, and in this call "
+                    f"{kind.__name__}.{name} {does}. A door needs a weight that is an operand of products alone."
+                )
+        return y
+
+    method.__name__, method.__doc__ = name, plain.__doc__
+    return method
+
+
+def _holding(module: Any, kind: type, values: dict[str, Any]) -> Any:
+    """Return a shallow copy of a layer, as it was before it was sparse, with other values of its weights."""
+    copy = object.__new__(kind)
+    vars(copy).update(vars(module))
+    for name, value in values.items():
+        vars(copy)[name] = vars(module)[name].replace(value)
+    return copy

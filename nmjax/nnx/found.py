@@ -1,0 +1,251 @@
+"""The layers of classes whose doors were declared. Their products are found by tracing a method."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nmjax.analysis.patterns import Pattern
+from nmjax.nnx.declared import SITE, Declared, declared_doors, dense_class, sparse_class
+from nmjax.nnx.doors import Example, Layer, Shape
+from nmjax.products.pruning import shape_of
+from nmjax.programs.rewriting import Product, Rewriter
+from nmjax.programs.running import run
+
+
+@dataclass(frozen=True, eq=False)
+class DeclaredLayer(Layer):
+    """A layer whose class has a declared door. If it has several weights, there is one for each.
+
+    Attributes:
+      declaration: The door.
+      axes: The stacking axes, if the caller named them.
+    """
+
+    door: Any = None  # it has no attribute for a product
+    declaration: Declared = field(kw_only=True)
+    axes: tuple[int, ...] | None = field(kw_only=True, default=None)
+    _examples: dict[Any, Example] = field(kw_only=True, default_factory=dict, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The declaration, for errors."""
+        return f"nm.nnx.door({type(self.module).__name__}, weight={self.weight_name!r})"
+
+    @property
+    def kernel(self) -> Any:
+        kernel = getattr(self.module, self.weight_name, None)
+        if not isinstance(kernel, nnx.Variable):
+            held = [f"{name} {tuple(v.shape)}" for name, v in vars(self.module).items() if isinstance(v, nnx.Param)]
+            raise ValueError(
+                f"{self.path or 'the model'}: {self.text} names a parameter that the layer does not have. It has "
+                f"{', '.join(held) or 'none'}."
+            )
+        return kernel
+
+    @property
+    def kernel_path(self) -> str:
+        return f"{self.path}/{self.weight_name}".lstrip("/") if self.declaration.alone else self.path
+
+    # ---- the product ----
+
+    @property
+    def inside(self) -> Any:
+        return vars(self.module).get(self.declaration.attribute(self.weight_name))
+
+    def put(self, product: nnx.Module | None) -> None:
+        if product is not None:
+            setattr(self.module, self.declaration.attribute(self.weight_name), nnx.data(product))
+            self.module.__class__ = sparse_class(dense_class(type(self.module)), self._methods)
+        elif self.inside is not None:
+            delattr(self.module, self.declaration.attribute(self.weight_name))
+            if not any(name.startswith(SITE) for name in vars(self.module)):
+                self.module.__class__ = dense_class(type(self.module))
+
+    @property
+    def _methods(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(one.method for one in declared_doors(self.module) or ()))
+
+    @property
+    def plain(self) -> None:
+        return None  # the method itself
+
+    @property
+    def pruned_product(self) -> None:
+        return None
+
+    @property
+    def foreign(self) -> str | None:
+        return None
+
+    @property
+    def hardened(self) -> Pattern | None:
+        return vars(self.module).get(self._hardened)
+
+    def harden(self, pattern: Pattern | None) -> None:
+        setattr(self.module, self._hardened, nnx.static(pattern))
+
+    def drop_mask(self) -> None:
+        pass  # `weight` returns the kernel alone
+
+    @property
+    def _hardened(self) -> str:
+        return "hardened" if self.declaration.alone else f"hardened_{self.weight_name}"
+
+    # ---- shapes ----
+
+    @property
+    def declared(self) -> Shape:
+        return tuple(n for a, n in enumerate(self.kernel.shape) if a not in self.stack)
+
+    @property
+    def rank(self) -> int:
+        return self.kernel.ndim - len(self.stack)
+
+    @cached_property
+    def stacks(self) -> list[tuple[int, ...]]:
+        if self.axes is not None:
+            return [self.axes]
+        if self.site is not None:
+            return [self.site.stack if self.kernel.ndim > self.site.rank else ()]
+        if self.declaration.input is None:
+            return [()]
+        stacked = combinations(range(self.kernel.ndim), 1) if self.kernel.ndim > 2 else ()
+        first: MisfitError | None = None
+        for way in ((), *stacked):
+            try:
+                self._traced(1, way)
+                return [way]
+            except MisfitError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def stacked(self, axes: tuple[int, ...] | None) -> Layer:
+        if axes is None or axes in self.stacks or self.declaration.input is None:
+            return self
+        try:
+            self._traced(1, axes)
+        except ValueError:
+            return self
+        return replace(self, axes=axes)
+
+    def example(self, tokens: int) -> Example | None:
+        if self.declaration.input is None:
+            return self.called or (None if self.site is None else self.site.example)
+        return self._traced(tokens, self.stack)
+
+    def _traced(self, tokens: int, stack: tuple[int, ...]) -> Example:
+        """Trace the method of one layer on shapes, once, and return the product of the weight."""
+        if (tokens, stack) not in self._examples:
+            self._examples[tokens, stack] = self._found(tokens, stack)
+        return self._examples[tokens, stack]
+
+    def _found(self, tokens: int, stack: tuple[int, ...]) -> Example:
+        assert self.declaration.input is not None
+        kernel, graph, flat = self.kernel, *_flat(self.module)
+        at = next(i for i, (path, v) in enumerate(flat) if path == (self.weight_name,))
+        shapes = [shape_of(v.get_value()) for _, v in flat]
+        for axis in stack:
+            size = kernel.shape[axis]
+            shapes = [_without(axis, v) if len(v.shape) > axis and v.shape[axis] == size else v for v in shapes]
+        one = nnx.merge(graph, nnx.from_flat_state([(p, v.replace(s)) for (p, v), s in zip(flat, shapes, strict=True)]))
+        given = tuple(self.declaration.input(one))
+        x = jax.ShapeDtypeStruct(tuple(tokens if n == -1 else n for n in given), kernel.dtype)
+        used = Uses()
+
+        def call(params: dict[str, Any], x: Any) -> Any:
+            state = nnx.from_flat_state([(p, v.replace(params[str(i)])) for i, (p, v) in enumerate(flat)])
+            module = nnx.merge(graph, state)
+            return getattr(dense_class(type(module)), self.declaration.method)(module, x)
+
+        def traced(params: dict[str, Any], x: Any) -> None:
+            run(call, params, (x,), {}, used.rewriter(), {})
+
+        where = f"{self.path or 'the model'}: {self.text}"
+        try:
+            jax.eval_shape(traced, {str(i): v for i, v in enumerate(shapes)}, x)
+        except Exception as error:  # of code that we do not know
+            raise MisfitError(
+                f"{where}: {self.declaration.method} cannot take an input of shape {x.shape}, as the door gives it, "
+                f"with {self.weight_name} of shape {shapes[at].shape}: {str(error).splitlines()[0]}"
+            ) from error
+        return used.product(where, str(at), f"{self.weight_name} of shape {shapes[at].shape}")
+
+    @property
+    def own_product(self) -> Example | None:
+        return self.product
+
+    @property
+    def say_product(self) -> str:
+        return (
+            f"only a call says which product it is. Declare its input, {self.text[:-1]}, input=lambda layer: ...), or "
+            "pass examples of the model's inputs: sparsify(model, recipe, x)."
+        )
+
+    def weight(self) -> jax.Array:
+        return self.kernel[...]
+
+    @property
+    def dtype(self) -> Any:
+        product = self.product
+        return self.kernel.dtype if product is None else product.rhs.dtype
+
+
+class MisfitError(ValueError):
+    """The method of a layer cannot take the input that the door gives."""
+
+
+class Uses:
+    """The products of the weights of a layer in its calls, and the other operations that take them."""
+
+    def __init__(self) -> None:
+        self.products: dict[str, list[Example]] = {}
+        self.others: dict[str, list[str]] = {}
+
+    def rewriter(self) -> Rewriter:
+        """Return a rewriter that writes down what it sees, and changes nothing."""
+
+        def compute(product: Product, x: Any, w: Any, _: Any) -> None:
+            example = Example(product.op, shape_of(x), shape_of(w), product.parameter.steps)
+            self.products.setdefault(product.parameter.path, []).append(example)
+
+        return Rewriter(compute, lambda parameter, name: self.others.setdefault(parameter.path, []).append(name))
+
+    def product(self, where: str, path: str, weight: str) -> Example:
+        """Return the one product of a weight, or refuse it.
+
+        Args:
+          where: The layer and its door, which begin every error.
+          path: The path of the weight in the traced function.
+          weight: The weight in words.
+        """
+        found, others = list(dict.fromkeys(self.products.get(path, []))), list(dict.fromkeys(self.others.get(path, [])))
+        if not found or others:
+            lead = "multiplies no input by it" if not found else "uses it in other operations too"
+            by = f". {', '.join(others)} takes it" if others else ""
+            raise ValueError(
+                f"{where}: the method {lead}{by}. A door needs {weight} to be an operand of products alone. For other "
+                "programs there is nm.transform."
+            )
+        forms = {(one.op.operands(one.lhs.ndim, one.rhs.ndim)["fwd_rhs"], one.steps) for one in found}
+        if len(forms) > 1:
+            raise ValueError(f"{where}: products take {weight} along different axes, so it has no single pattern.")
+        return found[0]
+
+
+def _flat(module: Any) -> tuple[Any, list[tuple[tuple[Any, ...], Any]]]:
+    """Return the graph and the variables of a layer without its sites."""
+    plain = object.__new__(dense_class(type(module)))
+    vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(SITE)})
+    nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(SITE)}
+    object.__setattr__(plain, "_pytree__nodes", type(module._pytree__nodes)(nodes))
+    graph, state = nnx.split(plain)
+    return graph, list(nnx.to_flat_state(state))
+
+
+def _without(axis: int, v: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(n for a, n in enumerate(v.shape) if a != axis), v.dtype)

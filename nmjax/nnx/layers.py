@@ -1,0 +1,56 @@
+"""The layers of a model that have a door."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nmjax.nnx.declared import declared_doors
+from nmjax.nnx.doors import DOORS, Layer
+from nmjax.nnx.found import DeclaredLayer
+
+
+def layers(model: Any) -> Iterator[Layer]:
+    """Return every layer with a door once, in the order of the paths, numbers by value.
+
+    A layer of which a door names several weights is one layer for each weight.
+
+    Raises:
+      TypeError: If the model is not one of flax.nnx.
+    """
+    if not isinstance(model, (nnx.Pytree, tuple, list)):
+        raise TypeError(f"expected an nnx.Module, got {type(model).__name__}. For flax.linen models use nm.linen.")
+    tree: Any = model  # iter_modules takes tuples and lists too, though its annotation does not say so
+    with_doors: list[Layer] = []
+    for path, module in nnx.iter_modules(tree):
+        with_doors += _of_module("/".join(map(str, path)), module)
+    by_number = lambda layer: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", layer.path)]
+    return iter(sorted(with_doors, key=by_number))
+
+
+def _of_module(path: str, module: Any) -> list[Layer]:
+    declared = declared_doors(module)
+    if declared is None:
+        return [Layer(path, module, next(door for kind, door in DOORS.items() if isinstance(module, kind)))]
+    return [
+        DeclaredLayer(
+            path if one.alone else f"{path}/{name}".lstrip("/"), module, declaration=one, weight_name=name
+        )
+        for one in declared
+        for name in one.weights
+        if getattr(module, name, ...) is not None
+    ]  # fmt: skip
+
+
+def over(stack: tuple[int, ...], f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a whole stack's arrays.
+
+    Args:
+      stack: The axes that stack layers.
+      f: A function of one layer's arrays, which have the kernel's rank.
+    """
+    for axis in stack:
+        f = jax.vmap(f, in_axes=axis, out_axes=axis)
+    return f

@@ -1,0 +1,155 @@
+"""The products that a call of a model asks its layers for. The call is traced on shapes, so no value is computed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend import core
+
+from nmjax.nnx.doors import Example, Layer
+from nmjax.nnx.layers import layers
+from nmjax.products import functions, operations
+from nmjax.products.pruning import shape_of
+from nmjax.products.sparsity import Sparsity
+from nmjax.programs.rewriting import Product
+from nmjax.recipes.table import Recipe
+
+MARK = "nmjax_layer_"
+
+
+class Notes(list[Example]):
+    """The products that a layer was asked for. It compares by identity, so that Flax takes it as static."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Recorder(nnx.Module):
+    """Stands in a layer's door, notes the products that it is asked for, and computes them densely.
+
+    It computes in a `jax.named_scope`, so that their FLOPs can be found in the program. The product of a layer that
+    stays dense may be the model's own: it is computed as it is, and not noted.
+    """
+
+    def __init__(self, layer: Layer, number: int, notes: Notes, noted: bool) -> None:
+        self.plain = layer.plain
+        self.product = layer.pruned_product
+        self.number, self.notes, self.noted = number, nnx.static(notes), noted
+
+    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        if self.noted:
+            assert self.product is not None
+            self.notes.append(_example(self.product, operands, options))
+        assert self.plain is not None
+        with jax.named_scope(f"{MARK}{self.number}"):
+            return self.plain(*operands, **options)
+
+    def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Note the product that the method of a declared layer asks for, and return it."""
+        if self.noted:
+            self.notes.append(Example(product.op, shape_of(x), shape_of(w), product.parameter.steps))
+        with jax.named_scope(f"{MARK}{self.number}"):
+            return product.op(x, w, *product.extra)
+
+
+def _example(product: Callable[..., Any], operands: Sequence[Any], options: Mapping[str, Any]) -> Example:
+    """Return the operation that a call of a product asks for."""
+    if product is functions.einsum:
+        spec, lhs, rhs = operands
+        op = operations.as_dot(lhs, rhs, operations.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
+    elif product is functions.ragged_dot:
+        lhs, rhs, _ = operands
+        op = operations.as_ragged_dot(*operands, **options)
+    else:
+        lhs, rhs, *rest = operands
+        make: Callable[..., Any] = operations.as_dot if product is functions.dot_general else operations.as_conv
+        op = make(lhs, rhs, *rest, **{name: value for name, value in options.items() if name != "out_sharding"})
+    return Example(op, shape_of(lhs), shape_of(rhs))
+
+
+def recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[Notes]]:
+    """Return a copy of a model, of shapes, and the notes that its layers take when it is called.
+
+    Args:
+      model: The model.
+      noted: For each layer, True if its products are to be noted.
+    """
+    graph, state = nnx.split(model)
+    is_variable = lambda v: isinstance(v, nnx.Variable)
+    # Flax takes a shape for static unless it is a variable's. So other arrays, as nnx.WeightNorm has, stay.
+    shapes = jax.tree.map(lambda v: jax.tree.map(shape_of, v) if is_variable(v) else v, state, is_leaf=is_variable)
+    copy = nnx.merge(graph, shapes)
+    notes: list[Notes] = []
+    for number, layer in enumerate(layers(copy)):
+        notes.append(Notes())
+        layer.put(Recorder(layer, number, notes[-1], noted[number]))
+        if getattr(layer.module, "dot_general_cls", None) is not None:
+            layer.module.dot_general_cls = None  # it would come before the recorder
+    return copy, notes
+
+
+def traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> core.Jaxpr:
+    """Return the program of a call."""
+    graph, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(jax.tree.map(shape_of, (state, inputs, options)))
+    shapes = [v for v in leaves if isinstance(v, jax.ShapeDtypeStruct)]
+
+    def forward(arrays: list[jax.Array]) -> list[jax.Array]:
+        values = iter(arrays)
+        whole = [next(values) if isinstance(v, jax.ShapeDtypeStruct) else v for v in leaves]
+        state, inputs, options = jax.tree.unflatten(tree, whole)
+        result = nnx.merge(graph, state)(*inputs, **options)
+        return [v for v in jax.tree.leaves(result) if isinstance(v, jax.Array)]
+
+    return jax.make_jaxpr(forward)(shapes).jaxpr
+
+
+def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:
+    """Return every layer of a model, and the products that one call of the model asks it for."""
+    with_doors = list(layers(model))
+    notes = _products(model, [layer.site is not None for layer in with_doors], inputs, options)
+    return list(zip(with_doors, notes, strict=True))
+
+
+def _products(
+    model: Any, noted: Sequence[bool], inputs: Sequence[Any], options: Mapping[str, Any]
+) -> list[list[Example]]:  # fmt: skip
+    copy, notes = recording(model, noted)
+    traced(copy, inputs, options)
+    return [list(dict.fromkeys(one)) for one in notes]
+
+
+def with_calls(
+    model: Any, with_doors: list[Layer], recipe: Recipe, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> list[Layer]:  # fmt: skip
+    """Return the layers of a model, each with the product that a call asks it for, if the layer does not say which.
+
+    Raises:
+      ValueError: The recipe prunes such a layer, and the call asks it for products along different axes of its weight.
+    """
+    asked = [recipe(layer.path) != Sparsity() and not _says_product(layer) for layer in with_doors]
+    if not any(asked):
+        return with_doors
+    completed = list(with_doors)
+    for i, noted in enumerate(_products(model, asked, inputs, options)):
+        if len({(one.op.operands(one.lhs.ndim, one.rhs.ndim)["fwd_rhs"], one.steps) for one in noted}) > 1:
+            raise ValueError(
+                f"{with_doors[i].path}: the call asks for products that take the weight, of shape "
+                f"{with_doors[i].kernel.shape}, along different axes, so it has no single pattern. Use nm.transform, or "
+                "leave it dense."
+            )
+        if noted:
+            completed[i] = replace(with_doors[i], called=noted[0])
+    return completed
+
+
+def _says_product(layer: Layer) -> bool:
+    try:
+        return layer.product is not None
+    except ValueError:  # it is refused when a recipe asks for it
+        return True

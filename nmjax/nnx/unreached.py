@@ -1,0 +1,71 @@
+"""Parameters of a model that no door reaches, so that no rule can prune them."""
+
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from nmjax.nnx.doors import Layer
+from nmjax.products.sparsity import Sparsity
+from nmjax.recipes.missed import Missed
+from nmjax.recipes.table import Recipe
+
+
+def unreached(model: Any, with_doors: list[Layer]) -> tuple[list[Missed], int]:
+    """Return the parameters that no door reaches, and the number of values in all parameters.
+
+    Axes of size 1 do not count, nor do axes that stack layers. A bias is not listed.
+
+    Args:
+      model: The model.
+      with_doors: Its layers with a door.
+    """
+    reached = {id(v) for layer in with_doors for v in (layer.kernel, getattr(layer.module, "bias", None))}
+    owners = {"/".join(map(str, path)): type(module).__name__ for path, module in nnx.iter_modules(model)}
+    found: list[Missed] = []
+    count = 0
+    for path, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Param):
+            for v in jax.tree.leaves(variable):
+                count += math.prod(np.shape(v))
+                names = tuple(map(str, path))
+                if id(variable) not in reached and np.ndim(v) > 1 and _rank(names, v.shape, with_doors) > 1:
+                    owner = "/".join(names[:-1])
+                    found.append(Missed("/".join(names), tuple(v.shape), owners.get(owner, "")))
+    return found, count
+
+
+def wanted(recipe: Recipe, found: list[Missed]) -> list[Missed]:
+    """Return the parameters that a rule of a recipe was meant to prune."""
+    return [one for one in found if recipe.of_parameter(one.path) != Sparsity()]
+
+
+def rule_paths(found: list[Missed]) -> list[str]:
+    """Return the paths by which a rule may leave these parameters dense: their own, and those of their modules."""
+    return [path for one in found for path in (one.path, one.path.rpartition("/")[0])]
+
+
+def _rank(names: tuple[str, ...], shape: tuple[int, ...], with_doors: list[Layer]) -> int:
+    """Return the number of axes of a parameter in one layer, without those of size 1.
+
+    If all layers that are nearest to it in the tree are stacked alike, it is stacked too.
+    """
+    long = sum(n > 1 for n in shape)
+    shared = [len(os.path.commonprefix([names, tuple(layer.path.split("/"))])) for layer in with_doors]
+    nearest = [layer for layer, n in zip(with_doors, shared, strict=True) if n == max(shared)]
+    stacks: set[tuple[int, ...]] = set()
+    for layer in nearest:
+        stack, kernel = stack_of(layer), layer.kernel.shape
+        stacks.add(stack if all(a < len(shape) and kernel[a] == shape[a] for a in stack) else ())
+    return long - (sum(shape[a] > 1 for a in stacks.pop()) if len(stacks) == 1 else 0)
+
+
+def stack_of(layer: Layer, axes: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Return the stacking axes of a layer: ``axes`` if they fit it. A layer that cannot be sparse has none."""
+    try:
+        return axes if axes in layer.stacks else layer.stack
+    except ValueError:  # a kernel of another shape than its layer declares
+        return ()

@@ -1,0 +1,108 @@
+"""The slots that cannot prune operands of some shapes, and methods without these slots."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from nmjax.core import random
+from nmjax.core.context import Ctx
+from nmjax.core.pruner import Pruner
+from nmjax.core.refusal import Refusal
+from nmjax.products.operations import Operation, result_shape
+from nmjax.products.pruning import Operand, Shaped, along, check_shards, pruned
+from nmjax.products.ragged import laid_out
+from nmjax.products.slot import SLOTS, WEIGHT
+from nmjax.products.sparsity import Sparsity
+from nmjax.pruners import identity
+
+TOKENS = ("drhs_g", "drhs_lhs")  # the slots whose groups lie along tokens, which only a call knows
+
+
+def fitting(
+    op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, layer: bool = False
+) -> tuple[Sparsity, dict[str, str]]:  # fmt: skip
+    """Return a sparsity without the slots that cannot prune and may stay empty, and the reason of each such slot.
+
+    Shardings are not looked at: whether a layer is dense does not depend on the number of devices.
+
+    Args:
+      op: The operation.
+      lhs: x, or its shape.
+      rhs: The weight, or its shape.
+      sparsity: What may have slots in its ``else_dense``.
+      layer: True if the number of tokens is not known, as for a layer without a call.
+    """
+    if sparsity.else_dense is False:
+        return sparsity, {}
+    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)]
+    refused = {name: refusal.reason for name, refusal in slot_refusals(op, *shapes, sparsity, not layer)}
+    if layer:
+        refused = {name: reason for name, reason in refused.items() if name not in TOKENS}
+    if sparsity.else_dense is True:
+        whole = [name for name in refused if name not in TOKENS]
+        if whole:
+            return Sparsity(), {name: refused[whole[0]] for name in SLOTS if not sparsity.slots[name].empty}
+        dense = refused
+    else:
+        dense = {name: reason for name, reason in refused.items() if name in sparsity.else_dense}
+    left = sparsity.else_dense
+    if isinstance(left, tuple):
+        left = tuple(name for name in left if name not in dense)
+    return replace(sparsity, **dict.fromkeys(dense, identity), else_dense=left), dense
+
+
+def backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: Any) -> dict[str, Any]:
+    """Return the input of each backward slot, given the pruned and the unpruned operands and the gradient."""
+    return {
+        "dlhs_g": g,
+        "dlhs_rhs": rhs if sparsity.slots["dlhs_rhs"].raw else w,
+        "drhs_g": g,
+        "drhs_lhs": lhs if sparsity.slots["drhs_lhs"].raw else x,
+    }
+
+
+@lru_cache
+def slot_refusals(
+    op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, sparsity: Sparsity, tokens_known: bool = False
+) -> tuple[tuple[str, Refusal], ...]:
+    """Return (slot, refusal) for every slot whose pruner would raise an error with operands of these shapes and
+    shardings. Reasons are the texts of these errors. They state shapes of x and g if ``tokens_known``."""
+    g = result_shape(op, lhs, rhs)
+    values = {"fwd_lhs": lhs, "fwd_rhs": rhs} | backward_values(sparsity, lhs, rhs, lhs, rhs, g)
+    axes = op.operands(lhs.ndim, rhs.ndim)
+    axes = {name: axes[name]._replace(known=tokens_known or name in WEIGHT) for name in SLOTS}
+    refusals = []
+    for name in SLOTS:
+        slot, value = sparsity.slots[name], values[name]
+        if slot.empty:
+            continue
+        try:
+            if axes[name].ragged:
+                shape = laid_out(value, rhs.shape[0], slot.pruner.block)
+            else:
+                check_shards(str(slot), slot.pruner, value, axes[name])
+                shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            refusal = _first_use_refusal(str(slot), slot.pruner, shape, axes[name])
+        except (TypeError, ValueError) as error:
+            refusal = Refusal(str(error))
+        if refusal is not None:
+            refusals.append((name, refusal))
+    return tuple(refusals)
+
+
+@lru_cache
+def _first_use_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: Operand) -> Refusal | None:
+    """Return the error that a pruner raises for an array of this shape at the first step, or None."""
+
+    def first_use(x: jax.Array) -> jax.Array:
+        ctx = Ctx(random.words(0), 0)
+        state = along(label, p, x, operand, ctx, p.init)[0] if p.has_state else None
+        return pruned(label, p, x, operand, ctx.replace(state=state))
+
+    try:
+        jax.eval_shape(first_use, x)
+    except (TypeError, ValueError) as error:
+        return Refusal(str(error))
+    return None

@@ -1,0 +1,52 @@
+"""Parameters that a rule matches and that no door reaches."""
+
+import warnings
+from typing import NamedTuple
+
+from nmjax.core import layer_paths
+
+
+class Missed(NamedTuple):
+    """A parameter that a rule matches and that no door reaches.
+
+    Attributes:
+      path: Its path.
+      shape: Its shape.
+      kind: The name of the class of the module that holds it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+def report(missed: list[Missed], door: str, paths: list[str], strict: bool, stacklevel: int) -> None:
+    """Warn of parameters that a rule matches and no door reaches, or refuse them.
+
+    Args:
+      missed: These parameters.
+      door: The function that declares a door, such as "nm.nnx.door".
+      paths: The paths of the layers that have a door.
+      strict: True to raise an error.
+      stacklevel: As of `warnings.warn`, for the caller of this function.
+
+    Raises:
+      ValueError: There are such parameters, and ``strict`` is True.
+    """
+    if not missed:
+        return
+    lines = [
+        f"  {layer_paths.short([one.path for one in same])} {same[0].shape}, of {same[0].kind}"
+        for same in layer_paths.alike((one.path, (one.shape, one.kind), one) for one in missed)
+    ]
+    rules = [f'(r"{pattern}", "dense")' for pattern in layer_paths.patterns((one.path for one in missed), paths)]
+    weight = missed[0].path.rpartition("/")[2]
+    message = "\n".join([
+        "Rules of the recipe match these parameters, but no door reaches them, so they stay dense:",
+        *lines,
+        f'If a layer multiplies by one, declare its door: {door}({missed[0].kind}, weight="{weight}"). If it is to stay',
+        f"dense, write a rule for it that comes first: {', '.join(rules)}.",
+    ])  # fmt: skip
+    if strict:
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=stacklevel + 1)

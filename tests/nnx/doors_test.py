@@ -1,0 +1,505 @@
+"""Declared doors: layers of other classes, against Flax's own layers with the same numbers."""
+
+import re
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from jax import lax
+
+import nmjax as nm
+from nmjax.analysis.patterns import violations
+from tests.nnx.delivery_test import METHODS, exact, recipe, whole
+
+
+class ByEinsum(nnx.Module):
+    """A layer with an equation, as Tunix has it."""
+
+    def __init__(self, spec, shape, *, rngs, dtype=jnp.float32):
+        self.spec, self.shape, self.dtype = spec, shape, dtype
+        self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), shape))
+
+    def __call__(self, x):
+        return jnp.einsum(self.spec, x.astype(self.dtype), self.w[...].astype(self.dtype))
+
+
+class ByMatmul(nnx.Module):
+    """A layer with a bias, by the operator of Python."""
+
+    def __init__(self, inward, outward, *, rngs):
+        self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), (inward, outward)))
+        self.b = nnx.Param(jnp.zeros(outward))
+
+    def __call__(self, x):
+        return x @ self.w + jnp.broadcast_to(self.b[...], (*x.shape[:-1], *self.b.shape))
+
+
+class Transposed(nnx.Module):
+    """A layer that keeps its weight as PyTorch does: the outputs first."""
+
+    def __init__(self, inward, outward, *, rngs):
+        self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), (outward, inward)))
+
+    @jax.named_scope("transposed")
+    def __call__(self, x, scale=None):
+        y = jax.jit(lambda x, w: lax.dot_general(x, w.T, (((x.ndim - 1,), (0,)), ((), ()))))(x, self.w[...])
+        return y if scale is None else y * scale
+
+
+class Gated(nnx.Module):
+    """A feed-forward layer that holds three weights itself."""
+
+    def __init__(self, width, *, rngs):
+        draw = lambda *shape: nnx.Param(nnx.initializers.normal()(rngs.params(), shape))
+        self.gate, self.up, self.down = draw(width, 2 * width), draw(width, 2 * width), draw(2 * width, width)
+
+    def __call__(self, x):
+        return (jax.nn.relu(x @ self.gate) * (x @ self.up)) @ self.down
+
+
+class OfCall(nnx.Module):
+    """A layer whose caller says which product it is."""
+
+    def __init__(self, shape, *, rngs):
+        self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), shape))
+
+    def __call__(self, spec, x):
+        return jnp.einsum(spec, x, self.w[...])
+
+
+nm.nnx.door(ByEinsum, weight="w", input=lambda layer: (-1, *layer.shape[: layer.w.ndim - 1]))
+nm.nnx.door(ByMatmul, weight="w", input=lambda layer: (1, -1, layer.w.shape[0]))
+nm.nnx.door("tests.nnx.doors_test:Transposed", weight="w", input=lambda layer: (-1, layer.w.shape[-1]))
+nm.nnx.door(Gated, weight=("gate", "up", "down"), input=lambda layer: (-1, layer.down.shape[-1]))
+nm.nnx.door(OfCall, weight="w")
+
+
+def by_einsum():
+    return ByEinsum("ti,io->to", (16, 8), rngs=nnx.Rngs(0)), lambda w: w
+
+
+def by_matmul():
+    return ByMatmul(16, 8, rngs=nnx.Rngs(0)), lambda w: w
+
+
+def transposed():
+    return Transposed(16, 8, rngs=nnx.Rngs(0)), jnp.transpose
+
+
+def trained(model, x, steps=3):
+    """Return what three steps of training leave: losses, and the model."""
+    optimizer = nnx.Optimizer(model, optax.sgd(0.125), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, now):
+        nm.nnx.set_step(model, now)
+        loss, gradients = nnx.value_and_grad(lambda model, x: (model(x) ** 2).sum())(model, x)
+        optimizer.update(model, gradients)
+        return loss, nnx.state(gradients)
+
+    results = [step(model, optimizer, x, jnp.int32(i)) for i in range(steps)]
+    return [loss for loss, _ in results], [jax.tree.leaves(g)[-1] for _, g in results]
+
+
+@pytest.mark.filterwarnings("ignore:harden at step")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", [by_einsum, by_matmul, transposed])
+def test_a_declared_layer_trains_as_the_layer_of_flax(make, method):
+    """Bit for bit: losses, gradients, noise, state, measures and the hardened weight."""
+    layer, to_flax = make()
+    plain = nnx.Linear(16, 8, use_bias=isinstance(layer, ByMatmul), rngs=nnx.Rngs(0))
+    layer.w[...], x = to_flax(whole(0, 16, 8)), whole(1, 8, 16)
+    plain.kernel[...] = whole(0, 16, 8)
+    for model in (layer, plain):
+        nm.nnx.sparsify(model, recipe(method), seed=3, strict=True)
+    steps = 1 if make is transposed else 3  # a product of transposed arrays rounds otherwise
+    ours, flax = trained(layer, x, steps), trained(plain, x, steps)
+    equal = (
+        partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-4)
+        if make is transposed
+        else np.testing.assert_array_equal
+    )
+    equal(ours[0], flax[0])
+    equal([to_flax(g) for g in ours[1]], flax[1])
+    equal(to_flax(layer.w[...]), plain.kernel[...])
+    for measure in (nm.nnx.weights, nm.nnx.scales):
+        for a, b in zip(jax.tree.leaves(measure(layer)), jax.tree.leaves(measure(plain)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+    hard, wanted = nm.nnx.harden(layer), nm.nnx.harden(plain)
+    equal(to_flax(hard.w[...]), wanted.kernel[...])
+    if nm.nnx.patterns(plain)["kernel"] is not None:
+        np.testing.assert_array_equal(to_flax(nm.nnx.masks(layer)["w"][...]), nm.nnx.masks(plain)["kernel"][...])
+        pattern = nm.nnx.patterns(hard)["w"]
+        assert int(violations(hard.w[...], pattern)) == 0
+        assert pattern.axes == ((1,) if make is transposed else (0,))
+        assert pattern == nm.nnx.patterns(layer)["w"]
+
+
+def test_the_class_comes_back():
+    """A sparse layer is of a subclass, and a hardened or dense one of its own class."""
+    layer = Transposed(16, 8, rngs=nnx.Rngs(0))
+    nm.nnx.sparsify(layer, recipe("ste(2,4)"))
+    assert isinstance(layer, Transposed)
+    assert type(layer) is not Transposed
+    assert isinstance(layer.nm_site, nm.nnx.Site)
+    hard = nm.nnx.harden(layer)
+    assert type(hard) is Transposed
+    assert "nm_site" not in vars(hard)
+    fresh, x = Transposed(16, 8, rngs=nnx.Rngs(1)), whole(1, 8, 16)
+    nnx.update(fresh, nnx.state(hard, nnx.Param))
+    np.testing.assert_array_equal(fresh(x), hard(x))
+    np.testing.assert_allclose(hard(x), layer(x), rtol=1e-5)
+    nm.nnx.sparsify(layer, nm.Recipe(()))
+    assert type(layer) is Transposed
+
+
+def test_other_arguments_reach_the_layer():
+    layer, x = Transposed(16, 8, rngs=nnx.Rngs(0)), whole(1, 8, 16)
+    nm.nnx.sparsify(layer, recipe("ste(2,4)"))
+    np.testing.assert_array_equal(layer(x, scale=jnp.float32(2.0)), 2 * layer(x))
+    np.testing.assert_array_equal(layer(x, 2.0), 2 * layer(x))
+
+
+def test_a_layer_computes_and_hardens_in_its_own_dtype():
+    """Values that differ in float32 alone are ties in bfloat16, and the first of equal values stays."""
+    layer = ByEinsum("ti,io->to", (4, 1), rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    layer.w[...] = jnp.array([[1.0], [1.001], [1.002], [0.5]])
+    hard = nm.nnx.harden(nm.nnx.sparsify(layer, recipe("ste(2,4)")))
+    np.testing.assert_array_equal(hard.w[...][:, 0], np.float32([1.0, 1.0, 0.0, 0.0]))
+
+
+def test_a_layer_of_several_weights():
+    """Each weight is a layer of its own for rules, state and noise."""
+    model, x = exact(Gated(8, rngs=nnx.Rngs(0))), whole(1, 16, 8)
+    rules = nm.Recipe({"down": "s_ste(2,4)", "gate": "mvue(2,4)"})
+    nm.nnx.sparsify(model, rules)
+    assert list(nm.nnx.patterns(model).items())[0][0] == "down"
+    assert [path for path, pattern in nm.nnx.patterns(model).items() if pattern] == ["down"]
+    assert set(nm.nnx.scales(model)) == {"down"}
+    w = {name: getattr(model, name)[...] for name in ("gate", "up", "down")}
+    sites = {name: vars(model)[f"nm_site_{name}"] for name in ("gate", "down")}
+
+    def by_hand(w, x):
+        gate = nm.einsum("ti,io->to", x, w["gate"], sparsity=sites["gate"].sparsity, ctx=sites["gate"].ctx())
+        return nm.einsum(
+            "ti,io->to", jax.nn.relu(gate) * (x @ w["up"]), w["down"], sparsity=sites["down"].sparsity,
+            ctx=sites["down"].ctx(),
+        )  # fmt: skip
+
+    np.testing.assert_array_equal(model(x), by_hand(w, x))
+    got = nnx.grad(lambda m: (m(x) ** 2).sum())(model)
+    want = jax.grad(lambda w: (by_hand(w, x) ** 2).sum())(w)
+    for name in w:
+        np.testing.assert_allclose(got[name][...], want[name], rtol=1e-5)  # sums may be of another order
+    hard = nm.nnx.harden(model)
+    assert (str(hard.hardened_down), hard.hardened_gate) == ("2:4 along axis 0", None)
+    assert type(hard) is not Gated or not any(name.startswith("nm_site") for name in vars(hard))
+
+
+@pytest.mark.parametrize("method", ["s_ste(2,4)", "fst(every=3)", "mvue(2,4)"])
+def test_a_stack_in_a_scan(method):
+    """Each layer of a stack has noise and state of its own, as in a stack of Flax's layers."""
+
+    class Cell(nnx.Module):
+        def __init__(self, kind, rngs):
+            self.layer = kind(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    results = []
+    for kind, name in ((ByMatmul, "w"), (nnx.Linear, "kernel")):
+        cells = nnx.vmap(partial(Cell, kind), in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
+        getattr(cells.layer, name)[...] = whole(0, 3, 16, 16, most=1)
+        nm.nnx.sparsify(cells, recipe(method), seed=1)
+        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+        run = nnx.scan(lambda x, cell: cell(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
+
+        def loss(cells, x, run=run):
+            return (run(x, cells) ** 2).sum()
+
+        nm.nnx.set_step(cells, 2)
+        value, gradients = nnx.value_and_grad(loss)(cells, whole(1, 8, 16))
+        hard = nm.nnx.harden(cells)
+        results.append((value, gradients["layer"][name][...], getattr(hard.layer, name)[...]))
+        assert nm.nnx.plan(cells).layers[0].kernel == (3, 16, 16)
+    for ours, flax in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, flax)
+
+
+class Caller(nnx.Module):
+    """A model that tells its layer which product it is."""
+
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x, spec="bti,iho->btho"):
+        return self.layer(spec, x) if isinstance(self.layer, OfCall) else self.layer(x, spec)
+
+
+def einsum_of_flax():
+    layer = nnx.Einsum("bti,iho->btho", (16, 2, 4), rngs=nnx.Rngs(0))
+    layer.einsum_str = None
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: OfCall((16, 2, 4), rngs=nnx.Rngs(0)), einsum_of_flax], ids=["declared", "flax"]
+)
+def test_a_product_that_only_the_call_knows(make):
+    """Examples of inputs tell it, and it trains, hardens and resets its state after that."""
+    model, x = Caller(make()), whole(1, 2, 4, 16)
+    with pytest.raises(ValueError, match=r"pass examples of the model's inputs: sparsify\(model, recipe, x\)"):
+        nm.nnx.sparsify(model, recipe("s_ste(2,4)"))
+    assert nm.nnx.plan(model, recipe=recipe("s_ste(2,4)")).refused
+    assert not nm.nnx.plan(model, x, recipe=recipe("s_ste(2,4)")).refused
+    nm.nnx.sparsify(model, recipe("s_ste(2,4)"), x)
+    known = nnx.Einsum("bti,iho->btho", (16, 2, 4), rngs=nnx.Rngs(0))
+    kernel = model.layer.w if isinstance(model.layer, OfCall) else model.layer.kernel
+    known.kernel[...] = kernel[...]
+    nm.nnx.sparsify(known, recipe("s_ste(2,4)"))
+    np.testing.assert_array_equal(model(x), known(x))
+    kernel[...] = known.kernel[...] = whole(3, 16, 2, 4)
+    for one in (model, known):
+        nm.nnx.reset_state(one)
+    np.testing.assert_array_equal(model(x), known(x))
+    wanted = nm.nnx.patterns(nm.nnx.harden(known))["kernel"]
+    assert list(nm.nnx.patterns(nm.nnx.harden(model)).values()) == [wanted]
+
+
+def test_a_stack_that_looks_like_one_layer():
+    """x @ w takes a stack of weights, too. The error says so, and naming the axis mends it."""
+
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            self.features = 16
+            self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), (16, 8)))
+
+        def __call__(self, x):
+            return jnp.matmul(x, self.w[...])
+
+    nm.nnx.door(Wide, weight="w", input=lambda layer: (-1, layer.features))
+    make = lambda: nnx.vmap(Wide, in_axes=0, out_axes=0)(nnx.Rngs(0).split(3))
+    axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+    run = lambda model, x: nnx.vmap(lambda model, x: model(x), in_axes=(axes, None))(model, x)
+    wrong, right, x = make(), make(), whole(0, 4, 16)
+    nm.nnx.sparsify(wrong, recipe("ste(2,4)"))
+    with pytest.raises(ValueError, match=r"name its axis: sparsify\(\.\.\., stack=0\)"):
+        run(wrong, x)
+    nm.nnx.sparsify(right, recipe("s_ste(2,4)"), stack=0)
+    got = run(right, x)
+    for i in range(3):
+        one = Wide(nnx.Rngs(0))
+        one.w[...] = right.w[...][i]
+        np.testing.assert_allclose(got[i], nm.nnx.sparsify(one, recipe("s_ste(2,4)"))(x), rtol=1e-5)
+    assert nm.nnx.scales(right)[""].shape == (3,)
+
+
+def test_one_program_for_all_steps_and_none_of_it_is_ours():
+    """The compiled step of a declared layer is that of Flax's layer."""
+    texts, x = [], whole(1, 8, 16)
+    for layer in (
+        ByEinsum("ti,io->to", (16, 8), rngs=nnx.Rngs(0)),
+        nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0)),
+    ):
+        nm.nnx.sparsify(layer, recipe("s_ste(2,4)"))
+        graph, state = nnx.split(layer)
+
+        @jax.jit
+        def step(state, x, graph=graph):
+            return nnx.grad(lambda m: (m(x) ** 2).sum())(nnx.merge(graph, state))
+
+        texts.append(step.lower(state, x).compile().cost_analysis())
+        for now in range(3):
+            nm.nnx.set_step(layer, now)
+            step(nnx.split(layer)[1], x)
+        assert step._cache_size() == 1
+    assert texts[0]["flops"] == texts[1]["flops"]
+    assert texts[0]["bytes accessed"] == texts[1]["bytes accessed"]
+
+
+def test_an_abstract_model():
+    make = lambda: nm.nnx.sparsify(ByMatmul(16, 8, rngs=nnx.Rngs(0)), recipe("s_ste(2,4)"))
+    shapes = nnx.eval_shape(make)
+    assert isinstance(shapes.w.get_value(), jax.ShapeDtypeStruct)
+    dense = nnx.eval_shape(lambda: ByMatmul(16, 8, rngs=nnx.Rngs(0)))
+    plan = nm.nnx.plan(dense, jax.ShapeDtypeStruct((4, 16), jnp.float32), recipe=recipe("ste(2,4)"))
+    assert (plan.forward, plan.refused, plan.uncovered) == ((1024, 512.0), (), ())
+
+
+# ---- what no door reaches ----
+
+
+class Mixed(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+        self.table = nnx.Embed(32, 16, rngs=rngs)
+        self.blocks = nnx.List([Inner(rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+class Inner(nnx.Module):
+    """A module with a matrix of its own, which has no door."""
+
+    def __init__(self, rngs):
+        self.matrix = nnx.Param(jnp.ones((16, 4)))
+        self.token = nnx.Param(jnp.ones((1, 1, 16)))
+
+
+SAID = """Rules of the recipe match these parameters, but no door reaches them, so they stay dense:
+  blocks/0-2/matrix (16, 4), of Inner
+  table/embedding (32, 16), of Embed
+If a layer multiplies by one, declare its door: nm.nnx.door(Inner, weight="matrix"). If it is to stay
+dense, write a rule for it that comes first: (r"blocks/\\d+/matrix", "dense"), (r"table/embedding", "dense")."""
+
+
+def test_what_no_door_reaches_is_said():
+    model, x = Mixed(nnx.Rngs(0)), whole(0, 8, 16)
+    with pytest.raises(ValueError) as error:
+        nm.nnx.sparsify(model, recipe("ste(2,4)"), strict=True)
+    assert str(error.value) == SAID
+    assert model.up.dot_general is lax.dot_general
+    plan = nm.nnx.plan(model, x, recipe=recipe("ste(2,4)"))
+    assert plan.missed == ("blocks/0/matrix", "blocks/1/matrix", "blocks/2/matrix", "table/embedding")
+    assert (
+        "Parameters that a rule matches and no door reaches, so they stay dense: blocks/0-2/matrix 16x4, "
+        "table/embedding 32x16 288 parameters"
+    ) in re.sub(r"[\d,]+ parameters", "288 parameters", " ".join(str(plan).split()))
+    with pytest.warns(UserWarning, match="no door reaches them") as caught:
+        nm.nnx.sparsify(model, recipe("ste(2,4)"))
+    assert [str(one.message) for one in caught] == [SAID]
+    assert caught[0].filename == __file__
+
+
+def test_rules_for_what_no_door_reaches_silence_it():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rules = nm.Recipe({r"blocks/\d+/matrix": "dense", "table": "dense", ".*": "ste(2,4)"})
+        model = nm.nnx.sparsify(Mixed(nnx.Rngs(0)), rules, strict=True)
+        assert not nm.nnx.plan(model, recipe=rules).refused
+        nm.nnx.sparsify(Mixed(nnx.Rngs(0)), recipe("ste(2,4)", "up"), strict=True)
+
+
+# ---- errors ----
+
+
+def refused(declare, model, *inputs, method="ste(2,4)"):
+    """Return the error of a door for a class of its own, which leaves other tests' doors alone."""
+
+    def both():
+        declare()
+        nm.nnx.sparsify(model, recipe(method), *inputs)
+
+    with pytest.raises((TypeError, ValueError)) as error:
+        both()
+    assert len(str(error.value).splitlines()) <= 4
+    return str(error.value)
+
+
+def fresh(base=ByMatmul):
+    """Return a new class, which has no door."""
+    return type("Fresh", (nnx.Module,), {"__init__": base.__init__, "__call__": base.__call__})
+
+
+def test_a_door_for_what_the_class_does_not_have():
+    kind = fresh()
+    declare = lambda: nm.nnx.door(kind, weight="kernel", input=lambda layer: (1, 16))
+    said = refused(declare, kind(16, 8, rngs=nnx.Rngs(0)))
+    assert said == (
+        "the model: nm.nnx.door(Fresh, weight='kernel') names a parameter that the layer does not have. It has "
+        "w (16, 8), b (8,)."
+    )
+
+
+def test_two_doors_for_one_parameter():
+    kind = fresh()
+    nm.nnx.door(kind, weight="w", input=lambda layer: (1, 16))
+    nm.nnx.door(kind, weight="w", input=lambda layer: (2, 16))  # the same door, corrected
+    said = refused(lambda: nm.nnx.door(kind, weight=("b", "w"), method="__init__"), None)
+    assert said == (
+        "nm.nnx.door(Fresh, weight='w', method='__init__'): this parameter has a door already, by method='__call__'. A "
+        "parameter has one door."
+    )
+
+
+def test_an_input_that_does_not_fit():
+    kind = fresh()
+    declare = lambda: nm.nnx.door(kind, weight="w", input=lambda layer: (1, 12))
+    said = refused(declare, kind(16, 8, rngs=nnx.Rngs(0)))
+    assert (
+        "(the model): nm.nnx.door(Fresh, weight='w'): __call__ cannot take an input of shape (1, 12), as the door "
+        "gives it, with w of shape (16, 8): " in said
+    )
+
+
+def test_a_weight_that_is_not_multiplied():
+    kind = fresh()
+    declare = lambda: nm.nnx.door(kind, weight=("b", "w"), input=lambda layer: (1, 16))
+    said = refused(declare, kind(16, 8, rngs=nnx.Rngs(0)))
+    assert "the method multiplies no input by it" in said
+    assert "b of shape (8,)" in said
+
+
+def test_a_weight_that_is_also_used_otherwise():
+    class Normed(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((16, 8)))
+
+        def __call__(self, x):
+            return x @ self.w + (self.w[...] ** 2).sum()
+
+    nm.nnx.door(Normed, weight="w", input=lambda layer: (1, 16))
+    with pytest.raises(ValueError, match="the method uses it in other operations too"):
+        nm.nnx.sparsify(Normed(), recipe("ste(2,4)"))
+
+
+def test_a_weight_in_two_layouts_or_another_shape():
+    class Twice(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((16, 16)))
+
+        def __call__(self, x):
+            return x @ self.w + x @ self.w.T
+
+    class Mixing(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((4, 4, 8)))
+
+        def __call__(self, x):
+            return x @ self.w.reshape(16, 8)
+
+    nm.nnx.door(Twice, weight="w", input=lambda layer: (1, 16))
+    nm.nnx.door(Mixing, weight="w", input=lambda layer: (1, 16))
+    with pytest.raises(ValueError, match="products take w of shape .16, 16. along different axes"):
+        nm.nnx.sparsify(Twice(), recipe("ste(2,4)"))
+    with pytest.raises(ValueError, match=r"in another shape, \(16, 8\), which mixes axes of \(4, 4, 8\)"):
+        nm.nnx.sparsify(Mixing(), recipe("ste(2,4)"))
+
+
+def test_a_call_that_contracts_other_axes_than_the_door_says():
+    model = Caller(OfCall((16, 16), rngs=nnx.Rngs(0)))
+    nm.nnx.sparsify(model, recipe("ste(2,4)"), whole(1, 8, 16), spec="bi,io->bo")
+    model(whole(1, 8, 16), "bi,io->bo")
+    with pytest.raises(ValueError, match=r"layer: the call contracts axes \(1,\) of an operand of shape \(16, 16\)"):
+        model(whole(1, 8, 16), "bi,oi->bo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"kind": nn.Dense, "weight": "kernel"}, "For classes of flax.linen use nm.linen.door"),
+        ({"kind": nnx.Linear, "weight": "kernel"}, "sparsify knows this layer of Flax"),
+        ({"kind": ByMatmul, "weight": "w", "method": "encode"}, "the class has no such method"),
+        ({"kind": "ByMatmul", "weight": "w"}, "takes a class or a text 'package.module:Class', got 'ByMatmul'"),
+    ],
+)  # fmt: skip
+def test_what_door_refuses(arguments, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        nm.nnx.door(**arguments)

@@ -1,0 +1,176 @@
+"""``else dense``: what does not fit stays dense, everywhere in the same way, and a plan lists it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import nmjax as nm
+from nmjax.products.fit import fitting
+from nmjax.products.operations import as_dot
+
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+def whole(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), jnp.float32)
+
+
+def gradients(x, w, text, key=0):
+    product = lambda x, w: nm.dot_general(
+        x, w, MATMUL, sparsity=nm.parse(text), ctx=nm.Ctx(jax.random.key(key), step=0)
+    )
+    y, back = jax.vjp(product, x, w)
+    return y, *back(whole(9, *y.shape))
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "inward", "outward", "same_as"),
+    [
+        # one slot
+        ("ste(2,4); drhs_g=mvue(2,4) else dense", 6, 8, 4, "ste(2,4)"),
+        ("ste(2,4); drhs_g=mvue(2,4) else dense", 8, 8, 4, "ste(2,4); drhs_g=mvue(2,4)"),
+        ("fwd_rhs=ste(mse(2,4)) else dense; drhs_g=mvue(2,4)", 8, 6, 4, "drhs_g=mvue(2,4)"),
+        ("fwd_rhs=ste(mse(2,4)) else dense; dlhs_g=mse(2,4) else dense", 8, 6, 6, "dense"),
+        ("fwd_rhs=ste(mse(2,4)) else dense; dlhs_g=mse(2,4) else dense", 8, 8, 6, "ste(2,4)"),
+        # the whole layer
+        ("bdwp() else dense", 8, 8, 8, "bdwp()"),
+        ("bdwp() else dense", 8, 6, 8, "dense"),
+        ("bdwp() else dense", 8, 8, 6, "dense"),
+        # its slots of dw alone, because the number of tokens is another in each call
+        ("ste(2,4); drhs_g=mvue(2,4); else dense", 6, 8, 4, "ste(2,4)"),
+        ("ste(2,4); drhs_g=mvue(2,4); else dense", 6, 6, 4, "dense"),
+    ],
+)
+def test_a_product_prunes_what_fits(text, tokens, inward, outward, same_as):
+    x, w = whole(0, tokens, inward), whole(1, inward, outward)
+    equal(gradients(x, w, text), gradients(x, w, same_as))
+
+
+def test_without_it_nothing_is_left_out():
+    with pytest.raises(ValueError, match="fwd_rhs=ste.mse.2,4.. prunes an array of shape .6, 4."):
+        gradients(whole(0, 8, 6), whole(1, 6, 4), "fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4) else dense")
+
+
+def test_the_reasons():
+    x, w = whole(0, 6, 6), whole(1, 6, 4)
+    op = as_dot(x, w, MATMUL)
+    sparsity, reasons = fitting(
+        op, x, w, nm.parse("ste(2,4); drhs_g=mvue(2,4) else dense; fwd_lhs=mse(2,4) else dense")
+    )
+    assert str(sparsity) == "fwd_rhs=ste(mse(2,4))"
+    assert list(reasons) == ["fwd_lhs", "drhs_g"]
+    assert reasons["drhs_g"].startswith("drhs_g=mvue(2,4) prunes an array of shape (6, 4) along its contraction axis 0")
+
+
+def test_groups_on_two_devices_are_no_reason():
+    """Whether a layer is dense must not depend on the number of devices."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(whole(1, 4, 4), NamedSharding(mesh, P("a", None)))
+        x = jax.device_put(whole(0, 8, 4), NamedSharding(mesh, P(None, "a")))
+        with pytest.raises(ValueError, match="would lie on two devices"):
+            nm.dot_general(x, w, MATMUL, sparsity=nm.parse("ste(2,4) else dense"), out_sharding=P(None, None))
+
+
+class Net(nnx.Module):
+    """A layer that does not divide into groups of four, and two that do."""
+
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        self.head = nnx.Linear(8, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jnp.sin(self.second(jnp.sin(self.first(x)))))
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "first", "others"),
+    [
+        ("s_ste(2,4) else dense", 8, "dense", "s_ste(2,4)"),
+        ("s_ste(2,4) else dense", 6, "dense", "fwd_rhs=ste(soft(2,4))"),
+        ("fwd_rhs=ste(soft(2,4)) else dense; drhs_g=mvue(2,4) else dense", 8, "drhs_g=mvue(2,4)", "s_ste(2,4)"),
+        ("fwd_rhs=ste(soft(2,4)) else dense; drhs_g=mvue(2,4) else dense", 6, "dense", "fwd_rhs=ste(soft(2,4))"),
+    ],
+)
+def test_a_model_prunes_what_fits(text, tokens, first, others):
+    """The layers that fit train as with a rule for them alone, also those with state."""
+    x, loss = whole(0, tokens, 6), lambda model: (model(x) ** 2).sum()
+    results = []
+    for recipe in (nm.Recipe({".*": text}), nm.Recipe({"first": first, ".*": others})):
+        model = nm.nnx.sparsify(Net(nnx.Rngs(0)), recipe, seed=1)
+        nm.nnx.set_step(model, 2)
+        results.append(nnx.value_and_grad(loss)(model))
+        patterns = {path: str(pattern) for path, pattern in nm.nnx.patterns(nm.nnx.harden(model)).items()}
+        both = dict.fromkeys(("second/kernel", "head/kernel"), "2:4 along axis 0")
+        assert patterns == {"first/kernel": "None", **both}
+    (one, g), (other, h) = results
+    np.testing.assert_array_equal(one, other)
+    equal(jax.tree.leaves(g), jax.tree.leaves(h))
+
+
+def test_a_plan_lists_what_stays_dense():
+    recipe, model = nm.Recipe({".*": "s_ste(2,4) else dense"}), Net(nnx.Rngs(0))
+    plan = nm.nnx.plan(model, whole(0, 6, 6), recipe=recipe)
+    assert not plan.refused
+    by_path = {layer.path: (str(layer.sparsity), [slot for slot, _ in layer.else_dense]) for layer in plan.layers}
+    assert by_path == {
+        "first": ("dense", ["fwd_rhs", "drhs_g"]),
+        "second": ("fwd_rhs=ste(soft(2,4)); else dense", ["drhs_g"]),
+        "head": ("fwd_rhs=ste(soft(2,4)); else dense", ["drhs_g"]),
+    }
+    said = " ".join(str(plan).split())
+    assert said.count("Dense, as the rule says: ") == 2
+    assert "Dense, as the rule says: first: fwd_rhs=ste(soft(2,4)) prunes an array of shape (6, 8)" in said
+    assert plan.forward == (2 * 6 * (48 + 64 + 48), 6 * (2 * 48 + 64 + 48))
+    sparse = nm.nnx.plan(nm.nnx.sparsify(model, recipe), whole(0, 6, 6))
+    assert sparse.training == plan.training
+
+
+def test_a_function_prunes_what_fits():
+    """`nm.transform` leaves the same dense, with state and without."""
+    params, x = {"a": whole(1, 6, 8), "b": whole(2, 8, 4)}, whole(0, 8, 6)
+    f = lambda params, x: jnp.sin(x @ params["a"]) @ params["b"]
+    for text in ("s_ste(2,4)", "ste(2,4)"):
+        some = nm.transform(f, nm.Recipe({".*": f"{text} else dense"}), seed=1)
+        one = nm.transform(f, nm.Recipe({"a": "dense", ".*": text}), seed=1)
+        sites = [some.init(params, x), one.init(params, x)]
+        assert [list(s) for s in sites] == [["b"], ["b"]]
+        both = zip((some, one), sites, strict=True)
+        got, wanted = (jax.grad(lambda p, f=f, s=s: (f(p, x, sites=s) ** 2).sum())(params) for f, s in both)
+        equal(got, wanted)
+        assert [layer.path for layer in some.plan(params, x).layers if layer.else_dense] == ["a"]
+
+
+def test_what_else_dense_refuses():
+    ste = nm.ste(nm.mse(2, 4))
+    with pytest.raises(ValueError, match="'drhs_g' is not a slot that prunes"):
+        nm.Sparsity(fwd_rhs=ste, else_dense=("drhs_g",))
+    assert nm.Sparsity(else_dense=True) == nm.Sparsity()
+    assert nm.Sparsity(fwd_rhs=ste, else_dense=()) == nm.Sparsity(fwd_rhs=ste)
+
+
+def test_a_linen_model_prunes_what_fits():
+    """The variables of a layer that stays dense are those of a dense rule."""
+    model, x = nn.Sequential([nn.Dense(8), jnp.sin, nn.Dense(8)]), whole(0, 8, 6)
+    results = []
+    for rules in ({".*": "s_ste(2,4) else dense"}, {"layers_0": "dense", ".*": "s_ste(2,4)"}):
+        with nm.linen.sparsify(nm.Recipe(rules), seed=1):
+            variables = model.init(jax.random.key(0), x)
+            loss = lambda params, variables=variables: (model.apply({**variables, "params": params}, x) ** 2).sum()
+            results.append(jax.value_and_grad(loss)(variables["params"]))
+        assert {path: str(pattern) for path, pattern in nm.linen.patterns(variables).items()} == {
+            "layers_0/kernel": "None", "layers_2/kernel": "2:4 along axis 0"
+        }  # fmt: skip
+        assert set(nm.linen.scales(variables)) == {"layers_2"}
+        assert nm.linen.violations(nm.linen.harden(variables))["layers_2/kernel"] == 0
+    equal(*results)
+    plan = nm.linen.plan(model, x, recipe=nm.Recipe({".*": "s_ste(2,4) else dense"}))
+    assert [layer.path for layer in plan.layers if layer.else_dense] == ["layers_0"]
+    assert not plan.refused
