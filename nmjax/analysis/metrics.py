@@ -143,6 +143,52 @@ def ties(x: Float[Array, "..."], n: int, m: int, axis: int = -1) -> Float[Array,
     return _f32(count((least == most) & (most > 0))) / float(most.size)
 
 
+class Weight(NamedTuple):
+    """A pruned weight in comparison with the dense one.
+
+    Attributes:
+      density: The share of non-zeros.
+      error: The relative distance ``||pruned - dense|| / ||dense||`` (L2).
+      cosine: The cosine between the two.
+      ties: The share of groups in which a tie decides, as in `ties`. NaN if the pruner promises no n:m.
+
+    >>> from nmjax.pruners import mse
+    >>> weight(mse(2, 4), jnp.array([4., 2., 0., 2.]), jnp.array([4., 2., 0., 0.]), (0,)).ties
+    Array(1., dtype=float32)
+    """
+
+    density: Float[Array, ""]
+    error: Float[Array, ""]
+    cosine: Float[Array, ""]
+    ties: Float[Array, ""]
+
+
+def weight(p: Pruner, dense: Float[Array, "..."], pruned: Float[Array, "..."], contract: tuple[int, ...]) -> Weight:
+    """Compare a pruned weight with the dense one.
+
+    Args:
+      p: The pruner.
+      dense: The weight.
+      pruned: What the pruner made of it.
+      contract: The axes that the product contracts.
+
+    Returns:
+      The comparison, in float32.
+
+    >>> from nmjax.pruners import mse
+    >>> print(*weight(mse(2, 4), jnp.array([0., 3., 0., 4.]), jnp.array([0., 0., 0., 4.]), (0,)))
+    0.25 0.6 0.8 0.0
+    """
+    e, s = groups.wide(dense).ravel(), groups.wide(pruned).ravel()
+    norm = jnp.linalg.norm
+    tied = jnp.float32(jnp.nan)
+    if p.pattern is not None:
+        merged = groups.merge(dense, contract, p.pattern[1])
+        assert merged is not None
+        tied = ties(merged[0], *p.pattern, merged[1])
+    return Weight(density(pruned), norm(s - e) / norm(e), jnp.vdot(e, s) / (norm(e) * norm(s)), tied)
+
+
 class Error(NamedTuple):
     """The distance of draws from an exact value e, relative to its norm.
 

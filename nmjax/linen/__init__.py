@@ -36,11 +36,11 @@ from nmjax.linen.hardening import (
     set_step as set_step,
     violations as violations,
 )
-from nmjax.linen.measures import Weight as Weight, gradient_errors as gradient_errors, weights as weights
+from nmjax.linen.measures import gradient_errors as gradient_errors, weights as weights
 from nmjax.linen.planning import plan as plan
 
 __all__ = (
-    "Weight", "conv_cls", "door", "dot_cls", "gradient_errors", "harden", "masks", "paths", "patterns", "plan",
+    "conv_cls", "door", "dot_cls", "gradient_errors", "harden", "masks", "paths", "patterns", "plan",
     "reset_state", "scales", "set_step", "sparsify", "violations", "weights",
 )  # fmt: skip
 

@@ -1,42 +1,20 @@
 """Measures of what pruning does to a model's weights and gradients, layer by layer. They are cheap enough to log."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.core import meta
 from jax import lax
-from jaxtyping import Array, Float
 
 from nmjax.analysis import metrics
-from nmjax.analysis.metrics import Error
-from nmjax.core import groups
-from nmjax.core.pruner import Pruner
+from nmjax.analysis.metrics import Error, Weight
 from nmjax.linen.hardening import called, operand_of
-from nmjax.linen.leaves import Leaves, Sited
+from nmjax.linen.leaves import Leaves
 from nmjax.linen.variables import SiteVariable
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
-
-
-class Weight(NamedTuple):
-    """A pruned weight in comparison with the dense one.
-
-    Attributes:
-      density: The share of non-zeros.
-      error: The relative distance ``||pruned - dense|| / ||dense||`` (L2).
-      cosine: The cosine between the two.
-      ties: The share of groups in which a tie decides, as in `nmjax.metrics.ties`. NaN if no n:m is promised.
-
-    >>> Weight(jnp.float32(0.5), jnp.float32(0.25), jnp.float32(1), jnp.float32(0))._fields
-    ('density', 'error', 'cosine', 'ties')
-    """
-
-    density: Float[Array, ""]
-    error: Float[Array, ""]
-    cosine: Float[Array, ""]
-    ties: Float[Array, ""]
 
 
 def weights(variables: Mapping[str, Any]) -> dict[str, Weight]:
@@ -46,7 +24,7 @@ def weights(variables: Mapping[str, Any]) -> dict[str, Weight]:
       variables: The collections "params" and "nm" in one dict.
 
     Returns:
-      A dict from the layer's path to its `Weight`. A stack of layers counts as one.
+      A dict from the layer's path to its `nmjax.metrics.Weight`. A stack of layers counts as one.
 
     >>> from flax import linen as nn
     >>> import nmjax as nm
@@ -60,22 +38,9 @@ def weights(variables: Mapping[str, Any]) -> dict[str, Weight]:
         p = layer.site.sparsity.fwd_rhs
         if p == identity:
             continue
-        w, pruned = operand_of(layer), called(layer, p, p)
-        dense, sparse = groups.wide(w).ravel(), groups.wide(pruned).ravel()
-        norm = jnp.linalg.norm
-        error = norm(sparse - dense) / norm(dense)
-        cosine = jnp.vdot(dense, sparse) / (norm(dense) * norm(sparse))
-        by_path[layer.path] = Weight(metrics.density(pruned), error, cosine, _ties(layer, p, w))
+        contracted = tuple(len(layer.site.stack) + a for a in layer.site.origin.operand.contract)
+        by_path[layer.path] = metrics.weight(p, operand_of(layer), called(layer, p, p), contracted)
     return by_path
-
-
-def _ties(layer: Sited, p: Pruner, w: jax.Array) -> jax.Array:
-    if p.pattern is None:
-        return jnp.float32(jnp.nan)
-    contracted = tuple(len(layer.site.stack) + a for a in layer.site.origin.operand.contract)
-    merged = groups.merge(w, contracted, p.pattern[1])
-    assert merged is not None
-    return metrics.ties(merged[0], *p.pattern, merged[1])
 
 
 def gradient_errors(

@@ -136,6 +136,8 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
         doors = [one for one in declared_doors(self) or () if one.method == name]
         inside = {w: vars(self).get(one.attribute(w)) for one in doors for w in one.weights}
         sites = {weight: site for weight, site in inside.items() if site is not None}
+        if not sites:
+            return plain(self, *args, **options)
         values = {weight: getattr(self, weight)[...] for weight in sites}
         for weight, site in sites.items():
             if isinstance(site, Site):

@@ -2,12 +2,11 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import errors, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, UInt32
@@ -24,6 +23,7 @@ from nmjax.products import sites
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter
+from nmjax.programs.running import is_array
 from nmjax.recipes import missed
 from nmjax.recipes.table import Recipe
 
@@ -94,12 +94,11 @@ def sparsify(
 
 def _check_call(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Refuse arguments that the model's call does not take, such as a misspelt ``seed``."""
-    if not any(
-        isinstance(v, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) for v in jax.tree.leaves((inputs, options))
-    ):
+    if not any(map(is_array, jax.tree.leaves((inputs, options)))):
         given = [*map(repr, inputs), *(f"{name}={value!r}" for name, value in options.items())]
         raise TypeError(
-            f"sparsify takes seed, stack and strict by name, and examples of the model's inputs, got {', '.join(given)}."
+            "sparsify takes seed, stack and strict by name, and examples of the model's inputs, got "
+            f"{', '.join(given)}."
         )
     try:
         inspect.signature(model).bind(*inputs, **options)
@@ -135,9 +134,15 @@ def put_site(
         product, operand = layer.product, layer.operand
         assert product is not None
         assert operand is not None
-        make = partial(sparsity.init, contract=operand.contract, out=operand.other, ctx=Ctx(random.words(0)))
-        site.ranks = tuple(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(make, product.rhs)))
+        site.ranks = _ranks(sparsity, operand, product.rhs.shape, product.rhs.dtype)
         site.state = nnx.data(jax.tree.map(partial(_variable, layer, state=True), _new_state(layer)))
+
+
+@cache  # layers that are alike are traced once
+def _ranks(sparsity: Sparsity, operand: Operand, shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """Return the rank of each part of the state of one layer."""
+    make = partial(sparsity.init, contract=operand.contract, out=operand.other, ctx=Ctx(random.words(0)))
+    return tuple(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(make, jax.ShapeDtypeStruct(shape, dtype))))
 
 
 def _words(layer: Layer, seed: Any) -> UInt32[Array, "..."]:

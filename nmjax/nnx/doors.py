@@ -234,9 +234,9 @@ class Layer:
 
     @property
     def steps(self) -> Parameter:
-        """The way from the weight, as `weight` returns it, to the operand of its product."""
+        """The way from the weight, as `weight` returns it, to the operand of its product; the same for layers alike."""
         product = self.product
-        return Parameter(self.kernel_path, () if product is None else product.steps)
+        return Parameter("", () if product is None else product.steps)
 
     @property
     def contracted(self) -> tuple[int, ...]:

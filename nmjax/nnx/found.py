@@ -1,5 +1,6 @@
 """The layers of classes whose doors were declared. Their products are found by tracing a method."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -15,6 +16,8 @@ from nmjax.products.pruning import shape_of
 from nmjax.programs.rewriting import Product, Rewriter
 from nmjax.programs.running import run
 
+Shapes = tuple[tuple[tuple[Any, ...], jax.ShapeDtypeStruct], ...]
+
 
 @dataclass(frozen=True, eq=False)
 class DeclaredLayer(Layer):
@@ -23,12 +26,13 @@ class DeclaredLayer(Layer):
     Attributes:
       declaration: The door.
       axes: The stacking axes, if the caller named them.
+      traced: The products of the layers that were traced: layers that are alike are traced once.
     """
 
     door: Any = None  # it has no attribute for a product
     declaration: Declared = field(kw_only=True)
     axes: tuple[int, ...] | None = field(kw_only=True, default=None)
-    _examples: dict[Any, Example] = field(kw_only=True, default_factory=dict, repr=False)
+    traced: dict[Any, "Uses"] = field(kw_only=True, repr=False)
 
     @property
     def text(self) -> str:
@@ -139,41 +143,36 @@ class DeclaredLayer(Layer):
         return self._traced(tokens, self.stack)
 
     def _traced(self, tokens: int, stack: tuple[int, ...]) -> Example:
-        """Trace the method of one layer on shapes, once, and return the product of the weight."""
-        if (tokens, stack) not in self._examples:
-            self._examples[tokens, stack] = self._found(tokens, stack)
-        return self._examples[tokens, stack]
-
-    def _found(self, tokens: int, stack: tuple[int, ...]) -> Example:
-        assert self.declaration.input is not None
-        kernel, graph, flat = self.kernel, *_flat(self.module)
-        at = next(i for i, (path, v) in enumerate(flat) if path == (self.weight_name,))
-        shapes = [shape_of(v.get_value()) for _, v in flat]
+        """Return the product of the weight when the method takes the input that the door gives."""
+        graph, flat = self._parts
         for axis in stack:
-            size = kernel.shape[axis]
-            shapes = [_without(axis, v) if len(v.shape) > axis and v.shape[axis] == size else v for v in shapes]
-        one = nnx.merge(graph, nnx.from_flat_state([(p, v.replace(s)) for (p, v), s in zip(flat, shapes, strict=True)]))
-        given = tuple(self.declaration.input(one))
-        x = jax.ShapeDtypeStruct(tuple(tokens if n == -1 else n for n in given), kernel.dtype)
-        used = Uses()
-
-        def call(params: dict[str, Any], x: Any) -> Any:
-            state = nnx.from_flat_state([(p, v.replace(params[str(i)])) for i, (p, v) in enumerate(flat)])
-            module = nnx.merge(graph, state)
-            return getattr(dense_class(type(module)), self.declaration.method)(module, x)
-
-        def traced(params: dict[str, Any], x: Any) -> None:
-            run(call, params, (x,), {}, used.rewriter(), {})
-
+            size = self.kernel.shape[axis]
+            alike = lambda v, axis=axis, size=size: len(v.shape) > axis and v.shape[axis] == size
+            flat = tuple((path, _without(axis, v) if alike(v) else v) for path, v in flat)
         where = f"{self.path or 'the model'}: {self.text}"
+        key: Any = (graph, flat, self.declaration, self.weight_name, tokens)
         try:
-            jax.eval_shape(traced, {str(i): v for i, v in enumerate(shapes)}, x)
-        except Exception as error:  # of code that we do not know
-            raise MisfitError(
-                f"{where}: {self.declaration.method} cannot take an input of shape {x.shape}, as the door gives it, "
-                f"with {self.weight_name} of shape {shapes[at].shape}: {str(error).splitlines()[0]}"
-            ) from error
-        return used.product(where, str(at), f"{self.weight_name} of shape {shapes[at].shape}")
+            hash(key)
+        except TypeError:  # the layer has an attribute without a hash
+            key = (id(self.module), flat, tokens)
+        if key not in self.traced:
+            try:
+                self.traced[key] = _uses(graph, flat, self.declaration, self.weight_name, tokens)
+            except MisfitError as error:
+                raise MisfitError(f"{where}: {error}") from error
+        at, shape = next((i, v.shape) for i, (path, v) in enumerate(flat) if path == (self.weight_name,))
+        return self.traced[key].product(where, str(at), f"{self.weight_name} of shape {shape}")
+
+    @cached_property
+    def _parts(self) -> tuple[Any, Shapes]:
+        """The graph of the layer without its sites, and the shapes of its variables by their paths."""
+        module = self.module
+        plain = object.__new__(dense_class(type(module)))
+        vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(SITE)})
+        nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(SITE)}
+        object.__setattr__(plain, "_pytree__nodes", type(module._pytree__nodes)(nodes))
+        graph, state = nnx.split(plain)
+        return graph, tuple((path, shape_of(v.get_value())) for path, v in nnx.to_flat_state(state))
 
     @property
     def own_product(self) -> Example | None:
@@ -237,14 +236,42 @@ class Uses:
         return found[0]
 
 
-def _flat(module: Any) -> tuple[Any, list[tuple[tuple[Any, ...], Any]]]:
-    """Return the graph and the variables of a layer without its sites."""
-    plain = object.__new__(dense_class(type(module)))
-    vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(SITE)})
-    nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(SITE)}
-    object.__setattr__(plain, "_pytree__nodes", type(module._pytree__nodes)(nodes))
-    graph, state = nnx.split(plain)
-    return graph, list(nnx.to_flat_state(state))
+def _uses(graph: Any, flat: Shapes, declaration: Declared, weight: str, tokens: int) -> Uses:
+    """Trace the method of a layer on shapes, and return what it does with its weights.
+
+    Args:
+      graph: The graph of the layer.
+      flat: The shapes of its variables, by their paths.
+      declaration: Its door.
+      weight: The name of the weight that the caller looks for, for errors.
+      tokens: The number of tokens in the input.
+    """
+    assert declaration.input is not None
+    paths, shapes = zip(*flat, strict=True)
+    kernel = dict(flat)[(weight,)]
+    given = tuple(declaration.input(_merged(graph, paths, shapes)))
+    x = jax.ShapeDtypeStruct(tuple(tokens if n == -1 else n for n in given), kernel.dtype)
+    used = Uses()
+
+    def call(params: dict[str, Any], x: Any) -> Any:
+        module = _merged(graph, paths, [params[str(i)] for i in range(len(paths))])
+        return getattr(type(module), declaration.method)(module, x)
+
+    def traced(params: dict[str, Any], x: Any) -> None:
+        run(call, params, (x,), {}, used.rewriter(), {})
+
+    try:
+        jax.eval_shape(traced, {str(i): v for i, v in enumerate(shapes)}, x)
+    except Exception as error:  # of code that we do not know
+        raise MisfitError(
+            f"{declaration.method} cannot take an input of shape {x.shape}, as the door gives it, with {weight} of "
+            f"shape {kernel.shape}: {str(error).splitlines()[0]}"
+        ) from error
+    return used
+
+
+def _merged(graph: Any, paths: Sequence[Any], values: Iterable[Any]) -> Any:
+    return nnx.merge(graph, nnx.from_flat_state(list(zip(paths, values, strict=True))))
 
 
 def _without(axis: int, v: Any) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from nmjax.nnx.declared import declared_doors
 from nmjax.nnx.doors import DOORS, Layer
-from nmjax.nnx.found import DeclaredLayer
+from nmjax.nnx.found import DeclaredLayer, Uses
 
 
 def layers(model: Any) -> Iterator[Layer]:
@@ -24,19 +24,21 @@ def layers(model: Any) -> Iterator[Layer]:
         raise TypeError(f"expected an nnx.Module, got {type(model).__name__}. For flax.linen models use nm.linen.")
     tree: Any = model  # iter_modules takes tuples and lists too, though its annotation does not say so
     with_doors: list[Layer] = []
+    traced: dict[Any, Uses] = {}
     for path, module in nnx.iter_modules(tree):
-        with_doors += _of_module("/".join(map(str, path)), module)
+        with_doors += _of_module("/".join(map(str, path)), module, traced)
     by_number = lambda layer: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", layer.path)]
     return iter(sorted(with_doors, key=by_number))
 
 
-def _of_module(path: str, module: Any) -> list[Layer]:
+def _of_module(path: str, module: Any, traced: dict[Any, Uses]) -> list[Layer]:
     declared = declared_doors(module)
     if declared is None:
         return [Layer(path, module, next(door for kind, door in DOORS.items() if isinstance(module, kind)))]
     return [
         DeclaredLayer(
-            path if one.alone else f"{path}/{name}".lstrip("/"), module, declaration=one, weight_name=name
+            path if one.alone else f"{path}/{name}".lstrip("/"), module,
+            declaration=one, weight_name=name, traced=traced,
         )
         for one in declared
         for name in one.weights

@@ -1,41 +1,21 @@
 """Measures of what pruning does to a model's weights and gradients, layer by layer. They are cheap enough to log."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
 
 from nmjax.analysis import metrics
-from nmjax.analysis.metrics import Error
-from nmjax.core import groups
-from nmjax.core.pruner import Pruner
+from nmjax.analysis.metrics import Error, Weight
 from nmjax.nnx.delivery import times
-from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import called
 from nmjax.nnx.layers import layers
 from nmjax.nnx.variables import write
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
-
-
-class Weight(NamedTuple):
-    """A pruned weight in comparison with the dense one.
-
-    Attributes:
-      density: The share of non-zeros.
-      error: The relative distance ``||pruned - dense|| / ||dense||`` (L2).
-      cosine: The cosine between the two.
-      ties: The share of groups in which a tie decides, as in `nmjax.metrics.ties`. NaN if no n:m is promised.
-    """
-
-    density: Float[Array, ""]
-    error: Float[Array, ""]
-    cosine: Float[Array, ""]
-    ties: Float[Array, ""]
 
 
 def weights(model: Any) -> dict[str, Weight]:
@@ -45,7 +25,7 @@ def weights(model: Any) -> dict[str, Weight]:
       model: A sparse model.
 
     Returns:
-      A dict from the layer's path to its `Weight`. A stack of layers counts as one.
+      A dict from the layer's path to its `nmjax.metrics.Weight`. A stack of layers counts as one.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
@@ -57,21 +37,9 @@ def weights(model: Any) -> dict[str, Weight]:
         p = layer.sparsity.fwd_rhs
         if p == identity:
             continue
-        w, pruned = layer.weight(), called(layer, p, p, layer.site)
-        dense, sparse = groups.wide(w).ravel(), groups.wide(pruned).ravel()
-        norm = jnp.linalg.norm
-        error = norm(sparse - dense) / norm(dense)
-        cosine = jnp.vdot(dense, sparse) / (norm(dense) * norm(sparse))
-        by_path[layer.path] = Weight(metrics.density(pruned), error, cosine, _ties(layer, p, w))
+        pruned = called(layer, p, p, layer.site)
+        by_path[layer.path] = metrics.weight(p, layer.weight(), pruned, layer.contracted)
     return by_path
-
-
-def _ties(layer: Layer, p: Pruner, w: jax.Array) -> jax.Array:
-    if p.pattern is None:
-        return jnp.float32(jnp.nan)
-    merged = groups.merge(w, layer.contracted, p.pattern[1])
-    assert merged is not None
-    return metrics.ties(merged[0], *p.pattern, merged[1])
 
 
 def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draws: int = 4) -> dict[str, Error]:

@@ -140,8 +140,8 @@ def with_calls(
         if len({(one.op.operands(one.lhs.ndim, one.rhs.ndim)["fwd_rhs"], one.steps) for one in noted}) > 1:
             raise ValueError(
                 f"{with_doors[i].path}: the call asks for products that take the weight, of shape "
-                f"{with_doors[i].kernel.shape}, along different axes, so it has no single pattern. Use nm.transform, or "
-                "leave it dense."
+                f"{with_doors[i].kernel.shape}, along different axes, so it has no single pattern. Use nm.transform, "
+                "or leave it dense."
             )
         if noted:
             completed[i] = replace(with_doors[i], called=noted[0])

@@ -58,9 +58,14 @@ class ProgramSite:
         return self.words, self.time, self.state
 
 
+def _alike(origin: Origin) -> Origin:
+    """Return an origin without names, so that parameters that are alike compile once."""
+    return origin._replace(parameter=origin.parameter._replace(path=""), elsewhere=())
+
+
 def state_of(site: ProgramSite, value: Any, step: Any = None) -> Any:
     """Return the state of a parameter at a step, renewed if it is due; without a step, a new state."""
-    return _states(value, site.words, site.state, step, origin=site.origin)
+    return _states(value, site.words, site.state, step, origin=_alike(site.origin))
 
 
 # Compiled, so that divisions round as in a compiled program.
@@ -95,7 +100,7 @@ def hardened(path: str, value: Any, site: ProgramSite) -> tuple[Any, ProgramSite
                 f"{path}: fwd_rhs={origin.sparsity.fwd_rhs} prunes a parameter of shape {np.shape(value)} that has no "
                 f'single final form, because {by}. Leave it dense: (r"{path}", "dense").'
             )
-        value = _final(value, site.state, origin=origin)
+        value = _final(value, site.state, origin=_alike(origin))
     return value, ProgramSite(origin._replace(sparsity=rest))
 
 

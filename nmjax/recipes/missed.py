@@ -44,8 +44,8 @@ def report(missed: list[Missed], door: str, paths: list[str], strict: bool, stac
     message = "\n".join([
         "Rules of the recipe match these parameters, but no door reaches them, so they stay dense:",
         *lines,
-        f'If a layer multiplies by one, declare its door: {door}({missed[0].kind}, weight="{weight}"). If it is to stay',
-        f"dense, write a rule for it that comes first: {', '.join(rules)}.",
+        f'If a layer multiplies by such a parameter, declare its door: {door}({missed[0].kind}, weight="{weight}").',
+        f"If they are to stay dense, write rules that come before the others: {', '.join(rules)}.",
     ])  # fmt: skip
     if strict:
         raise ValueError(message)

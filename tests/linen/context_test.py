@@ -448,10 +448,11 @@ class Mixed(nn.Module):
         return Stack(name="stack")(attention(x[None])[0])
 
 
-WARNING = """The recipe leaves these parameters dense, because no door reaches them:
+WARNING = """Rules of the recipe match these parameters, but no door reaches them, so they stay dense:
   embed/embedding (10, 16), of Embed
   block_0-1/w (16, 16), of Einsum
-Declare a door, such as nm.linen.door(Embed, weight='embedding'), or leave them dense by rules that come first: \
+If a layer multiplies by such a parameter, declare its door: nm.linen.door(Embed, weight="embedding").
+If they are to stay dense, write rules that come before the others: \
 (r"embed/embedding", "dense"), (r"block_\\d+/w", "dense")."""
 
 
@@ -462,13 +463,13 @@ def test_parameters_that_no_door_reaches_are_told_once():
         variables = Mixed().init(jax.random.key(0), i)
         Mixed().apply(variables, i)
     assert [str(w.message) for w in told] == [WARNING]
-    with pytest.raises(ValueError, match="because no door reaches them") as refused:
+    with pytest.raises(ValueError, match="but no door reaches them") as refused:
         init(Mixed(), i, by_rule)
     assert str(refused.value) == WARNING
     init(Mixed(), i, nm.Recipe({r"embed/embedding": "dense", r"block_\d+/w": "dense", r".*": "ste(2,4)"}))
     init(Mixed(), i, nm.Recipe({r"embed|block_\d+": "dense", r".*": "ste(2,4)"}))
     init(Mixed(), i, nm.Recipe({r"stack/.*": "ste(2,4)"}))
-    with pytest.raises(ValueError, match=r"reaches them:\n  block_0-1/w \(16, 16\), of Einsum\nDeclare"):
+    with pytest.raises(ValueError, match=r"stay dense:\n  block_0-1/w \(16, 16\), of Einsum\nIf"):
         init(Mixed(), i, nm.Recipe({r"block_.*|stack/.*": "ste(2,4)"}))
     linen.door(Einsum, weight="w")
     init(Mixed(), i, nm.Recipe({r"embed": "dense", r".*": "ste(2,4)"}))

@@ -14,6 +14,7 @@ from jax import lax
 
 import nmjax as nm
 from nmjax.analysis.patterns import violations
+from nmjax.nnx import delivery, hardening
 from tests.nnx.delivery_test import METHODS, exact, recipe, whole
 
 
@@ -323,6 +324,33 @@ def test_one_program_for_all_steps_and_none_of_it_is_ours():
     assert texts[0]["bytes accessed"] == texts[1]["bytes accessed"]
 
 
+class Counted(nnx.Module):
+    """A projection that counts its traces."""
+
+    traces: list[tuple[int, ...]] = []
+
+    def __init__(self, *, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (16, 12)))
+
+    def __call__(self, x):
+        self.traces.append(x.shape)
+        return x @ self.w[...]
+
+
+@pytest.mark.parametrize("make", [partial(nnx.Linear, 16, 12), Counted])
+def test_layers_that_are_alike_are_traced_and_compiled_once(make):
+    nm.nnx.door(Counted, weight="w", input=lambda layer: (-1, 16))
+    model = nnx.List([make(rngs=nnx.Rngs(i)) for i in range(5)])
+    Counted.traces.clear()
+    delivery._states.clear_cache()
+    hardening._final_weights.clear_cache()
+    nm.nnx.sparsify(model, recipe("s_ste(2,4)"))
+    assert delivery._states._cache_size() == 1
+    assert Counted.traces == ([(1, 16), (4, 16)] if make is Counted else [])
+    nm.nnx.harden(model)
+    assert hardening._final_weights._cache_size() == 1
+
+
 def test_an_abstract_model():
     make = lambda: nm.nnx.sparsify(ByMatmul(16, 8, rngs=nnx.Rngs(0)), recipe("s_ste(2,4)"))
     shapes = nnx.eval_shape(make)
@@ -356,8 +384,9 @@ class Inner(nnx.Module):
 SAID = """Rules of the recipe match these parameters, but no door reaches them, so they stay dense:
   blocks/0-2/matrix (16, 4), of Inner
   table/embedding (32, 16), of Embed
-If a layer multiplies by one, declare its door: nm.nnx.door(Inner, weight="matrix"). If it is to stay
-dense, write a rule for it that comes first: (r"blocks/\\d+/matrix", "dense"), (r"table/embedding", "dense")."""
+If a layer multiplies by such a parameter, declare its door: nm.nnx.door(Inner, weight="matrix").
+If they are to stay dense, write rules that come before the others: \
+(r"blocks/\\d+/matrix", "dense"), (r"table/embedding", "dense")."""
 
 
 def test_what_no_door_reaches_is_said():

@@ -1,5 +1,7 @@
 """Errors of sparse models: each names the path, the slot and the shape, and says what to write."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -180,6 +182,41 @@ def test_an_einsum_of_the_call():
         ValueError, match=r"  \(the model\): its einsum_str comes with the call. Give it to the constructor"
     ):
         nm.nnx.sparsify(layer, recipe("ste(2,4)"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "said"),
+    [
+        ((1,), {}, "takes seed, stack and strict by name, and examples of the model's inputs, got 1."),
+        ((), {"sed": 1}, "takes seed, stack and strict by name, and examples of the model's inputs, got sed=1."),
+        ((jnp.ones((4, 16)),), {"sed": 1}, "the call of Linear refuses these examples: got an unexpected keyword"),
+        ((jnp.ones((4, 16)), 1, 2), {}, "the call of Linear refuses these examples: too many positional arguments"),
+    ],
+)
+def test_arguments_that_the_model_does_not_take(inputs, options, said):
+    layer = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=f"^sparsify:? {re.escape(said)}"):
+        nm.nnx.sparsify(layer, recipe("ste(2,4)"), *inputs, **options)
+    assert layer.dot_general is lax.dot_general
+
+
+def test_only_layers_that_are_pruned_are_asked_for_their_product():
+    """A dense layer may use its weight as it likes, also if the model's inputs are given."""
+
+    class Both(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Einsum("ti,io->to", (16, 16), rngs=rngs)
+            self.twice = nnx.Einsum("ti,io->to", (16, 16), rngs=rngs)
+            self.twice.einsum_str = None
+
+        def __call__(self, x):
+            return self.twice(self.up(x), "ti,io->to") + self.twice(x, "ti,oi->to")
+
+    model = Both(nnx.Rngs(0))
+    nm.nnx.sparsify(model, nm.Recipe({"twice": "dense", ".*": "ste(2,4)"}), jnp.ones((4, 16)))
+    assert {path for path, pattern in nm.nnx.patterns(model).items() if pattern} == {"up/kernel"}
+    with pytest.raises(ValueError, match=r"twice: the call asks for products .* along different axes"):
+        nm.nnx.sparsify(model, recipe("ste(2,4)"), jnp.ones((4, 16)))
 
 
 def test_kernels_that_something_normalises():

@@ -280,9 +280,7 @@ def test_matrices_that_no_product_takes_are_told():
     f = lambda p, x: x @ jnp.tanh(p["w"]) + p["table"][:1] + x @ p["used"] + p["bias"][None]
     params = {"w": draw(0, 16, 16), "table": draw(1, 4, 16), "used": draw(2, 16, 16), "bias": draw(3, 16)}
     sparse, x = nm.transform(f, every("ste(2,4)")), draw(4, 8, 16)
-    with pytest.warns(
-        UserWarning, match=r"(?s)so the recipe does not prune them:\n  table of shape \(4, 16\).*\n  w of"
-    ):
+    with pytest.warns(UserWarning, match=r"(?s)so they stay dense:\n  table of shape \(4, 16\).*\n  w of"):
         assert list(sparse.init(params, x)) == ["used"]
     with pytest.raises(ValueError, match=r'used by tanh\nGive them a rule such as \(r"table", "dense"\)'):
         sparse.init(params, x, strict=True)
