@@ -82,7 +82,7 @@ class LayerPlan(NamedTuple):
     Attributes:
       path: The layer's path in the model.
       kind: The layer's class, such as "Linear".
-      kernel: The shape of its kernel.
+      kernel: The shape of its kernel; () if it has none.
       sparsity: The pruner of each slot.
       slots: The plans of its slots that are not empty.
       flops: The FLOPs of one product when dense; all three cost the same. None if no example inputs were given.

@@ -39,6 +39,7 @@ class BERT(nnx.Module):
         heads: int,
         hidden: int,
         classes: int,
+        scores: bool = False,
         dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
@@ -55,6 +56,7 @@ class BERT(nnx.Module):
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
           classes: The number of classes.
+          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
           remat: True to compute blocks again in the backward pass, to save memory.
@@ -67,7 +69,7 @@ class BERT(nnx.Module):
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
         self.types = nnx.Embed(types, width, embedding_init=INIT, rngs=rngs)
         self.norm = norm(width, 1e-12, rngs=rngs)
-        make = lambda rngs: Block(width, heads, hidden, gelu, 1e-12, post=True, dtype=dtype, rngs=rngs)
+        make = lambda rngs: Block(width, heads, hidden, gelu, 1e-12, post=True, scores=scores, dtype=dtype, rngs=rngs)
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.pooler = linear(width, width, dtype=dtype, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)

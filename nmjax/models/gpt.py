@@ -45,6 +45,7 @@ class GPT(nnx.Module):
         depth: int,
         heads: int,
         hidden: int,
+        scores: bool = False,
         dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
@@ -59,6 +60,7 @@ class GPT(nnx.Module):
           depth: The number of blocks.
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
+          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
           remat: True to compute blocks again in the backward pass, to save memory.
@@ -73,7 +75,9 @@ class GPT(nnx.Module):
         def make(rngs: nnx.Rngs) -> Block:
             # Two layers of each block are added to its input. Their sum over blocks has one scale at any depth.
             inits = INIT, jax.nn.initializers.normal(0.02 / (2 * depth) ** 0.5)
-            return Block(width, heads, hidden, jax.nn.gelu, 1e-5, causal=True, inits=inits, dtype=dtype, rngs=rngs)
+            return Block(
+                width, heads, hidden, jax.nn.gelu, 1e-5, causal=True, inits=inits, scores=scores, dtype=dtype, rngs=rngs
+            )
 
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, 1e-5, rngs=rngs)

@@ -163,6 +163,7 @@ class MoE(nnx.Module):
         hidden: int,
         experts: int,
         top: int,
+        scores: bool = False,
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -177,6 +178,7 @@ class MoE(nnx.Module):
           hidden: The number of hidden features of an expert.
           experts: The number of experts in a block.
           top: The number of experts that a token uses.
+          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
           rngs: The random numbers of the parameters.
 
@@ -188,7 +190,7 @@ class MoE(nnx.Module):
         inits = INIT, jax.nn.initializers.normal(0.02 / (2 * depth) ** 0.5)
         mixture = lambda: Mixture(width, hidden, experts, top, inits=inits, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List(
-            [Block(width, heads, mixture(), inits=inits, dtype=dtype, rngs=rngs) for _ in range(depth)]
+            [Block(width, heads, mixture(), scores=scores, inits=inits, dtype=dtype, rngs=rngs) for _ in range(depth)]
         )
         self.norm = norm(width, 1e-5, rngs=rngs)
         self.length, self.dtype = length, dtype or jnp.float32

@@ -37,6 +37,39 @@ def wide_einsum(spec: str, x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=precision)
 
 
+class Marker(nnx.Variable[jax.Array]):
+    """A zero in a layer without parameters. In a stack of layers it has the axes of the stack, as parameters have."""
+
+
+class Scores(nnx.Module):
+    """The product of attention's scores and values as a layer, so that rules can prune it.
+
+    The scores are the softmax of the logits. The layer has no parameter. Its product is an attribute, as in nnx.Einsum.
+
+    >>> layer = Scores(heads=2, features=3, dtype=None)
+    >>> layer(jnp.ones((1, 2, 4, 5)), jnp.ones((1, 5, 2, 3))).shape
+    (1, 4, 2, 3)
+    """
+
+    def __init__(self, heads: int, features: int, dtype: DTypeLike | None) -> None:
+        """Make the layer.
+
+        Args:
+          heads: The number of attention heads.
+          features: The number of features of a head.
+          dtype: The dtype of its operands; None is float32.
+        """
+        self.heads, self.features, self.dtype = heads, features, dtype
+        self.marker = Marker(jnp.zeros((1, 1, 1, 1)))
+        self.einsum_op = jnp.einsum
+
+    def __call__(
+        self, scores: Float[Array, "batch heads queries keys"], values: Float[Array, "batch keys heads features"]
+    ) -> Float[Array, "batch queries heads features"]:
+        """Return the sums of the values, weighted by the scores."""
+        return self.einsum_op("bhqk,bkhd->bqhd", scores, values)
+
+
 class Attention(nnx.Module):
     """Softmax attention. Its logits and its softmax are float32, whatever ``dtype`` is."""
 
@@ -46,6 +79,7 @@ class Attention(nnx.Module):
         heads: int,
         *,
         causal: bool = False,
+        scores: bool = False,
         inits: tuple[Initializer, Initializer] = (INIT, INIT),
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
@@ -56,6 +90,7 @@ class Attention(nnx.Module):
           width: The number of features.
           heads: The number of heads, which must divide ``width``.
           causal: True if a position sees only itself and earlier positions.
+          scores: True to make the product of scores and values a layer, `Scores`.
           inits: The initializers of query, key and value, and of the output layer.
           dtype: The dtype that layers compute in; None is float32.
           rngs: The random numbers.
@@ -72,6 +107,7 @@ class Attention(nnx.Module):
         self.key = linear(width, width, inits[0], dtype=dtype, rngs=rngs)
         self.value = linear(width, width, inits[0], dtype=dtype, rngs=rngs)
         self.out = linear(width, width, inits[1], dtype=dtype, rngs=rngs)
+        self.scores = Scores(heads, width // heads, dtype) if scores else None
         self.heads, self.causal = heads, causal
 
     def __call__(
@@ -84,8 +120,9 @@ class Attention(nnx.Module):
         visible = jnp.ones(logits.shape[-2:], bool)
         visible = (jnp.tril(visible) if self.causal else visible)[None, None]
         visible = visible if mask is None else visible & mask[:, None, None, :]
-        weights = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(logits.dtype).min)).astype(v.dtype)
-        return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape))
+        scores = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(logits.dtype).min)).astype(v.dtype)
+        y = jnp.einsum("bhqk,bkhd->bqhd", scores, v) if self.scores is None else self.scores(scores, v)
+        return self.out(y.reshape(x.shape))
 
 
 class Mlp(nnx.Module):
@@ -132,6 +169,7 @@ class Block(nnx.Module):
         epsilon: float,
         *,
         causal: bool = False,
+        scores: bool = False,
         post: bool = False,
         inits: tuple[Initializer, Initializer] = (INIT, INIT),
         dtype: DTypeLike | None,
@@ -146,13 +184,15 @@ class Block(nnx.Module):
           activation: The activation of the perceptron.
           epsilon: The epsilon of the norms.
           causal: True if a position sees only itself and earlier positions.
+          scores: As in `Attention`.
           post: True if the norms follow the sums; else they stand before attention and perceptron.
           inits: The initializers of the inner layers, and of the two layers whose output is added to the input.
           dtype: The dtype that layers compute in; None is float32.
           rngs: The random numbers.
         """
         self.norm1 = norm(width, epsilon, rngs=rngs)
-        self.attention = Attention(width, heads, causal=causal, inits=inits, dtype=dtype, rngs=rngs)
+        options: dict[str, Any] = {"causal": causal, "scores": scores, "inits": inits, "dtype": dtype, "rngs": rngs}
+        self.attention = Attention(width, heads, **options)
         self.norm2 = norm(width, epsilon, rngs=rngs)
         self.mlp = Mlp(width, hidden, activation, inits=inits, dtype=dtype, rngs=rngs)
         self.post = post

@@ -44,6 +44,7 @@ class ViT(nnx.Module):
         heads: int,
         hidden: int,
         pool: str = "cls",
+        scores: bool = False,
         dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
@@ -61,6 +62,7 @@ class ViT(nnx.Module):
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
           pool: "cls" to classify by a token of its own; "mean" by the mean of all patches, without that token.
+          scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
           remat: True to compute blocks again in the backward pass, to save memory.
@@ -82,7 +84,7 @@ class ViT(nnx.Module):
         tokens = (image // patch) ** 2 + (pool == "cls")
         self.positions = nnx.Param(INIT(rngs.params(), (tokens, width)))
         inits = (jax.nn.initializers.xavier_uniform(),) * 2
-        make = lambda rngs: Block(width, heads, hidden, gelu, 1e-6, inits=inits, dtype=dtype, rngs=rngs)
+        make = lambda rngs: Block(width, heads, hidden, gelu, 1e-6, inits=inits, scores=scores, dtype=dtype, rngs=rngs)
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, 1e-6, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)

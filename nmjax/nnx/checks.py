@@ -89,6 +89,11 @@ def layer_refusal(
             "it is made inside vmap, where all layers of a stack would get the same noise. Call sparsify on the whole "
             "stack."
         )
+    if not layer.has_weight and not sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:
+        return Refusal(
+            "it multiplies scores by values, and no operand is a weight, so fwd_rhs and dlhs_rhs must be empty. Give "
+            'it a rule of its own that comes first, such as (r".*/scores", "fwd_lhs=mse(2,4)").'
+        )
     try:
         ways = layer.stacks
         product = layer.product

@@ -15,6 +15,7 @@ from jax import lax
 
 from nmjax.analysis.patterns import Pattern
 from nmjax.models.moe import Experts
+from nmjax.models.transformer import Scores
 from nmjax.nnx.variables import Site
 from nmjax.products import functions
 from nmjax.products.operations import Conv, Dot, Operation, RaggedDot, einsum_dims, einsum_labels
@@ -45,6 +46,7 @@ DOORS: dict[type, Door] = {
     nnx.Einsum: Door("einsum_op", jnp.einsum, functions.einsum),
     nnx.Conv: Door("conv_general_dilated", lax.conv_general_dilated, functions.conv_general_dilated),
     Experts: Door("ragged_dot", lax.ragged_dot, functions.ragged_dot),
+    Scores: Door("einsum_op", jnp.einsum, functions.einsum),
 }
 
 
@@ -81,6 +83,11 @@ class Layer:
     door: Door
     called: Example | None = None
     weight_name: str = "kernel"
+
+    @property
+    def has_weight(self) -> bool:
+        """True if an operand of the product is a weight."""
+        return True
 
     @property
     def kernel(self) -> Any:
@@ -261,6 +268,32 @@ class Layer:
 
     def _promoted(self, kernel: jax.Array) -> jax.Array:
         return self.module.promote_dtype((kernel, kernel, None), dtype=self.module.dtype)[1]
+
+
+class ScoresLayer(Layer):
+    """The product of attention's scores and values. No operand is a weight. The marker stands in its place."""
+
+    @property
+    def has_weight(self) -> bool:
+        return False
+
+    @property
+    def declared(self) -> Shape:
+        return (1,) * 4
+
+    @property
+    def stacks(self) -> list[tuple[int, ...]]:
+        return [tuple(range(self.kernel.ndim - 4))]
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self.module.dtype or jnp.float32)
+
+    def example(self, tokens: int) -> Example:
+        m = self.module
+        op = _dot(einsum_dims("bhqk,bkhd->bqhd", 4, 4)[0])
+        scores, values = (1, m.heads, tokens, tokens), (1, tokens, m.heads, m.features)
+        return Example(op, jax.ShapeDtypeStruct(scores, self.dtype), jax.ShapeDtypeStruct(values, self.dtype))
 
 
 def _dot(dims: Any) -> Dot:

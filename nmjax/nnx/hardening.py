@@ -196,7 +196,8 @@ def patterns(model: Any) -> dict[str, Pattern | None]:
         pattern = layer.hardened
         if layer.site is not None and not pattern:
             pattern = _pattern(layer, _final(layer)[0])
-        by_path[layer.kernel_path] = pattern
+        if layer.has_weight:
+            by_path[layer.kernel_path] = pattern
     return by_path
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from nmjax.models.transformer import Scores
 from nmjax.nnx.declared import declared_doors
-from nmjax.nnx.doors import DOORS, Layer
+from nmjax.nnx.doors import DOORS, Layer, ScoresLayer
 from nmjax.nnx.found import DeclaredLayer, Uses
 
 
@@ -34,7 +35,10 @@ def layers(model: Any) -> Iterator[Layer]:
 def _of_module(path: str, module: Any, traced: dict[Any, Uses]) -> list[Layer]:
     declared = declared_doors(module)
     if declared is None:
-        return [Layer(path, module, next(door for kind, door in DOORS.items() if isinstance(module, kind)))]
+        door = next(door for kind, door in DOORS.items() if isinstance(module, kind))
+        if isinstance(module, Scores):
+            return [ScoresLayer(path, module, door, weight_name="marker")]
+        return [Layer(path, module, door)]
     return [
         DeclaredLayer(
             path if one.alone else f"{path}/{name}".lstrip("/"), module,

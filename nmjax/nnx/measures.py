@@ -70,7 +70,7 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
         if layer.site is not None:
             whole = layer.site.sparsity
             layer.site.sparsity = Sparsity(fwd_lhs=whole.fwd_lhs, fwd_rhs=whole.fwd_rhs)
-    paths = {layer.path: layer.kernel_path for layer in layers(model) if layer.site is not None}
+    paths = {layer.path: layer.kernel_path for layer in layers(model) if layer.site and layer.has_weight}
     graph, state = nnx.split(model)
 
     def one(draw: jax.Array) -> dict[str, jax.Array]:

@@ -157,7 +157,7 @@ def _recipe_refusals(
 
 def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> LayerPlan:
     sparsity = planned.sparsity
-    kernel, kind = tuple(layer.kernel.shape), type(layer.module).__name__
+    kernel, kind = tuple(layer.kernel.shape) if layer.has_weight else (), type(layer.module).__name__
     shares = flops.effective(sparsity)
     if planned.refused is not None:
         pruners = ((name, getattr(sparsity, name)) for name in SLOTS)
