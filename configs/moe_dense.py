@@ -2,7 +2,7 @@
 
     python launch.py --config=configs/moe_dense.py
 
-It is configs/gpt_dense.py with four experts in every block, of which each token uses two. An expert has half the hidden
+It is configs/gpt_dense.py with four experts in every block. Each token uses two of them. An expert has half the hidden
 features of the perceptron that it replaces.
 """
 

@@ -79,7 +79,7 @@ def test_a_name_that_a_page_uses_is_in_the_reference(page):
 
 
 def test_completion_shows_the_public_names():
-    """Of `nm`, without the folders that the names come from."""
+    """The names of `nm`, without the folders that they come from."""
     spaces = {space.partition(".")[2] for space in public.SPACES} - {""}
     shown = {name for name in dir(nm) if not name.startswith("_")}
     assert shown == {name.name.partition(".")[2] for name in public.names("nmjax")} | spaces

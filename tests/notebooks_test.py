@@ -54,7 +54,7 @@ def executed(path: Path):
 
 
 def texts(cell) -> list[tuple[str, str]]:
-    """What a cell says, as (kind, text); of a picture that it is one."""
+    """Return the outputs of a cell as (kind, text). A picture has no text."""
     found = []
     for output in cell.get("outputs", []):
         if output.output_type == "stream":

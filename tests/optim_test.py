@@ -1,4 +1,4 @@
-"""What goes between gradients and weights: against closed forms, inside optax's own wrappers, over the switch."""
+"""Transformations between gradients and weights: against closed forms, inside optax's own wrappers, over the switch."""
 
 import chex
 import jax

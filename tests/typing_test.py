@@ -101,7 +101,7 @@ def test_a_page_keeps_its_lines():
 
 
 def test_every_page_with_code_is_checked():
-    """Of README and docs/, and none that is generated."""
+    """Snippets come from README and docs/, and not from generated pages."""
     names = {str(page.relative_to(snippets.ROOT)) for page in snippets.PAGES}
     with_code = {
         str(page.relative_to(snippets.ROOT))

@@ -136,7 +136,7 @@ class Delivery:
             self.copied -= 1
 
     def _check_apart(self, module: nn.Module, weights: tuple[Weight, ...]) -> None:
-        """Refuse a parameter that two doors reach: that of a layer and that of a layer inside it."""
+        """Refuse a parameter that has two doors: one of its own layer, and one of a layer around that."""
         for _, others, path in self.running:
             for one in weights:
                 twice = [other for other in others if (*path, other.name) == (*module.path, one.name)]

@@ -1,4 +1,4 @@
-"""What a run reports, against loops in numpy, closed forms and enumerations."""
+"""Metrics of a run, against loops in numpy, closed forms and enumerations."""
 
 import functools
 import itertools
@@ -79,7 +79,7 @@ def test_flips_of_masks():
 
 
 def test_flips_of_a_pruner():
-    """Where the second largest of four becomes the third, two of four entries flip."""
+    """If the second largest of four becomes the third, two of four entries flip."""
     w = jnp.tile(jnp.array([4.0, 3, 2, 1]), (8, 1))
     mask = lambda w: nm.mse(2, 4).mask(w)
     assert float(metrics.flip_rate(mask(w), mask(w.at[3, 2].set(3.5)))) == 2 / 32
@@ -416,7 +416,7 @@ def test_unbiased_pruners_have_no_more_bias_than_noise(p):
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4)])
 def test_random_pruning_without_its_factor_is_biased_by_what_it_drops(n, m):
-    """Of whatever x, n / m is left on average. The squared norm of what is noise adds to that of the bias."""
+    """On average n / m of any x is left. The squared norm of the noise adds to that of the bias."""
     got = metrics.pruned_error(nm.uniform(n, m, rescale=False), normal(0, 64, 64), draws=64)
     assert got.bias > 5 * got.noise
     np.testing.assert_allclose(np.sqrt(got.bias**2 - got.noise**2), 1 - n / m, rtol=0.02)
@@ -505,7 +505,7 @@ def test_biased_dw_has_more_bias_than_noise(sparsity):
 
 
 def test_only_dw_is_judged():
-    """What prunes the forward product, and its state, changes neither x nor g, so not dw either."""
+    """A forward pruner and its state change neither x nor g, so they do not change dw."""
     sparsity, w = nm.methods.s_ste(2, 4), normal(1, 8, 4)
     state = sparsity.init(w, contract=0, out=1)
     assert gradient("s_ste(2,4)", state=state) == gradient("mvue(2,4)")

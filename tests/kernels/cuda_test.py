@@ -223,7 +223,7 @@ CUT = """
 
 
 def programs() -> dict:
-    """What is compiled: the shipped cuts of products in the layouts of training, and all that packs."""
+    """Return what is compiled: the shipped cuts of products in the layouts of training, and all that packs."""
     cuts = {
         "fwd": product(hopper, layout=(True, False, True), cluster="m"),
         "dlhs": product(hopper, layout=(False, False, False), cluster="m"),

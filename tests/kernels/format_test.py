@@ -42,7 +42,7 @@ def fields8(thread: int, bit: int) -> tuple[int, int]:
 
 
 def expanded(values, bits):
-    """What an instruction multiplies: stored values [64, k/2] where the bits [64, k] say."""
+    """Return what an instruction multiplies: stored values [64, k/2] at the places that the bits [64, k] give."""
     nibbles = bits.reshape(64, -1, 4) @ np.array([1, 2, 4, 8])
     dense = np.zeros(bits.shape)
     for row in range(64):

@@ -95,7 +95,7 @@ def test_ampere_in_every_layout(m_major, n_major, transpose):
 
 @pytest.mark.kernels
 def test_the_ring_has_no_races():
-    """What is read as ordinary memory is fenced from what the copy engine writes next."""
+    """A fence stands between ordinary reads and the next write of the copy engine."""
     if not versions.interprets_clusters():
         pytest.skip("this interpreter finds no races")
     packed, b, wanted = operands(128, 64, 256, "bfloat16", False, False)
@@ -196,7 +196,7 @@ def test_errors():
 
 
 def written(tile, swizzle):
-    """Where the copy engine puts the 16-bit values of a tile, cut into pieces of eight rows: address -> value."""
+    """Return the 16-bit values of a tile by the address at which the copy engine puts them, in pieces of eight rows."""
     mask, columns, memory = {128: 7, 64: 3, 32: 1}[swizzle], swizzle // 2, {}
     rows, width = tile.shape
     for r in range(rows):

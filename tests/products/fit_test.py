@@ -70,7 +70,7 @@ def test_the_reasons():
 
 
 def test_groups_on_two_devices_are_no_reason():
-    """Whether a layer is dense must not depend on the number of devices."""
+    """The number of devices does not decide which layers are dense."""
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
         w = jax.device_put(whole(1, 4, 4), NamedSharding(mesh, P("a", None)))

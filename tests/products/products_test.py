@@ -55,7 +55,7 @@ def first_state(sparsity, w, contract=0, out=-1):
 
 
 def bits(tree):
-    """What equality of floats would hide: the dtype, and the sign of zero."""
+    """Return the dtype and the signs of zeros too, which equality of floats would hide."""
     return [(a.dtype, a.shape, np.asarray(a).tobytes()) for a in jax.tree.leaves(tree)]
 
 
@@ -195,7 +195,7 @@ def test_einsum_that_prunes_nothing_is_jnp_einsum(spec, dtype):
 
 @pytest.mark.parametrize("spec", ["bi,io->bo", "...i,io->...o", "bhqd,bhkd->bhqk"])
 def test_einsum_in_lax_order_is_jnp_einsum_bit_for_bit(spec):
-    """Where neither side turns operands round, even rounding agrees."""
+    """If neither side swaps operands, rounding agrees too."""
     lhs, rhs = EINSUMS[spec]
     x, w = normal(0, *lhs), normal(1, *rhs)
     ours = lambda x, w: nm.einsum(spec, x, w, precision="highest", sparsity=nm.Sparsity())

@@ -99,7 +99,7 @@ def same(ours, wanted):
 
 @pytest.mark.parametrize("m", [1, 2, 4, 5])
 def test_the_layout_of_all_sizes(m):
-    """Of every way to share up to five tokens among three experts: groups have tokens of one expert, in order."""
+    """Groups have tokens of one expert, in order, for every way to share up to five tokens among three experts."""
     tokens = 5
     space = room(tokens, 3, m)
     assert space % m == 0

@@ -56,7 +56,7 @@ def near(a, b, bits=8):
 
 
 def packers(jaxpr) -> list[int]:
-    """Of every kernel that packs, in inner programs too, how many arrays it makes: two a form."""
+    """Return how many arrays each kernel that packs makes, in inner programs too: two a form."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
@@ -484,7 +484,7 @@ def test_odd_mixes_are_as_xla_has_them(text):
 
 @pytest.mark.kernels
 def test_derivatives_beyond_the_gradient():
-    """Where y alone is packed they are XLA's; else they are refused, and not zero."""
+    """If only y is packed, the gradients are XLA's. Otherwise they are refused, and not zero."""
     x, w = random((64, 64)), random((64, 64), 1)
     loss = lambda text, backend: lambda w: jnp.sum(layer(backend, text)(x, w).astype(jnp.float32) ** 2)
     second = lambda text, backend: jax.jit(lambda w: jax.jvp(jax.grad(loss(text, backend)), (w,), (w,)))(w)

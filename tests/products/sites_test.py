@@ -1,4 +1,4 @@
-"""What pruners say of themselves to deliveries, and what deliveries share."""
+"""The properties of pruners that deliveries read, and the parts that deliveries share."""
 
 import jax
 import jax.numpy as jnp

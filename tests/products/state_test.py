@@ -1,4 +1,4 @@
-"""What pruners remember: made by init, renewed by refresh, read by final, each part with its own."""
+"""The state of pruners: made by init, renewed by refresh, read by final, each part with its own."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What every model of another library has to do: plan, train five steps, harden, and run hardened as it was written."""
+"""The test of every model of another library: plan, train five steps, harden, and run the unpatched model hardened."""
 
 import warnings
 

@@ -389,8 +389,8 @@ def test_every_attack_is_refused_in_a_sentence():
 
 @linux
 @pytest.mark.slow
-def test_a_minute_of_other_files():
-    assert min(child(seed=time.time_ns() % 2**32, seconds=60)["fuzz"]) > 500
+def test_twenty_seconds_of_other_files():
+    assert min(child(seed=time.time_ns() % 2**32, seconds=20)["fuzz"]) > 150
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_the_packs_of_text():
 
 
 def colour(file):
-    """Of the one colour that a picture has: its number."""
+    """Return the number of the one colour of a picture."""
     return int(Path(file).stem)
 
 
@@ -276,7 +276,7 @@ def test_stream_evaluates_once_and_fills_up(pictures):
 @pytest.mark.parametrize("end", ["png", "jpg"])
 @pytest.mark.parametrize("train", [True, False])
 def test_what_part_of_a_picture_is_seen(tmp_path, end, train):
-    """Of a ramp of red across and green down, the corners tell the part: its area, shape and place."""
+    """Return the area, shape and place of a part of a ramp of red across and green down. Its corners tell them."""
     Image = pytest.importorskip("PIL.Image")
     pytest.importorskip("grain")
     width, height = 480, 240

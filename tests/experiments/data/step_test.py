@@ -78,7 +78,7 @@ def test_jit_eager_and_numpy_agree(seed, step, batch, n):
 
 
 def test_seeds_and_epochs_order_differently():
-    """Of 1437, two unrelated orders agree in about one place; ten of them have 45 pairs."""
+    """Two unrelated orders of 1437 agree in about one place. Ten orders have 45 pairs."""
     orders = [np.asarray(positions(seed, 0, 5 * 1437, 1437)[1]).reshape(5, -1) for seed in (0, 1)]
     orders = np.concatenate(orders)
     agree = [(orders[i] == orders[j]).sum() for i in range(10) for j in range(i)]

@@ -81,7 +81,7 @@ def image_run(folder, classes=("cat", "dog", "ship"), mask_name="mlp/0/up/kernel
 
 
 class Tags(HTMLParser):
-    """What a browser would make elements of, and what these refer to."""
+    """Return the elements that a browser would make, and what they refer to."""
 
     def __init__(self, page):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the words of a config mean."""
+"""The meaning of the words of a config."""
 
 import jax
 import jax.numpy as jnp
