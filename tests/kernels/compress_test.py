@@ -127,7 +127,7 @@ WANTED = {
 
 @partial(jax.jit, static_argnames=("copy", "beta"))
 def by_hand(x, copy, beta):
-    """Return the values of a copy, in float32, and its factor: pruned, scaled by its largest value or a bound of it, rounded."""
+    """Return a copy in float32 and its factor: pruned, scaled by its largest value or a bound of it, rounded."""
     grows = {mvue: 2.0, soft: beta}.get(type(copy.pruner), 1.0)
     factor = float8.scale(jnp.max(jnp.abs(x.astype(jnp.float32))) * grows, copy.format)
     pruned = copy.pruner(x, copy.axis, nm.Ctx(key=KEYS[0], state=jnp.float32(beta))).astype(jnp.float32)

@@ -55,7 +55,7 @@ def first_state(sparsity, w, contract=0, out=-1):
 
 
 def bits(tree):
-    """Return the dtype and the signs of zeros too, which equality of floats would hide."""
+    """Return dtypes, shapes and bytes. Equality of floats would hide the dtype and the sign of zero."""
     return [(a.dtype, a.shape, np.asarray(a).tobytes()) for a in jax.tree.leaves(tree)]
 
 
