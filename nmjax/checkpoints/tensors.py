@@ -1,0 +1,292 @@
+"""Files of named tensors in the format safetensors: read by memory map, and written whole or not at all.
+
+A file has the length of its header in 8 bytes, the header in JSON, and the bytes of the tensors. The header gives each
+tensor a dtype, a shape, and the range of its bytes. Large checkpoints are several files and an index, a JSON file that
+says which tensor is in which file. The format is described at https://huggingface.co/docs/safetensors.
+
+Nothing in a file is executed, and every number of a header is checked before a byte is read.
+"""
+
+import json
+import math
+import mmap
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES: dict[str, Any] = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
+    "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu, "F16": np.float16,
+    "BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64, "C64": np.complex64,
+}  # fmt: skip
+NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
+INDEX = ".safetensors.index.json"
+LARGEST_HEADER = 100_000_000  # bytes, as the format says
+
+
+class CheckpointError(ValueError):
+    """A file is not what it should be. The message is one sentence that begins with the file's path."""
+
+
+class Entry(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+      dtype: Its dtype, as the format names it.
+      shape: Its shape.
+      begin: The place of its first byte in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """The tensors of a file or of several files, by name. A tensor is a read-only view of its file.
+
+    They come in the order in which the files hold them. Only the parts of a file that are used are read from the disk.
+
+    Attributes:
+      metadata: The texts that the first file has beside the tensors, such as {"format": "pt"}.
+      files: The names of the tensors of each file, by the path of the file.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Open files. Their headers are read and checked.
+
+        Args:
+          paths: The files.
+
+        Raises:
+          CheckpointError: A file is not of this format, or two files have the same tensor.
+          OSError: A file cannot be read.
+        """
+        self.metadata: dict[str, str] = {}
+        self.files: dict[Path, tuple[str, ...]] = {}
+        self._entries: dict[str, tuple[Entry, mmap.mmap]] = {}
+        for path in paths:
+            entries, metadata, content = _opened(path)
+            twice = next((name for name in entries if name in self._entries), None)
+            if twice is not None:
+                raise CheckpointError(f"{path}: the tensor {twice!r} is in another file of this checkpoint too.")
+            self.metadata = self.metadata if self.files else metadata
+            self.files[path] = tuple(entries)
+            self._entries |= {name: (entry, content) for name, entry in entries.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        entry, content = self._entries[name]
+        dtype = np.dtype(DTYPES[entry.dtype])
+        flat = np.frombuffer(content, dtype, math.prod(entry.shape), entry.begin)
+        return flat.reshape(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._entries[name][0].shape
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Return the dtype of a tensor."""
+        return np.dtype(DTYPES[self._entries[name][0].dtype])
+
+
+def read(path: str | os.PathLike[str]) -> Tensors:
+    """Open the tensors of a checkpoint. Their values are read when they are used.
+
+    Args:
+      path: A file .safetensors, an index .safetensors.index.json, or a folder that has one of them.
+
+    Returns:
+      The tensors by name.
+
+    Raises:
+      CheckpointError: The file is damaged, or of another format; or a folder has no such file, or several.
+      OSError: A file cannot be read.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(folder + "/model.safetensors", {"w": np.array([[1, 0], [0, 2]], np.float32)})
+    ...     read(folder)["w"].tolist()
+    [[1.0, 0.0], [0.0, 2.0]]
+    """
+    path = _found(Path(path))
+    return _of_index(path) if path.name.endswith(INDEX) else Tensors([path])
+
+
+def write(
+    path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> None:  # fmt: skip
+    """Write tensors into a file. If that fails, there is no file, or the one that was there before.
+
+    Args:
+      path: The file, which is replaced if it exists.
+      tensors: Arrays by name, in the order in which the file will hold them. One at a time is copied to the host.
+      metadata: Texts that the file has beside the tensors.
+
+    Raises:
+      CheckpointError: The format has no such dtype, or no such name.
+      OSError: The file cannot be written.
+    """
+    path, header, begin = Path(path), dict[str, Any](), 0
+    if metadata:
+        header["__metadata__"] = dict(metadata)
+    for name, value in tensors.items():
+        dtype = NAMES.get(np.dtype(value.dtype).newbyteorder("="))
+        if dtype is None:
+            raise CheckpointError(f"{path}: the tensor {name!r} has dtype {value.dtype}, which safetensors lacks.")
+        if name == "__metadata__":
+            raise CheckpointError(f"{path}: a tensor cannot be named '__metadata__'. Pass metadata=... instead.")
+        end = begin + math.prod(value.shape) * np.dtype(value.dtype).itemsize
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with _replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, value in tensors.items():
+            array = np.asarray(value)
+            if (array.shape, array.dtype) != (tuple(value.shape), np.dtype(value.dtype)):
+                raise CheckpointError(
+                    f"{path}: the tensor {name!r} said it had shape {tuple(value.shape)}, and has {array.shape} of "
+                    f"{array.dtype}."
+                )
+            little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+            file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a draft beside a file. If nothing fails, it replaces the file once it is on the disk."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with draft.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        error.filename = str(path)  # an error while writing, such as a full disk, names no file
+        raise
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+# ---- which files ----
+
+
+def _found(path: Path) -> Path:
+    """Return the file or the index that a path means."""
+    if not path.is_dir():
+        return path
+    candidates = sorted({*path.glob(f"*{INDEX}")} or {*path.glob("*.safetensors")})
+    if len(candidates) != 1:
+        has = f"has {', '.join(one.name for one in candidates)}: name one" if candidates else "has no .safetensors file"
+        raise CheckpointError(f"{path}: the folder {has}.")
+    return candidates[0]
+
+
+def _of_index(path: Path) -> Tensors:
+    """Open the files of an index, in the order in which it first names them."""
+    content = _json(path, path.read_bytes())
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{path}: an index has a table 'weight_map' from tensors to files; this one has none.")
+    files = list(dict.fromkeys(names.values()))
+    for file in files:
+        if file in ("", ".", "..") or Path(file).name != file or "\\" in file or "\0" in file:
+            raise CheckpointError(f"{path}: {file!r} is not the name of a file in the same folder.")
+    tensors = Tensors(path.with_name(file) for file in files)
+    held = {(name, one.name) for one, within in tensors.files.items() for name in within}
+    missing = next((one for one in names.items() if one not in held), None)
+    if missing is not None:
+        raise CheckpointError(f"{path}: the tensor {missing[0]!r} is not in {missing[1]}, where the index has it.")
+    unnamed = next((name for name in tensors if name not in names), None)
+    if unnamed is not None:
+        raise CheckpointError(f"{path}: the files have a tensor {unnamed!r} that the index does not have.")
+    return tensors
+
+
+# ---- one file ----
+
+
+def _opened(path: Path) -> tuple[dict[str, Entry], dict[str, str], mmap.mmap]:
+    """Return the entries of a file in the order of their bytes, its metadata, and its content."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise CheckpointError(f"{path}: a safetensors file has at least 8 bytes, and this one has {size}.")
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, LARGEST_HEADER):
+            raise CheckpointError(
+                f"{path}: the header would have {length:,} bytes, and the file has {size:,}. It is cut short, or not a "
+                "safetensors file."
+            )
+        header = _json(path, file.read(length))
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is not a JSON object.")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(f"{path}: '__metadata__' in the header is not a table of texts.")
+    ranges = sorted((_range(path, name, about) for name, about in header.items()), key=lambda one: one[1:3])
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name, begin, stop, dtype, shape in ranges:
+        if begin != end:
+            kind = "overlaps the one before it" if begin < end else f"begins {begin - end:,} bytes after the one before"
+            raise CheckpointError(f"{path}: the tensor {name!r} {kind}.")
+        entries[name], end = Entry(dtype, shape, 8 + length + begin), stop
+    if 8 + length + end != size:
+        cut = "The file is cut short" if 8 + length + end > size else "The rest belongs to no tensor"
+        raise CheckpointError(f"{path}: the tensors end at byte {8 + length + end:,} of {size:,}. {cut}.")
+    return entries, metadata, content
+
+
+def _range(path: Path, name: str, about: Any) -> tuple[str, int, int, str, tuple[int, ...]]:
+    """Return the name, begin, end, dtype and shape of a tensor, as the header gives them."""
+    whole = lambda v: isinstance(v, list) and all(type(n) is int and n >= 0 for n in v)
+    if not isinstance(about, dict) or not whole(about.get("shape")) or not whole(about.get("data_offsets")):
+        raise CheckpointError(f"{path}: the header does not say dtype, shape and data_offsets of the tensor {name!r}.")
+    dtype, shape, offsets = about.get("dtype"), tuple(about["shape"]), about["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{path}: the tensor {name!r} has dtype {dtype!r}. Known are {', '.join(DTYPES)}.")
+    if len(shape) > 32:
+        raise CheckpointError(f"{path}: the tensor {name!r} has {len(shape)} axes.")
+    size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+        raise CheckpointError(
+            f"{path}: the tensor {name!r} of shape {shape} and dtype {dtype} has {size:,} bytes, and its data_offsets "
+            f"are {offsets}."
+        )
+    return name, offsets[0], offsets[1], dtype, shape
+
+
+def _json(path: Path, text: bytes) -> Any:
+    """Return the content of a JSON text without duplicate names."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise CheckpointError(f"{path}: the name {twice!r} is there twice.")
+        return content
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=table)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not JSON: {str(error).splitlines()[0]}.") from None
