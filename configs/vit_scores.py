@@ -6,7 +6,7 @@ The product of scores and values is a layer of its own, blocks/0/attention/score
 To prune weights too, give the blocks a rule after that of the scores:
 --config.rules='((".*/scores","scores"),("blocks/.*","blocks"),(".*","dense"))' --config.sparsity.blocks='s_ste(2,4)'.
 
-The tokens must divide into groups. There are 16 for digits and 64 for CIFAR-10. Images of 28x28 have 49: write
+The number of tokens must divide into groups. Digits have 16 tokens, and CIFAR-10 has 64. Images of 28x28 have 49: write
 --config.sparsity.scores='fwd_lhs=mse(4,7)'. The dense twin is configs/vit_dense.py.
 """
 

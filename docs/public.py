@@ -13,6 +13,7 @@ SPACES = {  # the module, and what its page is called
     "nmjax.methods": "Methods",
     "nmjax.nnx": "flax.nnx models",
     "nmjax.linen": "flax.linen models",
+    "nmjax.checkpoints": "Checkpoints",
     "nmjax.optim": "Optimizers",
     "nmjax.metrics": "Metrics",
     "nmjax.flops": "FLOPs",

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -44,6 +45,13 @@ def replace(path: Path, content: str | bytes) -> None:
         raise
     finally:
         draft.unlink(missing_ok=True)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what `replace` left in a folder when its process was killed. No process may be writing there."""
+    for path in folder.glob(".*"):
+        if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def write_whole(file: BinaryIO, data: bytes, size: int) -> None:

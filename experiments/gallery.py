@@ -47,7 +47,9 @@ SHELVES = (
     Shelf("resnet", "Residual networks on digits", ("resnet_dense", "resnet_24", "resnet_mvue", "resnet_sdgp")),
 )
 NOT_RUN = ("vit_scores", "moe_dense", "moe_24", "resnet50_imagenet", "vitb_imagenet", "gpt2_124m")
-NEEDS = "The gallery has no runs of these pages. Those of papers need other data and many hours of GPUs."
+NEEDS = (
+    "The gallery has no runs of these pages. Pages with the settings of papers need other data and many hours of GPUs."
+)
 COMPARISON = "The comparison: curves, and scores by effective FLOPs"
 ONE_RUN = "There is one run of each page, so small differences may be chance. To compare methods, train several seeds."
 

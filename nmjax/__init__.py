@@ -11,7 +11,14 @@ fwd_rhs=ste(soft(2,4)); drhs_g=mvue(2,4)
 >>> recipe = nm.Recipe(((r".*/mlp/.*", "s_ste(2,4)"), (r".*", "dense")))  # for nm.nnx.sparsify(model, recipe)
 """
 
-from nmjax import kernels as kernels, linen as linen, models as models, nnx as nnx, optim as optim
+from nmjax import (
+    checkpoints as checkpoints,
+    kernels as kernels,
+    linen as linen,
+    models as models,
+    nnx as nnx,
+    optim as optim,
+)
 from nmjax.analysis import flops as flops, metrics as metrics
 from nmjax.analysis.picture import Picture as Picture, show as show
 from nmjax.core import groups as groups, random as random

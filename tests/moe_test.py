@@ -48,7 +48,7 @@ def test_each_token_gets_the_sum_of_its_experts(top):
 
 
 def test_the_balance_moves_towards_experts_that_had_few_tokens():
-    """In training alone, by the rate, and without a gradient. In the end all experts are in use."""
+    """It changes only in training, by ``rate``, and without a gradient. In the end all experts are in use."""
     mixture = Mixture(8, 16, 4, 1, rate=0.02, rngs=nnx.Rngs(0))
     mixture.router.kernel[...] = jnp.zeros((8, 4))  # the first expert wins every tie
     x = jax.random.normal(jax.random.key(0), (2, 20, 8))
@@ -77,7 +77,7 @@ def test_the_balance_moves_towards_experts_that_had_few_tokens():
 
 
 def test_no_token_sees_a_later_one():
-    """Its experts are a matter of the token alone, not of the other tokens of its batch."""
+    """The output at a position does not depend on later tokens of the batch."""
     model = make()
     y = nnx.jit(model)(TOKENS)
     changed = nnx.jit(model)(TOKENS.at[:, 5:].set(0))
@@ -110,7 +110,7 @@ def test_sizes_and_dtypes():
 
 
 @pytest.mark.parametrize("top", [0, 5])
-def test_a_number_of_experts_that_there_are_not_is_refused(top):
+def test_top_must_lie_between_1_and_experts(top):
     with pytest.raises(ValueError, match=re.escape(f"from 1 to experts=4, got {top}")):
         make(top=top)
 

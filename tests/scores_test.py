@@ -92,7 +92,7 @@ def test_every_group_of_keys_keeps_n():
     np.testing.assert_array_equal(kept, jnp.where(kept != 0, scores, 0))
 
 
-def test_hardened_it_prunes_the_same():
+def test_a_hardened_model_prunes_scores_the_same():
     sparse = nm.nnx.sparsify(
         gpt(scores=True), nm.Recipe({r".*/scores": "fwd_lhs=mse(2,4)", r".*mlp.*": "ste(2,4)", ".*": "dense"})
     )
@@ -151,7 +151,7 @@ def test_every_transformer_has_the_option(make):
     assert {f"blocks/{i}/attention/scores" for i in range(2)} == {path for path in paths if "scores" in path}
 
 
-def test_its_page():
+def test_the_config_page_sets_scores():
     config = pages.load("configs/vit_scores.py:smoke")
     assert config.model.scores
     assert "scores" not in pages.load("configs/vit_dense.py:smoke").model

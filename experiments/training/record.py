@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments import report
 from experiments.errors import Failed, Mistake
-from experiments.files import lines, replace, writable
+from experiments.files import lines, remove_drafts, replace, writable
 from experiments.scale import sinks
 from experiments.training import board, digest, provenance
 from experiments.training.digest import Identity
@@ -44,6 +44,8 @@ class Record:
     ):  # fmt: skip
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
+            for folder in (workdir, workdir / "checkpoints"):
+                remove_drafts(folder)
             replace(workdir / "config.json", identity.text)
             replace(workdir / "plan.txt", f"{plan}\n")
             replace(workdir / "plan.html", report.plan_page(about["name"], plan._repr_html_()))

@@ -113,7 +113,9 @@ class Task:
             nnx.merge(graph, state), jnp.asarray(prompt)[None], key, count=200, temperature=0.8
         )
         keys = jax.random.split(jax.random.key(0), 2)
-        each = lambda state, keys: jax.lax.map(lambda key: draw(state, key), keys)  # vmap refuses grouped products
+        each = lambda state, keys: jax.lax.map(
+            lambda key: draw(state, key), keys
+        )  # vmap over the keys alone does not map the weights, and ragged_dot needs that
         drawn = jax.jit(each, out_shardings=shards.whole(mesh))(state, keys)
 
         def look(state, windows, counts):

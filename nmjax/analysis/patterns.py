@@ -96,9 +96,9 @@ def violations(weights: PyTree, patterns: Pattern | Mapping[str, Pattern | None]
 
 
 def checked(counts: dict[str, jax.Array | None]) -> dict[str, jax.Array | None]:
-    """Return counts of violations by path. Warn if nothing was counted, because no weight ends n:m."""
+    """Return counts of violations by path. Warn if there are none, because no weight has an n:m final form."""
     if all(count is None for count in counts.values()):
-        warnings.warn("violations: no weight ends n:m, so nothing was checked.", stacklevel=3)
+        warnings.warn("violations: no weight has an n:m final form, so nothing was checked.", stacklevel=3)
     return counts
 
 

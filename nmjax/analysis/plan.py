@@ -91,7 +91,7 @@ class LayerPlan(NamedTuple):
         because it is random at every step.
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
-      else_dense: (slot, reason) of the slots that its rule leaves dense, because they do not fit its shapes.
+      else_dense: (slot, reason) of the slots that its rule leaves empty, because they do not fit.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -134,7 +134,7 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         if p == identity:
             continue
         if not uses or (name.startswith("drhs") and not tokens_known):
-            plans.append(SlotPlan(name, p, norms=("spatial", "group") if _chooses(p) else ()))
+            plans.append(SlotPlan(name, p, norms=("spatial", "group") if _auto_rescale(p) else ()))
             continue
         shape, operand = _operand(name, uses[0])
         along = tuple(shape[a] for a in operand.contract)
@@ -155,20 +155,20 @@ def _operand(name: str, use: Use) -> tuple[tuple[int, ...], Operand]:
 
 def _norms(name: str, p: Pruner, uses: list[Use], tokens_known: bool) -> tuple[str, ...]:
     """Return `SlotPlan.norms`. Before a call, only a convolution says whether x and g have axes of space."""
-    chooses = _chooses(p)
-    if chooses is None:
+    found = _auto_rescale(p)
+    if found is None:
         return ()
     if not tokens_known and name not in WEIGHT and not all(isinstance(use.op, Conv) for use in uses):
         return ("spatial", "group")
     spaces = [space_left(shape, p, operand) for shape, operand in (_operand(name, use) for use in uses)]
-    return tuple(dict.fromkeys(map(chooses.over_in, spaces)))
+    return tuple(dict.fromkeys(map(found.over_in, spaces)))
 
 
-def _chooses(p: Pruner) -> rescale | None:
+def _auto_rescale(p: Pruner) -> rescale | None:
     """Return the `rescale` in a pruner that chooses its norm by the array, or None."""
     if isinstance(p, rescale) and p.over == "auto":
         return p
-    return next((found for part in p.parts if (found := _chooses(part)) is not None), None)
+    return next((found for part in p.parts if (found := _auto_rescale(part)) is not None), None)
 
 
 def runs_of(
@@ -203,7 +203,7 @@ class Plan:
       uncovered: (path, shape) of the parameters outside these layers that have more than one axis.
       parameters: The number of all parameters.
       recipe_refusals: (where, reason) of what `nmjax.nnx.sparsify` would refuse in the recipe itself.
-      missed: The paths of uncovered parameters of modules that a rule of the recipe matches.
+      missed: The paths of parameters that a rule matches and no door reaches.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -325,7 +325,8 @@ class Plan:
             meant = [(path, shape) for path, shape in self.uncovered if path in self.missed]
             lines.insert(0, f"Parameters that a rule matches and no door reaches, so they stay dense: {_shapes(meant)}")
         if others:
-            lines.append(f"Parameters that no rule can prune: {_shapes(others)}")
+            lead = "Other parameters" if self.missed else "Parameters"
+            lines.append(f"{lead} that no door reaches: {_shapes(others)}")
         left = [
             (layer.path, reason) for layer in self.layers for reason in dict.fromkeys(r for _, r in layer.else_dense)
         ]
@@ -374,7 +375,7 @@ def _giga(cost: float) -> str:
 
 
 def _shapes(parameters: list[tuple[str, tuple[int, ...]]]) -> str:
-    """Return parameters and their shapes as one text. Paths that differ in numbers only share a shape."""
+    """Return parameters and their shapes as text. Paths that differ only in numbers are joined."""
     texts: list[str] = []
     for alike in layer_paths.alike((path, shape, (path, shape)) for path, shape in parameters):
         texts.append(f"{layer_paths.short([path for path, _ in alike])} {'x'.join(map(str, alike[0][1]))}")

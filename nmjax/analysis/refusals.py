@@ -59,21 +59,21 @@ def slot_refusal(slot: str, sparsity: Sparsity, uses: Iterable[Use], tokens_know
 
 
 def fitting_all(
-    sparsity: Sparsity, uses: Iterable[Use], layer: bool = False
+    sparsity: Sparsity, uses: Iterable[Use], tokens_known: bool = True
 ) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:  # fmt: skip
     """Return a sparsity without the slots that its ``else_dense`` leaves empty in some product of a layer.
 
     Args:
       sparsity: What the layer prunes.
       uses: The products of the layer.
-      layer: True if the number of tokens is not known.
+      tokens_known: False if the number of tokens is not known, as before a call.
 
     Returns:
       The sparsity, and (slot, reason) of every slot that stays empty.
     """
     dense: dict[str, str] = {}
     for use in uses:
-        sparsity, reasons = fitting(use.op, use.lhs, use.rhs, sparsity, layer)
+        sparsity, reasons = fitting(use.op, use.lhs, use.rhs, sparsity, tokens_known)
         dense |= reasons
     return sparsity, tuple(dense.items())
 

@@ -1,3 +1,19 @@
-"""Checkpoints: files of tensors, as other libraries write and read them."""
+"""Checkpoints: files of named tensors in the format safetensors, which other libraries read and write.
 
-from nmjax.checkpoints.tensors import CheckpointError as CheckpointError, Tensors as Tensors
+A file is opened by memory map, so only the tensors that are used are read. It is written whole or not at all. Tensors
+that are read and written again keep their names, order, bytes and metadata.
+
+>>> import tempfile
+>>> import numpy as np
+>>> with tempfile.TemporaryDirectory() as folder:
+...     write(folder + "/model.safetensors", {"w": np.array([1, 0, 0, 2], np.float32)})
+...     {name: value.tolist() for name, value in read(folder).items()}
+{'w': [1.0, 0.0, 0.0, 2.0]}
+"""
+
+from nmjax.checkpoints.tensors import (
+    CheckpointError as CheckpointError,
+    Tensors as Tensors,
+    read as read,
+    write as write,
+)

@@ -33,7 +33,14 @@ LARGEST_HEADER = 100_000_000  # bytes, as the format says
 
 
 class CheckpointError(ValueError):
-    """A file is not what it should be. The message is one sentence that begins with the file's path."""
+    """A file is not what it should be. The message is one sentence that begins with the file's path.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     try: read(folder)
+    ...     except CheckpointError as error: print(str(error).replace(folder, "FOLDER"))
+    FOLDER: the folder has no .safetensors file.
+    """
 
 
 class Entry(NamedTuple):
@@ -58,6 +65,13 @@ class Tensors(Mapping[str, np.ndarray]):
     Attributes:
       metadata: The texts that the first file has beside the tensors, such as {"format": "pt"}.
       files: The names of the tensors of each file, by the path of the file.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(folder + "/model.safetensors", {"w": np.zeros((2, 3), np.float16)}, {"format": "pt"})
+    ...     tensors = read(folder)
+    >>> list(tensors), tensors.shape("w"), tensors.metadata
+    (['w'], (2, 3), {'format': 'pt'})
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -139,6 +153,12 @@ def write(
     Raises:
       CheckpointError: The format has no such dtype, or no such name.
       OSError: The file cannot be written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(folder + "/model.safetensors", {"w": jnp.array([1, -0.0], jnp.bfloat16)})
+    ...     read(folder)["w"].tolist()
+    [1.0, -0.0]
     """
     path, header, begin = Path(path), dict[str, Any](), 0
     if metadata:

@@ -48,7 +48,7 @@ def gathered(paths: Iterable[str]) -> list[str]:
 
 
 def folded(reasons: Iterable[tuple[str, str]]) -> list[str]:
-    """Return (path, reason) as few lines. Reasons that differ only in numbers share a line, with the first in full.
+    """Join pairs (path, reason) into few lines. Reasons that differ only in numbers share a line with the first.
 
     >>> folded([("up/0", "3 values do not fit"), ("up/1", "3 values do not fit"), ("head", "5 values do not fit")])
     ['up/0-1: 3 values do not fit Likewise in another layer: head.']

@@ -1,9 +1,9 @@
 """Sparsity for any flax.linen model.
 
 Inside the context `sparsify`, the layers of a model are pruned as a recipe says for their paths. The model takes no
-argument and does not change. `door` declares further classes of layers. Or pass the product as an argument, if the
-layer has one: `dot_cls` is for ``dot_general_cls`` of Dense and DenseGeneral, and for ``qkv_`` and
-``out_dot_general_cls`` of attention; `conv_cls` is for ``conv_general_dilated_cls`` of Conv. Both give the same bits.
+argument and does not change. `door` declares further classes of layers. Some layers also take the product as an
+argument: `dot_cls` is for ``dot_general_cls`` of Dense and DenseGeneral, and for ``qkv_`` and ``out_dot_general_cls``
+of attention; `conv_cls` is for ``conv_general_dilated_cls`` of Conv. Both ways give the same results, bit for bit.
 
 A layer keeps what its method needs in the collection ``nm``: noise words, the time, and state such as held masks. Many
 methods need no arrays. Pass the collection wherever ``params`` goes: into ``apply``, and through ``nn.scan`` and

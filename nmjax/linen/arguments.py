@@ -83,7 +83,7 @@ class Product(nn.Module):
         with named(path):
             steps = (Step("dtype", rhs.dtype),)
             origin = Origin(path, self.recipe(path), self.seed, operand, rhs.shape, steps)
-            site = self._site(origin, rhs, fitting(op, lhs, rhs, origin.sparsity, layer=True)[0])
+            site = self._site(origin, rhs, fitting(op, lhs, rhs, origin.sparsity, tokens_known=False)[0])
             ctx = context_of(*site.own())
         return rule.bilinear(op, lhs, rhs, site.sparsity, ctx, self.recipe.backend, name=path or "the layer")
 

@@ -1,5 +1,6 @@
-"""Prunes the layers of a flax.linen model that takes no argument for it: `sparsify`."""
+"""The context `sparsify`, which prunes the layers of flax.linen models."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,7 @@ from nmjax.recipes.missed import Missed, report
 from nmjax.recipes.table import Recipe
 
 Path = tuple[str, ...]
+NO_LAYERS = "has no layer with a door, so nothing would be pruned. Declare doors, nm.linen.door(..., weight=...)."
 ACTIVE = threading.local()  # Flax keeps interceptors for each thread
 RECIPE = jax.make_user_context(None)  # what is compiled under one recipe is not run under another
 
@@ -25,7 +27,7 @@ class Reached:
     Attributes:
       matrices: The parameters of two axes or more in one layer: path -> (shape, class of the module).
       by_door: The paths of the parameters that a door reaches.
-      layers: The paths that rules match of these.
+      layers: The paths of the layers that a door reaches.
     """
 
     def __init__(self) -> None:
@@ -34,9 +36,9 @@ class Reached:
         self.layers: dict[str, None] = {}
 
     def note(self, module: nn.Module) -> None:
-        """Write down the parameters of a module, without the bias of a layer with a door.
+        """Note the parameters of a module. The bias of a layer with a door is left out.
 
-        In a stack it is called for one layer first.
+        A stack calls this for one layer first, so the first shape counts.
         """
         assert module.scope is not None
         has_door = bool(weights_of(module))
@@ -54,7 +56,7 @@ class Reached:
 
     @property
     def paths(self) -> list[str]:
-        """The paths that rules may match: of layers, and of matrices that no door reaches and the modules above."""
+        """The paths that rules may match: of layers, of matrices that no door reaches, and of their modules."""
         others = [path[:n] for path in self.matrices if path not in self.by_door for n in range(len(path) + 1)]
         return [*self.layers, *dict.fromkeys("/".join(path) for path in others)]
 
@@ -85,7 +87,7 @@ class Delivery:
             if module.scope is not None and module.is_initializing() and not self.copied:
                 self.reached.note(module)
                 if outermost:
-                    self._report()
+                    self._report(module)
             return y
         except BaseException:
             self.reached = Reached()
@@ -148,10 +150,25 @@ class Delivery:
                         f"of the layer around it. Declare one of them."
                     )
 
-    def _report(self) -> None:
-        """Refuse rules without a layer, and tell of parameters that no door reaches, at the end of init."""
+    def _report(self, model: nn.Module) -> None:
+        """Refuse rules without a layer, and report parameters that no door reaches, at the end of init."""
         self.recipe.check(self.reached.paths)
-        report(self.reached.missed(self.recipe), "nm.linen.door", list(self.reached.layers), self.strict, stacklevel=3)
+        if not self.reached.by_door and any(sparsity != Sparsity() for _, sparsity in self.recipe.rules):
+            raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
+        missed, layers = self.reached.missed(self.recipe), list(self.reached.layers)
+        report(missed, "nm.linen.door", layers, self.strict, stacklevel=_frames_to_caller())
+
+
+def _frames_to_caller() -> int:
+    """Return the number of frames from the function that calls this one to the first that is not of Flax or JAX."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "flax",
+        "jax",
+        "nmjax",
+    ):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 @contextmanager
@@ -160,16 +177,17 @@ def sparsify(recipe: Recipe, seed: int = 0, strict: bool = False) -> Iterator[No
 
     The model takes no argument for it and does not change. Inside the context, ``model.init`` makes the collection
     "nm", and ``model.apply`` computes with pruned products. Use the context around both, also inside functions that
-    `jax.jit` compiles. It prunes nn.Dense, DenseGeneral, also inside attention, Einsum, Conv and ConvTranspose, and
-    the layers that `door` declares. A layer that has `dot_cls` or `conv_cls` as its argument keeps it.
+    `jax.jit` compiles. It prunes nn.Dense, nn.DenseGeneral (also inside attention), nn.Einsum, nn.Conv,
+    nn.ConvTranspose and the layers of declared doors. A layer that has `dot_cls` or `conv_cls` as its argument follows
+    that.
 
-    ``init`` warns of every parameter of two axes or more that the recipe would prune and that no door reaches. Enter
-    other interceptors of methods inside this context: those around it see the calls of pruned layers twice.
+    ``init`` warns of every parameter of two axes or more that a rule matches and no door reaches. Enter other
+    interceptors inside this context. Interceptors around it see calls of pruned layers twice.
 
     Args:
       recipe: The sparsity of each layer, by its path.
       seed: The seed of all noise, an int.
-      strict: True to refuse such parameters instead.
+      strict: True to raise an error, instead of a warning, for parameters that a rule matches and no door reaches.
 
     Raises:
       TypeError: ``recipe`` is no Recipe.

@@ -40,8 +40,8 @@ def door(kind: type | str, weight: str | tuple[str, ...]) -> None:
     """Declare that layers of a class multiply an input by a parameter, so that `sparsify` can prune the product.
 
     The class is not changed. Declare it once, before `sparsify`. Subclasses have the door of their class. The product
-    is found by tracing the layer: any `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution whose one operand is
-    the parameter, perhaps in another dtype or with its axes in another order.
+    is found by tracing the layer: a `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution with the parameter as an
+    operand, perhaps in another dtype or with its axes in another order.
 
     Args:
       kind: A class of flax.linen; or a text "package.module:Class", which imports nothing.
@@ -88,7 +88,7 @@ def door(kind: type | str, weight: str | tuple[str, ...]) -> None:
 
 
 def weights_of(module: nn.Module) -> tuple[Weight, ...]:
-    """Return the weights of a bound layer that its door names, the nearest class of the layer first; () if none.
+    """Return the weights that the door of a bound layer names; () if it has no door. The nearest base class decides.
 
     Raises:
       ValueError: The door names an attribute that the layer does not have.

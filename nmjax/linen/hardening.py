@@ -209,16 +209,16 @@ def violations(variables: Mapping[str, Any]) -> dict[str, jax.Array | None]:
     """Return the number of groups of each weight that break the pattern which `harden` promises.
 
     Args:
-      variables: What `harden` returned.
+      variables: As of `set_step`, or what `harden` returned.
 
     Returns:
-      A dict from the weight's path to a count. None means that nothing was checked, because the weight ends dense.
+      A dict from the weight's path to a count. None: nothing was checked, because the final form is dense.
 
     Raises:
       ValueError: A weight has no final form.
 
     Warns:
-      UserWarning: No weight ends n:m, so nothing was checked.
+      UserWarning: No weight has an n:m final form, so nothing was checked.
 
     >>> from flax import linen as nn
     >>> import nmjax as nm

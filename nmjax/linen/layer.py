@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
     @property
     def layout(self) -> tuple[Operand, tuple[Step, ...]]:
-        """The roles of the axes of the operand, and the steps from the weight to it: its dtype, if nothing else."""
+        """The roles of the axes of the operand, and the steps from the weight to it. At least its dtype is a step."""
         return _layout(self.product, self.lhs, self.rhs)
 
 
@@ -69,7 +69,7 @@ class Uses(NamedTuple):
 
     def fitted(self, sparsity: Sparsity) -> Sparsity:
         """Return what the products of any call prune, if ``else dense`` leaves empty what does not fit."""
-        return fitting_all(sparsity, [Use(p.product.op, p.lhs, p.rhs, 1) for p in self.places], layer=True)[0]
+        return fitting_all(sparsity, [Use(p.product.op, p.lhs, p.rhs, 1) for p in self.places], tokens_known=False)[0]
 
     def origin(self, sparsity: Sparsity, seed: int) -> Origin:
         """Return the origin of the weight's variable.

@@ -16,7 +16,7 @@ Names = tuple[Any, ...]
 
 
 class Leaves(NamedTuple):
-    """The leaves of variables by the names on their way, and the structure of the whole."""
+    """The leaves of a model's variables by their keys, and the structure of the tree."""
 
     by_name: dict[Names, Any]
     tree: Any
@@ -54,8 +54,8 @@ class Sited(NamedTuple):
     Attributes:
       weight_path: The path of the weight among the parameters.
       path: The path of the layer in the model that ran init.
-      name: The names on the way to the variable.
-      where: The names on the way to the weight.
+      name: The keys that lead to the variable.
+      where: The keys that lead to the weight.
       site: The variable.
       weight: The weight. None if a dense layer does not have it as a parameter.
     """

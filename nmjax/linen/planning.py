@@ -13,7 +13,7 @@ from nmjax.analysis import flops
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
 from nmjax.linen.arguments import Product
-from nmjax.linen.delivery import ACTIVE, RECIPE, Path, Reached
+from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Path, Reached
 from nmjax.linen.doors import Weight, has_argument, weights_of
 from nmjax.linen.layer import Call
 from nmjax.products.pruning import shape_of
@@ -25,7 +25,6 @@ from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe
 
 _MARK = "nmjax_layer_"
-_NO_LAYERS = "has no layer with a door, so nothing would be pruned. Declare doors, nm.linen.door(..., weight=...)."
 
 
 class Planned(NamedTuple):
@@ -170,17 +169,14 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
     reached = planner.reached
     left = tuple(("/".join(path), of[0]) for path, of in reached.matrices.items() if path not in reached.by_door)
     count = sum(math.prod(v.shape) for v in jax.tree.leaves(shapes))
-    refused = () if recipe is None else _recipe_refusals(model, recipe, planner)
-    return Plan(tuple(rows), elsewhere, left, count, refused)
-
-
-def _recipe_refusals(model: nn.Module, recipe: Recipe, planner: Planner) -> tuple[tuple[str, str], ...]:
-    """Return (where, reason) of what `sparsify` would refuse in a recipe itself."""
+    if recipe is None:
+        return Plan(tuple(rows), elsewhere, left, count)
     unused = "it matches no layer's whole path, or earlier rules decide for its layers."
-    refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(planner.reached.paths)]
-    if not planner.planned and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
-        refused.append(("the model", f"{type(model).__name__} {_NO_LAYERS}"))
-    return tuple(refused)
+    refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(reached.paths)]
+    if not reached.by_door and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
+        refused.append(("the model", f"{type(model).__name__} {NO_LAYERS}"))
+    missed = tuple(one.path for one in reached.missed(recipe))
+    return Plan(tuple(rows), elsewhere, left, count, tuple(refused), missed)
 
 
 def _traced(model: nn.Module, planner: Planner, inputs: Any, options: Any) -> tuple[Any, dict[Path, int], int]:

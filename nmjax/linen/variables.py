@@ -154,7 +154,7 @@ def site_of(scope: Scope, origin: Origin, weight: Any, recipe: Recipe, fitted: S
       scope: The scope of the variable, which lies in the scope of the layer.
       origin: What the variable is, or would be, made for.
       weight: The weight, or the operand of its product if the origin has no steps but a dtype.
-      recipe: The recipe of the model. The path for which a known variable was made counts.
+      recipe: The recipe of the model. A known variable is compared with the rule for the path that it was made for.
       fitted: The sparsity of the origin, without what ``else dense`` leaves empty.
 
     Raises:

@@ -66,7 +66,7 @@ class Balance(nnx.Variable[jax.Array]):
 
 
 class Mixture(nnx.Module):
-    """A two-layer perceptron of which every token uses the ``top`` of several copies, the experts.
+    """Several two-layer perceptrons, the experts. Each token uses ``top`` of them.
 
     A router gives each token a probability for every expert. The token's experts are those with the greatest sum of
     probability and balance, and their outputs are added, times their probabilities. No token is dropped.

@@ -1,8 +1,8 @@
 """Refusals of `sparsify`: layers that cannot follow a recipe, with the rules that leave them dense.
 
 - slots that cannot prune the layer's shapes, as a plan says too (`nmjax.products.fit.slot_refusals`)
-- layers whose product is the model's own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, and pruned
-  weights of a layer of which only a call says the product (`layer_refusal`)
+- layers with a product of their own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, weights whose
+  product is known only in a call, and scores with a rule for weights (`layer_refusal`)
 
 Rules that match no layer are refused by ``Recipe.check``. A plan with a recipe lists all of these.
 """
@@ -25,8 +25,8 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 NO_LAYERS = (
-    "has no nnx.Linear, LinearGeneral, Einsum or Conv, so nothing would be pruned. To prune a product that is written "
-    "out by hand, write nm.einsum(..., sparsity=...)."
+    "has no layer with a door, so nothing would be pruned. Declare doors, nm.nnx.door(..., weight=...). To prune a "
+    "product that is written out by hand, write nm.einsum(..., sparsity=...)."
 )
 
 
@@ -108,7 +108,7 @@ def layer_refusal(
     if product is None:
         if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:
             return None
-        return Refusal(layer.say_product)
+        return Refusal(layer.why_unknown)
     own = tuple(n for a, n in enumerate(kernel.shape) if a not in (axes if axes in layer.stacks else ways[0]))
     if layer.steps.axes(own) is None:
         return Refusal(
@@ -128,7 +128,7 @@ def fitted(
     product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
     if product is None:
         return sparsity, ()
-    return fitting_all(sparsity, [Use(product.op, product.lhs, product.rhs, 1)], layer=True)
+    return fitting_all(sparsity, [Use(product.op, product.lhs, product.rhs, 1)], tokens_known=False)
 
 
 def layer_slot_refusals(

@@ -1,7 +1,7 @@
-"""Doors that others declare: for layers of any class of flax.nnx, also a class that one cannot edit.
+"""Doors that users declare, for layers of any class of flax.nnx, also of a class that they cannot edit.
 
-A declared layer has no attribute for its product. So its method is run with another product: while it is sparse, the
-layer's class is a subclass whose method is traced, and whose products with the weight are pruned.
+Such a layer has no attribute for its product. While it is sparse, its class is a subclass. The method of the subclass
+traces the method of the layer, and prunes the products with the weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class Declared:
 
     Attributes:
       weights: The attributes that hold the weights.
-      alone: True if the layer has this one weight, so that a rule matches the path of the layer itself.
+      alone: True if the door names one weight. A rule then matches the path of the layer.
       input: A function of a layer that returns the shape of an input; -1 in it stands for the tokens.
       method: The method that multiplies an input by the weights.
     """
@@ -51,8 +51,8 @@ def door(
     """Declare that layers of a class multiply an input by a weight, so that `sparsify` can prune the product.
 
     The class is not changed. Declare it once, before `sparsify` or `plan`. The product is found by tracing the method:
-    any `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution whose one operand is the weight, perhaps in another
-    dtype or with its axes in another order.
+    a `jnp.einsum`, ``@``, `jax.lax.dot_general` or convolution with the weight as an operand, perhaps in another dtype
+    or with its axes in another order.
 
     Args:
       kind: The class, a subclass of `flax.nnx.Module`; or a text "package.module:Class", which imports nothing.
@@ -88,7 +88,7 @@ def door(
     elif not callable(getattr(kind, method, None)):
         raise ValueError(f"nm.nnx.door({name}, method={method!r}): the class has no such method.")
     if kind in DOORS:
-        raise ValueError(f"nm.nnx.door({name}): sparsify knows this layer of Flax. Declare a door for a subclass.")
+        raise ValueError(f"nm.nnx.door({name}): this class has a door already. Declare a door for a subclass.")
     weights = (weight,) if isinstance(weight, str) else tuple(weight)
     mine = Declared(weights, isinstance(weight, str), input, method)
     others = [one for one in DECLARED.get(kind, ()) if (one.weights, one.method) != (mine.weights, method)]
@@ -123,7 +123,7 @@ def dense_class(kind: type) -> type:
 
 @cache
 def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
-    """Return the subclass of a class whose methods run with the products of their sites."""
+    """Return a subclass of a class. Its methods use the sites of a layer for the products of the weights."""
     members: dict[str, Any] = {name: _pruned_method(kind, name) for name in methods}
     members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind)(kind.__name__, (kind,), {**members, "_nm_dense": kind})

@@ -49,19 +49,19 @@ def sparsify(
         from a call alone, as of an nnx.Einsum without einsum_str. The model is traced once on their shapes.
       seed: The seed of all random numbers: an int, a `jax.random.key` or two uint32 words.
       stack: The stacking axis or axes of the weights. Needed only if a weight's shape is ambiguous.
-      strict: True to raise an error, instead of a warning, if a rule matches a module whose parameters no door reaches.
+      strict: True to raise an error, instead of a warning, for parameters that a rule matches and no door reaches.
       **options: Keyword arguments of the model's call, as for ``inputs``.
 
     Returns:
       The model itself.
 
     Raises:
-      TypeError: ``recipe`` is not a Recipe, or ``model`` is not a flax.nnx module.
-      ValueError: A rule matches no layer, or a layer cannot follow its rule. All such layers are listed.
+      TypeError: ``recipe`` is not a Recipe, ``model`` is not a flax.nnx module, or its call does not take ``inputs``.
+      ValueError: A rule matches no layer; layers cannot follow their rules, and all are listed; or ``strict`` is True
+        and no door reaches a parameter that a rule matches.
 
     Warns:
-      UserWarning: A rule matches a module that holds a parameter of two axes or more which no door reaches. It stays
-        dense.
+      UserWarning: A rule matches a parameter of two axes or more that no door reaches. It stays dense.
 
     >>> import nmjax as nm
     >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"),))

@@ -1,7 +1,4 @@
-"""Flax's own layers: the door of each kind, its weight and its product.
-
-A door is the attribute in which a Flax layer keeps its product.
-"""
+"""Layers that keep their product in an attribute, the door: those of Flax, and two of `nmjax.models`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +28,7 @@ class Door(NamedTuple):
 
     Attributes:
       name: The attribute.
-      plain: The function that Flax puts there.
+      plain: The dense function that the layer puts there.
       product: The pruned product that takes its place.
     """
 
@@ -178,7 +175,7 @@ class Layer:
         return fitting
 
     def stacked(self, axes: tuple[int, ...] | None) -> "Layer":
-        """Return the layer with its stacking axes named, if they fit it and it would take others by itself."""
+        """Return the layer with these stacking axes; or itself, if it finds them or if they do not fit."""
         del axes  # `stacks` lists every way that fits the declared shape
         return self
 
@@ -226,8 +223,8 @@ class Layer:
         return self.called or (None if self.site is None else self.site.example)
 
     @property
-    def say_product(self) -> str:
-        """The reason and the remedy if only a call says the product."""
+    def why_unknown(self) -> str:
+        """The reason why the product is unknown before a call, and the remedy."""
         return (
             "its einsum_str comes with the call. Give it to the constructor, or pass examples of the model's inputs: "
             "sparsify(model, recipe, x)."
@@ -271,7 +268,7 @@ class Layer:
 
 
 class ScoresLayer(Layer):
-    """The product of attention's scores and values. No operand is a weight. The marker stands in its place."""
+    """The product of attention's scores and values. No operand is a weight; the variable `marker` takes its place."""
 
     @property
     def has_weight(self) -> bool:

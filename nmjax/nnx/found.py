@@ -26,7 +26,7 @@ class DeclaredLayer(Layer):
     Attributes:
       declaration: The door.
       axes: The stacking axes, if the caller named them.
-      traced: The products of the layers that were traced: layers that are alike are traced once.
+      traced: A cache of traced layers. Layers that are alike are traced once.
     """
 
     door: Any = None  # it has no attribute for a product
@@ -179,7 +179,7 @@ class DeclaredLayer(Layer):
         return self.product
 
     @property
-    def say_product(self) -> str:
+    def why_unknown(self) -> str:
         return (
             f"only a call says which product it is. Declare its input, {self.text[:-1]}, input=lambda layer: ...), or "
             "pass examples of the model's inputs: sparsify(model, recipe, x)."
@@ -218,7 +218,7 @@ class Uses:
         """Return the one product of a weight, or refuse it.
 
         Args:
-          where: The layer and its door, which begin every error.
+          where: The beginning of errors: the layer and its door.
           path: The path of the weight in the traced function.
           weight: The weight in words.
         """

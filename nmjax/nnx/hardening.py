@@ -208,13 +208,13 @@ def violations(model: Any) -> dict[str, jax.Array | None]:
       model: A sparse model, or what `harden` returned.
 
     Returns:
-      A dict from the weight's path to a count. None means that nothing was checked, because the weight ends dense.
+      A dict from the weight's path to a count. None: nothing was checked, because the final form is dense.
 
     Raises:
       ValueError: A weight has no final form.
 
     Warns:
-      UserWarning: No weight ends n:m, so nothing was checked.
+      UserWarning: No weight has an n:m final form, so nothing was checked.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))

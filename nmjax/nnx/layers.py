@@ -16,7 +16,7 @@ from nmjax.nnx.found import DeclaredLayer, Uses
 def layers(model: Any) -> Iterator[Layer]:
     """Return every layer with a door once, in the order of the paths, numbers by value.
 
-    A layer of which a door names several weights is one layer for each weight.
+    If a door names several weights, each weight counts as a layer.
 
     Raises:
       TypeError: If the model is not one of flax.nnx.

@@ -145,11 +145,11 @@ def plan(
 
 
 def _recipe_refusals(
-    model: Any, recipe: Recipe, paths: list[str], dense: list[str]
+    model: Any, recipe: Recipe, paths: list[str], unreached: list[str]
 ) -> tuple[tuple[str, str], ...]:  # fmt: skip
     """Return (where, reason) of what `sparsify` would refuse in a recipe itself."""
     unused = "it matches no layer's whole path, or earlier rules decide for its layers."
-    refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(paths, dense)]
+    refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(paths, unreached)]
     if not paths and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         refused.append(("the model", f"{type(model).__name__} {NO_LAYERS}"))
     return tuple(refused)
@@ -169,7 +169,7 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
         products = () if example is None else (example,)
     stacked = math.prod(layer.kernel.shape[a] for a in planned.stack)
     uses = [Use(product.op, product.lhs, product.rhs, stacked) for product in products]
-    sparsity, of_call = fitting_all(sparsity, uses, layer=not notes)
+    sparsity, of_call = fitting_all(sparsity, uses, tokens_known=bool(notes))
     slots, shares = slots_of(sparsity, uses, bool(notes)), flops.effective(sparsity)
     reasons = {name: refusal.reason for name, refusal in planned.refused_slots.items()}
     slots = tuple(slot._replace(refused=slot.refused or reasons.get(slot.name)) for slot in slots)

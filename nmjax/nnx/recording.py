@@ -1,4 +1,4 @@
-"""The products that a call of a model asks its layers for. The call is traced on shapes, so no value is computed."""
+"""The products of each layer in a call of a model. The call is traced on shapes, so no value is computed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -73,7 +73,7 @@ def _example(product: Callable[..., Any], operands: Sequence[Any], options: Mapp
 
 
 def recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[Notes]]:
-    """Return a copy of a model, of shapes, and the notes that its layers take when it is called.
+    """Return a copy of a model with shapes in place of arrays, and the notes that its layers fill in a call.
 
     Args:
       model: The model.
@@ -127,7 +127,7 @@ def _products(
 def with_calls(
     model: Any, with_doors: list[Layer], recipe: Recipe, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> list[Layer]:  # fmt: skip
-    """Return the layers of a model, each with the product that a call asks it for, if the layer does not say which.
+    """Return the layers of a model. If a layer does not say its product, add the product of the call.
 
     Raises:
       ValueError: The recipe prunes such a layer, and the call asks it for products along different axes of its weight.

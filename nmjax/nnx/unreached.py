@@ -1,4 +1,4 @@
-"""Parameters of a model that no door reaches, so that no rule can prune them."""
+"""The parameters of a model that no door reaches."""
 
 import math
 import os

@@ -98,8 +98,8 @@ class Site(nnx.Module):
         )  # fmt: skip
         if known and asked != known:
             raise ValueError(
-                f"{self.name}: the call contracts axes {asked[0].contract} of an operand of shape {w.shape}, and the "
-                f"input that sparsify knows contracts axes {known[0].contract} of {self.example.rhs.shape}. Give the "
+                f"{self.name}: the call contracts axes {asked[0].contract} of an operand of shape {w.shape}, but for "
+                f"the input of the door it was axes {known[0].contract} of {self.example.rhs.shape}. Give the "
                 "door an input of the same kind as the call, or pass examples of the model's inputs to sparsify."
             )
         with jax.named_scope(self.name):

@@ -21,24 +21,24 @@ TOKENS = ("drhs_g", "drhs_lhs")  # the slots whose groups lie along tokens, whic
 
 
 def fitting(
-    op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, layer: bool = False
+    op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, tokens_known: bool = True
 ) -> tuple[Sparsity, dict[str, str]]:  # fmt: skip
-    """Return a sparsity without the slots that cannot prune and may stay empty, and the reason of each such slot.
+    """Return a sparsity in which the slots that do not fit are empty, as ``else_dense`` allows, with the reasons.
 
-    Shardings are not looked at: whether a layer is dense does not depend on the number of devices.
+    Shardings are ignored, so the number of devices does not decide which layers are dense.
 
     Args:
       op: The operation.
       lhs: x, or its shape.
       rhs: The weight, or its shape.
       sparsity: What may have slots in its ``else_dense``.
-      layer: True if the number of tokens is not known, as for a layer without a call.
+      tokens_known: False if the number of tokens is not known, as before a call.
     """
     if sparsity.else_dense is False:
         return sparsity, {}
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)]
-    refused = {name: refusal.reason for name, refusal in slot_refusals(op, *shapes, sparsity, not layer)}
-    if layer:
+    refused = {name: refusal.reason for name, refusal in slot_refusals(op, *shapes, sparsity, tokens_known)}
+    if not tokens_known:
         refused = {name: reason for name, reason in refused.items() if name not in TOKENS}
     if sparsity.else_dense is True:
         whole = [name for name in refused if name not in TOKENS]

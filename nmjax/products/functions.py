@@ -82,7 +82,7 @@ def ragged_dot(
 
     It multiplies the tokens of each expert by the expert's matrix, as mixtures of experts do. In the product for dw a
     group has tokens of one expert: an expert's first group begins at its first token, and its last group is filled up
-    with zeros, so m need not divide the number of its tokens. Tokens behind the last expert's give zeros.
+    with zeros, so m need not divide the number of its tokens. Tokens without an expert, at the end, give zeros.
 
     Args:
       lhs: The tokens, of shape [tokens, in], sorted by expert.

@@ -31,7 +31,7 @@ class Operation(Protocol):
     def __call__(self) -> Callable[..., jax.Array]:
         """The product of lhs and rhs. It must be linear in each of them, because JAX transposes it.
 
-        Further operands are not differentiated: the sizes of a `RaggedDot`.
+        Further operands, such as the sizes of a `RaggedDot`, are not differentiated.
         """
         ...
 

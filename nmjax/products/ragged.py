@@ -2,8 +2,8 @@
 
 The tokens of a grouped product are sorted by expert, and a call says how many each expert has. A group has tokens of
 one expert alone: the first group of an expert begins at its first token, and its last group is filled up with zeros. So
-tokens are laid out with room for the zeros, pruned there, and taken back. The layout has a fixed size, and the places
-in it depend on the sizes.
+the tokens are copied to a layout with room for the zeros, pruned, and copied back. The layout has a fixed size. The
+sizes decide the place of each token.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def room(tokens: int, experts: int, m: int) -> int:
 
 
 def places(sizes: jax.Array, tokens: int, m: int) -> jax.Array:
-    """Return the place of every token in the layout. That of a token without an expert is behind the end.
+    """Return the place of every token in the layout. A token without an expert gets a place behind the end.
 
     Args:
       sizes: The number of tokens of each expert.
@@ -52,11 +52,11 @@ def places(sizes: jax.Array, tokens: int, m: int) -> jax.Array:
 
 
 def by_expert(call: Callable[..., jax.Array], sizes: jax.Array) -> Callable[..., jax.Array]:
-    """Return a call that prunes the tokens of every expert apart.
+    """Return a function that prunes the tokens of each expert separately.
 
     Args:
       call: The function that prunes an operand, as `nmjax.products.pruning.pruned`.
-      sizes: The number of tokens of each expert. Tokens behind the last one become zeros.
+      sizes: The number of tokens of each expert. Tokens without an expert become zeros.
     """
 
     def apart(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> jax.Array:

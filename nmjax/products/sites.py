@@ -107,7 +107,7 @@ def warn_unfinished(distances: Iterable[tuple[str, int, float | None]], stacklev
     largest = max(d for _, _, d in far)
     paths = [layer_paths.short(same) for same in layer_paths.alike((path, None, path) for path, _, _ in far)]
     warnings.warn(
-        f"harden at step {far[0][1]}: the schedule has not ended in {', '.join(layer_paths.gathered(paths))}. The "
+        f"harden at step {far[0][1]}: the schedules of {', '.join(layer_paths.gathered(paths))} have not ended. The "
         f"hardened weights differ from those of this step, by up to {largest:.0%} of their norm.",
         stacklevel=stacklevel,
     )

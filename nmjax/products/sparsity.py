@@ -25,9 +25,9 @@ class Sparsity(Value):
 
     Args:
       fwd_lhs, fwd_rhs, dlhs_g, dlhs_rhs, drhs_g, drhs_lhs: The pruner of each slot.
-      else_dense: The slots that stay empty, instead of raising an error, if they cannot prune an operand's shape. True:
-        if a slot of x, of w or of dx cannot, the whole layer is dense; if a slot of dw cannot, because of the number of
-        tokens, it stays empty.
+      else_dense: The slots that stay empty, instead of raising an error, if they cannot prune the shape of an operand.
+        If True, the whole layer is dense if a slot of y or dx does not fit. A slot of dw that does not fit the number
+        of tokens stays empty.
 
     Raises:
       TypeError: If a slot holds no pruner.

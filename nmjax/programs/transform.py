@@ -63,12 +63,12 @@ class Place(NamedTuple):
 class transform(Value):
     """A function with pruned products. The function itself does not change.
 
-    ``transform(f, recipe)(params, ...)`` is ``f(params, ...)`` with every product pruned that has one parameter as an
-    operand: dot products, and convolutions with the parameter as their kernel. The recipe matches the parameter's path
-    in the tree ``params``, such as
-    "blocks/0/up/kernel". A parameter is followed through `jax.jit`, `jax.checkpoint`, `lax.scan`, `lax.cond` and
-    `lax.while_loop`, and through changes of its dtype, its shape and the order of its axes. So it works with plain JAX,
-    and with any library whose models are functions of a tree of parameters.
+    ``transform(f, recipe)(params, ...)`` is ``f(params, ...)`` with pruned products: dot products with one parameter as
+    an operand, convolutions with a parameter as their kernel, and `jax.lax.ragged_dot` with a parameter as its weights.
+    The recipe matches the parameter's path in the tree ``params``, such as "blocks/0/up/kernel". A parameter is
+    followed through `jax.jit`, `jax.checkpoint`, `lax.scan`, `lax.cond` and `lax.while_loop`, and through changes of
+    its dtype, its shape and the order of its axes. So it works with plain JAX, and with any library whose models are
+    functions of a tree of parameters.
 
     The function is traced, and its program is run with other products. A compiled function has no cost for this.
     Outside `jax.jit` every call traces again.
@@ -123,7 +123,7 @@ class transform(Value):
         def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
             path = product.parameter.path
             sparsity = known[path].origin.sparsity if path in known else self.recipe(path)
-            sparsity, _ = fitting(product.op, x, w, sparsity, layer=True)
+            sparsity, _ = fitting(product.op, x, w, sparsity, tokens_known=False)
             if sparsity == Sparsity():
                 return None
             if arrays is None and needs_arrays(sparsity):
@@ -218,7 +218,7 @@ class transform(Value):
 
     def _fitted(self, path: str, places: list[Place]) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:
         """Return what a parameter's products prune in any call, and (slot, reason) of what does not fit."""
-        return fitting_all(self.recipe(path), [place.use() for place in places], layer=True)
+        return fitting_all(self.recipe(path), [place.use() for place in places], tokens_known=False)
 
     def _site(self, path: str, value: Any, places: list[Place], others: list[str]) -> ProgramSite:
         sparsity, first = self._fitted(path, places)[0], places[0]
@@ -288,10 +288,10 @@ class transform(Value):
           sites: What `init` or `set_step` returned, before `harden`.
 
         Returns:
-          A dict from path to a count. None means that nothing was checked, because the parameter ends dense.
+          A dict from path to a count. None: nothing was checked, because the final form is dense.
 
         Warns:
-          UserWarning: No parameter ends n:m, so nothing was checked.
+          UserWarning: No parameter has an n:m final form, so nothing was checked.
         """
         values = _known(params, sites)
         return checked({path: broken_groups(path, values[path], site) for path, site in sites.items()})
@@ -329,7 +329,7 @@ def _known(params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, Any]:
     unknown = [path for path in sites if path not in values]
     if unknown:
         raise ValueError(
-            f"the sites are of {', '.join(map(repr, unknown[:4]))}, which these parameters do not have. Pass the same "
+            f"params has no parameter {', '.join(map(repr, unknown[:4]))}, but there are sites for it. Pass the same "
             "tree of parameters as to init."
         )
     return values

@@ -129,7 +129,8 @@ class chain(Pruner):
 class stages(Pruner):
     """Use different pruners in different phases of training.
 
-    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training", arXiv:2402.04744.
+    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity
+    Training in Transformers", arXiv:2402.04744.
 
     Examples are the structure decay of this paper (SdGf) and a dense phase at the end. Step t uses
     the last row whose first step is <= t. Each row's state is initialized at its first step. If every row is `identity`

@@ -62,7 +62,8 @@ class SameValues(SamePattern, Estimator):
 class ste(SameValues):
     """Prune with the straight-through gradient: dx = dy, for kept and dropped values alike.
 
-    Paper: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", arXiv:1308.3432.
+    Paper: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for Conditional
+    Computation", arXiv:1308.3432.
 
     Args:
       p: The pruner.
@@ -133,7 +134,8 @@ class sr_ste(SameValues):
 class decay(Pruner):
     """Multiply dropped values by D(step), which falls from 1 to 0: mask decay gradient flow (MdGf).
 
-    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training", arXiv:2402.04744.
+    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity
+    Training in Transformers", arXiv:2402.04744.
 
     The result is::
 

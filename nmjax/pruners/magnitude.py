@@ -20,7 +20,7 @@ class mse(Grouped):
     """Keep the n largest magnitudes of every m. This leaves the least squared error ||x - p(x)||^2.
 
     Paper: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", arXiv:2203.10991.
-    It shows that this is right for weights and activations, and wrong for gradients, where `mvue` is right.
+    The paper prunes weights and activations so, and gradients as `mvue` does.
 
     Of equal magnitudes the first are kept. Infinities and NaN count as largest.
 

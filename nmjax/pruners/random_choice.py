@@ -22,7 +22,7 @@ class uniform(Grouped):
     """Keep n of every m values, chosen uniformly at random, and multiply them by m/n if ``rescale``.
 
     Paper: McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning", arXiv:2202.00774.
-    It chooses at random without the factor, as a baseline.
+    The paper uses it without the factor, as a baseline.
 
     The choice does not depend on the values, so it may drop infinities and NaN. The multiplication can overflow. On
     CPUs it makes subnormal numbers zero.

@@ -27,7 +27,7 @@ from nmjax.pruners.unbiased import above_zero, group_uniforms, weights
 
 @dataclass(frozen=True, repr=False)
 class mvue_approx(Grouped):
-    """Keep 2 of every m values, chosen by two draws, unbiased: E[p(g)] = g.
+    """Keep 2 of every m values by two random draws, without bias: E[p(g)] = g.
 
     Paper: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", arXiv:2203.10991.
 

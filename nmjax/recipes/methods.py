@@ -38,7 +38,7 @@ def dense() -> Sparsity:
 def ste(n: int = 2, m: int = 4) -> Sparsity:
     """Return magnitude-pruned weights with straight-through gradients.
 
-    Paper: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", arXiv:1308.3432.
+    Paper: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons ...", arXiv:1308.3432.
 
     Args:
       n: Number of values kept in each group.
@@ -137,7 +137,7 @@ def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over
       rescale: Whether the norm is restored.
       select: "top" keeps the largest magnitudes, "random" keeps any.
       over: What is rescaled together: "spatial" is a feature map, "group" is a group. "auto" is "spatial" in layers
-        whose gradient has axes of space, and "group" in layers without, as with tokens in one flat axis.
+        whose gradient has axes of space, and "group" in all others.
 
     Returns:
       A sparsity with ``dlhs_g`` set.
@@ -181,7 +181,8 @@ def mvue(n: int = 2, m: int = 4) -> Sparsity:
 def mdgf(n: int = 2, m: int = 4, schedule: Schedule = _EXPONENTIAL, gradient: str = "ste") -> Sparsity:
     """Return mask decay gradient flow: dropped weights fade by a schedule.
 
-    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training", arXiv:2402.04744.
+    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity
+    Training in Transformers", arXiv:2402.04744.
     A dropped weight is multiplied by the schedule: all are kept at 1, and at 0 exactly n of m are.
 
     Args:
@@ -209,9 +210,9 @@ def sdgf(
 ) -> Sparsity:
     """Return structure decay gradient flow: weights reach n:m through looser patterns.
 
-    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity Training", arXiv:2402.04744.
-    The steps between ``dense`` and ``finetune`` are divided evenly among the
-    patterns.
+    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity
+    Training in Transformers", arXiv:2402.04744.
+    The steps between ``dense`` and ``finetune`` are divided evenly among the patterns.
 
     Args:
       n: Number of values kept in each group in the end.
@@ -326,7 +327,7 @@ def bi_mask(n: int = 2, m: int = 4, lam: float = 2e-4, every: int = 100, draws: 
 def bdwp(n: int = 2, m: int = 4) -> Sparsity:
     """Return BDWP: weights pruned along the inputs forward, and along the outputs for dx.
 
-    Paper: Fang et al., "Efficient N:M Sparse DNN Training", arXiv:2309.13015.
+    Paper: Fang et al., "Efficient N:M Sparse DNN Training Using Algorithm, ...", arXiv:2309.13015.
     In dx the dense weight is pruned, not the one of the forward product.
 
     Args:

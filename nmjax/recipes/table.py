@@ -56,9 +56,9 @@ class Recipe(Value):
         return Sparsity() if row is None else self.rules[row][1]
 
     def of_parameter(self, path: str) -> Sparsity:
-        """Return the sparsity that is meant for a parameter: of the first rule that matches its path or its module's.
+        """Return the sparsity for a parameter: of the first rule that matches its path or that of its module.
 
-        If there is none, it is that of the nearest module around them that a rule matches.
+        If no rule matches either, the nearest module above them that a rule matches decides.
 
         >>> Recipe({"embed/table": "dense", "embed": "ste()", "blocks": "mvue()"}).of_parameter("blocks/0/matrix")
         drhs_g=mvue(2,4)
@@ -74,12 +74,12 @@ class Recipe(Value):
         """Return the index of the rule that decides for a layer's path; None if no pattern matches it."""
         return next((i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path)), None)
 
-    def unused(self, paths: Iterable[str], dense: Iterable[str] = ()) -> tuple[str, ...]:
+    def unused(self, paths: Iterable[str], unreached: Iterable[str] = ()) -> tuple[str, ...]:
         """Return the patterns that decide for none of the paths.
 
         Args:
           paths: The paths of all layers of a model.
-          dense: The paths of modules that cannot be pruned. A rule that leaves them dense has a use.
+          unreached: Paths that no door reaches. A rule that leaves one of them dense is not unused.
 
         Returns:
           Patterns in their order. A last ``.*`` is never one of them, because earlier rules may leave nothing to it.
@@ -87,25 +87,25 @@ class Recipe(Value):
         >>> Recipe(((r".*/mlp/.*", "ste()"), (r"head", "ste()"), (r".*", "dense"))).unused(["blocks/mlp/up"])
         ('head',)
         """
-        return tuple(self.rules[i][0] for i in self._idle(paths, dense))
+        return tuple(self.rules[i][0] for i in self._idle(paths, unreached))
 
-    def _idle(self, paths: Iterable[str], dense: Iterable[str]) -> list[int]:
+    def _idle(self, paths: Iterable[str], unreached: Iterable[str]) -> list[int]:
         used, last = set(map(self.row, paths)), len(self.rules) - 1
-        used |= {row for row in map(self.row, dense) if row is not None and self.rules[row][1] == Sparsity()}
+        used |= {row for row in map(self.row, unreached) if row is not None and self.rules[row][1] == Sparsity()}
         return [i for i, (p, _) in enumerate(self.rules) if i not in used and not (p == ".*" and i == last)]
 
-    def check(self, paths: Iterable[str], dense: Iterable[str] = ()) -> None:
+    def check(self, paths: Iterable[str], unreached: Iterable[str] = ()) -> None:
         """Refuse rules that decide for no layer.
 
         Args:
           paths: The paths of all layers of a model.
-          dense: As of `unused`.
+          unreached: As of `unused`.
 
         Raises:
           ValueError: A rule decides for no layer. The error lists the layers whose paths are most like its pattern.
         """
         paths = list(paths)
-        idle = self._idle(paths, dense)
+        idle = self._idle(paths, unreached)
         if not idle:
             return
         patterns = [self.rules[i][0] for i in idle]

@@ -415,7 +415,7 @@ def test_other_axes_than_in_init_are_refused():
             model.apply(variables, "bi,oi->bo", x)
 
 
-def test_contexts_are_refused_where_they_make_no_sense():
+def test_nested_contexts_are_refused():
     with pytest.raises(TypeError, match="sparsify takes a Recipe, .* got 's_ste"), linen.sparsify("s_ste(2,4)"):
         pass
     with linen.sparsify(recipe("ste(2,4)")):
@@ -463,6 +463,7 @@ def test_parameters_that_no_door_reaches_are_told_once():
         variables = Mixed().init(jax.random.key(0), i)
         Mixed().apply(variables, i)
     assert [str(w.message) for w in told] == [WARNING]
+    assert told[0].filename == __file__
     with pytest.raises(ValueError, match="but no door reaches them") as refused:
         init(Mixed(), i, by_rule)
     assert str(refused.value) == WARNING
@@ -475,7 +476,7 @@ def test_parameters_that_no_door_reaches_are_told_once():
     init(Mixed(), i, nm.Recipe({r"embed": "dense", r".*": "ste(2,4)"}))
 
 
-def test_nothing_is_listed_that_is_not_meant():
+def test_dir_lists_the_public_names():
     assert dir(nm.linen) == sorted(nm.linen.__all__, key=lambda name: (name[0].islower(), name))
     assert all(callable(getattr(nm.linen, name)) for name in dir(nm.linen))
     assert {"sparsify", "door", "plan", "violations"} <= set(dir(nm.linen))

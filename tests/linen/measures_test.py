@@ -187,7 +187,12 @@ def test_a_plan_says_what_would_be_refused():
     masked = nn.Conv(8, (3,), mask=jnp.ones((3, 16, 8)))
     told = dict(linen.plan(masked, X[None], recipe=nm.Recipe({".*": "ste(2,4)"})).refused)
     assert "multiplies no input by kernel of shape (3, 16, 8): mul takes it" in told[""]
-    assert "has no layer with a door" in refused(nm.Recipe({".*": "ste(2,4)"}), nn.LayerNorm())["the model"]
+    everything = nm.Recipe({".*": "ste(2,4)"})
+    assert "has no layer with a door" in refused(everything, nn.LayerNorm())["the model"]
+    with pytest.raises(ValueError, match="^LayerNorm has no layer with a door"), linen.sparsify(everything):
+        nn.LayerNorm().init(jax.random.key(0), X)
+    with linen.sparsify(nm.Recipe({".*": "dense"})):
+        nn.LayerNorm().init(jax.random.key(0), X)
     with pytest.raises(TypeError, match="plan takes a model of flax.linen, got Nnx"):
         linen.plan(Nnx(nnx.Rngs(0)), X)
     with pytest.raises(TypeError, match="plan takes a Recipe"):
@@ -198,7 +203,7 @@ def test_a_harden_before_the_schedule_has_ended_says_so():
     layer, x = nn.Dense(8), jnp.ones((4, 16))
     with nm.linen.sparsify(nm.Recipe({".*": "mdgf(2,4,linear(1,0,8))"})):
         variables = layer.init(jax.random.key(0), x)
-    with pytest.warns(UserWarning, match=r"^harden at step 4: the schedule has not ended in \(the model\)") as caught:
+    with pytest.warns(UserWarning, match=r"^harden at step 4: the schedules of \(the model\) have not ended") as caught:
         hard = linen.harden(linen.set_step(variables, 4))
     assert caught[0].filename == __file__
     assert int(linen.violations(hard)["kernel"]) == 0
@@ -208,5 +213,5 @@ def test_a_harden_before_the_schedule_has_ended_says_so():
 def test_violations_that_check_nothing_say_so():
     with nm.linen.sparsify(nm.Recipe({".*": "mvue(2,4)"})):
         variables = nn.Dense(8).init(jax.random.key(0), jnp.ones((4, 16)))
-    with pytest.warns(UserWarning, match="^violations: no weight ends n:m, so nothing was checked.$"):
+    with pytest.warns(UserWarning, match="^violations: no weight has an n:m final form, so nothing was checked.$"):
         assert linen.violations(variables) == {"kernel": None}

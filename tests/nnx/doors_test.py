@@ -301,7 +301,7 @@ def test_a_stack_that_looks_like_one_layer():
     assert nm.nnx.scales(right)[""].shape == (3,)
 
 
-def test_one_program_for_all_steps_and_none_of_it_is_ours():
+def test_a_declared_layer_compiles_once_at_the_cost_of_flax():
     """The compiled step of a declared layer is that of Flax's layer."""
     texts, x = [], whole(1, 8, 16)
     for layer in (
@@ -407,7 +407,7 @@ def test_what_no_door_reaches_is_said():
     assert caught[0].filename == __file__
 
 
-def test_rules_for_what_no_door_reaches_silence_it():
+def test_dense_rules_silence_the_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rules = nm.Recipe({r"blocks/\d+/matrix": "dense", "table": "dense", ".*": "ste(2,4)"})
@@ -524,7 +524,7 @@ def test_a_call_that_contracts_other_axes_than_the_door_says():
     ("arguments", "said"),
     [
         ({"kind": nn.Dense, "weight": "kernel"}, "For classes of flax.linen use nm.linen.door"),
-        ({"kind": nnx.Linear, "weight": "kernel"}, "sparsify knows this layer of Flax"),
+        ({"kind": nnx.Linear, "weight": "kernel"}, "this class has a door already"),
         ({"kind": ByMatmul, "weight": "w", "method": "encode"}, "the class has no such method"),
         ({"kind": "ByMatmul", "weight": "w"}, "takes a class or a text 'package.module:Class', got 'ByMatmul'"),
     ],

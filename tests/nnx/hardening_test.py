@@ -252,9 +252,9 @@ def test_the_dtype_of_a_layers_own_promotion():
 @pytest.mark.parametrize(
     ("method", "step", "said"),
     [
-        ("mdgf(2,4,linear(1,0,8))", 4, "harden at step 4: the schedule has not ended in (down|up)"),
+        ("mdgf(2,4,linear(1,0,8))", 4, "harden at step 4: the schedules of (down|up) have not ended"),
         ("mdgf(2,4,linear(1,0,8))", 8, None),
-        ("sdgf(1,4,steps=8)", 2, "harden at step 2: the schedule has not ended in (down|up)"),
+        ("sdgf(1,4,steps=8)", 2, "harden at step 2: the schedules of (down|up) have not ended"),
         ("sdgf(1,4,steps=8)", 800, None),
         ("mdgf(2,4,exponential(0.5))", 2, "harden at step 2"),
         ("mdgf(2,4,exponential(0.5))", 30, None),  # less than one percent is left
@@ -278,7 +278,7 @@ def test_a_harden_before_the_schedule_has_ended_says_so(method, step, said):
 
 def test_violations_that_check_nothing_say_so():
     model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), recipe("mvue(2,4)"))
-    with pytest.warns(UserWarning, match="^violations: no weight ends n:m, so nothing was checked.$"):
+    with pytest.warns(UserWarning, match="^violations: no weight has an n:m final form, so nothing was checked.$"):
         assert nm.nnx.violations(nm.nnx.harden(model)) == {"down/kernel": None, "up/kernel": None}
     nm.nnx.sparsify(model, recipe("ste(2,4)", "up"))
     counts = nm.nnx.violations(model)

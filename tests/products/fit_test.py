@@ -53,12 +53,12 @@ def test_a_product_prunes_what_fits(text, tokens, inward, outward, same_as):
     equal(gradients(x, w, text), gradients(x, w, same_as))
 
 
-def test_without_it_nothing_is_left_out():
+def test_without_else_dense_misfits_are_refused():
     with pytest.raises(ValueError, match="fwd_rhs=ste.mse.2,4.. prunes an array of shape .6, 4."):
         gradients(whole(0, 8, 6), whole(1, 6, 4), "fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4) else dense")
 
 
-def test_the_reasons():
+def test_the_reasons_name_slot_and_size():
     x, w = whole(0, 6, 6), whole(1, 6, 4)
     op = as_dot(x, w, MATMUL)
     sparsity, reasons = fitting(

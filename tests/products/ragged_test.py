@@ -267,7 +267,7 @@ def test_norms_are_those_of_groups():
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
-def test_values_that_a_pruner_changes_as_a_whole():
+def test_scales_of_a_whole_tensor_are_shared_by_experts():
     """A scale of a whole tensor is of all experts: the scale of soft, and that of fp8."""
     x, w, g = operands()
     soft = nm.parse("s_ste(2,4); drhs_g=mse(4,4)")

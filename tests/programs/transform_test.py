@@ -354,7 +354,7 @@ def test_sites_of_other_parameters_are_refused():
     calls = [lambda: sparse.harden(other, sites), lambda: sparse.set_step(other, sites, 1)]
     calls += [lambda: sparse.violations(other, sites), lambda: sparse(other, x, sites=sites)]
     for call in calls:
-        with pytest.raises(ValueError, match="the sites are of 'w', which these parameters do not have"):
+        with pytest.raises(ValueError, match="params has no parameter 'w', but there are sites for it"):
             call()
 
 

@@ -361,3 +361,14 @@ def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, m
     assert steps == list(range(kept + 1, 5))
     with pytest.raises(Mistake, match="--from=.*nothing holds no checkpoints"):
         command.main([*again[:-2], f"--from={tmp_path / 'nothing'}", f"--workdir={tmp_path / 'c'}"], "")
+
+
+def test_the_drafts_of_a_killed_process_are_removed(tmp_path):
+    for name in (".4.json.712c2ae1", ".run.json.00ff00ff", "run.json", ".writable", ".keep.it", "4.json.712c2ae1"):
+        (tmp_path / name).write_text("")
+    (tmp_path / ".folder.712c2ae1").mkdir()
+    files.remove_drafts(tmp_path)
+    files.remove_drafts(tmp_path / "missing")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run.json", ".writable", ".keep.it", "4.json.712c2ae1", ".folder.712c2ae1",
+    }  # fmt: skip
