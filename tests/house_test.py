@@ -43,7 +43,7 @@ HOUSE = {
             "variables", "arguments", "others", "doors", "layer", "delivery", "planning", "leaves", "hardening",
             "measures", "__init__",
         ),
-        "checkpoints": ("tensors", "__init__"),
+        "checkpoints": ("tensors", "names", "__init__"),
         "__init__": (),
     },
     "experiments": {

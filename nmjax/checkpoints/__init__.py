@@ -3,6 +3,8 @@
 A file is opened by memory map, so only the tensors that are used are read. It is written whole or not at all. Tensors
 that are read and written again keep their names, order, bytes and metadata.
 
+A `Table` says which tensor is which parameter of a model. It works in both directions.
+
 >>> import tempfile
 >>> import numpy as np
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -11,6 +13,7 @@ that are read and written again keep their names, order, bytes and metadata.
 {'w': [1.0, 0.0, 0.0, 2.0]}
 """
 
+from nmjax.checkpoints.names import Rename as Rename, Table as Table
 from nmjax.checkpoints.tensors import (
     CheckpointError as CheckpointError,
     Tensors as Tensors,

@@ -1,0 +1,228 @@
+"""Tables from the names of a checkpoint's tensors to the paths of a model's parameters, and back.
+
+A table is a value, so a checkpoint of any library can be described without a change here.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nmjax.checkpoints.tensors import CheckpointError
+
+SHOWN = 8  # names of a kind that an error lists
+
+
+class Rename(NamedTuple):
+    """A tensor of a checkpoint, and the parameter that it is. ``{n}`` in both stands for a number, such as a block's.
+
+    If one tensor is several parameters, or the other way round, they lie one after another along an axis.
+
+    Attributes:
+      theirs: The name of the tensor; or several names, in their order.
+      ours: The path of the parameter; or several paths, in their order.
+      axes: For each axis of the parameter the axis of the tensor, as in `numpy.transpose`; None if they are the same.
+      along: The axis of the parameter along which several lie one after another.
+
+    >>> Rename("layer.{n}.up.weight", "blocks/{n}/mlp/up/kernel", axes=(1, 0))  # torch keeps [out, in]
+    Rename(theirs='layer.{n}.up.weight', ours='blocks/{n}/mlp/up/kernel', axes=(1, 0), along=0)
+    """
+
+    theirs: str | tuple[str, ...]
+    ours: str | tuple[str, ...]
+    axes: tuple[int, ...] | None = None
+    along: int = 0
+
+
+class Part(NamedTuple):
+    """A `Rename` with its number filled in, and several names always.
+
+    Attributes:
+      theirs: The names of the tensors.
+      ours: The paths of the parameters.
+      axes, along: As in `Rename`.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    axes: tuple[int, ...] | None
+    along: int
+
+
+@dataclass(frozen=True, eq=False)
+class Later:
+    """A tensor that is made of parameters when numpy asks for it, so that only one at a time is in memory.
+
+    Attributes:
+      shape, dtype: Its shape and dtype.
+      part: The part that it belongs to.
+      parameters: The parameters by path.
+      begin: Where it begins along the axis on which several lie one after another.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    part: Part
+    parameters: Mapping[str, Any]
+    begin: int
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the values."""
+        axes, along = self.part.axes, self.part.along
+        values = [np.asarray(self.parameters[path]) for path in self.part.ours]
+        whole = values[0] if len(values) == 1 else np.concatenate(values, along)
+        if len(self.part.theirs) > 1:
+            size = self.shape[along if axes is None else axes[along]]
+            whole = np.moveaxis(np.moveaxis(whole, along, 0)[self.begin : self.begin + size], 0, along)
+        value = whole if axes is None else whole.transpose(np.argsort(axes))
+        return value.astype(dtype or self.dtype, copy=False)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The names of a kind of checkpoint.
+
+    Attributes:
+      renames: All tensors that are parameters.
+      kept: Patterns of the names of tensors that no parameter needs. They are written back as they were read.
+      prefixes: What all names may begin with, such as "bert."; "" if they may begin with nothing.
+
+    >>> table = Table((Rename("h.{n}.w", "blocks/{n}/kernel", (1, 0)), Rename("out", "head/bias")))
+    >>> tensors = {"h.0.w": np.ones((2, 3)), "out": np.ones(4)}
+    >>> parameters = table.read(tensors, {"blocks/0/kernel": (3, 2), "head/bias": (4,)})
+    >>> {path: value.shape for path, value in parameters.items()}
+    {'blocks/0/kernel': (3, 2), 'head/bias': (4,)}
+    >>> {name: tensor.shape for name, tensor in table.write(parameters, like=tensors).items()}
+    {'h.0.w': (2, 3), 'out': (4,)}
+    """
+
+    renames: tuple[Rename, ...]
+    kept: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ("",)
+
+    def read(self, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+        """Return the parameters of a model. If possible they are views of the tensors.
+
+        Args:
+          tensors: The tensors of the checkpoint by name.
+          shapes: The shapes of the model's parameters by path.
+
+        Raises:
+          CheckpointError: A tensor is missing, left over, or of another shape. The message lists all.
+        """
+        prefix = self.prefix(tensors)
+        parts = self._parts(list(shapes))
+        named = {prefix + name for part in parts for name in part.theirs}
+        missing = [name for name in sorted(named) if name not in tensors]
+        rest = [name for name in tensors if name not in named and not self._keeps(name.removeprefix(prefix))]
+        unknown = sorted(set(shapes) - {path for part in parts for path in part.ours})
+        found: dict[str, np.ndarray] = {}
+        misshaped: list[str] = []
+        for part in parts:
+            theirs = [prefix + name for name in part.theirs]
+            if any(name not in tensors for name in theirs):
+                continue
+            wanted = [tuple(shapes[path]) for path in part.ours]
+            cut = _cut([_moved(tensors[name], part.axes) for name in theirs], wanted, part.along)
+            if cut is None:
+                has = ", ".join(f"{name} {tensors[name].shape}" for name in theirs)
+                misshaped.append(f"{has} for {', '.join(f'{path} {shapes[path]}' for path in part.ours)}")
+            else:
+                found |= zip(part.ours, cut, strict=True)
+        problems = [
+            (f"missing: {_listed(missing)}", missing), (f"left over: {_listed(rest)}", rest),
+            (f"of another shape: {_listed(misshaped)}", misshaped),
+            (f"parameters that the table does not name: {_listed(unknown)}", unknown),
+        ]  # fmt: skip
+        if any(names for _, names in problems):
+            said = "; ".join(text for text, names in problems if names)
+            raise CheckpointError(f"the checkpoint does not fit the model: {said}.")
+        return found
+
+    def write(self, parameters: Mapping[str, Any], like: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Return the tensors of a checkpoint, with the names, order and dtypes of another one.
+
+        Args:
+          parameters: The parameters of the model by path: arrays of numpy or jax.
+          like: The tensors of a checkpoint of the same model. Those that no parameter needs are taken from it.
+
+        Returns:
+          Tensors by name. Each is made when numpy asks for it.
+
+        Raises:
+          CheckpointError: The other checkpoint lacks a tensor.
+        """
+        prefix = self.prefix(like)
+        made: dict[str, Later] = {}
+        for part in self._parts(list(parameters)):
+            begin = 0
+            for name in part.theirs:
+                if prefix + name not in like:
+                    raise CheckpointError(
+                        f"{', '.join(part.ours)}: the checkpoint to be like has no tensor {prefix + name!r}."
+                    )
+                source = like[prefix + name]
+                made[prefix + name] = Later(source.shape, source.dtype, part, parameters, begin)
+                if len(part.theirs) > 1:
+                    begin += source.shape[part.along if part.axes is None else part.axes[part.along]]
+        return {name: made.get(name, like[name]) for name in like}
+
+    def prefix(self, tensors: Mapping[str, Any]) -> str:
+        """Return the prefix with which most of the names are known."""
+        patterns = [_pattern(name) for rename in self.renames for name in _several(rename.theirs)]
+
+        def known(prefix: str) -> int:
+            names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+            return sum(any(pattern.fullmatch(name) for pattern in patterns) for name in names)
+
+        return max(self.prefixes, key=known)
+
+    def _keeps(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.kept)
+
+    def _parts(self, paths: Iterable[str]) -> list[Part]:
+        """Return every rename once for each number with which the model has its first parameter."""
+        parts: list[Part] = []
+        for theirs, ours, axes, along in self.renames:
+            theirs, ours = _several(theirs), _several(ours)
+            pattern = _pattern(ours[0])
+            for match in filter(None, map(pattern.fullmatch, paths)):
+                number = match.groupdict().get("n", "")
+                fill = lambda names, number=number: tuple(name.replace("{n}", number) for name in names)
+                parts.append(Part(fill(theirs), fill(ours), axes, along))
+        return parts
+
+
+def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return the regular expression of a name in which {n} stands for a number."""
+    return re.compile(re.escape(name).replace(r"\{n\}", r"(?P<n>0|[1-9]\d*)", 1).replace(r"\{n\}", r"(?P=n)"))
+
+
+def _moved(value: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray:
+    """Return a tensor with its axes in the order of the parameter; itself if it has another number of axes."""
+    return value if axes is None or value.ndim != len(axes) else value.transpose(axes)
+
+
+def _cut(values: list[np.ndarray], shapes: list[tuple[int, ...]], along: int) -> list[np.ndarray] | None:
+    """Return tensors, one after another, cut into arrays of these shapes; None if they do not fit."""
+    if len(values) == len(shapes) == 1:
+        return values if values[0].shape == shapes[0] else None
+    if any(len(shape) <= along for shape in (*(value.shape for value in values), *shapes)):
+        return None
+    rest = {v[:along] + v[along + 1 :] for v in (*(value.shape for value in values), *shapes)}
+    sizes = [shape[along] for shape in shapes]
+    if len(rest) > 1 or sum(sizes) != sum(value.shape[along] for value in values):
+        return None
+    whole = values[0] if len(values) == 1 else np.concatenate(values, along)
+    return np.split(whole, np.cumsum(sizes)[:-1], along)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
