@@ -63,8 +63,9 @@ def door(
       method: The name of the method.
 
     Raises:
-      TypeError: ``kind`` is not a class of flax.nnx.
-      ValueError: The class has no such method, or the weight has a door already.
+      TypeError: ``kind`` is not a class of flax.nnx, or another argument is of the wrong type.
+      ValueError: The class has no such method, the weight has a door already, or the class has a door for another
+        single weight.
 
     >>> import jax.numpy as jnp, nmjax as nm
     >>> class Projection(nnx.Module):
@@ -89,7 +90,14 @@ def door(
         raise ValueError(f"nm.nnx.door({name}, method={method!r}): the class has no such method.")
     if kind in DOORS:
         raise ValueError(f"nm.nnx.door({name}): this class has a door already. Declare a door for a subclass.")
-    weights = (weight,) if isinstance(weight, str) else tuple(weight)
+    weights = (weight,) if isinstance(weight, str) else tuple(weight) if isinstance(weight, (tuple, list)) else ()
+    if not weights or not all(isinstance(one, str) and one for one in weights):
+        raise TypeError(f"nm.nnx.door({name}): weight is an attribute's name, or a tuple of names, got {weight!r}.")
+    if input is not None and not callable(input):
+        raise TypeError(
+            f"nm.nnx.door({name}): input is a function of a layer that returns a shape, got {input!r}. Write "
+            f"input=lambda layer: {input!r}."
+        )
     mine = Declared(weights, isinstance(weight, str), input, method)
     others = [one for one in DECLARED.get(kind, ()) if (one.weights, one.method) != (mine.weights, method)]
     for one in others:
@@ -98,6 +106,12 @@ def door(
             raise ValueError(
                 f"nm.nnx.door({name}, weight={twice[0]!r}, method={method!r}): this parameter has a door already, by "
                 f"method={one.method!r}. A parameter has one door."
+            )
+        if one.alone and mine.alone:
+            names = f'"{one.weights[0]}", "{weights[0]}"'
+            raise ValueError(
+                f"nm.nnx.door({name}, weight={weight!r}): this class has a door for {one.weights[0]!r}, and rules "
+                f"could not tell the two weights apart. Declare both as a tuple, such as weight=({names})."
             )
     DECLARED[kind] = (*others, mine)
 

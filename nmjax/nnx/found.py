@@ -1,5 +1,6 @@
 """The layers of classes whose doors were declared. Their products are found by tracing a method."""
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -249,7 +250,12 @@ def _uses(graph: Any, flat: Shapes, declaration: Declared, weight: str, tokens: 
     assert declaration.input is not None
     paths, shapes = zip(*flat, strict=True)
     kernel = dict(flat)[(weight,)]
-    given = tuple(declaration.input(_merged(graph, paths, shapes)))
+    try:
+        given = tuple(operator.index(n) for n in declaration.input(_merged(graph, paths, shapes)))
+    except Exception as error:  # of code that we do not know
+        raise MisfitError(
+            f"the input of its door does not return a shape, such as (-1, 8): {str(error).splitlines()[0]}"
+        ) from error
     x = jax.ShapeDtypeStruct(tuple(tokens if n == -1 else n for n in given), kernel.dtype)
     used = Uses()
 

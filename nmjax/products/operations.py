@@ -165,6 +165,8 @@ def as_ragged_dot(
     Raises:
       ValueError: The operands do not have the axes of a grouped product.
     """
+    if not hasattr(group_sizes, "shape"):
+        raise TypeError(f"ragged_dot takes group sizes as an array, got {group_sizes!r}. Write jnp.array(...).")
     shapes = tuple(lhs.shape), tuple(rhs.shape), tuple(group_sizes.shape)
     if tuple(map(len, shapes)) != (2, 3, 1) or lhs.shape[1:] != rhs.shape[1:2] or rhs.shape[:1] != group_sizes.shape:
         raise ValueError(

@@ -532,3 +532,32 @@ def test_a_call_that_contracts_other_axes_than_the_door_says():
 def test_what_door_refuses(arguments, said):
     with pytest.raises((TypeError, ValueError), match=said):
         nm.nnx.door(**arguments)
+
+
+def test_two_doors_for_single_weights_of_one_class_are_refused():
+    kind = fresh()
+    nm.nnx.door(kind, weight="w", input=lambda layer: (1, 16))
+    with pytest.raises(ValueError, match=r"rules could not tell the two weights apart.*weight=\(\"w\", \"b\"\)"):
+        nm.nnx.door(kind, weight="b", input=lambda layer: (1, 16))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"weight": ()}, "weight is an attribute's name, or a tuple of names, got \\(\\)"),
+        ({"weight": 3}, "weight is an attribute's name, or a tuple of names, got 3"),
+        ({"weight": "w", "input": (-1, 8)}, "Write input=lambda layer: \\(-1, 8\\)"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(arguments, said):
+    with pytest.raises(TypeError, match=said):
+        nm.nnx.door(fresh(), **arguments)
+
+
+@pytest.mark.parametrize("given", [lambda layer: None, lambda layer: layer.nothing, lambda layer: ("a",)])
+def test_an_input_that_is_no_shape_is_refused_with_the_path(given):
+    kind = fresh()
+    nm.nnx.door(kind, weight="w", input=given)
+    assert "the input of its door does not return a shape, such as (-1, 8)" in refused(
+        lambda: nm.nnx.sparsify(kind(16, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)")), None
+    )
