@@ -4,6 +4,7 @@ Such a layer has no attribute for its product. While it is sparse, its class is 
 traces the method of the layer, and prunes the products with the weight.
 """
 
+import copyreg
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,10 +12,10 @@ from typing import Any
 
 from flax import nnx
 
+from nmjax.nnx.calling import call_with
 from nmjax.nnx.doors import DOORS
 from nmjax.nnx.variables import Site
 from nmjax.programs.rewriting import Product, Rewriter
-from nmjax.programs.running import run
 
 SITE = "nm_site"
 
@@ -99,7 +100,7 @@ def door(
             f"input=lambda layer: {input!r}."
         )
     mine = Declared(weights, isinstance(weight, str), input, method)
-    others = [one for one in DECLARED.get(kind, ()) if (one.weights, one.method) != (mine.weights, method)]
+    others = [one for one in _doors_of(kind) if (one.weights, one.method) != (mine.weights, method)]
     for one in others:
         twice = [w for w in weights if w in one.weights]
         if twice:
@@ -113,18 +114,32 @@ def door(
                 f"nm.nnx.door({name}, weight={weight!r}): this class has a door for {one.weights[0]!r}, and rules "
                 f"could not tell the two weights apart. Declare both as a tuple, such as weight=({names})."
             )
-    DECLARED[kind] = (*others, mine)
+    if isinstance(kind, type):
+        sparse_class(kind, (method,))  # a class that refuses a subclass is refused here
+    kept = [one for one in DECLARED.get(kind, ()) if one in others]
+    DECLARED[kind] = (*kept, mine)
 
 
-def declared_doors(module: Any) -> tuple[Declared, ...] | None:
+def _text(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _doors_of(kind: type | str) -> list[Declared]:
+    """Return the doors of a class, those that were declared by its name included."""
+    names = [one for one in DECLARED if (_text(one) if isinstance(one, type) else one) == kind]
+    if isinstance(kind, type):
+        names = [_text(kind), kind]
+    return list({(one.weights, one.method): one for name in names for one in DECLARED.get(name, ())}.values())
+
+
+def declared_doors(module: Any) -> list[Declared] | None:
     """Return the doors of a module's class: of the nearest class that has some. None if a class of Flax is nearer."""
     for kind in type(module).__mro__:
-        doors = DECLARED.get(kind) or DECLARED.get(f"{kind.__module__}:{kind.__qualname__}")
-        if doors is not None:
-            return doors
+        if kind in DECLARED or _text(kind) in DECLARED:
+            return _doors_of(kind)
         if kind in DOORS:
             return None
-    return ()
+    return []
 
 
 # ---- the class of a sparse layer ----
@@ -140,7 +155,34 @@ def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
     """Return a subclass of a class. Its methods use the sites of a layer for the products of the weights."""
     members: dict[str, Any] = {name: _pruned_method(kind, name) for name in methods}
     members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind)(kind.__name__, (kind,), {**members, "_nm_dense": kind})
+    members |= {"_nm_dense": kind, "_nm_methods": methods}
+    try:
+        return _picklable(type(kind))(kind.__name__, (kind,), members)
+    except TypeError as error:
+        raise TypeError(
+            f"nm.nnx.door({kind.__qualname__}): a sparse layer is of a subclass, and the class refuses one: {error}. "
+            "Give its __init_subclass__ defaults, or use nm.transform."
+        ) from error
+
+
+@cache
+def _picklable(meta: type) -> type:
+    """Return a metaclass whose classes `pickle` makes again by `sparse_class`, as it does not find them by name."""
+    made = type(meta.__name__, (meta,), {})
+    own = lambda kind: "_nm_dense" in vars(kind)  # a subclass of a sparse class is found by its name
+    copyreg.pickle(
+        made, lambda kind: (sparse_class, (kind._nm_dense, kind._nm_methods)) if own(kind) else kind.__qualname__
+    )
+    return made
+
+
+def without_sites(module: Any) -> Any:
+    """Return a shallow copy of a layer, as it was before it was sparse."""
+    plain = object.__new__(dense_class(type(module)))
+    vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(SITE)})
+    nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(SITE)}
+    object.__setattr__(plain, "_pytree__nodes", type(module._pytree__nodes)(nodes))
+    return plain
 
 
 def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
@@ -158,16 +200,13 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
                 site.check_one_layer(values[weight].shape)
         multiplied: set[str] = set()
         others: dict[str, list[str]] = {}
+        seen = lambda parameter, name: others.setdefault(parameter.path, []).append(name)
 
         def compute(product: Product, x: Any, w: Any, _: Any) -> Any:
             multiplied.add(product.parameter.path)
             return sites[product.parameter.path].multiply(product, x, w)
 
-        def call(values: dict[str, Any], *args: Any, **options: Any) -> Any:
-            return plain(_holding(self, kind, values), *args, **options)
-
-        rewriter = Rewriter(compute, lambda parameter, name: others.setdefault(parameter.path, []).append(name))
-        y = run(call, values, args, options, rewriter, {}, is_leaf=lambda v: isinstance(v, (nnx.Pytree, nnx.Variable)))
+        y = call_with(self, without_sites(self), plain, args, options, values, Rewriter(compute, seen))
         for weight, site in sites.items():
             if isinstance(site, Site) and (weight not in multiplied or weight in others):
                 does = f"uses it in {others[weight][0]} too" if weight in others else "multiplies no input by it"
@@ -179,12 +218,3 @@ def _pruned_method(kind: type, name: str) -> Callable[..., Any]:
 
     method.__name__, method.__doc__ = name, plain.__doc__
     return method
-
-
-def _holding(module: Any, kind: type, values: dict[str, Any]) -> Any:
-    """Return a shallow copy of a layer, as it was before it was sparse, with other values of its weights."""
-    copy = object.__new__(kind)
-    vars(copy).update(vars(module))
-    for name, value in values.items():
-        vars(copy)[name] = vars(module)[name].replace(value)
-    return copy

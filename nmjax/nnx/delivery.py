@@ -16,7 +16,7 @@ from nmjax.core.context import Ctx
 from nmjax.nnx.checks import NO_LAYERS, check_layers, fitted, normalised
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.layers import layers, over
-from nmjax.nnx.recording import with_calls
+from nmjax.nnx.recording import never_asked, with_calls
 from nmjax.nnx.unreached import rule_paths, unreached, wanted
 from nmjax.nnx.variables import NM, Site, unpadded, write
 from nmjax.products import sites
@@ -45,11 +45,12 @@ def sparsify(
       model: Any flax.nnx model. Its Linear, LinearGeneral, Einsum and Conv layers are pruned, also inside attention
         and in stacks of layers, and layers of classes that have a door (`nmjax.nnx.door`).
       recipe: The sparsity of each layer, by its path.
-      *inputs: Examples of the model's inputs: arrays or their shapes. Needed only if the product of some layer is known
-        from a call alone, as of an nnx.Einsum without einsum_str. The model is traced once on their shapes.
+      *inputs: Examples of the model's inputs: arrays or their shapes. The model is traced once on their shapes, and
+        layers that the call does not use are told. They are needed if the product of some layer is known from a call
+        alone, as of an nnx.Einsum without einsum_str.
       seed: The seed of all random numbers: an int, a `jax.random.key` or two uint32 words.
       stack: The stacking axis or axes of the weights. Needed only if a weight's shape is ambiguous.
-      strict: True to raise an error, instead of a warning, for parameters that a rule matches and no door reaches.
+      strict: True to raise an error in place of the warnings.
       **options: Keyword arguments of the model's call, as for ``inputs``.
 
     Returns:
@@ -58,10 +59,11 @@ def sparsify(
     Raises:
       TypeError: ``recipe`` is not a Recipe, ``model`` is not a flax.nnx module, or its call does not take ``inputs``.
       ValueError: A rule matches no layer; layers cannot follow their rules, and all are listed; or ``strict`` is True
-        and no door reaches a parameter that a rule matches.
+        and there would be a warning.
 
     Warns:
-      UserWarning: A rule matches a parameter of two axes or more that no door reaches. It stays dense.
+      UserWarning: A rule matches a parameter of two axes or more that no door reaches, or a layer whose product the
+        call with ``inputs`` does not use. It stays dense.
 
     >>> import nmjax as nm
     >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"),))
@@ -79,13 +81,16 @@ def sparsify(
     recipe.check([layer.path for layer in with_doors], rule_paths(beyond))
     if inputs or options:
         _check_call(model, inputs, options)
-        with_doors = with_calls(model, with_doors, recipe, inputs, options)
+        with_doors, unused = with_calls(model, with_doors, recipe, inputs, options)
+    else:
+        unused = never_asked(with_doors, recipe)
     chosen = [(layer, fitted(layer, recipe(layer.path), axes)[0]) for layer in with_doors]
     if not chosen and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         raise ValueError(f"{type(model).__name__} {NO_LAYERS}")
     sparse = [(layer, sparsity) for layer, sparsity in chosen if sparsity != Sparsity()]
     paths = [layer.path for layer in with_doors]
     missed.report(wanted(recipe, beyond), "nm.nnx.door", paths, strict, stacklevel=2)
+    _report_unused(unused, bool(inputs or options), paths, strict)
     check_layers(sparse, axes, normalised(model), paths)
     for layer, sparsity in chosen:
         put_site(layer, sparsity, recipe.backend, seed, axes)
@@ -104,6 +109,23 @@ def _check_call(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -
         inspect.signature(model).bind(*inputs, **options)
     except TypeError as error:
         raise TypeError(f"sparsify: the call of {type(model).__name__} refuses these examples: {error}.") from None
+
+
+def _report_unused(unused: list[Layer], called: bool, paths: list[str], strict: bool) -> None:
+    """Warn of layers that a rule matches and whose product is not used, or refuse them."""
+    if not unused:
+        return
+    gone = [missed.Missed(layer.path, tuple(layer.kernel.shape), type(layer.module).__name__) for layer in unused]
+    if called:
+        lead = "Rules of the recipe match these layers, but the call with these inputs does not use their products:"
+        why = "Where a program multiplies by their weights in another way, it is dense."
+    else:
+        lead = "Rules of the recipe match these layers, but their classes have a __call__ of their own:"
+        why = (
+            "If it multiplies by the weight in another way than Flax's, the layer is dense. Pass examples of the "
+            "model's inputs, sparsify(model, recipe, x), to see what a call uses."
+        )
+    missed.tell(lead, gone, paths, why, strict, stacklevel=3)
 
 
 def put_site(

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from nmjax.analysis.patterns import Pattern
-from nmjax.nnx.declared import SITE, Declared, declared_doors, dense_class, sparse_class
+from nmjax.nnx.declared import SITE, Declared, declared_doors, dense_class, sparse_class, without_sites
 from nmjax.nnx.doors import Example, Layer, Shape
 from nmjax.products.pruning import shape_of
 from nmjax.programs.rewriting import Product, Rewriter
@@ -167,12 +167,7 @@ class DeclaredLayer(Layer):
     @cached_property
     def _parts(self) -> tuple[Any, Shapes]:
         """The graph of the layer without its sites, and the shapes of its variables by their paths."""
-        module = self.module
-        plain = object.__new__(dense_class(type(module)))
-        vars(plain).update({name: v for name, v in vars(module).items() if not name.startswith(SITE)})
-        nodes = {name: data for name, data in module._pytree__nodes.items() if not name.startswith(SITE)}
-        object.__setattr__(plain, "_pytree__nodes", type(module._pytree__nodes)(nodes))
-        graph, state = nnx.split(plain)
+        graph, state = nnx.split(without_sites(self.module))
         return graph, tuple((path, shape_of(v.get_value())) for path, v in nnx.to_flat_state(state))
 
     @property

@@ -39,6 +39,12 @@ def _of_module(path: str, module: Any, traced: dict[Any, Uses]) -> list[Layer]:
         if isinstance(module, Scores):
             return [ScoresLayer(path, module, door, weight_name="marker")]
         return [Layer(path, module, door)]
+    for one in declared:
+        if not callable(getattr(module, one.method, None)):
+            kind = type(module).__name__
+            raise ValueError(
+                f"{path or 'the model'}: nm.nnx.door({kind}, method={one.method!r}): the class has no such method."
+            )
     return [
         DeclaredLayer(
             path if one.alone else f"{path}/{name}".lstrip("/"), module,

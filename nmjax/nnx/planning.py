@@ -128,7 +128,7 @@ def plan(
     axes = (stack,) if isinstance(stack, int) else stack
     with_doors = [layer.stacked(axes) for layer in layers(model)]
     if recipe is not None and (inputs or options):
-        with_doors = with_calls(model, with_doors, recipe, inputs, options)
+        with_doors, _ = with_calls(model, with_doors, recipe, inputs, options)
     planned = _planned_layers(model, with_doors, recipe, axes)
     copy, notes = recording(model, [one.noted for one in planned])
     beyond, parameters = unreached(model, with_doors)

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.extend import core
 
-from nmjax.nnx.doors import Example, Layer
+from nmjax.nnx.doors import DOORS, Example, Layer
 from nmjax.nnx.layers import layers
 from nmjax.products import functions, operations
 from nmjax.products.pruning import shape_of
@@ -20,7 +20,13 @@ MARK = "nmjax_layer_"
 
 
 class Notes(list[Example]):
-    """The products that a layer was asked for. It compares by identity, so that Flax takes it as static."""
+    """The products that a layer was asked for. It compares by identity, so that Flax takes it as static.
+
+    Attributes:
+      asked: True if the layer was asked for a product, noted or not.
+    """
+
+    asked = False
 
     def __hash__(self) -> int:
         return id(self)
@@ -42,6 +48,7 @@ class Recorder(nnx.Module):
         self.number, self.notes, self.noted = number, nnx.static(notes), noted
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        self.notes.asked = True
         if self.noted:
             assert self.product is not None
             self.notes.append(_example(self.product, operands, options))
@@ -51,6 +58,7 @@ class Recorder(nnx.Module):
 
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
         """Note the product that the method of a declared layer asks for, and return it."""
+        self.notes.asked = True
         if self.noted:
             self.notes.append(Example(product.op, shape_of(x), shape_of(w), product.parameter.steps))
         with jax.named_scope(f"{MARK}{self.number}"):
@@ -112,31 +120,33 @@ def traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> cor
 def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:
     """Return every layer of a model, and the products that one call of the model asks it for."""
     with_doors = list(layers(model))
-    notes = _products(model, [layer.site is not None for layer in with_doors], inputs, options)
+    notes, _ = _products(model, [layer.site is not None for layer in with_doors], inputs, options)
     return list(zip(with_doors, notes, strict=True))
 
 
 def _products(
     model: Any, noted: Sequence[bool], inputs: Sequence[Any], options: Mapping[str, Any]
-) -> list[list[Example]]:  # fmt: skip
+) -> tuple[list[list[Example]], list[bool]]:  # fmt: skip
+    """Return the products that a call asks of each layer, where they are noted, and whether it asks for any."""
     copy, notes = recording(model, noted)
     traced(copy, inputs, options)
-    return [list(dict.fromkeys(one)) for one in notes]
+    return [list(dict.fromkeys(one)) for one in notes], [one.asked for one in notes]
 
 
 def with_calls(
     model: Any, with_doors: list[Layer], recipe: Recipe, inputs: Sequence[Any], options: Mapping[str, Any]
-) -> list[Layer]:  # fmt: skip
-    """Return the layers of a model. If a layer does not say its product, add the product of the call.
+) -> tuple[list[Layer], list[Layer]]:  # fmt: skip
+    """Return the layers of a model, and those of the recipe that the call asks for no product.
+
+    If a layer does not say its product, the product of the call is added.
 
     Raises:
       ValueError: The recipe prunes such a layer, and the call asks it for products along different axes of its weight.
     """
     asked = [recipe(layer.path) != Sparsity() and not _says_product(layer) for layer in with_doors]
-    if not any(asked):
-        return with_doors
     completed = list(with_doors)
-    for i, noted in enumerate(_products(model, asked, inputs, options)):
+    products, used = _products(model, asked, inputs, options)
+    for i, noted in enumerate(products):
         if len({(one.op.operands(one.lhs.ndim, one.rhs.ndim)["fwd_rhs"], one.steps) for one in noted}) > 1:
             raise ValueError(
                 f"{with_doors[i].path}: the call asks for products that take the weight, of shape "
@@ -145,7 +155,36 @@ def with_calls(
             )
         if noted:
             completed[i] = replace(with_doors[i], called=noted[0])
-    return completed
+    wanted = [recipe(layer.path) != Sparsity() for layer in with_doors]
+    return completed, [layer for layer, w, u in zip(completed, wanted, used, strict=True) if w and not u]
+
+
+def never_asked(with_doors: list[Layer], recipe: Recipe) -> list[Layer]:
+    """Return the layers of the recipe whose own ``__call__``, in place of Flax's, may not ask for their product.
+
+    Such a layer is called alone, on an input of the shape that a layer of Flax takes. A layer that cannot be called
+    so is among them.
+    """
+    found: list[Layer] = []
+    for layer in with_doors:
+        kind = next((kind for kind in DOORS if isinstance(layer.module, kind)), None)
+        own = kind is not None and _owner(type(layer.module)).__module__.split(".")[0] not in ("flax", "nmjax")
+        if own and recipe(layer.path) != Sparsity() and not _asks(layer):
+            found.append(layer)
+    return found
+
+
+def _owner(kind: type) -> type:
+    """Return the class that defines the call of a class."""
+    return next(one for one in kind.__mro__ if "__call__" in vars(one))
+
+
+def _asks(layer: Layer) -> bool:
+    try:
+        example = layer.example(tokens=1)
+        return example is not None and all(_products(layer.module, [False], (example.lhs,), {})[1])
+    except Exception:  # of code that we do not know
+        return False
 
 
 def _says_product(layer: Layer) -> bool:

@@ -187,14 +187,17 @@ def _jit(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sit
 
 
 def _checkpoint(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
-    of, parameters, by = equation.params, _parameters(operands), "checkpoint"
+    of, parameters = equation.params, _parameters(operands)
     program, consts = _opened(of["jaxpr"])
+    returned: list[Parameter | None] = []  # as `nnx.remat` returns the parameters of a module
 
     def run(arrays: list[Any], sites: Sites) -> list[Any]:
-        return _arrays(rewriter, rewriter.run(program, consts, list(zip(arrays, parameters, strict=True)), sites), by)
+        results = rewriter.run(program, consts, list(zip(arrays, parameters, strict=True)), sites)
+        returned[:] = _parameters(results)
+        return [y for y, _ in results]
 
     again = jax.checkpoint(run, prevent_cse=of["prevent_cse"], policy=of["policy"])
-    return [(y, None) for y in again([x for x, _ in operands], dict(sites))]
+    return list(zip(again([x for x, _ in operands], dict(sites)), returned, strict=True))
 
 
 def _scan(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:

@@ -1,7 +1,7 @@
 """Runs a function with other products, given its parameters by name."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,11 +15,46 @@ def is_array(v: Any) -> bool:
     return isinstance(v, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
+class Result(NamedTuple):
+    """A result of a function that was run with other products.
+
+    Attributes:
+      value: Its value.
+      parameter: The parameter that it is, in its layout; None if it was computed.
+    """
+
+    value: Any
+    parameter: Parameter | None = None
+
+
 def run(
+    f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: Rewriter, sites: Sites
+) -> Any:  # fmt: skip
+    """Trace ``f(params, *args, **options)``, and return what its program gives with other products.
+
+    Args:
+      f: A function of a tree of parameters and other arguments.
+      params: As in `results`.
+      args: As in `results`.
+      options: As in `results`.
+      rewriter: As in `results`. A parameter that the function returns counts as seen.
+      sites: As in `results`.
+    """
+
+    def value(result: Result) -> Any:
+        if result.parameter is not None:
+            rewriter.seen(result.parameter, "the result")
+        return result.value
+
+    is_result = lambda v: isinstance(v, Result)
+    return jax.tree.map(value, results(f, params, args, options, rewriter, sites), is_leaf=is_result)
+
+
+def results(
     f: Callable[..., Any], params: Any, args: Any, options: Any, rewriter: Rewriter, sites: Sites,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:  # fmt: skip
-    """Trace ``f(params, *args, **options)``, and return what its program gives with other products.
+    """Trace ``f(params, *args, **options)``, and return the tree of what its program gives, with a `Result` per leaf.
 
     Args:
       f: A function of a tree of parameters and other arguments.
@@ -40,21 +75,18 @@ def run(
         arrays = iter(given)
         whole = [next(arrays) if is_array(v) else v for v in [*values, *rest]]
         args, options = jax.tree.unflatten(tree, whole[len(values) :])
-        results, structure = jax.tree.flatten(
+        given_back, structure = jax.tree.flatten(
             f(jax.tree.unflatten(params_tree, whole[: len(values)]), *args, **options)
         )
-        out[:] = [*(None if is_array(v) else v for v in results), structure]
-        return [v for v in results if is_array(v)]
+        out[:] = [*(None if is_array(v) else v for v in given_back), structure]
+        return [v for v in given_back if is_array(v)]
 
     closed = jax.make_jaxpr(flat)(*given)
     named = [*map(Parameter, paths), *[None] * (len(given) - len(paths))]
     computed = rewriter.run(closed.jaxpr, closed.consts, list(zip(given, named, strict=True)), sites)
-    for _, parameter in computed:
-        if parameter is not None:
-            rewriter.seen(parameter, "the result")
-    results = iter([y for y, _ in computed])
+    arrays = (Result(*value) for value in computed)
     *kinds, structure = out
-    return jax.tree.unflatten(structure, [next(results) if kind is None else kind for kind in kinds])
+    return jax.tree.unflatten(structure, [next(arrays) if kind is None else Result(kind) for kind in kinds])
 
 
 def leaves(params: Any) -> dict[str, Any]:

@@ -35,18 +35,31 @@ def report(missed: list[Missed], door: str, paths: list[str], strict: bool, stac
     """
     if not missed:
         return
+    weight = missed[0].path.rpartition("/")[2]
+    lead = "Rules of the recipe match these parameters, but no door reaches them, so they stay dense:"
+    why = f'If a layer multiplies by such a parameter, declare its door: {door}({missed[0].kind}, weight="{weight}").'
+    tell(lead, missed, paths, why, strict, stacklevel + 1)
+
+
+def tell(lead: str, missed: list[Missed], paths: list[str], why: str, strict: bool, stacklevel: int) -> None:
+    """Warn of parameters or layers that a rule matches and that are not pruned, or refuse them.
+
+    Args:
+      lead: The first line.
+      missed: They, each on a line.
+      paths: The paths that rules may match.
+      why: The reason or the remedy.
+      strict: True to raise an error.
+      stacklevel: As of `warnings.warn`, for the caller of this function.
+    """
     lines = [
         f"  {layer_paths.short([one.path for one in same])} {same[0].shape}, of {same[0].kind}"
         for same in layer_paths.alike((one.path, (one.shape, one.kind), one) for one in missed)
     ]
-    rules = [f'(r"{pattern}", "dense")' for pattern in layer_paths.patterns((one.path for one in missed), paths)]
-    weight = missed[0].path.rpartition("/")[2]
-    message = "\n".join([
-        "Rules of the recipe match these parameters, but no door reaches them, so they stay dense:",
-        *lines,
-        f'If a layer multiplies by such a parameter, declare its door: {door}({missed[0].kind}, weight="{weight}").',
-        f"If they are to stay dense, write rules that come before the others: {', '.join(rules)}.",
-    ])  # fmt: skip
+    gone = [one.path for one in missed]
+    rules = [f'(r"{p}", "dense")' for p in layer_paths.patterns(gone, [p for p in paths if p not in gone])]
+    remedy = f"If they are to stay dense, write rules that come before the others: {', '.join(rules)}."
+    message = "\n".join([lead, *lines, why, remedy])
     if strict:
         raise ValueError(message)
     warnings.warn(message, stacklevel=stacklevel + 1)

@@ -1,5 +1,8 @@
 """Declared doors: layers of other classes, against Flax's own layers with the same numbers."""
 
+import copy
+import itertools
+import pickle
 import re
 import warnings
 from functools import partial
@@ -14,7 +17,7 @@ from jax import lax
 
 import nmjax as nm
 from nmjax.analysis.patterns import violations
-from nmjax.nnx import delivery, hardening
+from nmjax.nnx import declared, delivery, hardening
 from tests.nnx.delivery_test import METHODS, exact, recipe, whole
 
 
@@ -432,9 +435,13 @@ def refused(declare, model, *inputs, method="ste(2,4)"):
     return str(error.value)
 
 
+NUMBERS = itertools.count()
+
+
 def fresh(base=ByMatmul):
     """Return a new class, which has no door."""
-    return type("Fresh", (nnx.Module,), {"__init__": base.__init__, "__call__": base.__call__})
+    members = {"__init__": base.__init__, "__call__": base.__call__, "__module__": f"fresh{next(NUMBERS)}"}
+    return type("Fresh", (nnx.Module,), members)
 
 
 def test_a_door_for_what_the_class_does_not_have():
@@ -561,3 +568,163 @@ def test_an_input_that_is_no_shape_is_refused_with_the_path(given):
     assert "the input of its door does not return a shape, such as (-1, 8)" in refused(
         lambda: nm.nnx.sparsify(kind(16, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)")), None
     )
+
+
+# ---- layers whose method changes variables ----
+
+
+class Stateful(nnx.Module):
+    """A layer with dropout and a count, which keeps its last result. Its method makes the variable ``last``."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x, counter=None):
+        self.calls[...] += 1
+        if counter is not None:
+            counter[...] += x.shape[0]
+        y = self.drop(x) @ self.w[...]
+        self.last = nnx.Cache(y)
+        return y
+
+
+class Remat(nnx.Module):
+    """A layer whose method is computed again in the backward pass."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+
+    @nnx.remat
+    def __call__(self, x):
+        return jnp.sin(x) @ self.w[...]
+
+
+nm.nnx.door(Stateful, weight="w", input=lambda layer: (-1, 8))
+nm.nnx.door(Remat, weight="w", input=lambda layer: (-1, 8))
+X = jax.random.normal(jax.random.key(7), (16, 8))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_what_a_method_changes_is_changed(jit):
+    """Against the dense layer, whose weight is pruned by hand."""
+    dense, sparse = Stateful(nnx.Rngs(0)), nm.nnx.sparsify(Stateful(nnx.Rngs(0)), recipe("ste(2,4)"))
+    dense.w[...] = nm.nnx.harden(nnx.clone(sparse)).w[...]
+    call = nnx.jit(lambda layer, x, counter: layer(x, counter)) if jit else lambda layer, x, counter: layer(x, counter)
+    counters = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros(()))
+    for _ in range(3):
+        np.testing.assert_array_equal(call(dense, X, counters[0]), call(sparse, X, counters[1]))
+    assert (dense.calls[...], counters[0][...]) == (sparse.calls[...], counters[1][...]) == (3, 48)
+    assert dense.drop.rngs.count[...] == sparse.drop.rngs.count[...] == 3
+    np.testing.assert_array_equal(dense.last[...], sparse.last[...])
+    states = [nnx.state(layer, nnx.filterlib.Not(nm.nnx.NM)) for layer in (dense, nm.nnx.harden(sparse))]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+
+
+def test_a_plan_of_a_layer_with_dropout():
+    assert nm.nnx.plan(Stateful(nnx.Rngs(0)), X, recipe=recipe("ste(2,4)")).forward == (2 * 16 * 64, 16 * 64)
+
+
+def test_a_method_under_remat():
+    dense, sparse = Remat(nnx.Rngs(0)), nm.nnx.sparsify(Remat(nnx.Rngs(0)), recipe("ste(2,4)"), X, strict=True)
+    dense.w[...] = nm.nnx.harden(nnx.clone(sparse)).w[...]
+    loss = lambda layer: (layer(X) ** 2).sum()
+    np.testing.assert_array_equal(dense(X), sparse(X))
+    np.testing.assert_allclose(nnx.grad(loss)(dense).w[...], nnx.grad(loss)(sparse).w[...], rtol=1e-6)
+
+
+def test_a_sparse_model_can_be_pickled_and_copied():
+    sparse = nm.nnx.sparsify(ByMatmul(16, 8, rngs=nnx.Rngs(0)), recipe("s_ste(2,4)"))
+    x = jnp.ones((2, 16))
+    for again in (pickle.loads(pickle.dumps(sparse)), copy.deepcopy(sparse)):
+        assert type(again) is type(sparse)
+        np.testing.assert_array_equal(again(x), sparse(x))
+    assert pickle.loads(pickle.dumps(nnx.graphdef(sparse))) == nnx.graphdef(sparse)
+
+
+def test_a_class_that_refuses_a_subclass_is_refused():
+    class Registered(nnx.Module):
+        def __init_subclass__(cls, *, key, **options):
+            super().__init_subclass__(**options)
+
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(
+        TypeError, match="Registered.: a sparse layer is of a subclass, and the class refuses one: .*key"
+    ):
+        nm.nnx.door(Registered, weight="w")
+
+
+def test_a_door_by_name_whose_method_the_class_does_not_have():
+    kind = fresh()
+    nm.nnx.door(f"{kind.__module__}:{kind.__qualname__}", weight="w", method="project")
+    try:
+        assert "method='project'): the class has no such method" in refused(
+            lambda: nm.nnx.sparsify(kind(16, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)")), None
+        )
+    finally:
+        declared.DECLARED.pop(f"{kind.__module__}:{kind.__qualname__}")
+
+
+def test_a_door_by_name_and_one_by_class_are_one():
+    kind = fresh()
+    text = f"{kind.__module__}:{kind.__qualname__}"
+    try:
+        nm.nnx.door(text, weight="w", input=lambda layer: (-1, 16))
+        nm.nnx.door(kind, weight="w", input=lambda layer: (1, -1, 16))  # declared again
+        assert len(declared.declared_doors(kind(16, 8, rngs=nnx.Rngs(0)))) == 1
+        for again in (kind, text):
+            with pytest.raises(ValueError, match="rules could not tell the two weights apart"):
+                nm.nnx.door(again, weight="b", input=lambda layer: (-1, 16))
+    finally:
+        declared.DECLARED.pop(text)
+
+
+# ---- layers whose product no call uses ----
+
+
+class OwnCall(nnx.Linear):
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class Wider(nnx.Linear):
+    def __call__(self, x):
+        return super().__call__(x.astype(jnp.float32))
+
+
+class Reads(nnx.Module):
+    """A model that multiplies by a layer's kernel itself."""
+
+    def __init__(self, rngs):
+        self.read, self.called = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.called(x @ self.read.kernel[...])
+
+
+def test_layers_that_the_call_does_not_use_are_told():
+    said = (
+        "Rules of the recipe match these layers, but the call with these inputs does not use their products:\n"
+        "  read (8, 8), of Linear\n"
+        "Where a program multiplies by their weights in another way, it is dense.\n"
+        'If they are to stay dense, write rules that come before the others: (r"read", "dense").'
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        nm.nnx.sparsify(Reads(nnx.Rngs(0)), recipe("ste(2,4)"), X, strict=True)
+    with pytest.warns(UserWarning, match=re.escape(said)) as caught:
+        model = nm.nnx.sparsify(Reads(nnx.Rngs(0)), recipe("ste(2,4)"), X)
+    assert caught[0].filename == __file__
+    assert model.called.dot_general is not None
+    without = nm.Recipe({"read": "dense", ".*": "ste(2,4)"})
+    nm.nnx.sparsify(Reads(nnx.Rngs(0)), without, X, strict=True)
+
+
+@pytest.mark.parametrize("inputs", [(), (X,)])
+def test_a_layer_of_flax_with_a_call_of_its_own(inputs):
+    said = "these layers, but the call with" if inputs else "their classes have a __call__ of their own:\n.*OwnCall"
+    with pytest.raises(ValueError, match=said):
+        nm.nnx.sparsify(OwnCall(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"), *inputs, strict=True)
+    nm.nnx.sparsify(Wider(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"), *inputs, strict=True)  # it asks for its product

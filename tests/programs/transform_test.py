@@ -314,7 +314,6 @@ def test_a_tied_embedding_has_no_single_final_form():
 
 
 ESCAPES = {
-    "checkpoint": lambda w: jax.checkpoint(lambda w: w.T)(w),
     "scan": lambda w: lax.scan(lambda c, w: (c, w.T), 0.0, w[None])[1][0],
     "cond": lambda w: lax.cond(jnp.sum(w) > 0, lambda a, b: a.T, lambda a, b: b, w, w),
     "while": lambda w: lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, w.T), (0, jnp.zeros(w.shape)))[1],
@@ -327,6 +326,15 @@ def test_a_parameter_that_leaves_a_program_is_noted(by):
     params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
     with pytest.raises(ValueError, match=f"no single final form, because .*the result of {by}.* takes it too"):
         sparse.harden(params, sparse.init(params, x))
+
+
+def test_a_parameter_is_followed_through_a_checkpoint_that_returns_it():
+    params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
+    through = nm.transform(lambda p, x: x @ jax.checkpoint(lambda w: (w.T, 2.0))(p["w"])[0].T, every("ste(2,4)"))
+    plain = nm.transform(lambda p, x: x @ p["w"], every("ste(2,4)"))
+    np.testing.assert_array_equal(through(params, x), plain(params, x))
+    hard = [f.harden(params, f.init(params, x))["w"] for f in (through, plain)]
+    np.testing.assert_array_equal(*hard)
 
 
 def test_a_parameter_that_is_a_result_is_noted():
