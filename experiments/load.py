@@ -175,7 +175,7 @@ def _split(make: Callable[..., nnx.Module], recipe: nm.Recipe) -> tuple[nnx.Grap
         recipe = dataclasses.replace(recipe, backend="auto")
     key = jax.random.key(0)
     with settings.as_mistake("the model"):
-        model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(rngs=nnx.Rngs(0)), recipe, key))
+        model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(rngs=nnx.Rngs(0)), recipe, seed=key))
     _, params, rest = nnx.split(model, nnx.Param, ...)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

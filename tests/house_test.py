@@ -35,9 +35,8 @@ HOUSE = {
         "optim": (),
         "models": ("transformer", "vit", "gpt", "moe", "bert", "resnet", "__init__"),
         "nnx": (
-            "variables", "doors", "declared", "found", "others", "layers", "unreached", "recording", "checks",
-            "delivery", "planning", "packing", "hardening",
-            "measures", "__init__",
+            "variables", "doors", "calling", "declared", "found", "others", "layers", "unreached", "recording",
+            "checks", "delivery", "planning", "packing", "hardening", "measures", "__init__",
         ),
         "linen": (
             "variables", "arguments", "others", "doors", "layer", "delivery", "planning", "leaves", "hardening",

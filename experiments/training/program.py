@@ -206,7 +206,7 @@ class Program:
 
     def _init(self, seed: jax.Array) -> State:
         key = jax.random.key(seed)
-        model = nm.nnx.sparsify(self.task.make(nnx.Rngs(key)), self.recipe, key)
+        model = nm.nnx.sparsify(self.task.make(nnx.Rngs(key)), self.recipe, seed=key)
         _, params, rest = nnx.split(model, nnx.Param, ...)
         params, rest = nnx.as_pure(params), nnx.as_pure(rest)
         ema = jax.tree.map(jnp.copy, (params, rest)) if self.config.ema else ()

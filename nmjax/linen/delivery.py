@@ -172,7 +172,7 @@ def _frames_to_caller() -> int:
 
 
 @contextmanager
-def sparsify(recipe: Recipe, seed: int = 0, strict: bool = False) -> Iterator[None]:
+def sparsify(recipe: Recipe, *, seed: int = 0, strict: bool = False) -> Iterator[None]:
     """Prune the layers of every model that runs inside the context, as a recipe says for their paths.
 
     The model takes no argument for it and does not change. Inside the context, ``model.init`` makes the collection

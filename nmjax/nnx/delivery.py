@@ -81,7 +81,13 @@ def sparsify(
     recipe.check([layer.path for layer in with_doors], rule_paths(beyond))
     if inputs or options:
         _check_call(model, inputs, options)
-        with_doors, unused = with_calls(model, with_doors, recipe, inputs, options)
+        try:
+            with_doors, unused = with_calls(model, with_doors, recipe, inputs, options)
+        except Exception as error:  # of the model's own call, perhaps
+            error.add_note(
+                f"sparsify called {type(model).__name__} on the examples of its inputs. The seed is seed=..."
+            )
+            raise
     else:
         unused = never_asked(with_doors, recipe)
     chosen = [(layer, fitted(layer, recipe(layer.path), axes)[0]) for layer in with_doors]

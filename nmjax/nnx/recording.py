@@ -180,11 +180,15 @@ def _owner(kind: type) -> type:
 
 
 def _asks(layer: Layer) -> bool:
-    try:
-        example = layer.example(tokens=1)
-        return example is not None and all(_products(layer.module, [False], (example.lhs,), {})[1])
-    except Exception:  # of code that we do not know
-        return False
+    for axes in (0, 1):  # an input of a sequence, or of a token
+        try:
+            example = layer.example(tokens=1)
+            assert example is not None
+            x = jax.ShapeDtypeStruct(example.lhs.shape[axes:], example.lhs.dtype)
+            return all(_products(layer.module, [False], (x,), {})[1])
+        except Exception:  # of code that we do not know
+            continue
+    return False
 
 
 def _says_product(layer: Layer) -> bool:

@@ -346,7 +346,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_read(trained, tmp_pa
 
 def test_a_model_without_a_final_form_has_no_hardened_weights():
     recipe = nm.Recipe(((".*", "fwd_rhs=ste(uniform(2,4))"),))
-    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe, jax.random.key(0))
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
     run = LoadedRun(Path("runs/first"), ConfigDict(), 3, model, {}, {})
     for use in (lambda: run.hardened, lambda: run.weights, lambda: run.predict(np.ones((1, 8), np.float32))):
         with pytest.raises(Mistake, match="the model of runs/first has no hardened form: .*uniform"):

@@ -38,7 +38,7 @@ def without_argument(model: Named) -> Named:
 
 
 def init(model, x, recipe, *, strict=True, seed=SEED):
-    with linen.sparsify(recipe, seed, strict=strict):
+    with linen.sparsify(recipe, seed=seed, strict=strict):
         return jax.jit(model.init)(jax.random.key(2), x)
 
 
@@ -70,7 +70,7 @@ def test_the_context_gives_the_bits_of_the_argument(layer, text):
         return y, back(g)
 
     wanted = jax.jit(functools.partial(results, model))(expected)
-    with linen.sparsify(by_rule, SEED):
+    with linen.sparsify(by_rule, seed=SEED):
         equal(jax.jit(functools.partial(results, plain))(variables), wanted)
     if text not in ("sdgp(2,4,over='group')", "mvue(2,4)", "dense"):
         assert not np.array_equal(plain.apply({"params": variables["params"]}, x), wanted[0])
@@ -105,7 +105,7 @@ def test_a_stack_gives_the_bits_of_the_argument(axis):
     variables = linen.set_step(variables, STEP)
     loss = lambda model: jax.jit(jax.value_and_grad(lambda p: (model.apply({**variables, "params": p}, x) ** 2).sum()))
     wanted = loss(with_door)(variables["params"])
-    with linen.sparsify(by_rule, SEED):
+    with linen.sparsify(by_rule, seed=SEED):
         equal(loss(plain)(variables["params"]), wanted)
 
 
@@ -114,13 +114,13 @@ def test_what_is_compiled_outside_is_not_used_inside():
     variables, apply = init(model, x, by_rule), jax.jit(model.apply)
     dense = model.apply({"params": variables["params"]}, x)
     np.testing.assert_allclose(apply(variables, x), dense, atol=1e-5)
-    with linen.sparsify(by_rule, SEED):
+    with linen.sparsify(by_rule, seed=SEED):
         sparse = apply(variables, x)
         with chex.fake_jit():
             np.testing.assert_allclose(model.apply(variables, x), sparse, atol=1e-5)
     assert not np.allclose(sparse, dense, atol=1e-2)
     np.testing.assert_allclose(apply(variables, x), dense, atol=1e-5)
-    with linen.sparsify(by_rule, SEED):
+    with linen.sparsify(by_rule, seed=SEED):
         assert np.array_equal(apply(variables, x), sparse)
 
 
@@ -139,7 +139,7 @@ def test_a_layer_with_the_argument_keeps_it():
 def test_layers_without_the_argument_are_pruned(layer):
     model, x = layer(), normal(1, 2, 8, 16)
     variables = init(model, x, recipe("s_ste(2,4)"))
-    with linen.sparsify(recipe("s_ste(2,4)"), SEED):
+    with linen.sparsify(recipe("s_ste(2,4)"), seed=SEED):
         y = jax.jit(model.apply)(variables, x)
     hard = jax.jit(linen.harden)(variables)
     np.testing.assert_array_equal(jax.jit(model.apply)({"params": hard["params"]}, x), y)
@@ -202,7 +202,7 @@ def test_a_class_that_one_cannot_edit_trains_by_a_door_of_one_line():
     @chex.assert_max_traces(1)
     def train(variables, moments, step):
         variables = linen.set_step(variables, step)
-        with linen.sparsify(by_rule, SEED):
+        with linen.sparsify(by_rule, seed=SEED):
             loss = lambda p: jnp.square(model.apply({**variables, "params": p}, x) - target).mean()
             value, grads = jax.value_and_grad(loss)(variables["params"])
         change, moments = optimizer.update(grads, moments)
@@ -244,7 +244,7 @@ def test_the_plain_layer_on_hardened_weights_gives_the_same_bits(text):
 def test_a_declared_layer_is_its_product_by_hand(eqn, shape, by_hand, text):
     linen.door(Einsum, weight="w")
     model, x = Einsum(shape), normal(1, 8, 16)
-    with linen.sparsify(recipe(text), SEED, strict=True):
+    with linen.sparsify(recipe(text), seed=SEED, strict=True):
         variables = linen.set_step(model.init(jax.random.key(0), eqn, x), STEP)
         call = lambda w, x: model.apply({**variables, "params": {"w": w}}, eqn, x)
         y, back = jax.vjp(call, variables["params"]["w"], x)
@@ -288,7 +288,7 @@ def test_a_layer_may_have_several_weights_and_layers_and_variables():
     variables = init(model, x, by_rule)
     assert linen.paths(variables) == ("down", "up", "inner")
     rngs = {"dropout": jax.random.key(4)}
-    with linen.sparsify(by_rule, SEED):
+    with linen.sparsify(by_rule, seed=SEED):
         y, written = model.apply(variables, x, train=True, rngs=rngs, mutable=["stats"])
         _, seen = model.apply(variables, x, capture_intermediates=True)
     assert float(written["stats"]["count"]) == 1
@@ -426,7 +426,10 @@ def test_nested_contexts_are_refused():
     with pytest.raises(ValueError, match=r"(?s)These rules of the recipe decide for no layer:.*'mlp'.*layer"):
         init(Named(functools.partial(nn.Dense, 8)), normal(1, 8, 16), nm.Recipe({"mlp": "ste(2,4)"}))
     variables = init(nn.Dense(8), normal(1, 8, 16), recipe("ste(2,4)"))  # the error has left nothing behind
-    with linen.sparsify(recipe("ste(1,4)"), SEED), pytest.raises(ValueError, match="was made for fwd_rhs=.*mse.2,4"):
+    with (
+        linen.sparsify(recipe("ste(1,4)"), seed=SEED),
+        pytest.raises(ValueError, match="was made for fwd_rhs=.*mse.2,4"),
+    ):
         nn.Dense(8).apply(variables, normal(1, 8, 16))
     noisy = recipe("mvue(2,4)")
     with linen.sparsify(noisy), pytest.raises(ValueError, match="reads the collection 'nm', which is missing"):

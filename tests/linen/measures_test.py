@@ -50,7 +50,7 @@ def both():
     }
     nm.nnx.sparsify(model, RECIPE, seed=7)
     nm.nnx.set_step(model, 4)
-    with linen.sparsify(RECIPE, 7, strict=True):
+    with linen.sparsify(RECIPE, seed=7, strict=True):
         variables = Linen().init(jax.random.key(0), X)
     return linen.set_step(linen.reset_state({**variables, "params": params}), 4), model
 
@@ -90,7 +90,7 @@ def test_measures_are_those_of_nnx():
     for name in measured:
         assert measured[name]._fields == expected[name]._fields
         np.testing.assert_allclose(measured[name], expected[name], rtol=1e-5)
-    with linen.sparsify(RECIPE, 7):
+    with linen.sparsify(RECIPE, seed=7):
         loss = lambda variables, x: (Linen().apply(variables, x) ** 2).sum()
         errors = jax.jit(lambda v: linen.gradient_errors(v, loss, X, draws=3))(variables)
     expected = nm.nnx.gradient_errors(model, lambda model, x: (model(x) ** 2).sum(), X, draws=3)
