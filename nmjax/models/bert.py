@@ -1,11 +1,25 @@
 """BERT, a text encoder with a head for classification."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from nmjax.models.transformer import INIT, Block, check_tokens, gelu, linear, norm, repeat, through
+from nmjax.models.transformer import (
+    INIT,
+    Block,
+    Dropout,
+    check_tokens,
+    dropped,
+    each_key,
+    gelu,
+    keys_of,
+    linear,
+    norm,
+    repeat,
+    through,
+)  # fmt: skip
 
 SIZES = {
     "tiny": {"width": 128, "depth": 2, "heads": 2, "hidden": 512},
@@ -39,6 +53,7 @@ class BERT(nnx.Module):
         heads: int,
         hidden: int,
         classes: int,
+        dropout: float = 0.0,
         scores: bool = False,
         dtype: DTypeLike | None = None,
         scan: bool = False,
@@ -56,6 +71,7 @@ class BERT(nnx.Module):
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
           classes: The number of classes.
+          dropout: The rate of dropout: of the embedding, in the blocks, and before the head. The paper has 0.1.
           scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
@@ -69,17 +85,22 @@ class BERT(nnx.Module):
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
         self.types = nnx.Embed(types, width, embedding_init=INIT, rngs=rngs)
         self.norm = norm(width, 1e-12, rngs=rngs)
-        make = lambda rngs: Block(width, heads, hidden, gelu, 1e-12, post=True, scores=scores, dtype=dtype, rngs=rngs)
+        rates = Dropout(scores=dropout, sums=dropout)
+        make = lambda rngs: Block(
+            width, heads, hidden, gelu, 1e-12, post=True, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
+        )
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.pooler = linear(width, width, dtype=dtype, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
-        self.length, self.dtype, self.remat = length, dtype or jnp.float32, remat
+        self.length, self.depth, self.dropout = length, depth, dropout
+        self.dtype, self.remat = dtype or jnp.float32, remat
 
     def __call__(
         self,
         tokens: Int[Array, "batch time"],
         mask: Bool[Array, "batch time"] | None = None,
         types: Int[Array, "batch time"] | None = None,
+        key: jax.Array | None = None,
     ) -> Float[Array, "batch classes"]:
         """Return the logits of the classes, in float32.
 
@@ -87,10 +108,29 @@ class BERT(nnx.Module):
           tokens: The tokens of each text.
           mask: True for tokens, False for padding.
           types: The sentence that each token belongs to: 0 for the first, 1 for the second.
+          key: The key of dropout. Without it there is none.
 
         Raises:
           ValueError: The shapes differ, or texts are longer than ``length``.
         """
+        keys = keys_of(key, 2)
+        pooled = jnp.tanh(self.pooler(self._blocks(tokens, mask, types, keys[0], every=False)[:, 0]))
+        return self.head(dropped(pooled, self.dropout, keys[1]))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch time"],
+        mask: Bool[Array, "batch time"] | None = None,
+        types: Int[Array, "batch time"] | None = None,
+        key: jax.Array | None = None,
+    ) -> Float[Array, "states batch time width"]:
+        """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
+        return self._blocks(tokens, mask, types, key, every=True)
+
+    def _blocks(
+        self, tokens: jax.Array, mask: jax.Array | None, types: jax.Array | None, key: jax.Array | None, every: bool
+    ) -> jax.Array:
+        """Return the output of the last block, or all hidden states."""
         check_tokens(tokens, self.length)
         for name, value in (("mask", mask), ("types", types)):
             if value is not None and value.shape != tokens.shape:
@@ -98,5 +138,6 @@ class BERT(nnx.Module):
         # Rows are read in float32, so that their gradients are summed in float32.
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = self.norm(x + self.types(jnp.zeros_like(tokens) if types is None else types)).astype(self.dtype)
-        x = through(self.blocks, x, None if mask is None else mask.astype(bool), remat=self.remat)
-        return self.head(jnp.tanh(self.pooler(x[:, 0])))
+        keys, mask = keys_of(key, 2), None if mask is None else mask.astype(bool)
+        x, each = dropped(x, self.dropout, keys[0]), (each_key(keys[1], self.depth),)
+        return through(self.blocks, x, mask, each=each, remat=self.remat, every=every)

@@ -10,7 +10,19 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from nmjax.models.transformer import INIT, Block, check_tokens, norm, repeat, through, wide_einsum
+from nmjax.models.transformer import (
+    INIT,
+    Block,
+    Dropout,
+    check_tokens,
+    dropped,
+    each_key,
+    keys_of,
+    norm,
+    repeat,
+    through,
+    wide_einsum,
+)  # fmt: skip
 
 SIZES = {
     "tiny": {"width": 128, "depth": 4, "heads": 4, "hidden": 512},
@@ -45,6 +57,7 @@ class GPT(nnx.Module):
         depth: int,
         heads: int,
         hidden: int,
+        dropout: float = 0.0,
         scores: bool = False,
         dtype: DTypeLike | None = None,
         scan: bool = False,
@@ -60,6 +73,7 @@ class GPT(nnx.Module):
           depth: The number of blocks.
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
+          dropout: The rate of dropout, of the embedding and in the blocks. GPT-2 has 0.1.
           scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
@@ -76,29 +90,46 @@ class GPT(nnx.Module):
             # Two layers of each block are added to its input. Their sum over blocks has one scale at any depth.
             inits = INIT, jax.nn.initializers.normal(0.02 / (2 * depth) ** 0.5)
             return Block(
-                width, heads, hidden, jax.nn.gelu, 1e-5, causal=True, inits=inits, scores=scores, dtype=dtype, rngs=rngs
-            )
+                width, heads, hidden, jax.nn.gelu, 1e-5, causal=True, inits=inits, scores=scores,
+                dropout=Dropout(scores=dropout, sums=dropout), dtype=dtype, rngs=rngs,
+            )  # fmt: skip
 
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, 1e-5, rngs=rngs)
-        self.length, self.dtype, self.remat = length, dtype or jnp.float32, remat
+        self.length, self.depth, self.dropout = length, depth, dropout
+        self.dtype, self.remat = dtype or jnp.float32, remat
 
-    def __call__(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocabulary"]:
+    def __call__(
+        self, tokens: Int[Array, "batch time"], key: jax.Array | None = None
+    ) -> Float[Array, "batch time vocabulary"]:
         """Return the logits of every next token, in float32.
 
         Args:
           tokens: The tokens of each text.
+          key: The key of dropout. Without it there is none.
 
         Raises:
           ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
         """
+        x = self._blocks(tokens, key, every=False)
+        # `self.tokens.attend` would round the logits to the dtype.
+        return wide_einsum("btw,vw->btv", self.norm(x), self.tokens.embedding[...], self.dtype)
+
+    def hidden(
+        self, tokens: Int[Array, "batch time"], key: jax.Array | None = None
+    ) -> Float[Array, "states batch time width"]:
+        """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
+        return self._blocks(tokens, key, every=True)
+
+    def _blocks(self, tokens: jax.Array, key: jax.Array | None, every: bool) -> jax.Array:
+        """Return the output of the last block, or all hidden states."""
         check_tokens(tokens, self.length)
         # Rows are read in float32, so that their gradients are summed in float32: a batch may have one token thousands
         # of times.
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
-        x = through(self.blocks, x.astype(self.dtype), remat=self.remat)
-        # `self.tokens.attend` would round the logits to the dtype.
-        return wide_einsum("btw,vw->btv", self.norm(x), self.tokens.embedding[...], self.dtype)
+        keys = keys_of(key, 2)
+        x, each = dropped(x.astype(self.dtype), self.dropout, keys[0]), (each_key(keys[1], self.depth),)
+        return through(self.blocks, x, None, each=each, remat=self.remat, every=every)
 
 
 def generate(

@@ -1,7 +1,7 @@
 """The parts that the three transformers share: attention, the two-layer perceptron, the block, and stacks of blocks."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,36 @@ def wide_einsum(spec: str, x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.
     """
     precision = lax.DotAlgorithmPreset.BF16_BF16_F32 if dtype == jnp.bfloat16 else None
     return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=precision)
+
+
+class Dropout(NamedTuple):
+    """The rates of dropout in a block: the share of values that training sets to 0, at random.
+
+    Attributes:
+      scores: The rate after attention's softmax.
+      hidden: The rate between the two layers of the perceptron.
+      sums: The rate before the outputs of attention and perceptron are added to their input.
+    """
+
+    scores: float = 0.0
+    hidden: float = 0.0
+    sums: float = 0.0
+
+
+def dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Return ``x`` with a share of its values set to 0 and the others scaled up; ``x`` itself without a key.
+
+    >>> dropped(jnp.ones(8), 0.5, jax.random.key(0))
+    Array([0., 2., 2., 2., 0., 0., 0., 2.], dtype=float32)
+    """
+    if key is None or not rate:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros_like(x))
+
+
+def keys_of(key: jax.Array | None, count: int) -> Any:
+    """Return as many keys, or as many None."""
+    return [None] * count if key is None else jax.random.split(key, count)
 
 
 class Marker(nnx.Variable[jax.Array]):
@@ -80,6 +110,7 @@ class Attention(nnx.Module):
         *,
         causal: bool = False,
         scores: bool = False,
+        dropout: float = 0.0,
         inits: tuple[Initializer, Initializer] = (INIT, INIT),
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
@@ -91,6 +122,7 @@ class Attention(nnx.Module):
           heads: The number of heads, which must divide ``width``.
           causal: True if a position sees only itself and earlier positions.
           scores: True to make the product of scores and values a layer, `Scores`.
+          dropout: The rate of dropout after the softmax.
           inits: The initializers of query, key and value, and of the output layer.
           dtype: The dtype that layers compute in; None is float32.
           rngs: The random numbers.
@@ -108,12 +140,15 @@ class Attention(nnx.Module):
         self.value = linear(width, width, inits[0], dtype=dtype, rngs=rngs)
         self.out = linear(width, width, inits[1], dtype=dtype, rngs=rngs)
         self.scores = Scores(heads, width // heads, dtype) if scores else None
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal, self.dropout = heads, causal, dropout
 
     def __call__(
-        self, x: Float[Array, "batch time width"], mask: Bool[Array, "batch time"] | None = None
+        self,
+        x: Float[Array, "batch time width"],
+        mask: Bool[Array, "batch time"] | None = None,
+        key: jax.Array | None = None,
     ) -> Float[Array, "batch time width"]:
-        """Return attention over the positions at which ``mask`` is True."""
+        """Return attention over the positions at which ``mask`` is True, with dropout if there is a key."""
         split = lambda y: y.reshape(*y.shape[:-1], self.heads, -1)
         q, k, v = split(self.query(x)), split(self.key(x)), split(self.value(x))
         logits = wide_einsum("bqhd,bkhd->bhqk", q, k, q.dtype) / q.shape[-1] ** 0.5
@@ -121,6 +156,7 @@ class Attention(nnx.Module):
         visible = (jnp.tril(visible) if self.causal else visible)[None, None]
         visible = visible if mask is None else visible & mask[:, None, None, :]
         scores = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(logits.dtype).min)).astype(v.dtype)
+        scores = dropped(scores, self.dropout, key)
         y = jnp.einsum("bhqk,bkhd->bqhd", scores, v) if self.scores is None else self.scores(scores, v)
         return self.out(y.reshape(x.shape))
 
@@ -134,6 +170,7 @@ class Mlp(nnx.Module):
         hidden: int,
         activation: Activation,
         *,
+        dropout: float = 0.0,
         inits: tuple[Initializer, Initializer] = (INIT, INIT),
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
@@ -144,17 +181,18 @@ class Mlp(nnx.Module):
           width: The number of features of input and output.
           hidden: The number of features between the layers.
           activation: The function between the layers.
+          dropout: The rate of dropout between the layers.
           inits: The initializers of *up* and *down*.
           dtype: The dtype that layers compute in; None is float32.
           rngs: The random numbers.
         """
         self.up = linear(width, hidden, inits[0], dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, inits[1], dtype=dtype, rngs=rngs)
-        self.activation = activation
+        self.activation, self.dropout = activation, dropout
 
-    def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
-        """Return the perceptron's output."""
-        return self.down(self.activation(self.up(x)))
+    def __call__(self, x: Float[Array, "... width"], key: jax.Array | None = None) -> Float[Array, "... width"]:
+        """Return the perceptron's output, with dropout if there is a key."""
+        return self.down(dropped(self.activation(self.up(x)), self.dropout, key))
 
 
 class Block(nnx.Module):
@@ -171,6 +209,7 @@ class Block(nnx.Module):
         causal: bool = False,
         scores: bool = False,
         post: bool = False,
+        dropout: Dropout = Dropout(),
         inits: tuple[Initializer, Initializer] = (INIT, INIT),
         dtype: DTypeLike | None,
         rngs: nnx.Rngs,
@@ -186,26 +225,33 @@ class Block(nnx.Module):
           causal: True if a position sees only itself and earlier positions.
           scores: As in `Attention`.
           post: True if the norms follow the sums; else they stand before attention and perceptron.
+          dropout: The rates of dropout.
           inits: The initializers of the inner layers, and of the two layers whose output is added to the input.
           dtype: The dtype that layers compute in; None is float32.
           rngs: The random numbers.
         """
         self.norm1 = norm(width, epsilon, rngs=rngs)
-        options: dict[str, Any] = {"causal": causal, "scores": scores, "inits": inits, "dtype": dtype, "rngs": rngs}
-        self.attention = Attention(width, heads, **options)
+        options: dict[str, Any] = {"inits": inits, "dtype": dtype, "rngs": rngs}
+        self.attention = Attention(width, heads, causal=causal, scores=scores, dropout=dropout.scores, **options)
         self.norm2 = norm(width, epsilon, rngs=rngs)
-        self.mlp = Mlp(width, hidden, activation, inits=inits, dtype=dtype, rngs=rngs)
-        self.post = post
+        self.mlp = Mlp(width, hidden, activation, dropout=dropout.hidden, **options)
+        self.post, self.dropout = post, dropout.sums
 
     def __call__(
-        self, x: Float[Array, "batch time width"], mask: Bool[Array, "batch time"] | None = None
+        self,
+        x: Float[Array, "batch time width"],
+        mask: Bool[Array, "batch time"] | None = None,
+        key: jax.Array | None = None,
     ) -> Float[Array, "batch time width"]:
-        """Return the block's output, given which positions may be seen."""
+        """Return the block's output, given which positions may be seen, with dropout if there is a key."""
+        keys = keys_of(key, 4)
+        attend = lambda x: dropped(self.attention(x, mask, keys[0]), self.dropout, keys[1])
+        perceive = lambda x: dropped(self.mlp(x, keys[2]), self.dropout, keys[3])
         if self.post:
-            x = self.norm1(x + self.attention(x, mask)).astype(x.dtype)
-            return self.norm2(x + self.mlp(x)).astype(x.dtype)
-        x = x + self.attention(self.norm1(x), mask)  # layers take float32 and compute in their dtype
-        return x + self.mlp(self.norm2(x))
+            x = self.norm1(x + attend(x)).astype(x.dtype)
+            return self.norm2(x + perceive(x)).astype(x.dtype)
+        x = x + attend(self.norm1(x))  # layers take float32 and compute in their dtype
+        return x + perceive(self.norm2(x))
 
 
 def norm(width: int, epsilon: float, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -214,8 +260,8 @@ def norm(width: int, epsilon: float, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def repeat(
-    make: Callable[[nnx.Rngs], Block], depth: int, *, scan: bool, rngs: nnx.Rngs
-) -> nnx.List[Block] | Block:  # fmt: skip
+    make: Callable[[nnx.Rngs], nnx.Module], depth: int, *, scan: bool, rngs: nnx.Rngs
+) -> Any:  # fmt: skip
     """Return ``depth`` blocks.
 
     Args:
@@ -235,27 +281,40 @@ def repeat(
 
 
 def through(
-    blocks: nnx.List[Block] | Block, x: jax.Array, mask: jax.Array | None = None, *, remat: bool
+    blocks: Any, x: jax.Array, *shared: Any, each: tuple[Any, ...] = (), remat: bool, every: bool = False
 ) -> jax.Array:  # fmt: skip
     """Return the output of one block after another.
 
     Args:
       blocks: The blocks, as `repeat` returned them.
       x: The input of the first block.
-      mask: True at the positions that may be seen.
+      *shared: The arguments of all blocks, such as the mask.
+      each: The further arguments of blocks, as arrays with an axis of blocks; or None.
       remat: True to keep only the inputs of blocks, and to compute the rest again in the backward pass.
+      every: True to return ``x`` and the outputs of all blocks, stacked along a leading axis.
     """
     # Blocks write no Variable. Saying so spares a scan from returning all their parameters. A scan's body is compiled
     # apart from its transpose, so there nothing need keep XLA from merging the two.
     listed = isinstance(blocks, nnx.List)
-    step: Any = Block.__call__
+    call: Any = type(blocks[0] if listed else blocks).__call__
     if remat:
-        step = nnx.remat(step, prevent_cse=listed, graph_updates=False)
-    if not listed:
-        return nnx.scan(step, in_axes=(0, nnx.Carry, None), out_axes=nnx.Carry, graph_updates=False)(blocks, x, mask)
-    for block in blocks:
-        x = step(block, x, mask)
-    return x
+        call = nnx.remat(call, prevent_cse=listed, graph_updates=False)
+    if listed:
+        states = [x]
+        for i, block in enumerate(blocks):
+            states.append(call(block, states[-1], *shared, *jax.tree.map(lambda v, i=i: v[i], each)))
+        return jnp.stack(states) if every else states[-1]
+    in_axes = (0, nnx.Carry, *[None] * len(shared), *[0] * len(each))
+    if not every:
+        return nnx.scan(call, in_axes=in_axes, out_axes=nnx.Carry, graph_updates=False)(blocks, x, *shared, *each)
+    both = lambda *arguments: (call(*arguments),) * 2
+    outputs = nnx.scan(both, in_axes=in_axes, out_axes=(nnx.Carry, 0), graph_updates=False)(blocks, x, *shared, *each)
+    return jnp.concatenate([x[None], outputs[1]])
+
+
+def each_key(key: jax.Array | None, depth: int) -> jax.Array | None:
+    """Return a key for each block, for `through`; None without a key."""
+    return None if key is None else jax.random.split(key, depth)
 
 
 def check_tokens(tokens: Int[Array, "..."], length: int) -> None:

@@ -6,7 +6,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from nmjax.models.transformer import INIT, Block, gelu, linear, norm, repeat, through
+from nmjax.models.transformer import (
+    INIT,
+    Block,
+    Dropout,
+    dropped,
+    each_key,
+    gelu,
+    keys_of,
+    linear,
+    norm,
+    repeat,
+    through,
+)  # fmt: skip
 
 SIZES = {
     "tiny": {"width": 64, "depth": 4, "heads": 4, "hidden": 256},  # for 8x8 digits on a laptop
@@ -44,6 +56,7 @@ class ViT(nnx.Module):
         heads: int,
         hidden: int,
         pool: str = "cls",
+        dropout: float = 0.0,
         scores: bool = False,
         dtype: DTypeLike | None = None,
         scan: bool = False,
@@ -62,6 +75,7 @@ class ViT(nnx.Module):
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
           pool: "cls" to classify by a token of its own; "mean" by the mean of all patches, without that token.
+          dropout: The rate of dropout: of the embedding, and after each layer but query, key and value.
           scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
@@ -84,21 +98,38 @@ class ViT(nnx.Module):
         tokens = (image // patch) ** 2 + (pool == "cls")
         self.positions = nnx.Param(INIT(rngs.params(), (tokens, width)))
         inits = (jax.nn.initializers.xavier_uniform(),) * 2
-        make = lambda rngs: Block(width, heads, hidden, gelu, 1e-6, inits=inits, scores=scores, dtype=dtype, rngs=rngs)
+        rates = Dropout(hidden=dropout, sums=dropout)
+        make = lambda rngs: Block(
+            width, heads, hidden, gelu, 1e-6, inits=inits, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
+        )
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, 1e-6, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
-        self.shape, self.remat = (image, image, channels), remat
+        self.shape, self.depth, self.dropout, self.remat = (image, image, channels), depth, dropout, remat
 
-    def __call__(self, images: Float[Array, "batch image image channels"]) -> Float[Array, "batch classes"]:
+    def __call__(
+        self, images: Float[Array, "batch image image channels"], key: jax.Array | None = None
+    ) -> Float[Array, "batch classes"]:
         """Return the logits of the classes, in float32.
 
         Args:
           images: Images with normalised pixels.
+          key: The key of dropout. Without it there is none.
 
         Raises:
           ValueError: The shape does not fit.
         """
+        x = self.norm(self._blocks(images, key, every=False))
+        return self.head(x.mean(1) if self.cls is None else x[:, 0])
+
+    def hidden(
+        self, images: Float[Array, "batch image image channels"], key: jax.Array | None = None
+    ) -> Float[Array, "states batch tokens width"]:
+        """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
+        return self._blocks(images, key, every=True)
+
+    def _blocks(self, images: jax.Array, key: jax.Array | None, every: bool) -> jax.Array:
+        """Return the output of the last block, or all hidden states."""
         if images.ndim != 4 or images.shape[1:] != self.shape:
             raise ValueError(f"images are of shape [batch, {', '.join(map(str, self.shape))}], got {images.shape}.")
         x = self.patches(images)
@@ -107,5 +138,6 @@ class ViT(nnx.Module):
             cls = jnp.broadcast_to(self.cls[...].astype(x.dtype), (x.shape[0], 1, x.shape[-1]))
             x = jnp.concatenate([cls, x], axis=1)
         x = x + self.positions[...].astype(x.dtype)[None]
-        x = self.norm(through(self.blocks, x, remat=self.remat))
-        return self.head(x.mean(1) if self.cls is None else x[:, 0])
+        keys = keys_of(key, 2)
+        x, each = dropped(x, self.dropout, keys[0]), (each_key(keys[1], self.depth),)
+        return through(self.blocks, x, None, each=each, remat=self.remat, every=every)
