@@ -24,6 +24,7 @@ class Rename(NamedTuple):
       theirs: The name of the tensor; or several names, in their order.
       ours: The path of the parameter; or several paths, in their order.
       axes: For each axis of the parameter the axis of the tensor, as in `numpy.transpose`; None if they are the same.
+        An axis of the tensor that is not named has size 1.
       along: The axis of the parameter along which several lie one after another.
 
     >>> Rename("layer.{n}.up.weight", "blocks/{n}/mlp/up/kernel", axes=(1, 0))  # torch keeps [out, in]
@@ -77,6 +78,7 @@ class Later:
             size = self.shape[along if axes is None else axes[along]]
             whole = np.moveaxis(np.moveaxis(whole, along, 0)[self.begin : self.begin + size], 0, along)
         value = whole if axes is None else whole.transpose(np.argsort(axes))
+        value = value if value.ndim == len(self.shape) else value.reshape(self.shape)  # with its axes of size 1
         return value.astype(dtype or self.dtype, copy=False)
 
 
@@ -87,7 +89,6 @@ class Table:
     Attributes:
       renames: All tensors that are parameters.
       kept: Patterns of the names of tensors that no parameter needs. They are written back as they were read.
-      prefixes: What all names may begin with, such as "bert."; "" if they may begin with nothing.
 
     >>> table = Table((Rename("h.{n}.w", "blocks/{n}/kernel", (1, 0)), Rename("out", "head/bias")))
     >>> tensors = {"h.0.w": np.ones((2, 3)), "out": np.ones(4)}
@@ -100,7 +101,6 @@ class Table:
 
     renames: tuple[Rename, ...]
     kept: tuple[str, ...] = ()
-    prefixes: tuple[str, ...] = ("",)
 
     def read(self, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
         """Return the parameters of a model. If possible they are views of the tensors.
@@ -112,28 +112,31 @@ class Table:
         Raises:
           CheckpointError: A tensor is missing, left over, or of another shape. The message lists all.
         """
-        prefix = self.prefix(tensors)
         parts = self._parts(list(shapes))
-        named = {prefix + name for part in parts for name in part.theirs}
+        named = {name for part in parts for name in part.theirs}
         missing = [name for name in sorted(named) if name not in tensors]
-        rest = [name for name in tensors if name not in named and not self._keeps(name.removeprefix(prefix))]
+        rest = [name for name in tensors if name not in named and not self._keeps(name)]
         unknown = sorted(set(shapes) - {path for part in parts for path in part.ours})
         found: dict[str, np.ndarray] = {}
         misshaped: list[str] = []
+        unequal: list[str] = []
         for part in parts:
-            theirs = [prefix + name for name in part.theirs]
-            if any(name not in tensors for name in theirs):
+            if any(name not in tensors for name in part.theirs):
                 continue
             wanted = [tuple(shapes[path]) for path in part.ours]
-            cut = _cut([_moved(tensors[name], part.axes) for name in theirs], wanted, part.along)
+            cut = _cut([_moved(tensors[name], part.axes) for name in part.theirs], wanted, part.along)
             if cut is None:
-                has = ", ".join(f"{name} {tensors[name].shape}" for name in theirs)
+                has = ", ".join(f"{name} {tensors[name].shape}" for name in part.theirs)
                 misshaped.append(f"{has} for {', '.join(f'{path} {shapes[path]}' for path in part.ours)}")
-            else:
-                found |= zip(part.ours, cut, strict=True)
+                continue
+            for path, value in zip(part.ours, cut, strict=True):
+                if path in found and found[path].tobytes() != value.tobytes():
+                    unequal.append(f"{', '.join(part.theirs)} for {path}")
+                found[path] = value
         problems = [
             (f"missing: {_listed(missing)}", missing), (f"left over: {_listed(rest)}", rest),
             (f"of another shape: {_listed(misshaped)}", misshaped),
+            (f"of other values than another tensor of the same parameter: {_listed(unequal)}", unequal),
             (f"parameters that the table does not name: {_listed(unknown)}", unknown),
         ]  # fmt: skip
         if any(names for _, names in problems):
@@ -141,12 +144,15 @@ class Table:
             raise CheckpointError(f"the checkpoint does not fit the model: {said}.")
         return found
 
-    def write(self, parameters: Mapping[str, Any], like: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def write(
+        self, parameters: Mapping[str, Any], like: Mapping[str, np.ndarray], new: Iterable[str] = ()
+    ) -> dict[str, Any]:
         """Return the tensors of a checkpoint, with the names, order and dtypes of another one.
 
         Args:
           parameters: The parameters of the model by path: arrays of numpy or jax.
           like: The tensors of a checkpoint of the same model. Those that no parameter needs are taken from it.
+          new: The names of tensors that the other checkpoint may lack, such as those of a new head.
 
         Returns:
           Tensors by name. Each is made when numpy asks for it.
@@ -154,30 +160,22 @@ class Table:
         Raises:
           CheckpointError: The other checkpoint lacks a tensor.
         """
-        prefix = self.prefix(like)
         made: dict[str, Later] = {}
         for part in self._parts(list(parameters)):
             begin = 0
             for name in part.theirs:
-                if prefix + name not in like:
-                    raise CheckpointError(
-                        f"{', '.join(part.ours)}: the checkpoint to be like has no tensor {prefix + name!r}."
-                    )
-                source = like[prefix + name]
-                made[prefix + name] = Later(source.shape, source.dtype, part, parameters, begin)
-                if len(part.theirs) > 1:
-                    begin += source.shape[part.along if part.axes is None else part.axes[part.along]]
-        return {name: made.get(name, like[name]) for name in like}
-
-    def prefix(self, tensors: Mapping[str, Any]) -> str:
-        """Return the prefix with which most of the names are known."""
-        patterns = [_pattern(name) for rename in self.renames for name in _several(rename.theirs)]
-
-        def known(prefix: str) -> int:
-            names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
-            return sum(any(pattern.fullmatch(name) for pattern in patterns) for name in names)
-
-        return max(self.prefixes, key=known)
+                if name in like:
+                    source = like[name]
+                    made[name] = Later(source.shape, source.dtype, part, parameters, begin)
+                    if len(part.theirs) > 1:
+                        begin += source.shape[part.along if part.axes is None else part.axes[part.along]]
+                elif name in new and len(part.theirs) == len(part.ours) == 1:
+                    value = parameters[part.ours[0]]
+                    shape = value.shape if part.axes is None else tuple(value.shape[a] for a in np.argsort(part.axes))
+                    made[name] = Later(shape, np.dtype(value.dtype), part, parameters, begin)
+                else:
+                    raise CheckpointError(f"{', '.join(part.ours)}: the checkpoint to be like has no tensor {name!r}.")
+        return {name: made.get(name, like[name]) for name in like} | made
 
     def _keeps(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.kept)
@@ -205,8 +203,13 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _moved(value: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray:
-    """Return a tensor with its axes in the order of the parameter; itself if it has another number of axes."""
-    return value if axes is None or value.ndim != len(axes) else value.transpose(axes)
+    """Return a tensor with its axes in the order of the parameter; itself if they do not fit."""
+    if axes is None:
+        return value
+    single = [a for a in range(value.ndim) if a not in axes]
+    if any(a >= value.ndim for a in axes) or any(value.shape[a] != 1 for a in single):
+        return value
+    return value.transpose(*axes, *single).reshape([value.shape[a] for a in axes])
 
 
 def _cut(values: list[np.ndarray], shapes: list[tuple[int, ...]], along: int) -> list[np.ndarray] | None:

@@ -53,6 +53,7 @@ class BERT(nnx.Module):
         heads: int,
         hidden: int,
         classes: int,
+        epsilon: float = 1e-12,
         dropout: float = 0.0,
         scores: bool = False,
         dtype: DTypeLike | None = None,
@@ -71,6 +72,7 @@ class BERT(nnx.Module):
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
           classes: The number of classes.
+          epsilon: The epsilon of the norms.
           dropout: The rate of dropout: of the embedding, in the blocks, and before the head. The paper has 0.1.
           scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
@@ -84,10 +86,10 @@ class BERT(nnx.Module):
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
         self.types = nnx.Embed(types, width, embedding_init=INIT, rngs=rngs)
-        self.norm = norm(width, 1e-12, rngs=rngs)
+        self.norm = norm(width, epsilon, rngs=rngs)
         rates = Dropout(scores=dropout, sums=dropout)
         make = lambda rngs: Block(
-            width, heads, hidden, gelu, 1e-12, post=True, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
+            width, heads, hidden, gelu, epsilon, post=True, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
         )
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.pooler = linear(width, width, dtype=dtype, rngs=rngs)

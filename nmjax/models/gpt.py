@@ -57,6 +57,7 @@ class GPT(nnx.Module):
         depth: int,
         heads: int,
         hidden: int,
+        epsilon: float = 1e-5,
         dropout: float = 0.0,
         scores: bool = False,
         dtype: DTypeLike | None = None,
@@ -73,6 +74,7 @@ class GPT(nnx.Module):
           depth: The number of blocks.
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
+          epsilon: The epsilon of the norms.
           dropout: The rate of dropout, of the embedding and in the blocks. GPT-2 has 0.1.
           scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
@@ -90,12 +92,12 @@ class GPT(nnx.Module):
             # Two layers of each block are added to its input. Their sum over blocks has one scale at any depth.
             inits = INIT, jax.nn.initializers.normal(0.02 / (2 * depth) ** 0.5)
             return Block(
-                width, heads, hidden, jax.nn.gelu, 1e-5, causal=True, inits=inits, scores=scores,
+                width, heads, hidden, jax.nn.gelu, epsilon, causal=True, inits=inits, scores=scores,
                 dropout=Dropout(scores=dropout, sums=dropout), dtype=dtype, rngs=rngs,
             )  # fmt: skip
 
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
-        self.norm = norm(width, 1e-5, rngs=rngs)
+        self.norm = norm(width, epsilon, rngs=rngs)
         self.length, self.depth, self.dropout = length, depth, dropout
         self.dtype, self.remat = dtype or jnp.float32, remat
 

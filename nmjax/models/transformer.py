@@ -55,7 +55,7 @@ def dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Return ``x`` with a share of its values set to 0 and the others scaled up; ``x`` itself without a key.
 
     >>> dropped(jnp.ones(8), 0.5, jax.random.key(0))
-    Array([0., 2., 2., 2., 0., 0., 0., 2.], dtype=float32)
+    Array([0., 0., 2., 2., 0., 2., 2., 0.], dtype=float32)
     """
     if key is None or not rate:
         return x

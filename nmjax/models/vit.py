@@ -56,6 +56,7 @@ class ViT(nnx.Module):
         heads: int,
         hidden: int,
         pool: str = "cls",
+        epsilon: float = 1e-6,
         dropout: float = 0.0,
         scores: bool = False,
         dtype: DTypeLike | None = None,
@@ -75,6 +76,7 @@ class ViT(nnx.Module):
           heads: The number of attention heads, which must divide ``width``.
           hidden: The number of hidden features of the perceptrons.
           pool: "cls" to classify by a token of its own; "mean" by the mean of all patches, without that token.
+          epsilon: The epsilon of the norms.
           dropout: The rate of dropout: of the embedding, and after each layer but query, key and value.
           scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
@@ -100,10 +102,10 @@ class ViT(nnx.Module):
         inits = (jax.nn.initializers.xavier_uniform(),) * 2
         rates = Dropout(hidden=dropout, sums=dropout)
         make = lambda rngs: Block(
-            width, heads, hidden, gelu, 1e-6, inits=inits, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
+            width, heads, hidden, gelu, epsilon, inits=inits, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
         )
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
-        self.norm = norm(width, 1e-6, rngs=rngs)
+        self.norm = norm(width, epsilon, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
         self.shape, self.depth, self.dropout, self.remat = (image, image, channels), depth, dropout, remat
 

@@ -5,7 +5,7 @@ It needs torch, transformers and timm, which the tests do not need:
     pip install torch transformers timm
     python tests/checkpoints/golden/make.py
 
-Each folder has a checkpoint as the library writes it. "expected.safetensors" has inputs, hidden states and outputs.
+Each folder has a checkpoint as the library writes it. Its folder "expected" has inputs, hidden states and outputs.
 """
 
 import json
@@ -20,7 +20,15 @@ from safetensors.torch import save_file
 HERE = Path(__file__).parent
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 TEXT = {"vocab_size": 40, "max_position_embeddings": 16}
-DECODER = {**SMALL, **TEXT, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = {
+    **SMALL,
+    **TEXT,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
@@ -72,7 +80,8 @@ def inputs_of(model):
 
 def record(folder, inputs, states, y):
     states = {f"states.{i}": v.clone() for i, v in enumerate(states)}
-    save_file({**inputs, **states, "output": y.clone()}, folder / "expected.safetensors")
+    (folder / "expected").mkdir()
+    save_file({**inputs, **states, "output": y.clone()}, folder / "expected/values.safetensors")
 
 
 def main():
@@ -89,7 +98,15 @@ def main():
     folder = HERE / "timm"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2, "num_classes": 3}
+    sizes = {
+        "img_size": 8,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depth": 2,
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "num_classes": 3,
+    }
     model = louder(timm.create_model("vit_tiny_patch16_224", pretrained=False, **sizes))
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
     about = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "num_features": 16, "global_pool": "token"}

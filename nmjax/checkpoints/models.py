@@ -1,0 +1,243 @@
+"""Loads models from checkpoints, and saves them as checkpoints of the same form."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from nmjax.checkpoints.families import Config, Family, family
+from nmjax.checkpoints.names import Table
+from nmjax.checkpoints.tensors import INDEX, CheckpointError, Tensors, read, write
+from nmjax.nnx.variables import NM
+
+HEAD = ("head/kernel", "head/bias")
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
+
+
+def load(path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, **options: Any) -> Any:
+    """Return the model of a checkpoint in the layout of Hugging Face's transformers, or of timm.
+
+    The file ``config.json`` chooses the model and its sizes: `nmjax.models.BERT`, `ViT`, `GPT` or `Decoder`.
+
+    Args:
+      path: A folder with ``config.json``, and a safetensors file or the index of several.
+      rngs: The random numbers of a new head.
+      **options: Arguments of the model in place of those of the config, such as ``scan=True``, ``dtype`` or
+        ``dropout``. If the checkpoint has no head of so many ``classes``, the head is new, and needs ``rngs``.
+
+    Raises:
+      CheckpointError: The kind of the checkpoint is not known; or tensors are missing, left over, or of another shape,
+        and the message lists all of them.
+      OSError: A file cannot be read.
+
+    >>> from nmjax.models import GPT
+    >>> import tempfile
+    >>> config = {"model_type": "gpt2", "vocab_size": 9, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with open(folder + "/config.json", "w") as file: json.dump(config, file)
+    ...     tensors = {"wte.weight": np.zeros((9, 8), np.float32)}
+    ...     write(folder + "/model.safetensors", tensors)
+    ...     try: load(folder)
+    ...     except CheckpointError as error: print(str(error).partition("model: ")[2][:31])
+    missing: h.0.attn.c_attn.bias,
+    """
+    tensors, about = read(path), _family(path)
+    options = about.options | options
+    new = options.get("classes") != about.options.get("classes")
+    if new and options["classes"] and rngs is None:
+        raise CheckpointError(
+            f"{path}: the checkpoint has no head of classes={options['classes']}. Pass rngs=nnx.Rngs(0) for a new one."
+        )
+    make = partial(about.model, **options)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    variables = {"/".join(map(str, key)): (key, v) for key, v in nnx.to_flat_state(abstract)}
+    read_ones = {
+        name: v for name, (_, v) in variables.items()
+        if isinstance(v, nnx.Param) and 0 not in v.shape and not (new and name in HEAD)
+    }  # fmt: skip
+    stacks = Blocks(read_ones)
+    try:
+        found = _table(about, new).read(tensors, {one: stacks.shape(one) for one in stacks})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+    @jax.jit
+    def others(key: jax.Array) -> dict[str, jax.Array]:
+        """Return the initial values of what is not read."""
+        made = nnx.to_flat_state(nnx.state(make(rngs=nnx.Rngs(key))))
+        return {name: v.get_value() for key, v in made if (name := "/".join(map(str, key))) not in read_ones}
+
+    values: dict[str, Any] = dict(others((nnx.Rngs(0) if rngs is None else rngs).params()))
+    for name, v in read_ones.items():
+        parts = [found[one] for one in stacks.parts(name)]
+        values[name] = jnp.asarray(np.stack(parts) if stacks.is_stack(name) else parts[0], v.dtype)
+    flat = [(key, v.replace(values[name])) for name, (key, v) in variables.items()]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str]) -> None:
+    """Write the parameters of a model as a checkpoint of the form of another one, from which it was loaded.
+
+    Names, order, dtypes, metadata and the cut into files are those of the other checkpoint. Its other files are copied,
+    such as the config and the tokenizer, but no weights of other formats. A model that is loaded and saved gives the
+    same tensors.
+
+    Args:
+      path: The folder to write to. It is made if it does not exist.
+      model: The model. If it was sparse, pass ``nm.nnx.harden(model)``.
+      like: The folder of the other checkpoint.
+
+    Raises:
+      CheckpointError: The other checkpoint is of another model, or the model is not hardened.
+      OSError: A file cannot be written.
+
+    >>> import nmjax as nm
+    >>> def prune(source, target):
+    ...     model = nm.nnx.sparsify(load(source), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
+    ...     save(target, nm.nnx.harden(model), like=source)
+    """
+    site = next((key for key, v in nnx.to_flat_state(nnx.state(model)) if isinstance(v, NM)), None)
+    if site is not None:
+        raise CheckpointError(
+            f"the model is sparse: it has the variable {'/'.join(map(str, site))}. Save nm.nnx.harden(model)."
+        )
+    about, tensors, folder = _family(like), read(like), Path(path)
+    config = _config(like)
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    values = Blocks({"/".join(map(str, key)): v.get_value() for key, v in flat if 0 not in v.shape})
+    classes = values.shape(HEAD[1])[0] if HEAD[1] in values else 0
+    new = bool(about.head) and classes != about.options["classes"]
+    held = {name: tensors[name] for name in tensors if not (new and name in about.head)}
+    try:
+        made = _table(about, new=False).write(values, held, about.head if new else ())
+    except CheckpointError as error:
+        raise CheckpointError(f"{like}: {error}") from None
+    if new:
+        labels = {str(i): f"LABEL_{i}" for i in range(classes)}
+        config |= {"num_classes": classes} if "architecture" in config else {
+            "id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}, "num_labels": classes,
+        }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_files(folder, tensors, made)
+    if not folder.samefile(like):
+        _copy_others(Path(like), folder)
+    if config != _config(like):
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_files(folder: Path, source: Tensors, made: Mapping[str, Any]) -> None:
+    """Write tensors into as many files as a source has, with an index if it has several. New ones go into the last."""
+    files = {path.name: [name for name in names if name in made] for path, names in source.files.items()}
+    known = {name for names in files.values() for name in names}
+    files[list(files)[-1]] += [name for name in made if name not in known]
+    for file, names in files.items():
+        write(folder / file, {name: made[name] for name in names}, source.metadata)
+    if len(files) > 1:
+        size = sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in made.values())
+        index = {
+            "metadata": {"total_size": size},
+            "weight_map": {n: file for file, names in files.items() for n in names},
+        }
+        (folder / f"model{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    """Copy the files of a checkpoint that are not its weights, such as the tokenizer. Hidden files stay."""
+    for file in source.iterdir():
+        if file.name.startswith(".") or file.name.endswith(WEIGHTS) or target.resolve().is_relative_to(file.resolve()):
+            continue
+        if file.is_dir():
+            (target / file.name).mkdir(exist_ok=True)
+            _copy_others(file, target / file.name)
+        else:
+            shutil.copyfile(file, target / file.name)
+
+
+def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    folder = Path(path)
+    file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path}: there is no config.json, which says what model it is. See nm.checkpoints.Table."
+        )
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file}: this is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: a config is a JSON object, got {type(config).__name__}.")
+    return config
+
+
+def _family(path: str | os.PathLike[str]) -> Family:
+    config: Config = _config(path)
+    try:
+        return family(config, read(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _table(about: Family, new: bool) -> Table:
+    """Return the names of a checkpoint; if the head is new, without it."""
+    if not new:
+        return about.table
+    renames = tuple(rename for rename in about.table.renames if rename.ours not in HEAD)
+    return Table(renames, (*about.table.kept, *(name.replace(".", r"\.") for name in about.head)))
+
+
+@dataclass(frozen=True)
+class Blocks(Mapping[str, Any]):
+    """Parameters by path, each block's own. A stack "blocks/norm/scale" is read as "blocks/0/norm/scale" and so on.
+
+    Attributes:
+      parameters: The parameters as the model has them.
+
+    >>> blocks = Blocks({"blocks/norm/scale": np.ones((2, 3)), "head/bias": np.ones(4)})
+    >>> list(blocks), blocks["blocks/1/norm/scale"].shape
+    (['blocks/0/norm/scale', 'blocks/1/norm/scale', 'head/bias'], (3,))
+    """
+
+    parameters: Mapping[str, Any]
+
+    def is_stack(self, name: str) -> bool:
+        """Return True if a parameter of the model has an axis of blocks."""
+        return name.startswith("blocks/") and not name.split("/")[1].isdigit()
+
+    def parts(self, name: str) -> list[str]:
+        """Return the paths of a parameter of the model, one for each block."""
+        if not self.is_stack(name):
+            return [name]
+        return [f"blocks/{i}/{name.removeprefix('blocks/')}" for i in range(self.parameters[name].shape[0])]
+
+    def shape(self, one: str) -> tuple[int, ...]:
+        """Return the shape of a block's parameter."""
+        name, number = self._place(one)
+        shape = tuple(self.parameters[name].shape)
+        return shape if number is None else shape[1:]
+
+    def _place(self, one: str) -> tuple[str, int | None]:
+        if one in self.parameters:
+            return one, None
+        _, number, *rest = one.split("/")
+        return "/".join(["blocks", *rest]), int(number)
+
+    def __getitem__(self, one: str) -> Any:
+        if one not in list(self):
+            raise KeyError(one)
+        name, number = self._place(one)
+        return self.parameters[name] if number is None else self.parameters[name][number]
+
+    def __iter__(self) -> Iterator[str]:
+        return (one for name in self.parameters for one in self.parts(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

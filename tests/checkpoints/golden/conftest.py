@@ -1,0 +1,3 @@
+"""The script needs libraries that the tests do not need."""
+
+collect_ignore = ["make.py"]

@@ -1,0 +1,228 @@
+"""Models from checkpoints: against what the libraries that wrote them compute. `golden/make.py` made these files."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nmjax as nm
+from nmjax.checkpoints import CheckpointError, load, read, save, write
+
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = sorted(path.name for path in GOLDEN.iterdir() if (path / "config.json").is_file())
+TEXT = [kind for kind in KINDS if kind not in ("vit", "timm")]
+
+
+def expected(kind):
+    return {name: jnp.asarray(value) for name, value in read(GOLDEN / kind / "expected").items()}
+
+
+def inputs(kind, right):
+    if kind not in TEXT:
+        return (right["pixel_values"].transpose(0, 2, 3, 1),)
+    tokens, mask = right["input_ids"], right["attention_mask"].astype(bool)
+    if kind.startswith("gpt2"):
+        return (tokens,)
+    return (tokens, mask, right["token_type_ids"]) if kind.startswith("bert") else (tokens, mask)
+
+
+def same(a, b, kind, right):
+    """Compare values, those of text at its tokens. Padding attends to other positions in other libraries."""
+    if kind in TEXT and a.ndim > 2:
+        seen = right["attention_mask"].astype(bool)[..., None]
+        a, b = jnp.where(seen, a, 0), jnp.where(seen, b, 0)
+    np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_model_computes_what_its_library_does(kind, scan):
+    right = expected(kind)
+    model, given = load(GOLDEN / kind, scan=scan), inputs(kind, right)
+    states = model.hidden(*given)
+    theirs = [right[f"states.{i}"] for i in range(len(states)) if f"states.{i}" in right]
+    for i, state in enumerate(theirs):
+        last_is_normed = i == len(theirs) - 1 and kind in TEXT and not kind.startswith("bert")
+        same(model.norm(states[i]) if last_is_normed else states[i], state, kind, right)
+    if kind == "bert":
+        same(states[-1], right["output"], kind, right)
+    elif kind == "gpt2-alone":
+        same(model.norm(states[-1]), right["output"], kind, right)
+    else:
+        same(model(*given), right["output"], kind, right)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_model_that_is_loaded_and_saved_is_the_same_file(kind, scan, tmp_path):
+    save(tmp_path, load(GOLDEN / kind, scan=scan), like=GOLDEN / kind)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / file).read_bytes() == (GOLDEN / kind / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
+    """Along the axis that the products contract, in the layout of the source: rows of torch's linear layers."""
+    model = nm.nnx.sparsify(load(GOLDEN / kind), nm.Recipe({r"blocks/.*": "ste(2,4)", ".*": "dense"}))
+    with pytest.raises(CheckpointError, match="Save nm.nnx.harden"):
+        save(
+            tmp_path, nm.nnx.sparsify(load(GOLDEN / kind), nm.Recipe({r"blocks/.*": "s_ste(2,4)"})), like=GOLDEN / kind
+        )
+    save(tmp_path, nm.nnx.harden(model), like=GOLDEN / kind)
+    before, after = read(GOLDEN / kind), read(tmp_path)
+    assert list(before) == list(after)
+    pruned = [name for name in before if (before[name] != after[name]).any()]
+    assert len(pruned) == {"gpt2": 8, "gpt2-alone": 8, "timm": 8}.get(
+        kind, 12 if kind in ("bert", "bert-classifier", "vit") else 14
+    )
+    for name in pruned:
+        assert nm.groups.is_nm(after[name], 2, 4, axis=0 if kind.startswith("gpt2") else 1)
+
+
+@pytest.mark.parametrize("kind", ["bert", "bert-classifier", "vit", "timm"])
+def test_a_new_head(kind, tmp_path):
+    with pytest.raises(CheckpointError, match="has no head of classes=5. Pass rngs"):
+        load(GOLDEN / kind, classes=5)
+    model = load(GOLDEN / kind, classes=5, rngs=nnx.Rngs(3))
+    assert model.head.kernel.shape == (16, 5)
+    assert jnp.abs(model.head.kernel[...]).max() > 0
+    np.testing.assert_array_equal(model.norm.scale[...], load(GOLDEN / kind).norm.scale[...])
+    save(tmp_path, model, like=GOLDEN / kind)
+    again = load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(again)), nnx.to_pure_dict(nnx.state(model)))
+    save(tmp_path / "same", again, like=tmp_path)
+    assert (tmp_path / "same/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_options_in_place_of_those_of_the_config():
+    model = load(GOLDEN / "bert", dtype=jnp.bfloat16, dropout=0.3, remat=True, scan=True, epsilon=1e-5)
+    assert (model.dtype, model.dropout, model.remat) == (jnp.bfloat16, 0.3, True)
+    assert model.blocks.attention.query.kernel.shape == (2, 16, 16)
+    scores = load(GOLDEN / "llama", scores=True)
+    assert scores.blocks[0].attention.scores is not None
+
+
+def test_several_files(tmp_path):
+    """The cut into files and the index are those of the source."""
+    tensors, folder = read(GOLDEN / "llama"), tmp_path / "cut"
+    folder.mkdir()
+    shutil.copyfile(GOLDEN / "llama/config.json", folder / "config.json")
+    names = list(tensors)
+    cut = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
+    for file, part in cut.items():
+        write(folder / file, {name: tensors[name] for name in part}, {"format": "pt"})
+    size = sum(tensors[name].nbytes for name in names)
+    index = {"metadata": {"total_size": size}, "weight_map": {n: file for file, part in cut.items() for n in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    save(tmp_path / "again", load(folder), like=folder)
+    for file in (*cut, "config.json", "model.safetensors.index.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
+
+
+def test_bfloat16_comes_back_bit_for_bit(tmp_path):
+    tensors, folder = read(GOLDEN / "qwen3"), tmp_path / "half"
+    folder.mkdir()
+    shutil.copyfile(GOLDEN / "qwen3/config.json", folder / "config.json")
+    write(folder / "model.safetensors", {name: jnp.asarray(v, jnp.bfloat16) for name, v in tensors.items()})
+    model = load(folder)
+    assert model.norm.scale.dtype == jnp.float32
+    save(tmp_path / "again", model, like=folder)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def changed(tmp_path, kind, config=None, tensors=None):
+    """Return a folder with a checkpoint whose config and tensors are changed."""
+    folder = tmp_path / "changed"
+    folder.mkdir()
+    about = json.loads((GOLDEN / kind / "config.json").read_text()) | (config or {})
+    (folder / "config.json").write_text(json.dumps(about))
+    held = dict(read(GOLDEN / kind).items()) | (tensors or {})
+    write(folder / "model.safetensors", {name: v for name, v in held.items() if v is not None})
+    return folder
+
+
+ONES = np.ones((3, 16), np.float32)
+REFUSED = {
+    "missing: encoder.layer.1.output.dense.bias; left over: more.weight; of another shape: pooler.dense.weight "
+    "(3, 16) for pooler/kernel (16, 16)": ("bert", {}, {
+        "encoder.layer.1.output.dense.bias": None, "more.weight": ONES, "pooler.dense.weight": ONES,
+    }),
+    "missing: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight":
+        ("qwen3", {"num_hidden_layers": 3}, {}),
+    "left over: model.layers.1.input_layernorm.weight": ("llama", {"num_hidden_layers": 1}, {}),
+    "of other values than another tensor of the same parameter: lm_head.weight for tokens/embedding":
+        ("qwen3", {}, {"lm_head.weight": np.ones((40, 16), np.float32)}),
+    "config.json has model_type 't5', and checkpoints of bert, gemma3_text": ("bert", {"model_type": "t5"}, {}),
+    "config.json has hidden_act='relu', and the model has only 'gelu'": ("bert", {"hidden_act": "relu"}, {}),
+    "config.json has attention_bias=True, and the model has only False": ("llama", {"attention_bias": True}, {}),
+    "config.json has rope_type='yarn', and the model has only": ("llama", {"rope_parameters": {"rope_type": "yarn"}}, {}),
+    "config.json has no field 'n_embd'": ("gpt2", {"n_embd": None}, {}),
+    "config.json has global_pool='avg', and the model has only 'token'": ("timm", {"global_pool": "avg"}, {}),
+    "architecture='resnet50', and of timm's models those named": ("timm", {"architecture": "resnet50"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_is_refused(said, tmp_path):
+    folder = changed(tmp_path, *REFUSED[said])
+    with pytest.raises(CheckpointError, match=re.escape(said)) as error:
+        load(folder)
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_heads_of_pretraining_and_old_names(tmp_path):
+    """The first BERT checkpoints have gamma and beta, and the heads of pretraining. They are written back as read."""
+    old = lambda name: "bert." + name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta")
+    tensors = {old(name): v for name, v in read(GOLDEN / "bert").items()} | {"cls.predictions.bias": ONES}
+    (tmp_path / "config.json").write_bytes((GOLDEN / "bert/config.json").read_bytes())
+    write(tmp_path / "model.safetensors", tensors)
+    model = load(tmp_path)
+    np.testing.assert_array_equal(
+        model.hidden(jnp.ones((1, 4), int)), load(GOLDEN / "bert").hidden(jnp.ones((1, 4), int))
+    )
+    save(tmp_path / "again", model, like=tmp_path)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_configs_of_older_versions(tmp_path):
+    """Before version 5 of transformers, configs had other fields for rotary positions and local blocks."""
+    about = json.loads((GOLDEN / "gemma3/config.json").read_text())
+    about = {k: v for k, v in about.items() if k not in ("rope_parameters", "layer_types", "_sliding_window_pattern")}
+    older = {
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(about | older | {"sliding_window_pattern": 2}))
+    shutil.copyfile(GOLDEN / "gemma3/model.safetensors", tmp_path / "model.safetensors")
+    tokens = jnp.arange(10)[None]
+    np.testing.assert_array_equal(load(tmp_path)(tokens), load(GOLDEN / "gemma3")(tokens))
+
+
+def test_a_folder_without_a_config(tmp_path):
+    shutil.copyfile(GOLDEN / "bert/model.safetensors", tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="there is no config.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="config.json: this is not JSON"):
+        load(tmp_path)
+
+
+def test_other_files_are_copied_and_other_weights_are_not(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "bert", source)
+    for file in ("tokenizer.json", "1_Pooling/config.json", "onnx/model.onnx", "pytorch_model.bin", ".git/config"):
+        (source / file).parent.mkdir(exist_ok=True)
+        (source / file).write_text("{}")
+    save(source / "inside", load(source), like=source)
+    found = {str(file.relative_to(source / "inside")) for file in (source / "inside").rglob("*") if file.is_file()}
+    assert found == {"config.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json"}
+    save(source, load(source), like=source)  # in place
+    assert (source / "model.safetensors").read_bytes() == (GOLDEN / "bert/model.safetensors").read_bytes()
