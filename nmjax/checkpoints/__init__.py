@@ -21,3 +21,4 @@ from nmjax.checkpoints.tensors import (
     read as read,
     write as write,
 )
+from nmjax.checkpoints.verifying import Verified as Verified, verify as verify

@@ -29,7 +29,7 @@ def load(path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, **option
     The file ``config.json`` chooses the model and its sizes: `nmjax.models.BERT`, `ViT`, `GPT` or `Decoder`.
 
     Args:
-      path: A folder with ``config.json``, and a safetensors file or the index of several.
+      path: A folder with ``config.json``, and a safetensors file or the index of several; or the file.
       rngs: The random numbers of a new head.
       **options: Arguments of the model in place of those of the config, such as ``scan=True``, ``dtype`` or
         ``dropout``. If the checkpoint has no head of so many ``classes``, the head is new, and needs ``rngs``.
@@ -94,7 +94,7 @@ def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[st
     Args:
       path: The folder to write to. It is made if it does not exist.
       model: The model. If it was sparse, pass ``nm.nnx.harden(model)``.
-      like: The folder of the other checkpoint.
+      like: The other checkpoint: a folder, or a file beside ``config.json``.
 
     Raises:
       CheckpointError: The other checkpoint is of another model, or the model is not hardened.
@@ -111,6 +111,7 @@ def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[st
             f"the model is sparse: it has the variable {'/'.join(map(str, site))}. Save nm.nnx.harden(model)."
         )
     about, tensors, folder = _family(like), read(like), Path(path)
+    home = Path(like) if Path(like).is_dir() else Path(like).parent
     config = _config(like)
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     values = Blocks({"/".join(map(str, key)): v.get_value() for key, v in flat if 0 not in v.shape})
@@ -128,8 +129,8 @@ def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[st
         }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     _write_files(folder, tensors, made)
-    if not folder.samefile(like):
-        _copy_others(Path(like), folder)
+    if not folder.samefile(home):
+        _copy_others(home, folder)
     if config != _config(like):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -1,0 +1,199 @@
+"""Tells which tensors of a file are n:m, and which programs can use them as such."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nmjax.checkpoints.tensors import CheckpointError, read
+from nmjax.core import layer_paths
+
+CHUNK = 1 << 24  # values that are looked at together
+HALF = ("float32", "float16", "bfloat16")  # float32 is cast to one of the others before it is compressed
+LEAST: dict[str, dict[str, tuple[int, int]]] = {
+    "torch": {**dict.fromkeys(HALF, (32, 64)), "int8": (16, 128)},
+    "cusparselt": {**dict.fromkeys(HALF, (16, 16)), "int8": (32, 32), "float8_e4m3fn": (32, 32)},
+}
+"""The numbers that must divide rows and columns, by program and dtype.
+
+They are those of torch 2.13, `torch.sparse.semi_structured`: "torch" is its CUTLASS form.
+"""
+CONSUMERS = ("torch", "cusparselt", "tensorrt")
+
+
+class Checked(NamedTuple):
+    """A tensor and its groups.
+
+    Attributes:
+      name, shape, dtype: The tensor.
+      density: The share of values that are not zero. -0.0 is zero, and NaN is not.
+      axes: The axes along which all groups of m have at most n non-zeros.
+      axis: The axis along which the fewest groups have more; None if no axis divides into groups.
+      groups: The number of groups along that axis.
+      broken: The number of those that have more.
+      fits: For each program, the reason why it cannot use the tensor as 2:4; None if it can.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    density: float
+    axes: tuple[int, ...]
+    axis: int | None
+    groups: int
+    broken: int
+    fits: dict[str, str | None]
+
+    @property
+    def state(self) -> str:
+        """The tensor in one word: "n:m"; "broken" if at least half of the groups are n:m, but not all; "dense"."""
+        if self.axes:
+            return "n:m"
+        return "broken" if self.groups and 2 * self.broken <= self.groups else "dense"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The tensors of a checkpoint with two axes or more. It prints as a table.
+
+    Attributes:
+      n, m: The pattern that was looked for.
+      tensors: What was found.
+    """
+
+    n: int
+    m: int
+    tensors: tuple[Checked, ...]
+
+    @property
+    def holds(self) -> bool:
+        """True if some tensor is n:m, and none is broken."""
+        return any(one.axes for one in self.tensors) and not self.broken
+
+    @property
+    def broken(self) -> tuple[Checked, ...]:
+        """The tensors of which at least half of the groups are n:m, but not all."""
+        return tuple(one for one in self.tensors if one.state == "broken")
+
+    def json(self) -> dict[str, Any]:
+        """Return the same as values for a JSON file."""
+        rows = [{**one._asdict(), "state": one.state} for one in self.tensors]
+        return {"n": self.n, "m": self.m, "holds": self.holds, "tensors": rows}
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        programs = list(self.tensors[0].fits) if self.tensors else []
+        for name in ("tensor", "shape", "dtype", "non-zero", f"{self.n}:{self.m}", *programs):
+            table.add_column(name, overflow="fold")
+        alike = ((one.name, (*one[1:3], one.state, one.axes, one.axis, str(one.fits)), one) for one in self.tensors)
+        for same in layer_paths.alike(alike):
+            one = same[0]
+            names = layer_paths.short([each.name for each in same])
+            shape = " x ".join(map(str, one.shape)) + (f" ({len(same)} tensors)" if len(same) > 1 else "")
+            density = f"{sum(each.density for each in same) / len(same):.3f}"
+            reasons = [reason or "yes" for reason in one.fits.values()]
+            table.add_row(names, shape, one.dtype, density, _said(same), *reasons)
+        console = Console(width=160, color_system=None)
+        with console.capture() as captured:
+            console.print(table)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+
+
+def _said(same: Sequence[Checked]) -> str:
+    one = same[0]
+    if one.axes:
+        return f"along axis {' and '.join(map(str, one.axes))}"
+    if one.state == "broken":
+        broken, groups = sum(each.broken for each in same), sum(each.groups for each in same)
+        return f"{broken:,} of {groups:,} groups along axis {one.axis} have more"
+    return "no"
+
+
+def verify(
+    path: str | os.PathLike[str], n: int = 2, m: int = 4, *, programs: Iterable[str] = ()
+) -> Verified:  # fmt: skip
+    """Look for an n:m pattern in the tensors of a checkpoint, whoever wrote it.
+
+    Tensors of floating-point numbers and int8 with two axes or more are looked at, one at a time.
+
+    Args:
+      path: A safetensors file, an index, or a folder that has one of them.
+      n: The number of non-zeros allowed in a group.
+      m: The size of a group.
+      programs: Of these it tells which tensors they can use: "torch", "cusparselt" and "tensorrt". They take 2:4 along
+        the last axis of a matrix [outputs, inputs], and tensorrt also along the second axis of a convolution.
+
+    Raises:
+      CheckpointError: The file is damaged, or a program is not known.
+      ValueError: ``n`` does not lie between 1 and ``m``.
+      OSError: The file cannot be read.
+
+    >>> import tempfile
+    >>> from nmjax.checkpoints import write
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tensors = {"up": np.eye(32, 64, dtype=np.float16), "down": np.ones((64, 32), np.float16)}
+    ...     write(folder + "/model.safetensors", tensors)
+    ...     print(verify(folder, programs=["torch"]))
+     tensor   shape     dtype     non-zero   2:4                  torch
+     ──────────────────────────────────────────────────────────────────────────
+     up       32 x 64   float16   0.016      along axis 0 and 1   yes
+     down     64 x 32   float16   1.000      no                   it is not 2:4
+    """
+    if not 1 <= n <= m:
+        raise ValueError(f"n lies between 1 and m, got n={n} and m={m}.")
+    programs = tuple(programs)
+    for program in programs:
+        if program not in CONSUMERS:
+            raise CheckpointError(f"the programs are {', '.join(CONSUMERS)}, got {program!r}.")
+    tensors = read(path)
+    rows: list[Checked] = []
+    for name in tensors:
+        shape, dtype = tensors.shape(name), str(tensors.dtype(name))
+        if len(shape) > 1 and 0 not in shape and ("float" in dtype or dtype == "int8"):
+            rows.append(_checked(name, tensors[name], n, m, programs))
+    return Verified(n, m, tuple(rows))
+
+
+def _checked(name: str, x: np.ndarray, n: int, m: int, programs: tuple[str, ...]) -> Checked:
+    kept, broken = 0, {a: 0 for a, size in enumerate(x.shape) if size % m == 0}
+    for axis in range(x.ndim):  # parts that lie along another axis hold whole groups of this one
+        other = 0 if axis else 1
+        step = max(1, CHUNK * x.shape[other] // x.size)
+        for begin in range(0, x.shape[other], step):
+            part = np.moveaxis(np.moveaxis(x, other, 0)[begin : begin + step], 0, other) != 0
+            kept += int(part.sum()) if axis == 0 else 0
+            if axis in broken:
+                groups = np.moveaxis(part, axis, -1).reshape(-1, m)
+                broken[axis] += int((groups.sum(1, dtype=np.uint8 if m < 256 else int) > n).sum())
+    best = min(broken, key=lambda a: (broken[a], -a), default=None)
+    axes = tuple(a for a in broken if not broken[a])
+    dtype, density = str(x.dtype), kept / x.size
+    least = 0 if best is None else broken[best]
+    holds_2_4 = axes if (n, m) in ((1, 4), (2, 4), (1, 2)) else ()
+    fits = {program: _misfit(program, x.shape, dtype, holds_2_4, (n, m)) for program in programs}
+    return Checked(name, tuple(x.shape), dtype, density, axes, best, 0 if best is None else x.size // m, least, fits)
+
+
+def _misfit(
+    program: str, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...], pattern: tuple[int, int]
+) -> str | None:  # fmt: skip
+    """Return why a program cannot use a tensor as 2:4, or None if it can."""
+    if not axes:
+        return "it is not 2:4" if pattern == (2, 4) else "it is not known to be 2:4; verify n=2, m=4"
+    if 1 not in axes:
+        return "its groups lie along axis 0, not along the inputs"
+    if program == "tensorrt":
+        return None if dtype in (*HALF, "int8") else f"{dtype}"
+    if len(shape) != 2:
+        return "it is not a matrix"
+    least = LEAST[program].get(dtype)
+    if least is None:
+        return f"it has no kernel for {dtype}"
+    if shape[0] % least[0] or shape[1] % least[1]:
+        return f"rows and columns are no multiples of {least[0]} and {least[1]}"
+    return None

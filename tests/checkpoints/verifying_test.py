@@ -1,0 +1,136 @@
+"""The verifier: against counts by hand, and against torch's own compression where torch is installed."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax.checkpoints import CheckpointError, verify, verifying, write
+
+RNG = np.random.default_rng(0)
+
+
+def pruned(shape, axis, n=2, m=4, dtype=np.float32):
+    return np.array(nm.pruners.mse(n, m)(jnp.asarray(RNG.normal(size=shape), jnp.float32), axis), dtype)
+
+
+def found(tmp_path, tensors, *args, **options):
+    write(tmp_path / "model.safetensors", tensors)
+    return verify(tmp_path, *args, **options)
+
+
+def by_hand(x, n, m):
+    """Return the broken groups along each axis, by loops."""
+    counts = {}
+    for axis in range(x.ndim):
+        if x.shape[axis] % m == 0:
+            lines = np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
+            counts[axis] = sum(
+                sum(value != 0 for value in line[i : i + m]) > n for line in lines for i in range(0, len(line), m)
+            )
+    return counts
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8), (6, 8), (5, 7), (4, 8, 3, 3), (3, 4, 8)])
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 24])
+def test_counts_are_those_by_hand(shape, chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(verifying, "CHUNK", chunk)
+    for n, m in ((2, 4), (1, 4), (2, 8), (1, 2)):
+        x = np.where(RNG.random(shape) < 0.4, 1.0, 0.0).astype(np.float32)
+        (one,) = found(tmp_path, {"w": x}, n, m).tensors
+        counts = by_hand(x, n, m)
+        assert one.axes == tuple(axis for axis, broken in counts.items() if not broken)
+        assert one.broken == min(counts.values(), default=0)
+        assert one.axis is None or counts[one.axis] == one.broken
+        assert one.groups == (x.size // m if counts else 0)
+        np.testing.assert_allclose(one.density, (x != 0).mean())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", jnp.bfloat16, jnp.float8_e4m3fn, "int8", "float64"])
+def test_dtypes(dtype, tmp_path):
+    """-0.0 is zero and NaN is not. Integers other than int8, vectors and empty tensors are not looked at."""
+    x = np.array([[1, -0.0, 0, 2], [0, 0, 3, 4]]).astype(dtype)
+    others = {"ids": np.zeros((4, 4), np.int64), "bias": np.zeros(8, np.float32), "none": np.zeros((0, 4), np.float32)}
+    (one,) = found(tmp_path, {"w": x, **others}).tensors
+    assert (one.name, one.axes, one.density) == ("w", (1,), 0.5)
+    if dtype != "int8":
+        x[0, 1] = np.nan
+        (one,) = found(tmp_path, {"w": x}).tensors
+        assert (one.axes, one.broken, one.state) == ((), 1, "broken")
+
+
+def test_one_broken_group_is_found(tmp_path):
+    x = pruned((64, 64), 1)
+    assert found(tmp_path, {"w": x}).holds
+    x[3, 4:8] = 1.0
+    report = found(tmp_path, {"w": x, "dense": np.ones((8, 8), np.float32)})
+    assert not report.holds
+    assert [(one.name, one.axis, one.broken, one.groups) for one in report.broken] == [("w", 1, 1, 1024)]
+    assert "1 of 1,024 groups along axis 1 have more" in str(report)
+    assert json.loads(json.dumps(report.json()))["tensors"][0]["state"] == "broken"
+
+
+def test_a_dense_file_holds_nothing(tmp_path):
+    report = found(tmp_path, {"w": RNG.normal(size=(64, 64)).astype(np.float32)})
+    assert (report.holds, report.broken, report.tensors[0].state) == (False, (), "dense")
+
+
+def test_alike_tensors_share_a_line(tmp_path):
+    tensors = {f"layer.{i}.up.weight": pruned((32, 64), 1) for i in range(3)} | {"head": np.ones((5, 7), np.float32)}
+    lines = str(found(tmp_path, tensors, programs=verifying.CONSUMERS)).splitlines()
+    assert re.search(
+        r"layer.0-2.up.weight +32 x 64 \(3 tensors\) +float32 +0.500 +along axis 1 +yes +yes +yes", lines[2]
+    )
+    assert re.search(r"head +5 x 7 +float32 +1.000 +no +it is not 2:4", lines[3])
+
+
+FITS = {
+    ("torch", (32, 64), 1, np.float16): None,
+    ("torch", (48, 64), 1, np.float16): "rows and columns are no multiples of 32 and 64",
+    ("cusparselt", (48, 64), 1, np.float16): None,
+    ("cusparselt", (48, 40), 1, np.float16): "rows and columns are no multiples of 16 and 16",
+    ("torch", (32, 64), 0, np.float16): "its groups lie along axis 0, not along the inputs",
+    ("torch", (32, 64), 1, jnp.float8_e4m3fn): "it has no kernel for float8_e4m3fn",
+    ("cusparselt", (32, 64), 1, jnp.float8_e4m3fn): None,
+    ("torch", (8, 8, 3, 3), 1, np.float16): "it is not a matrix",
+    ("tensorrt", (8, 8, 3, 3), 1, np.float16): None,
+    ("tensorrt", (6, 8), 1, np.float32): None,
+}
+
+
+@pytest.mark.parametrize("case", FITS)
+def test_which_program_can_use_a_tensor(case, tmp_path):
+    program, shape, axis, dtype = case
+    (one,) = found(tmp_path, {"w": pruned(shape, axis, dtype=dtype)}, programs=[program]).tensors
+    assert one.fits == {program: FITS[case]}
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 128), (48, 64), (32, 32), (96, 192), (16, 64)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_torch_compresses_what_it_is_said_to_use(shape, dtype, tmp_path):
+    """By the conversion of its CUTLASS form, which runs on a CPU: back to the same bits."""
+    torch = pytest.importorskip("torch")
+    from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
+    from torch.sparse._semi_structured_conversions import (
+        sparse_semi_structured_from_dense_cutlass as compress,
+        sparse_semi_structured_to_dense_cutlass as restore,
+    )
+
+    x = pruned(shape, 1, dtype=jnp.dtype(dtype))
+    (one,) = found(tmp_path, {"w": x}, programs=["torch"]).tensors
+    tensor = torch.tensor(x.astype(np.float32)).to(getattr(torch, dtype))
+    least = Cutlass._DTYPE_SHAPE_CONSTRAINTS[tensor.dtype]
+    fits = shape[0] % least.sparse_min_rows == 0 and shape[1] % least.sparse_min_cols == 0
+    assert (one.fits["torch"] is None) == fits
+    if fits:
+        assert torch.equal(restore(*compress(tensor)), tensor)
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="n lies between 1 and m, got n=5 and m=4"):
+        found(tmp_path, {"w": np.ones((4, 4), np.float32)}, 5, 4)
+    with pytest.raises(CheckpointError, match="the programs are torch, cusparselt, tensorrt, got 'onnx'"):
+        verify(tmp_path, programs=["onnx"])

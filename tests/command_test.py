@@ -1,0 +1,110 @@
+"""The command nmjax, on checkpoints of the tests and in a process of its own."""
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nmjax as nm
+from nmjax import checkpoints
+from nmjax.command import main
+
+GOLDEN = Path(__file__).parent / "checkpoints/golden"
+
+
+def run(capsys, *argv):
+    """Return the exit status, stdout and stderr."""
+    status = main([str(one) for one in argv])
+    return (status, *capsys.readouterr())
+
+
+def sparse(folder):
+    """Write a checkpoint with 2:4 weights."""
+    model = nm.nnx.sparsify(checkpoints.load(GOLDEN / "bert"), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
+    checkpoints.save(folder, nm.nnx.harden(model), like=GOLDEN / "bert")
+    return folder
+
+
+def test_convert_writes_the_same_tensors(capsys, tmp_path):
+    status, out, err = run(capsys, "convert", GOLDEN / "bert", "--to", tmp_path / "out")
+    assert (status, err) == (0, "")
+    assert "BERT with" in out
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (GOLDEN / "bert/model.safetensors").read_bytes()
+    status, *_ = run(capsys, "convert", tmp_path / "out/model.safetensors", "--to", tmp_path / "again")
+    assert status == 0
+
+
+def test_convert_finds_an_installed_package(capsys, tmp_path, monkeypatch):
+    """A package as pip installs it: its files beside a folder with a record of them."""
+    place, about = tmp_path / "site/tiny_bert/files", tmp_path / "site/tiny_bert-1.0.dist-info"
+    shutil.copytree(GOLDEN / "bert", place, ignore=shutil.ignore_patterns("expected"))
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-bert\nVersion: 1.0\n")
+    (about / "RECORD").write_text(
+        "".join(f"tiny_bert/files/{file},,\n" for file in ("config.json", "model.safetensors"))
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    importlib.invalidate_caches()
+    status, out, _ = run(capsys, "convert", "tiny-bert", "--to", tmp_path / "out")
+    assert status == 0
+    assert str(place) in out
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (GOLDEN / "bert/model.safetensors").read_bytes()
+
+
+def test_verify_tells_and_exits(capsys, tmp_path):
+    status, out, _ = run(capsys, "verify", sparse(tmp_path))
+    assert status == 0
+    assert "12 of 16 tensors are 2:4, 0 are broken." in out
+    status, out, _ = run(capsys, "verify", tmp_path, "--json", "--for", "torch,tensorrt")
+    report = json.loads(out)
+    assert status == 0
+    assert report["holds"]
+    assert {one["state"] for one in report["tensors"]} == {"n:m", "dense"}
+    status, out, _ = run(capsys, "verify", tmp_path, "--n", "1")
+    assert status == 1
+    assert "0 of 16 tensors are 1:4, 0 are broken." in out
+    status, *_ = run(capsys, "verify", GOLDEN / "bert/model.safetensors")
+    assert status == 1
+
+
+def test_plan_prints_the_plan(capsys):
+    status, out, _ = run(capsys, "plan", GOLDEN / "gpt2", "blocks/.*/mlp/.*=s_ste(2,4)")
+    assert status == 0
+    assert "blocks/0-1/mlp" in out
+
+
+WRONG = {
+    "nmjax convert: 'nothing-of-this-name' is neither a path nor an installed package. Write: pip install nothing":
+        ["convert", "nothing-of-this-name", "--to", "x"],
+    "nmjax convert: the package pytest has 0 folders with config.json beside a .safetensors file":
+        ["convert", "pytest", "--to", "x"],
+    "nmjax verify: [Errno 2] No such file or directory: 'nothing.safetensors'": ["verify", "nothing.safetensors"],
+    "nmjax verify: n lies between 1 and m, got n=4 and m=2": ["verify", GOLDEN / "bert", "--n", "4", "--m", "2"],
+    "nmjax verify: the programs are torch, cusparselt, tensorrt, got 'jax'": ["verify", GOLDEN / "bert", "--for=jax"],
+    "nmjax plan: a rule is PATTERN=SPARSITY": ["plan", GOLDEN / "bert", "blocks"],
+    "nmjax plan: rule 'blocks/.*': 'ste(2,5' is not a method": ["plan", GOLDEN / "bert", "blocks/.*=ste(2,5"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_mistakes_are_one_sentence(said, capsys):
+    status, out, err = run(capsys, *WRONG[said])
+    assert (status, out) == (2, "")
+    assert err.startswith(said)
+
+
+@pytest.mark.processes
+def test_the_command_in_a_process(tmp_path):
+    run = lambda *argv: subprocess.run(
+        [sys.executable, "-c", "import sys; from nmjax.command import main; sys.exit(main())", *map(str, argv)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    done = run("verify", sparse(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    np.testing.assert_equal(run("verify", GOLDEN / "bert").returncode, 1)
+    assert "convert" in run("--help").stdout
