@@ -12,7 +12,7 @@ import pytest
 
 import nmjax as nm
 from nmjax import checkpoints
-from nmjax.command import main
+from nmjax.__main__ import main
 
 GOLDEN = Path(__file__).parent / "checkpoints/golden"
 
@@ -101,7 +101,7 @@ def test_mistakes_are_one_sentence(said, capsys):
 @pytest.mark.processes
 def test_the_command_in_a_process(tmp_path):
     run = lambda *argv: subprocess.run(
-        [sys.executable, "-c", "import sys; from nmjax.command import main; sys.exit(main())", *map(str, argv)],
+        [sys.executable, "-m", "nmjax", *map(str, argv)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     done = run("verify", sparse(tmp_path))

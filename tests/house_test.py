@@ -44,7 +44,7 @@ HOUSE = {
         ),
         "checkpoints": ("tensors", "names", "families", "models", "verifying", "__init__"),
         "__init__": (),
-        "command": (),
+        "__main__": (),
     },
     "experiments": {
         "errors": (),
@@ -280,7 +280,7 @@ def test_the_core_does_without_flax():
     users = {
         name.split(".")[1] for name, path in FILES.items() if name.startswith("nmjax.") and "flax" in path.read_text()
     }
-    assert users == {"nnx", "linen", "models", "checkpoints", "command"}
+    assert users == {"nnx", "linen", "models", "checkpoints", "__main__"}
 
 
 def test_no_module_has_the_name_of_something_its_package_exports():

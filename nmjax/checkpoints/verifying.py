@@ -63,7 +63,12 @@ class Verified:
 
     Attributes:
       n, m: The pattern that was looked for.
-      tensors: What was found.
+      tensors: The tensors.
+
+    >>> groups = {"groups": 16, "broken": 1, "fits": {}}
+    >>> one = Checked("up", (8, 8), "float16", 0.5, axes=(), axis=1, **groups)
+    >>> Verified(2, 4, (one,)).holds, one.state
+    (False, 'broken')
     """
 
     n: int

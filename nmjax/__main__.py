@@ -111,3 +111,7 @@ def _plan(asked: argparse.Namespace) -> int:
         rules.append((pattern, sparsity))
     print(plan(checkpoints.load(_folder(asked.path)), recipe=Recipe((*rules, (".*", "dense")))))
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
