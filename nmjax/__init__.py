@@ -17,6 +17,7 @@ from nmjax import (
     linen as linen,
     models as models,
     nnx as nnx,
+    oneshot as oneshot,
     optim as optim,
 )
 from nmjax.analysis import flops as flops, metrics as metrics

@@ -33,6 +33,7 @@ HOUSE = {
         "analysis": ("flops", "refusals", "plan", "patterns", "metrics", "picture"),
         "programs": ("parameters", "rewriting", "running", "sites", "transform", "__init__"),
         "optim": (),
+        "oneshot": ("solvers", "__init__"),
         "models": ("transformer", "vit", "gpt", "moe", "bert", "decoder", "resnet", "__init__"),
         "nnx": (
             "variables", "doors", "calling", "declared", "found", "others", "layers", "unreached", "recording",

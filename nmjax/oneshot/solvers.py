@@ -1,0 +1,211 @@
+"""Solvers of one layer: n:m weights whose output is near that of the dense weights.
+
+They compute in float64 with NumPy, on the host.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+BLOCK = 128  # inputs whose updates of all later inputs are made together
+
+
+class Solved(NamedTuple):
+    """The result of a solver.
+
+    Attributes:
+      weight: The pruned weight, in float64.
+      mask: True where a weight is kept.
+      error: The relative error ||XW - XP||^2 / ||XW||^2 of the layer's output.
+      magnitude: The same error if the largest magnitudes are kept as they are.
+
+    >>> solved = magnitude(np.array([[1.0], [-2.0], [3.0], [-4.0]]), np.eye(4))
+    >>> solved.weight[:, 0].tolist(), round(solved.error, 3)
+    ([0.0, 0.0, 3.0, -4.0], 0.167)
+    """
+
+    weight: np.ndarray
+    mask: np.ndarray
+    error: float
+    magnitude: float
+
+
+def magnitude(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
+    """Keep the n largest magnitudes of every m inputs.
+
+    Args:
+      w: The weight, [inputs, outputs].
+      moments: The second moments X'X of the inputs.
+      n: The number of weights to keep in each group.
+      m: The size of a group, along the inputs.
+
+    Raises:
+      ValueError: The shapes do not fit, or m does not divide the inputs.
+
+    >>> magnitude(np.array([[1.0], [-2.0], [3.0], [-4.0]]), np.eye(4)).mask[:, 0].tolist()
+    [False, False, True, True]
+    """
+    w, moments = _checked(w, moments, n, m)
+    return _solved(w, _largest(np.abs(w), n, m), moments, n, m)
+
+
+def wanda(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
+    """Keep the weights with the largest products of magnitude and the norm of their input.
+
+    Sun et al., "A Simple and Effective Pruning Approach for Large Language Models" (arXiv 2306.11695).
+
+    Args:
+      w, moments, n, m: As in `magnitude`.
+
+    >>> wanda(np.array([[1.0], [-2.0], [3.0], [-4.0]]), np.diag([100.0, 1.0, 1.0, 1.0])).mask[:, 0].tolist()
+    [True, False, False, True]
+    """
+    w, moments = _checked(w, moments, n, m)
+    return _solved(w, _largest(np.abs(w) * np.sqrt(np.diag(moments))[:, None], n, m), moments, n, m)
+
+
+def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float = 0.5) -> Solved:
+    """Keep the weights of the largest relative importance: their shares of input and output, times a power of the norm.
+
+    Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models" (ICLR 2024).
+    Their permutation of the inputs is left out.
+
+    Args:
+      w, moments, n, m: As in `magnitude`.
+      power: The exponent of the norm of the input.
+
+    >>> ria(np.array([[1.0], [-2.0], [3.0], [-4.0]]), np.eye(4)).mask[:, 0].tolist()
+    [False, False, True, True]
+    """
+    w, moments = _checked(w, moments, n, m)
+    size = np.abs(w)
+    tiny = np.finfo(np.float64).tiny
+    shares = size / np.maximum(size.sum(0, keepdims=True), tiny) + size / np.maximum(size.sum(1, keepdims=True), tiny)
+    return _solved(w, _largest(shares * (np.diag(moments) ** (power / 2))[:, None], n, m), moments, n, m)
+
+
+def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01) -> Solved:
+    """Prune the inputs one after another, and let the later weights make up for each error.
+
+    Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot" (arXiv 2301.00774),
+    algorithm 1.
+
+    Args:
+      w, moments, n, m: As in `magnitude`.
+      damping: The share of the mean second moment that is added to each.
+
+    Raises:
+      ValueError: The shapes do not fit, m does not divide the inputs, or ``damping`` is not positive.
+
+    >>> x = np.array([[1.0, 1.0, 0.0, 0.0], [0.0, 0.1, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])  # two inputs are nearly equal
+    >>> solved = sparsegpt(np.array([[1.0], [1.2], [0.1], [1.1]]), x.T @ x)
+    >>> solved.mask[:, 0].tolist(), solved.error < solved.magnitude
+    ([False, True, False, True], True)
+    """
+    w, moments = _checked(w, moments, n, m)
+    if damping <= 0:
+        raise ValueError(f"damping is a positive share of the mean second moment, got {damping}.")
+    inputs = len(w)
+    damped = _damped(moments, damping)
+    # The rows of this triangle are the rows of the inverse of what is left after each input, divided by a root.
+    upper = np.linalg.cholesky(np.linalg.inv(damped)).T
+    rest, weight, mask = w.copy(), np.zeros_like(w), np.zeros(w.shape, bool)
+    block = max(1, BLOCK // m) * m
+    for begin in range(0, inputs, block):
+        end = min(begin + block, inputs)
+        errors = np.zeros((end - begin, w.shape[1]))
+        for i in range(begin, end):
+            if i % m == 0:
+                group = rest[i : i + m] / np.diag(upper)[i : i + m, None]
+                mask[i : i + m] = _largest(np.abs(group), n, m)
+            weight[i] = np.where(mask[i], rest[i], 0)
+            errors[i - begin] = (rest[i] - weight[i]) / upper[i, i]
+            rest[i:end] -= np.outer(upper[i, i:end], errors[i - begin])
+        rest[end:] -= upper[begin:end, end:].T @ errors
+    return _solved(weight, mask, moments, n, m, w)
+
+
+def admm(
+    w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01, steps: int = 20, fixed: int = 200
+) -> Solved:
+    """Choose masks and weights together by the alternating direction method of multipliers.
+
+    Boža, "Fast and Effective Weight Update for Pruned Large Language Models" (arXiv 2401.02938). The inputs are scaled
+    to norm 1, the mask is that of the largest weights in each of the first steps, and then it is kept.
+
+    Args:
+      w, moments, n, m: As in `magnitude`.
+      damping: The share of the mean second moment that is added to each.
+      steps: The number of steps in which the mask may change.
+      fixed: The number of steps after that.
+
+    Raises:
+      ValueError: The shapes do not fit, m does not divide the inputs, or ``damping`` is not positive.
+
+    >>> admm(np.array([[1.0], [-2.0], [3.0], [-4.0]]), np.eye(4)).weight[:, 0].round(3).tolist()
+    [0.0, 0.0, 3.0, -4.0]
+    """
+    w, moments = _checked(w, moments, n, m)
+    if damping <= 0:
+        raise ValueError(f"damping is a positive share of the mean second moment, got {damping}.")
+    damped = _damped(moments, damping)
+    norms = np.sqrt(np.diag(damped))[:, None]
+    scaled = damped / norms / norms.T
+    goal, inverse = scaled @ (w * norms), np.linalg.inv(scaled + np.eye(len(w)))
+    x, dual = w * norms, np.zeros_like(w)
+    mask = _largest(np.abs(x), n, m)
+    for step in range(steps + fixed):
+        if step < steps:
+            mask = _largest(np.abs(x + dual), n, m)
+        z = np.where(mask, x + dual, 0)
+        dual += x - z
+        x = inverse @ (goal + z - dual)
+    return _solved(np.where(mask, x + dual, 0) / norms, mask, moments, n, m, w)
+
+
+# ---- parts ----
+
+
+def _checked(w: np.ndarray, moments: np.ndarray, n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arguments in float64, or refuse them."""
+    w, moments = np.asarray(w, np.float64), np.asarray(moments, np.float64)
+    if w.ndim != 2 or moments.shape != (len(w), len(w)):
+        raise ValueError(
+            f"w has shape [inputs, outputs] and moments [inputs, inputs], got {w.shape} and {moments.shape}."
+        )
+    if not 1 <= n <= m or len(w) % m:
+        raise ValueError(f"the {len(w)} inputs do not divide into groups of {m} of which {n} are kept.")
+    if not (np.isfinite(w).all() and np.isfinite(moments).all()):
+        raise ValueError("w or moments are not finite.")
+    return w, moments
+
+
+def _largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
+    """Return the mask of the n largest of every m along the first axis. Of equal scores the first is kept."""
+    groups = scores.reshape(-1, m, scores.shape[1])
+    rank = np.argsort(np.argsort(-groups, axis=1, kind="stable"), axis=1, kind="stable")
+    return (rank < n).reshape(scores.shape)
+
+
+def _damped(moments: np.ndarray, damping: float) -> np.ndarray:
+    """Return second moments that have an inverse. An input that is always zero gets a moment of its own."""
+    diagonal = np.diag(moments)
+    added = damping * diagonal.mean() + (diagonal == 0) * (diagonal.mean() or 1.0)
+    return moments + np.diag(added)
+
+
+def _solved(
+    kept: np.ndarray, mask: np.ndarray, moments: np.ndarray, n: int, m: int, w: np.ndarray | None = None
+) -> Solved:  # fmt: skip
+    """Return the result with its errors.
+
+    Args:
+      kept: The pruned weight, or the dense one if its values stay.
+      mask: The mask.
+      moments, n, m: As in `magnitude`.
+      w: The dense weight; None if it is ``kept``.
+    """
+    w = kept if w is None else w
+    weight = np.where(mask, kept, 0)
+    error = lambda p: float(np.vdot(w - p, moments @ (w - p)) / (np.vdot(w, moments @ w) or 1.0))
+    return Solved(weight, mask, error(weight), error(np.where(_largest(np.abs(w), n, m), w, 0)))
