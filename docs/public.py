@@ -14,6 +14,7 @@ SPACES = {  # the module, and what its page is called
     "nmjax.nnx": "flax.nnx models",
     "nmjax.linen": "flax.linen models",
     "nmjax.checkpoints": "Checkpoints",
+    "nmjax.oneshot": "One-shot pruning",
     "nmjax.optim": "Optimizers",
     "nmjax.metrics": "Metrics",
     "nmjax.flops": "FLOPs",

@@ -37,7 +37,8 @@ HOUSE = {
         "models": ("transformer", "vit", "gpt", "moe", "bert", "decoder", "resnet", "__init__"),
         "nnx": (
             "variables", "doors", "calling", "declared", "found", "others", "layers", "unreached", "recording",
-            "checks", "delivery", "planning", "packing", "hardening", "measures", "__init__",
+            "checks", "delivery", "planning", "packing", "hardening", "measures",
+            "calibration", "__init__",
         ),
         "linen": (
             "variables", "arguments", "others", "doors", "layer", "delivery", "planning", "leaves", "hardening",

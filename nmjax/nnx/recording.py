@@ -51,7 +51,7 @@ class Recorder(nnx.Module):
         self.notes.asked = True
         if self.noted:
             assert self.product is not None
-            self.notes.append(_example(self.product, operands, options))
+            self.notes.append(example_of(self.product, operands, options))
         assert self.plain is not None
         with jax.named_scope(f"{MARK}{self.number}"):
             return self.plain(*operands, **options)
@@ -65,7 +65,7 @@ class Recorder(nnx.Module):
             return product.op(x, w, *product.extra)
 
 
-def _example(product: Callable[..., Any], operands: Sequence[Any], options: Mapping[str, Any]) -> Example:
+def example_of(product: Callable[..., Any], operands: Sequence[Any], options: Mapping[str, Any]) -> Example:
     """Return the operation that a call of a product asks for."""
     if product is functions.einsum:
         spec, lhs, rhs = operands

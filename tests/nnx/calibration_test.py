@@ -1,0 +1,191 @@
+"""Statistics of inputs by taps, and one-shot pruning: against inputs that are recorded by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import nmjax as nm
+from nmjax import oneshot
+from nmjax.models import GPT, Decoder, ViT
+
+RNG = np.random.default_rng(0)
+SMALL = {"width": 16, "depth": 3, "heads": 2, "hidden": 32}
+TOKENS = [jnp.asarray(RNG.integers(0, 16, (4, 8))) for _ in range(3)]
+EVERY = nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})
+
+
+def gpt(**options):
+    model = GPT(**SMALL | options, vocabulary=16, length=8, rngs=nnx.Rngs(0))
+    for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if path[-1] in ("kernel", "embedding"):
+            v[...] = v[...] * 8  # so that blocks matter
+    return model
+
+
+class Net(nnx.Module):
+    """Layers of every kind whose product is that of two matrices, also with several contracted axes."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, qkv_features=24, decode=False, rngs=rngs)
+        self.swapped = nnx.Einsum("btij,jio->bto", (4, 4, 16), rngs=rngs)
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 16)))
+
+    def __call__(self, x):
+        x = self.attention(jnp.tanh(self.up(x)))
+        return self.swapped(x.reshape(*x.shape[:-1], 4, 4)) @ self.w.T
+
+
+nm.nnx.door(Net, weight="w", input=None)
+
+
+def inputs(count=3):
+    return [jnp.asarray(RNG.normal(size=(4, 5, 8)), jnp.float32) for _ in range(count)]
+
+
+def test_statistics_are_those_by_hand():
+    model, batches = (
+        nnx.Sequential(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(6, 4, rngs=nnx.Rngs(1))),
+        inputs(),
+    )
+    found = nm.nnx.calibrate(model, batches, moments=True)
+    first = np.concatenate([np.asarray(x, np.float64).reshape(-1, 8) for x in batches])
+    second = np.concatenate([np.asarray(jnp.tanh(model.layers[0](x)), np.float64).reshape(-1, 6) for x in batches])
+    for path, x in (("layers/0", first), ("layers/2", second)):
+        np.testing.assert_allclose(found[path].moments, x.T @ x, rtol=1e-6, atol=1e-5)
+        np.testing.assert_allclose(found[path].squares, np.square(x).sum(0), rtol=1e-6)
+        np.testing.assert_allclose(nm.nnx.calibrate(model, batches)[path].squares, np.square(x).sum(0), rtol=1e-6)
+        assert found[path].tokens == 60
+    assert nm.nnx.calibrate(model, batches)["layers/0"].moments is None
+    assert list(nm.nnx.calibrate(model, batches, only="layers/2")) == ["layers/2"]
+
+
+def test_arguments_of_batches():
+    class Scaled(nnx.Linear):
+        def __call__(self, x, scale=None):
+            return super().__call__(x if scale is None else x * scale)
+
+    model, x = Scaled(8, 4, rngs=nnx.Rngs(0)), inputs()[0]
+    ways = ([x * 2.0], [(x, 2.0)], [{"x": x, "scale": 2.0}])
+    found = [nm.nnx.calibrate(model, batches)[""].squares for batches in ways]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"scan": True}, {"remat": True}, {"scan": True, "remat": True}])
+def test_a_stack_has_the_statistics_of_its_layers(options):
+    listed, other = gpt(), gpt(**options)
+    tree = nnx.to_pure_dict(nnx.state(listed))
+    if "scan" in options:
+        blocks = tree.pop("blocks")
+        tree["blocks"] = jax.tree.map(lambda *v: jnp.stack(v), *(blocks[i] for i in range(3)))
+    nnx.update(other, tree)
+    right, found = nm.nnx.calibrate(listed, TOKENS, moments=True), nm.nnx.calibrate(other, TOKENS, moments=True)
+    for path, one in right.items():
+        number, rest = path.split("/")[1], path.split("/", 2)[-1]
+        same = found[path].moments if path in found else found[f"blocks/{rest}"].moments[int(number)]
+        np.testing.assert_allclose(same, one.moments, rtol=1e-4, atol=1e-4)
+
+
+def test_devices_share_the_batch():
+    model, x = gpt(), jnp.tile(TOKENS[0], (2, 1))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    shared = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    right, found = nm.nnx.calibrate(model, [x], moments=True), nm.nnx.calibrate(model, [shared], moments=True)
+    for path, one in right.items():
+        np.testing.assert_allclose(found[path].moments, one.moments, rtol=1e-5, atol=1e-5)
+        assert found[path].tokens == one.tokens
+
+
+# ---- pruning ----
+
+
+@pytest.mark.parametrize("text", ["ste(2,4)", "ste(1,4)", "ste(4,8)"])
+def test_magnitudes_are_those_of_a_hardened_model(text):
+    """For all kinds of layers. So the matrices that solvers get have the inputs in the order of the groups."""
+    model, batches = Net(nnx.Rngs(0)), inputs()
+    recipe = nm.Recipe({".*": text})
+    right = nm.nnx.harden(nm.nnx.sparsify(nnx.clone(model), recipe, batches[0]))
+    pruned = nm.nnx.prune(model, recipe, batches, oneshot.magnitude)
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (pruned.model, right)))
+    assert nm.nnx.patterns(pruned.model) == nm.nnx.patterns(right)
+    assert len(pruned.solved) == 7
+    for error, by_magnitude in pruned.solved.values():
+        assert error == by_magnitude > 0
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("make", ["gpt", "decoder", "vit"])
+def test_solvers_prune_models(make, scan):
+    images = [jnp.asarray(RNG.normal(size=(8, 8, 8, 3)), jnp.float32)]
+    model, batches = {
+        "gpt": lambda: (gpt(scan=scan), TOKENS),
+        "decoder": lambda: (Decoder(**SMALL, groups=1, vocabulary=16, length=8, scan=scan, rngs=nnx.Rngs(0)), TOKENS),
+        "vit": lambda: (ViT(**SMALL, image=8, patch=2, classes=4, scan=scan, rngs=nnx.Rngs(0)), images),
+    }[make]()
+    before = nnx.to_pure_dict(nnx.state(model))
+    pruned = nm.nnx.prune(model, EVERY, batches)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model)), before)  # it is not changed
+    broken = [int(v.sum()) for v in nm.nnx.violations(pruned.model).values() if v is not None]
+    assert sum(broken) == 0
+    assert len(pruned.solved) == 3 * (7 if make == "decoder" else 6)
+    errors = np.array(list(pruned.solved.values()))
+    assert errors[:, 0].mean() < 0.7 * errors[:, 1].mean()
+
+
+def test_wanda_by_hand_on_a_model():
+    model, batches = (
+        nnx.Sequential(nnx.Linear(8, 6, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(6, 4, rngs=nnx.Rngs(1))),
+        inputs(),
+    )
+    recipe = nm.Recipe({"layers/0": "ste(2,4)", ".*": "dense"})
+    pruned = nm.nnx.prune(model, recipe, batches, oneshot.wanda)
+    norms = jnp.sqrt(sum(jnp.square(x).sum((0, 1)) for x in batches))
+    w = model.layers[0].kernel[...]
+    right = jnp.where(nm.pruners.mse(2, 4).mask(w * norms[:, None], 0), w, 0)
+    np.testing.assert_array_equal(pruned.model.layers[0].kernel[...], right)
+    np.testing.assert_array_equal(pruned.model.layers[2].kernel[...], model.layers[2].kernel[...])
+
+
+def test_in_turn_each_block_is_calibrated_on_pruned_ones():
+    model, seen = gpt(), {}
+
+    def solver(w, moments, n, m):
+        seen[len(seen)] = moments
+        return oneshot.magnitude(w, moments, n, m)
+
+    pruned = nm.nnx.prune(model, EVERY, TOKENS, solver)
+    after = nm.nnx.calibrate(pruned.model, TOKENS, moments=True)
+    paths = list(pruned.solved)
+    last = [i for i, path in enumerate(paths) if path == "blocks/2/attention/query"][0]
+    np.testing.assert_allclose(seen[last], after["blocks/2/attention/query"].moments, rtol=1e-4, atol=1e-4)
+    seen.clear()
+    nm.nnx.prune(model, EVERY, TOKENS, solver, in_turn=False)
+    dense = nm.nnx.calibrate(model, TOKENS, moments=True)
+    np.testing.assert_allclose(seen[last], dense["blocks/2/attention/query"].moments, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bfloat16_model():
+    model = gpt(dtype=jnp.bfloat16)
+    pruned = nm.nnx.prune(model, EVERY, TOKENS)
+    assert pruned.model.blocks[0].mlp.up.kernel.dtype == jnp.float32
+    assert sum(int(v.sum()) for v in nm.nnx.violations(pruned.model).values() if v is not None) == 0
+
+
+WRONG = {
+    "calibrate: there are no batches": lambda: nm.nnx.calibrate(gpt(), []),
+    "calibrate: no layer has a path that matches 'mlp'": lambda: nm.nnx.calibrate(gpt(), TOKENS, only="mlp"),
+    "only products of two matrices can be calibrated":
+        lambda: nm.nnx.calibrate(nnx.Conv(4, 8, (3, 3), rngs=nnx.Rngs(0)), [jnp.ones((1, 8, 8, 4))]),
+    "does not divide into groups|do not divide into groups":
+        lambda: nm.nnx.prune(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}), [jnp.ones((2, 6))]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_is_refused(said):
+    with pytest.raises(ValueError, match=said):
+        WRONG[said]()
