@@ -1,4 +1,4 @@
-"""The command ``nmjax``: converts and verifies checkpoints, and plans what a recipe would prune in them."""
+"""The command ``nmjax``: converts, prunes and verifies checkpoints, and plans what a recipe would prune in them."""
 
 import argparse
 import json
@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from nmjax import checkpoints
+from nmjax import checkpoints, oneshot
 from nmjax.checkpoints.verifying import CONSUMERS
+from nmjax.nnx.calibration import prune
 from nmjax.nnx.planning import plan
+from nmjax.oneshot import texts
 from nmjax.recipes.table import Recipe
+
+SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +56,17 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--m", type=int, default=4, help="the size of a group (4)")
     verify.add_argument("--for", dest="programs", default="", metavar="PROGRAMS", help=f"some of {','.join(CONSUMERS)}")
     verify.add_argument("--json", action="store_true", help="print JSON")
+    pruned = command("prune", _prune, "Prune the blocks of a checkpoint in one shot, and write it to a folder.")
+    pruned.add_argument("path", help="a folder with config.json, a .safetensors file and tokenizer.json")
+    pruned.add_argument("--method", choices=SOLVERS, default="sparsegpt", help="the solver (sparsegpt)")
+    pruned.add_argument("--n", type=int, default=2, help="the weights to keep in a group (2)")
+    pruned.add_argument("--m", type=int, default=4, help="the size of a group (4)")
+    pruned.add_argument(
+        "--data", required=True, metavar="FILE", help="texts: lines, or .jsonl with a field text; or .gz"
+    )
+    pruned.add_argument("--examples", type=int, default=128, help="the greatest number of texts (128)")
+    pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
+    pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     planned = command("plan", _plan, "Tell what a recipe would prune in a checkpoint.")
     planned.add_argument("path", help="a folder with config.json and a .safetensors file")
     planned.add_argument(
@@ -100,6 +117,45 @@ def _verify(asked: argparse.Namespace) -> int:
         sparse = sum(bool(one.axes) for one in found.tensors)
         print(f"\n{sparse} of {len(found.tensors)} tensors are {asked.n}:{asked.m}, {len(found.broken)} are broken.")
     return 0 if found.holds else 1
+
+
+def _prune(asked: argparse.Namespace) -> int:
+    source = _folder(asked.path)
+    model = checkpoints.load(source)
+    length = getattr(model, "length", None)
+    if length is None:
+        raise ValueError(f"{source}: only models of texts can be calibrated here. Use nm.nnx.prune in Python.")
+    tokens = _tokens(source, texts.read_texts(asked.data, asked.examples))
+    vocabulary = model.tokens.num_embeddings
+    if max(max(one, default=0) for one in tokens) >= vocabulary:
+        raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
+    batches = [jnp.asarray(batch) for batch in texts.batches(tokens, length)]
+    if not batches:
+        raise ValueError(f"{asked.data}: all texts have less than 8 tokens, which is too short for calibration.")
+    recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
+    found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())
+    checkpoints.save(asked.out, found.model, like=source)
+    errors = np.array(list(found.solved.values()))
+    print(f"{asked.out}: {len(errors)} weights are {asked.n}:{asked.m}, by {asked.method} on {len(tokens)} texts.")
+    print(
+        f"Mean relative error of a layer's output: {errors[:, 0].mean():.4f}, of magnitude {errors[:, 1].mean():.4f}."
+    )
+    return 0
+
+
+def _tokens(source: Path, found: list[tuple[str, str | None]]) -> list[list[int]]:
+    """Return the tokens of texts, by the checkpoint's own tokenizer."""
+    file = (source if source.is_dir() else source.parent) / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file, so texts cannot be read as the model was trained on them.")
+    try:
+        from tokenizers import Tokenizer  # which only this command needs
+    except ModuleNotFoundError as error:
+        raise ValueError("the package tokenizers is missing: pip install tokenizers.") from error
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return [tokenizer.encode(first, second).ids for first, second in found]
 
 
 def _plan(asked: argparse.Namespace) -> int:

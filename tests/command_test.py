@@ -108,3 +108,73 @@ def test_the_command_in_a_process(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     np.testing.assert_equal(run("verify", GOLDEN / "bert").returncode, 1)
     assert "convert" in run("--help").stdout
+
+
+# ---- prune ----
+
+
+def with_tokenizer(folder, kind="bert"):
+    """Copy a checkpoint, with a tokenizer of whole words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    shutil.copytree(GOLDEN / kind, folder, ignore=shutil.ignore_patterns("expected"))
+    words = {word: i for i, word in enumerate(["[UNK]", *(f"w{i}" for i in range(1, 40))])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def lines(file, count=40, length=12):
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"w{i}" for i in rng.integers(1, 40, length)) for _ in range(count)]
+    jsonl = file.name.endswith(".jsonl")
+    file.write_text("\n".join(json.dumps({"text": text, "label": 0}) if jsonl else text for text in texts))
+    return file
+
+
+@pytest.mark.parametrize(("kind", "method"), [("bert", "sparsegpt"), ("gpt2", "wanda"), ("qwen3", "magnitude")])
+@pytest.mark.parametrize("name", ["data.txt", "data.jsonl"])
+def test_prune_writes_a_checkpoint_that_verify_accepts(kind, method, name, capsys, tmp_path):
+    source, data = with_tokenizer(tmp_path / "dense", kind), lines(tmp_path / name)
+    status, out, err = run(capsys, "prune", source, "--method", method, "--data", data, "--out", tmp_path / "sparse")
+    assert (status, err) == (0, "")
+    assert f"weights are 2:4, by {method} on 40 texts." in out
+    assert (tmp_path / "sparse/tokenizer.json").is_file()
+    assert run(capsys, "verify", tmp_path / "sparse")[0] == 0
+    assert run(capsys, "verify", source)[0] == 1
+
+
+def test_prune_computes_what_the_function_does(capsys, tmp_path):
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", length=8)
+    run(capsys, "prune", source, "--n", "1", "--layers", ".*/mlp/.*", "--data", data, "--out", tmp_path / "sparse")
+    tokens = np.array([[int(word[1:]) for word in line.split()] for line in data.read_text().splitlines()])
+    batches = [tokens[i : i + 16] for i in range(0, 40, 16)]
+    recipe = nm.Recipe({".*/mlp/.*": "ste(1,4)", ".*": "dense"})
+    right = nm.nnx.prune(checkpoints.load(source), recipe, batches).model
+    found = checkpoints.load(tmp_path / "sparse")
+    np.testing.assert_array_equal(found.blocks[1].mlp.down.kernel[...], right.blocks[1].mlp.down.kernel[...])
+    assert (found.blocks[0].attention.query.kernel[...] != 0).all()
+
+
+SPOILT = {
+    "there is no such file, so texts cannot be read": lambda s, d: (s / "tokenizer.json").unlink(),
+    "line 2: an object with a field 'text' is expected": lambda s, d: d.write_text('{"text": "w1"}\n{"txt": "w1"}\n'),
+    "line 1: this is not JSON": lambda s, d: d.write_text("w1 w2"),
+    "the file has no texts": lambda s, d: d.write_text("\n\n"),
+    "this is not text in UTF-8": lambda s, d: d.write_bytes(b"\xff\xfe\x00"),
+    "all texts have less than 8 tokens": lambda s, d: lines(d, length=7),
+    "No such file or directory": lambda s, d: d.unlink(),
+    "the tokenizer has tokens beyond the model's 40": lambda s, d: (s / "tokenizer.json").write_text(
+        (s / "tokenizer.json").read_text().replace('"w7": 7', '"w7": 77').replace('"w7":7', '"w7":77')
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", SPOILT)
+def test_prune_refuses_in_a_sentence(said, capsys, tmp_path):
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.jsonl")
+    SPOILT[said](source, data)
+    status, out, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
+    assert (status, out) == (2, "")
+    assert said in err
+    assert not (tmp_path / "sparse").exists()

@@ -33,7 +33,7 @@ HOUSE = {
         "analysis": ("flops", "refusals", "plan", "patterns", "metrics", "picture"),
         "programs": ("parameters", "rewriting", "running", "sites", "transform", "__init__"),
         "optim": (),
-        "oneshot": ("solvers", "__init__"),
+        "oneshot": ("solvers", "texts", "__init__"),
         "models": ("transformer", "vit", "gpt", "moe", "bert", "decoder", "resnet", "__init__"),
         "nnx": (
             "variables", "doors", "calling", "declared", "found", "others", "layers", "unreached", "recording",
@@ -85,6 +85,7 @@ HOUSE = {
 
 # Imports inside functions: file -> what it imports there. Each has its reason.
 LATE = {
+    "nmjax/__main__.py": {"tokenizers"},  # of the commands only prune reads texts
     "nmjax/kernels/calls.py": {"nmjax.kernels"},  # not every jaxlib has Mosaic, and plans do without kernels
     "nmjax/core/versions.py": {  # the same; and a name that differs between versions of JAX
         "jax._src.pallas.mosaic_gpu.interpret.params", "jax.experimental.pallas", "jax.experimental.pallas.mosaic_gpu",

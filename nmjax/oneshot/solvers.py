@@ -126,7 +126,7 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
 
 
 def admm(
-    w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01, steps: int = 20, fixed: int = 200
+    w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01, steps: int = 20, fixed: int = 20
 ) -> Solved:
     """Choose masks and weights together by the alternating direction method of multipliers.
 

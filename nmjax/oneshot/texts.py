@@ -1,0 +1,73 @@
+"""Texts as batches of tokens, for calibration."""
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+
+
+def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str | None]]:
+    """Return the first texts of a file, each with its second part if it has one.
+
+    Args:
+      path: A file of lines of text; or, if its name ends with .jsonl, of JSON objects with "text", and perhaps
+        "text_b". It may be compressed: .gz.
+      count: The greatest number of texts.
+
+    Raises:
+      ValueError: A line is not such an object, or the file has no texts.
+      OSError: The file cannot be read.
+    """
+    path = Path(path)
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    jsonl = path.name.removesuffix(".gz").endswith(".jsonl")
+    texts: list[tuple[str, str | None]] = []
+    with opened(path, "rt", encoding="utf-8") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip() and len(texts) < count:
+                    texts.append(_of_json(path, number, line) if jsonl else (line.strip(), None))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: this is not text in UTF-8.") from error
+    if not texts:
+        raise ValueError(f"{path}: the file has no texts.")
+    return texts
+
+
+def _of_json(path: Path, number: int, line: str) -> tuple[str, str | None]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: this is not JSON.") from error
+    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+        raise ValueError(f"{path}, line {number}: an object with a field 'text' is expected.")
+    second = found.get("text_b")
+    return found["text"], second if isinstance(second, str) else None
+
+
+def batches(tokens: list[list[int]], longest: int, size: int = 16) -> Iterator[np.ndarray]:
+    """Return tokens in batches without padding: each text is cut to the nearest length of `LENGTHS`.
+
+    Args:
+      tokens: The tokens of each text. Texts of less than 8 tokens are left out.
+      longest: The greatest length.
+      size: The greatest number of texts in a batch.
+
+    >>> [batch.shape for batch in batches([[1] * 9, [2] * 20, [3] * 10, [4] * 5], longest=16)]
+    [(2, 8), (1, 16)]
+    """
+    lengths = [n for n in LENGTHS if n <= longest]
+    by_length: dict[int, list[list[int]]] = {}
+    for one in tokens:
+        fitting = [n for n in lengths if n <= len(one)]
+        if fitting:
+            by_length.setdefault(fitting[-1], []).append(one[: fitting[-1]])
+    for length in sorted(by_length):
+        for begin in range(0, len(by_length[length]), size):
+            yield np.asarray(by_length[length][begin : begin + size], np.int32)
