@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 def run() -> ConfigDict:
     """Return the fields of every run."""
     c = ConfigDict()
-    c.experiment = ""  # image, text, or module:name of a task (experiments/training/task.py)
+    c.experiment = ""  # image, text, finetune, or module:name of a task (experiments/training/task.py)
     c.twin = ""  # page of the run with which this one is compared, such as configs/vit_dense.py; empty: none
     c.seed = 0  # seed of weights, data order, augmentation and pruning noise
     c.epochs = 0.0  # length of the run in epochs; used only if steps is 0
@@ -29,6 +29,7 @@ def run() -> ConfigDict:
         shape="cosine",  # after the warm-up: cosine, linear or constant
         end=0.0,  # the rate at the last step
     )
+    c.rates = ()  # (pattern of parameters, factor of their learning rate); the first decides; 0: they are frozen
     c.masked_decay = 0.0  # strength of the decay of dropped weights (nm.optim.masked_decay)
     c.model = dict(  # an argument of the model's class
         name="",  # a model of nmjax/models, or module:name
@@ -122,6 +123,49 @@ def gpt(data: str) -> ConfigDict:
         raise ValueError(f"there is no variant {data!r} but smoke: other texts are --config.data.name=FILE")
     c.lock()
     return smoke(c) if data == "smoke" else c
+
+
+def finetune(data: str) -> ConfigDict:
+    """Return a run that fine-tunes a checkpoint: on texts with labels, or, with "language", as a model of language."""
+    c = run()
+    c.experiment = "finetune"
+    c.objective = "classify"  # classify texts with labels, or language: predict the next token
+    c.weights = ""  # folder of the checkpoint: config.json, tensors, tokenizer.json
+    c.teacher = dict(  # a dense model whose outputs the run learns
+        weights="",  # folder of its checkpoint; empty: there is no teacher
+        logits=0.5,  # share of the loss that compares logits; the rest compares with the labels
+        temperature=2.0,  # divisor of the logits in that part
+        hidden=0.0,  # factor of the loss that compares hidden states
+    )
+    c.data = dict(
+        name="docstrings",  # docstrings, a file .jsonl of text, label and text_b, or module:name
+        dir="",  # the folder that is searched first
+        test="",  # the file for the test; empty: a tenth of the examples
+        validation=0.1,  # share of the training examples that is kept for evaluation; 0: the test is used
+        length=64,  # tokens to which longer texts are cut
+    )
+    c.model = dict(
+        name="",  # module:name of a head that takes the checkpoint's model; empty: the checkpoint's own
+        scan=False,  # True to stack the blocks, which compile once for all
+        remat=False,  # True to compute blocks again in the backward pass
+        dropout=0.1,  # rate of dropout
+    )
+    c.epochs, c.batch = 3.0, 16
+    c.optimizer = "adamw(b1=0.9, b2=0.999, weight_decay=0.01)"
+    c.learning_rate.update(peak=1e-4, shape="linear", warmup="10%")
+    if data == "language":
+        c.objective, c.batch, c.learning_rate.peak = "language", 8, 2e-5
+        c.epochs, c.steps = 0.0, 200
+        c.data = dict(name="pydoc", dir="", test="", validation=0.1, length=128, windows=0)
+        c.model = dict(name="", scan=False, remat=False)
+    elif data == "smoke":
+        c.weights = "tests/checkpoints/golden/bert"
+        c.epochs, c.steps, c.data.length = 0.0, 4, 16
+        c.learning_rate.warmup, c.evaluate, c.measure = "25%", "50%", "50%"
+    elif data:
+        raise ValueError(f"there is no variant {data!r}: language, smoke")
+    c.lock()
+    return c
 
 
 def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:

@@ -15,7 +15,10 @@ from experiments.training.digest import flat
 
 ROOT = Path(__file__).parent.parent
 COMMON = ROOT / "configs" / "common.py"
-KINDS = {"text": ("run", "gpt")}  # which functions of common.py make the config of an experiment; of any other:
+KINDS = {
+    "text": ("run", "gpt"),
+    "finetune": ("run", "finetune"),
+}  # which functions of common.py make the config of an experiment; of any other:
 OTHERS = ("run", "image", "folder")
 
 FLAGS = {  # flag -> (its values, what it does)

@@ -217,9 +217,12 @@ class Loop:
                 self.remove(i, Failed(run.checkpoints.lost))
         tests = self.score("test") if self.task.validates else self.scores
         for i, run in self.runs.items():
-            best = self.test_best(i, step)
+            best, state = self.test_best(i, step), self.program.part(self.state, i)
             if best is not None:
                 run.record.write("test", best[0], **best[1])
+                state = best[2]
+            if told := self.program.one.export(state, run.workdir / "model"):
+                self.screen.line(told)
             run.record.write("test", step, **tests[i])
             pictures = self.program.one.pictures(self.program.part(self.state, i))
             flops, validated = self.flops(step), self.scores[i].items() if self.task.validates else ()
@@ -235,8 +238,10 @@ class Loop:
             return self.program.step_flops()
         return [flops * self.config.accumulate for flops in self.program.plan.over(step)]
 
-    def test_best(self, i: int, step: int) -> tuple[int, dict[str, float]] | None:
-        """Return the step of a run's best checkpoint and its scores on the test split. None: it is the last one.
+    def test_best(self, i: int, step: int) -> tuple[int, dict[str, float], State] | None:
+        """Return the step of a run's best checkpoint, its scores on the test split, and its state.
+
+        None: it is the last one.
 
         Args:
           i: The run.
@@ -251,7 +256,7 @@ class Loop:
         names = ("ema",) if self.config.ema else ("params", "rest")  # the optimizer's state is not read
         _, fields = run.checkpoints.restore_fields({n: getattr(program.shapes, n) for n in names}, best=True)
         state = self.program.part(self.state, i)._replace(**fields)
-        return found, fetched(program.evaluate(state, "test"), 1)[0]
+        return found, fetched(program.evaluate(state, "test"), 1)[0], state
 
     def step_of_best(self, run: Run) -> int:
         """Return the step of the best checkpoint that can be read, or 0."""
@@ -262,7 +267,7 @@ class Loop:
             return 0
 
     def summary(
-        self, i: int, scores: dict[str, float], best: tuple[int, dict[str, float]] | None
+        self, i: int, scores: dict[str, float], best: tuple[int, dict[str, float], State] | None
     ) -> list[tuple[str, str]]:
         """Return rows (label, text) about a finished run. The report shows the first rows in large type.
 

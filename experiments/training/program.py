@@ -5,9 +5,11 @@ The first state, the step, the scores and the measures. A *task* (`task.py`) bri
 
 import copy
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +21,9 @@ from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.errors import Mistake
-from experiments.scale import shards
+from experiments.scale import processes, shards
 from experiments.training import settings
+from experiments.training.pretrained import put
 from experiments.training.state import RUNS, State, part, stack
 from experiments.training.task import Task
 
@@ -36,6 +39,7 @@ class Program:
       task: The model and the data.
 
     Attributes:
+      pretrained: Values of parameters by path, with which a run begins; {} if all are drawn.
       total: Number of steps of the run.
       patience: Number of steps without a better evaluation after which a run stops; 0 means never.
       evaluations: Number of steps from one evaluation to the next.
@@ -59,6 +63,7 @@ class Program:
 
     def __init__(self, config: ConfigDict, task: Task):
         self.config, self.task = config, task
+        self.pretrained: dict[str, Any] = getattr(task, "pretrained", {})
         self._set_schedule()
         self._set_mesh()
         self._set_model()
@@ -122,9 +127,10 @@ class Program:
 
     def _set_state(self) -> State:
         """Describe the state by its shapes. Return the shardings of its arrays."""
-        state = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32))
+        state = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32), self.pretrained)
         places = shards.of_state(state, self.model, self.mesh)
-        self.init = jax.jit(self._init, out_shardings=places)
+        self._first = jax.jit(self._init, out_shardings=places)
+        self.frozen = [path for path, factor in settings.factors(self.config, state.params).items() if not factor]
         self.shapes = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, places
         )
@@ -167,7 +173,10 @@ class Program:
           arrays: What the feed yields.
           measure: Compile the measurement of sparsity too.
         """
-        jobs: list[tuple[Any, tuple]] = [(self.train, (self.shapes, arrays)), (self.init, (jnp.uint32(0),))]
+        jobs: list[tuple[Any, tuple]] = [
+            (self.train, (self.shapes, arrays)),
+            (self._first, (jnp.uint32(0), self.pretrained)),
+        ]
         if measure:
             jobs += [(self.measure, (self.shapes, arrays)), (self.masks, (self.shapes,))]
         with ThreadPoolExecutor() as pool:
@@ -204,9 +213,15 @@ class Program:
 
     # ---- the first state ----
 
-    def _init(self, seed: jax.Array) -> State:
+    def init(self, seed: Any) -> State:
+        """Return the first state of the run with this seed."""
+        return self._first(seed, self.pretrained)
+
+    def _init(self, seed: jax.Array, pretrained: dict[str, jax.Array]) -> State:
         key = jax.random.key(seed)
-        model = nm.nnx.sparsify(self.task.make(nnx.Rngs(key)), self.recipe, seed=key)
+        model = self.task.make(nnx.Rngs(key))
+        put(model, pretrained)
+        model = nm.nnx.sparsify(model, self.recipe, seed=key)
         _, params, rest = nnx.split(model, nnx.Param, ...)
         params, rest = nnx.as_pure(params), nnx.as_pure(rest)
         ema = jax.tree.map(jnp.copy, (params, rest)) if self.config.ema else ()
@@ -255,6 +270,8 @@ class Program:
         timed = nnx.as_pure(nnx.split(model, nnx.Param, ...)[2])
         loss = partial(self._loss, rest=timed, batch=batch, forms=forms)
         grads, (figures, new) = jax.grad(loss, has_aux=True)(params)
+        if self.frozen:  # zeros here, so that their products are not computed
+            grads = settings.scaled(grads, defaultdict(lambda: 1.0, dict.fromkeys(self.frozen, 0.0)))
         return new, (jax.lax.with_sharding_constraint(grads, self._places()[0]), figures)
 
     def _loss(self, params: Any, rest: Any, batch: Any, forms: dict) -> tuple[jax.Array, tuple[dict, Any]]:
@@ -364,6 +381,16 @@ class Program:
             for name in ("variance", "bias", "cosine"):
                 tables[f"gradient_{name}"] = {path: getattr(value, name) for path, value in errors.items()}
         return tables
+
+    def export(self, state: State, directory: Path) -> str:
+        """Write the model as the task writes it, or return "" if it does not. Return a sentence about it."""
+        export = getattr(self.task, "export", None)
+        if export is None:
+            return ""
+        if self.hardened_graph is None:
+            return f"no checkpoint is written for other libraries: {self.hardening_refusal}"
+        hard = jax.device_put(self.harden(state), shards.whole(self.mesh))
+        return export(nnx.merge(self.hardened_graph, hard), directory) if processes.first() else ""
 
     def pictures(self, state: State) -> dict[str, Any]:
         """Return what the report shows of the final model: a corner of a weight's mask, and the task's pictures."""

@@ -119,6 +119,11 @@ def _signature(make: Callable) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+def parameters_of(make: Callable) -> list[str]:
+    """Return the names of the parameters of a function or of a class."""
+    return list(_signature(make).parameters)
+
+
 def _accepted(make: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a function or a class has parameters for."""
     parameters = _signature(make).parameters
@@ -254,7 +259,61 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
         )
     with as_mistake("config.optimizer"):
         chain.append(make(rate, **options))
+    if config.rates:
+        chain.append(optax.stateless(lambda updates, _: scaled(updates, factors(config, updates))))
     return optax.with_extra_args_support(optax.chain(*chain))
+
+
+def factors(config: ConfigDict, params: Any) -> dict[str, float]:
+    """Return for each parameter the factor of its learning rate: that of the first pattern in ``config.rates``, or 1.
+
+    Args:
+      config: The settings of a run.
+      params: A tree like the parameters.
+
+    Raises:
+      Mistake: An entry is no pair of a pattern and a factor, or its pattern matches no parameter.
+
+    >>> config = ConfigDict({"rates": (("tokens/.*", 0.0), (".*/bias", 2.0))})
+    >>> factors(config, {"tokens": {"embedding": 1}, "head": {"kernel": 1, "bias": 1}})
+    {'head/bias': 2.0, 'head/kernel': 1.0, 'tokens/embedding': 0.0}
+    """
+    paths = [nm.metrics.path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    rates = [_rate(entry) for entry in config.rates]
+    for pattern, _ in rates:
+        if not any(pattern.fullmatch(path) for path in paths):
+            near = difflib.get_close_matches(pattern.pattern, paths, 3, 0.0)
+            raise Mistake(
+                f"config.rates: {pattern.pattern!r} matches no parameter as a whole. There are {', '.join(near)}, and "
+                f"{max(0, len(paths) - len(near))} more."
+            )
+    return {path: next((factor for pattern, factor in rates if pattern.fullmatch(path)), 1.0) for path in paths}
+
+
+def _rate(entry: Any) -> tuple[re.Pattern, float]:
+    """Return the pattern and the factor of an entry of ``config.rates``."""
+    try:
+        pattern, factor = entry
+        compiled, number = re.compile(pattern), float(factor)
+        if 0 <= number < math.inf:
+            return compiled, number
+    except (TypeError, ValueError, re.error):
+        pass
+    raise Mistake(
+        f'config.rates has {entry!r}; an entry is a pattern of paths and a factor of at least 0, as ("tokens/.*", 0.0).'
+    )
+
+
+def scaled(updates: Any, by: Mapping[str, float]) -> Any:
+    """Return updates times the factors of their paths. A factor of 0 gives zeros, whatever the update is."""
+
+    def scale(path: Any, update: jax.Array) -> jax.Array:
+        factor = by[nm.metrics.path(path)]
+        if factor == 1:
+            return update
+        return jnp.zeros_like(update) if factor == 0 else update * jnp.asarray(factor, update.dtype)
+
+    return jax.tree_util.tree_map_with_path(scale, updates)
 
 
 def _decaying(params: Any) -> Any:

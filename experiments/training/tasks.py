@@ -1,13 +1,14 @@
 """The task of a config: one of this repository's, or one that somebody else wrote."""
 
+from collections.abc import Callable
 from typing import Any
 
 from experiments.errors import Mistake
-from experiments.training import image, settings, text
+from experiments.training import finetune, image, settings, text
 from experiments.training.task import Task
 from nmjax.core import names
 
-TASKS = {"image": image.Task, "text": text.Task}
+TASKS: dict[str, Callable[..., Any]] = {"image": image.Task, "text": text.Task, "finetune": finetune.task}
 METHODS = tuple(name for name, member in vars(Task).items() if callable(member) and not name.startswith("_"))
 
 

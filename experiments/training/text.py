@@ -27,7 +27,7 @@ class Task:
 
     def __init__(self, config: ConfigDict):
         self.config, c = config, config.data
-        self.units = c.length
+        self.units, self.tokenizer = c.length, c.tokenizer
         self.missing: Missing | None = None  # the error if the data are missing
         try:
             self._load()
@@ -38,7 +38,7 @@ class Task:
 
     def _load(self) -> None:
         c = self.config.data
-        self.set = text.load(c.name, c.dir, c.test, c.tokenizer)
+        self.set = text.load(c.name, c.dir, c.test, self.tokenizer)
         self.train, held_out = validation.tokens(self.set.train, c.get("validation", 0.0))
         self.examples = text.windows(len(self.train), c.length)
         splits = {"validation": held_out, "test": self.set.test} if self.validates else {"test": self.set.test}

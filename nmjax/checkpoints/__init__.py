@@ -13,7 +13,12 @@ A `Table` says which tensor is which parameter of a model. It works in both dire
 {'w': [1.0, 0.0, 0.0, 2.0]}
 """
 
-from nmjax.checkpoints.models import load as load, save as save
+from nmjax.checkpoints.models import (
+    architecture as architecture,
+    load as load,
+    parameters as parameters,
+    save as save,
+)
 from nmjax.checkpoints.names import Rename as Rename, Table as Table
 from nmjax.checkpoints.tensors import (
     CheckpointError as CheckpointError,

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,25 +50,14 @@ def load(path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, **option
     ...     except CheckpointError as error: print(str(error).partition("model: ")[2][:31])
     missing: h.0.attn.c_attn.bias,
     """
-    tensors, about = read(path), _family(path)
-    options = about.options | options
-    new = options.get("classes") != about.options.get("classes")
-    if new and options["classes"] and rngs is None:
+    about, make = _family(path), architecture(path, **options)
+    classes = options.get("classes", 0)
+    if classes and classes != about.options.get("classes") and rngs is None:
         raise CheckpointError(
-            f"{path}: the checkpoint has no head of classes={options['classes']}. Pass rngs=nnx.Rngs(0) for a new one."
+            f"{path}: the checkpoint has no head of classes={classes}. Pass rngs=nnx.Rngs(0) for a new one."
         )
-    make = partial(about.model, **options)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
-    variables = {"/".join(map(str, key)): (key, v) for key, v in nnx.to_flat_state(abstract)}
-    read_ones = {
-        name: v for name, (_, v) in variables.items()
-        if isinstance(v, nnx.Param) and 0 not in v.shape and not (new and name in HEAD)
-    }  # fmt: skip
-    stacks = Blocks(read_ones)
-    try:
-        found = _table(about, new).read(tensors, {one: stacks.shape(one) for one in stacks})
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+    read_ones = parameters(path, **options)
 
     @jax.jit
     def others(key: jax.Array) -> dict[str, jax.Array]:
@@ -77,11 +66,59 @@ def load(path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, **option
         return {name: v.get_value() for key, v in made if (name := "/".join(map(str, key))) not in read_ones}
 
     values: dict[str, Any] = dict(others((nnx.Rngs(0) if rngs is None else rngs).params()))
-    for name, v in read_ones.items():
-        parts = [found[one] for one in stacks.parts(name)]
-        values[name] = jnp.asarray(np.stack(parts) if stacks.is_stack(name) else parts[0], v.dtype)
+    variables = {"/".join(map(str, key)): (key, v) for key, v in nnx.to_flat_state(abstract)}
+    values |= {name: jnp.asarray(value, variables[name][1].dtype) for name, value in read_ones.items()}
     flat = [(key, v.replace(values[name])) for name, (key, v) in variables.items()]
     return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def architecture(path: str | os.PathLike[str], **options: Any) -> Callable[..., Any]:
+    """Return a function that makes the model of a checkpoint with new parameters. It takes ``rngs`` by keyword.
+
+    Args:
+      path: The checkpoint, as in `load`. Only its config and the names of its tensors are read.
+      **options: Arguments of the model, as in `load`.
+
+    Raises:
+      CheckpointError: The kind of the checkpoint is not known.
+      OSError: A file cannot be read.
+
+    >>> def widths(path):
+    ...     model = nnx.eval_shape(lambda: architecture(path)(rngs=nnx.Rngs(0)))
+    ...     return [kernel.shape for kernel in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    """
+    about = _family(path)
+    return partial(about.model, **(about.options | options))
+
+
+def parameters(path: str | os.PathLike[str], **options: Any) -> dict[str, np.ndarray]:
+    """Return the parameters of a checkpoint by their paths in its model. Those of a new head are left out.
+
+    Args:
+      path: The checkpoint, as in `load`.
+      **options: Arguments of the model, as in `load`.
+
+    Raises:
+      CheckpointError: As `load`.
+      OSError: A file cannot be read.
+
+    >>> def density(path):
+    ...     return {name: np.count_nonzero(value) / value.size for name, value in parameters(path).items()}
+    """
+    about, make = _family(path), architecture(path, **options)
+    new = options.get("classes", about.options.get("classes")) != about.options.get("classes")
+    variables = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param))
+    named = {"/".join(map(str, key)): v for key, v in variables}
+    stacks = Blocks({name: v for name, v in named.items() if 0 not in v.shape and not (new and name in HEAD)})
+    try:
+        found = _table(about, new).read(read(path), {one: stacks.shape(one) for one in stacks})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    values = {}
+    for name in stacks.parameters:
+        parts = [found[one] for one in stacks.parts(name)]
+        values[name] = np.stack(parts) if stacks.is_stack(name) else parts[0]
+    return values
 
 
 def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str]) -> None:

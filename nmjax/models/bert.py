@@ -116,8 +116,7 @@ class BERT(nnx.Module):
           ValueError: The shapes differ, or texts are longer than ``length``.
         """
         keys = keys_of(key, 2)
-        pooled = jnp.tanh(self.pooler(self._blocks(tokens, mask, types, keys[0], every=False)[:, 0]))
-        return self.head(dropped(pooled, self.dropout, keys[1]))
+        return self.logits(self._blocks(tokens, mask, types, keys[0], every=False), keys[1])
 
     def hidden(
         self,
@@ -128,6 +127,12 @@ class BERT(nnx.Module):
     ) -> Float[Array, "states batch time width"]:
         """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
         return self._blocks(tokens, mask, types, key, every=True)
+
+    def logits(
+        self, x: Float[Array, "batch time width"], key: jax.Array | None = None
+    ) -> Float[Array, "batch classes"]:
+        """Return the logits of the classes from the last hidden state."""
+        return self.head(dropped(jnp.tanh(self.pooler(x[:, 0])), self.dropout, key))
 
     def _blocks(
         self, tokens: jax.Array, mask: jax.Array | None, types: jax.Array | None, key: jax.Array | None, every: bool

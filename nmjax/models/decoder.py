@@ -318,16 +318,20 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
         """
-        x = self.norm(self._blocks(tokens, mask, every=False))
-        if self.head is not None:
-            return self.head(x).astype(jnp.float32)
-        return wide_einsum("btw,vw->btv", x, self.tokens.embedding[...], self.dtype)
+        return self.logits(self._blocks(tokens, mask, every=False))
 
     def hidden(
         self, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
     ) -> Float[Array, "states batch time width"]:
         """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
         return self._blocks(tokens, mask, every=True)
+
+    def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:
+        """Return the logits of every next token from the last hidden state."""
+        x = self.norm(x)
+        if self.head is not None:
+            return self.head(x).astype(jnp.float32)
+        return wide_einsum("btw,vw->btv", x, self.tokens.embedding[...], self.dtype)
 
     def _blocks(self, tokens: jax.Array, mask: jax.Array | None, every: bool) -> jax.Array:
         """Return the output of the last block, or all hidden states."""

@@ -113,15 +113,18 @@ class GPT(nnx.Module):
         Raises:
           ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
         """
-        x = self._blocks(tokens, key, every=False)
-        # `self.tokens.attend` would round the logits to the dtype.
-        return wide_einsum("btw,vw->btv", self.norm(x), self.tokens.embedding[...], self.dtype)
+        return self.logits(self._blocks(tokens, key, every=False))
 
     def hidden(
         self, tokens: Int[Array, "batch time"], key: jax.Array | None = None
     ) -> Float[Array, "states batch time width"]:
         """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
         return self._blocks(tokens, key, every=True)
+
+    def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocabulary"]:
+        """Return the logits of every next token from the last hidden state."""
+        # `self.tokens.attend` would round the logits to the dtype.
+        return wide_einsum("btw,vw->btv", self.norm(x), self.tokens.embedding[...], self.dtype)
 
     def _blocks(self, tokens: jax.Array, key: jax.Array | None, every: bool) -> jax.Array:
         """Return the output of the last block, or all hidden states."""

@@ -121,14 +121,18 @@ class ViT(nnx.Module):
         Raises:
           ValueError: The shape does not fit.
         """
-        x = self.norm(self._blocks(images, key, every=False))
-        return self.head(x.mean(1) if self.cls is None else x[:, 0])
+        return self.logits(self._blocks(images, key, every=False))
 
     def hidden(
         self, images: Float[Array, "batch image image channels"], key: jax.Array | None = None
     ) -> Float[Array, "states batch tokens width"]:
         """Return the hidden states: the embedding, and the output of each block. The arguments are those of a call."""
         return self._blocks(images, key, every=True)
+
+    def logits(self, x: Float[Array, "batch tokens width"]) -> Float[Array, "batch classes"]:
+        """Return the logits of the classes from the last hidden state."""
+        x = self.norm(x)
+        return self.head(x.mean(1) if self.cls is None else x[:, 0])
 
     def _blocks(self, images: jax.Array, key: jax.Array | None, every: bool) -> jax.Array:
         """Return the output of the last block, or all hidden states."""

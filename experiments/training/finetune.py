@@ -1,0 +1,300 @@
+"""The task of fine-tuning a checkpoint: on texts with labels, or as a model of language."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from experiments.data import labelled, order, text, validation
+from experiments.errors import Missing, Mistake
+from experiments.scale import shards
+from experiments.training import pretrained, settings, text as language
+from experiments.training.pretrained import Teacher
+from nmjax import checkpoints
+
+OBJECTIVES = ("classify", "language")
+
+
+def task(config: ConfigDict) -> "Classify | Language":
+    """Return the task of ``config.objective``."""
+    known = settings.one_of(config.objective, OBJECTIVES, "config.objective")
+    return Classify(config) if known == "classify" else Language(config)
+
+
+class _Finetune:
+    """What both tasks share: the checkpoint, the teacher, and the file that is written at the end."""
+
+    config: ConfigDict
+    facts: list[tuple[str, str]]
+
+    def _begin(self, classes: int | None) -> None:
+        """Read the checkpoint and the teacher."""
+        config = self.config
+        self.make_model, self.pretrained = pretrained.start(config, classes)
+        self.facts.append(("weights", f"{config.weights}: {sum(v.size for v in self.pretrained.values()):,} values"))
+        self.teacher = Teacher(config, self._run) if config.teacher.weights else None
+        if self.teacher is None:
+            return
+        with settings.as_mistake("the model"):
+            model = nnx.eval_shape(lambda: self.make(nnx.Rngs(0)))
+            batch = self._shapes(config.batch)
+            hidden, logits = nnx.eval_shape(lambda m, b: self._run(m, b, None, self.teacher.wants_hidden), model, batch)
+        self.teacher.check(logits, hidden, batch)
+        c = config.teacher
+        self.facts.append(
+            ("teacher", f"{c.weights}: {c.logits:g} of the loss, temperature {c.temperature:g}, hidden states "
+             f"{c.hidden:g}; its forward pass is not counted in the FLOPs")
+        )  # fmt: skip
+
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
+        return self.make_model(rngs=rngs)
+
+    def _keys(self, seed: Any, step: Any) -> jax.Array:
+        """Return the keys of dropout of a batch."""
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return jax.random.split(jax.random.fold_in(key, 0x64726F70), self.config.batch)
+
+    def _with_teacher(self, state: Any, batch: dict) -> dict:
+        return batch if self.teacher is None else batch | self.teacher.outputs(state, batch)
+
+    def _loss(self, model: Any, batch: dict) -> tuple[jax.Array, dict]:
+        """Return the loss of a batch, its parts, and the logits."""
+        teacher = self.teacher
+        key = batch["key"][0] if self.drops else None
+        hidden, logits = self._run(model, batch, key, teacher is not None and teacher.wants_hidden)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+        shown = {} if logits.ndim > 2 else {"accuracy": _right(logits, batch["labels"]).mean()}
+        if teacher is None:
+            return loss, shown
+        total, parts = teacher.loss(loss, logits, hidden, batch, batch.get("mask"))
+        return total, shown | parts
+
+    @property
+    def drops(self) -> bool:
+        """True if the model has dropout."""
+        return self.config.model.get("dropout", 0.0) > 0
+
+    def export(self, model: nnx.Module, directory: Path) -> str:
+        """Write a model as a checkpoint of the form of ``config.weights``. Return a sentence about it."""
+        if self.config.model.name:
+            return "the model has a head of its own, so it is not written as a checkpoint; load_run gives it"
+        checkpoints.save(directory, model, like=self.config.weights)
+        return f"the hardened model: {directory}"
+
+
+def _right(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+
+
+class Classify(_Finetune):
+    """Classify texts. Their tokens lie on the device, and the compiled step gathers every batch.
+
+    `experiments.training.task.Task` says what each member is.
+    """
+
+    unit, units, metric, streamed = "texts", 1, "accuracy", False
+
+    def __init__(self, config: ConfigDict):
+        self.config, c = config, config.data
+        self.missing: Missing | None = None
+        path = pretrained.folder(config.weights, "config.weights")
+        self.set = labelled.load(c.name, c.dir, c.test)
+        words = labelled.tokenizer(path)
+        longest = min(c.length, _length(path))
+        labels = np.array([one.label for one in self.set.train])
+        kept, held_out = validation.positions(labels, c.validation)
+        parts = {"train": [self.set.train[i] for i in kept], "test": self.set.test}
+        parts["validation"] = [self.set.train[i] for i in held_out]
+        encoded = {name: labelled.encode(words, examples, longest) for name, examples in parts.items()}
+        self.length = max(one.tokens.shape[1] for one in encoded.values())
+        self.splits = {name: _widened(one, self.length) for name, one in encoded.items()}
+        _check_tokens(self.splits, path)
+        self.examples, self.notes = len(kept), [self.set.note] if self.set.note else []
+        cut = sum(int((one.size == longest).sum()) for one in encoded.values())
+        if cut and longest == self.length:
+            self.notes.append(f"{cut:,} texts have {longest} tokens or more, and are cut to them (config.data.length)")
+        counts = f"{len(kept):,} training texts, {len(held_out):,} validation, {len(self.set.test):,} test"
+        shown = ", ".join(self.set.classes[:4]) + (", ..." if len(self.set.classes) > 4 else "")
+        self.facts = [("data", f"{self.set.name}: {counts}; {len(self.set.classes)} classes ({shown})")]
+        self.facts += [("note", note) for note in self.notes]
+        self.sizes = {"classes": list(self.set.classes), "length": self.length}
+        self._begin(len(self.set.classes))
+
+    @property
+    def validates(self) -> bool:
+        return self.config.data.validation > 0
+
+    def example(self, batch: int) -> tuple:
+        tokens = jax.ShapeDtypeStruct((batch, self.length), jnp.int32)
+        return tokens, jax.ShapeDtypeStruct(tokens.shape, bool), tokens
+
+    def feed(self, seed: int, start: int, mesh):
+        state = () if self.teacher is None else self.teacher.state
+        arrays = shards.placed((tuple(self.splits["train"]), state), shards.whole(mesh))
+        while True:
+            yield arrays
+
+    def batch(self, arrays, seed, step, mesh):
+        rows, teacher = arrays
+        _, index = order.positions(seed, step, self.config.batch, self.examples)
+        index = jax.lax.with_sharding_constraint(index, shards.whole(mesh))
+        batch = _batch(*(v[index] for v in rows)) | {"key": self._keys(seed, step)}
+        return self._with_teacher(teacher, batch)
+
+    def _shapes(self, size: int) -> dict:
+        rows = [jax.ShapeDtypeStruct((size, *v.shape[1:]), v.dtype) for v in self.splits["train"]]
+        return jax.eval_shape(_batch, *rows)
+
+    def _run(self, model: Any, batch: dict, key: jax.Array | None, hidden: bool) -> tuple[jax.Array | None, jax.Array]:
+        """Return the hidden states if they are asked for, else None; and the logits."""
+        inputs, keys = (batch["tokens"], batch["mask"], batch["types"]), (None, None)
+        if key is not None:
+            keys = jax.random.split(key)
+        if not hidden:
+            return None, model(*inputs, **({} if key is None else {"key": key}))
+        states = model.hidden(*inputs, key=keys[0])
+        return states, model.logits(states[-1], keys[1])
+
+    def loss(self, model, batch):
+        return self._loss(model, batch)
+
+    def evaluation(self, split, mesh):
+        """Yield batches. The last is filled up, with label -1, so that devices share it evenly."""
+        rows = self.splits[split]
+        longest = max(len(one.labels) for name, one in self.splits.items() if name != "train")
+        size = -(-min(128, longest) // mesh.size) * mesh.size
+        spare = -len(rows.labels) % size
+        filled = [np.concatenate([v, np.zeros((spare, *v.shape[1:]), v.dtype)]) for v in rows[:-1]]
+        filled.append(np.concatenate([rows.labels, np.full(spare, -1, np.int32)]))
+        for i in range(0, len(filled[0]), size):
+            yield shards.placed(tuple(v[i : i + size] for v in filled), shards.batch(mesh))
+
+    def score(self, model, batch) -> dict:
+        batch = _batch(*batch)
+        counts, labels = batch["labels"] >= 0, jnp.maximum(batch["labels"], 0)
+        _, logits = self._run(model, batch, None, hidden=False)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        sums = {"count": counts, "loss": jnp.where(counts, loss, 0), "accuracy": counts * _right(logits, labels)}
+        return {name: jnp.sum(value, dtype=jnp.float32) for name, value in sums.items()}
+
+    def pictures(self, graph, state, mesh) -> dict:
+        """Return the confusion of the test texts, and those with the greatest loss."""
+        look = jax.jit(lambda state, batch: self._look(graph, state, batch), out_shardings=shards.whole(mesh))
+        found = [jax.device_get(look(state, batch)) for batch in self.evaluation("test", mesh)]
+        losses, predictions, confidence = (
+            np.concatenate(parts)[: len(self.set.test)] for parts in zip(*found, strict=True)
+        )
+        labels = self.splits["test"].labels
+        confusion = np.zeros((len(self.set.classes),) * 2, np.int64)
+        np.add.at(confusion, (labels, predictions), 1)
+        hardest = []
+        for i in np.argsort(-losses)[:8]:
+            one = self.set.test[i]
+            said = f"[{self.set.classes[predictions[i]]} {confidence[i]:.0%}, it is {self.set.classes[one.label]}] "
+            hardest.append({"loss": float(losses[i]), "pieces": [(said, None), (one.text, None)]})
+            if one.text_b is not None:
+                hardest[-1]["pieces"].append((f" / {one.text_b}", None))
+        return {"confusion": confusion, "classes": np.array(self.set.classes), "hardest": hardest}
+
+    def _look(self, graph: nnx.GraphDef, state: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        batch = _batch(*batch)
+        _, logits = self._run(nnx.merge(graph, state), batch, None, hidden=False)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0))
+        return losses, jnp.argmax(logits, -1), jnp.max(jax.nn.softmax(logits), -1)
+
+    def export(self, model: nnx.Module, directory: Path) -> str:
+        told = super().export(model, directory)
+        file = directory / "config.json"
+        if file.is_file():
+            named = {str(i): name for i, name in enumerate(self.set.classes)}
+            about = json.loads(file.read_text()) | {
+                "id2label": named,
+                "label2id": {v: int(k) for k, v in named.items()},
+            }
+            file.write_text(json.dumps(about, indent=2) + "\n")
+        return told
+
+
+def _batch(tokens: jax.Array, second: jax.Array, size: jax.Array, labels: jax.Array) -> dict:
+    """Return the inputs of a model: tokens, which of them count, and which text each belongs to."""
+    places = jnp.arange(tokens.shape[1])[None]
+    mask = places < size[:, None]
+    types = ((places >= second[:, None]) & mask).astype(jnp.int32)
+    return {"tokens": tokens, "mask": mask, "types": types, "labels": labels}
+
+
+def _widened(rows: labelled.Tokens, length: int) -> labelled.Tokens:
+    """Return tokens in longer arrays."""
+    spare = length - rows.tokens.shape[1]
+    second = np.where(rows.second >= rows.tokens.shape[1], length, rows.second)
+    return rows._replace(tokens=np.pad(rows.tokens, ((0, 0), (0, spare))), second=second.astype(np.int32))
+
+
+def _length(path: Path) -> int:
+    """Return the greatest length of a checkpoint's model."""
+    model = nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
+    return getattr(model, "length", 1 << 20)
+
+
+def _check_tokens(splits: dict[str, labelled.Tokens], path: Path) -> None:
+    """Refuse a tokenizer with more tokens than the model has."""
+    model = nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
+    greatest = max(int(one.tokens.max()) for one in splits.values())
+    if hasattr(model, "tokens") and greatest >= model.tokens.num_embeddings:
+        raise Mistake(
+            f"{path}/tokenizer.json gives the token {greatest:,}, and the model has {model.tokens.num_embeddings:,}. "
+            "The tokenizer is that of another model."
+        )
+
+
+class Language(_Finetune, language.Task):
+    """Predict the next token, with the checkpoint's own tokenizer."""
+
+    def __init__(self, config: ConfigDict):
+        path = pretrained.folder(config.weights, "config.weights")
+        self.tokenizer = str((path / "tokenizer.json").absolute())
+        self.config, self.units, self.missing = config, config.data.length, None
+        self._load()
+        self.facts += [("note", note) for note in self.notes]
+        model = nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
+        vocabulary, length = model.tokens.num_embeddings, model.length
+        if self.set.vocabulary > vocabulary or config.data.length > length:
+            raise Mistake(
+                f"config.weights={config.weights!r} has {vocabulary:,} tokens and a length of {length:,}; its "
+                f"tokenizer has {self.set.vocabulary:,}, and config.data.length={config.data.length:,}."
+            )
+        self.sizes = {}
+        self._begin(None)
+
+    def feed(self, seed: int, start: int, mesh):
+        rows = text.rows(self.train, self.config.data.length)
+        state = () if self.teacher is None else self.teacher.state
+        arrays = shards.placed((rows, state), shards.whole(mesh))
+        while True:
+            yield arrays
+
+    def batch(self, arrays, seed, step, mesh):
+        rows, teacher = arrays
+        inputs, targets = language.Task.batch(self, rows, seed, step, mesh)
+        return self._with_teacher(teacher, {"tokens": inputs, "labels": targets, "key": self._keys(seed, step)})
+
+    def _shapes(self, size: int) -> dict:
+        tokens = jax.ShapeDtypeStruct((size, self.config.data.length), jnp.int32)
+        return {"tokens": tokens, "labels": tokens}
+
+    def _run(self, model: Any, batch: dict, key: jax.Array | None, hidden: bool) -> tuple[jax.Array | None, jax.Array]:
+        """Return the hidden states if they are asked for, else None; and the logits."""
+        keyed = {} if key is None else {"key": key}
+        if not hidden:
+            return None, model(batch["tokens"], **keyed)
+        states = model.hidden(batch["tokens"], **keyed)
+        return states, model.logits(states[-1])
+
+    def loss(self, model, batch):
+        return self._loss(model, batch)
