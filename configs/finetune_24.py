@@ -9,8 +9,8 @@ text, label, and perhaps text_b: --config.data.name=train.jsonl --config.data.te
 run holds the hardened model in the form of the checkpoint, for transformers, torch and nmjax verify.
 
 A dense teacher: --config.teacher.weights=DIR, such as the folder model/ of a run of configs/finetune_dense.py. To keep
-the mask of a checkpoint that nmjax prune wrote: --config.sparsity.blocks='ste(hold(mse(2,4)))'. A decoder or a GPT on
-a text: --config=configs/finetune_24.py:language --config.data.name=FILE.txt.
+the mask of a checkpoint that nmjax prune wrote: --config.sparsity.blocks='fwd_rhs=ste(hold(mse(2,4)))'. A decoder or a
+GPT on a text: --config=configs/finetune_24.py:language --config.data.name=FILE.txt.
 """
 
 from configs import common

