@@ -1,0 +1,174 @@
+"""Gemma 3 in a GGUF file, as a checkpoint in the layout of Hugging Face's transformers."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nmjax.checkpoints.gguf import Gguf
+from nmjax.checkpoints.tensors import CheckpointError, write
+
+NAMES = {  # names of GGUF, of transformers, and what is subtracted: llama.cpp keeps 1 + the scale of a norm
+    "token_embd.weight": ("model.embed_tokens.weight", 0),
+    "output_norm.weight": ("model.norm.weight", 1),
+    "blk.{n}.attn_norm.weight": ("model.layers.{n}.input_layernorm.weight", 1),
+    "blk.{n}.attn_q.weight": ("model.layers.{n}.self_attn.q_proj.weight", 0),
+    "blk.{n}.attn_k.weight": ("model.layers.{n}.self_attn.k_proj.weight", 0),
+    "blk.{n}.attn_v.weight": ("model.layers.{n}.self_attn.v_proj.weight", 0),
+    "blk.{n}.attn_output.weight": ("model.layers.{n}.self_attn.o_proj.weight", 0),
+    "blk.{n}.attn_q_norm.weight": ("model.layers.{n}.self_attn.q_norm.weight", 1),
+    "blk.{n}.attn_k_norm.weight": ("model.layers.{n}.self_attn.k_norm.weight", 1),
+    "blk.{n}.post_attention_norm.weight": ("model.layers.{n}.post_attention_layernorm.weight", 1),
+    "blk.{n}.ffn_norm.weight": ("model.layers.{n}.pre_feedforward_layernorm.weight", 1),
+    "blk.{n}.ffn_gate.weight": ("model.layers.{n}.mlp.gate_proj.weight", 0),
+    "blk.{n}.ffn_up.weight": ("model.layers.{n}.mlp.up_proj.weight", 0),
+    "blk.{n}.ffn_down.weight": ("model.layers.{n}.mlp.down_proj.weight", 0),
+    "blk.{n}.post_ffw_norm.weight": ("model.layers.{n}.post_feedforward_layernorm.weight", 1),
+}
+CONTROL, OWN = 3, 4  # types of tokens: of the model, such as <bos>; and added whole, such as runs of spaces
+
+
+class _Renamed(Mapping[str, Any]):
+    """The tensors of a GGUF file by the names of transformers, each made when it is used."""
+
+    def __init__(self, source: Gguf):
+        self.source = source
+        self.theirs: dict[str, tuple[str, int]] = {}
+        unknown = []
+        for name in source:
+            number = re.search(r"\d+", name)
+            about = NAMES.get(re.sub(r"\d+", "{n}", name, count=1))
+            if about is None:
+                unknown.append(name)
+                continue
+            self.theirs[about[0].replace("{n}", number[0] if number else "")] = (name, about[1])
+        if unknown:
+            raise CheckpointError(f"{source.path}: {', '.join(unknown[:5])} are no tensors of a Gemma 3 for texts.")
+
+    def __getitem__(self, name: str) -> Any:
+        theirs, less = self.theirs[name]
+        return _Later(self.source, theirs, less)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.theirs)
+
+    def __len__(self) -> int:
+        return len(self.theirs)
+
+
+class _Later:
+    """A tensor that is read when it becomes an array, so that only one is in memory while a file is written."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, source: Gguf, name: str, less: int):
+        self.source, self.name, self.less, self.shape = source, name, less, source.shape(name)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        del dtype, copy
+        value = self.source[self.name]
+        return value - np.float32(self.less) if self.less else value
+
+
+def convert(source: Gguf, folder: Path) -> None:
+    """Write a Gemma 3 of a GGUF file as ``config.json``, ``model.safetensors`` in float32, and ``tokenizer.json``.
+
+    Args:
+      source: The file.
+      folder: The folder to write to. It is made if it does not exist.
+
+    Raises:
+      CheckpointError: The file has another model, or lacks a field.
+      OSError: A file cannot be written.
+    """
+    kind = source.metadata.get("general.architecture")
+    if kind != "gemma3":
+        raise CheckpointError(
+            f"{source.path}: the architecture is {kind!r}, and only 'gemma3' can be converted. nm.checkpoints.Gguf "
+            "reads the tensors, and nm.checkpoints.Table maps them to a model of your own."
+        )
+    tensors = _Renamed(source)
+    config, tokenizer = _config(source), _tokenizer(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    write(folder / "model.safetensors", tensors, {"format": "pt"})
+
+
+def _field(source: Gguf, name: str, kind: type) -> Any:
+    value = source.metadata.get(name)
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{source.path}: the field {name} is missing, or is no {kind.__name__}.")
+    return value
+
+
+def _config(source: Gguf) -> dict[str, Any]:
+    """Return the config in the form of transformers. What GGUF does not say is what all Gemma 3 have."""
+    whole = lambda name: _field(source, f"gemma3.{name}", int)
+    depth, features = whole("block_count"), whole("attention.key_length")
+    return {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+        "vocab_size": source.shape("token_embd.weight")[0] if "token_embd.weight" in source else 0,
+        "hidden_size": whole("embedding_length"), "num_hidden_layers": depth,
+        "intermediate_size": whole("feed_forward_length"), "num_attention_heads": whole("attention.head_count"),
+        "num_key_value_heads": whole("attention.head_count_kv"), "head_dim": features,
+        "max_position_embeddings": whole("context_length"), "sliding_window": whole("attention.sliding_window"),
+        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(depth)],
+        "rms_norm_eps": _field(source, "gemma3.attention.layer_norm_rms_epsilon", float),
+        "rope_theta": _field(source, "gemma3.rope.freq_base", float), "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": features, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+        "tie_word_embeddings": True, "dtype": "float32",
+        "bos_token_id": _field(source, "tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": _field(source, "tokenizer.ggml.eos_token_id", int),
+    }  # fmt: skip
+
+
+def _tokenizer(source: Gguf) -> dict[str, Any]:
+    """Return the tokenizer in the form of Hugging Face's tokenizers: byte pairs merged in the order of their scores."""
+    words: list[str] = _field(source, "tokenizer.ggml.tokens", list)
+    scores: list[float] = _field(source, "tokenizer.ggml.scores", list)
+    types: list[int] = _field(source, "tokenizer.ggml.token_type", list)
+    if _field(source, "tokenizer.ggml.model", str) != "llama" or not len(words) == len(scores) == len(types):
+        raise CheckpointError(f"{source.path}: the tokenizer is not that of Gemma 3.")
+    places = {word: i for i, word in enumerate(words)}
+    merges: list[tuple[float, int, int, str, str]] = []
+    for word, score, kind in zip(words, scores, types, strict=True):
+        if kind in (CONTROL, OWN):
+            continue
+        for cut in range(1, len(word)):
+            left, right = word[:cut], word[cut:]
+            if left in places and right in places:
+                merges.append((-score, places[left], places[right], left, right))
+    merges.sort(key=lambda one: one[0])  # those of one word stay in the order of their parts
+    added = [
+        {"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": types[i] == CONTROL}
+        for i, word in enumerate(words) if types[i] in (CONTROL, OWN)
+    ]  # fmt: skip
+    bos = words[_field(source, "tokenizer.ggml.bos_token_id", int)]
+    start = {"SpecialToken": {"id": bos, "type_id": 0}}
+    one = lambda name, place: {"Sequence": {"id": name, "type_id": place}}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [start, one("A", 0)], "pair": [start, one("A", 0), one("B", 1)],
+            "special_tokens": {bos: {"id": bos, "ids": [places[bos]], "tokens": [bos]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+            "vocab": places, "merges": [[left, right] for *_, left, right in merges],
+        },
+    }  # fmt: skip
