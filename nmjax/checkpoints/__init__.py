@@ -13,6 +13,8 @@ A `Table` says which tensor is which parameter of a model. It works in both dire
 {'w': [1.0, 0.0, 0.0, 2.0]}
 """
 
+from nmjax.checkpoints.families import Family as Family
+from nmjax.checkpoints.gguf import Gguf as Gguf
 from nmjax.checkpoints.models import (
     architecture as architecture,
     load as load,

@@ -3,6 +3,7 @@
 The names and the configs are those of Hugging Face's transformers, and those of timm for its vision transformers.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -26,6 +27,11 @@ class Family(NamedTuple):
       options: Its arguments, as the config gives them.
       table: The names of the tensors.
       head: The names of the weight and the bias of a head for classes, which a checkpoint may lack.
+
+    >>> layer = Rename("fc.weight", "kernel", (1, 0)), Rename("fc.bias", "bias")
+    >>> linear = Family(nnx.Linear, {"in_features": 8, "out_features": 4}, Table(layer))
+    >>> [rename.ours for rename in linear.table.renames]
+    ['kernel', 'bias']
     """
 
     model: Callable[..., nnx.Module]
@@ -34,7 +40,7 @@ class Family(NamedTuple):
     head: tuple[str, ...] = ()
 
 
-def family(config: Config, names: Collection[str]) -> Family:
+def family_of(config: Config, names: Collection[str]) -> Family:
     """Return the kind of a checkpoint.
 
     Args:
@@ -45,14 +51,16 @@ def family(config: Config, names: Collection[str]) -> Family:
       CheckpointError: The kind is not known, or the config asks for what the model does not have.
 
     >>> config = {"model_type": "gpt2", "vocab_size": 40, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    >>> family(config, ["wte.weight"]).options["width"]
+    >>> family_of(config, ["wte.weight"]).options["width"]
     8
     """
     kind = config.get("model_type") or ("timm" if "architecture" in config else None)
     if kind not in FAMILIES:
+        near = difflib.get_close_matches(str(kind), FAMILIES, 1, 0.4)
         raise CheckpointError(
-            f"config.json has model_type {kind!r}, and checkpoints of {', '.join(sorted(FAMILIES))} can be read. For "
-            "another kind, write a table: nm.checkpoints.Table."
+            f"config.json has model_type {kind!r}, and checkpoints of {', '.join(sorted(FAMILIES))} can be read."
+            + (f" The nearest is {near[0]!r}." if near else "")
+            + " For another kind, pass family=nm.checkpoints.Family(...) with a table of your own."
         )
     return FAMILIES[kind](config, names)
 

@@ -154,7 +154,9 @@ def _tokenizer(source: Gguf) -> dict[str, Any]:
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+        },
         "post_processor": {
             "type": "TemplateProcessing", "single": [start, one("A", 0)], "pair": [start, one("A", 0), one("B", 1)],
             "special_tokens": {bos: {"id": bos, "ids": [places[bos]], "tokens": [bos]}},

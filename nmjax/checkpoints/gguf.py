@@ -115,7 +115,7 @@ class Gguf(Mapping[str, np.ndarray]):
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     header = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
     ...     tensor = struct.pack("<Q", 1) + b"w" + struct.pack("<IQIQ", 1, 2, 0, 0)
-    ...     _ = Path(folder, "a.gguf").write_bytes(header + tensor + bytes(3) + struct.pack("<ff", 1, 2))
+    ...     _ = Path(folder, "a.gguf").write_bytes(header + tensor + bytes(7) + struct.pack("<ff", 1, 2))
     ...     Gguf(folder + "/a.gguf")["w"]
     array([1., 2.], dtype=float32)
     """

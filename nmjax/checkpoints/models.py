@@ -14,23 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nmjax.checkpoints.families import Config, Family, family
+from nmjax.checkpoints.families import Config, Family, family_of
 from nmjax.checkpoints.names import Table
-from nmjax.checkpoints.tensors import INDEX, CheckpointError, Tensors, read, write
+from nmjax.checkpoints.tensors import INDEX, CheckpointError, Tensors, read as read_safetensors, write
+from nmjax.checkpoints.torch_files import SUFFIXES, TorchTensors
 from nmjax.nnx.variables import NM
 
 HEAD = ("head/kernel", "head/bias")
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 
 
-def load(path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, **options: Any) -> Any:
+def load(
+    path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, family: Family | None = None, **options: Any
+) -> Any:  # fmt: skip
     """Return the model of a checkpoint in the layout of Hugging Face's transformers, or of timm.
 
     The file ``config.json`` chooses the model and its sizes: `nmjax.models.BERT`, `ViT`, `GPT` or `Decoder`.
 
     Args:
-      path: A folder with ``config.json``, and a safetensors file or the index of several; or the file.
+      path: A folder with ``config.json``, and a safetensors file or the index of several; or the file. A file of torch
+        (.bin, .pth, .pt) is opened by torch's restricted loader, if torch is installed.
       rngs: The random numbers of a new head.
+      family: The kind of the checkpoint: its model, the model's arguments, and the table of names. Without it
+        ``config.json`` chooses one of those that are known.
       **options: Arguments of the model in place of those of the config, such as ``scan=True``, ``dtype`` or
         ``dropout``. If the checkpoint has no head of so many ``classes``, the head is new, and needs ``rngs``.
 
@@ -50,14 +56,14 @@ def load(path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, **option
     ...     except CheckpointError as error: print(str(error).partition("model: ")[2][:31])
     missing: h.0.attn.c_attn.bias,
     """
-    about, make = _family(path), architecture(path, **options)
+    about, make = family or _family(path), architecture(path, family=family, **options)
     classes = options.get("classes", 0)
     if classes and classes != about.options.get("classes") and rngs is None:
         raise CheckpointError(
             f"{path}: the checkpoint has no head of classes={classes}. Pass rngs=nnx.Rngs(0) for a new one."
         )
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
-    read_ones = parameters(path, **options)
+    read_ones = parameters(path, family=family, **options)
 
     @jax.jit
     def others(key: jax.Array) -> dict[str, jax.Array]:
@@ -72,11 +78,14 @@ def load(path: str | os.PathLike[str], *, rngs: nnx.Rngs | None = None, **option
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def architecture(path: str | os.PathLike[str], **options: Any) -> Callable[..., Any]:
+def architecture(
+    path: str | os.PathLike[str], *, family: Family | None = None, **options: Any
+) -> Callable[..., Any]:  # fmt: skip
     """Return a function that makes the model of a checkpoint with new parameters. It takes ``rngs`` by keyword.
 
     Args:
       path: The checkpoint, as in `load`. Only its config and the names of its tensors are read.
+      family: The kind of the checkpoint, as in `load`.
       **options: Arguments of the model, as in `load`.
 
     Raises:
@@ -87,15 +96,18 @@ def architecture(path: str | os.PathLike[str], **options: Any) -> Callable[..., 
     ...     model = nnx.eval_shape(lambda: architecture(path)(rngs=nnx.Rngs(0)))
     ...     return [kernel.shape for kernel in jax.tree.leaves(nnx.state(model, nnx.Param))]
     """
-    about = _family(path)
+    about = family or _family(path)
     return partial(about.model, **(about.options | options))
 
 
-def parameters(path: str | os.PathLike[str], **options: Any) -> dict[str, np.ndarray]:
+def parameters(
+    path: str | os.PathLike[str], *, family: Family | None = None, **options: Any
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Return the parameters of a checkpoint by their paths in its model. Those of a new head are left out.
 
     Args:
       path: The checkpoint, as in `load`.
+      family: The kind of the checkpoint, as in `load`.
       **options: Arguments of the model, as in `load`.
 
     Raises:
@@ -105,13 +117,13 @@ def parameters(path: str | os.PathLike[str], **options: Any) -> dict[str, np.nda
     >>> def density(path):
     ...     return {name: np.count_nonzero(value) / value.size for name, value in parameters(path).items()}
     """
-    about, make = _family(path), architecture(path, **options)
+    about, make = family or _family(path), architecture(path, family=family, **options)
     new = options.get("classes", about.options.get("classes")) != about.options.get("classes")
     variables = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param))
     named = {"/".join(map(str, key)): v for key, v in variables}
     stacks = Blocks({name: v for name, v in named.items() if 0 not in v.shape and not (new and name in HEAD)})
     try:
-        found = _table(about, new).read(read(path), {one: stacks.shape(one) for one in stacks})
+        found = _table(about, new).read(_read(path), {one: stacks.shape(one) for one in stacks})
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     values = {}
@@ -121,7 +133,9 @@ def parameters(path: str | os.PathLike[str], **options: Any) -> dict[str, np.nda
     return values
 
 
-def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str]) -> None:
+def save(
+    path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str], family: Family | None = None
+) -> None:  # fmt: skip
     """Write the parameters of a model as a checkpoint of the form of another one, from which it was loaded.
 
     Names, order, dtypes, metadata and the cut into files are those of the other checkpoint. Its other files are copied,
@@ -132,6 +146,7 @@ def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[st
       path: The folder to write to. It is made if it does not exist.
       model: The model. If it was sparse, pass ``nm.nnx.harden(model)``.
       like: The other checkpoint: a folder, or a file beside ``config.json``.
+      family: The kind of the checkpoint, as in `load`.
 
     Raises:
       CheckpointError: The other checkpoint is of another model, or the model is not hardened.
@@ -147,9 +162,9 @@ def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[st
         raise CheckpointError(
             f"the model is sparse: it has the variable {'/'.join(map(str, site))}. Save nm.nnx.harden(model)."
         )
-    about, tensors, folder = _family(like), read(like), Path(path)
+    about, tensors, folder = family or _family(like), _read(like), Path(path)
     home = Path(like) if Path(like).is_dir() else Path(like).parent
-    config = _config(like)
+    config = {} if family else _config(like)
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     values = Blocks({"/".join(map(str, key)): v.get_value() for key, v in flat if 0 not in v.shape})
     classes = values.shape(HEAD[1])[0] if HEAD[1] in values else 0
@@ -168,13 +183,13 @@ def save(path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[st
     _write_files(folder, tensors, made)
     if not folder.samefile(home):
         _copy_others(home, folder)
-    if config != _config(like):
+    if not family and config != _config(like):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_files(folder: Path, source: Tensors, made: Mapping[str, Any]) -> None:
     """Write tensors into as many files as a source has, with an index if it has several. New ones go into the last."""
-    files = {path.name: [name for name in names if name in made] for path, names in source.files.items()}
+    files = {_file_name(path): [name for name in names if name in made] for path, names in source.files.items()}
     known = {name for names in files.values() for name in names}
     files[list(files)[-1]] += [name for name in made if name not in known]
     for file, names in files.items():
@@ -186,6 +201,22 @@ def _write_files(folder: Path, source: Tensors, made: Mapping[str, Any]) -> None
             "weight_map": {n: file for file, names in files.items() for n in names},
         }
         (folder / f"model{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _file_name(path: Path) -> str:
+    """Return the name of a file of tensors that is written: its own, or that of safetensors for a file of torch."""
+    return "model.safetensors" if path.suffix in SUFFIXES else path.name
+
+
+def _read(path: str | os.PathLike[str]) -> Tensors:
+    """Open the tensors of a checkpoint: of safetensors, or else of torch."""
+    place = Path(path)
+    if place.suffix in SUFFIXES:
+        return TorchTensors(place)
+    of_torch = [file for suffix in SUFFIXES for file in place.glob(f"*{suffix}")] if place.is_dir() else []
+    if len(of_torch) == 1 and not any(place.glob("*.safetensors*")):
+        return TorchTensors(of_torch[0])
+    return read_safetensors(place)
 
 
 def _copy_others(source: Path, target: Path) -> None:
@@ -219,7 +250,7 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _family(path: str | os.PathLike[str]) -> Family:
     config: Config = _config(path)
     try:
-        return family(config, read(path))
+        return family_of(config, _read(path))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

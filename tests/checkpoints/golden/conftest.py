@@ -1,3 +1,3 @@
-"""The script needs libraries that the tests do not need."""
+"""The scripts need libraries that the tests do not need."""
 
-collect_ignore = ["make.py"]
+collect_ignore = ["make.py", "make_gguf.py"]

@@ -1,0 +1,70 @@
+"""Files of torch, which are pickles. Only torch's restricted loader opens them, and only if torch is installed."""
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from nmjax.checkpoints.tensors import CheckpointError, Tensors
+
+SUFFIXES = (".bin", ".pth", ".pt")
+
+
+class TorchTensors(Tensors):
+    """The tensors of a file of torch, by name."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file.
+
+        Args:
+          path: The file.
+
+        Raises:
+          CheckpointError: torch is missing, its restricted loader refuses the file, or the file has other things than
+            tensors.
+          OSError: The file cannot be read.
+        """
+        path.open("rb").close()
+        try:
+            import torch
+        except ModuleNotFoundError:
+            raise CheckpointError(
+                f"{path}: this is a pickle, which only torch's restricted loader may open. pip install torch, or "
+                "save the tensors as safetensors."
+            ) from None
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises errors of many kinds
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(f"{path}: torch's restricted loader refuses the file: {reason}") from error
+        others = [] if isinstance(found, dict) else [type(found).__name__]
+        others = others or [f"{k}: {type(v).__name__}" for k, v in found.items() if not isinstance(v, torch.Tensor)]
+        if others:
+            raise CheckpointError(f"{path}: a table of tensors is expected, and there is {', '.join(others[:5])}.")
+        super().__init__([])
+        self._arrays = {str(name): self._array(torch, value) for name, value in found.items()}
+        self.files[path] = tuple(self._arrays)
+
+    def _array(self, torch: Any, value: Any) -> np.ndarray:
+        value = value.detach().contiguous()
+        array = value.view(torch.int16).numpy().view(jnp.bfloat16) if value.dtype == torch.bfloat16 else value.numpy()
+        array.flags.writeable = False
+        return array
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._arrays[name].shape
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Return the dtype of a tensor."""
+        return self._arrays[name].dtype

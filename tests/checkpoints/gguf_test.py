@@ -1,0 +1,214 @@
+"""GGUF: against the package of llama.cpp, and files that are damaged."""
+
+import importlib
+import json
+import struct
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nmjax import checkpoints
+from nmjax.__main__ import main
+from nmjax.checkpoints import gemma
+from nmjax.checkpoints.gguf import CODINGS, Gguf
+
+GOLDEN = Path(__file__).parent / "golden"
+NUMBERS = {coding.name: number for number, coding in CODINGS.items()}
+
+
+def text(value):
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def value(v):
+    """Return a field's type and value, as the format has them."""
+    if isinstance(v, str):
+        return struct.pack("<I", 8) + text(v)
+    if isinstance(v, list):
+        inside = value(v[0])[:4]
+        return struct.pack("<I", 9) + inside + struct.pack("<Q", len(v)) + b"".join(value(one)[4:] for one in v)
+    return struct.pack("<If", 6, v) if isinstance(v, float) else struct.pack("<II", 4, v)
+
+
+def write(path, fields, tensors, version=3):
+    """Write a file by hand. A tensor is (coding, shape, bytes)."""
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(fields))
+    head += b"".join(text(name) + value(v) for name, v in fields.items())
+    body = b""
+    for name, (coding, shape, data) in tensors.items():
+        head += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        head += struct.pack("<IQ", NUMBERS.get(coding, 99), len(body))
+        body += data + bytes(-len(data) % 32)
+    path.write_bytes(head + bytes(-len(head) % 32) + body)
+    return path
+
+
+@pytest.mark.parametrize("coding", ["Q5_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_blocks_are_decoded_as_llama_cpp_does(tmp_path, coding):
+    golden = np.load(GOLDEN / "gguf.npz")
+    blocks, decoded = golden[coding], golden[f"{coding} decoded"]
+    file = Gguf(write(tmp_path / "a.gguf", {}, {"w": (coding, decoded.shape, blocks.tobytes())}))
+    assert file.coding("w") == coding
+    assert file["w"].tobytes() == decoded.tobytes()
+
+
+@pytest.mark.parametrize(("coding", "dtype"), [("F32", np.float32), ("F16", np.float16), ("BF16", jnp.bfloat16)])
+def test_plain_numbers(tmp_path, coding, dtype):
+    numbers = np.array([[1, -0.0, np.inf], [np.nan, 2, -3]], dtype)
+    file = Gguf(write(tmp_path / "a.gguf", {"a": [1, 2], "b": "c"}, {"w": (coding, (2, 3), numbers.tobytes())}))
+    assert file.metadata == {"a": [1, 2], "b": "c"}
+    assert (list(file), file.shape("w"), len(file)) == (["w"], (2, 3), 1)
+    assert file["w"].tobytes() == numbers.astype(np.float32).tobytes()
+
+
+def test_many_blocks_are_decoded_in_parts(tmp_path, monkeypatch):
+    golden = np.load(GOLDEN / "gguf.npz")
+    monkeypatch.setattr("nmjax.checkpoints.gguf.PART", 1)
+    blocks = np.tile(golden["Q6_K"], (5, 1))
+    file = Gguf(write(tmp_path / "a.gguf", {}, {"w": ("Q6_K", (30, 256), blocks.tobytes())}))
+    assert np.array_equal(file["w"], np.tile(golden["Q6_K decoded"], (5, 1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"magic": b"GGML"}, "this is not a GGUF file"),
+        ({"version": 1}, "version 1 of GGUF"),
+        ({"count": 1 << 60}, "1,152,921,504,606,846,976 tensors, and the file is too short"),
+        ({"fields": 1 << 40}, "fields, and the file is too short"),
+        ({"cut": 60}, "beyond the file"),
+        ({"cut": -1}, "cut short or damaged"),
+        ({"coding": "Q3_K"}, "'w' has the coding number 99. Known are F32, F16"),
+        ({"shape": (2, 33)}, "rows of 33 in 'w' are no blocks of 32"),
+        ({"shape": (1, 1, 1, 1, 32)}, "has 5 axes"),
+        ({"alignment": 3}, "general.alignment is 3, not a power of two"),
+        ({"shape": (1 << 40, 32)}, "'w' would lie at bytes"),
+    ],
+)
+def test_damage_is_told(tmp_path, changes, message):
+    fields = {"general.alignment": changes["alignment"]} if "alignment" in changes else {}
+    tensor = (changes.get("coding", "Q8_0"), changes.get("shape", (1, 32)), bytes(34))
+    path = write(tmp_path / "a.gguf", fields, {"w": tensor}, changes.get("version", 3))
+    data = bytearray(path.read_bytes())
+    data[:4] = changes.get("magic", b"GGUF")
+    if "count" in changes:
+        data[8:16] = struct.pack("<Q", changes["count"])
+    if "fields" in changes:
+        data[16:24] = struct.pack("<Q", changes["fields"])
+    path.write_bytes(data[: changes.get("cut", len(data))] if changes.get("cut") != -1 else data[:-40])
+    with pytest.raises(checkpoints.CheckpointError, match=message):
+        Gguf(path)
+
+
+def test_random_damage_is_a_sentence_or_nothing(tmp_path):
+    golden = np.load(GOLDEN / "gguf.npz")
+    fields = {"general.architecture": "gemma3", "list": ["a", "b"], "number": 1.5}
+    path = write(tmp_path / "a.gguf", fields, {"w": ("Q4_K", (6, 256), golden["Q4_K"].tobytes())})
+    whole, random = path.read_bytes(), np.random.default_rng(0)
+    for _ in range(400):
+        data = bytearray(whole)
+        for place in random.integers(0, 200, 3):
+            data[place] = random.integers(256)
+        path.write_bytes(data[: random.integers(1, len(data) + 1)])
+        found = opened(path)
+        if isinstance(found, Gguf):
+            assert all(found[name].shape == found.shape(name) for name in found)
+        else:
+            assert found.startswith(str(path))
+
+
+def opened(path):
+    """Return the file, or the message that refuses it."""
+    try:
+        return Gguf(path)
+    except checkpoints.CheckpointError as error:
+        return str(error)
+
+
+# ---- Gemma 3 ----
+
+
+def small_gemma(path, **changes):
+    """Write the small Gemma 3 of the golden checkpoints as llama.cpp writes it."""
+    config = json.loads((GOLDEN / "gemma3/config.json").read_text())
+    tensors = checkpoints.read(GOLDEN / "gemma3")
+    made = {}
+    for theirs, (ours, more) in gemma.NAMES.items():
+        for n in range(config["num_hidden_layers"]) if "{n}" in theirs else (0,):
+            v = np.asarray(tensors[ours.replace("{n}", str(n))], np.float32) + np.float32(more)
+            made[theirs.replace("{n}", str(n))] = ("F32", v.shape, v.tobytes())
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", "a", "b", "ab", "▁ab", *(f"w{i}" for i in range(31))]
+    fields = {
+        "general.architecture": "gemma3", "gemma3.context_length": config["max_position_embeddings"],
+        "gemma3.embedding_length": config["hidden_size"], "gemma3.block_count": config["num_hidden_layers"],
+        "gemma3.feed_forward_length": config["intermediate_size"],
+        "gemma3.attention.head_count": config["num_attention_heads"],
+        "gemma3.attention.head_count_kv": config["num_key_value_heads"],
+        "gemma3.attention.key_length": config["head_dim"], "gemma3.attention.sliding_window": config["sliding_window"],
+        "gemma3.attention.layer_norm_rms_epsilon": config["rms_norm_eps"], "gemma3.rope.freq_base": 1e6,
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.scores": [-float(i) for i in range(40)],
+        "tokenizer.ggml.token_type": [3, 3, 3, 2, *[1] * 36], "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+    }  # fmt: skip
+    return write(path, fields | changes, made)
+
+
+def test_gemma_is_converted(tmp_path, capsys):
+    """Every tensor is that of the checkpoint, and the tokenizer merges in the order of the scores."""
+    from tokenizers import Tokenizer
+
+    assert main(["convert", str(small_gemma(tmp_path / "g.gguf")), "--to", str(tmp_path / "out")]) == 0
+    assert "tensors in float32, the config and the tokenizer" in capsys.readouterr().out
+    there, made = checkpoints.read(GOLDEN / "gemma3"), checkpoints.read(tmp_path / "out")
+    assert set(made) == set(there)
+    for name in made:
+        np.testing.assert_allclose(made[name], np.asarray(there[name], np.float32), atol=1e-7)
+    model = checkpoints.load(tmp_path / "out")
+    assert model(jnp.array([[2, 5, 6]])).shape == (1, 3, 40)
+    words = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    assert words.encode("ab ab").tokens == ["<bos>", "ab", "▁ab"]
+    assert words.decode(words.encode("ab ab").ids) == "ab ab"
+
+
+def test_parts_in_installed_packages_are_put_together(tmp_path, monkeypatch):
+    """A package that needs others, each with a part of the file."""
+    whole, site = small_gemma(tmp_path / "g.gguf").read_bytes(), tmp_path / "site"
+    for name, part in {"tiny_gguf": None, "tiny_gguf_a": whole[:999], "tiny_gguf_b": whole[999:]}.items():
+        (site / name).mkdir(parents=True)
+        about = site / f"{name}-1.0.dist-info"
+        about.mkdir()
+        more = "Requires-Dist: tiny-gguf-a==1.0\nRequires-Dist: tiny-gguf-b==1.0\n" if part is None else ""
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{more}")
+        file = f"{name}/m.gguf.part0{name[-1] == 'b':d}" if part else f"{name}/__init__.py"
+        (site / file).write_bytes(part or b"")
+        (about / "RECORD").write_text(f"{file},,\n")
+    monkeypatch.syspath_prepend(site)
+    importlib.invalidate_caches()
+    assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "out")]) == 0
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "llama"}, "the architecture is 'llama', and only 'gemma3'"),
+        ({"gemma3.block_count": "two"}, "gemma3.block_count is missing, or is no int"),
+        ({"tokenizer.ggml.scores": [0.0]}, "the tokenizer is not that of Gemma 3"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, capsys, changes, message):
+    path = small_gemma(tmp_path / "g.gguf", **changes)
+    assert main(["convert", str(path), "--to", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_tensors_are_named(tmp_path):
+    path = write(tmp_path / "a.gguf", {"general.architecture": "gemma3"}, {"v.blk.0.w": ("F32", (1,), bytes(4))})
+    with pytest.raises(checkpoints.CheckpointError, match=r"v\.blk\.0\.w are no tensors"):
+        gemma.convert(Gguf(path), tmp_path / "out")

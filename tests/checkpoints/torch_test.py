@@ -1,0 +1,70 @@
+"""Files of torch: opened by its restricted loader alone, or refused."""
+
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from nmjax import checkpoints
+from nmjax.checkpoints import CheckpointError, Family, Rename, Table
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Bomb:
+    """An object whose pickle would write a file when it is opened."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_no_pickle_is_opened(tmp_path, monkeypatch, with_torch):
+    if with_torch:
+        pytest.importorskip("torch")
+    else:
+        monkeypatch.setitem(sys.modules, "torch", None)
+    shutil.copy(GOLDEN / "bert/config.json", tmp_path)
+    with (tmp_path / "pytorch_model.bin").open("wb") as file:
+        pickle.dump({"w": Bomb(tmp_path / "boom")}, file)
+    message = "torch's restricted loader refuses the file" if with_torch else "pip install torch, or save"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(tmp_path)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_a_file_of_torch_is_loaded_and_saved_as_safetensors(tmp_path):
+    torch = pytest.importorskip("torch")
+    tensors = checkpoints.read(GOLDEN / "bert")
+    shutil.copy(GOLDEN / "bert/config.json", tmp_path)
+    torch.save({name: torch.tensor(np.array(v)) for name, v in tensors.items()}, tmp_path / "pytorch_model.bin")
+    model = checkpoints.load(tmp_path)
+    checkpoints.save(tmp_path / "out", model, like=tmp_path)
+    made = checkpoints.read(tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert {name: v.tobytes() for name, v in made.items()} == {name: v.tobytes() for name, v in tensors.items()}
+    torch.save({"state": {"w": 1}}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="a table of tensors is expected, and there is state: dict"):
+        checkpoints.load(tmp_path)
+
+
+def test_a_family_of_ones_own(tmp_path):
+    weight = np.arange(12, dtype=np.float32).reshape(4, 3)
+    checkpoints.write(tmp_path / "model.safetensors", {"fc.weight": weight, "fc.bias": np.ones(4, np.float32)})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "berta"}))
+    with pytest.raises(CheckpointError, match=r"'berta'.*The nearest is 'bert'.*pass family=nm.checkpoints.Family"):
+        checkpoints.load(tmp_path)
+    table = Table((Rename("fc.weight", "kernel", (1, 0)), Rename("fc.bias", "bias")))
+    own = Family(nnx.Linear, {"in_features": 3, "out_features": 4}, table)
+    model = checkpoints.load(tmp_path, family=own)
+    assert np.array_equal(model.kernel[...], weight.T)
+    checkpoints.save(tmp_path / "out", model, like=tmp_path, family=own)
+    assert np.array_equal(checkpoints.read(tmp_path / "out")["fc.weight"], weight)
