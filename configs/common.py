@@ -29,7 +29,6 @@ def run() -> ConfigDict:
         shape="cosine",  # after the warm-up: cosine, linear or constant
         end=0.0,  # the rate at the last step
     )
-    c.rates = ()  # (pattern of parameters, factor of their learning rate); the first decides; 0: they are frozen
     c.masked_decay = 0.0  # strength of the decay of dropped weights (nm.optim.masked_decay)
     c.model = dict(  # an argument of the model's class
         name="",  # a model of nmjax/models, or module:name
@@ -137,6 +136,7 @@ def finetune(data: str) -> ConfigDict:
         temperature=2.0,  # divisor of the logits in that part
         hidden=0.0,  # factor of the loss that compares hidden states
     )
+    c.rates = ()  # (pattern of parameters, factor of their learning rate); the first decides; 0: they are frozen
     c.data = dict(
         name="docstrings",  # docstrings, a file .jsonl of text, label and text_b, or module:name
         dir="",  # the folder that is searched first

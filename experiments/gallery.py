@@ -46,9 +46,13 @@ SHELVES = (
     Shelf("gpt", "GPTs on the help pages of Python", ("gpt_dense", "gpt_24", "gpt_sste")),
     Shelf("resnet", "Residual networks on digits", ("resnet_dense", "resnet_24", "resnet_mvue", "resnet_sdgp")),
 )
-NOT_RUN = ("vit_scores", "moe_dense", "moe_24", "resnet50_imagenet", "vitb_imagenet", "gpt2_124m")
+NOT_RUN = (
+    "vit_scores", "moe_dense", "moe_24", "finetune_dense", "finetune_24", "resnet50_imagenet", "vitb_imagenet",
+    "gpt2_124m",
+)  # fmt: skip
 NEEDS = (
-    "The gallery has no runs of these pages. Pages with the settings of papers need other data and many hours of GPUs."
+    "The gallery has no runs of these pages. Pages with the settings of papers need other data and many hours of GPUs. "
+    "Fine-tuning needs a checkpoint."
 )
 COMPARISON = "The comparison: curves, and scores by effective FLOPs"
 ONE_RUN = "There is one run of each page, so small differences may be chance. To compare methods, train several seeds."

@@ -18,7 +18,7 @@ import nmjax as nm
 from experiments import report
 from experiments.data import augment
 from experiments.errors import Mistake
-from experiments.training import image, modes, settings, tasks, text
+from experiments.training import image, modes, pretrained, settings, tasks, text
 from experiments.training.checkpoints import Checkpoints
 from nmjax.core import names
 
@@ -37,7 +37,7 @@ class LoadedRun:
         them (``config.ema``), else with the weights in training.
       metrics: The lines of metrics.jsonl by kind, "train", "eval", "sparsity" and "test", each kind by rising steps.
       sizes: What the run recorded of its data: arguments of the model; for images the mean and the standard deviation
-        of each channel, as shares of 255. It is {} for a task of another module.
+        of each channel, as shares of 255. It is {} for a task of another module, and for fine-tuning.
     """
 
     directory: Path
@@ -75,7 +75,7 @@ class LoadedRun:
           *inputs: What the task of the run takes. Images, [batch, height, width, channels], with pixels from 0 to 255
             as integers or floats; they are normalised as in the evaluation. Or tokens, [batch, time]; if tokens are
             bytes, also a str. One image or text without the axis of the batch gives logits without it. The model of a
-            task of another module gets the inputs as they are.
+            task of another module, and that of fine-tuning, gets the inputs as they are.
           hardened: False for `model` instead of the hardened model.
 
         Raises:
@@ -162,6 +162,9 @@ def _check(path: Path, config: ConfigDict, foreign: bool) -> None:
 def _described(config: ConfigDict, about: dict[str, Any]) -> tuple[Callable[..., nnx.Module], int, dict[str, Any]]:
     """Return the function that makes the dense model, the steps of the run, and what it recorded of its data."""
     known, sizes = MODELS.get(config.experiment), about.get("sizes")
+    if config.experiment == "finetune" and sizes:  # the checkpoint that it began with says what model it is
+        classes = len(sizes["classes"]) if "classes" in sizes else None
+        return pretrained.start(config, classes, values=False).make, about["steps"], {}
     if known and sizes:
         return settings.model(config, known, **sizes["model"]), about["steps"], sizes
     task = tasks.task(config)  # with its data: it is of another module, or the run recorded no sizes

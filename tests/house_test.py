@@ -44,7 +44,9 @@ HOUSE = {
             "variables", "arguments", "others", "doors", "layer", "delivery", "planning", "leaves", "hardening",
             "measures", "__init__",
         ),
-        "checkpoints": ("tensors", "names", "families", "models", "verifying", "__init__"),
+        "checkpoints": (
+            "tensors", "torch_files", "gguf", "gemma", "names", "families", "models", "verifying", "__init__",
+        ),
         "__init__": (),
         "__main__": (),
     },
@@ -54,7 +56,7 @@ HOUSE = {
         "pages": (),
         "data": (
             "augment", "reading", "validation", "cache", "find", "order", "others", "cifar", "idx", "npz", "folder",
-            "images", "text", "fetch", "__main__",
+            "images", "text", "labelled", "fetch", "__main__",
         ),
         "scale": ("address", "processes", "signals", "shards", "sinks"),
         "report": (
@@ -62,9 +64,9 @@ HOUSE = {
             "page", "__init__", "compare", "compare_page", "index", "__main__",
         ),
         "training": (
-            "settings", "task", "state", "program", "hardest", "image", "text", "tasks", "provenance", "lock", "digest",
-            "events", "board", "record", "seals", "checkpoints", "device", "screen", "twin", "header", "meter",
-            "breakdown", "profile", "run", "loop", "modes",
+            "settings", "task", "state", "pretrained", "corner", "program", "hardest", "image", "text", "finetune",
+            "tasks", "provenance", "lock", "digest", "events", "board", "record", "seals", "checkpoints", "device",
+            "screen", "twin", "header", "meter", "breakdown", "profile", "run", "loop", "modes",
         ),
         "load": (),
         "sweep": (),
@@ -72,7 +74,7 @@ HOUSE = {
         "command": (),
         "studies": (
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
-            "__main__",
+            "recover", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "runs", "transforms",
@@ -86,6 +88,7 @@ HOUSE = {
 # Imports inside functions: file -> what it imports there. Each has its reason.
 LATE = {
     "nmjax/__main__.py": {"tokenizers"},  # of the commands only prune reads texts
+    "nmjax/checkpoints/torch_files.py": {"torch"},  # where somebody installed it
     "nmjax/kernels/calls.py": {"nmjax.kernels"},  # not every jaxlib has Mosaic, and plans do without kernels
     "nmjax/core/versions.py": {  # the same; and a name that differs between versions of JAX
         "jax._src.pallas.mosaic_gpu.interpret.params", "jax.experimental.pallas", "jax.experimental.pallas.mosaic_gpu",
@@ -103,6 +106,7 @@ LATE = {
     "experiments/scale/sinks.py": {"wandb", "trackio", "mlflow"},  # each is there only where somebody installed it
     "experiments/data/images.py": {"PIL"},  # digits do without it
     "experiments/data/folder.py": {"PIL", "grain"},  # grain takes two seconds
+    "experiments/data/labelled.py": {"tokenizers"},  # fine-tuning alone needs it
     "experiments/data/text.py": {"pydoc_data.topics", "tokenizers"},  # each is one data set's alone
     "experiments/bench/transforms.py": {"qwix._src.core.sparsity"},  # a peer, where somebody installed it
 }  # fmt: skip

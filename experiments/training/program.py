@@ -22,13 +22,12 @@ from ml_collections import ConfigDict
 import nmjax as nm
 from experiments.errors import Mistake
 from experiments.scale import processes, shards
-from experiments.training import settings
+from experiments.training import corner, settings
 from experiments.training.pretrained import put
-from experiments.training.state import RUNS, State, part, stack
+from experiments.training.state import RUNS, State, averaged, part, stack
 from experiments.training.task import Task
 
 _sharding = operator.attrgetter("sharding")
-MASK_PICTURE = 64  # rows and columns of a mask that the report shows
 
 
 class Program:
@@ -244,7 +243,7 @@ class Program:
             masks = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
             updates, opt = self.tx.update(grads, state.opt, params, **masks)
             params = optax.apply_updates(params, updates)
-            ema = self._averaged(state, params, rest) if config.ema else ()
+            ema = averaged(state.ema, (params, rest), config.ema, state.step) if config.ema else ()
             rate = jnp.asarray(self.rate(state.step), jnp.float32)
             figures |= {"gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return State(state.step + 1, state.seed, params, rest, opt, ema), figures
@@ -308,17 +307,6 @@ class Program:
             return (new_rest, jax.tree.map(lambda a, b: a + b / k, carry[1], new)), None
 
         return jax.lax.scan(add, (rest, zeros), (jnp.arange(k), parts))[0]
-
-    def _averaged(self, state: State, params: Any, rest: Any) -> Any:
-        """Return the averages. The first steps weigh more, so that the initial values are soon forgotten."""
-        rate = 1 - jnp.minimum(self.config.ema, (1.0 + state.step) / (10.0 + state.step))
-
-        def average(old, new):
-            if not jnp.issubdtype(new.dtype, jnp.floating):
-                return new
-            return (old + rate * (new - old)).astype(new.dtype)
-
-        return jax.tree.map(average, state.ema, (params, rest))
 
     # ---- scores ----
 
@@ -397,25 +385,8 @@ class Program:
         if self.hardened_graph is None:
             return self.task.pictures(*nnx.split(self._model(state)), self.mesh)
         pictures = self.task.pictures(self.hardened_graph, self.harden(state), self.mesh)
-        return pictures | self._mask_picture(state)
-
-    def _mask_picture(self, state: State) -> dict[str, Any]:
-        """Return a corner of the first weight's mask that has a pattern n:m, or {} if none has."""
-        masks = {"/".join(map(str, path)): mask for path, mask in nnx.to_flat_state(self.masks(state))}
-        for path, pattern in nm.nnx.patterns(self.model).items():
-            if pattern is None or masks[path].ndim < 2:
-                continue
-            mask = np.asarray(jax.device_put(masks[path], shards.whole(self.mesh)))
-            axis = pattern.axes[-1] - mask.ndim + 2
-            while mask.ndim > 2:  # the middle layer of a stack, the middle tap of a convolution
-                mask = mask[len(mask) // 2]
-            return {
-                "mask": mask[:MASK_PICTURE, :MASK_PICTURE],
-                "mask_name": f"{path}, {pattern}",
-                "mask_axis": axis,
-                "mask_m": pattern.m,
-            }
-        return {}
+        masks = jax.device_put(self.masks(state), shards.whole(self.mesh))
+        return pictures | corner.of_masks(masks, nm.nnx.patterns(self.model))
 
 
 def _means(sums: list[dict]) -> dict[str, Any]:

@@ -259,7 +259,7 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
         )
     with as_mistake("config.optimizer"):
         chain.append(make(rate, **options))
-    if config.rates:
+    if config.get("rates", ()):
         chain.append(optax.stateless(lambda updates, _: scaled(updates, factors(config, updates))))
     return optax.with_extra_args_support(optax.chain(*chain))
 
@@ -279,7 +279,7 @@ def factors(config: ConfigDict, params: Any) -> dict[str, float]:
     {'head/bias': 2.0, 'head/kernel': 1.0, 'tokens/embedding': 0.0}
     """
     paths = [nm.metrics.path(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    rates = [_rate(entry) for entry in config.rates]
+    rates = [_rate(entry) for entry in config.get("rates", ())]
     for pattern, _ in rates:
         if not any(pattern.fullmatch(path) for path in paths):
             near = difflib.get_close_matches(pattern.pattern, paths, 3, 0.0)

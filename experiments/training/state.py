@@ -29,3 +29,15 @@ def stack(*states: State) -> State:
 def part(state: State, number: jax.Array) -> State:
     """Return the state of one of several runs."""
     return jax.tree.map(lambda value: value[number], state._replace(step=()))._replace(step=state.step)
+
+
+def averaged(averages: Any, values: Any, decay: float, step: jax.Array) -> Any:
+    """Return the averages after a step. The first steps weigh more, so that the initial values are soon forgotten."""
+    rate = 1 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+
+    def average(old: jax.Array, new: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(new.dtype, jnp.floating):
+            return new
+        return (old + rate * (new - old)).astype(new.dtype)
+
+    return jax.tree.map(average, averages, values)

@@ -23,7 +23,7 @@ PART = 1 << 14  # blocks that are turned into numbers at a time
 
 
 class Coding(NamedTuple):
-    """How the numbers of a tensor are coded.
+    """A coding of the numbers of a tensor.
 
     Attributes:
       name: The name of the coding.
@@ -109,7 +109,7 @@ class Gguf(Mapping[str, np.ndarray]):
     """The tensors of a GGUF file by name, in float32.
 
     Attributes:
-      metadata: What the file says of the model: numbers, texts and lists by name, such as "general.architecture".
+      metadata: The facts that the file has on the model, by name: numbers, texts and lists.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,275 @@
+"""Fine-tuning: texts with labels, checkpoints, teachers, and rates of parameters."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import nmjax as nm
+from experiments import load
+from experiments.data import labelled
+from experiments.errors import Mistake
+from experiments.training import pretrained, settings
+from nmjax import checkpoints
+from tests.experiments.runs import as_people_run_it, program, start, steps  # noqa: F401
+
+PAGE = "configs/finetune_24.py:smoke"
+BERT = Path("tests/checkpoints/golden/bert")
+
+
+def lines(path, *rows):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.write("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+# ---- texts with labels ----
+
+
+def test_lines_of_json(tmp_path):
+    rows = [
+        {"text": "a", "label": "no"},
+        {"text": "b", "text_b": "c", "label": "yes"},
+        "",
+        {"text": "d", "label": "no"},
+    ]
+    data = labelled.load(str(lines(tmp_path / "a.jsonl", *rows)), test=str(lines(tmp_path / "t.jsonl.gz", rows[1])))
+    assert data.classes == ("no", "yes")
+    assert data.train == [("a", None, 0), ("b", "c", 1), ("d", None, 0)]
+    assert data.test == [("b", "c", 1)]
+
+
+def test_without_a_file_for_the_test_a_tenth_of_each_class_is_held_out(tmp_path):
+    rows = [{"text": str(i), "label": i % 2} for i in range(100)]
+    data = labelled.load(str(lines(tmp_path / "a.jsonl", *rows)))
+    assert (len(data.train), len(data.test)) == (90, 10)
+    assert sum(one.label for one in data.test) == 5
+    assert not {one.text for one in data.train} & {one.text for one in data.test}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", r"line 2: this is not JSON"),
+        ("[1]", r"line 2: this is list"),
+        ({"text": "a"}, r"line 2: label missing, there is text"),
+        ({"sentence": "a"}, r"line 2: text and label missing, there is sentence"),
+        ({"text": 1, "label": 0}, r"line 2: text and text_b are strings"),
+        ({"text": "a", "label": 0.5}, r"line 2: a label is a whole number or a name, got 0\.5"),
+        ({"text": "a", "label": True}, r"line 2: a label is a whole number or a name, got True"),
+        ({"text": "a", "label": "b"}, r"some labels are numbers and some are names"),
+        ({"text": "a", "label": 7}, r"count from 0 to the number of classes less 1, got \[0, 7\]"),
+        ({"text": "a", "label": 0}, r"all labels are 0, so there is nothing to learn"),
+    ],
+)
+def test_bad_lines_are_told(tmp_path, row, message):
+    with pytest.raises(Mistake, match=message):
+        labelled.load(str(lines(tmp_path / "a.jsonl", {"text": "a", "label": 0}, row)))
+
+
+def test_bad_files_are_told(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"no")
+    (tmp_path / "c.jsonl").write_text("\n")
+    for name, message in (("a.jsonl", "cannot be read"), ("b.jsonl.gz", "cannot be read"), ("c.jsonl", "no examples")):
+        with pytest.raises(Mistake, match=message):
+            labelled.load(str(tmp_path / name))
+    with pytest.raises(Mistake, match=r"found none of d, d\.jsonl, d\.jsonl\.gz"):
+        labelled.load("d")
+
+
+def test_tokens_of_pairs():
+    words = labelled.tokenizer(BERT)
+    rows = [labelled.Example("ab", "cd", 1), labelled.Example("x", None, 0), labelled.Example("a" * 30, "bc", 0)]
+    found = labelled.encode(words, rows, 16)
+    assert found.tokens.shape == (3, 16)
+    assert found.tokens[0].tolist()[:7] == [2, 4, 5, 3, 6, 7, 3]
+    assert found.size.tolist() == [7, 3, 16]
+    assert found.second.tolist() == [4, 16, 13]  # the longer text was cut
+    assert found.labels.tolist() == [1, 0, 0]
+
+
+# ---- a run ----
+
+
+def test_it_begins_with_the_checkpoint_and_a_new_head_of_the_seed():
+    made = program(PAGE)
+    first, other = made.init(jnp.uint32(0)), made.init(jnp.uint32(1))
+    wanted = checkpoints.parameters(BERT, classes=9)
+    held = {"/".join(map(str, path)): value for path, value in nnx.to_flat_state(first.params)}
+    assert set(held) - set(wanted) == {"head/kernel", "head/bias"}
+    for path, value in wanted.items():
+        np.testing.assert_array_equal(held[path], value)
+    assert not np.array_equal(first.params["head"]["kernel"], other.params["head"]["kernel"])
+
+
+def test_a_held_mask_is_that_of_the_pruned_checkpoint(tmp_path):
+    pruned = nm.nnx.harden(nm.nnx.sparsify(checkpoints.load(BERT), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})))
+    checkpoints.save(tmp_path, pruned, like=BERT)
+    made = program(PAGE, f"--config.weights={tmp_path}", "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4)))")
+    state, _ = steps(made, 3)
+    hard = nnx.merge(made.hardened_graph, made.harden(state))
+    for block, before in zip(hard.blocks, pruned.blocks, strict=True):
+        after = block.mlp.up.kernel[...]
+        assert np.array_equal(after != 0, before.mlp.up.kernel[...] != 0)
+        assert not np.array_equal(after, before.mlp.up.kernel[...])
+
+
+@pytest.mark.processes
+def test_a_run_writes_a_verified_checkpoint_that_load_run_equals(tmp_path):
+    process = start(tmp_path, tmp_path / "cache", page=[f"--config={PAGE}"])
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert f"the hardened model: {tmp_path}/model" in out
+    assert checkpoints.verify(tmp_path / "model").holds
+    about = json.loads((tmp_path / "model/config.json").read_text())
+    assert about["id2label"]["0"] == "asyncio"
+    run = load.load_run(tmp_path, "best")
+    tokens = jnp.array([[2, 5, 6, 3]])
+    written = checkpoints.load(tmp_path / "model")
+    np.testing.assert_allclose(run.predict(tokens), written(tokens), atol=1e-6)
+    data = json.loads((tmp_path / "text.json").read_text())
+    assert data["hardest"][0]["pieces"][0][0].startswith("[")
+
+
+def test_language_learns_with_a_teacher(tmp_path):
+    """A GPT with the tokenizer of letters learns from itself: the teacher's part of the loss begins at 0."""
+    shutil.copytree("tests/checkpoints/golden/gpt2-alone", tmp_path / "gpt")
+    shutil.copy(BERT / "tokenizer.json", tmp_path / "gpt")
+    words = [f"--config.weights={tmp_path}/gpt", f"--config.teacher.weights={tmp_path}/gpt", "--config.data.length=8"]
+    words += ["--config.teacher.hidden=1.0", "--config.steps=4", "--config.data.windows=8"]
+    made = program("configs/finetune_dense.py:language", *words)
+    _, shown = steps(made, 3)
+    assert shown[0]["teacher_loss"] < 1e-6
+    assert shown[0]["hidden_loss"] < 1e-9
+    assert shown[2]["teacher_loss"] > shown[0]["teacher_loss"]
+    scores = made.evaluate(made.init(jnp.uint32(0)))
+    assert 0 < scores["loss"] < 6
+
+
+# ---- teachers ----
+
+
+def test_accumulated_steps_have_the_same_teacher():
+    words = [f"--config.teacher.weights={BERT}", "--config.teacher.hidden=0.5", "--config.model.dropout=0.0"]
+    with pytest.raises(Mistake, match=r"gives logits \(0,\) and the model \(9,\)"):
+        program(PAGE, *words)
+
+
+def test_a_teacher_of_the_same_weights(tmp_path):
+    model = checkpoints.load(BERT, classes=9, rngs=nnx.Rngs(0))
+    checkpoints.save(tmp_path, model, like=BERT)
+    words = [f"--config.weights={tmp_path}", f"--config.teacher.weights={tmp_path}", "--config.teacher.hidden=0.5"]
+    words += ["--config.model.dropout=0.0", "--config.optimizer=sgd", "--config.learning_rate.peak=0.1"]
+    whole, parts = (program("configs/finetune_dense.py:smoke", *words, f"--config.accumulate={k}") for k in (1, 4))
+    shown = [steps(made, 3) for made in (whole, parts)]
+    for figures in (figures for _, figures in shown):
+        assert figures[0]["teacher_loss"] < 1e-6
+        assert figures[0]["loss"] == pytest.approx(figures[0]["label_loss"] / 2)
+    for a, b in zip(jax.tree.leaves(shown[0][0].params), jax.tree.leaves(shown[1][0].params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_divergence_is_that_of_the_definition():
+    a, b = (np.random.default_rng(i).normal(size=(5, 7)).astype(np.float32) for i in range(2))
+    p, q = (np.exp(v / 3) / np.exp(v / 3).sum(-1, keepdims=True) for v in (b, a))
+    wanted = 9 * (p * np.log(p / q)).sum(-1).mean()
+    assert float(pretrained.divergence(jnp.array(a), jnp.array(b), 3.0)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_distance_skips_padding_and_compares_equal_depths():
+    teacher = jnp.ones((5, 1, 2, 3))
+    hidden = teacher[:3].at[:, :, 1].set(100.0)
+    assert float(pretrained.distance(hidden, teacher, jnp.array([[True, False]]))) == 0
+    assert float(pretrained.distance(hidden * 3, teacher, jnp.array([[True, False]]))) == 4
+    deep = jnp.arange(5.0)[:, None, None, None] + jnp.ones((5, 1, 1, 1))
+    assert float(pretrained.distance(deep[jnp.array([0, 2, 4])], deep, None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("teacher.logits=1.5", "logits is a share from 0 to 1"),
+        ("teacher.temperature=0.0", "temperature is above 0"),
+        ("teacher.weights=nowhere", "config.teacher.weights='nowhere' is no folder"),
+        ("weights=", "config.weights is empty. Give the folder"),
+        ("weights=nowhere", "config.weights='nowhere' is no folder with a config.json"),
+        ("objective=translate", "config.objective='translate' is not known"),
+        ("weights=tests/checkpoints/golden/gpt2", "tokenizer.json is not a JSON file"),
+        ("model.name=other", "config.model.name='other': write module:name"),
+        ("rates=(('embedding',0.0),)", "config.rates: 'embedding' matches no parameter"),
+        ("rates=(('.*',-1.0),)", "an entry is a pattern of paths and a factor of at least 0"),
+    ],
+)
+def test_mistakes_are_told(change, message):
+    words = [f"--config.{change}"]
+    if change.startswith(("teacher.logits", "teacher.temp")):
+        words.append(f"--config.teacher.weights={BERT}")
+    with pytest.raises(Mistake, match=message):
+        program(PAGE, *words)
+
+
+def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
+    shutil.copytree(BERT, tmp_path / "b")
+    about = json.loads((BERT / "tokenizer.json").read_text())
+    about["model"]["vocab"]["a"] = 40
+    (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
+    with pytest.raises(
+        Mistake, match="gives the token 40, and the model has 40. The tokenizer is that of another model"
+    ):
+        program(PAGE, f"--config.weights={tmp_path}/b")
+
+
+# ---- rates ----
+
+
+def test_frozen_parameters_stay_and_do_not_count_in_the_clipped_norm():
+    frozen = program(PAGE, "--config.rates=(('tokens/.*|positions/.*|types/.*|norm/.*',0.0),('head/.*',2.0))")
+    plain = program(PAGE)
+    (state, shown), (other, all_shown) = steps(frozen, 2), steps(plain, 2)
+    first = frozen.init(jnp.uint32(0))
+    assert np.array_equal(state.params["tokens"]["embedding"], first.params["tokens"]["embedding"])
+    assert not np.array_equal(other.params["tokens"]["embedding"], first.params["tokens"]["embedding"])
+    assert shown[0]["gradient_norm"] < all_shown[0]["gradient_norm"]
+    assert not np.array_equal(state.params["head"]["kernel"], first.params["head"]["kernel"])
+
+
+def test_factors_scale_the_update():
+    tx = optax.chain(optax.sgd(1.0), optax.stateless(lambda u, _: settings.scaled(u, {"a": 0.0, "b": 0.5, "c": 1.0})))
+    updates, _ = tx.update({"a": jnp.array(jnp.nan), "b": jnp.array(2.0), "c": jnp.array(3.0)}, tx.init({}))
+    assert {k: float(v) for k, v in updates.items()} == {"a": 0.0, "b": -1.0, "c": -3.0}
+
+
+# ---- a head of one's own ----
+
+
+class Pairs(nnx.Module):
+    """A head on the mean of the last hidden states."""
+
+    def __init__(self, model, classes, *, rngs):
+        self.encoder, self.out = model, nnx.Linear(16, classes, rngs=rngs)
+
+    def __call__(self, tokens, mask, types, key=None):
+        x = self.encoder.hidden(tokens, mask, types, key)[-1]
+        return self.out((x * mask[..., None]).sum(1) / mask.sum(1, keepdims=True))
+
+
+def test_a_head_of_ones_own(tmp_path):
+    words = ["--config.model.name=tests.experiments.training.finetune_test:Pairs"]
+    words += ["--config.sparsity.blocks=ste(2,4)", "--config.rules=(('encoder/blocks/.*','blocks'),('.*','dense'))"]
+    made = program(PAGE, *words)
+    state, shown = steps(made, 2)
+    first = made.init(jnp.uint32(0))
+    wanted = checkpoints.parameters(BERT)["blocks/0/mlp/up/kernel"]
+    assert np.array_equal(first.params["encoder"]["blocks"][0]["mlp"]["up"]["kernel"], wanted)
+    assert made.plan.layers[0].path.startswith("encoder/")
+    assert "load_run gives it" in made.export(state, tmp_path)
+    assert shown[0]["loss"] > 0
