@@ -53,6 +53,7 @@ from nmjax.pruners import (
     ste as ste,
     transposable as transposable,
     uniform as uniform,
+    wanda as wanda,
 )
 from nmjax.pruners.schedules import (
     constant as constant,

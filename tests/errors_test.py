@@ -104,6 +104,7 @@ def test_slots_where_a_pruner_has_no_meaning(slots, message):
         (lambda: nm.prune(nm.hold(nm.mse(2, 4)), X), "keeps state between steps and was given none"),
         (lambda: nm.prune(nm.hold(nm.mse(2, 4)), X, state=jnp.ones((4, 4), bool)), r"holds a mask of shape \(4, 4\).* \(4, 8\)"),
         (lambda: nm.prune(nm.permute(nm.mse(2, 4)), X, state=jnp.arange(16)), r"holds an order of shape \(16,\)"),
+        (lambda: nm.prune(nm.wanda(2, 4), X, state=jnp.ones(4)), r"holds norms of shape \(4,\), but axis 1 of"),
         (lambda: nm.prune(nm.soft(2, 4), X, state=jnp.ones((3, 4, 8))), "has one scale for a whole tensor"),
         (lambda: nm.mse(2, 4)(jnp.array([1, -2, 3, -4])), "dtype int32, but only floating-point values can be pruned"),
         (lambda: nm.mvue(2, 4)(jnp.array([1, -2, 3, -4]), ctx=nm.Ctx(key=0)), "dtype int32, but only floating-point values can be pruned"),

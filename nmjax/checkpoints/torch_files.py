@@ -27,7 +27,7 @@ class TorchTensors(Tensors):
         """
         path.open("rb").close()
         try:
-            import torch
+            import torch  # pyrefly: ignore[missing-import]
         except ModuleNotFoundError:
             raise CheckpointError(
                 f"{path}: this is a pickle, which only torch's restricted loader may open. pip install torch, or "

@@ -18,7 +18,13 @@ The noise of a step is a function of seed, layer, place in the stack, step, micr
 
 import nmjax.nnx.others  # noqa: F401  declares the doors of other libraries
 from nmjax.analysis.plan import LayerPlan as LayerPlan, Plan as Plan, SlotPlan as SlotPlan
-from nmjax.nnx.calibration import Inputs as Inputs, Pruned as Pruned, calibrate as calibrate, prune as prune
+from nmjax.nnx.calibration import (
+    Inputs as Inputs,
+    Pruned as Pruned,
+    calibrate as calibrate,
+    prune as prune,
+    set_norms as set_norms,
+)
 from nmjax.nnx.declared import door as door
 from nmjax.nnx.delivery import (
     reseed as reseed,

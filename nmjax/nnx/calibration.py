@@ -14,15 +14,18 @@ import numpy as np
 from flax import nnx
 from rich.progress import track
 
+from nmjax.core.pruner import Pruner
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import example_of, with_calls
-from nmjax.nnx.variables import write
+from nmjax.nnx.variables import NM, write
 from nmjax.oneshot.solvers import Solved, sparsegpt
 from nmjax.products.operations import Dot
+from nmjax.products.slot import slot_state
 from nmjax.programs.rewriting import Product
+from nmjax.pruners import wanda
 from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
@@ -203,6 +206,47 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
+    """Give a sparse model the norms by which `nmjax.wanda` prunes weights.
+
+    Args:
+      model: A model with ``wanda(n,m)`` in slots ``fwd_rhs``. Its state is changed.
+      inputs: The statistics of the layers' inputs, which `calibrate` returned for the model before it was sparse.
+
+    Raises:
+      ValueError: No layer has such a pruner, or a layer that has it was not calibrated, or has other features.
+
+    >>> import nmjax as nm
+    >>> x = jnp.array([[10., 1., 1., 1.]])
+    >>> model = nnx.Linear(4, 1, kernel_init=lambda *_: jnp.array([[1.], [-2.], [3.], [-4.]]), rngs=nnx.Rngs(0))
+    >>> found = nm.nnx.calibrate(model, [x])
+    >>> model = nm.nnx.sparsify(model, nm.Recipe({".*": "fwd_rhs=ste(wanda(2,4))"}))
+    >>> nm.nnx.set_norms(model, found)
+    >>> nm.nnx.harden(model).kernel[...].ravel().tolist()
+    [1.0, 0.0, 0.0, -4.0]
+    """
+    sites = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
+    chosen = {path: site for path, site in sites.items() if _scores_by_norms(site.sparsity.fwd_rhs)}
+    if not chosen:
+        raise ValueError("set_norms: no layer prunes its weight by norms. Write fwd_rhs=ste(wanda(2,4)) in the recipe.")
+    missing = [path for path in chosen if path not in inputs]
+    if missing:
+        raise ValueError(f"set_norms: {', '.join(missing[:5])}: calibrate has no statistics of these layers.")
+    for path, site in chosen.items():
+        norms = np.sqrt(inputs[path].squares)
+        holders = jax.tree.leaves(slot_state(site.state, "fwd_rhs"), is_leaf=lambda v: isinstance(v, NM))
+        holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
+        if len(holders) != 1:
+            raise ValueError(
+                f"set_norms: {path} has no norms of {norms.shape[-1]} features. Was it calibrated as it is?"
+            )
+        write(holders[0], jnp.asarray(norms.reshape(holders[0].shape), holders[0].dtype))
+
+
+def _scores_by_norms(p: Pruner) -> bool:
+    return isinstance(p, wanda) or any(map(_scores_by_norms, p.parts))
 
 
 def prune(

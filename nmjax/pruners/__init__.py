@@ -9,7 +9,7 @@ from nmjax.pruners.float8 import fp8 as fp8
 from nmjax.pruners.magnitude import mse as mse
 from nmjax.pruners.nothing import identity as identity
 from nmjax.pruners.random_choice import uniform as uniform
-from nmjax.pruners.remembering import hold as hold, permute as permute
+from nmjax.pruners.remembering import hold as hold, permute as permute, wanda as wanda
 from nmjax.pruners.soft_threshold import soft as soft
 from nmjax.pruners.transposable_mask import transposable as transposable
 from nmjax.pruners.two_draws import mvue_approx as mvue_approx

@@ -1,5 +1,7 @@
 """Statistics of inputs by taps, and one-shot pruning: against inputs that are recorded by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,3 +191,52 @@ WRONG = {
 def test_what_is_refused(said):
     with pytest.raises(ValueError, match=said):
         WRONG[said]()
+
+
+# ---- norms as state ----
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_weights_are_pruned_by_the_norms_that_were_measured(scan):
+    """`nm.wanda` in a slot keeps what the solver keeps, in lists and stacks; and a step of training keeps the norms."""
+    model = gpt(scan=scan)
+    found = nm.nnx.calibrate(model, TOKENS, moments=True)
+    wanted = nm.nnx.prune(model, EVERY, TOKENS, oneshot.wanda, in_turn=False).model
+    sparse = nm.nnx.sparsify(model, nm.Recipe({"blocks/.*": "fwd_rhs=ste(wanda(2,4))", ".*": "dense"}))
+    nm.nnx.set_norms(sparse, found)
+    hard = nm.nnx.harden(sparse)
+    for a, b in zip(jax.tree.leaves(nnx.state(hard, nnx.Param)), jax.tree.leaves(nnx.state(wanted)), strict=True):
+        np.testing.assert_array_equal(a != 0, b != 0)
+    nm.nnx.set_step(sparse, 1)
+    gradients = nnx.grad(lambda model: jnp.square(model(TOKENS[0])).mean())(sparse)
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradients))
+    again = nm.nnx.harden(sparse)
+    for a, b in zip(jax.tree.leaves(nnx.state(again)), jax.tree.leaves(nnx.state(hard)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_norms_of_several_contracted_axes():
+    model, batches = Net(nnx.Rngs(0)), inputs()
+    found = nm.nnx.calibrate(model, batches)
+    sparse = nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": "fwd_rhs=ste(wanda(2,4))"}), batches[0])
+    with pytest.raises(ValueError, match="swapped: 16 features were measured"):
+        nm.nnx.set_norms(sparse, found)
+    wanted = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), batches, oneshot.wanda, in_turn=False).model
+    sparse = nm.nnx.sparsify(model, nm.Recipe({"swapped": "dense", ".*": "fwd_rhs=ste(wanda(2,4))"}), batches[0])
+    nm.nnx.set_norms(sparse, found)
+    for path in ("attention.out", "attention.query", "up"):
+        part = lambda m, path=path: functools.reduce(getattr, path.split("."), m).kernel[...] != 0
+        np.testing.assert_array_equal(part(nm.nnx.harden(sparse)), part(wanted), err_msg=path)
+
+
+def test_norms_that_do_not_fit_are_told():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    found = nm.nnx.calibrate(model, [jnp.ones((2, 8))])
+    with pytest.raises(ValueError, match="no layer prunes its weight by norms"):
+        nm.nnx.set_norms(nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": "ste(2,4)"})), found)
+    sparse = nm.nnx.sparsify(model, nm.Recipe({".*": "fwd_rhs=ste(wanda(2,4))"}))
+    with pytest.raises(ValueError, match="calibrate has no statistics of these layers"):
+        nm.nnx.set_norms(sparse, {})
+    other = nm.nnx.calibrate(nnx.Linear(12, 4, rngs=nnx.Rngs(0)), [jnp.ones((2, 12))])
+    with pytest.raises(ValueError, match="the model: 12 features were measured"):
+        nm.nnx.set_norms(sparse, other)

@@ -76,6 +76,7 @@ CASES = [
         nm.hold(uniform(2, 4, rescale=False), 7), (2, 4), chooses_blindly=True,
         final="hold(uniform(2,4,rescale=False))",
     ),
+    Case(nm.wanda(2, 4), (2, 4), final="wanda(2,4)"),
     Case(nm.permute(mse(2, 4), 3, 4), (2, 4), final="permute(mse(2,4),every=None,draws=4)"),
     Case(nm.fp8("e4m3"), None, local=False, final="fp8('e4m3')"),
     Case(nm.ste(mse(1, 4)), (1, 4), commutes=True, final="mse(1,4)"),
