@@ -38,8 +38,9 @@ class TorchTensors(Tensors):
         except Exception as error:  # torch raises errors of many kinds
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(f"{path}: torch's restricted loader refuses the file: {reason}") from error
-        others = [] if isinstance(found, dict) else [type(found).__name__]
-        others = others or [f"{k}: {type(v).__name__}" for k, v in found.items() if not isinstance(v, torch.Tensor)]
+        if not isinstance(found, dict):
+            found = {"the file": found}
+        others = [f"{k}: {type(v).__name__}" for k, v in found.items() if not isinstance(v, torch.Tensor)]
         if others:
             raise CheckpointError(f"{path}: a table of tensors is expected, and there is {', '.join(others[:5])}.")
         super().__init__([])

@@ -240,7 +240,8 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
         if len(holders) != 1:
             raise ValueError(
-                f"set_norms: {path} has no norms of {norms.shape[-1]} features. Was it calibrated as it is?"
+                f"set_norms: {path or 'the model'}: {norms.shape[-1]} features were measured, and the pruner has no so "
+                "many norms. It prunes along one axis: leave out layers that contract several, or calibrate this model."
             )
         write(holders[0], jnp.asarray(norms.reshape(holders[0].shape), holders[0].dtype))
 
