@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nmjax import checkpoints, oneshot
+from nmjax import checkpoints, models, oneshot
 from nmjax.checkpoints import gemma
 from nmjax.checkpoints.verifying import CONSUMERS
 from nmjax.nnx.calibration import prune
@@ -74,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--length", type=int, default=512, help="the tokens to which longer texts are cut (512)")
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
+    text = "Write a checkpoint for other programs: .onnx through jax2onnx, or .safetensors with its n:m tensors packed."
+    exported = command("export", _export, text)
+    exported.add_argument("path", help="a folder with config.json and a .safetensors file")
+    exported.add_argument("--to", required=True, metavar="FILE", help="the file to write: .onnx or .safetensors")
+    exported.add_argument("--n", type=int, default=2, help="the non-zeros allowed in a group that is packed (2)")
+    exported.add_argument("--m", type=int, default=4, help="the size of a group that is packed (4)")
+    exported.add_argument("--batch", type=int, default=1, help="the texts or images of an ONNX input (1)")
+    exported.add_argument("--length", type=int, default=128, help="the tokens of an ONNX input (128)")
     planned = command("plan", _plan, "Tell what a recipe would prune in a checkpoint.")
     planned.add_argument("path", help="a folder with config.json and a .safetensors file")
     planned.add_argument(
@@ -205,6 +213,47 @@ def _tokens(source: Path, found: list[tuple[str, str | None]]) -> list[list[int]
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return [tokenizer.encode(first, second).ids for first, second in found]
+
+
+def _export(asked: argparse.Namespace) -> int:
+    source, target = _folder(asked.path), Path(asked.to)
+    if target.suffix == ".onnx":
+        model, inputs, names = _callable(checkpoints.load(source), asked.batch, asked.length)
+        checkpoints.write_onnx(target, model, *inputs, names=names)
+        print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}.")
+    elif target.suffix == ".safetensors":
+        tensors, found = checkpoints.read(source), checkpoints.verify(source, asked.n, asked.m)
+        axes = {one.name: one.axes[-1] for one in found.tensors if one.axes}
+        checkpoints.write_packed(target, tensors, axes, asked.n, asked.m, tensors.metadata)
+        whole = sum(v.nbytes for v in tensors.values())
+        print(
+            f"{target}: {len(axes)} of {len(tensors)} tensors packed, {target.stat().st_size / whole:.2f} of the bytes."
+        )
+    else:
+        raise ValueError(f"--to {target}: the name of the file ends with .onnx or .safetensors.")
+    return 0
+
+
+def _callable(model: Any, batch: int, length: int) -> tuple[Any, list[jax.ShapeDtypeStruct], list[str]]:
+    """Return a model for ONNX with the names of transformers, and shapes of its inputs."""
+    if isinstance(model, models.ViT):
+        return model, [jax.ShapeDtypeStruct((batch, *model.shape), jnp.float32)], ["images"]
+    tokens = jax.ShapeDtypeStruct((batch, min(length, model.length)), jnp.int32)
+    if not isinstance(model, models.BERT):
+        return model, [tokens], ["input_ids"]
+    return _Encoder(model), [tokens] * 3, ["input_ids", "attention_mask", "token_type_ids"]
+
+
+class _Encoder(nnx.Module):
+    """BERT with a mask of numbers. Without a head it returns the last hidden state."""
+
+    def __init__(self, model: models.BERT):
+        self.model = model
+
+    def __call__(self, tokens: jax.Array, mask: jax.Array, types: jax.Array) -> jax.Array:
+        if self.model.head.kernel.size:
+            return self.model(tokens, mask != 0, types)
+        return self.model.hidden(tokens, mask != 0, types)[-1]
 
 
 def _plan(asked: argparse.Namespace) -> int:

@@ -45,7 +45,8 @@ HOUSE = {
             "measures", "__init__",
         ),
         "checkpoints": (
-            "tensors", "torch_files", "gguf", "gemma", "names", "families", "models", "verifying", "__init__",
+            "tensors", "torch_files", "packing", "gguf", "gemma", "names", "families", "models", "onnx", "verifying",
+            "__init__",
         ),
         "__init__": (),
         "__main__": (),
@@ -89,6 +90,7 @@ HOUSE = {
 LATE = {
     "nmjax/__main__.py": {"tokenizers"},  # of the commands only prune reads texts
     "nmjax/checkpoints/torch_files.py": {"torch"},  # where somebody installed it
+    "nmjax/checkpoints/onnx.py": {"jax2onnx"},  # an extra
     "nmjax/kernels/calls.py": {"nmjax.kernels"},  # not every jaxlib has Mosaic, and plans do without kernels
     "nmjax/core/versions.py": {  # the same; and a name that differs between versions of JAX
         "jax._src.pallas.mosaic_gpu.interpret.params", "jax.experimental.pallas", "jax.experimental.pallas.mosaic_gpu",

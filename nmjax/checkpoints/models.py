@@ -18,7 +18,8 @@ from nmjax.checkpoints.families import Config, Family, family_of
 from nmjax.checkpoints.names import Table
 from nmjax.checkpoints.tensors import INDEX, CheckpointError, Tensors, read as read_safetensors, write
 from nmjax.checkpoints.torch_files import SUFFIXES, TorchTensors
-from nmjax.nnx.variables import NM
+from nmjax.nnx.variables import NM, Site
+from nmjax.pruners import identity
 
 HEAD = ("head/kernel", "head/bias")
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
@@ -157,11 +158,9 @@ def save(
     ...     model = nm.nnx.sparsify(load(source), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
     ...     save(target, nm.nnx.harden(model), like=source)
     """
-    site = next((key for key, v in nnx.to_flat_state(nnx.state(model)) if isinstance(v, NM)), None)
+    site = unhardened(model)
     if site is not None:
-        raise CheckpointError(
-            f"the model is sparse: it has the variable {'/'.join(map(str, site))}. Save nm.nnx.harden(model)."
-        )
+        raise CheckpointError(f"the model is sparse: it prunes at {site}. Save nm.nnx.harden(model).")
     about, tensors, folder = family or _family(like), _read(like), Path(path)
     home = Path(like) if Path(like).is_dir() else Path(like).parent
     config = {} if family else _config(like)
@@ -185,6 +184,12 @@ def save(
         _copy_others(home, folder)
     if not family and config != _config(like):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def unhardened(model: Any) -> str | None:
+    """Return the path of a variable or a product that prunes weights, or None if the model is dense or hardened."""
+    sparse = lambda v: isinstance(v, NM) or (isinstance(v, Site) and v.sparsity.fwd_rhs != identity)
+    return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
 
 
 def _write_files(folder: Path, source: Tensors, made: Mapping[str, Any]) -> None:

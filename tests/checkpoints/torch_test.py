@@ -6,10 +6,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import nmjax as nm
 from nmjax import checkpoints
 from nmjax.checkpoints import CheckpointError, Family, Rename, Table
 
@@ -54,6 +56,19 @@ def test_a_file_of_torch_is_loaded_and_saved_as_safetensors(tmp_path):
     torch.save({"state": {"w": 1}}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="a table of tensors is expected, and there is state: dict"):
         checkpoints.load(tmp_path)
+
+
+def test_transformers_computes_the_same_from_a_pruned_checkpoint(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sparse = nm.nnx.sparsify(checkpoints.load(GOLDEN / "bert"), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
+    hard = nm.nnx.harden(sparse)
+    checkpoints.save(tmp_path, hard, like=GOLDEN / "bert")
+    theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 12))
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(tokens)).last_hidden_state.numpy()
+    np.testing.assert_allclose(hard.hidden(jnp.asarray(tokens))[-1], wanted, atol=1e-5)
 
 
 def test_a_family_of_ones_own(tmp_path):

@@ -1,0 +1,59 @@
+"""Models as ONNX files, through the package jax2onnx."""
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from nmjax.checkpoints.models import unhardened
+from nmjax.checkpoints.tensors import CheckpointError
+from nmjax.nnx.variables import Site
+
+
+def write_onnx(
+    path: str | os.PathLike[str], model: nnx.Module, *inputs: Any, names: Sequence[str] | None = None
+) -> None:  # fmt: skip
+    """Write a model as an ONNX file. Its weights keep their zeros.
+
+    It needs the package jax2onnx: the extra ``onnx``.
+
+    Args:
+      path: The file, which is replaced if it exists.
+      model: The model. If it was sparse, pass ``nm.nnx.harden(model)``.
+      *inputs: The arguments of a call, as arrays or `jax.ShapeDtypeStruct`s.
+      names: The names of the inputs in the file.
+
+    Raises:
+      CheckpointError: The model is not hardened, or it prunes activations; or jax2onnx is missing, or cannot convert
+        the model.
+      OSError: The file cannot be written.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def convert(model):
+    ...     write_onnx("model.onnx", model, jax.ShapeDtypeStruct((8, 16), jnp.float32), names=["x"])
+    """
+    site = unhardened(model)
+    if site is not None:  # jax2onnx replaces each nnx.Linear as a whole, so it would export the dense weights
+        raise CheckpointError(f"the model is sparse: it prunes at {site}. Export nm.nnx.harden(model).")
+    activations = next((node.path for _, node in nnx.iter_graph(model) if isinstance(node, Site)), None)
+    if activations is not None:
+        raise CheckpointError(f"{activations}: this layer prunes its input, and an ONNX file cannot say so.")
+    try:
+        from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]
+    except ModuleNotFoundError as error:
+        raise CheckpointError(f"the package {error.name} is missing: pip install 'nmjax[onnx]'.") from None
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        to_onnx(model, list(inputs), return_mode="file", output_path=str(draft), input_names=names)
+        os.replace(draft, path)
+    except OSError:
+        raise
+    except Exception as error:  # it raises errors of many kinds
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path}: jax2onnx cannot convert the model: {reason}") from error
+    finally:
+        draft.unlink(missing_ok=True)
