@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--n", type=int, default=2, help="the weights to keep in a group (2)")
     pruned.add_argument("--m", type=int, default=4, help="the size of a group (4)")
     pruned.add_argument(
-        "--data", metavar="FILE", help="texts: lines, or .jsonl with a field text; or .gz (magnitude needs none)"
+        "--data", metavar="FILE", help="texts: lines, or .jsonl with a field text; also .gz, .xz (magnitude: none)"
     )
     pruned.add_argument("--examples", type=int, default=128, help="the greatest number of texts (128)")
     pruned.add_argument("--length", type=int, default=512, help="the tokens to which longer texts are cut (512)")

@@ -1,7 +1,6 @@
 """Models as ONNX files, through the package jax2onnx."""
 
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from flax import nnx
 
 from nmjax.checkpoints.models import unhardened
-from nmjax.checkpoints.tensors import CheckpointError
+from nmjax.checkpoints.tensors import CheckpointError, replacing
 from nmjax.nnx.variables import Site
 
 
@@ -46,14 +45,13 @@ def write_onnx(
     except ModuleNotFoundError as error:
         raise CheckpointError(f"the package {error.name} is missing: pip install 'nmjax[onnx]'.") from None
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        to_onnx(model, list(inputs), return_mode="file", output_path=str(draft), input_names=names)
-        os.replace(draft, path)
-    except OSError:
-        raise
+        made = to_onnx(model, list(inputs), return_mode="proto", input_names=names)
     except Exception as error:  # it raises errors of many kinds
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{path}: jax2onnx cannot convert the model: {reason}") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    size = made.ByteSize()
+    if size >= 1 << 31:
+        raise CheckpointError(f"{path}: the model has {size:,} bytes, and an ONNX file has less than 2 GiB.")
+    with replacing(path) as file:
+        file.write(made.SerializeToString())

@@ -174,7 +174,7 @@ def write(
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, value in tensors.items():
             array = np.asarray(value)
@@ -188,7 +188,7 @@ def write(
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a draft beside a file. If nothing fails, it replaces the file once it is on the disk."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

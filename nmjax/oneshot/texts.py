@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import lzma
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
 
     Args:
       path: A file of lines of text; or, if its name ends with .jsonl, of JSON objects with "text", and perhaps
-        "text_b". It may be compressed: .gz.
+        "text_b". It may be compressed: .gz or .xz.
       count: The greatest number of texts.
 
     Raises:
@@ -25,8 +26,8 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
       OSError: The file cannot be read.
     """
     path = Path(path)
-    opened: Any = gzip.open if path.suffix == ".gz" else open
-    jsonl = path.name.removesuffix(".gz").endswith(".jsonl")
+    opened: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    jsonl = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".jsonl")
     texts: list[tuple[str, str | None]] = []
     with opened(path, "rt", encoding="utf-8") as file:
         try:
