@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--data", metavar="FILE", help="texts: lines, or .jsonl with a field text; also .gz, .xz (magnitude: none)"
     )
     pruned.add_argument("--examples", type=int, default=128, help="the greatest number of texts (128)")
-    pruned.add_argument("--length", type=int, default=512, help="the tokens to which longer texts are cut (512)")
+    pruned.add_argument("--length", type=int, default=512, help="the tokens to which texts are cut (512)")
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     text = "Write a checkpoint for other programs: .onnx through jax2onnx, or .safetensors with its n:m tensors packed."
@@ -187,7 +187,8 @@ def _prune(asked: argparse.Namespace) -> int:
     vocabulary = model.tokens.num_embeddings
     if max(max(one, default=0) for one in tokens) >= vocabulary:
         raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
-    batches = [jnp.asarray(batch) for batch in texts.batches(tokens, min(length, asked.length))]
+    cut = texts.batches if isinstance(model, models.BERT) else texts.windows
+    batches = [jnp.asarray(batch) for batch in cut(tokens, min(length, asked.length))]
     if not batches:
         raise ValueError(f"{asked.data}: all texts have less than 8 tokens, which is too short for calibration.")
     found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())

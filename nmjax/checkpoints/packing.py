@@ -128,13 +128,11 @@ def _in_bytes(places: np.ndarray, bits: int) -> np.ndarray:
 def _unpacked(
     path: Any, tensors: Tensors, name: str, n: int, m: int, axis: int, shape: tuple[int, ...]
 ) -> np.ndarray:  # fmt: skip
-    missing = [part for part in (f"{name}.values", f"{name}.places") if part not in tensors]
-    fits = not missing and 0 <= axis < len(shape) and 1 <= n <= m <= 256 and m > 1 and shape[axis] % m == 0
+    rows, kept = (*shape[:axis], *shape[axis + 1 :]), shape[axis] // max(m, 1) * n if 0 <= axis < len(shape) else 0
+    fits = 0 <= axis < len(shape) and 1 <= n <= m <= 256 and m > 1 and shape[axis] % m == 0
     if fits:
-        rows = (*shape[:axis], *shape[axis + 1 :])
-        kept = shape[axis] // m * n
-        sizes = (*rows, kept), (*rows, -(-kept * _bits(m) // 8))
-        fits = (tensors.shape(f"{name}.values"), tensors.shape(f"{name}.places")) == sizes
+        sizes = {f"{name}.values": (*rows, kept), f"{name}.places": (*rows, -(-kept * _bits(m) // 8))}
+        fits = all(part in tensors and tensors.shape(part) == size for part, size in sizes.items())
     if not fits:
         raise CheckpointError(f"{path}: the values and places of {name!r} are not what the entry {ENTRY!r} describes.")
     values, packed = tensors[f"{name}.values"].reshape(-1, n), tensors[f"{name}.places"]

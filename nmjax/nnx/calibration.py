@@ -1,8 +1,4 @@
-"""Statistics of the inputs of a model's layers, and one-shot pruning by them.
-
-A layer's input passes a tap on its way to the product. The gradient of a tap is defined as the statistic, so the
-statistics of all layers come out of one compiled function, under scans and `nnx.remat` too.
-"""
+"""Statistics of the inputs of a model's layers, and one-shot pruning by them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -19,12 +15,11 @@ from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden
 from nmjax.nnx.layers import layers
-from nmjax.nnx.recording import example_of, with_calls
+from nmjax.nnx.recording import with_calls
+from nmjax.nnx.taps import Axes, Meter, Tap, axes_of
 from nmjax.nnx.variables import NM, write
 from nmjax.oneshot.solvers import Solved, sparsegpt
-from nmjax.products.operations import Dot
 from nmjax.products.slot import slot_state
-from nmjax.programs.rewriting import Product
 from nmjax.pruners import wanda
 from nmjax.recipes.table import Recipe
 
@@ -36,9 +31,10 @@ class Inputs(NamedTuple):
     """The inputs of a layer, over all batches.
 
     Attributes:
-      squares: The sum of squares of each feature, in float64. In a stack of layers the axes of the stack come first.
+      squares: The sum of squares of each feature, in float64. In a stack of layers the axes of the stack come first,
+        and for experts their axis. The features of a convolution are the places of its window, each with all channels.
       moments: The second moments X'X, in float64; None if they were not asked for.
-      tokens: The number of inputs, each with all features.
+      tokens: The number of inputs, each with all features; of experts, the greatest number.
 
     >>> import nmjax as nm
     >>> nm.nnx.calibrate(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), [jnp.ones((3, 2))])[""]
@@ -70,67 +66,6 @@ class Pruned(NamedTuple):
     solved: dict[str, tuple[float, float]]
 
 
-class Tap(nnx.Param[jax.Array]):
-    """A variable whose gradient is a statistic. As a parameter it is sliced and stacked as the kernel is."""
-
-
-class Meter(nnx.Module):
-    """Stands in a layer's door, and computes its product with the input passed by taps."""
-
-    def __init__(self, layer: Layer, size: tuple[int, ...], moments: bool) -> None:
-        """Make the taps.
-
-        Args:
-          layer: The layer.
-          size: The axes of the stack, and the number of features.
-          moments: True for second moments, False for sums of squares.
-        """
-        self.plain, self.product, self.name = layer.plain, layer.pruned_product, layer.path
-        self.tap = Tap(jnp.zeros((*size, size[-1]) if moments else size))
-        self.tokens = Tap(jnp.zeros((*size[:-1], 1)))
-
-    def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        assert self.product is not None
-        assert self.plain is not None
-        example = example_of(self.product, operands, options)
-        at = 1 if isinstance(operands[0], str) else 0
-        x = self._tapped(operands[at], example.op, example.rhs.ndim)
-        return self.plain(*operands[:at], x, *operands[at + 1 :], **options)
-
-    def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Return the product of a declared layer."""
-        return product.op(self._tapped(x, product.op, w.ndim), w, *product.extra)
-
-    def _tapped(self, x: jax.Array, op: Any, rank: int) -> jax.Array:
-        if not isinstance(op, Dot) or op.dims[1] != ((), ()):
-            raise ValueError(
-                f"{self.name}: only products of two matrices can be calibrated, not convolutions, products with batch "
-                "axes or those of experts. Leave the layer out of the recipe."
-            )
-        if self.tokens[...].ndim > 1:
-            raise ValueError(
-                f"{self.name}: the call slices its parameters, but not its taps, along another axis than 0."
-            )
-        of_weight = dict(zip(*op.dims[0][::-1], strict=True))  # the axis of x for each contracted axis of the weight
-        axes = tuple(of_weight[a] for a in op.operands(x.ndim, rank)["fwd_rhs"].contract)
-        return _passed(x, self.tap[...], self.tokens[...], axes)
-
-
-def _forward(x: jax.Array, tap: jax.Array, tokens: jax.Array, axes: tuple[int, ...]) -> Any:
-    return x, (x, tap)
-
-
-def _backward(axes: tuple[int, ...], kept: Any, g: jax.Array) -> Any:
-    x, tap = kept
-    rows = jnp.moveaxis(x, axes, range(-len(axes), 0)).reshape(-1, tap.shape[-1]).astype(jnp.float32)
-    statistic = jnp.square(rows).sum(0) if tap.ndim == 1 else jnp.einsum("ti,tj->ij", rows, rows, precision="highest")
-    return g, statistic, jnp.full((1,), float(len(rows)))
-
-
-_passed: Any = jax.custom_vjp(lambda x, tap, tokens, axes: x, nondiff_argnums=(3,))
-_passed.defvjp(_forward, _backward)
-
-
 def calibrate(
     model: Any, batches: Iterable[Any], *, moments: bool = False, only: str = ".*", progress: bool = False
 ) -> dict[str, Inputs]:  # fmt: skip
@@ -148,7 +83,7 @@ def calibrate(
       A dict from the layer's path to its `Inputs`.
 
     Raises:
-      ValueError: There are no batches, no layer has such a path, or a layer's product is not that of two matrices.
+      ValueError: There are no batches, no layer has such a path, or a layer is a convolution in groups.
 
     >>> import nmjax as nm
     >>> found = nm.nnx.calibrate(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), [jnp.array([[1., 2.], [3., 0.]])])
@@ -164,8 +99,8 @@ def calibrate(
         raise ValueError(f"calibrate: no layer has a path that matches {only!r}.")
     meters = {}
     for layer in chosen:
-        stack, operand, product = layer.stack, layer.operand, layer.product
-        if operand is None or product is None:
+        stack, product = layer.stack, layer.product
+        if product is None:
             raise ValueError(
                 f"{layer.path}: the call on the first batch does not use this layer. Choose others by only=..."
             )
@@ -173,8 +108,8 @@ def calibrate(
             raise ValueError(
                 f"{layer.path}: its layers are stacked along axes {stack}, and only leading axes are known."
             )
-        features = int(np.prod([product.rhs.shape[a] for a in operand.contract]))
-        meters[layer.path] = Meter(layer, (*(layer.kernel.shape[a] for a in stack), features), moments)
+        sizes = [layer.kernel.shape[a] for a in stack]
+        meters[layer.path] = Meter(layer, sizes, product.rhs.shape, _axes(layer), moments)
         layer.put(meters[layer.path])
     graph, taps, rest = nnx.split(copy, Tap, ...)
 
@@ -199,6 +134,15 @@ def calibrate(
         squares = np.diagonal(statistic, axis1=-2, axis2=-1).copy() if moments else statistic
         found[path] = Inputs(squares, statistic if moments else None, int(tokens.max()))
     return found
+
+
+def _axes(layer: Layer) -> Axes:
+    """Return the axes of a layer's weight, as its product has them."""
+    assert layer.product is not None
+    try:
+        return axes_of(layer.product.op, layer.product.rhs.ndim)
+    except ValueError as error:
+        raise ValueError(f"{layer.path}: {error} Leave the layer out of the recipe.") from None
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -269,7 +213,7 @@ def prune(
       The pruned copy, and the errors of its layers.
 
     Raises:
-      ValueError: The recipe does not fit the model, or a layer's product is not that of two matrices.
+      ValueError: The recipe does not fit the model, or a layer is a convolution in groups.
 
     >>> import nmjax as nm
     >>> model, batches = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [jax.random.normal(jax.random.key(0), (100, 8))]
@@ -302,18 +246,18 @@ def _solve(
     layer: Layer, inputs: Inputs, pattern: Any, solver: Solver, solved: dict[str, tuple[float, float]]
 ) -> jax.Array:  # fmt: skip
     """Return the pruned kernel of a layer or of a stack, and write down the errors."""
-    assert layer.operand is not None
     assert inputs.moments is not None
-    operand, weight, stack = layer.operand, layer.weight(), len(layer.stack)
-    axes = [a + stack for a in (*operand.contract, *operand.other)]
+    weight, stack, axes = layer.weight(), len(layer.stack), _axes(layer)
     values = np.asarray(layer.steps.apply(lambda w: w, weight) if not stack else weight, np.float64)
-    pruned = np.empty_like(values)
-    for index in np.ndindex(values.shape[:stack]):
-        moved = values[index].transpose([a - stack for a in axes])
-        matrix = moved.reshape(inputs.moments.shape[-1], -1)
-        result = solver(matrix, inputs.moments[index], pattern.n, pattern.m)
-        solved[layer.path + (f"[{','.join(map(str, index))}]" if stack else "")] = result.error, result.magnitude
-        pruned[index] = result.weight.reshape(moved.shape).transpose(np.argsort([a - stack for a in axes]))
-    made = jnp.asarray(pruned, weight.dtype)
+    order = [*range(stack), *(a + stack for part in axes for a in part)]
+    moved = values.transpose(order)
+    lead = moved.shape[: stack + len(axes.batch)]
+    matrices = moved.reshape(*lead, inputs.moments.shape[-1], -1)
+    pruned = np.empty_like(matrices)
+    for index in np.ndindex(lead):
+        result = solver(matrices[index], inputs.moments[index], pattern.n, pattern.m)
+        solved[layer.path + (f"[{','.join(map(str, index))}]" if lead else "")] = result.error, result.magnitude
+        pruned[index] = result.weight
+    made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(order)), weight.dtype)
     back = made if stack else layer.steps.apply(lambda w, p: p.astype(w.dtype), weight, made, back=True)
     return back.astype(layer.kernel.dtype)

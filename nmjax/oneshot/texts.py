@@ -72,3 +72,24 @@ def batches(tokens: list[list[int]], longest: int, size: int = 16) -> Iterator[n
     for length in sorted(by_length):
         for begin in range(0, len(by_length[length]), size):
             yield np.asarray(by_length[length][begin : begin + size], np.int32)
+
+
+def windows(tokens: list[list[int]], length: int, size: int = 8) -> Iterator[np.ndarray]:
+    """Return tokens in batches of windows, for models that see only what is before a token. The texts are joined.
+
+    All batches have one shape, so a model compiles once. What is left at the end is dropped.
+
+    Args:
+      tokens: The tokens of each text.
+      length: The tokens in a window. If there are less in all, they are one window.
+      size: The greatest number of windows in a batch.
+
+    >>> [batch.tolist() for batch in windows([[1, 2, 3], [4, 5], [6, 7]], length=3, size=2)]
+    [[[1, 2, 3], [4, 5, 6]]]
+    """
+    joined = np.asarray([token for one in tokens for token in one], np.int32)
+    length = min(length, len(joined))
+    count = len(joined) // max(length, 1)
+    size = min(size, count)
+    for begin in range(0, count - size + 1, max(size, 1)):
+        yield joined[begin * length : (begin + size) * length].reshape(size, length)

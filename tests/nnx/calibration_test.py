@@ -180,8 +180,8 @@ def test_a_bfloat16_model():
 WRONG = {
     "calibrate: there are no batches": lambda: nm.nnx.calibrate(gpt(), []),
     "calibrate: no layer has a path that matches 'mlp'": lambda: nm.nnx.calibrate(gpt(), TOKENS, only="mlp"),
-    "only products of two matrices can be calibrated":
-        lambda: nm.nnx.calibrate(nnx.Conv(4, 8, (3, 3), rngs=nnx.Rngs(0)), [jnp.ones((1, 8, 8, 4))]),
+    "convolutions in groups cannot be calibrated. Leave the layer out":
+        lambda: nm.nnx.calibrate(nnx.Conv(4, 8, (3,), feature_group_count=2, rngs=nnx.Rngs(0)), [jnp.ones((1, 8, 4))]),
     "does not divide into groups|do not divide into groups":
         lambda: nm.nnx.prune(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}), [jnp.ones((2, 6))]),
 }  # fmt: skip
@@ -191,6 +191,89 @@ WRONG = {
 def test_what_is_refused(said):
     with pytest.raises(ValueError, match=said):
         WRONG[said]()
+
+
+# ---- convolutions, experts, products with batch axes ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": (3, 3)},
+        {"kernel_size": (3, 2), "strides": (2, 1), "padding": "VALID"},
+        {"kernel_size": (3, 3), "kernel_dilation": (2, 2), "padding": ((1, 0), (2, 3))},
+        {"kernel_size": (5,), "strides": 2},
+    ],
+    ids=str,
+)
+def test_the_error_of_a_convolution_is_that_of_its_output(options):
+    """The moments are those of the patches: with them the solver's error is the measured one."""
+    model = nnx.Conv(8, 6, **options, use_bias=False, rngs=nnx.Rngs(0))
+    x = jnp.asarray(RNG.normal(size=(4, *(9, 10)[: len(options["kernel_size"])], 8)), jnp.float32)
+    pruned = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), [x[:2], x[2:]], oneshot.sparsegpt)
+    y, z = model(x), pruned.model(x)
+    error, by_magnitude = pruned.solved[""]
+    assert error == pytest.approx(float(jnp.square(y - z).sum() / jnp.square(y).sum()), rel=1e-4)
+    assert error < by_magnitude
+    right = nm.nnx.harden(nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": "ste(2,4)"})))
+    assert by_magnitude == pytest.approx(float(jnp.square(y - right(x)).sum() / jnp.square(y).sum()), rel=1e-4)
+    assert bool(nm.groups.is_nm(pruned.model.kernel[...], 2, 4, axis=-2))
+
+
+def test_a_resnet_is_pruned():
+    model = nm.models.ResNet(**nm.models.resnet.SIZES["tiny"], classes=4, stem="cifar", rngs=nnx.Rngs(0))
+    model.eval()
+    batches = [jnp.asarray(RNG.normal(size=(4, 8, 8, 3)), jnp.float32)]
+    pruned = nm.nnx.prune(model, nm.Recipe({"stem|.*stem.*|head": "dense", ".*": "ste(2,4)"}), batches)
+    assert len(pruned.solved) > 4
+    assert sum(int(v.sum()) for v in nm.nnx.violations(pruned.model).values() if v is not None) == 0
+    errors = np.array(list(pruned.solved.values()))
+    assert errors[:, 0].mean() < errors[:, 1].mean()
+
+
+class Experts(nnx.Module):
+    """Grouped products, and an einsum whose batch axis is not the first of the weight."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (3, 8, 4)))
+        self.mixed = nnx.Einsum("bhi,ioh->bho", (4, 8, 2), rngs=rngs)
+
+    def __call__(self, x, sizes):
+        y = jax.lax.ragged_dot(x, self.w[...], sizes)
+        return self.mixed(y.reshape(-1, 2, 4)[: len(y) // 2])
+
+
+nm.nnx.door(Experts, weight="w", input=None)
+
+
+def test_each_expert_has_its_own_statistics():
+    model, sizes = Experts(nnx.Rngs(0)), jnp.array([5, 0, 2], jnp.int32)
+    x = jnp.asarray(RNG.normal(size=(8, 8)), jnp.float32)  # the last token has no expert
+    found = nm.nnx.calibrate(model, [(x, sizes), (x, sizes)], moments=True)
+    parts = [np.asarray(part, np.float64) for part in (x[:5], x[5:5], x[5:7])]
+    wanted = np.stack([2 * part.T @ part for part in parts])
+    np.testing.assert_allclose(found[""].moments, wanted, rtol=1e-6, atol=1e-5)
+    plain = nm.nnx.calibrate(model, [(x, sizes), (x, sizes)])[""]
+    np.testing.assert_allclose(plain.squares, np.stack([np.diag(v) for v in wanted]), rtol=1e-6, atol=1e-5)
+    assert plain.tokens == 10
+
+
+def test_experts_and_heads_are_pruned_each_by_its_own_inputs():
+    model, sizes = Experts(nnx.Rngs(0)), jnp.array([20, 30, 14], jnp.int32)
+    x = jnp.asarray(RNG.normal(size=(64, 8)), jnp.float32)
+    pruned = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), [(x, sizes)], in_turn=False)
+    assert list(pruned.solved) == ["[0]", "[1]", "[2]", "mixed[0]", "mixed[1]"]
+    at = 0
+    for expert, size in enumerate(sizes.tolist()):
+        rows = np.asarray(x[at : at + size], np.float64)
+        alone = oneshot.sparsegpt(np.asarray(model.w[expert]), rows.T @ rows)
+        np.testing.assert_allclose(pruned.model.w[expert], alone.weight, atol=1e-5)
+        at += size
+    y = jax.lax.ragged_dot(x, model.w[...], sizes).reshape(-1, 2, 4)[:32]
+    for head in range(2):
+        rows = np.asarray(y[:, head], np.float64)
+        alone = oneshot.sparsegpt(np.asarray(model.mixed.kernel[..., head]), rows.T @ rows)
+        np.testing.assert_allclose(pruned.model.mixed.kernel[..., head], alone.weight, atol=1e-4)
 
 
 # ---- norms as state ----
