@@ -75,7 +75,7 @@ HOUSE = {
         "command": (),
         "studies": (
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
-            "recover", "__main__",
+            "one_shot", "recover", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "runs", "transforms",

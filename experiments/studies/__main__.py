@@ -5,6 +5,7 @@ Runs each case that the results do not have, and appends it to them.
 python -m experiments.studies descent      how far a step descends, and how far it should
 python -m experiments.studies dw           the errors of dw with pruned gradients, by the number of tokens summed
 python -m experiments.studies noise        the gradients' variance and Adam's second moment
+python -m experiments.studies one_shot     the perplexity of Gemma 3 270M, 2:4 in one shot
 python -m experiments.studies recover      what one-shot pruning and sparse fine-tuning cost a pretrained encoder
 """
 
@@ -20,7 +21,7 @@ from experiments import files, sweep
 from experiments.errors import Mistake
 from experiments.training import digest, provenance
 
-NAMES = ("descent", "dw", "noise", "recover")
+NAMES = ("descent", "dw", "noise", "one_shot", "recover")
 RESULTS = Path(__file__).parent.parent / "results"
 
 

