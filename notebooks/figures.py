@@ -246,3 +246,18 @@ def predictions(images, labels, guesses):
         ax.spines[:].set_visible(False)
         right = label == guess
         ax.set_title(f"{guess}" if right else f"{guess}, not {label}", color="#22201d" if right else "#b03a2e")
+
+
+def layer_errors(errors):
+    """Draw the error of each layer's output, for each solver.
+
+    Args:
+      errors: For each solver, by its name, the errors by layer.
+    """
+    _, ax = plt.subplots(figsize=(7.2, 2.6))
+    for name, by_layer in errors.items():
+        ax.semilogy(list(by_layer.values()), ".-", label=name)
+    layers = [path.removeprefix("blocks/") for path in next(iter(errors.values()))]
+    ax.set_xticks(range(len(layers)), layers, rotation=60, ha="right", fontsize=7)
+    ax.set_ylabel("relative error")
+    ax.legend(frameon=False, fontsize=8)

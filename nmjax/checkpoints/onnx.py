@@ -22,7 +22,7 @@ def write_onnx(
     Args:
       path: The file, which is replaced if it exists.
       model: The model. If it was sparse, pass ``nm.nnx.harden(model)``.
-      *inputs: The arguments of a call, as arrays or `jax.ShapeDtypeStruct`s.
+      *inputs: The arguments of a call: arrays, or their shapes as `jax.ShapeDtypeStruct`.
       names: The names of the inputs in the file.
 
     Raises:
