@@ -19,7 +19,7 @@ HOUSE = {
         ),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
-            "transposable_mask", "estimators", "float8", "combinators", "remembering", "__init__",
+            "transposable_mask", "estimators", "float8", "combinators", "remembering", "input_norms", "__init__",
         ),
         "kernels": (
             "targets", "format", "limits", "tuning", "emulation", "instructions", "ampere", "hopper_geometry",

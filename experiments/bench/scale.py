@@ -313,7 +313,7 @@ def start(page: str, began: str, *words: str) -> list[float]:
     task = spent("data", tasks.task(config))
     program = spent("plan", Program(config, task))
     arrays = spent("data", next(iter(task.feed(0, 0, program.mesh))))
-    jobs = [(program.train, (program.shapes, arrays)), (program.init, (jnp.uint32(0),))]
+    jobs = [(program.train, (program.shapes, arrays)), (program.compiled_init, (jnp.uint32(0), program.pretrained))]
     if program.measures:
         jobs += [(program.measure, (program.shapes, arrays)), (program.masks, (program.shapes,))]
     for function, arguments in jobs:

@@ -52,6 +52,7 @@ class Program:
       one: The program of a single run.
       hardened_graph: The graph of the hardened model, or None if the model cannot be hardened.
       hardening_refusal: The reason why it cannot, or "".
+      compiled_init: `init` as a function of a seed and `pretrained`.
       train: `train(state, arrays) -> (state, figures)` takes a step. The state is donated.
       score: `score(state, batch)` returns sums over a batch of evaluation.
       hard_score: `hard_score(hard, batch)` returns the same for hardened weights.
@@ -128,7 +129,7 @@ class Program:
         """Describe the state by its shapes. Return the shardings of its arrays."""
         state = jax.eval_shape(self._init, jax.ShapeDtypeStruct((), jnp.uint32), self.pretrained)
         places = shards.of_state(state, self.model, self.mesh)
-        self._first = jax.jit(self._init, out_shardings=places)
+        self.compiled_init = jax.jit(self._init, out_shardings=places)
         self.frozen = [path for path, factor in settings.factors(self.config, state.params).items() if not factor]
         self.shapes = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, places
@@ -174,7 +175,7 @@ class Program:
         """
         jobs: list[tuple[Any, tuple]] = [
             (self.train, (self.shapes, arrays)),
-            (self._first, (jnp.uint32(0), self.pretrained)),
+            (self.compiled_init, (jnp.uint32(0), self.pretrained)),
         ]
         if measure:
             jobs += [(self.measure, (self.shapes, arrays)), (self.masks, (self.shapes,))]
@@ -214,7 +215,7 @@ class Program:
 
     def init(self, seed: Any) -> State:
         """Return the first state of the run with this seed."""
-        return self._first(seed, self.pretrained)
+        return self.compiled_init(seed, self.pretrained)
 
     def _init(self, seed: jax.Array, pretrained: dict[str, jax.Array]) -> State:
         key = jax.random.key(seed)

@@ -1,4 +1,4 @@
-"""Pruners with state: `hold` keeps a mask, `permute` an order of the axis, `wanda` the norms of a layer's inputs."""
+"""Combinators with state: `hold` keeps a mask, `permute` keeps an order of the axis."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nmjax.core import groups, random
+from nmjax.core import random
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped, Pruner, Remembering, SamePattern, check_inner
+from nmjax.core.pruner import Pruner, Remembering, SamePattern, check_inner
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,56 +161,12 @@ class permute(Remembering):
         return permute(self.p.final, None, self.draws)
 
 
-@dataclass(frozen=True, repr=False)
-class wanda(Grouped, Remembering):
-    """Keep the n largest of every m by magnitude times the norm of the feature that it multiplies.
-
-    Paper: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", arXiv:2306.11695.
-
-    The norms are state. They begin as ones, which is magnitude pruning: measure a layer's inputs with
-    `nmjax.nnx.calibrate`, and give them to the model with `nmjax.nnx.set_norms`. The values themselves stay.
-
-    Args:
-      n: The number of values to keep in each group.
-      m: The size of a group.
-
-    >>> wanda(2, 4)(jnp.array([1., -2., 3., -4.]), ctx=Ctx(state=jnp.array([10., 1., 1., 1.])))
-    Array([ 1.,  0.,  0., -4.], dtype=float32)
-    """
-
-    reads_step = False
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
-
-    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        norms = _state(self, ctx)
-        if jnp.shape(norms) != (x.shape[axis],):
-            raise ValueError(
-                f"{self} holds norms of shape {jnp.shape(norms)}, but axis {axis} of an array of shape {x.shape} has "
-                f"{x.shape[axis]} values. Pass as state what its init(x, axis) returned for this array."
-            )
-        shape = [1] * x.ndim
-        shape[axis] = x.shape[axis]
-        return groups.top(x.astype(jnp.float32) * norms.reshape(shape), axis, self.n, self.m)
-
-    @property
-    def selects(self) -> bool:
-        return True
-
-    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return jnp.ones(x.shape[axis], jnp.float32)
-
-    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return _state(self, ctx)
-
-
 def _check_every(owner: hold | permute) -> None:
     if owner.every is not None and (type(owner.every) is not int or owner.every < 1):
         raise ValueError(f"{owner}: every must be a number of steps, at least 1, or None to keep the first state.")
 
 
-def _state(owner: Pruner, ctx: Ctx) -> Any:
+def _state(owner: hold | permute, ctx: Ctx) -> Any:
     if ctx.state is None:
         raise ValueError(
             f"{owner} keeps state between steps and was given none: pass as state what its init(x, axis) returns."

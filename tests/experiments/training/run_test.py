@@ -162,7 +162,7 @@ def test_another_seed_is_another_run_of_the_same_program():
     arrays = next(iter(made.task.feed(0, 0, made.mesh)))
     found = [float(made.train(made.init(jnp.uint32(seed)), arrays)[1]["loss"]) for seed in (0, 1, 0)]
     assert found[0] == found[2] != found[1]
-    assert made.train._cache_size() == made.init._cache_size() == 1
+    assert made.train._cache_size() == made.compiled_init._cache_size() == 1
 
 
 @pytest.mark.slow
