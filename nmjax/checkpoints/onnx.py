@@ -17,7 +17,7 @@ def write_onnx(
 ) -> None:  # fmt: skip
     """Write a model as an ONNX file. Its weights keep their zeros.
 
-    It needs the package jax2onnx: the extra ``onnx``.
+    It needs the package jax2onnx, which the extra ``onnx`` brings.
 
     Args:
       path: The file, which is replaced if it exists.
@@ -43,7 +43,7 @@ def write_onnx(
     try:
         from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]
     except ModuleNotFoundError as error:
-        raise CheckpointError(f"the package {error.name} is missing: pip install 'nmjax[onnx]'.") from None
+        raise CheckpointError(f"the package {error.name} is missing: pip install jax2onnx.") from None
     path = Path(path)
     try:
         made = to_onnx(model, list(inputs), return_mode="proto", input_names=names)

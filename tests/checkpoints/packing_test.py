@@ -1,6 +1,7 @@
 """Packed tensors: the same values, and files that are damaged."""
 
 import json
+import sys
 
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -99,3 +100,9 @@ def test_a_sparse_model_without_variables_is_not_saved(tmp_path):
     model = nm.nnx.sparsify(checkpoints.load(GOLDEN / "bert"), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
     with pytest.raises(CheckpointError, match=r"it prunes at blocks/0.*Save nm.nnx.harden"):
         checkpoints.save(tmp_path / "out", model, like=GOLDEN / "bert")
+
+
+def test_without_jax2onnx_the_message_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jax2onnx", None)
+    assert main(["export", str(GOLDEN / "bert"), "--to", str(tmp_path / "m.onnx")]) == 2
+    assert "the package jax2onnx is missing: pip install jax2onnx" in capsys.readouterr().err
