@@ -78,8 +78,8 @@ HOUSE = {
             "one_shot", "recover", "__main__",
         ),
         "bench": (
-            "measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "runs", "transforms",
-            "__init__", "__main__",
+            "measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "runs", "pretrained",
+            "transforms", "__init__", "__main__",
         ),
         "reproduce": (),
         "gallery": (),

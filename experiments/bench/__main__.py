@@ -10,7 +10,7 @@ from experiments import bench
 from experiments.bench.measure import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-TABLES = ("transforms", "delivery", "train", "runs", "scale", "kernels", "tune")
+TABLES = ("transforms", "delivery", "train", "runs", "scale", "pretrained", "kernels", "tune")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +63,7 @@ def main(argv: list[str]) -> int:
         "train": lambda: module.train(args.config or module.PAGES, args.dir, args.rounds),
         "runs": lambda: module.runs(args.rounds),
         "scale": lambda: module.scale(args.config or module.PAGES, args.dir, args.rounds),
+        "pretrained": lambda: module.pretrained(args.rounds),
         "tune": lambda: module.tune(shapes or module.default(), args.ship, args.minutes),
     }[args.what]()
     if tables is None:
