@@ -111,6 +111,7 @@ def test_it_begins_with_the_checkpoint_and_a_new_head_of_the_seed():
     assert not np.array_equal(first.params["head"]["kernel"], other.params["head"]["kernel"])
 
 
+@pytest.mark.slow
 def test_a_held_mask_is_that_of_the_pruned_checkpoint(tmp_path):
     pruned = nm.nnx.harden(nm.nnx.sparsify(checkpoints.load(BERT), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})))
     checkpoints.save(tmp_path, pruned, like=BERT)
@@ -164,6 +165,7 @@ def test_accumulated_steps_have_the_same_teacher():
         program(PAGE, *words)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_the_same_weights(tmp_path):
     model = checkpoints.load(BERT, classes=9, rngs=nnx.Rngs(0))
     checkpoints.save(tmp_path, model, like=BERT)
@@ -231,6 +233,7 @@ def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
 # ---- rates ----
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_and_do_not_count_in_the_clipped_norm():
     frozen = program(PAGE, "--config.rates=(('tokens/.*|positions/.*|types/.*|norm/.*',0.0),('head/.*',2.0))")
     plain = program(PAGE)
