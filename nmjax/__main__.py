@@ -203,17 +203,8 @@ def _prune(asked: argparse.Namespace) -> int:
 
 def _tokens(source: Path, found: list[tuple[str, str | None]]) -> list[list[int]]:
     """Return the tokens of texts, by the checkpoint's own tokenizer."""
-    file = (source if source.is_dir() else source.parent) / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"{file}: there is no such file, so texts cannot be read as the model was trained on them.")
-    try:
-        from tokenizers import Tokenizer  # which only this command needs
-    except ModuleNotFoundError as error:
-        raise ValueError("the package tokenizers is missing: pip install tokenizers.") from error
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return [tokenizer.encode(first, second).ids for first, second in found]
+    words = texts.tokenizer((source if source.is_dir() else source.parent) / "tokenizer.json")
+    return [words.encode(first, second).ids for first, second in found]
 
 
 def _export(asked: argparse.Namespace) -> int:

@@ -88,7 +88,7 @@ HOUSE = {
 
 # Imports inside functions: file -> what it imports there. Each has its reason.
 LATE = {
-    "nmjax/__main__.py": {"tokenizers"},  # of the commands only prune reads texts
+    "nmjax/oneshot/texts.py": {"tokenizers"},  # an extra, which only texts need
     "nmjax/checkpoints/torch_files.py": {"torch"},  # where somebody installed it
     "nmjax/checkpoints/onnx.py": {"jax2onnx"},  # an extra
     "nmjax/kernels/calls.py": {"nmjax.kernels"},  # not every jaxlib has Mosaic, and plans do without kernels
@@ -108,8 +108,7 @@ LATE = {
     "experiments/scale/sinks.py": {"wandb", "trackio", "mlflow"},  # each is there only where somebody installed it
     "experiments/data/images.py": {"PIL"},  # digits do without it
     "experiments/data/folder.py": {"PIL", "grain"},  # grain takes two seconds
-    "experiments/data/labelled.py": {"tokenizers"},  # fine-tuning alone needs it
-    "experiments/data/text.py": {"pydoc_data.topics", "tokenizers"},  # each is one data set's alone
+    "experiments/data/text.py": {"pydoc_data.topics"},  # of one data set
     "experiments/bench/transforms.py": {"qwix._src.core.sparsity"},  # a peer, where somebody installed it
 }  # fmt: skip
 

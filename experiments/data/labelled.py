@@ -15,6 +15,7 @@ from experiments.data import others, reading, validation
 from experiments.data.find import find
 from experiments.errors import Mistake
 from nmjax.core import names
+from nmjax.oneshot import texts
 
 _MODULES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "urllib", "xml")
 _TEST = 0.1  # share of the examples that is for the test, if there is no file for it
@@ -195,17 +196,9 @@ def tokenizer(path: Path) -> Any:
       path: The folder of the checkpoint.
     """
     try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise Mistake("fine-tuning needs Hugging Face's tokenizers: pip install tokenizers.") from None
-    file = path / "tokenizer.json"
-    try:
-        reading.opened(file).close()
-        found = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower class
-        raise Mistake(f"{file} is not a JSON file of Hugging Face's tokenizers: {str(error)[:200]}") from error
-    found.no_padding()
-    return found
+        return texts.tokenizer(path / "tokenizer.json")
+    except ValueError as error:
+        raise Mistake(str(error)) from error
 
 
 def encode(words: Any, examples: Sequence[Example], length: int) -> Tokens:

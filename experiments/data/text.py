@@ -22,6 +22,7 @@ from experiments.data.find import find
 from experiments.errors import Mistake
 from nmjax.core import names
 from nmjax.core.random import bits
+from nmjax.oneshot.texts import tokenizer as open_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -272,21 +273,12 @@ def _whole(data: bytes, at: int) -> int:
 
 
 def _tokenizer(name: str, dir: str | Path):
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise Mistake(
-            f"config.data.tokenizer={name!r} needs Hugging Face's tokenizers: pip install tokenizers, or write 'bytes'."
-        ) from None
     path = find((name, f"{name}.json"), dir, how="Add --config.data.dir=DIR, its folder, or write 'bytes'.")
     try:
         reading.opened(path).close()
-        words = Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises no narrower class
-        raise Mistake(f"{path} is not a JSON file of Hugging Face's tokenizers: {str(e)[:200]}") from e
-    words.no_truncation()
-    words.no_padding()
-    return path, words
+        return path, open_tokenizer(path)
+    except (OSError, ValueError) as error:
+        raise Mistake(f"config.data.tokenizer={name!r}: {error}") from error
 
 
 def _encode(path: Path, words, parts: list[_Part], dtype: np.dtype) -> np.ndarray:

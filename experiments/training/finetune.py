@@ -63,8 +63,13 @@ class _Finetune:
     def _with_teacher(self, state: Any, batch: dict) -> dict:
         return batch if self.teacher is None else batch | self.teacher.outputs(state, batch)
 
-    def _loss(self, model: Any, batch: dict) -> tuple[jax.Array, dict]:
-        """Return the loss of a batch, its parts, and the logits."""
+    def feed(self, seed: int, start: int, mesh):
+        state = () if self.teacher is None else self.teacher.state
+        arrays = shards.placed((self._rows(), state), shards.whole(mesh))
+        while True:
+            yield arrays
+
+    def loss(self, model: Any, batch: dict) -> tuple[jax.Array, dict]:
         teacher = self.teacher
         key = batch["key"][0] if self.drops else None
         hidden, logits = self._run(model, batch, key, teacher is not None and teacher.wants_hidden)
@@ -106,7 +111,8 @@ class Classify(_Finetune):
         path = pretrained.folder(config.weights, "config.weights")
         self.set = labelled.load(c.name, c.dir, c.test)
         words = labelled.tokenizer(path)
-        longest = min(c.length, _length(path))
+        model = _model(path)
+        longest = min(c.length, getattr(model, "length", c.length))
         labels = np.array([one.label for one in self.set.train])
         kept, held_out = validation.positions(labels, c.validation)
         parts = {"train": [self.set.train[i] for i in kept], "test": self.set.test}
@@ -114,11 +120,11 @@ class Classify(_Finetune):
         encoded = {name: labelled.encode(words, examples, longest) for name, examples in parts.items()}
         self.length = max(one.tokens.shape[1] for one in encoded.values())
         self.splits = {name: _widened(one, self.length) for name, one in encoded.items()}
-        _check_tokens(self.splits, path)
+        _check_tokens(self.splits, model, path)
         self.examples, self.notes = len(kept), [self.set.note] if self.set.note else []
         cut = sum(int((one.size == longest).sum()) for one in encoded.values())
         if cut and longest == self.length:
-            self.notes.append(f"{cut:,} texts have {longest} tokens or more, and are cut to them (config.data.length)")
+            self.notes.append(f"{cut:,} texts fill {longest} tokens, and what is longer is cut (config.data.length)")
         counts = f"{len(kept):,} training texts, {len(held_out):,} validation, {len(self.set.test):,} test"
         shown = ", ".join(self.set.classes[:4]) + (", ..." if len(self.set.classes) > 4 else "")
         self.facts = [("data", f"{self.set.name}: {counts}; {len(self.set.classes)} classes ({shown})")]
@@ -134,11 +140,9 @@ class Classify(_Finetune):
         tokens = jax.ShapeDtypeStruct((batch, self.length), jnp.int32)
         return tokens, jax.ShapeDtypeStruct(tokens.shape, bool), tokens
 
-    def feed(self, seed: int, start: int, mesh):
-        state = () if self.teacher is None else self.teacher.state
-        arrays = shards.placed((tuple(self.splits["train"]), state), shards.whole(mesh))
-        while True:
-            yield arrays
+    def _rows(self) -> tuple:
+        """Return the training texts as the arrays of which a batch is made."""
+        return tuple(self.splits["train"])
 
     def batch(self, arrays, seed, step, mesh):
         rows, teacher = arrays
@@ -160,9 +164,6 @@ class Classify(_Finetune):
             return None, model(*inputs, **({} if key is None else {"key": key}))
         states = model.hidden(*inputs, key=keys[0])
         return states, model.logits(states[-1], keys[1])
-
-    def loss(self, model, batch):
-        return self._loss(model, batch)
 
     def evaluation(self, split, mesh):
         """Yield batches. The last is filled up, with label -1, so that devices share it evenly."""
@@ -236,15 +237,13 @@ def _widened(rows: labelled.Tokens, length: int) -> labelled.Tokens:
     return rows._replace(tokens=np.pad(rows.tokens, ((0, 0), (0, spare))), second=second.astype(np.int32))
 
 
-def _length(path: Path) -> int:
-    """Return the greatest length of a checkpoint's model."""
-    model = nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
-    return getattr(model, "length", 1 << 20)
+def _model(path: Path) -> Any:
+    """Return the model of a checkpoint, with shapes in place of values."""
+    return nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
 
 
-def _check_tokens(splits: dict[str, labelled.Tokens], path: Path) -> None:
+def _check_tokens(splits: dict[str, labelled.Tokens], model: Any, path: Path) -> None:
     """Refuse a tokenizer with more tokens than the model has."""
-    model = nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
     greatest = max(int(one.tokens.max(initial=0)) for one in splits.values())
     if hasattr(model, "tokens") and greatest >= model.tokens.num_embeddings:
         raise Mistake(
@@ -262,7 +261,7 @@ class Language(_Finetune, language.Task):
         self.config, self.units, self.missing = config, config.data.length, None
         self._load()
         self.facts += [("note", note) for note in self.notes]
-        model = nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
+        model = _model(path)
         vocabulary, length = model.tokens.num_embeddings, model.length
         if self.set.vocabulary > vocabulary or config.data.length > length:
             raise Mistake(
@@ -272,12 +271,9 @@ class Language(_Finetune, language.Task):
         self.sizes = {"vocabulary": vocabulary}
         self._begin(None)
 
-    def feed(self, seed: int, start: int, mesh):
-        rows = text.rows(self.train, self.config.data.length)
-        state = () if self.teacher is None else self.teacher.state
-        arrays = shards.placed((rows, state), shards.whole(mesh))
-        while True:
-            yield arrays
+    def _rows(self) -> np.ndarray:
+        """Return the training text as the array of which a batch is made."""
+        return text.rows(self.train, self.config.data.length)
 
     def batch(self, arrays, seed, step, mesh):
         rows, teacher = arrays
@@ -295,6 +291,3 @@ class Language(_Finetune, language.Task):
             return None, model(batch["tokens"], **keyed)
         states = model.hidden(batch["tokens"], **keyed)
         return states, model.logits(states[-1])
-
-    def loss(self, model, batch):
-        return self._loss(model, batch)

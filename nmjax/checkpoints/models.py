@@ -57,14 +57,15 @@ def load(
     ...     except CheckpointError as error: print(str(error).partition("model: ")[2][:31])
     missing: h.0.attn.c_attn.bias,
     """
-    about, make = family or _family(path), architecture(path, family=family, **options)
+    about = family or _family(path)
+    make = architecture(path, family=about, **options)
     classes = options.get("classes", 0)
     if classes and classes != about.options.get("classes") and rngs is None:
         raise CheckpointError(
             f"{path}: the checkpoint has no head of classes={classes}. Pass rngs=nnx.Rngs(0) for a new one."
         )
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
-    read_ones = parameters(path, family=family, **options)
+    read_ones = parameters(path, family=about, **options)
 
     @jax.jit
     def others(key: jax.Array) -> dict[str, jax.Array]:
@@ -118,7 +119,8 @@ def parameters(
     >>> def density(path):
     ...     return {name: np.count_nonzero(value) / value.size for name, value in parameters(path).items()}
     """
-    about, make = family or _family(path), architecture(path, family=family, **options)
+    about = family or _family(path)
+    make = architecture(path, family=about, **options)
     new = options.get("classes", about.options.get("classes")) != about.options.get("classes")
     variables = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param))
     named = {"/".join(map(str, key)): v for key, v in variables}

@@ -52,6 +52,34 @@ def _of_json(path: Path, number: int, line: str) -> tuple[str, str | None]:
     return found["text"], second if isinstance(second, str) else None
 
 
+def tokenizer(file: str | os.PathLike[str]) -> Any:
+    """Return the tokenizer of a file ``tokenizer.json``, without padding and without truncation.
+
+    Args:
+      file: A file of Hugging Face's tokenizers.
+
+    Raises:
+      ValueError: The package tokenizers is missing, or the file is missing or damaged.
+
+    >>> tokenizer("nowhere/tokenizer.json")
+    Traceback (most recent call last):
+    ValueError: nowhere/tokenizer.json: there is no such file, so texts cannot be read as the model reads them.
+    """
+    try:
+        from tokenizers import Tokenizer  # only texts need it
+    except ModuleNotFoundError as error:
+        raise ValueError("the package tokenizers is missing: pip install tokenizers.") from error
+    if not Path(file).is_file():
+        raise ValueError(f"{file}: there is no such file, so texts cannot be read as the model reads them.")
+    try:
+        found = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"{file} is not a JSON file of Hugging Face's tokenizers: {str(error)[:200]}") from error
+    found.no_padding()
+    found.no_truncation()
+    return found
+
+
 def batches(tokens: list[list[int]], longest: int, size: int = 16) -> Iterator[np.ndarray]:
     """Return tokens in batches without padding: each text is cut to the nearest length of `LENGTHS`.
 

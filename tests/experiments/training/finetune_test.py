@@ -205,7 +205,7 @@ def test_distance_skips_padding_and_compares_equal_depths():
         ("weights=", "config.weights is empty. Give the folder"),
         ("weights=nowhere", "config.weights='nowhere' is no folder with a config.json"),
         ("objective=translate", "config.objective='translate' is not known"),
-        ("weights=tests/checkpoints/golden/gpt2", "tokenizer.json is not a JSON file"),
+        ("weights=tests/checkpoints/golden/gpt2", "tokenizer.json: there is no such file"),
         ("model.name=other", "config.model.name='other': write module:name"),
         ("rates=(('embedding',0.0),)", "config.rates: 'embedding' matches no parameter"),
         ("rates=(('.*',-1.0),)", "an entry is a pattern of paths and a factor of at least 0"),
