@@ -56,7 +56,7 @@ SEEDS = range(3)
 def _cases() -> list[dict[str, Any]]:
     """Return the cases, those of 2:4 first. Cases that share a program follow one another."""
     found = [{"task": task, "pattern": "", "method": "dense", "teacher": False} for task in (*TASKS, "cola")]
-    for pattern, task in (("2:4", "sst2"), ("2:4", "docstrings"), ("1:4", "sst2"), ("4:8", "sst2")):
+    for pattern, task in (("2:4", "sst2"), ("1:4", "sst2"), ("4:8", "sst2"), ("2:4", "docstrings")):
         about = {"task": task, "pattern": pattern}
         found += [about | {"method": method, "teacher": False} for method in ONE_SHOT]
         found.append(about | {"method": "shorter", "teacher": False})
