@@ -19,9 +19,9 @@ from flax import nnx
 from nmjax import checkpoints, models, oneshot
 from nmjax.checkpoints import gemma
 from nmjax.checkpoints.verifying import CONSUMERS
-from nmjax.nnx.calibration import prune
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.hardening import harden, patterns
+from nmjax.nnx.one_shot import prune
 from nmjax.nnx.planning import plan
 from nmjax.oneshot import texts
 from nmjax.recipes.table import Recipe

@@ -38,7 +38,7 @@ HOUSE = {
         "nnx": (
             "variables", "doors", "calling", "declared", "found", "others", "layers", "unreached", "recording",
             "checks", "delivery", "planning", "packing", "hardening", "measures",
-            "taps", "calibration", "__init__",
+            "taps", "blocks", "calibration", "one_shot", "__init__",
         ),
         "linen": (
             "variables", "arguments", "others", "doors", "layer", "delivery", "planning", "leaves", "hardening",

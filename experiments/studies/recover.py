@@ -14,6 +14,8 @@ with hardened weights.
 - One-shot: the model of the dense arm, pruned with 128 training texts.
 - Fine-tuned: pruned from the first step on, starting from MiniLM. *recipe* is mdgf with MVUE in dw. *sparsegpt, ste*
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
+- Recovered: the model of the dense arm, pruned by SparseGPT, and trained for half as many steps again. Its rival is
+  *dense, dense*: the same steps without pruning.
 - With a teacher: half of the loss compares the logits with those of the dense arm of the same seed.
 """
 
@@ -49,19 +51,31 @@ METHODS = {
     "recipe": "mdgf({n},{m},linear(1,0,30%)); drhs_g=mvue({n},{m})",
 }
 STARTED = {"sparsegpt, ste": "ste({n},{m})", "sparsegpt, held": "fwd_rhs=ste(hold(mse({n},{m})))"}
+RECOVERED = {
+    "dense, dense": "",
+    "dense, sparsegpt, ste": "ste({n},{m})",
+    "dense, sparsegpt, held": "fwd_rhs=ste(hold(mse({n},{m})))",
+}
 STEPS, BATCH, LENGTH, CALIBRATION = 200, 24, 32, 128
 SEEDS = range(3)
 
 
 def _cases() -> list[dict[str, Any]]:
-    """Return the cases, those of 2:4 first. Cases that share a program follow one another."""
+    """Return the cases, those of SST-2 first. Cases that share a program follow one another."""
     found = [{"task": task, "pattern": "", "method": "dense", "teacher": False} for task in (*TASKS, "cola")]
-    for pattern, task in (("2:4", "sst2"), ("1:4", "sst2"), ("4:8", "sst2"), ("2:4", "docstrings")):
-        about = {"task": task, "pattern": pattern}
-        found += [about | {"method": method, "teacher": False} for method in ONE_SHOT]
-        found.append(about | {"method": "shorter", "teacher": False})
-        methods = (*METHODS, *(STARTED if pattern == "2:4" else ()))
-        found += [about | {"method": m, "teacher": teacher} for m in methods for teacher in (False, True)]
+    add = lambda task, pattern, methods, teachers: found.extend(
+        {"task": task, "pattern": pattern, "method": method, "teacher": teacher}
+        for method in methods
+        for teacher in teachers
+    )
+    for task, pattern in (("sst2", "2:4"), ("sst2", "1:4"), ("sst2", "4:8")):
+        add(task, pattern, (*ONE_SHOT, "shorter"), (False,))
+        add(task, pattern, METHODS, (False, True) if pattern == "2:4" else (False,))
+        add(task, pattern, RECOVERED if pattern == "2:4" else list(RECOVERED)[1:], (False,))
+    add("sst2", "2:4", STARTED, (False, True))
+    for pattern in ("1:4", "4:8"):
+        add("sst2", pattern, METHODS, (True,))
+    add("docstrings", "2:4", (*ONE_SHOT, "shorter", *METHODS, *RECOVERED), (False,))
     return [case | {"seed": seed} for case in found for seed in SEEDS]
 
 
@@ -78,18 +92,18 @@ def config(
     """Return the config of a case. Without ``weights`` they are not searched, which is enough to tell cases apart."""
     own = task == "docstrings"
     values = {
-        "weights": weights or "minilm", "data.name": task if own else f"{task}_train",
+        "weights": weights or ("dense" if method in RECOVERED else "minilm"), "data.name": task if own else f"{task}_train",
         "data.test": "" if own else f"{task}_dev",
-        "data.validation": 0.0, "data.length": LENGTH, "steps": STEPS, "batch": BATCH, "seed": seed, "measure": "0",
+        "data.validation": 0.0, "data.length": LENGTH, "steps": STEPS // 2 if method in RECOVERED else STEPS, "batch": BATCH, "seed": seed, "measure": "0",
         "evaluate": "100%",
     }  # fmt: skip
-    text = {**METHODS, **STARTED}.get(method)
-    if text is not None:
+    text = {**METHODS, **STARTED, **RECOVERED}.get(method)
+    if text:
         n, m = pattern.split(":")
         values["sparsity.blocks"] = text.format(n=n, m=m)
     if teacher:
         values["teacher.weights"] = weights or "dense"
-    page = "configs/finetune_dense.py" if text is None else "configs/finetune_24.py"
+    page = "configs/finetune_dense.py" if not text else "configs/finetune_24.py"
     words = [f"--config.{name}={value}" for name, value in values.items()] + [f"--config.{one}" for one in changes]
     return command.read(["launch.py", f"--config={page}", *words]).config
 
@@ -97,7 +111,8 @@ def config(
 @functools.lru_cache(maxsize=2)
 def _program(task: str, pattern: str, method: str, teacher: bool, *changes: str) -> Program:
     """Return the program of cases that differ in their seed alone."""
-    about = config(task, pattern, method, teacher, 0, *changes, weights=str(_weights()))
+    weights = _dense(task, 0) if method in RECOVERED else _weights()
+    about = config(task, pattern, method, teacher, 0, *changes, weights=str(weights))
     if teacher:
         about.teacher.weights = str(_dense(task, 0))
     return Program(about, tasks.task(about))
@@ -172,7 +187,12 @@ def _pruned(model: nnx.Module, task: str, pattern: str, solver: str) -> nnx.Modu
 @functools.lru_cache(maxsize=2)
 def _started(task: str, pattern: str) -> dict[str, np.ndarray]:
     """Return the parameters of MiniLM that SparseGPT pruned on texts of a task, by path."""
-    model = _pruned(nm.checkpoints.load(_weights()), task, pattern, "sparsegpt")
+    values = _values(_pruned(nm.checkpoints.load(_weights()), task, pattern, "sparsegpt"))
+    return {path: value for path, value in values.items() if not path.startswith("head/")}  # the head is new
+
+
+def _values(model: nnx.Module) -> dict[str, np.ndarray]:
+    """Return the parameters of a model, by path."""
     return {path: np.asarray(v[...]) for path, v in pretrained.variables(model).items() if v.size}
 
 
@@ -193,11 +213,15 @@ def run(task: str, pattern: str, method: str, teacher: bool, seed: int) -> tuple
         kept = nm.checkpoints.load(_dense(task, seed))
         program.task.teacher.state = nnx.as_pure(nnx.state(kept))
     if method in STARTED:
-        started = _started(task, pattern)
-        program.pretrained = {path: started.get(path, value) for path, value in program.pretrained.items()}
+        program.pretrained |= _started(task, pattern)
+    if method in RECOVERED:
+        model = nm.checkpoints.load(_dense(task, seed))
+        program.pretrained |= _values(_pruned(model, task, pattern, "sparsegpt") if RECOVERED[method] else model)
     state = _trained(program, seed)
     scores = _scores(program.task, _hardened(program, state), program.mesh)
-    return scores | {"steps": [program.total], "flops": [round(_share(program) * program.total / STEPS, 4)]}, []
+    steps = program.total + (STEPS if method in RECOVERED else 0)
+    flops = _share(program) * program.total + steps - program.total
+    return scores | {"steps": [steps], "flops": [round(flops / STEPS, 4)]}, []
 
 
 def _share(program: Program) -> float:
@@ -234,7 +258,7 @@ def _table(task: str, lines: list[dict]) -> list[str]:
     head = " | ".join(f"{pattern}{', teacher' if teacher else ''}" for pattern, teacher in columns)
     rows = [f"| {task}, accuracy | FLOPs at 2:4 | {head} |", "|---" * (len(columns) + 2) + "|"]
     rows.append(f"| dense | 1 | {_cell(found.get(('dense', '', False)))} |" + " |" * (len(columns) - 1))
-    for method in (*ONE_SHOT, "shorter", *METHODS, *STARTED):
+    for method in (*ONE_SHOT, "shorter", *METHODS, *STARTED, *RECOVERED):
         if not any(key[0] == method for key in found):
             continue
         share = flops.get((method, "2:4", False))

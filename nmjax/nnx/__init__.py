@@ -20,9 +20,7 @@ import nmjax.nnx.others  # noqa: F401  declares the doors of other libraries
 from nmjax.analysis.plan import LayerPlan as LayerPlan, Plan as Plan, SlotPlan as SlotPlan
 from nmjax.nnx.calibration import (
     Inputs as Inputs,
-    Pruned as Pruned,
     calibrate as calibrate,
-    prune as prune,
     set_norms as set_norms,
 )
 from nmjax.nnx.declared import door as door
@@ -40,6 +38,7 @@ from nmjax.nnx.hardening import (
     violations as violations,
 )
 from nmjax.nnx.measures import gradient_errors as gradient_errors, weights as weights
+from nmjax.nnx.one_shot import Pruned as Pruned, prune as prune
 from nmjax.nnx.packing import pack as pack, packed as packed
 from nmjax.nnx.planning import plan as plan
 from nmjax.nnx.variables import NM as NM, Site as Site

@@ -1,8 +1,9 @@
-"""Statistics of the inputs of a model's layers, and one-shot pruning by them."""
+"""Statistics of the inputs of a model's layers."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +12,15 @@ from flax import nnx
 from rich.progress import track
 
 from nmjax.core.pruner import Pruner
-from nmjax.nnx.delivery import sparsify
+from nmjax.nnx.blocks import Call, Rest
 from nmjax.nnx.doors import Layer
-from nmjax.nnx.hardening import harden
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import with_calls
 from nmjax.nnx.taps import Axes, Meter, Tap, axes_of
 from nmjax.nnx.variables import NM, write
-from nmjax.oneshot.solvers import Solved, sparsegpt
 from nmjax.products.slot import slot_state
 from nmjax.pruners import wanda
 from nmjax.recipes.table import Recipe
-
-Model = TypeVar("Model")
-Solver = Callable[[np.ndarray, np.ndarray, int, int], Solved]
 
 
 class Inputs(NamedTuple):
@@ -44,26 +40,6 @@ class Inputs(NamedTuple):
     squares: np.ndarray
     moments: np.ndarray | None
     tokens: int
-
-
-class Pruned(NamedTuple):
-    """A model that was pruned in one shot.
-
-    Attributes:
-      model: A copy of the model with the pruned weights.
-      solved: For each layer, the error of its output: of the solver, and of the largest magnitudes. The layers of a
-        stack are numbered, as "blocks/mlp/up[3]".
-
-    >>> import nmjax as nm
-    >>> model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (100, 8))
-    >>> pruned = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), [x])
-    >>> error, of_magnitude = pruned.solved[""]
-    >>> error < of_magnitude
-    True
-    """
-
-    model: Any
-    solved: dict[str, tuple[float, float]]
 
 
 def calibrate(
@@ -90,43 +66,24 @@ def calibrate(
     >>> found[""].squares.tolist(), found[""].tokens
     ([10.0, 4.0], 2)
     """
-    copy, batches = nnx.clone(model), [_arguments(batch) for batch in batches]
-    if not batches:
+    calls = [Call.of(batch) for batch in batches]
+    if not calls:
         raise ValueError("calibrate: there are no batches.")
-    with_doors, _ = with_calls(copy, list(layers(copy)), Recipe(((".*", "ste(1,2)"),)), *batches[0])
+    copy = nnx.clone(model)
+    with_doors, _ = with_calls(copy, list(layers(copy)), Recipe(((".*", "ste(1,2)"),)), *calls[0])
     chosen = [layer for layer in with_doors if re.fullmatch(only, layer.path) and layer.has_weight]
     if not chosen:
         raise ValueError(f"calibrate: no layer has a path that matches {only!r}.")
-    meters = {}
     for layer in chosen:
-        stack, product = layer.stack, layer.product
-        if product is None:
-            raise ValueError(
-                f"{layer.path}: the call on the first batch does not use this layer. Choose others by only=..."
-            )
-        if stack != tuple(range(len(stack))):
-            raise ValueError(
-                f"{layer.path}: its layers are stacked along axes {stack}, and only leading axes are known."
-            )
-        sizes = [layer.kernel.shape[a] for a in stack]
-        meters[layer.path] = Meter(layer, sizes, product.rhs.shape, _axes(layer), moments)
-        layer.put(meters[layer.path])
+        axes = axes_in(layer)
+        assert layer.product is not None
+        layer.put(Meter(layer, [layer.kernel.shape[a] for a in layer.stack], layer.product.rhs.shape, axes, moments))
+    paths = tuple(layer.path for layer in chosen)
     graph, taps, rest = nnx.split(copy, Tap, ...)
-
-    @jax.jit
-    def statistics(rest: Any, args: Any, options: Any) -> Any:
-        def total(taps: Any) -> jax.Array:
-            y = nnx.merge(graph, taps, rest, copy=True)(*args, **options)
-            numbers = [v for v in jax.tree.leaves(y) if jnp.issubdtype(v.dtype, jnp.floating)]
-            return jnp.sum(jnp.stack([jnp.sum(v.astype(jnp.float32)) for v in numbers]))
-
-        found = nnx.merge(graph, jax.grad(total)(taps), rest, copy=True)
-        inside = {layer.path: layer.inside for layer in layers(found)}
-        return {path: (inside[path].tap[...], inside[path].tokens[...]) for path in meters}
-
     sums: dict[str, list[np.ndarray]] = {}
-    for args, options in track(batches, "Calibrating", disable=not progress):
-        for path, parts in statistics(rest, args, options).items():
+    for call in track(calls, "Calibrating", disable=not progress):
+        arrays, others = call.split()
+        for path, parts in _statistics(graph, paths, others, taps, rest, arrays).items():
             parts = [np.asarray(part, np.float64) for part in parts]
             sums[path] = [a + b for a, b in zip(sums[path], parts, strict=True)] if path in sums else parts
     found = {}
@@ -136,20 +93,36 @@ def calibrate(
     return found
 
 
-def _axes(layer: Layer) -> Axes:
-    """Return the axes of a layer's weight, as its product has them."""
-    assert layer.product is not None
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _statistics(graph: Any, paths: tuple[str, ...], others: Rest, taps: Any, rest: Any, arrays: list[Any]) -> Any:
+    """Return the statistics of a batch. Models that are alike, such as the blocks of one, compile once."""
+    call = others.call(arrays)
+
+    def total(taps: Any) -> jax.Array:
+        y = nnx.merge(graph, taps, rest, copy=True)(*call.args, **call.options)
+        numbers = [v for v in jax.tree.leaves(y) if jnp.issubdtype(v.dtype, jnp.floating)]
+        return jnp.sum(jnp.stack([jnp.sum(v.astype(jnp.float32)) for v in numbers]))
+
+    found = nnx.merge(graph, jax.grad(total)(taps), rest, copy=True)
+    inside = {layer.path: layer.inside for layer in layers(found)}
+    return {path: (inside[path].tap[...], inside[path].tokens[...]) for path in paths}
+
+
+def axes_in(layer: Layer) -> Axes:
+    """Return the axes of a layer's weight, as its product has them.
+
+    Raises:
+      ValueError: The call does not use the layer, its stack is not of leading axes, or it is a convolution in groups.
+    """
+    stack, product = layer.stack, layer.product
+    if product is None:
+        raise ValueError(f"{layer.path}: the call on the first batch does not use this layer. Leave it out.")
+    if stack != tuple(range(len(stack))):
+        raise ValueError(f"{layer.path}: its layers are stacked along axes {stack}, and only leading axes are known.")
     try:
-        return axes_of(layer.product.op, layer.product.rhs.ndim)
+        return axes_of(product.op, product.rhs.ndim)
     except ValueError as error:
         raise ValueError(f"{layer.path}: {error} Leave the layer out of the recipe.") from None
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, and its keyword arguments."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
 def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
@@ -192,72 +165,3 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
 
 def _scores_by_norms(p: Pruner) -> bool:
     return isinstance(p, wanda) or any(map(_scores_by_norms, p.parts))
-
-
-def prune(
-    model: Model, recipe: Recipe, batches: Iterable[Any], solver: Solver = sparsegpt, *, in_turn: bool = True,
-    progress: bool = False,
-) -> Pruned:  # fmt: skip
-    """Prune the weights of a trained model without training, so that the outputs of its layers change little.
-
-    Args:
-      model: A flax.nnx model. It is not changed. Switch off dropout, `model.eval()`.
-      recipe: It says which layers are pruned, and to which n:m: that of their slot ``fwd_rhs``.
-      batches: Batches of inputs, as in `calibrate`.
-      solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``.
-      in_turn: True to calibrate each block on the blocks before it that are already pruned. Blocks that are one stack
-        are pruned together.
-      progress: True to show progress bars.
-
-    Returns:
-      The pruned copy, and the errors of its layers.
-
-    Raises:
-      ValueError: The recipe does not fit the model, or a layer is a convolution in groups.
-
-    >>> import nmjax as nm
-    >>> model, batches = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [jax.random.normal(jax.random.key(0), (100, 8))]
-    >>> pruned = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), batches)
-    >>> bool(nm.groups.is_nm(pruned.model.kernel[...], 2, 4, axis=0)), pruned.model.hardened
-    (True, 2:4 along axis 0)
-    """
-    batches = list(batches)
-    args, options = _arguments(batches[0]) if batches else ((), {})
-    hard = harden(sparsify(nnx.clone(model), recipe, *args, **options))
-    current = nnx.clone(model)
-    targets = {layer.path: layer for layer in layers(hard) if layer.hardened is not None}
-    parts: dict[str, list[str]] = {}
-    for path in targets:
-        number = re.match(r".*?\d+(?=/|$)", path)
-        parts.setdefault(number[0] if number and in_turn else "", []).append(path)
-    solved: dict[str, tuple[float, float]] = {}
-    for paths in track(list(parts.values()), "Pruning", disable=not progress):
-        only = "|".join(map(re.escape, paths))
-        found = calibrate(current, batches, moments=True, only=only)
-        now = {layer.path: layer for layer in with_calls(current, list(layers(current)), recipe, args, options)[0]}
-        for path in paths:
-            weight = _solve(now[path], found[path], targets[path].hardened, solver, solved)
-            write(now[path].kernel, weight)
-            write(targets[path].kernel, weight)
-    return Pruned(hard, solved)
-
-
-def _solve(
-    layer: Layer, inputs: Inputs, pattern: Any, solver: Solver, solved: dict[str, tuple[float, float]]
-) -> jax.Array:  # fmt: skip
-    """Return the pruned kernel of a layer or of a stack, and write down the errors."""
-    assert inputs.moments is not None
-    weight, stack, axes = layer.weight(), len(layer.stack), _axes(layer)
-    values = np.asarray(layer.steps.apply(lambda w: w, weight) if not stack else weight, np.float64)
-    order = [*range(stack), *(a + stack for part in axes for a in part)]
-    moved = values.transpose(order)
-    lead = moved.shape[: stack + len(axes.batch)]
-    matrices = moved.reshape(*lead, inputs.moments.shape[-1], -1)
-    pruned = np.empty_like(matrices)
-    for index in np.ndindex(lead):
-        result = solver(matrices[index], inputs.moments[index], pattern.n, pattern.m)
-        solved[layer.path + (f"[{','.join(map(str, index))}]" if lead else "")] = result.error, result.magnitude
-        pruned[index] = result.weight
-    made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(order)), weight.dtype)
-    back = made if stack else layer.steps.apply(lambda w, p: p.astype(w.dtype), weight, made, back=True)
-    return back.astype(layer.kernel.dtype)

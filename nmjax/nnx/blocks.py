@@ -1,0 +1,258 @@
+"""The blocks of a model, called one after another: each on the outputs of the blocks before it, which are kept."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend import core
+
+
+class Call(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+      args: The positional ones.
+      options: The keyword arguments.
+    """
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, batch: Any) -> "Call":
+        """Return the call that a batch asks for: a tuple of arguments, a dict of keyword arguments, or one array.
+
+        >>> Call.of({"x": 1}), Call.of((1, 2))
+        (Call(args=(), options={'x': 1}), Call(args=(1, 2), options={}))
+        """
+        if isinstance(batch, cls):
+            return batch
+        if isinstance(batch, Mapping):
+            return cls((), dict(batch))
+        return cls(batch if isinstance(batch, tuple) else (batch,), {})
+
+    def split(self) -> tuple[list[Any], "Rest"]:
+        """Return the arrays, and the rest, which is static for `jax.jit`."""
+        leaves, tree = jax.tree.flatten((self.args, self.options))
+        return [v for v in leaves if _is_array(v)], Rest(tuple(None if _is_array(v) else (v,) for v in leaves), tree)
+
+
+class Rest(NamedTuple):
+    """What is left of a call without its arrays.
+
+    Attributes:
+      leaves: For each leaf of the arguments, None for an array, or a tuple of the value.
+      tree: The structure of the arguments.
+    """
+
+    leaves: tuple[Any, ...]
+    tree: Any
+
+    def call(self, arrays: Iterable[Any]) -> Call:
+        """Return the call with these arrays."""
+        values = iter(arrays)
+        return Call(*jax.tree.unflatten(self.tree, [next(values) if v is None else v[0] for v in self.leaves]))
+
+
+def _is_array(v: Any) -> bool:
+    return isinstance(v, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def _is_node(v: Any) -> bool:
+    return isinstance(v, (nnx.Pytree, nnx.Variable))
+
+
+def block_of(path: str, modules: Mapping[str, Any]) -> str | None:
+    """Return the path of the block that a layer is in: the outermost numbered module that is not a list of others.
+
+    Args:
+      path: The path of the layer.
+      modules: The modules of the model, by path.
+
+    >>> model = {"stages/0": nnx.List([]), "stages/0/1": nnx.Linear(1, 1, rngs=nnx.Rngs(0))}
+    >>> block_of("stages/0/1/conv", model), block_of("head", model)
+    ('stages/0/1', None)
+    """
+    ends = [found.end() for found in re.finditer(r"(?<![^/])\d+(?=/|$)", path)]
+    named = (path[:end] for end in ends)
+    return next((one for one in named if one in modules and not isinstance(modules[one], nnx.List)), None)
+
+
+def modules_of(model: Any) -> dict[str, Any]:
+    """Return the modules of a model, by path."""
+    return {"/".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
+
+
+class _Reached(BaseException):
+    """Raised in a model's call when it reaches a block. It is no Exception, so that the model does not catch it."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+class _NoChain(BaseException):
+    """Raised in a model's call if its blocks cannot be called on their own."""
+
+
+class Blocks:
+    """The blocks of a model, each of which can be called on its own.
+
+    A model whose blocks are a list runs them one after another. To run block i again, it is enough to know the outputs
+    of the blocks before it. They are kept as long as some block needs them, which is most often the next one.
+
+    Attributes:
+      paths: The paths of the blocks, in the order of their calls.
+    """
+
+    def __init__(self, model: Any, paths: Sequence[str], batches: Sequence[Call], needs: Sequence[set[int]]) -> None:
+        self.model, self.paths, self.batches, self.needs = model, list(paths), batches, needs
+        self.shapes: list[Any] = []
+        self.outputs: list[dict[int, Any]] = [{} for _ in batches]
+
+    @classmethod
+    def find(cls, model: Any, paths: Sequence[str], batches: Sequence[Call]) -> "Blocks | None":
+        """Return the blocks of a model; None if they cannot be called on their own.
+
+        They can be if the call of the model calls each of them once, in the order of ``paths`` and outside scans,
+        checkpoints and branches, with arrays; and if no two share a variable.
+
+        Args:
+          model: The model. The blocks are called with the weights that it has at that time.
+          paths: The paths of the blocks.
+          batches: The calls of the model.
+        """
+        modules = modules_of(model)
+        owned = [id(v) for path in paths for _, v in nnx.iter_graph(modules[path]) if isinstance(v, nnx.Variable)]
+        if len(paths) < 2 or len(set(owned)) < len(owned):
+            return None
+        try:
+            outputs = _outputs(model, paths, batches[0])
+            if list(outputs) != list(paths):
+                return None
+            shapes = [outputs[path] for path in paths]
+            found = cls(model, paths, batches, [_needs(model, paths, shapes, i, batches[0]) for i in range(len(paths))])
+        except (_NoChain, jax.errors.UnexpectedTracerError):
+            return None
+        found.shapes = shapes
+        return found
+
+    def module(self, number: int) -> Any:
+        """Return a block."""
+        return modules_of(self.model)[self.paths[number]]
+
+    def calls(self, number: int) -> list[Call]:
+        """Return the calls of a block, one for each batch. The outputs of the blocks that it needs were computed."""
+        return [
+            _reached(self.model, self.paths, self._whole(outputs), number, batch)
+            for batch, outputs in zip(self.batches, self.outputs, strict=True)
+        ]
+
+    def _whole(self, outputs: dict[int, Any]) -> list[Any]:
+        """Return the outputs of all blocks, zeros for those that are not kept."""
+        zeros = lambda tree: jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), tree)
+        return [outputs[i] if i in outputs else zeros(shape) for i, shape in enumerate(self.shapes)]
+
+    def run(self, number: int, calls: Sequence[Call]) -> None:
+        """Compute the outputs of a block, keep them, and forget those that no later block needs."""
+        later = set().union(*self.needs[number + 1 :])
+        graph, state = nnx.split(self.module(number))
+        for outputs, call in zip(self.outputs, calls, strict=True):
+            if number in later:
+                arrays, rest = call.split()
+                outputs[number] = _output(graph, rest, state, arrays)
+            for old in [i for i in outputs if i not in later]:
+                del outputs[old]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _output(graph: Any, rest: Rest, state: Any, arrays: list[Any]) -> Any:
+    call = rest.call(arrays)
+    return nnx.merge(graph, state, copy=True)(*call.args, **call.options)
+
+
+# ---- calls of a model whose blocks do something else ----
+
+
+def _call(model: Any, paths: Sequence[str], batch: Call, in_place: Callable[[str, Any, Call], Any]) -> Any:
+    """Call a copy of a model in which ``in_place(path, block, call)`` stands in the place of the calls of its blocks.
+
+    The class of a block is a subclass for this time, because a model may look up ``__call__`` in the class.
+    """
+    graph, state = nnx.split(model)
+    copy = nnx.merge(graph, state, copy=True)
+    modules = modules_of(copy)
+    known = {id(modules[path]): path for path in paths}
+
+    def stand_in(kind: type) -> type:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            if id(self) not in known:  # a copy, as in a scan or a checkpoint
+                raise _NoChain
+            return in_place(known[id(self)], self, Call(args, options))
+
+        return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+    kinds = {type(modules[path]): stand_in(type(modules[path])) for path in paths}
+    for path in paths:
+        modules[path].__class__ = kinds[type(modules[path])]
+    return copy(*batch.args, **batch.options)
+
+
+def _outputs(model: Any, paths: Sequence[str], batch: Call) -> dict[str, Any]:
+    """Return the shapes of the outputs of blocks, in the order of their calls."""
+    found: dict[str, Any] = {}
+    arrays, rest = batch.split()
+    graph, state = nnx.split(model)
+
+    def note(path: str, block: Any, call: Call) -> Any:
+        y = type(block).__bases__[0].__call__(block, *call.args, **call.options)
+        given = jax.tree.leaves((call, y), is_leaf=_is_node)
+        if path in found or any(map(_is_node, given)) or not all(map(_is_array, jax.tree.leaves(y))):
+            raise _NoChain
+        found[path] = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), y)
+        return y
+
+    def run(state: Any, arrays: list[Any]) -> None:
+        _call(nnx.merge(graph, state), paths, rest.call(arrays), note)
+
+    jax.eval_shape(run, state, arrays)
+    return found
+
+
+def _reached(model: Any, paths: Sequence[str], outputs: Sequence[Any], number: int, batch: Call) -> Call:
+    """Return the arguments of a block, given the outputs of the blocks before it."""
+
+    def reach(path: str, block: Any, call: Call) -> Any:
+        del block
+        if paths.index(path) < number:
+            return outputs[paths.index(path)]
+        raise _Reached(call)
+
+    try:
+        _call(model, paths, batch, reach)
+    except _Reached as reached:
+        return reached.call
+    raise _NoChain
+
+
+def _needs(model: Any, paths: Sequence[str], shapes: Sequence[Any], number: int, batch: Call) -> set[int]:
+    """Return the numbers of the blocks whose outputs the arguments of a block depend on."""
+    arrays, rest = batch.split()
+    graph, state = nnx.split(model)
+
+    def arguments(outputs: list[Any], state: Any, arrays: list[Any]) -> list[Any]:
+        reached = _reached(nnx.merge(graph, state), paths, [*outputs, *shapes[number:]], number, rest.call(arrays))
+        return reached.split()[0]
+
+    earlier = list(shapes[:number])
+    program = jax.make_jaxpr(arguments)(earlier, state, arrays).jaxpr
+    live = {v for v in program.outvars if isinstance(v, core.Var)}
+    for equation in reversed(program.eqns):
+        if live.intersection(equation.outvars):
+            live.update(v for v in equation.invars if isinstance(v, core.Var))
+    owners = [i for i, shape in enumerate(earlier) for _ in jax.tree.leaves(shape)]
+    return {i for i, v in zip(owners, program.invars, strict=False) if v in live}
