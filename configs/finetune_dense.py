@@ -1,4 +1,4 @@
-"""A checkpoint of others, fine-tuned dense.
+"""Fine-tune a pretrained checkpoint without pruning.
 
     python launch.py --config=configs/finetune_dense.py --config.weights=minilm
 

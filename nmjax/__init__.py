@@ -47,6 +47,7 @@ from nmjax.pruners import (
     permute as permute,
     raw as raw,
     rescale as rescale,
+    ria as ria,
     soft as soft,
     sr_ste as sr_ste,
     stages as stages,

@@ -30,7 +30,9 @@ SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, and return its exit status: 0, or 1 if `verify` finds no pattern, or 2 for an error.
+    """Run a command line, and return its exit status.
+
+    It is 0 for success; 1 if `verify` finds no n:m tensor or a broken one; 2 for an error.
 
     >>> main(["verify", "nowhere.safetensors"])  # the error goes to stderr
     2
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nmjax", description="N:M sparse checkpoints.")
+    parser = argparse.ArgumentParser(prog="nmjax", description="Convert, prune and verify N:M sparse checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
     verify.add_argument("--n", type=int, default=2, help="the non-zeros allowed in a group (2)")
     verify.add_argument("--m", type=int, default=4, help="the size of a group (4)")
-    verify.add_argument("--for", dest="programs", default="", metavar="PROGRAMS", help=f"some of {','.join(CONSUMERS)}")
+    verify.add_argument("--for", dest="programs", default="", metavar="PROGRAMS", help=f"comma-separated programs to check: {','.join(CONSUMERS)}")
     verify.add_argument("--json", action="store_true", help="print JSON")
     pruned = command("prune", _prune, "Prune the blocks of a checkpoint in one shot, and write it to a folder.")
     pruned.add_argument("path", help="a folder with config.json, a .safetensors file and tokenizer.json")
@@ -68,24 +70,24 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--n", type=int, default=2, help="the weights to keep in a group (2)")
     pruned.add_argument("--m", type=int, default=4, help="the size of a group (4)")
     pruned.add_argument(
-        "--data", metavar="FILE", help="texts: lines, or .jsonl with a field text; also .gz, .xz (magnitude: none)"
+        "--data", metavar="FILE", help="texts: one per line, or .jsonl with a field text; also .gz and .xz. magnitude needs none"
     )
     pruned.add_argument("--examples", type=int, default=128, help="the greatest number of texts (128)")
-    pruned.add_argument("--length", type=int, default=512, help="the tokens to which texts are cut (512)")
+    pruned.add_argument("--length", type=int, default=512, help="tokens: the most of a text; for GPT and decoders, of a window (512)")
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
-    text = "Write a checkpoint for other programs: .onnx through jax2onnx, or .safetensors with its n:m tensors packed."
+    text = "Export a checkpoint: .onnx for other programs, or a smaller .safetensors file that only nmjax reads."
     exported = command("export", _export, text)
     exported.add_argument("path", help="a folder with config.json and a .safetensors file")
     exported.add_argument("--to", required=True, metavar="FILE", help="the file to write: .onnx or .safetensors")
-    exported.add_argument("--n", type=int, default=2, help="the non-zeros allowed in a group that is packed (2)")
-    exported.add_argument("--m", type=int, default=4, help="the size of a group that is packed (4)")
-    exported.add_argument("--batch", type=int, default=1, help="the texts or images of an ONNX input (1)")
-    exported.add_argument("--length", type=int, default=128, help="the tokens of an ONNX input (128)")
+    exported.add_argument("--n", type=int, default=2, help="the non-zeros in a group of a tensor to pack (2)")
+    exported.add_argument("--m", type=int, default=4, help="the size of these groups (4)")
+    exported.add_argument("--batch", type=int, default=1, help="the batch size of the ONNX inputs (1)")
+    exported.add_argument("--length", type=int, default=128, help="the number of tokens of the ONNX inputs (128)")
     planned = command("plan", _plan, "Tell what a recipe would prune in a checkpoint.")
     planned.add_argument("path", help="a folder with config.json and a .safetensors file")
     planned.add_argument(
-        "rules", nargs="+", metavar="RULE", help="PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)'; the first decides"
+        "rules", nargs="+", metavar="RULE", help="PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)'; the first that matches a layer decides"
     )  # fmt: skip
     return parser
 
@@ -158,7 +160,7 @@ def _verify(asked: argparse.Namespace) -> int:
     programs = [name for name in asked.programs.split(",") if name]
     found = checkpoints.verify(asked.path, asked.n, asked.m, programs=programs)
     if asked.json:
-        print(json.dumps(found.json(), indent=2))
+        print(json.dumps(found.as_dict(), indent=2))
     else:
         print(found)
         sparse = sum(bool(one.axes) for one in found.tensors)
@@ -178,7 +180,7 @@ def _prune(asked: argparse.Namespace) -> int:
         hard = harden(sparsify(model, recipe))
         checkpoints.save(asked.out, hard, like=source)
         count = sum(pattern is not None for pattern in patterns(hard).values())
-        print(f"{asked.out}: {count} weights are {asked.n}:{asked.m}, by magnitude.")
+        print(f"{asked.out}: {count} weight matrices are {asked.n}:{asked.m}, by magnitude.")
         return 0
     length = getattr(model, "length", None)
     if length is None:
@@ -190,13 +192,13 @@ def _prune(asked: argparse.Namespace) -> int:
     cut = texts.batches if isinstance(model, models.BERT) else texts.windows
     batches = [jnp.asarray(batch) for batch in cut(tokens, min(length, asked.length))]
     if not batches:
-        raise ValueError(f"{asked.data}: all texts have less than 8 tokens, which is too short for calibration.")
+        raise ValueError(f"{asked.data}: all texts have fewer than 8 tokens, which is too short for calibration.")
     found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())
     checkpoints.save(asked.out, found.model, like=source)
-    errors = np.array(list(found.solved.values()))
-    print(f"{asked.out}: {len(errors)} weights are {asked.n}:{asked.m}, by {asked.method} on {len(tokens)} texts.")
+    errors = np.array(list(found.errors.values()))
+    print(f"{asked.out}: {len(errors)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {len(tokens)} texts.")
     print(
-        f"Mean relative error of a layer's output: {errors[:, 0].mean():.4f}, of magnitude {errors[:, 1].mean():.4f}."
+        f"Mean relative error of a layer's output: {errors[:, 0].mean():.4f}, with magnitude {errors[:, 1].mean():.4f}."
     )
     return 0
 

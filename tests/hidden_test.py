@@ -21,12 +21,12 @@ MAKE = {
     "vit": lambda **k: ViT(**SMALL | k, image=8, patch=4, classes=4, rngs=nnx.Rngs(0)),
     "gpt": lambda **k: GPT(**SMALL | k, vocabulary=16, length=8, rngs=nnx.Rngs(0)),
     "bert": lambda **k: BERT(**SMALL | k, vocabulary=16, length=8, classes=4, rngs=nnx.Rngs(0)),
-    "decoder": lambda **k: Decoder(**SMALL | {"groups": 1} | k, vocabulary=16, length=8, rngs=nnx.Rngs(0)),
+    "decoder": lambda **k: Decoder(**SMALL | {"kv_heads": 1} | k, vocabulary=16, length=8, rngs=nnx.Rngs(0)),
 }
 INPUT = {"vit": (IMAGES,), "gpt": (TOKENS,), "bert": (TOKENS, MASK), "decoder": (TOKENS, MASK)}
 GEMMA = {
     "local": (True, True, False), "window": 3, "norm_heads": True, "norm_outputs": True, "norm_offset": 1.0,
-    "embedding_scale": 4.0, "local_rotary": Rotary(100.0), "features": 6, "groups": 2, "activation": jax.nn.gelu,
+    "embedding_scale": 4.0, "local_rotary": Rotary(100.0), "features": 6, "kv_heads": 2, "activation": jax.nn.gelu,
 }  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def test_rms_norm_by_hand():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, GEMMA, {"tied": False, "bias": True, "groups": 2}], ids=["llama", "gemma", "qwen"]
+    "options", [{}, GEMMA, {"tied": False, "bias": True, "kv_heads": 2}], ids=["llama", "gemma", "qwen"]
 )
 def test_a_decoder_sees_only_what_it_may(options):
     """A change of a token changes no logits before it; padding changes none; local blocks see only their window."""
@@ -199,7 +199,7 @@ def test_a_window_ends():
 
 def test_groups_share_keys_and_values():
     """With as many groups as heads, and the keys and values of each group repeated."""
-    grouped, every = MAKE["decoder"](groups=1), MAKE["decoder"](groups=2)
+    grouped, every = MAKE["decoder"](kv_heads=1), MAKE["decoder"](kv_heads=2)
     for a, b in zip(grouped.blocks, every.blocks, strict=True):
         for part in ("key", "value"):
             getattr(b.attention, part).kernel[...] = jnp.tile(getattr(a.attention, part).kernel[...], (1, 2))
@@ -223,7 +223,7 @@ def test_a_sparse_decoder_trains_in_a_scan():
 
 
 BAD = {
-    "groups must divide heads, got groups=3 and heads=2": {"groups": 3},
+    "kv_heads must divide heads, got kv_heads=3 and heads=2": {"kv_heads": 3},
     "heads must divide width, got heads=3 and width=16": {"heads": 3},
     "features of a head must be even, .* got 5": {"features": 5},
     r"got local=\(True,\) for depth=3, and window=4": {"local": (True,), "window": 4},

@@ -44,7 +44,7 @@ class Labelled(NamedTuple):
       train: The examples for training.
       test: The examples for the test.
       classes: The names of the labels, in the order of their numbers.
-      note: A sentence that has to stand beside the numbers, or "".
+      note: A sentence to show beside the numbers, or "".
     """
 
     name: str
@@ -161,8 +161,11 @@ def _row(where: str, line: str) -> tuple[str, str | None, Any]:
         raise Mistake(f"{where}: this is {type(found).__name__}. A line is {wanted}.")
     missing = [name for name in ("text", "label") if name not in found]
     if missing:
-        held = ", ".join(map(str, found)) or "nothing"
-        raise Mistake(f"{where}: {' and '.join(missing)} missing, there is {held}. A line is {wanted}.")
+        held = ", ".join(map(repr, found)) or "nothing"
+        verb = "is" if len(missing) == 1 else "are"
+        raise Mistake(
+            f"{where}: {' and '.join(map(repr, missing))} {verb} missing; the line has {held}. A line is {wanted}."
+        )
     text, second, label = found["text"], found.get("text_b"), found["label"]
     if not isinstance(text, str) or not isinstance(second, str | None):
         raise Mistake(f"{where}: text and text_b are strings.")
@@ -179,7 +182,7 @@ def _classes(labels: Sequence[Any], name: str) -> list[Any]:
     classes = sorted(set(labels))
     if kinds == {int} and classes != list(range(len(classes))):
         raise Mistake(
-            f"{name}: labels that are numbers count from 0 to the number of classes less 1, got {classes[:9]}."
+            f"{name}: labels that are numbers are 0, 1, ..., classes - 1; got {classes[:9]}."
         )
     if len(classes) < 2:
         raise Mistake(f"{name}: all labels are {classes[0]!r}, so there is nothing to learn.")

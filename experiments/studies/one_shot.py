@@ -8,8 +8,8 @@ in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax.
 
 The weights are those of a file with 4 to 8 bits a weight (Q4_K_M), as float32. All linear layers of the blocks are
 pruned, on the first 128 lines of the validation text. The perplexity is per token, in windows of 512 that begin with
-<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. Both are removed first, because
-the model has never seen such a text: `plain` says how. So the numbers compare with each other, and not with those of
+<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. The spaces are removed, and <unk>
+becomes "Smith", because the model has never seen such a text: `plain` says how. So the numbers compare with each other, and not with those of
 other pages on WikiText-2.
 """
 
@@ -97,7 +97,7 @@ def run(method: str) -> tuple[dict[str, list], list[str]]:
         batches = [jnp.asarray(b) for b in texts.windows([words.encode(line).ids for line in lines], LENGTH)]
         recipe = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
         pruned = nm.nnx.prune(model, recipe, batches, getattr(nm.oneshot, method))
-        model, errors = pruned.model, list(pruned.solved.values())
+        model, errors = pruned.model, list(pruned.errors.values())
     graph, state = nnx.split(model)
     losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows().reshape(-1, 2, LENGTH)]
     rows = {"perplexity": float(np.exp(np.mean(losses))), "error": float(np.mean([error for error, _ in errors]))}

@@ -4,13 +4,13 @@
     python -m experiments.studies recover
 
 It needs the folder ``minilm`` and the files of SST-2 and CoLA (sst2_train, sst2_dev, cola_train, cola_dev) in the
-working directory or in $NMJAX_DATA; docstrings come with Python. CoLA has the dense arm alone: in so few steps, and in
-1,000 with twice the rate, it stays at the share of the larger class, so it cannot tell methods apart. Every arm
-fine-tunes MiniLM with the same data, length and learning rate, which no test score has chosen. All linear layers of the
+working directory or in $NMJAX_DATA; docstrings come with Python. CoLA has only the dense arm: its accuracy
+stays at the share of the larger class, also in 1,000 steps with twice the rate, so it cannot tell methods apart. Every
+arm fine-tunes MiniLM with the same data, length and learning rate. They were not tuned on the test set. All linear layers of the
 blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once, at the end,
 with hardened weights.
 
-- *dense*: no pruning. *shorter*: dense, in as many steps as cost the FLOPs of the recipe.
+- *dense*: no pruning. *shorter*: dense, with fewer steps, so that its FLOPs equal those of *recipe*.
 - One-shot: the model of the dense arm, pruned with 128 training texts.
 - Fine-tuned: pruned from the first step on, starting from MiniLM. *recipe* is mdgf with MVUE in dw. *sparsegpt, ste*
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.

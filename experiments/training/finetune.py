@@ -1,4 +1,4 @@
-"""The task of fine-tuning a checkpoint: on texts with labels, or as a model of language."""
+"""The task of fine-tuning a checkpoint: on texts with labels, or as a language model."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ class _Finetune:
         self.teacher.check(logits, hidden, batch)
         c = config.teacher
         self.facts.append(
-            ("teacher", f"{c.weights}: {c.logits:g} of the loss, temperature {c.temperature:g}, hidden states "
+            ("teacher", f"{c.weights}: logits {c.logits:g} of the loss, temperature {c.temperature:g}, hidden states "
              f"{c.hidden:g}; its forward pass is not counted in the FLOPs")
         )  # fmt: skip
 
@@ -98,7 +98,7 @@ def _right(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 class Classify(_Finetune):
-    """Classify texts. Their tokens lie on the device, and the compiled step gathers every batch.
+    """Classify texts. Their tokens are on the device, and the compiled step gathers every batch.
 
     `experiments.training.task.Task` says what each member is.
     """
@@ -124,7 +124,7 @@ class Classify(_Finetune):
         self.examples, self.notes = len(kept), [self.set.note] if self.set.note else []
         cut = sum(int((one.size == longest).sum()) for one in encoded.values())
         if cut and longest == self.length:
-            self.notes.append(f"{cut:,} texts fill {longest} tokens, and what is longer is cut (config.data.length)")
+            self.notes.append(f"{cut:,} texts have at least {longest} tokens, and longer ones are cut (config.data.length)")
         counts = f"{len(kept):,} training texts, {len(held_out):,} validation, {len(self.set.test):,} test"
         shown = ", ".join(self.set.classes[:4]) + (", ..." if len(self.set.classes) > 4 else "")
         self.facts = [("data", f"{self.set.name}: {counts}; {len(self.set.classes)} classes ({shown})")]
@@ -141,7 +141,7 @@ class Classify(_Finetune):
         return tokens, jax.ShapeDtypeStruct(tokens.shape, bool), tokens
 
     def _rows(self) -> tuple:
-        """Return the training texts as the arrays of which a batch is made."""
+        """Return the training texts as arrays, from which batches are gathered."""
         return tuple(self.splits["train"])
 
     def batch(self, arrays, seed, step, mesh):
@@ -166,7 +166,7 @@ class Classify(_Finetune):
         return states, model.logits(states[-1], keys[1])
 
     def evaluation(self, split, mesh):
-        """Yield batches. The last is filled up, with label -1, so that devices share it evenly."""
+        """Yield batches. The last is padded with label -1, so that devices share it evenly."""
         rows = self.splits[split]
         longest = max(len(one.labels) for name, one in self.splits.items() if name != "train")
         size = -(-min(128, longest) // mesh.size) * mesh.size
@@ -223,7 +223,7 @@ class Classify(_Finetune):
 
 
 def _batch(tokens: jax.Array, second: jax.Array, size: jax.Array, labels: jax.Array) -> dict:
-    """Return the inputs of a model: tokens, which of them count, and which text each belongs to."""
+    """Return the inputs of a model: tokens, which of them count, which text each belongs to, and the labels."""
     places = jnp.arange(tokens.shape[1])[None]
     mask = places < size[:, None]
     types = ((places >= second[:, None]) & mask).astype(jnp.int32)
@@ -272,7 +272,7 @@ class Language(_Finetune, language.Task):
         self._begin(None)
 
     def _rows(self) -> np.ndarray:
-        """Return the training text as the array of which a batch is made."""
+        """Return the training text as an array, from which batches are gathered."""
         return text.rows(self.train, self.config.data.length)
 
     def batch(self, arrays, seed, step, mesh):

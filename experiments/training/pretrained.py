@@ -30,7 +30,7 @@ def folder(path: str, what: str) -> Path:
         )
     found = Path(path).expanduser()
     if not (found / "config.json").is_file():
-        raise Mistake(f"{what}={path!r} is no folder with a config.json. nmjax convert NAME --to DIR writes one.")
+        raise Mistake(f"{what}={path!r} is not a folder with a config.json. nmjax convert NAME --to DIR writes one.")
     return found
 
 
@@ -53,7 +53,7 @@ def start(config: ConfigDict, classes: int | None, values: bool = True) -> Start
       config: The settings of a run. If ``config.model.name`` is ``module:name``, that class is called with the
         checkpoint's model, the keyword arguments ``classes`` and ``rngs``, and the fields of ``config.model`` that it
         has parameters for. Its parameters keep their values wherever it puts the model.
-      classes: The number of classes; None for a model of language.
+      classes: The number of classes; None for a language model.
       values: False to leave out the values.
 
     Raises:
@@ -168,7 +168,7 @@ class Teacher:
         if self.parts == 1:
             return part(batch)
         divided = jax.tree.map(lambda v: v.reshape(self.parts, -1, *v.shape[1:]), batch)
-        found = jax.lax.map(part, divided)  # in the memory of a micro-batch
+        found = jax.lax.map(part, divided)  # one micro-batch at a time, to save memory
         return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), found)
 
     def check(self, logits: jax.ShapeDtypeStruct, hidden: jax.ShapeDtypeStruct | None, batch: Any) -> None:

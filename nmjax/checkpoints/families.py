@@ -58,7 +58,8 @@ def family_of(config: Config, names: Collection[str]) -> Family:
     if kind not in FAMILIES:
         near = difflib.get_close_matches(str(kind), FAMILIES, 1, 0.4)
         raise CheckpointError(
-            f"config.json has model_type {kind!r}, and checkpoints of {', '.join(sorted(FAMILIES))} can be read."
+            f"config.json has model_type {kind!r}, which is not supported. Supported: "
+            f"{', '.join(sorted(set(FAMILIES) - {'timm'}))}, and vit_* of timm."
             + (f" The nearest is {near[0]!r}." if near else "")
             + " For another kind, pass family=nm.checkpoints.Family(...) with a table of your own."
         )
@@ -88,9 +89,8 @@ def _refuse(config: Config, **allowed: Any) -> None:
     for name, value in allowed.items():
         values = value if isinstance(value, tuple) else (value,)
         if config.get(name) is not None and config[name] not in values:
-            raise CheckpointError(
-                f"config.json has {name}={config[name]!r}, and the model has only {', '.join(map(repr, values))}."
-            )
+            known = f"supports only {', '.join(map(repr, values))}" if values else "does not support this field"
+            raise CheckpointError(f"config.json has {name}={config[name]!r}. nmjax {known}.")
 
 
 def _field(config: Config, name: str) -> Any:
@@ -187,8 +187,8 @@ def _timm(config: Config, names: Collection[str]) -> Family:
     size = re.fullmatch(r"vit_(tiny|small|base|large)_patch(\d+)_(\d+).*", architecture)
     if size is None:
         raise CheckpointError(
-            f"config.json has architecture={architecture!r}, and of timm's models those named "
-            "vit_SIZE_patchN_N can be read, SIZE one of tiny, small, base and large."
+            f"config.json has architecture={architecture!r}. Of timm's models, only vit_SIZE_patchN_N is supported, where "
+            "SIZE is tiny, small, base or large."
         )
     pool = str(config.get("global_pool", "token"))
     _refuse({"global_pool": pool}, global_pool="token")
@@ -298,7 +298,7 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     rotary, local_rotary = _rotaries(config)
     options = {
         "vocabulary": _field(config, "vocab_size"), "length": _field(config, "max_position_embeddings"),
-        "width": width, "depth": depth, "heads": heads, "groups": config.get("num_key_value_heads") or heads,
+        "width": width, "depth": depth, "heads": heads, "kv_heads": config.get("num_key_value_heads") or heads,
         "features": config.get("head_dim") or width // heads, "hidden": _field(config, "intermediate_size"),
         "activation": ACTIVATIONS[name], "epsilon": config.get("rms_norm_eps", 1e-6), "rotary": rotary,
         "bias": biased, "norm_heads": normed, "tied": tied,

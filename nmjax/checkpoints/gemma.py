@@ -28,6 +28,7 @@ NAMES = {  # names of GGUF, of transformers, and what is subtracted: llama.cpp k
     "blk.{n}.ffn_down.weight": ("model.layers.{n}.mlp.down_proj.weight", 0),
     "blk.{n}.post_ffw_norm.weight": ("model.layers.{n}.post_feedforward_layernorm.weight", 1),
 }
+WORDS = {str: "a text", int: "a whole number", float: "a number", list: "a list"}
 CONTROL, OWN = 3, 4  # types of tokens: of the model, such as <bos>; and added whole, such as runs of spaces
 
 
@@ -46,7 +47,7 @@ class _Renamed(Mapping[str, Any]):
                 continue
             self.theirs[about[0].replace("{n}", number[0] if number else "")] = (name, about[1])
         if unknown:
-            raise CheckpointError(f"{source.path}: {', '.join(unknown[:5])} are no tensors of a Gemma 3 for texts.")
+            raise CheckpointError(f"{source.path}: {', '.join(unknown[:5])} are not tensors of a Gemma 3 for texts.")
 
     def __getitem__(self, name: str) -> Any:
         theirs, less = self.theirs[name]
@@ -101,7 +102,7 @@ def convert(source: Gguf, folder: Path) -> None:
 def _field(source: Gguf, name: str, kind: type) -> Any:
     value = source.metadata.get(name)
     if not isinstance(value, kind):
-        raise CheckpointError(f"{source.path}: the field {name} is missing, or is no {kind.__name__}.")
+        raise CheckpointError(f"{source.path}: the field {name} is missing, or is not {WORDS[kind]}.")
     return value
 
 

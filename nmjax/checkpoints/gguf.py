@@ -19,11 +19,11 @@ from nmjax.checkpoints.tensors import CheckpointError
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
-PART = 1 << 14  # blocks that are turned into numbers at a time
+PART = 1 << 14  # blocks of 256 numbers that are decoded at a time
 
 
 class Coding(NamedTuple):
-    """A coding of the numbers of a tensor.
+    """How the numbers of a tensor are stored.
 
     Attributes:
       name: The name of the coding.
@@ -49,7 +49,7 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(packed: np.ndarray, run: int) -> np.ndarray:
-    """Return the halves of bytes: of each run of bytes all lower halves, and then all upper ones."""
+    """Unpack bytes to 4-bit numbers: for each run, first all lower halves, then all upper halves."""
     runs = packed.reshape(len(packed), -1, 1, run)
     return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(packed), -1)
 
@@ -109,7 +109,7 @@ class Gguf(Mapping[str, np.ndarray]):
     """The tensors of a GGUF file by name, in float32.
 
     Attributes:
-      metadata: The facts that the file has on the model, by name: numbers, texts and lists.
+      metadata: The metadata of the file, by name: numbers, texts and lists.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +139,7 @@ class Gguf(Mapping[str, np.ndarray]):
         header = _Header(self.path, self._content)
         version, count, pairs = header.number("I"), header.number("Q"), header.number("Q")
         if version not in (2, 3):
-            raise CheckpointError(f"{path}: this is version {version} of GGUF, and 2 and 3 are known.")
+            raise CheckpointError(f"{path}: GGUF version {version} is not supported, only 2 and 3.")
         self.metadata = dict(header.pair() for _ in range(header.count(pairs, 12, "fields")))
         found = [header.tensor() for _ in range(header.count(count, 24, "tensors"))]
         alignment = self.metadata.get("general.alignment", 32)
@@ -150,7 +150,7 @@ class Gguf(Mapping[str, np.ndarray]):
         for name, coding, shape, offset in found:
             end = begin + offset + math.prod(shape) // coding.numbers * coding.size
             if name in self._entries:
-                raise CheckpointError(f"{path}: the tensor {name!r} is there twice.")
+                raise CheckpointError(f"{path}: the tensor {name!r} appears twice.")
             if end > size or offset % alignment:
                 raise CheckpointError(
                     f"{path}: the tensor {name!r} would lie at bytes {begin + offset:,} to {end:,} of {size:,}. The "
@@ -237,7 +237,7 @@ class _Header:
         coding = CODINGS.get(kind)
         if coding is None:
             known = ", ".join(one.name for one in CODINGS.values())
-            raise CheckpointError(f"{self.path}: the tensor {name!r} has the coding number {kind}. Known are {known}.")
+            raise CheckpointError(f"{self.path}: the tensor {name!r} has the unknown type {kind}. Supported: {known}.")
         if (shape[-1] if shape else 1) % coding.numbers:
-            raise CheckpointError(f"{self.path}: rows of {shape[-1]} in {name!r} are no blocks of {coding.numbers}.")
+            raise CheckpointError(f"{self.path}: rows of {shape[-1]} in {name!r} do not divide into blocks of {coding.numbers}.")
         return name, coding, shape, offset

@@ -35,14 +35,14 @@ def load(
     Args:
       path: A folder with ``config.json``, and a safetensors file or the index of several; or the file. A file of torch
         (.bin, .pth, .pt) is opened by torch's restricted loader, if torch is installed.
-      rngs: The random numbers of a new head.
+      rngs: The random number generators of a new head.
       family: The kind of the checkpoint: its model, the model's arguments, and the table of names. Without it
-        ``config.json`` chooses one of those that are known.
+        ``config.json`` chooses one of the supported kinds.
       **options: Arguments of the model in place of those of the config, such as ``scan=True``, ``dtype`` or
         ``dropout``. If the checkpoint has no head of so many ``classes``, the head is new, and needs ``rngs``.
 
     Raises:
-      CheckpointError: The kind of the checkpoint is not known; or tensors are missing, left over, or of another shape,
+      CheckpointError: The kind of the checkpoint is not known; or tensors are missing, unexpected, or of another shape,
         and the message lists all of them.
       OSError: A file cannot be read.
 
@@ -62,7 +62,7 @@ def load(
     classes = options.get("classes", 0)
     if classes and classes != about.options.get("classes") and rngs is None:
         raise CheckpointError(
-            f"{path}: the checkpoint has no head of classes={classes}. Pass rngs=nnx.Rngs(0) for a new one."
+            f"{path}: the checkpoint has no head with {classes} classes. Pass rngs=nnx.Rngs(0) for a new one."
         )
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     read_ones = parameters(path, family=about, **options)
@@ -141,7 +141,7 @@ def save(
 ) -> None:  # fmt: skip
     """Write the parameters of a model as a checkpoint of the form of another one, from which it was loaded.
 
-    Names, order, dtypes, metadata and the cut into files are those of the other checkpoint. Its other files are copied,
+    Names, order, dtypes, metadata and the division into files are those of the other checkpoint. Its other files are copied,
     such as the config and the tokenizer, but no weights of other formats. A model that is loaded and saved gives the
     same tensors.
 
@@ -227,7 +227,7 @@ def _read(path: str | os.PathLike[str]) -> Tensors:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Copy the files of a checkpoint that are not its weights, such as the tokenizer. Hidden files stay."""
+    """Copy the files of a checkpoint that are not its weights, such as the tokenizer. Hidden files are not copied."""
     for file in source.iterdir():
         if file.name.startswith(".") or file.name.endswith(WEIGHTS) or target.resolve().is_relative_to(file.resolve()):
             continue
@@ -243,7 +243,7 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = (folder if folder.is_dir() else folder.parent) / "config.json"
     if not file.is_file():
         raise CheckpointError(
-            f"{path}: there is no config.json, which says what model it is. See nm.checkpoints.Table."
+            f"{path}: there is no config.json, so the kind of the model is unknown. See nm.checkpoints.Family."
         )
     try:
         config = json.loads(file.read_text())
@@ -263,7 +263,7 @@ def _family(path: str | os.PathLike[str]) -> Family:
 
 
 def _table(about: Family, new: bool) -> Table:
-    """Return the names of a checkpoint; if the head is new, without it."""
+    """Return the table of names, without the head if the head is new."""
     if not new:
         return about.table
     renames = tuple(rename for rename in about.table.renames if rename.ours not in HEAD)

@@ -16,7 +16,7 @@ SHOWN = 8  # names of a kind that an error lists
 
 
 class Rename(NamedTuple):
-    """A tensor of a checkpoint, and the parameter that it is. ``{n}`` in both stands for a number, such as a block's.
+    """Map a tensor of a checkpoint to a parameter. ``{n}`` in both stands for a number, such as a block's.
 
     If one tensor is several parameters, or the other way round, they lie one after another along an axis.
 
@@ -24,7 +24,7 @@ class Rename(NamedTuple):
       theirs: The name of the tensor; or several names, in their order.
       ours: The path of the parameter; or several paths, in their order.
       axes: For each axis of the parameter the axis of the tensor, as in `numpy.transpose`; None if they are the same.
-        An axis of the tensor that is not named has size 1.
+        An axis of the tensor that is not named must have size 1.
       along: The axis of the parameter along which several lie one after another.
 
     >>> Rename("layer.{n}.up.weight", "blocks/{n}/mlp/up/kernel", axes=(1, 0))  # torch keeps [out, in]
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Later:
-    """A tensor that is made of parameters when numpy asks for it, so that only one at a time is in memory.
+    """A tensor that is computed when NumPy asks for it, so that only one at a time is in memory.
 
     Attributes:
       shape, dtype: Its shape and dtype.
@@ -110,7 +110,7 @@ class Table:
           shapes: The shapes of the model's parameters by path.
 
         Raises:
-          CheckpointError: A tensor is missing, left over, or of another shape. The message lists all.
+          CheckpointError: A tensor is missing, unexpected, or of another shape. The message lists all.
         """
         parts = self._parts(list(shapes))
         named = {name for part in parts for name in part.theirs}
@@ -134,9 +134,9 @@ class Table:
                     unequal.append(f"{', '.join(part.theirs)} for {path}")
                 found[path] = value
         problems = [
-            (f"missing: {_listed(missing)}", missing), (f"left over: {_listed(rest)}", rest),
+            (f"missing: {_listed(missing)}", missing), (f"unexpected: {_listed(rest)}", rest),
             (f"of another shape: {_listed(misshaped)}", misshaped),
-            (f"of other values than another tensor of the same parameter: {_listed(unequal)}", unequal),
+            (f"tensors of one parameter with different values: {_listed(unequal)}", unequal),
             (f"parameters that the table does not name: {_listed(unknown)}", unknown),
         ]  # fmt: skip
         if any(names for _, names in problems):
@@ -174,7 +174,7 @@ class Table:
                     shape = value.shape if part.axes is None else tuple(value.shape[a] for a in np.argsort(part.axes))
                     made[name] = Later(shape, np.dtype(value.dtype), part, parameters, begin)
                 else:
-                    raise CheckpointError(f"{', '.join(part.ours)}: the checkpoint to be like has no tensor {name!r}.")
+                    raise CheckpointError(f"{', '.join(part.ours)}: the checkpoint `like` has no tensor {name!r}.")
         return {name: made.get(name, like[name]) for name in like} | made
 
     def _keeps(self, name: str) -> bool:

@@ -39,11 +39,11 @@ def write_onnx(
         raise CheckpointError(f"the model is sparse: it prunes at {site}. Export nm.nnx.harden(model).")
     activations = next((node.path for _, node in nnx.iter_graph(model) if isinstance(node, Site)), None)
     if activations is not None:
-        raise CheckpointError(f"{activations}: this layer prunes its input, and an ONNX file cannot say so.")
+        raise CheckpointError(f"{activations}: this layer prunes its input, and the export would lose that.")
     try:
         from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]
     except ModuleNotFoundError as error:
-        raise CheckpointError(f"the package {error.name} is missing: pip install jax2onnx.") from None
+        raise CheckpointError(f"the package {error.name} is missing. The extra onnx brings it: pip install 'nmjax[onnx]'.") from None
     path = Path(path)
     try:
         made = to_onnx(model, list(inputs), return_mode="proto", input_names=names)

@@ -1,8 +1,8 @@
 """Tensors that are n:m, packed in a safetensors file: the values that are kept, and their places.
 
 A tensor "w" with groups of m along an axis becomes two. "w.values" has n values for each group, in the order of the
-group. "w.places" has the place of each value in its group, in as many bits as m needs: 2 for m=4. The entry "nmjax" of
-the file's metadata describes each packed tensor. For bfloat16 and 2:4 the file has 9/16 of the bytes.
+group. "w.places" has the place of each value in its group, in 1, 2, 4 or 8 bits: 2 for m=4, and 4 for m=8. The entry
+"nmjax" of the file's metadata describes each packed tensor. 2:4 tensors of bfloat16 take 9/16 of the bytes.
 """
 
 import json
@@ -27,7 +27,7 @@ def write_packed(
       path: The file, which is replaced if it exists.
       tensors: Arrays by name.
       axes: The axis of the groups of each tensor that is packed.
-      n: The number of values in a group that are not zero, at most.
+      n: The largest number of values to store for each group. Here -0.0 counts as a value, unlike in `verify`.
       m: The size of a group.
       metadata: Texts that the file has beside the tensors.
 
@@ -107,7 +107,7 @@ def _packed(array: np.ndarray, axis: int, n: int, m: int) -> tuple[np.ndarray, n
     groups = np.moveaxis(array, axis, -1).reshape(-1, m)
     held = groups.view(f"u{groups.dtype.itemsize}") != 0  # bits, so that -0.0 and NaN are kept
     if held.sum(1).max(initial=0) > n:
-        raise ValueError(f"a group has {int(held.sum(1).max())} values")
+        raise ValueError(f"a group has {int(held.sum(1).max())} values to store, where -0.0 counts as one")
     places = np.argsort(~held, axis=1, kind="stable")[:, :n]
     places.sort(axis=1)
     values = np.take_along_axis(groups, places, axis=1)

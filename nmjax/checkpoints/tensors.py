@@ -33,7 +33,7 @@ LARGEST_HEADER = 100_000_000  # bytes, as the format says
 
 
 class CheckpointError(ValueError):
-    """A file is not what it should be. The message is one sentence that begins with the file's path.
+    """Raised if a checkpoint is damaged, or does not fit the model or the request.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +180,7 @@ def write(
             array = np.asarray(value)
             if (array.shape, array.dtype) != (tuple(value.shape), np.dtype(value.dtype)):
                 raise CheckpointError(
-                    f"{path}: the tensor {name!r} said it had shape {tuple(value.shape)}, and has {array.shape} of "
+                    f"{path}: the tensor {name!r} was declared with shape {tuple(value.shape)}, and has {array.shape} of "
                     f"{array.dtype}."
                 )
             little = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -284,7 +284,7 @@ def _range(path: Path, name: str, about: Any) -> tuple[str, int, int, str, tuple
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{path}: the tensor {name!r} has dtype {dtype!r}. Known are {', '.join(DTYPES)}.")
     if len(shape) > 32:
-        raise CheckpointError(f"{path}: the tensor {name!r} has {len(shape)} axes.")
+        raise CheckpointError(f"{path}: the tensor {name!r} has {len(shape)} axes, and at most 32 are supported.")
     size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise CheckpointError(
@@ -301,7 +301,7 @@ def _json(path: Path, text: bytes) -> Any:
         content = dict(pairs)
         if len(content) < len(pairs):
             twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise CheckpointError(f"{path}: the name {twice!r} is there twice.")
+            raise CheckpointError(f"{path}: the name {twice!r} appears twice.")
         return content
 
     try:
@@ -309,4 +309,4 @@ def _json(path: Path, text: bytes) -> Any:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header is not JSON: {str(error).splitlines()[0]}.") from None
+        raise CheckpointError(f"{path}: this is not valid JSON: {str(error).splitlines()[0]}.") from None

@@ -42,7 +42,7 @@ class TorchTensors(Tensors):
             found = {"the file": found}
         others = [f"{k}: {type(v).__name__}" for k, v in found.items() if not isinstance(v, torch.Tensor)]
         if others:
-            raise CheckpointError(f"{path}: a table of tensors is expected, and there is {', '.join(others[:5])}.")
+            raise CheckpointError(f"{path}: the file must hold only tensors, but has {', '.join(others[:5])}.")
         super().__init__([])
         self._arrays = {str(name): self._array(torch, value) for name, value in found.items()}
         self.files[path] = tuple(self._arrays)

@@ -33,10 +33,10 @@ class Checked(NamedTuple):
       name, shape, dtype: The tensor.
       density: The share of values that are not zero. -0.0 is zero, and NaN is not.
       axes: The axes along which all groups of m have at most n non-zeros.
-      axis: The axis along which the fewest groups have more; None if no axis divides into groups.
+      axis: The axis with the fewest broken groups; None if no axis divides into groups.
       groups: The number of groups along that axis.
-      broken: The number of those that have more.
-      fits: For each program, the reason why it cannot use the tensor as 2:4; None if it can.
+      broken: The number of groups along that axis with more than n non-zeros.
+      misfits: For each program, the reason why it cannot use the tensor as 2:4; None if it can.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Checked(NamedTuple):
     axis: int | None
     groups: int
     broken: int
-    fits: dict[str, str | None]
+    misfits: dict[str, str | None]
 
     @property
     def state(self) -> str:
@@ -65,7 +65,7 @@ class Verified:
       n, m: The pattern that was looked for.
       tensors: The tensors.
 
-    >>> groups = {"groups": 16, "broken": 1, "fits": {}}
+    >>> groups = {"groups": 16, "broken": 1, "misfits": {}}
     >>> one = Checked("up", (8, 8), "float16", 0.5, axes=(), axis=1, **groups)
     >>> Verified(2, 4, (one,)).holds, one.state
     (False, 'broken')
@@ -85,37 +85,37 @@ class Verified:
         """The tensors of which at least half of the groups are n:m, but not all."""
         return tuple(one for one in self.tensors if one.state == "broken")
 
-    def json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the same as values for a JSON file."""
         rows = [{**one._asdict(), "state": one.state} for one in self.tensors]
         return {"n": self.n, "m": self.m, "holds": self.holds, "tensors": rows}
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        programs = list(self.tensors[0].fits) if self.tensors else []
+        programs = list(self.tensors[0].misfits) if self.tensors else []
         for name in ("tensor", "shape", "dtype", "non-zero", f"{self.n}:{self.m}", *programs):
             table.add_column(name, overflow="fold")
-        alike = ((one.name, (*one[1:3], one.state, one.axes, one.axis, str(one.fits)), one) for one in self.tensors)
+        alike = ((one.name, (*one[1:3], one.state, one.axes, one.axis, str(one.misfits)), one) for one in self.tensors)
         for same in layer_paths.alike(alike):
             one = same[0]
             names = layer_paths.short([each.name for each in same])
             shape = " x ".join(map(str, one.shape)) + (f" ({len(same)} tensors)" if len(same) > 1 else "")
             density = f"{sum(each.density for each in same) / len(same):.3f}"
-            reasons = [reason or "yes" for reason in one.fits.values()]
-            table.add_row(names, shape, one.dtype, density, _said(same), *reasons)
+            reasons = [reason or "yes" for reason in one.misfits.values()]
+            table.add_row(names, shape, one.dtype, density, _said(same, self.n), *reasons)
         console = Console(width=160, color_system=None)
         with console.capture() as captured:
             console.print(table)
         return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
 
 
-def _said(same: Sequence[Checked]) -> str:
+def _said(same: Sequence[Checked], n: int) -> str:
     one = same[0]
     if one.axes:
         return f"along axis {' and '.join(map(str, one.axes))}"
     if one.state == "broken":
         broken, groups = sum(each.broken for each in same), sum(each.groups for each in same)
-        return f"{broken:,} of {groups:,} groups along axis {one.axis} have more"
+        return f"{broken:,} of {groups:,} groups along axis {one.axis} have more than {n}"
     return "no"
 
 
@@ -130,8 +130,8 @@ def verify(
       path: A safetensors file, an index, or a folder that has one of them.
       n: The number of non-zeros allowed in a group.
       m: The size of a group.
-      programs: Of these it tells which tensors they can use: "torch", "cusparselt" and "tensorrt". They take 2:4 along
-        the last axis of a matrix [outputs, inputs], and tensorrt also along the second axis of a convolution.
+      programs: Programs for which to check the tensors: "torch", "cusparselt" and "tensorrt". They take 2:4 along the
+        last axis of a matrix [outputs, inputs], and tensorrt also along the second axis of a convolution.
 
     Raises:
       CheckpointError: The file is damaged, or a program is not known.
@@ -180,8 +180,8 @@ def _checked(name: str, x: np.ndarray, n: int, m: int, programs: tuple[str, ...]
     dtype, density = str(x.dtype), kept / x.size
     least = 0 if best is None else broken[best]
     holds_2_4 = axes if (n, m) in ((1, 4), (2, 4), (1, 2)) else ()
-    fits = {program: _misfit(program, x.shape, dtype, holds_2_4, (n, m)) for program in programs}
-    return Checked(name, tuple(x.shape), dtype, density, axes, best, 0 if best is None else x.size // m, least, fits)
+    misfits = {program: _misfit(program, x.shape, dtype, holds_2_4, (n, m)) for program in programs}
+    return Checked(name, tuple(x.shape), dtype, density, axes, best, 0 if best is None else x.size // m, least, misfits)
 
 
 def _misfit(
@@ -189,16 +189,16 @@ def _misfit(
 ) -> str | None:  # fmt: skip
     """Return why a program cannot use a tensor as 2:4, or None if it can."""
     if not axes:
-        return "it is not 2:4" if pattern == (2, 4) else "it is not known to be 2:4; verify n=2, m=4"
+        return "it is not 2:4" if pattern == (2, 4) else "not checked for 2:4; use n=2, m=4"
     if 1 not in axes:
-        return "its groups lie along axis 0, not along the inputs"
+        return f"its groups lie along axis {' and '.join(map(str, axes))}; programs need axis 1"
     if program == "tensorrt":
-        return None if dtype in (*HALF, "int8") else f"{dtype}"
+        return None if dtype in (*HALF, "int8") else f"it has no kernel for {dtype}"
     if len(shape) != 2:
         return "it is not a matrix"
     least = LEAST[program].get(dtype)
     if least is None:
         return f"it has no kernel for {dtype}"
     if shape[0] % least[0] or shape[1] % least[1]:
-        return f"rows and columns are no multiples of {least[0]} and {least[1]}"
+        return f"rows and columns must be multiples of {least[0]} and {least[1]}"
     return None

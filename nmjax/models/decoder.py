@@ -1,4 +1,4 @@
-"""A decoder-only language model with the options of Llama 3, Qwen 3 and Gemma 3."""
+"""A decoder-only language model with the options of Llama 3, Qwen 2, Qwen 3 and Gemma 3."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from nmjax.models.transformer import INIT, Scores, check_tokens, repeat, through, wide_einsum
 
-SIZES = {
-    "tiny": {"width": 128, "depth": 4, "heads": 4, "groups": 2, "hidden": 384},
-    "llama-3.2-1b": {"width": 2048, "depth": 16, "heads": 32, "groups": 8, "hidden": 8192},
-    "qwen3-0.6b": {"width": 1024, "depth": 28, "heads": 16, "groups": 8, "features": 128, "hidden": 3072},
-    "gemma-3-270m": {"width": 640, "depth": 18, "heads": 4, "groups": 1, "features": 256, "hidden": 2048},
+SIZES = {  # sizes only; checkpoints.load also sets the norms and positions of each kind
+    "tiny": {"width": 128, "depth": 4, "heads": 4, "kv_heads": 2, "hidden": 384},
+    "llama-3.2-1b": {"width": 2048, "depth": 16, "heads": 32, "kv_heads": 8, "hidden": 8192},
+    "qwen3-0.6b": {"width": 1024, "depth": 28, "heads": 16, "kv_heads": 8, "features": 128, "hidden": 3072},
+    "gemma-3-270m": {"width": 640, "depth": 18, "heads": 4, "kv_heads": 1, "features": 256, "hidden": 2048},
 }
 
 
@@ -29,7 +29,8 @@ class Rotary(NamedTuple):
       theta: The base of the frequencies.
       factor: The divisor of the frequencies.
       bounds: If given, only frequencies with few turns within a length are divided: (low, high, length), as in Llama 3.
-        Frequencies with less than ``low`` turns are divided by the factor, those with more than ``high`` stay.
+        Frequencies with fewer than ``low`` turns are divided by the factor, those with more than ``high`` stay, and those
+        between are interpolated.
 
     >>> print(Rotary().frequencies(4))
     [1.   0.01]
@@ -93,7 +94,7 @@ class Shape(NamedTuple):
 
     width: int
     heads: int
-    groups: int
+    kv_heads: int
     features: int
     hidden: int
     activation: Callable[[jax.Array], jax.Array]
@@ -119,7 +120,7 @@ class Attention(nnx.Module):
         make = lambda inputs, outputs, bias: nnx.Linear(
             inputs, outputs, use_bias=bias, kernel_init=INIT, dtype=shape.dtype, rngs=rngs
         )
-        every, grouped = shape.heads * shape.features, shape.groups * shape.features
+        every, grouped = shape.heads * shape.features, shape.kv_heads * shape.features
         self.query = make(shape.width, every, shape.bias)
         self.key = make(shape.width, grouped, shape.bias)
         self.value = make(shape.width, grouped, shape.bias)
@@ -138,7 +139,7 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q).astype(v.dtype), self.key_norm(k).astype(v.dtype)
         q, k = rotated(q, tables), rotated(k, tables)
-        k, v = (jnp.repeat(y, self.shape.heads // self.shape.groups, axis=2) for y in (k, v))
+        k, v = (jnp.repeat(y, self.shape.heads // self.shape.kv_heads, axis=2) for y in (k, v))
         logits = wide_einsum("bqhd,bkhd->bhqk", q, k, q.dtype) * self.shape.query_scale
         scores = jax.nn.softmax(jnp.where(visible, logits, jnp.finfo(logits.dtype).min)).astype(v.dtype)
         y = jnp.einsum("bhqk,bkhd->bqhd", scores, v) if self.scores is None else self.scores(scores, v)
@@ -146,7 +147,7 @@ class Attention(nnx.Module):
 
 
 class GatedMlp(nnx.Module):
-    """A perceptron whose hidden features are a product: those of *up* times the activation of those of *gate*."""
+    """A perceptron whose hidden features are up(x) * activation(gate(x))."""
 
     def __init__(self, shape: Shape, *, rngs: nnx.Rngs) -> None:
         """Make the three layers."""
@@ -204,11 +205,11 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """A causal transformer with RMS norms, rotary positions, grouped queries and gated perceptrons.
 
-    Its options make it a Llama 3 (arXiv 2407.21783), Qwen 3 (arXiv 2505.09388) or Gemma 3 (arXiv 2503.19786).
-    `nmjax.checkpoints.load` chooses them by the ``config.json`` of a checkpoint.
+    Its options make it a Llama 3 (arXiv 2407.21783), Qwen 2 (arXiv 2407.10671), Qwen 3 (arXiv 2505.09388) or Gemma 3
+    (arXiv 2503.19786). `nmjax.checkpoints.load` chooses them by the ``config.json`` of a checkpoint.
 
     >>> import nmjax as nm
-    >>> size = {"width": 8, "depth": 1, "heads": 2, "groups": 1, "hidden": 16}  # or nm.models.decoder.SIZES["tiny"]
+    >>> size = {"width": 8, "depth": 1, "heads": 2, "kv_heads": 1, "hidden": 16}  # or nm.models.decoder.SIZES["tiny"]
     >>> model = nm.models.Decoder(**size, vocabulary=65, length=16, rngs=nnx.Rngs(0))
     >>> jax.eval_shape(model, jnp.zeros((2, 10), int)).shape
     (2, 10, 65)
@@ -222,7 +223,7 @@ class Decoder(nnx.Module):
         width: int,
         depth: int,
         heads: int,
-        groups: int,
+        kv_heads: int,
         features: int | None = None,
         hidden: int,
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
@@ -252,7 +253,7 @@ class Decoder(nnx.Module):
           width: The number of features.
           depth: The number of blocks.
           heads: The number of heads of queries.
-          groups: The number of heads of keys and values, which must divide ``heads``.
+          kv_heads: The number of heads of keys and values, which must divide ``heads``.
           features: The number of features of a head; None is ``width // heads``.
           hidden: The number of hidden features of the perceptrons.
           activation: The activation of the gate.
@@ -277,8 +278,8 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: Sizes do not fit each other.
         """
-        if groups < 1 or heads % groups:
-            raise ValueError(f"groups must divide heads, got groups={groups} and heads={heads}.")
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"kv_heads must divide heads, got kv_heads={groups} and heads={heads}.")
         if features is None and width % heads:
             raise ValueError(f"heads must divide width, got heads={heads} and width={width}. Or write features=...")
         features = width // heads if features is None else features
@@ -286,14 +287,14 @@ class Decoder(nnx.Module):
             raise ValueError(f"features of a head must be even, since rotary positions rotate pairs, got {features}.")
         if local is not None and (len(local) != depth or (any(local) and window is None)):
             raise ValueError(
-                "local says for each block if it sees only a window, and window its size; "
+                "local needs one value per block, and window is needed if any is True; "
                 f"got local={local} for depth={depth}, and window={window}."
             )
         if vocabulary < 1:
             raise ValueError(f"vocabulary is the number of tokens, at least 1, got {vocabulary}.")
         scale = features**-0.5 if query_scale is None else query_scale
         shape = Shape(
-            width, heads, groups, features, hidden, activation, epsilon, norm_offset, window, bias, norm_heads,
+            width, heads, kv_heads, features, hidden, activation, epsilon, norm_offset, window, bias, norm_heads,
             norm_outputs, scale, scores, dtype,
         )  # fmt: skip
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)

@@ -19,7 +19,7 @@ from nmjax.nnx.recording import with_calls
 from nmjax.nnx.taps import Axes, Meter, Tap, axes_of
 from nmjax.nnx.variables import NM, write
 from nmjax.products.slot import slot_state
-from nmjax.pruners import wanda
+from nmjax.pruners.input_norms import ByNorms
 from nmjax.recipes.table import Recipe
 
 
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
       squares: The sum of squares of each feature, in float64. In a stack of layers the axes of the stack come first,
         and for experts their axis. The features of a convolution are the places of its window, each with all channels.
       moments: The second moments X'X, in float64; None if they were not asked for.
-      tokens: The number of inputs, each with all features; of experts, the greatest number.
+      tokens: The number of rows of the input, each with all features. For experts, the largest number of one expert.
 
     >>> import nmjax as nm
     >>> nm.nnx.calibrate(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), [jnp.ones((3, 2))])[""]
@@ -48,10 +48,10 @@ def calibrate(
     """Return statistics of the inputs of a model's layers.
 
     Args:
-      model: A flax.nnx model. It is not changed. Switch off dropout, `model.eval()`.
+      model: A flax.nnx model. It is not changed. Call `model.eval()` first to switch off dropout.
       batches: Batches of inputs: a tuple of the arguments of the model's call, a dict of keyword arguments, or a single
         array. Batches of one shape compile once.
-      moments: True to also return second moments X'X, of as many values as there are features, squared.
+      moments: True to also return second moments X'X, an array [features, features] for each layer.
       only: A regular expression of the paths of layers.
       progress: True to show a progress bar.
 
@@ -118,7 +118,7 @@ def axes_in(layer: Layer) -> Axes:
     if product is None:
         raise ValueError(f"{layer.path}: the call on the first batch does not use this layer. Leave it out.")
     if stack != tuple(range(len(stack))):
-        raise ValueError(f"{layer.path}: its layers are stacked along axes {stack}, and only leading axes are known.")
+        raise ValueError(f"{layer.path}: its layers are stacked along axes {stack}. Only leading axes are supported.")
     try:
         return axes_of(product.op, product.rhs.ndim)
     except ValueError as error:
@@ -126,10 +126,10 @@ def axes_in(layer: Layer) -> Axes:
 
 
 def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
-    """Give a sparse model the norms by which `nmjax.wanda` prunes weights.
+    """Give a sparse model the norms by which `nmjax.wanda` and `nmjax.ria` prune weights.
 
     Args:
-      model: A model with ``wanda(n,m)`` in slots ``fwd_rhs``. Its state is changed.
+      model: A model with ``wanda(n,m)`` or ``ria(n,m)`` in slots ``fwd_rhs``. Its state is changed.
       inputs: The statistics of the layers' inputs, which `calibrate` returned for the model before it was sparse.
 
     Raises:
@@ -157,11 +157,11 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
         if len(holders) != 1:
             raise ValueError(
-                f"set_norms: {path or 'the model'}: {norms.shape[-1]} features were measured, and the pruner has no so "
-                "many norms. It prunes along one axis: leave out layers that contract several, or calibrate this model."
+                f"set_norms: {path or 'the model'}: {norms.shape[-1]} features were measured, but the pruner does not hold "
+                "so many norms. It prunes along one axis: leave out layers that contract several, or calibrate this model."
             )
         write(holders[0], jnp.asarray(norms.reshape(holders[0].shape), holders[0].dtype))
 
 
 def _scores_by_norms(p: Pruner) -> bool:
-    return isinstance(p, wanda) or any(map(_scores_by_norms, p.parts))
+    return isinstance(p, ByNorms) or any(map(_scores_by_norms, p.parts))

@@ -30,19 +30,19 @@ class Pruned(NamedTuple):
 
     Attributes:
       model: A copy of the model with the pruned weights.
-      solved: For each layer, the error of its output: of the solver, and of the largest magnitudes. The layers of a
-        stack are numbered, as "blocks/mlp/up[3]".
+      errors: For each layer, the relative error of its output: with the solver, and with magnitude pruning. The layers
+        of a stack are numbered, as "blocks/mlp/up[3]".
 
     >>> import nmjax as nm
     >>> model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (100, 8))
     >>> pruned = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), [x])
-    >>> error, of_magnitude = pruned.solved[""]
+    >>> error, of_magnitude = pruned.errors[""]
     >>> error < of_magnitude
     True
     """
 
     model: Any
-    solved: dict[str, tuple[float, float]]
+    errors: dict[str, tuple[float, float]]
 
 
 def prune(
@@ -52,19 +52,19 @@ def prune(
     """Prune the weights of a trained model without training, so that the outputs of its layers change little.
 
     Args:
-      model: A flax.nnx model. It is not changed. Switch off dropout, `model.eval()`.
-      recipe: It says which layers are pruned, and to which n:m: that of their slot ``fwd_rhs``.
+      model: A flax.nnx model. It is not changed. Call `model.eval()` first to switch off dropout.
+      recipe: Which layers to prune, and the pattern n:m, which is that of the slot ``fwd_rhs``.
       batches: Batches of inputs, as in `calibrate`.
       solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``.
-      in_turn: True to calibrate each block on the blocks before it that are already pruned. Blocks that are one stack
-        are pruned together.
+      in_turn: True to calibrate each block on the outputs of the pruned blocks before it. Blocks that are one stack are
+        pruned together.
       progress: True to show progress bars.
 
     Returns:
       The pruned copy, and the errors of its layers.
 
     Raises:
-      ValueError: The recipe does not fit the model, or a layer is a convolution in groups.
+      ValueError: The recipe does not fit the model, the call does not use a layer, or a layer is a convolution in groups.
 
     >>> import nmjax as nm
     >>> model, batches = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [jax.random.normal(jax.random.key(0), (100, 8))]
@@ -136,7 +136,7 @@ def _solve(
     pruned = np.empty_like(matrices)
     for index in np.ndindex(lead):
         result = solver(matrices[index], inputs.moments[index], pattern.n, pattern.m)
-        solved[layer.path + (f"[{','.join(map(str, index))}]" if lead else "")] = result.error, result.magnitude
+        solved[layer.path + (f"[{','.join(map(str, index))}]" if lead else "")] = result.error, result.magnitude_error
         pruned[index] = result.weight
     made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(order)), weight.dtype)
     back = made if stack else layer.steps.apply(lambda w, p: p.astype(w.dtype), weight, made, back=True)

@@ -1,7 +1,7 @@
-"""Taps: the way a layer's input passes on its way to the product, where its statistics are taken.
+"""Record statistics of the inputs of layers.
 
-The gradient of a tap is defined as the statistic of what passes, so the statistics of all layers come out of one
-compiled function, under scans and `nnx.remat` too.
+A tap is a variable whose gradient is defined as a statistic of the layer's input. So one call of `jax.grad` returns the
+statistics of all layers, also under scans and `nnx.remat`.
 """
 
 import math
@@ -56,7 +56,7 @@ class Tap(nnx.Param[jax.Array]):
 
 
 class Meter(nnx.Module):
-    """Stands in a layer's door, and computes its product with the input passed by taps."""
+    """Replaces the product of a layer by one that also records its input."""
 
     def __init__(self, layer: Layer, stack: Sequence[int], shape: Sequence[int], axes: Axes, moments: bool) -> None:
         """Make the taps.
@@ -92,7 +92,8 @@ class Meter(nnx.Module):
     def _tapped(self, x: jax.Array, op: Any, shape: tuple[int, ...], extra: tuple[Any, ...]) -> jax.Array:
         if self.tap[...].ndim != self.rank:
             raise ValueError(
-                f"{self.name}: the call slices its parameters, but not its taps, along another axis than 0."
+                f"{self.name}: the call slices this layer's parameters along an axis other than 0, which calibration does not "
+                "support."
             )
         return _passed(x, self.tap[...], self.tokens[...], extra, (op, shape, self.moments))
 

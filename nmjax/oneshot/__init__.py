@@ -1,4 +1,4 @@
-"""One-shot pruning: a trained weight becomes n:m without training, by what its inputs are.
+"""One-shot pruning: make a trained weight n:m without training, from statistics of its inputs.
 
 A solver takes the weight of one layer, [inputs, outputs], and the second moments X'X of its inputs. It returns the
 pruned weight, its mask, and the error of the layer's output.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-BLOCK = 128  # inputs whose updates of all later inputs are made together
+BLOCK = 128  # inputs that are pruned before all later inputs are updated
 
 
 class Solved(NamedTuple):
@@ -17,7 +17,7 @@ class Solved(NamedTuple):
       weight: The pruned weight, in float64.
       mask: True where a weight is kept.
       error: The relative error ||XW - XP||^2 / ||XW||^2 of the layer's output.
-      magnitude: The same error if the largest magnitudes are kept as they are.
+      magnitude_error: The same error with magnitude pruning.
 
     >>> solved = magnitude(np.array([[1.0], [-2.0], [3.0], [-4.0]]), np.eye(4))
     >>> solved.weight[:, 0].tolist(), round(solved.error, 3)
@@ -27,7 +27,7 @@ class Solved(NamedTuple):
     weight: np.ndarray
     mask: np.ndarray
     error: float
-    magnitude: float
+    magnitude_error: float
 
 
 def magnitude(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
@@ -99,7 +99,7 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
 
     >>> x = np.array([[1.0, 1.0, 0.0, 0.0], [0.0, 0.1, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])  # two inputs are nearly equal
     >>> solved = sparsegpt(np.array([[1.0], [1.2], [0.1], [1.1]]), x.T @ x)
-    >>> solved.mask[:, 0].tolist(), solved.error < solved.magnitude
+    >>> solved.mask[:, 0].tolist(), solved.error < solved.magnitude_error
     ([False, True, False, True], True)
     """
     w, moments = _checked(w, moments, n, m)
@@ -107,7 +107,7 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
         raise ValueError(f"damping is a positive share of the mean second moment, got {damping}.")
     inputs = len(w)
     damped = _damped(moments, damping)
-    # The rows of this triangle are the rows of the inverse of what is left after each input, divided by a root.
+    # Row i is the first row of inv(damped[i:, i:]), divided by the root of its first entry.
     upper = np.linalg.cholesky(np.linalg.inv(damped)).T
     rest, weight, mask = w.copy(), np.zeros_like(w), np.zeros(w.shape, bool)
     block = max(1, BLOCK // m) * m
@@ -126,18 +126,18 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
 
 
 def admm(
-    w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01, steps: int = 20, fixed: int = 20
+    w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01, mask_steps: int = 20, fixed_steps: int = 20
 ) -> Solved:
     """Choose masks and weights together by the alternating direction method of multipliers.
 
-    Boža, "Fast and Effective Weight Update for Pruned Large Language Models" (arXiv 2401.02938). The inputs are scaled
-    to norm 1, the mask is that of the largest weights in each of the first steps, and then it is kept.
+    Boža, "Fast and Effective Weight Update for Pruned Large Language Models" (arXiv 2401.02938). Inputs are scaled to
+    norm 1. The mask is chosen again in each of the first steps, and then fixed.
 
     Args:
       w, moments, n, m: As in `magnitude`.
       damping: The share of the mean second moment that is added to each.
-      steps: The number of steps in which the mask may change.
-      fixed: The number of steps after that.
+      mask_steps: The number of steps in which the mask may change.
+      fixed_steps: The number of steps after that.
 
     Raises:
       ValueError: The shapes do not fit, m does not divide the inputs, or ``damping`` is not positive.
@@ -154,8 +154,8 @@ def admm(
     goal, inverse = scaled @ (w * norms), np.linalg.inv(scaled + np.eye(len(w)))
     x, dual = w * norms, np.zeros_like(w)
     mask = _largest(np.abs(x), n, m)
-    for step in range(steps + fixed):
-        if step < steps:
+    for step in range(mask_steps + fixed_steps):
+        if step < mask_steps:
             mask = _largest(np.abs(x + dual), n, m)
         z = np.where(mask, x + dual, 0)
         dual += x - z
@@ -174,7 +174,7 @@ def _checked(w: np.ndarray, moments: np.ndarray, n: int, m: int) -> tuple[np.nda
             f"w has shape [inputs, outputs] and moments [inputs, inputs], got {w.shape} and {moments.shape}."
         )
     if not 1 <= n <= m or len(w) % m:
-        raise ValueError(f"the {len(w)} inputs do not divide into groups of {m} of which {n} are kept.")
+        raise ValueError(f"m must divide the {len(w)} inputs, and n lies between 1 and m, got n={n} and m={m}.")
     if not (np.isfinite(w).all() and np.isfinite(moments).all()):
         raise ValueError("w or moments are not finite.")
     return w, moments
@@ -188,7 +188,7 @@ def _largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
 
 
 def _damped(moments: np.ndarray, damping: float) -> np.ndarray:
-    """Return second moments that have an inverse. An input that is always zero gets a moment of its own."""
+    """Return second moments that have an inverse. An input that is always zero gets the mean moment."""
     diagonal = np.diag(moments)
     added = damping * diagonal.mean() + (diagonal == 0) * (diagonal.mean() or 1.0)
     return moments + np.diag(added)

@@ -81,10 +81,10 @@ def tokenizer(file: str | os.PathLike[str]) -> Any:
 
 
 def batches(tokens: list[list[int]], longest: int, size: int = 16) -> Iterator[np.ndarray]:
-    """Return tokens in batches without padding: each text is cut to the nearest length of `LENGTHS`.
+    """Return tokens in batches without padding: each text is cut to the largest length in `LENGTHS` that fits.
 
     Args:
-      tokens: The tokens of each text. Texts of less than 8 tokens are left out.
+      tokens: The tokens of each text. Texts of fewer than 8 tokens are left out.
       longest: The greatest length.
       size: The greatest number of texts in a batch.
 
@@ -109,7 +109,7 @@ def windows(tokens: list[list[int]], length: int, size: int = 8) -> Iterator[np.
 
     Args:
       tokens: The tokens of each text.
-      length: The tokens in a window. If there are less in all, they are one window.
+      length: The tokens in a window. If there are fewer in all, they are one window.
       size: The greatest number of windows in a batch.
 
     >>> [batch.tolist() for batch in windows([[1, 2, 3], [4, 5], [6, 7]], length=3, size=2)]

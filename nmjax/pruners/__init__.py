@@ -6,7 +6,7 @@ exports. A pruner outside this repository needs none of these: texts name it as 
 from nmjax.pruners.combinators import chain as chain, raw as raw, rescale as rescale, stages as stages
 from nmjax.pruners.estimators import decay as decay, sr_ste as sr_ste, ste as ste
 from nmjax.pruners.float8 import fp8 as fp8
-from nmjax.pruners.input_norms import wanda as wanda
+from nmjax.pruners.input_norms import ria as ria, wanda as wanda
 from nmjax.pruners.magnitude import mse as mse
 from nmjax.pruners.nothing import identity as identity
 from nmjax.pruners.random_choice import uniform as uniform

@@ -3,6 +3,10 @@
 A pruner without a rule has the gradient of autodiff: dropped entries get none.
 """
 
+import math
+import numbers
+import math
+import numbers
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -104,10 +108,10 @@ class sr_ste(SameValues):
 
     Args:
       p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
-      lam: The strength of the decay.
+      lam: The strength of the decay, or a schedule of the step. AST (Huang et al., arXiv:2407.20584) lets it rise from 0.
 
     Raises:
-      TypeError: ``p`` is not a pruner, or ``lam`` is not a number.
+      TypeError: ``p`` is not a pruner, or ``lam`` is neither a number nor a schedule.
       ValueError: ``p`` also changes the values that it keeps.
 
     >>> from nmjax.pruners import mse
@@ -115,11 +119,18 @@ class sr_ste(SameValues):
     Array([1.1, 0.8, 1. , 1. ], dtype=float32)
     """
 
-    lam: float = 2e-4
+    lam: float | Schedule = 2e-4
     reads_step = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        number = isinstance(self.lam, numbers.Real) and not isinstance(self.lam, bool) and not math.isnan(self.lam)
+        if isinstance(self.lam, Pruner) or not (number or callable(self.lam)):
+            raise TypeError(
+                f"sr_ste: lam must be a number, or a schedule such as linear(0,2e-4,1000), got {self.lam!r}."
+            )
+        if number:
+            object.__setattr__(self, "lam", float(self.lam))
         if not self.p.selects:
             raise ValueError(
                 f"{self} decays the weights that its pruner drops, but {self.p} does not only keep or drop: it also "
@@ -216,23 +227,23 @@ def _straight_through_jvp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _decayed_through(p: Pruner, lam: float, axis: int, x: jax.Array, ctx: Ctx) -> jax.Array:
+def _decayed_through(p: Pruner, lam: float | Schedule, axis: int, x: jax.Array, ctx: Ctx) -> jax.Array:
     return p(x, axis, ctx)
 
 
 def _decayed_forward(
-    p: Pruner, lam: float, axis: int, x: jax.Array, ctx: Ctx
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    p: Pruner, lam: float | Schedule, axis: int, x: jax.Array, ctx: Ctx
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
     y = straight_through(p, axis, x, ctx)  # so that second derivatives pass through too
-    return y, (x, y)
+    return y, (x, y, lam(ctx.step) if callable(lam) else None)
 
 
 def _decayed_backward(
-    p: Pruner, lam: float, axis: int, residuals: tuple[jax.Array, jax.Array], g: jax.Array
+    p: Pruner, lam: float | Schedule, axis: int, residuals: tuple[jax.Array, jax.Array, Any], g: jax.Array
 ) -> tuple[jax.Array, None]:
-    x, y = residuals
+    x, y, now = residuals
     dropped = jnp.where(x == y, jnp.zeros((), x.dtype), x)  # (1 - mask) * x
-    return g + jnp.asarray(lam, x.dtype) * dropped, None
+    return g + jnp.asarray(lam if now is None else now).astype(x.dtype) * dropped, None
 
 
 _decayed_through.defvjp(_decayed_forward, _decayed_backward)

@@ -1,4 +1,4 @@
-"""Magnitude times the norm of the input: `wanda`, whose state are the norms."""
+"""Magnitudes and the norms of the inputs: `wanda` and `ria`, whose state holds the norms."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,15 @@ from nmjax.core.pruner import Grouped, Remembering
 
 
 @dataclass(frozen=True, repr=False)
-class wanda(Grouped, Remembering):
-    """Keep the n largest of every m by magnitude times the norm of the feature that it multiplies.
+class ByNorms(Grouped, Remembering):
+    """The base of pruners that hold the norm of each feature that the weight multiplies.
 
-    Paper: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", arXiv:2306.11695.
-
-    The norms are state. They begin as ones, which is magnitude pruning: measure a layer's inputs with
-    `nmjax.nnx.calibrate`, and give them to the model with `nmjax.nnx.set_norms`. The values themselves stay.
+    The norms are state. They begin as ones: measure a layer's inputs with `nmjax.nnx.calibrate`, and give them to the
+    model with `nmjax.nnx.set_norms`. The kept values stay as they are.
 
     Args:
       n: The number of values to keep in each group.
       m: The size of a group.
-
-    >>> wanda(2, 4)(jnp.array([1., -2., 3., -4.]), ctx=Ctx(state=jnp.array([10., 1., 1., 1.])))
-    Array([ 1.,  0.,  0., -4.], dtype=float32)
     """
 
     reads_step = False
@@ -41,7 +36,17 @@ class wanda(Grouped, Remembering):
             )
         shape = [1] * x.ndim
         shape[axis] = x.shape[axis]
-        return groups.top(x.astype(jnp.float32) * norms.reshape(shape), axis, self.n, self.m)
+        return groups.top(self.scores(x.astype(jnp.float32), axis, norms.reshape(shape)), axis, self.n, self.m)
+
+    def scores(self, x: jax.Array, axis: int, norms: jax.Array) -> jax.Array:
+        """Return the scores, of which the n largest of each group are kept.
+
+        Args:
+          x: The weight in float32.
+          axis: The axis of the groups.
+          norms: The norms, of a shape that is broadcast with ``x``.
+        """
+        raise NotImplementedError
 
     @property
     def selects(self) -> bool:
@@ -57,3 +62,60 @@ class wanda(Grouped, Remembering):
         if ctx.state is None:
             raise ValueError(f"{self} needs the norms of the inputs: pass as state what its init(x, axis) returns.")
         return jnp.asarray(ctx.state)
+
+
+@dataclass(frozen=True, repr=False)
+class wanda(ByNorms):
+    """Keep the n largest of every m by magnitude times the norm of the feature that it multiplies.
+
+    Paper: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", arXiv:2306.11695.
+
+    The norms are state, as `nmjax.nnx.set_norms` sets it. With norms of one, this is magnitude pruning.
+
+    Args:
+      n: The number of values to keep in each group.
+      m: The size of a group.
+
+    >>> wanda(2, 4)(jnp.array([1., -2., 3., -4.]), ctx=Ctx(state=jnp.array([10., 1., 1., 1.])))
+    Array([ 1.,  0.,  0., -4.], dtype=float32)
+    """
+
+    def scores(self, x: jax.Array, axis: int, norms: jax.Array) -> jax.Array:
+        """Return magnitude times norm."""
+        del axis
+        return x * norms
+
+
+@dataclass(frozen=True, repr=False)
+class ria(ByNorms):
+    """Keep the n largest of every m by relative importance times a power of the norm.
+
+    Paper: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models", ICLR 2024.
+    Its permutation of the inputs is left out::
+
+        score = (|w| / sum of |w| over inputs + |w| / sum of |w| over outputs) * norm ** power
+
+    The norms are state, as `nmjax.nnx.set_norms` sets it.
+
+    Args:
+      n: The number of values to keep in each group.
+      m: The size of a group.
+      power: The exponent of the norm.
+
+    >>> ria(2, 4)(jnp.array([[1., 1.], [-2., 9.], [3., 1.], [-4., 1.]]), 0, Ctx(state=jnp.ones(4)))
+    Array([[ 0.,  1.],
+           [ 0.,  9.],
+           [ 3.,  0.],
+           [-4.,  0.]], dtype=float32)
+    """
+
+    power: float = 0.5
+
+    def scores(self, x: jax.Array, axis: int, norms: jax.Array) -> jax.Array:
+        """Return relative importance times a power of the norm."""
+        finite, tiny = jnp.isfinite(x), jnp.finfo(jnp.float32).tiny
+        size = jnp.where(finite, jnp.abs(x), 0)
+        others = tuple(a for a in range(x.ndim) if a != axis % x.ndim)
+        share = lambda axes: size / jnp.maximum(size.sum(axes, keepdims=True), tiny)
+        importance = (share((axis,)) + share(others)) * norms**self.power
+        return jnp.where(finite, importance, jnp.inf)

@@ -56,7 +56,7 @@ def ste(n: int = 2, m: int = 4) -> Sparsity:
     return Sparsity(fwd_rhs=straight(mse(n, m)))
 
 
-def sr_ste(n: int = 2, m: int = 4, lam: float = 2e-4) -> Sparsity:
+def sr_ste(n: int = 2, m: int = 4, lam: float | Schedule = 2e-4) -> Sparsity:
     """Return SR-STE: magnitude-pruned weights whose dropped values also decay.
 
     Paper: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", arXiv:2102.04010.
@@ -65,7 +65,7 @@ def sr_ste(n: int = 2, m: int = 4, lam: float = 2e-4) -> Sparsity:
     Args:
       n: Number of values kept in each group.
       m: Size of a group.
-      lam: Strength of the decay.
+      lam: Strength of the decay, or a schedule of the step.
 
     Returns:
       A sparsity with ``fwd_rhs`` set.

@@ -70,7 +70,7 @@ def test_one_broken_group_is_found(tmp_path):
     assert not report.holds
     assert [(one.name, one.axis, one.broken, one.groups) for one in report.broken] == [("w", 1, 1, 1024)]
     assert "1 of 1,024 groups along axis 1 have more" in str(report)
-    assert json.loads(json.dumps(report.json()))["tensors"][0]["state"] == "broken"
+    assert json.loads(json.dumps(report.as_dict()))["tensors"][0]["state"] == "broken"
 
 
 def test_a_dense_file_holds_nothing(tmp_path):
@@ -105,7 +105,7 @@ FITS = {
 def test_which_program_can_use_a_tensor(case, tmp_path):
     program, shape, axis, dtype = case
     (one,) = found(tmp_path, {"w": pruned(shape, axis, dtype=dtype)}, programs=[program]).tensors
-    assert one.fits == {program: FITS[case]}
+    assert one.misfits == {program: FITS[case]}
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (64, 128), (48, 64), (32, 32), (96, 192), (16, 64)])
@@ -124,7 +124,7 @@ def test_torch_compresses_what_it_is_said_to_use(shape, dtype, tmp_path):
     tensor = torch.tensor(x.astype(np.float32)).to(getattr(torch, dtype))
     least = Cutlass._DTYPE_SHAPE_CONSTRAINTS[tensor.dtype]
     fits = shape[0] % least.sparse_min_rows == 0 and shape[1] % least.sparse_min_cols == 0
-    assert (one.fits["torch"] is None) == fits
+    assert (one.misfits["torch"] is None) == fits
     if fits:
         assert torch.equal(restore(*compress(tensor)), tensor)
 

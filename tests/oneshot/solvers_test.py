@@ -108,7 +108,7 @@ def test_sparsegpt_is_the_papers_algorithm(inputs, block, n, m, monkeypatch):
 def test_admm_ends_at_the_best_weights_of_its_mask():
     w, x, _ = layer(16, 4)
     moments = x.T @ x
-    solved = oneshot.admm(w, moments, damping=1e-9, fixed=20_000)
+    solved = oneshot.admm(w, moments, damping=1e-9, fixed_steps=20_000)
     np.testing.assert_allclose(solved.weight, refitted(w, moments, solved.mask), rtol=1e-5, atol=1e-7)
 
 

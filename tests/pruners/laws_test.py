@@ -77,6 +77,7 @@ CASES = [
         final="hold(uniform(2,4,rescale=False))",
     ),
     Case(nm.wanda(2, 4), (2, 4), final="wanda(2,4)"),
+    Case(nm.ria(2, 4), (2, 4), final="ria(2,4)"),
     Case(nm.permute(mse(2, 4), 3, 4), (2, 4), final="permute(mse(2,4),every=None,draws=4)"),
     Case(nm.fp8("e4m3"), None, local=False, final="fp8('e4m3')"),
     Case(nm.ste(mse(1, 4)), (1, 4), commutes=True, final="mse(1,4)"),
