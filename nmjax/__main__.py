@@ -62,7 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
     verify.add_argument("--n", type=int, default=2, help="the non-zeros allowed in a group (2)")
     verify.add_argument("--m", type=int, default=4, help="the size of a group (4)")
-    verify.add_argument("--for", dest="programs", default="", metavar="PROGRAMS", help=f"comma-separated programs to check: {','.join(CONSUMERS)}")
+    verify.add_argument(
+        "--for",
+        dest="programs",
+        default="",
+        metavar="PROGRAMS",
+        help=f"comma-separated programs to check: {','.join(CONSUMERS)}",
+    )
     verify.add_argument("--json", action="store_true", help="print JSON")
     pruned = command("prune", _prune, "Prune the blocks of a checkpoint in one shot, and write it to a folder.")
     pruned.add_argument("path", help="a folder with config.json, a .safetensors file and tokenizer.json")
@@ -70,10 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--n", type=int, default=2, help="the weights to keep in a group (2)")
     pruned.add_argument("--m", type=int, default=4, help="the size of a group (4)")
     pruned.add_argument(
-        "--data", metavar="FILE", help="texts: one per line, or .jsonl with a field text; also .gz and .xz. magnitude needs none"
+        "--data",
+        metavar="FILE",
+        help="texts: one per line, or .jsonl with a field text; also .gz and .xz. magnitude needs none",
     )
     pruned.add_argument("--examples", type=int, default=128, help="the greatest number of texts (128)")
-    pruned.add_argument("--length", type=int, default=512, help="tokens: the most of a text; for GPT and decoders, of a window (512)")
+    pruned.add_argument(
+        "--length", type=int, default=512, help="tokens: the most of a text; for GPT and decoders, of a window (512)"
+    )
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     text = "Export a checkpoint: .onnx for other programs, or a smaller .safetensors file that only nmjax reads."
@@ -196,7 +206,9 @@ def _prune(asked: argparse.Namespace) -> int:
     found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())
     checkpoints.save(asked.out, found.model, like=source)
     errors = np.array(list(found.errors.values()))
-    print(f"{asked.out}: {len(errors)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {len(tokens)} texts.")
+    print(
+        f"{asked.out}: {len(errors)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {len(tokens)} texts."
+    )
     print(
         f"Mean relative error of a layer's output: {errors[:, 0].mean():.4f}, with magnitude {errors[:, 1].mean():.4f}."
     )

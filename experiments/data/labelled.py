@@ -181,9 +181,7 @@ def _classes(labels: Sequence[Any], name: str) -> list[Any]:
         raise Mistake(f"{name}: some labels are numbers and some are names. Write all of them in one way.")
     classes = sorted(set(labels))
     if kinds == {int} and classes != list(range(len(classes))):
-        raise Mistake(
-            f"{name}: labels that are numbers are 0, 1, ..., classes - 1; got {classes[:9]}."
-        )
+        raise Mistake(f"{name}: labels that are numbers are 0, 1, ..., classes - 1; got {classes[:9]}.")
     if len(classes) < 2:
         raise Mistake(f"{name}: all labels are {classes[0]!r}, so there is nothing to learn.")
     return classes

@@ -124,7 +124,9 @@ class Classify(_Finetune):
         self.examples, self.notes = len(kept), [self.set.note] if self.set.note else []
         cut = sum(int((one.size == longest).sum()) for one in encoded.values())
         if cut and longest == self.length:
-            self.notes.append(f"{cut:,} texts have at least {longest} tokens, and longer ones are cut (config.data.length)")
+            self.notes.append(
+                f"{cut:,} texts have at least {longest} tokens, and longer ones are cut (config.data.length)"
+            )
         counts = f"{len(kept):,} training texts, {len(held_out):,} validation, {len(self.set.test):,} test"
         shown = ", ".join(self.set.classes[:4]) + (", ..." if len(self.set.classes) > 4 else "")
         self.facts = [("data", f"{self.set.name}: {counts}; {len(self.set.classes)} classes ({shown})")]

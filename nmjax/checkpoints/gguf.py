@@ -239,5 +239,7 @@ class _Header:
             known = ", ".join(one.name for one in CODINGS.values())
             raise CheckpointError(f"{self.path}: the tensor {name!r} has the unknown type {kind}. Supported: {known}.")
         if (shape[-1] if shape else 1) % coding.numbers:
-            raise CheckpointError(f"{self.path}: rows of {shape[-1]} in {name!r} do not divide into blocks of {coding.numbers}.")
+            raise CheckpointError(
+                f"{self.path}: rows of {shape[-1]} in {name!r} do not divide into blocks of {coding.numbers}."
+            )
         return name, coding, shape, offset

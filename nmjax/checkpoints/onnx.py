@@ -43,7 +43,9 @@ def write_onnx(
     try:
         from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]
     except ModuleNotFoundError as error:
-        raise CheckpointError(f"the package {error.name} is missing. The extra onnx brings it: pip install 'nmjax[onnx]'.") from None
+        raise CheckpointError(
+            f"the package {error.name} is missing. The extra onnx brings it: pip install 'nmjax[onnx]'."
+        ) from None
     path = Path(path)
     try:
         made = to_onnx(model, list(inputs), return_mode="proto", input_names=names)

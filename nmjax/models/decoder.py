@@ -279,7 +279,7 @@ class Decoder(nnx.Module):
           ValueError: Sizes do not fit each other.
         """
         if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"kv_heads must divide heads, got kv_heads={groups} and heads={heads}.")
+            raise ValueError(f"kv_heads must divide heads, got kv_heads={kv_heads} and heads={heads}.")
         if features is None and width % heads:
             raise ValueError(f"heads must divide width, got heads={heads} and width={width}. Or write features=...")
         features = width // heads if features is None else features

@@ -1,7 +1,6 @@
 """The blocks of a model, called one after another: each on the outputs of the blocks before it, which are kept."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +38,9 @@ class Call(NamedTuple):
     def split(self) -> tuple[list[Any], "Rest"]:
         """Return the arrays, and the rest, which is static for `jax.jit`."""
         leaves, tree = jax.tree.flatten((self.args, self.options))
+        for v in leaves:
+            if not _is_array(v) and not isinstance(v, Hashable):
+                raise ValueError(f"an argument of the call is neither an array nor hashable: {v!r}.")
         return [v for v in leaves if _is_array(v)], Rest(tuple(None if _is_array(v) else (v,) for v in leaves), tree)
 
 
@@ -67,20 +69,21 @@ def _is_node(v: Any) -> bool:
     return isinstance(v, (nnx.Pytree, nnx.Variable))
 
 
-def block_of(path: str, modules: Mapping[str, Any]) -> str | None:
-    """Return the path of the block that a layer is in: the outermost numbered module that is not a list of others.
+def block_of(path: str, modules: Mapping[str, Any]) -> str:
+    """Return the path of the block that a layer is in: the outermost module that is not a list of others.
 
     Args:
       path: The path of the layer.
       modules: The modules of the model, by path.
 
-    >>> model = {"stages/0": nnx.List([]), "stages/0/1": nnx.Linear(1, 1, rngs=nnx.Rngs(0))}
+    >>> linear = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    >>> model = {"stages": nnx.List([]), "stages/0": nnx.List([]), "stages/0/1": linear, "head": linear}
     >>> block_of("stages/0/1/conv", model), block_of("head", model)
-    ('stages/0/1', None)
+    ('stages/0/1', 'head')
     """
-    ends = [found.end() for found in re.finditer(r"(?<![^/])\d+(?=/|$)", path)]
-    named = (path[:end] for end in ends)
-    return next((one for one in named if one in modules and not isinstance(modules[one], nnx.List)), None)
+    parts = path.split("/")
+    starts = ("/".join(parts[: i + 1]) for i in range(len(parts)))
+    return next((one for one in starts if one in modules and not isinstance(modules[one], nnx.List)), path)
 
 
 def modules_of(model: Any) -> dict[str, Any]:
@@ -111,35 +114,35 @@ class Blocks:
 
     def __init__(self, model: Any, paths: Sequence[str], batches: Sequence[Call], needs: Sequence[set[int]]) -> None:
         self.model, self.paths, self.batches, self.needs = model, list(paths), batches, needs
-        self.shapes: list[Any] = []
-        self.outputs: list[dict[int, Any]] = [{} for _ in batches]
+        self.outputs: list[list[Any]] = [[] for _ in batches]  # of each batch, shapes in place of what is not needed
 
     @classmethod
-    def find(cls, model: Any, paths: Sequence[str], batches: Sequence[Call]) -> "Blocks | None":
-        """Return the blocks of a model; None if they cannot be called on their own.
+    def find(
+        cls, model: Any, paths: Sequence[str], needed: Collection[str], batches: Sequence[Call]
+    ) -> "Blocks | None":
+        """Return the blocks of a model in the order of their calls; None if they cannot be called on their own.
 
-        They can be if the call of the model calls each of them once, in the order of ``paths`` and outside scans,
-        checkpoints and branches, with arrays; and if no two share a variable.
+        They can be if the call of the model calls each of them once, outside scans, checkpoints and branches, with
+        arrays; and if no two share a variable. Those that it does not call are left out, unless they are needed.
 
         Args:
           model: The model. The blocks are called with the weights that it has at that time.
-          paths: The paths of the blocks.
+          paths: The paths of the blocks, in any order.
+          needed: Those that have to be among the result.
           batches: The calls of the model.
         """
         modules = modules_of(model)
-        owned = [id(v) for path in paths for _, v in nnx.iter_graph(modules[path]) if isinstance(v, nnx.Variable)]
-        if len(paths) < 2 or len(set(owned)) < len(owned):
-            return None
+        paths = [path for path in paths if path in modules]
         try:
             outputs = _outputs(model, paths, batches[0])
-            if list(outputs) != list(paths):
+            called, shapes = list(outputs), list(outputs.values())
+            owned = [id(v) for path in called for _, v in nnx.iter_graph(modules[path]) if isinstance(v, nnx.Variable)]
+            if not set(needed) <= set(called) or len(set(owned)) < len(owned):
                 return None
-            shapes = [outputs[path] for path in paths]
-            found = cls(model, paths, batches, [_needs(model, paths, shapes, i, batches[0]) for i in range(len(paths))])
+            needs = [_needs(model, called, shapes, i, batches[0]) for i in range(len(called))]
         except (_NoChain, jax.errors.UnexpectedTracerError):
             return None
-        found.shapes = shapes
-        return found
+        return cls(model, called, batches, needs)
 
     def module(self, number: int) -> Any:
         """Return a block."""
@@ -147,26 +150,25 @@ class Blocks:
 
     def calls(self, number: int) -> list[Call]:
         """Return the calls of a block, one for each batch. The outputs of the blocks that it needs were computed."""
+        zeros = lambda v: jnp.zeros(v.shape, v.dtype) if isinstance(v, jax.ShapeDtypeStruct) else v
         return [
-            _reached(self.model, self.paths, self._whole(outputs), number, batch)
+            _reached(self.model, self.paths, jax.tree.map(zeros, outputs), number, batch)
             for batch, outputs in zip(self.batches, self.outputs, strict=True)
         ]
-
-    def _whole(self, outputs: dict[int, Any]) -> list[Any]:
-        """Return the outputs of all blocks, zeros for those that are not kept."""
-        zeros = lambda tree: jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), tree)
-        return [outputs[i] if i in outputs else zeros(shape) for i, shape in enumerate(self.shapes)]
 
     def run(self, number: int, calls: Sequence[Call]) -> None:
         """Compute the outputs of a block, keep them, and forget those that no later block needs."""
         later = set().union(*self.needs[number + 1 :])
         graph, state = nnx.split(self.module(number))
         for outputs, call in zip(self.outputs, calls, strict=True):
-            if number in later:
-                arrays, rest = call.split()
-                outputs[number] = _output(graph, rest, state, arrays)
-            for old in [i for i in outputs if i not in later]:
-                del outputs[old]
+            arrays, rest = call.split()
+            made = _output(graph, rest, state, arrays) if later else None
+            outputs.append(made)
+            outputs[:] = [v if i in later else _shapes(v) for i, v in enumerate(outputs)]
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), tree)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -213,7 +215,7 @@ def _outputs(model: Any, paths: Sequence[str], batch: Call) -> dict[str, Any]:
         given = jax.tree.leaves((call, y), is_leaf=_is_node)
         if path in found or any(map(_is_node, given)) or not all(map(_is_array, jax.tree.leaves(y))):
             raise _NoChain
-        found[path] = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), y)
+        found[path] = _shapes(y)
         return y
 
     def run(state: Any, arrays: list[Any]) -> None:

@@ -50,7 +50,7 @@ def calibrate(
     Args:
       model: A flax.nnx model. It is not changed. Call `model.eval()` first to switch off dropout.
       batches: Batches of inputs: a tuple of the arguments of the model's call, a dict of keyword arguments, or a single
-        array. Batches of one shape compile once.
+        array. Batches of one shape compile once. Padding counts as input: pass texts without it.
       moments: True to also return second moments X'X, an array [features, features] for each layer.
       only: A regular expression of the paths of layers.
       progress: True to show a progress bar.
@@ -59,7 +59,8 @@ def calibrate(
       A dict from the layer's path to its `Inputs`.
 
     Raises:
-      ValueError: There are no batches, no layer has such a path, or a layer is a convolution in groups.
+      ValueError: There are no batches, no layer has such a path, a layer is a convolution in groups, or no gradient of
+        the output reaches a layer.
 
     >>> import nmjax as nm
     >>> found = nm.nnx.calibrate(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), [jnp.array([[1., 2.], [3., 0.]])])
@@ -86,6 +87,12 @@ def calibrate(
         for path, parts in _statistics(graph, paths, others, taps, rest, arrays).items():
             parts = [np.asarray(part, np.float64) for part in parts]
             sums[path] = [a + b for a, b in zip(sums[path], parts, strict=True)] if path in sums else parts
+    unseen = [path or "the model" for path, (_, tokens) in sums.items() if not tokens.any()]
+    if unseen:
+        raise ValueError(
+            f"{', '.join(unseen[:8])}: no gradient of the output reaches these layers, so their inputs were not measured. "
+            "Their results are unused, or pass through jax.lax.stop_gradient or a branch that did not run. Leave them out."
+        )
     found = {}
     for path, (statistic, tokens) in sums.items():
         squares = np.diagonal(statistic, axis1=-2, axis2=-1).copy() if moments else statistic
@@ -101,7 +108,7 @@ def _statistics(graph: Any, paths: tuple[str, ...], others: Rest, taps: Any, res
     def total(taps: Any) -> jax.Array:
         y = nnx.merge(graph, taps, rest, copy=True)(*call.args, **call.options)
         numbers = [v for v in jax.tree.leaves(y) if jnp.issubdtype(v.dtype, jnp.floating)]
-        return jnp.sum(jnp.stack([jnp.sum(v.astype(jnp.float32)) for v in numbers]))
+        return sum((jnp.sum(v.astype(jnp.float32)) for v in numbers), jnp.zeros(()))
 
     found = nnx.merge(graph, jax.grad(total)(taps), rest, copy=True)
     inside = {layer.path: layer.inside for layer in layers(found)}

@@ -1,6 +1,7 @@
 """One-shot pruning of a trained model, block after block."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,9 +17,10 @@ from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden
 from nmjax.nnx.layers import layers
-from nmjax.nnx.recording import with_calls
+from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
 from nmjax.oneshot.solvers import Solved, sparsegpt
+from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
@@ -46,25 +48,32 @@ class Pruned(NamedTuple):
 
 
 def prune(
-    model: Model, recipe: Recipe, batches: Iterable[Any], solver: Solver = sparsegpt, *, in_turn: bool = True,
+    model: Model, recipe: Recipe | Sparsity | str, batches: Iterable[Any], solver: Solver = sparsegpt, *, in_turn: bool = True,
     progress: bool = False,
 ) -> Pruned:  # fmt: skip
     """Prune the weights of a trained model without training, so that the outputs of its layers change little.
 
     Args:
       model: A flax.nnx model. It is not changed. Call `model.eval()` first to switch off dropout.
-      recipe: Which layers to prune, and the pattern n:m, which is that of the slot ``fwd_rhs``.
+      recipe: Which layers to prune, and the pattern n:m, which is that of the slot ``fwd_rhs``. A
+        method, or its text such as "ste(2,4)", is for all layers.
       batches: Batches of inputs, as in `calibrate`.
       solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``.
-      in_turn: True to calibrate each block on the outputs of the pruned blocks before it. Blocks that are one stack are
-        pruned together.
+      in_turn: True to calibrate each block on the outputs of the pruned blocks before it, which are kept. The blocks are
+        called one after another, unless they are in a scan or a checkpoint: then the whole model is called for each.
+        Blocks that are one stack are pruned together. The second moments of the layers of one block are in memory.
       progress: True to show progress bars.
 
     Returns:
-      The pruned copy, and the errors of its layers.
+      The pruned copy, and the errors of its layers on these batches. To train on with the masks as they are, use
+      ``fwd_rhs=ste(hold(mse(2,4)))``.
 
     Raises:
-      ValueError: The recipe does not fit the model, the call does not use a layer, or a layer is a convolution in groups.
+      ValueError: The recipe does not fit the model, the call does not use a layer, two layers share a weight, or a
+        layer is a convolution in groups.
+
+    Warns:
+      UserWarning: Layers have fewer rows than inputs to calibrate with.
 
     >>> import nmjax as nm
     >>> model, batches = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [jax.random.normal(jax.random.key(0), (100, 8))]
@@ -75,55 +84,95 @@ def prune(
     calls = [Call.of(batch) for batch in batches]
     if not calls:
         raise ValueError("prune: there are no batches.")
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe({".*": recipe})
     args, options = calls[0]
-    hard = harden(sparsify(nnx.clone(model), recipe, *args, **options))
+    sparse = sparsify(nnx.clone(model), recipe, *args, **options)
+    _check_pruners(sparse)
+    hard = harden(sparse)
     targets = {layer.path: layer for layer in layers(hard) if layer.hardened is not None}
+    if not targets:
+        raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
     current = nnx.clone(model)
     now = {layer.path: layer for layer in with_calls(current, list(layers(current)), recipe, args, options)[0]}
-    _check([now[path] for path in targets])
-    groups = _groups(current, list(targets)) if in_turn else {"": list(targets)}
-    alone = [group for group in groups if group]
-    blocks = Blocks.find(current, alone, calls)
-    solved: dict[str, tuple[float, float]] = {}
-    for group, paths in track(list(groups.items()), "Pruning", disable=not progress):
-        if group and blocks is not None:
-            number = alone.index(group)
-            asked = blocks.calls(number)
-            part, own = blocks.module(number), {path: path[len(group) + 1 :] for path in paths}
-        else:
-            number, asked, part, own = None, calls, current, {path: path for path in paths}
-        found = calibrate(part, asked, moments=True, only="|".join(map(re.escape, own.values())))
-        for path in paths:
-            weight = _solve(now[path], found[own[path]], targets[path].hardened, solver, solved)
+    _check_layers([now[path] for path in targets])
+    every = _groups(current, now) if in_turn else {"": list(now)}
+    groups = {
+        group: chosen for group, paths in every.items() if (chosen := [path for path in paths if path in targets])
+    }
+    blocks = Blocks.find(current, list(every), list(groups), calls) if in_turn else None
+    order = _in_order(current, groups, args, options) if blocks is None else blocks.paths
+    errors: dict[str, tuple[float, float]] = {}
+    few: list[str] = []
+    for number, group in track(list(enumerate(order)), "Pruning", disable=not progress):
+        asked = calls if blocks is None else blocks.calls(number)
+        part, begin = (current, "") if blocks is None else (blocks.module(number), group)
+        own = {path: path[len(begin) :].lstrip("/") for path in groups.get(group, ())}
+        found = calibrate(part, asked, moments=True, only="|".join(map(re.escape, own.values()))) if own else {}
+        for path, inside in own.items():
+            inputs = found[inside]
+            weight = _solve(now[path], inputs, targets[path].hardened, solver, errors)
             write(now[path].kernel, weight)
             write(targets[path].kernel, weight)
-        if number is not None and blocks is not None:
+            if inputs.tokens < inputs.squares.shape[-1]:
+                few.append(f"{path or 'the model'}: {inputs.tokens:,} rows for {inputs.squares.shape[-1]:,} inputs")
+        if blocks is not None:
             blocks.run(number, asked)
-    return Pruned(hard, solved)
+    if few:
+        warnings.warn(f"prune: {len(few)} layers have fewer rows than inputs to calibrate with, so the errors of their "
+                      f"outputs are too small: {'; '.join(few[:3])}. Pass more batches.", stacklevel=2)  # fmt: skip
+    return Pruned(hard, {path: errors[path] for path in sorted(errors, key=_by_number)})
 
 
-def _groups(model: Any, paths: list[str]) -> dict[str, list[str]]:
-    """Return the paths of layers by the block that they are in, "" for those outside."""
-    modules, groups = modules_of(model), {}
+def _by_number(path: str) -> list[Any]:
+    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path)]
+
+
+def _groups(model: Any, paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return the paths of layers by the block that they are in."""
+    modules = modules_of(model)
+    groups: dict[str, list[str]] = {}
     for path in paths:
-        groups.setdefault(block_of(path, modules) or "", []).append(path)
+        groups.setdefault(block_of(path, modules), []).append(path)
     return groups
 
 
-def _check(chosen: list[Layer]) -> None:
-    """Refuse layers whose inputs cannot be calibrated, all in one message."""
-    wrong = []
+def _in_order(model: Any, groups: dict[str, list[str]], args: Any, options: Any) -> list[str]:
+    """Return the groups in the order in which a call asks for their last layers."""
+    order = {path: place for place, path in enumerate(order_of_calls(model, args, options))}
+    return sorted(groups, key=lambda group: max(order.get(path, -1) for path in groups[group]))
+
+
+def _check_pruners(sparse: Any) -> None:
+    """Refuse pruners of weights whose pattern has more than one axis, all in one message."""
+    pruners = {layer.path: layer.sparsity.fwd_rhs for layer in layers(sparse) if layer.has_weight}
+    wrong = [f"{path}: {p}" for path, p in pruners.items() if p.final.pattern_across is not None]
+    if wrong:
+        raise ValueError(
+            f"prune: solvers keep n of m along the inputs alone, and these pruners also along the outputs: "
+            f"{', '.join(wrong[:5])}. Write ste(2,4)."
+        )
+
+
+def _check_layers(chosen: list[Layer]) -> None:
+    """Refuse layers whose inputs cannot be calibrated, and those that share a weight, all in one message."""
+    wrong: list[str] = []
+    owners: dict[int, str] = {}
     for layer in chosen:
         try:
             axes_in(layer)
         except ValueError as error:
             wrong.append(str(error))
+        owner = owners.setdefault(id(layer.kernel), layer.path)
+        if owner != layer.path:
+            wrong.append(
+                f"{owner} and {layer.path} share a weight, which no solver can prune for both. Leave them out."
+            )
     if wrong:
         raise ValueError("\n".join(wrong))
 
 
 def _solve(
-    layer: Layer, inputs: Inputs, pattern: Any, solver: Solver, solved: dict[str, tuple[float, float]]
+    layer: Layer, inputs: Inputs, pattern: Any, solver: Solver, errors: dict[str, tuple[float, float]]
 ) -> jax.Array:  # fmt: skip
     """Return the pruned kernel of a layer or of a stack, and write down the errors."""
     assert inputs.moments is not None
@@ -136,7 +185,7 @@ def _solve(
     pruned = np.empty_like(matrices)
     for index in np.ndindex(lead):
         result = solver(matrices[index], inputs.moments[index], pattern.n, pattern.m)
-        solved[layer.path + (f"[{','.join(map(str, index))}]" if lead else "")] = result.error, result.magnitude_error
+        errors[layer.path + (f"[{','.join(map(str, index))}]" if lead else "")] = result.error, result.magnitude_error
         pruned[index] = result.weight
     made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(order)), weight.dtype)
     back = made if stack else layer.steps.apply(lambda w, p: p.astype(w.dtype), weight, made, back=True)

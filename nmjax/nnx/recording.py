@@ -1,7 +1,8 @@
 """The products of each layer in a call of a model. The call is traced on shapes, so no value is computed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import jax
@@ -23,10 +24,18 @@ class Notes(list[Example]):
     """The products that a layer was asked for. It compares by identity, so that Flax takes it as static.
 
     Attributes:
-      asked: True if the layer was asked for a product, noted or not.
+      asked: The place of the layer among those that the call asks for a product, in their order; None if it is not
+        asked. A product that is not noted counts too.
+      clock: The places, common to all layers of a model.
     """
 
-    asked = False
+    asked: int | None = None
+    clock: Iterator[int]
+
+    def ask(self) -> None:
+        """Write down that the layer was asked for a product."""
+        if self.asked is None:
+            self.asked = next(self.clock)
 
     def __hash__(self) -> int:
         return id(self)
@@ -48,7 +57,7 @@ class Recorder(nnx.Module):
         self.number, self.notes, self.noted = number, nnx.static(notes), noted
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        self.notes.asked = True
+        self.notes.ask()
         if self.noted:
             assert self.product is not None
             self.notes.append(example_of(self.product, operands, options))
@@ -58,7 +67,7 @@ class Recorder(nnx.Module):
 
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
         """Note the product that the method of a declared layer asks for, and return it."""
-        self.notes.asked = True
+        self.notes.ask()
         if self.noted:
             self.notes.append(Example(product.op, shape_of(x), shape_of(w), product.parameter.steps))
         with jax.named_scope(f"{MARK}{self.number}"):
@@ -93,8 +102,10 @@ def recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[Notes]]:
     shapes = jax.tree.map(lambda v: jax.tree.map(shape_of, v) if is_variable(v) else v, state, is_leaf=is_variable)
     copy = nnx.merge(graph, shapes)
     notes: list[Notes] = []
+    clock = count()
     for number, layer in enumerate(layers(copy)):
         notes.append(Notes())
+        notes[-1].clock = clock
         layer.put(Recorder(layer, number, notes[-1], noted[number]))
         if getattr(layer.module, "dot_general_cls", None) is not None:
             layer.module.dot_general_cls = None  # it would come before the recorder
@@ -130,7 +141,7 @@ def _products(
     """Return the products that a call asks of each layer, where they are noted, and whether it asks for any."""
     copy, notes = recording(model, noted)
     traced(copy, inputs, options)
-    return [list(dict.fromkeys(one)) for one in notes], [one.asked for one in notes]
+    return [list(dict.fromkeys(one)) for one in notes], [one.asked is not None for one in notes]
 
 
 def with_calls(
@@ -157,6 +168,15 @@ def with_calls(
             completed[i] = replace(with_doors[i], called=noted[0])
     wanted = [recipe(layer.path) != Sparsity() for layer in with_doors]
     return completed, [layer for layer, w, u in zip(completed, wanted, used, strict=True) if w and not u]
+
+
+def order_of_calls(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the layers that a call asks for a product, in the order in which it asks them first."""
+    paths = [layer.path for layer in layers(model)]
+    copy, notes = recording(model, [False] * len(paths))
+    traced(copy, inputs, options)
+    asked = {path: one.asked for path, one in zip(paths, notes, strict=True) if one.asked is not None}
+    return sorted(asked, key=asked.__getitem__)
 
 
 def never_asked(with_doors: list[Layer], recipe: Recipe) -> list[Layer]:

@@ -120,8 +120,13 @@ def _of_rows(op: Any, x: jax.Array, shape: tuple[int, ...], moments: bool) -> tu
     """Return the statistic of a dot or of a convolution, and the number of tokens."""
     rows = (_patches(op, x, shape) if isinstance(op, Conv) else _rows(op, x, shape)).astype(jnp.float32)
     if moments:
-        return jnp.einsum("...ti,...tj->...ij", rows, rows, precision="highest"), rows.shape[-2]
-    return jnp.square(rows).sum(-2), rows.shape[-2]
+        return jnp.einsum("...ti,...tj->...ij", rows, rows, precision="highest"), _count(rows)
+    return jnp.square(rows).sum(-2), _count(rows)
+
+
+def _count(rows: jax.Array) -> jax.Array:
+    """Return the number of tokens, as a function of the rows, so that `jax.vmap` sums it over what it maps."""
+    return jnp.where(jnp.isnan(rows[..., 0]), 1.0, 1.0).sum(-1, keepdims=True)
 
 
 def _rows(op: Dot, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -126,7 +126,13 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
 
 
 def admm(
-    w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01, mask_steps: int = 20, fixed_steps: int = 20
+    w: np.ndarray,
+    moments: np.ndarray,
+    n: int = 2,
+    m: int = 4,
+    damping: float = 0.01,
+    mask_steps: int = 20,
+    fixed_steps: int = 20,
 ) -> Solved:
     """Choose masks and weights together by the alternating direction method of multipliers.
 

@@ -5,8 +5,6 @@ A pruner without a rule has the gradient of autodiff: dropped entries get none.
 
 import math
 import numbers
-import math
-import numbers
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import nmjax as nm
 from nmjax import oneshot
 from nmjax.models import GPT, Decoder, ViT
+from nmjax.nnx import blocks, calibration
 
 RNG = np.random.default_rng(0)
 SMALL = {"width": 16, "depth": 3, "heads": 2, "hidden": 32}
@@ -184,6 +185,12 @@ WRONG = {
         lambda: nm.nnx.calibrate(nnx.Conv(4, 8, (3,), feature_group_count=2, rngs=nnx.Rngs(0)), [jnp.ones((1, 8, 4))]),
     "does not divide into groups|do not divide into groups":
         lambda: nm.nnx.prune(nnx.Linear(6, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}), [jnp.ones((2, 6))]),
+    "prune: there are no batches": lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "ste(2,4)", []),
+    "prune: the recipe prunes no weight to n:m":
+        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "drhs_g=mvue(2,4)", [jnp.ones((9, 8))]),
+    r"and these pruners also along the outputs: : ste\(transposable\(2,4\)\)":
+        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(transposable(2,4))", [jnp.ones((9, 8))]),
+    "neither an array nor hashable": lambda: blocks.Call((), {"how": [{1}]}).split(),
 }  # fmt: skip
 
 
@@ -191,6 +198,129 @@ WRONG = {
 def test_what_is_refused(said):
     with pytest.raises(ValueError, match=said):
         WRONG[said]()
+
+
+# ---- blocks in turn ----
+
+
+class Blocks(nnx.Module):
+    """Blocks that a call runs in an order that is not that of their paths, and whose later ones see earlier ones."""
+
+    def __init__(self, *, numbered=True, skips=False, remat=False):
+        linear = lambda seed: nnx.Linear(8, 8, rngs=nnx.Rngs(seed))
+        self.skips, self.remat, self.numbered = skips, remat, numbered
+        if numbered:
+            self.decoder, self.encoder = (nnx.List([linear(i + j) for i in range(2)]) for j in (0, 2))
+        else:
+            self.third, self.first, self.second = linear(0), linear(1), linear(2)
+
+    def ordered(self):
+        return [*self.encoder, *self.decoder] if self.numbered else [self.first, self.second, self.third]
+
+    def __call__(self, x):
+        states = [x]
+        for block in self.ordered():
+            run = nnx.remat(type(block).__call__) if self.remat else type(block).__call__
+            y = jnp.tanh(run(block, states[-1]))
+            states.append(y + sum(states) if self.skips else y)
+        return states[-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"numbered": False}, {"skips": True}, {"remat": True}], ids=str)
+def test_each_block_sees_pruned_ones_in_the_order_of_the_call(options):
+    """Also if blocks cannot be called on their own, and with batches of two shapes."""
+    model, seen = Blocks(**options), []
+
+    def solver(w, moments, n, m):
+        seen.append(moments)
+        return oneshot.magnitude(w, moments, n, m)
+
+    batches = [jnp.asarray(RNG.normal(size=(rows, 8)), jnp.float32) for rows in (16, 5)]
+    pruned = nm.nnx.prune(model, "ste(2,4)", batches, solver)
+    paths = ["encoder/0", "encoder/1", "decoder/0", "decoder/1"] if model.numbered else ["first", "second", "third"]
+    after = nm.nnx.calibrate(pruned.model, batches, moments=True)
+    for path, moments in zip(paths, seen, strict=True):
+        np.testing.assert_allclose(moments, after[path].moments, rtol=1e-5, atol=1e-5, err_msg=path)
+    assert set(pruned.errors) == set(paths)
+
+
+def test_a_block_that_stays_dense_is_run_too():
+    model, recipe = Blocks(), nm.Recipe({"encoder/1": "dense", ".*": "ste(2,4)"})
+    batches = [jnp.asarray(RNG.normal(size=(16, 8)), jnp.float32)]
+    pruned = nm.nnx.prune(model, recipe, batches)
+    np.testing.assert_array_equal(pruned.model.encoder[1].kernel[...], model.encoder[1].kernel[...])
+    assert list(pruned.errors) == ["decoder/0", "decoder/1", "encoder/0"]
+
+
+def test_blocks_in_a_checkpoint_are_pruned_as_those_outside():
+    """The first are in calls of the whole model, the others on their own."""
+    plain, other = gpt(), gpt(remat=True)
+    right, found = (nm.nnx.prune(model, EVERY, TOKENS) for model in (plain, other))
+    for path, error in right.errors.items():
+        np.testing.assert_allclose(found.errors[path], error, rtol=1e-4, err_msg=path)
+
+
+def test_blocks_that_are_alike_compile_once():
+    counts = []
+    for depth in (2, 6):
+        calibration._statistics.clear_cache()
+        blocks._output.clear_cache()
+        nm.nnx.prune(gpt(depth=depth), EVERY, TOKENS)
+        counts.append((calibration._statistics._cache_size(), blocks._output._cache_size()))
+    assert counts == [(1, 1), (1, 1)]
+
+
+class Odd(nnx.Module):
+    """Layers whose inputs cannot be measured, or that share a weight."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.a, self.b = (nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))
+        if kind == "tied":
+            self.b.kernel = self.a.kernel
+
+    def __call__(self, x):
+        y = self.a(x)
+        y = jax.lax.stop_gradient(y) if self.kind == "stopped" else y
+        return self.b(y) if self.kind != "whole numbers" else jnp.argmax(self.b(y), -1)
+
+
+ODD = {
+    "stopped": "a: no gradient of the output reaches these layers, so their inputs were not measured",
+    "whole numbers": "a, b: no gradient of the output reaches these layers",
+    "tied": "a and b share a weight, which no solver can prune for both",
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_layers_that_cannot_be_pruned_in_one_shot_are_told(kind):
+    with pytest.raises(ValueError, match=ODD[kind]):
+        nm.nnx.prune(Odd(kind), "ste(2,4)", [jnp.ones((16, 8))], in_turn=False)
+
+
+def test_a_layer_behind_a_stopped_gradient_is_a_block_of_its_own():
+    pruned = nm.nnx.prune(Odd("stopped"), "ste(2,4)", [jnp.asarray(RNG.normal(size=(16, 8)), jnp.float32)])
+    assert set(pruned.errors) == {"a", "b"}
+
+
+def test_tokens_under_vmap():
+    class Mapped(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))(self.layer, x)
+
+    x = jnp.asarray(RNG.normal(size=(6, 5, 8)), jnp.float32)
+    found = nm.nnx.calibrate(Mapped(), [x, x], moments=True)["layer"]
+    assert found.tokens == 60
+    rows = np.asarray(x, np.float64).reshape(-1, 8)
+    np.testing.assert_allclose(found.moments, 2 * rows.T @ rows, rtol=1e-5, atol=1e-5)
+
+
+def test_few_rows_are_told():
+    with pytest.warns(UserWarning, match="the model: 5 rows for 8 inputs"):
+        nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "ste(2,4)", [jnp.ones((5, 8))])
 
 
 # ---- convolutions, experts, products with batch axes ----
@@ -209,8 +339,8 @@ def test_what_is_refused(said):
 def test_the_error_of_a_convolution_is_that_of_its_output(options):
     """The moments are those of the patches: with them the solver's error is the measured one."""
     model = nnx.Conv(8, 6, **options, use_bias=False, rngs=nnx.Rngs(0))
-    x = jnp.asarray(RNG.normal(size=(4, *(9, 10)[: len(options["kernel_size"])], 8)), jnp.float32)
-    pruned = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), [x[:2], x[2:]], oneshot.sparsegpt)
+    x = jnp.asarray(RNG.normal(size=(32, *(9, 10)[: len(options["kernel_size"])], 8)), jnp.float32)
+    pruned = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), [x[:16], x[16:]], oneshot.sparsegpt)
     y, z = model(x), pruned.model(x)
     error, by_magnitude = pruned.errors[""]
     assert error == pytest.approx(float(jnp.square(y - z).sum() / jnp.square(y).sum()), rel=1e-4)
@@ -223,7 +353,7 @@ def test_the_error_of_a_convolution_is_that_of_its_output(options):
 def test_a_resnet_is_pruned():
     model = nm.models.ResNet(**nm.models.resnet.SIZES["tiny"], classes=4, stem="cifar", rngs=nnx.Rngs(0))
     model.eval()
-    batches = [jnp.asarray(RNG.normal(size=(4, 8, 8, 3)), jnp.float32)]
+    batches = [jnp.asarray(RNG.normal(size=(32, 8, 8, 3)), jnp.float32)]
     pruned = nm.nnx.prune(model, nm.Recipe({"stem|.*stem.*|head": "dense", ".*": "ste(2,4)"}), batches)
     assert len(pruned.errors) > 4
     assert sum(int(v.sum()) for v in nm.nnx.violations(pruned.model).values() if v is not None) == 0
