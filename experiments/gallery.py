@@ -47,8 +47,8 @@ SHELVES = (
     Shelf("resnet", "Residual networks on digits", ("resnet_dense", "resnet_24", "resnet_mvue", "resnet_sdgp")),
 )
 NOT_RUN = (
-    "vit_scores", "moe_dense", "moe_24", "finetune_dense", "finetune_24", "finetune_ast", "resnet50_imagenet", "vitb_imagenet",
-    "gpt2_124m",
+    "vit_scores", "moe_dense", "moe_24", "finetune_dense", "finetune_24", "finetune_ast",
+    "resnet50_imagenet", "vitb_imagenet", "gpt2_124m",
 )  # fmt: skip
 NEEDS = (
     "The gallery has no runs of these pages. Pages with the settings of papers need other data and many hours of GPUs. "

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import math
 import re
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,13 +19,15 @@ import numpy as np
 from flax import nnx
 
 from nmjax import checkpoints, models, oneshot
-from nmjax.checkpoints import gemma
+from nmjax.checkpoints import gemma, packing
 from nmjax.checkpoints.verifying import CONSUMERS
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.hardening import harden, patterns
+from nmjax.nnx.layers import layers
 from nmjax.nnx.one_shot import prune
 from nmjax.nnx.planning import plan
-from nmjax.oneshot import texts
+from nmjax.oneshot import estimate, texts
+from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.table import Recipe
 
 SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
@@ -32,17 +36,35 @@ SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return its exit status.
 
-    It is 0 for success; 1 if `verify` finds no n:m tensor or a broken one; 2 for an error.
+    It is 0 for success; 1 if `verify` finds no n:m tensor, a broken one or one that does not fit, or if `plan` finds a
+    refusal; 2 for an error.
 
     >>> main(["verify", "nowhere.safetensors"])  # the error goes to stderr
     2
     """
     asked = _parser().parse_args(argv)
-    try:
-        return asked.run(asked)
-    except (ValueError, TypeError, OSError) as error:
-        print(f"nmjax {asked.command}: {error}", file=sys.stderr)
-        return 2
+    tell = lambda text: print(f"nmjax {asked.command}: {_line(text)}", file=sys.stderr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *about, **options: tell(f"warning: {message}")
+        try:
+            return asked.run(asked)
+        except (ValueError, TypeError, OSError) as error:
+            tell(error)
+            return 2
+
+
+def _line(text: object) -> str:
+    """Return a message in one line, without control characters."""
+    joined = "; ".join(line.strip() for line in str(text).splitlines() if line.strip()).replace(":; ", ": ")
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+
+
+def _whole(text: str) -> int:
+    """Return the whole number above 0 that a text is, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,11 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     convert = command("convert", _convert, "Read a checkpoint as a model of nmjax, and write it to a folder.")
     convert.add_argument("source", help="a folder, a file .safetensors or .gguf, or an installed package")
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
-    text = "Tell which tensors of a file are n:m. The exit status is 1 if none is, or if one breaks its pattern."
+    text = "Tell which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken or does not fit."
     verify = command("verify", _verify, text)
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
-    verify.add_argument("--n", type=int, default=2, help="the non-zeros allowed in a group (2)")
-    verify.add_argument("--m", type=int, default=4, help="the size of a group (4)")
+    verify.add_argument("--n", type=_whole, default=2, help="the non-zeros allowed in a group (2)")
+    verify.add_argument("--m", type=_whole, default=4, help="the size of a group (4)")
     verify.add_argument(
         "--for",
         dest="programs",
@@ -69,20 +91,23 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PROGRAMS",
         help=f"comma-separated programs to check: {','.join(CONSUMERS)}",
     )
+    text = "look at tensors of such names only; all of them have to be n:m"
+    verify.add_argument("--every", metavar="REGEX", help=text)
     verify.add_argument("--json", action="store_true", help="print JSON")
     pruned = command("prune", _prune, "Prune the blocks of a checkpoint in one shot, and write it to a folder.")
     pruned.add_argument("path", help="a folder with config.json, a .safetensors file and tokenizer.json")
     pruned.add_argument("--method", choices=SOLVERS, default="sparsegpt", help="the solver (sparsegpt)")
-    pruned.add_argument("--n", type=int, default=2, help="the weights to keep in a group (2)")
-    pruned.add_argument("--m", type=int, default=4, help="the size of a group (4)")
+    pruned.add_argument("--n", type=_whole, default=2, help="the weights to keep in a group (2)")
+    pruned.add_argument("--m", type=_whole, default=4, help="the size of a group (4)")
     pruned.add_argument(
         "--data",
         metavar="FILE",
-        help="texts: one per line, or .jsonl with a field text; also .gz and .xz. magnitude needs none",
+        help="texts: one per line, or .jsonl with a field text; also .gz and .xz. Or images: .npy, as the model takes "
+        "them, [count, height, width, channels]. magnitude needs none",
     )
-    pruned.add_argument("--examples", type=int, default=128, help="the greatest number of texts (128)")
+    pruned.add_argument("--examples", type=_whole, default=128, help="the greatest number of texts or images (128)")
     pruned.add_argument(
-        "--length", type=int, default=512, help="tokens: the most of a text; for GPT and decoders, of a window (512)"
+        "--length", type=_whole, default=512, help="tokens: the most of a text; for GPT and decoders, of a window (512)"
     )
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
@@ -90,14 +115,15 @@ def _parser() -> argparse.ArgumentParser:
     exported = command("export", _export, text)
     exported.add_argument("path", help="a folder with config.json and a .safetensors file")
     exported.add_argument("--to", required=True, metavar="FILE", help="the file to write: .onnx or .safetensors")
-    exported.add_argument("--n", type=int, default=2, help="the non-zeros in a group of a tensor to pack (2)")
-    exported.add_argument("--m", type=int, default=4, help="the size of these groups (4)")
-    exported.add_argument("--batch", type=int, default=1, help="the batch size of the ONNX inputs (1)")
-    exported.add_argument("--length", type=int, default=128, help="the number of tokens of the ONNX inputs (128)")
+    exported.add_argument("--n", type=_whole, default=2, help="the non-zeros in a group of a tensor to pack (2)")
+    exported.add_argument("--m", type=_whole, default=4, help="the size of these groups (4)")
+    exported.add_argument("--batch", type=_whole, default=1, help="the batch size of the ONNX inputs (1)")
+    exported.add_argument("--length", type=_whole, default=128, help="the number of tokens of the ONNX inputs (128)")
     planned = command("plan", _plan, "Tell what a recipe would prune in a checkpoint.")
     planned.add_argument("path", help="a folder with config.json and a .safetensors file")
     planned.add_argument(
-        "rules", nargs="+", metavar="RULE", help="PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)'; the first that matches a layer decides"
+        "rules", nargs="+", metavar="RULE",
+        help="PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)'; the first that matches a layer decides",
     )  # fmt: skip
     return parser
 
@@ -167,58 +193,113 @@ def _folder(source: str) -> Path:
 
 
 def _verify(asked: argparse.Namespace) -> int:
-    programs = [name for name in asked.programs.split(",") if name]
-    found = checkpoints.verify(asked.path, asked.n, asked.m, programs=programs)
+    programs = [name.strip() for name in asked.programs.split(",") if name.strip()]
+    found = checkpoints.verify(asked.path, asked.n, asked.m, programs=programs, every=asked.every)
     if asked.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
         print(found)
-        sparse = sum(bool(one.axes) for one in found.tensors)
-        print(f"\n{sparse} of {len(found.tensors)} tensors are {asked.n}:{asked.m}, {len(found.broken)} are broken.")
+        counts = f"{len(found.sparse)} of {len(found.tensors)} tensors are {asked.n}:{asked.m}"
+        print(f"\n{counts}, {len(found.broken)} are broken.")
+        unfit = [one for one in found.sparse if any(one.misfits.values())]
+        if unfit:
+            print(f"{len(unfit)} of the {asked.n}:{asked.m} tensors do not fit all programs.")
     return 0 if found.holds else 1
 
 
 def _prune(asked: argparse.Namespace) -> int:
+    if asked.n >= asked.m:
+        raise ValueError(f"--n {asked.n} --m {asked.m} prunes nothing: n is less than m.")
+    if asked.data is None and asked.method != "magnitude":
+        raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
     source = _folder(asked.path)
+    _check_target(Path(asked.out), source)
     model = checkpoints.load(source)
     recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
     if asked.data is None:
-        if asked.method != "magnitude":
-            raise ValueError(
-                f"--method {asked.method} measures the inputs of layers. Add --data FILE, a file of texts."
-            )
         hard = harden(sparsify(model, recipe))
         checkpoints.save(asked.out, hard, like=source)
         count = sum(pattern is not None for pattern in patterns(hard).values())
         print(f"{asked.out}: {count} weight matrices are {asked.n}:{asked.m}, by magnitude.")
         return 0
-    length = getattr(model, "length", None)
-    if length is None:
-        raise ValueError(f"{source}: only models of texts can be calibrated here. Use nm.nnx.prune in Python.")
-    tokens = _tokens(source, texts.read_texts(asked.data, asked.examples))
-    vocabulary = model.tokens.num_embeddings
-    if max(max(one, default=0) for one in tokens) >= vocabulary:
-        raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
-    cut = texts.batches if isinstance(model, models.BERT) else texts.windows
-    batches = [jnp.asarray(batch) for batch in cut(tokens, min(length, asked.length))]
-    if not batches:
-        raise ValueError(f"{asked.data}: all texts have fewer than 8 tokens, which is too short for calibration.")
+    batches, rows, told = _batches(asked, model, source)
+    sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before the estimate is told
+    sizes = [_matrix(layer) for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
+    duration = estimate.in_words(estimate.seconds(sizes, rows, asked.method))
+    print(f"{len(sizes)} weight matrices, {told}: about {duration}.", file=sys.stderr, flush=True)
     found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())
     checkpoints.save(asked.out, found.model, like=source)
     errors = np.array(list(found.errors.values()))
-    print(
-        f"{asked.out}: {len(errors)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {len(tokens)} texts."
-    )
+    print(f"{asked.out}: {len(errors)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {told}.")
     print(
         f"Mean relative error of a layer's output: {errors[:, 0].mean():.4f}, with magnitude {errors[:, 1].mean():.4f}."
     )
     return 0
 
 
-def _tokens(source: Path, found: list[tuple[str, str | None]]) -> list[list[int]]:
-    """Return the tokens of texts, by the checkpoint's own tokenizer."""
+def _check_target(target: Path, source: Path) -> None:
+    """Refuse a folder that is the source, or in which a checkpoint could not be read."""
+    home = source if source.is_dir() else source.parent
+    if target.is_dir() and target.samefile(home):
+        raise ValueError(f"{target} is the checkpoint that is read. Name another folder.")
+    checkpoints.models.check_target(target, source)
+
+
+def _matrix(layer: Any) -> tuple[int, int]:
+    """Return the inputs and outputs of a layer as a matrix."""
+    inputs = math.prod(layer.kernel.shape[a] for a in layer.contracted)
+    return inputs, layer.kernel.size // inputs
+
+
+def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[Any], int, str]:
+    """Return the batches of the data, the rows that a layer gets of them, and what they are in words."""
+    if isinstance(model, models.ViT):
+        images = _images(Path(asked.data), model)[: asked.examples]
+        batches: list[Any] = [jnp.asarray(images[i : i + 16]) for i in range(0, len(images), 16)]
+        rows = len(images) * model.positions.shape[-2]
+        return batches, rows, f"{len(images)} images, {rows:,} patches"
+    if not hasattr(model, "length"):
+        raise ValueError(f"{source}: only models of texts and ViT can be calibrated here. Use nm.nnx.prune in Python.")
+    encoded = _encoded(source, texts.read_texts(asked.data, asked.examples))
+    tokens, types = [one.ids for one in encoded], [one.type_ids for one in encoded]
+    vocabulary, length = model.tokens.num_embeddings, min(model.length, asked.length)
+    if max(max(one, default=0) for one in tokens) >= vocabulary:
+        raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
+    if isinstance(model, models.BERT):
+        pairs = zip(texts.batches(tokens, length), texts.batches(types, length), strict=True)
+        batches = [(jnp.asarray(one), None, jnp.asarray(kind)) for one, kind in pairs]
+    else:
+        batches = [jnp.asarray(batch) for batch in texts.windows(tokens, length)]
+    rows = sum(jax.tree.leaves(batch)[0].size for batch in batches)
+    if rows < texts.LENGTHS[0]:
+        raise ValueError(
+            f"{asked.data}: the texts have fewer than {texts.LENGTHS[0]} tokens, or --length cuts them to fewer. That is "
+            "too short for calibration."
+        )
+    return batches, rows, f"{len(tokens)} texts, {rows:,} tokens"
+
+
+def _images(path: Path, model: Any) -> np.ndarray:
+    """Return the images of a file, as the model takes them."""
+    try:
+        images = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path}: this is not a file .npy of images: {error}.") from None
+    shape = getattr(images, "shape", None)
+    if shape is None or len(shape) != 4 or shape[1:] != model.shape or not len(images):
+        wanted = ", ".join(map(str, model.shape))
+        raise ValueError(f"{path}: images of shape [count, {wanted}] are expected, got {shape}.")
+    if images.dtype.kind != "f":
+        raise ValueError(
+            f"{path}: images are floating-point numbers, normalised as the model takes them, got {images.dtype}."
+        )
+    return images
+
+
+def _encoded(source: Path, found: list[tuple[str, str | None]]) -> list[Any]:
+    """Return texts as the checkpoint's own tokenizer encodes them."""
     words = texts.tokenizer((source if source.is_dir() else source.parent) / "tokenizer.json")
-    return [words.encode(first, second).ids for first, second in found]
+    return [words.encode(first, second) for first, second in found]
 
 
 def _export(asked: argparse.Namespace) -> int:
@@ -228,16 +309,28 @@ def _export(asked: argparse.Namespace) -> int:
         checkpoints.write_onnx(target, model, *inputs, names=names)
         print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}.")
     elif target.suffix == ".safetensors":
-        tensors, found = checkpoints.read(source), checkpoints.verify(source, asked.n, asked.m)
-        axes = {one.name: one.axes[-1] for one in found.tensors if one.axes}
-        checkpoints.write_packed(target, tensors, axes, asked.n, asked.m, tensors.metadata)
-        whole = sum(v.nbytes for v in tensors.values())
-        print(
-            f"{target}: {len(axes)} of {len(tensors)} tensors packed, {target.stat().st_size / whole:.2f} of the bytes."
-        )
+        _pack(asked, source, target)
     else:
         raise ValueError(f"--to {target}: the name of the file ends with .onnx or .safetensors.")
     return 0
+
+
+def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
+    """Write a checkpoint as packed tensors."""
+    tensors = checkpoints.read(source)
+    if any(target.exists() and target.samefile(file) for file in tensors.files):
+        raise ValueError(f"{target} is a file of the checkpoint that is read. Name another.")
+    if packing.ENTRY in tensors.metadata:
+        raise ValueError(f"{source}: the tensors are packed already.")
+    found = checkpoints.verify(source, asked.n, asked.m)
+    axes = {one.name: one.axes[-1] for one in found.sparse}
+    packed = {name: axis for name, axis in axes.items() if packing.packs(tensors[name], axis, asked.n, asked.m)}
+    checkpoints.write_packed(target, tensors, packed, asked.n, asked.m, tensors.metadata)
+    whole = sum(v.nbytes for v in tensors.values()) or 1
+    share = target.stat().st_size / whole
+    print(f"{target}: {len(packed)} of {len(tensors)} tensors packed, {share:.2f} of the bytes.")
+    if len(packed) < len(axes):
+        print(f"{len(axes) - len(packed)} tensors have -0.0 in the place of zeros, and are stored as they are.")
 
 
 def _callable(model: Any, batch: int, length: int) -> tuple[Any, list[jax.ShapeDtypeStruct], list[str]]:
@@ -269,8 +362,9 @@ def _plan(asked: argparse.Namespace) -> int:
         if not equals:
             raise ValueError(f"a rule is PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)', got {rule!r}.")
         rules.append((pattern, sparsity))
-    print(plan(checkpoints.load(_folder(asked.path)), recipe=Recipe((*rules, (".*", "dense")))))
-    return 0
+    found = plan(checkpoints.load(_folder(asked.path)), recipe=Recipe((*rules, (".*", "dense"))))
+    print(found)
+    return 1 if found.refused or found.recipe_refusals else 0
 
 
 if __name__ == "__main__":

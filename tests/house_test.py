@@ -33,7 +33,7 @@ HOUSE = {
         "analysis": ("flops", "refusals", "plan", "patterns", "metrics", "picture"),
         "programs": ("parameters", "rewriting", "running", "sites", "transform", "__init__"),
         "optim": (),
-        "oneshot": ("solvers", "texts", "__init__"),
+        "oneshot": ("solvers", "texts", "estimate", "__init__"),
         "models": ("transformer", "vit", "gpt", "moe", "bert", "decoder", "resnet", "__init__"),
         "nnx": (
             "variables", "doors", "calling", "declared", "found", "others", "layers", "unreached", "recording",
@@ -45,7 +45,7 @@ HOUSE = {
             "measures", "__init__",
         ),
         "checkpoints": (
-            "tensors", "torch_files", "packing", "gguf", "gemma", "names", "families", "models", "onnx", "verifying",
+            "tensors", "torch_files", "packing", "gguf", "names", "families", "models", "gemma", "onnx", "verifying",
             "__init__",
         ),
         "__init__": (),

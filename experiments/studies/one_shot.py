@@ -8,9 +8,9 @@ in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax.
 
 The weights are those of a file with 4 to 8 bits a weight (Q4_K_M), as float32. All linear layers of the blocks are
 pruned, on the first 128 lines of the validation text. The perplexity is per token, in windows of 512 that begin with
-<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. The spaces are removed, and <unk>
-becomes "Smith", because the model has never seen such a text: `plain` says how. So the numbers compare with each other, and not with those of
-other pages on WikiText-2.
+<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. The spaces are removed, and
+<unk> becomes "Smith", because the model has never seen such a text: `plain` says how. So the numbers compare with each
+other, and not with those of other pages on WikiText-2.
 """
 
 import functools

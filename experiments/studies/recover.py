@@ -4,11 +4,11 @@
     python -m experiments.studies recover
 
 It needs the folder ``minilm`` and the files of SST-2 and CoLA (sst2_train, sst2_dev, cola_train, cola_dev) in the
-working directory or in $NMJAX_DATA; docstrings come with Python. CoLA has only the dense arm: its accuracy
-stays at the share of the larger class, also in 1,000 steps with twice the rate, so it cannot tell methods apart. Every
-arm fine-tunes MiniLM with the same data, length and learning rate. They were not tuned on the test set. All linear layers of the
-blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once, at the end,
-with hardened weights.
+working directory or in $NMJAX_DATA; docstrings come with Python. CoLA has only the dense arm: its accuracy stays at the
+share of the larger class, also in 1,000 steps with twice the rate, so it cannot tell methods apart. Every arm
+fine-tunes MiniLM with the same data, length and learning rate. They were not tuned on the test set. All linear layers
+of the blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once, at the
+end, with hardened weights.
 
 - *dense*: no pruning. *shorter*: dense, with fewer steps, so that its FLOPs equal those of *recipe*.
 - One-shot: the model of the dense arm, pruned with 128 training texts.
@@ -92,10 +92,10 @@ def config(
     """Return the config of a case. Without ``weights`` they are not searched, which is enough to tell cases apart."""
     own = task == "docstrings"
     values = {
-        "weights": weights or ("dense" if method in RECOVERED else "minilm"), "data.name": task if own else f"{task}_train",
-        "data.test": "" if own else f"{task}_dev",
-        "data.validation": 0.0, "data.length": LENGTH, "steps": STEPS // 2 if method in RECOVERED else STEPS, "batch": BATCH, "seed": seed, "measure": "0",
-        "evaluate": "100%",
+        "weights": weights or ("dense" if method in RECOVERED else "minilm"),
+        "data.name": task if own else f"{task}_train", "data.test": "" if own else f"{task}_dev",
+        "data.validation": 0.0, "data.length": LENGTH, "steps": STEPS // 2 if method in RECOVERED else STEPS,
+        "batch": BATCH, "seed": seed, "measure": "0", "evaluate": "100%",
     }  # fmt: skip
     text = {**METHODS, **STARTED, **RECOVERED}.get(method)
     if text:

@@ -63,7 +63,23 @@ def family_of(config: Config, names: Collection[str]) -> Family:
             + (f" The nearest is {near[0]!r}." if near else "")
             + " For another kind, pass family=nm.checkpoints.Family(...) with a table of your own."
         )
-    return FAMILIES[kind](config, names)
+    family = FAMILIES[kind](config, names)
+    for name, value in family.options.items():
+        if name in WHOLE and not (type(value) is int and 0 < value < 1 << 31):
+            raise CheckpointError(f"config.json says {name}={value!r}, which is not a whole number above 0.")
+        if name in POSITIVE and not (isinstance(value, int | float) and 0 < value < float("inf")):
+            raise CheckpointError(f"config.json says {name}={value!r}, which is not a number above 0.")
+    if family.options["depth"] > len(names):
+        raise CheckpointError(
+            f"config.json says depth={family.options['depth']:,}, and the checkpoint has only {len(names):,} tensors."
+        )
+    return family
+
+
+WHOLE = (
+    "vocabulary", "length", "width", "depth", "heads", "kv_heads", "features", "hidden", "image", "patch", "channels",
+)  # fmt: skip
+POSITIVE = ("epsilon", "query_scale")
 
 
 # ---- parts of tables ----
@@ -97,6 +113,20 @@ def _field(config: Config, name: str) -> Any:
     if config.get(name) is None:
         raise CheckpointError(f"config.json has no field {name!r}.")
     return config[name]
+
+
+def _whole(config: Config, name: str) -> int:
+    value = _field(config, name)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"config.json says {name}={value!r}, which is not a whole number above 0.")
+    return value
+
+
+def _positive(config: Config, name: str) -> float:
+    value = _field(config, name)
+    if not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"config.json has {name}={value!r}, which is not a number above 0.")
+    return value
 
 
 def _classes(config: Config) -> int:
@@ -187,8 +217,8 @@ def _timm(config: Config, names: Collection[str]) -> Family:
     size = re.fullmatch(r"vit_(tiny|small|base|large)_patch(\d+)_(\d+).*", architecture)
     if size is None:
         raise CheckpointError(
-            f"config.json has architecture={architecture!r}. Of timm's models, only vit_SIZE_patchN_N is supported, where "
-            "SIZE is tiny, small, base or large."
+            f"config.json has architecture={architecture!r}. Of timm's models, only vit_SIZE_patchN_N is supported, "
+            "with SIZE tiny, small, base or large."
         )
     pool = str(config.get("global_pool", "token"))
     _refuse({"global_pool": pool}, global_pool="token")
@@ -294,7 +324,7 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
         renames += _linear("lm_head", "head", bias=False)
     elif "lm_head.weight" in names:
         renames.append(Rename("lm_head.weight", "tokens/embedding"))
-    heads, width, depth = (_field(config, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    heads, width, depth = (_whole(config, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     rotary, local_rotary = _rotaries(config)
     options = {
         "vocabulary": _field(config, "vocab_size"), "length": _field(config, "max_position_embeddings"),
@@ -304,15 +334,24 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
         "bias": biased, "norm_heads": normed, "tied": tied,
     }  # fmt: skip
     if gemma:
-        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-        types = config.get("layer_types")
-        local = [t == "sliding_attention" for t in types] if types else [(i + 1) % pattern != 0 for i in range(depth)]
         options |= {
-            "local_rotary": local_rotary, "local": tuple(local), "window": config.get("sliding_window"),
+            "local_rotary": local_rotary, "local": _local(config, depth), "window": config.get("sliding_window"),
             "norm_outputs": True, "norm_offset": 1.0, "embedding_scale": width**0.5,
-            "query_scale": _field(config, "query_pre_attn_scalar") ** -0.5,
+            "query_scale": _positive(config, "query_pre_attn_scalar") ** -0.5,
         }  # fmt: skip
     return Family(Decoder, options, Table(tuple(renames), (r".*\.rotary_emb\.inv_freq",)))
+
+
+def _local(config: Config, depth: int) -> tuple[bool, ...]:
+    """Return for each block of a Gemma 3 if it sees only a window."""
+    types = config.get("layer_types")
+    if not types:
+        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+        return tuple((i + 1) % every != 0 for i in range(depth))
+    unknown = [t for t in types if t not in ("sliding_attention", "full_attention")]
+    if unknown:
+        raise CheckpointError(f"config.json has layer_types with {unknown[0]!r}, which nmjax does not support.")
+    return tuple(t == "sliding_attention" for t in types)
 
 
 def _rotaries(config: Config) -> tuple[Rotary, Rotary]:
@@ -338,7 +377,7 @@ def _rotary(about: Mapping[str, Any]) -> Rotary:
     if kind == "llama3":
         low, high = float(about["low_freq_factor"]), float(about["high_freq_factor"])
         return Rotary(theta, float(about["factor"]), (low, high, int(about["original_max_position_embeddings"])))
-    raise CheckpointError(f"config.json has rope_type={kind!r}, and the model has only 'default', 'linear', 'llama3'.")
+    raise CheckpointError(f"config.json has rope_type={kind!r}, and nmjax supports only 'default', 'linear', 'llama3'.")
 
 
 FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from nmjax.checkpoints.gguf import Gguf
-from nmjax.checkpoints.tensors import CheckpointError, write
+from nmjax.checkpoints.models import check
+from nmjax.checkpoints.tensors import CheckpointError, replacing_all, write_into
 
 NAMES = {  # names of GGUF, of transformers, and what is subtracted: llama.cpp keeps 1 + the scale of a norm
     "token_embd.weight": ("model.embed_tokens.weight", 0),
@@ -53,6 +54,9 @@ class _Renamed(Mapping[str, Any]):
         theirs, less = self.theirs[name]
         return _Later(self.source, theirs, less)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(self.theirs[name][0])
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.theirs)
 
@@ -93,10 +97,20 @@ def convert(source: Gguf, folder: Path) -> None:
         )
     tensors = _Renamed(source)
     config, tokenizer = _config(source), _tokenizer(source)
+    try:
+        check(config, {name: tensors.shape(name) for name in tensors})
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path}: {error}") from None
+    others = sorted({file.name for file in folder.glob("*.safetensors*")} - {"model.safetensors"})
+    if others or (folder.exists() and not folder.is_dir()):
+        has = f"has other tensors, {', '.join(others[:5])}" if others else "is a file"
+        raise CheckpointError(f"{folder}: the target {has}. Name an empty folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
-    write(folder / "model.safetensors", tensors, {"format": "pt"})
+    files = [folder / name for name in ("config.json", "tokenizer.json", "model.safetensors")]
+    with replacing_all(files) as (first, second, third):
+        first.write((json.dumps(config, indent=2) + "\n").encode())
+        second.write(json.dumps(tokenizer, ensure_ascii=False).encode())
+        write_into(third, files[-1], tensors, {"format": "pt"})
 
 
 def _field(source: Gguf, name: str, kind: type) -> Any:
@@ -134,6 +148,11 @@ def _tokenizer(source: Gguf) -> dict[str, Any]:
     types: list[int] = _field(source, "tokenizer.ggml.token_type", list)
     if _field(source, "tokenizer.ggml.model", str) != "llama" or not len(words) == len(scores) == len(types):
         raise CheckpointError(f"{source.path}: the tokenizer is not that of Gemma 3.")
+    if len(set(words)) < len(words) or not all(type(kind) is int for kind in types):
+        raise CheckpointError(f"{source.path}: the tokenizer has a token twice, or types that are not whole numbers.")
+    start_of_text = _field(source, "tokenizer.ggml.bos_token_id", int)
+    if not 0 <= start_of_text < len(words):
+        raise CheckpointError(f"{source.path}: the first token is number {start_of_text} of {len(words):,}.")
     places = {word: i for i, word in enumerate(words)}
     merges: list[tuple[float, int, int, str, str]] = []
     for word, score, kind in zip(words, scores, types, strict=True):
@@ -149,7 +168,7 @@ def _tokenizer(source: Gguf) -> dict[str, Any]:
          "special": types[i] == CONTROL}
         for i, word in enumerate(words) if types[i] in (CONTROL, OWN)
     ]  # fmt: skip
-    bos = words[_field(source, "tokenizer.ggml.bos_token_id", int)]
+    bos = words[start_of_text]
     start = {"SpecialToken": {"id": bos, "type_id": 0}}
     one = lambda name, place: {"Sequence": {"id": name, "type_id": place}}
     return {

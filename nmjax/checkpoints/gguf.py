@@ -4,6 +4,7 @@ The format is described at https://github.com/ggml-org/ggml/blob/master/docs/ggu
 A tensor is turned into float32 when it is used. Every number of the header is checked before a byte is read.
 """
 
+import itertools
 import math
 import mmap
 import os
@@ -23,7 +24,7 @@ PART = 1 << 14  # blocks of 256 numbers that are decoded at a time
 
 
 class Coding(NamedTuple):
-    """How the numbers of a tensor are stored.
+    """The way in which the numbers of a tensor are stored.
 
     Attributes:
       name: The name of the coding.
@@ -147,6 +148,7 @@ class Gguf(Mapping[str, np.ndarray]):
             raise CheckpointError(f"{path}: general.alignment is {alignment!r}, not a power of two.")
         begin = -(-header.at // alignment) * alignment
         self._entries: dict[str, Entry] = {}
+        places: list[tuple[int, int, str]] = []
         for name, coding, shape, offset in found:
             end = begin + offset + math.prod(shape) // coding.numbers * coding.size
             if name in self._entries:
@@ -157,6 +159,10 @@ class Gguf(Mapping[str, np.ndarray]):
                     "file is cut short or damaged."
                 )
             self._entries[name] = Entry(coding, shape, begin + offset)
+            places.append((begin + offset, end, name))
+        for (_, end, before), (start, _, name) in itertools.pairwise(sorted(places)):
+            if start < end:
+                raise CheckpointError(f"{path}: the tensors {before!r} and {name!r} overlap.")
 
     def __getitem__(self, name: str) -> np.ndarray:
         coding, shape, begin = self._entries[name]
@@ -238,8 +244,9 @@ class _Header:
         if coding is None:
             known = ", ".join(one.name for one in CODINGS.values())
             raise CheckpointError(f"{self.path}: the tensor {name!r} has the unknown type {kind}. Supported: {known}.")
-        if (shape[-1] if shape else 1) % coding.numbers:
+        row = shape[-1] if shape else 1
+        if row % coding.numbers:
             raise CheckpointError(
-                f"{self.path}: rows of {shape[-1]} in {name!r} do not divide into blocks of {coding.numbers}."
+                f"{self.path}: rows of {row} in {name!r} do not divide into blocks of {coding.numbers}."
             )
         return name, coding, shape, offset

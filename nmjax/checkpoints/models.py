@@ -16,12 +16,13 @@ from flax import nnx
 
 from nmjax.checkpoints.families import Config, Family, family_of
 from nmjax.checkpoints.names import Table
-from nmjax.checkpoints.tensors import INDEX, CheckpointError, Tensors, read as read_safetensors, write
+from nmjax.checkpoints.tensors import CheckpointError, Tensors, read as read_safetensors, replacing_all, write_into
 from nmjax.checkpoints.torch_files import SUFFIXES, TorchTensors
 from nmjax.nnx.variables import NM, Site
 from nmjax.pruners import identity
 
 HEAD = ("head/kernel", "head/bias")
+TEXTS = (".json", ".txt", ".md", ".model", ".jinja", ".yaml")  # also of tokenizers
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 
 
@@ -46,13 +47,12 @@ def load(
         and the message lists all of them.
       OSError: A file cannot be read.
 
-    >>> from nmjax.models import GPT
-    >>> import tempfile
+    >>> import tempfile, nmjax as nm
     >>> config = {"model_type": "gpt2", "vocab_size": 9, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 2}
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with open(folder + "/config.json", "w") as file: json.dump(config, file)
     ...     tensors = {"wte.weight": np.zeros((9, 8), np.float32)}
-    ...     write(folder + "/model.safetensors", tensors)
+    ...     nm.checkpoints.write(folder + "/model.safetensors", tensors)
     ...     try: load(folder)
     ...     except CheckpointError as error: print(str(error).partition("model: ")[2][:31])
     missing: h.0.attn.c_attn.bias,
@@ -75,7 +75,8 @@ def load(
 
     values: dict[str, Any] = dict(others((nnx.Rngs(0) if rngs is None else rngs).params()))
     variables = {"/".join(map(str, key)): (key, v) for key, v in nnx.to_flat_state(abstract)}
-    values |= {name: jnp.asarray(value, variables[name][1].dtype) for name, value in read_ones.items()}
+    with np.errstate(invalid="ignore"):  # of a signalling NaN
+        values |= {name: jnp.asarray(value, variables[name][1].dtype) for name, value in read_ones.items()}
     flat = [(key, v.replace(values[name])) for name, (key, v) in variables.items()]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -127,6 +128,9 @@ def parameters(
     stacks = Blocks({name: v for name, v in named.items() if 0 not in v.shape and not (new and name in HEAD)})
     try:
         found = _table(about, new).read(_read(path), {one: stacks.shape(one) for one in stacks})
+        odd = [f"{one} {value.dtype}" for one, value in found.items() if not jnp.issubdtype(value.dtype, jnp.floating)]
+        if odd:
+            raise CheckpointError(f"parameters are not floating-point numbers: {', '.join(odd[:8])}.")
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     values = {}
@@ -136,14 +140,34 @@ def parameters(
     return values
 
 
+def check(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse tensors that are not those of the model that a config describes.
+
+    Args:
+      config: The content of ``config.json``.
+      shapes: The shapes of the tensors by name.
+
+    Raises:
+      CheckpointError: Tensors are missing, unexpected, or of another shape; or the model cannot be made.
+    """
+    try:
+        about = family_of(config, shapes)
+        abstract = nnx.eval_shape(lambda: about.model(**about.options, rngs=nnx.Rngs(0)))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"the model cannot be made: {error}") from None
+    flat = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
+    wanted = {"/".join(map(str, key)): tuple(v.shape) for key, v in flat if 0 not in v.shape}
+    empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+    about.table.read(empty, wanted)
+
+
 def save(
     path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str], family: Family | None = None
 ) -> None:  # fmt: skip
     """Write the parameters of a model as a checkpoint of the form of another one, from which it was loaded.
 
-    Names, order, dtypes, metadata and the division into files are those of the other checkpoint. Its other files are copied,
-    such as the config and the tokenizer, but no weights of other formats. A model that is loaded and saved gives the
-    same tensors.
+    Names, order, dtypes, metadata and the division into files are those of the other checkpoint. Its other files of
+    text are copied, such as the config and the tokenizer. A model that is loaded and saved gives the same tensors.
 
     Args:
       path: The folder to write to. It is made if it does not exist.
@@ -152,8 +176,9 @@ def save(
       family: The kind of the checkpoint, as in `load`.
 
     Raises:
-      CheckpointError: The other checkpoint is of another model, or the model is not hardened.
-      OSError: A file cannot be written.
+      CheckpointError: The other checkpoint is of another model; the model is not hardened; or the folder has other
+        files of tensors, with which it could not be read.
+      OSError: A file cannot be written. No file of tensors is changed then.
 
     >>> import nmjax as nm
     >>> def prune(source, target):
@@ -180,12 +205,32 @@ def save(
         config |= {"num_classes": classes} if "architecture" in config else {
             "id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}, "num_labels": classes,
         }  # fmt: skip
+    check_target(folder, like)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_files(folder, tensors, made)
     if not folder.samefile(home):
-        _copy_others(home, folder)
-    if not family and config != _config(like):
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _copy_others(home, folder, Path(like).is_dir())
+    changed = {"config.json": config} if not family and config != _config(like) else {}
+    _write_files(folder, tensors, made, changed)
+
+
+def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:
+    """Refuse a folder in which a checkpoint could not be read again once it is written.
+
+    Args:
+      path: The folder to write to.
+      like: The checkpoint whose files it would have, as in `save`.
+
+    Raises:
+      CheckpointError: It is a file, or has other files of tensors.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder}: this is a file. Name a folder.")
+    source = _read(like)
+    own = {_file_name(file) for file in source.files} | ({source.index} if source.index else set())
+    others = sorted({file.name for file in folder.glob("*.safetensors*")} - own)
+    if others:
+        raise CheckpointError(f"{folder}: the folder has other tensors, {', '.join(others[:5])}. Name an empty folder.")
 
 
 def unhardened(model: Any) -> str | None:
@@ -194,20 +239,29 @@ def unhardened(model: Any) -> str | None:
     return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
 
 
-def _write_files(folder: Path, source: Tensors, made: Mapping[str, Any]) -> None:
-    """Write tensors into as many files as a source has, with an index if it has several. New ones go into the last."""
-    files = {_file_name(path): [name for name in names if name in made] for path, names in source.files.items()}
+def _write_files(folder: Path, source: Tensors, made: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
+    """Write tensors into as many files as a source has, with its index. New tensors go into the last file.
+
+    Args:
+      folder: The folder.
+      source: The tensors of the other checkpoint.
+      made: The tensors.
+      texts: Contents of JSON files that are written too, by their names. All files are replaced together.
+    """
+    files = {path: [name for name in names if name in made] for path, names in source.files.items()}
     known = {name for names in files.values() for name in names}
     files[list(files)[-1]] += [name for name in made if name not in known]
-    for file, names in files.items():
-        write(folder / file, {name: made[name] for name in names}, source.metadata)
-    if len(files) > 1:
+    if source.index is not None:
         size = sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in made.values())
-        index = {
-            "metadata": {"total_size": size},
-            "weight_map": {n: file for file, names in files.items() for n in names},
-        }
-        (folder / f"model{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+        where = {name: _file_name(path) for path, names in files.items() for name in names}
+        texts = {**texts, source.index: {"metadata": {**source.about, "total_size": size}, "weight_map": where}}
+    names = [*map(_file_name, files), *texts]
+    with replacing_all([folder / name for name in names]) as opened:
+        for (path, held), file in zip(files.items(), opened, strict=False):
+            tensors = {name: made[name] for name in held}
+            write_into(file, folder / _file_name(path), tensors, source.texts.get(path))
+        for content, file in zip(texts.values(), opened[len(files) :], strict=True):
+            file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def _file_name(path: Path) -> str:
@@ -226,16 +280,19 @@ def _read(path: str | os.PathLike[str]) -> Tensors:
     return read_safetensors(place)
 
 
-def _copy_others(source: Path, target: Path) -> None:
-    """Copy the files of a checkpoint that are not its weights, such as the tokenizer. Hidden files are not copied."""
+def _copy_others(source: Path, target: Path, folders: bool) -> None:
+    """Copy the texts of a checkpoint, such as the config and the tokenizer, and if asked those of its folders.
+
+    Files of other kinds, hidden files and links to folders are not copied.
+    """
     for file in source.iterdir():
         if file.name.startswith(".") or file.name.endswith(WEIGHTS) or target.resolve().is_relative_to(file.resolve()):
             continue
-        if file.is_dir():
-            (target / file.name).mkdir(exist_ok=True)
-            _copy_others(file, target / file.name)
-        else:
+        if file.is_file() and (file.suffix in TEXTS or file.name in ("LICENSE", "NOTICE")):
             shutil.copyfile(file, target / file.name)
+        elif folders and file.is_dir() and not file.is_symlink():
+            (target / file.name).mkdir(exist_ok=True)
+            _copy_others(file, target / file.name, folders)
 
 
 def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -247,8 +304,8 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file}: this is not JSON: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: this is not JSON: {str(error)[:200]}.") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: a config is a JSON object, got {type(config).__name__}.")
     return config
@@ -260,6 +317,8 @@ def _family(path: str | os.PathLike[str]) -> Family:
         return family_of(config, _read(path))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of a field of another type
+        raise CheckpointError(f"{path}: a field of config.json has an unexpected value: {error}.") from error
 
 
 def _table(about: Family, new: bool) -> Table:

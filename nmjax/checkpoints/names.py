@@ -61,6 +61,8 @@ class Later:
       part: The part that it belongs to.
       parameters: The parameters by path.
       begin: Where it begins along the axis on which several lie one after another.
+      source: The tensor of the other checkpoint, or None. Its values are written where the parameter still has them, so
+        that a wider dtype than the model's loses nothing.
     """
 
     shape: tuple[int, ...]
@@ -68,6 +70,7 @@ class Later:
     part: Part
     parameters: Mapping[str, Any]
     begin: int
+    source: np.ndarray | None = None
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the values."""
@@ -79,7 +82,17 @@ class Later:
             whole = np.moveaxis(np.moveaxis(whole, along, 0)[self.begin : self.begin + size], 0, along)
         value = whole if axes is None else whole.transpose(np.argsort(axes))
         value = value if value.ndim == len(self.shape) else value.reshape(self.shape)  # with its axes of size 1
-        return value.astype(dtype or self.dtype, copy=False)
+        with np.errstate(invalid="ignore"):  # of a signalling NaN
+            made = self._cast(value)
+        return made if dtype is None else made.astype(dtype, copy=False)
+
+    def _cast(self, value: np.ndarray) -> np.ndarray:
+        made = value.astype(self.dtype, copy=False)
+        if self.source is not None and value.dtype != self.dtype and value.shape == self.source.shape:
+            before = self.source.astype(value.dtype)
+            same = before.view(f"u{before.itemsize}") == np.ascontiguousarray(value).view(f"u{value.itemsize}")
+            made = np.where(same | (np.isnan(before) & np.isnan(value)), self.source, made)
+        return made
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,7 @@ class Table:
             for name in part.theirs:
                 if name in like:
                     source = like[name]
-                    made[name] = Later(source.shape, source.dtype, part, parameters, begin)
+                    made[name] = Later(source.shape, source.dtype, part, parameters, begin, source)
                     if len(part.theirs) > 1:
                         begin += source.shape[part.along if part.axes is None else part.axes[part.along]]
                 elif name in new and len(part.theirs) == len(part.ours) == 1:

@@ -44,6 +44,8 @@ def write_packed(
     {'w.values': [[1.0, 2.0, 3.0, 0.0]], 'w.places': [[77]]}
     [[0.0, 1.0, 0.0, 2.0, 3.0, 0.0, 0.0, 0.0]]
     """
+    if ENTRY in (metadata or {}):
+        raise CheckpointError(f"{path}: the tensors are packed already. Unpack them with read_packed.")
     made: dict[str, Any] = {}
     about = {}
     for name, value in tensors.items():
@@ -60,6 +62,15 @@ def write_packed(
             raise CheckpointError(f"{path}: two tensors would have the name {min(twice)!r}.")
         made |= parts
     write(path, made, {**(metadata or {}), ENTRY: json.dumps(about)})
+
+
+def packs(array: np.ndarray, axis: int, n: int, m: int) -> bool:
+    """Return True if a tensor can be packed along an axis. One with -0.0 where a zero is expected cannot.
+
+    >>> packs(np.array([[0.0, 1.0, 2.0, 0.0]]), 1, 2, 4), packs(np.array([[-0.0, 1.0, 2.0, 0.0]]), 1, 2, 4)
+    (True, False)
+    """
+    return array.shape[axis] % m == 0 and bool((_held(array, axis, m).sum(1) <= n).all())
 
 
 def read_packed(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -104,8 +115,7 @@ def _bits(m: int) -> int:
 def _packed(array: np.ndarray, axis: int, n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
     if array.shape[axis] % m:
         raise ValueError(f"{m} does not divide its {array.shape[axis]} values")
-    groups = np.moveaxis(array, axis, -1).reshape(-1, m)
-    held = groups.view(f"u{groups.dtype.itemsize}") != 0  # bits, so that -0.0 and NaN are kept
+    groups, held = np.moveaxis(array, axis, -1).reshape(-1, m), _held(array, axis, m)
     if held.sum(1).max(initial=0) > n:
         raise ValueError(f"a group has {int(held.sum(1).max())} values to store, where -0.0 counts as one")
     places = np.argsort(~held, axis=1, kind="stable")[:, :n]
@@ -115,6 +125,12 @@ def _packed(array: np.ndarray, axis: int, n: int, m: int) -> tuple[np.ndarray, n
     return values.reshape(*rows, -1), _in_bytes(places.reshape(-1, array.shape[axis] // m * n), _bits(m)).reshape(
         *rows, -1
     )
+
+
+def _held(array: np.ndarray, axis: int, m: int) -> np.ndarray:
+    """Return which values of each group have a bit that is not 0, so that -0.0 and NaN are kept."""
+    groups = np.ascontiguousarray(np.moveaxis(array, axis, -1)).reshape(-1, m)
+    return groups.view(f"u{groups.dtype.itemsize}") != 0
 
 
 def _in_bytes(places: np.ndarray, bits: int) -> np.ndarray:

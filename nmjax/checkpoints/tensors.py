@@ -13,8 +13,8 @@ import mmap
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,8 +25,10 @@ DTYPES: dict[str, Any] = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
     "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F8_E4M3": jnp.float8_e4m3fn,
     "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu, "F16": np.float16,
+    "F8_E4M3FNUZ": jnp.float8_e4m3fnuz, "F8_E5M2FNUZ": jnp.float8_e5m2fnuz,
     "BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
+OPAQUE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # bits; NumPy has no arrays of them, so their values are not read
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 INDEX = ".safetensors.index.json"
 LARGEST_HEADER = 100_000_000  # bytes, as the format says
@@ -64,7 +66,10 @@ class Tensors(Mapping[str, np.ndarray]):
 
     Attributes:
       metadata: The texts that the first file has beside the tensors, such as {"format": "pt"}.
+      texts: The same of each file, by the path of the file.
       files: The names of the tensors of each file, by the path of the file.
+      index: The name of the index; None if there is none.
+      about: The field "metadata" of the index.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -84,20 +89,27 @@ class Tensors(Mapping[str, np.ndarray]):
           CheckpointError: A file is not of this format, or two files have the same tensor.
           OSError: A file cannot be read.
         """
-        self.metadata: dict[str, str] = {}
+        self.texts: dict[Path, dict[str, str]] = {}
         self.files: dict[Path, tuple[str, ...]] = {}
+        self.index: str | None = None
+        self.about: dict[str, Any] = {}
         self._entries: dict[str, tuple[Entry, mmap.mmap]] = {}
         for path in paths:
             entries, metadata, content = _opened(path)
             twice = next((name for name in entries if name in self._entries), None)
             if twice is not None:
                 raise CheckpointError(f"{path}: the tensor {twice!r} is in another file of this checkpoint too.")
-            self.metadata = self.metadata if self.files else metadata
-            self.files[path] = tuple(entries)
+            self.texts[path], self.files[path] = metadata, tuple(entries)
             self._entries |= {name: (entry, content) for name, entry in entries.items()}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return next(iter(self.texts.values()), {})
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry, content = self._entries[name]
+        if entry.dtype in OPAQUE:
+            raise CheckpointError(f"the tensor {name!r} has dtype {entry.dtype}, which NumPy cannot hold.")
         dtype = np.dtype(DTYPES[entry.dtype])
         flat = np.frombuffer(content, dtype, math.prod(entry.shape), entry.begin)
         return flat.reshape(entry.shape)
@@ -112,9 +124,10 @@ class Tensors(Mapping[str, np.ndarray]):
         """Return the shape of a tensor."""
         return self._entries[name][0].shape
 
-    def dtype(self, name: str) -> np.dtype[Any]:
-        """Return the dtype of a tensor."""
-        return np.dtype(DTYPES[self._entries[name][0].dtype])
+    def dtype(self, name: str) -> np.dtype[Any] | str:
+        """Return the dtype of a tensor; its name in the format if NumPy has no such dtype."""
+        kind = self._entries[name][0].dtype
+        return kind if kind in OPAQUE else np.dtype(DTYPES[kind])
 
 
 def read(path: str | os.PathLike[str]) -> Tensors:
@@ -160,7 +173,24 @@ def write(
     ...     read(folder)["w"].tolist()
     [1.0, -0.0]
     """
-    path, header, begin = Path(path), dict[str, Any](), 0
+    with replacing(Path(path)) as file:
+        write_into(file, Path(path), tensors, metadata)
+
+
+def write_into(
+    file: BinaryIO, path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> None:  # fmt: skip
+    """Write tensors into an open file.
+
+    Args:
+      file: The file.
+      path: Its name in errors.
+      tensors, metadata: As in `write`.
+
+    Raises:
+      CheckpointError, OSError: As `write`.
+    """
+    header, begin = dict[str, Any](), 0
     if metadata:
         header["__metadata__"] = dict(metadata)
     for name, value in tensors.items():
@@ -174,34 +204,56 @@ def write(
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with replacing(path) as file:
+    try:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, value in tensors.items():
-            array = np.asarray(value)
-            if (array.shape, array.dtype) != (tuple(value.shape), np.dtype(value.dtype)):
-                raise CheckpointError(
-                    f"{path}: the tensor {name!r} was declared with shape {tuple(value.shape)}, and has {array.shape} of "
-                    f"{array.dtype}."
-                )
-            little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-            file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+        _write_values(file, path, tensors)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _write_values(file: BinaryIO, path: Path, tensors: Mapping[str, Any]) -> None:
+    for name, value in tensors.items():
+        array = np.asarray(value)
+        if (array.shape, array.dtype) != (tuple(value.shape), np.dtype(value.dtype)):
+            raise CheckpointError(
+                f"{path}: the tensor {name!r} was declared with shape {tuple(value.shape)}, and has {array.shape} of "
+                f"{array.dtype}."
+            )
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a draft beside a file. If nothing fails, it replaces the file once it is on the disk."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with replacing_all([path]) as (file,):
+        yield file
+
+
+@contextmanager
+def replacing_all(paths: Sequence[Path]) -> Iterator[list[BinaryIO]]:
+    """Open a draft beside each of several files. If nothing fails, all drafts are on the disk before one is renamed."""
+    drafts = [path.with_name(f".{path.name}.{secrets.token_hex(4)}") for path in paths]
+    path = paths[0]
     try:
-        with draft.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        with ExitStack() as stack:
+            files: list[BinaryIO] = []
+            for path, draft in zip(paths, drafts, strict=True):  # noqa: B007
+                files.append(stack.enter_context(draft.open("xb")))
+            yield files
+            for path, file in zip(paths, files, strict=True):  # noqa: B007  an error is of this path
+                file.flush()
+                os.fsync(file.fileno())
+        for path, draft in zip(paths, drafts, strict=True):
+            os.replace(draft, path)
     except OSError as error:
-        error.filename = str(path)  # an error while writing, such as a full disk, names no file
+        if error.filename in (None, *map(str, drafts)):  # a full disk names no file
+            error.filename = str(path)
         raise
     finally:
-        draft.unlink(missing_ok=True)
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
 
 
 # ---- which files ----
@@ -236,6 +288,8 @@ def _of_index(path: Path) -> Tensors:
     unnamed = next((name for name in tensors if name not in names), None)
     if unnamed is not None:
         raise CheckpointError(f"{path}: the files have a tensor {unnamed!r} that the index does not have.")
+    tensors.index = path.name
+    tensors.about = content["metadata"] if isinstance(content.get("metadata"), dict) else {}
     return tensors
 
 
@@ -277,15 +331,17 @@ def _opened(path: Path) -> tuple[dict[str, Entry], dict[str, str], mmap.mmap]:
 
 def _range(path: Path, name: str, about: Any) -> tuple[str, int, int, str, tuple[int, ...]]:
     """Return the name, begin, end, dtype and shape of a tensor, as the header gives them."""
-    whole = lambda v: isinstance(v, list) and all(type(n) is int and n >= 0 for n in v)
+    whole = lambda v: isinstance(v, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in v)
     if not isinstance(about, dict) or not whole(about.get("shape")) or not whole(about.get("data_offsets")):
         raise CheckpointError(f"{path}: the header does not say dtype, shape and data_offsets of the tensor {name!r}.")
     dtype, shape, offsets = about.get("dtype"), tuple(about["shape"]), about["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{path}: the tensor {name!r} has dtype {dtype!r}. Known are {', '.join(DTYPES)}.")
+    if not isinstance(dtype, str) or dtype not in {*DTYPES, *OPAQUE}:
+        known = ", ".join((*DTYPES, *OPAQUE))
+        raise CheckpointError(f"{path}: the tensor {name!r} has dtype {dtype!r}. Supported: {known}.")
     if len(shape) > 32:
         raise CheckpointError(f"{path}: the tensor {name!r} has {len(shape)} axes, and at most 32 are supported.")
-    size = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
+    bits = OPAQUE.get(dtype) or 8 * np.dtype(DTYPES[dtype]).itemsize
+    size = -(-math.prod(shape) * bits // 8)
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise CheckpointError(
             f"{path}: the tensor {name!r} of shape {shape} and dtype {dtype} has {size:,} bytes, and its data_offsets "

@@ -45,7 +45,7 @@ class TorchTensors(Tensors):
             raise CheckpointError(f"{path}: the file must hold only tensors, but has {', '.join(others[:5])}.")
         super().__init__([])
         self._arrays = {str(name): self._array(torch, value) for name, value in found.items()}
-        self.files[path] = tuple(self._arrays)
+        self.texts[path], self.files[path] = {"format": "pt"}, tuple(self._arrays)
 
     def _array(self, torch: Any, value: Any) -> np.ndarray:
         value = value.detach().contiguous()

@@ -1,6 +1,7 @@
 """Tells which tensors of a file are n:m, and which programs can use them as such."""
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,9 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from nmjax.checkpoints.tensors import CheckpointError, read
+from nmjax.checkpoints.packing import ENTRY, read_packed
+from nmjax.checkpoints.tensors import CheckpointError, Tensors, read
 from nmjax.core import layer_paths
 
 CHUNK = 1 << 24  # values that are looked at together
@@ -51,10 +54,12 @@ class Checked(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The tensor in one word: "n:m"; "broken" if at least half of the groups are n:m, but not all; "dense"."""
+        """The tensor in one word: "n:m"; "zero"; "broken" if 9 of 10 groups are n:m, but not all; "dense"."""
+        if not self.density:
+            return "zero"
         if self.axes:
             return "n:m"
-        return "broken" if self.groups and 2 * self.broken <= self.groups else "dense"
+        return "broken" if self.groups and 10 * self.broken <= self.groups else "dense"
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Verified:
     Attributes:
       n, m: The pattern that was looked for.
       tensors: The tensors.
+      every: True if each tensor has to be n:m.
 
     >>> groups = {"groups": 16, "broken": 1, "misfits": {}}
     >>> one = Checked("up", (8, 8), "float16", 0.5, axes=(), axis=1, **groups)
@@ -74,16 +80,31 @@ class Verified:
     n: int
     m: int
     tensors: tuple[Checked, ...]
+    every: bool = False
 
     @property
     def holds(self) -> bool:
-        """True if some tensor is n:m, and none is broken."""
-        return any(one.axes for one in self.tensors) and not self.broken
+        """True if some tensor is n:m, all that are can be used by the programs asked for, and none is broken.
+
+        If every tensor has to be n:m, also True only if all are.
+        """
+        fits = all(reason is None for one in self.sparse for reason in one.misfits.values())
+        return bool(self.sparse) and fits and not self.broken and not (self.every and self.dense)
+
+    @property
+    def sparse(self) -> tuple[Checked, ...]:
+        """The tensors that are n:m, and not zero."""
+        return tuple(one for one in self.tensors if one.state == "n:m")
 
     @property
     def broken(self) -> tuple[Checked, ...]:
-        """The tensors of which at least half of the groups are n:m, but not all."""
+        """The tensors of which nine of ten groups are n:m, but not all."""
         return tuple(one for one in self.tensors if one.state == "broken")
+
+    @property
+    def dense(self) -> tuple[Checked, ...]:
+        """The other tensors that are not zero."""
+        return tuple(one for one in self.tensors if one.state == "dense")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same as values for a JSON file."""
@@ -102,15 +123,22 @@ class Verified:
             shape = " x ".join(map(str, one.shape)) + (f" ({len(same)} tensors)" if len(same) > 1 else "")
             density = f"{sum(each.density for each in same) / len(same):.3f}"
             reasons = [reason or "yes" for reason in one.misfits.values()]
-            table.add_row(names, shape, one.dtype, density, _said(same, self.n), *reasons)
+            table.add_row(_printable(names), shape, one.dtype, density, _said(same, self.n), *reasons)
         console = Console(width=160, color_system=None)
         with console.capture() as captured:
             console.print(table)
         return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
 
 
+def _printable(name: str) -> str:
+    """Return a name without markup of rich and without control characters."""
+    return escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in name))
+
+
 def _said(same: Sequence[Checked], n: int) -> str:
     one = same[0]
+    if one.state == "zero":
+        return "all zero"
     if one.axes:
         return f"along axis {' and '.join(map(str, one.axes))}"
     if one.state == "broken":
@@ -120,11 +148,12 @@ def _said(same: Sequence[Checked], n: int) -> str:
 
 
 def verify(
-    path: str | os.PathLike[str], n: int = 2, m: int = 4, *, programs: Iterable[str] = ()
+    path: str | os.PathLike[str], n: int = 2, m: int = 4, *, programs: Iterable[str] = (), every: str | None = None
 ) -> Verified:  # fmt: skip
     """Look for an n:m pattern in the tensors of a checkpoint, whoever wrote it.
 
-    Tensors of floating-point numbers and int8 with two axes or more are looked at, one at a time.
+    Tensors of floating-point numbers and int8 with two axes or more are looked at, one at a time. A file that
+    `write_packed` wrote is unpacked first.
 
     Args:
       path: A safetensors file, an index, or a folder that has one of them.
@@ -133,9 +162,11 @@ def verify(
       programs: Programs for which to check the tensors: "torch", "cusparselt" and "tensorrt". They take 2:4 along the
         last axis of a matrix [outputs, inputs], and tensorrt also along the second axis of a convolution.
 
+      every: A regular expression. Only tensors whose whole name matches are looked at, and all of them have to be n:m.
+
     Raises:
-      CheckpointError: The file is damaged, or a program is not known.
-      ValueError: ``n`` does not lie between 1 and ``m``.
+      CheckpointError: The file is damaged, a program is not known, or no name matches.
+      ValueError: ``n`` is not at least 1 and less than ``m``.
       OSError: The file cannot be read.
 
     >>> import tempfile
@@ -149,19 +180,32 @@ def verify(
      up       32 x 64   float16   0.016      along axis 0 and 1   yes
      down     64 x 32   float16   1.000      no                   it is not 2:4
     """
-    if not 1 <= n <= m:
-        raise ValueError(f"n lies between 1 and m, got n={n} and m={m}.")
+    if not 1 <= n < m:
+        raise ValueError(f"n is at least 1 and less than m, got n={n} and m={m}.")
     programs = tuple(programs)
     for program in programs:
         if program not in CONSUMERS:
             raise CheckpointError(f"the programs are {', '.join(CONSUMERS)}, got {program!r}.")
-    tensors = read(path)
+    opened = read(path)
+    tensors = read_packed(path) if ENTRY in opened.metadata else opened
+    names = [name for name in tensors if every is None or _matches(every, name)]
+    if every is not None and not names:
+        raise CheckpointError(f"{path}: no tensor has a name that matches {every!r}.")
     rows: list[Checked] = []
-    for name in tensors:
-        shape, dtype = tensors.shape(name), str(tensors.dtype(name))
-        if len(shape) > 1 and 0 not in shape and ("float" in dtype or dtype == "int8"):
+    for name in names:
+        shape, dtype = (
+            (v.shape(name), v.dtype(name)) if isinstance(v := tensors, Tensors) else (v[name].shape, v[name].dtype)
+        )
+        if len(shape) > 1 and 0 not in shape and ("float" in str(dtype) or dtype == "int8"):
             rows.append(_checked(name, tensors[name], n, m, programs))
-    return Verified(n, m, tuple(rows))
+    return Verified(n, m, tuple(rows), every is not None)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise CheckpointError(f"{pattern!r} is not a regular expression: {error}.") from None
 
 
 def _checked(name: str, x: np.ndarray, n: int, m: int, programs: tuple[str, ...]) -> Checked:
@@ -179,7 +223,7 @@ def _checked(name: str, x: np.ndarray, n: int, m: int, programs: tuple[str, ...]
     axes = tuple(a for a in broken if not broken[a])
     dtype, density = str(x.dtype), kept / x.size
     least = 0 if best is None else broken[best]
-    holds_2_4 = axes if (n, m) in ((1, 4), (2, 4), (1, 2)) else ()
+    holds_2_4 = axes if (n <= 2 and m % 4 == 0) or (n, m) == (1, 2) else ()
     misfits = {program: _misfit(program, x.shape, dtype, holds_2_4, (n, m)) for program in programs}
     return Checked(name, tuple(x.shape), dtype, density, axes, best, 0 if best is None else x.size // m, least, misfits)
 
@@ -192,6 +236,8 @@ def _misfit(
         return "it is not 2:4" if pattern == (2, 4) else "not checked for 2:4; use n=2, m=4"
     if 1 not in axes:
         return f"its groups lie along axis {' and '.join(map(str, axes))}; programs need axis 1"
+    if shape[1] % 4:
+        return "its inputs do not divide by 4"
     if program == "tensorrt":
         return None if dtype in (*HALF, "int8") else f"it has no kernel for {dtype}"
     if len(shape) != 2:

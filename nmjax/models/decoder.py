@@ -29,8 +29,8 @@ class Rotary(NamedTuple):
       theta: The base of the frequencies.
       factor: The divisor of the frequencies.
       bounds: If given, only frequencies with few turns within a length are divided: (low, high, length), as in Llama 3.
-        Frequencies with fewer than ``low`` turns are divided by the factor, those with more than ``high`` stay, and those
-        between are interpolated.
+        Frequencies with fewer than ``low`` turns are divided by the factor, those with more than ``high`` stay, and
+        those between are interpolated.
 
     >>> print(Rotary().frequencies(4))
     [1.   0.01]

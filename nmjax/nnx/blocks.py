@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What is left of a call without its arrays.
+    """The rest of a call, without its arrays.
 
     Attributes:
       leaves: For each leaf of the arguments, None for an array, or a tuple of the value.

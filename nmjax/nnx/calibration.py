@@ -90,8 +90,9 @@ def calibrate(
     unseen = [path or "the model" for path, (_, tokens) in sums.items() if not tokens.any()]
     if unseen:
         raise ValueError(
-            f"{', '.join(unseen[:8])}: no gradient of the output reaches these layers, so their inputs were not measured. "
-            "Their results are unused, or pass through jax.lax.stop_gradient or a branch that did not run. Leave them out."
+            f"{', '.join(unseen[:8])}: no gradient of the output reaches these layers, so their inputs were not measured."
+            " Their results are unused, or pass through jax.lax.stop_gradient or a branch that did not run. Leave them "
+            "out."
         )
     found = {}
     for path, (statistic, tokens) in sums.items():
@@ -164,8 +165,9 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
         if len(holders) != 1:
             raise ValueError(
-                f"set_norms: {path or 'the model'}: {norms.shape[-1]} features were measured, but the pruner does not hold "
-                "so many norms. It prunes along one axis: leave out layers that contract several, or calibrate this model."
+                f"set_norms: {path or 'the model'}: {norms.shape[-1]} features were measured, but the pruner does not "
+                "hold so many norms. It prunes along one axis: leave out layers that contract several, or calibrate this "
+                "model."
             )
         write(holders[0], jnp.asarray(norms.reshape(holders[0].shape), holders[0].dtype))
 

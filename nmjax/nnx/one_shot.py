@@ -32,8 +32,8 @@ class Pruned(NamedTuple):
 
     Attributes:
       model: A copy of the model with the pruned weights.
-      errors: For each layer, the relative error of its output: with the solver, and with magnitude pruning. The layers
-        of a stack are numbered, as "blocks/mlp/up[3]".
+      errors: For each layer, the relative error of its output on the batches: with the solver, and with magnitude
+        pruning. The layers of a stack are numbered, as "blocks/mlp/up[3]".
 
     >>> import nmjax as nm
     >>> model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (100, 8))

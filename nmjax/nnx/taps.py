@@ -92,8 +92,8 @@ class Meter(nnx.Module):
     def _tapped(self, x: jax.Array, op: Any, shape: tuple[int, ...], extra: tuple[Any, ...]) -> jax.Array:
         if self.tap[...].ndim != self.rank:
             raise ValueError(
-                f"{self.name}: the call slices this layer's parameters along an axis other than 0, which calibration does not "
-                "support."
+                f"{self.name}: the call slices this layer's parameters along an axis other than 0, which calibration "
+                "does not support."
             )
         return _passed(x, self.tap[...], self.tokens[...], extra, (op, shape, self.moments))
 

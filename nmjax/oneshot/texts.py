@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,16 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
     opened: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     jsonl = path.name.removesuffix(".gz").removesuffix(".xz").endswith(".jsonl")
     texts: list[tuple[str, str | None]] = []
-    with opened(path, "rt", encoding="utf-8") as file:
-        try:
+    path.open("rb").close()
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip() and len(texts) < count:
                     texts.append(_of_json(path, number, line) if jsonl else (line.strip(), None))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: this is not text in UTF-8.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: this is not text in UTF-8.") from error
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path}: the file cannot be read: {error}.") from error
     if not texts:
         raise ValueError(f"{path}: the file has no texts.")
     return texts
@@ -44,12 +48,14 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
 def _of_json(path: Path, number: int, line: str) -> tuple[str, str | None]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}: this is not JSON.") from error
     if not isinstance(found, dict) or not isinstance(found.get("text"), str):
         raise ValueError(f"{path}, line {number}: an object with a field 'text' is expected.")
     second = found.get("text_b")
-    return found["text"], second if isinstance(second, str) else None
+    if not isinstance(second, str | None):
+        raise ValueError(f"{path}, line {number}: the field 'text_b' is not a text.")
+    return found["text"], second
 
 
 def tokenizer(file: str | os.PathLike[str]) -> Any:

@@ -106,7 +106,8 @@ class sr_ste(SameValues):
 
     Args:
       p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
-      lam: The strength of the decay, or a schedule of the step. AST (Huang et al., arXiv:2407.20584) lets it rise from 0.
+      lam: The strength of the decay, or a schedule of the step. In AST (Huang et al., arXiv:2407.20584) it rises from
+        0.
 
     Raises:
       TypeError: ``p`` is not a pruner, or ``lam`` is neither a number nor a schedule.

@@ -90,8 +90,8 @@ class wanda(ByNorms):
 class ria(ByNorms):
     """Keep the n largest of every m by relative importance times a power of the norm.
 
-    Paper: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models", ICLR 2024.
-    Its permutation of the inputs is left out::
+    Paper: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models" (ICLR
+    2024). Its permutation of the inputs is left out::
 
         score = (|w| / sum of |w| over inputs + |w| / sum of |w| over outputs) * norm ** power
 

@@ -86,7 +86,7 @@ def test_a_hardened_model_is_saved_and_its_file_is_2_4(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["bert", "bert-classifier", "vit", "timm"])
 def test_a_new_head(kind, tmp_path):
-    with pytest.raises(CheckpointError, match="has no head of classes=5. Pass rngs"):
+    with pytest.raises(CheckpointError, match="has no head with 5 classes. Pass rngs"):
         load(GOLDEN / kind, classes=5)
     model = load(GOLDEN / kind, classes=5, rngs=nnx.Rngs(3))
     assert model.head.kernel.shape == (16, 5)
@@ -148,23 +148,23 @@ def changed(tmp_path, kind, config=None, tensors=None):
 
 ONES = np.ones((3, 16), np.float32)
 REFUSED = {
-    "missing: encoder.layer.1.output.dense.bias; left over: more.weight; of another shape: pooler.dense.weight "
+    "missing: encoder.layer.1.output.dense.bias; unexpected: more.weight; of another shape: pooler.dense.weight "
     "(3, 16) for pooler/kernel (16, 16)": ("bert", {}, {
         "encoder.layer.1.output.dense.bias": None, "more.weight": ONES, "pooler.dense.weight": ONES,
     }),
     "missing: model.layers.2.input_layernorm.weight, model.layers.2.mlp.down_proj.weight":
         ("qwen3", {"num_hidden_layers": 3}, {}),
-    "left over: model.layers.1.input_layernorm.weight": ("llama", {"num_hidden_layers": 1}, {}),
-    "of other values than another tensor of the same parameter: lm_head.weight for tokens/embedding":
+    "unexpected: model.layers.1.input_layernorm.weight": ("llama", {"num_hidden_layers": 1}, {}),
+    "tensors of one parameter with different values: lm_head.weight for tokens/embedding":
         ("qwen3", {}, {"lm_head.weight": np.ones((40, 16), np.float32)}),
-    "config.json has model_type 't5', and checkpoints of bert, gemma3_text": ("bert", {"model_type": "t5"}, {}),
-    "config.json has hidden_act='relu', and the model has only 'gelu'": ("bert", {"hidden_act": "relu"}, {}),
-    "config.json has attention_bias=True, and the model has only False": ("llama", {"attention_bias": True}, {}),
-    "config.json has rope_type='yarn', and the model has only":
+    "config.json has model_type 't5', which is not supported. Supported: bert, gemma3_text": ("bert", {"model_type": "t5"}, {}),
+    "config.json has hidden_act='relu'. nmjax supports only 'gelu'": ("bert", {"hidden_act": "relu"}, {}),
+    "config.json has attention_bias=True. nmjax supports only False": ("llama", {"attention_bias": True}, {}),
+    "config.json has rope_type='yarn', and nmjax supports only":
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, {}),
     "config.json has no field 'n_embd'": ("gpt2", {"n_embd": None}, {}),
-    "config.json has global_pool='avg', and the model has only 'token'": ("timm", {"global_pool": "avg"}, {}),
-    "architecture='resnet50', and of timm's models those named": ("timm", {"architecture": "resnet50"}, {}),
+    "config.json has global_pool='avg'. nmjax supports only 'token'": ("timm", {"global_pool": "avg"}, {}),
+    "architecture='resnet50'. Of timm's models, only vit_SIZE": ("timm", {"architecture": "resnet50"}, {}),
 }  # fmt: skip
 
 

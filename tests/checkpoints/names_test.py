@@ -77,7 +77,7 @@ def test_all_that_does_not_fit_is_in_one_message():
     with pytest.raises(CheckpointError) as error:
         TABLE.read(tensors, shapes)
     assert str(error.value) == (
-        "the checkpoint does not fit the model: missing: layer.0.up.bias; left over: extra, layer.2.up.bias; "
+        "the checkpoint does not fit the model: missing: layer.0.up.bias; unexpected: extra, layer.2.up.bias; "
         "of another shape: layer.1.up.weight (5, 11) for blocks/1/mlp/up/kernel (5, 11); "
         "parameters that the table does not name: blocks/0/adapter."
     )
@@ -102,21 +102,21 @@ def test_shapes_that_do_not_fit(changed, said):
 
 
 def test_many_names_are_cut():
-    with pytest.raises(CheckpointError, match="missing: .* and 9 more; left over: a0, a1, .* and 92 more"):
+    with pytest.raises(CheckpointError, match="missing: .* and 9 more; unexpected: a0, a1, .* and 92 more"):
         TABLE.read({f"a{i}": np.zeros(1) for i in range(100)}, SHAPES)
 
 
 def test_a_checkpoint_to_be_like_that_lacks_a_tensor():
     parameters = TABLE.read(checkpoint(), SHAPES)
-    with pytest.raises(
-        CheckpointError, match=r"blocks/0/mlp/up/bias: the checkpoint to be like has no tensor 'layer.0.up"
-    ):
+    with pytest.raises(CheckpointError, match=r"blocks/0/mlp/up/bias: the checkpoint `like` has no tensor 'layer.0.up"):
         TABLE.write(parameters, like=checkpoint(layer_0_up_bias=None))
 
 
 def test_a_parameter_of_another_shape_is_not_written(tmp_path):
     source = checkpoint()
     parameters = TABLE.read(source, SHAPES) | {"blocks/0/mlp/up/kernel": np.zeros((5, 12))}
-    with pytest.raises(CheckpointError, match=r"'layer.0.up.weight' said it had shape \(11, 5\), and has \(12, 5\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'layer.0.up.weight' was declared with shape \(11, 5\), and has \(12, 5\)"
+    ):
         write(tmp_path / "m.safetensors", TABLE.write(parameters, like=source))
     assert list(tmp_path.iterdir()) == []

@@ -105,4 +105,4 @@ def test_a_sparse_model_without_variables_is_not_saved(tmp_path):
 def test_without_jax2onnx_the_message_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jax2onnx", None)
     assert main(["export", str(GOLDEN / "bert"), "--to", str(tmp_path / "m.onnx")]) == 2
-    assert "the package jax2onnx is missing: pip install jax2onnx" in capsys.readouterr().err
+    assert "the package jax2onnx is missing. The extra onnx brings it" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_a_file_of_torch_is_loaded_and_saved_as_safetensors(tmp_path):
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert {name: v.tobytes() for name, v in made.items()} == {name: v.tobytes() for name, v in tensors.items()}
     torch.save({"state": {"w": 1}}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="a table of tensors is expected, and there is state: dict"):
+    with pytest.raises(CheckpointError, match="the file must hold only tensors, but has state: dict"):
         checkpoints.load(tmp_path)
 
 

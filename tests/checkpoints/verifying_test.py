@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nmjax as nm
-from nmjax.checkpoints import CheckpointError, verify, verifying, write
+from nmjax.checkpoints import CheckpointError, verify, verifying, write, write_packed
 
 RNG = np.random.default_rng(0)
 
@@ -52,7 +52,7 @@ def test_counts_are_those_by_hand(shape, chunk, tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float16", jnp.bfloat16, jnp.float8_e4m3fn, "int8", "float64"])
 def test_dtypes(dtype, tmp_path):
     """-0.0 is zero and NaN is not. Integers other than int8, vectors and empty tensors are not looked at."""
-    x = np.array([[1, -0.0, 0, 2], [0, 0, 3, 4]]).astype(dtype)
+    x = np.tile(np.array([[1, -0.0, 0, 2], [0, 0, 3, 4]]), (8, 1)).astype(dtype)
     others = {"ids": np.zeros((4, 4), np.int64), "bias": np.zeros(8, np.float32), "none": np.zeros((0, 4), np.float32)}
     (one,) = found(tmp_path, {"w": x, **others}).tensors
     assert (one.name, one.axes, one.density) == ("w", (1,), 0.5)
@@ -69,7 +69,7 @@ def test_one_broken_group_is_found(tmp_path):
     report = found(tmp_path, {"w": x, "dense": np.ones((8, 8), np.float32)})
     assert not report.holds
     assert [(one.name, one.axis, one.broken, one.groups) for one in report.broken] == [("w", 1, 1, 1024)]
-    assert "1 of 1,024 groups along axis 1 have more" in str(report)
+    assert "1 of 1,024 groups along axis 1 have more than 2" in str(report)
     assert json.loads(json.dumps(report.as_dict()))["tensors"][0]["state"] == "broken"
 
 
@@ -87,12 +87,61 @@ def test_alike_tensors_share_a_line(tmp_path):
     assert re.search(r"head +5 x 7 +float32 +1.000 +no +it is not 2:4", lines[3])
 
 
+def test_every_tensor_of_a_name_has_to_be_sparse(tmp_path):
+    tensors = {"up": pruned((32, 64), 1), "down": RNG.normal(size=(64, 32)).astype(np.float32), "bias": np.ones(3)}
+    assert found(tmp_path, tensors).holds
+    report = verify(tmp_path, every="up|down|bias")
+    assert not report.holds
+    assert [one.name for one in report.dense] == ["down"]
+    assert verify(tmp_path, every="u.*").holds
+
+
+def test_zeros_prove_nothing(tmp_path):
+    report = found(tmp_path, {"w": np.zeros((8, 8), np.float32)})
+    assert (report.holds, report.tensors[0].state, report.sparse) == (False, "zero", ())
+    assert "all zero" in str(report)
+
+
+def test_a_file_that_no_program_can_use_does_not_hold(tmp_path):
+    assert found(tmp_path, {"w": pruned((20, 20), 1)}).holds
+    assert not verify(tmp_path, programs=["torch"]).holds
+    assert verify(tmp_path, programs=["tensorrt"]).holds
+
+
+def test_a_packed_file_is_verified_as_what_it_holds(tmp_path):
+    x = pruned((32, 64), 1)
+    write_packed(tmp_path / "m.safetensors", {"w": x}, {"w": 1})
+    (one,) = verify(tmp_path).tensors
+    assert (one.name, one.axes, one.shape) == ("w", (1,), (32, 64))
+
+
+def test_a_causal_mask_is_not_a_damaged_weight(tmp_path):
+    mask = np.tril(np.ones((16, 16), np.float32))[None, None]
+    report = found(tmp_path, {"w": pruned((32, 64), 1), "mask": mask})
+    assert (report.holds, report.broken) == (True, ())
+
+
+@pytest.mark.parametrize(("pattern", "shape", "reason"), [
+    ((1, 2), (6, 6), "its inputs do not divide by 4"), ((1, 2), (6, 8), None), ((2, 8), (6, 16), None),
+    ((4, 8), (6, 16), "not checked for 2:4; use n=2, m=4"),
+])  # fmt: skip
+def test_other_patterns_that_are_2_4_too(pattern, shape, reason, tmp_path):
+    x = pruned(shape, 1, *pattern)
+    (one,) = found(tmp_path, {"w": x}, *pattern, programs=["tensorrt"]).tensors
+    assert one.misfits == {"tensorrt": reason}
+
+
+def test_names_are_printed_as_they_are(tmp_path):
+    text = str(found(tmp_path, {"[bold]w[/a]\x1b[31m": pruned((8, 8), 1)}))
+    assert "[bold]w[/a]\\x1b[31m" in text
+
+
 FITS = {
     ("torch", (32, 64), 1, np.float16): None,
-    ("torch", (48, 64), 1, np.float16): "rows and columns are no multiples of 32 and 64",
+    ("torch", (48, 64), 1, np.float16): "rows and columns must be multiples of 32 and 64",
     ("cusparselt", (48, 64), 1, np.float16): None,
-    ("cusparselt", (48, 40), 1, np.float16): "rows and columns are no multiples of 16 and 16",
-    ("torch", (32, 64), 0, np.float16): "its groups lie along axis 0, not along the inputs",
+    ("cusparselt", (48, 40), 1, np.float16): "rows and columns must be multiples of 16 and 16",
+    ("torch", (32, 64), 0, np.float16): "its groups lie along axis 0; programs need axis 1",
     ("torch", (32, 64), 1, jnp.float8_e4m3fn): "it has no kernel for float8_e4m3fn",
     ("cusparselt", (32, 64), 1, jnp.float8_e4m3fn): None,
     ("torch", (8, 8, 3, 3), 1, np.float16): "it is not a matrix",
@@ -130,7 +179,13 @@ def test_torch_compresses_what_it_is_said_to_use(shape, dtype, tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="n lies between 1 and m, got n=5 and m=4"):
+    with pytest.raises(ValueError, match="n is at least 1 and less than m, got n=5 and m=4"):
         found(tmp_path, {"w": np.ones((4, 4), np.float32)}, 5, 4)
+    with pytest.raises(ValueError, match="less than m, got n=4 and m=4"):
+        verify(tmp_path, 4, 4)
+    with pytest.raises(CheckpointError, match="no tensor has a name that matches 'v'"):
+        verify(tmp_path, every="v")
+    with pytest.raises(CheckpointError, match="is not a regular expression"):
+        verify(tmp_path, every="(")
     with pytest.raises(CheckpointError, match="the programs are torch, cusparselt, tensorrt, got 'onnx'"):
         verify(tmp_path, programs=["onnx"])

@@ -54,7 +54,7 @@ def test_the_result_is_n_m_and_its_error_is_the_one_stated(name, n, m):
     np.testing.assert_allclose(
         solved.error, np.square(x @ (w - solved.weight)).sum() / np.square(x @ w).sum(), atol=1e-12
     )
-    np.testing.assert_allclose(solved.magnitude, oneshot.magnitude(w, moments, n, m).error, atol=1e-15)
+    np.testing.assert_allclose(solved.magnitude_error, oneshot.magnitude(w, moments, n, m).error, atol=1e-15)
     if (n, m) == (3, 3):
         np.testing.assert_allclose(solved.weight, w, rtol=1e-9, atol=1e-12)
 
@@ -152,8 +152,8 @@ def test_inputs_that_are_always_zero(name):
 BAD = {
     r"got \(8,\) and \(8, 8\)": (np.ones(8), np.eye(8), 2, 4),
     r"got \(8, 2\) and \(7, 7\)": (np.ones((8, 2)), np.eye(7), 2, 4),
-    "the 6 inputs do not divide into groups of 4": (np.ones((6, 2)), np.eye(6), 2, 4),
-    "groups of 4 of which 5 are kept": (np.ones((8, 2)), np.eye(8), 5, 4),
+    "m must divide the 6 inputs": (np.ones((6, 2)), np.eye(6), 2, 4),
+    "n lies between 1 and m, got n=5 and m=4": (np.ones((8, 2)), np.eye(8), 5, 4),
     "are not finite": (np.full((8, 2), np.nan), np.eye(8), 2, 4),
 }
 
