@@ -5,7 +5,9 @@
 Huang et al., "Pruning Large Language Models with Semi-Structural Adaptive Sparse Training" (arXiv 2407.20584). The
 decay of dropped weights rises from 0 over the first quarter of the run, and the teacher is the dense model itself.
 Their low-rank weights beside the sparse ones (SLoRB) are not here. The strength of the decay and the share of the
-teacher are ours, not tuned. For texts with labels: --config=configs/finetune_ast.py:classify, with a teacher that was fine-tuned by
+teacher are ours, not tuned.
+
+For texts with labels: --config=configs/finetune_ast.py:classify, with a teacher that was fine-tuned by
 configs/finetune_dense.py.
 """
 

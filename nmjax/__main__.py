@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _line(text: object) -> str:
     """Return a message in one line, without control characters."""
-    joined = "; ".join(line.strip() for line in str(text).splitlines() if line.strip()).replace(":; ", ": ")
+    joined = re.sub(r"([:,]?)\s*\n\s*", lambda found: f"{found[1] or ';'} ", str(text).strip())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
 
 
@@ -273,8 +273,8 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
     rows = sum(jax.tree.leaves(batch)[0].size for batch in batches)
     if rows < texts.LENGTHS[0]:
         raise ValueError(
-            f"{asked.data}: the texts have fewer than {texts.LENGTHS[0]} tokens, or --length cuts them to fewer. That is "
-            "too short for calibration."
+            f"{asked.data}: the texts have fewer than {texts.LENGTHS[0]} tokens, or --length cuts them to fewer. That "
+            "is too short for calibration."
         )
     return batches, rows, f"{len(tokens)} texts, {rows:,} tokens"
 

@@ -87,7 +87,8 @@ WRONG = {
     "nmjax convert: the package pytest has 0 folders with config.json beside a .safetensors file":
         ["convert", "pytest", "--to", "x"],
     "nmjax verify: [Errno 2] No such file or directory: 'nothing.safetensors'": ["verify", "nothing.safetensors"],
-    "nmjax verify: n is at least 1 and less than m, got n=4 and m=2": ["verify", GOLDEN / "bert", "--n", "4", "--m", "2"],
+    "nmjax verify: n is at least 1 and less than m, got n=4 and m=2":
+        ["verify", GOLDEN / "bert", "--n", "4", "--m", "2"],
     "nmjax verify: the programs are torch, cusparselt, tensorrt, got 'jax'": ["verify", GOLDEN / "bert", "--for=jax"],
     "nmjax plan: a rule is PATTERN=SPARSITY": ["plan", GOLDEN / "bert", "blocks"],
     "nmjax plan: rule 'blocks/.*': 'ste(2,5' is not a method": ["plan", GOLDEN / "bert", "blocks/.*=ste(2,5"],
@@ -240,8 +241,8 @@ def test_layers_that_do_not_divide_are_told_in_one_line(capsys, tmp_path):
     status, _, err = run(capsys, "prune", source, "--m", 7, "--data", data, "--out", tmp_path / "sparse")
     assert status == 2
     assert err.count("\n") == 1
-    assert "blocks/0" in err
-    assert "blocks/1" in err
+    assert "blocks/0-1/attention/key" in err
+    assert "blocks/0-1/mlp/" in err
 
 
 def test_few_tokens_are_told(capsys, tmp_path):

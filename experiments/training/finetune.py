@@ -32,21 +32,32 @@ class _Finetune:
 
     config: ConfigDict
     facts: list[tuple[str, str]]
+    set: Any
 
     def _begin(self, classes: int | None) -> None:
         """Read the checkpoint and the teacher."""
         config = self.config
+        rate = config.model.get("dropout", 0.0)
+        if not 0 <= rate < 1:
+            raise Mistake(f"config.model.dropout={rate} is not a rate from 0 to less than 1.")
         self.make_model, self.pretrained = pretrained.start(config, classes)
         self.facts.append(("weights", f"{config.weights}: {sum(v.size for v in self.pretrained.values()):,} values"))
         self.teacher = Teacher(config, self._run) if config.teacher.weights else None
         if self.teacher is None:
             return
+        c, wants_hidden = config.teacher, self.teacher.wants_hidden
+        self.teacher.check_task(self.set.classes if classes else (), Path(config.weights) / "tokenizer.json")
         with settings.as_mistake("the model"):
             model = nnx.eval_shape(lambda: self.make(nnx.Rngs(0)))
+            if wants_hidden and not hasattr(model, "hidden"):
+                raise Mistake(
+                    f"config.teacher.hidden={c.hidden:g}: {config.model.name} has no methods hidden and logits. Write "
+                    "them, or --config.teacher.hidden=0."
+                )
             batch = self._shapes(config.batch)
-            hidden, logits = nnx.eval_shape(lambda m, b: self._run(m, b, None, self.teacher.wants_hidden), model, batch)
-        self.teacher.check(logits, hidden, batch)
-        c = config.teacher
+            hidden, logits = nnx.eval_shape(lambda m, b: self._run(m, b, None, wants_hidden), model, batch)
+        with settings.as_mistake(f"config.teacher.weights={c.weights!r}"):
+            self.teacher.check(logits, hidden, batch)
         self.facts.append(
             ("teacher", f"{c.weights}: logits {c.logits:g} of the loss, temperature {c.temperature:g}, hidden states "
              f"{c.hidden:g}; its forward pass is not counted in the FLOPs")
@@ -113,6 +124,9 @@ class Classify(_Finetune):
         words = labelled.tokenizer(path)
         model = _model(path)
         longest = min(c.length, getattr(model, "length", c.length))
+        special = words.num_special_tokens_to_add(False)
+        if longest <= special:
+            raise Mistake(f"config.data.length={c.length} leaves no place for a text beside {special} special tokens.")
         labels = np.array([one.label for one in self.set.train])
         kept, held_out = validation.positions(labels, c.validation)
         parts = {"train": [self.set.train[i] for i in kept], "test": self.set.test}
@@ -241,7 +255,8 @@ def _widened(rows: labelled.Tokens, length: int) -> labelled.Tokens:
 
 def _model(path: Path) -> Any:
     """Return the model of a checkpoint, with shapes in place of values."""
-    return nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
+    with settings.as_mistake("config.weights"):
+        return nnx.eval_shape(lambda: checkpoints.architecture(path)(rngs=nnx.Rngs(0)))
 
 
 def _check_tokens(splits: dict[str, labelled.Tokens], model: Any, path: Path) -> None:

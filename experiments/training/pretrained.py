@@ -1,7 +1,9 @@
 """The checkpoint that a run begins with, and the teacher that it learns from."""
 
 import inspect
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
+from experiments.data import labelled
 from experiments.errors import Mistake
 from experiments.training import settings
 from nmjax import checkpoints
@@ -149,7 +152,7 @@ class Teacher:
                 "config.teacher: logits is a share from 0 to 1, temperature is above 0, and hidden is at least 0; got "
                 f"logits={c.logits}, temperature={c.temperature}, hidden={c.hidden}."
             )
-        path = folder(c.weights, "config.teacher.weights")
+        path = self.path = folder(c.weights, "config.teacher.weights")
         with settings.as_mistake(f"config.teacher.weights={c.weights!r}"):
             model = checkpoints.load(path, dtype=settings.dtype(config))
         self.graph, state = nnx.split(model)
@@ -170,6 +173,28 @@ class Teacher:
         divided = jax.tree.map(lambda v: v.reshape(self.parts, -1, *v.shape[1:]), batch)
         found = jax.lax.map(part, divided)  # one micro-batch at a time, to save memory
         return jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), found)
+
+    def check_task(self, classes: Sequence[str], tokenizer: Path) -> None:
+        """Refuse a teacher of other classes, or with another tokenizer.
+
+        Args:
+          classes: The names of the classes, in the order of their numbers; none for a language model.
+          tokenizer: The file of the run's tokenizer.
+        """
+        named = json.loads((self.path / "config.json").read_text()).get("id2label") or {}
+        theirs = [str(named[key]) for key in sorted(named, key=int)]
+        told = lambda names: not any(re.fullmatch(r"(LABEL_)?\d+", name) for name in names)
+        if classes and theirs and told(theirs) and told(classes) and theirs != list(classes):
+            raise Mistake(
+                f"config.teacher.weights={self.settings.weights!r} has the classes {', '.join(theirs[:5])}, and the "
+                f"data {', '.join(classes[:5])}. A teacher has the same classes in the same order."
+            )
+        own = self.path / "tokenizer.json"
+        if own.is_file() and labelled.vocabulary(own) != labelled.vocabulary(tokenizer):
+            raise Mistake(
+                f"config.teacher.weights={self.settings.weights!r} has another tokenizer than config.weights, so it "
+                "would read other texts."
+            )
 
     def check(self, logits: jax.ShapeDtypeStruct, hidden: jax.ShapeDtypeStruct | None, batch: Any) -> None:
         """Refuse a teacher whose outputs have other shapes than those of the model."""
@@ -220,7 +245,7 @@ def divergence(logits: jax.Array, teacher: jax.Array, temperature: float) -> jax
 
 
 def distance(hidden: jax.Array, teacher: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Return the mean over layers of the squared distance of hidden states, relative to the teacher's squares.
+    """Return the mean over layers and texts of the squared distance of hidden states, over the teacher's squares.
 
     If the models have different depths, each state is compared with the teacher's at the same share of the depth.
 
@@ -237,5 +262,5 @@ def distance(hidden: jax.Array, teacher: jax.Array, mask: jax.Array | None) -> j
     chosen = np.array([round(i * (len(teacher) - 1) / max(last, 1)) for i in range(last + 1)])
     hidden, teacher = hidden.astype(jnp.float32), teacher[chosen].astype(jnp.float32)
     weight = 1.0 if mask is None else mask[None, ..., None]
-    sums = [jnp.sum(jnp.square(v) * weight, (1, 2, 3)) for v in (hidden - teacher, teacher)]
+    sums = [jnp.sum(jnp.square(v) * weight, (2, 3)) for v in (hidden - teacher, teacher)]
     return jnp.mean(sums[0] / sums[1])

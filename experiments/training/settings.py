@@ -20,6 +20,8 @@ import nmjax as nm
 from experiments.errors import Mistake
 from nmjax.core import names
 from nmjax.core.names import foreign_names as names_in
+from nmjax.products.slot import SLOTS
+from nmjax.pruners.input_norms import needs_norms
 
 DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: the dtype of the parameters, which are float32
 SHAPES = ("constant", "linear", "cosine")
@@ -201,7 +203,14 @@ def recipe(config: ConfigDict, total: int) -> nm.Recipe:
     with as_mistake("config.rules and config.sparsity"):
         rules = tuple((rule[0], in_steps(rule[1], total)) if _pair(rule) else rule for rule in config.rules)
         table = {name: in_steps(text, total) for name, text in config.sparsity.items()}
-        return nm.Recipe.named(rules, table, config.backend)
+        recipe = nm.Recipe.named(rules, table, config.backend)
+    for _, sparsity in recipe.rules:
+        if any(needs_norms(getattr(sparsity, slot)) for slot in SLOTS):
+            raise Mistake(
+                f"config.sparsity: {sparsity} chooses by the norms of inputs, which a run does not measure. Prune the "
+                "checkpoint first, nmjax prune --method wanda, and hold its mask: fwd_rhs=ste(hold(mse(2,4)))."
+            )
+    return recipe
 
 
 def _pair(rule: Any) -> bool:

@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 from rich.progress import track
 
-from nmjax.core.pruner import Pruner
 from nmjax.nnx.blocks import Call, Rest
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.layers import layers
@@ -19,7 +18,7 @@ from nmjax.nnx.recording import with_calls
 from nmjax.nnx.taps import Axes, Meter, Tap, axes_of
 from nmjax.nnx.variables import NM, write
 from nmjax.products.slot import slot_state
-from nmjax.pruners.input_norms import ByNorms
+from nmjax.pruners.input_norms import needs_norms
 from nmjax.recipes.table import Recipe
 
 
@@ -90,9 +89,9 @@ def calibrate(
     unseen = [path or "the model" for path, (_, tokens) in sums.items() if not tokens.any()]
     if unseen:
         raise ValueError(
-            f"{', '.join(unseen[:8])}: no gradient of the output reaches these layers, so their inputs were not measured."
-            " Their results are unused, or pass through jax.lax.stop_gradient or a branch that did not run. Leave them "
-            "out."
+            f"{', '.join(unseen[:8])}: no gradient of the output reaches these layers, so their inputs were not "
+            "measured. Their results are unused, or pass through jax.lax.stop_gradient or a branch that did not run. "
+            "Leave them out."
         )
     found = {}
     for path, (statistic, tokens) in sums.items():
@@ -153,7 +152,7 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
     [1.0, 0.0, 0.0, -4.0]
     """
     sites = {layer.path: layer.site for layer in layers(model) if layer.site is not None}
-    chosen = {path: site for path, site in sites.items() if _scores_by_norms(site.sparsity.fwd_rhs)}
+    chosen = {path: site for path, site in sites.items() if needs_norms(site.sparsity.fwd_rhs)}
     if not chosen:
         raise ValueError("set_norms: no layer prunes its weight by norms. Write fwd_rhs=ste(wanda(2,4)) in the recipe.")
     missing = [path for path in chosen if path not in inputs]
@@ -166,11 +165,7 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         if len(holders) != 1:
             raise ValueError(
                 f"set_norms: {path or 'the model'}: {norms.shape[-1]} features were measured, but the pruner does not "
-                "hold so many norms. It prunes along one axis: leave out layers that contract several, or calibrate this "
-                "model."
+                "hold so many norms. It prunes along one axis: leave out layers that contract several, or calibrate "
+                "this model."
             )
         write(holders[0], jnp.asarray(norms.reshape(holders[0].shape), holders[0].dtype))
-
-
-def _scores_by_norms(p: Pruner) -> bool:
-    return isinstance(p, ByNorms) or any(map(_scores_by_norms, p.parts))

@@ -48,8 +48,8 @@ class Pruned(NamedTuple):
 
 
 def prune(
-    model: Model, recipe: Recipe | Sparsity | str, batches: Iterable[Any], solver: Solver = sparsegpt, *, in_turn: bool = True,
-    progress: bool = False,
+    model: Model, recipe: Recipe | Sparsity | str, batches: Iterable[Any], solver: Solver = sparsegpt, *,
+    in_turn: bool = True, progress: bool = False,
 ) -> Pruned:  # fmt: skip
     """Prune the weights of a trained model without training, so that the outputs of its layers change little.
 
@@ -59,9 +59,9 @@ def prune(
         method, or its text such as "ste(2,4)", is for all layers.
       batches: Batches of inputs, as in `calibrate`.
       solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``.
-      in_turn: True to calibrate each block on the outputs of the pruned blocks before it, which are kept. The blocks are
-        called one after another, unless they are in a scan or a checkpoint: then the whole model is called for each.
-        Blocks that are one stack are pruned together. The second moments of the layers of one block are in memory.
+      in_turn: True to calibrate each block on the outputs of the pruned blocks before it, which are kept. The blocks
+        are called one after another, unless they are in a scan or a checkpoint: then the whole model is called for
+        each. Blocks that are one stack are pruned together. The second moments of one block are in memory.
       progress: True to show progress bars.
 
     Returns:

@@ -123,13 +123,12 @@ class sr_ste(SameValues):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number = isinstance(self.lam, numbers.Real) and not isinstance(self.lam, bool) and not math.isnan(self.lam)
-        if isinstance(self.lam, Pruner) or not (number or callable(self.lam)):
-            raise TypeError(
-                f"sr_ste: lam must be a number, or a schedule such as linear(0,2e-4,1000), got {self.lam!r}."
-            )
+        lam: Any = self.lam
+        number = isinstance(lam, numbers.Real) and not isinstance(lam, bool) and not math.isnan(lam)
+        if isinstance(lam, Pruner) or not (number or callable(lam)):
+            raise TypeError(f"sr_ste: lam must be a number, or a schedule such as linear(0,2e-4,1000), got {lam!r}.")
         if number:
-            object.__setattr__(self, "lam", float(self.lam))
+            object.__setattr__(self, "lam", float(lam))
         if not self.p.selects:
             raise ValueError(
                 f"{self} decays the weights that its pruner drops, but {self.p} does not only keep or drop: it also "

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from nmjax.core import groups
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped, Remembering
+from nmjax.core.pruner import Grouped, Pruner, Remembering
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,3 +119,13 @@ class ria(ByNorms):
         share = lambda axes: size / jnp.maximum(size.sum(axes, keepdims=True), tiny)
         importance = (share((axis,)) + share(others)) * norms**self.power
         return jnp.where(finite, importance, jnp.inf)
+
+
+def needs_norms(p: Pruner) -> bool:
+    """Return True if a pruner holds norms of inputs, or a part of it does.
+
+    >>> from nmjax.pruners import mse, ste
+    >>> needs_norms(ste(wanda(2, 4))), needs_norms(ste(mse(2, 4)))
+    (True, False)
+    """
+    return isinstance(p, ByNorms) or any(map(needs_norms, p.parts))

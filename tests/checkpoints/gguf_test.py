@@ -52,13 +52,13 @@ def test_overlapping_tensors_are_refused(tmp_path):
     offset = struct.pack("<IQ", 0, 32)  # of b: its coding and place
     assert data.count(offset) == 1
     file.write_bytes(data.replace(offset, struct.pack("<IQ", 0, 0)))
-    with pytest.raises(CheckpointError, match="the tensors 'a' and 'b' overlap"):
+    with pytest.raises(checkpoints.CheckpointError, match="the tensors 'a' and 'b' overlap"):
         Gguf(file)
 
 
 def test_a_tensor_without_axes_has_no_blocks(tmp_path):
     file = write(tmp_path / "a.gguf", {}, {"a": ("Q8_0", (), bytes(34))})
-    with pytest.raises(CheckpointError, match="rows of 1 in 'a' do not divide into blocks of 32"):
+    with pytest.raises(checkpoints.CheckpointError, match="rows of 1 in 'a' do not divide into blocks of 32"):
         Gguf(file)
 
 
@@ -188,6 +188,26 @@ def test_gemma_is_converted(tmp_path, capsys):
     words = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
     assert words.encode("ab ab").tokens == ["<bos>", "ab", "▁ab"]
     assert words.decode(words.encode("ab ab").ids) == "ab ab"
+
+
+INCONSISTENT = {
+    "the checkpoint does not fit the model: missing: model.layers.": {"gemma3.block_count": 9},
+    "unexpected: model.layers.": {"gemma3.block_count": 1},
+    "num_hidden_layers=0, which is not a whole number above 0": {"gemma3.block_count": 0},
+    "of another shape: model.embed_tokens.weight": {"gemma3.embedding_length": 99},
+    "has query_pre_attn_scalar=0": {"gemma3.attention.key_length": 0},
+    "the first token is number 999 of 40": {"tokenizer.ggml.bos_token_id": 999},
+    "the tokenizer has a token twice": {"tokenizer.ggml.tokens": ["a"] * 40},
+    "or types that are not whole numbers": {"tokenizer.ggml.token_type": ["1"] * 40},
+}
+
+
+@pytest.mark.parametrize("said", INCONSISTENT)
+def test_what_does_not_fit_is_refused_before_anything_is_written(said, tmp_path):
+    path = small_gemma(tmp_path / "g.gguf", **INCONSISTENT[said])
+    with pytest.raises(checkpoints.CheckpointError, match=said):
+        gemma.convert(Gguf(path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_parts_in_installed_packages_are_put_together(tmp_path, monkeypatch):

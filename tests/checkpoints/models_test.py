@@ -157,7 +157,8 @@ REFUSED = {
     "unexpected: model.layers.1.input_layernorm.weight": ("llama", {"num_hidden_layers": 1}, {}),
     "tensors of one parameter with different values: lm_head.weight for tokens/embedding":
         ("qwen3", {}, {"lm_head.weight": np.ones((40, 16), np.float32)}),
-    "config.json has model_type 't5', which is not supported. Supported: bert, gemma3_text": ("bert", {"model_type": "t5"}, {}),
+    "config.json has model_type 't5', which is not supported. Supported: bert, gemma3_text":
+        ("bert", {"model_type": "t5"}, {}),
     "config.json has hidden_act='relu'. nmjax supports only 'gelu'": ("bert", {"hidden_act": "relu"}, {}),
     "config.json has attention_bias=True. nmjax supports only False": ("llama", {"attention_bias": True}, {}),
     "config.json has rope_type='yarn', and nmjax supports only":

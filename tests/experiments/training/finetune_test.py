@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -60,13 +61,13 @@ def test_without_a_file_for_the_test_a_tenth_of_each_class_is_held_out(tmp_path)
     [
         ("{", r"line 2: this is not JSON"),
         ("[1]", r"line 2: this is list"),
-        ({"text": "a"}, r"line 2: label missing, there is text"),
-        ({"sentence": "a"}, r"line 2: text and label missing, there is sentence"),
+        ({"text": "a"}, r"line 2: 'label' is missing; the line has 'text'"),
+        ({"sentence": "a"}, r"line 2: 'text' and 'label' are missing; the line has 'sentence'"),
         ({"text": 1, "label": 0}, r"line 2: text and text_b are strings"),
         ({"text": "a", "label": 0.5}, r"line 2: a label is a whole number or a name, got 0\.5"),
         ({"text": "a", "label": True}, r"line 2: a label is a whole number or a name, got True"),
         ({"text": "a", "label": "b"}, r"some labels are numbers and some are names"),
-        ({"text": "a", "label": 7}, r"count from 0 to the number of classes less 1, got \[0, 7\]"),
+        ({"text": "a", "label": 7}, r"labels that are numbers are 0, 1, \.\.\., classes - 1; got \[0, 7\]"),
         ({"text": "a", "label": 0}, r"all labels are 0, so there is nothing to learn"),
     ],
 )
@@ -118,10 +119,36 @@ def test_a_held_mask_is_that_of_the_pruned_checkpoint(tmp_path):
     made = program(PAGE, f"--config.weights={tmp_path}", "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4)))")
     state, _ = steps(made, 3)
     hard = nnx.merge(made.hardened_graph, made.harden(state))
-    for block, before in zip(hard.blocks, pruned.blocks, strict=True):
-        after = block.mlp.up.kernel[...]
-        assert np.array_equal(after != 0, before.mlp.up.kernel[...] != 0)
-        assert not np.array_equal(after, before.mlp.up.kernel[...])
+    assert_held(checkpoints.parameters(tmp_path), pretrained.variables(hard))
+
+
+def assert_held(before, after):
+    """Check that all kernels of the blocks have other values, and zeros in the same places."""
+    kernels = [path for path in before if re.fullmatch("blocks/.*/kernel", path)]
+    assert len(kernels) == 12
+    for path in kernels:
+        value = np.asarray(after[path][...])
+        assert np.array_equal(value != 0, before[path] != 0), path
+        assert not np.array_equal(value, before[path]), path
+
+
+@pytest.mark.slow
+def test_a_held_mask_is_in_the_file_whatever_else_a_run_does(tmp_path):
+    """With a decay of dropped weights, rates of layers, accumulation, averaged weights and a stack of blocks."""
+    dense = checkpoints.load(BERT)
+    batches = [(jnp.asarray(np.random.default_rng(i).integers(4, 30, (16, 12))),) for i in range(4)]
+    pruned = nm.nnx.prune(dense, nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}), batches)
+    checkpoints.save(tmp_path / "pruned", pruned.model, like=BERT)
+    words = [f"--config.weights={tmp_path}/pruned", "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4)))"]
+    words += ["--config.masked_decay=0.01", "--config.rates=(('blocks/.*',0.5),('tokens/.*',0.0))", "--config.ema=0.5"]
+    made = program(PAGE, *words, "--config.accumulate=4", "--config.model.scan=True")
+    state, _ = steps(made, 3)
+    made.export(state, tmp_path / "out")
+    before, after = checkpoints.parameters(tmp_path / "pruned"), checkpoints.parameters(tmp_path / "out")
+    assert_held(before, after)
+    assert np.array_equal(before["tokens/embedding"], after["tokens/embedding"])
+    pattern = r"encoder\.layer\..*(query|key|value|dense)\.weight"
+    assert checkpoints.verify(tmp_path / "out", every=pattern).holds
 
 
 @pytest.mark.processes
@@ -159,25 +186,67 @@ def test_language_learns_with_a_teacher(tmp_path):
 # ---- teachers ----
 
 
-def test_accumulated_steps_have_the_same_teacher():
-    words = [f"--config.teacher.weights={BERT}", "--config.teacher.hidden=0.5", "--config.model.dropout=0.0"]
+def teacher_of(folder, seed):
+    """Write a checkpoint of other values than those of BERT, with a head, and return its folder."""
+    model = checkpoints.load(BERT, classes=9, rngs=nnx.Rngs(seed))
+    for i, variable in enumerate(pretrained.variables(model).values()):
+        noise = jax.random.normal(jax.random.key(1000 * seed + i), variable.shape)
+        variable[...] = variable[...] + 0.1 * noise
+    checkpoints.save(folder, model, like=BERT)
+    return folder
+
+
+def test_a_teacher_without_a_head_is_refused():
     with pytest.raises(Mistake, match=r"gives logits \(0,\) and the model \(9,\)"):
-        program(PAGE, *words)
+        program(PAGE, f"--config.teacher.weights={BERT}")
 
 
 @pytest.mark.slow
-def test_a_teacher_of_the_same_weights(tmp_path):
-    model = checkpoints.load(BERT, classes=9, rngs=nnx.Rngs(0))
-    checkpoints.save(tmp_path, model, like=BERT)
-    words = [f"--config.weights={tmp_path}", f"--config.teacher.weights={tmp_path}", "--config.teacher.hidden=0.5"]
-    words += ["--config.model.dropout=0.0", "--config.optimizer=sgd", "--config.learning_rate.peak=0.1"]
+def test_the_loss_with_a_teacher_is_that_of_its_parts_and_accumulated_steps_are_the_same(tmp_path):
+    """The teacher differs from the model. The first loss is computed by hand from logits and hidden states."""
+    words = [f"--config.weights={teacher_of(tmp_path / 'student', 1)}", "--config.model.dropout=0.0"]
+    words += [f"--config.teacher.weights={teacher_of(tmp_path / 'teacher', 2)}", "--config.teacher.hidden=0.5"]
+    words += ["--config.teacher.logits=0.3", "--config.teacher.temperature=4.0"]
+    words += ["--config.optimizer=sgd", "--config.learning_rate.peak=0.1", "--config.clip=0.0"]
     whole, parts = (program("configs/finetune_dense.py:smoke", *words, f"--config.accumulate={k}") for k in (1, 4))
-    shown = [steps(made, 3) for made in (whole, parts)]
-    for figures in (figures for _, figures in shown):
-        assert figures[0]["teacher_loss"] < 1e-6
-        assert figures[0]["loss"] == pytest.approx(figures[0]["label_loss"] / 2)
-    for a, b in zip(jax.tree.leaves(shown[0][0].params), jax.tree.leaves(shown[1][0].params), strict=True):
+    (state, shown), (other, other_shown) = (steps(made, 3) for made in (whole, parts))
+    models = [checkpoints.load(tmp_path / name) for name in ("student", "teacher")]
+    arrays = next(whole.task.feed(0, 0, whole.mesh))
+    batch = whole.task.batch(arrays, jnp.uint32(0), jnp.int32(0), whole.mesh)
+    inputs = batch["tokens"], batch["mask"], batch["types"]
+    logits, theirs = (np.asarray(model(*inputs), np.float64) for model in models)
+    shares = [np.exp(v / 4 - np.log(np.exp(v / 4).sum(-1, keepdims=True))) for v in (logits, theirs)]
+    far = 16 * (shares[1] * np.log(shares[1] / shares[0])).sum(-1).mean()
+    every = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    of_labels = -np.log(every[np.arange(len(logits)), np.asarray(batch["labels"])]).mean()
+    states = [
+        np.asarray(model.hidden(*inputs), np.float64) * np.asarray(batch["mask"])[None, ..., None] for model in models
+    ]
+    apart = np.mean(np.square(states[0] - states[1]).sum((2, 3)) / np.square(states[1]).sum((2, 3)))
+    assert shown[0]["teacher_loss"] == pytest.approx(far, rel=1e-4)
+    assert shown[0]["hidden_loss"] == pytest.approx(apart, rel=1e-4)
+    assert shown[0]["loss"] == pytest.approx(0.7 * of_labels + 0.3 * far + 0.5 * apart, rel=1e-4)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_teacher_of_other_classes_or_tokens_is_refused(tmp_path):
+    folder = teacher_of(tmp_path / "teacher", 1)
+    config = json.loads((folder / "config.json").read_text())
+    names = [*labelled.load("docstrings").classes]
+    config["id2label"] = {str(i): name for i, name in enumerate(names[::-1])}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Mistake, match="has the classes xml, urllib, .*, and the data asyncio, email"):
+        program(PAGE, f"--config.teacher.weights={folder}")
+    config["id2label"] = {str(i): f"LABEL_{i}" for i in range(9)}
+    (folder / "config.json").write_text(json.dumps(config))
+    program(PAGE, f"--config.teacher.weights={folder}")
+    about = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = about["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(about))
+    with pytest.raises(Mistake, match="has another tokenizer than config.weights"):
+        program(PAGE, f"--config.teacher.weights={folder}")
 
 
 def test_divergence_is_that_of_the_definition():
@@ -201,9 +270,12 @@ def test_distance_skips_padding_and_compares_equal_depths():
     [
         ("teacher.logits=1.5", "logits is a share from 0 to 1"),
         ("teacher.temperature=0.0", "temperature is above 0"),
-        ("teacher.weights=nowhere", "config.teacher.weights='nowhere' is no folder"),
+        ("teacher.weights=nowhere", "config.teacher.weights='nowhere' is not a folder"),
         ("weights=", "config.weights is empty. Give the folder"),
-        ("weights=nowhere", "config.weights='nowhere' is no folder with a config.json"),
+        ("weights=nowhere", "config.weights='nowhere' is not a folder with a config.json"),
+        ("data.length=2", "config.data.length=2 leaves no place for a text beside 2 special tokens"),
+        ("model.dropout=2.0", "config.model.dropout=2.0 is not a rate from 0 to less than 1"),
+        ("sparsity.blocks=fwd_rhs=ste(wanda(2,4))", "chooses by the norms of inputs, which a run does not measure"),
         ("objective=translate", "config.objective='translate' is not known"),
         ("weights=tests/checkpoints/golden/gpt2", "tokenizer.json: there is no such file"),
         ("model.name=other", "config.model.name='other': write module:name"),
@@ -263,6 +335,19 @@ class Pairs(nnx.Module):
     def __call__(self, tokens, mask, types, key=None):
         x = self.encoder.hidden(tokens, mask, types, key)[-1]
         return self.out((x * mask[..., None]).sum(1) / mask.sum(1, keepdims=True))
+
+
+def test_a_head_without_hidden_states_has_no_teacher_of_them(tmp_path):
+    words = ["--config.model.name=tests.experiments.training.finetune_test:Pairs", "--config.teacher.hidden=1.0"]
+    with pytest.raises(Mistake, match="config.teacher.hidden=1: .*:Pairs has no methods hidden and logits"):
+        program("configs/finetune_dense.py:smoke", *words, f"--config.teacher.weights={teacher_of(tmp_path / 't', 1)}")
+
+
+def test_a_damaged_config_is_told(tmp_path):
+    shutil.copytree(BERT, tmp_path / "b")
+    (tmp_path / "b/config.json").write_text("{")
+    with pytest.raises(Mistake, match="config.weights: .*this is not JSON"):
+        program(PAGE, f"--config.weights={tmp_path}/b")
 
 
 def test_a_head_of_ones_own(tmp_path):
