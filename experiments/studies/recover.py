@@ -16,7 +16,8 @@ end, with hardened weights.
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
 - Recovered: the model of the dense arm, pruned by SparseGPT, and trained for half as many steps again. Its rival is
   *dense, dense*: the same steps without pruning.
-- With a teacher: half of the loss compares the logits with those of the dense arm of the same seed.
+- With a teacher: half of the loss compares the logits with those of the dense arm of the same seed. At 2:4 all methods
+  have one; it made no difference beyond the error, so at 1:4 and 4:8 only *ste* and *recipe* have one.
 """
 
 import functools
@@ -72,10 +73,10 @@ def _cases() -> list[dict[str, Any]]:
         add(task, pattern, (*ONE_SHOT, "shorter"), (False,))
         add(task, pattern, METHODS, (False, True) if pattern == "2:4" else (False,))
         add(task, pattern, RECOVERED if pattern == "2:4" else list(RECOVERED)[1:], (False,))
-    add("sst2", "2:4", STARTED, (False, True))
+    add("sst2", "2:4", STARTED, (False,))
     for pattern in ("1:4", "4:8"):
-        add("sst2", pattern, METHODS, (True,))
-    add("docstrings", "2:4", (*ONE_SHOT, "shorter", *METHODS, *RECOVERED), (False,))
+        add("sst2", pattern, ("ste", "recipe"), (True,))
+    add("docstrings", "2:4", (*ONE_SHOT, "shorter", "ste", "mdgf", "recipe"), (False,))
     return [case | {"seed": seed} for case in found for seed in SEEDS]
 
 

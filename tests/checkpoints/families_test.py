@@ -58,9 +58,9 @@ KINDS = {
 }
 
 
-def made(kind, folder):
+def made(kind, folder, **changes):
     """Write a random checkpoint. Return its tensors, and each parameter of its model as the tensors have it."""
-    config, names = KINDS[kind]
+    config, names = KINDS[kind][0] | changes, KINDS[kind][1]
     family = family_of(config, [*names, *map(str, range(40))])
     model = nnx.eval_shape(lambda: family.model(**family.options, rngs=nnx.Rngs(0)))
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))

@@ -14,6 +14,7 @@ from flax import nnx
 import nmjax as nm
 from nmjax import checkpoints
 from nmjax.checkpoints import CheckpointError, Family, Rename, Table
+from tests.checkpoints.families_test import made
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -69,6 +70,30 @@ def test_transformers_computes_the_same_from_a_pruned_checkpoint(tmp_path):
     with torch.no_grad():
         wanted = theirs(torch.tensor(tokens)).last_hidden_state.numpy()
     np.testing.assert_allclose(hard.hidden(jnp.asarray(tokens))[-1], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_torch_compresses_every_tensor_of_a_file_that_verify_calls_fit(dtype, tmp_path):
+    """A checkpoint as `nmjax prune` writes it: torch loads it, and its conversion restores each tensor bit for bit."""
+    torch = pytest.importorskip("torch")
+    from safetensors import torch as safetensors_torch
+    from torch.sparse import _semi_structured_conversions as conversions
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 97}
+    made("bert with a head", tmp_path / "dense", **sizes)
+    batches = [jnp.asarray(np.random.default_rng(i).integers(0, 97, (8, 20))) for i in range(2)]
+    recipe = nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})
+    pruned = nm.nnx.prune(checkpoints.load(tmp_path / "dense"), recipe, batches)
+    checkpoints.save(tmp_path / "sparse", pruned.model, like=tmp_path / "dense")
+    report = checkpoints.verify(tmp_path / "sparse", programs=["torch"])
+    loaded = safetensors_torch.load_file(tmp_path / "sparse/model.safetensors")
+    fitting = [one.name for one in report.tensors if one.misfits["torch"] is None]
+    assert len(fitting) == 18
+    for name in fitting:
+        tensor = loaded[name].to(getattr(torch, dtype))
+        kept, places = conversions.sparse_semi_structured_from_dense_cutlass(tensor)
+        assert kept.shape[1] == tensor.shape[1] // 2
+        assert torch.equal(conversions.sparse_semi_structured_to_dense_cutlass(kept, places), tensor), name
 
 
 def test_a_family_of_ones_own(tmp_path):
