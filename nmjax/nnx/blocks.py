@@ -1,7 +1,8 @@
 """The blocks of a model, called one after another: each on the outputs of the blocks before it, which are kept."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from functools import partial
+from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend import core
+
+from nmjax.nnx.layers import layers
+from nmjax.nnx.recording import PLACE, recording
 
 
 class Call(NamedTuple):
@@ -69,21 +73,49 @@ def _is_node(v: Any) -> bool:
     return isinstance(v, (nnx.Pytree, nnx.Variable))
 
 
-def block_of(path: str, modules: Mapping[str, Any]) -> str:
-    """Return the path of the block that a layer is in: the outermost module that is not a list of others.
+def blocks_of(paths: Iterable[str], modules: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the paths of layers by the block that they are in.
+
+    A block is the outermost member of a list, a dict or a sequence of modules. A layer in none of them is in the
+    outermost module that holds no such block.
 
     Args:
-      path: The path of the layer.
+      paths: The paths of the layers.
       modules: The modules of the model, by path.
 
     >>> linear = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    >>> model = {"stages": nnx.List([]), "stages/0": nnx.List([]), "stages/0/1": linear, "head": linear}
-    >>> block_of("stages/0/1/conv", model), block_of("head", model)
-    ('stages/0/1', 'head')
+    >>> named = ("bert", "bert/blocks/0", "bert/blocks/0/up", "bert/pooler", "head")
+    >>> model = dict.fromkeys(named, linear) | {"bert/blocks": nnx.List([])}
+    >>> blocks_of(["bert/blocks/0/up", "bert/pooler", "head"], model)
+    {'bert/blocks/0': ['bert/blocks/0/up'], 'bert/pooler': ['bert/pooler'], 'head': ['head']}
     """
-    parts = path.split("/")
-    starts = ("/".join(parts[: i + 1]) for i in range(len(parts)))
-    return next((one for one in starts if one in modules and not isinstance(modules[one], nnx.List)), path)
+    groups: dict[str, list[str]] = {}
+    starts = {path: [path[:end] for end in _ends(path)] for path in paths}
+    listed = {path: next((one for one in starts[path] if _is_member(one, modules)), None) for path in starts}
+    holders = {
+        one for path, block in listed.items() if block is not None for one in starts[path] if len(one) < len(block)
+    }
+    for path, block in listed.items():
+        alone = (
+            one for one in starts[path] if one in modules and one not in holders and not _is_container(modules[one])
+        )
+        groups.setdefault(block or next(alone, path), []).append(path)
+    return groups
+
+
+def _ends(path: str) -> list[int]:
+    return [i for i, letter in enumerate(path + "/") if letter == "/"]
+
+
+def _is_container(module: Any) -> bool:
+    return isinstance(module, (nnx.List, nnx.Dict, nnx.Sequential))
+
+
+def _is_member(path: str, modules: Mapping[str, Any]) -> bool:
+    """Return True if a module is a member of a list, a dict or a sequence, and is none itself."""
+    holder = path.rpartition("/")[0]
+    inside = holder in modules and _is_container(modules[holder])
+    return path in modules and inside and not _is_container(modules[path])
 
 
 def modules_of(model: Any) -> dict[str, Any]:
@@ -116,14 +148,21 @@ class Blocks:
         self.model, self.paths, self.batches, self.needs = model, list(paths), batches, needs
         self.outputs: list[list[Any]] = [[] for _ in batches]  # of each batch, shapes in place of what is not needed
 
+        def output(graph: Any, rest: Rest, state: Any, arrays: list[Any]) -> Any:
+            call = rest.call(arrays)
+            return nnx.merge(graph, state, copy=True)(*call.args, **call.options)
+
+        self._output = jax.jit(output, static_argnums=(0, 1))  # blocks that are alike compile once
+
     @classmethod
     def find(
         cls, model: Any, paths: Sequence[str], needed: Collection[str], batches: Sequence[Call]
     ) -> "Blocks | None":
         """Return the blocks of a model in the order of their calls; None if they cannot be called on their own.
 
-        They can be if the call of the model calls each of them once, outside scans, checkpoints and branches, with
-        arrays; and if no two share a variable. Those that it does not call are left out, unless they are needed.
+        They can be if the call of the model calls each of them once, in the same order for all batches, with arrays,
+        and outside scans, checkpoints, branches and compiled functions; if no two share a variable; and if none of
+        their layers is used elsewhere. Those that it does not call are left out, unless they are needed.
 
         Args:
           model: The model. The blocks are called with the weights that it has at that time.
@@ -133,16 +172,27 @@ class Blocks:
         """
         modules = modules_of(model)
         paths = [path for path in paths if path in modules]
+        kinds = {type(modules[path]) for path in paths}
+        if any(kind.__init_subclass__.__func__ is not nnx.Module.__init_subclass__.__func__ for kind in kinds):
+            return None  # a subclass, which stands in for a block, may be registered or refused
+        called: list[str] | None = None
+        needs: list[set[int]] = []
         try:
-            outputs = _outputs(model, paths, batches[0])
-            called, shapes = list(outputs), list(outputs.values())
-            owned = [id(v) for path in called for _, v in nnx.iter_graph(modules[path]) if isinstance(v, nnx.Variable)]
-            if not set(needed) <= set(called) or len(set(owned)) < len(owned):
-                return None
-            needs = [_needs(model, called, shapes, i, batches[0]) for i in range(len(called))]
-        except (_NoChain, jax.errors.UnexpectedTracerError):
+            for batch in _unlike(batches):
+                outputs = _outputs(model, paths, batch)
+                if called is not None and called != list(outputs):
+                    return None
+                called, shapes = list(outputs), list(outputs.values())
+                needs = needs or [set() for _ in called]
+                found = (_needs(model, called, shapes, i, batch) for i in range(len(called)))
+                needs = [one | more for one, more in zip(needs, found, strict=True)]
+        except (_NoChain, Exception):  # if the call itself fails, the call of the whole model tells
             return None
-        return cls(model, called, batches, needs)
+        if called is None or not set(needed) <= set(called):
+            return None
+        variables = [v for path in called for _, v in nnx.iter_graph(modules[path]) if isinstance(v, nnx.Variable)]
+        owned = [id(v) for v in variables if not isinstance(v, nnx.RngState)]
+        return None if len(set(owned)) < len(owned) else cls(model, called, batches, needs)
 
     def module(self, number: int) -> Any:
         """Return a block."""
@@ -162,22 +212,33 @@ class Blocks:
         graph, state = nnx.split(self.module(number))
         for outputs, call in zip(self.outputs, calls, strict=True):
             arrays, rest = call.split()
-            made = _output(graph, rest, state, arrays) if later else None
-            outputs.append(made)
+            outputs.append(self._output(graph, rest, state, arrays) if later else None)
             outputs[:] = [v if i in later else _shapes(v) for i, v in enumerate(outputs)]
+
+
+def _unlike(batches: Sequence[Call]) -> Iterable[Call]:
+    """Return a batch of each kind: of the same arguments, and of arrays of the same shapes."""
+    kinds = {}
+    for batch in batches:
+        arrays, rest = batch.split()
+        kinds.setdefault((rest, tuple((v.shape, str(v.dtype)) for v in arrays)), batch)
+    return kinds.values()
 
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), tree)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _output(graph: Any, rest: Rest, state: Any, arrays: list[Any]) -> Any:
-    call = rest.call(arrays)
-    return nnx.merge(graph, state, copy=True)(*call.args, **call.options)
-
-
 # ---- calls of a model whose blocks do something else ----
+
+_IN_PLACE: ContextVar[Callable[[Any, Call], Any]] = ContextVar("in_place")
+
+
+@cache
+def _stand_in(kind: type) -> type:
+    """Return a subclass of a class, whose call is that of the context."""
+    call = lambda self, *args, **options: _IN_PLACE.get()(self, Call(args, options))
+    return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
 def _call(model: Any, paths: Sequence[str], batch: Call, in_place: Callable[[str, Any, Call], Any]) -> Any:
@@ -189,29 +250,41 @@ def _call(model: Any, paths: Sequence[str], batch: Call, in_place: Callable[[str
     copy = nnx.merge(graph, state, copy=True)
     modules = modules_of(copy)
     known = {id(modules[path]): path for path in paths}
+    outside = core.get_opaque_trace_state(convention="nmjax")
 
-    def stand_in(kind: type) -> type:
-        def call(self: Any, *args: Any, **options: Any) -> Any:
-            if id(self) not in known:  # a copy, as in a scan or a checkpoint
-                raise _NoChain
-            return in_place(known[id(self)], self, Call(args, options))
+    def reached(block: Any, call: Call) -> Any:
+        # In a scan or a checkpoint of Flax, the block is a copy. In a function that JAX transforms, the trace differs.
+        if id(block) not in known or core.get_opaque_trace_state(convention="nmjax") != outside:
+            raise _NoChain
+        return in_place(known[id(block)], block, call)
 
-        return type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-
-    kinds = {type(modules[path]): stand_in(type(modules[path])) for path in paths}
     for path in paths:
-        modules[path].__class__ = kinds[type(modules[path])]
-    return copy(*batch.args, **batch.options)
+        modules[path].__class__ = _stand_in(type(modules[path]))
+    token = _IN_PLACE.set(reached)
+    try:
+        return copy(*batch.args, **batch.options)
+    finally:
+        _IN_PLACE.reset(token)
 
 
 def _outputs(model: Any, paths: Sequence[str], batch: Call) -> dict[str, Any]:
-    """Return the shapes of the outputs of blocks, in the order of their calls."""
+    """Return the shapes of the outputs of blocks, in the order of their calls.
+
+    Layers note in which block they are asked for their product. It must be their own.
+    """
     found: dict[str, Any] = {}
     arrays, rest = batch.split()
-    graph, state = nnx.split(model)
+    owners = {layer.path: block for block, own in blocks_of_layers(model, paths).items() for layer in own}
+    inner = [layer.path for layer in layers(model)]
+    copy, notes = recording(model, [False] * len(inner))
+    graph, state = nnx.split(copy)
 
     def note(path: str, block: Any, call: Call) -> Any:
-        y = type(block).__bases__[0].__call__(block, *call.args, **call.options)
+        token = PLACE.set(path)
+        try:
+            y = type(block).__bases__[0].__call__(block, *call.args, **call.options)
+        finally:
+            PLACE.reset(token)
         given = jax.tree.leaves((call, y), is_leaf=_is_node)
         if path in found or any(map(_is_node, given)) or not all(map(_is_array, jax.tree.leaves(y))):
             raise _NoChain
@@ -222,7 +295,15 @@ def _outputs(model: Any, paths: Sequence[str], batch: Call) -> dict[str, Any]:
         _call(nnx.merge(graph, state), paths, rest.call(arrays), note)
 
     jax.eval_shape(run, state, arrays)
+    if any(notes[i].places - {owners[path]} for i, path in enumerate(inner) if path in owners):
+        raise _NoChain
     return found
+
+
+def blocks_of_layers(model: Any, paths: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the layers of each block."""
+    within = lambda path, block: path == block or path.startswith(f"{block}/")
+    return {block: [layer for layer in layers(model) if within(layer.path, block)] for block in paths}
 
 
 def _reached(model: Any, paths: Sequence[str], outputs: Sequence[Any], number: int, batch: Call) -> Call:
@@ -230,9 +311,10 @@ def _reached(model: Any, paths: Sequence[str], outputs: Sequence[Any], number: i
 
     def reach(path: str, block: Any, call: Call) -> Any:
         del block
-        if paths.index(path) < number:
-            return outputs[paths.index(path)]
-        raise _Reached(call)
+        place = paths.index(path)
+        if place < number:
+            return outputs[place]
+        raise _Reached(call) if place == number else _NoChain
 
     try:
         _call(model, paths, batch, reach)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +68,22 @@ def calibrate(
     calls = [Call.of(batch) for batch in batches]
     if not calls:
         raise ValueError("calibrate: there are no batches.")
+    return calibrated(model, calls, statistics(), moments=moments, only=only, progress=progress)
+
+
+def calibrated(
+    model: Any, calls: list[Call], measured: Any, *, moments: bool, only: str, progress: bool = False
+) -> dict[str, Inputs]:  # fmt: skip
+    """Return what `calibrate` does, by a compiled function that several models can share.
+
+    Args:
+      model, moments, only, progress: As in `calibrate`.
+      calls: The calls of the model.
+      measured: The function of `statistics`.
+
+    Raises:
+      ValueError: As `calibrate`.
+    """
     copy = nnx.clone(model)
     with_doors, _ = with_calls(copy, list(layers(copy)), Recipe(((".*", "ste(1,2)"),)), *calls[0])
     chosen = [layer for layer in with_doors if re.fullmatch(only, layer.path) and layer.has_weight]
@@ -83,7 +98,7 @@ def calibrate(
     sums: dict[str, list[np.ndarray]] = {}
     for call in track(calls, "Calibrating", disable=not progress):
         arrays, others = call.split()
-        for path, parts in _statistics(graph, paths, others, taps, rest, arrays).items():
+        for path, parts in measured(graph, paths, others, taps, rest, arrays).items():
             parts = [np.asarray(part, np.float64) for part in parts]
             sums[path] = [a + b for a, b in zip(sums[path], parts, strict=True)] if path in sums else parts
     unseen = [path or "the model" for path, (_, tokens) in sums.items() if not tokens.any()]
@@ -100,19 +115,22 @@ def calibrate(
     return found
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _statistics(graph: Any, paths: tuple[str, ...], others: Rest, taps: Any, rest: Any, arrays: list[Any]) -> Any:
-    """Return the statistics of a batch. Models that are alike, such as the blocks of one, compile once."""
-    call = others.call(arrays)
+def statistics() -> Any:
+    """Return a new compiled function of the statistics of a batch. Models that are alike compile once."""
 
-    def total(taps: Any) -> jax.Array:
-        y = nnx.merge(graph, taps, rest, copy=True)(*call.args, **call.options)
-        numbers = [v for v in jax.tree.leaves(y) if jnp.issubdtype(v.dtype, jnp.floating)]
-        return sum((jnp.sum(v.astype(jnp.float32)) for v in numbers), jnp.zeros(()))
+    def measured(graph: Any, paths: tuple[str, ...], others: Rest, taps: Any, rest: Any, arrays: list[Any]) -> Any:
+        call = others.call(arrays)
 
-    found = nnx.merge(graph, jax.grad(total)(taps), rest, copy=True)
-    inside = {layer.path: layer.inside for layer in layers(found)}
-    return {path: (inside[path].tap[...], inside[path].tokens[...]) for path in paths}
+        def total(taps: Any) -> jax.Array:
+            y = nnx.merge(graph, taps, rest, copy=True)(*call.args, **call.options)
+            numbers = [v for v in jax.tree.leaves(y) if jnp.issubdtype(v.dtype, jnp.floating)]
+            return sum((jnp.sum(v.astype(jnp.float32)) for v in numbers), jnp.zeros(()))
+
+        found = nnx.merge(graph, jax.grad(total)(taps), rest, copy=True)
+        inside = {layer.path: layer.inside for layer in layers(found)}
+        return {path: (inside[path].tap[...], inside[path].tokens[...]) for path in paths}
+
+    return jax.jit(measured, static_argnums=(0, 1, 2))
 
 
 def axes_in(layer: Layer) -> Axes:

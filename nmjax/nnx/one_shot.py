@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 from rich.progress import track
 
-from nmjax.nnx.blocks import Blocks, Call, block_of, modules_of
-from nmjax.nnx.calibration import Inputs, axes_in, calibrate
+from nmjax.nnx.blocks import Blocks, Call, blocks_of, modules_of
+from nmjax.nnx.calibration import Inputs, axes_in, calibrated, statistics
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden
@@ -95,7 +95,7 @@ def prune(
     current = nnx.clone(model)
     now = {layer.path: layer for layer in with_calls(current, list(layers(current)), recipe, args, options)[0]}
     _check_layers([now[path] for path in targets])
-    every = _groups(current, now) if in_turn else {"": list(now)}
+    every = blocks_of(now, modules_of(current)) if in_turn else {"": list(now)}
     groups = {
         group: chosen for group, paths in every.items() if (chosen := [path for path in paths if path in targets])
     }
@@ -103,11 +103,13 @@ def prune(
     order = _in_order(current, groups, args, options) if blocks is None else blocks.paths
     errors: dict[str, tuple[float, float]] = {}
     few: list[str] = []
+    measured = statistics()
     for number, group in track(list(enumerate(order)), "Pruning", disable=not progress):
         asked = calls if blocks is None else blocks.calls(number)
         part, begin = (current, "") if blocks is None else (blocks.module(number), group)
         own = {path: path[len(begin) :].lstrip("/") for path in groups.get(group, ())}
-        found = calibrate(part, asked, moments=True, only="|".join(map(re.escape, own.values()))) if own else {}
+        only = "|".join(map(re.escape, own.values()))
+        found = calibrated(part, asked, measured, moments=True, only=only) if own else {}
         for path, inside in own.items():
             inputs = found[inside]
             weight = _solve(now[path], inputs, targets[path].hardened, solver, errors)
@@ -125,15 +127,6 @@ def prune(
 
 def _by_number(path: str) -> list[Any]:
     return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path)]
-
-
-def _groups(model: Any, paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return the paths of layers by the block that they are in."""
-    modules = modules_of(model)
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        groups.setdefault(block_of(path, modules), []).append(path)
-    return groups
 
 
 def _in_order(model: Any, groups: dict[str, list[str]], args: Any, options: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """The products of each layer in a call of a model. The call is traced on shapes, so no value is computed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -18,6 +19,7 @@ from nmjax.programs.rewriting import Product
 from nmjax.recipes.table import Recipe
 
 MARK = "nmjax_layer_"
+PLACE: ContextVar[str | None] = ContextVar("place", default=None)  # the block that is called, if somebody says it
 
 
 class Notes(list[Example]):
@@ -27,13 +29,16 @@ class Notes(list[Example]):
       asked: The place of the layer among those that the call asks for a product, in their order; None if it is not
         asked. A product that is not noted counts too.
       clock: The places, common to all layers of a model.
+      places: The values of `PLACE` with which it is asked.
     """
 
     asked: int | None = None
     clock: Iterator[int]
+    places: set[str | None]
 
     def ask(self) -> None:
         """Write down that the layer was asked for a product."""
+        self.places.add(PLACE.get())
         if self.asked is None:
             self.asked = next(self.clock)
 
@@ -105,7 +110,7 @@ def recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[Notes]]:
     clock = count()
     for number, layer in enumerate(layers(copy)):
         notes.append(Notes())
-        notes[-1].clock = clock
+        notes[-1].clock, notes[-1].places = clock, set()
         layer.put(Recorder(layer, number, notes[-1], noted[number]))
         if getattr(layer.module, "dot_general_cls", None) is not None:
             layer.module.dot_general_cls = None  # it would come before the recorder

@@ -1,6 +1,7 @@
 """Statistics of inputs by taps, and one-shot pruning: against inputs that are recorded by hand."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import nmjax as nm
 from nmjax import oneshot
 from nmjax.models import GPT, Decoder, ViT
-from nmjax.nnx import blocks, calibration
+from nmjax.nnx import blocks, calibration, one_shot
 
 RNG = np.random.default_rng(0)
 SMALL = {"width": 16, "depth": 3, "heads": 2, "hidden": 32}
@@ -260,14 +261,117 @@ def test_blocks_in_a_checkpoint_are_pruned_as_those_outside():
         np.testing.assert_allclose(found.errors[path], error, rtol=1e-4, err_msg=path)
 
 
-def test_blocks_that_are_alike_compile_once():
-    counts = []
+def test_blocks_that_are_alike_compile_once(monkeypatch):
+    made = []
+    new = calibration.statistics
+    monkeypatch.setattr(one_shot, "statistics", lambda: made.append(new()) or made[-1])
+    run = blocks.Blocks.run
+
+    def kept(self, *args):
+        made.append(self._output)
+        run(self, *args)
+
+    monkeypatch.setattr(blocks.Blocks, "run", kept)
     for depth in (2, 6):
-        calibration._statistics.clear_cache()
-        blocks._output.clear_cache()
         nm.nnx.prune(gpt(depth=depth), EVERY, TOKENS)
-        counts.append((calibration._statistics._cache_size(), blocks._output._cache_size()))
-    assert counts == [(1, 1), (1, 1)]
+        assert {function._cache_size() for function in made} == {1}
+        made.clear()
+
+
+def by_whole_calls(model, text, batches, order):
+    """Prune layers in an order, each calibrated by calls of the whole model that is pruned so far."""
+    model = nnx.clone(model)
+    for paths in order:
+        found = nm.nnx.calibrate(model, batches, moments=True, only="|".join(map(re.escape, paths)))
+        for path in paths:
+            layer = functools.reduce(lambda m, s: m[int(s)] if s.isdigit() else getattr(m, s), path.split("/"), model)
+            solved = oneshot.sparsegpt(np.asarray(layer.kernel[...]), found[path].moments, *text)
+            layer.kernel[...] = jnp.asarray(solved.weight, jnp.float32)
+    return model
+
+
+class Unusual(nnx.Module):
+    """Blocks in calls that cannot be made one after another, or only with care."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(3)])
+
+    def __call__(self, x, skip=False):
+        states = [x]
+        order = [0, 2, 1] if self.kind == "order" and x.shape[0] == 24 else [0, 1, 2]
+        for i in order:
+            block = self.blocks[i]
+            run = {"jit": jax.jit, "checkpoint": jax.checkpoint, "vmap": jax.vmap}.get(self.kind, lambda f: f)
+            call = lambda v, block=block: block(v)
+            if self.kind == "cond":
+                y = jax.lax.cond(x.sum() < 1e9, call, lambda v: v, states[-1])
+            else:
+                y = run(call)(states[-1])
+            states.append(jnp.tanh(y))
+            if self.kind == "shape" and x.shape[0] == 24 and i == 2:
+                states[-1] = states[-1] + 10 * states[1]
+        y = states[-1] + (10 * states[1] if skip else 0)
+        return y + self.blocks[2](states[1]) if self.kind == "outside" else y
+
+
+@pytest.mark.parametrize("kind", ["jit", "checkpoint", "vmap", "cond", "order", "shape", "skip", "outside"])
+def test_unusual_calls_give_what_whole_calls_give(kind):
+    model, arrays = Unusual(kind), [jnp.asarray(RNG.normal(size=(rows, 8)), jnp.float32) for rows in (16, 24)]
+    batches = [{"x": arrays[0]}, {"x": arrays[1], "skip": True}] if kind == "skip" else arrays
+    pruned = nm.nnx.prune(model, "ste(2,4)", batches)
+    right = by_whole_calls(model, (2, 4), batches, [[f"blocks/{i}"] for i in range(3)])
+    for found, wanted in zip(pruned.model.blocks, right.blocks, strict=True):
+        np.testing.assert_allclose(found.kernel[...], wanted.kernel[...], atol=2e-5)
+
+
+class Wrapped(nnx.Module):
+    """A model within a model, a sequence, and a dict."""
+
+    def __init__(self):
+        linear = lambda i: nnx.Linear(8, 8, rngs=nnx.Rngs(i))
+        self.base = Unusual("")
+        self.net = nnx.Sequential(linear(3), jnp.tanh, linear(4))
+        self.named = nnx.Dict({"b": linear(5), "a": linear(6)})
+        self.head = linear(7)
+
+    def __call__(self, x):
+        x = jnp.tanh(self.net(jnp.tanh(self.base(x))))
+        return self.head(jnp.tanh(self.named["a"](jnp.tanh(self.named["b"](x)))))
+
+
+def test_blocks_of_inner_models_are_pruned_in_turn():
+    model, batches = Wrapped(), [jnp.asarray(RNG.normal(size=(32, 8)), jnp.float32)]
+    order = [*(f"base/blocks/{i}" for i in range(3)), "net/layers/0", "net/layers/2", "named/b", "named/a", "head"]
+    groups = blocks.blocks_of(sorted(order), blocks.modules_of(model))
+    assert all(paths == [block] for block, paths in groups.items())
+    found = blocks.Blocks.find(model, list(groups), list(groups), [blocks.Call.of(batches[0])])
+    assert found.paths == order
+    pruned = nm.nnx.prune(model, "ste(2,4)", batches)
+    for path, inputs in nm.nnx.calibrate(pruned.model, batches).items():
+        assert inputs.tokens == 32, path
+    right = by_whole_calls(model, (2, 4), batches, [[path] for path in order[:5]])
+    np.testing.assert_allclose(pruned.model.net.layers[2].kernel[...], right.net.layers[2].kernel[...], atol=2e-5)
+
+
+def test_what_a_block_holds_may_change_between_calls():
+    """A compiled function is not kept longer than a call of calibrate or prune."""
+
+    class Options:
+        scale = 1.0
+
+    class Scaled(nnx.Module):
+        def __init__(self, options):
+            self.options, self.layer = nnx.static(options), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.layer(x * self.options.scale)
+
+    options, x = Options(), jnp.ones((4, 8))
+    model = Scaled(options)
+    before = nm.nnx.calibrate(model, [x])["layer"].squares
+    options.scale = 3.0
+    np.testing.assert_allclose(nm.nnx.calibrate(model, [x])["layer"].squares, 9 * before)
 
 
 class Odd(nnx.Module):
