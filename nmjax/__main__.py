@@ -318,8 +318,9 @@ def _export(asked: argparse.Namespace) -> int:
 def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
     """Write a checkpoint as packed tensors."""
     tensors = checkpoints.read(source)
-    if any(target.exists() and target.samefile(file) for file in tensors.files):
-        raise ValueError(f"{target} is a file of the checkpoint that is read. Name another.")
+    own = any(target.exists() and target.samefile(file) for file in tensors.files)
+    if own or (source.is_dir() and target.parent.resolve() == source.resolve()):
+        raise ValueError(f"{target} lies in the folder of the checkpoint, which then could not be read. Name another.")
     if packing.ENTRY in tensors.metadata:
         raise ValueError(f"{source}: the tensors are packed already.")
     found = checkpoints.verify(source, asked.n, asked.m)

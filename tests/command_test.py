@@ -303,7 +303,7 @@ def test_export_packs_and_refuses_its_own_source(capsys, tmp_path):
     before = (folder / "model.safetensors").read_bytes()
     status, _, err = run(capsys, "export", folder, "--to", folder / "model.safetensors")
     assert (status, err.count("\n")) == (2, 1)
-    assert "is a file of the checkpoint that is read" in err
+    assert "lies in the folder of the checkpoint" in err
     assert (folder / "model.safetensors").read_bytes() == before
     status, out, _ = run(capsys, "export", folder, "--to", tmp_path / "packed.safetensors")
     assert status == 0

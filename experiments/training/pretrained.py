@@ -182,7 +182,8 @@ class Teacher:
           tokenizer: The file of the run's tokenizer.
         """
         named = json.loads((self.path / "config.json").read_text()).get("id2label") or {}
-        theirs = [str(named[key]) for key in sorted(named, key=int)]
+        with settings.as_mistake(f"config.teacher.weights={self.settings.weights!r}: id2label of config.json"):
+            theirs = [str(named[key]) for key in sorted(named, key=int)]
         told = lambda names: not any(re.fullmatch(r"(LABEL_)?\d+", name) for name in names)
         if classes and theirs and told(theirs) and told(classes) and theirs != list(classes):
             raise Mistake(
@@ -263,4 +264,5 @@ def distance(hidden: jax.Array, teacher: jax.Array, mask: jax.Array | None) -> j
     hidden, teacher = hidden.astype(jnp.float32), teacher[chosen].astype(jnp.float32)
     weight = 1.0 if mask is None else mask[None, ..., None]
     sums = [jnp.sum(jnp.square(v) * weight, (2, 3)) for v in (hidden - teacher, teacher)]
-    return jnp.mean(sums[0] / sums[1])
+    tiny = jnp.finfo(jnp.float32).tiny
+    return jnp.mean(jnp.where(sums[1] > 0, sums[0] / jnp.maximum(sums[1], tiny), 0))  # a text may have no tokens

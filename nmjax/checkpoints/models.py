@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -178,7 +177,7 @@ def save(
     Raises:
       CheckpointError: The other checkpoint is of another model; the model is not hardened; or the folder has other
         files of tensors, with which it could not be read.
-      OSError: A file cannot be written. No file of tensors is changed then.
+      OSError: A file cannot be written. If a disk is full, no file is changed.
 
     >>> import nmjax as nm
     >>> def prune(source, target):
@@ -207,10 +206,11 @@ def save(
         }  # fmt: skip
     check_target(folder, like)
     folder.mkdir(parents=True, exist_ok=True)
-    if not folder.samefile(home):
-        _copy_others(home, folder, Path(like).is_dir())
+    others = (
+        {} if folder.samefile(home) else {file.relative_to(home): file for file in _others(home, Path(like).is_dir())}
+    )
     changed = {"config.json": config} if not family and config != _config(like) else {}
-    _write_files(folder, tensors, made, changed)
+    _write_files(folder, tensors, made, changed, others)
 
 
 def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:
@@ -239,14 +239,17 @@ def unhardened(model: Any) -> str | None:
     return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
 
 
-def _write_files(folder: Path, source: Tensors, made: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
+def _write_files(
+    folder: Path, source: Tensors, made: Mapping[str, Any], texts: Mapping[str, Any], others: Mapping[Path, Path]
+) -> None:  # fmt: skip
     """Write tensors into as many files as a source has, with its index. New tensors go into the last file.
 
     Args:
       folder: The folder.
       source: The tensors of the other checkpoint.
       made: The tensors.
-      texts: Contents of JSON files that are written too, by their names. All files are replaced together.
+      texts: Contents of JSON files that are written too, by their names.
+      others: Files that are copied, by their paths in the folder. All files are replaced together.
     """
     files = {path: [name for name in names if name in made] for path, names in source.files.items()}
     known = {name for names in files.values() for name in names}
@@ -255,13 +258,18 @@ def _write_files(folder: Path, source: Tensors, made: Mapping[str, Any], texts: 
         size = sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in made.values())
         where = {name: _file_name(path) for path, names in files.items() for name in names}
         texts = {**texts, source.index: {"metadata": {**source.about, "total_size": size}, "weight_map": where}}
-    names = [*map(_file_name, files), *texts]
+    others = {name: file for name, file in others.items() if str(name) not in texts}
+    names = [*map(_file_name, files), *texts, *others]
+    for name in others:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
     with replacing_all([folder / name for name in names]) as opened:
         for (path, held), file in zip(files.items(), opened, strict=False):
             tensors = {name: made[name] for name in held}
             write_into(file, folder / _file_name(path), tensors, source.texts.get(path))
-        for content, file in zip(texts.values(), opened[len(files) :], strict=True):
+        for content, file in zip(texts.values(), opened[len(files) :], strict=False):
             file.write((json.dumps(content, indent=2) + "\n").encode())
+        for other, file in zip(others.values(), opened[len(files) + len(texts) :], strict=True):
+            file.write(other.read_bytes())
 
 
 def _file_name(path: Path) -> str:
@@ -280,19 +288,18 @@ def _read(path: str | os.PathLike[str]) -> Tensors:
     return read_safetensors(place)
 
 
-def _copy_others(source: Path, target: Path, folders: bool) -> None:
-    """Copy the texts of a checkpoint, such as the config and the tokenizer, and if asked those of its folders.
+def _others(source: Path, folders: bool) -> Iterator[Path]:
+    """Yield the texts of a checkpoint, such as the config and the tokenizer, and if asked those of its folders.
 
-    Files of other kinds, hidden files and links to folders are not copied.
+    Files of other kinds, hidden files and links to folders are left out.
     """
-    for file in source.iterdir():
-        if file.name.startswith(".") or file.name.endswith(WEIGHTS) or target.resolve().is_relative_to(file.resolve()):
+    for file in sorted(source.iterdir()):
+        if file.name.startswith(".") or file.name.endswith(WEIGHTS):
             continue
         if file.is_file() and (file.suffix in TEXTS or file.name in ("LICENSE", "NOTICE")):
-            shutil.copyfile(file, target / file.name)
-        elif folders and file.is_dir() and not file.is_symlink():
-            (target / file.name).mkdir(exist_ok=True)
-            _copy_others(file, target / file.name, folders)
+            yield file
+        elif folders and file.is_dir() and not file.is_symlink() and not any(file.glob("*.safetensors*")):
+            yield from _others(file, folders)  # a folder with tensors is a checkpoint of its own
 
 
 def _config(path: str | os.PathLike[str]) -> dict[str, Any]:

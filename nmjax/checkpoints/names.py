@@ -90,7 +90,8 @@ class Later:
         made = value.astype(self.dtype, copy=False)
         if self.source is not None and value.dtype != self.dtype and value.shape == self.source.shape:
             before = self.source.astype(value.dtype)
-            same = before.view(f"u{before.itemsize}") == np.ascontiguousarray(value).view(f"u{value.itemsize}")
+            bits = lambda v: np.ascontiguousarray(v).view(f"u{v.itemsize}").reshape(v.shape)
+            same = (bits(before) == bits(value)) & ((value != 0) | (self.source == 0))  # a zero may have been pruned
             made = np.where(same | (np.isnan(before) & np.isnan(value)), self.source, made)
         return made
 
@@ -188,7 +189,7 @@ class Table:
                     made[name] = Later(shape, np.dtype(value.dtype), part, parameters, begin)
                 else:
                     raise CheckpointError(f"{', '.join(part.ours)}: the checkpoint `like` has no tensor {name!r}.")
-        return {name: made.get(name, like[name]) for name in like} | made
+        return {name: made[name] if name in made else like[name] for name in like} | made
 
     def _keeps(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.kept)

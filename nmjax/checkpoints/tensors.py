@@ -7,6 +7,7 @@ says which tensor is in which file. The format is described at https://huggingfa
 Nothing in a file is executed, and every number of a header is checked before a byte is read.
 """
 
+import errno
 import json
 import math
 import mmap
@@ -234,6 +235,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def replacing_all(paths: Sequence[Path]) -> Iterator[list[BinaryIO]]:
     """Open a draft beside each of several files. If nothing fails, all drafts are on the disk before one is renamed."""
+    folder = next((path for path in paths if path.is_dir()), None)
+    if folder is not None:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder))
     drafts = [path.with_name(f".{path.name}.{secrets.token_hex(4)}") for path in paths]
     path = paths[0]
     try:

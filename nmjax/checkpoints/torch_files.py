@@ -49,7 +49,14 @@ class TorchTensors(Tensors):
 
     def _array(self, torch: Any, value: Any) -> np.ndarray:
         value = value.detach().contiguous()
-        array = value.view(torch.int16).numpy().view(jnp.bfloat16) if value.dtype == torch.bfloat16 else value.numpy()
+        others = {
+            torch.bfloat16: jnp.bfloat16,
+            torch.float8_e4m3fn: jnp.float8_e4m3fn,
+            torch.float8_e5m2: jnp.float8_e5m2,
+        }
+        known = others.get(value.dtype)
+        bits = torch.int16 if value.dtype == torch.bfloat16 else torch.uint8
+        array = value.numpy() if known is None else value.view(bits).numpy().view(known)
         array.flags.writeable = False
         return array
 

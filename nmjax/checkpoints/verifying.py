@@ -192,12 +192,19 @@ def verify(
     if every is not None and not names:
         raise CheckpointError(f"{path}: no tensor has a name that matches {every!r}.")
     rows: list[Checked] = []
+    unread: list[str] = []
     for name in names:
         shape, dtype = (
             (v.shape(name), v.dtype(name)) if isinstance(v := tensors, Tensors) else (v[name].shape, v[name].dtype)
         )
         if len(shape) > 1 and 0 not in shape and ("float" in str(dtype) or dtype == "int8"):
             rows.append(_checked(name, tensors[name], n, m, programs))
+        elif len(shape) > 1 and 0 not in shape:
+            unread.append(f"{name} {dtype}")
+    if unread and every is not None:
+        raise CheckpointError(
+            f"{path}: only floating-point numbers and int8 can be verified, not {', '.join(unread[:5])}."
+        )
     return Verified(n, m, tuple(rows), every is not None)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from nmjax.checkpoints import CheckpointError, load, read, save, write
+import nmjax as nm
+from nmjax.checkpoints import CheckpointError, Family, Rename, Table, load, read, save, write
 from nmjax.checkpoints.families import family_of
 
 RNG = np.random.default_rng(0)
@@ -147,6 +148,30 @@ def test_values_that_the_model_cannot_hold_are_kept(dtype, tmp_path):
     assert changed[:2].tobytes() == source["model.norm.weight"][:2].tobytes()
 
 
+def test_pruned_zeros_stay_zeros(tmp_path):
+    """A value that is 0 in the model's dtype is not restored: it may have been pruned."""
+    tensors, _ = made("qwen3", tmp_path / "source")
+    small = {name: np.where(RNG.random(v.shape) < 0.5, 1e-60, v.astype(np.float64)) for name, v in tensors.items()}
+    write(tmp_path / "source/model.safetensors", small)
+    model = nm.nnx.sparsify(
+        load(tmp_path / "source"), nm.Recipe({"blocks/.*/(query|key|up)": "ste(1,2)", ".*": "dense"})
+    )
+    save(tmp_path / "target", nm.nnx.harden(model), like=tmp_path / "source")
+    assert nm.checkpoints.verify(tmp_path / "target", 1, 2, every=r".*(q_proj|k_proj|up_proj)\.weight").holds
+
+
+def test_a_parameter_without_axes(tmp_path):
+    class Scaled(nnx.Module):
+        def __init__(self, *, rngs):
+            self.scale = nnx.Param(jnp.ones(()))
+
+    family = Family(Scaled, {}, Table((Rename("scale", "scale"),)))
+    (tmp_path / "source").mkdir()
+    write(tmp_path / "source/model.safetensors", {"scale": np.float16(0.1)})
+    save(tmp_path / "target", load(tmp_path / "source", family=family), like=tmp_path / "source", family=family)
+    assert read(tmp_path / "target")["scale"] == np.float16(0.1)
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64])
 def test_parameters_are_floating_point_numbers(dtype, tmp_path):
     tensors, _ = made("qwen3", tmp_path / "source")
@@ -203,8 +228,27 @@ def test_a_full_disk_changes_no_file(in_place, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_write_values", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*b-2.safetensors'"):
         save(target, model, like=tmp_path / "source")
-    after = {file.name: file.read_bytes() for file in target.iterdir()}
-    assert after == before if in_place else set(after) == {"config.json"}
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+
+
+def test_a_folder_in_the_place_of_a_file_changes_no_file(tmp_path):
+    sharded(tmp_path / "source")
+    (tmp_path / "target/b-2.safetensors").mkdir(parents=True)
+    (tmp_path / "target/config.json").write_text("mine")
+    with pytest.raises(IsADirectoryError, match=r"target/b-2.safetensors"):
+        save(tmp_path / "target", load(tmp_path / "source"), like=tmp_path / "source")
+    assert sorted(file.name for file in (tmp_path / "target").iterdir()) == ["b-2.safetensors", "config.json"]
+    assert (tmp_path / "target/config.json").read_text() == "mine"
+
+
+def test_a_link_in_the_target_is_replaced_and_not_followed(tmp_path):
+    made("qwen3", tmp_path / "source")
+    (tmp_path / "other.json").write_text("other")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target/config.json").symlink_to(tmp_path / "other.json")
+    save(tmp_path / "target", load(tmp_path / "source"), like=tmp_path / "source")
+    assert (tmp_path / "other.json").read_text() == "other"
+    assert (tmp_path / "target/config.json").read_bytes() == (tmp_path / "source/config.json").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["other.safetensors", "model.safetensors.index.json"])

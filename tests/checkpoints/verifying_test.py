@@ -96,6 +96,13 @@ def test_every_tensor_of_a_name_has_to_be_sparse(tmp_path):
     assert verify(tmp_path, every="u.*").holds
 
 
+def test_a_tensor_that_cannot_be_verified_is_not_passed_by(tmp_path):
+    tensors = {"up": pruned((32, 64), 1), "down": np.ones((64, 32), np.uint8)}
+    assert found(tmp_path, tensors).holds
+    with pytest.raises(CheckpointError, match="only floating-point numbers and int8 can be verified, not down uint8"):
+        verify(tmp_path, every="up|down")
+
+
 def test_zeros_prove_nothing(tmp_path):
     report = found(tmp_path, {"w": np.zeros((8, 8), np.float32)})
     assert (report.holds, report.tensors[0].state, report.sparse) == (False, "zero", ())

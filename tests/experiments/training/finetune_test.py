@@ -261,6 +261,8 @@ def test_distance_skips_padding_and_compares_equal_depths():
     hidden = teacher[:3].at[:, :, 1].set(100.0)
     assert float(pretrained.distance(hidden, teacher, jnp.array([[True, False]]))) == 0
     assert float(pretrained.distance(hidden * 3, teacher, jnp.array([[True, False]]))) == 4
+    empty = pretrained.distance(hidden, teacher, jnp.array([[False, False]]))  # a text without tokens
+    assert float(empty) == 0
     deep = jnp.arange(5.0)[:, None, None, None] + jnp.ones((5, 1, 1, 1))
     assert float(pretrained.distance(deep[jnp.array([0, 2, 4])], deep, None)) == 0
 
