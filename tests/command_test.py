@@ -82,11 +82,11 @@ def test_plan_prints_the_plan(capsys):
 
 
 WRONG = {
-    "nmjax convert: 'nothing-of-this-name' is neither a path nor an installed package. Write: pip install nothing":
+    "nmjax convert: 'nothing-of-this-name' is neither a path nor an installed package. Give the folder of a checkpoint":
         ["convert", "nothing-of-this-name", "--to", "x"],
     "nmjax convert: the package pytest has 0 folders with config.json beside a .safetensors file":
         ["convert", "pytest", "--to", "x"],
-    "nmjax verify: [Errno 2] No such file or directory: 'nothing.safetensors'": ["verify", "nothing.safetensors"],
+    "nmjax verify: nothing.safetensors: there is no such file or folder.": ["verify", "nothing.safetensors"],
     "nmjax verify: n is at least 1 and less than m, got n=4 and m=2":
         ["verify", GOLDEN / "bert", "--n", "4", "--m", "2"],
     "nmjax verify: the programs are torch, cusparselt, tensorrt, got 'jax'": ["verify", GOLDEN / "bert", "--for=jax"],
@@ -168,7 +168,7 @@ SPOILT = {
     "the file has no texts": lambda s, d: d.write_text("\n\n"),
     "this is not text in UTF-8": lambda s, d: d.write_bytes(b"\xff\xfe\x00"),
     "the texts have fewer than 8 tokens": lambda s, d: lines(d, length=7),
-    "No such file or directory": lambda s, d: d.unlink(),
+    "there is no such file or folder": lambda s, d: d.unlink(),
     "the tokenizer has tokens beyond the model's 40": lambda s, d: (s / "tokenizer.json").write_text(
         (s / "tokenizer.json").read_text().replace('"w7": 7', '"w7": 77').replace('"w7":7', '"w7":77')
     ),
@@ -189,7 +189,7 @@ MISTAKES = {
     "--n 4 --m 4 prunes nothing: n is less than m": ["--n", 4, "--m", 4],
     "is the checkpoint that is read. Name another folder": ["--out", "SOURCE"],
     "this is a file. Name a folder": ["--out", "DATA"],
-    "the folder has other tensors, old.safetensors": ["--out", "OLD"],
+    "the folder has other files, and is not a checkpoint": ["--out", "OLD"],
     "the texts have fewer than 8 tokens, or --length cuts them to fewer": ["--length", 4],
     "--method ria measures the inputs of layers. Add --data FILE": ["--method", "ria", "--data", None],
 }
@@ -330,9 +330,13 @@ def test_export_leaves_what_cannot_be_packed(capsys, tmp_path):
     assert all(restored[name].tobytes() == value.tobytes() for name, value in held.items())
 
 
-def test_export_of_a_file_without_tensors(capsys, tmp_path):
-    checkpoints.write(tmp_path / "none.safetensors", {})
-    assert run(capsys, "export", tmp_path / "none.safetensors", "--to", tmp_path / "x.safetensors")[0] == 0
+@pytest.mark.parametrize("tensors", [{}, {"w": np.ones((8, 8), np.float32)}])
+def test_export_of_a_file_without_sparse_tensors(tensors, capsys, tmp_path):
+    checkpoints.write(tmp_path / "dense.safetensors", tensors)
+    status, _, err = run(capsys, "export", tmp_path / "dense.safetensors", "--to", tmp_path / "x.safetensors")
+    assert status == 2
+    assert "no tensor is 2:4, so there is nothing to pack" in err
+    assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_plan_tells_by_its_status_that_a_recipe_is_refused(capsys):

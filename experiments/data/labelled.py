@@ -134,7 +134,8 @@ def _docstrings() -> list[Example]:
 
 def _read(name: str, dir: str | Path) -> list[tuple[str, str | None, Any]]:
     """Return the text, the second text and the label of each line of a file."""
-    path = find([f"{name}{end}" for end in ("", ".jsonl", ".jsonl.gz")], dir, how="Add --config.data.dir=DIR.")
+    ends = ("",) if name.endswith((".jsonl", ".gz")) else ("", ".jsonl", ".jsonl.gz")
+    path = find([f"{name}{end}" for end in ends], dir, how="Add --config.data.dir=DIR.")
     rows = []
     try:
         with reading.opened(path) as file:

@@ -41,7 +41,12 @@ class _Finetune:
         if not 0 <= rate < 1:
             raise Mistake(f"config.model.dropout={rate} is not a rate from 0 to less than 1.")
         self.make_model, self.pretrained = pretrained.start(config, classes)
-        self.facts.append(("weights", f"{config.weights}: {sum(v.size for v in self.pretrained.values()):,} values"))
+        told = f"{config.weights}: {sum(v.size for v in self.pretrained.values()):,} values"
+        shares = [np.count_nonzero(v) / v.size for v in self.pretrained.values() if v.ndim > 1]
+        sparse = [share for share in shares if share < 0.9]
+        if sparse:
+            told += f"; of {len(sparse)} sparse matrices {np.mean(sparse):.2f} are not zero"
+        self.facts.append(("weights", told))
         self.teacher = Teacher(config, self._run) if config.teacher.weights else None
         if self.teacher is None:
             return
@@ -101,7 +106,7 @@ class _Finetune:
         if self.config.model.name:
             return "the model has a head of its own, so it is not written as a checkpoint; load_run gives it"
         checkpoints.save(directory, model, like=self.config.weights)
-        return f"the hardened model: {directory}"
+        return f"the hardened model of the best evaluation: {directory}"
 
 
 def _right(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -120,8 +120,11 @@ def prune(
         if blocks is not None:
             blocks.run(number, asked)
     if few:
-        warnings.warn(f"prune: {len(few)} layers have fewer rows than inputs to calibrate with, so the errors of their "
-                      f"outputs are too small: {'; '.join(few[:3])}. Pass more batches.", stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"prune: {len(few)} layers have fewer rows than inputs to calibrate with, so the errors of their outputs are "
+            f"too small: {'; '.join(few[:3])}. Use more data for calibration.",
+            stacklevel=2,
+        )
     return Pruned(hard, {path: errors[path] for path in sorted(errors, key=_by_number)})
 
 

@@ -156,7 +156,7 @@ def test_a_run_writes_a_verified_checkpoint_that_load_run_equals(tmp_path):
     process = start(tmp_path, tmp_path / "cache", page=[f"--config={PAGE}"])
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    assert f"the hardened model: {tmp_path}/model" in out
+    assert f"the hardened model of the best evaluation: {tmp_path}/model" in out
     assert checkpoints.verify(tmp_path / "model").holds
     about = json.loads((tmp_path / "model/config.json").read_text())
     assert about["id2label"]["0"] == "asyncio"
