@@ -121,8 +121,8 @@ def prune(
             blocks.run(number, asked)
     if few:
         warnings.warn(
-            f"prune: {len(few)} layers have fewer rows than inputs to calibrate with, so the errors of their outputs are "
-            f"too small: {'; '.join(few[:3])}. Use more data for calibration.",
+            f"prune: {len(few)} layers have fewer rows than inputs to calibrate with, so the errors of their outputs "
+            f"are too small: {'; '.join(few[:3])}. Use more data for calibration.",
             stacklevel=2,
         )
     return Pruned(hard, {path: errors[path] for path in sorted(errors, key=_by_number)})
