@@ -70,6 +70,21 @@ def test_no_solver_is_better_than_the_best_masks(seed):
     assert errors["admm"] < 2 * best + 1e-3
 
 
+def test_how_near_the_solvers_come_to_the_best_masks():
+    """Geometric means of the error over the least one, of 60 layers: found 1.37, 2.22, 3.31 and 6.63."""
+    ratios = {name: [] for name in ("admm", "sparsegpt", "wanda", "magnitude")}
+    for seed in range(60):
+        w, x, _ = layer(8, 3, seed)
+        best = exhaustive(w, x.T @ x, 2, 4)
+        for name, found in ratios.items():
+            found.append(SOLVERS[name](w, x.T @ x).error / best)
+    means = {name: float(np.exp(np.mean(np.log(found)))) for name, found in ratios.items()}
+    assert 1 < means["admm"] < 1.5
+    assert means["sparsegpt"] < 2.4
+    assert means["wanda"] < 3.6
+    assert means["magnitude"] > 5
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_the_solvers(seed):
     """In layers of 64 inputs. In very small ones the greedy order of SparseGPT may lose to magnitude."""
