@@ -1,13 +1,13 @@
-"""Retrain a pretrained language model to 2:4 as AST does: dropped weights decay, and a dense teacher helps.
+"""Retrain a pretrained model to 2:4 as AST does: dropped weights decay, and a dense teacher helps.
 
-    python launch.py --config=configs/finetune_ast.py --config.weights=gemma --config.teacher.weights=gemma
+    python launch.py --config=configs/finetune_ast.py:language --config.weights=gemma --config.teacher.weights=gemma
 
 Huang et al., "Pruning Large Language Models with Semi-Structural Adaptive Sparse Training" (arXiv 2407.20584). The
 decay of dropped weights rises from 0 over the first quarter of the run, and the teacher is the dense model itself.
 Their low-rank weights beside the sparse ones (SLoRB) are not here. The strength of the decay and the share of the
 teacher are ours, not tuned.
 
-For texts with labels: --config=configs/finetune_ast.py:classify, with a teacher that was fine-tuned by
+For texts with labels: --config=configs/finetune_ast.py, with a teacher that was fine-tuned by
 configs/finetune_dense.py.
 """
 
@@ -15,9 +15,8 @@ from configs import common
 
 
 def get_config(variant=""):
-    c = common.finetune({"": "language", "classify": ""}.get(variant, variant))
+    c = common.finetune(variant)
     c.twin = "configs/finetune_dense.py"
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="sr_ste(2,4,linear(0,2e-4,25%))")
-    c.teacher.logits = 0.7
     return c

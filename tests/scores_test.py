@@ -125,7 +125,7 @@ def test_keys_that_do_not_divide():
     ):
         sparse(tokens(7))
     loose = nm.nnx.sparsify(gpt(scores=True), nm.Recipe({r".*/scores": "fwd_lhs=mse(2,4) else dense", r".*": "dense"}))
-    np.testing.assert_array_equal(logits(loose, 7), logits(gpt(), 7))
+    np.testing.assert_allclose(logits(loose, 7), logits(gpt(), 7), atol=1e-6)  # another program: to rounding
 
 
 def test_the_plan_counts_the_product():

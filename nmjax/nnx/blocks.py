@@ -274,8 +274,8 @@ def _outputs(model: Any, paths: Sequence[str], batch: Call) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     arrays, rest = batch.split()
-    owners = {layer.path: block for block, own in blocks_of_layers(model, paths).items() for layer in own}
     inner = [layer.path for layer in layers(model)]
+    owners = {path: block for path in inner for block in paths if f"{path}/".startswith(f"{block}/")}
     copy, notes = recording(model, [False] * len(inner))
     graph, state = nnx.split(copy)
 
@@ -298,12 +298,6 @@ def _outputs(model: Any, paths: Sequence[str], batch: Call) -> dict[str, Any]:
     if any(notes[i].places - {owners[path]} for i, path in enumerate(inner) if path in owners):
         raise _NoChain
     return found
-
-
-def blocks_of_layers(model: Any, paths: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the layers of each block."""
-    within = lambda path, block: path == block or path.startswith(f"{block}/")
-    return {block: [layer for layer in layers(model) if within(layer.path, block)] for block in paths}
 
 
 def _reached(model: Any, paths: Sequence[str], outputs: Sequence[Any], number: int, batch: Call) -> Call:

@@ -124,7 +124,7 @@ class sr_ste(SameValues):
     def __post_init__(self) -> None:
         super().__post_init__()
         lam: Any = self.lam
-        number = isinstance(lam, numbers.Real) and not isinstance(lam, bool) and math.isfinite(lam)
+        number = isinstance(lam, numbers.Real) and not isinstance(lam, bool) and not math.isnan(lam)
         if isinstance(lam, (Pruner, type)) or not (number or callable(lam)):
             raise TypeError(f"sr_ste: lam must be a number, or a schedule such as linear(0,2e-4,1000), got {lam!r}.")
         if number:
