@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from nmjax.checkpoints.gguf import Gguf
-from nmjax.checkpoints.models import check
+from nmjax.checkpoints.models import check, refuse_others
 from nmjax.checkpoints.tensors import CheckpointError, replacing_all, write_into
 
 NAMES = {  # names of GGUF, of transformers, and what is subtracted: llama.cpp keeps 1 + the scale of a norm
@@ -101,10 +101,7 @@ def convert(source: Gguf, folder: Path) -> None:
         check(config, {name: tensors.shape(name) for name in tensors})
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
-    others = sorted({file.name for file in folder.glob("*.safetensors*")} - {"model.safetensors"})
-    if others or (folder.exists() and not folder.is_dir()):
-        has = f"has other tensors, {', '.join(others[:5])}" if others else "is a file"
-        raise CheckpointError(f"{folder}: the target {has}. Name an empty folder.")
+    refuse_others(folder, {"model.safetensors"})
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in ("config.json", "tokenizer.json", "model.safetensors")]
     with replacing_all(files) as (first, second, third):

@@ -223,11 +223,22 @@ def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> 
     Raises:
       CheckpointError: It is a file, or has other files of tensors.
     """
-    folder = Path(path)
+    source = _read(like)
+    refuse_others(Path(path), {*map(_file_name, source.files), *([source.index] if source.index else [])})
+
+
+def refuse_others(folder: Path, own: set[str]) -> None:
+    """Refuse a file in the place of a folder, and a folder with other files of tensors than its own.
+
+    Args:
+      folder: The folder to write to. It may be missing.
+      own: The names of the files of tensors that are written.
+
+    Raises:
+      CheckpointError: It is a file, or has other files of tensors.
+    """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: this is a file. Name a folder.")
-    source = _read(like)
-    own = {_file_name(file) for file in source.files} | ({source.index} if source.index else set())
     others = sorted({file.name for file in folder.glob("*.safetensors*")} - own)
     if others:
         raise CheckpointError(f"{folder}: the folder has other tensors, {', '.join(others[:5])}. Name an empty folder.")

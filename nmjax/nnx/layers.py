@@ -28,8 +28,12 @@ def layers(model: Any) -> Iterator[Layer]:
     traced: dict[Any, Uses] = {}
     for path, module in nnx.iter_modules(tree):
         with_doors += _of_module("/".join(map(str, path)), module, traced)
-    by_number = lambda layer: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", layer.path)]
-    return iter(sorted(with_doors, key=by_number))
+    return iter(sorted(with_doors, key=lambda layer: by_number(layer.path)))
+
+
+def by_number(path: str) -> list[Any]:
+    """Return the key that sorts paths with their numbers by value."""
+    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path)]
 
 
 def _of_module(path: str, module: Any, traced: dict[Any, Uses]) -> list[Layer]:

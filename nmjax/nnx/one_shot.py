@@ -16,7 +16,7 @@ from nmjax.nnx.calibration import Inputs, axes_in, calibrated, statistics
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden
-from nmjax.nnx.layers import layers
+from nmjax.nnx.layers import by_number, layers
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
 from nmjax.oneshot.solvers import Solved, sparsegpt
@@ -125,11 +125,7 @@ def prune(
             f"are too small: {'; '.join(few[:3])}. Use more data for calibration.",
             stacklevel=2,
         )
-    return Pruned(hard, {path: errors[path] for path in sorted(errors, key=_by_number)})
-
-
-def _by_number(path: str) -> list[Any]:
-    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path)]
+    return Pruned(hard, {path: errors[path] for path in sorted(errors, key=by_number)})
 
 
 def _in_order(model: Any, groups: dict[str, list[str]], args: Any, options: Any) -> list[str]:
