@@ -48,6 +48,7 @@ from nmjax.pruners import (
     raw as raw,
     rescale as rescale,
     ria as ria,
+    rows as rows,
     soft as soft,
     sr_ste as sr_ste,
     stages as stages,

@@ -14,20 +14,21 @@ ROOT = Path(__file__).parent.parent
 HOUSE = {
     "nmjax": {
         "core": (
-            "versions", "refusal", "value", "names", "context", "fusion", "groups", "random", "paths", "layer_paths",
-            "pruner",
+            "versions", "refusal", "value", "names", "context", "fusion", "groups", "merging", "random", "paths",
+            "layer_paths", "pruner",
         ),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
-            "transposable_mask", "estimators", "float8", "combinators", "remembering", "input_norms", "__init__",
+            "transposable_mask", "estimators", "float8", "combinators", "remembering", "input_norms", "whole_rows",
+            "__init__",
         ),
         "kernels": (
             "targets", "format", "limits", "tuning", "emulation", "instructions", "ampere", "hopper_geometry",
             "hopper", "compress", "copies", "calls", "check", "multiply", "__init__",
         ),
         "products": (
-            "slot", "pruning", "ragged", "sparsity", "operations", "routes", "forms", "fit", "rule", "functions",
-            "sites",
+            "slot", "pruning", "ragged", "sparsity", "operations", "compaction", "layout", "routes", "forms", "fit",
+            "applying", "rule", "functions", "sites",
         ),
         "recipes": ("methods", "text", "table", "missed"),
         "analysis": ("flops", "refusals", "plan", "patterns", "metrics", "picture"),

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from nmjax.analysis.patterns import Pattern as Pattern, count, path as path, violations as violations
-from nmjax.core import groups, random
+from nmjax.core import groups, merging, random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.products.functions import einsum
@@ -183,7 +183,7 @@ def weight(p: Pruner, dense: Float[Array, "..."], pruned: Float[Array, "..."], c
     norm = jnp.linalg.norm
     tied = jnp.float32(jnp.nan)
     if p.pattern is not None:
-        merged = groups.merge(dense, contract, p.pattern[1])
+        merged = merging.merge(dense, contract, p.pattern[1])
         assert merged is not None
         tied = ties(merged[0], *p.pattern, merged[1])
     return Weight(density(pruned), norm(s - e) / norm(e), jnp.vdot(e, s) / (norm(e) * norm(s)), tied)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
-from nmjax.core import groups
+from nmjax.core import groups, merging
 from nmjax.core.value import Value
 
 
@@ -133,7 +133,7 @@ def _fitting(text: str, paths: Mapping[str, Any]) -> list[str]:
 def _violations(name: str, x: Any, pattern: Pattern) -> Int[Array, ""]:
     x = jnp.asarray(x)
     axes = tuple(a % x.ndim for a in pattern.contracted if -x.ndim <= a < x.ndim)
-    merged = groups.merge(x, axes, pattern.m) if len({*axes}) == len(pattern.contracted) else None
+    merged = merging.merge(x, axes, pattern.m) if len({*axes}) == len(pattern.contracted) else None
     if merged is None:
         raise ValueError(
             f"{name or 'array'!r} of shape {x.shape} does not divide into {pattern}: name the axes that its product "

@@ -19,9 +19,10 @@ from nmjax.analysis import flops
 from nmjax.analysis.refusals import Use, backend_refusal, slot_refusal
 from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
+from nmjax.products.layout import RESULTS
 from nmjax.products.operations import Conv, result_shape
 from nmjax.products.pruning import Operand, space_left
-from nmjax.products.routes import RESULTS, Route, explain
+from nmjax.products.routes import Route, explain
 from nmjax.products.slot import SLOTS, WEIGHT
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity, rescale
@@ -359,7 +360,7 @@ class Plan:
         return lines
 
 
-_HOW = {"packed": "Packed", "fp8": "In FP8", "emulated": "Emulated (zeros are multiplied)"}
+_HOW = {"compacted": "Compacted", "packed": "Packed", "fp8": "In FP8", "emulated": "Emulated (zeros are multiplied)"}
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 
 

@@ -21,7 +21,7 @@ import jax
 from nmjax.core.refusal import Refusal
 from nmjax.products.fit import fitting, slot_refusals
 from nmjax.products.operations import Operation
-from nmjax.products.routes import Route, not_packed
+from nmjax.products.routes import Route, not_run
 from nmjax.products.sparsity import Sparsity
 
 
@@ -87,5 +87,5 @@ def backend_refusal(product: str, route: Route, backend: str) -> Refusal | None:
       backend: The layer's backend. Only "pallas" refuses.
     """
     if backend == "pallas" and route.how == "emulated":
-        return Refusal(not_packed(product, route))
+        return Refusal(not_run(product, route, backend))
     return None

@@ -14,24 +14,30 @@ class Axes(NamedTuple):
       other: The axis that the transposed use of the operand contracts, such as the out-features of a weight. None if
         there is none.
       space: The axes of positions: height and width of an image, or the tokens of a sequence.
+      apart: The axes along which rows differ, beside the axis of groups: those of a batch, and outer axes of a
+        contraction over several axes.
     """
 
     other: int | None
     space: tuple[int, ...]
+    apart: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Ctx:
     """The context of a call: everything a pruner reads beside its array.
 
-    ``key``, ``step`` and ``state`` are data and may be traced. ``axes`` is static, and products set it. Products and
-    `nmjax.prune` derive the noise from key, step and slot. A pruner that is called directly uses the key as it is.
+    ``key``, ``step``, ``state`` and ``partner`` are data and may be traced. ``axes`` is static, and products set it.
+    Products and `nmjax.prune` derive the noise from key, step and slot. A pruner that is called directly uses the key
+    as it is.
 
     Args:
       key: A `jax.random.key`, an int seed, or two uint32 words. Only stochastic pruners need one.
       step: The training step, which schedules and noise read.
       state: The state that ``init`` returned; for a product, a dict from slot to state.
       axes: The other axes of the operand. If None, an array is read as ``(batch, *space, features)``.
+      partner: The norms of the rows of the product's other operand, of a shape that is broadcast with the array.
+        Products set it for a pruner with ``reads_partner``.
 
     >>> from nmjax.pruners import mvue
     >>> mvue(2, 4)(jnp.ones(4), ctx=Ctx(key=0))
@@ -42,12 +48,13 @@ class Ctx:
     step: Any = 0
     state: Any = None
     axes: Axes | None = None
+    partner: jax.Array | None = None
 
     def replace(self, **changes: Any) -> "Ctx":
         """Return this context with some fields changed.
 
         >>> Ctx(key=0).replace(step=5)
-        Ctx(key=0, step=5, state=None, axes=None)
+        Ctx(key=0, step=5, state=None, axes=None, partner=None)
         """
         return dataclasses.replace(self, **changes)
 
@@ -62,7 +69,7 @@ class Ctx:
           The axes that were set, or those of an array ``(batch, *space, features)``.
 
         >>> Ctx().axes_of(4, 3)
-        Axes(other=2, space=(1, 2))
+        Axes(other=2, space=(1, 2), apart=())
         """
         if self.axes is not None:
             return self.axes
@@ -70,4 +77,4 @@ class Ctx:
         return Axes(others[-1] if others else None, tuple(a for a in others if 0 < a < ndim - 1))
 
 
-jax.tree_util.register_dataclass(Ctx, data_fields=["key", "step", "state"], meta_fields=["axes"])
+jax.tree_util.register_dataclass(Ctx, data_fields=["key", "step", "state", "partner"], meta_fields=["axes"])

@@ -4,11 +4,9 @@ Groups are split in place: a reshape puts the members of a group on a new axis, 
 axes instead would cost ten copies, and would break sharding along the moved axis.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -306,77 +304,6 @@ def counts(x: Num[Array | np.ndarray[Any, Any], "..."], m: int, axis: int = -1) 
     """
     axis = position(x.ndim, axis)
     return jnp.sum(split(jnp.asarray(x.astype(bool)), axis, m), axis + 1, dtype=jnp.int32)
-
-
-class Merged(NamedTuple):
-    """An array in which one axis replaces several, and the way back.
-
-    Args:
-      array: The array with the axes merged.
-      axis: The merged axis.
-      axes: The new number of every old axis, or None if it was merged with others.
-      restore: A function that gives an array of the merged shape the old shape.
-
-    >>> merged = merge(jnp.ones((2, 3, 4)), (0, 2), 8)
-    >>> merged.array.shape, merged.axis, merged.restore(merged.array).shape
-    ((3, 8), 1, (2, 3, 4))
-    """
-
-    array: jax.Array
-    axis: int
-    axes: tuple[int | None, ...]
-    restore: Callable[[jax.Array], jax.Array]
-
-
-def merge(x: Shaped[Array, "..."], axes: tuple[int, ...], block: int) -> Merged | None:
-    """Merge as few of ``axes`` as needed into one axis that ``block`` divides.
-
-    Args:
-      x: An array.
-      axes: The axes that a product contracts, the innermost last. If the last one is enough, nothing moves.
-      block: The number that must divide the length of the merged axis.
-
-    Returns:
-      The merged array, or None if ``block`` does not divide the product of all lengths.
-
-    >>> merge(jnp.ones((2, 6)), (0, 1), 4).array.shape
-    (12,)
-    """
-    count = innermost(x.shape, axes, block)
-    if count is None:
-        return None
-    inner = axes[-count:]
-    if count == 1:
-        return Merged(x, inner[0], tuple(range(x.ndim)), lambda y: y)
-    outer = [a for a in range(x.ndim) if a not in inner]
-    axis = sum(a < inner[-1] for a in outer)
-    order = [*outer[:axis], *inner, *outer[axis:]]
-    moved = jnp.transpose(x, order)
-    flat = moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + count :])
-    unmerged = [*outer[:axis], None, *outer[axis:]]  # the old axis of each new one
-    new_axes = tuple(None if a in inner else unmerged.index(a) for a in range(x.ndim))
-    restore = lambda y: jnp.transpose(y.reshape(moved.shape), np.argsort(order).tolist())
-    return Merged(flat, axis, new_axes, restore)
-
-
-def innermost(shape: tuple[int, ...], axes: tuple[int, ...], block: int) -> int | None:
-    """Return how many of the last ``axes`` are needed until ``block`` divides their size.
-
-    Args:
-      shape: The shape of an array.
-      axes: The axes that a product contracts, the innermost last.
-      block: The number that must divide the product of their lengths.
-
-    Returns:
-      The smallest such number, or None if all axes together do not suffice.
-
-    >>> innermost((2, 6), (0, 1), 4)
-    2
-    """
-    for count in range(1, len(axes) + 1):
-        if math.prod(shape[a] for a in axes[-count:]) % block == 0:
-            return count
-    return None
 
 
 def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:

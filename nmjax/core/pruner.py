@@ -154,6 +154,11 @@ class Pruner(Value):
         return any(p.reorders for p in self.parts)
 
     @property
+    def reads_partner(self) -> bool:
+        """True if a call reads the norms of the rows of the product's other operand, in ``ctx.partner``."""
+        return any(p.reads_partner for p in self.parts)
+
+    @property
     def tiles(self) -> bool:
         """True if groups lie along the other axis of a weight too, so that `block` must divide both."""
         return any(p.tiles for p in self.parts)
@@ -348,11 +353,6 @@ class SamePattern(Pruner):
     @property
     def pattern_across(self) -> Pattern | None:
         return self.p.pattern_across
-
-
-def sparsest(patterns: Iterable[Pattern | None]) -> Pattern | None:
-    """Return the pattern that keeps the smallest share, or None if all are None."""
-    return min((p for p in patterns if p is not None), key=lambda p: p[0] / p[1], default=None)
 
 
 def join_states(states: Iterable[Any]) -> Any:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -16,11 +17,12 @@ from jax.typing import DTypeLike
 from nmjax.core.refusal import Refusal
 from nmjax.core.value import Value
 
-BACKENDS = ("auto", "xla", "pallas", "interpret")
-"""The ways to compute products of 2:4 operands.
+BACKENDS = ("auto", "xla", "compact", "pallas", "interpret")
+"""The ways to compute products of pruned operands.
 
-- ``"auto"``: a kernel if it is expected to win, else XLA's dense product.
+- ``"auto"``: fewer rows or a kernel if it is expected to win, else XLA's dense product.
 - ``"xla"``: XLA's dense product, always.
+- ``"compact"``: fewer rows if `nmjax.rows` chooses them, or an error. XLA's dense product elsewhere.
 - ``"pallas"``: a kernel, or an error.
 - ``"interpret"``: a kernel simulated on the CPU, for tests with small arrays. A product takes seconds. A program with
   several products needs ``XLA_FLAGS=--xla_force_host_platform_device_count=4``, so that enough threads can wait.
@@ -80,21 +82,19 @@ def target(backend: str) -> Target | Refusal:
       ValueError: If ``backend`` is none of them.
     """
     check_backend(backend)
-    if backend == "xla":
-        return Refusal("backend='xla'")
+    if backend in ("xla", "compact"):
+        return Refusal(f"backend={backend!r}")
     if backend == "interpret":
         return Target("interpreter", "hopper", 2, True)
     mesh = jax.sharding.get_abstract_mesh()
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:
-        device = jax.config.jax_default_device or jax.devices()[0]  # pyrefly: ignore[missing-attribute]
-        if isinstance(device, str):
-            device = jax.devices(device)[0]
-        platform, kind = device.platform, device.device_kind
+        device = _concrete()
+        kind = device.device_kind
         cores, capability = getattr(device, "core_count", None), getattr(device, "compute_capability", None)
     else:
-        platform, kind, cores, capability = abstract.platform, abstract.device_kind, abstract.num_cores, None
-    if platform not in ("gpu", "cuda") or "AMD" in kind:
+        kind, cores, capability = abstract.device_kind, abstract.num_cores, None
+    if platform() != "gpu" or "AMD" in kind:
         return Refusal(f"{kind} has no sparse tensor cores")
     family = _family(kind, capability)
     if family is None:
@@ -102,6 +102,24 @@ def target(backend: str) -> Target | Refusal:
     if backend == "auto" and (refusal := _sharding_refusal(mesh)):
         return refusal
     return Target(kind, family, int(cores or 132))
+
+
+def platform() -> str:
+    """Return the platform of the device that programs are traced for now: "cpu", "gpu" or "tpu".
+
+    >>> with on("NVIDIA H200"):
+    ...     platform()
+    'gpu'
+    """
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    name = (_concrete() if abstract is None else abstract).platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def _concrete() -> Any:
+    """Return the device of this machine on which programs run."""
+    device = jax.config.jax_default_device or jax.devices()[0]  # pyrefly: ignore[missing-attribute]
+    return jax.devices(device)[0] if isinstance(device, str) else device
 
 
 def check_backend(backend: str) -> None:

@@ -5,11 +5,13 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.core.refusal import Refusal
+from nmjax.products.compaction import partner_refusal
 from nmjax.products.operations import Operation, result_shape
 from nmjax.products.pruning import Operand, Shaped, along, check_shards, pruned
 from nmjax.products.ragged import laid_out
@@ -79,6 +81,9 @@ def slot_refusals(
         if slot.empty:
             continue
         try:
+            partner = partner_refusal(op, lhs, rhs, slot)
+            if partner is not None:
+                raise ValueError(f"{slot}: {partner}")
             if axes[name].ragged:
                 shape = laid_out(value, rhs.shape[0], slot.pruner.block)
             else:
@@ -98,6 +103,9 @@ def _first_use_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: 
 
     def first_use(x: jax.Array) -> jax.Array:
         ctx = Ctx(random.words(0), 0)
+        if p.reads_partner:
+            alone = (*operand.batch, *operand.contract)
+            ctx = ctx.replace(partner=jnp.ones([x.shape[a] if a in alone else 1 for a in range(x.ndim)]))
         state = along(label, p, x, operand, ctx, p.init)[0] if p.has_state else None
         return pruned(label, p, x, operand, ctx.replace(state=state))
 

@@ -17,7 +17,8 @@ from nmjax.core.pruner import Pruner
 from nmjax.kernels import calls, limits
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Copy
-from nmjax.products.routes import CONTRACTED, LAID_AS, OPERANDS, Routes, result_axes
+from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS
+from nmjax.products.routes import Routes, result_axes
 from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity

@@ -58,16 +58,16 @@ class Dot:
         (lc, rc), (lb, rb) = self.dims
         lf = tuple(a for a in range(lhs_ndim) if a not in lc + lb)
         rf = tuple(a for a in range(rhs_ndim) if a not in rc + rb)
-        g_lf = tuple(range(len(lb), len(lb) + len(lf)))
+        g_b, g_lf = tuple(range(len(lb))), tuple(range(len(lb), len(lb) + len(lf)))
         g_rf = tuple(range(len(lb) + len(lf), len(lb) + len(lf) + len(rf)))
         between = lambda ndim, contract: tuple(a for a in range(1, ndim - 1) if a not in contract)
         return {
-            "fwd_lhs": Operand(lc, lf, between(lhs_ndim, lc)),
-            "fwd_rhs": Operand(rc, rf, between(rhs_ndim, rc)),
-            "dlhs_g": Operand(g_rf, g_lf, between(len(lb + lf + rf), g_rf)),
-            "dlhs_rhs": Operand(rf, rc, between(rhs_ndim, rf)),
-            "drhs_g": Operand(g_lf, g_rf, between(len(lb + lf + rf), g_lf)),
-            "drhs_lhs": Operand(lf, lc, between(lhs_ndim, lf)),
+            "fwd_lhs": Operand(lc, lf, between(lhs_ndim, lc), lb),
+            "fwd_rhs": Operand(rc, rf, between(rhs_ndim, rc), rb),
+            "dlhs_g": Operand(g_rf, g_lf, between(len(lb + lf + rf), g_rf), g_b),
+            "dlhs_rhs": Operand(rf, rc, between(rhs_ndim, rf), rb),
+            "drhs_g": Operand(g_lf, g_rf, between(len(lb + lf + rf), g_lf), g_b),
+            "drhs_lhs": Operand(lf, lc, between(lhs_ndim, lf), lb),
         }
 
 
@@ -98,12 +98,12 @@ class Conv:
         space = lambda axes: tuple(sorted(axes))
         features, batches = self.feature_group_count, self.batch_group_count
         return {
-            "fwd_lhs": Operand((xc,), (xb,), space(xs), features),
+            "fwd_lhs": Operand((xc,), (xb,), space(xs), runs=features),
             "fwd_rhs": Operand((wi,), (wo,), space(ws)),
-            "dlhs_g": Operand((gc,), (gb,), space(gs), features * batches),
-            "dlhs_rhs": Operand((wo,), (wi,), space(ws), features * batches),
+            "dlhs_g": Operand((gc,), (gb,), space(gs), runs=features * batches),
+            "dlhs_rhs": Operand((wo,), (wi,), space(ws), runs=features * batches),
             "drhs_g": Operand((gb, *space(gs)), (gc,), space(gs)),
-            "drhs_lhs": Operand((xb, *space(xs)), (xc,), space(xs), batches),
+            "drhs_lhs": Operand((xb, *space(xs)), (xc,), space(xs), runs=batches),
         }
 
 

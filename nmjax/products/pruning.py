@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from nmjax.core import groups, random
+from nmjax.core import groups, merging, random
 from nmjax.core.context import Axes, Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.pruners import identity
@@ -35,6 +35,7 @@ class Operand(NamedTuple):
       contract: The axes that the product contracts, the innermost last. Groups lie along them.
       other: The axes that the transposed use of the operand contracts.
       space: The axes of positions, such as height and width.
+      batch: The axes of the product's batch.
       runs: The number of equal parts of the contraction that no group may straddle: feature groups of a convolution.
       ragged: True if a call cuts the contraction into parts that no group may straddle: the tokens of each expert.
       known: False if only the sizes of the axes of features are known, before a call. Errors then state no shape.
@@ -43,6 +44,7 @@ class Operand(NamedTuple):
     contract: tuple[int, ...]
     other: tuple[int, ...]
     space: tuple[int, ...]
+    batch: tuple[int, ...] = ()
     runs: int = 1
     ragged: bool = False
     known: bool = True
@@ -90,8 +92,14 @@ def along(
     merged = merged_operand(label, p, x, operand, ctx)
     others = [axis for old in operand.other if (axis := merged.axes[old]) is not None]
     space = tuple(axis for old in space_left(x.shape, p, operand) if (axis := merged.axes[old]) is not None)
+    alone = (*operand.contract, *operand.batch)
+    apart = tuple(axis for old in alone if (axis := merged.axes[old]) is not None and axis != merged.axis)
+    if ctx.partner is not None:
+        partner = merging.merge(ctx.partner, operand.contract, p.block * operand.runs)
+        assert partner is not None
+        ctx = ctx.replace(partner=partner.array)
     try:
-        result = call(merged.array, merged.axis, ctx.replace(axes=Axes(others[-1] if others else None, space)))
+        result = call(merged.array, merged.axis, ctx.replace(axes=Axes(others[-1] if others else None, space, apart)))
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{label}: {error}") from error
@@ -111,12 +119,12 @@ def space_left(shape: tuple[int, ...], p: Pruner, operand: Operand) -> tuple[int
     >>> space_left((2, 4, 4, 8), mse(2, 4), g), space_left((2, 6, 6, 8), mse(2, 4), g)
     ((1, 2), ())
     """
-    count = groups.innermost(shape, operand.contract, p.block * operand.runs) or 0
+    count = merging.innermost(shape, operand.contract, p.block * operand.runs) or 0
     merged = operand.contract[-count:] if count > 1 else ()
     return tuple(axis for axis in operand.space if axis not in merged)
 
 
-def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) -> groups.Merged:
+def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) -> merging.Merged:
     """Return an operand with one axis to prune along.
 
     Raises:
@@ -124,7 +132,7 @@ def merged_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) ->
       ValueError: If it cannot be pruned so: it is empty, a key is missing, or groups do not fit.
     """
     _check_operand(label, p, x, operand, ctx)
-    merged = groups.merge(x, operand.contract, p.block * operand.runs)
+    merged = merging.merge(x, operand.contract, p.block * operand.runs)
     if merged is None:
         raise ValueError(_misfit(label, p, x, operand, tokens="drhs_" in label.partition("=")[0]))
     check_shards(label, p, x, operand)
@@ -195,7 +203,7 @@ def check_shards(label: str, p: Pruner, x: Any, operand: Operand) -> None:
             "say so. Use automatic axes, or another method here."
         )
     for run in (operand.contract, operand.other[-1:] if p.tiles else ()):
-        merged_axes = groups.innermost(x.shape, run, p.block * operand.runs) or 0
+        merged_axes = merging.innermost(x.shape, run, p.block * operand.runs) or 0
         for i, axis in enumerate(run[len(run) - merged_axes :]):
             inner = math.prod(x.shape[a] for a in run[len(run) - merged_axes + i + 1 :])
             whole_groups = i == 0 and x.shape[axis] // parts[axis] * inner % p.block == 0

@@ -65,6 +65,9 @@ def by_expert(call: Callable[..., jax.Array], sizes: jax.Array) -> Callable[...,
         at = places(sizes, tokens, p.block)
         laid = jnp.zeros((room(tokens, len(sizes), p.block), *x.shape[1:]), x.dtype)
         laid = laid.at[at].set(x, mode="drop", indices_are_sorted=True, unique_indices=True)
+        if ctx.partner is not None:
+            partner = jnp.zeros((laid.shape[0], *ctx.partner.shape[1:]), ctx.partner.dtype)
+            ctx = ctx.replace(partner=partner.at[at].set(ctx.partner, mode="drop", unique_indices=True))
         pruned = call(label, p, laid, operand, ctx)
         return pruned.at[at].get(mode="fill", fill_value=0, indices_are_sorted=True, unique_indices=True)
 

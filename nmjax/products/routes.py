@@ -1,19 +1,14 @@
-"""The routes of a layer's three products: on sparse tensor cores or by XLA, and the reason.
+"""The routes of a layer's three products: on fewer rows, on sparse tensor cores or by XLA, and the reason.
 
-Kernels see each operand as a matrix. Its axes are two of T (tokens), I (in-features) and O (out-features). Each product
-contracts the axis that its result does not have::
+A product has one of five routes:
 
-    fwd    y [T, O] = x . w    over I         dlhs   dx = g . w    over O         drhs   dw = x . g    over T
-
-A product has one of four routes:
-
+- *compacted*: XLA multiplies the rows that a `rows` pruner keeps (`nmjax.products.compaction`).
 - *packed*: a kernel multiplies one packed operand, which is 2:4 or sparser along the contracted axis, by a dense one.
 - *fp8*: XLA multiplies two dense FP8 operands.
 - *emulated*: XLA multiplies pruned operands with their zeros, or operands whose FP8 rounding is simulated.
 - *dense*: nothing is pruned.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,31 +22,25 @@ from nmjax.core.refusal import Refusal
 from nmjax.kernels import limits, tuning
 from nmjax.kernels.check import fault
 from nmjax.kernels.limits import Shape
-from nmjax.kernels.targets import Target, target
-from nmjax.products.operations import Dot, Operation, RaggedDot
+from nmjax.kernels.targets import Target, platform, target
+from nmjax.products import compaction
+from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS, RESULTS, Layout, layout_of
+from nmjax.products.operations import Operation
 from nmjax.products.pruning import Shaped
 from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 from nmjax.pruners.float8 import FORMATS
-
-CONTRACTED = {"fwd": "I", "dlhs": "O", "drhs": "T"}
-RESULTS = {"fwd": "y", "dlhs": "dx", "drhs": "dw"}
-OPERANDS = {  # product -> operand -> the slot that prunes it
-    "fwd": {"x": "fwd_lhs", "w": "fwd_rhs"},
-    "dlhs": {"g": "dlhs_g", "w": "dlhs_rhs"},
-    "drhs": {"g": "drhs_g", "x": "drhs_lhs"},
-}
-LAID_AS = {"fwd": "g", "dlhs": "x", "drhs": "w"}  # product -> the operand whose axes its result has
+from nmjax.pruners.whole_rows import rows
 
 
 class Route(NamedTuple):
     """The way in which one product runs, and the reason.
 
     Attributes:
-      how: "packed", "fp8", "emulated" or "dense".
+      how: "compacted", "packed", "fp8", "emulated" or "dense".
       why: For messages: the operand and device of a kernel, or the reason why there is no kernel.
-      operand: The operand that is packed: x, w or g.
+      operand: The operand that is packed, or whose rows are chosen: x, w or g.
       shape: The product's key in the tables of tiles, if it is packed.
       formats: Pairs (operand, FP8 format). Empty if the product does not run in FP8.
 
@@ -68,40 +57,12 @@ class Route(NamedTuple):
 
     @property
     def uses_forms(self) -> bool:
-        """True if the product multiplies forms: packed or FP8 operands. False if XLA multiplies the pruned operands."""
+        """True if the product multiplies forms: packed or FP8 operands. False if XLA multiplies pruned operands."""
         return self.how in ("packed", "fp8")
 
     def takes(self, operand: str) -> bool:
         """Return True if the product reads this operand as a form."""
         return self.uses_forms and (bool(self.formats) or self.operand == operand)
-
-
-class Matrix(NamedTuple):
-    """An operand as a matrix: its two axes, such as "TI", and the shape of the array. The second axis is contiguous."""
-
-    axes: str
-    shape: tuple[int, ...]
-
-
-class Layout(NamedTuple):
-    """The operands of a layer as matrices, and the sizes of their axes. B is the leading batch axis."""
-
-    x: Matrix
-    w: Matrix
-    g: Matrix
-    sizes: tuple[tuple[str, int], ...]
-
-    def matrix(self, operand: str) -> Matrix:
-        """Return the matrix of "x", "w" or "g"."""
-        return {"x": self.x, "w": self.w, "g": self.g}[operand]
-
-    def size(self, axis: str) -> int:
-        """Return the size of T, I, O or B."""
-        return dict(self.sizes)[axis]
-
-    def sides(self, operand: str) -> list[int]:
-        """Return the two sizes of an operand's matrix."""
-        return [self.size(axis) for axis in self.matrix(operand).axes]
 
 
 @dataclass(frozen=True)
@@ -118,6 +79,10 @@ class Routes:
         return dict(self.by_product)[product]
 
 
+Compacted = tuple[tuple[str, str], ...]
+"""Pairs (product, operand whose rows are chosen) of the products that are compacted."""
+
+
 class Case(NamedTuple):
     """All that the route of a product depends on."""
 
@@ -127,6 +92,7 @@ class Case(NamedTuple):
     sparsity: Sparsity
     backend: str
     device: Target | Refusal
+    platform: str  # "cpu", "gpu" or "tpu"
     packed_before: frozenset[str]  # the products whose weight is already packed
 
 
@@ -149,13 +115,13 @@ def routes_of(
     """
     if backend == "xla":
         return None
-    case = Case(op, _shape(lhs), _shape(rhs), sparsity, backend, target(backend), packed_before)
+    case = _case(op, lhs, rhs, sparsity, backend, packed_before)
     by_product, layout, device = _routes(case)
     if backend == "pallas":
         for product, route in by_product:
             if route.how == "emulated":
                 where = f"{name}: " if name else ""
-                raise ValueError(f"{where}{not_packed(product, route)}")
+                raise ValueError(f"{where}{not_run(product, route, backend)}")
     if isinstance(device, Refusal) or isinstance(layout, Refusal):
         return None
     if not any(route.uses_forms for _, route in by_product):
@@ -163,9 +129,32 @@ def routes_of(
     return Routes(device, layout, by_product, name)
 
 
-def not_packed(product: str, route: Route) -> str:
-    """Return the error message if backend="pallas" requires a product to be packed and it cannot be."""
-    return f"backend='pallas', but {RESULTS[product]} cannot be packed: {route.why}. Write backend='auto'."
+def compacted_of(
+    op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str, name: str | None = None
+) -> Compacted:
+    """Return the products that are compacted, each with the operand whose rows are chosen.
+
+    The arguments are those of `routes_of`.
+
+    Raises:
+      ValueError: If the backend is "compact" and a pruned product cannot be compacted.
+    """
+    if backend == "xla":
+        return ()
+    case = _case(op, lhs, rhs, sparsity, backend, frozenset())
+    by_product, _, _ = _routes(case)
+    if backend == "compact":
+        for product, route in by_product:
+            if route.how == "emulated" and any(_chosen(sparsity, product)):
+                where = f"{name}: " if name else ""
+                raise ValueError(f"{where}{not_run(product, route, backend)}")
+    return tuple((product, route.operand) for product, route in by_product if route.how == "compacted")
+
+
+def not_run(product: str, route: Route, backend: str) -> str:
+    """Return the error message if the backend "pallas" or "compact" cannot run a pruned product."""
+    done = {"pallas": "packed", "compact": "compacted"}[backend]
+    return f"backend={backend!r}, but {RESULTS[product]} cannot be {done}: {route.why}. Write backend='auto'."
 
 
 def explain(
@@ -173,8 +162,14 @@ def explain(
     packed_before: frozenset[str] = frozenset(),
 ) -> dict[str, Route]:  # fmt: skip
     """Return the route of each product on the current device. The arguments are those of `routes_of`."""
-    case = Case(op, _shape(lhs), _shape(rhs), sparsity, backend, target(backend), packed_before)
+    case = _case(op, lhs, rhs, sparsity, backend, packed_before)
     return dict(_routes(case)[0])
+
+
+def _case(
+    op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str, packed_before: frozenset[str]
+) -> Case:
+    return Case(op, _shape(lhs), _shape(rhs), sparsity, backend, target(backend), platform(), packed_before)
 
 
 def _shape(v: Shaped) -> jax.ShapeDtypeStruct:
@@ -184,7 +179,7 @@ def _shape(v: Shaped) -> jax.ShapeDtypeStruct:
 @lru_cache
 def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal, Target | Refusal]:
     """Return the routes, the layout and the device."""
-    layout = _layout(case)
+    layout = layout_of(case.op, case.lhs, case.rhs)
     by_product = tuple((product, _route(product, case, layout)) for product in CONTRACTED)
     if isinstance(case.device, Target) and any(route.uses_forms for _, route in by_product):
         broken = fault(case.device)
@@ -194,42 +189,15 @@ def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal
     return by_product, layout, case.device
 
 
-def _layout(case: Case) -> Layout | Refusal:
-    """Return the layout of the operands as matrices."""
-    op, lhs, rhs = case.op, case.lhs, case.rhs
-    if isinstance(op, RaggedDot):
-        return Refusal("it is a grouped product, and kernels multiply two matrices")
-    if not isinstance(op, Dot):
-        return Refusal("it is a convolution, and kernels multiply matrices")
-    (lc, rc), (lb, rb) = op.dims
-    lf = tuple(a for a in range(len(lhs.shape)) if a not in lc + lb)
-    rf = tuple(a for a in range(len(rhs.shape)) if a not in rc + rb)
-    x_axes, w_axes = _order(lb, {"T": lf, "I": lc}), _order(rb, {"O": rf, "I": rc})
-    for name, axes, v in (("x", x_axes, lhs), ("w", w_axes, rhs)):
-        if axes is None:
-            return Refusal(
-                f"the axes of {name} {tuple(v.shape)} are not in an order that reads as a matrix without moving them"
-            )
-    size = lambda v, axes: math.prod(v.shape[a] for a in axes)
-    sizes = (("T", size(lhs, lf)), ("I", size(lhs, lc)), ("O", size(rhs, rf)), ("B", size(lhs, lb)))
-    g_shape = jax.eval_shape(op, lhs, rhs).shape
-    return Layout(Matrix(str(x_axes), lhs.shape), Matrix(str(w_axes), rhs.shape), Matrix("TO", g_shape), sizes)
-
-
-def _order(batch: tuple[int, ...], parts: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return the names of two parts in the order of their axes, such as "TI". None if the axes of an operand are not
-    those of the batch, then of one part, then of the other."""
-    for first, second in (tuple(parts), tuple(parts)[::-1]):
-        axes = (*batch, *parts[first], *parts[second])
-        if axes == tuple(range(len(axes))):
-            return first + second
-    return None
-
-
 def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
     slots = {operand: case.sparsity.slots[name] for operand, name in OPERANDS[product].items()}
     formats = _formats(slots)
     patterns = {operand: pattern(case.sparsity, slot) for operand, slot in slots.items()}
+    compacted = _compacted(product, case)
+    if isinstance(compacted, Route):
+        return compacted
+    if isinstance(compacted, Refusal) and isinstance(case.device, Refusal):
+        return Route("emulated", compacted.reason)
     sparse = [operand for operand, p in patterns.items() if p is not None and _is_two_of_four(*p)]
     if not sparse and not formats:
         return _unpacked(slots, patterns)
@@ -259,6 +227,38 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
     if refusals:
         return Route("emulated", refusals[0].reason)
     return Route("emulated", _too_slow(slow[0], case.device, before))
+
+
+def _chosen(sparsity: Sparsity, product: str) -> dict[str, tuple[Slot, rows]]:
+    """Return the operands of a product whose rows are chosen, each with its slot and the `rows` in it."""
+    slots = {operand: sparsity.slots[name] for operand, name in OPERANDS[product].items()}
+    return {operand: (slot, slot.core) for operand, slot in slots.items() if isinstance(slot.core, rows)}
+
+
+def _compacted(product: str, case: Case) -> Route | Refusal | None:
+    """Return the route of a compacted product, why it is not compacted, or None if no rows are chosen.
+
+    If the rows of both operands are chosen, it is compacted by the operand that keeps fewer."""
+    chosen = _chosen(case.sparsity, product)
+    if not chosen:
+        return None
+    operand = min(chosen, key=lambda o: chosen[o][1].kept())
+    slot, p = chosen[operand]
+    if p.pattern is None:
+        return Refusal(f"{slot} is not n:m at every step")
+    if p.pattern[1] != p.block:
+        return Refusal(f"{slot} has groups of different sizes")
+    if slot.storage is not None:
+        return Refusal(f"{slot} is rounded to FP8")
+    refusal = compaction.operation_refusal(case.op, case.lhs, case.rhs, product, operand)
+    if refusal is not None:
+        return refusal
+    if case.backend in ("xla", "pallas", "interpret"):
+        return Refusal(f"backend={case.backend!r}")
+    share = compaction.expected(case.op, case.lhs, case.rhs, OPERANDS[product], operand, p.pattern, case.platform)
+    if case.backend == "auto" and share >= 1:
+        return Refusal(f"on {p.pattern[0]} of {p.pattern[1]} rows, it is expected at {share:.2f} of the dense time")
+    return Route("compacted", f"{p.pattern[0]}:{p.pattern[1]} of its rows, {share:.2f} of the dense time", operand)
 
 
 def _unpacked(slots: Mapping[str, Slot], patterns: Mapping[str, Pattern | None]) -> Route:

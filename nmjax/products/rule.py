@@ -15,7 +15,7 @@ traced once and run many times with one key and step, under `jax.vmap` or as a t
 time.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,9 +25,10 @@ from jax import lax
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
+from nmjax.products.applying import OTHER, StaticProduct, check_partner, few_rows, prune_slot, same_rows
+from nmjax.products.compaction import without_strides
 from nmjax.products.fit import backward_values, fitting
 from nmjax.products.forms import (
     Form,
@@ -39,29 +40,13 @@ from nmjax.products.forms import (
     product_of_forms,
     products_of,
 )
+from nmjax.products.layout import CONTRACTED, OPERANDS
 from nmjax.products.operations import Operation
-from nmjax.products.pruning import Operand, Shaped, merged_operand, pruned
-from nmjax.products.ragged import by_expert
-from nmjax.products.routes import CONTRACTED, Routes, routes_of
-from nmjax.products.slot import BACKWARD, WEIGHT, Slot
+from nmjax.products.pruning import merged_operand
+from nmjax.products.routes import compacted_of, routes_of
+from nmjax.products.slot import BACKWARD
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
-
-
-class StaticProduct(NamedTuple):
-    """The static arguments of a layer's products.
-
-    ``routes`` is None if XLA runs all three products.
-    """
-
-    op: Operation
-    sparsity: Sparsity
-    name: str | None
-    routes: Routes | None
-
-    def operands(self, lhs: Shaped, rhs: Shaped) -> dict[str, Operand]:
-        """Return the axes of each slot's operand."""
-        return self.op.operands(lhs.ndim, rhs.ndim)
 
 
 class Inputs(NamedTuple):
@@ -119,51 +104,26 @@ def bilinear(
     forward_only = not sparsity.backward and left.storage is None and right.storage is None
     if forward_only and left.applied == right.applied == identity:
         return op(x, w, *extra)
+    compacted = compacted_of(op, lhs, rhs, sparsity, backend, name)
     routes = routes_of(op, lhs, rhs, sparsity, backend, name, products_of(packed))
-    if routes is None and forward_only:
+    if routes is None and forward_only and not compacted:
         return op(x, w, *extra)
+    product = product._replace(routes=routes, compacted=compacted)
     inputs = Inputs(
-        lax.stop_gradient(lhs) if sparsity.slots["drhs_lhs"].raw or needs_unpruned(routes, sparsity, "x") else None,
-        lax.stop_gradient(rhs) if sparsity.slots["dlhs_rhs"].raw or needs_unpruned(routes, sparsity, "w") else None,
+        lax.stop_gradient(lhs) if sparsity.slots["drhs_lhs"].raw or _reads_unpruned(product, "x") else None,
+        lax.stop_gradient(rhs) if sparsity.slots["dlhs_rhs"].raw or _reads_unpruned(product, "w") else None,
         ctx,
         packed,
         extra,
     )
-    product = product._replace(routes=routes)
-    y_alone = routes is not None and not routes["dlhs"].uses_forms and not routes["drhs"].uses_forms
+    y_alone = routes is None or not (routes["dlhs"].uses_forms or routes["drhs"].uses_forms)
     call = _derived if forward_only and y_alone else _ruled
     return call(product, x, w, inputs)
 
 
-def prune_slot(
-    product: StaticProduct, slot: Slot, p: Pruner, value: Any, axes: Mapping[str, Operand], ctx: Ctx,
-    call: Callable[..., Any] = pruned, extra: tuple[jax.Array, ...] = (),
-) -> Any:  # fmt: skip
-    """Prune an operand with a slot's pruner.
-
-    Args:
-      product: The product.
-      slot: The slot.
-      p: The slot's pruner, or the part of it that is to be applied.
-      value: The operand.
-      axes: The axes of each slot's operand.
-      ctx: Key, step and state of the product.
-      call: The function to call: `pruned`, or one that checks without pruning.
-      extra: The operands of the operation after the first two.
-    """
-    if p == identity:
-        return value
-    label = f"{slot.name}={p}" if product.name is None else f"{product.name}: {slot.name}={p}"
-    own = slot.context(ctx)
-    if p.has_state and slot.name in WEIGHT and own.state is None:
-        raise ValueError(
-            f"{label} keeps state between steps and was given none: pass "
-            "ctx=Ctx(state=sparsity.init(w, contract=..., out=...)). contract are the axes of w that the product sums "
-            "over, out are its other axes."
-        )
-    operand = axes[slot.name]
-    with jax.named_scope(slot.name):
-        return (by_expert(call, *extra) if operand.ragged else call)(label, p, value, operand, own)
+def _reads_unpruned(product: StaticProduct, operand: str) -> bool:
+    """Return True if the forward product reads an unpruned operand: to choose its rows, or to make a form of it."""
+    return ("fwd", operand) in product.compacted or needs_unpruned(product.routes, product.sparsity, operand)
 
 
 # ---- a kernel computes y; autodiff computes derivatives ----
@@ -203,18 +163,27 @@ def _forward(
 ) -> tuple[jax.Array, Forms]:
     """Return y, and the forms of x and w that the kernels of the given products read."""
     op, routes = product.op, product.routes
+    forms: Forms = {}
+    if routes is not None:
+        by_xla = partial(prune_slot, product, axes=product.operands(x, w), ctx=inputs.ctx)
+        forms = {
+            operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, by_xla, products)
+            for operand in (OperandValue("x", x, inputs.lhs), OperandValue("w", w, inputs.rhs))
+        }
+    stored = lambda name: _stored(product, name, x if name == "fwd_lhs" else w)
+    chosen = dict(product.compacted).get("fwd")
+    if chosen is not None:
+        slot, axes = product.sparsity.slots[OPERANDS["fwd"][chosen]], product.operands(x, w)
+        mine, choice = few_rows(product, slot, {"fwd_lhs": inputs.lhs, "fwd_rhs": inputs.rhs}, axes, inputs.ctx)
+        other = OTHER[slot.name]
+        theirs = same_rows(stored(other), slot, other, axes, choice)
+        return op(*((mine, theirs) if chosen == "x" else (theirs, mine)), *inputs.extra), forms
     if routes is None:
-        return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w), *inputs.extra), {}
-    by_xla = partial(prune_slot, product, axes=product.operands(x, w), ctx=inputs.ctx)
-    forms = {
-        operand.name: make_forms(routes, product.sparsity, operand, inputs.ctx, inputs.packed, by_xla, products)
-        for operand in (OperandValue("x", x, inputs.lhs), OperandValue("w", w, inputs.rhs))
-    }
+        return op(stored("fwd_lhs"), stored("fwd_rhs"), *inputs.extra), forms
     if not routes["fwd"].uses_forms:
-        return op(_stored(product, "fwd_lhs", x), _stored(product, "fwd_rhs", w)), forms
+        return op(stored("fwd_lhs"), stored("fwd_rhs")), forms
     dtype = jax.eval_shape(op, x, w).dtype
-    w_is_dense = routes["fwd"].operand == "x"
-    dense = lambda: _stored(product, "fwd_rhs", w) if w_is_dense else _stored(product, "fwd_lhs", x)
+    dense = lambda: stored("fwd_rhs" if routes["fwd"].operand == "x" else "fwd_lhs")
     return product_of_forms(routes, "fwd", _forms_of(forms, "fwd"), dense, dtype), forms
 
 
@@ -243,6 +212,7 @@ def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: I
     axes, check = product.operands(x, w), lambda *given: merged_operand(*given).array
     for name, value in backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
         slot = product.sparsity.slots[name]
+        check_partner(product, slot, x, w)
         prune_slot(product, slot, slot.pruner, value, axes, inputs.ctx, check, inputs.extra)
     backward = {
         operand: {p: form for p, form in by_product.items() if p != "fwd"} for operand, by_product in forms.items()
@@ -255,26 +225,41 @@ def _ruled_backward(
 ) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
     x, w, inputs, forms = residuals
     sparsity, routes, ctx = product.sparsity, product.routes, inputs.ctx
-    op = lambda x, w: product.op(x, w, *inputs.extra)
     x, w, g = (_once_derived(product, v) for v in (x, w, g))
-    values = backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g)
-    by_xla = partial(prune_slot, product, axes=product.operands(x, w), ctx=ctx, extra=inputs.extra)
+    values, axes = backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g), product.operands(x, w)
+    by_xla = partial(prune_slot, product, axes=axes, ctx=ctx, extra=inputs.extra, values=values)
     prune = lambda name: by_xla(sparsity.slots[name], sparsity.slots[name].pruner, values[name])
     if routes is not None:
         forms = {**forms, "g": make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla)}
 
-    def gradient(name: str, of_g: str, other: str, like: jax.Array, transpose: Callable[..., jax.Array]) -> jax.Array:
-        """Compute dx or dw. XLA multiplies both pruned operands; a kernel multiplies forms, or a form and a dense
-        operand."""
+    def gradient(name: str, of_g: str, other: str, like: jax.Array) -> jax.Array:
+        """Compute dx or dw. XLA multiplies both pruned operands, or the rows of both that are chosen. A kernel
+        multiplies forms, or a form and a dense operand."""
+        chosen = dict(product.compacted).get(name)
+        if chosen is not None:
+            slot = sparsity.slots[OPERANDS[name][chosen]]
+            theirs = OTHER[slot.name]
+            mine, choice = few_rows(product, slot, values, axes, ctx)
+            op, value = without_strides(product.op, prune(theirs)) if name == "drhs" else (product.op, prune(theirs))
+            value = same_rows(value, slot, theirs, axes, choice)
+            return _transposed(name, op, *((mine, value) if chosen == "g" else (value, mine)), like, inputs.extra)
         if routes is None or not routes[name].uses_forms:
-            return transpose(prune(of_g), prune(other))
+            return _transposed(name, product.op, prune(of_g), prune(other), like, inputs.extra)
         dense = other if routes[name].operand == "g" else of_g
         y = product_of_forms(routes, name, _forms_of(forms, name), lambda: prune(dense), like.dtype)
         return _summed_as(y, like)
 
-    dx = gradient("dlhs", "dlhs_g", "dlhs_rhs", x, lambda g, w: jax.linear_transpose(lambda a: op(a, w), x)(g)[0])
-    dw = gradient("drhs", "drhs_g", "drhs_lhs", w, lambda g, x: jax.linear_transpose(lambda b: op(x, b), w)(g)[0])
+    dx = gradient("dlhs", "dlhs_g", "dlhs_rhs", x)
+    dw = gradient("drhs", "drhs_g", "drhs_lhs", w)
     return dx, dw, None
+
+
+def _transposed(
+    name: str, op: Operation, g: jax.Array, other: jax.Array, like: jax.Array, extra: tuple[jax.Array, ...]
+) -> jax.Array:
+    """Return dx, the product of g and w, or dw, the product of g and x."""
+    forward = (lambda v: op(v, other, *extra)) if name == "dlhs" else (lambda v: op(other, v, *extra))
+    return jax.linear_transpose(forward, like)(g)[0]
 
 
 _ruled.defvjp(_ruled_forward, _ruled_backward)

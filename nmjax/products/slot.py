@@ -142,6 +142,11 @@ def _check_slot(slot: Slot) -> None:
             f"{slot}: a gradient rule has no meaning in a backward slot, which is never differentiated. "
             f"Write {slot.name}={instead}."
         )
+    if forward and p.reads_partner:
+        raise ValueError(
+            f"{slot}: only a backward slot may read the norms of both operands, because a forward value serves other "
+            "products too. Write by='own'."
+        )
     if forward and p.noise_without_rule:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
     if forward and slot.storage is not None and slot.storage.stochastic:

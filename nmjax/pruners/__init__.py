@@ -15,3 +15,4 @@ from nmjax.pruners.soft_threshold import soft as soft
 from nmjax.pruners.transposable_mask import transposable as transposable
 from nmjax.pruners.two_draws import mvue_approx as mvue_approx
 from nmjax.pruners.unbiased import mvue as mvue
+from nmjax.pruners.whole_rows import rows as rows

@@ -1,6 +1,6 @@
 """Combinators: pruners made of other pruners."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax import lax
 from nmjax.core import fusion, groups
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link, with_part_key
-from nmjax.core.pruner import NormalForm, Pattern, Pruner, SamePattern, check_inner, join_states, sparsest, split_ctx
+from nmjax.core.pruner import NormalForm, Pattern, Pruner, SamePattern, check_inner, join_states, split_ctx
 from nmjax.core.value import show
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
@@ -54,11 +54,11 @@ class chain(Pruner):
 
     @property
     def pattern(self) -> Pattern | None:
-        return sparsest(p.pattern for p in self.parts)
+        return _sparsest(p.pattern for p in self.parts)
 
     @property
     def pattern_across(self) -> Pattern | None:
-        return sparsest(p.pattern_across for p in self.parts)
+        return _sparsest(p.pattern_across for p in self.parts)
 
     def normal_form(self) -> NormalForm:
         """Return the normal form. An `fp8` at the end is the storage. If exactly one other part prunes, it is
@@ -123,6 +123,11 @@ class chain(Pruner):
             states.append(getattr(p, make)(x, axis, part_ctx))
             x = p(x, axis, part_ctx.replace(state=states[-1]))
         return join_states(states)
+
+
+def _sparsest(patterns: Iterable[Pattern | None]) -> Pattern | None:
+    """Return the pattern that keeps the smallest share, or None if all are None."""
+    return min((p for p in patterns if p is not None), key=lambda p: p[0] / p[1], default=None)
 
 
 @dataclass(frozen=True, repr=False)

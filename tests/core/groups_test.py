@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nmjax.core import fusion, groups
+from nmjax.core import fusion, groups, merging
 
 TOP = jax.jit(groups.top, static_argnums=(1, 2, 3))
 INTS = {1: np.int8, 2: np.int16, 4: np.int32}
@@ -244,7 +244,7 @@ def merged_axes(shape, axes, block):
 def check_merge(shape, axes, block):
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     inner = merged_axes(shape, axes, block)
-    got = groups.merge(jnp.asarray(x), axes, block)
+    got = merging.merge(jnp.asarray(x), axes, block)
     if inner is None:
         assert got is None
         return

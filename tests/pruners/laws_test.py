@@ -84,6 +84,13 @@ CASES = [
     Case(nm.ste(mvue(2, 4)), (2, 4)),
     Case(nm.sr_ste(mse(2, 4), 6e-5), (2, 4), commutes=True, final="mse(2,4)"),
     Case(nm.raw(mse(1, 2)), (1, 2), final="raw(mse(1,2))"),
+    *(  # NaN in one column decides for all columns
+        Case(nm.rows(p), (2, 4), local=False, chooses_blindly=True, final=final)
+        for p, final in (
+            (mse(2, 4), "rows(mse(2,4))"), (mvue(2, 4), None), (soft(2, 4), "rows(soft(2,4))"),
+            (nm.hold(mse(2, 4)), "rows(hold(mse(2,4)))"), (uniform(2, 4), None),
+        )
+    ),
     Case(nm.raw(mvue(1, 2)), (1, 2)),
 ]  # fmt: skip
 

@@ -1,0 +1,205 @@
+"""Rows: one n:m choice along the contraction that all columns share.
+
+A product sums over its contraction, term by term: dw is the sum over tokens t of ``x_t^T g_t``. If a whole row g_t is
+dropped, its term is dropped, and nothing of it has to be multiplied. So a product with such an operand can be
+computed without sparse tensor cores, on any device: `nmjax.products.compaction` gathers n of every m rows of both
+operands and multiplies what is left.
+
+Sampling the terms of a matrix product is known as column-row sampling (Drineas, Kannan and Mahoney 2006). Its training
+forms are WTA-CRS (Liu et al. 2023) and VCAS (Wang et al. 2024). Here the choice is n:m, so shapes are static.
+
+The variance of one term, kept with probability p_t and divided by it, is ``(1 / p_t - 1) * |x_t|^2 * |g_t|^2``. For a
+given n:m, `mvue` of the weights ``|x_t| * |g_t|`` therefore has the least variance of dw among all unbiased choices of
+rows, and `mvue` of the weights ``|g_t|`` has the least variance of g itself.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nmjax.core import fusion, groups
+from nmjax.core.context import Axes, Ctx
+from nmjax.core.pruner import Pattern, Pruner, check_inner
+from nmjax.pruners.input_norms import needs_norms
+
+
+@dataclass(frozen=True, repr=False)
+class rows(Pruner):
+    """Prune whole rows: ``p`` prunes the L2 norms of the rows, and each row is scaled as its norm was.
+
+    A row is all that an array holds at one position along the axis. For a gradient of shape [tokens, features] it is
+    the gradient of one token. With `mvue` the result is unbiased. With `mse` the largest rows are kept as they are.
+
+    A product with such an operand needs to multiply n of m rows only. Where this is expected to be faster, the
+    backend "auto" does so.
+
+    Norms are computed in float32, or in float64 for such arrays.
+
+    Args:
+      p: A pruner of the norms, such as ``mvue(1, 4)``.
+      by: The weights that ``p`` prunes. "own": the norms of the rows. "both": these times the norms of the rows that
+        the product multiplies them with. Only backward slots allow "both".
+
+    Raises:
+      TypeError: ``p`` is not a pruner.
+      ValueError: ``p`` has no meaning for norms, ``by`` is neither of the two, or ``p`` keeps state and ``by`` is
+        "both".
+
+    >>> from nmjax.pruners import mse
+    >>> rows(mse(1, 2))(jnp.array([[1., 2.], [3., 1.]]), axis=0)
+    Array([[0., 0.],
+           [3., 1.]], dtype=float32)
+    """
+
+    p: Pruner
+    by: str = "own"
+    reads_step = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_inner(self, self.p)
+        if self.by not in ("own", "both"):
+            raise ValueError(f"{self}: by must be 'own' or 'both'.")
+        reason = _meaningless(self.p)
+        if reason is not None:
+            raise ValueError(f"{self}: {self.p} has no meaning for the norms of rows, {reason}. Write rows(mse(2,4)).")
+        if self.by == "both" and self.p.has_state:
+            raise ValueError(
+                f"{self}: {self.p} keeps state, but the norms of the other operand are new at every call. Leave out "
+                "by='both'."
+            )
+
+    @property
+    def reads_partner(self) -> bool:
+        return self.by == "both"
+
+    @property
+    def pattern(self) -> Pattern | None:
+        return self.p.pattern
+
+    @property
+    def selects(self) -> bool:
+        return self.p.selects
+
+    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        return scaled(x, self.scales(x, axis, ctx))
+
+    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
+        weights, inner = self._weights(x, axis, ctx)
+        return jnp.broadcast_to(self.p.mask(weights, axis, inner), x.shape)
+
+    def scales(self, x: Float[Array, "..."], axis: int = -1, ctx: Ctx = Ctx()) -> Float[Array, "..."]:
+        """Return the factor of every row, 0 for a dropped one.
+
+        Args:
+          x: An array of floating-point numbers.
+          axis: The axis that groups lie along.
+          ctx: Key, step and state; the axes along which rows differ beside ``axis``; and the norms of the other
+            operand, if ``by`` is "both".
+
+        Returns:
+          Factors, with length 1 along the axes that rows have.
+        """
+        weights, inner = self._weights(x, axis, ctx)
+        if self.p.selects:
+            return self.p.mask(weights, axis, inner).astype(weights.dtype)
+        kept = self.p(weights, axis, inner)
+        same, none = kept == weights, kept == 0  # infinities are kept as they are, and NaN stays NaN
+        ratio = kept / jnp.where(same | none, 1, weights)
+        return jnp.where(none, 0, jnp.where(same, 1, ratio))
+
+    def _weights(self, x: jax.Array, axis: int, ctx: Ctx) -> tuple[jax.Array, Ctx]:
+        """Return the weights that ``p`` prunes, and its context."""
+        axis = groups.position(x.ndim, axis)
+        apart = () if ctx.axes is None else ctx.axes.apart
+        weights = norms(x, (axis, *apart))
+        if self.by == "both":
+            if ctx.partner is None:
+                raise ValueError(
+                    f"{self} reads the norms of the other operand of a product, and there is none. Use it in a "
+                    "backward slot, or write by='own'."
+                )
+            weights = weights * ctx.partner
+        return weights, ctx.replace(axes=Axes(None, ()), partner=None)
+
+    @property
+    def final(self) -> Pruner:
+        return rows(self.p.final, self.by)
+
+    def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
+        return self._state(x, axis, ctx, "init")
+
+    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
+        return self._state(x, axis, ctx, "refresh")
+
+    def _state(self, x: jax.Array, axis: int, ctx: Ctx, make: str) -> Any:
+        if not self.p.has_state:
+            return None
+        weights, inner = self._weights(x, axis, ctx)
+        return getattr(self.p, make)(weights, axis, inner)
+
+
+def _meaningless(p: Pruner) -> str | None:
+    """Return why a pruner cannot prune norms; None if it can."""
+    if p.block == 1:
+        return "because it has no groups"
+    if p.tiles:
+        return "which have one axis, and it prunes along two"
+    if p.reorders:
+        return "whose groups must lie one after another"
+    if p.normal_form().storage is not None:
+        return "which are not stored"
+    if needs_norms(p):
+        return "because it reads norms of the inputs"
+    if isinstance(p, rows) or any(isinstance(part, rows) for part in p.parts):
+        return "which have no rows"
+    return None
+
+
+def scaled(x: Float[Array, "..."], scales: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return rows times their factors. A factor of 0 gives zeros, also for infinities and NaN.
+
+    Args:
+      x: An array.
+      scales: Factors that are broadcast with it, as `rows.scales` returns them.
+
+    >>> scaled(jnp.array([[1., 2.], [jnp.nan, 3.]]), jnp.array([[2.], [0.]]))
+    Array([[2., 4.],
+           [0., 0.]], dtype=float32)
+    """
+    return fusion.rounded(jnp.where(scales == 0, 0, groups.wide(x) * scales), x.dtype)
+
+
+def norms(x: Float[Array, "..."], kept: tuple[int, ...]) -> Float[Array, "..."]:
+    """Return the L2 norms over all other axes, without overflow or underflow of the squares.
+
+    Three sums are computed at once: of the squares, and of the squares of smaller and of larger multiples (Blue 1978).
+
+    Args:
+      x: An array of floating-point numbers.
+      kept: The axes that are not summed over.
+
+    Returns:
+      Norms in at least float32, with length 1 along the other axes.
+
+    >>> norms(jnp.array([[3e30, 4e30], [3e-30, 4e-30]]), (0,)).tolist() == [[5.000000149308866e30], [5.0000000e-30]]
+    True
+    """
+    over = tuple(a for a in range(x.ndim) if a not in kept)
+    if not over:
+        return jnp.abs(groups.wide(x))
+    wide = groups.wide(x)
+    squares = lambda factor: jnp.sum(jnp.square(wide * wide.dtype.type(factor)), over, keepdims=True)
+    plain, of_small, of_large = squares(1.0), squares(2.0**64), squares(2.0**-80)
+    small, large = plain < 2.0**-40, ~(plain < jnp.inf)
+    norm = _root(jnp.where(small, of_small, jnp.where(large, of_large, plain)))
+    return norm * jnp.where(small, 2.0**-64, jnp.where(large, 2.0**80, 1.0)).astype(norm.dtype)
+
+
+def _root(squares: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the square root, with a derivative of 0 at 0."""
+    positive = squares != 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)

@@ -1,0 +1,254 @@
+"""Products with chosen rows: compacted and emulated give one value, in every shape, transformation and mesh."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import nmjax as nm
+from nmjax.products.operations import as_conv, as_dot
+from nmjax.products.routes import explain
+from tests.products.products_test import DOTS, MATMUL, normal, products
+
+fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+SLOTS = {  # the product that each one compacts
+    "drhs_g=rows(mvue(1,4))": "drhs",
+    "drhs_lhs=rows(mvue(2,4))": "drhs",
+    "drhs_g=rows(mvue(2,4),by='both')": "drhs",
+    "drhs_lhs=raw(rows(mse(2,4),by='both'))": "drhs",
+    "fwd_lhs=ste(rows(mse(2,4)))": "fwd",
+    "fwd_rhs=sr_ste(rows(mse(1,2)),0.1)": "fwd",
+    "fwd_rhs=rows(soft(2,4,scale='one'))": "fwd",
+    "dlhs_g=rows(uniform(1,4))": "dlhs",
+    "dlhs_rhs=rows(mvue(1,2),by='both')": "dlhs",
+    "drhs_g=rows(mvue(1,4)); drhs_lhs=mse(2,4); fwd_rhs=ste(mse(2,4))": "drhs",
+    "drhs_g=rows(mvue(2,4)); drhs_lhs=rows(mvue(1,4)); dlhs_g=rows(mse(2,4))": "drhs",
+}
+MERGED = {
+    "tokens, merged": ((2, 6, 12), (12, 16), (((2,), (0,)), ((), ()))),
+    "two contracted, merged": ((8, 2, 6), (2, 6, 16), (((1, 2), (0, 1)), ((), ()))),
+}
+SHAPES = {name: DOTS[name] for name in DOTS if not {"vector", "product"} & {*name.split()}} | MERGED
+
+
+def close(found, wanted, bits=20):
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= 2.0**-bits * np.abs(b).max()
+
+
+def dot_of(dims, text, **more):
+    """A function of x, w and a backend."""
+    sparsity = nm.parse(text)
+    return lambda x, w, backend: nm.dot_general(
+        x, w, dims, sparsity=sparsity, ctx=nm.Ctx(5, 3), backend=backend, **more
+    )  # fmt: skip
+
+
+def both(f, x, w, jit=fast_jit):
+    """y, dx and dw, compacted and emulated."""
+    g = normal(9, *jax.eval_shape(functools.partial(f, backend="xla"), x, w).shape)
+    run = lambda backend: jit(lambda x, w: products(functools.partial(f, backend=backend), x, w, g))(x, w)
+    return run("compact"), run("xla")
+
+
+def fitting_cases():
+    for i, (shape, text) in enumerate(itertools.product(SHAPES, SLOTS)):
+        if i % 5 == 0 or "merged" in shape or "batch" in shape:
+            yield shape, text
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("shape", "text"), list(fitting_cases()))
+def test_a_compacted_dot_has_the_value_of_the_emulated_one(shape, text):
+    lhs, rhs, dims = SHAPES[shape]
+    close(*both(dot_of(dims, text), normal(0, *lhs), normal(1, *rhs)))
+
+
+@pytest.mark.parametrize("text", SLOTS)
+def test_the_product_multiplies_fewer_rows(text):
+    x, w = normal(0, 16, 8), normal(1, 8, 24)
+
+    def sizes(backend):
+        """The multiplications of y, dx and dw in the program, by their number of terms."""
+        f = functools.partial(dot_of(MATMUL, text), backend=backend)
+        jaxpr = jax.make_jaxpr(lambda x, w: products(f, x, w, jnp.ones((16, 24))))(x, w)
+        return [cost for _, cost in nm.flops.counted(jaxpr.jaxpr, "layer")]
+
+    n, m = nm.parse(text).slots["drhs_lhs" if "drhs_lhs=rows(mvue(1" in text else text.partition("=")[0]].pattern
+    dense, few = sizes("xla"), sizes("compact")
+    at = ("fwd", "dlhs", "drhs").index(SLOTS[text])
+    assert few[at] * m == dense[at] * n
+
+
+@pytest.mark.parametrize("text", ["drhs_g=rows(mvue(1,4))", "drhs_lhs=rows(mvue(2,4))", "dlhs_g=rows(mse(1,2))",
+                                  "fwd_rhs=ste(rows(mse(1,2)))", "drhs_g=rows(mvue(1,4),by='both')"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("space", "strides", "padding"),
+    [((4, 4), (1, 1), "SAME"), ((4, 4), (2, 2), "SAME"), ((3, 6), (1, 1), "VALID"), ((4, 4), (1, 2), ((0, 0), (0, 0)))],
+)
+def test_a_convolution_of_kernel_1_is_compacted(text, space, strides, padding):
+    if "drhs_lhs" in text:  # strides would skip rows of x
+        strides = (1, 1)
+    f = lambda x, w, backend: nm.conv_general_dilated(
+        x, w, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), sparsity=nm.parse(text),
+        ctx=nm.Ctx(5, 3), backend=backend,
+    )  # fmt: skip
+    close(*both(f, normal(0, 2, *space, 8), normal(1, 1, 1, 8, 12)))
+
+
+@pytest.mark.parametrize(
+    "text", ["dlhs_g=rows(mse(1,2))", "fwd_lhs=ste(rows(mse(1,2)))", "fwd_rhs=ste(rows(mse(2,4)))"]
+)
+def test_channels_of_any_convolution_are_compacted(text):
+    f = lambda x, w, backend: nm.conv_general_dilated(
+        x, w, (2,), "SAME", dimension_numbers=("NCW", "OIW", "NCW"), sparsity=nm.parse(text), backend=backend
+    )
+    close(*both(f, normal(0, 2, 8, 9), normal(1, 12, 8, 3)))
+
+
+@pytest.mark.parametrize("text", ["fwd_rhs=ste(rows(mse(2,4)))", "dlhs_g=rows(mvue(1,4))"])
+def test_features_of_a_grouped_product_are_compacted(text):
+    f = lambda x, w, backend: nm.ragged_dot(
+        x, w, jnp.array([3, 0, 4]), sparsity=nm.parse(text), ctx=nm.Ctx(5, 3), backend=backend
+    )
+    close(*both(f, normal(0, 8, 8), normal(1, 3, 8, 12)))
+
+
+def test_dw_of_a_grouped_product_is_unbiased_by_both():
+    x, w, g, sizes = normal(0, 10, 3), jnp.zeros((3, 3, 2)), normal(1, 10, 2), jnp.array([5, 0, 4])
+
+    def dw(text, step):
+        f = lambda w: nm.ragged_dot(x, w, sizes, sparsity=nm.parse(text), ctx=nm.Ctx(5, step))
+        return jax.vjp(f, w)[1](g)[0]
+
+    draws = jax.jit(lambda: jax.lax.map(lambda s: dw("drhs_g=rows(mvue(1,4),by='both')", s), jnp.arange(2000)))()
+    error = np.abs(draws.mean(0) - dw("dense", 0))
+    assert (error <= 5 * draws.std(0) / 2000**0.5 + 1e-5).all()
+
+
+def test_bfloat16_keeps_its_dtype():
+    x, w = normal(0, 16, 8, dtype=jnp.bfloat16), normal(1, 8, 24, dtype=jnp.bfloat16)
+    close(*both(dot_of(MATMUL, "drhs_g=rows(mvue(1,4)); fwd_rhs=ste(rows(mse(1,2)))"), x, w), bits=7)
+
+
+# ---- transformations ----
+
+WAYS = {
+    "op by op": lambda f, x, w: f(x, w),
+    "remat": lambda f, x, w: jax.checkpoint(f)(x, w),
+    "vmap": lambda f, x, w: jax.vmap(f, (0, None))(jnp.stack([x, 2 * x]), w),
+    "scan": lambda f, x, w: jax.lax.scan(lambda c, w: (c + f(x, w),) * 2, jnp.zeros((16, 24)), jnp.stack([w, w]))[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_transformations_change_nothing(way):
+    text = "drhs_lhs=rows(mvue(1,4)); fwd_rhs=ste(rows(mse(2,4))); dlhs_g=rows(mvue(2,4),by='both')"
+    f = lambda x, w, backend: WAYS[way](functools.partial(dot_of(MATMUL, text), backend=backend), x, w)
+    found, wanted = both(f, normal(0, 16, 8), normal(1, 8, 24), jit=(lambda f: f) if way == "op by op" else fast_jit)
+    close(found, wanted, bits=18)
+
+
+def test_forward_mode_works_if_only_y_is_compacted():
+    x, w = normal(0, 16, 8), normal(1, 8, 24)
+    f = dot_of(MATMUL, "fwd_lhs=ste(rows(mse(2,4)))")
+    tangents = [jax.jvp(functools.partial(f, backend=b), (x, w), (2 * x, w)) for b in ("compact", "xla")]
+    close(*tangents)
+
+
+LAYOUTS = {"tokens": (P("d"), P(), P("d")), "in": (P(None, "d"), P("d"), P()), "out": (P(), P(None, "d"), P(None, "d"))}
+RESULT = {"tokens": P("d", None), "in": P(None, None), "out": P(None, "d")}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "text", ["drhs_g=rows(mvue(1,4),by='both')", "drhs_lhs=rows(mse(2,4))", "fwd_rhs=ste(rows(mse(2,4)))"]
+)
+def test_devices_gather_their_own_rows(kind, layout, text):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    arrays = normal(0, 64, 64), normal(1, 64, 64), normal(2, 64, 64)
+    placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(arrays, LAYOUTS[layout], strict=True)]
+    out = RESULT[layout] if kind == AxisType.Explicit else None
+
+    def run(x, w, g, backend, out=None):
+        return products(functools.partial(dot_of(MATMUL, text, out_sharding=out), backend=backend), x, w, g)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(run, backend="compact", out=out)).lower(*placed).compile()
+        found = compiled(*placed)
+    close(found, jax.jit(functools.partial(run, backend="xla"))(*arrays))
+    if layout == "tokens" and "drhs" in text:  # dw is summed over devices; no array of tokens moves
+        assert not {"all-gather", "all-to-all", "collective-permute"} & {*compiled.as_text().replace("(", " ").split()}
+
+
+def test_groups_that_lie_on_two_devices_are_refused():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    w = jax.device_put(normal(1, 24, 8), NamedSharding(mesh, P("d")))
+    with pytest.raises(ValueError, match="would lie on two devices"):
+        dot_of(MATMUL, "fwd_rhs=ste(rows(mse(2,4)))")(normal(0, 16, 24), w, "compact")
+
+
+# ---- which products are compacted ----
+
+
+def routes(text, tokens=4096, inputs=768, outputs=3072, backend="auto"):
+    x, w = jax.ShapeDtypeStruct((tokens, inputs), jnp.float32), jax.ShapeDtypeStruct((inputs, outputs), jnp.float32)
+    return explain(as_dot(x, w, MATMUL), x, w, nm.parse(text), backend)
+
+
+def test_auto_compacts_what_is_expected_to_be_faster():
+    found = routes("drhs_g=rows(mvue(1,4))")
+    assert [route.how for route in found.values()] == ["dense", "dense", "compacted"]
+    assert found["drhs"].why.startswith("1:4 of its rows, 0.3")
+    small = routes("drhs_g=rows(mvue(3,4))", inputs=8, outputs=8)["drhs"]
+    assert small.how == "emulated"
+    assert "expected at" in small.why
+    assert routes("drhs_g=rows(mvue(1,4))", backend="xla")["drhs"].how == "emulated"
+
+
+def test_the_sparser_of_two_operands_is_chosen():
+    assert routes("drhs_g=rows(mvue(1,4)); drhs_lhs=rows(mvue(2,4))")["drhs"].operand == "g"
+    assert routes("drhs_g=rows(mvue(2,4)); drhs_lhs=rows(mvue(1,4))")["drhs"].operand == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("drhs_g=rows(stages(((0,mse(2,4)),(9,mse(1,4)))))", "not n:m at every step"),
+        ("drhs_g=chain(rows(mse(2,4)),fp8('e5m2'))", "is rounded to FP8"),
+        ("drhs_g=rows(chain(mse(1,4),mse(7,8)))", "groups of different sizes"),
+    ],
+)
+def test_what_is_emulated_says_why(text, why):
+    assert why in routes(text)["drhs"].why
+    x, w = normal(0, 16, 8), normal(1, 8, 24)
+    with pytest.raises(ValueError, match="backend='compact', but dw cannot be compacted: .*" + why):
+        jax.grad(lambda w: dot_of(MATMUL, text)(x, w, "compact").sum())(w)
+
+
+def test_convolutions_say_why():
+    x, w = jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.float32), jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)
+    op = as_conv(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    assert "patches of x" in explain(op, x, w, nm.parse("drhs_g=rows(mvue(1,4))"), "auto")["drhs"].why
+    f = lambda w: nm.conv_general_dilated(
+        jnp.ones(x.shape), w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        sparsity=nm.parse("drhs_g=rows(mvue(1,4),by='both')"), ctx=nm.Ctx(0), name="conv",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="^conv: drhs_g=.*patches of x. Write by='own'"):
+        jax.vjp(f, jnp.ones(w.shape))
+
+
+def test_an_operand_of_one_row_is_refused():
+    with pytest.raises(
+        ValueError, match=r"drhs_g=rows\(mvue\(2,4\)\) prunes an array of shape \(1, 24\).*1 values do not divide"
+    ):
+        jax.vjp(lambda w: dot_of(MATMUL, "drhs_g=rows(mvue(2,4))")(jnp.ones((1, 8)), w, "auto"), jnp.ones((8, 24)))
