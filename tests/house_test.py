@@ -28,7 +28,7 @@ HOUSE = {
         ),
         "products": (
             "slot", "pruning", "ragged", "sparsity", "operations", "compaction", "layout", "routes", "forms", "fit",
-            "applying", "rule", "functions", "sites",
+            "applying", "keeping", "rule", "functions", "sites",
         ),
         "recipes": ("methods", "text", "table", "missed"),
         "analysis": ("flops", "refusals", "plan", "patterns", "metrics", "picture"),

@@ -9,7 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-Restore = Callable[[jax.Array], jax.Array]
+Move = Callable[[jax.Array], jax.Array]
+
+
+class Merging(NamedTuple):
+    """A merging of several axes of an array into one, and the way back.
+
+    Args:
+      axis: The merged axis.
+      axes: The new number of every old axis, or None if it was merged with others.
+      apply: A function that merges the axes of an array.
+      restore: A function that gives an array of the merged shape the old shape. If the merged axis has another length,
+        as after a choice of some values, the last of the old axes has this length, and the others have length 1.
+
+    >>> merging = merging_of((2, 3, 4), (0, 2), 8)
+    >>> merging.axis, merging.apply(jnp.ones((2, 3, 4))).shape, merging.restore(jnp.ones((3, 8))).shape
+    (1, (3, 8), (2, 3, 4))
+    """
+
+    axis: int
+    axes: tuple[int | None, ...]
+    apply: Move
+    restore: Move
 
 
 class Merged(NamedTuple):
@@ -17,10 +38,7 @@ class Merged(NamedTuple):
 
     Args:
       array: The array with the axes merged.
-      axis: The merged axis.
-      axes: The new number of every old axis, or None if it was merged with others.
-      restore: A function that gives an array of the merged shape the old shape. If the merged axis has another length,
-        as after a choice of some values, the last of the old axes has this length, and the others have length 1.
+      axis, axes, restore: As of `Merging`.
 
     >>> merged = merge(jnp.ones((2, 3, 4)), (0, 2), 8)
     >>> merged.array.shape, merged.axis, merged.restore(merged.array).shape
@@ -30,7 +48,7 @@ class Merged(NamedTuple):
     array: jax.Array
     axis: int
     axes: tuple[int | None, ...]
-    restore: Restore
+    restore: Move
 
 
 def merge(x: Shaped[Array, "..."], axes: tuple[int, ...], block: int) -> Merged | None:
@@ -47,27 +65,40 @@ def merge(x: Shaped[Array, "..."], axes: tuple[int, ...], block: int) -> Merged 
     >>> merge(jnp.ones((2, 6)), (0, 1), 4).array.shape
     (12,)
     """
-    count = innermost(x.shape, axes, block)
+    merging = merging_of(x.shape, axes, block)
+    return None if merging is None else Merged(merging.apply(x), merging.axis, merging.axes, merging.restore)
+
+
+def merging_of(shape: tuple[int, ...], axes: tuple[int, ...], block: int) -> Merging | None:
+    """Return how `merge` merges the axes of an array of this shape.
+
+    Args:
+      shape: The shape of the array.
+      axes, block: As of `merge`.
+    """
+    count = innermost(shape, axes, block)
     if count is None:
         return None
     inner = axes[-count:]
     if count == 1:
-        return Merged(x, inner[0], tuple(range(x.ndim)), lambda y: y)
-    outer = [a for a in range(x.ndim) if a not in inner]
+        return Merging(inner[0], tuple(range(len(shape))), lambda x: x, lambda y: y)
+    outer = [a for a in range(len(shape)) if a not in inner]
     axis = sum(a < inner[-1] for a in outer)
     order = [*outer[:axis], *inner, *outer[axis:]]
-    moved = jnp.transpose(x, order)
-    flat = moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + count :])
     unmerged = [*outer[:axis], None, *outer[axis:]]  # the old axis of each new one
-    new_axes = tuple(None if a in inner else unmerged.index(a) for a in range(x.ndim))
-    lengths = moved.shape[axis : axis + count]
+    new_axes = tuple(None if a in inner else unmerged.index(a) for a in range(len(shape)))
+    lengths = tuple(shape[a] for a in inner)
+
+    def apply(x: jax.Array) -> jax.Array:
+        moved = jnp.transpose(x, order)
+        return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + count :])
 
     def restore(y: jax.Array) -> jax.Array:
         inside = lengths if y.shape[axis] == math.prod(lengths) else (*(1,) * (count - 1), y.shape[axis])
         unmerged = y.reshape(*y.shape[:axis], *inside, *y.shape[axis + 1 :])
         return jnp.transpose(unmerged, np.argsort(order).tolist())
 
-    return Merged(flat, axis, new_axes, restore)
+    return Merging(axis, new_axes, apply, restore)
 
 
 def innermost(shape: tuple[int, ...], axes: tuple[int, ...], block: int) -> int | None:

@@ -159,7 +159,7 @@ def _sharding_refusal(mesh: AbstractMesh) -> Refusal | None:
 # ---- devices that hold different values, in jax.shard_map ----
 
 
-def varying(*inputs: jax.Array) -> frozenset[str]:
+def varying(*inputs: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Return the axes of `jax.shard_map` along which at least one of the inputs varies."""
     return frozenset().union(*(jax.typeof(v).manual_axis_type.varying for v in inputs))
 

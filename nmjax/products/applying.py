@@ -7,7 +7,7 @@ import jax
 
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.products.compaction import Choice, choose, partner_norms, partner_refusal, take, without_strides
+from nmjax.products.compaction import Rows, choose, partner_norms, partner_refusal, take, without_strides
 from nmjax.products.layout import OPERANDS
 from nmjax.products.operations import Operation
 from nmjax.products.pruning import Operand, Shaped, pruned
@@ -96,8 +96,8 @@ def check_partner(product: StaticProduct, slot: Slot, x: Shaped, w: Shaped) -> N
 
 def few_rows(
     product: StaticProduct, slot: Slot, values: Mapping[str, Any], axes: Mapping[str, Operand], ctx: Ctx
-) -> tuple[jax.Array, Choice]:
-    """Return the rows of an operand that a slot keeps, and their choice.
+) -> Rows:
+    """Return the rows of an operand that a slot keeps.
 
     Args:
       product: The product.
@@ -111,10 +111,11 @@ def few_rows(
     own = slot.core_context(ctx).replace(partner=_partner(product, slot, values, axes))
     with jax.named_scope(slot.name):
         choice = choose(_label(product, slot.name, slot.pruner), p, values[slot.name], axes[slot.name], own)
-        return take(values[slot.name], axes[slot.name], choice, p.block, scale=True), choice
+        few = take(values[slot.name], axes[slot.name], choice.places, p.block, choice.scales)
+        return Rows(few, choice.places)
 
 
-def same_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Operand], choice: Choice) -> jax.Array:
+def same_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Operand], few: Rows) -> jax.Array:
     """Return the rows of the other operand of a product that a slot has chosen.
 
     Args:
@@ -122,7 +123,7 @@ def same_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Opera
       slot: The slot that has chosen.
       other: The slot of the other operand.
       axes: The axes of each slot's operand.
-      choice: The choice.
+      few: The rows that it has chosen.
     """
     with jax.named_scope(other):
-        return take(value, axes[other], choice, slot.pruner.block, scale=False)
+        return take(value, axes[other], few.places, slot.pruner.block)

@@ -42,6 +42,18 @@ class Choice(NamedTuple):
     scales: Float[Array, "..."]
 
 
+class Rows(NamedTuple):
+    """The rows that a product multiplies.
+
+    Attributes:
+      values: The rows, times their factors.
+      places: Their places in their groups.
+    """
+
+    values: Float[Array, "..."]
+    places: Int[Array, "..."]
+
+
 class _View(NamedTuple):
     """An operand with its groups split, and the axes that a choice has.
 
@@ -55,7 +67,7 @@ class _View(NamedTuple):
     array: jax.Array
     axis: int
     order: tuple[int, ...]
-    restore: merging.Restore
+    restore: merging.Move
 
 
 def choose(label: str, p: rows, x: jax.Array, operand: Operand, ctx: Ctx) -> Choice:
@@ -83,15 +95,17 @@ def choose(label: str, p: rows, x: jax.Array, operand: Operand, ctx: Ctx) -> Cho
     return Choice(jnp.sum(jnp.where(hit, place, 0), -1), jnp.sum(jnp.where(hit, scales[..., None, :], 0), -1))
 
 
-def take(x: jax.Array, operand: Operand, choice: Choice, m: int, *, scale: bool) -> jax.Array:
+def take(
+    x: jax.Array, operand: Operand, places: Int[Array, "..."], m: int, scales: Float[Array, "..."] | None = None
+) -> jax.Array:
     """Return the chosen rows of an operand, in the order of its axes.
 
     Args:
       x: The operand that was chosen from, or the other one of the product.
       operand: Where its axes lie.
-      choice: The rows.
+      places: The places of the rows in their groups.
       m: The size of a group.
-      scale: Whether to multiply the rows by their factors.
+      scales: Their factors, if they are to be multiplied.
     """
     view = _view(x, operand, m)
     here = [a + (a > view.axis) for a in _unsplit(view)]  # the axes of a choice in `view.array`, without the members
@@ -99,7 +113,7 @@ def take(x: jax.Array, operand: Operand, choice: Choice, m: int, *, scale: bool)
     rising = np.argsort(view.order).tolist()  # the order in which a choice's axes lie in the operand
     count = len(rising)
     moved = [a for i in rising for a in ((i, count) if i == count - 1 else (i,))]  # kept rows right after groups
-    places = jnp.transpose(choice.places, moved)
+    places = jnp.transpose(places, moved)
     batched = tuple(i for i, a in enumerate(chosen) if a != view.axis + 1)
     dims = lax.GatherDimensionNumbers(
         offset_dims=tuple(a for a in range(view.array.ndim) if a not in chosen),
@@ -110,9 +124,9 @@ def take(x: jax.Array, operand: Operand, choice: Choice, m: int, *, scale: bool)
     )
     sizes = [1 if a in chosen else size for a, size in enumerate(view.array.shape)]
     taken = lax.gather(view.array, places[..., None], dims, sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    if scale:
+    if scales is not None:
         shape = [size if a in chosen else 1 for a, size in enumerate(taken.shape)]
-        taken = scaled(taken, jnp.transpose(choice.scales, moved).reshape(shape))
+        taken = scaled(taken, jnp.transpose(scales, moved).reshape(shape))
     return view.restore(groups.unsplit(taken, view.axis))
 
 

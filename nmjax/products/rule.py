@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
 from nmjax.products.applying import OTHER, StaticProduct, check_partner, few_rows, prune_slot, same_rows
-from nmjax.products.compaction import without_strides
+from nmjax.products.compaction import Rows, without_strides
 from nmjax.products.fit import backward_values, fitting
 from nmjax.products.forms import (
     Form,
@@ -40,9 +41,10 @@ from nmjax.products.forms import (
     product_of_forms,
     products_of,
 )
+from nmjax.products.keeping import KEPT, Entries, Like, like, pack, packed_pattern, unpack
 from nmjax.products.layout import CONTRACTED, OPERANDS
 from nmjax.products.operations import Operation
-from nmjax.products.pruning import merged_operand
+from nmjax.products.pruning import Shaped, merged_operand
 from nmjax.products.routes import compacted_of, routes_of
 from nmjax.products.slot import BACKWARD
 from nmjax.products.sparsity import Sparsity
@@ -174,10 +176,10 @@ def _forward(
     chosen = dict(product.compacted).get("fwd")
     if chosen is not None:
         slot, axes = product.sparsity.slots[OPERANDS["fwd"][chosen]], product.operands(x, w)
-        mine, choice = few_rows(product, slot, {"fwd_lhs": inputs.lhs, "fwd_rhs": inputs.rhs}, axes, inputs.ctx)
+        few = few_rows(product, slot, {"fwd_lhs": inputs.lhs, "fwd_rhs": inputs.rhs}, axes, inputs.ctx)
         other = OTHER[slot.name]
-        theirs = same_rows(stored(other), slot, other, axes, choice)
-        return op(*((mine, theirs) if chosen == "x" else (theirs, mine)), *inputs.extra), forms
+        theirs = same_rows(stored(other), slot, other, axes, few)
+        return op(*((few.values, theirs) if chosen == "x" else (theirs, few.values)), *inputs.extra), forms
     if routes is None:
         return op(stored("fwd_lhs"), stored("fwd_rhs"), *inputs.extra), forms
     if not routes["fwd"].uses_forms:
@@ -201,7 +203,22 @@ def _forms_of(forms: Forms, name: str) -> dict[str, Form]:
     return {operand: by_product[name] for operand, by_product in forms.items() if name in by_product}
 
 
-Residuals = tuple[jax.Array, jax.Array, Inputs, Forms]
+class Residuals(NamedTuple):
+    """The values that the backward pass keeps.
+
+    Attributes:
+      x: The left operand as the forward product uses it; only its type, if dw does not need it.
+      w: The weight, likewise.
+      kept: The part of x that dw needs in its place; None if it needs x.
+      inputs: The other inputs.
+      forms: The forms of x and w.
+    """
+
+    x: jax.Array | Like
+    w: jax.Array
+    kept: Rows | Entries | None
+    inputs: Inputs
+    forms: Forms
 
 
 def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
@@ -217,32 +234,63 @@ def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: I
     backward = {
         operand: {p: form for p, form in by_product.items() if p != "fwd"} for operand, by_product in forms.items()
     }
-    return y, (x, w, inputs, backward)
+    kept = jax.tree.map(lambda v: checkpoint_name(v, KEPT), _kept(product, x, w, inputs))
+    drop = kept is not None
+    return y, Residuals(like(x) if drop else x, w, kept, inputs._replace(lhs=None) if drop else inputs, backward)
+
+
+def _kept(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> Rows | Entries | None:
+    """Return what dw needs of x, if that is less than x and is known now."""
+    slot, axes = product.sparsity.slots["drhs_lhs"], product.operands(x, w)
+    if any(product.sparsity.slots[name].pruner.reads_partner for name in ("drhs_lhs", "drhs_g")):
+        return None
+    values = {"drhs_lhs": inputs.lhs if slot.raw else x}
+    if ("drhs", "x") in product.compacted:
+        return few_rows(product, slot, values, axes, inputs.ctx)
+    by_kernel = product.routes is not None and product.routes["drhs"].uses_forms
+    pattern = packed_pattern(slot.pattern, x, axes[slot.name])
+    if by_kernel or pattern is None:
+        return None
+    pruned = prune_slot(product, slot, slot.pruner, values[slot.name], axes, inputs.ctx, extra=inputs.extra)
+    with jax.named_scope(slot.name):
+        return pack(pruned, axes[slot.name], pattern)
 
 
 def _ruled_backward(
     product: StaticProduct, residuals: Residuals, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
-    x, w, inputs, forms = residuals
+    x, w, kept, inputs, forms = residuals
     sparsity, routes, ctx = product.sparsity, product.routes, inputs.ctx
-    x, w, g = (_once_derived(product, v) for v in (x, w, g))
+    w, g = _once_derived(product, w), _once_derived(product, g)
+    x = x.type if isinstance(x, Like) else _once_derived(product, x)
     values, axes = backward_values(sparsity, x, w, inputs.lhs, inputs.rhs, g), product.operands(x, w)
     by_xla = partial(prune_slot, product, axes=axes, ctx=ctx, extra=inputs.extra, values=values)
-    prune = lambda name: by_xla(sparsity.slots[name], sparsity.slots[name].pruner, values[name])
+
+    def prune(name: str) -> jax.Array:
+        slot = sparsity.slots[name]
+        if name == "drhs_lhs" and isinstance(kept, Entries):
+            assert slot.pattern is not None
+            return unpack(kept, x.shape, axes[name], slot.pattern)
+        return by_xla(slot, slot.pruner, values[name])
+
     if routes is not None:
         forms = {**forms, "g": make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla)}
 
-    def gradient(name: str, of_g: str, other: str, like: jax.Array) -> jax.Array:
+    def gradient(name: str, of_g: str, other: str, like: Shaped) -> jax.Array:
         """Compute dx or dw. XLA multiplies both pruned operands, or the rows of both that are chosen. A kernel
         multiplies forms, or a form and a dense operand."""
         chosen = dict(product.compacted).get(name)
         if chosen is not None:
             slot = sparsity.slots[OPERANDS[name][chosen]]
             theirs = OTHER[slot.name]
-            mine, choice = few_rows(product, slot, values, axes, ctx)
+            if slot.name == "drhs_lhs" and isinstance(kept, Rows):
+                few = kept
+            else:
+                few = few_rows(product, slot, values, axes, ctx)
             op, value = without_strides(product.op, prune(theirs)) if name == "drhs" else (product.op, prune(theirs))
-            value = same_rows(value, slot, theirs, axes, choice)
-            return _transposed(name, op, *((mine, value) if chosen == "g" else (value, mine)), like, inputs.extra)
+            value = same_rows(value, slot, theirs, axes, few)
+            pair = (few.values, value) if chosen == "g" else (value, few.values)
+            return _transposed(name, op, *pair, like, inputs.extra)
         if routes is None or not routes[name].uses_forms:
             return _transposed(name, product.op, prune(of_g), prune(other), like, inputs.extra)
         dense = other if routes[name].operand == "g" else of_g
@@ -255,7 +303,7 @@ def _ruled_backward(
 
 
 def _transposed(
-    name: str, op: Operation, g: jax.Array, other: jax.Array, like: jax.Array, extra: tuple[jax.Array, ...]
+    name: str, op: Operation, g: jax.Array, other: jax.Array, like: Shaped, extra: tuple[jax.Array, ...]
 ) -> jax.Array:
     """Return dx, the product of g and w, or dw, the product of g and x."""
     forward = (lambda v: op(v, other, *extra)) if name == "dlhs" else (lambda v: op(other, v, *extra))
@@ -294,7 +342,7 @@ def _(sparsity: Sparsity, primals: tuple[jax.Array], tangents: tuple[jax.Array])
 _traced_once = jax.jit(_underived, static_argnums=0, inline=True)  # traced once for all layers that are alike
 
 
-def _summed_as(y: jax.Array, like: jax.Array) -> jax.Array:
+def _summed_as(y: jax.Array, like: Shaped) -> jax.Array:
     """Sum a gradient over the `jax.shard_map` axes on which its primal is replicated."""
     axes = tuple(varying(y) - varying(like))
     return lax.psum(y, axes) if axes else y

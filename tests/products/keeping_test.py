@@ -1,0 +1,149 @@
+"""What the backward pass keeps of x: the bytes, and the same gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import nmjax as nm
+from nmjax.products.keeping import pack, packed_pattern, unpack
+from nmjax.products.operations import as_dot
+from nmjax.products.pruning import Operand, pruned
+from nmjax.products.slot import slot_context
+from tests.products.products_test import DOTS, MATMUL, TOKENS, normal, products
+
+SLOTS = {  # the share of x that is kept, of 32 float32 features: values, and a bit for each or a place for each row
+    "drhs_lhs=rows(mvue(1,4))": 1 / 4 * (1 + 1 / 32),
+    "drhs_lhs=rows(mvue(2,4))": 1 / 2 * (1 + 1 / 32),
+    "drhs_lhs=mse(2,4)": 1 / 2 + 1 / 32,
+    "drhs_lhs=mvue(2,4)": 1 / 2 + 1 / 32,
+    "drhs_lhs=mvue(1,8)": 1 / 8 + 1 / 32,
+    "drhs_lhs=raw(mse(3,16)); fwd_lhs=ste(mse(2,4))": 3 / 16 + 1 / 32,
+    "drhs_lhs=raw(rows(mvue(1,4))); fwd_lhs=ste(mse(2,4))": 1 / 4 * (1 + 1 / 32),
+    "drhs_lhs=mse(2,4); drhs_g=rows(mvue(1,4))": 1 / 2 + 1 / 32,
+}
+
+
+def of(text, dims=MATMUL, backend="compact"):
+    return lambda x, w: nm.dot_general(x, w, dims, sparsity=nm.parse(text), ctx=nm.Ctx(5, 3), backend=backend)
+
+
+def by_hand(text, x, g, dims=MATMUL):
+    """dw, of operands that are pruned one by one."""
+    slots = nm.parse(text).slots
+    op, ctx = as_dot(x, jnp.zeros((x.shape[-1], g.shape[-1])), dims), nm.Ctx(nm.random.words(5), 3)
+    axes = op.operands(x.ndim, 2)
+    prune = lambda name, v: pruned(name, slots[name].pruner, v, axes[name], slot_context(ctx, name))
+    forward = prune("fwd_lhs", x)
+    kept = prune("drhs_lhs", x if slots["drhs_lhs"].raw else forward)
+    return jnp.einsum("ti,to->io", kept.reshape(-1, x.shape[-1]), prune("drhs_g", g).reshape(-1, g.shape[-1]))
+
+
+@pytest.mark.parametrize("text", SLOTS)
+@pytest.mark.parametrize("shape", [(64, 32), (4, 16, 32), (4, 6, 32)])
+def test_dw_is_that_of_operands_pruned_by_hand(text, shape):
+    if np.prod(shape) // 32 % nm.parse(text).slots["drhs_lhs"].pruner.block:
+        return
+    dims = MATMUL if len(shape) == 2 else TOKENS
+    x, w, g = normal(0, *shape), normal(1, 32, 24), normal(2, *shape[:-1], 24)
+    _, _, dw = jax.jit(lambda x, w, g: products(of(text, dims), x, w, g))(x, w, g)
+    np.testing.assert_allclose(dw, by_hand(text, x, g, dims), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", SLOTS)
+def test_what_is_kept_has_the_bytes_of_the_packed_form(text):
+    x, w = normal(0, 64, 32), normal(1, 32, 24)
+    _, back = jax.vjp(of(text), x, w)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(back)) - w.nbytes - 8  # and the words of the key
+    assert kept == SLOTS[text] * x.nbytes
+    assert not any(leaf.shape == x.shape and leaf.dtype == x.dtype for leaf in jax.tree.leaves(back))
+
+
+def test_bfloat16_is_kept_in_nine_sixteenths():
+    x, w = normal(0, 64, 32, dtype=jnp.bfloat16), normal(1, 32, 24, dtype=jnp.bfloat16)
+    _, back = jax.vjp(of("drhs_lhs=mse(2,4)"), x, w)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(back)) - w.nbytes - 8 == x.nbytes * 9 // 16
+
+
+def test_x_is_kept_where_the_backward_pass_needs_it():
+    x, w = normal(0, 64, 32), normal(1, 32, 24)
+    for text in (
+        "drhs_g=mse(2,4)",
+        "drhs_lhs=rows(mvue(1,4),by='both')",
+        "drhs_lhs=mse(2,4); drhs_g=rows(mse(2,4),by='both')",
+    ):
+        _, back = jax.vjp(of(text), x, w)
+        assert any(leaf.shape == x.shape for leaf in jax.tree.leaves(back))
+
+
+@pytest.mark.parametrize("pattern", [(1, 2), (2, 4), (4, 8), (3, 16), (1, 128), (129, 256)])
+@pytest.mark.parametrize("shape", ["plain", "two contracted, permuted", "permuted batch"])
+def test_packing_gives_the_operand_back(pattern, shape):
+    n, m = pattern
+    lhs, rhs, dims = DOTS[shape]
+    lhs = tuple(256 if a in dims[0][0][-1:] else size for a, size in enumerate(lhs))
+    op = as_dot(jnp.zeros(lhs), jnp.zeros(rhs), dims)
+    operand = op.operands(len(lhs), len(rhs))["fwd_lhs"]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = normal(3, *lhs, dtype=dtype).at[(0,) * len(lhs)].set(jnp.nan)
+        x = pruned("x", nm.mse(n, m), x, operand, nm.Ctx())
+        assert packed_pattern(pattern, x, operand) == pattern
+        found = jax.jit(lambda x: unpack(pack(x, operand, pattern), x.shape, operand, pattern))(x)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(x, np.float32))
+
+
+def test_groups_over_several_axes_are_packed():
+    x, operand = normal(0, 4, 6, 3), Operand((0, 1), (2,), ())
+    x = pruned("x", nm.mse(2, 4), x, operand, nm.Ctx())
+    assert packed_pattern((2, 4), x, operand) == (2, 4)
+    np.testing.assert_array_equal(unpack(pack(x, operand, (2, 4)), x.shape, operand, (2, 4)), x)
+
+
+def test_bits_that_do_not_fill_bytes_are_not_packed():
+    assert packed_pattern((2, 4), jnp.zeros((12, 3)), Operand((0,), (1,), ())) is None
+    assert packed_pattern((2, 4), jnp.zeros((2, 12, 3)), Operand((0, 1), (2,), ())) is None
+    x, w, g = normal(0, 12, 8), normal(1, 8, 4), normal(2, 12, 4)
+    _, _, dw = products(of("drhs_lhs=mse(2,4)"), x, w, g)
+    np.testing.assert_allclose(dw, by_hand("drhs_lhs=mse(2,4)", x, g), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("text", ["drhs_lhs=mse(2,4)", "drhs_lhs=rows(mvue(1,4))"])
+def test_devices_keep_their_own_tokens(kind, text):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    arrays = normal(0, 64, 32), normal(1, 32, 24), normal(2, 64, 24)
+    placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(arrays, (P("d"), P(), P("d")), strict=True)]
+    run = lambda x, w, g: products(of(text), x, w, g)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run).lower(*placed).compile()
+        dw = compiled(*placed)[2]
+    np.testing.assert_allclose(dw, by_hand(text, arrays[0], arrays[2]), rtol=1e-4, atol=1e-4)
+    assert not {"all-gather", "all-to-all", "collective-permute"} & {*compiled.as_text().replace("(", " ").split()}
+
+
+def test_shard_map_sums_dw_over_devices():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x, w, g = normal(0, 64, 32), normal(1, 32, 24), normal(2, 64, 24)
+    inside = jax.shard_map(of("drhs_lhs=mse(2,4)"), mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    _, dx, dw = jax.jit(lambda x, w, g: products(inside, x, w, g))(x, w, g)
+    np.testing.assert_allclose(dw, by_hand("drhs_lhs=mse(2,4)", x, g), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dx, g @ w.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["drhs_lhs=rows(mvue(1,4))", "drhs_lhs=mse(2,4)"])
+def test_remat_and_scan_keep_the_same(text):
+    x, w = normal(0, 16, 32), jnp.stack([normal(1, 32, 32), normal(2, 32, 32)])
+    block = lambda x, w: jnp.tanh(of(text)(x, w))
+    loss = lambda f: lambda w: jnp.sum(jax.lax.scan(lambda x, w: (f(x, w), None), x, w)[0] ** 2)
+    plain, again = (jax.jit(jax.grad(loss(f)))(w) for f in (block, jax.checkpoint(block)))
+    np.testing.assert_allclose(plain, again, rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives_are_refused():
+    f = functools.partial(lambda w, x: of("drhs_lhs=mse(2,4)")(x, w).sum(), x=normal(0, 16, 8))
+    with pytest.raises(TypeError, match="no derivative beyond the gradient"):
+        jax.grad(lambda w: jax.grad(f)(w).sum())(normal(1, 8, 4))
