@@ -73,7 +73,7 @@ def image(data: str) -> ConfigDict:
 def vit(data: str) -> ConfigDict:
     """Return a run of a Vision Transformer: 16 tokens for digits, 49 for images of 28x28, 64 for CIFAR-10."""
     c = image(data)
-    c.model = dict(name="vit", size="tiny", patch=2, pool="mean", scan=False, remat=False)
+    c.model = dict(name="vit", size="tiny", patch=2, pool="mean", scan=False, remat=False, lean=False)
     c.epochs, c.batch, c.learning_rate.peak = 90.0, 32, 3e-3
     if data in ("mnist", "fashion_mnist"):
         c.model.patch, c.epochs, c.batch = 4, 10.0, 128
@@ -114,7 +114,7 @@ def gpt(data: str) -> ConfigDict:
         length=128,  # tokens in a window
         windows=0,  # windows of a text that are evaluated; 0: all
     )
-    c.model = dict(name="gpt", size="tiny", scan=False, remat=False)
+    c.model = dict(name="gpt", size="tiny", scan=False, remat=False, lean=False)
     c.steps, c.batch = 1000, 16
     c.optimizer = "adamw(b1=0.9, b2=0.95, weight_decay=0.1)"
     c.learning_rate.update(peak=2e-3, end=2e-4)
@@ -148,6 +148,7 @@ def finetune(data: str) -> ConfigDict:
         name="",  # module:name of a head that takes the checkpoint's model; empty: the checkpoint's own
         scan=False,  # True to stack the blocks, which compile once for all
         remat=False,  # True to compute blocks again in the backward pass
+        lean=False,  # True to compute again only what costs little
         dropout=0.1,  # rate of dropout
     )
     c.epochs, c.batch = 3.0, 16
@@ -157,7 +158,7 @@ def finetune(data: str) -> ConfigDict:
         c.objective, c.batch, c.learning_rate.peak = "language", 8, 2e-5
         c.epochs, c.steps = 0.0, 200
         c.data = dict(name="pydoc", dir="", test="", validation=0.1, length=128, windows=0)
-        c.model = dict(name="", scan=False, remat=False)
+        c.model = dict(name="", scan=False, remat=False, lean=False)
     elif data == "smoke":
         c.weights = "tests/checkpoints/golden/bert"
         c.epochs, c.steps, c.data.length = 0.0, 4, 16

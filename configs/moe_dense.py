@@ -13,5 +13,5 @@ def get_config(variant=""):
     c = common.gpt(variant)
     with c.unlocked():
         c.model.update(name="moe")
-        del c.model.scan, c.model.remat
+        del c.model.scan, c.model.remat, c.model.lean
     return c

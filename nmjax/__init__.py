@@ -19,6 +19,7 @@ from nmjax import (
     nnx as nnx,
     oneshot as oneshot,
     optim as optim,
+    policies as policies,
 )
 from nmjax.analysis import flops as flops, metrics as metrics
 from nmjax.analysis.picture import Picture as Picture, show as show

@@ -33,6 +33,7 @@ HOUSE = {
         "recipes": ("methods", "text", "table", "missed"),
         "analysis": ("flops", "refusals", "plan", "patterns", "metrics", "picture"),
         "programs": ("parameters", "rewriting", "running", "sites", "transform", "__init__"),
+        "policies": (),
         "optim": (),
         "oneshot": ("solvers", "texts", "estimate", "__init__"),
         "models": ("transformer", "vit", "gpt", "moe", "bert", "decoder", "resnet", "__init__"),

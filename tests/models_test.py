@@ -128,7 +128,7 @@ def plain():
 @pytest.mark.slow
 def test_scan_and_remat_change_no_gradient():
     params, y, grads = plain()
-    for form in ({"remat": True}, {"scan": True, "remat": True}):
+    for form in ({"remat": True}, {"scan": True, "remat": True}, {"lean": True}, {"scan": True, "lean": True}):
         model = MAKE["gpt"](seed=1, **form)
         nnx.update(model, stacked(params) if "scan" in form else params)
         other, others = trained(model, TOKENS)
@@ -143,14 +143,30 @@ def test_a_stack_may_be_closed_over():
     np.testing.assert_allclose(jax.jit(lambda x: model(x))(TOKENS), forward(model, TOKENS), atol=1e-5)
 
 
+def kept(text="dense", **form):
+    """Return the number of values that the backward pass keeps, beside parameters."""
+    model = MAKE["gpt"](**form)
+    nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*", text), (r".*", "dense"))))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    loss = lambda p, rest: jax.vjp(lambda p: nnx.merge(graph, p, rest)(TOKENS), p)[1]
+    sizes = {v.shape: v.size for v in jax.tree.leaves(params)}
+    return sum(v.size for v in jax.tree.leaves(jax.eval_shape(loss, params, rest)) if v.shape not in sizes)
+
+
 def test_remat_keeps_little():
-    """With remat, the backward pass keeps only the input and the parameters of each block."""
-    kept = {}
-    for remat in (False, True):
-        graph, params = nnx.split(MAKE["gpt"](remat=remat))
-        residuals = jax.eval_shape(lambda p, graph=graph: jax.vjp(lambda p: nnx.merge(graph, p)(TOKENS), p)[1], params)
-        kept[remat] = sum(v.size for v in jax.tree.leaves(residuals))
-    assert kept[True] < kept[False] / 2
+    """With remat, the backward pass keeps only the input of each block; with lean the results of products too."""
+    everything, lean, inputs = kept(), kept(lean=True), kept(remat=True)
+    assert inputs < lean / 2
+    assert lean < everything / 2
+    with pytest.raises(ValueError, match="exclude each other"):
+        MAKE["gpt"](remat=True, lean=True)(TOKENS)
+
+
+def test_chosen_rows_are_kept_in_place_of_inputs():
+    """Without remat the inputs of layers are not kept; with lean their chosen rows are."""
+    rows = "drhs_lhs=rows(mvue(1,4))"
+    assert kept(rows) < kept()
+    assert kept(lean=True) < kept(rows, lean=True) < kept(rows)
 
 
 @pytest.mark.parametrize("name", MAKE)

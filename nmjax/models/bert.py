@@ -59,6 +59,7 @@ class BERT(nnx.Module):
         dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
+        lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the model.
@@ -78,6 +79,7 @@ class BERT(nnx.Module):
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
           remat: True to compute blocks again in the backward pass, to save memory.
+          lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
           rngs: The random numbers of the parameters.
 
         Raises:
@@ -95,7 +97,7 @@ class BERT(nnx.Module):
         self.pooler = linear(width, width, dtype=dtype, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
         self.length, self.depth, self.dropout = length, depth, dropout
-        self.dtype, self.remat = dtype or jnp.float32, remat
+        self.dtype, self.remat, self.lean = dtype or jnp.float32, remat, lean
 
     def __call__(
         self,
@@ -147,4 +149,4 @@ class BERT(nnx.Module):
         x = self.norm(x + self.types(jnp.zeros_like(tokens) if types is None else types)).astype(self.dtype)
         keys, mask = keys_of(key, 2), None if mask is None else mask.astype(bool)
         x, each = dropped(x, self.dropout, keys[0]), (each_key(keys[1], self.depth),)
-        return through(self.blocks, x, mask, each=each, remat=self.remat, every=every)
+        return through(self.blocks, x, mask, each=each, remat=self.remat, lean=self.lean, every=every)

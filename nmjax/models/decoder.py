@@ -243,6 +243,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
+        lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the model.
@@ -273,6 +274,7 @@ class Decoder(nnx.Module):
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
           remat: True to compute blocks again in the backward pass, to save memory.
+          lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
           rngs: The random numbers of the parameters.
 
         Raises:
@@ -305,7 +307,7 @@ class Decoder(nnx.Module):
         self.rotaries = (rotary, local_rotary)
         self.local = local if local is not None and any(local) else None
         self.length, self.features, self.embedding_scale = length, features, embedding_scale
-        self.dtype, self.remat = dtype or jnp.float32, remat
+        self.dtype, self.remat, self.lean = dtype or jnp.float32, remat, lean
 
     def __call__(
         self, tokens: Int[Array, "batch time"], mask: Bool[Array, "batch time"] | None = None
@@ -342,4 +344,4 @@ class Decoder(nnx.Module):
         tables = tuple(rotary.tables(positions, self.features) for rotary in self.rotaries)
         each = (None if self.local is None else jnp.array(self.local),)
         mask = None if mask is None else mask.astype(bool)
-        return through(self.blocks, x, mask, tables, each=each, remat=self.remat, every=every)
+        return through(self.blocks, x, mask, tables, each=each, remat=self.remat, lean=self.lean, every=every)

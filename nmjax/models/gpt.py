@@ -63,6 +63,7 @@ class GPT(nnx.Module):
         dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
+        lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the model.
@@ -80,6 +81,7 @@ class GPT(nnx.Module):
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
           remat: True to compute blocks again in the backward pass, to save memory.
+          lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
           rngs: The random numbers of the parameters.
 
         Raises:
@@ -99,7 +101,7 @@ class GPT(nnx.Module):
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, epsilon, rngs=rngs)
         self.length, self.depth, self.dropout = length, depth, dropout
-        self.dtype, self.remat = dtype or jnp.float32, remat
+        self.dtype, self.remat, self.lean = dtype or jnp.float32, remat, lean
 
     def __call__(
         self, tokens: Int[Array, "batch time"], key: jax.Array | None = None
@@ -134,7 +136,7 @@ class GPT(nnx.Module):
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
         keys = keys_of(key, 2)
         x, each = dropped(x.astype(self.dtype), self.dropout, keys[0]), (each_key(keys[1], self.depth),)
-        return through(self.blocks, x, None, each=each, remat=self.remat, every=every)
+        return through(self.blocks, x, None, each=each, remat=self.remat, lean=self.lean, every=every)
 
 
 def generate(

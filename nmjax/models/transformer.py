@@ -10,6 +10,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from nmjax.policies import keep_sparse
+
 INIT = jax.nn.initializers.normal(0.02)  # as in BERT and GPT-2
 Activation = Callable[[jax.Array], jax.Array]
 Initializer = jax.nn.initializers.Initializer
@@ -281,7 +283,8 @@ def repeat(
 
 
 def through(
-    blocks: Any, x: jax.Array, *shared: Any, each: tuple[Any, ...] = (), remat: bool, every: bool = False
+    blocks: Any, x: jax.Array, *shared: Any, each: tuple[Any, ...] = (), remat: bool, lean: bool = False,
+    every: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Return the output of one block after another.
 
@@ -291,14 +294,17 @@ def through(
       *shared: The arguments of all blocks, such as the mask.
       each: The further arguments of blocks, as arrays with an axis of blocks; or None.
       remat: True to keep only the inputs of blocks, and to compute the rest again in the backward pass.
+      lean: True to compute again only what `nmjax.policies.keep_sparse` does not keep.
       every: True to return ``x`` and the outputs of all blocks, stacked along a leading axis.
     """
     # Blocks write no Variable. Saying so spares a scan from returning all their parameters. A scan's body is compiled
     # apart from its transpose, so there nothing need keep XLA from merging the two.
     listed = isinstance(blocks, nnx.List)
     call: Any = type(blocks[0] if listed else blocks).__call__
-    if remat:
-        call = nnx.remat(call, prevent_cse=listed, graph_updates=False)
+    if remat and lean:
+        raise ValueError("remat=True keeps less than lean=True, so they exclude each other: write one of them.")
+    if remat or lean:
+        call = nnx.remat(call, prevent_cse=listed, policy=keep_sparse if lean else None, graph_updates=False)
     if listed:
         states = [x]
         for i, block in enumerate(blocks):

@@ -62,6 +62,7 @@ class ViT(nnx.Module):
         dtype: DTypeLike | None = None,
         scan: bool = False,
         remat: bool = False,
+        lean: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the model.
@@ -82,6 +83,7 @@ class ViT(nnx.Module):
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.
           remat: True to compute blocks again in the backward pass, to save memory.
+          lean: True to compute again only what costs little, by `nm.policies.keep_sparse`.
           rngs: The random numbers of the parameters.
 
         Raises:
@@ -107,7 +109,8 @@ class ViT(nnx.Module):
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, epsilon, rngs=rngs)
         self.head = linear(width, classes, dtype=jnp.float32, rngs=rngs)
-        self.shape, self.depth, self.dropout, self.remat = (image, image, channels), depth, dropout, remat
+        self.shape, self.depth, self.dropout = (image, image, channels), depth, dropout
+        self.remat, self.lean = remat, lean
 
     def __call__(
         self, images: Float[Array, "batch image image channels"], key: jax.Array | None = None
@@ -146,4 +149,4 @@ class ViT(nnx.Module):
         x = x + self.positions[...].astype(x.dtype)[None]
         keys = keys_of(key, 2)
         x, each = dropped(x, self.dropout, keys[0]), (each_key(keys[1], self.depth),)
-        return through(self.blocks, x, None, each=each, remat=self.remat, every=every)
+        return through(self.blocks, x, None, each=each, remat=self.remat, lean=self.lean, every=every)

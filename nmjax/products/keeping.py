@@ -20,7 +20,7 @@ from nmjax.core.pruner import Pattern
 from nmjax.products.pruning import Operand
 
 KEPT = "nmjax_kept"
-"""The name, for `jax.checkpoint`, of what is kept of an operand."""
+"""The name, for `jax.checkpoint`, of what dw needs of x, and of the results of kernels."""
 
 
 class Entries(NamedTuple):

@@ -186,7 +186,8 @@ def _forward(
         return op(stored("fwd_lhs"), stored("fwd_rhs")), forms
     dtype = jax.eval_shape(op, x, w).dtype
     dense = lambda: stored("fwd_rhs" if routes["fwd"].operand == "x" else "fwd_lhs")
-    return product_of_forms(routes, "fwd", _forms_of(forms, "fwd"), dense, dtype), forms
+    y = product_of_forms(routes, "fwd", _forms_of(forms, "fwd"), dense, dtype)
+    return checkpoint_name(y, KEPT), forms  # as `nmjax.policies` keeps the products of XLA
 
 
 def _stored(product: StaticProduct, name: str, value: jax.Array) -> jax.Array:
