@@ -80,7 +80,7 @@ HOUSE = {
             "one_shot", "recover", "__main__",
         ),
         "bench": (
-            "measure", "collectives", "tune", "kernels", "delivery", "scale", "train", "runs", "pretrained",
+            "measure", "collectives", "tune", "kernels", "delivery", "savings", "scale", "train", "runs", "pretrained",
             "transforms", "__init__", "__main__",
         ),
         "reproduce": (),

@@ -10,7 +10,7 @@ from experiments import bench
 from experiments.bench.measure import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-TABLES = ("transforms", "delivery", "train", "runs", "scale", "pretrained", "kernels", "tune")
+TABLES = ("transforms", "delivery", "savings", "train", "runs", "scale", "pretrained", "kernels", "tune")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -24,6 +24,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--size", type=int, default=4096, help="transforms: rows and columns of the arrays (default 4096)")
     add("--config", action="append", help="train, scale: a page of configs/, with or without a variant")
     add("--dir", default="", help="train, scale: the folder of the data, as --config.data.dir")
+    add("--method", action="append", help="savings: a method in place of those of the list")
+    add("--model", action="append", help="savings: GPT, ViT or ResNet, in place of all three")
     add("--sizes", default="4096,8192,16384", help="kernels: n of the products n x n x n")
     add("--quick", action="store_true", help="kernels: fewer and smaller cases")
     stages = "a products and b packing against float64, c speed of products, d cuSPARSELt, e speed of packing, "
@@ -60,6 +62,7 @@ def main(argv: list[str]) -> int:
     tables = {
         "transforms": lambda: module.transforms(args.size, args.rounds),
         "delivery": lambda: module.delivery(args.rounds),
+        "savings": lambda: module.savings(args.method or module.METHODS, args.rounds, args.model or module.MODELS),
         "train": lambda: module.train(args.config or module.PAGES, args.dir, args.rounds),
         "runs": lambda: module.runs(args.rounds),
         "scale": lambda: module.scale(args.config or module.PAGES, args.dir, args.rounds),

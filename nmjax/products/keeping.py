@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, UInt8
 
-from nmjax.core import groups, merging
+from nmjax.core import fusion, groups, merging
 from nmjax.core.pruner import Pattern
 from nmjax.products.pruning import Operand
 
@@ -82,9 +82,11 @@ def pack(x: Float[Array, "..."], operand: Operand, pattern: Pattern) -> Entries:
     n, m = pattern
     way = _merging(x.shape, operand, m)
     merged, members = way.apply(x), way.axis + 1
-    split = groups.split(merged, way.axis, m)
-    number = _numbers(split != 0, members)
-    values = [jnp.sum(jnp.where(number == j + 1, split, 0), members, keepdims=True, dtype=x.dtype) for j in range(n)]
+    number = groups.members(_numbers(groups.split(merged != 0, way.axis, m), members), members)
+    split = groups.members(groups.split(merged, way.axis, m), members)
+    values = [
+        fusion.total(jnp.where(at == j + 1, v, 0) for at, v in zip(number, split, strict=True)) for j in range(n)
+    ]
     return Entries(groups.unsplit(jnp.concatenate(values, members), way.axis), _as_bytes(merged != 0, way.axis))
 
 
@@ -120,8 +122,13 @@ def _merging(shape: tuple[int, ...], operand: Operand, m: int) -> merging.Mergin
 
 def _numbers(kept: Bool[Array, "..."], members: int) -> jax.Array:
     """Return 1, 2, ... for the entries of a group that are kept, in their order, and 0 for the others."""
-    most = jnp.uint8 if kept.shape[members] < 256 else jnp.int32
-    return jnp.where(kept, jnp.cumsum(kept, members, dtype=most), 0)
+    size = kept.shape[members]
+    if size > 32:
+        return jnp.where(kept, jnp.cumsum(kept, members, dtype=jnp.int32), 0)
+    place = lax.broadcasted_iota(jnp.uint32, kept.shape, members)
+    word = jnp.sum(kept.astype(jnp.uint32) << place, members, keepdims=True, dtype=jnp.uint32)
+    upto = word & (np.uint32(0xFFFFFFFF) >> (np.uint32(31) - place))
+    return jnp.where(kept, lax.population_count(upto), 0).astype(jnp.int32)
 
 
 def _as_bytes(bits: Bool[Array, "..."], axis: int) -> UInt8[Array, "..."]:

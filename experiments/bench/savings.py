@@ -1,0 +1,141 @@
+"""The time and memory of a training step as they are felt: sparse, dense, and with what blocks keep."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import nmjax as nm
+from experiments.bench.measure import in_turn, markdown
+
+METHODS = (
+    "drhs_g=rows(mvue(2,4))", "drhs_g=rows(mvue(1,4))", "drhs_g=rows(mvue(1,8))", "drhs_lhs=rows(mvue(2,4))",
+    "drhs_lhs=rows(mvue(1,4))", "drhs_g=rows(mvue(1,4),by='both')", "drhs_lhs=mvue(2,4)", "s_ste(2,4)",
+    "mdgf(2,4,linear(1,0,10)); drhs_g=mvue(2,4)",
+)  # fmt: skip
+KEPT = {"": {}, "lean": {"lean": True}, "remat": {"remat": True}}
+
+Made = tuple[nnx.Module, Callable[[Any, Any], jax.Array], Any]
+"""A model, its loss of (model, batch), and a batch."""
+
+
+def gpt(width: int, tokens: int, **form: bool) -> Made:
+    """Return a GPT of two stacked blocks, of texts of 128 tokens."""
+    sizes = {"width": width, "hidden": 4 * width, "heads": width // 64, "depth": 2, "vocabulary": 256, "length": 128}
+    model = nm.models.GPT(**sizes, scan=True, rngs=nnx.Rngs(0), **form)
+    texts = jnp.asarray(np.random.default_rng(0).integers(0, 256, (tokens // 128, 128)))
+
+    def loss(model: Any, texts: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(texts)[:, :-1], texts[:, 1:]).mean()
+
+    return model, loss, texts
+
+
+def vit(width: int, tokens: int, **form: bool) -> Made:
+    """Return a ViT of two stacked blocks, of images of 64 patches."""
+    sizes = {"width": width, "hidden": 4 * width, "heads": width // 64, "depth": 2, "image": 32, "patch": 4}
+    model = nm.models.ViT(**sizes, classes=10, pool="mean", scan=True, rngs=nnx.Rngs(0), **form)
+    return model, _classify, _images(tokens // 64)
+
+
+def resnet(width: int, tokens: int, **form: bool) -> Made:
+    """Return a ResNet of three bottlenecks of two stages. Most of its convolutions have a kernel of 1."""
+    del form  # no block is computed again
+    model = nm.models.ResNet(blocks=(2, 1), bottleneck=True, width=width, stem="cifar", classes=10, rngs=nnx.Rngs(0))
+    return model, _classify, _images(tokens // 1024)
+
+
+def _classify(model: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    images, labels = batch
+    return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+
+def _images(count: int) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    images, labels = rng.standard_normal((count, 32, 32, 3)), rng.integers(0, 10, count)
+    return jnp.asarray(images, jnp.float32), jnp.asarray(labels)
+
+
+MODELS = {  # the maker, two widths, and the number of tokens or positions of a step
+    "GPT": (gpt, (384, 768), 2048),
+    "ViT": (vit, (384, 768), 2048),
+    "ResNet": (resnet, (64, 128), 16384),
+}
+
+
+def savings(methods: Iterable[str], rounds: int, models: Iterable[str] = tuple(MODELS)) -> str:
+    """Return the tables of ``bench savings``.
+
+    Args:
+      methods: The methods of the linear layers of blocks, or of the convolutions of stages.
+      rounds: How often everything is timed.
+      models: Some names of `MODELS`.
+    """
+    tables = []
+    for name in models:
+        make, widths, tokens = MODELS[name]
+        for width in widths:
+            tables.append(
+                _table(f"{name}, {width} wide, {tokens:,} tokens", partial(make, width, tokens), methods, rounds)
+            )
+    return "\n".join(tables)
+
+
+def _table(title: str, make: Callable[..., Made], methods: Iterable[str], rounds: int) -> str:
+    forms = KEPT if make.func is not resnet else {"": {}}
+    calls, facts = {}, {}
+    for text in ("dense", *methods):
+        for kept, form in forms.items():
+            if kept == "remat" and text not in ("dense", "drhs_lhs=rows(mvue(1,4))"):
+                continue
+            name = f"{text}, {kept}" if kept else text
+            calls[name], facts[name] = _step(text, *make(**form))
+    seconds = in_turn(calls, rounds)
+    rows = {}
+    for name, times in seconds.items():
+        ratios = sorted(t / base for t, base in zip(times, seconds["dense"], strict=True))
+        rows[f"`{name}`"] = [
+            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+            facts[name]["memory"] / facts["dense"]["memory"],
+            facts[name]["compile"] / facts["dense"]["compile"],
+            f"{statistics.median(times) * 1e3:,.0f} ms, {facts[name]['memory'] / 2**20:,.0f} MiB, "
+            f"{facts[name]['compile']:.1f} s",
+        ]
+    return markdown(
+        title,
+        "Over the dense step in the same process: the median of the rounds' ratios, with the least and the greatest. "
+        "Memory is XLA's count of temporary memory. AdamW, float32.",
+        rows, ["", "time", "temporary memory", "trace and compile", "absolute"],
+    )  # fmt: skip
+
+
+def _step(text: str, model: nnx.Module, loss: Callable, batch: Any) -> tuple[Callable[[], Any], dict[str, float]]:
+    """Return a training step as a call without arguments, and its memory and the seconds of its compilation."""
+    nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*|stages/.*", text), (r".*", "dense"))))
+    nm.nnx.set_step(model, 1)
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        model, optimizer = nnx.merge(graph, state)
+        value, gradients = nnx.value_and_grad(loss)(model, batch)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), value
+
+    start = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    took = time.perf_counter() - start
+    now = [state]
+
+    def call() -> jax.Array:
+        now[0], value = compiled(now[0], batch)
+        return value
+
+    return call, {"memory": compiled.memory_analysis().temp_size_in_bytes, "compile": took}
