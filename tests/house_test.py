@@ -31,7 +31,7 @@ HOUSE = {
             "applying", "keeping", "rule", "functions", "sites",
         ),
         "recipes": ("methods", "text", "table", "missed"),
-        "analysis": ("flops", "refusals", "plan", "patterns", "metrics", "picture"),
+        "analysis": ("flops", "refusals", "savings", "plan", "patterns", "metrics", "picture"),
         "programs": ("parameters", "rewriting", "running", "sites", "transform", "__init__"),
         "policies": (),
         "optim": (),

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nmjax.analysis import flops
+from nmjax.analysis import flops, savings
 from nmjax.analysis.refusals import Use, backend_refusal, slot_refusal
 from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
@@ -25,7 +25,7 @@ from nmjax.products.pruning import Operand, space_left
 from nmjax.products.routes import Route, explain
 from nmjax.products.slot import SLOTS, WEIGHT
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import identity, rescale
+from nmjax.pruners import identity, rescale, rows
 
 
 class SlotPlan(NamedTuple):
@@ -39,6 +39,7 @@ class SlotPlan(NamedTuple):
       refused: The reason why the pruner cannot be used here; None if it can.
       norms: The choice of `rescale` in this layer if its ``over`` is "auto": "spatial" or "group". Both if it is known
         only from a call, or differs between calls. Empty if nothing is chosen.
+      of_rows: True if all columns share the groups.
 
     >>> from nmjax.pruners import mse, rescale
     >>> print(SlotPlan("fwd_rhs", mse(2, 4), along=(16,), groups=128))
@@ -56,6 +57,7 @@ class SlotPlan(NamedTuple):
     groups: int | None = None
     refused: str | None = None
     norms: tuple[str, ...] = ()
+    of_rows: bool = False
 
     def __str__(self) -> str:
         """Return the slot as the table shows it."""
@@ -68,7 +70,8 @@ class SlotPlan(NamedTuple):
         unknown = "axes unknown" if self.name in WEIGHT else "tokens unknown"
         if not self.along:
             return f"{text}\n  {unknown}{norms}"
-        along = f"groups along {' x '.join(map(str, self.along))}"
+        kind = "groups of rows" if self.of_rows else "groups"
+        along = f"{kind} along {' x '.join(map(str, self.along))}"
         if self.groups is None:
             return f"{text}\n  {along}, {unknown}{norms}"
         return f"{text}\n  {self.groups:,} {along}{norms}"
@@ -93,6 +96,7 @@ class LayerPlan(NamedTuple):
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
       else_dense: (slot, reason) of the slots that its rule leaves empty, because they do not fit.
+      kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) without an example.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -110,6 +114,7 @@ class LayerPlan(NamedTuple):
     hardened: str
     runs: tuple[tuple[str, Route], ...] = ()
     else_dense: tuple[tuple[str, str], ...] = ()
+    kept: tuple[int, int] = (0, 0)
 
 
 def hardened(sparsity: Sparsity) -> str:
@@ -140,10 +145,19 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         shape, operand = _operand(name, uses[0])
         along = tuple(shape[a] for a in operand.contract)
         counted = name in WEIGHT or (tokens_known and not operand.ragged)  # the sizes of a call fix the ragged groups
-        groups = uses[0].stacked * math.prod(shape) // p.block if counted else None
+        entries = (
+            shape
+            if not isinstance(sparsity.slots[name].core, rows)
+            else [
+                shape[a]
+                for a in (*operand.contract, *operand.batch)  # all columns share the groups
+            ]
+        )
+        groups = uses[0].stacked * math.prod(entries) // p.block if counted else None
         refusal = slot_refusal(name, sparsity, uses, tokens_known)
         reason = None if refusal is None else refusal.reason
-        plans.append(SlotPlan(name, p, along, groups, reason, _norms(name, p, uses, tokens_known)))
+        of_rows = isinstance(sparsity.slots[name].core, rows)
+        plans.append(SlotPlan(name, p, along, groups, reason, _norms(name, p, uses, tokens_known), of_rows))
     return tuple(plans)
 
 
@@ -349,6 +363,7 @@ class Plan:
                     by_layer.setdefault(layer.path, []).append(RESULTS[product])
         lines: list[str] = []
         pruned = sum(layer.sparsity != Sparsity() for layer in self.layers)
+        by_path = {layer.path: layer for layer in self.layers}
         for (how, why), by_layer in results.items():
             ranges: dict[str, list[str]] = {}
             for paths in layer_paths.alike((path, tuple(names), path) for path, names in by_layer.items()):
@@ -356,8 +371,9 @@ class Plan:
             where = "; ".join(f"{names} of {', '.join(layer_paths.gathered(paths))}" for names, paths in ranges.items())
             if len(results) == 1 and len(by_layer) == pruned:
                 where = "everywhere"
-            lines.append(f"{_HOW[how]} {where}: {why}")
-        return lines
+            saved = savings.of_time([(by_path[path].flops, by_path[path].runs) for path in by_layer], why)
+            lines.append(f"{_HOW[how]} {where}: {why}{saved}")
+        return lines + savings.of_memory((layer.path, layer.kept) for layer in self.layers)
 
 
 _HOW = {"compacted": "Compacted", "packed": "Packed", "fp8": "In FP8", "emulated": "Emulated (zeros are multiplied)"}

@@ -12,6 +12,7 @@ from flax import linen as nn
 from nmjax.analysis import flops
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
+from nmjax.analysis.savings import kept_of
 from nmjax.linen.arguments import Product
 from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Path, Reached
 from nmjax.linen.doors import Weight, has_argument, weights_of
@@ -224,4 +225,5 @@ def _row_of(planned: Planned, shape: tuple[int, ...], cost: int) -> LayerPlan:
     dense = planned.refused or sparsity == Sparsity()
     runs = () if dense else runs_of(sparsity, uses, planned.backend)
     shares, form = flops.effective(sparsity), hardened(sparsity)
-    return LayerPlan(planned.path, planned.kind, shape, sparsity, slots, cost, shares, form, runs, left)
+    kept = (0, 0) if dense else kept_of(sparsity, uses, planned.backend)
+    return LayerPlan(planned.path, planned.kind, shape, sparsity, slots, cost, shares, form, runs, left, kept)

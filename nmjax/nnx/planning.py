@@ -12,6 +12,7 @@ from jax.extend import core
 from nmjax.analysis import flops
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
+from nmjax.analysis.savings import kept_of
 from nmjax.core.refusal import Refusal
 from nmjax.nnx.checks import NO_LAYERS, fitted, layer_refusal, layer_slot_refusals, normalised
 from nmjax.nnx.doors import Example, Layer
@@ -110,7 +111,7 @@ def plan(
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "ste(2,4)"),)))
     >>> plan = nm.nnx.plan(model, jnp.ones((16, 8)))
     >>> plan.layers[0].slots[0]
-    SlotPlan(name='fwd_rhs', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None, norms=())
+    SlotPlan(name='fwd_rhs', pruner=ste(mse(2,4)), along=(8,), groups=8, refused=None, norms=(), of_rows=False)
     >>> plan.forward  # FLOPs, dense and effective
     (1024, 512.0)
 
@@ -173,12 +174,13 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
     slots, shares = slots_of(sparsity, uses, bool(notes)), flops.effective(sparsity)
     reasons = {name: refusal.reason for name, refusal in planned.refused_slots.items()}
     slots = tuple(slot._replace(refused=slot.refused or reasons.get(slot.name)) for slot in slots)
-    runs = ()
+    runs, kept = (), (0, 0)
     if notes:
         runs = runs_of(sparsity, uses, planned.backend, planned.packed_before)
+        kept = kept_of(sparsity, uses, planned.backend)
     return LayerPlan(
         layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer, sparsity), runs,
-        (*planned.else_dense, *of_call),
+        (*planned.else_dense, *of_call), kept,
     )  # fmt: skip
 
 

@@ -84,9 +84,7 @@ def pack(x: Float[Array, "..."], operand: Operand, pattern: Pattern) -> Entries:
     merged, members = way.apply(x), way.axis + 1
     number = groups.members(_numbers(groups.split(merged != 0, way.axis, m), members), members)
     split = groups.members(groups.split(merged, way.axis, m), members)
-    values = [
-        fusion.total(jnp.where(at == j + 1, v, 0) for at, v in zip(number, split, strict=True)) for j in range(n)
-    ]
+    values = [fusion.total(jnp.where(at == j + 1, v, 0) for at, v in zip(number, split, strict=True)) for j in range(n)]
     return Entries(groups.unsplit(jnp.concatenate(values, members), way.axis), _as_bytes(merged != 0, way.axis))
 
 

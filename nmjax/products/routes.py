@@ -43,6 +43,7 @@ class Route(NamedTuple):
       operand: The operand that is packed, or whose rows are chosen: x, w or g.
       shape: The product's key in the tables of tiles, if it is packed.
       formats: Pairs (operand, FP8 format). Empty if the product does not run in FP8.
+      share: The time that is expected of a compacted product, as a share of the dense one's.
 
     >>> route = Route("emulated", "cpu has no sparse tensor cores")
     >>> route.how, route.uses_forms
@@ -54,6 +55,7 @@ class Route(NamedTuple):
     operand: str = ""
     shape: Shape | None = None
     formats: tuple[tuple[str, str], ...] = ()
+    share: float = 1.0
 
     @property
     def uses_forms(self) -> bool:
@@ -258,7 +260,8 @@ def _compacted(product: str, case: Case) -> Route | Refusal | None:
     share = compaction.expected(case.op, case.lhs, case.rhs, OPERANDS[product], operand, p.pattern, case.platform)
     if case.backend == "auto" and share >= 1:
         return Refusal(f"on {p.pattern[0]} of {p.pattern[1]} rows, it is expected at {share:.2f} of the dense time")
-    return Route("compacted", f"{p.pattern[0]}:{p.pattern[1]} of its rows, {share:.2f} of the dense time", operand)
+    why = f"{p.pattern[0]}:{p.pattern[1]} of its rows, {share:.2f} of the dense time"
+    return Route("compacted", why, operand, share=share)
 
 
 def _unpacked(slots: Mapping[str, Slot], patterns: Mapping[str, Pattern | None]) -> Route:

@@ -352,6 +352,24 @@ def _summed_as(y: jax.Array, like: Shaped) -> jax.Array:
 # ---- packing and checks before the call ----
 
 
+def kept_bytes(op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str = "auto") -> tuple[int, int]:
+    """Return the bytes of x, and those that the backward pass keeps of it.
+
+    Args:
+      op: The operation.
+      lhs, rhs: The shapes of its operands.
+      sparsity, backend: As in `bilinear`.
+    """
+    product = StaticProduct(op, sparsity, None, None, compacted_of(op, lhs, rhs, sparsity, backend))
+
+    def kept(lhs: jax.Array, rhs: jax.Array) -> Any:
+        return _kept(product, lhs, rhs, Inputs(lhs, rhs, Ctx(random.words(0)), None, ()))
+
+    found = jax.tree.leaves(jax.eval_shape(kept, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs))))
+    dense = lhs.size * lhs.dtype.itemsize
+    return dense, sum(v.size * v.dtype.itemsize for v in found) if found else dense
+
+
 def packed_weight(
     op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(),
     backend: str = "auto", *, name: str | None = None,

@@ -252,3 +252,25 @@ def test_an_operand_of_one_row_is_refused():
         ValueError, match=r"drhs_g=rows\(mvue\(2,4\)\) prunes an array of shape \(1, 24\).*1 values do not divide"
     ):
         jax.vjp(lambda w: dot_of(MATMUL, "drhs_g=rows(mvue(2,4))")(jnp.ones((1, 8)), w, "auto"), jnp.ones((8, 24)))
+
+
+# ---- the plan ----
+
+
+def test_the_plan_says_what_is_saved_here():
+    from flax import nnx
+
+    model = nnx.Linear(384, 1536, rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((8, 256, 384), jnp.float32)
+    plan = nm.nnx.plan(model, x, recipe=nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),)))
+    said = " ".join(repr(plan).split())
+    assert "512 groups of rows along 8 x 256" in said
+    assert "Compacted everywhere: 1:4 of its rows, 0.30 of the dense time; saves about " in said
+    assert " ms here" in said
+    assert "The backward pass keeps 0.752 of 3 MiB of the inputs of" in said
+    assert plan.layers[0].kept == (2048 * 384 * 4, 512 * (384 + 1) * 4)
+    assert plan.runs == {"compacted": 1}
+    assert plan.layers[0].flops == 2 * 2048 * 384 * 1536
+    with nm.kernels.on("NVIDIA H200"):
+        elsewhere = nm.nnx.plan(model, x, recipe=nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),)))
+        assert " ms here" not in repr(elsewhere)
