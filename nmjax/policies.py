@@ -15,7 +15,7 @@ def keep_sparse(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
 
     The rest is computed again: norms, activation functions, and attention between its products with weights. So a
     block keeps no input of an activation function or of a norm beside these results. It is a policy for
-    `jax.checkpoint` and `flax.nnx.remat`, and that of models with ``lean=True``.
+    `jax.checkpoint` and `nnx.remat`, and that of models with ``lean=True``.
 
     Args:
       primitive, *inputs, **parameters: As `jax.checkpoint` calls a policy.
