@@ -18,8 +18,12 @@ class Identity(NamedTuple):
 
     @property
     def lasting(self) -> dict[str, Any]:
-        """The fields that decide what a run computes: all but its twin, and the mesh, which changes only rounding."""
-        return {name: value for name, value in self.fields.items() if name != "twin" and not name.startswith("mesh.")}
+        """The fields that decide what a run computes: all but its twin, and what changes only rounding: the mesh, and
+        whether the model is lean."""
+        others = ("twin", "model.lean")
+        return {
+            name: value for name, value in self.fields.items() if name not in others and not name.startswith("mesh.")
+        }
 
     @property
     def digest(self) -> str:
