@@ -77,7 +77,7 @@ HOUSE = {
         "command": (),
         "studies": (
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
-            "one_shot", "recover", "rows", "__main__",
+            "one_shot", "recover", "rows", "narrower", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "savings", "scale", "train", "runs", "pretrained",

@@ -5,7 +5,7 @@ r"""Whole rows in dw: accuracy against time, memory and FLOPs.
 
 A product for dw of n of m rows takes less time on any device, and its variance is larger than that of single values.
 Rows are chosen by the norms of g, by those of x, and by both. For comparison there are single values at the same n:m,
-and dense networks that are narrower. The variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu are the networks of the study
+and the dense networks of the study narrower. The variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu are the networks of the study
 composed. Every layer of their blocks is pruned. Accuracy is measured with these runs; time and memory by ``python -m
 experiments.bench savings``, with networks that are wide enough to save some.
 """
@@ -26,15 +26,14 @@ BY = {
     "single values": "drhs_g=mvue({})",
 }
 NAMES = {(by, pattern): text.format(pattern) for pattern in PATTERNS for by, text in BY.items()}
-NARROWER = (7 / 8, 3 / 4)  # of the width: 0.77 and 0.56 of the FLOPs of the layers of blocks
 
 
 def get_config(variant: str = "") -> ConfigDict:
     """Return the config of a variant. It names the sizes that narrower networks change."""
     c = composed.get_config(variant)
     sizes = getattr(nm.models, network(variant, ("vit", "gpt"))[0]).SIZES[c.model.size]
-    for name in ("width", "hidden"):
-        c.model[name] = c.model.get(name, sizes[name])
+    with c.unlocked():
+        c.model.update({name: c.model.get(name, sizes[name]) for name in ("width", "hidden")})
     return c
 
 
@@ -49,11 +48,11 @@ def pairs(variant: str = "") -> dict[str, dict[str, list[tuple[str, str]]]]:
     return {label: {"difference": [(NAMES[a], NAMES[b])]} for label, (a, b) in questions.items()}
 
 
+def against(variant: str = "") -> str:
+    """Return the name of the results of narrower dense networks."""
+    return f"narrower_{variant or 'vit_cpu'}"
+
+
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
-    """Return the runs: dense, every way to prune dw, and narrower dense networks, with five seeds each."""
-    model = get_config(variant).model
-    pruned = [{"sparsity.blocks": text, "seed": seed} for text in ("dense", *NAMES.values()) for seed in SEEDS]
-    sizes = [
-        {"model.width": round(share * model.width), "model.hidden": round(share * model.hidden)} for share in NARROWER
-    ]
-    return pruned + [size | {"seed": seed} for size in sizes for seed in SEEDS]
+    """Return the runs: dense, and every way to prune dw, with five seeds each."""
+    return [{"sparsity.blocks": text, "seed": seed} for text in ("dense", *NAMES.values()) for seed in SEEDS]

@@ -28,6 +28,10 @@ KINDS = [
     ("composed", "gpt"),
     ("shorter", "vit"),
     ("shorter", "gpt"),
+    ("rows", "vit"),
+    ("rows", "gpt"),
+    ("narrower", "vit"),
+    ("narrower", "gpt"),
     ("pgf", "qk"),
 ]
 VARIANTS += [f"experiments/studies/{name}.py:{kind}_{size}" for name, kind in KINDS for size in ("cpu", "gpu")]
@@ -38,10 +42,11 @@ def test_every_method_of_every_study_is_known(page):
     config = pages.load(page)
     changes = command.read(["launch.py", f"--config={page}"]).changes()
     members = sweep.members(config, changes)
-    assert len(members) == len({m.name for m in members}) >= (18 if "shorter" in page else 30)
-    assert {m.config.seed for m in members} == {0, 1, 2}
-    recipes = {(str(settings.recipe(m.config, 1000)), m.config.steps) for m in members}
-    assert len(recipes) == len(members) // 3
+    assert len(members) == len({m.name for m in members}) >= (18 if "er.py" in page else 30)
+    seeds = range(5 if "rows" in page or "narrower" in page else 3)
+    assert {m.config.seed for m in members} == {*seeds}
+    recipes = {(str(settings.recipe(m.config, 1000)), m.config.steps, str(m.config.model)) for m in members}
+    assert len(recipes) == len(members) // len(seeds)
     assert all(method == "dense" for method in members[0].config.sparsity.values())
 
 
