@@ -261,3 +261,17 @@ def layer_errors(errors):
     ax.set_xticks(range(len(layers)), layers, rotation=60, ha="right", fontsize=7)
     ax.set_ylabel("relative error")
     ax.legend(frameon=False, fontsize=8)
+
+
+def errors_by_draws(counts, errors):
+    """Draw the error of a mean of draws, by the number of draws.
+
+    Args:
+      counts: The numbers of draws.
+      errors: The errors of each method, by its name.
+    """
+    _, ax = plt.subplots(figsize=(7.2, 2.6))
+    for name, values in errors.items():
+        ax.plot(counts, values, marker="o", markersize=3, label=name)
+    ax.legend(frameon=False)
+    ax.set(xscale="log", yscale="log", xlabel="draws in the mean", ylabel="error, of the norm of dw")

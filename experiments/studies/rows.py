@@ -5,9 +5,9 @@ r"""Whole rows in dw: accuracy against time, memory and FLOPs.
 
 A product for dw of n of m rows takes less time on any device, and its variance is larger than that of single values.
 Rows are chosen by the norms of g, by those of x, and by both. For comparison there are single values at the same n:m,
-and the dense networks of the study narrower. The variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu are the networks of the study
-composed. Every layer of their blocks is pruned. Accuracy is measured with these runs; time and memory by ``python -m
-experiments.bench savings``, with networks that are wide enough to save some.
+and the dense networks of the study narrower. The variants vit_cpu, vit_gpu, gpt_cpu and gpt_gpu are the networks of
+the study composed. Every layer of their blocks is pruned. Accuracy is measured with these runs; time and memory by
+``python -m experiments.bench savings``, with networks that are wide enough to save some.
 """
 
 from typing import Any

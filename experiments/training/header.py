@@ -29,10 +29,19 @@ def rows(program: Program) -> list[tuple[str, str]]:
     name = " ".join(filter(None, (model.get("name"), model.get("size"))))
     found.append(("model", f"{name}{', ' if name else ''}{plan.parameters:,} parameters"))
     share = effective / dense
-    found.append(("FLOPs a step", f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"))
+    effect = f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"
+    found.append(("FLOPs a step", effect + _time(plan)))
     if program.hardening_refusal:
         found.append(("hardened", f"not evaluated: {program.hardening_refusal}"))
     return found
+
+
+def _time(plan: Plan) -> str:
+    """Return the time that is expected of the products of a step, if some of them are compacted."""
+    saved = sum((layer.flops or 0) * (1 - route.share) for layer in plan.layers for _, route in layer.runs)
+    if not saved:
+        return ""
+    return f"; {1 - saved / plan.training[0]:.2f} of the dense time is expected of the products on this device"
 
 
 def in_short(plan: Plan) -> str:

@@ -21,6 +21,7 @@ from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
 from nmjax.oneshot.solvers import Solved, sparsegpt
 from nmjax.products.sparsity import Sparsity
+from nmjax.pruners import rows
 from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
@@ -135,13 +136,14 @@ def _in_order(model: Any, groups: dict[str, list[str]], args: Any, options: Any)
 
 
 def _check_pruners(sparse: Any) -> None:
-    """Refuse pruners of weights whose pattern has more than one axis, all in one message."""
-    pruners = {layer.path: layer.sparsity.fwd_rhs for layer in layers(sparse) if layer.has_weight}
-    wrong = [f"{path}: {p}" for path, p in pruners.items() if p.final.pattern_across is not None]
+    """Refuse pruners that choose for several outputs of a layer at once, all in one message."""
+    slots = {layer.path: layer.sparsity.slots["fwd_rhs"] for layer in layers(sparse) if layer.has_weight}
+    joint = lambda slot: isinstance(slot.core, rows) or slot.pruner.final.pattern_across is not None
+    wrong = [f"{path}: {slot.pruner}" for path, slot in slots.items() if joint(slot)]
     if wrong:
         raise ValueError(
-            f"prune: solvers keep n of m along the inputs alone, and these pruners also along the outputs: "
-            f"{', '.join(wrong[:5])}. Write ste(2,4)."
+            f"prune: solvers choose n of m inputs for each output alone, and these pruners choose for several outputs "
+            f"at once: {', '.join(wrong[:5])}. Write ste(2,4)."
         )
 
 

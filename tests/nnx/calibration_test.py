@@ -189,8 +189,10 @@ WRONG = {
     "prune: there are no batches": lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "ste(2,4)", []),
     "prune: the recipe prunes no weight to n:m":
         lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "drhs_g=mvue(2,4)", [jnp.ones((9, 8))]),
-    r"and these pruners also along the outputs: : ste\(transposable\(2,4\)\)":
+    r"choose for several outputs at once: : ste\(transposable\(2,4\)\)":
         lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(transposable(2,4))", [jnp.ones((9, 8))]),
+    r"choose for several outputs at once: : ste\(rows\(mse\(2,4\)\)\)":
+        lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(rows(mse(2,4)))", [jnp.ones((9, 8))]),
     "neither an array nor hashable": lambda: blocks.Call((), {"how": [{1}]}).split(),
 }  # fmt: skip
 
