@@ -16,6 +16,7 @@ SPACES = {  # the module, and what its page is called
     "nmjax.checkpoints": "Checkpoints",
     "nmjax.oneshot": "One-shot pruning",
     "nmjax.optim": "Optimizers",
+    "nmjax.policies": "Rematerialisation",
     "nmjax.metrics": "Metrics",
     "nmjax.flops": "FLOPs",
     "nmjax.groups": "Groups",
