@@ -28,7 +28,7 @@ HOUSE = {
         ),
         "products": (
             "slot", "pruning", "ragged", "sparsity", "operations", "compaction", "layout", "routes", "forms", "fit",
-            "applying", "keeping", "rule", "functions", "sites",
+            "keeping", "applying", "rule", "functions", "sites",
         ),
         "recipes": ("methods", "text", "table", "missed"),
         "analysis": ("flops", "refusals", "savings", "plan", "patterns", "metrics", "picture"),

@@ -1,7 +1,6 @@
 """The plan of a model: a value that says what every layer will do, and prints as a table.
 
-A plan is made by `nmjax.nnx.plan`. Its refusals are decided in `nmjax.analysis.refusals`.
-"""
+`nmjax.nnx.plan` makes it, and `nmjax.analysis.refusals` decides its refusals."""
 
 import html
 import io
@@ -96,7 +95,7 @@ class LayerPlan(NamedTuple):
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
       else_dense: (slot, reason) of the slots that its rule leaves empty, because they do not fit.
-      kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) without an example.
+      kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``drhs_lhs`` is empty.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -201,7 +200,7 @@ def runs_of(
         return ()
     runs: list[tuple[str, Route]] = []
     for product, route in explain(uses[0].op, uses[0].lhs, uses[0].rhs, sparsity, backend, packed_before).items():
-        refusal = backend_refusal(product, route, backend)
+        refusal = backend_refusal(product, route, backend, sparsity)
         if refusal is not None:
             route = route._replace(how="refused", why=refusal.reason)
         runs.append((product, route))
@@ -219,6 +218,7 @@ class Plan:
       parameters: The number of all parameters.
       recipe_refusals: (where, reason) of what `nmjax.nnx.sparsify` would refuse in the recipe itself.
       missed: The paths of parameters that a rule matches and no door reaches.
+      speed: The FLOPs per second of a dense product on this CPU, if a product is compacted.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -233,6 +233,7 @@ class Plan:
     parameters: int
     recipe_refusals: tuple[tuple[str, str], ...] = ()
     missed: tuple[str, ...] = ()
+    speed: float | None = None
 
     @property
     def forward(self) -> tuple[float, float]:
@@ -371,7 +372,7 @@ class Plan:
             where = "; ".join(f"{names} of {', '.join(layer_paths.gathered(paths))}" for names, paths in ranges.items())
             if len(results) == 1 and len(by_layer) == pruned:
                 where = "everywhere"
-            saved = savings.of_time([(by_path[path].flops, by_path[path].runs) for path in by_layer], why)
+            saved = savings.of_time([(by_path[p].flops, by_path[p].runs) for p in by_layer], why, self.speed)
             lines.append(f"{_HOW[how]} {where}: {why}{saved}")
         return lines + savings.of_memory((layer.path, layer.kept) for layer in self.layers)
 

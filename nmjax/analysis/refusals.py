@@ -4,7 +4,8 @@ There are two kinds:
 
 - A slot is refused if its pruner cannot prune the operands of one of the layer's products: an axis does not divide
   into groups, the groups would lie on two devices, or the dtype is wrong (`slot_refusal`).
-- A product is refused if ``backend="pallas"`` demands a kernel and no kernel can run it (`backend_refusal`).
+- A product is refused if ``backend="pallas"`` demands a kernel, or ``backend="compact"`` fewer rows, and it cannot
+  run so (`backend_refusal`).
 
 The conditions are those of the products: `nmjax.products.pruning` checks an operand's axis, shards and dtype, and
 `nmjax.products.routes` chooses kernels. A plan collects the refusals in ``Plan.refused`` and raises nothing.
@@ -21,7 +22,7 @@ import jax
 from nmjax.core.refusal import Refusal
 from nmjax.products.fit import fitting, slot_refusals
 from nmjax.products.operations import Operation
-from nmjax.products.routes import Route, not_run
+from nmjax.products.routes import Route, chooses_rows, not_run
 from nmjax.products.sparsity import Sparsity
 
 
@@ -78,14 +79,16 @@ def fitting_all(
     return sparsity, tuple(dense.items())
 
 
-def backend_refusal(product: str, route: Route, backend: str) -> Refusal | None:
+def backend_refusal(product: str, route: Route, backend: str, sparsity: Sparsity) -> Refusal | None:
     """Return the reason why a backend refuses a product; None if it runs it.
 
     Args:
       product: "fwd", "dlhs" or "drhs".
       route: The route that the product would take. Pruned zeros that XLA would multiply are "emulated".
-      backend: The layer's backend. Only "pallas" refuses.
+      backend: The layer's backend. "pallas" refuses every emulated product, "compact" those of chosen rows.
+      sparsity: The pruner of each slot.
     """
-    if backend == "pallas" and route.how == "emulated":
+    demanded = backend == "pallas" or (backend == "compact" and chooses_rows(sparsity, product))
+    if demanded and route.how == "emulated":
         return Refusal(not_run(product, route, backend))
     return None

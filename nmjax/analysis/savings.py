@@ -8,59 +8,65 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.analysis.refusals import Use, slot_refusal
-from nmjax.core import layer_paths
-from nmjax.products.routes import Route
-from nmjax.products.rule import kept_bytes
+from nmjax.core import layer_paths, random
+from nmjax.core.context import Ctx
+from nmjax.kernels.targets import platform
+from nmjax.products.applying import StaticProduct, kept_of_x
+from nmjax.products.routes import Route, compacted_of, routes_of
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
+Runs = Iterable[tuple[str, Route]]
 
-def of_time(layers: Iterable[tuple[int | None, Iterable[tuple[str, Route]]]], why: str) -> str:
-    """Return the time that the compacted products of some layers save, as text. It is empty if none is compacted.
+
+def of_time(layers: Iterable[tuple[int | None, Runs]], why: str, speed: float | None) -> str:
+    """Return the time that the compacted products of some layers save, as text. It is empty if it is not known.
 
     Args:
       layers: For each layer the dense FLOPs of one product, and the routes of all.
       why: The reason of the routes that count.
+      speed: What `speed_of` returned.
     """
     compacted = lambda route: route.how == "compacted" and route.why == why
     costs = [(cost or 0, route.share) for cost, runs in layers for _, route in runs if compacted(route)]
     dense, left = sum(cost for cost, _ in costs), sum(cost * share for cost, share in costs)
-    rate = flops_per_second() if dense else None
-    if rate is None:
+    if speed is None or not dense:
         return ""
-    return f"; saves about {_ms((dense - left) / rate)} of {_ms(dense / rate)} ms here"
+    return f"; saves about {_ms((dense - left) / speed)} of {_ms(dense / speed)} ms here"
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.01 else f"{seconds * 1e3:.2g}"
 
 
-@lru_cache
-def _measured() -> float:
-    x, dot = jnp.ones((1024, 1024)), jax.jit(jnp.dot)
-    jax.block_until_ready(dot(x, x))
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(dot(x, x))
-        best = min(best, time.perf_counter() - start)
-    return 2 * 1024**3 / best
-
-
-def flops_per_second() -> float | None:
-    """Return the FLOPs per second of a dense float32 product on the device of this process.
+def speed_of(layers: Iterable[Runs]) -> float | None:
+    """Return the FLOPs per second of a dense float32 product on this device, if a layer has a compacted product.
 
     The first call measures a product of 1024 x 1024 matrices. Later calls return the same number.
 
-    Returns:
-      The number; None if programs are traced for a device that is not there (`nmjax.kernels.on`).
+    Args:
+      layers: The routes of each layer.
 
-    >>> flops_per_second() > 1e6
-    True
+    Returns:
+      The number; None if it is not needed, or if programs are traced for a device that is not there, or for a GPU or
+      TPU, where so small a product does not show the speed.
     """
-    if getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None:
-        return None
-    return _measured()
+    needed = any(route.how == "compacted" for runs in layers for _, route in runs)
+    elsewhere = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None
+    return _measured() if needed and not elsewhere and platform() == "cpu" else None
+
+
+@lru_cache
+def _measured() -> float:
+    with jax.ensure_compile_time_eval():  # also while a program is traced
+        x, dot = jnp.ones((1024, 1024)), jax.jit(jnp.dot)
+        jax.block_until_ready(dot(x, x))
+        best = float("inf")
+        for _ in range(3):
+            start = time.perf_counter()
+            jax.block_until_ready(dot(x, x))
+            best = min(best, time.perf_counter() - start)
+    return 2 * 1024**3 / best
 
 
 def kept_of(sparsity: Sparsity, uses: list[Use], backend: str) -> tuple[int, int]:
@@ -73,9 +79,19 @@ def kept_of(sparsity: Sparsity, uses: list[Use], backend: str) -> tuple[int, int
     """
     if sparsity.drhs_lhs == identity or slot_refusal("drhs_lhs", sparsity, uses, True) is not None:
         return 0, 0
-    found = [kept_bytes(use.op, use.lhs, use.rhs, sparsity, backend) for use in uses]
+    found = [_kept_bytes(use, sparsity, backend) for use in uses]
     stacked = uses[0].stacked if uses else 1
     return stacked * sum(before for before, _ in found), stacked * sum(after for _, after in found)
+
+
+def _kept_bytes(use: Use, sparsity: Sparsity, backend: str) -> tuple[int, int]:
+    """Return the bytes of x, and those that the backward pass keeps of it."""
+    shapes = use.op, use.lhs, use.rhs, sparsity, backend
+    product = StaticProduct(use.op, sparsity, None, routes_of(*shapes), compacted_of(*shapes))
+    x = jax.ShapeDtypeStruct(use.lhs.shape, use.lhs.dtype)
+    kept = jax.eval_shape(lambda x: kept_of_x(product, x, use.rhs, x, Ctx(random.words(0))), x)
+    dense = x.size * x.dtype.itemsize
+    return dense, sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(kept)) if kept is not None else dense
 
 
 def of_memory(layers: Iterable[tuple[str, tuple[int, int]]]) -> list[str]:
@@ -90,4 +106,4 @@ def of_memory(layers: Iterable[tuple[str, tuple[int, int]]]) -> list[str]:
     before, after = (sum(kept[i] for _, kept in less) / 2**20 for i in (0, 1))
     ranges = [layer_paths.short(paths) for paths in layer_paths.alike((path, None, path) for path, _ in less)]
     where = ", ".join(layer_paths.gathered(ranges))
-    return [f"The backward pass keeps {after:.3g} of {before:.3g} MiB of the inputs of {where}"]
+    return [f"Without remat, the backward pass keeps {after:.3g} of {before:.3g} MiB of the inputs of {where}"]

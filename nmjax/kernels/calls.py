@@ -122,8 +122,8 @@ def underived(v: jax.Array) -> jax.Array:
 @underived.defjvp
 def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
     raise TypeError(
-        "a packed product has no derivative beyond the gradient of its layer: for forward mode or a second derivative, "
-        "write backend='xla'."
+        "a packed or compacted product has no derivative beyond the gradient of its layer: for forward mode or a "
+        "second derivative, write backend='xla'."
     )
 
 

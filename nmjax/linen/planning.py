@@ -12,7 +12,7 @@ from flax import linen as nn
 from nmjax.analysis import flops
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
-from nmjax.analysis.savings import kept_of
+from nmjax.analysis.savings import kept_of, speed_of
 from nmjax.linen.arguments import Product
 from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Path, Reached
 from nmjax.linen.doors import Weight, has_argument, weights_of
@@ -171,13 +171,13 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
     left = tuple(("/".join(path), of[0]) for path, of in reached.matrices.items() if path not in reached.by_door)
     count = sum(math.prod(v.shape) for v in jax.tree.leaves(shapes))
     if recipe is None:
-        return Plan(tuple(rows), elsewhere, left, count)
+        return Plan(tuple(rows), elsewhere, left, count, speed=speed_of(row.runs for row in rows))
     unused = "it matches no layer's whole path, or earlier rules decide for its layers."
     refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(reached.paths)]
     if not reached.by_door and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         refused.append(("the model", f"{type(model).__name__} {NO_LAYERS}"))
     missed = tuple(one.path for one in reached.missed(recipe))
-    return Plan(tuple(rows), elsewhere, left, count, tuple(refused), missed)
+    return Plan(tuple(rows), elsewhere, left, count, tuple(refused), missed, speed_of(row.runs for row in rows))
 
 
 def _traced(model: nn.Module, planner: Planner, inputs: Any, options: Any) -> tuple[Any, dict[Path, int], int]:

@@ -12,7 +12,7 @@ from jax.extend import core
 from nmjax.analysis import flops
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
-from nmjax.analysis.savings import kept_of
+from nmjax.analysis.savings import kept_of, speed_of
 from nmjax.core.refusal import Refusal
 from nmjax.nnx.checks import NO_LAYERS, fitted, layer_refusal, layer_slot_refusals, normalised
 from nmjax.nnx.doors import Example, Layer
@@ -138,11 +138,12 @@ def plan(
     if inputs or options:
         costs, elsewhere = _costs(traced(copy, inputs, options), len(notes))
     rows = tuple(_row(*row) for row in zip(with_doors, planned, notes, costs, strict=True))
-    uncovered = tuple((one.path, one.shape) for one in beyond)
+    uncovered, speed = tuple((one.path, one.shape) for one in beyond), speed_of(row.runs for row in rows)
     if recipe is None:
-        return Plan(rows, elsewhere, uncovered, parameters)
+        return Plan(rows, elsewhere, uncovered, parameters, speed=speed)
     refused = _recipe_refusals(model, recipe, [row.path for row in rows], rule_paths(beyond))
-    return Plan(rows, elsewhere, uncovered, parameters, refused, tuple(one.path for one in wanted(recipe, beyond)))
+    missed = tuple(one.path for one in wanted(recipe, beyond))
+    return Plan(rows, elsewhere, uncovered, parameters, refused, missed, speed)
 
 
 def _recipe_refusals(

@@ -8,6 +8,7 @@ import jax
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.products.compaction import Rows, choose, partner_norms, partner_refusal, take, without_strides
+from nmjax.products.keeping import Entries, pack, packed_pattern
 from nmjax.products.layout import OPERANDS
 from nmjax.products.operations import Operation
 from nmjax.products.pruning import Operand, Shaped, pruned
@@ -127,3 +128,37 @@ def same_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Opera
     """
     with jax.named_scope(other):
         return take(value, axes[other], few.places, slot.pruner.block)
+
+
+def reads_partner(product: StaticProduct) -> bool:
+    """Return True if a choice in dw needs the rows of both operands."""
+    return any(product.sparsity.slots[name].pruner.reads_partner for name in ("drhs_lhs", "drhs_g"))
+
+
+def kept_of_x(
+    product: StaticProduct, x: jax.Array, w: Shaped, unpruned: jax.Array | None, ctx: Ctx,
+    extra: tuple[jax.Array, ...] = (),
+) -> Rows | Entries | None:  # fmt: skip
+    """Return what dw needs of x, if that is less than x and is known in the forward pass.
+
+    Args:
+      product: The product.
+      x: The left operand as the forward product uses it.
+      w: The weight.
+      unpruned: The left operand before it is pruned, if ``drhs_lhs`` is `raw`.
+      ctx: Key, step and state of the product.
+      extra: The operands of the operation after the first two.
+    """
+    if reads_partner(product):
+        return None
+    slot, axes = product.sparsity.slots["drhs_lhs"], product.operands(x, w)
+    value = unpruned if slot.raw else x
+    if ("drhs", "x") in product.compacted:
+        return few_rows(product, slot, {slot.name: value}, axes, ctx)
+    by_kernel = product.routes is not None and product.routes["drhs"].uses_forms
+    pattern = packed_pattern(slot.pattern, x, axes[slot.name])
+    if by_kernel or pattern is None:
+        return None
+    pruned = prune_slot(product, slot, slot.pruner, value, axes, ctx, extra=extra)
+    with jax.named_scope(slot.name):
+        return pack(pruned, axes[slot.name], pattern)

@@ -157,7 +157,7 @@ def operation_refusal(op: Operation, lhs: Shaped, rhs: Shaped, product: str, ope
       operand: The operand whose rows are chosen.
     """
     if isinstance(op, RaggedDot) and product == "drhs":
-        return Refusal("its tokens are sorted by expert, and the number of each expert's is known only from a call")
+        return Refusal("its tokens are sorted by expert, and how many each expert has is known only from a call")
     if not isinstance(op, Conv):
         return None
     if op.feature_group_count * op.batch_group_count > 1:
@@ -184,6 +184,8 @@ def tokens_refusal(op: Operation, lhs: Shaped, rhs: Shaped, operand: str) -> Ref
     dilated = {*(op.lhs_dilation or ()), *(op.rhs_dilation or ())} - {1}
     if any(map(any, padding)) or dilated or op.feature_group_count * op.batch_group_count > 1:
         return Refusal("it is a convolution with padding, dilation or groups")
+    if np.argsort(op.dims.lhs_spec[2:]).tolist() != np.argsort(op.dims.out_spec[2:]).tolist():
+        return Refusal("it is a convolution whose x and y have their axes of space in different orders")
     if operand == "x" and set(op.window_strides) != {1}:
         return Refusal("it is a convolution with strides, which skip rows of x")
     return None
@@ -215,8 +217,8 @@ def without_strides(op: Operation, x: jax.Array) -> tuple[Operation, jax.Array]:
 _FLOPS_PER_BYTE = {"cpu": 12.0, "gpu": 300.0, "tpu": 300.0}
 """The FLOPs of a dense product that take as long as moving one byte.
 
-On a CPU it is measured: `python -m experiments.bench savings`. A CPU computes in float32, so narrower values cost as
-much there. On other devices it is the ratio of their data sheets.
+On a CPU it was fitted to the times of single products. A CPU computes in float32, so narrower values cost as much
+there. On other devices it is the ratio of their data sheets.
 """
 
 
@@ -235,17 +237,22 @@ def expected(
       operand: The one whose rows are chosen.
       pattern: (n, m).
       platform: "cpu", "gpu" or "tpu".
+
+    Returns:
+      The share; infinity if there is nothing to multiply.
     """
     g = result_shape(op, lhs, rhs)
     arrays = {"x": lhs, "w": rhs, "g": g}
     weight = op.operands(lhs.ndim, rhs.ndim)["fwd_rhs"]
     terms = math.prod(rhs.shape[a] for a in (*weight.contract, *(weight.space if isinstance(op, Conv) else ())))
     flops = 2 * g.size * terms
+    if not flops:
+        return math.inf
     share = pattern[0] / pattern[1]
     least = 4 if platform == "cpu" else 1
     size = {name: arrays[name].size * max(arrays[name].dtype.itemsize, least) for name in slots}
     moved = size[operand] + 2 * share * sum(size.values())  # read once for the norms; then read and written
-    return share + moved * _FLOPS_PER_BYTE[platform] / flops
+    return share + moved * _FLOPS_PER_BYTE.get(platform, 300.0) / flops
 
 
 def _view(x: jax.Array, operand: Operand, m: int) -> _View:

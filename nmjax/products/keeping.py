@@ -54,17 +54,18 @@ def like(x: jax.Array) -> Like:
 def packed_pattern(pattern: Pattern | None, x: jax.Array, operand: Operand) -> Pattern | None:
     """Return the pattern of an operand if it has a packed form; else None.
 
-    Bytes have the bits of whole groups, so their least common multiple must divide the axis of groups too.
+    It has none if it would not be smaller, or if its bits do not fill whole bytes.
 
     Args:
       pattern: The operand's pattern along its contraction.
       x: The operand.
       operand: Where its axes lie.
     """
-    if pattern is None or pattern[0] == pattern[1] or operand.ragged or operand.runs > 1:
+    if pattern is None or operand.ragged or operand.runs > 1:
         return None
-    count = merging.innermost(x.shape, operand.contract, pattern[1])
-    return pattern if count == merging.innermost(x.shape, operand.contract, math.lcm(pattern[1], 8)) else None
+    n, m = pattern
+    smaller = 8 * n * x.dtype.itemsize + m < 8 * m * x.dtype.itemsize
+    return pattern if smaller and merging.innermost(x.shape, operand.contract, math.lcm(m, 8)) is not None else None
 
 
 def pack(x: Float[Array, "..."], operand: Operand, pattern: Pattern) -> Entries:
@@ -113,7 +114,7 @@ def unpack(packed: Entries, shape: tuple[int, ...], operand: Operand, pattern: P
 
 
 def _merging(shape: tuple[int, ...], operand: Operand, m: int) -> merging.Merging:
-    found = merging.merging_of(shape, operand.contract, m)
+    found = merging.merging_of(shape, operand.contract, math.lcm(m, 8))  # groups of m stay where they are
     assert found is not None, "the slot has refused it"
     return found
 

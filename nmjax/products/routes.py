@@ -147,7 +147,7 @@ def compacted_of(
     by_product, _, _ = _routes(case)
     if backend == "compact":
         for product, route in by_product:
-            if route.how == "emulated" and any(_chosen(sparsity, product)):
+            if route.how == "emulated" and chooses_rows(sparsity, product):
                 where = f"{name}: " if name else ""
                 raise ValueError(f"{where}{not_run(product, route, backend)}")
     return tuple((product, route.operand) for product, route in by_product if route.how == "compacted")
@@ -203,6 +203,9 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
     sparse = [operand for operand, p in patterns.items() if p is not None and _is_two_of_four(*p)]
     if not sparse and not formats:
         return _unpacked(slots, patterns)
+    early = next((slot for o, slot in slots.items() if o != "g" and slot.pruner.reads_partner), None)
+    if early is not None:
+        return Route("emulated", f"{early} reads g too, and kernels prepare x and w in the forward pass")
     if isinstance(case.device, Refusal):
         return Route("emulated", case.device.reason)
     if isinstance(layout, Refusal):
@@ -237,11 +240,19 @@ def _chosen(sparsity: Sparsity, product: str) -> dict[str, tuple[Slot, rows]]:
     return {operand: (slot, slot.core) for operand, slot in slots.items() if isinstance(slot.core, rows)}
 
 
+def chooses_rows(sparsity: Sparsity, product: str) -> bool:
+    """Return True if a pruner of a product's operands is a `rows`, or has one as a part."""
+    has = lambda p: isinstance(p, rows) or any(map(has, p.parts))
+    return any(has(sparsity.slots[name].pruner) for name in OPERANDS[product].values())
+
+
 def _compacted(product: str, case: Case) -> Route | Refusal | None:
     """Return the route of a compacted product, why it is not compacted, or None if no rows are chosen.
 
     If the rows of both operands are chosen, it is compacted by the operand that keeps fewer."""
     chosen = _chosen(case.sparsity, product)
+    if not chosen and chooses_rows(case.sparsity, product):
+        return Refusal("rows is a part of another pruner, which may change the rows that it keeps")
     if not chosen:
         return None
     operand = min(chosen, key=lambda o: chosen[o][1].kept())

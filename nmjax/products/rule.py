@@ -28,7 +28,16 @@ from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
-from nmjax.products.applying import OTHER, StaticProduct, check_partner, few_rows, prune_slot, same_rows
+from nmjax.products.applying import (
+    OTHER,
+    StaticProduct,
+    check_partner,
+    few_rows,
+    kept_of_x,
+    prune_slot,
+    reads_partner,
+    same_rows,
+)  # fmt: skip
 from nmjax.products.compaction import Rows, without_strides
 from nmjax.products.fit import backward_values, fitting
 from nmjax.products.forms import (
@@ -41,7 +50,7 @@ from nmjax.products.forms import (
     product_of_forms,
     products_of,
 )
-from nmjax.products.keeping import KEPT, Entries, Like, like, pack, packed_pattern, unpack
+from nmjax.products.keeping import KEPT, Entries, Like, like, unpack
 from nmjax.products.layout import CONTRACTED, OPERANDS
 from nmjax.products.operations import Operation
 from nmjax.products.pruning import Shaped, merged_operand
@@ -235,26 +244,12 @@ def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: I
     backward = {
         operand: {p: form for p, form in by_product.items() if p != "fwd"} for operand, by_product in forms.items()
     }
-    kept = jax.tree.map(lambda v: checkpoint_name(v, KEPT), _kept(product, x, w, inputs))
-    drop = kept is not None
+    kept = jax.tree.map(
+        lambda v: checkpoint_name(v, KEPT), kept_of_x(product, x, w, inputs.lhs, inputs.ctx, inputs.extra)
+    )
+    by_kernel = product.routes is not None and product.routes["drhs"].takes("x")  # its form of x is in `forms`
+    drop = kept is not None or (by_kernel and not reads_partner(product))
     return y, Residuals(like(x) if drop else x, w, kept, inputs._replace(lhs=None) if drop else inputs, backward)
-
-
-def _kept(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> Rows | Entries | None:
-    """Return what dw needs of x, if that is less than x and is known now."""
-    slot, axes = product.sparsity.slots["drhs_lhs"], product.operands(x, w)
-    if any(product.sparsity.slots[name].pruner.reads_partner for name in ("drhs_lhs", "drhs_g")):
-        return None
-    values = {"drhs_lhs": inputs.lhs if slot.raw else x}
-    if ("drhs", "x") in product.compacted:
-        return few_rows(product, slot, values, axes, inputs.ctx)
-    by_kernel = product.routes is not None and product.routes["drhs"].uses_forms
-    pattern = packed_pattern(slot.pattern, x, axes[slot.name])
-    if by_kernel or pattern is None:
-        return None
-    pruned = prune_slot(product, slot, slot.pruner, values[slot.name], axes, inputs.ctx, extra=inputs.extra)
-    with jax.named_scope(slot.name):
-        return pack(pruned, axes[slot.name], pattern)
 
 
 def _ruled_backward(
@@ -323,7 +318,7 @@ def _once_derived(product: StaticProduct, v: jax.Array) -> jax.Array:
         return v
     if product.sparsity.backward:
         return _traced_once(product.sparsity, v)
-    return v if product.routes is None else calls.underived(v)
+    return v if product.routes is None and not product.compacted else calls.underived(v)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -350,24 +345,6 @@ def _summed_as(y: jax.Array, like: Shaped) -> jax.Array:
 
 
 # ---- packing and checks before the call ----
-
-
-def kept_bytes(op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str = "auto") -> tuple[int, int]:
-    """Return the bytes of x, and those that the backward pass keeps of it.
-
-    Args:
-      op: The operation.
-      lhs, rhs: The shapes of its operands.
-      sparsity, backend: As in `bilinear`.
-    """
-    product = StaticProduct(op, sparsity, None, None, compacted_of(op, lhs, rhs, sparsity, backend))
-
-    def kept(lhs: jax.Array, rhs: jax.Array) -> Any:
-        return _kept(product, lhs, rhs, Inputs(lhs, rhs, Ctx(random.words(0)), None, ()))
-
-    found = jax.tree.leaves(jax.eval_shape(kept, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs))))
-    dense = lhs.size * lhs.dtype.itemsize
-    return dense, sum(v.size * v.dtype.itemsize for v in found) if found else dense
 
 
 def packed_weight(

@@ -147,6 +147,10 @@ def _check_slot(slot: Slot) -> None:
             f"{slot}: only a backward slot may read the norms of both operands, because a forward value serves other "
             "products too. Write by='own'."
         )
+    if p.reads_partner and p.has_state:
+        raise ValueError(
+            f"{slot}: it keeps state, but the norms of the other operand are new at every call. Write by='own'."
+        )
     if forward and p.noise_without_rule:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
     if forward and slot.storage is not None and slot.storage.stochastic:

@@ -14,6 +14,7 @@ from nmjax.analysis import flops
 from nmjax.analysis.patterns import checked
 from nmjax.analysis.plan import LayerPlan, Plan, hardened, runs_of, slots_of
 from nmjax.analysis.refusals import Use, fitting_all, slot_refusal
+from nmjax.analysis.savings import kept_of, speed_of
 from nmjax.core.context import Ctx
 from nmjax.core.value import Value
 from nmjax.products import rule
@@ -310,7 +311,8 @@ class transform(Value):
         uncovered = tuple((path, np.shape(v)) for path, v in values.items() if np.ndim(v) > 1 and not places[path])
         unused = "it matches no parameter's whole path, or earlier rules decide for its parameters."
         refused = tuple((f"the rule {p!r}", unused) for p in self.recipe.unused([row.path for row in rows]))
-        return Plan(tuple(rows), 0, uncovered, sum(int(np.size(v)) for v in values.values()), refused)
+        count, speed = sum(int(np.size(v)) for v in values.values()), speed_of(row.runs for row in rows)
+        return Plan(tuple(rows), 0, uncovered, count, refused, speed=speed)
 
     def _row(self, path: str, value: Any, places: list[Place]) -> LayerPlan:
         shape = tuple(np.shape(value))
@@ -320,7 +322,8 @@ class transform(Value):
         cost = sum(flops.flops(place.product.op, place.lhs.shape, place.rhs.shape) * layers for place in places)
         slots, runs = slots_of(sparsity, uses, True), runs_of(sparsity, uses, self.recipe.backend)
         form, shares = hardened(sparsity), flops.effective(sparsity)
-        return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs, dense)
+        kept = kept_of(sparsity, uses, self.recipe.backend)
+        return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs, dense, kept)
 
 
 def _known(params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, Any]:

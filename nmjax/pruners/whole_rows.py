@@ -9,8 +9,9 @@ Sampling the terms of a matrix product is known as column-row sampling (Drineas,
 forms are WTA-CRS (Liu et al. 2023) and VCAS (Wang et al. 2024). Here the choice is n:m, so shapes are static.
 
 The variance of one term, kept with probability p_t and divided by it, is ``(1 / p_t - 1) * |x_t|^2 * |g_t|^2``. For a
-given n:m, `mvue` of the weights ``|x_t| * |g_t|`` therefore has the least variance of dw among all unbiased choices of
-rows, and `mvue` of the weights ``|g_t|`` has the least variance of g itself.
+given n:m, `mvue` of the weights ``|x_t| * |g_t|`` has the least sum of the variances of single terms, and `mvue` of the
+weights ``|g_t|`` has the least variance of g. For 1:m the first is the least variance of dw too. For a larger n, rows
+of a group that are kept together add their covariance.
 """
 
 from dataclasses import dataclass
@@ -192,8 +193,9 @@ def norms(x: Float[Array, "..."], kept: tuple[int, ...]) -> Float[Array, "..."]:
     if not over:
         return jnp.abs(groups.wide(x))
     wide = groups.wide(x)
-    squares = lambda factor: jnp.sum(jnp.square(wide * wide.dtype.type(factor)), over, keepdims=True)
-    plain, of_small, of_large = squares(1.0), squares(2.0**64), squares(2.0**-80)
+    squares = lambda x, factor: jnp.sum(jnp.square(x * x.dtype.type(factor)), over, keepdims=True)
+    tiny = jnp.where(jnp.abs(wide) < 1, wide, 0)  # the others would overflow, and then have NaN as gradient
+    plain, of_small, of_large = squares(wide, 1.0), squares(tiny, 2.0**64), squares(wide, 2.0**-80)
     small, large = plain < 2.0**-40, ~(plain < jnp.inf)
     norm = _root(jnp.where(small, of_small, jnp.where(large, of_large, plain)))
     return norm * jnp.where(small, 2.0**-64, jnp.where(large, 2.0**80, 1.0)).astype(norm.dtype)

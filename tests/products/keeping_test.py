@@ -96,6 +96,21 @@ def test_packing_gives_the_operand_back(pattern, shape):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(x, np.float32))
 
 
+def test_a_packed_form_that_is_not_smaller_is_not_made():
+    for n, m in ((15, 16), (31, 32)):
+        assert packed_pattern((n, m), jnp.zeros((64, 3), jnp.bfloat16), Operand((0,), (1,), ())) is None
+    assert packed_pattern((31, 32), jnp.zeros((64, 3)), Operand((0,), (1,), ())) is None
+    assert packed_pattern((30, 32), jnp.zeros((64, 3)), Operand((0,), (1,), ())) == (30, 32)
+
+
+def test_groups_in_one_axis_are_packed_along_several():
+    x, operand = (
+        pruned("x", nm.mse(2, 4), normal(0, 2, 12, 3), Operand((0, 1), (2,), ()), nm.Ctx()),
+        Operand((0, 1), (2,), ()),
+    )
+    np.testing.assert_array_equal(unpack(pack(x, operand, (2, 4)), x.shape, operand, (2, 4)), x)
+
+
 def test_groups_over_several_axes_are_packed():
     x, operand = normal(0, 4, 6, 3), Operand((0, 1), (2,), ())
     x = pruned("x", nm.mse(2, 4), x, operand, nm.Ctx())
@@ -105,7 +120,8 @@ def test_groups_over_several_axes_are_packed():
 
 def test_bits_that_do_not_fill_bytes_are_not_packed():
     assert packed_pattern((2, 4), jnp.zeros((12, 3)), Operand((0,), (1,), ())) is None
-    assert packed_pattern((2, 4), jnp.zeros((2, 12, 3)), Operand((0, 1), (2,), ())) is None
+    assert packed_pattern((2, 4), jnp.zeros((2, 12, 3)), Operand((0, 1), (2,), ())) == (2, 4)  # 24 tokens
+    assert packed_pattern((2, 4), jnp.zeros((3, 12, 3)), Operand((0, 1), (2,), ())) is None
     x, w, g = normal(0, 12, 8), normal(1, 8, 4), normal(2, 12, 4)
     _, _, dw = products(of("drhs_lhs=mse(2,4)"), x, w, g)
     np.testing.assert_allclose(dw, by_hand("drhs_lhs=mse(2,4)", x, g), rtol=1e-5, atol=1e-5)

@@ -157,6 +157,28 @@ def test_transformations_change_nothing(way):
     close(found, wanted, bits=18)
 
 
+def test_a_second_derivative_is_refused_if_the_first_has_a_rule():
+    """Otherwise it would be zero: y is made of an operand that no derivative reaches."""
+    f = dot_of(MATMUL, "fwd_rhs=ste(rows(mse(2,4))); fwd_lhs=fp8('e4m3')")
+    loss = lambda w: jnp.sin(f(normal(0, 16, 8), w, "compact")).sum()
+    with pytest.raises(TypeError, match="no derivative beyond the gradient"):
+        jax.grad(lambda w: (jax.grad(loss)(w) ** 2).sum())(normal(1, 8, 24))
+
+
+def test_no_tokens_are_no_error():
+    for backend in ("auto", "compact"):
+        f = lambda x, w, backend=backend: dot_of(MATMUL, "drhs_g=rows(mvue(1,4))")(x, w, backend)
+        assert f(jnp.zeros((0, 8)), jnp.zeros((8, 24))).shape == (0, 24)
+
+
+def test_a_dropped_row_is_not_read():
+    """So NaN there is seen by the emulated product only."""
+    x, w, g = normal(0, 8, 4).at[0].set(jnp.nan), normal(1, 4, 8), normal(2, 8, 8).at[0].multiply(1e-3)
+    f = dot_of(MATMUL, "drhs_g=rows(mse(1,4))")
+    found = [np.isnan(products(functools.partial(f, backend=b), x, w, g)[2]).any() for b in ("compact", "xla")]
+    assert found == [False, True]
+
+
 def test_forward_mode_works_if_only_y_is_compacted():
     x, w = normal(0, 16, 8), normal(1, 8, 24)
     f = dot_of(MATMUL, "fwd_lhs=ste(rows(mse(2,4)))")
@@ -226,6 +248,8 @@ def test_the_sparser_of_two_operands_is_chosen():
         ("drhs_g=rows(stages(((0,mse(2,4)),(9,mse(1,4)))))", "not n:m at every step"),
         ("drhs_g=chain(rows(mse(2,4)),fp8('e5m2'))", "is rounded to FP8"),
         ("drhs_g=rows(chain(mse(1,4),mse(7,8)))", "groups of different sizes"),
+        ("drhs_g=rescale(rows(mse(2,4)))", "rows is a part of another pruner"),
+        ("drhs_g=stages(((0,identity),(9,rows(mse(2,4)))))", "rows is a part of another pruner"),
     ],
 )
 def test_what_is_emulated_says_why(text, why):
@@ -233,6 +257,17 @@ def test_what_is_emulated_says_why(text, why):
     x, w = normal(0, 16, 8), normal(1, 8, 24)
     with pytest.raises(ValueError, match="backend='compact', but dw cannot be compacted: .*" + why):
         jax.grad(lambda w: dot_of(MATMUL, text)(x, w, "compact").sum())(w)
+
+
+def test_kernels_do_not_choose_by_what_the_forward_pass_does_not_know():
+    """x and w are packed in the forward pass, before g is known. g is packed in the backward pass."""
+    shape, dtype = (128, 128), jnp.bfloat16
+    x, w = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape, dtype)
+    how = lambda text: [r.how for r in explain(as_dot(x, w, MATMUL), x, w, nm.parse(text), "interpret").values()]
+    assert how("drhs_lhs=rows(mvue(2,4),by='both')") == ["dense", "dense", "emulated"]
+    assert how("dlhs_rhs=rows(mvue(2,4),by='both')") == ["dense", "emulated", "dense"]
+    assert how("drhs_g=rows(mvue(2,4),by='both')") == ["dense", "dense", "packed"]
+    assert how("drhs_lhs=rows(mvue(2,4))") == ["dense", "dense", "packed"]
 
 
 def test_convolutions_say_why():
@@ -245,6 +280,23 @@ def test_convolutions_say_why():
     )  # fmt: skip
     with pytest.raises(ValueError, match="^conv: drhs_g=.*patches of x. Write by='own'"):
         jax.vjp(f, jnp.ones(w.shape))
+
+
+def test_axes_of_space_in_another_order_are_refused():
+    x, w = jnp.ones((2, 3, 4, 8)), jnp.ones((1, 1, 8, 12))
+    f = lambda w, text, backend: nm.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NWHC"), sparsity=nm.parse(text),
+        ctx=nm.Ctx(0), backend=backend,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="different orders. Write by='own'"):
+        jax.vjp(lambda w: f(w, "drhs_g=rows(mvue(1,4),by='both')", "xla"), w)
+    with pytest.raises(ValueError, match="cannot be compacted: .*different orders"):
+        f(w, "drhs_g=rows(mvue(1,4))", "compact")
+
+
+def test_state_and_both_norms_exclude_each_other():
+    with pytest.raises(ValueError, match="it keeps state, but the norms of the other operand are new"):
+        nm.parse("dlhs_rhs=hold(rows(mse(2,4),by='both'))")
 
 
 def test_an_operand_of_one_row_is_refused():
@@ -273,4 +325,8 @@ def test_the_plan_says_what_is_saved_here():
     assert plan.layers[0].flops == 2 * 2048 * 384 * 1536
     with nm.kernels.on("NVIDIA H200"):
         elsewhere = nm.nnx.plan(model, x, recipe=nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),)))
-        assert " ms here" not in repr(elsewhere)
+    assert " ms here" not in repr(elsewhere)
+    convolution = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
+    demanding = nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),), backend="compact")
+    refused = nm.nnx.plan(convolution, jnp.ones((1, 8, 8, 8)), recipe=demanding).refused
+    assert "dw cannot be compacted" in refused[0][1]

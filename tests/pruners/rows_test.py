@@ -35,6 +35,13 @@ def test_norms_are_those_of_float64_at_every_size():
     assert norms(jnp.asarray(x, jnp.bfloat16), (0,)).dtype == jnp.float32
 
 
+def test_gradients_of_norms_are_finite_at_every_size():
+    p = nm.rows(nm.soft(2, 4, scale="one"))
+    for size in (2e19, 1e-25, 0.0):
+        x = normal(0, 8, 4).at[3, 2].set(size)
+        assert np.isfinite(jax.grad(lambda x: p(x, 0).sum())(x)).all()
+
+
 def test_norms_show_what_is_not_finite_and_what_overflows():
     x = jnp.array([[1.0, jnp.nan], [-jnp.inf, 1.0], [3e38, 3e38], [jnp.inf, jnp.nan]])
     found = norms(x, (0,))[:, 0].tolist()
