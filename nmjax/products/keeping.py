@@ -83,9 +83,14 @@ def pack(x: Float[Array, "..."], operand: Operand, pattern: Pattern) -> Entries:
     n, m = pattern
     way = _merging(x.shape, operand, m)
     merged, members = way.apply(x), way.axis + 1
-    number = groups.members(_numbers(groups.split(merged != 0, way.axis, m), members), members)
-    split = groups.members(groups.split(merged, way.axis, m), members)
-    values = [fusion.total(jnp.where(at == j + 1, v, 0) for at, v in zip(number, split, strict=True)) for j in range(n)]
+    number = _numbers(groups.split(merged != 0, way.axis, m), members)
+    split = groups.split(merged, way.axis, m)
+    if n * m <= 64:  # member by member, so that XLA fuses it into one pass
+        pairs = list(zip(groups.members(number, members), groups.members(split, members), strict=True))
+        values = [fusion.total(jnp.where(at == j + 1, v, 0) for at, v in pairs) for j in range(n)]
+    else:
+        choose = lambda j: jnp.where(number == j + 1, split, 0)
+        values = [jnp.sum(choose(j), members, keepdims=True, dtype=split.dtype) for j in range(n)]
     return Entries(groups.unsplit(jnp.concatenate(values, members), way.axis), _as_bytes(merged != 0, way.axis))
 
 

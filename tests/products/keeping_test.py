@@ -79,7 +79,7 @@ def test_x_is_kept_where_the_backward_pass_needs_it():
         assert any(leaf.shape == x.shape for leaf in jax.tree.leaves(back))
 
 
-@pytest.mark.parametrize("pattern", [(1, 2), (2, 4), (4, 8), (3, 16), (1, 128), (129, 256)])
+@pytest.mark.parametrize("pattern", [(1, 2), (2, 4), (4, 8), (3, 16), (9, 32), (1, 128)])
 @pytest.mark.parametrize("shape", ["plain", "two contracted, permuted", "permuted batch"])
 def test_packing_gives_the_operand_back(pattern, shape):
     n, m = pattern
