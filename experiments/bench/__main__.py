@@ -25,7 +25,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", action="append", help="train, scale: a page of configs/, with or without a variant")
     add("--dir", default="", help="train, scale: the folder of the data, as --config.data.dir")
     add("--method", action="append", help="savings: a method in place of those of the list")
-    add("--model", action="append", help="savings: GPT, ViT or ResNet, in place of all three")
+    models = ("GPT", "ViT", "ResNet")
+    add("--model", action="append", choices=models, help="savings: one of the models, in place of all three")
     add("--sizes", default="4096,8192,16384", help="kernels: n of the products n x n x n")
     add("--quick", action="store_true", help="kernels: fewer and smaller cases")
     stages = "a products and b packing against float64, c speed of products, d cuSPARSELt, e speed of packing, "

@@ -1,6 +1,7 @@
 """The plan of a model: a value that says what every layer will do, and prints as a table.
 
-`nmjax.nnx.plan` makes it, and `nmjax.analysis.refusals` decides its refusals."""
+`nmjax.nnx.plan` makes it, and `nmjax.analysis.refusals` decides its refusals.
+"""
 
 import html
 import io
@@ -144,18 +145,11 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         shape, operand = _operand(name, uses[0])
         along = tuple(shape[a] for a in operand.contract)
         counted = name in WEIGHT or (tokens_known and not operand.ragged)  # the sizes of a call fix the ragged groups
-        entries = (
-            shape
-            if not isinstance(sparsity.slots[name].core, rows)
-            else [
-                shape[a]
-                for a in (*operand.contract, *operand.batch)  # all columns share the groups
-            ]
-        )
-        groups = uses[0].stacked * math.prod(entries) // p.block if counted else None
+        of_rows = isinstance(sparsity.slots[name].core, rows)  # all columns share the groups
+        axes = (*operand.contract, *operand.batch) if of_rows else range(len(shape))
+        groups = uses[0].stacked * math.prod(shape[a] for a in axes) // p.block if counted else None
         refusal = slot_refusal(name, sparsity, uses, tokens_known)
         reason = None if refusal is None else refusal.reason
-        of_rows = isinstance(sparsity.slots[name].core, rows)
         plans.append(SlotPlan(name, p, along, groups, reason, _norms(name, p, uses, tokens_known), of_rows))
     return tuple(plans)
 

@@ -12,7 +12,7 @@ from nmjax.core import layer_paths, random
 from nmjax.core.context import Ctx
 from nmjax.kernels.targets import platform
 from nmjax.products.applying import StaticProduct, kept_of_x
-from nmjax.products.routes import Route, compacted_of, routes_of
+from nmjax.products.routes import Route, compacted_in, explain
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
@@ -86,11 +86,12 @@ def kept_of(sparsity: Sparsity, uses: list[Use], backend: str) -> tuple[int, int
 
 def _kept_bytes(use: Use, sparsity: Sparsity, backend: str) -> tuple[int, int]:
     """Return the bytes of x, and those that the backward pass keeps of it."""
-    shapes = use.op, use.lhs, use.rhs, sparsity, backend
-    product = StaticProduct(use.op, sparsity, None, routes_of(*shapes), compacted_of(*shapes))
     x = jax.ShapeDtypeStruct(use.lhs.shape, use.lhs.dtype)
+    dense, routes = x.size * x.dtype.itemsize, explain(use.op, use.lhs, use.rhs, sparsity, backend)
+    if routes["drhs"].uses_forms:
+        return dense, dense  # a kernel keeps a form of its own
+    product = StaticProduct(use.op, sparsity, None, None, compacted_in(routes))
     kept = jax.eval_shape(lambda x: kept_of_x(product, x, use.rhs, x, Ctx(random.words(0))), x)
-    dense = x.size * x.dtype.itemsize
     return dense, sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(kept)) if kept is not None else dense
 
 

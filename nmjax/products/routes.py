@@ -150,7 +150,12 @@ def compacted_of(
             if route.how == "emulated" and chooses_rows(sparsity, product):
                 where = f"{name}: " if name else ""
                 raise ValueError(f"{where}{not_run(product, route, backend)}")
-    return tuple((product, route.operand) for product, route in by_product if route.how == "compacted")
+    return compacted_in(dict(by_product))
+
+
+def compacted_in(routes: Mapping[str, Route]) -> Compacted:
+    """Return the products that are compacted, each with the operand whose rows are chosen, given all routes."""
+    return tuple((product, route.operand) for product, route in routes.items() if route.how == "compacted")
 
 
 def not_run(product: str, route: Route, backend: str) -> str:

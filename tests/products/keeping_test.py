@@ -1,4 +1,4 @@
-"""What the backward pass keeps of x: the bytes, and the same gradient."""
+"""The backward pass keeps a part of x, and gives the same gradient."""
 
 import functools
 

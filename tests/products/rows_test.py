@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import nmjax as nm
@@ -297,6 +298,8 @@ def test_axes_of_space_in_another_order_are_refused():
 def test_state_and_both_norms_exclude_each_other():
     with pytest.raises(ValueError, match="it keeps state, but the norms of the other operand are new"):
         nm.parse("dlhs_rhs=hold(rows(mse(2,4),by='both'))")
+    with pytest.raises(ValueError, match="it keeps state, but the norms of the other operand are new"):
+        nm.parse("dlhs_rhs=rows(soft(2,4),by='both')")
 
 
 def test_an_operand_of_one_row_is_refused():
@@ -310,8 +313,6 @@ def test_an_operand_of_one_row_is_refused():
 
 
 def test_the_plan_says_what_is_saved_here():
-    from flax import nnx
-
     model = nnx.Linear(384, 1536, rngs=nnx.Rngs(0))
     x = jax.ShapeDtypeStruct((8, 256, 384), jnp.float32)
     plan = nm.nnx.plan(model, x, recipe=nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),)))
@@ -328,5 +329,8 @@ def test_the_plan_says_what_is_saved_here():
     assert " ms here" not in repr(elsewhere)
     convolution = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
     demanding = nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),), backend="compact")
+    refused = nm.nnx.plan(convolution, jnp.ones((1, 8, 8, 8)), recipe=demanding).refused
+    assert "dw cannot be compacted" in refused[0][1]
+    demanding = nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),), backend="compact")
     refused = nm.nnx.plan(convolution, jnp.ones((1, 8, 8, 8)), recipe=demanding).refused
     assert "dw cannot be compacted" in refused[0][1]

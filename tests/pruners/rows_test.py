@@ -178,7 +178,6 @@ def test_by_both_has_the_least_variance():
         ("rows(identity)", "it has no groups"),
         ("rows(ste(mse(2,4)))", "ste(rows(...))"),
         ("rows(mse(2,4),by='x')", "by must be 'own' or 'both'"),
-        ("rows(soft(2,4),by='both')", "keeps state"),
     ],
 )
 def test_pruners_without_a_meaning_for_norms_are_refused(text, message):
