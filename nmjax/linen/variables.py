@@ -195,8 +195,8 @@ def _new(scope: Scope, origin: Origin, weight: jax.Array, sparsity: Sparsity) ->
 
 def states(origin: Origin, make: Callable[..., Any], weight: jax.Array, ctx: Ctx) -> Any:
     """Return the state that ``make``, which is `Sparsity.init` or `Sparsity.refresh`, makes of one layer's weight."""
-    contract, out = origin.operand.contract, origin.operand.other
-    return origin.parameter.apply(lambda w: make(w, contract=contract, out=out, ctx=ctx), weight)
+    axes = {"contract": origin.operand.contract, "out": origin.operand.other, "batch": origin.operand.batch}
+    return origin.parameter.apply(lambda w: make(w, **axes, ctx=ctx), weight)
 
 
 def context_of(words: Any, time: Any, state: Any) -> Ctx:

@@ -169,7 +169,8 @@ def put_site(
 @cache  # layers that are alike are traced once
 def _ranks(sparsity: Sparsity, operand: Operand, shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
     """Return the rank of each part of the state of one layer."""
-    make = partial(sparsity.init, contract=operand.contract, out=operand.other, ctx=Ctx(random.words(0)))
+    axes = {"contract": operand.contract, "out": operand.other, "batch": operand.batch}
+    make = partial(sparsity.init, **axes, ctx=Ctx(random.words(0)))
     return tuple(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(make, jax.ShapeDtypeStruct(shape, dtype))))
 
 
@@ -321,7 +322,8 @@ def _states(
         make = sparsity.init if state is None else sparsity.refresh
         own = None if state is None else unpadded(state, ranks)
         ctx = Ctx(None if words is None else words.reshape(2), step, own)
-        states = steps.apply(lambda w: make(w, contract=operand.contract, out=operand.other, ctx=ctx), weight)
+        axes = {"contract": operand.contract, "out": operand.other, "batch": operand.batch}
+        states = steps.apply(lambda w: make(w, **axes, ctx=ctx), weight)
         return jax.tree.map(lambda v: v.reshape(*v.shape, *(1,) * (weight.ndim - v.ndim)), states)
 
     return over(stack, one)(weight, words, state)

@@ -84,14 +84,16 @@ class Sparsity(Value):
         return any(not self.slots[name].empty for name in BACKWARD)
 
     def init(
-        self, rhs: jax.Array, *, contract: int | tuple[int, ...], out: int | tuple[int, ...], ctx: Ctx = Ctx()
-    ) -> dict[str, Any]:
+        self, rhs: jax.Array, *, contract: int | tuple[int, ...], out: int | tuple[int, ...],
+        batch: int | tuple[int, ...] = (), ctx: Ctx = Ctx(),
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the state of the weight slots, for ``ctx.state``. It is empty if the method has no state.
 
         Args:
           rhs: The weight.
           contract: The axes of ``rhs`` that the forward product contracts, one or several in the product's order.
           out: The axes of ``rhs`` that the forward product leaves, likewise.
+          batch: The axes of ``rhs`` that are the product's batch. Each matrix of a batch has rows of its own.
           ctx: Key and step, if the method reads them.
 
         >>> from nmjax.pruners import soft
@@ -100,21 +102,21 @@ class Sparsity(Value):
         >>> Sparsity(fwd_rhs=ste(soft(2, 4))).init(jnp.array([[1.], [-2.], [3.], [-4.]]), contract=0, out=1)
         {'fwd_rhs': Array(2.2, dtype=float32)}
         """
-        return self._states(rhs, contract, out, ctx.replace(state=None), "init")
+        return self._states(rhs, (contract, out, batch), ctx.replace(state=None), "init")
 
     def refresh(
-        self, rhs: jax.Array, *, contract: int | tuple[int, ...], out: int | tuple[int, ...], ctx: Ctx = Ctx()
-    ) -> dict[str, Any]:
+        self, rhs: jax.Array, *, contract: int | tuple[int, ...], out: int | tuple[int, ...],
+        batch: int | tuple[int, ...] = (), ctx: Ctx = Ctx(),
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the state of ``ctx.step``, given in ``ctx.state`` the state of an earlier step. Arguments as in
         `init`."""
-        return self._states(rhs, contract, out, ctx, "refresh")
+        return self._states(rhs, (contract, out, batch), ctx, "refresh")
 
-    def _states(
-        self, rhs: jax.Array, contract: int | tuple[int, ...], out: int | tuple[int, ...], ctx: Ctx, make: str
-    ) -> dict[str, Any]:
-        inward, outward = _axes(rhs, contract), _axes(rhs, out)
+    def _states(self, rhs: jax.Array, axes: tuple[int | tuple[int, ...], ...], ctx: Ctx, make: str) -> dict[str, Any]:
+        """Return the states of the weight slots. ``axes`` are those of the contraction, the outputs and the batch."""
+        inward, outward, batch = (_axes(rhs, each) for each in axes)
         space = tuple(a for a in range(rhs.ndim) if a not in inward + outward)
-        forward, backward = Operand(inward, outward, space), Operand(outward, inward, space)
+        forward, backward = Operand(inward, outward, space, batch), Operand(outward, inward, space, batch)
         states: dict[str, Any] = {}
         slot = self.slots["fwd_rhs"]
         if slot.pruner.has_state:

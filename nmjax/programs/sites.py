@@ -75,7 +75,8 @@ def _states(value: jax.Array, words: Any, state: Any, step: Any, *, origin: Orig
 
     def one(w: jax.Array, words: Any, state: Any) -> Any:
         ctx = Ctx(words, 0 if step is None else step, state)
-        return make(w, contract=origin.operand.contract, out=origin.operand.other, ctx=ctx)
+        operand = origin.operand
+        return make(w, contract=operand.contract, out=operand.other, batch=operand.batch, ctx=ctx)
 
     return origin.parameter.apply(one, value, words, state)
 

@@ -295,6 +295,25 @@ def test_axes_of_space_in_another_order_are_refused():
         f(w, "drhs_g=rows(mvue(1,4))", "compact")
 
 
+@pytest.mark.parametrize("text", ["fwd_rhs=ste(rows(hold(mse(2,4))))", "fwd_rhs=ste(rows(soft(2,4)))"])
+def test_each_matrix_of_a_batch_has_rows_and_state_of_its_own(text):
+    w, x, sparsity = normal(0, 3, 8, 5), normal(1, 3, 6, 8), nm.parse(text)
+    state = sparsity.init(w, contract=1, out=2, batch=0)["fwd_rhs"]
+    norms = jnp.linalg.norm(w, axis=2, keepdims=True)
+    if "hold" in text:
+        np.testing.assert_array_equal(state, nm.mse(2, 4).mask(norms, 1))
+    else:
+        np.testing.assert_allclose(state, nm.soft(2, 4).init(norms, 1), rtol=1e-6)
+    y = nm.einsum("eti,eio->eto", x, w, sparsity=sparsity, ctx=nm.Ctx(state={"fwd_rhs": state}), backend="compact")
+    layer = nnx.Einsum("eti,eio->eto", w.shape, rngs=nnx.Rngs(0))
+    layer.kernel[...] = w
+    nm.nnx.sparsify(layer, nm.Recipe(((".*", text),)), x)
+    np.testing.assert_allclose(layer(x), y, rtol=1e-5, atol=1e-5)
+    f = nm.transform(lambda p, x: jnp.einsum("eti,eio->eto", x, p["w"]), nm.Recipe(((".*", text),)))
+    sites = f.init({"w": w}, x)
+    np.testing.assert_allclose(f({"w": w}, x, sites=sites), y, rtol=1e-5, atol=1e-5)
+
+
 def test_state_and_both_norms_exclude_each_other():
     with pytest.raises(ValueError, match="it keeps state, but the norms of the other operand are new"):
         nm.parse("dlhs_rhs=hold(rows(mse(2,4),by='both'))")
