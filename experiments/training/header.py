@@ -30,13 +30,13 @@ def rows(program: Program) -> list[tuple[str, str]]:
     found.append(("model", f"{name}{', ' if name else ''}{plan.parameters:,} parameters"))
     share = effective / dense
     effect = f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"
-    found.append(("FLOPs a step", effect + _time(plan)))
+    found.append(("FLOPs a step", effect + expected_time(plan)))
     if program.hardening_refusal:
         found.append(("hardened", f"not evaluated: {program.hardening_refusal}"))
     return found
 
 
-def _time(plan: Plan) -> str:
+def expected_time(plan: Plan) -> str:
     """Return the time that is expected of the products of a step, if some of them are compacted."""
     saved = sum((layer.flops or 0) * (1 - route.share) for layer in plan.layers for _, route in layer.runs)
     if not saved:

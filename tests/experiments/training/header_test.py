@@ -1,9 +1,13 @@
 """The header of a run: its plan in a line, its optimizer and rate, and a plan without data."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from ml_collections import ConfigDict
 
+import nmjax as nm
 from experiments import command
 from experiments.data import images
 from experiments.errors import Missing, Mistake
@@ -107,3 +111,13 @@ def test_a_plan_needs_sizes(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Mistake, match="is a file, not a folder"):
         images.load("cifar10", tmp_path / "file")
+
+
+def test_the_time_that_is_expected_of_chosen_rows():
+    layer, x = nnx.Linear(384, 1536, use_bias=False, rngs=nnx.Rngs(0)), jax.ShapeDtypeStruct((2048, 384), jnp.float32)
+    plan = lambda text: nm.nnx.plan(layer, x, recipe=nm.Recipe(((".*", text),)))
+    rows = plan("drhs_g=rows(mvue(1,4))")
+    share = dict(rows.layers[0].runs)["drhs"].share
+    said = f"; {(2 + share) / 3:.2f} of the dense time is expected of the products on this device"
+    assert header.expected_time(rows) == said
+    assert header.expected_time(plan("drhs_g=mvue(1,4)")) == ""
