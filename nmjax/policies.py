@@ -18,7 +18,7 @@ def keep_sparse(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
     `jax.checkpoint` and `nnx.remat`, and that of models with ``lean=True``.
 
     Args:
-      primitive, *inputs, **parameters: As `jax.checkpoint` calls a policy.
+      primitive, inputs, parameters: As `jax.checkpoint` calls a policy.
 
     >>> block = lambda x, w: jax.nn.gelu(x @ w) * 2
     >>> lean = jax.checkpoint(block, policy=keep_sparse)
