@@ -9,154 +9,26 @@ names some. A study that looks into runs makes its own table and pictures. All o
 
 import argparse
 import datetime
-import importlib
-import json
 import re
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import pages, sweep
 from experiments.errors import Mistake
 from experiments.files import replace
+from experiments.recorded import Compared, Study, compared, read, study
 from experiments.report import compare, dots
-from experiments.report.runs import Run
+from experiments.report.compare_table import RELATIVE
 from experiments.report.words import PLUS_MINUS, duration, markdown_table
-from experiments.studies import __main__ as looks
-from experiments.training import digest
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
 BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 DOTS = "Dots: ours, with the standard error of the paired difference"  # part of the pictures
 CAPTION = "Differences to dense of our runs (dots, with standard errors)"
-
-
-# ---- results ----
-
-
-class Study(NamedTuple):
-    """The study that some results belong to."""
-
-    module: ModuleType
-    variant: str
-    page: str  # its config; "" if the study is no sweep
-    short: str  # a part of every command that made a line of its results
-    command: str  # makes the results that are missing
-
-    def optional(self, name: str, default: Any) -> Any:
-        """Return what a function of the page says of the variant, or the default if the page has no such function."""
-        function = getattr(self.module, name, None)
-        return function(self.variant) if function else default
-
-
-def study(name: str) -> Study:
-    """Return the study of the results of a name: "sdgp_cpu" are those of studies/sdgp.py in the variant "cpu"."""
-    known = [path.stem for path in (ROOT / "studies").glob("[a-z]*.py") if name.startswith(f"{path.stem}_")]
-    if not known:
-        raise Mistake(f"{name} names no study of experiments/studies. Write a name such as sdgp_cpu, for sdgp.py:cpu.")
-    stem = max(known, key=len)
-    module, variant = importlib.import_module(f"experiments.studies.{stem}"), name.removeprefix(f"{stem}_")
-    if stem in looks.NAMES:
-        return Study(module, variant, "", looks.command(stem), looks.command(stem))
-    page = f"experiments/studies/{stem}.py:{variant}"
-    short = f"python launch.py --config={page} --sweep"
-    return Study(module, variant, page, short, f"{short} --results=experiments/results/{name}.jsonl")
-
-
-def read(path: Path) -> list[dict]:
-    """Return the last line of every run in a file of results.
-
-    Raises:
-      Mistake: If there is no file, or if a line cannot be read, or if it was made by another command or config.
-    """
-    its_study = study(path.stem)
-    if not path.exists():
-        raise Mistake(f"there is no {path}. Make it by: {its_study.command}")
-    last_of_run = {}
-    for number, text in enumerate(path.read_text().splitlines(), 1):
-        line = _checked(text, f"{path}, line {number}", its_study)
-        last_of_run[str(line["changes"]) if its_study.page else line["run"]] = line
-    return list(last_of_run.values())
-
-
-def _checked(text: str, where: str, its_study: Study) -> dict:
-    again = f"Remove the line, and run it again by: {its_study.command}"
-    try:
-        line = json.loads(text)
-        form, _, made_by = line["format"], line["run"], line.get("command", "")
-    except (ValueError, TypeError, KeyError) as error:
-        raise Mistake(f"{where} is no line of results ({type(error).__name__}: {error}). {again}") from error
-    if form != sweep.FORMAT:
-        raise Mistake(f"{where} has format {form}, but only format {sweep.FORMAT} can be read. {again}")
-    if "--config." in made_by or its_study.short not in made_by:
-        raise Mistake(f"{where} was made by another command: {made_by}. {again}")
-    if line.get("config") != _digest(its_study, line):
-        raise Mistake(f"{where} was made with another config than the page has now. {again}")
-    return line
-
-
-def _digest(its_study: Study, line: dict) -> str:
-    """Return the digest of the config that the run of a line would have now."""
-    if not its_study.page:
-        return digest.identity(its_study.module.config(**line["case"])).digest
-    return sweep.members(pages.load(its_study.page), [line["changes"]])[0].identity.digest
-
-
-class Compared(NamedTuple):
-    """The results of a sweep, compared with the first of its methods."""
-
-    lines: list[dict]
-    varied: str  # the field that differs: "method", or another field's name
-    missing: list[str]  # the methods without results
-    comparison: compare.Comparison
-    rows: dict[str, compare.Row]  # by method
-
-    @property
-    def values(self) -> dict[str, dict[int, float]]:
-        """The last figures by method and seed."""
-        groups = zip(self.rows, self.comparison.groups, strict=True)
-        return {method: group.values(self.comparison.metric) for method, group in groups}
-
-    def is_base(self, row: compare.Row) -> bool:
-        """Return whether a row is the one that the others are compared with."""
-        return row.name == self.comparison.names[self.comparison.base]
-
-
-def compared(name: str, results: Path) -> Compared:
-    """Return the comparison of the results of a sweep.
-
-    Args:
-      name: The name of the results, such as "sdgp_cpu".
-      results: The folder of the results.
-
-    Raises:
-      Mistake: If the results cannot be read, have a method that the sweep does not have, or lack the first method
-        or all others.
-    """
-    path, its_study = results / f"{name}.jsonl", study(name)
-    lines = read(path)
-    changes = its_study.module.get_sweep(its_study.variant)
-    key = next(field for field in changes[0] if field != "seed")
-    order = list(dict.fromkeys(change[key] for change in changes))
-    methods = {line["changes"].get(key) for line in lines}
-    unknown = sorted(map(str, methods - {*order}))
-    if unknown:
-        raise Mistake(f"{path} has runs of {unknown[0]}, but the sweep does not. Remove their lines.")
-    if len({method == order[0] for method in methods}) < 2:
-        raise Mistake(f"{path} needs runs of {order[0]} and of another method. Make them by: {its_study.command}")
-    lines.sort(key=lambda line: order.index(line["changes"][key]))
-    runs = [Run(Path(line["run"]), line, line["changes"], {}, "", "", {}, {}, ()) for line in lines]
-    word = key.rpartition(".")[2]
-    comparison = compare.compare(runs, f"{word}={order[0]}", {change["seed"] for change in changes})
-    rows = {row.name.removeprefix(f"{word}="): row for row in comparison.rows}
-    missing = [method for method in order if method not in methods]
-    return Compared(lines, "method" if "." in key else key, missing, comparison, rows)
 
 
 # ---- a block ----
@@ -179,6 +51,9 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     if names:
         pictures[f"{name}_frontier"] = _frontier(name, ours, names, shorter)
         parts = [f"![Against effective FLOPs](results/{name}_frontier.svg)", "", *parts]
+        if any(row.seconds for row in ours.rows.values()):
+            pictures[f"{name}_time"] = _frontier(name, ours, names, shorter, "seconds")
+            parts = [f"![Against time](results/{name}_time.svg)", "", *parts]
     parts.append(_table(ours, published, shorter) + _pairs(ours, its_study.optional("pairs", {})))
     parts += ["", PLUS_MINUS]
     parts += ["", _source(its_study, ours.lines)]
@@ -237,7 +112,8 @@ def _table(ours: Compared, published: dict[str, float | None], shorter: Compared
     metric = comparison.metric.replace("_", " ")
     head = [ours.varied, f"{metric} %" if comparison.shares else metric, "difference to dense, paired"]
     head += ["published", "published difference to dense"] if published else []
-    head += ["effective FLOPs"]
+    known = [field for field in RELATIVE if any(getattr(row, field) for row in ours.rows.values())]
+    head += [RELATIVE[field] for field in known]
     head += ["difference to dense with as many FLOPs"] if shorter else []
     rows = [[*head, "seeds", ""]]
     for method, row in ours.rows.items():
@@ -248,7 +124,8 @@ def _table(ours: Compared, published: dict[str, float | None], shorter: Compared
         if published:
             gap = "" if accuracy is None or base else f"{accuracy - published['dense']:+.1f}"
             cells += ["" if accuracy is None else f"{accuracy}", gap]
-        cells.append("" if row.cost is None else f"{row.cost:.3f}")
+        shares = [getattr(row, field) for field in known]
+        cells += ["" if share is None else f"{share:.3f}" for share in shares]
         if shorter:
             cells.append("" if base else _mean_and_error(comparison, _over(values[method], row.cost, shorter)))
         rows.append([*cells, row.seeds, row.marks])
@@ -327,7 +204,9 @@ def _dots(name: str, ours: Compared, published: dict[str, float | None], words: 
     return dots.standalone(dots.draw(name, marks, alt=f"{along}. {words}.", along=along, say=_signed))
 
 
-def _frontier(name: str, ours: Compared, names: dict[tuple[str, str], str], shorter: Compared | None) -> str:
+def _frontier(
+    name: str, ours: Compared, names: dict[tuple[str, str], str], shorter: Compared | None, cost: str = "cost"
+) -> str:
     """Return the picture of the differences to dense by what a run costs.
 
     Args:
@@ -335,29 +214,33 @@ def _frontier(name: str, ours: Compared, names: dict[tuple[str, str], str], shor
       ours: The results.
       names: The methods by their kind and their name in the picture.
       shorter: The results of dense runs, which are joined by a line.
+      cost: The field of rows with the cost, a key of `RELATIVE`.
     """
     kinds = list(dict.fromkeys(kind for kind, _ in names))
-    points = [_point(ours, method, part, f"s{kinds.index(kind) + 1}") for (kind, part), method in names.items()]
-    line = [_point(shorter, steps, "", "s0") for steps in shorter.rows] if shorter else []
-    along, up = "effective FLOPs of the training run, shares of dense", _axis(ours.comparison)
-    keys = {"dense, ended sooner": "s0"} if shorter else {}
+    points = [_point(ours, method, part, f"s{kinds.index(kind) + 1}", cost) for (kind, part), method in names.items()]
+    line = [_point(shorter, of, "", "s0", cost) for of in shorter.rows] if shorter else []
+    along, up = f"{RELATIVE[cost]} of the training run, shares of dense", _axis(ours.comparison)
+    keys = {f"dense, {'ended sooner' if shorter.varied == 'steps' else 'narrower'}": "s0"} if shorter else {}
     keys |= {kind: f"s{n}" for n, kind in enumerate(kinds, 1)}
     words = {"alt": f"{up}, by {along}.", "along": along, "up": up, "keys": keys}
     best: Callable = min if ours.comparison.metric.endswith("loss") else max
     shown, joined = ([point for point in each if point] for each in (points, line))
-    return dots.standalone(dots.frontier(f"{name}-f", shown, joined, **words, say=_signed, best=best))
+    return dots.standalone(
+        dots.frontier(f"{name}-{'f' if cost == 'cost' else 't'}", shown, joined, **words, say=_signed, best=best)
+    )
 
 
-def _point(results: Compared, method: str, label: str, colour: str) -> dots.Point | None:
+def _point(results: Compared, method: str, label: str, colour: str, cost: str) -> dots.Point | None:
     """Return the difference to dense of a method and its cost, or None if one of them is not known."""
     row = results.rows.get(method)
-    if row is None or row.cost is None:
+    share = row and getattr(row, cost)
+    if row is None or share is None:
         return None
     gap = 0.0 if results.is_base(row) else row.difference
     if gap is None:
         return None
     height, error = (_scaled(results.comparison, value) for value in (gap, row.error))
-    return dots.Point(_label(label, row), row.cost, height, error, colour)
+    return dots.Point(_label(label, row), share, height, error, colour)
 
 
 def _label(name: str, row: compare.Row) -> str:

@@ -257,7 +257,7 @@ def _outcomes(runs: list[Member], workdir: Path) -> str:
 # ---- their results ----
 
 FORMAT = 1  # of a line of results: readers refuse lines of another format
-KEPT = ("outcome", "metric", "figures", "steps", "flops", "began", "ended")  # of run.json
+KEPT = ("outcome", "metric", "figures", "steps", "flops", "measured", "began", "ended")  # of run.json
 KEPT += ("command", "versions", "git", "notes")
 
 

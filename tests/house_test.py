@@ -64,7 +64,7 @@ HOUSE = {
         "scale": ("address", "processes", "signals", "shards", "sinks"),
         "report": (
             "words", "runs", "curves", "dots", "pictures", "figures", "hardest", "live", "terms", "steps",
-            "page", "__init__", "compare", "compare_page", "index", "__main__",
+            "page", "__init__", "compare", "compare_table", "compare_page", "index", "__main__",
         ),
         "training": (
             "settings", "task", "state", "pretrained", "corner", "program", "hardest", "image", "text", "finetune",
@@ -83,6 +83,7 @@ HOUSE = {
             "measure", "collectives", "tune", "kernels", "delivery", "savings", "scale", "train", "runs", "pretrained",
             "transforms", "__init__", "__main__",
         ),
+        "recorded": (),
         "reproduce": (),
         "gallery": (),
     },
@@ -117,7 +118,7 @@ LATE = {
 # Files that import a module by a name that is only known as the program runs.
 BY_NAME = {
     "nmjax.core.names",  # module:name, as a person wrote it
-    "experiments.studies.__main__", "experiments.reproduce", "experiments.bench.__main__",  # what is asked for
+    "experiments.studies.__main__", "experiments.recorded", "experiments.bench.__main__",  # what is asked for
     "experiments.bench.kernels.peers", "experiments.bench.scale",  # torch, where it is there; the trainer, as launch.py
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ the files:
      "tags": [text, ...], "note": text,     # as the command line gave them
      "parameters": int,
      "steps": int, "flops": [float, float], # of the run; of a step on average, dense and effective
+     "measured": {"step_seconds": float, "step_bytes": float},  # of a step: its time, and its temporary memory
      "sizes": {"model": {...}, "mean": [...], "std": [...]}}  # of the data, for `experiments.load`
 
 ``config.json``: the resolved config, a nested dict.

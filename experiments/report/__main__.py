@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.errors import Failed, Mistake
 from experiments.files import FULL, replace
-from experiments.report import compare, compare_page, index, read, render
+from experiments.report import compare, compare_page, compare_table, index, read, render
 
 
 def main(args: list[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _pages(folders: list[Path], baseline: str, to: Path | None) -> tuple[dict[Pa
         return {path: page}, f"{path}"
     comparison = compare.compare_folders(folders, baseline)
     folder = to or _beside(folders)
-    text = compare.markdown(comparison)
+    text = compare_table.markdown(comparison)
     runs = [run for group in comparison.groups for run in group.runs.values()]
     reports = {run.path: run.path / "report.html" for run in runs if (run.path / "report.html").exists()}
     links = {path: Path(os.path.relpath(page, folder.resolve())).as_posix() for path, page in reports.items()}

@@ -12,7 +12,10 @@ from experiments.files import lines
 from experiments.report.curves import BEYOND
 from experiments.report.page import flat
 from experiments.report.runs import Run, is_number, read, seconds
-from experiments.report.words import PLUS_MINUS, duration, large, markdown_table, visible
+from experiments.report.words import is_share, plus_minus, score
+
+DATA_DIFFER = "The runs have different data sets, so their scores cannot be compared."
+MEMORY = ("device_memory", "process_memory")  # in lines of metrics; the first that a run has counts
 
 
 class Group(NamedTuple):
@@ -31,6 +34,18 @@ class Group(NamedTuple):
         """The mean duration of the finished runs in seconds."""
         times = [took for run in self.runs.values() if finished(run) and (took := seconds(run)) is not None]
         return statistics.fmean(times) if times else None
+
+    def measured(self, name: str) -> float | None:
+        """Return the mean over finished runs of what a step takes: "step_seconds" or "step_bytes"."""
+        found = [run.about.get("measured", {}).get(name) for run in self.runs.values() if finished(run)]
+        known = [value for value in found if value is not None]
+        return statistics.fmean(known) if known else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of all steps of a run in seconds, without compilation and evaluations."""
+        step, about = self.measured("step_seconds"), next(iter(self.runs.values())).about
+        return step * about["steps"] if step is not None and "steps" in about else None
 
     def memory(self, kind: str) -> float | None:
         """Return the most bytes of a kind of memory in any line of any run; None if no line has it."""
@@ -117,6 +132,8 @@ class Row(NamedTuple):
     apart: bool | None  # True if the 95 % interval of the difference does not contain 0; None if that cannot be told
     paired: bool  # True if the difference is over seeds that both have
     cost: float | None  # effective FLOPs, relative to the baseline's
+    seconds: float | None  # time of all steps, relative to the baseline's
+    temporary: float | None  # temporary memory of a step, relative to the baseline's
     time: float | None  # the mean duration of a run, in seconds
     memory: float | None  # the most bytes that were in use at one time
     others: dict[str, tuple[float | None, float | None]]  # of the other metrics: the mean and its standard error
@@ -139,11 +156,11 @@ class Comparison(NamedTuple):
     @property
     def shares(self) -> bool:
         """True if the metric is a share of 1, which is shown in percent."""
-        return _is_share(self.metric)
+        return is_share(self.metric)
 
     def say(self, value: float | None, signed: bool = False) -> str:
         """Return a figure as text: a share in percent, a signed share in points without a unit."""
-        return _say(self.metric, value, signed)
+        return score(self.metric, value, signed)
 
     def plain(self, value: float | None, signed: bool = False) -> str:
         """Return a figure as text without its unit."""
@@ -151,23 +168,7 @@ class Comparison(NamedTuple):
 
     def plus_minus(self, error: float | None) -> str:
         """Return an error as it stands behind its figure: " ± 2.00"."""
-        return _plus_minus(self.metric, error)
-
-
-def _is_share(metric: str) -> bool:
-    return metric.endswith("accuracy")
-
-
-def _say(metric: str, value: float | None, signed: bool = False) -> str:
-    if value is None:
-        return ""
-    if not _is_share(metric):
-        return f"{value:{'+' if signed else ''}.4f}"
-    return f"{100 * value:+.2f}" if signed else f"{100 * value:.2f} %"
-
-
-def _plus_minus(metric: str, error: float | None) -> str:
-    return "" if error is None else f" ± {_say(metric, error).removesuffix(' %')}"
+        return plus_minus(self.metric, error)
 
 
 def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> Comparison:
@@ -304,12 +305,18 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
         error=error,
         apart=_apart(difference, error, freedom),
         paired=bool(gaps),
-        cost=group.cost[1] / base.cost[1] if group.cost and base.cost and base.cost[1] else None,
+        cost=_ratio(group.cost and group.cost[1], base.cost and base.cost[1]),
+        seconds=_ratio(group.seconds, base.seconds),
+        temporary=_ratio(group.measured("step_bytes"), base.measured("step_bytes")),
         time=group.time,
         memory=None,
         others={other: _mean(group.values(other).values()) for other in others},
         marks=", ".join(marks),
     )
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
 
 
 def _apart(difference: float | None, error: float | None, freedom: float) -> bool | None:
@@ -322,66 +329,3 @@ def _apart(difference: float | None, error: float | None, freedom: float) -> boo
     if difference is None or error is None or error <= 1e-9 * abs(difference):
         return None
     return abs(difference) > float(stdtrit(freedom, 0.975)) * error
-
-
-TEST = "Scores are from the test split"
-VALIDATION = ". Columns named validation are from the validation split. Use those to choose a config"
-DIFFERENCE, COST = "difference to the baseline", "effective FLOPs, relative to the baseline's"
-DIFFERENCES = (
-    "A difference is the mean over the seeds that both configs have. If they share no seed, it is the difference of "
-    "the means, marked unpaired. 'May be chance' means that the 95 % interval of the difference, by Student's t, "
-    "contains 0. A difference without ± is of too few seeds to tell."
-)
-DATA_DIFFER = "The runs have different data sets, so their scores cannot be compared."
-
-
-MEMORY = {
-    "device_memory": "Device memory is the most that was in use on a device at one time.",
-    "process_memory": "Process memory is the most that was in use by the process of the run at one time.",
-}
-SO_FAR = "If a process trains runs one after another, a later one shows at least the memory of those before it."
-
-
-def legend(comparison: Comparison) -> str:
-    """Return an explanation of the numbers in the table."""
-    base = f"The baseline is {comparison.names[comparison.base]}: {comparison.why}."
-    validated = any(name.startswith("validation_") for name in comparison.others)
-    splits = f"{TEST}{VALIDATION if validated else ''}."
-    memory = [f"{MEMORY[comparison.memory]} {SO_FAR}"] if comparison.memory else []
-    return " ".join([splits, base, PLUS_MINUS, DIFFERENCES, *memory])
-
-
-def head(comparison: Comparison) -> list[str]:
-    """Return the titles of the columns."""
-    scores = [metric.replace("_", " ") for metric in (comparison.metric, *comparison.others)]
-    memory = [comparison.memory.replace("_", " ")] if comparison.memory else []
-    return ["config", scores[0], "seeds", DIFFERENCE, COST, "time of a run", *memory, *scores[1:], ""]
-
-
-def cells(comparison: Comparison) -> list[list[str]]:
-    """Return the cells of all rows."""
-    return [_cells(comparison, row, number) for number, row in enumerate(comparison.rows)]
-
-
-def _cells(comparison: Comparison, row: Row, number: int) -> list[str]:
-    mean = comparison.say(row.mean) + comparison.plus_minus(row.mean_error)
-    difference = "the baseline"
-    if number != comparison.base:
-        difference = comparison.say(row.difference, signed=True) + comparison.plus_minus(row.error)
-        if row.difference is not None and not row.paired:
-            difference += ", unpaired"
-        if row.apart is False:
-            difference += ", may be chance"
-    others = [_say(name, value) + _plus_minus(name, error) for name, (value, error) in row.others.items()]
-    cost = "" if row.cost is None else f"{row.cost:.3f}"
-    time = "" if row.time is None else duration(row.time)
-    memory = []
-    if comparison.memory:
-        memory = ["" if row.memory is None else f"{large(row.memory)}B"]
-    return [row.name, mean, row.seeds, difference, cost, time, *memory, *others, row.marks]
-
-
-def markdown(comparison: Comparison) -> str:
-    """Return the table as Markdown."""
-    parts = [markdown_table([head(comparison), *cells(comparison)]), legend(comparison), *comparison.notes]
-    return visible("\n\n".join(parts) + "\n")

@@ -1,12 +1,12 @@
 """The page of a comparison: the table, curves, the frontier, and the fields that differ."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.report import compare, curves as cv
+from experiments.report import compare, compare_table, curves as cv
 from experiments.report.curves import Curve
 from experiments.report.page import LOGO, document, notes_list
 from experiments.report.runs import series, split
@@ -28,7 +28,7 @@ def render(comparison: compare.Comparison, reports: Mapping[Path, str] | None = 
     sections = [
         ("table", f"The {comparison.metric.replace('_', ' ')}", _table(comparison, reports or {})),
         ("curves", "Over the steps", _curves(comparison)),
-        ("frontier", "Against effective FLOPs", _frontier(comparison)),
+        ("frontier", "Against FLOPs and time", _frontier(comparison)),
         ("configs", "What differs", _differences(comparison)),
     ]
     header, *bodies = explained([header, *(body for _, _, body in sections)])
@@ -58,10 +58,10 @@ def _table(comparison: compare.Comparison, reports: Mapping[Path, str]) -> str:
     names = [_key(n) + _linked(name, group, reports) for n, (group, name) in enumerate(groups_and_names)]
     cells = [
         [cell.replace(" % ", "\u00a0% ").replace(" ± ", "\u00a0±\u00a0") for cell in row]
-        for row in compare.cells(comparison)
+        for row in compare_table.cells(comparison)
     ]
-    table = _html_table(compare.head(comparison), cells, names)
-    return f'{table}<p class="more">{safe(compare.legend(comparison))}</p>'
+    table = _html_table(compare_table.head(comparison), cells, names)
+    return f'{table}<p class="more">{safe(compare_table.legend(comparison))}</p>'
 
 
 def _linked(name: str, group: compare.Group, reports: Mapping[Path, str]) -> str:
@@ -99,14 +99,25 @@ def _curves(comparison: compare.Comparison) -> str:
 
 
 def _frontier(comparison: compare.Comparison) -> str:
-    """Return the figure of the metric by the effective FLOPs of a run."""
+    """Return the figures of the metric by the effective FLOPs of a run, and by the time of its steps."""
+    flops = [group.cost and group.cost[1] for group in comparison.groups]
+    words = (
+        f"{compare_table.TEST}. FLOPs of the whole run: what its products would cost if nothing were spent on zeros."
+    )
+    by_flops = _figure("frontier", comparison, _points(comparison, flops), words, along="FLOPs")
+    words = f"{compare_table.TEST}. Time of all steps, without compilation and evaluations."
+    points = _points(comparison, [group.seconds for group in comparison.groups])
+    return by_flops + _figure("time", comparison, points, words, along="seconds")
+
+
+def _points(comparison: compare.Comparison, costs: Sequence[float | None]) -> list[Curve]:
+    """Return the mean score of each config at its cost. Configs without one of them are left out."""
     points, labels = [], distinct(comparison.names)
-    for n, (group, row) in enumerate(zip(comparison.groups, comparison.rows, strict=True)):
-        if row.mean is not None and group.cost:
-            at = np.array([group.cost[1]]), np.array([row.mean])
+    for n, (row, cost) in enumerate(zip(comparison.rows, costs, strict=True)):
+        if row.mean is not None and cost is not None:
+            at = np.array([cost]), np.array([row.mean])
             points.append(Curve(row.name, *at, _style(n)[0], 4.0, label=labels[n]))
-    words = f"{compare.TEST}. FLOPs of the whole run: what its products would cost if nothing were spent on zeros."
-    return _figure("frontier", comparison, points, words, along="FLOPs")
+    return points
 
 
 def _figure(key: str, comparison: compare.Comparison, curves: list[Curve], words: str, **options: Any) -> str:

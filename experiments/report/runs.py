@@ -66,6 +66,7 @@ ABOUT: Fields = {  # run.json
     "outcome": ("a text", _is_text),
     "metric": ("a text", _is_text),
     "figures": ("an object of numbers", _are_numbers),
+    "measured": ("an object of numbers", _are_numbers),
     "summary": ("a list of pairs", _are_pairs),
     "header": ("a list of pairs", _are_pairs),
     "notes": ("a list of texts", lambda v: _is_list(v) and all(map(_is_text, v))),

@@ -37,6 +37,25 @@ def number(x: float) -> str:
     return shown.replace("-", "−")
 
 
+def is_share(metric: str) -> bool:
+    """Return whether a metric is a share of 1, which is shown in percent."""
+    return metric.endswith("accuracy")
+
+
+def score(metric: str, value: float | None, signed: bool = False) -> str:
+    """Return the score of a metric as text: a share in percent, a signed share in points without a unit."""
+    if value is None:
+        return ""
+    if not is_share(metric):
+        return f"{value:{'+' if signed else ''}.4f}"
+    return f"{100 * value:+.2f}" if signed else f"{100 * value:.2f} %"
+
+
+def plus_minus(metric: str, error: float | None) -> str:
+    """Return an error as it stands behind its score: " ± 2.00"."""
+    return "" if error is None else f" ± {score(metric, error).removesuffix(' %')}"
+
+
 def percent(x: float) -> str:
     """Return a share of 1 in percent."""
     return f"{100 * float(x):.3g} %".replace("-", "−") if math.isfinite(x) else number(x)

@@ -9,6 +9,7 @@ from experiments.scale import processes, shards
 from experiments.training import settings
 from experiments.training.program import Program
 from experiments.training.screen import number
+from nmjax.analysis import savings
 from nmjax.analysis.plan import LayerPlan, Plan
 
 
@@ -31,6 +32,7 @@ def rows(program: Program) -> list[tuple[str, str]]:
     share = effective / dense
     effect = f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"
     found.append(("FLOPs a step", effect + expected_time(plan)))
+    found += [("memory", line) for line in savings.of_memory((layer.path, layer.kept) for layer in plan.layers)]
     if program.hardening_refusal:
         found.append(("hardened", f"not evaluated: {program.hardening_refusal}"))
     return found

@@ -22,6 +22,8 @@ from experiments.training.run import Run
 from experiments.training.screen import Screen, clock, form, number
 from experiments.training.state import State
 
+WINDOWS = 10  # timed windows of steps that the time of a step needs
+
 
 class Loop:
     """Trains runs to their last step.
@@ -48,6 +50,7 @@ class Loop:
         self.higher_is_better = self.task.metric == "accuracy"
         self.split = "validation" if self.task.validates else "test"  # on which the runs are evaluated
         self.scores: dict[int, dict[str, float]] = {}  # of the last evaluation, by run
+        self.temporary: int | None = None  # bytes of temporary memory of a step on a device
         self.meter = Meter(math.ceil(self.total / 500), runs, self.report, self.remove)  # at most 500 lines of metrics
 
     def run(self, origin: Path | None) -> None:
@@ -97,7 +100,7 @@ class Loop:
             with self.screen.busy("compiling"):
                 arrays = next(feed)
                 feed = itertools.chain([arrays], feed)
-                self.program.compile(arrays, self.program.measures > 0)
+                self.temporary = self.program.compile(arrays, self.program.measures > 0)
         states = []
         for run, each in zip(self.runs.values(), restored, strict=True):
             first = self.program.init(np.uint32(run.config.seed)) if each.state is None else each.state
@@ -226,17 +229,28 @@ class Loop:
             run.record.write("test", step, **tests[i])
             pictures = self.program.one.pictures(self.program.part(self.state, i))
             flops, validated = self.flops(step), self.scores[i].items() if self.task.validates else ()
-            worth = twin.worth(run.twin, run.workdir, self.task.metric, tests[i], flops)
+            measured = self.measured(i)
+            worth = twin.worth(run.twin, run.workdir, self.task.metric, tests[i], flops, measured)
             early = [("stopped early", f"after step {step:,} of {self.total:,}")] if step < self.total else []
             figures = tests[i] | {f"validation_{name}": value for name, value in validated}
-            about = {"worth": worth, "steps": step, "flops": flops, "figures": figures}
-            run.record.keep([*self.summary(i, tests[i], best), *early], about, pictures)
+            about = {"worth": worth, "steps": step, "flops": flops, "measured": measured, "figures": figures}
+            run.record.keep([*self.summary(i, tests[i], best, measured), *early], about, pictures)
 
     def flops(self, step: int) -> list[float]:
         """Return the average FLOPs of a step, dense and effective, over so many steps."""
         if step == self.total or self.program.steps_since:
             return self.program.step_flops()
         return [flops * self.config.accumulate for flops in self.program.plan.over(step)]
+
+    def measured(self, i: int) -> dict[str, float]:
+        """Return what a step takes: "step_seconds", the median over windows, and "step_bytes" of temporary memory.
+
+        The bytes are XLA's count on a device. What is not known is left out. If runs are trained side by side, each
+        has an equal share.
+        """
+        rate = self.runs[i].record.median("per_second", least=WINDOWS)
+        taken = {"step_seconds": rate and self.config.batch * self.task.units / rate, "step_bytes": self.temporary}
+        return {name: value / self.program.count for name, value in taken.items() if value is not None}
 
     def test_best(self, i: int, step: int) -> tuple[int, dict[str, float], State] | None:
         """Return the step of a run's best checkpoint, its scores on the test split, and its state.
@@ -267,14 +281,16 @@ class Loop:
             return 0
 
     def summary(
-        self, i: int, scores: dict[str, float], best: tuple[int, dict[str, float], State] | None
-    ) -> list[tuple[str, str]]:
+        self, i: int, scores: dict[str, float], best: tuple[int, dict[str, float], State] | None,
+        measured: dict[str, float],
+    ) -> list[tuple[str, str]]:  # fmt: skip
         """Return rows (label, text) about a finished run. The report shows the first rows in large type.
 
         Args:
           i: The run.
           scores: Its scores on the test split.
           best: What `test_best` returns.
+          measured: What `measured` returns.
         """
         run, metric = self.runs[i], self.task.metric
         names = sorted(scores, key=lambda name: (metric not in name, "hardened" not in name))
@@ -291,6 +307,10 @@ class Loop:
         rows.append(("time", clock(run.record.elapsed())))
         if self.meter.first is not None:
             rows.append(("first step", f"after {self.meter.first - self.began:.1f} s"))
+        if "step_seconds" in measured:
+            rows.append(("time of a step", f"{number(1e3 * measured['step_seconds'])} ms"))
+        if "step_bytes" in measured:
+            rows.append(("temporary memory of a step", f"{number(measured['step_bytes'])}B"))
         if self.peak is not None and (mfu := run.record.median("mfu")) is not None:
             rows.append(("MFU (median)", f"{mfu:.1%}"))
         rows += [

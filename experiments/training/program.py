@@ -166,8 +166,8 @@ class Program:
         self.masks = jax.jit(over(self._masks, RUNS))
         self.flips = jax.jit(over(nm.metrics.flip_rates, 0, 0), out_shardings=whole)
 
-    def compile(self, arrays: Any, measure: bool) -> None:
-        """Compile the functions that a run begins with, in parallel. Their first calls find them compiled.
+    def compile(self, arrays: Any, measure: bool) -> int | None:
+        """Compile the functions that a run begins with, in parallel. Return the bytes of temporary memory of a step.
 
         Args:
           arrays: What the feed yields.
@@ -181,8 +181,9 @@ class Program:
             jobs += [(self.measure, (self.shapes, arrays)), (self.masks, (self.shapes,))]
         with ThreadPoolExecutor() as pool:
             compile = lambda function, arguments: function.lower(*arguments).compile()
-            for compiled in [pool.submit(compile, *job) for job in jobs]:
-                compiled.result()
+            train, *_ = [job.result() for job in [pool.submit(compile, *job) for job in jobs]]
+        memory = train.memory_analysis()  # None if the platform does not tell
+        return memory and memory.temp_size_in_bytes
 
     # ---- several runs ----
 

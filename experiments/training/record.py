@@ -124,10 +124,10 @@ class Record:
         finite = [(step, score) for step, score in scores if score is not None and np.isfinite(score)]
         return min(finite, key=lambda found: -found[1] if higher else found[1], default=None)
 
-    def median(self, name: str) -> float | None:
-        """Return the median of a figure over the lines of training that have it. None: there is none."""
+    def median(self, name: str, least: int = 1) -> float | None:
+        """Return the median of a figure over the lines of training that have it; None if fewer than `least` have it."""
         values = [line[name] for line in lines(self.metrics) if line["kind"] == "train" and name in line]
-        return statistics.median(values) if values else None
+        return statistics.median(values) if len(values) >= least else None
 
     def keep(self, summary: list, about: dict[str, Any], pictures: dict) -> None:
         """Keep what the report shows beside the curves.

@@ -68,7 +68,8 @@ class Run:
         """Return what run.json says of a finished run beside its twin, if it has one."""
         if self.twin is None or "figures" not in about:
             return {}
-        return {"worth": twins.worth(self.twin, self.workdir, about["metric"], about["figures"], about["flops"])}
+        told = (about["metric"], about["figures"], about["flops"], about.get("measured", {}))
+        return {"worth": twins.worth(self.twin, self.workdir, *told)}
 
     def open(self, about: dict, program: Program, screen: Screen, sink: str) -> None:
         """Begin to write to the run's directory.

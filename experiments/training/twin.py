@@ -7,7 +7,7 @@ next to it.
 
 import contextlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from experiments.training import digest, record
 from experiments.training.screen import form
 
 RESULTS = Path(__file__).parent.parent / "results" / "twins.jsonl"  # lines of sweeps of the dense pages
-WINDOWS = 10  # timed windows of steps that a throughput needs
+MEASURED = {"step_seconds": "time", "step_bytes": "temporary memory"}  # of a step, in run.json
 FOLDER = "twin"  # where --with_twin trains the twin, in the folder of the run
 _OWN = ("rules", "sparsity", "backend", "masked_decay", "twin")  # fields that a twin does not take from the run
 
@@ -39,11 +39,11 @@ class Twin(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """The score of a finished run of the twin's config, and its throughput."""
+    """The score of a finished run of the twin's config, and what a step of it takes."""
 
     seed: int
     score: float
-    rate: float | None = None  # examples, or parts of them, in a second; None if it was not trained for this run
+    measured: Mapping[str, float] = {}  # as in run.json; empty if it was not trained for this run
     recorded: bool = False  # True if it comes from the repository's results
 
 
@@ -93,12 +93,12 @@ def figures(twin: Twin, workdir: Path, metric: str) -> list[Figure]:
             found[seed] = Figure(seed, score, **more)  # of one seed the last counts
 
     beside = [*sorted(workdir.parent.glob("*")), *sorted(workdir.parent.glob(f"*/{FOLDER}"))]
-    for seed, about, _ in _runs(twin, [folder for folder in beside if folder != workdir]):
+    for seed, about in _runs(twin, [folder for folder in beside if folder != workdir]):
         add(seed, about)
     for seed, about in _recorded(twin):
         add(seed, about, recorded=True)
-    for seed, about, folder in _runs(twin, [workdir / FOLDER]):
-        add(seed, about, rate=rate(folder))
+    for seed, about in _runs(twin, [workdir / FOLDER]):
+        add(seed, about, measured=about.get("measured", {}))
     return [found[seed] for seed in sorted(found)]
 
 
@@ -112,8 +112,8 @@ def _recorded(twin: Twin) -> Iterator[tuple[int, dict[str, Any]]]:
             yield seed, line
 
 
-def _runs(twin: Twin, folders: list[Path]) -> Iterator[tuple[int, dict[str, Any], Path]]:
-    """Yield the seed, the run.json and the folder of every finished run of the twin in some folders."""
+def _runs(twin: Twin, folders: list[Path]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the seed and the run.json of every finished run of the twin in some folders."""
     wanted = _compared(digest.identity(twin.config))
     for folder in folders:
         with contextlib.suppress(Exception):  # files in other folders may be damaged, and must not stop the run
@@ -122,7 +122,7 @@ def _runs(twin: Twin, folders: list[Path]) -> Iterator[tuple[int, dict[str, Any]
                 continue
             identity = digest.recorded(folder)
             if _compared(identity) == wanted and isinstance(about["figures"], dict) and about["versions"]["nmjax"]:
-                yield identity.fields["seed"], about, folder
+                yield identity.fields["seed"], about
 
 
 def _compared(identity: digest.Identity) -> dict[str, Any]:
@@ -138,13 +138,10 @@ def _dense(fields: dict[str, Any]) -> bool:
     return all(fields.get(f"sparsity.{name}", name) == "dense" for _, name in fields["rules"])
 
 
-def rate(folder: Path) -> float | None:
-    """Return the throughput of a run, which is the median of its windows of steps; None if few windows were timed."""
-    rates = [line["per_second"] for line in lines(folder / "metrics.jsonl") if line.get("per_second")]
-    return statistics.median(rates) if len(rates) >= WINDOWS else None
-
-
-def worth(twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float], flops: list[float]) -> str:
+def worth(
+    twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float], flops: list[float],
+    measured: Mapping[str, float],
+) -> str:  # fmt: skip
     """Return a text that compares a run's score with its twin's, or "" if its page names no twin.
 
     Args:
@@ -153,6 +150,7 @@ def worth(twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float
       metric: "accuracy" or "loss".
       scores: The run's scores on the test split.
       flops: FLOPs of a step, dense and effective.
+      measured: What a step of the run takes, as in run.json.
     """
     if twin is None:
         return ""
@@ -168,9 +166,11 @@ def worth(twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float
         return text  # the run is its own twin, as a dense run of a sweep
     if not found:
         return f"{text}; no run of {twin.page} to compare with: train that page too, or use --with_twin"
-    beside, own = next((each.rate for each in found if each.rate), None), rate(workdir)
-    if beside and own:
-        text += f", {beside / own:.2f} of the time of {twin.label}"
+    beside = next((each.measured for each in found if each.measured), {})
+    both = {name: word for name, word in MEASURED.items() if measured.get(name) and beside.get(name)}
+    if both:
+        shares = " and ".join(f"{measured[name] / beside[name]:.2f} of the {word}" for name, word in both.items())
+        text += f", {shares} of {twin.label}"
     return f"{text}; {twin.label} {_mean(found, metric)}"
 
 

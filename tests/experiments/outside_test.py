@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from experiments import command, pages, report, reproduce
+from experiments import command, pages, recorded, report
 from experiments.data import images, others, text
 from experiments.errors import Mistake
 from experiments.training import settings, tasks
@@ -313,7 +313,7 @@ def test_results_and_reports_import_nothing(outside):
     line["changes"] |= {"sparsity.stages": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
     (outside / "sdgp_cpu.jsonl").write_text(json.dumps(line))
     with pytest.raises(Mistake, match="another config than the page has now"):
-        reproduce.read(outside / "sdgp_cpu.jsonl")
+        recorded.read(outside / "sdgp_cpu.jsonl")
     (outside / "run").mkdir()
     (outside / "run" / "run.json").write_text(json.dumps({"name": "a run"}))
     (outside / "run" / "config.json").write_text(read("mixer.py", "model.name=evil:Boom").to_json_best_effort())

@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments import command, pages, reproduce, sweep
+from experiments import command, pages, recorded, reproduce, sweep
 from experiments.errors import Mistake
 from experiments.report import dots
-from experiments.studies import __main__ as looks, descent, dw, looking, noise
+from experiments.studies import __main__ as looks, descent, dw, looking, narrower, noise, rows
 from experiments.training import digest, settings
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
@@ -119,7 +119,7 @@ def test_pairs_are_of_runs_of_one_seed(tmp_path):
         ("composed.py:gpt_cpu", 8),
     ):
         name = page.replace(".py:", "_")
-        study = reproduce.study(name)
+        study = recorded.study(name)
         known = {change[key] for change in study.module.get_sweep(study.variant) for key in change if key != "seed"}
         questions = study.module.pairs(study.variant)
         assert len(questions) == count
@@ -171,9 +171,9 @@ def test_results_that_cannot_be_read_say_why(text, why, tmp_path):
 def test_every_study_is_found_by_the_name_of_its_results():
     for page in VARIANTS:
         name = page.removeprefix("experiments/studies/").replace(".py:", "_")
-        assert f"--config={page} --sweep --results=experiments/results/{name}.jsonl" in reproduce.study(name).command
+        assert f"--config={page} --sweep --results=experiments/results/{name}.jsonl" in recorded.study(name).command
     with pytest.raises(Mistake, match="nothing_cpu names no study"):
-        reproduce.study("nothing_cpu")
+        recorded.study("nothing_cpu")
 
 
 @pytest.mark.slow
@@ -444,3 +444,34 @@ def test_names_beside_points_are_apart():
     for n, (a, b, c, d) in enumerate(boxes):
         assert not any(a < right and left < b and c < top and low < d for left, right, low, top in boxes[:n])
         assert not any(a < x < b and c < y < d for x, y in spots)
+
+
+def test_a_picture_shows_the_time_if_runs_tell_it(tmp_path):
+    """By hand: half of the width takes 0.6 of the time and 0.3 of the FLOPs, and rows take 0.8 of the time."""
+    page, method = "experiments/studies/rows.py:vit_cpu", "drhs_g=rows(mvue(1,4))"
+    taken = lambda seconds, size: {"measured": {"step_seconds": seconds, "step_bytes": size}}
+    lines = [
+        line("dense", 0, 0.9, page, **taken(0.5, 1000)),
+        line(method, 0, 0.88, page, flops=[2, 1.5], **taken(0.4, 950)),
+    ]
+    written(tmp_path, *lines, name="rows_vit_cpu")
+    width, narrow = (changes["model.width"] for changes in narrower.get_sweep("vit_cpu")[:: len(rows.SEEDS)][:2])
+    page = "experiments/studies/narrower.py:vit_cpu"
+    lines = [wide(page, width, 0.9, [2, 2], taken(0.5, 1000)), wide(page, narrow, 0.7, [0.6, 0.6], taken(0.3, 500))]
+    written(tmp_path, *lines, name="narrower_vit_cpu")
+    table, _ = reproduce.block("narrower_vit_cpu", tmp_path)
+    assert f"| `{narrow}` | 70.00 | -20.00 | 0.300 | 0.600 | 0.500 | 1 of 5 |" in table
+    text, pictures = reproduce.block("rows_vit_cpu", tmp_path)
+    assert text.startswith("![Against time](results/rows_vit_cpu_time.svg)\n\n![Against effective FLOPs]")
+    assert f"| `{method}` | 88.00 | -2.00 | 0.750 | 0.800 | 0.950 |" in text
+    for shown in ("● dense, narrower", "time of all steps of the training run, shares of dense"):
+        assert pictures["rows_vit_cpu_time"].count(f">{shown}<") == 1, shown
+
+
+def wide(page, width, accuracy, flops, more):
+    """Return a line of the study narrower, whose sweep changes two fields at once."""
+    changes = next(one for one in narrower.get_sweep("vit_cpu") if one["model.width"] == width)
+    (member,) = sweep.members(pages.load(page), [changes])
+    made = {"config": digest.identity(member.config).digest, "command": f"python launch.py --config={page} --sweep"}
+    figures = {"accuracy": accuracy, "hardened_accuracy": accuracy}
+    return LINE | made | {"changes": changes, "figures": figures, "flops": flops} | more

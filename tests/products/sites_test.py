@@ -106,7 +106,9 @@ def test_backends():
         ValueError, match="^up: backend='pallas', but y cannot be packed: cpu has no sparse tensor cores"
     ):
         nm.einsum("ti,io->to", x, w, sparsity=nm.methods.ste(), name="up", backend="pallas")
-    with pytest.raises(ValueError, match="^backend is one of 'auto', 'xla', 'pallas', 'interpret', got 'cuda'"):
+    with pytest.raises(
+        ValueError, match="^backend is one of 'auto', 'xla', 'compact', 'pallas', 'interpret', got 'cuda'"
+    ):
         run("cuda")
 
 

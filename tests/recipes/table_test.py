@@ -196,8 +196,8 @@ def test_a_model_is_refused_before_anything_is_changed():
         (lambda: nm.Recipe(ConfigDict({"up": "dense"})), TypeError, "^Recipe takes rules"),  # it sorts its keys
         (lambda: nm.Recipe({3: "dense"}), TypeError, "^a rule's pattern is the text of a regular expression"),
         (lambda: nm.Recipe(5), TypeError, "^Recipe takes rules .* got 5"),
-        (lambda: nm.Recipe((), backend="cuda"), ValueError, "^backend is one of 'auto', 'xla', 'pallas', 'interpret', got 'cuda'"),
-        (lambda: nm.Recipe((), backend=None), ValueError, "^backend is one of 'auto', 'xla', 'pallas', 'interpret', got None"),
+        (lambda: nm.Recipe((), backend="cuda"), ValueError, "^backend is one of 'auto', 'xla', 'compact', 'pallas', 'interpret', got 'cuda'"),
+        (lambda: nm.Recipe((), backend=None), ValueError, "^backend is one of 'auto', 'xla', 'compact', 'pallas', 'interpret', got None"),
         (lambda: nm.Recipe.named(5, {}), TypeError, "^Recipe takes rules .* got 5"),
         (lambda: nm.Recipe.named((("up", "mpl"),), {"mlp": "ste()"}), ValueError, "^rule 'up': 'mpl': no method is called 'mpl'.* Nor is it in the table, which has 'mlp'.$"),
         (lambda: nm.Recipe.named((("up", "mlp"),), {}), ValueError, "Nor is it in the table, which has nothing.$"),

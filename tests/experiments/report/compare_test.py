@@ -8,7 +8,7 @@ import re
 import pytest
 from scipy import stats
 
-from experiments.report import __main__ as command, compare, compare_page
+from experiments.report import __main__ as command, compare, compare_page, compare_table
 from experiments.report.words import distinct
 from tests.experiments.report.report_test import Tags
 
@@ -110,7 +110,7 @@ def test_runs_without_a_common_seed_are_compared_unpaired(tmp_path):
     variances = (0.02**2 * 2 / 1 / 2, (0.03**2 + 0.01**2 + 0.04**2) / 2 / 3)
     assert row.error == pytest.approx(math.sqrt(sum(variances)))
     assert (row.paired, comparison.rows[0].paired) == (False, False)
-    assert "| -9.00 ± 2.89, unpaired, may be chance |" in compare.markdown(comparison)
+    assert "| -9.00 ± 2.89, unpaired, may be chance |" in compare_table.markdown(comparison)
     run(tmp_path / "c0", "soft", 0, 0.91)
     assert compare.compare_folders([tmp_path]).rows[2].difference == pytest.approx(0.01)  # paired by seed 0
     run(tmp_path / "d9", "one", 9, 0.5)
@@ -146,7 +146,7 @@ def test_a_note_says_that_data_sets_differ(tmp_path):
             path = run(tmp_path / str(n) / name, method, 0, 0.9)
             config = json.loads((path / "config.json").read_text()) | ({} if own is None else {"data": own})
             (path / "config.json").write_text(json.dumps(config))
-        assert (sentence in compare.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
+        assert (sentence in compare_table.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
 
 
 def test_large_losses_and_equal_differences_say_nothing_wrong(tmp_path):
@@ -172,10 +172,10 @@ def test_the_dense_runs_are_the_baseline(tmp_path):
     run(tmp_path / "b", "dense", 0, 0.9, flops=(10, 10))
     assert compare.compare_folders([tmp_path]).base == 1
     assert compare.compare_folders([tmp_path], "blocks=mse").base == 0
-    assert "The baseline is blocks=dense: the only dense config." in compare.markdown(
+    assert "The baseline is blocks=dense: the only dense config." in compare_table.markdown(
         compare.compare_folders([tmp_path])
     )
-    assert "The baseline is blocks=mse: from --baseline." in compare.markdown(
+    assert "The baseline is blocks=mse: from --baseline." in compare_table.markdown(
         compare.compare_folders([tmp_path], "blocks=mse")
     )
 
@@ -195,7 +195,7 @@ def test_of_several_dense_configs_the_best_on_the_validation_split_is_the_baseli
     comparison = compare.compare_folders([tmp_path])
     assert comparison.names[comparison.base] == "blocks=dense1"
     why = "The baseline is blocks=dense1: it has the best validation score of the dense configs."
-    assert why in compare.markdown(comparison)
+    assert why in compare_table.markdown(comparison)
     assert why in compare_page.render(comparison)
     edit(tmp_path / "00", figures={metric: 1 + sign * 0.5})  # a seed without a validation score: the other one has it
     assert compare.compare_folders([tmp_path]).names[comparison.base] == "blocks=dense1"
@@ -204,7 +204,7 @@ def test_of_several_dense_configs_the_best_on_the_validation_split_is_the_baseli
     assert comparison.names[comparison.base] == "blocks=dense2"
     assert (
         "it has the best test score of the dense configs, and some of these have no validation score."
-        in compare.markdown(comparison)
+        in compare_table.markdown(comparison)
     )
 
 
@@ -225,7 +225,7 @@ def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
     run(tmp_path / "a", "dense", 0, 0.9, flops=(10, 10))
     run(tmp_path / "b", "mse", 0, 0.8)
     comparison = compare.compare_folders([tmp_path])
-    assert compare.markdown(comparison).count("Scores are from the test split. The baseline") == 1
+    assert compare_table.markdown(comparison).count("Scores are from the test split. The baseline") == 1
     page = compare_page.render(comparison)
     assert "Means over seeds, of the test split." in page
     for name in "ab":
@@ -234,7 +234,7 @@ def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
     legend = (
         "Scores are from the test split. Columns named validation are from the validation split. Use those to choose a "
     )
-    assert legend in compare.markdown(comparison)
+    assert legend in compare_table.markdown(comparison)
     page = compare_page.render(comparison)
     assert legend in page
     assert "Means over seeds, of the validation split." in page
@@ -251,7 +251,7 @@ def test_the_time_of_a_run(tmp_path):
         (tmp_path / str(seed) / "run.json").write_text(json.dumps(about))
     (row,) = compare.compare_folders([tmp_path]).rows
     assert row.time == 90
-    assert "| 1 min 30 s |" in compare.markdown(compare.compare_folders([tmp_path]))
+    assert "| 1 min 30 s |" in compare_table.markdown(compare.compare_folders([tmp_path]))
 
 
 def test_the_page_lies_beside_the_runs_and_links_to_their_reports(tmp_path, monkeypatch, capsys):
@@ -281,10 +281,29 @@ def test_the_memory_of_a_device_is_a_column_if_runs_tell_it(tmp_path):
     run(tmp_path / "2", "mse", 0, 0.9)
     comparison = compare.compare_folders([tmp_path])
     assert [row.memory for row in comparison.rows] == [3e9, None]
-    table = compare.markdown(comparison).splitlines()
+    table = compare_table.markdown(comparison).splitlines()
     assert [cell.strip() for cell in table[0].split("|")][7] == "process memory"
     assert "| 3GB |" in table[2]
-    assert "Process memory is the most" in compare.markdown(comparison)
+    assert "Process memory is the most" in compare_table.markdown(comparison)
+
+
+def test_what_a_step_takes_is_a_share_of_the_baselines(tmp_path):
+    for seed in (0, 1):
+        edit(
+            run(tmp_path / f"a{seed}", "dense", seed, 0.9, flops=(10, 10)), measured={"step_seconds": 0.2 + 0.2 * seed}
+        )
+        taken = {"step_seconds": 0.15, "step_bytes": 3000}
+        edit(run(tmp_path / f"b{seed}", "rows", seed, 0.8), measured=taken)
+    comparison = compare.compare_folders([tmp_path])
+    assert [row.seconds for row in comparison.rows] == pytest.approx([1, 0.5])  # of the means 0.3 and 0.15
+    assert [row.temporary for row in comparison.rows] == [None, None]  # the baseline's is not known
+    assert [group.seconds for group in comparison.groups] == pytest.approx([30, 15])  # of 100 steps
+    table = compare_table.markdown(comparison)
+    assert "| effective FLOPs | time of all steps | time of a run |" in table
+    assert " 0.800 | 0.500 | " in table
+    page = compare_page.render(comparison)
+    assert page.count("<svg") == 4  # the mark of the page, curves, by FLOPs, by time
+    assert "Time of all steps, without compilation and evaluations." in page
 
 
 def test_a_score_that_a_run_lacks_is_no_column(tmp_path):

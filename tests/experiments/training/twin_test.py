@@ -44,15 +44,13 @@ def test_a_twin_takes_over_what_the_run_changes():
     assert digest.identity(found).lasting == digest.identity(wanted).lasting
 
 
-def recorded(folder, its_twin: twin.Twin, seed: int, accuracy: float, rates=(), version="0.1.0", outcome="finished"):
+def recorded(folder, its_twin: twin.Twin, seed: int, accuracy: float, version="0.1.0", outcome="finished", **more):
     config = its_twin.config.copy_and_resolve_references()
     config.seed = seed
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(digest.identity(config).text)
-    about = {"outcome": outcome, "figures": {"accuracy": accuracy}, "versions": {"nmjax": version}}
+    about = {"outcome": outcome, "figures": {"accuracy": accuracy}, "versions": {"nmjax": version}, **more}
     (folder / "run.json").write_text(json.dumps(about))
-    lines = [{"step": i, "seconds": i, "kind": "train", "per_second": rate} for i, rate in enumerate(rates)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_runs_of_the_twin_are_found_and_others_are_not(tmp_path, monkeypatch):
@@ -60,7 +58,7 @@ def test_runs_of_the_twin_are_found_and_others_are_not(tmp_path, monkeypatch):
     own, its_twin = tmp_path / "runs" / "own", of("seed=1")
     recorded(tmp_path / "runs" / "a", its_twin, 0, 0.5)
     recorded(tmp_path / "runs" / "b" / "twin", its_twin, 1, 0.6)
-    recorded(own / "twin", its_twin, 1, 0.7, rates=[30.0] * 20)
+    recorded(own / "twin", its_twin, 1, 0.7, measured={"step_seconds": 0.5})
     recorded(tmp_path / "runs" / "other_batch", of("batch=32"), 2, 0.1)
     recorded(tmp_path / "runs" / "other_version", its_twin, 3, 0.1, version="0.0.1")
     recorded(tmp_path / "runs" / "running", its_twin, 4, 0.1, outcome="running")
@@ -75,7 +73,7 @@ def test_runs_of_the_twin_are_found_and_others_are_not(tmp_path, monkeypatch):
         recorded(tmp_path / "runs" / name, its_twin, 7, 0.1)
         (tmp_path / "runs" / name / "config.json").write_bytes(config)
     found = twin.figures(its_twin, own, "accuracy")
-    assert found == [twin.Figure(0, 0.5, None), twin.Figure(1, 0.7, 30.0)]  # what was trained beside counts
+    assert found == [twin.Figure(0, 0.5), twin.Figure(1, 0.7, {"step_seconds": 0.5})]  # what was trained beside counts
 
 
 def test_a_run_of_the_page_without_pruning_is_a_dense_twin_too(tmp_path, monkeypatch):
@@ -84,7 +82,7 @@ def test_a_run_of_the_page_without_pruning_is_a_dense_twin_too(tmp_path, monkeyp
     config = read(f"--config={VIT}", "--config.sparsity.blocks=dense", "--config.seed=4")
     recorded(tmp_path / "dense", twin.Twin("", config), 4, 0.5)
     recorded(tmp_path / "pruned", twin.Twin("", read(f"--config={VIT}", "--config.seed=5")), 5, 0.6)
-    assert twin.figures(of(), tmp_path / "own", "accuracy") == [twin.Figure(4, 0.5, None)]
+    assert twin.figures(of(), tmp_path / "own", "accuracy") == [twin.Figure(4, 0.5)]
 
 
 def test_a_change_that_the_twin_cannot_have_is_refused():
@@ -114,7 +112,7 @@ def test_lines_of_results_are_found_by_their_digest(tmp_path, monkeypatch):
     wrong = [right | {"config": "0" * 12}, right | {"outcome": "diverged: loss"}]
     (tmp_path / "twins.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*wrong, right]))
     monkeypatch.setattr(twin, "RESULTS", tmp_path / "twins.jsonl")
-    assert twin.figures(its_twin, tmp_path / "runs" / "own", "accuracy") == [twin.Figure(3, 0.9, None, True)]
+    assert twin.figures(its_twin, tmp_path / "runs" / "own", "accuracy") == [twin.Figure(3, 0.9, {}, True)]
 
 
 def test_the_own_twin_counts_before_the_recorded_one_and_that_before_neighbours(tmp_path, monkeypatch):
@@ -135,28 +133,30 @@ def test_the_sentence(tmp_path, monkeypatch):
     own, its_twin = tmp_path / "runs" / "own", of()
     own.mkdir(parents=True)
     (own / "config.json").write_text(digest.identity(read(f"--config={VIT}")).text)
-    say = lambda: twin.worth(its_twin, own, "accuracy", {"hardened_accuracy": 0.978, "accuracy": 0.979}, [200.0, 146.0])
+    scores = {"hardened_accuracy": 0.978, "accuracy": 0.979}
+    say = lambda **measured: twin.worth(its_twin, own, "accuracy", scores, [200.0, 146.0], measured)
     assert say() == (
         "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: train that "
         "page too, or use --with_twin"
     )
-    recorded(own / "twin", its_twin, 0, 0.98, rates=[97.0] * 10)
-    (own / "metrics.jsonl").write_text(
-        "".join(json.dumps({"per_second": 100.0, "kind": "train"}) + "\n" for _ in range(10))
-    )
-    assert say() == "97.80% hardened, 0.73 of the dense FLOPs, 0.97 of the time of dense; dense 98.00% (1 seed)"
+    recorded(own / "twin", its_twin, 0, 0.98, measured={"step_seconds": 0.2, "step_bytes": 4000})
+    sparse, dense = "97.80% hardened, 0.73 of the dense FLOPs", "; dense 98.00% (1 seed)"
+    assert say() == sparse + dense
+    assert say(step_seconds=0.194) == f"{sparse}, 0.97 of the time of dense{dense}"
+    both = f"{sparse}, 0.97 of the time and 1.10 of the temporary memory of dense{dense}"
+    assert say(step_seconds=0.194, step_bytes=4400) == both
     for seed, accuracy in ((1, 0.982), (2, 0.99)):
         recorded(tmp_path / "runs" / str(seed), its_twin, seed, accuracy)
     error = math.sqrt(sum((a - 0.984) ** 2 for a in (0.98, 0.982, 0.99)) / 2 / 3)
     assert say().endswith(f"dense 98.40% ± {error:.2%} (3 seeds)")
-    assert twin.worth(None, own, "accuracy", {"accuracy": 1.0}, [1.0, 1.0]) == ""
-    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 1.0])  # the runs of the twin have no loss
+    assert twin.worth(None, own, "accuracy", {"accuracy": 1.0}, [1.0, 1.0], {}) == ""
+    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 1.0], {})  # the runs of the twin have no loss
     assert loss.startswith("loss 1.5000 (lower is better), 0.50 of the dense FLOPs; no run of")
     dense = tmp_path / "alone" / "dense"
     recorded(dense, its_twin, 0, 0.9)  # the run is finished, and is not compared with itself
-    said = twin.worth(its_twin, dense, "accuracy", {"accuracy": 0.9}, [2.0, 2.0])
+    said = twin.worth(its_twin, dense, "accuracy", {"accuracy": 0.9}, [2.0, 2.0], {})
     assert said == "90.00%, 1.00 of the dense FLOPs"  # --with_twin would train the same again
-    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5, "hardened_loss": 1.6}, [2.0, 2.0])
+    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5, "hardened_loss": 1.6}, [2.0, 2.0], {})
     assert loss.startswith("hardened loss 1.6000 (lower is better), 1.00 of")
 
 
@@ -186,7 +186,10 @@ def test_a_twin_is_trained_first_and_compared_with(tmp_path, capsys):
     assert about["figures"].keys() > {"accuracy", "hardened_accuracy", "validation_accuracy", "validation_loss"}
     share = about["flops"][1] / about["flops"][0]
     score, dense = about["figures"]["hardened_accuracy"], beside["figures"]["hardened_accuracy"]
-    assert about["worth"] == f"{score:.2%} hardened, {share:.2f} of the dense FLOPs; dense {dense:.2%} (1 seed)"
+    (own,), (others,) = about["measured"].items(), beside["measured"].items()
+    assert own[0] == others[0] == "step_bytes"  # four steps are too few to tell their time
+    costs = f"{share:.2f} of the dense FLOPs, {own[1] / others[1]:.2f} of the temporary memory of dense"
+    assert about["worth"] == f"{score:.2%} hardened, {costs}; dense {dense:.2%} (1 seed)"
     assert about["worth"] in (tmp_path / "run" / "report.html").read_text()
     assert re.search(r"in short +\d", capsys.readouterr().out)
     before = files.lines(tmp_path / "run/twin/metrics.jsonl")
