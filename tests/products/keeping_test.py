@@ -152,11 +152,11 @@ def test_shard_map_sums_dw_over_devices():
 
 @pytest.mark.parametrize("text", ["drhs_lhs=rows(mvue(1,4))", "drhs_lhs=mse(2,4)"])
 def test_remat_and_scan_keep_the_same(text):
-    x, w = normal(0, 16, 32), jnp.stack([normal(1, 32, 32), normal(2, 32, 32)])
+    x, w = normal(0, 16, 32), jnp.stack([normal(1, 32, 32), normal(2, 32, 32)]) / 32**0.5  # tanh is far from 1 and -1
     block = lambda x, w: jnp.tanh(of(text)(x, w))
     loss = lambda f: lambda w: jnp.sum(jax.lax.scan(lambda x, w: (f(x, w), None), x, w)[0] ** 2)
     plain, again = (jax.jit(jax.grad(loss(f)))(w) for f in (block, jax.checkpoint(block)))
-    np.testing.assert_allclose(plain, again, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(plain, again, rtol=0, atol=1e-6 * float(jnp.abs(plain).max()))
 
 
 def test_second_derivatives_are_refused():
