@@ -43,9 +43,10 @@ class Group(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """The time of all steps of a run in seconds, without compilation and evaluations."""
-        step, about = self.measured("step_seconds"), next(iter(self.runs.values())).about
-        return step * about["steps"] if step is not None and "steps" in about else None
+        """The mean time of all steps of a finished run in seconds, without compilation and evaluations."""
+        abouts = [run.about for run in self.runs.values() if finished(run)]  # a run that stops early has fewer steps
+        known = [about for about in abouts if "steps" in about and "step_seconds" in about.get("measured", {})]
+        return statistics.fmean(a["measured"]["step_seconds"] * a["steps"] for a in known) if known else None
 
     def memory(self, kind: str) -> float | None:
         """Return the most bytes of a kind of memory in any line of any run; None if no line has it."""

@@ -304,6 +304,8 @@ def test_what_a_step_takes_is_a_share_of_the_baselines(tmp_path):
     page = compare_page.render(comparison)
     assert page.count("<svg") == 4  # the mark of the page, curves, by FLOPs, by time
     assert "Time of all steps, without compilation and evaluations." in page
+    edit(tmp_path / "b1", steps=50)  # it stopped early
+    assert compare.compare_folders([tmp_path]).groups[1].seconds == pytest.approx((15 + 7.5) / 2)
 
 
 def test_a_score_that_a_run_lacks_is_no_column(tmp_path):
