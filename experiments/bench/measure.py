@@ -65,6 +65,13 @@ def speedup(times: list[float], base: list[float]) -> float:
     return statistics.median(b / t for t, b in zip(times, base, strict=True))
 
 
+def over(times: list[float], base: list[float]) -> str:
+    """Return what it costs over the base: the median of the rounds' ratios, with the quartiles, as a text."""
+    ratios = [t / b for t, b in zip(times, base, strict=True)]
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
 def compiled(programs: dict) -> dict:
     """Compile programs side by side. In the place of a program that fails stands its exception.
 

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 import nmjax as nm
-from experiments.bench.measure import in_turn, markdown
+from experiments.bench.measure import in_turn, markdown, over
 
 METHODS = (
     "drhs_g=rows(mvue(2,4))",
@@ -105,9 +105,8 @@ def _table(title: str, make: Callable[..., Made], methods: Iterable[str], rounds
     seconds = in_turn(calls, rounds)
     rows = {}
     for name, times in seconds.items():
-        ratios = sorted(t / base for t, base in zip(times, seconds["dense"], strict=True))
         rows[f"`{name}`"] = [
-            f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+            over(times, seconds["dense"]),
             facts[name]["memory"] / facts["dense"]["memory"],
             facts[name]["compile"] / facts["dense"]["compile"],
             f"{statistics.median(times) * 1e3:,.0f} ms, {facts[name]['memory'] / 2**20:,.0f} MiB, "
@@ -115,8 +114,8 @@ def _table(title: str, make: Callable[..., Made], methods: Iterable[str], rounds
         ]
     return markdown(
         title,
-        "Over the dense step in the same process: the median of the rounds' ratios, with the least and the greatest. "
-        "Memory is XLA's count of temporary memory. AdamW, float32.",
+        "Over the dense step in the same process: the median of the rounds' ratios, with the quartiles. Memory "
+        "is XLA's count of temporary memory. AdamW, float32.",
         rows, ["", "time", "temporary memory", "trace and compile", "absolute"],
     )  # fmt: skip
 
