@@ -1,12 +1,16 @@
 """The benchmark of steps: its rows are the slots that a page uses."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
 
 from experiments.bench import train
-from tests.experiments.runs import as_people_run_it as as_people_run_it
+from experiments.pages import ROOT
+from tests.experiments.runs import as_people_run_it as as_people_run_it, xla_flags
 
 
 def test_a_copy_is_written_and_nearly_equal():
@@ -24,3 +28,21 @@ def test_every_slot_of_a_page_has_a_row_and_a_copy_in_its_place():
         assert re.fullmatch(f"{page} `{text}`", name)
     assert all(re.fullmatch(r"\d\.\d\d \(\d+\.\d\d to \d+\.\d\d\)", cell) for (cell,) in rows.values())
     assert rows[f"{page} `dense`"] == ["1.00 (1.00 to 1.00)"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_tables_as_they_are_printed():
+    page = "configs/vit_24.py:smoke"
+    command = [sys.executable, "-m", "experiments.bench", "train", f"--config={page}", "--rounds=1"]
+    env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
+    said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    rows = {cells[1]: cells[2:-1] for cells in (re.split(r" *\| *", line) for line in said.splitlines()) if cells[2:]}
+    assert rows[f"{page} plain"][:2] == ["1.00 (1.00 to 1.00)", "1.00"]
+    for name in ("sparse", "dense", "plain"):
+        _, memory, rate, time = rows[f"{page} {name}"]
+        images, milliseconds = float(rate.removesuffix(" images").replace(",", "")), float(time.removesuffix(" ms"))
+        assert images * milliseconds / 1e3 == pytest.approx(16, rel=0.02)  # a step is 16 images
+        assert float(memory) >= 0.99
+    first, whole = map(float, rows[page])
+    assert 0 < first < whole

@@ -121,3 +121,12 @@ def test_the_time_that_is_expected_of_chosen_rows():
     said = f"; {(2 + share) / 3:.2f} of the dense time is expected of the products on this device"
     assert header.expected_time(rows) == said
     assert header.expected_time(plan("drhs_g=mvue(1,4)")) == ""
+
+
+def test_the_memory_of_packed_inputs():
+    made = program("configs/vit_24.py:smoke", "--config.sparsity.blocks=drhs_lhs=mvue(2,4)")
+    tokens, inputs = 16 * (8 // 2) ** 2, 5 * 64 + 256  # query, key, value, out and up read 64 features, down 256
+    before = 4 * tokens * inputs / 2**20
+    said = dict(header.rows(made))["memory"]
+    assert said.startswith(f"Without remat, the backward pass keeps {17 / 32 * before:.3g} of {before:.3g} MiB")
+    assert "memory" not in dict(header.rows(program("configs/vit_24.py:smoke")))
