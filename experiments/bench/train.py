@@ -35,16 +35,16 @@ def train(pages: list[str], directory: str, rounds: int) -> str:
         rows |= one(page, directory, rounds)
     steps = markdown(
         "A training step",
-        "Over the plain step: the same model, batches and optimizer in a page of Flax and Optax, nothing of this "
-        "repository but the model and the batch. The median of the rounds' ratios, with the quartiles. Aim: dense "
-        "1.03. While they are timed, JAX refuses transfers between host and device.",
+        "Over the plain step: a training step written by hand in Flax and Optax, with the same model, batches and "
+        "optimizer. The median of the rounds' ratios, with the quartiles. Aim: 1.03 for the dense step. While they are "
+        "timed, JAX refuses transfers between host and device.",
         rows, ["", "time", "temporary memory", "a second", "a step"],
     )  # fmt: skip
     slots = markdown(
         "Slot by slot",
         "Over the dense step of the same page: the median of the rounds' ratios, with the quartiles. In each row only "
-        "these slots are used. A copy reads the operand and writes it again: pruning that a product does not do itself "
-        "cannot cost less.",
+        "these slots are used. A copy reads the operand and writes it back. Pruning that is an operation of its own "
+        "takes at least this time.",
         {name: row for page in pages for name, row in slot_by_slot(page, directory, 3 * rounds).items()}, ["", "time"],
     )  # fmt: skip
     print(steps, slots, sep="\n", file=sys.stderr, flush=True)  # the starts take minutes

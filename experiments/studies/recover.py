@@ -5,8 +5,8 @@
 
 It needs the folder ``minilm`` and the files of SST-2 and CoLA (sst2_train, sst2_dev, cola_train, cola_dev) in the
 working directory or in $NMJAX_DATA; docstrings come with Python. CoLA has only the dense arm: its accuracy stays at the
-share of the larger class, also in 1,000 steps with twice the rate, so it cannot tell methods apart. Every arm
-fine-tunes MiniLM with the same data, length and learning rate. They were not tuned on the test set. All linear layers
+share of the larger class, even with 1,000 steps and twice the learning rate, so it cannot tell methods apart. Every arm
+fine-tunes MiniLM with the same data, length and learning rate. These were not tuned on the test set. All linear layers
 of the blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once, at the
 end, with hardened weights.
 
@@ -14,8 +14,8 @@ end, with hardened weights.
 - One-shot: the model of the dense arm, pruned with 128 training texts.
 - Fine-tuned: pruned from the first step on, starting from MiniLM. *recipe* is mdgf with MVUE in dw. *sparsegpt, ste*
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
-- Recovered: the model of the dense arm, pruned by SparseGPT, and trained for half as many steps again. Its rival is
-  *dense, dense*: the same steps without pruning.
+- Recovered: the model of the dense arm, pruned by SparseGPT, and trained for half as many steps again. It is
+  compared with *dense, dense*: the same steps without pruning.
 - With a teacher: half of the loss compares the logits with those of the dense arm of the same seed. At 2:4 all methods
   have one; it made no difference beyond the error, so at 1:4 and 4:8 only *ste* and *recipe* have one.
 """

@@ -269,7 +269,7 @@ def _check_tokens(splits: dict[str, labelled.Tokens], model: Any, path: Path) ->
     greatest = max(int(one.tokens.max(initial=0)) for one in splits.values())
     if hasattr(model, "tokens") and greatest >= model.tokens.num_embeddings:
         raise Mistake(
-            f"{path}/tokenizer.json gives the token {greatest:,}, and the model has {model.tokens.num_embeddings:,}. "
+            f"{path}/tokenizer.json gives the token {greatest:,}, but the model has {model.tokens.num_embeddings:,}. "
             "The tokenizer is that of another model."
         )
 

@@ -66,12 +66,12 @@ def family_of(config: Config, names: Collection[str]) -> Family:
     family = FAMILIES[kind](config, names)
     for name, value in family.options.items():
         if name in WHOLE and not (type(value) is int and 0 < value < 1 << 31):
-            raise CheckpointError(f"config.json says {name}={value!r}, which is not a whole number above 0.")
+            raise CheckpointError(f"config.json gives {name}={value!r}, which is not a whole number above 0.")
         if name in POSITIVE and not (isinstance(value, int | float) and 0 < value < float("inf")):
-            raise CheckpointError(f"config.json says {name}={value!r}, which is not a number above 0.")
+            raise CheckpointError(f"config.json gives {name}={value!r}, which is not a number above 0.")
     if family.options["depth"] > len(names):
         raise CheckpointError(
-            f"config.json says depth={family.options['depth']:,}, and the checkpoint has only {len(names):,} tensors."
+            f"config.json gives depth={family.options['depth']:,}, but the checkpoint has only {len(names):,} tensors."
         )
     return family
 
@@ -118,7 +118,7 @@ def _field(config: Config, name: str) -> Any:
 def _whole(config: Config, name: str) -> int:
     value = _field(config, name)
     if type(value) is not int or value < 1:
-        raise CheckpointError(f"config.json says {name}={value!r}, which is not a whole number above 0.")
+        raise CheckpointError(f"config.json has {name}={value!r}, which is not a whole number above 0.")
     return value
 
 
@@ -377,7 +377,7 @@ def _rotary(about: Mapping[str, Any]) -> Rotary:
     if kind == "llama3":
         low, high = float(about["low_freq_factor"]), float(about["high_freq_factor"])
         return Rotary(theta, float(about["factor"]), (low, high, int(about["original_max_position_embeddings"])))
-    raise CheckpointError(f"config.json has rope_type={kind!r}, and nmjax supports only 'default', 'linear', 'llama3'.")
+    raise CheckpointError(f"config.json has rope_type={kind!r}, but nmjax supports only 'default', 'linear', 'llama3'.")
 
 
 FAMILIES: dict[str, Callable[[Config, Collection[str]], Family]] = {

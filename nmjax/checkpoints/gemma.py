@@ -149,7 +149,9 @@ def _tokenizer(source: Gguf) -> dict[str, Any]:
         raise CheckpointError(f"{source.path}: the tokenizer has a token twice, or types that are not whole numbers.")
     start_of_text = _field(source, "tokenizer.ggml.bos_token_id", int)
     if not 0 <= start_of_text < len(words):
-        raise CheckpointError(f"{source.path}: the first token is number {start_of_text} of {len(words):,}.")
+        raise CheckpointError(
+            f"{source.path}: bos_token_id is {start_of_text}, but the tokenizer has {len(words):,} tokens."
+        )
     places = {word: i for i, word in enumerate(words)}
     merges: list[tuple[float, int, int, str, str]] = []
     for word, score, kind in zip(words, scores, types, strict=True):

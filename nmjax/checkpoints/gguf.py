@@ -135,7 +135,7 @@ class Gguf(Mapping[str, np.ndarray]):
         with self.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24 or file.read(4) != b"GGUF":
-                raise CheckpointError(f"{path}: this is not a GGUF file, which begins with the letters GGUF.")
+                raise CheckpointError(f"{path}: this is not a GGUF file: it does not begin with the letters GGUF.")
             self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         header = _Header(self.path, self._content)
         version, count, pairs = header.number("I"), header.number("Q"), header.number("Q")
@@ -207,7 +207,7 @@ class _Header:
     def count(self, count: int, least: int, what: str) -> int:
         """Return a count, if the rest of the file can hold as many things of a least size."""
         if count * least > len(self.content) - self.at:
-            raise CheckpointError(f"{self.path}: the header says {count:,} {what}, and the file is too short for them.")
+            raise CheckpointError(f"{self.path}: the header says {count:,} {what}, but the file is too short for them.")
         return count
 
     def text(self) -> str:
@@ -237,7 +237,7 @@ class _Header:
     def tensor(self) -> tuple[str, Coding, tuple[int, ...], int]:
         name, axes = self.text(), self.number("I")
         if axes > 4:
-            raise CheckpointError(f"{self.path}: the tensor {name!r} has {axes} axes, and GGUF has at most 4.")
+            raise CheckpointError(f"{self.path}: the tensor {name!r} has {axes} axes, but GGUF has at most 4.")
         shape = tuple(self.number("Q") for _ in range(axes))[::-1]  # the file has the last axis first
         kind, offset = self.number("I"), self.number("Q")
         coding = CODINGS.get(kind)

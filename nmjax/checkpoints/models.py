@@ -163,7 +163,7 @@ def check(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
 def save(
     path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str], family: Family | None = None
 ) -> None:  # fmt: skip
-    """Write the parameters of a model as a checkpoint of the form of another one, from which it was loaded.
+    """Write the parameters of a model as a checkpoint, in the layout of the one from which it was loaded.
 
     Names, order, dtypes, metadata and the division into files are those of the other checkpoint. Its other files of
     text are copied, such as the config and the tokenizer. A model that is loaded and saved gives the same tensors.
@@ -176,7 +176,7 @@ def save(
 
     Raises:
       CheckpointError: The other checkpoint is of another model; the model is not hardened; or the folder has other
-        files of tensors, with which it could not be read.
+        files of tensors.
       OSError: A file cannot be written. If a disk is full, no file is changed.
 
     >>> import nmjax as nm
@@ -241,7 +241,9 @@ def refuse_others(folder: Path, own: set[str]) -> None:
         raise CheckpointError(f"{folder}: this is a file. Name a folder.")
     others = sorted({file.name for file in folder.glob("*.safetensors*")} - own)
     if others:
-        raise CheckpointError(f"{folder}: the folder has other tensors, {', '.join(others[:5])}. Name an empty folder.")
+        raise CheckpointError(
+            f"{folder}: the folder has other files of tensors, {', '.join(others[:5])}. Name an empty folder."
+        )
 
 
 def unhardened(model: Any) -> str | None:

@@ -38,7 +38,7 @@ class Rename(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A `Rename` with its number filled in, and several names always.
+    """A `Rename` of one block: `{n}` is replaced by its number, and the names are always tuples.
 
     Attributes:
       theirs: The names of the tensors.
@@ -61,8 +61,8 @@ class Later:
       part: The part that it belongs to.
       parameters: The parameters by path.
       begin: Where it begins along the axis on which several lie one after another.
-      source: The tensor of the other checkpoint, or None. Its values are written where the parameter still has them, so
-        that a wider dtype than the model's loses nothing.
+      source: The tensor of the other checkpoint, or None. Values that did not change are copied
+        from it, so that they keep the precision of its dtype.
     """
 
     shape: tuple[int, ...]
@@ -195,7 +195,7 @@ class Table:
         return any(re.fullmatch(pattern, name) for pattern in self.kept)
 
     def _parts(self, paths: Iterable[str]) -> list[Part]:
-        """Return every rename once for each number with which the model has its first parameter."""
+        """Return a part for each rename and each number of a block of the model."""
         parts: list[Part] = []
         for theirs, ours, axes, along in self.renames:
             theirs, ours = _several(theirs), _several(ours)

@@ -66,8 +66,8 @@ class Tensors(Mapping[str, np.ndarray]):
     They come in the order in which the files hold them. Only the parts of a file that are used are read from the disk.
 
     Attributes:
-      metadata: The texts that the first file has beside the tensors, such as {"format": "pt"}.
-      texts: The same of each file, by the path of the file.
+      metadata: The metadata of the first file, strings by name, such as {"format": "pt"}.
+      texts: The metadata of each file, by the path of the file.
       files: The names of the tensors of each file, by the path of the file.
       index: The name of the index; None if there is none.
       about: The field "metadata" of the index.
@@ -157,12 +157,12 @@ def read(path: str | os.PathLike[str]) -> Tensors:
 def write(
     path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None
 ) -> None:  # fmt: skip
-    """Write tensors into a file. If that fails, there is no file, or the one that was there before.
+    """Write tensors to a file. If writing fails, no file is made, and an existing file is not changed.
 
     Args:
       path: The file, which is replaced if it exists.
       tensors: Arrays by name, in the order in which the file will hold them. One at a time is copied to the host.
-      metadata: Texts that the file has beside the tensors.
+      metadata: Strings by name that the file has beside the tensors.
 
     Raises:
       CheckpointError: The format has no such dtype, or no such name.

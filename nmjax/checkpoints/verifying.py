@@ -1,4 +1,4 @@
-"""Tells which tensors of a file are n:m, and which programs can use them as such."""
+"""Shows which tensors of a file are n:m, and which programs can use them as such."""
 
 import os
 import re
@@ -54,7 +54,7 @@ class Checked(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The tensor in one word: "n:m"; "zero"; "broken" if 9 of 10 groups are n:m, but not all; "dense"."""
+        """The tensor in one word: "n:m"; "zero"; "broken" if at least 9 of 10 groups are n:m, but not all; "dense"."""
         if not self.density:
             return "zero"
         if self.axes:
@@ -84,9 +84,9 @@ class Verified:
 
     @property
     def holds(self) -> bool:
-        """True if some tensor is n:m, all that are can be used by the programs asked for, and none is broken.
+        """True if a tensor is n:m, the programs can use all n:m tensors, and no tensor is broken.
 
-        If every tensor has to be n:m, also True only if all are.
+        If every tensor must be n:m, it is False as well if a tensor is dense.
         """
         fits = all(reason is None for one in self.sparse for reason in one.misfits.values())
         return bool(self.sparse) and fits and not self.broken and not (self.every and self.dense)
@@ -98,7 +98,7 @@ class Verified:
 
     @property
     def broken(self) -> tuple[Checked, ...]:
-        """The tensors of which nine of ten groups are n:m, but not all."""
+        """The tensors of which at least nine of ten groups are n:m, but not all."""
         return tuple(one for one in self.tensors if one.state == "broken")
 
     @property
@@ -181,7 +181,7 @@ def verify(
      down     64 x 32   float16   1.000      no                   it is not 2:4
     """
     if not 1 <= n < m:
-        raise ValueError(f"n is at least 1 and less than m, got n={n} and m={m}.")
+        raise ValueError(f"n must be at least 1 and less than m, got n={n} and m={m}.")
     programs = tuple(programs)
     for program in programs:
         if program not in CONSUMERS:

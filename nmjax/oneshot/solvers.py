@@ -104,7 +104,7 @@ def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, dampin
     """
     w, moments = _checked(w, moments, n, m)
     if damping <= 0:
-        raise ValueError(f"damping is a positive share of the mean second moment, got {damping}.")
+        raise ValueError(f"damping must be positive, got {damping}.")
     inputs = len(w)
     damped = _damped(moments, damping)
     # Row i is the first row of inv(damped[i:, i:]), divided by the root of its first entry.
@@ -153,7 +153,7 @@ def admm(
     """
     w, moments = _checked(w, moments, n, m)
     if damping <= 0:
-        raise ValueError(f"damping is a positive share of the mean second moment, got {damping}.")
+        raise ValueError(f"damping must be positive, got {damping}.")
     damped = _damped(moments, damping)
     norms = np.sqrt(np.diag(damped))[:, None]
     scaled = damped / norms / norms.T
@@ -180,7 +180,7 @@ def _checked(w: np.ndarray, moments: np.ndarray, n: int, m: int) -> tuple[np.nda
             f"w has shape [inputs, outputs] and moments [inputs, inputs], got {w.shape} and {moments.shape}."
         )
     if not 1 <= n <= m or len(w) % m:
-        raise ValueError(f"m must divide the {len(w)} inputs, and n lies between 1 and m, got n={n} and m={m}.")
+        raise ValueError(f"m must divide the {len(w)} inputs, and n must lie between 1 and m, got n={n} and m={m}.")
     if not (np.isfinite(w).all() and np.isfinite(moments).all()):
         raise ValueError("w or moments are not finite.")
     return w, moments

@@ -45,13 +45,13 @@ class Parameter(NamedTuple):
         return self._replace(steps=(*self.steps, Step("slice")))
 
     def apply(self, f: Callable[..., Any], parameter: jax.Array, *arrays: Any, back: bool = False) -> Any:
-        """Return a function of the operand that the steps make of the parameter.
+        """Apply the steps to the parameter, and return what a function gives for the result.
 
         Args:
           f: A function of the operand of one layer.
           parameter: The parameter.
           *arrays: Further arguments of the function. Each has the axes of the stacks first.
-          back: True to undo the steps on the result, which then has the shape of the operand. A mask stays one.
+          back: True to undo the steps on the result, which then has the shape of the operand. A mask stays boolean.
         """
         return _apply(self.steps, f, parameter, arrays, back)
 

@@ -21,7 +21,7 @@ Sites = Mapping[str, Any]
 
 
 class Product(NamedTuple):
-    """A product of a program whose one operand is a parameter.
+    """A product in a program. One of its operands is a parameter.
 
     Attributes:
       parameter: The parameter, in the layout of the operand.
@@ -49,7 +49,7 @@ class Rewriter(NamedTuple):
     seen: Callable[[Parameter, str], None]
 
     def run(self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], sites: Sites) -> list[Value]:
-        """Return the results of a program, each with the parameter that it is, if it is one.
+        """Return the results of a program, each with its parameter, or with None if it was computed.
 
         Args:
           program: The program.

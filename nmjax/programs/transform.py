@@ -81,7 +81,7 @@ class transform(Value):
       seed: The seed of all random numbers, an int.
 
     Raises:
-      TypeError: ``f`` is no function, or ``recipe`` is no Recipe.
+      TypeError: ``f`` is not callable, or ``recipe`` is not a Recipe.
 
     >>> import nmjax as nm
     >>> f = lambda params, x: jax.nn.relu(x @ params["up"]) @ params["down"]
@@ -182,7 +182,7 @@ class transform(Value):
           **options: Keyword arguments of the function.
 
         Raises:
-          ValueError: A rule decides for no parameter, or a product cannot be pruned. All such products are listed.
+          ValueError: A rule is not used by any parameter, or a product cannot be pruned. All such products are listed.
         """
         places, others = self._places(params, args, options)
         self.recipe.check(path for path, value in leaves(params).items() if places[path] or np.ndim(value) > 1)
@@ -241,7 +241,7 @@ class transform(Value):
     # ---- time and state ----
 
     def set_step(self, params: Any, sites: Mapping[str, ProgramSite], step: Any, micro: Any = 0) -> Sites:
-        """Return the sites at a step, with state that is due renewed. Call it once a (micro-)step, outside the loss.
+        """Return the sites for a step, and compute state that is due. Call it once a (micro-)step, outside the loss.
 
         Args:
           params: The tree of parameters.

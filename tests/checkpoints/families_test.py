@@ -259,7 +259,7 @@ def test_a_folder_with_other_tensors_is_refused(name, tmp_path):
     save(tmp_path / "target", model, like=tmp_path / "source")
     save(tmp_path / "target", model, like=tmp_path / "source")  # its own files are replaced
     (tmp_path / "target" / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"the folder has other tensors, {name}. Name an empty folder"):
+    with pytest.raises(CheckpointError, match=f"the folder has other files of tensors, {name}. Name an empty folder"):
         save(tmp_path / "target", model, like=tmp_path / "source")
 
 
@@ -282,10 +282,10 @@ def test_only_texts_are_copied(tmp_path):
 # ---- configs that are wrong ----
 
 WRONG = {
-    "config.json says num_hidden_layers='two', which is not a whole number above 0": {"num_hidden_layers": "two"},
-    "config.json says depth=10,000,000, and the checkpoint has only": {"num_hidden_layers": 10_000_000},
-    "config.json says epsilon='abc', which is not a number above 0": {"rms_norm_eps": "abc"},
-    "config.json says features='a', which is not a whole number": {"head_dim": "a"},
+    "config.json has num_hidden_layers='two', which is not a whole number above 0": {"num_hidden_layers": "two"},
+    "config.json gives depth=10,000,000, but the checkpoint has only": {"num_hidden_layers": 10_000_000},
+    "config.json gives epsilon='abc', which is not a number above 0": {"rms_norm_eps": "abc"},
+    "config.json gives features='a', which is not a whole number": {"head_dim": "a"},
     "config.json has query_pre_attn_scalar=0, which is not a number above 0": {"query_pre_attn_scalar": 0},
     "config.json has query_pre_attn_scalar=-4, which is not a number above 0": {"query_pre_attn_scalar": -4},
     "config.json has layer_types with 'chunked', which nmjax does not support": {"layer_types": ["chunked"] * 3},

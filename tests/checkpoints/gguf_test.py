@@ -93,8 +93,8 @@ def test_many_blocks_are_decoded_in_parts(tmp_path, monkeypatch):
     [
         ({"magic": b"GGML"}, "this is not a GGUF file"),
         ({"version": 1}, "GGUF version 1 is not supported"),
-        ({"count": 1 << 60}, "1,152,921,504,606,846,976 tensors, and the file is too short"),
-        ({"fields": 1 << 40}, "fields, and the file is too short"),
+        ({"count": 1 << 60}, "1,152,921,504,606,846,976 tensors, but the file is too short"),
+        ({"fields": 1 << 40}, "fields, but the file is too short"),
         ({"cut": 60}, "beyond the file"),
         ({"cut": -1}, "cut short or damaged"),
         ({"coding": "Q3_K"}, "'w' has the unknown type 99. Supported: F32, F16"),
@@ -196,7 +196,7 @@ INCONSISTENT = {
     "num_hidden_layers=0, which is not a whole number above 0": {"gemma3.block_count": 0},
     "of another shape: model.embed_tokens.weight": {"gemma3.embedding_length": 99},
     "has query_pre_attn_scalar=0": {"gemma3.attention.key_length": 0},
-    "the first token is number 999 of 40": {"tokenizer.ggml.bos_token_id": 999},
+    "bos_token_id is 999, but the tokenizer has 40 tokens": {"tokenizer.ggml.bos_token_id": 999},
     "the tokenizer has a token twice": {"tokenizer.ggml.tokens": ["a"] * 40},
     "or types that are not whole numbers": {"tokenizer.ggml.token_type": ["1"] * 40},
 }

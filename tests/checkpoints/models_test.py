@@ -161,7 +161,7 @@ REFUSED = {
         ("bert", {"model_type": "t5"}, {}),
     "config.json has hidden_act='relu'. nmjax supports only 'gelu'": ("bert", {"hidden_act": "relu"}, {}),
     "config.json has attention_bias=True. nmjax supports only False": ("llama", {"attention_bias": True}, {}),
-    "config.json has rope_type='yarn', and nmjax supports only":
+    "config.json has rope_type='yarn', but nmjax supports only":
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, {}),
     "config.json has no field 'n_embd'": ("gpt2", {"n_embd": None}, {}),
     "config.json has global_pool='avg'. nmjax supports only 'token'": ("timm", {"global_pool": "avg"}, {}),

@@ -186,7 +186,7 @@ def test_torch_compresses_what_it_is_said_to_use(shape, dtype, tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="n is at least 1 and less than m, got n=5 and m=4"):
+    with pytest.raises(ValueError, match="n must be at least 1 and less than m, got n=5 and m=4"):
         found(tmp_path, {"w": np.ones((4, 4), np.float32)}, 5, 4)
     with pytest.raises(ValueError, match="less than m, got n=4 and m=4"):
         verify(tmp_path, 4, 4)

@@ -168,7 +168,7 @@ BAD = {
     r"got \(8,\) and \(8, 8\)": (np.ones(8), np.eye(8), 2, 4),
     r"got \(8, 2\) and \(7, 7\)": (np.ones((8, 2)), np.eye(7), 2, 4),
     "m must divide the 6 inputs": (np.ones((6, 2)), np.eye(6), 2, 4),
-    "n lies between 1 and m, got n=5 and m=4": (np.ones((8, 2)), np.eye(8), 5, 4),
+    "n must lie between 1 and m, got n=5 and m=4": (np.ones((8, 2)), np.eye(8), 5, 4),
     "are not finite": (np.full((8, 2), np.nan), np.eye(8), 2, 4),
 }
 
@@ -182,5 +182,5 @@ def test_what_is_refused(said, name):
 
 @pytest.mark.parametrize("name", ["sparsegpt", "admm"])
 def test_damping_is_positive(name):
-    with pytest.raises(ValueError, match="damping is a positive share"):
+    with pytest.raises(ValueError, match="damping must be positive"):
         SOLVERS[name](np.ones((8, 2)), np.eye(8), damping=0.0)

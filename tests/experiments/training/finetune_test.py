@@ -299,7 +299,7 @@ def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
     about["model"]["vocab"]["a"] = 40
     (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
     with pytest.raises(
-        Mistake, match="gives the token 40, and the model has 40. The tokenizer is that of another model"
+        Mistake, match="gives the token 40, but the model has 40. The tokenizer is that of another model"
     ):
         program(PAGE, f"--config.weights={tmp_path}/b")
 
