@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from nmjax import checkpoints, models, oneshot
-from nmjax.checkpoints import gemma, packing
+from nmjax.checkpoints import packing
 from nmjax.checkpoints.verifying import CONSUMERS
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.hardening import harden, patterns
@@ -83,9 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
-    convert = command(
-        "convert", _convert, "Write a checkpoint as a folder in the layout of Hugging Face's transformers."
-    )
+    text = "Write a checkpoint as a folder in the layout of Hugging Face's transformers."
+    convert = command("convert", _convert, text)
     convert.add_argument("source", help="a folder, a file .safetensors or .gguf, or an installed package")
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
     text = "Show which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken or does not fit."
@@ -93,13 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
     verify.add_argument("--n", type=_whole, default=2, help="the non-zeros allowed in a group (2)")
     verify.add_argument("--m", type=_whole, default=4, help="the size of a group (4)")
-    verify.add_argument(
-        "--for",
-        dest="programs",
-        default="",
-        metavar="PROGRAMS",
-        help=f"comma-separated programs to check: {','.join(CONSUMERS)}",
-    )
+    text = f"comma-separated programs to check: {','.join(CONSUMERS)}"
+    verify.add_argument("--for", dest="programs", default="", metavar="PROGRAMS", help=text)
     text = "check only tensors whose whole name matches; all of them must be n:m"
     verify.add_argument("--every", metavar="REGEX", help=text)
     verify.add_argument("--json", action="store_true", help="print JSON")
@@ -115,12 +109,8 @@ def _parser() -> argparse.ArgumentParser:
         "height, width, channels], normalised as the model takes them. magnitude needs none",
     )
     pruned.add_argument("--examples", type=_whole, default=128, help="the greatest number of texts or images (128)")
-    pruned.add_argument(
-        "--length",
-        type=_whole,
-        default=512,
-        help="the most tokens of a text, or of a window for GPT and decoders (512)",
-    )
+    text = "the most tokens of a text, or of a window for GPT and decoders (512)"
+    pruned.add_argument("--length", type=_whole, default=512, help=text)
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     text = "Export a checkpoint: .onnx for other programs, or a smaller .safetensors file that only nmjax reads."
@@ -144,7 +134,8 @@ def _convert(asked: argparse.Namespace) -> int:
     target = Path(asked.to)
     source = _gguf(asked.source, target)
     if source is not None:
-        gemma.convert(source, target)
+        _check_others(target)
+        checkpoints.convert_gguf(source, target)
         print(f"{target}: {len(source)} tensors in float32, the config and the tokenizer, from {asked.source}.")
         return 0
     folder = _folder(asked.source)
@@ -225,6 +216,8 @@ def _verify(asked: argparse.Namespace) -> int:
 def _prune(asked: argparse.Namespace) -> int:
     if asked.n >= asked.m:
         raise ValueError(f"--n {asked.n} --m {asked.m} prunes nothing: n must be less than m.")
+    if asked.length < texts.LENGTHS[0]:
+        raise ValueError(f"--length {asked.length}: calibration needs texts of at least {texts.LENGTHS[0]} tokens.")
     if asked.data is None and asked.method != "magnitude":
         raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
     source = _folder(asked.path)
@@ -254,12 +247,16 @@ def _prune(asked: argparse.Namespace) -> int:
 
 def _check_target(target: Path, source: Path) -> None:
     """Refuse a folder that is the source, that has other things, or in which a checkpoint could not be read."""
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ValueError(f"{target}: the folder has other files, and is not a checkpoint. Name an empty folder.")
+    _check_others(target)
     home = source if source.is_dir() else source.parent
     if target.is_dir() and target.samefile(home):
         raise ValueError(f"{target} is the checkpoint that is read. Name another folder.")
     checkpoints.models.check_target(target, source)
+
+
+def _check_others(target: Path) -> None:
+    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise ValueError(f"{target}: the folder has other files, and is not a checkpoint. Name an empty folder.")
 
 
 def _matrix(layer: Any) -> tuple[int, int]:
@@ -290,8 +287,8 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
     rows = sum(jax.tree.leaves(batch)[0].size for batch in batches)
     if rows < texts.LENGTHS[0]:
         raise ValueError(
-            f"{asked.data}: the texts have fewer than {texts.LENGTHS[0]} tokens, or --length cuts them to fewer. That "
-            "is too short for calibration. Give longer texts."
+            f"{asked.data}: the texts have fewer than {texts.LENGTHS[0]} tokens. That is too short for calibration. "
+            "Give longer texts."
         )
     return batches, rows, f"{len(tokens)} texts, {rows:,} tokens"
 

@@ -142,7 +142,7 @@ def test_prune_writes_a_checkpoint_that_verify_accepts(kind, method, name, capsy
     source, data = with_tokenizer(tmp_path / "dense", kind), lines(tmp_path / name)
     status, out, err = run(capsys, "prune", source, "--method", method, "--data", data, "--out", tmp_path / "sparse")
     assert status == 0
-    assert re.search(r"weight matrices, 40 texts, (320|384|480) tokens: about \d+ seconds.", err)
+    assert re.search(r"weight matrices, 40 texts, (320|384|480) tokens: this takes about \d+ seconds.", err)
     assert f"weight matrices are 2:4, by {method} on 40 texts, " in out
     assert (tmp_path / "sparse/tokenizer.json").is_file()
     assert run(capsys, "verify", tmp_path / "sparse")[0] == 0
@@ -190,7 +190,7 @@ MISTAKES = {
     "is the checkpoint that is read. Name another folder": ["--out", "SOURCE"],
     "this is a file. Name a folder": ["--out", "DATA"],
     "the folder has other files, and is not a checkpoint": ["--out", "OLD"],
-    "the texts have fewer than 8 tokens, or --length cuts them to fewer": ["--length", 4],
+    "--length 4: calibration needs texts of at least 8 tokens": ["--length", 4],
     "--method ria measures the inputs of layers. Add --data FILE": ["--method", "ria", "--data", None],
 }
 

@@ -57,6 +57,22 @@ RECOVERED = {
     "dense, sparsegpt, ste": "ste({n},{m})",
     "dense, sparsegpt, held": "fwd_rhs=ste(hold(mse({n},{m})))",
 }
+LABELS = {
+    "magnitude": "dense, then magnitude in one shot",
+    "wanda": "dense, then Wanda",
+    "sparsegpt": "dense, then SparseGPT",
+    "shorter": "dense, fewer steps: the FLOPs of MdGf with MVUE in dw",
+    "ste": "STE",
+    "sr_ste": "SR-STE",
+    "s_ste": "S-STE",
+    "mdgf": "MdGf",
+    "recipe": "MdGf with MVUE in dw",
+    "sparsegpt, ste": "SparseGPT, then STE",
+    "sparsegpt, held": "SparseGPT, then STE with a held mask",
+    "dense, dense": "dense, and half as many steps more",
+    "dense, sparsegpt, ste": "dense, then SparseGPT, then STE for half as many steps",
+    "dense, sparsegpt, held": "the same, with a held mask",
+}
 STEPS, BATCH, LENGTH, CALIBRATION = 200, 24, 32, 128
 SEEDS = range(3)
 
@@ -243,11 +259,12 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         rows = [line for line in lines if line["case"]["task"] == task and line["outcome"] == "finished"]
         if rows:
             tables += [*_table(task, rows), ""]
-    return "\n".join([*tables, PLUS_MINUS]), {}
+    scale = "Accuracy on the test in percent. FLOPs are relative to the dense arm."
+    return "\n".join([*tables, scale, PLUS_MINUS]), {}
 
 
 def _table(task: str, lines: list[dict]) -> list[str]:
-    """Return a row for each arm, with a column for each pattern and for training with a teacher."""
+    """Return a row for each arm, with a column for each pattern, and one for a teacher where there are results."""
     found: dict[tuple, list[float]] = {}
     flops: dict[tuple, float] = {}
     for line in lines:
@@ -255,16 +272,17 @@ def _table(task: str, lines: list[dict]) -> list[str]:
         key = case["method"], case["pattern"], case["teacher"]
         found.setdefault(key, []).append(100 * line["rows"]["accuracy"][0])
         flops[key] = line["rows"]["flops"][0]
+    dense = f"{task}, dense: {_cell(found.pop(('dense', '', False), None))}"
     columns = [(pattern, teacher) for pattern in PATTERNS for teacher in (False, True)]
+    columns = [column for column in columns if any(key[1:] == column for key in found)]
+    if not columns:
+        return [f"{dense}."]
     head = " | ".join(f"{pattern}{', teacher' if teacher else ''}" for pattern, teacher in columns)
-    rows = [f"| {task}, accuracy | FLOPs at 2:4 | {head} |", "|---" * (len(columns) + 2) + "|"]
-    rows.append(f"| dense | 1 | {_cell(found.get(('dense', '', False)))} |" + " |" * (len(columns) - 1))
-    for method in (*ONE_SHOT, "shorter", *METHODS, *STARTED, *RECOVERED):
-        if not any(key[0] == method for key in found):
-            continue
-        share = flops.get((method, "2:4", False))
-        cells = " | ".join(_cell(found.get((method, *column))) for column in columns)
-        rows.append(f"| {method} | {'' if share is None else f'{share:.2f}'} | {cells} |")
+    rows = [f"| {dense} | FLOPs at 2:4 | {head} |", "|---" * (len(columns) + 2) + "|"]
+    for method, label in LABELS.items():
+        cells = [_cell(found.get((method, *column))) for column in columns]
+        if any(cells):
+            rows.append(f"| {label} | {flops[method, '2:4', False]:.2f} | {' | '.join(cells)} |")
     return rows
 
 

@@ -63,6 +63,7 @@ def family_of(config: Config, names: Collection[str]) -> Family:
             + (f" The nearest is {near[0]!r}." if near else "")
             + " For another kind, pass family=nm.checkpoints.Family(...) with a table of your own."
         )
+    _refuse(config, quantization_config=())
     family = FAMILIES[kind](config, names)
     for name, value in family.options.items():
         if name in WHOLE and not (type(value) is int and 0 < value < 1 << 31):
@@ -288,7 +289,11 @@ def _gpt2(config: Config, names: Collection[str]) -> Family:
 def _decoder(config: Config, names: Collection[str]) -> Family:
     kind = config["model_type"]
     gemma = kind == "gemma3_text"
-    _refuse(config, attention_bias=False, mlp_bias=False, use_sliding_window=False)
+    _refuse(config, attention_bias=False, mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1)
+    if not gemma and any(one != "full_attention" for one in config.get("layer_types") or ()):
+        raise CheckpointError(
+            f"config.json has layer_types other than 'full_attention', which {kind} does not support."
+        )
     _refuse(config, attn_logit_softcapping=(), final_logit_softcapping=(), use_bidirectional_attention=False)
     name = _field(config, "hidden_activation" if gemma else "hidden_act")
     _refuse({"hidden_act": name}, hidden_act=tuple(ACTIVATIONS))
@@ -334,24 +339,25 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
         "bias": biased, "norm_heads": normed, "tied": tied,
     }  # fmt: skip
     if gemma:
-        options |= {
-            "local_rotary": local_rotary, "local": _local(config, depth), "window": config.get("sliding_window"),
+        options |= _windows(config, depth) | {
+            "local_rotary": local_rotary,
             "norm_outputs": True, "norm_offset": 1.0, "embedding_scale": width**0.5,
             "query_scale": _positive(config, "query_pre_attn_scalar") ** -0.5,
         }  # fmt: skip
     return Family(Decoder, options, Table(tuple(renames), (r".*\.rotary_emb\.inv_freq",)))
 
 
-def _local(config: Config, depth: int) -> tuple[bool, ...]:
-    """Return for each block of a Gemma 3 if it sees only a window."""
+def _windows(config: Config, depth: int) -> dict[str, Any]:
+    """Return which blocks of a Gemma 3 see only a window, and its length."""
     types = config.get("layer_types")
     if not types:
         every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-        return tuple((i + 1) % every != 0 for i in range(depth))
+        types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(depth)]
     unknown = [t for t in types if t not in ("sliding_attention", "full_attention")]
     if unknown:
         raise CheckpointError(f"config.json has layer_types with {unknown[0]!r}, which nmjax does not support.")
-    return tuple(t == "sliding_attention" for t in types)
+    local = tuple(t == "sliding_attention" for t in types)
+    return {"local": local, "window": _whole(config, "sliding_window") if any(local) else None}
 
 
 def _rotaries(config: Config) -> tuple[Rotary, Rotary]:

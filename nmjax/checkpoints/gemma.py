@@ -1,6 +1,7 @@
 """Gemma 3 in a GGUF file, as a checkpoint in the layout of Hugging Face's transformers."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,7 +79,7 @@ class _Later:
         return value - np.float32(self.less) if self.less else value
 
 
-def convert(source: Gguf, folder: Path) -> None:
+def convert_gguf(source: Gguf, folder: str | os.PathLike[str]) -> None:
     """Write a Gemma 3 of a GGUF file as ``config.json``, ``model.safetensors`` in float32, and ``tokenizer.json``.
 
     Args:
@@ -88,7 +89,12 @@ def convert(source: Gguf, folder: Path) -> None:
     Raises:
       CheckpointError: The file has another model, or lacks a field.
       OSError: A file cannot be written.
+
+    >>> def model_of(path, folder):
+    ...     convert_gguf(Gguf(path), folder)
+    ...     return nm.checkpoints.load(folder)
     """
+    folder = Path(folder)
     kind = source.metadata.get("general.architecture")
     if kind != "gemma3":
         raise CheckpointError(

@@ -3,6 +3,7 @@
 A table is a value, so a checkpoint of any library can be described without a change here.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -177,6 +178,11 @@ class Table:
         made: dict[str, Later] = {}
         for part in self._parts(list(parameters)):
             begin = 0
+            sizes = [math.prod(like[name].shape) for name in part.theirs if name in like]
+            if len(sizes) == len(part.theirs) and sum(sizes) != sum(math.prod(parameters[p].shape) for p in part.ours):
+                theirs = ", ".join(f"{name} {like[name].shape}" for name in part.theirs)
+                ours = ", ".join(f"{path} {tuple(parameters[path].shape)}" for path in part.ours)
+                raise CheckpointError(f"the checkpoint is of another model: it has {theirs} for {ours}.")
             for name in part.theirs:
                 if name in like:
                     source = like[name]

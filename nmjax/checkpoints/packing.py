@@ -46,6 +46,13 @@ def write_packed(
     """
     if ENTRY in (metadata or {}):
         raise CheckpointError(f"{path}: the tensors are packed already. Unpack them with read_packed.")
+    if not 1 <= n < m <= 256:
+        raise CheckpointError(f"{path}: {n}:{m} cannot be packed: n must be less than m, and m at most 256.")
+    for name, axis in axes.items():
+        if name not in tensors:
+            raise CheckpointError(f"{path}: axes names {name!r}, which is not a tensor.")
+        if not -np.ndim(tensors[name]) <= axis < np.ndim(tensors[name]):
+            raise CheckpointError(f"{path}: {name} has shape {np.shape(tensors[name])}, and so no axis {axis}.")
     made: dict[str, Any] = {}
     about = {}
     for name, value in tensors.items():
@@ -92,8 +99,9 @@ def read_packed(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     tensors = read(path)
     try:
         about: dict[str, Any] = json.loads(tensors.metadata[ENTRY])
-        described = [(name, int(v["n"]), int(v["m"]), int(v["axis"]), tuple(v["shape"])) for name, v in about.items()]
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        numbers = lambda v: (int(v["n"]), int(v["m"]), int(v["axis"]), tuple(map(int, v["shape"])))
+        described = [(name, *numbers(v)) for name, v in about.items()]
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: the metadata have no entry {ENTRY!r} that describes packed tensors.") from error
     found: dict[str, np.ndarray] = {}
     parts = {f"{name}.{part}" for name, *_ in described for part in ("values", "places")}
@@ -149,6 +157,7 @@ def _unpacked(
     if fits:
         sizes = {f"{name}.values": (*rows, kept), f"{name}.places": (*rows, -(-kept * _bits(m) // 8))}
         fits = all(part in tensors and tensors.shape(part) == size for part, size in sizes.items())
+        fits = fits and tensors.dtype(f"{name}.places") == np.uint8
     if not fits:
         raise CheckpointError(f"{path}: the values and places of {name!r} are not what the entry {ENTRY!r} describes.")
     values, packed = tensors[f"{name}.values"].reshape(-1, n), tensors[f"{name}.places"]

@@ -203,7 +203,12 @@ def write_into(
         end = begin + math.prod(value.shape) * np.dtype(value.dtype).itemsize
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    if not all(isinstance(text, str) for one in (metadata or {}).items() for text in one):
+        raise CheckpointError(f"{path}: metadata must be strings by name, got {metadata}.")
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{path}: a name or a text of the metadata is not valid Unicode: {error}.") from None
     text += b" " * (-len(text) % 8)
     try:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -344,6 +349,8 @@ def _range(path: Path, name: str, about: Any) -> tuple[str, int, int, str, tuple
         raise CheckpointError(f"{path}: the tensor {name!r} has dtype {dtype!r}. Supported: {known}.")
     if len(shape) > 32:
         raise CheckpointError(f"{path}: the tensor {name!r} has {len(shape)} axes, and at most 32 are supported.")
+    if 0 in shape and math.prod(n for n in shape if n) >= 1 << 59:  # NumPy has no such array, even without values
+        raise CheckpointError(f"{path}: the tensor {name!r} of shape {shape} is too large.")
     bits = OPAQUE.get(dtype) or 8 * np.dtype(DTYPES[dtype]).itemsize
     size = -(-math.prod(shape) * bits // 8)
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:

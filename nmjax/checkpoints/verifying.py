@@ -1,5 +1,6 @@
 """Shows which tensors of a file are n:m, and which programs can use them as such."""
 
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -141,10 +142,12 @@ def _said(same: Sequence[Checked], n: int) -> str:
         return "all zero"
     if one.axes:
         return f"along axis {' and '.join(map(str, one.axes))}"
+    if one.axis is None:
+        return "no"
+    broken, groups = sum(each.broken for each in same), sum(each.groups for each in same)
     if one.state == "broken":
-        broken, groups = sum(each.broken for each in same), sum(each.groups for each in same)
         return f"{broken:,} of {groups:,} groups along axis {one.axis} have more than {n}"
-    return "no"
+    return f"no: {math.floor(100 * broken / groups)} % of groups have more than {n}"
 
 
 def verify(

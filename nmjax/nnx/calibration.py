@@ -45,6 +45,8 @@ def calibrate(
 ) -> dict[str, Inputs]:  # fmt: skip
     """Return statistics of the inputs of a model's layers.
 
+    Batches are added in float64. Within a batch sums are in float32, and those of many rows are compensated.
+
     Args:
       model: A flax.nnx model. It is not changed. Call `model.eval()` first to switch off dropout.
       batches: Batches of inputs: a tuple of the arguments of the model's call, a dict of keyword arguments, or a single

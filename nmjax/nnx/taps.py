@@ -5,7 +5,7 @@ statistics of all layers, also under scans and `nnx.remat`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,8 @@ from nmjax.nnx.doors import Layer
 from nmjax.nnx.recording import example_of
 from nmjax.products.operations import Conv, Dot, Operation, RaggedDot
 from nmjax.programs.rewriting import Product
+
+BLOCK = 1 << 11  # rows that are summed in float32 as they are
 
 
 class Axes(NamedTuple):
@@ -119,9 +121,31 @@ _passed.defvjp(_forward, _backward)
 def _of_rows(op: Any, x: jax.Array, shape: tuple[int, ...], moments: bool) -> tuple[jax.Array, Any]:
     """Return the statistic of a dot or of a convolution, and the number of tokens."""
     rows = (_patches(op, x, shape) if isinstance(op, Conv) else _rows(op, x, shape)).astype(jnp.float32)
-    if moments:
-        return jnp.einsum("...ti,...tj->...ij", rows, rows, precision="highest"), _count(rows)
-    return jnp.square(rows).sum(-2), _count(rows)
+    return _in_blocks(_second_moments if moments else _squares, rows), _count(rows)
+
+
+def _second_moments(rows: jax.Array) -> jax.Array:
+    return jnp.einsum("...ti,...tj->...ij", rows, rows, precision="highest")
+
+
+def _squares(rows: jax.Array) -> jax.Array:
+    return jnp.square(rows).sum(-2)
+
+
+def _in_blocks(statistic: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+    """Return a sum over rows. Many rows are added block by block, with what each addition rounds off (Kahan)."""
+    count = rows.shape[-2]
+    if count <= BLOCK or any(jax.typeof(rows).sharding.spec):  # the rows of an explicit mesh cannot be cut
+        return statistic(rows)
+    last = count - count % BLOCK
+
+    def add(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total, excess = sums
+        part = statistic(lax.dynamic_slice_in_dim(rows, i * BLOCK, BLOCK, axis=-2)) - excess
+        return total + part, (total + part - total) - part
+
+    first = statistic(rows[..., last:, :])
+    return lax.fori_loop(0, count // BLOCK, add, (first, jnp.zeros_like(first)))[0]
 
 
 def _count(rows: jax.Array) -> jax.Array:

@@ -290,6 +290,9 @@ WRONG = {
     "config.json has query_pre_attn_scalar=-4, which is not a number above 0": {"query_pre_attn_scalar": -4},
     "config.json has layer_types with 'chunked', which nmjax does not support": {"layer_types": ["chunked"] * 3},
     "config.json has attn_logit_softcapping=50.0. nmjax does not support this field": {"attn_logit_softcapping": 50.0},
+    "config.json has quantization_config=.*. nmjax does not support this field": {"quantization_config": {"bits": 4}},
+    "config.json has partial_rotary_factor=0.5. nmjax supports only 1": {"partial_rotary_factor": 0.5},
+    "config.json has sliding_window='a', which is not a whole number above 0": {"sliding_window": "a"},
     "a field of config.json has an unexpected value": {"rope_parameters": ["default"]},
     "a field of config.json has an unexpected value: 'factor'": {"rope_parameters": {"rope_type": "linear"}},
 }
@@ -303,6 +306,14 @@ def test_a_config_that_is_wrong_is_told(said, tmp_path):
     with pytest.raises(CheckpointError, match=said) as told:
         load(tmp_path)
     assert str(told.value).startswith(str(tmp_path))
+
+
+def test_windows_are_refused_where_the_model_has_none(tmp_path):
+    made("qwen3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention", "sliding_attention"]}))
+    with pytest.raises(CheckpointError, match="layer_types other than 'full_attention', which qwen3 does not support"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ INCONSISTENT = {
 def test_what_does_not_fit_is_refused_before_anything_is_written(said, tmp_path):
     path = small_gemma(tmp_path / "g.gguf", **INCONSISTENT[said])
     with pytest.raises(checkpoints.CheckpointError, match=said):
-        gemma.convert(Gguf(path), tmp_path / "out")
+        gemma.convert_gguf(Gguf(path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -248,4 +248,12 @@ def test_other_files_are_refused(tmp_path, capsys, changes, message):
 def test_unknown_tensors_are_named(tmp_path):
     path = write(tmp_path / "a.gguf", {"general.architecture": "gemma3"}, {"v.blk.0.w": ("F32", (1,), bytes(4))})
     with pytest.raises(checkpoints.CheckpointError, match=r"v\.blk\.0\.w are not tensors"):
-        gemma.convert(Gguf(path), tmp_path / "out")
+        gemma.convert_gguf(Gguf(path), tmp_path / "out")
+
+
+def test_a_folder_with_other_files_is_not_written_to(tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/tokenizer.json").write_text("mine")
+    assert main(["convert", str(small_gemma(tmp_path / "g.gguf")), "--to", str(tmp_path / "out")]) == 2
+    assert "the folder has other files, and is not a checkpoint" in capsys.readouterr().err
+    assert [file.read_text() for file in (tmp_path / "out").iterdir()] == ["mine"]

@@ -54,7 +54,7 @@ def test_what_is_not_n_m_is_refused(tmp_path):
             write_packed(tmp_path / "a", {"w": array}, {"w": 1})
     with pytest.raises(CheckpointError, match=r"two tensors would have the name 'w\.values'"):
         write_packed(tmp_path / "a", {"w.values": np.ones(1), "w": np.zeros((1, 4))}, {"w": 1})
-    with pytest.raises(CheckpointError, match="groups of 512 cannot be packed"):
+    with pytest.raises(CheckpointError, match="1:512 cannot be packed: n must be less than m, and m at most 256"):
         write_packed(tmp_path / "a", {"w": np.zeros((1, 512))}, {"w": 1}, 1, 512)
     assert not (tmp_path / "a").exists()
 
@@ -70,10 +70,31 @@ def test_a_header_that_lies_is_told(tmp_path, about):
     write(tmp_path / "b.safetensors", tensors, {"nmjax": json.dumps(wrong)})
     with pytest.raises(CheckpointError, match="the values and places of 'w' are not what the entry 'nmjax' describes"):
         read_packed(tmp_path / "b.safetensors")
-    for metadata in ({}, {"nmjax": "no"}, {"nmjax": "[1]"}, {"nmjax": '{"w": {}}'}):
+    rest = '"m": 4, "axis": 1, "shape": [4, "x"]}}'
+    wrong = ['{"w": {"n": 2, ' + rest, '{"w": {"n": Infinity, ' + rest.replace('"x"', "8")]
+    for metadata in ({}, {"nmjax": "no"}, {"nmjax": "[1]"}, {"nmjax": '{"w": {}}'}, *({"nmjax": one} for one in wrong)):
         write(tmp_path / "b.safetensors", tensors, metadata)
         with pytest.raises(CheckpointError, match="no entry 'nmjax' that describes packed tensors"):
             read_packed(tmp_path / "b.safetensors")
+
+
+def test_places_that_are_not_bytes_are_told(tmp_path):
+    write_packed(tmp_path / "a.safetensors", {"w": np.zeros((4, 8), np.float16)}, {"w": 1})
+    tensors = read(tmp_path / "a.safetensors")
+    places = tensors["w.places"].astype(np.float32)
+    write(tmp_path / "b.safetensors", {**tensors, "w.places": places}, tensors.metadata)
+    with pytest.raises(CheckpointError, match="the values and places of 'w' are not what"):
+        read_packed(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [({"v": 1}, "axes names 'v', which is not a tensor"), ({"w": 5}, r"w has shape \(4, 8\), and so no axis 5")],
+)
+def test_axes_that_do_not_exist_are_told(axes, said, tmp_path):
+    with pytest.raises(CheckpointError, match=said):
+        write_packed(tmp_path / "a.safetensors", {"w": np.zeros((4, 8), np.float16)}, axes)
+    assert not list(tmp_path.iterdir())
 
 
 def test_places_beyond_a_group_are_told(tmp_path):
@@ -92,7 +113,7 @@ def test_the_command_packs_what_verify_finds(tmp_path, capsys):
     found, wanted = read_packed(tmp_path / "p.safetensors"), read(folder)
     assert {name: v.tobytes() for name, v in found.items()} == {name: v.tobytes() for name, v in wanted.items()}
     assert main(["export", str(folder), "--to", str(tmp_path / "p.bin")]) == 2
-    assert "ends with .onnx or .safetensors" in capsys.readouterr().err
+    assert "must end with .onnx or .safetensors" in capsys.readouterr().err
 
 
 def test_a_sparse_model_without_variables_is_not_saved(tmp_path):

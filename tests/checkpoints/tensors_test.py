@@ -140,6 +140,7 @@ REFUSED = [
     ("axes", {"a": entry(0, 1, shape=[1] * 65)}, "has 65 axes"),
     ("size", {"a": entry(0, 4, "F32", [2])}, r"of shape \(2,\) and dtype F32 has 8 bytes, and its data_offsets are"),
     ("huge", {"a": entry(0, 4, "F32", [2**62, 2**62])}, "has 85,070"),
+    ("huge without values", {"a": entry(0, 0, "F32", [0, 2**62])}, "the tensor 'a' of shape .* is too large"),
     ("overlap", {"a": entry(0, 4), "b": entry(2, 6)}, "the tensor 'b' overlaps the one before it"),
     ("same place", {"a": entry(0, 4), "b": entry(0, 4)}, "the tensor 'b' overlaps the one before it"),
     ("hole", {"a": entry(0, 4), "b": entry(5, 8)}, "the tensor 'b' begins 1 bytes after the one before"),
@@ -325,3 +326,18 @@ def test_opening_a_file_reads_only_what_is_used(tmp_path):
 def test_names_of_dtypes():
     """Those of the format. A dtype of JAX has one name."""
     assert len(files.NAMES) == len(DTYPES)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "said"),
+    [
+        ("w", {"a": 1}, "metadata must be strings by name"),
+        ("w", {1: "a"}, "metadata must be strings by name"),
+        ("a\ud800", None, "is not valid Unicode"),
+        ("w", {"a": "\ud800"}, "is not valid Unicode"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(name, metadata, said, tmp_path):
+    with pytest.raises(CheckpointError, match=said):
+        write(tmp_path / "m.safetensors", {name: np.zeros(1)}, metadata)
+    assert not list(tmp_path.iterdir())

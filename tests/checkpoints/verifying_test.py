@@ -196,3 +196,12 @@ def test_what_is_refused(tmp_path):
         verify(tmp_path, every="(")
     with pytest.raises(CheckpointError, match="the programs are torch, cusparselt, tensorrt, got 'onnx'"):
         verify(tmp_path, programs=["onnx"])
+
+
+def test_the_share_of_groups_that_break_the_pattern_is_shown(tmp_path):
+    x = pruned((8, 64), 1)
+    x[0, :] = 1  # 16 of 128 groups: more than are called a damaged pattern
+    report = found(tmp_path, {"w": x})
+    assert "no: 12 % of groups have more than 2" in str(report)
+    assert not report.broken
+    assert "no: 100 % of groups have more than 2" in str(found(tmp_path, {"w": np.ones((8, 64), np.float32)}))

@@ -14,6 +14,7 @@ import nmjax as nm
 from nmjax import oneshot
 from nmjax.models import GPT, Decoder, ViT
 from nmjax.nnx import blocks, calibration, one_shot
+from nmjax.nnx.taps import BLOCK
 
 RNG = np.random.default_rng(0)
 SMALL = {"width": 16, "depth": 3, "heads": 2, "hidden": 32}
@@ -65,6 +66,19 @@ def test_statistics_are_those_by_hand():
         assert found[path].tokens == 60
     assert nm.nnx.calibrate(model, batches)["layers/0"].moments is None
     assert list(nm.nnx.calibrate(model, batches, only="layers/2")) == ["layers/2"]
+
+
+@pytest.mark.parametrize("moments", [True, False])
+def test_many_rows_are_not_rounded_more_than_a_few(moments):
+    """Equal values are the worst case: each addition rounds in the same direction."""
+    count = 500 * BLOCK + 7
+    x = jnp.full((count, 2), 1.1)
+    found = nm.nnx.calibrate(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), [x], moments=moments)
+    exact = count * float(np.float32(1.1)) ** 2
+    own = found[""].moments if moments else found[""].squares
+    np.testing.assert_allclose(own, np.full(own.shape, exact), rtol=2e-5)
+    plain = float(jnp.einsum("ti,tj->ij", x, x, precision="highest")[0, 0])
+    assert abs(plain - exact) > 1e-4 * exact  # on a CPU
 
 
 def test_arguments_of_batches():
