@@ -5,7 +5,7 @@
 #   make test       the fast tests, on every core: about five minutes on two
 #   make test-all   all tests: also those that interpret kernels, start processes, run notebooks or take long (half an hour on two)
 #   make test-docs  the tests of the site, which need Sphinx
-#   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma. Needs Python 3.12; installs 325 MB
+#   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma; MiniLM. Needs Python 3.12; installs 410 MB
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
 #   make gallery    runs every page that needs no other data, and makes one index of their reports (half an hour on two)
 #   make notebooks  runs the notebooks again, and writes what they print and draw
