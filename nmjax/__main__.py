@@ -274,9 +274,9 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
         return batches, rows, f"{len(images)} images, {rows:,} patches"
     if not hasattr(model, "length"):
         raise ValueError(f"{source}: only models of texts and ViT can be calibrated here. Use nm.nnx.prune in Python.")
-    encoded = _encoded(source, texts.read_texts(asked.data, asked.examples))
-    tokens, types = [one.ids for one in encoded], [one.type_ids for one in encoded]
     vocabulary, length = model.tokens.num_embeddings, min(model.length, asked.length)
+    encoded = _encoded(source, vocabulary, texts.read_texts(asked.data, asked.examples))
+    tokens, types = [one.ids for one in encoded], [one.type_ids for one in encoded]
     if max(max(one, default=0) for one in tokens) >= vocabulary:
         raise ValueError(f"{source}: the tokenizer has tokens beyond the model's {vocabulary:,}, so it does not fit.")
     if isinstance(model, models.BERT):
@@ -310,9 +310,11 @@ def _images(path: Path, model: Any) -> np.ndarray:
     return images
 
 
-def _encoded(source: Path, found: list[tuple[str, str | None]]) -> list[Any]:
+def _encoded(source: Path, vocabulary: int, found: list[tuple[str, str | None]]) -> list[Any]:
     """Return texts as the checkpoint's own tokenizer encodes them."""
-    words = texts.tokenizer((source if source.is_dir() else source.parent) / "tokenizer.json")
+    file = (source if source.is_dir() else source.parent) / "tokenizer.json"
+    words = texts.tokenizer(file)
+    texts.check_size(words, vocabulary, file)
     return [words.encode(first, second) for first, second in found]
 
 

@@ -169,6 +169,9 @@ SPOILT = {
     "this is not text in UTF-8": lambda s, d: d.write_bytes(b"\xff\xfe\x00"),
     "the texts have fewer than 8 tokens": lambda s, d: lines(d, length=7),
     "there is no such file or folder": lambda s, d: d.unlink(),
+    "tokenizer.json has 20 tokens, but the model has 40. The tokenizer is that of another model": lambda s, d: (
+        s / "tokenizer.json"
+    ).write_text(re.sub(r',"w[23]\d":\d+', "", (s / "tokenizer.json").read_text().replace(" ", "").replace("\n", ""))),
     "the tokenizer has tokens beyond the model's 40": lambda s, d: (s / "tokenizer.json").write_text(
         (s / "tokenizer.json").read_text().replace('"w7": 7', '"w7": 77').replace('"w7":7', '"w7":77')
     ),

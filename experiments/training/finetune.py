@@ -17,6 +17,7 @@ from experiments.scale import shards
 from experiments.training import pretrained, settings, text as language
 from experiments.training.pretrained import Teacher
 from nmjax import checkpoints
+from nmjax.oneshot import texts
 
 OBJECTIVES = ("classify", "language")
 
@@ -265,12 +266,16 @@ def _model(path: Path) -> Any:
 
 
 def _check_tokens(splits: dict[str, labelled.Tokens], model: Any, path: Path) -> None:
-    """Refuse a tokenizer with more tokens than the model has."""
+    """Refuse a tokenizer with more tokens than the model has, or with far fewer."""
+    if not hasattr(model, "tokens"):
+        return
+    count, file = model.tokens.num_embeddings, path / "tokenizer.json"
+    with settings.as_mistake("config.weights"):
+        texts.check_size(labelled.tokenizer(path), count, file)
     greatest = max(int(one.tokens.max(initial=0)) for one in splits.values())
-    if hasattr(model, "tokens") and greatest >= model.tokens.num_embeddings:
+    if greatest >= count:
         raise Mistake(
-            f"{path}/tokenizer.json gives the token {greatest:,}, but the model has {model.tokens.num_embeddings:,}. "
-            "The tokenizer is that of another model."
+            f"{file} gives the token {greatest:,}, but the model has {count:,}. The tokenizer is that of another model."
         )
 
 

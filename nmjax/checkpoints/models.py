@@ -43,7 +43,7 @@ def load(
 
     Raises:
       CheckpointError: The kind of the checkpoint is not known; or tensors are missing, unexpected, or of another shape,
-        and the message lists all of them.
+        and the message lists them.
       OSError: A file cannot be read.
 
     >>> import tempfile, nmjax as nm

@@ -125,7 +125,7 @@ class Table:
           shapes: The shapes of the model's parameters by path.
 
         Raises:
-          CheckpointError: A tensor is missing, unexpected, or of another shape. The message lists all.
+          CheckpointError: A tensor is missing, unexpected, or of another shape. The message lists them.
         """
         parts = self._parts(list(shapes))
         named = {name for part in parts for name in part.theirs}

@@ -86,6 +86,24 @@ def tokenizer(file: str | os.PathLike[str]) -> Any:
     return found
 
 
+def check_size(words: Any, vocabulary: int, file: str | os.PathLike[str]) -> None:
+    """Refuse a tokenizer with far fewer tokens than a model. A few may be missing, because models round up.
+
+    Args:
+      words: The tokenizer.
+      vocabulary: The number of tokens of the model.
+      file: Its file, for the message.
+
+    Raises:
+      ValueError: It has less than three quarters of the tokens.
+    """
+    if words.get_vocab_size() < 0.75 * vocabulary:
+        raise ValueError(
+            f"{file} has {words.get_vocab_size():,} tokens, but the model has {vocabulary:,}. The tokenizer is that of "
+            "another model."
+        )
+
+
 def batches(tokens: list[list[int]], longest: int, size: int = 16) -> Iterator[np.ndarray]:
     """Return tokens in batches without padding: each text is cut to the largest length in `LENGTHS` that fits.
 

@@ -174,3 +174,14 @@ def test_a_linen_model_prunes_what_fits():
     plan = nm.linen.plan(model, x, recipe=nm.Recipe({".*": "s_ste(2,4) else dense"}))
     assert [layer.path for layer in plan.layers if layer.else_dense] == ["layers_0"]
     assert not plan.refused
+
+
+def test_a_slot_that_no_call_can_prune_is_dense_before_any_call():
+    """Both operands have rows for a kernel of 1, and for no larger one, however many tokens there are."""
+    model = nnx.Sequential(nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0)), nnx.Conv(8, 8, (1, 1), rngs=nnx.Rngs(0)))
+    text = "ste(2,4); drhs_g=rows(mvue(1,4),by='both')"
+    with pytest.raises(ValueError, match="layers/0: .*a convolution whose kernel is larger than 1.*Write by='own'"):
+        nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": text}))
+    nm.nnx.sparsify(model, nm.Recipe({".*": f"{text}; else dense"}))
+    found = {path: str(one.sparsity) for path, one in nm.nnx.sites(model).items()}
+    assert found == {"layers/0": "ste(2,4); else dense", "layers/1": f"{text}; else dense"}

@@ -293,6 +293,15 @@ def test_mistakes_are_told(change, message):
         program(PAGE, *words)
 
 
+def test_a_tokenizer_with_far_fewer_tokens_is_refused(tmp_path):
+    shutil.copytree(BERT, tmp_path / "b")
+    about = json.loads((BERT / "tokenizer.json").read_text())
+    about["model"]["vocab"] = {word: i for word, i in about["model"]["vocab"].items() if i < 25}
+    (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
+    with pytest.raises(Mistake, match="has 25 tokens, but the model has 40. The tokenizer is that of another model"):
+        program(PAGE, f"--config.weights={tmp_path}/b")
+
+
 def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
     shutil.copytree(BERT, tmp_path / "b")
     about = json.loads((BERT / "tokenizer.json").read_text())
