@@ -11,11 +11,13 @@ _PRODUCTS = ("ragged_dot_general", "conv_general_dilated")
 
 
 def keep_sparse(primitive: Any, *inputs: Any, **parameters: Any) -> Any:
-    """Keep the results of products with weights, and what ``drhs_lhs`` keeps of their inputs.
+    """Keep the results of products without batch axes, and what ``drhs_lhs`` keeps of the inputs of products.
 
-    The rest is computed again: norms, activation functions, and attention between its products with weights. So a
-    block keeps no input of an activation function or of a norm beside these results. It is a policy for
-    `jax.checkpoint` and `nnx.remat`, and that of models with ``lean=True``.
+    Products of layers with weights have no batch axes; convolutions and grouped products are kept too. The rest is
+    computed again: norms, activation functions, and the products of attention, whose batch axes are texts and heads;
+    also a product of weights with a batch axis, such as one of experts that is written as an einsum. So a block
+    keeps no input of an activation function or of a norm beside these results. It is a policy for `jax.checkpoint` and
+    `nnx.remat`, and that of models with ``lean=True``.
 
     Args:
       primitive, inputs, parameters: As `jax.checkpoint` calls a policy.

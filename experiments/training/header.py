@@ -32,7 +32,8 @@ def rows(program: Program) -> list[tuple[str, str]]:
     share = effective / dense
     effect = f"{number(dense)} dense, {number(effective)} effective ({share:.2f}), on average"
     found.append(("FLOPs a step", effect + expected_time(plan)))
-    found += [("memory", line) for line in savings.of_memory((layer.path, layer.kept) for layer in plan.layers)]
+    if not (model.get("remat") or model.get("lean")):  # then inputs of layers are computed again
+        found += [("memory", line) for line in savings.of_memory((layer.path, layer.kept) for layer in plan.layers)]
     if program.hardening_refusal:
         found.append(("hardened", f"not evaluated: {program.hardening_refusal}"))
     return found
@@ -126,13 +127,15 @@ def _products(runs: dict[str, int], backend: str) -> str:
 
     >>> _products({"packed": 12, "emulated": 2}, "auto")
     'pruned products: 12 on sparse tensor cores, 2 emulated, for the reasons in the plan'
+    >>> _products({"compacted": 24}, "auto")
+    'pruned products: 24 compacted to the chosen rows'
     """
     if not runs:
         return "nothing is pruned"
     if set(runs) == {"emulated"}:
         return "n:m products are emulated: zeros are multiplied"
-    words = {"packed": "on sparse tensor cores", "fp8": "dense in FP8"}
+    words = {"compacted": "compacted to the chosen rows", "packed": "on sparse tensor cores", "fp8": "dense in FP8"}
     if backend == "interpret":
-        words = {"packed": "in simulated kernels", "fp8": "in simulated FP8"}
+        words |= {"packed": "in simulated kernels", "fp8": "in simulated FP8"}
     words["emulated"] = "emulated, for the reasons in the plan"
     return "pruned products: " + ", ".join(f"{runs[how]} {text}" for how, text in words.items() if how in runs)

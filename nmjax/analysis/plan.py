@@ -272,7 +272,7 @@ class Plan:
 
     @property
     def runs(self) -> dict[str, int]:
-        """The number of pruned products that run "packed", "fp8" and "emulated", or are "refused"."""
+        """The number of pruned products that run "compacted", "packed", "fp8" and "emulated", or are "refused"."""
         return dict(Counter(route.how for layer in self.layers for _, route in layer.runs if route.how != "dense"))
 
     def __repr__(self) -> str:
@@ -365,7 +365,7 @@ class Plan:
                 ranges.setdefault(" and ".join(by_layer[paths[0]]), []).append(layer_paths.short(paths))
             where = "; ".join(f"{names} of {', '.join(layer_paths.gathered(paths))}" for names, paths in ranges.items())
             if len(results) == 1 and len(by_layer) == pruned:
-                where = "everywhere"
+                where = f"{next(iter(ranges))} everywhere" if how == "compacted" and len(ranges) == 1 else "everywhere"
             saved = savings.of_time([(by_path[p].flops, by_path[p].runs) for p in by_layer], why, self.speed)
             lines.append(f"{_HOW[how]} {where}: {why}{saved}")
         return lines + savings.of_memory((layer.path, layer.kept) for layer in self.layers)

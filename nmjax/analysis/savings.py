@@ -107,4 +107,7 @@ def of_memory(layers: Iterable[tuple[str, tuple[int, int]]]) -> list[str]:
     before, after = (sum(kept[i] for _, kept in less) / 2**20 for i in (0, 1))
     ranges = [layer_paths.short(paths) for paths in layer_paths.alike((path, None, path) for path, _ in less)]
     where = ", ".join(layer_paths.gathered(ranges))
-    return [f"Without remat, the backward pass keeps {after:.3g} of {before:.3g} MiB of the inputs of {where}"]
+    return [
+        f"Without remat, the backward pass keeps {after:.3g} of {before:.3g} MiB of the inputs of {where}. "
+        "An input that several layers read counts for each of them."
+    ]

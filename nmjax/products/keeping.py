@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from nmjax.core import fusion, groups, merging
 from nmjax.core.pruner import Pattern
-from nmjax.products.pruning import Operand
+from nmjax.products.pruning import Operand, lie_on_one_device
 
 KEPT = "nmjax_kept"
 """The name, for `jax.checkpoint`, of what dw needs of x, and of the results of kernels."""
@@ -54,7 +54,7 @@ def like(x: jax.Array) -> Like:
 def packed_pattern(pattern: Pattern | None, x: jax.Array, operand: Operand) -> Pattern | None:
     """Return the pattern of an operand if it has a packed form; else None.
 
-    It has none if it would not be smaller, or if its bits do not fill whole bytes.
+    It has none if it would not be smaller, or if its bits do not fill whole bytes, each on one device.
 
     Args:
       pattern: The operand's pattern along its contraction.
@@ -64,8 +64,9 @@ def packed_pattern(pattern: Pattern | None, x: jax.Array, operand: Operand) -> P
     if pattern is None or operand.ragged or operand.runs > 1:
         return None
     n, m = pattern
-    smaller = 8 * n * x.dtype.itemsize + m < 8 * m * x.dtype.itemsize
-    return pattern if smaller and merging.innermost(x.shape, operand.contract, math.lcm(m, 8)) is not None else None
+    smaller, block = 8 * n * x.dtype.itemsize + m < 8 * m * x.dtype.itemsize, math.lcm(m, 8)
+    fits = smaller and merging.innermost(x.shape, operand.contract, block) is not None
+    return pattern if fits and lie_on_one_device(x, operand.contract, block) else None
 
 
 def pack(x: Float[Array, "..."], operand: Operand, pattern: Pattern) -> Entries:

@@ -190,29 +190,60 @@ def check_shards(label: str, p: Pruner, x: Any, operand: Operand) -> None:
 
     It can be seen of a concrete array, of a shape that has one, and of what is traced on a mesh of explicit axes.
     """
-    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+    sharding = _sharding(x)
+    if sharding is None:
         return
     subject = f"{label} prunes an array of shape {x.shape}, sharded as {sharding.spec}"
-    names = [_names(entry) for entry in sharding.spec]
-    names += [()] * (len(x.shape) - len(names))
-    parts = [math.prod(sharding.mesh.shape[name] for name in axis) for axis in names]
+    names, parts = _parts(sharding, len(x.shape))
     if p.reorders and max(parts) > 1 and AxisType.Explicit in sharding.mesh.axis_types:
         raise ValueError(
             f"{subject}: its order gathers values of other devices, and on a mesh of explicit axes it would have to "
             "say so. Use automatic axes, or another method here."
         )
     for run in (operand.contract, operand.other[-1:] if p.tiles else ()):
-        merged_axes = merging.innermost(x.shape, run, p.block * operand.runs) or 0
-        for i, axis in enumerate(run[len(run) - merged_axes :]):
-            inner = math.prod(x.shape[a] for a in run[len(run) - merged_axes + i + 1 :])
-            whole_groups = i == 0 and x.shape[axis] // parts[axis] * inner % p.block == 0
-            if parts[axis] > 1 and not whole_groups:
-                raise ValueError(
-                    f"{subject}: its groups of {p.block} would lie on two devices, because axis {axis} has "
-                    f"{x.shape[axis]} values on {parts[axis]} devices. Shard another axis, use fewer devices along "
-                    f"{' and '.join(map(repr, names[axis]))}, or leave it dense (identity)."
-                )
+        axis = _cut_axis(x.shape, parts, run, p.block, operand.runs)
+        if axis is not None:
+            raise ValueError(
+                f"{subject}: its groups of {p.block} would lie on two devices, because axis {axis} has "
+                f"{x.shape[axis]} values on {parts[axis]} devices. Shard another axis, use fewer devices along "
+                f"{' and '.join(map(repr, names[axis]))}, or leave it dense (identity)."
+            )
+
+
+def lie_on_one_device(x: Any, contract: tuple[int, ...], block: int) -> bool:
+    """Return False if a group of values along the contraction lies on two devices, as far as `check_shards` sees.
+
+    Args:
+      x: An array, or its shape.
+      contract: The axes that the product contracts.
+      block: The size of a group.
+    """
+    sharding = _sharding(x)
+    return sharding is None or _cut_axis(x.shape, _parts(sharding, len(x.shape))[1], contract, block, 1) is None
+
+
+def _sharding(x: Any) -> NamedSharding | None:
+    """Return the sharding of an array or a shape, if it can be seen."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+
+
+def _parts(sharding: NamedSharding, ndim: int) -> tuple[list[tuple[str, ...]], list[int]]:
+    """Return the mesh axes that each axis of an array is cut along, and the number of parts."""
+    names = [_names(entry) for entry in sharding.spec]
+    names += [()] * (ndim - len(names))
+    return names, [math.prod(sharding.mesh.shape[name] for name in axis) for axis in names]
+
+
+def _cut_axis(shape: tuple[int, ...], parts: list[int], run: tuple[int, ...], block: int, runs: int) -> int | None:
+    """Return the first axis of ``run`` that is cut within a group of ``block`` values; None if no group is cut."""
+    merged = merging.innermost(shape, run, block * runs) or 0
+    for i, axis in enumerate(run[len(run) - merged :]):
+        inner = math.prod(shape[a] for a in run[len(run) - merged + i + 1 :])
+        whole_groups = i == 0 and shape[axis] // parts[axis] * inner % block == 0
+        if parts[axis] > 1 and not whole_groups:
+            return axis
+    return None
 
 
 def _names(entry: Any) -> tuple[str, ...]:

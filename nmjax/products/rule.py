@@ -16,6 +16,7 @@ time.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -286,6 +287,8 @@ def _ruled_backward(
             op, value = without_strides(product.op, prune(theirs)) if name == "drhs" else (product.op, prune(theirs))
             value = same_rows(value, slot, theirs, axes, few)
             pair = (few.values, value) if chosen == "g" else (value, few.values)
+            if getattr(op, "out_sharding", None) is not None:  # the rows that are left may lie on other axes
+                op = replace(op, out_sharding=jax.typeof(pair[0]).sharding)
             return _transposed(name, op, *pair, like, inputs.extra)
         if routes is None or not routes[name].uses_forms:
             return _transposed(name, product.op, prune(of_g), prune(other), like, inputs.extra)

@@ -117,7 +117,7 @@ class rows(Pruner):
                     f"{self} reads the norms of the other operand of a product, and there is none. Use it in a "
                     "backward slot, or write by='own'."
                 )
-            weights = weights * ctx.partner
+            weights = _relative(weights, axis, self.p.block) * _relative(ctx.partner, axis, self.p.block)
         return weights, ctx.replace(axes=Axes(None, ()), partner=None)
 
     @property
@@ -135,6 +135,14 @@ class rows(Pruner):
             return None
         weights, inner = self._weights(x, axis, ctx)
         return getattr(self.p, make)(weights, axis, inner)
+
+
+def _relative(size: jax.Array, axis: int, m: int) -> jax.Array:
+    """Return norms relative to the largest of their group, so that products neither overflow nor vanish."""
+    split = groups.split(size, axis, m)
+    most = jnp.max(split, axis + 1, keepdims=True)
+    scaled = split / jnp.where((most > 0) & jnp.isfinite(most), most, 1)
+    return groups.unsplit(scaled, axis)
 
 
 def _meaningless(p: Pruner) -> str | None:
