@@ -53,7 +53,7 @@ from nmjax.products.forms import (
 )
 from nmjax.products.keeping import KEPT, Entries, Like, like, unpack
 from nmjax.products.layout import CONTRACTED, OPERANDS
-from nmjax.products.operations import Operation
+from nmjax.products.operations import Conv, Dot, Operation
 from nmjax.products.pruning import Shaped, merged_operand
 from nmjax.products.routes import compacted_of, routes_of
 from nmjax.products.slot import BACKWARD
@@ -287,7 +287,7 @@ def _ruled_backward(
             op, value = without_strides(product.op, prune(theirs)) if name == "drhs" else (product.op, prune(theirs))
             value = same_rows(value, slot, theirs, axes, few)
             pair = (few.values, value) if chosen == "g" else (value, few.values)
-            if getattr(op, "out_sharding", None) is not None:  # the rows that are left may lie on other axes
+            if isinstance(op, (Dot, Conv)) and op.out_sharding is not None:  # rows that are left may lie on other axes
                 op = replace(op, out_sharding=jax.typeof(pair[0]).sharding)
             return _transposed(name, op, *pair, like, inputs.extra)
         if routes is None or not routes[name].uses_forms:
