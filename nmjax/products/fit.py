@@ -41,7 +41,7 @@ def fitting(
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs)]
     refused = {name: refusal.reason for name, refusal in slot_refusals(op, *shapes, sparsity, tokens_known)}
     if not tokens_known:
-        never = lambda name: partner_refusal(op, shapes[0], shapes[1], sparsity.slots[name]) is not None  # however many tokens
+        never = lambda name: partner_refusal(op, shapes[0], shapes[1], sparsity.slots[name]) is not None
         refused = {name: reason for name, reason in refused.items() if name not in TOKENS or never(name)}
     if sparsity.else_dense is True:
         whole = [name for name in refused if name not in TOKENS]
