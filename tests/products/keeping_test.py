@@ -141,6 +141,19 @@ def test_devices_keep_their_own_tokens(kind, text):
     assert not {"all-gather", "all-to-all", "collective-permute"} & {*compiled.as_text().replace("(", " ").split()}
 
 
+def test_bytes_that_would_lie_on_two_devices_are_not_packed():
+    """12 tokens on each device are whole groups of four, and one and a half bytes of bits."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    arrays = normal(0, 24, 16), normal(1, 16, 8), normal(2, 24, 8)
+    placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in zip(arrays, (P("d"), P(), P("d")), strict=True)]
+    text, operand = "drhs_lhs=mse(2,4)", Operand((0,), (1,), ())
+    assert packed_pattern((2, 4), arrays[0], operand) == (2, 4)
+    assert packed_pattern((2, 4), placed[0], operand) is None
+    with jax.set_mesh(mesh):
+        dw = jax.jit(lambda x, w, g: products(of(text), x, w, g))(*placed)[2]
+    np.testing.assert_allclose(dw, by_hand(text, arrays[0], arrays[2]), rtol=1e-4, atol=1e-4)
+
+
 def test_shard_map_sums_dw_over_devices():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     x, w, g = normal(0, 64, 32), normal(1, 32, 24), normal(2, 64, 24)

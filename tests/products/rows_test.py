@@ -213,6 +213,44 @@ def test_devices_gather_their_own_rows(kind, layout, text):
         assert not {"all-gather", "all-to-all", "collective-permute"} & {*compiled.as_text().replace("(", " ").split()}
 
 
+@pytest.mark.parametrize("tokens", [(8, 6), (8, 4)], ids=["merged tokens", "tokens of one axis"])
+@pytest.mark.parametrize("text", ["drhs_g=rows(mvue(1,4),by='both')", "drhs_lhs=rows(mvue(1,4))"])
+def test_texts_on_a_mesh_of_explicit_axes(text, tokens):
+    """The rows of merged tokens that are left do not lie on the axes of the result that the caller names."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    dims, out = (((2,), (0,)), ((), ())), P("d", None, None)
+    x, w, g = normal(0, *tokens, 16), normal(1, 16, 8), normal(2, *tokens, 8)
+    wanted = products(functools.partial(dot_of(dims, text), backend="xla"), x, w, g)
+    placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip((x, w, g), (out, P(), out), strict=True)]
+    f = functools.partial(dot_of(dims, text, out_sharding=out), backend="compact")
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(products, f))(*placed)
+    close(found, wanted)
+
+
+@pytest.mark.parametrize("backend", ["compact", "xla"])
+@pytest.mark.parametrize("text", ["drhs_g=rows(mse(1,4),by='both')", "drhs_lhs=rows(mse(1,4),by='both')"])
+@pytest.mark.parametrize("kind", ["texts", "merged texts", "batched", "convolution"])
+def test_rows_by_both_norms_by_hand(kind, text, backend):
+    """Of every four tokens the one with the largest product of norms is kept, as float64 NumPy chooses it."""
+    lead = (2, 6) if kind == "merged texts" else (2, 2, 4) if kind == "convolution" else (2, 8)
+    x, g = normal(0, *lead, 12), normal(1, *lead, 8)
+    w = normal(2, *((2,) if kind == "batched" else (1, 1) if kind == "convolution" else ()), 12, 8)
+    if kind == "convolution":
+        conv = as_conv(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        options = {"dimension_numbers": conv.dims, "sparsity": nm.parse(text), "backend": backend}
+        f = lambda x, w: nm.conv_general_dilated(x, w, (1, 1), "VALID", **options)
+    else:
+        batch = ((0,), (0,)) if kind == "batched" else ((), ())
+        f = functools.partial(dot_of((((2,), (1 if kind == "batched" else 0,)), batch), text), backend=backend)
+    dw = np.asarray(products(f, x, w, g)[2], np.float64)
+    a, b = (np.asarray(v, np.float64).reshape(-1, 4, v.shape[-1]) for v in (x, g))
+    first = (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)).argmax(-1)[:, None, None]
+    terms = np.take_along_axis(a, first, 1)[:, 0, :, None] * np.take_along_axis(b, first, 1)[:, 0, None, :]
+    wanted = terms.reshape(2, -1, 12, 8).sum(1) if kind == "batched" else terms.sum(0)
+    np.testing.assert_allclose(dw.reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_groups_that_lie_on_two_devices_are_refused():
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     w = jax.device_put(normal(1, 24, 8), NamedSharding(mesh, P("d")))

@@ -197,3 +197,14 @@ def test_axes_apart_have_rows_of_their_own():
     p = nm.rows(nm.mse(1, 4))
     found = p(x, 1, nm.Ctx(axes=Axes(2, (), (0,))))
     np.testing.assert_array_equal(found, jnp.stack([p(v, 0) for v in x]))
+
+
+@pytest.mark.parametrize("sizes", [(1e-25, 1e-15), (1e25, 1e15)])
+def test_products_of_both_norms_neither_vanish_nor_overflow(sizes):
+    """1e-40 and 1e40 are no numbers of float32. A factor of all rows changes no choice."""
+    x, partner = jnp.array([[3.0], [1.0], [2.0], [1.0]]), jnp.array([[1.0], [5.0], [1.0], [1.0]])
+    factors = lambda p, a, b: nm.rows(p, by="both").scales(a * x, 0, nm.Ctx(4, partner=b * partner))
+    assert factors(nm.mse(1, 4), *sizes).ravel().tolist() == [0, 1, 0, 0]
+    wanted = factors(nm.mvue(1, 4), 1.0, 1.0)
+    assert np.count_nonzero(wanted) == 1
+    np.testing.assert_allclose(factors(nm.mvue(1, 4), *sizes), wanted, rtol=1e-5)
