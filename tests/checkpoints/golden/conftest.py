@@ -1,3 +1,3 @@
 """The scripts need libraries that the tests do not need."""
 
-collect_ignore = ["make.py", "make_gguf.py"]
+collect_ignore_glob = ["make*.py"]
