@@ -178,10 +178,10 @@ def verify(
     ...     tensors = {"up": np.eye(32, 64, dtype=np.float16), "down": np.ones((64, 32), np.float16)}
     ...     write(folder + "/model.safetensors", tensors)
     ...     print(verify(folder, programs=["torch"]))
-     tensor   shape     dtype     non-zero   2:4                  torch
-     ──────────────────────────────────────────────────────────────────────────
-     up       32 x 64   float16   0.016      along axis 0 and 1   yes
-     down     64 x 32   float16   1.000      no                   it is not 2:4
+     tensor   shape     dtype     non-zero   2:4                                    torch
+     ────────────────────────────────────────────────────────────────────────────────────────────
+     up       32 x 64   float16   0.016      along axis 0 and 1                     yes
+     down     64 x 32   float16   1.000      no: 100 % of groups have more than 2   it is not 2:4
     """
     if not 1 <= n < m:
         raise ValueError(f"n must be at least 1 and less than m, got n={n} and m={m}.")
