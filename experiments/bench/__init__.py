@@ -4,6 +4,8 @@
     python -m experiments.bench transforms [--size 4096] [--rounds 9] [--save NAME]
     # sparse models, against the dense one
     python -m experiments.bench delivery [--rounds 9] [--save NAME]
+    # products with fewer rows, one by one
+    python -m experiments.bench compaction [--rounds 9] [--save NAME]
     # the time and memory of training steps, as they are felt
     python -m experiments.bench savings [--method TEXT ...] [--model GPT] [--rounds 9] [--save NAME]
     # runs, against a plain loop

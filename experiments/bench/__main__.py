@@ -10,7 +10,7 @@ from experiments import bench
 from experiments.bench.measure import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-TABLES = ("transforms", "delivery", "savings", "train", "runs", "scale", "pretrained", "kernels", "tune")
+TABLES = ("transforms", "delivery", "compaction", "savings", "train", "runs", "scale", "pretrained", "kernels", "tune")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,6 +63,7 @@ def main(argv: list[str]) -> int:
     tables = {
         "transforms": lambda: module.transforms(args.size, args.rounds),
         "delivery": lambda: module.delivery(args.rounds),
+        "compaction": lambda: module.compaction(args.rounds),
         "savings": lambda: module.savings(args.method or module.METHODS, args.rounds, args.model or module.MODELS),
         "train": lambda: module.train(args.config or module.PAGES, args.dir, args.rounds),
         "runs": lambda: module.runs(args.rounds),

@@ -1,5 +1,6 @@
 """Timing of functions, and tables of the times."""
 
+import ctypes
 import datetime
 import os
 import platform
@@ -88,6 +89,26 @@ def compiled(programs: dict) -> dict:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(programs, pool.map(one, programs.values()), strict=True))
+
+
+def peak_bytes(call: Callable) -> int | None:
+    """Return the bytes of resident memory that a call adds at its peak; None if the platform does not tell it."""
+    peak = Path("/proc/self/clear_refs")  # of Linux: writing 5 begins a new peak
+    if not peak.exists():
+        return None
+    jax.block_until_ready(call())
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, which keeps what was freed
+    if trim is not None:
+        trim(0)
+    peak.write_text("5")
+    before = _resident("VmRSS")
+    jax.block_until_ready(call())
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    """Return a number of bytes in the status of the process."""
+    return next(int(line.split()[1]) * 1024 for line in _lines("/proc/self/status") if line.startswith(name))
 
 
 def in_short(error: BaseException) -> str:

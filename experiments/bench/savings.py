@@ -15,11 +15,12 @@ import optax
 from flax import nnx
 
 import nmjax as nm
-from experiments.bench.measure import in_turn, markdown, over
+from experiments.bench.measure import in_turn, markdown, over, peak_bytes
 
 METHODS = (
     "drhs_g=rows(mvue(2,4))",
     "drhs_g=rows(mvue(1,4))",
+    "drhs_g=rows(mvue(1,64))",  # nearly nothing of dw is left: the most that rows in dw can save
     "drhs_g=rows(mvue(1,4),by='both')",
     "drhs_lhs=rows(mvue(1,4))",
     "drhs_lhs=mvue(2,4)",
@@ -102,28 +103,43 @@ def _table(title: str, make: Callable[..., Made], methods: Iterable[str], rounds
                 continue
             name = f"{text}, {kept}" if kept else text
             calls[name], facts[name] = _step(text, *make(**form))
+    peaks = {name: peak_bytes(call) for name, call in calls.items()}
     seconds = in_turn(calls, rounds)
     rows = {}
     for name, times in seconds.items():
+        peak, base = peaks[name], peaks["dense"]
         rows[f"`{name}`"] = [
             over(times, seconds["dense"]),
             facts[name]["memory"] / facts["dense"]["memory"],
+            peak / base if peak is not None and base else None,
             facts[name]["compile"] / facts["dense"]["compile"],
             f"{statistics.median(times) * 1e3:,.0f} ms, {facts[name]['memory'] / 2**20:,.0f} MiB, "
             f"{facts[name]['compile']:.1f} s",
         ]
     return markdown(
         title,
-        "Over the dense step in the same process: the median of the rounds' ratios, with the quartiles. Memory "
-        "is XLA's count of temporary memory. AdamW, float32.",
-        rows, ["", "time", "temporary memory", "trace and compile", "absolute"],
+        "Over the dense step in the same process: the median of the rounds' ratios, with the quartiles. Temporary "
+        "memory is XLA's count. The peak is the resident memory that a step adds to the process, which Linux tells. "
+        f"Each step is compiled once. AdamW, float32.{_left_dense(facts)}",
+        rows, ["", "time", "temporary memory", "peak of the process", "trace and compile", "absolute"],
     )  # fmt: skip
 
 
+def _left_dense(facts: dict[str, dict[str, float]]) -> str:
+    """Return a sentence about the layers that cannot take a method."""
+    left = [f"`{name}` in {fact['dense']:.0f}" for name, fact in facts.items() if fact["dense"]]
+    return f" Layers that a method does not fit are dense: {', '.join(left)}." if left else ""
+
+
 def _step(text: str, model: nnx.Module, loss: Callable, batch: Any) -> tuple[Callable[[], Any], dict[str, float]]:
-    """Return a training step as a call without arguments, and its memory and the seconds of its compilation."""
+    """Return a training step as a call without arguments, and facts about it.
+
+    The facts are its temporary memory, the seconds of its compilation, and the layers that stay dense.
+    """
     sparsity = replace(nm.parse(text), else_dense=True)  # rows of both operands are not those of larger kernels
-    nm.nnx.sparsify(model, nm.Recipe(((r"blocks/.*|stages/.*", sparsity), (r".*", "dense"))))
+    recipe = nm.Recipe(((r"blocks/.*|stages/.*", sparsity), (r".*", "dense")))
+    dense = sum(bool(layer.else_dense) for layer in nm.nnx.plan(model, jax.tree.leaves(batch)[0], recipe=recipe).layers)
+    nm.nnx.sparsify(model, recipe)
     nm.nnx.set_step(model, 1)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
@@ -143,4 +159,5 @@ def _step(text: str, model: nnx.Module, loss: Callable, batch: Any) -> tuple[Cal
         now[0], value = compiled(now[0], batch)
         return value
 
-    return call, {"memory": compiled.memory_analysis().temp_size_in_bytes, "compile": took}
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return call, {"memory": memory, "compile": took, "dense": dense}

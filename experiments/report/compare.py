@@ -15,6 +15,7 @@ from experiments.report.runs import Run, is_number, read, seconds
 from experiments.report.words import is_share, plus_minus, score
 
 DATA_DIFFER = "The runs have different data sets, so their scores cannot be compared."
+DEVICES_DIFFER = "The runs were made on different devices, so their times and their memory cannot be compared."
 MEMORY = ("device_memory", "process_memory")  # in lines of metrics; the first that a run has counts
 
 
@@ -205,6 +206,8 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
     if len({data for run in runs if (data := data_of(run.config))}) > 1:
         notes.insert(0, DATA_DIFFER)
+    if len({devices for run in runs if (devices := dict(run.about.get("header", ())).get("devices"))}) > 1:
+        notes.insert(0, DEVICES_DIFFER)
     return Comparison(metric, others, memory, by_config, names, rows, base, why, notes)
 
 

@@ -155,7 +155,7 @@ def kept_of_x(
     value = unpruned if slot.raw else x
     if ("drhs", "x") in product.compacted:
         return few_rows(product, slot, {slot.name: value}, axes, ctx)
-    by_kernel = product.routes is not None and product.routes["drhs"].uses_forms
+    by_kernel = product.routes is not None and product.routes["drhs"].takes("x")  # its form of x is kept
     pattern = packed_pattern(slot.pattern, x, axes[slot.name])
     if by_kernel or pattern is None:
         return None

@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from nmjax.core import groups, merging
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pattern
 from nmjax.core.refusal import Refusal
 from nmjax.products.operations import Conv, Operation, RaggedDot, result_shape
 from nmjax.products.pruning import Operand, Shaped, along
@@ -214,17 +213,17 @@ def without_strides(op: Operation, x: jax.Array) -> tuple[Operation, jax.Array]:
     return replace(op, window_strides=(1,) * len(op.window_strides)), lax.slice(x, [0] * x.ndim, x.shape, steps)
 
 
-_FLOPS_PER_BYTE = {"cpu": 12.0, "gpu": 300.0, "tpu": 300.0}
+FLOPS_PER_BYTE = {"cpu": 14.0, "gpu": 300.0, "tpu": 300.0}
 """The FLOPs of a dense product that take as long as moving one byte.
 
-On a CPU it was fitted to the times of single products. A CPU computes in float32, so narrower values cost as much
-there. On other devices it is the ratio of their data sheets.
+On a CPU it was fitted to the times of single products, which ``experiments.bench compaction`` measures. On other
+devices it is the ratio of their data sheets.
 """
 
 
 def expected(
-    op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, slots: Mapping[str, str], operand: str,
-    pattern: Pattern, platform: str,
+    op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, slots: Mapping[str, Slot], operand: str,
+    platform: str,
 ) -> float:  # fmt: skip
     """Return the time of a compacted product that is expected, as a share of the dense product's.
 
@@ -233,26 +232,40 @@ def expected(
     Args:
       op: The operation.
       lhs, rhs: The shapes of its operands.
-      slots: The operands of the product: x, w and g.
-      operand: The one whose rows are chosen.
-      pattern: (n, m).
+      slots: The slots of the product's operands: x, w and g.
+      operand: The one whose rows are chosen. Its slot has a pattern n:m.
       platform: "cpu", "gpu" or "tpu".
 
     Returns:
       The share; infinity if there is nothing to multiply.
     """
-    g = result_shape(op, lhs, rhs)
-    arrays = {"x": lhs, "w": rhs, "g": g}
     weight = op.operands(lhs.ndim, rhs.ndim)["fwd_rhs"]
     terms = math.prod(rhs.shape[a] for a in (*weight.contract, *(weight.space if isinstance(op, Conv) else ())))
-    flops = 2 * g.size * terms
+    flops = 2 * result_shape(op, lhs, rhs).size * terms
     if not flops:
         return math.inf
-    share = pattern[0] / pattern[1]
+    moved = moved_bytes(op, lhs, rhs, slots, operand, platform)
+    return _share(slots[operand]) + moved * FLOPS_PER_BYTE.get(platform, 300.0) / flops
+
+
+def moved_bytes(
+    op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, slots: Mapping[str, Slot], operand: str,
+    platform: str,
+) -> float:  # fmt: skip
+    """Return the bytes that choosing and gathering rows move. The arguments are those of `expected`.
+
+    A CPU computes in float32, so narrower values cost as much there.
+    """
+    arrays = {"x": lhs, "w": rhs, "g": result_shape(op, lhs, rhs)}
     least = 4 if platform == "cpu" else 1
     size = {name: arrays[name].size * max(arrays[name].dtype.itemsize, least) for name in slots}
-    moved = size[operand] + 2 * share * sum(size.values())  # read once for the norms; then read and written
-    return share + moved * _FLOPS_PER_BYTE.get(platform, 300.0) / flops
+    read = sum(size.values()) if slots[operand].pruner.reads_partner else size[operand]  # for the norms
+    return read + 2 * _share(slots[operand]) * sum(size.values())  # kept rows are read and written
+
+
+def _share(slot: Slot) -> float:
+    assert slot.pattern is not None
+    return slot.pattern[0] / slot.pattern[1]
 
 
 def _view(x: jax.Array, operand: Operand, m: int) -> _View:

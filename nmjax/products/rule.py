@@ -245,9 +245,9 @@ def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: I
     backward = {
         operand: {p: form for p, form in by_product.items() if p != "fwd"} for operand, by_product in forms.items()
     }
-    kept = jax.tree.map(
-        lambda v: checkpoint_name(v, KEPT), kept_of_x(product, x, w, inputs.lhs, inputs.ctx, inputs.extra)
-    )
+    name = partial(jax.tree.map, lambda v: checkpoint_name(v, KEPT))
+    backward |= {"x": name(backward["x"])} if "x" in backward else {}
+    kept = name(kept_of_x(product, x, w, inputs.lhs, inputs.ctx, inputs.extra))
     by_kernel = product.routes is not None and product.routes["drhs"].takes("x")  # its form of x is in `forms`
     drop = kept is not None or (by_kernel and not reads_partner(product))
     return y, Residuals(like(x) if drop else x, w, kept, inputs._replace(lhs=None) if drop else inputs, backward)

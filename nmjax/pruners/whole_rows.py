@@ -19,16 +19,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from nmjax.core import fusion, groups
+from nmjax.core.bases import ByParts
 from nmjax.core.context import Axes, Ctx
 from nmjax.core.pruner import Pattern, Pruner, check_inner
 from nmjax.pruners.input_norms import needs_norms
+from nmjax.pruners.nothing import identity
 
 
 @dataclass(frozen=True, repr=False)
-class rows(Pruner):
+class rows(ByParts):
     """Prune whole rows: ``p`` prunes the L2 norms of the rows, and each row is scaled as its norm was.
 
     A row is all that an array holds at one position along the axis. For a gradient of shape [tokens, features] it is
@@ -120,6 +123,10 @@ class rows(Pruner):
             weights = _relative(weights, axis, self.p.block) * _relative(ctx.partner, axis, self.p.block)
         return weights, ctx.replace(axes=Axes(None, ()), partner=None)
 
+    def at(self, step: int) -> Pruner:
+        now = self.p.at(step)
+        return now if now == identity else rows(now, self.by)
+
     @property
     def final(self) -> Pruner:
         return rows(self.p.final, self.by)
@@ -179,7 +186,7 @@ def scaled(x: Float[Array, "..."], scales: Float[Array, "..."]) -> Float[Array, 
 def norms(x: Float[Array, "..."], kept: tuple[int, ...]) -> Float[Array, "..."]:
     """Return the L2 norms over all other axes, without overflow or underflow of the squares.
 
-    Three sums are computed at once: of the squares, and of the squares of smaller and of larger multiples (Blue 1978).
+    Each row is divided by a power of two near its largest value, which is exact.
 
     Args:
       x: An array of floating-point numbers.
@@ -196,12 +203,11 @@ def norms(x: Float[Array, "..."], kept: tuple[int, ...]) -> Float[Array, "..."]:
     if not over:
         return jnp.abs(groups.wide(x))
     wide = groups.wide(x)
-    squares = lambda x, factor: jnp.sum(jnp.square(x * x.dtype.type(factor)), over, keepdims=True)
-    tiny = jnp.where(jnp.abs(wide) < 1, wide, 0)  # the others would overflow, and then have NaN as gradient
-    plain, of_small, of_large = squares(wide, 1.0), squares(tiny, 2.0**64), squares(wide, 2.0**-80)
-    small, large = plain < 2.0**-40, ~(plain < jnp.inf)
-    norm = _root(jnp.where(small, of_small, jnp.where(large, of_large, plain)))
-    return norm * jnp.where(small, 2.0**-64, jnp.where(large, 2.0**80, 1.0)).astype(norm.dtype)
+    most = lax.stop_gradient(jnp.max(jnp.abs(wide), over, keepdims=True))
+    range_ = int(jnp.finfo(wide.dtype).maxexp) - 2
+    exponent = jnp.where(jnp.isfinite(most), jnp.clip(jnp.frexp(most)[1], -range_, range_), 0)
+    power = lambda exponent: jnp.ldexp(jnp.ones((), wide.dtype), exponent)
+    return _root(jnp.sum(jnp.square(wide * power(-exponent)), over, keepdims=True)) * power(exponent)
 
 
 def _root(squares: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -154,13 +154,25 @@ def test_bytes_that_would_lie_on_two_devices_are_not_packed():
     np.testing.assert_allclose(dw, by_hand(text, arrays[0], arrays[2]), rtol=1e-4, atol=1e-4)
 
 
-def test_shard_map_sums_dw_over_devices():
+@pytest.mark.parametrize("text", ["drhs_lhs=mse(2,4)", "drhs_lhs=rows(mse(1,4))", "drhs_g=rows(mse(1,4))"])
+def test_shard_map_sums_dw_over_devices(text):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     x, w, g = normal(0, 64, 32), normal(1, 32, 24), normal(2, 64, 24)
-    inside = jax.shard_map(of("drhs_lhs=mse(2,4)"), mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    inside = jax.shard_map(of(text), mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
     _, dx, dw = jax.jit(lambda x, w, g: products(inside, x, w, g))(x, w, g)
-    np.testing.assert_allclose(dw, by_hand("drhs_lhs=mse(2,4)", x, g), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dw, by_hand(text, x, g), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(dx, g @ w.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["drhs_lhs=mse(2,4)", "drhs_lhs=rows(mvue(1,4))", "drhs_g=rows(mvue(1,4))"])
+def test_texts_that_devices_share(text):
+    """Each device has some of the texts."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    x, w, g = normal(0, 8, 16, 32), normal(1, 32, 24), normal(2, 8, 16, 24)
+    placed = [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in ((x, P("d")), (w, P()), (g, P("d")))]
+    with jax.set_mesh(mesh):
+        dw = jax.jit(lambda x, w, g: products(of(text, TOKENS), x, w, g))(*placed)[2]
+    np.testing.assert_allclose(dw, by_hand(text, x, g, TOKENS), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("text", ["drhs_lhs=rows(mvue(1,4))", "drhs_lhs=mse(2,4)"])

@@ -107,6 +107,30 @@ def test_packed_or_not_the_numbers_are_the_same(text):
 
 
 @pytest.mark.kernels
+def test_the_dense_operand_of_a_packed_dw_is_kept_in_its_packed_form():
+    """g is packed for the kernel, and x, which it reads whole, is kept as values and bits until then."""
+    s = nm.parse("drhs_g=mvue(2,4); drhs_lhs=mse(4,8)")  # 4:8 is no pattern of kernels
+    x, w = random((128, 256)), random((256, 128), 1)
+    f = lambda backend: lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, ctx=nm.Ctx(7, 3), backend=backend)
+    assert explain(as_dot(x, w, PLAIN), x, w, s, "interpret")["drhs"].operand == "g"
+    _, back = jax.vjp(f("interpret"), x, w)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(back)) - w.nbytes - 8  # and the words of the key
+    assert kept == x.nbytes * 9 // 16
+    near(everything(f("interpret"), x, w), everything(f("xla"), x, w))
+
+
+@pytest.mark.kernels
+def test_lean_keeps_the_packed_form_of_x():
+    s = nm.parse("drhs_lhs=mse(2,4)")
+    x, w = random((128, 256)), random((256, 128), 1)
+    f = lambda x, w: nm.dot_general(x, w, PLAIN, sparsity=s, backend="interpret")
+    lean = jax.checkpoint(lambda x, w: f(jnp.tanh(x), w), policy=nm.policies.keep_sparse)
+    _, back = jax.vjp(lean, x, w)
+    assert packers(jax.make_jaxpr(back)(jnp.ones((128, 128), x.dtype)).jaxpr) == []
+    near(everything(lean, x, w), everything(lambda x, w: f(jnp.tanh(x), w), x, w))
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_all_three_products_against_float64(backend):
     """Packed or not, what is left is one rounding to bf16 and those of float32 sums: 2^-8 of a result, 2^-22 of its terms."""

@@ -149,6 +149,20 @@ def test_a_note_says_that_data_sets_differ(tmp_path):
         assert (sentence in compare_table.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
 
 
+def test_a_note_says_that_devices_differ(tmp_path):
+    sentence = "The runs were made on different devices, so their times and their memory cannot be compared."
+    for n, (devices, differs) in enumerate([
+        (("1 x cpu", "1 x NVIDIA H200"), True),
+        (("1 x cpu", "1 x cpu"), False),
+        (("1 x cpu", None), False),  # not known
+    ]):  # fmt: skip
+        for name, method, own in zip("ab", ("dense", "mse"), devices, strict=True):
+            path = run(tmp_path / str(n) / name, method, 0, 0.9)
+            about = json.loads((path / "run.json").read_text())
+            (path / "run.json").write_text(json.dumps(about | ({} if own is None else {"header": [["devices", own]]})))
+        assert (sentence in compare_table.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
+
+
 def test_large_losses_and_equal_differences_say_nothing_wrong(tmp_path):
     for seed in (0, 1):
         run(tmp_path / f"a/d{seed}", "dense", seed, 1e90 * (1 + seed), flops=(10, 10))
