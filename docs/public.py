@@ -91,6 +91,7 @@ def _page(space: str, title: str) -> str:
 
 def _shows_members(value: type) -> bool:
     """Return whether a class is more than a value that users construct: pruners other than the bases are not."""
-    from nmjax.core.pruner import Grouped, Pruner
+    from nmjax.core.bases import Grouped
+    from nmjax.core.pruner import Pruner
 
     return not issubclass(value, Pruner) or value in (Pruner, Grouped)

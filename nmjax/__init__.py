@@ -24,8 +24,9 @@ from nmjax import (
 from nmjax.analysis import flops as flops, metrics as metrics
 from nmjax.analysis.picture import Picture as Picture, show as show
 from nmjax.core import groups as groups, random as random
+from nmjax.core.bases import Grouped as Grouped, Remembering as Remembering
 from nmjax.core.context import Ctx as Ctx
-from nmjax.core.pruner import Grouped as Grouped, Pruner as Pruner, Remembering as Remembering
+from nmjax.core.pruner import Pruner as Pruner
 from nmjax.kernels.format import Packed as Packed, pack as pack, unpack as unpack
 from nmjax.products.functions import (
     conv_general_dilated as conv_general_dilated,
@@ -52,6 +53,7 @@ from nmjax.pruners import (
     rows as rows,
     soft as soft,
     sr_ste as sr_ste,
+    stage as stage,
     stages as stages,
     ste as ste,
     transposable as transposable,

@@ -15,12 +15,12 @@ HOUSE = {
     "nmjax": {
         "core": (
             "versions", "refusal", "value", "names", "context", "fusion", "groups", "merging", "random", "paths",
-            "layer_paths", "pruner",
+            "layer_paths", "pruner", "bases",
         ),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
-            "transposable_mask", "estimators", "float8", "combinators", "remembering", "input_norms", "whole_rows",
-            "__init__",
+            "transposable_mask", "estimators", "float8", "combinators", "in_stages", "remembering", "input_norms",
+            "whole_rows", "__init__",
         ),
         "kernels": (
             "targets", "format", "limits", "tuning", "emulation", "instructions", "ampere", "hopper_geometry",
@@ -31,7 +31,7 @@ HOUSE = {
             "keeping", "applying", "rule", "functions", "sites",
         ),
         "recipes": ("methods", "text", "table", "missed"),
-        "analysis": ("flops", "refusals", "savings", "plan", "patterns", "metrics", "picture"),
+        "analysis": ("flops", "refusals", "savings", "runs", "plan", "patterns", "metrics", "picture"),
         "programs": ("parameters", "rewriting", "running", "sites", "transform", "__init__"),
         "policies": (),
         "optim": (),
@@ -67,9 +67,9 @@ HOUSE = {
             "page", "__init__", "compare", "compare_table", "compare_page", "index", "__main__",
         ),
         "training": (
-            "settings", "task", "state", "pretrained", "corner", "program", "hardest", "image", "text", "finetune",
-            "tasks", "provenance", "lock", "digest", "events", "board", "record", "seals", "checkpoints", "device",
-            "screen", "twin", "header", "meter", "breakdown", "profile", "run", "loop", "modes",
+            "settings", "task", "state", "pretrained", "corner", "program", "phases", "hardest", "image", "text",
+            "finetune", "tasks", "provenance", "lock", "digest", "events", "board", "record", "seals", "checkpoints",
+            "device", "screen", "twin", "header", "meter", "breakdown", "profile", "run", "loop", "modes",
         ),
         "load": (),
         "sweep": (),
@@ -80,8 +80,8 @@ HOUSE = {
             "one_shot", "recover", "rows", "narrower", "__main__",
         ),
         "bench": (
-            "measure", "collectives", "tune", "kernels", "delivery", "savings", "scale", "train", "runs", "pretrained",
-            "transforms", "__init__", "__main__",
+            "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",
+            "pretrained", "transforms", "__init__", "__main__",
         ),
         "recorded": (),
         "reproduce": (),

@@ -18,7 +18,7 @@ def rows(program: Program) -> list[tuple[str, str]]:
     config, task, plan = program.config, program.task, program.plan
     dense, effective = program.step_flops()
     found = [("devices", _devices(program))]
-    found.append(("computing", f"{config.dtype}, parameters float32; {_products(plan.runs, config.backend)}"))
+    found.append(("computing", f"{config.dtype}, parameters float32; {_by_phase(program)}"))
     if program.count > 1:
         found.append(("side by side", f"{program.count} runs; the figures of their steps on screen are the mean"))
     found += task.facts
@@ -120,6 +120,14 @@ def _rate(config: ConfigDict, total: int) -> str:
     if not warmup:
         return f"{c.peak:g}, {shape}"
     return f"{c.peak:g} after a warm-up of {warmup:,} {'step' if warmup == 1 else 'steps'}, then {shape}"
+
+
+def _by_phase(program: Program) -> str:
+    """Return in words how pruned products run, phase by phase."""
+    plan, backend = program.plan, program.config.backend
+    if not program.phases:
+        return _products(plan.runs, backend)
+    return "; ".join(f"from step {s:,}: {_products(plan.runs_at(s), backend)}" for s in (0, *program.phases))
 
 
 def _products(runs: dict[str, int], backend: str) -> str:

@@ -16,6 +16,7 @@ from experiments.scale.signals import Stop
 from experiments.training import device, settings, twin
 from experiments.training.checkpoints import Checkpoints, Restored
 from experiments.training.meter import Meter, fetched, mean, supplied
+from experiments.training.phases import Phases
 from experiments.training.profile import Profile
 from experiments.training.program import Program
 from experiments.training.run import Run
@@ -66,6 +67,9 @@ class Loop:
         self.profile.at(start, self.state, None, self.meter)
         with self.screen.progress(self.total, start):
             for step, arrays in zip(range(start, last), supplied(feed, self.warn_of_slow_feed), strict=False):
+                if step in self.program.phases and step > start:
+                    with self.meter.untimed():
+                        self.program = self.phases.change(step)
                 if self.program.measures and step % self.program.measures == 0:
                     self.measured_step(step, arrays)
                 else:
@@ -100,7 +104,8 @@ class Loop:
             with self.screen.busy("compiling"):
                 arrays = next(feed)
                 feed = itertools.chain([arrays], feed)
-                self.temporary = self.program.compile(arrays, self.program.measures > 0)
+                self.phases = Phases(self.program, arrays)
+                self.program, self.temporary = self.phases.begin(start, self.program.measures > 0)
         states = []
         for run, each in zip(self.runs.values(), restored, strict=True):
             first = self.program.init(np.uint32(run.config.seed)) if each.state is None else each.state

@@ -114,7 +114,7 @@ class Profile:
 
     def _write(self, trace: Path, arrays: Any) -> None:
         """Write the breakdown of a trace, and the trace under the names of scopes."""
-        program = self.program
+        program = self.program.in_phase((self.first or 0) + self.steps - 1)
         text = program.train.lower(program.shapes, arrays).compile().as_text()
         own = breakdown.instructions(text)
         name = text.partition("HloModule ")[2].partition(",")[0]

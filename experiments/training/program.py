@@ -7,7 +7,6 @@ import copy
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +46,7 @@ class Program:
       mesh: The devices, arranged.
       plan: The plan of the model.
       flops: Average FLOPs of a micro-step, dense and effective.
+      phases: The steps at which the training step becomes another program (`in_phase`).
       shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
       count: Number of runs that the functions serve at once (`beside`).
       one: The program of a single run.
@@ -70,6 +70,7 @@ class Program:
         self._refuse_plan()
         # Steps at which STEP gets sparse are known in the run only: its FLOPs are those of its sparsest step.
         self.flops = self.plan.training if self.steps_since else self.plan.over(self.total)
+        self.phases = () if self.steps_since else tuple(step for step in self.plan.phases if step < self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0
         places = self._set_state()
@@ -157,8 +158,9 @@ class Program:
           over: `over(f, *axes, out=0)` returns f for all runs at once, which lie along `axes` of its arguments.
         """
         whole = shards.whole(self.mesh)  # every process reads the results
-        train = over(self._train, RUNS, None, out=(RUNS, 0))
-        self.train = jax.jit(train, donate_argnums=0, out_shardings=(places, whole))
+        over_runs = lambda program: over(program._train, RUNS, None, out=(RUNS, 0))
+        self._train_of = lambda program: jax.jit(over_runs(program), donate_argnums=0, out_shardings=(places, whole))
+        self.train, self._by_phase = self._train_of(self), {}
         self.score = jax.jit(over(self._score, RUNS, None), out_shardings=whole)
         self.hard_score = jax.jit(over(self._hard_score, 0, None), out_shardings=whole)
         self.harden = jax.jit(over(self._harden, RUNS))
@@ -166,24 +168,20 @@ class Program:
         self.masks = jax.jit(over(self._masks, RUNS))
         self.flips = jax.jit(over(nm.metrics.flip_rates, 0, 0), out_shardings=whole)
 
-    def compile(self, arrays: Any, measure: bool) -> int | None:
-        """Compile the functions that a run begins with, in parallel. Return the bytes of temporary memory of a step.
+    def in_phase(self, step: int) -> "Program":
+        """Return the program of the phase that a step lies in. Only its `train` is another, and it computes the same.
 
-        Args:
-          arrays: What the feed yields.
-          measure: Compile the measurement of sparsity too.
+        It is right until the next of `phases`.
         """
-        jobs: list[tuple[Any, tuple]] = [
-            (self.train, (self.shapes, arrays)),
-            (self.compiled_init, (jnp.uint32(0), self.pretrained)),
-        ]
-        if measure:
-            jobs += [(self.measure, (self.shapes, arrays)), (self.masks, (self.shapes,))]
-        with ThreadPoolExecutor() as pool:
-            compile = lambda function, arguments: function.lower(*arguments).compile()
-            train, *_ = [job.result() for job in [pool.submit(compile, *job) for job in jobs]]
-        memory = train.memory_analysis()  # None if the platform does not tell
-        return memory and memory.temp_size_in_bytes
+        if not self.phases:
+            return self
+        start = max(start for start in (0, *self.phases) if start <= step)
+        if start not in self._by_phase:
+            program = copy.copy(self)
+            program.graph = nnx.split(nm.nnx.phase(nnx.clone(self.model), start))[0]
+            program.train = self._train_of(program)
+            self._by_phase[start] = program
+        return self._by_phase[start]
 
     # ---- several runs ----
 

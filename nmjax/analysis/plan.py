@@ -15,14 +15,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nmjax.analysis import flops, savings
-from nmjax.analysis.refusals import Use, backend_refusal, slot_refusal
+from nmjax.analysis import flops, runs, savings
+from nmjax.analysis.refusals import Use, slot_refusal
+from nmjax.analysis.runs import Phases, Runs
 from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
-from nmjax.products.layout import RESULTS
 from nmjax.products.operations import Conv, result_shape
 from nmjax.products.pruning import Operand, space_left
-from nmjax.products.routes import Route, explain
 from nmjax.products.slot import SLOTS, WEIGHT
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity, rescale, rows
@@ -96,6 +95,8 @@ class LayerPlan(NamedTuple):
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
       else_dense: (slot, reason) of the slots that its rule leaves empty, because they do not fit.
+      phases: (first step, routes) of each phase of its method (`Sparsity.phases`), from step 0 on; empty if it has
+        one, or if no example was given.
       kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``drhs_lhs`` is empty.
 
     >>> from nmjax.recipes.text import parse
@@ -112,9 +113,10 @@ class LayerPlan(NamedTuple):
     flops: int | None
     shares: tuple[float, float, float]
     hardened: str
-    runs: tuple[tuple[str, Route], ...] = ()
+    runs: Runs = ()
     else_dense: tuple[tuple[str, str], ...] = ()
     kept: tuple[int, int] = (0, 0)
+    phases: Phases = ()
 
 
 def hardened(sparsity: Sparsity) -> str:
@@ -177,28 +179,6 @@ def _auto_rescale(p: Pruner) -> rescale | None:
     if isinstance(p, rescale) and p.over == "auto":
         return p
     return next((found for part in p.parts if (found := _auto_rescale(part)) is not None), None)
-
-
-def runs_of(
-    sparsity: Sparsity, uses: list[Use], backend: str, packed_before: frozenset[str] = frozenset()
-) -> tuple[tuple[str, Route], ...]:  # fmt: skip
-    """Return the route of each product of a layer.
-
-    Args:
-      sparsity: The pruner of each slot.
-      uses: The products that a call asks the layer for. The first one counts.
-      backend: The layer's backend.
-      packed_before: The products whose weight is already packed.
-    """
-    if not uses:
-        return ()
-    runs: list[tuple[str, Route]] = []
-    for product, route in explain(uses[0].op, uses[0].lhs, uses[0].rhs, sparsity, backend, packed_before).items():
-        refusal = backend_refusal(product, route, backend, sparsity)
-        if refusal is not None:
-            route = route._replace(how="refused", why=refusal.reason)
-        runs.append((product, route))
-    return tuple(runs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -275,6 +255,20 @@ class Plan:
         """The number of pruned products that run "compacted", "packed", "fp8" and "emulated", or are "refused"."""
         return dict(Counter(route.how for layer in self.layers for _, route in layer.runs if route.how != "dense"))
 
+    def runs_at(self, step: int) -> dict[str, int]:
+        """Return `runs` in the phase of training that a step lies in (`nmjax.nnx.phase`).
+
+        Args:
+          step: The step.
+        """
+        now = [route.how for layer in self.layers for _, route in runs.at(layer.runs, layer.phases, step)]
+        return dict(Counter(how for how in now if how != "dense"))
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """The steps above 0 at which a phase of some layer begins. See `nmjax.nnx.phase`."""
+        return tuple(sorted({start for layer in self.layers for start, _ in layer.phases} - {0}))
+
     def __repr__(self) -> str:
         table = Table(box=box.SIMPLE, pad_edge=False)
         for title in _HEAD:
@@ -342,6 +336,7 @@ class Plan:
         ]
         lines += [f"Dense, as the rule says: {line}" for line in layer_paths.folded(left)]
         lines += self._route_notes()
+        lines += savings.of_memory((layer.path, layer.kept) for layer in self.layers)
         for alike in layer_paths.alike((path, reason, (path, reason)) for path, reason in self.refused):
             lines.append(f"REFUSED in {layer_paths.short([path for path, _ in alike])}: {alike[0][1]}")
         if refused:
@@ -349,29 +344,25 @@ class Plan:
         return lines
 
     def _route_notes(self) -> list[str]:
-        """Return a line for each route of pruned products: which layers take it, and why."""
-        results: dict[tuple[str, str], dict[str, list[str]]] = {}  # of each route, by layer
-        for layer in self.layers:
-            for product, route in layer.runs:
-                if route.how not in ("dense", "refused"):
-                    by_layer = results.setdefault((route.how, route.why), {})
-                    by_layer.setdefault(layer.path, []).append(RESULTS[product])
-        lines: list[str] = []
-        pruned = sum(layer.sparsity != Sparsity() for layer in self.layers)
-        by_path = {layer.path: layer for layer in self.layers}
-        for (how, why), by_layer in results.items():
-            ranges: dict[str, list[str]] = {}
-            for paths in layer_paths.alike((path, tuple(names), path) for path, names in by_layer.items()):
-                ranges.setdefault(" and ".join(by_layer[paths[0]]), []).append(layer_paths.short(paths))
-            where = "; ".join(f"{names} of {', '.join(layer_paths.gathered(paths))}" for names, paths in ranges.items())
-            if len(results) == 1 and len(by_layer) == pruned:
-                where = f"{next(iter(ranges))} everywhere" if how == "compacted" and len(ranges) == 1 else "everywhere"
-            saved = savings.of_time([(by_path[p].flops, by_path[p].runs) for p in by_layer], why, self.speed)
-            lines.append(f"{_HOW[how]} {where}: {why}{saved}")
-        return lines + savings.of_memory((layer.path, layer.kept) for layer in self.layers)
+        """Return lines that say who runs the products, in one program and in each phase."""
+        pruned = [layer for layer in self.layers if layer.sparsity != Sparsity()]
+        lines = runs.notes([(layer.path, layer.flops, layer.runs) for layer in pruned], self.speed)
+        if not self.phases:
+            return lines
+        lines = [f"Without nm.nnx.phase: {line}" for line in lines]
+        for start in (0, *self.phases):
+            now = [(layer.path, layer.flops, runs.at(layer.runs, layer.phases, start)) for layer in pruned]
+            left = self._at(start) / self.training[0]
+            found = runs.notes(now, self.speed) or ["All products are dense"]
+            lines += [f"From step {start:,} on, {left:.2f} of the FLOPs: {line}" for line in found]
+        return lines
+
+    def _at(self, step: int) -> float:
+        """Return the effective FLOPs of a forward and backward pass at a step."""
+        cost = ((layer.flops or 0) * sum(flops.effective(layer.sparsity, step)) for layer in self.layers)
+        return 3 * self.elsewhere + sum(cost)
 
 
-_HOW = {"compacted": "Compacted", "packed": "Packed", "fp8": "In FP8", "emulated": "Emulated (zeros are multiplied)"}
 _HEAD = ("layer", "slots", "left of\nfwd dx dw", "GFLOPs of\nall three", "hardened")
 
 

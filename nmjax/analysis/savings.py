@@ -88,7 +88,7 @@ def _kept_bytes(use: Use, sparsity: Sparsity, backend: str) -> tuple[int, int]:
     """Return the bytes of x, and those that the backward pass keeps of it."""
     x = jax.ShapeDtypeStruct(use.lhs.shape, use.lhs.dtype)
     dense, routes = x.size * x.dtype.itemsize, explain(use.op, use.lhs, use.rhs, sparsity, backend)
-    if routes["drhs"].uses_forms:
+    if routes["drhs"].takes("x"):
         return dense, dense  # a kernel keeps a form of its own
     product = StaticProduct(use.op, sparsity, None, None, compacted_in(routes))
     kept = jax.eval_shape(lambda x: kept_of_x(product, x, use.rhs, x, Ctx(random.words(0))), x)

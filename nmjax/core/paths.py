@@ -8,15 +8,17 @@ from nmjax.core.context import Ctx
 
 
 class Link(NamedTuple):
-    """One element of a path through nested chains: from a chain to one of its pruners.
+    """One element of a path: from a chain, or from stages, to one of its pruners.
 
     Args:
-      number: The index of the pruner in its chain, from 0.
-      count: The number of pruners in the chain.
+      number: The index of the pruner, from 0.
+      count: The number of pruners.
+      keyed: True if each pruner has a random key of its own, as in a chain.
     """
 
     number: int
     count: int
+    keyed: bool = True
 
 
 def with_part_key(ctx: Ctx, number: int) -> Ctx:
@@ -31,13 +33,13 @@ def follow(path: Sequence[Link], ctx: Ctx) -> Ctx:
       path: The path, as `NormalForm` holds it.
       ctx: The context of the pruner where the path begins.
     """
-    for number, count in path:
-        ctx = with_part_key(ctx, number)
+    for number, count, keyed in path:
+        ctx = with_part_key(ctx, number) if keyed else ctx
         if count == 1 or ctx.state is None:
             continue
         if not isinstance(ctx.state, (tuple, list)) or len(ctx.state) != count:
             raise ValueError(
-                f"a chain of {count} pruners has a tuple of {count} states: pass what its init(x, axis) returns."
+                f"a pruner of {count} parts has a tuple of {count} states: pass what its init(x, axis) returns."
             )
         ctx = ctx.replace(state=ctx.state[number])
     return ctx

@@ -46,7 +46,7 @@ class NormalForm(NamedTuple):
 # Members that describe what __call__ returns. A class that overrides __call__ does not inherit them.
 _PROMISES = (
     "reads_step", "has_prune_members", "has_prune_tile", "pattern", "pattern_across", "kept", "kept_across", "selects",
-    "normal_form", "growth",
+    "normal_form", "growth", "phases", "at",
 )  # fmt: skip
 
 
@@ -202,6 +202,19 @@ class Pruner(Value):
         """Return, as `kept` does, the largest share that a group along the other axis of a weight keeps."""
         return min((p.kept_across(step) for p in self.parts), default=1.0)
 
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """The steps at which the result of `at` changes. They rise and are above 0."""
+        return ()
+
+    def at(self, step: int) -> "Pruner":
+        """Return the pruner that this one is from a step until the next of its `phases`.
+
+        From that step on, both return the same values and gradients, and both have the same state. By default it is the
+        pruner itself.
+        """
+        return self
+
     # ---- slots and kernels ----
 
     def normal_form(self) -> NormalForm:
@@ -271,88 +284,6 @@ class Pruner(Value):
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
         """Return the state for step ``ctx.step``, given the array at that step and an earlier state, ``ctx.state``."""
         return join_states(p.refresh(x, axis, part) for p, part in zip(self.parts, split_ctx(self, ctx), strict=True))
-
-
-@dataclass(frozen=True, repr=False)
-class Grouped(Pruner):
-    """The base of pruners that keep at most n of every m consecutive values.
-
-    Args:
-      n: The number of values to keep in each group.
-      m: The size of a group.
-
-    Raises:
-      TypeError: ``n`` or ``m`` is not an integer.
-      ValueError: ``n`` does not lie between 1 and ``m``.
-
-    >>> from nmjax.pruners import mse
-    >>> mse(2, 4).block, mse(2, 4).pattern, mse(2, 4).kept()
-    (4, (2, 4), 0.5)
-    """
-
-    n: int
-    m: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if 1 <= self.n <= self.m:
-            return
-        problem = f"{self}: n must lie between 1 and m, because at most n of every m values are kept"
-        if 1 <= self.m < self.n:
-            meant = f"{type(self).__name__}({self.m},{self.n})" if len(fields(self)) == 2 else f"n={self.m}, m={self.n}"
-            raise ValueError(f"{problem}. Did you mean {meant}?")
-        raise ValueError(f"{problem}.")
-
-    @property
-    def block(self) -> int:
-        return self.m
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return (self.n, self.m) if self.n < self.m else None
-
-    def kept(self, step: int | None = None) -> float:
-        return self.n / self.m
-
-
-@dataclass(frozen=True, repr=False)
-class Remembering(Pruner):
-    """The base of pruners with a state of their own. A subclass defines `init` and `refresh`.
-
-    >>> import nmjax as nm
-    >>> isinstance(nm.hold(nm.mse(2, 4), every=10), nm.Remembering)
-    True
-    """
-
-    @property
-    def needs_state(self) -> bool:
-        return True
-
-    @property
-    def has_state(self) -> bool:
-        return True
-
-    def final_state(self, state: Any) -> Any:
-        return state
-
-
-@dataclass(frozen=True, repr=False)
-class SamePattern(Pruner):
-    """The base of pruners that wrap one pruner and keep its patterns.
-
-    Args:
-      p: The wrapped pruner.
-    """
-
-    p: Pruner
-
-    @property
-    def pattern(self) -> Pattern | None:
-        return self.p.pattern
-
-    @property
-    def pattern_across(self) -> Pattern | None:
-        return self.p.pattern_across
 
 
 def join_states(states: Iterable[Any]) -> Any:

@@ -10,8 +10,9 @@ import numpy as np
 from flax import linen as nn
 
 from nmjax.analysis import flops
-from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
+from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
+from nmjax.analysis.runs import runs_of
 from nmjax.analysis.savings import kept_of, speed_of
 from nmjax.linen.arguments import Product
 from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Path, Reached

@@ -25,6 +25,7 @@ from nmjax.nnx.calibration import (
 )
 from nmjax.nnx.declared import door as door
 from nmjax.nnx.delivery import (
+    phase as phase,
     reseed as reseed,
     reset_state as reset_state,
     set_step as set_step,

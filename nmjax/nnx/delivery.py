@@ -236,6 +236,7 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
         if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
             raise TypeError(f"set_step: {name} must be an integer, got {value!r}.")
     for layer, site in _with_sites(model):
+        _check_phase(site, step)
         try:
             if site.time is not None:
                 write(site.time, times(layer, step, micro))
@@ -248,6 +249,56 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
                 "outside the function that is differentiated, or merge a copy there: "
                 "nnx.merge(graphdef, state, copy=True)."
             ) from error
+
+
+def phase(model: Model, step: int | None) -> Model:
+    """Make the products of a model those of the phase of training that a step lies in.
+
+    A schedule ends at a step that is known before, such as the fading of `decay`, or a row of `stages`. From that step
+    on a product may run packed, which one program for all steps cannot know. Values, gradients and state stay the
+    same. A program that was compiled for another phase is traced again, so call this outside of `jit`, at the steps of
+    ``nm.nnx.plan(model).phases``. Calls that do not change the phase do nothing.
+
+    Args:
+      model: The model.
+      step: A step of training. The model is right for the steps from here until the next phase. None: it is right for
+        all steps, as `sparsify` makes it.
+
+    Returns:
+      The model itself.
+
+    Raises:
+      TypeError: ``step`` is not an int.
+      ValueError: ``step`` is negative, or no method in the model has phases.
+
+    >>> import nmjax as nm
+    >>> recipe = nm.Recipe(((".*", "mdgf(2,4,linear(1,0,700))"),))
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
+    >>> nm.nnx.plan(model).phases
+    (700,)
+    >>> nm.nnx.phase(model, 700).dot_general.now
+    fwd_rhs=ste(mse(2,4))
+    """
+    if step is not None and (type(step) is not int or step < 0):
+        kind = ValueError if isinstance(step, int) else TypeError
+        raise kind(f"phase: step must be an int of at least 0, known before a call, got {step!r}.")
+    changing = [(site, phases) for _, site in _with_sites(model) if (phases := site.sparsity.phases)]
+    if not changing and step is not None:
+        raise ValueError("phase: no method in the model has phases, so there is nothing to change. Leave the call out.")
+    for site, phases in changing:
+        site.phase = None if step is None else max(start for start in (0, *phases) if start <= step)
+    return model
+
+
+def _check_phase(site: Site, step: Any) -> None:
+    """Refuse a step of another phase than the model's, where it is known."""
+    if site.phase is None or isinstance(step, jax.core.Tracer):
+        return
+    if max(start for start in (0, *site.sparsity.phases) if start <= int(step)) != site.phase:
+        raise ValueError(
+            f"{site.name}: set_step({int(step)}) lies in another phase than that of step {site.phase}, which "
+            f"nm.nnx.phase has set. Call nm.nnx.phase(model, {int(step)}) first."
+        )
 
 
 def reset_state(model: Model) -> Model:

@@ -67,7 +67,7 @@ def _forms(layer: Layer, site: Site, products: Sequence[Example]) -> dict[FormKe
         ctx = layer_ctx((words, time, state), site.ranks)
         forms: dict[FormKey, Form] = {}
         for op, lhs, rhs, _ in products:
-            forms |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.sparsity, ctx, site.backend, name=site.name)
+            forms |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.now, ctx, site.backend, name=site.name)
         return forms
 
     return over(layer.stack, one)(layer.weight(), *site.arrays())

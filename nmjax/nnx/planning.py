@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from nmjax.analysis import flops
-from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, runs_of, slots_of
+from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
+from nmjax.analysis.runs import phases_of, runs_of
 from nmjax.analysis.savings import kept_of, speed_of
 from nmjax.core.refusal import Refusal
 from nmjax.nnx.checks import NO_LAYERS, fitted, layer_refusal, layer_slot_refusals, normalised
@@ -19,6 +20,7 @@ from nmjax.nnx.doors import Example, Layer
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import MARK, Notes, recording, traced, with_calls
 from nmjax.nnx.unreached import rule_paths, stack_of, unreached, wanted
+from nmjax.products.fit import in_phase
 from nmjax.products.forms import products_of
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
@@ -33,6 +35,7 @@ class _Planned(NamedTuple):
       sparsity: The pruner of each slot.
       backend: The backend, as in `Recipe`.
       packed_before: The products whose weight is already packed.
+      phase: The phase of its site, if one is set.
       stack: The axes of the kernel that stack layers.
       refused: The reason why the layer cannot be made sparse; None if it can, or if it stays dense.
       refused_slots: The reason of each slot that `sparsify` would refuse.
@@ -42,6 +45,7 @@ class _Planned(NamedTuple):
     sparsity: Sparsity
     backend: str = "auto"
     packed_before: frozenset[str] = frozenset()
+    phase: int | None = None
     stack: tuple[int, ...] = ()
     refused: Refusal | None = None
     refused_slots: Mapping[str, Refusal] = {}
@@ -66,7 +70,7 @@ def _planned_layers(
         if site is None:
             planned.append(_Planned(Sparsity(), stack=stack))
         else:
-            planned.append(_Planned(site.sparsity, site.backend, products_of(site.packed), stack))
+            planned.append(_Planned(site.sparsity, site.backend, products_of(site.packed), site.phase, stack))
     return planned
 
 
@@ -175,13 +179,15 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
     slots, shares = slots_of(sparsity, uses, bool(notes)), flops.effective(sparsity)
     reasons = {name: refusal.reason for name, refusal in planned.refused_slots.items()}
     slots = tuple(slot._replace(refused=slot.refused or reasons.get(slot.name)) for slot in slots)
-    runs, kept = (), (0, 0)
+    runs, kept, phases = (), (0, 0), ()
     if notes:
-        runs = runs_of(sparsity, uses, planned.backend, planned.packed_before)
+        how = uses, planned.backend, planned.packed_before
+        runs = runs_of(sparsity if planned.phase is None else in_phase(sparsity, planned.phase), *how)
+        phases = phases_of(sparsity, *how) if planned.phase is None else ()
         kept = kept_of(sparsity, uses, planned.backend)
     return LayerPlan(
         layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer, sparsity), runs,
-        (*planned.else_dense, *of_call), kept,
+        (*planned.else_dense, *of_call), kept, phases,
     )  # fmt: skip
 
 

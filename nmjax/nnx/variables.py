@@ -11,6 +11,7 @@ from flax.nnx import reprlib
 
 from nmjax.core.context import Ctx
 from nmjax.products import functions, rule, sites
+from nmjax.products.fit import in_phase
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
@@ -71,6 +72,7 @@ class Site(nnx.Module):
           example: The `Example` of the layer's product, if the layer itself does not say which it is.
         """
         self.example = nnx.static(example)
+        self.phase: int | None = None  # the first step of the phase that `nmjax.nnx.phase` has set
         self.path, self.sparsity, self.product, self.backend = path, sparsity, product, backend
         self.rank, self.stack = rank, stack
         self.words: NM | None = None
@@ -86,7 +88,7 @@ class Site(nnx.Module):
         self.check_one_layer(operands[2 if self.product is functions.einsum else 1].shape)
         with jax.named_scope(self.name):
             return self.product(
-                *operands, sparsity=self.sparsity, ctx=self.ctx(), backend=self.backend, name=self.name,
+                *operands, sparsity=self.now, ctx=self.ctx(), backend=self.backend, name=self.name,
                 packed=self.forms(), **options,
             )  # fmt: skip
 
@@ -104,15 +106,15 @@ class Site(nnx.Module):
             )
         with jax.named_scope(self.name):
             return rule.bilinear(
-                product.op, x, w, self.sparsity, self.ctx(), self.backend, name=self.name, extra=product.extra
+                product.op, x, w, self.now, self.ctx(), self.backend, name=self.name, extra=product.extra
             )
 
     def __nnx_repr__(self) -> Generator[reprlib.Object | reprlib.Attr, None, None]:
         """Yield what Flax prints of a site: its slots, a backend that was chosen, and the variables that it has."""
         yield reprlib.Object(type=type(self))
         for name in SLOTS:
-            if getattr(self.sparsity, name) != identity:
-                yield reprlib.Attr(name, getattr(self.sparsity, name))
+            if getattr(self.now, name) != identity:
+                yield reprlib.Attr(name, getattr(self.now, name))
         if self.backend != "auto":
             yield reprlib.Attr("backend", self.backend)
         for name, variables in (("words", self.words), ("time", self.time), ("state", self.state)):
@@ -138,6 +140,11 @@ class Site(nnx.Module):
                 f"{self.name}: its noise words or its time are not integers, for example because they were averaged. "
                 "Average nnx.state(model, nnx.Param) only."
             )
+
+    @property
+    def now(self) -> Sparsity:
+        """The method of the layer's products: in the phase that `nmjax.nnx.phase` has set, or at all steps."""
+        return self.sparsity if self.phase is None else in_phase(self.sparsity, self.phase)
 
     @property
     def name(self) -> str:

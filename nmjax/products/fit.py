@@ -56,6 +56,19 @@ def fitting(
     return replace(sparsity, **dict.fromkeys(dense, identity), else_dense=left), dense
 
 
+def in_phase(sparsity: Sparsity, step: int) -> Sparsity:
+    """Return `Sparsity.at` for a layer whose features fit the slots, as those of a sparse layer do.
+
+    Args:
+      sparsity: The method of the layer.
+      step: A step of the phase.
+    """
+    if sparsity.else_dense is True:  # what is left to decide is the number of tokens
+        tokens = tuple(name for name in TOKENS if not sparsity.slots[name].empty)
+        sparsity = replace(sparsity, else_dense=tokens)
+    return sparsity.at(step)
+
+
 def backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: Any) -> dict[str, Any]:
     """Return the input of each backward slot, given the pruned and the unpruned operands and the gradient."""
     return {

@@ -273,7 +273,8 @@ def _compacted(product: str, case: Case) -> Route | Refusal | None:
         return refusal
     if case.backend in ("xla", "pallas", "interpret"):
         return Refusal(f"backend={case.backend!r}")
-    share = compaction.expected(case.op, case.lhs, case.rhs, OPERANDS[product], operand, p.pattern, case.platform)
+    slots = {name: case.sparsity.slots[of] for name, of in OPERANDS[product].items()}
+    share = compaction.expected(case.op, case.lhs, case.rhs, slots, operand, case.platform)
     if case.backend == "auto" and share >= 1:
         return Refusal(f"on {p.pattern[0]} of {p.pattern[1]} rows, it is expected at {share:.2f} of the dense time")
     why = f"{p.pattern[0]}:{p.pattern[1]} of its rows, {share:.2f} of the dense time"
@@ -286,6 +287,8 @@ def _unpacked(slots: Mapping[str, Slot], patterns: Mapping[str, Pattern | None])
         p = patterns[operand]
         if p is not None:
             return Route("emulated", f"{operand} is {p[0]}:{p[1]}, but sparse tensor cores support only 2:4")
+        if slot.core == identity and slot.storage is None and not slot.raw:
+            continue  # a phase in which nothing is pruned
         if slot.pruner.block > 1:
             return Route("emulated", f"{slot} is not 2:4 at every step")
         if not slot.empty:

@@ -1,6 +1,6 @@
 """A method as a value: the pruners of the six slots."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -82,6 +82,39 @@ class Sparsity(Value):
     def backward(self) -> bool:
         """True if any backward slot prunes."""
         return any(not self.slots[name].empty for name in BACKWARD)
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """The steps at which the result of `at` changes. They rise and are above 0.
+
+        >>> import nmjax as nm
+        >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); drhs_g=stages(((0,identity),(30,mvue(2,4))))").phases
+        (11, 30, 70)
+        """
+        return tuple(sorted({step for slot in self.slots.values() for step in slot.pruner.phases}))
+
+    def at(self, step: int) -> "Sparsity":
+        """Return the method that this one is from a step until the next of its `phases`.
+
+        From that step on, both give the same values and gradients, and both have the same state. What a schedule
+        decides at every call is decided once here, so a kernel may run a product that is n:m from then on. A slot that
+        may be left dense stays as it is, unless its groups have the same size from then on.
+
+        Args:
+          step: A step, at least 0.
+
+        >>> import nmjax as nm
+        >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); drhs_g=stages(((0,identity),(30,mvue(2,4))))").at(70)
+        fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)
+        """
+        if step < 0:
+            raise ValueError(f"a method has no phase of step {step}: steps begin at 0.")
+        now = {name: slot.pruner.at(step) for name, slot in self.slots.items()}
+        for name, slot in self.slots.items():
+            may_be_dense = self.else_dense is True or (self.else_dense and name in self.else_dense)
+            if may_be_dense and now[name].block != slot.pruner.block:
+                now[name] = slot.pruner
+        return replace(self, **now)
 
     def init(
         self, rhs: jax.Array, *, contract: int | tuple[int, ...], out: int | tuple[int, ...],

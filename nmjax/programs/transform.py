@@ -12,8 +12,9 @@ import numpy as np
 
 from nmjax.analysis import flops
 from nmjax.analysis.patterns import checked
-from nmjax.analysis.plan import LayerPlan, Plan, hardened, runs_of, slots_of
+from nmjax.analysis.plan import LayerPlan, Plan, hardened, slots_of
 from nmjax.analysis.refusals import Use, fitting_all, slot_refusal
+from nmjax.analysis.runs import runs_of
 from nmjax.analysis.savings import kept_of, speed_of
 from nmjax.core.context import Ctx
 from nmjax.core.value import Value

@@ -3,9 +3,10 @@
 A new pruner is one file here, and its name in this file and in ``nmjax/__init__.py``. Texts know what this file
 exports. A pruner outside this repository needs none of these: texts name it as ``module:name``."""
 
-from nmjax.pruners.combinators import chain as chain, raw as raw, rescale as rescale, stages as stages
+from nmjax.pruners.combinators import chain as chain, raw as raw, rescale as rescale
 from nmjax.pruners.estimators import decay as decay, sr_ste as sr_ste, ste as ste
 from nmjax.pruners.float8 import fp8 as fp8
+from nmjax.pruners.in_stages import stage as stage, stages as stages
 from nmjax.pruners.input_norms import ria as ria, wanda as wanda
 from nmjax.pruners.magnitude import mse as mse
 from nmjax.pruners.nothing import identity as identity

@@ -1,25 +1,23 @@
 """Combinators: pruners made of other pruners."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from nmjax.core import fusion, groups
+from nmjax.core.bases import ByParts, SamePattern
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link, with_part_key
-from nmjax.core.pruner import NormalForm, Pattern, Pruner, SamePattern, check_inner, join_states, split_ctx
+from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, split_ctx
 from nmjax.core.value import show
-from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
-from nmjax.pruners.schedules import check_rows, row_at
 
 
 @dataclass(frozen=True, repr=False, init=False)
-class chain(Pruner):
+class chain(ByParts):
     """Apply pruners one after another, each to the result of the one before it.
 
     Args:
@@ -105,6 +103,9 @@ class chain(Pruner):
         for i, (p, part) in enumerate(zip(self.parts, split_ctx(self, ctx), strict=True)):
             yield p, with_part_key(part, i)
 
+    def at(self, step: int) -> Pruner:
+        return chain(*(p.at(step) for p in self.parts))
+
     @property
     def final(self) -> Pruner:
         return chain(*(p.final for p in self.parts))
@@ -131,97 +132,7 @@ def _sparsest(patterns: Iterable[Pattern | None]) -> Pattern | None:
 
 
 @dataclass(frozen=True, repr=False)
-class stages(Pruner):
-    """Use different pruners in different phases of training.
-
-    Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity
-    Training in Transformers", arXiv:2402.04744.
-
-    Examples are the structure decay of this paper (SdGf) and a dense phase at the end. Step t uses
-    the last row whose first step is <= t. Each row's state is initialized at its first step. If every row is `identity`
-    or `mse` with the same m, one call with a traced n serves all rows. Otherwise `lax.switch` selects the row.
-
-    Args:
-      rows: Pairs (first step, pruner). The first pair begins at step 0, and first steps increase.
-
-    Raises:
-      TypeError: A row holds no pruner.
-      ValueError: A row is not a pair, the first step is not 0, steps do not increase, or a pruner must be outermost.
-
-    >>> stages(((0, identity), (100, mse(3, 4)), (200, mse(2, 4))))(jnp.arange(1., 5.), ctx=Ctx(step=150))
-    Array([0., 2., 3., 4.], dtype=float32)
-    """
-
-    rows: tuple[tuple[int, Pruner], ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rows(self, self.rows)
-        check_inner(self, *self.parts, allow_gradient_rules=True)
-
-    @property
-    def parts(self) -> tuple[Pruner, ...]:
-        return tuple(p for _, p in self.rows)
-
-    @property
-    def selects(self) -> bool:
-        return all(p.selects for p in self.parts)
-
-    def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        if self._one_m() is not None:
-            return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
-        return self._switch(ctx, lambda p, part: p(x, axis, part))
-
-    def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        m = self._one_m()
-        if m is not None:
-            ns = jnp.array([p.n if isinstance(p, mse) else m for p in self.parts], jnp.int32)
-            return groups.top(x, axis, ns[row_at(self.rows, ctx.step)], m)
-        return self._switch(ctx, lambda p, part: p.mask(x, axis, part))
-
-    def _one_m(self) -> int | None:
-        """Return m if all rows are `mse` with this m or `identity`, at least one `mse`. Otherwise return None."""
-        sizes = {p.m for p in self.parts if type(p) is mse}
-        same = all(type(p) is mse or p == identity for p in self.parts)
-        return sizes.pop() if same and len(sizes) == 1 else None
-
-    def _switch(self, ctx: Ctx, call: Callable[[Pruner, Ctx], jax.Array]) -> jax.Array:
-        """Call the pruner of the row that applies."""
-
-        def branch(i: int, p: Pruner) -> Callable[[list[Ctx]], jax.Array]:
-            return lambda contexts: call(p, contexts[i])
-
-        branches = [branch(i, p) for i, p in enumerate(self.parts)]
-        return lax.switch(row_at(self.rows, ctx.step), branches, split_ctx(self, ctx))
-
-    @property
-    def noise_without_rule(self) -> bool:
-        return any(p.noise_without_rule for p in self.parts)
-
-    def kept(self, step: int | None = None) -> float:
-        return super().kept(step) if step is None else self._row(step).kept(step)
-
-    def kept_across(self, step: int | None = None) -> float:
-        return super().kept_across(step) if step is None else self._row(step).kept_across(step)
-
-    def _row(self, step: int) -> Pruner:
-        return self.parts[int(row_at(self.rows, step))]
-
-    @property
-    def final(self) -> Pruner:
-        return self.parts[-1].final
-
-    def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
-        contexts = split_ctx(self, ctx)
-        rows = zip(self.rows, contexts, strict=True)
-        return join_states(_row_state(start, p, x, axis, part) for (start, p), part in rows)
-
-    def final_state(self, state: Any) -> Any:
-        return self.parts[-1].final_state(split_ctx(self, Ctx(state=state))[-1].state)
-
-
-@dataclass(frozen=True, repr=False)
-class rescale(SamePattern):
+class rescale(ByParts, SamePattern):
     """Multiply the kept values so that the L1 norm is that of the array before pruning.
 
     Paper: McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning", arXiv:2202.00774.
@@ -291,7 +202,7 @@ class rescale(SamePattern):
 
 
 @dataclass(frozen=True, repr=False)
-class raw(SamePattern):
+class raw(ByParts, SamePattern):
     """Make a backward slot prune the original operand.
 
     Without `raw` it prunes the value that the forward product used. `raw` must be the outermost
@@ -329,14 +240,3 @@ class raw(SamePattern):
     @property
     def final(self) -> Pruner:
         return raw(self.p.final)
-
-
-def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
-    """Return the state of one row of `stages`, initialized at the first step of the row."""
-    if not p.has_state:
-        return None
-    refreshed = p.refresh(x, axis, ctx)
-    if start == 0:
-        return refreshed
-    fresh = lambda: p.init(x, axis, ctx.replace(state=None))
-    return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: refreshed)

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nmjax.core.bases import ByParts, SamePattern
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import NormalForm, Pruner, SamePattern, check_inner
+from nmjax.core.pruner import NormalForm, Pruner, check_inner
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import Schedule
 
@@ -46,7 +47,7 @@ class Estimator(Pruner):
 
 
 @dataclass(frozen=True, repr=False)
-class SameValues(SamePattern, Estimator):
+class SameValues(ByParts, SamePattern, Estimator):
     """The base of gradient rules whose call returns what their part returns."""
 
     @property
@@ -205,6 +206,28 @@ class decay(Pruner):
 
     def _fades(self, step: int | None) -> bool:
         return step is not None and float(self.schedule(step)) != 0
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.p.phases, *filter(None, self._ends)}))
+
+    @property
+    def _ends(self) -> tuple[int | None, int | None]:
+        """The steps at which values begin to fade, and from which they have faded; None where that is not known."""
+        first, last = getattr(self.schedule, "moves", (None, None))
+        with jax.ensure_compile_time_eval():
+            whole = first is not None and float(self.schedule(first - 1)) == 1 and not self.p.has_state
+            gone = last is not None and float(self.schedule(last)) == 0
+        return (first if whole and first > 1 else None), (last if gone else None)  # step 0 alone is no phase
+
+    def at(self, step: int) -> Pruner:
+        """Return `identity` before values fade, and the part when they have faded, with this gradient."""
+        (first, last), now = self._ends, self.p.at(step)
+        if last is not None and step >= last:
+            return ste(now) if self.gradient == "ste" else now
+        if first is not None and step < first:
+            return identity
+        return replace(self, p=now)
 
     @property
     def final(self) -> Pruner:

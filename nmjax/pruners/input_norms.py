@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core import groups
+from nmjax.core.bases import Grouped, Remembering
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped, Pruner, Remembering
+from nmjax.core.pruner import Pruner
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core import fusion, groups
+from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped
 
 
 @dataclass(frozen=True, repr=False)

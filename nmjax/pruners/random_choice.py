@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from nmjax.core import groups, random
+from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,6 +21,10 @@ Schedule = Callable[[Any], Any]
 """A function from a step to a scalar."""
 
 
+Moves = tuple[int, int | None]
+"""(first, last): a schedule has one value before the first step, and one from the last step on (None: it goes on)."""
+
+
 @dataclass(frozen=True, repr=False)
 class constant(Value):
     """Return the same value at every step.
@@ -33,6 +37,10 @@ class constant(Value):
     """
 
     value: float
+
+    @property
+    def moves(self) -> Moves:
+        return 0, 0
 
     def __call__(self, step: Step) -> Float32[Array, ""]:
         return jnp.float32(self.value)
@@ -51,6 +59,10 @@ class _Ramp(Value):
         super().__post_init__()
         if self.steps < 1:
             raise ValueError(f"{self}: steps must be at least 1, got {self.steps}.")
+
+    @property
+    def moves(self) -> Moves:
+        return self.begin + 1, self.begin + self.steps
 
     def __call__(self, step: Step) -> Float32[Array, ""]:
         share = self._share(jnp.clip((jnp.asarray(step).astype(jnp.float32) - self.begin) / self.steps, 0, 1))
@@ -120,6 +132,10 @@ class exponential(Value):
     begin: int = 0
     end: int | None = None
 
+    @property
+    def moves(self) -> Moves:
+        return self.begin + 1, self.end
+
     def __call__(self, step: Step) -> Float32[Array, ""]:
         step = jnp.asarray(step).astype(jnp.float32)
         decayed = jnp.exp(-self.rate * jnp.maximum(step - self.begin, 0))
@@ -146,6 +162,10 @@ class stairs(Value):
         super().__post_init__()
         check_rows(self, self.rows)
         object.__setattr__(self, "rows", tuple((start, constant(value).value) for start, value in self.rows))
+
+    @property
+    def moves(self) -> Moves:
+        return self.rows[min(1, len(self.rows) - 1)][0], self.rows[-1][0]
 
     def __call__(self, step: Step) -> Float32[Array, ""]:
         return jnp.array([value for _, value in self.rows], jnp.float32)[row_at(self.rows, step)]

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from nmjax.core import fusion, groups
+from nmjax.core.bases import Grouped, Remembering
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped, Remembering
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,8 +24,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from nmjax.core import fusion, groups
+from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped, Pattern
+from nmjax.core.pruner import Pattern
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,8 +19,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from nmjax.core import fusion, groups
+from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped
 from nmjax.core.random import fold, words
 from nmjax.pruners.unbiased import above_zero, group_uniforms, weights
 

@@ -23,8 +23,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from nmjax.core import fusion, groups, random
+from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Grouped
 
 
 @dataclass(frozen=True, repr=False)

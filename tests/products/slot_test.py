@@ -10,7 +10,7 @@ import pytest
 import nmjax as nm
 from nmjax.core.paths import Link
 from nmjax.products.slot import SLOTS, as_slot
-from nmjax.pruners import combinators, estimators, remembering
+from nmjax.pruners import combinators, estimators, in_stages, remembering
 
 mse, mvue, soft, fp8, identity = nm.mse(2, 4), nm.mvue(2, 4), nm.soft(2, 4), nm.fp8("e4m3"), nm.identity
 held, both = nm.hold(nm.mse(2, 4), every=5), nm.transposable(2, 4)
@@ -63,6 +63,7 @@ ROWS = [
     Row("drhs_g", nm.stages(((0, identity), (5, mse))), nm.stages(((0, identity), (5, mse))), "stages(((0,identity),(5,mse(2,4))))", pattern=None),
     Row("dlhs_g", nm.rescale(mse), nm.rescale(mse), "rescale(mse(2,4))"),
     Row("fwd_rhs", nm.ste(held), held, "ste(hold(mse(2,4),every=5))", rule=True),
+    Row("fwd_rhs", nm.stage(nm.stages(((0, held), (5, mse))), 3), held, "stage(stages(((0,hold(mse(2,4),every=5)),(5,mse(2,4)))),3)", path=(Link(0, 2, keyed=False),)),
     Row("dlhs_rhs", nm.permute(mse), nm.permute(mse), "permute(mse(2,4))", pattern=None),
 ]  # fmt: skip
 
@@ -79,9 +80,9 @@ def test_the_normal_form_is_that_of_the_table(row):
 
 def test_the_table_has_every_combinator():
     there = {type(p).__name__ for row in ROWS for p in _all(row.p)}
-    made_of_pruners = [v for file in (combinators, estimators, remembering) for v in vars(file).values()]
+    made_of_pruners = [v for file in (combinators, estimators, in_stages, remembering) for v in vars(file).values()]
     known = {c.__name__ for c in made_of_pruners if isinstance(c, type) and issubclass(c, nm.Pruner)}
-    assert known - {"Pruner", "Remembering", "Estimator", "SameValues", "SamePattern"} == there & known
+    assert known - {"Pruner", "ByParts", "Remembering", "Estimator", "SameValues", "SamePattern"} == there & known
     assert len(there & known) >= 9
 
 
@@ -114,7 +115,7 @@ def test_storage_rounds_by_the_key_that_a_chain_would_give_it():
 
 def test_a_chains_state_must_fit_its_parts():
     slot = as_slot("fwd_rhs", nm.ste(nm.chain(soft, fp8)))
-    with pytest.raises(ValueError, match="a chain of 2 pruners has a tuple of 2 states"):
+    with pytest.raises(ValueError, match="a pruner of 2 parts has a tuple of 2 states"):
         slot.core_context(nm.Ctx(state={"fwd_rhs": jnp.float32(1)}))
 
 

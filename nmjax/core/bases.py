@@ -1,0 +1,106 @@
+"""Bases of pruners: with groups, with a state of their own, and made of other pruners."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from nmjax.core.pruner import Pattern, Pruner
+
+
+@dataclass(frozen=True, repr=False)
+class Grouped(Pruner):
+    """The base of pruners that keep at most n of every m consecutive values.
+
+    Args:
+      n: The number of values to keep in each group.
+      m: The size of a group.
+
+    Raises:
+      TypeError: ``n`` or ``m`` is not an integer.
+      ValueError: ``n`` does not lie between 1 and ``m``.
+
+    >>> from nmjax.pruners import mse
+    >>> mse(2, 4).block, mse(2, 4).pattern, mse(2, 4).kept()
+    (4, (2, 4), 0.5)
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 1 <= self.n <= self.m:
+            return
+        problem = f"{self}: n must lie between 1 and m, because at most n of every m values are kept"
+        if 1 <= self.m < self.n:
+            meant = f"{type(self).__name__}({self.m},{self.n})" if len(fields(self)) == 2 else f"n={self.m}, m={self.n}"
+            raise ValueError(f"{problem}. Did you mean {meant}?")
+        raise ValueError(f"{problem}.")
+
+    @property
+    def block(self) -> int:
+        return self.m
+
+    @property
+    def pattern(self) -> Pattern | None:
+        return (self.n, self.m) if self.n < self.m else None
+
+    def kept(self, step: int | None = None) -> float:
+        return self.n / self.m
+
+
+@dataclass(frozen=True, repr=False)
+class Remembering(Pruner):
+    """The base of pruners with a state of their own. A subclass defines `init` and `refresh`.
+
+    >>> import nmjax as nm
+    >>> isinstance(nm.hold(nm.mse(2, 4), every=10), nm.Remembering)
+    True
+    """
+
+    @property
+    def needs_state(self) -> bool:
+        return True
+
+    @property
+    def has_state(self) -> bool:
+        return True
+
+    def final_state(self, state: Any) -> Any:
+        return state
+
+
+@dataclass(frozen=True, repr=False)
+class ByParts(Pruner):
+    """The base of pruners that change with the step only as their parts do. Its phases are those of its parts.
+
+    >>> import nmjax as nm
+    >>> nm.ste(nm.stages(((0, nm.mse(3, 4)), (100, nm.mse(2, 4))))).at(100)
+    ste(mse(2,4))
+    """
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        return tuple(sorted({step for p in self.parts for step in p.phases}))
+
+    def at(self, step: int) -> Pruner:
+        pruners = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: p.at(step) for name, p in pruners.items() if isinstance(p, Pruner)})
+
+
+@dataclass(frozen=True, repr=False)
+class SamePattern(Pruner):
+    """The base of pruners that wrap one pruner and keep its patterns.
+
+    Args:
+      p: The wrapped pruner.
+    """
+
+    p: Pruner
+
+    @property
+    def pattern(self) -> Pattern | None:
+        return self.p.pattern
+
+    @property
+    def pattern_across(self) -> Pattern | None:
+        return self.p.pattern_across

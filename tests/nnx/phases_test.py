@@ -1,0 +1,99 @@
+"""A model in a phase of training computes what it computes at all steps, by other programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import nmjax as nm
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32)
+TEXT = "mdgf(2,4,linear(1,0,4,begin=3)); drhs_g=stages(((0,identity),(5,mvue(2,4))))"
+
+
+def model(text=TEXT, backend="auto", dtype=None):
+    made = nnx.Linear(64, 64, dtype=dtype, rngs=nnx.Rngs(0))
+    return nm.nnx.sparsify(made, nm.Recipe(((".*", text),), backend=backend))
+
+
+@nnx.jit
+def gradients(model, step):
+    nm.nnx.set_step(model, step)
+    return nnx.value_and_grad(lambda model: jnp.sin(model(X.astype(model.dtype or X.dtype)).astype(X.dtype)).sum())(
+        model
+    )
+
+
+def test_gradients_and_state_are_those_of_one_program():
+    whole, phased = model(), model()
+    for step in range(9):
+        nm.nnx.phase(phased, step)
+        for a, b in zip(*(jax.tree.leaves(gradients(m, step)) for m in (whole, phased)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max()))
+    assert jax.tree.structure(nnx.state(whole)) == jax.tree.structure(nnx.state(phased))
+
+
+def test_only_a_new_phase_is_a_new_program():
+    made = model()
+    graphs = [nnx.split(nm.nnx.phase(made, step))[0] for step in range(9)]
+    assert [a == b for a, b in zip(graphs, graphs[1:], strict=False)] == [
+        step not in (4, 5, 7) for step in range(1, 9)
+    ]  # fmt: skip
+    assert nm.nnx.phase(made, None).dot_general.now == nm.parse(TEXT)
+    assert nnx.split(made)[0] == nnx.split(model())[0]
+
+
+@pytest.mark.kernels
+def test_a_product_runs_packed_in_its_phase():
+    text = "mdgf(2,4,linear(1,0,4)); drhs_g=mvue(2,4)"
+    whole, phased = (model(text, "interpret", jnp.bfloat16) for _ in range(2))
+    nm.nnx.phase(phased, 4)
+    how = lambda m: [route.how for _, route in nm.nnx.plan(m, X.astype(jnp.bfloat16)).layers[0].runs]
+    assert how(whole) == ["emulated", "dense", "packed"]
+    assert how(phased) == ["packed", "dense", "packed"]
+    for a, b in zip(*(jax.tree.leaves(gradients(m, 5)) for m in (whole, phased)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2**-7 * float(jnp.abs(b).max()))
+
+
+def test_the_plan_tells_it_phase_by_phase():
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
+    with nm.kernels.on("NVIDIA H200"):
+        made = nnx.eval_shape(lambda: nnx.Linear(4096, 16384, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        plan = nm.nnx.plan(made, x, recipe=nm.Recipe(((".*", TEXT),)))
+    assert plan.phases == (4, 5, 7)
+    said = " ".join(repr(plan).split())
+    assert "Without nm.nnx.phase: Emulated (zeros are multiplied) y of (the model): fwd_rhs=decay" in said
+    assert "From step 0 on, 1.00 of the FLOPs: All products are dense" in said
+    assert "From step 5 on, 0.83 of the FLOPs: Packed dw of (the model): g by hopper's kernels" in said
+    assert "From step 7 on, 0.67 of the FLOPs: Packed y of (the model): w by hopper's kernels" in said
+    assert [start for start, _ in plan.layers[0].phases] == [0, 4, 5, 7]
+
+
+def test_a_layer_that_is_left_dense_stays_dense():
+    """Its 62 features have no groups of four, in no phase; the number of tokens is known from a call alone."""
+    text = (
+        "fwd_rhs=ste(stages(((0,identity),(5,mse(2,4))))); dlhs_g=mse(1,2); drhs_g=stages(((0,mse(1,2)),(5,mse(2,4))))"
+    )
+    recipe = nm.Recipe(((".*", f"{text}; else dense"),))
+    plan = nm.nnx.plan(nnx.Linear(62, 64, rngs=nnx.Rngs(0)), X[:, :62], recipe=recipe)
+    assert plan.layers[0].phases == ()
+    assert plan.layers[0].sparsity == nm.Sparsity()
+    fits = model(f"{text}; else dense")
+    assert nm.nnx.phase(fits, 5).dot_general.now.fwd_rhs == nm.ste(nm.mse(2, 4))
+    assert nm.nnx.phase(fits, 0).dot_general.now.slots["fwd_rhs"].core == nm.identity
+    assert nm.nnx.phase(fits, 0).dot_general.now.drhs_g == nm.parse(text).drhs_g
+
+
+def test_what_is_refused():
+    made = model()
+    with pytest.raises(ValueError, match="phase: step must be an int of at least 0, known before a call, got -1"):
+        nm.nnx.phase(made, -1)
+    with pytest.raises(TypeError, match="got 3.0"):
+        nm.nnx.phase(made, 3.0)
+    with pytest.raises(ValueError, match="no method in the model has phases, so there is nothing to change"):
+        nm.nnx.phase(model("s_ste(2,4)"), 3)
+    nm.nnx.phase(made, 7)
+    with pytest.raises(ValueError, match=r"set_step\(6\) lies in another phase than that of step 7"):
+        nm.nnx.set_step(made, 6)
+    nm.nnx.set_step(made, 100)

@@ -1,0 +1,137 @@
+"""In every phase of training, a pruner and its `at` are the same function with the same state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import nmjax as nm
+
+FADING = "linear(1,0,4,begin=3)"
+PHASES = {  # a forward slot's text: its phases, and what it is from then on
+    "mse(2,4)": {},
+    "hold(mse(2,4),every=2)": {},
+    f"decay(mse(2,4),{FADING})": {0: "identity", 4: "decay(mse(2,4),linear(1.0,0.0,4,begin=3))", 7: "ste(mse(2,4))"},
+    f"decay(mse(2,4),{FADING},gradient='autodiff')": {
+        0: "identity", 4: "decay(mse(2,4),linear(1.0,0.0,4,begin=3),gradient='autodiff')", 7: "mse(2,4)",
+    },
+    "decay(mse(2,4),linear(1,0,4))": {0: "decay(mse(2,4),linear(1.0,0.0,4))", 4: "ste(mse(2,4))"},
+    "decay(mse(2,4),exponential(0.1,end=5))": {0: "decay(mse(2,4),exponential(0.1,end=5))", 5: "ste(mse(2,4))"},
+    "decay(mse(2,4),exponential(0.1))": {},  # it never ends
+    "decay(mse(2,4),linear(1,0.5,4))": {},  # it does not end at 0
+    "decay(mse(2,4),stairs(((0,1.0),(3,0.5),(6,0.0))))": {
+        0: "identity", 3: "decay(mse(2,4),stairs(((0,1.0),(3,0.5),(6,0.0))))", 6: "ste(mse(2,4))",
+    },
+    f"decay(hold(mse(2,4),every=2),{FADING})": {
+        0: "decay(hold(mse(2,4),every=2),linear(1.0,0.0,4,begin=3))", 7: "ste(hold(mse(2,4),every=2))",
+    },
+    "ste(stages(((0,identity),(3,mse(3,4)),(6,mse(2,4)))))": {
+        0: "ste(identity)", 3: "ste(mse(3,4))", 6: "ste(mse(2,4))",
+    },
+    "ste(chain(stages(((0,identity),(4,mse(2,4)))),mse(1,4)))": {
+        0: "ste(chain(identity,mse(1,4)))", 4: "ste(chain(mse(2,4),mse(1,4)))",
+    },
+    "stages(((0,sr_ste(hold(transposable(2,4),every=2))),(5,identity)))": {0: None, 5: None},
+    "ste(stages(((0,chain(hold(mse(3,4)),mse(2,4))),(5,hold(mse(2,4),every=3)))))": {0: None, 5: None},
+    "ste(hold(stages(((0,identity),(3,mse(2,4)))),every=2))": {  # the mask of step 2 stays until step 4
+        0: "ste(hold(identity,every=2))", 4: "ste(hold(mse(2,4),every=2))",
+    },
+    "ste(hold(stages(((0,identity),(3,mse(2,4))))))": {},  # the first mask stays
+    "ste(stages(((0,uniform(2,4)),(4,stages(((0,mse(3,4)),(6,mse(2,4))))))))": {
+        0: "ste(uniform(2,4))", 4: "ste(mse(3,4))", 6: "ste(mse(2,4))",
+    },
+    "ste(rows(stages(((0,identity),(4,mse(2,4))))))": {0: "ste(identity)", 4: "ste(rows(mse(2,4)))"},
+    "ste(rescale(stages(((0,mse(3,4)),(4,mse(2,4))))))": {0: "ste(rescale(mse(3,4)))", 4: "ste(rescale(mse(2,4)))"},
+}  # fmt: skip
+
+
+W = jnp.asarray(np.random.default_rng(0).standard_normal((16, 8)), jnp.float32)
+
+
+@pytest.mark.parametrize("text", PHASES)
+def test_what_a_pruner_is_in_each_phase(text):
+    p, wanted = nm.parse_pruner(text), PHASES[text]
+    assert p.phases == tuple(wanted)[1:]
+    for start, form in wanted.items():
+        if form is not None:
+            assert p.at(start) == nm.parse_pruner(form)
+            assert nm.Sparsity(fwd_rhs=p).at(start).fwd_rhs == p.at(start)
+
+
+@pytest.mark.parametrize("text", PHASES)
+def test_values_gradients_and_state_are_the_same(text):
+    """Bit for bit, at every step of the first ten."""
+    whole, w, state = nm.parse_pruner(text), W, nm.parse_pruner(text).init(W, 0, nm.Ctx(nm.random.words(1)))
+
+    def step(p, w, state, step):
+        ctx = nm.Ctx(nm.random.words(1), step, state)
+        ctx = ctx.replace(state=p.refresh(w, 0, ctx))
+        y, back = jax.vjp(lambda w: p(w, 0, ctx), w)
+        return ctx.state, y, back(jnp.sin(9 * w))[0]
+
+    run = jax.jit(step, static_argnums=0)
+    for now in range(10):
+        start = max(s for s in (0, *whole.phases) if s <= now)
+        own, same = run(whole.at(start), w, state, now), run(whole, w, state, now)
+        jax.tree.map(np.testing.assert_array_equal, own, same)
+        assert jax.tree.structure(own[0]) == jax.tree.structure(state)
+        state, w = same[0], w - 0.1 * same[2]
+
+
+MIXES = (
+    "fst(lam=0.1,every=2,dense_from=5)",
+    f"mdgf(2,4,{FADING}); drhs_g=mvue(2,4)",
+    "sdgf(2,8,steps=9); dlhs_g=mse(2,4)",
+)
+
+
+@pytest.mark.parametrize("text", MIXES)
+def test_products_are_the_same(text):
+    """To rounding: XLA may sum in another order in another program."""
+    whole, x, g = nm.parse(text), jnp.sin(jnp.arange(256.0)).reshape(16, 16), jnp.cos(jnp.arange(128.0)).reshape(16, 8)
+    state = whole.init(W, contract=0, out=1)
+
+    def step(sparsity, w, step):
+        ctx = nm.Ctx(nm.random.words(1), step, state)
+        y, back = jax.vjp(lambda x, w: nm.einsum("ti,io->to", x, w, sparsity=sparsity, ctx=ctx), x, w)
+        return y, *back(g)
+
+    run = jax.jit(step, static_argnums=0)
+    for now in range(9):
+        own, same = (run(s, W, now) for s in (whole.at(max(s for s in (0, *whole.phases) if s <= now)), whole))
+        for a, b in zip(own, same, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * float(jnp.abs(b).max()))
+
+
+def test_methods():
+    assert nm.parse("fst(dense_from=250)").phases == (250,)
+    assert nm.parse("sdgf(1,8,steps=400)").at(399) == nm.parse("ste(1,8)")
+    assert nm.parse("s_ste(2,4)").phases == ()
+    assert nm.parse("s_ste(2,4)").at(7) == nm.parse("s_ste(2,4)")
+    tail = nm.parse("fst(dense_from=250)").at(250)
+    assert tail.slots["fwd_rhs"].core == nm.identity
+    assert tail.drhs_g == nm.identity
+    assert nm.parse_pruner(repr(tail.fwd_rhs)) == tail.fwd_rhs
+    with pytest.raises(ValueError, match="a method has no phase of step -1"):
+        tail.at(-1)
+    with pytest.raises(ValueError, match="stage takes stages and a step of at least 0"):
+        nm.stage(nm.mse(2, 4), 3)
+
+
+def test_a_slot_that_may_be_dense_keeps_its_groups():
+    """Groups of four do not fit six tokens, so the slot is empty at all steps, also where it has groups of two."""
+    text = "drhs_g=stages(((0,mse(1,2)),(5,mse(2,4)))){}"
+    for more in (" else dense", "; else dense"):
+        assert nm.parse(text.format(more)).at(0).drhs_g == nm.parse(text.format("")).drhs_g
+        assert nm.parse(text.format(more)).at(5).drhs_g == nm.mse(2, 4)
+    assert nm.parse(text.format("")).at(0).drhs_g == nm.mse(1, 2)
+
+
+def test_a_subclass_with_another_call_has_no_phases():
+    class louder(nm.ste):
+        def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+            return 2 * super().__call__(x, axis, ctx)
+
+    p = louder(nm.stages(((0, nm.mse(3, 4)), (5, nm.mse(2, 4)))))
+    assert p.phases == ()
+    assert p.at(9) == p
