@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 
 from nmjax.core.refusal import Refusal
-from nmjax.products.operations import Dot, Operation, RaggedDot
+from nmjax.products.compaction import tokens_refusal
+from nmjax.products.operations import Conv, Dot, Operation, RaggedDot, result_shape
 from nmjax.products.pruning import Shaped
 
 CONTRACTED = {"fwd": "I", "dlhs": "O", "drhs": "T"}
@@ -58,8 +59,9 @@ def layout_of(op: Operation, lhs: Shaped, rhs: Shaped) -> Layout | Refusal:
     """Return the layout of the operands as matrices."""
     if isinstance(op, RaggedDot):
         return Refusal("it is a grouped product, and kernels multiply two matrices")
-    if not isinstance(op, Dot):
-        return Refusal("it is a convolution, and kernels multiply matrices")
+    if isinstance(op, Conv):
+        return _of_convolution(op, lhs, rhs)
+    assert isinstance(op, Dot)
     (lc, rc), (lb, rb) = op.dims
     lf = tuple(a for a in range(len(lhs.shape)) if a not in lc + lb)
     rf = tuple(a for a in range(len(rhs.shape)) if a not in rc + rb)
@@ -73,6 +75,24 @@ def layout_of(op: Operation, lhs: Shaped, rhs: Shaped) -> Layout | Refusal:
     sizes = (("T", size(lhs, lf)), ("I", size(lhs, lc)), ("O", size(rhs, rf)), ("B", size(lhs, lb)))
     g_shape = jax.eval_shape(op, lhs, rhs).shape
     return Layout(Matrix(str(x_axes), lhs.shape), Matrix(str(w_axes), rhs.shape), Matrix("TO", g_shape), sizes)
+
+
+def _of_convolution(op: Conv, lhs: Shaped, rhs: Shaped) -> Layout | Refusal:
+    """Return the layout of a convolution whose kernel is 1: a matrix product with a row for each position."""
+    refusal = tokens_refusal(op, lhs, rhs, "x")
+    if refusal is not None:
+        return Refusal(f"{refusal.reason}, and kernels multiply matrices")
+    y = result_shape(op, lhs, rhs)
+    for name, v, spec in (("x", lhs, op.dims.lhs_spec), ("y", y, op.dims.out_spec)):
+        if spec[0] or spec[1] != len(spec) - 1:
+            return Refusal(
+                f"{name} {tuple(v.shape)} does not have the batch first and the channels last, so it does not read as a "
+                "matrix"
+            )
+    out, inward = op.dims.rhs_spec[:2]
+    w_axes = "OI" if out < inward else "IO"  # the other axes have one value
+    sizes = (("T", math.prod(lhs.shape[:-1])), ("I", lhs.shape[-1]), ("O", y.shape[-1]), ("B", 1))
+    return Layout(Matrix("TI", lhs.shape), Matrix(w_axes, rhs.shape), Matrix("TO", y.shape), sizes)
 
 
 def _order(batch: tuple[int, ...], parts: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -398,14 +398,45 @@ def test_a_mesh_whose_shards_xla_chooses():
         assert choices("ste(2,4)")["fwd"].how == "packed"
 
 
-def test_a_convolution_is_emulated():
-    x, w = jax.ShapeDtypeStruct((8, 32, 32, 64), jnp.bfloat16), jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
-    op = as_conv(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+@pytest.mark.parametrize(
+    ("window", "options", "why"),
+    [
+        (3, {}, "it is a convolution whose kernel is larger than 1, so dw multiplies patches of x, and kernels multiply matrices"),
+        (1, {"strides": (2, 2)}, "it is a convolution with strides, which skip rows of x, and kernels multiply matrices"),
+        (1, {"names": ("NCHW", "HWIO", "NHWC"), "x": (8, 64, 32, 32)}, "x (8, 64, 32, 32) does not have the batch first and the channels last, so it does not read as a matrix"),
+        (1, {"names": ("NHWC", "HWIO", "NCHW")}, "y (8, 64, 32, 32) does not have the batch first and the channels last, so it does not read as a matrix"),
+        (1, {"groups": 2}, "it is a convolution with padding, dilation or groups, and kernels multiply matrices"),
+    ],
+)  # fmt: skip
+def test_a_convolution_that_is_no_matrix_product_is_emulated(window, options, why):
+    x = jax.ShapeDtypeStruct(options.get("x", (8, 32, 32, 64)), jnp.bfloat16)
+    groups = options.get("groups", 1)
+    w = jax.ShapeDtypeStruct((window, window, 64 // groups, 64), jnp.bfloat16)
+    names = options.get("names", ("NHWC", "HWIO", "NHWC"))
+    op = as_conv(x, w, options.get("strides", (1, 1)), "SAME", dimension_numbers=names, feature_group_count=groups)
     with on():
-        assert (
-            explain(op, x, w, nm.methods.ste(), "auto")["fwd"].why
-            == "it is a convolution, and kernels multiply matrices"
-        )
+        assert explain(op, x, w, nm.methods.ste(), "auto")["fwd"].why == why
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(every=5)", "dlhs_g=mse(2,4); drhs_lhs=mse(2,4)"])
+@pytest.mark.parametrize("kernel", ["HWIO", "OIHW"])
+def test_a_convolution_of_kernel_1_is_a_product(text, kernel):
+    """The images of 8 x 8 have no groups of positions that a merged axis would cut otherwise."""
+    s = nm.parse(text)
+    sizes = {"H": 1, "W": 1, "I": 64, "O": 128}
+    x, w = random((2, 8, 8, 64)), random([sizes[name] for name in kernel], 1)
+    contract, out = kernel.index("I"), kernel.index("O")
+    state = s.init(w, contract=contract, out=out, ctx=nm.Ctx(nm.random.words(7)))
+    f = lambda backend: lambda x, w: nm.conv_general_dilated(
+        x, w, (1, 1), "VALID", dimension_numbers=("NHWC", kernel, "NHWC"), sparsity=s, backend=backend,
+        ctx=nm.Ctx(7, 3, state or None),
+    )  # fmt: skip
+    op = as_conv(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", kernel, "NHWC"))
+    hows = [route.how for route in explain(op, x, w, s, "interpret").values()]
+    assert "packed" in hows
+    assert "emulated" not in hows
+    near(everything(f("interpret"), x, w), everything(f("xla"), x, w))
 
 
 def test_pallas_or_an_error():
