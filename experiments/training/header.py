@@ -127,7 +127,9 @@ def _by_phase(program: Program) -> str:
     plan, backend = program.plan, program.config.backend
     if not program.phases:
         return _products(plan.runs, backend)
-    return "; ".join(f"from step {s:,}: {_products(plan.runs_at(s), backend)}" for s in (0, *program.phases))
+    words = [(start, _products(plan.runs_at(start), backend)) for start in (0, *program.phases)]
+    changes = [pair for i, pair in enumerate(words) if not i or pair[1] != words[i - 1][1]]
+    return "; ".join(f"from step {start:,} {text}" for start, text in changes)
 
 
 def _products(runs: dict[str, int], backend: str) -> str:

@@ -1,4 +1,4 @@
-"""The compilation of a run: of what it begins with, and of the next phase beside the steps of the phase before."""
+"""Compiles the programs of a run: the first ones before training, and that of each later phase in the background."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -47,7 +47,7 @@ class Phases:
     def change(self, step: int) -> Program:
         """Return the program of the phase that begins at a step, and begin to compile the next one."""
         if self.next is not None:
-            self.next.exception()  # waits; an error is raised again by the step
+            self.next.exception()  # wait for it; if it failed, the step compiles again and raises the error
         self._prepare(step)
         return self.whole.in_phase(step)
 

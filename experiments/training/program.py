@@ -169,9 +169,9 @@ class Program:
         self.flips = jax.jit(over(nm.metrics.flip_rates, 0, 0), out_shardings=whole)
 
     def in_phase(self, step: int) -> "Program":
-        """Return the program of the phase that a step lies in. Only its `train` is another, and it computes the same.
+        """Return the program of the phase that contains a step. It differs only in `train`, which computes the same.
 
-        It is right until the next of `phases`.
+        It is valid until the next of `phases`.
         """
         if not self.phases:
             return self

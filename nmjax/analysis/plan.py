@@ -96,7 +96,8 @@ class LayerPlan(NamedTuple):
         refuses the product.
       else_dense: (slot, reason) of the slots that its rule leaves empty, because they do not fit.
       phases: (first step, routes) of each phase of its method (`Sparsity.phases`), from step 0 on; empty if it has
-        one, or if no example was given.
+        one, if no example was given, or if the model is in a phase.
+      phase: The first step of the phase that the model is in (`nmjax.nnx.phase`); None if it is in none.
       kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``drhs_lhs`` is empty.
 
     >>> from nmjax.recipes.text import parse
@@ -117,6 +118,7 @@ class LayerPlan(NamedTuple):
     else_dense: tuple[tuple[str, str], ...] = ()
     kept: tuple[int, int] = (0, 0)
     phases: Phases = ()
+    phase: int | None = None
 
 
 def hardened(sparsity: Sparsity) -> str:
@@ -256,7 +258,7 @@ class Plan:
         return dict(Counter(route.how for layer in self.layers for _, route in layer.runs if route.how != "dense"))
 
     def runs_at(self, step: int) -> dict[str, int]:
-        """Return `runs` in the phase of training that a step lies in (`nmjax.nnx.phase`).
+        """Return `runs` for the phase that contains a step (`nmjax.nnx.phase`).
 
         Args:
           step: The step.
@@ -266,8 +268,8 @@ class Plan:
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """The steps above 0 at which a phase of some layer begins. See `nmjax.nnx.phase`."""
-        return tuple(sorted({start for layer in self.layers for start, _ in layer.phases} - {0}))
+        """The steps, rising and above 0, at which a phase of some layer's method begins. See `nmjax.nnx.phase`."""
+        return tuple(sorted({step for layer in self.layers for step in layer.sparsity.phases}))
 
     def __repr__(self) -> str:
         table = Table(box=box.SIMPLE, pad_edge=False)
@@ -344,17 +346,21 @@ class Plan:
         return lines
 
     def _route_notes(self) -> list[str]:
-        """Return lines that say who runs the products, in one program and in each phase."""
+        """Return lines that say how products run: in one program for all steps, and what changes in each phase."""
         pruned = [layer for layer in self.layers if layer.sparsity != Sparsity()]
         lines = runs.notes([(layer.path, layer.flops, layer.runs) for layer in pruned], self.speed)
-        if not self.phases:
+        current = max((layer.phase for layer in pruned if layer.phase is not None), default=None)
+        if current is not None:
+            return [f"In the phase from step {current:,}: {line}" for line in lines]
+        if not any(layer.phases for layer in pruned):
             return lines
-        lines = [f"Without nm.nnx.phase: {line}" for line in lines]
+        lines, before = [f"In one program for all steps: {line}" for line in lines], []
         for start in (0, *self.phases):
             now = [(layer.path, layer.flops, runs.at(layer.runs, layer.phases, start)) for layer in pruned]
-            left = self._at(start) / self.training[0]
             found = runs.notes(now, self.speed) or ["All products are dense"]
-            lines += [f"From step {start:,} on, {left:.2f} of the FLOPs: {line}" for line in found]
+            left = self._at(start) / self.training[0]
+            lines += [f"From step {start:,} ({left:.2f} of the FLOPs): {line}" for line in found if line not in before]
+            before = found
         return lines
 
     def _at(self, step: int) -> float:

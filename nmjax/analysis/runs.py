@@ -1,4 +1,4 @@
-"""Who runs the products of layers, in a program for all steps and in each phase of training."""
+"""How the products of layers run, in a program for all steps and in each phase of training."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -51,7 +51,7 @@ def phases_of(
 
 
 def at(runs: Runs, phases: Phases, step: int) -> Runs:
-    """Return the routes of a layer in the phase that a step lies in.
+    """Return the routes of a layer in the phase that contains a step.
 
     Args:
       runs: Its routes in a program for all steps.

@@ -204,13 +204,13 @@ class Pruner(Value):
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """The steps at which the result of `at` changes. They rise and are above 0."""
+        """The steps, rising and above 0, at which a new phase begins: at which the result of `at` changes."""
         return ()
 
     def at(self, step: int) -> "Pruner":
-        """Return the pruner that this one is from a step until the next of its `phases`.
+        """Return an equivalent pruner for the phase that contains a step.
 
-        From that step on, both return the same values and gradients, and both have the same state. By default it is the
+        In that phase both return the same values and gradients, and both have the same state. By default it is the
         pruner itself.
         """
         return self
@@ -231,12 +231,17 @@ class Pruner(Value):
         """True if kernels may call `prune_tile`."""
         return False
 
-    def prune_members(self, x: list[jax.Array], u: jax.Array | None = None, state: Any = None) -> list[jax.Array]:
+    def draw_keys(self, key: Any) -> tuple[Any, ...]:
+        """Return the key of each random number of a group that kernels draw, given the key of a call."""
+        return (key,)
+
+    def prune_members(self, x: list[jax.Array], u: Any = None, state: Any = None) -> list[jax.Array]:
         """Return the pruned values of groups. Kernels call it if `has_prune_members` is True.
 
         Args:
           x: The values at each position of a group, one array for each of the m positions.
-          u: One uniform random number in [0, 1) for each group, if the pruner is stochastic.
+          u: One uniform random number in [0, 1) for each group, if the pruner is stochastic. A tuple of them, if
+            `draw_keys` returns several keys.
           state: The state that a call reads in ``ctx``.
 
         Returns:

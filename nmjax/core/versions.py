@@ -19,15 +19,22 @@ def has_warp_products() -> bool:
     return jax.__version_info__ >= (0, 11)
 
 
-def interpreter_params() -> Any:
-    """Return the parameters of the interpreter of GPU kernels. Before 0.11 it has a private name."""
+def interpreter_params(zeros: bool) -> Any:
+    """Return the parameters of the interpreter of GPU kernels. Before 0.11 it has a private name.
+
+    Hardware loads zeros from beyond an array. The interpreter loads NaN, so that a kernel that uses them shows it.
+
+    Args:
+      zeros: True if it loads zeros too, for a kernel that may use them.
+    """
+    options: Any = {"out_of_bounds_reads": "uninitialized", "uninitialized_memory": "zero" if zeros else "nan"}
     if jax.__version_info__ >= (0, 11):
         import jax.experimental.pallas.mosaic_gpu as plgpu
 
-        return plgpu.InterpretGPUParams()  # pyrefly: ignore[missing-attribute]
+        return plgpu.InterpretGPUParams(**options)  # pyrefly: ignore[missing-attribute]
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    return InterpretGPUParams()
+    return InterpretGPUParams(**options)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

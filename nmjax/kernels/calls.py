@@ -145,7 +145,7 @@ def compress(
       target: The device.
     """
     call = _compression(axis, pruner, target.interpret)
-    packed = call(_flat(x), *_noise(key, state))
+    packed = call(_flat(x), _words(key, pruner)[None], _scale(state))
     return _unflat(packed, x.shape[:-2])
 
 
@@ -189,9 +189,10 @@ def copies(
     Returns:
       Each form, with the factor that undoes its scale.
     """
-    words = jnp.concatenate([_words(key) for key in keys or (None, None)])
-    _, beta = _noise(None, state)
-    forms = _copying(tuple(wanted), target.interpret)(_flat(x), words[None], beta)
+    prune, rounding = keys or (None, None)
+    pruner = next((copy.pruner for copy in wanted if copy.pruner.stochastic), identity)
+    words = jnp.concatenate([_words(prune, pruner), _words(rounding)])
+    forms = _copying(tuple(wanted), target.interpret)(_flat(x), words[None], _scale(state))
     return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
 
 
@@ -200,15 +201,17 @@ def _copying(wanted: tuple[Copy, ...], interpret: bool) -> Callable[..., list[tu
     return _mapped(partial(_kernels().copies.copies, wanted=wanted, interpret=interpret))
 
 
-def _noise(key: Any, state: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the scrambled words of a key and the scale of `soft`, with an axis in front."""
-    scale = jnp.ones((), jnp.float32) if state is None else jnp.asarray(state, jnp.float32).reshape(())
-    return _words(key)[None], scale[None]
+def _scale(state: Any) -> Float[Array, "1"]:
+    """Return the scale of `soft`, with an axis in front."""
+    return (jnp.ones((), jnp.float32) if state is None else jnp.asarray(state, jnp.float32).reshape(()))[None]
 
 
-def _words(key: Any) -> UInt32[Array, "2"]:
-    """Return the scrambled words of a key, and zeros if there is none."""
-    return jnp.zeros(2, jnp.uint32) if key is None else jnp.stack(random.scrambled(random.words(key)))
+def _words(key: Any, pruner: Pruner = identity) -> UInt32[Array, " n"]:
+    """Return the scrambled words of the keys that a pruner draws by, two for each, and zeros if there is none."""
+    if key is None:
+        return jnp.zeros(2, jnp.uint32)
+    keys = pruner.draw_keys(key)
+    return jnp.concatenate([jnp.stack(random.scrambled(random.words(own))) for own in keys])
 
 
 # ---- batches ----

@@ -30,14 +30,15 @@ BLOCK = 64
 
 
 def compress(
-    x: Float[Array, "batch r c"], words: UInt[Array, "s 2"], scale: Float[Array, " s"], *, axis: int,
+    x: Float[Array, "batch r c"], words: UInt[Array, "s n"], scale: Float[Array, " s"], *, axis: int,
     pruner: Pruner = identity, interpret: bool = False,
 ) -> Packed:  # fmt: skip
     """Prune arrays along one of their axes, and pack them.
 
     Args:
       x: 16-bit values, with sides that divide by 64.
-      words: Scrambled keys of the noise. Row i serves arrays i * batch/S to (i + 1) * batch/S.
+      words: Scrambled keys of the noise, two words for each random number of a group. Row i serves arrays i * batch/S
+        to (i + 1) * batch/S.
       scale: Scales of `soft`, like ``words``.
       axis: The axis of the groups, -1 or -2.
       pruner: A pruner that `nmjax.kernels.limits.fuses` accepts. With `identity` the arrays are 2:4 already.
@@ -175,13 +176,25 @@ def _pruned(
     """Prune the members of groups. ``whole`` is the shape of an array's groups, which numbers them."""
     block, index, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
     row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
-    u = uniform(words, index, share, whole, row, column) if pruner.stochastic else None
+    u = uniforms(words, words.shape[1], index, share, whole, row, column) if pruner.stochastic else None
     return x if pruner == identity else pruner.prune_members(x, u, scale[index // share])
 
 
 def _nan(pruner: Pruner, dtype: jnp.dtype) -> jax.Array | None:
     """Return NaN for groups that must be 2:4 already, and None if a pruner makes them so."""
     return jnp.array(jnp.nan, dtype) if pruner == identity else None
+
+
+def uniforms(words: Ref, count: int, *where: Any) -> Any:
+    """Draw the random numbers of groups: one array, or a tuple of several.
+
+    Args:
+      words: As in `uniform`.
+      count: The number of words of a key in use, two for each random number.
+      *where: The arguments of `uniform`.
+    """
+    drawn = tuple(uniform(words, *where, first) for first in range(0, count, 2))
+    return drawn if len(drawn) > 1 else drawn[0]
 
 
 def uniform(

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt
 
-from nmjax.kernels.compress import call, members_of, pairs, uniform
+from nmjax.kernels.compress import call, members_of, pairs, uniform, uniforms
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.limits import COPY_COLUMNS as COLUMNS, COPY_ROWS as ROWS, Copy
 from nmjax.pruners import float8, identity
@@ -38,7 +38,7 @@ def copies(
 
     Args:
       x: 16-bit values. R divides by 128 and C by 64.
-      words: Scrambled keys: two words for the pruners' draws, and two for the roundings. Row i serves arrays
+      words: Scrambled keys: two words for each random number of the pruners, and two for the roundings. Row i serves arrays
         i * batch/S to (i + 1) * batch/S, which also have one scale in common.
       beta: Scales of `soft`, like ``words``.
       wanted: The forms.
@@ -141,9 +141,9 @@ def _rounded(
     row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
     row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
     whole = (rows // 4, columns) if down else (rows, columns // 4)
-    draw = lambda first: uniform(words, index, share, whole, row, column, first)
-    u = draw(0) if copy.pruner.stochastic else None
-    r = draw(2) if copy.rounding == "random" else None
+    where, last = (index, share, whole, row, column), words.shape[1] - 2
+    u = uniforms(words, last, *where) if copy.pruner.stochastic else None
+    r = uniform(words, *where, last) if copy.rounding == "random" else None
     beta, scale = factors[index // share, 0], factors[index // share, 1 + at]
     x = x if copy.pruner == identity else copy.pruner.prune_members(x, u, beta)
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)

@@ -22,6 +22,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -63,18 +64,24 @@ def spmm(
     def hopper_spmm(*refs: Ref) -> None:  # the name that profilers show
         _kernel(g, EMULATED if interpret else HARDWARE, *refs)
 
+    sides = g.whole_sides if interpret else g.result_sides  # the interpreter refuses to store beyond an array
     call = plgpu.kernel(
         hopper_spmm,
-        out_type=result((g.batch, *g.result_sides), dtype, *inputs),
+        out_type=result((g.batch * g.parts, *sides), g.dtype, *inputs),
         grid=(blocks // g.cluster,),
         grid_names=("block",),
         cluster=(g.cluster,),
         cluster_names=("cluster",),
         num_threads=g.warpgroups + 1,
         thread_name="wg",
-        **({"interpret": versions.interpreter_params()} if interpret else {}),
+        **({"interpret": versions.interpreter_params(zeros=g.beyond)} if interpret else {}),
     )
-    return call(*inputs)
+    y = call(*inputs)
+    if interpret:
+        y = y[:, : g.result_sides[0], : g.result_sides[1]]
+    if g.parts == 1:
+        return y
+    return jnp.sum(y.reshape(g.batch, g.parts, *g.result_sides), 1).astype(dtype)
 
 
 # ---- the kernel ----
@@ -84,6 +91,7 @@ class Tile(NamedTuple):
     """The tile of D that a thread block computes."""
 
     batch: jax.Array
+    part: jax.Array  # the index of its part of K
     m: jax.Array  # the row index of the tile
     n: jax.Array  # its column index
 
@@ -105,7 +113,7 @@ def _kernel(g: Geometry, operations: "Instructions", a: Ref, words: Ref, b: Ref,
     def with_shared_memory(ring: Any, results: Ref) -> None:
         wg, rank = lax.axis_index("wg"), lax.axis_index("cluster")
 
-        @plgpu.nd_loop((g.batch * g.grid[0] * g.grid[1],), collective_axes="block")
+        @plgpu.nd_loop((g.batch * g.parts * g.grid[0] * g.grid[1],), collective_axes="block")
         def each_tile(loop: Any) -> None:
             tile = _schedule(g, rank, loop.index[0])
 
@@ -114,7 +122,7 @@ def _kernel(g: Geometry, operations: "Instructions", a: Ref, words: Ref, b: Ref,
                 _epilogue(g, operations, wg, tile, acc, scale, out, results)
 
             panels = [
-                block.panel(operand, tile.batch, at)
+                block.panel(operand, tile.batch, at, tile.part, g.steps)
                 for block, operand, at in zip(g.blocks, (a, words, b), (tile.m, tile.m, tile.n), strict=True)
             ]
             _pipeline(g, partial(operations.multiply, g, wg), compute)(*panels, allocations=ring)
@@ -126,11 +134,11 @@ def _schedule(g: Geometry, rank: jax.Array, index: jax.Array) -> Tile:
     """Return the tile for a loop index, in snake order within bands of ``config.band`` tiles along N. The rank is the
     thread block's place in its cluster."""
     tiles = g.grid[0] * g.grid[1]
-    batch = index // tiles
+    batch, part = index // (tiles * g.parts), index // tiles % g.parts
     m, n = plgpu.planar_snake(index % tiles, g.grid, 1, g.config.band)
     m = m * 2 + rank if g.along[0] == 2 else m
     n = n * 2 + rank if g.along[1] == 2 else n
-    return Tile(batch, m, n)
+    return Tile(batch, part, m, n)
 
 
 def _pipeline(g: Geometry, body: Callable[..., Any], compute: Callable[..., None]) -> Any:
@@ -165,7 +173,7 @@ def _epilogue(
         rows = pl.ds(tile.m * g.config.rows + wg * tile_m, tile_m)
         columns = pl.ds(tile.n * tile_n + i * g.store_n, g.store_n)
         at = (columns, rows) if g.shape.transpose else (rows, columns)
-        plgpu.copy_smem_to_gmem(buffer, out.at[tile.batch, *at])
+        plgpu.copy_smem_to_gmem(buffer, out.at[tile.batch * g.parts + tile.part, *at])
 
 
 # ---- the instructions ----
@@ -195,6 +203,8 @@ def _multiply(
     words = words.at[pl.ds(wg * g.words_of_group, g.words_of_group)]
     if g.wide:
         words = versions.load(words, g.words_layout)
+        if g.beyond:  # a word of zeros names no two positions: let it name the first two
+            words = jnp.where(words == 0, np.uint32(0x44444444), words)
     words_type = g.words_layout if g.wide else plgpu.RefType(())
 
     @plgpu.inline_mgpu(

@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from nmjax.kernels.instructions import swizzled
-from nmjax.kernels.limits import HopperConfig, Shape
+from nmjax.kernels.limits import HopperConfig, Shape, stored
 
 Ref = Any  # a reference to memory of the device, inside a kernel
 
@@ -37,10 +37,19 @@ class Block(NamedTuple):
             **options,
         )
 
-    def panel(self, operand: Ref, batch: jax.Array, at: jax.Array) -> Ref:
-        """Return the rows of an operand that one tile reads, with all of K."""
+    def panel(self, operand: Ref, batch: jax.Array, at: jax.Array, part: jax.Array, steps: int) -> Ref:
+        """Return what one tile reads of an operand.
+
+        Args:
+          operand: The operand.
+          batch: The matrix of the batch.
+          at: The row index of the tile.
+          part: The index of its part of K.
+          steps: The steps of a part.
+        """
         rows = pl.ds(at * self.rows, self.rows)
-        return operand.at[batch, :, rows] if self.turned else operand.at[batch, rows]
+        columns = pl.ds(part * (steps * self.columns), steps * self.columns)
+        return operand.at[batch, columns, rows] if self.turned else operand.at[batch, rows, columns]
 
 
 @dataclass(frozen=True)
@@ -94,8 +103,23 @@ class Geometry:
 
     @property
     def steps(self) -> int:
-        """The steps along K."""
+        """The steps along K, or along a part of it."""
+        return -(-self.all_steps // self.config.split)
+
+    @property
+    def all_steps(self) -> int:
+        """The steps along all of K."""
         return self.shape.k // self.step
+
+    @property
+    def parts(self) -> int:
+        """The parts of K whose sums are stored apart."""
+        return -(-self.all_steps // self.steps)
+
+    @property
+    def beyond(self) -> bool:
+        """True if the last part has steps beyond K, where all that is loaded is zero."""
+        return self.parts * self.steps > self.all_steps
 
     @property
     def in_flight(self) -> int:
@@ -116,9 +140,12 @@ class Geometry:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The tiles of one matrix of the batch along M and along N, those of a cluster counted as one."""
+        """The tiles of one matrix of the batch along M and along N, those of a cluster counted as one.
+
+        The last ones may reach beyond the matrix.
+        """
         (along_m, along_n), (_, tile_n) = self.along, self.tile
-        return self.shape.m // self.config.rows // along_m, self.shape.n // tile_n // along_n
+        return -(-self.shape.m // (self.config.rows * along_m)), -(-self.shape.n // (tile_n * along_n))
 
     # The operands in shared memory.
 
@@ -163,13 +190,20 @@ class Geometry:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the result."""
-        return jnp.dtype(self.shape.out)
+        """The dtype of what is stored."""
+        return jnp.dtype(stored(self.shape, self.config))
 
     @property
     def result_sides(self) -> tuple[int, int]:
         """The sides of a matrix of the result."""
         sides = self.shape.m, self.shape.n
+        return sides[::-1] if self.shape.transpose else sides
+
+    @property
+    def whole_sides(self) -> tuple[int, int]:
+        """The sides of a matrix that all tiles fill."""
+        (along_m, along_n), (m, n) = self.along, self.grid
+        sides = m * along_m * self.config.rows, n * along_n * self.config.tile_n
         return sides[::-1] if self.shape.transpose else sides
 
     @property

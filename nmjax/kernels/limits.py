@@ -85,6 +85,7 @@ class HopperConfig(Value):
     cluster: str = ""  # "m": two blocks along M share B; "n": two blocks along N share A
     warpgroups: int = 2
     promote: bool = False  # add up each step's sums in f32, because FP8 tensor cores keep fewer bits of them
+    split: int = 1  # parts of K that different thread blocks sum, so that a small result has more tiles
 
     @property
     def rows(self) -> int:
@@ -136,10 +137,34 @@ def product_refusal(shape: Shape, target: Target, config: Config | None = None) 
         return Refusal(f"jax {jax.__version__} has no layouts for Ampere's instructions: they come with 0.11")
     if config is not None:
         return config_refusal(shape, config)
-    step = 128 // shape.itemsize
-    if shape.m % 64 or shape.n % 64 or shape.k % step:  # the smallest tiles are 64 x 64, and they always fit
-        return Refusal(f"{sizes} do not divide into tiles of 64 x 64 x {step}")
+    step, n = 128 // shape.itemsize, 64  # the smallest tiles are 64 x 64
+    why = ""
+    if target.family == "hopper":
+        n = _granularity(shape) or 64
+        why = f", and {_why_whole(shape)}" if shape.n % n and n == 64 else ""
+    if shape.m % 64 or shape.n % n or shape.k % step:
+        return Refusal(f"{sizes} do not divide into tiles of 64 x {n} x {step}{why}")
     return None
+
+
+def _granularity(shape: Shape) -> int:
+    """Return what N must be a multiple of if the last tile along N reaches beyond the operand and the result on Hopper.
+
+    What lies beyond is loaded as zeros and not stored. Blocks in shared memory are cut into pieces, which have to be
+    whole: 8 rows of B, and 64 columns of a result that is contiguous along N.
+
+    Returns:
+      The number; 0 if the last tile has to be whole, because B is contiguous along N.
+    """
+    if shape.n_major:
+        return 0
+    return 8 * (2 // min(jnp.dtype(shape.out).itemsize, 2)) if shape.transpose else 64
+
+
+def _why_whole(shape: Shape) -> str:
+    """Return why N has to be a multiple of 64."""
+    operand = "the dense operand" if shape.n_major else "the result"
+    return f"{operand} is contiguous along N"
 
 
 def operands_refusal(packed: Packed, b: jax.Array) -> Refusal | None:
@@ -167,21 +192,28 @@ def _hopper_refusal(shape: Shape, config: HopperConfig) -> Refusal | None:
     sides = (config.tile_m, config.tile_n, config.tile_k)
     if any(side < 64 or side % 64 for side in sides) or config.tile_n > 256 or config.tile_n % config.store_n:
         return Refusal(f"{config}: the tile's sides are multiples of 64, store_n divides tile_n, and tile_n <= 256")
+    if config.tile_k > 128:
+        return Refusal(f"{config}: tile_k <= 128, because a row of a block has at most 128 bytes in shared memory")
     if config.stages < config.in_flight + 2:
         return Refusal(f"{config}: stages must be at least in_flight + 2")
-    refusal = _division_refusal(
-        shape,
-        m=config.rows * (2 if config.cluster == "m" else 1),
-        n=config.tile_n * (2 if config.cluster == "n" else 1),
-        k=step,
-    )
+    # A in words of 64 rows; its last tile may reach beyond it if A is contiguous along K.
+    m = 64 if not shape.m_major else config.rows * (2 if config.cluster == "m" else 1)
+    n = _granularity(shape) or config.tile_n * (2 if config.cluster == "n" else 1)
+    refusal = _division_refusal(shape, m, n, k=step)
     if refusal is not None:
         return refusal
+    if not 1 <= config.split <= shape.k // step:
+        return Refusal(f"{config}: split lies between 1 and the {shape.k // step} steps along K")
     a_step, words_step = config.rows * step * shape.itemsize // 2, config.rows * step // 8
     ring = config.stages * (a_step + words_step + config.tile_n * step * shape.itemsize)
     slots = min(2, config.tile_n // config.store_n)
-    store = slots * config.rows * config.store_n * jnp.dtype(shape.out).itemsize
+    store = slots * config.rows * config.store_n * jnp.dtype(stored(shape, config)).itemsize
     return _memory_refusal(config, ring + store, HOPPER_SHARED - BARRIERS)
+
+
+def stored(shape: Shape, config: Config) -> str:
+    """Return the dtype of what a kernel stores: that of the result, or float32 if parts of K are added up later."""
+    return "float32" if isinstance(config, HopperConfig) and config.split > 1 else shape.out
 
 
 def _ampere_refusal(shape: Shape, config: AmpereConfig) -> Refusal | None:

@@ -13,14 +13,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from nmjax.core import versions
-from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, Shape, config_refusal
+from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, Shape, config_refusal, stored
 from nmjax.kernels.targets import Target
 
 SHIPPED = Path(__file__).parent / "tables"
 
-_DENSE = 790e12 / 132  # FLOP/s of a multiprocessor in dense bf16 products: assumed, 0.8 of an H200's peak
-_BYTES = 0.6 * 4.3e12 / 132  # bytes/s that a multiprocessor's share of a packing kernel moves: assumed
+# The model of a multiprocessor, in cycles. An instruction of 64 rows takes half a cycle for each column, dense or sparse:
+# sparse ones have twice the K. That and the rate of shared memory are of the H100's white paper; the rest is assumed
+# until a table says it.
+_SHARED = 128  # bytes that shared memory reads or writes in a cycle
+_EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # of these bounds that a kernel reaches: assumed
+_MEMORY = 0.6 * 4.3e12 / 1.83e9 / 132  # bytes of device memory in a cycle, that is 0.6 of an H200's: assumed
+_LAUNCH = 4000  # cycles of one kernel more: assumed
+_LATENCY = 1000  # cycles from the last product of a tile to the first of the next, apart from storing it: assumed
 
 # ---- tables ----
 
@@ -91,7 +99,7 @@ class Tiling(NamedTuple):
 
 
 def candidates(shape: Shape, target: Target) -> list[Config]:
-    """Return the configs that fit a product, the likeliest first: large tiles, unless they leave most cores idle."""
+    """Return the configs that fit a product, the likeliest first: those that are expected to be the fastest."""
     if target.family == "ampere":
         tiles = [AmpereConfig(tile_m=m, tile_n=n) for m, n in ((128, 128), (64, 128), (128, 64), (64, 64))]
         return [config for config in tiles if config_refusal(shape, config) is None]
@@ -102,15 +110,25 @@ def _hopper_candidates(shape: Shape, target: Target) -> list[HopperConfig]:
     clusters = ("m", "n", "")
     if target.interpret and not versions.interprets_clusters():
         clusters = ("",)
+    tiles = ((64, 256), (128, 192), (128, 128), (64, 192), (64, 128), (64, 64))
+    cuts = [(tile_m, tile_n, 64, stages) for tile_m, tile_n in tiles for stages in (4, 3)]
+    cuts += [(tile_m, tile_n, 128, 2) for tile_m, tile_n in tiles]
     configs = [
-        HopperConfig(tile_m, tile_n, 64, stages, store_n, cluster=cluster, warpgroups=warpgroups)
-        for tile_m, tile_n in ((64, 256), (128, 128), (64, 192), (64, 128), (64, 64))
+        HopperConfig(*cut, store_n, cluster=cluster, warpgroups=warpgroups, split=split)
+        for cut in cuts
         for cluster in clusters
-        for store_n, stages in ((64, 4), (32, 4), (32, 3))
+        for store_n in (64, 32)
         for warpgroups in (2, 1)
+        for split in _splits(shape, cut[0] * warpgroups * cut[1], target)
     ]
     fitting = [config for config in configs if config_refusal(shape, config) is None]
-    return sorted(fitting, key=lambda config: (_idle(shape, config, target) > 0.5, config.warpgroups == 1))
+    return sorted(fitting, key=lambda config: _cycles(shape, config, target))
+
+
+def _splits(shape: Shape, tile: int, target: Target) -> tuple[int, ...]:
+    """Return the parts that K may be cut into: several if the result has fewer tiles than the device has room for."""
+    tiles = shape.m * shape.n / tile
+    return (1,) if tiles > target.cores or target.interpret else (1, 2, 3, 4, 6, 8)
 
 
 @lru_cache
@@ -137,42 +155,70 @@ def _distance(a: Shape, b: Shape) -> float:
     return sizes + 0.1 * sum(getattr(a, name) != getattr(b, name) for name in ("m_major", "n_major", "transpose"))
 
 
-def _idle(shape: Shape, config: HopperConfig, target: Target) -> float:
-    """Return the share of the device's time that the last round of tiles wastes."""
-    tiles = shape.m // config.rows * (shape.n // config.tile_n)
-    return 1 - tiles / (math.ceil(tiles / target.cores) * target.cores)
-
-
 # ---- the expected gain ----
 
 
-def gain(shape: Shape, target: Target, packed_before: bool = False) -> float:
-    """Return how many times faster than a dense product the packed one is expected to be; 0 if no tiles fit.
+def gain(shape: Shape, target: Target, packed_before: bool = False, saves_pruning: bool = False) -> float:
+    """Return how many times faster the packed product is expected to be; 0 if no tiles fit.
 
-    The speed is the measured one if there is one, else an estimate. The packing of the operand counts too, unless
-    ``packed_before``.
+    The speed is the measured one if there is one, else an estimate.
+
+    Args:
+      shape: The product.
+      target: The device.
+      packed_before: True if the packing of the operand does not count.
+      saves_pruning: True if a kernel prunes the operand while it packs it. Otherwise XLA prunes it before a dense
+        product.
     """
     tiling = chosen(shape, target)
     if tiling is None:
         return 0.0
     speed = _estimate(shape, tiling.config, target) if tiling.speed is None else tiling.speed
-    dense = shape.flops / (_DENSE * target.cores * (2 if shape.itemsize == 1 else 1))
-    moved = 0 if packed_before else shape.m * shape.k * 3.125
-    return dense / (dense / speed + moved / (_BYTES * target.cores))
+    dense, values = _dense_cycles(shape, target), shape.m * shape.k / (_MEMORY * target.cores)
+    pruning = 4 * values if saves_pruning else 0  # read and written
+    packing = 0 if packed_before else 3.125 * values
+    return (dense + pruning) / (dense / speed + packing)
 
 
 def _estimate(shape: Shape, config: Config, target: Target) -> float:
-    """Estimate a product's speed as a multiple of a dense product's.
-
-    On Ampere nothing was measured, so that it is 1. On Hopper it is 1.2 for tiles of 256 columns and two warpgroups.
-    It is less for narrower tiles, for one warpgroup, and for a last round of tiles that leaves cores idle.
-    """
+    """Estimate a product's speed as a multiple of a dense product's. On Ampere nothing was measured, so that it is 1."""
     if isinstance(config, AmpereConfig):
         return 1.0
-    speed = 1.2 * _share_of_b(config.tile_n) / _share_of_b(256) * (1 if config.warpgroups > 1 else 0.7)
-    return speed * (1 - _idle(shape, config, target))
+    return _dense_cycles(shape, target) / _cycles(shape, config, target)
 
 
-def _share_of_b(columns: int) -> float:
-    """Return the share of shared memory's bandwidth with which an instruction reads B. With the rest it reads A."""
-    return columns / (columns + 32)
+def _dense_cycles(shape: Shape, target: Target) -> float:
+    """Return the cycles of a dense product on Hopper, with the best of some tiles of two warpgroups."""
+    cuts = [(columns, split) for columns in (256, 192, 128) for split in (1, 2, 4, 8)]
+    return min(_tiled(shape, shape.out, 128, *cut, False, target) for cut in cuts) / _EFFICIENCY["dense"]
+
+
+def _cycles(shape: Shape, config: HopperConfig, target: Target) -> float:
+    """Return the cycles of a packed product on Hopper."""
+    alone = 1 if config.warpgroups > 1 or config.tile_m > 64 else 1.4  # of a single chain of instructions: assumed
+    tiled = _tiled(shape, stored(shape, config), config.rows, config.tile_n, config.split, True, target)
+    return alone * tiled / _EFFICIENCY["sparse"]
+
+
+def _tiled(shape: Shape, dtype: str, rows: int, columns: int, split: int, packed: bool, target: Target) -> float:
+    """Return the cycles of a product that one multiprocessor's tiles take, one after the other.
+
+    In a tile, instructions of 64 rows follow each other along K, as fast as the tensor cores multiply or as shared
+    memory is read and filled. Then the sums are stored, while no product runs. Sums of parts of K are added up at last.
+
+    Args:
+      shape: The product.
+      dtype: The dtype of what is stored.
+      rows, columns: The tile.
+      split: The parts of K.
+      packed: True if A is packed.
+      target: The device.
+    """
+    a, b = (36, 64) if packed else (32, 32)  # bytes along K of an instruction: those of A with its words, and of B
+    instructions = rows // 64 * -(-shape.k * shape.itemsize // (b * split))
+    read, filled = 64 * a + columns * b, (rows * a + columns * b) * 64 / rows
+    storing = 2 * rows * columns * jnp.dtype(dtype).itemsize / _SHARED + _LATENCY  # written to shared memory, and read
+    rounds = math.ceil(-(-shape.m // rows) * -(-shape.n // columns) * split / target.cores)
+    added = shape.m * shape.n * (4 * split + 2) / (_MEMORY * target.cores) + _LAUNCH if split > 1 else 0
+    one = max(columns / 2, (read + filled) / _SHARED)
+    return rounds * (instructions * one + storing) + added

@@ -1,6 +1,7 @@
 """Makes the layers of a flax.nnx model sparse, and sets their step, state and seed."""
 
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -252,24 +253,24 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
 
 
 def phase(model: Model, step: int | None) -> Model:
-    """Make the products of a model those of the phase of training that a step lies in.
+    """Make a model that of the phase of training that contains a step.
 
-    A schedule ends at a step that is known before, such as the fading of `decay`, or a row of `stages`. From that step
-    on a product may run packed, which one program for all steps cannot know. Values, gradients and state stay the
-    same. A program that was compiled for another phase is traced again, so call this outside of `jit`, at the steps of
-    ``nm.nnx.plan(model).phases``. Calls that do not change the phase do nothing.
+    The steps at which `decay` has faded and at which `stages` change are known before training. A program for one phase
+    may use a sparse kernel or fewer rows where a program for all steps cannot. Values, gradients and state stay the
+    same. Call it outside of `jit` and before `set_step`. A new phase is a new graph of the model, so `nnx.jit` traces
+    the step again. Calls that do not change the phase do nothing.
 
     Args:
       model: The model.
-      step: A step of training. The model is right for the steps from here until the next phase. None: it is right for
-        all steps, as `sparsify` makes it.
+      step: A step of training. The model is valid until the next phase begins. None: it is valid for all steps, as
+        `sparsify` makes it.
 
     Returns:
       The model itself.
 
     Raises:
-      TypeError: ``step`` is not an int.
-      ValueError: ``step`` is negative, or no method in the model has phases.
+      TypeError: ``step`` is not an integer that is known before the call.
+      ValueError: ``step`` is negative, no method in the model has phases, or it is called inside of `jit`.
 
     >>> import nmjax as nm
     >>> recipe = nm.Recipe(((".*", "mdgf(2,4,linear(1,0,700))"),))
@@ -279,15 +280,35 @@ def phase(model: Model, step: int | None) -> Model:
     >>> nm.nnx.phase(model, 700).dot_general.now
     fwd_rhs=ste(mse(2,4))
     """
-    if step is not None and (type(step) is not int or step < 0):
-        kind = ValueError if isinstance(step, int) else TypeError
-        raise kind(f"phase: step must be an int of at least 0, known before a call, got {step!r}.")
-    changing = [(site, phases) for _, site in _with_sites(model) if (phases := site.sparsity.phases)]
+    step = None if step is None else _known_step(step)
+    with_sites = _with_sites(model)
+    changing = [(site, phases) for _, site in with_sites if (phases := site.sparsity.phases)]
+    if not with_sites:
+        raise ValueError("phase: the model has no sparse layers. Call nm.nnx.sparsify first.")
     if not changing and step is not None:
-        raise ValueError("phase: no method in the model has phases, so there is nothing to change. Leave the call out.")
+        raise ValueError(
+            "phase: no method in the model has a phase that ends at a step known before training, so there is nothing "
+            "to change. Leave the call out."
+        )
+    if any(isinstance(value, jax.core.Tracer) for site, _ in changing for value in jax.tree.leaves(site.arrays())):
+        raise ValueError("phase was called inside of jit. Call it outside, where the step is a Python int.")
     for site, phases in changing:
         site.phase = None if step is None else max(start for start in (0, *phases) if start <= step)
     return model
+
+
+def _known_step(step: Any) -> int:
+    """Return a step as an int, and refuse one that is traced, no integer or negative."""
+    try:
+        known = operator.index(step)
+    except TypeError:  # a tracer, too
+        raise TypeError(
+            f"phase: step must be an integer that is known before the call, got {step!r}. Call nm.nnx.phase outside of "
+            "jit with a Python int."
+        ) from None
+    if known < 0:
+        raise ValueError(f"phase: step must be at least 0, got {known}.")
+    return known
 
 
 def _check_phase(site: Site, step: Any) -> None:
@@ -296,8 +317,8 @@ def _check_phase(site: Site, step: Any) -> None:
         return
     if max(start for start in (0, *site.sparsity.phases) if start <= int(step)) != site.phase:
         raise ValueError(
-            f"{site.name}: set_step({int(step)}) lies in another phase than that of step {site.phase}, which "
-            f"nm.nnx.phase has set. Call nm.nnx.phase(model, {int(step)}) first."
+            f"{site.name}: set_step({int(step)}), but the model is in the phase that begins at step {site.phase}. Call "
+            f"nm.nnx.phase(model, {int(step)}) first."
         )
 
 

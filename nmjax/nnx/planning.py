@@ -182,12 +182,12 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
     runs, kept, phases = (), (0, 0), ()
     if notes:
         how = uses, planned.backend, planned.packed_before
-        runs = runs_of(sparsity if planned.phase is None else in_phase(sparsity, planned.phase), *how)
+        now = sparsity if planned.phase is None else in_phase(sparsity, planned.phase)
+        runs, kept = runs_of(now, *how), kept_of(now, uses, planned.backend)
         phases = phases_of(sparsity, *how) if planned.phase is None else ()
-        kept = kept_of(sparsity, uses, planned.backend)
     return LayerPlan(
         layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer, sparsity), runs,
-        (*planned.else_dense, *of_call), kept, phases,
+        (*planned.else_dense, *of_call), kept, phases, planned.phase,
     )  # fmt: skip
 
 

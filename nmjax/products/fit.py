@@ -57,7 +57,7 @@ def fitting(
 
 
 def in_phase(sparsity: Sparsity, step: int) -> Sparsity:
-    """Return `Sparsity.at` for a layer whose features fit the slots, as those of a sparse layer do.
+    """Return ``sparsity.at(step)`` for a layer whose features are known to fit, as those of a sparse layer are.
 
     Args:
       sparsity: The method of the layer.

@@ -225,7 +225,7 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
         route = _packed(product, operand, case, layout, formats, case.device)
         if isinstance(route, Refusal):
             refusals.append(route)
-        elif case.backend == "auto" and _gain(route, case.device, before) <= 1:
+        elif case.backend == "auto" and _gain(route, case.device, before, slots[operand]) <= 1:
             slow.append(route)
         else:
             return route
@@ -236,7 +236,7 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
         refusals.append(refusal)
     if refusals:
         return Route("emulated", refusals[0].reason)
-    return Route("emulated", _too_slow(slow[0], case.device, before))
+    return Route("emulated", _too_slow(slow[0], case.device, before, slots[slow[0].operand]))
 
 
 def _chosen(sparsity: Sparsity, product: str) -> dict[str, tuple[Slot, rows]]:
@@ -380,15 +380,18 @@ def _fp8_refusal(product: str, layout: Layout, device: Target) -> Refusal | None
     return None
 
 
-def _gain(route: Route, device: Target, before: bool) -> float:
-    """Return how many times as fast as a dense product a packed one is expected to be."""
+def _gain(route: Route, device: Target, before: bool, slot: Slot) -> float:
+    """Return how many times as fast as an emulated product a packed one is expected to be.
+
+    The pruning of x and w counts for neither, because another product may need the pruned operand too."""
     assert route.shape is not None
     free = bool(route.formats) or (before and route.operand == "w")  # an FP8 form has less to write than a dense one
-    return tuning.gain(route.shape, device, packed_before=free)
+    fused = route.operand == "g" and slot.core is not None and limits.fuses(slot.core)
+    return tuning.gain(route.shape, device, packed_before=free, saves_pruning=fused)
 
 
-def _too_slow(route: Route, device: Target, before: bool) -> str:
+def _too_slow(route: Route, device: Target, before: bool, slot: Slot) -> str:
     assert route.shape is not None
     m, n, k = route.shape.m, route.shape.n, route.shape.k
-    gain = _gain(route, device, before)
-    return f"packed, M, N, K = {m}, {n}, {k} is expected at {gain:.2f} of the dense speed on {device.kind}"
+    gain = _gain(route, device, before, slot)
+    return f"packed, M, N, K = {m}, {n}, {k} is expected at {gain:.2f} of the speed of pruning and a dense product on {device.kind}"

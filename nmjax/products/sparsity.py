@@ -85,7 +85,7 @@ class Sparsity(Value):
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """The steps at which the result of `at` changes. They rise and are above 0.
+        """The steps, rising and above 0, at which a new phase begins: at which the result of `at` changes.
 
         >>> import nmjax as nm
         >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); drhs_g=stages(((0,identity),(30,mvue(2,4))))").phases
@@ -94,11 +94,11 @@ class Sparsity(Value):
         return tuple(sorted({step for slot in self.slots.values() for step in slot.pruner.phases}))
 
     def at(self, step: int) -> "Sparsity":
-        """Return the method that this one is from a step until the next of its `phases`.
+        """Return an equivalent method for the phase that contains a step.
 
-        From that step on, both give the same values and gradients, and both have the same state. What a schedule
-        decides at every call is decided once here, so a kernel may run a product that is n:m from then on. A slot that
-        may be left dense stays as it is, unless its groups have the same size from then on.
+        In that phase both give the same values and gradients, and both have the same state. Where a schedule has ended,
+        the result does not read it any more. So a kernel may run a product that is n:m from then on. If ``else_dense``
+        allows a slot to stay dense, the slot changes only if its group size stays the same.
 
         Args:
           step: A step, at least 0.
@@ -108,7 +108,7 @@ class Sparsity(Value):
         fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4)
         """
         if step < 0:
-            raise ValueError(f"a method has no phase of step {step}: steps begin at 0.")
+            raise ValueError(f"at: step must be at least 0, got {step}.")
         now = {name: slot.pruner.at(step) for name, slot in self.slots.items()}
         for name, slot in self.slots.items():
             may_be_dense = self.else_dense is True or (self.else_dense and name in self.else_dense)

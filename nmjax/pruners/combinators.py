@@ -27,6 +27,7 @@ class chain(ByParts):
       TypeError: An argument is not a pruner.
       ValueError: An argument, such as `ste`, must be outermost.
 
+    >>> from nmjax.pruners import mse
     >>> chain(mse(2, 4), mse(1, 4))(jnp.array([1.0, -2.0, 3.1, -4.0]))
     Array([ 0.,  0.,  0., -4.], dtype=float32)
     """
@@ -155,6 +156,7 @@ class rescale(ByParts, SamePattern):
       ValueError: ``over`` is none of the three, or ``p`` must be outermost, as `ste` must. A call raises it if
         ``over`` is "spatial" and the array has no axes of space.
 
+    >>> from nmjax.pruners import mse
     >>> rescale(mse(2, 4))(jnp.array([1., 2., 3., 4.]))  # without space: one norm per group
     Array([0.      , 0.      , 4.285714, 5.714286], dtype=float32)
     """
@@ -172,6 +174,7 @@ class rescale(ByParts, SamePattern):
     def over_in(self, space: tuple[int, ...]) -> str:
         """Return the values that share a norm in an array with these axes of space: "spatial" or "group".
 
+        >>> from nmjax.pruners import mse
         >>> rescale(mse(2, 4)).over_in((1, 2)), rescale(mse(2, 4)).over_in(())
         ('spatial', 'group')
         """

@@ -218,7 +218,7 @@ class decay(Pruner):
         with jax.ensure_compile_time_eval():
             whole = first is not None and float(self.schedule(first - 1)) == 1 and not self.p.has_state
             gone = last is not None and float(self.schedule(last)) == 0
-        return (first if whole and first > 1 else None), (last if gone else None)  # step 0 alone is no phase
+        return (first if whole and first > 1 else None), (last if gone else None)  # no phase of step 0 alone
 
     def at(self, step: int) -> Pruner:
         """Return `identity` before values fade, and the part when they have faded, with this gradient."""

@@ -128,7 +128,7 @@ class stages(Pruner):
 
 @dataclass(frozen=True, repr=False)
 class stage(Pruner):
-    """Prune as one row of a `stages` does, with the state of all rows. `Pruner.at` returns it if rows have state.
+    """One row of a `stages`, with the state of all rows. `Pruner.at` returns it if rows have state.
 
     Args:
       whole: The stages.
@@ -149,7 +149,7 @@ class stage(Pruner):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.whole, stages) or self.step < 0:
-            raise ValueError(f"stage takes stages and a step of at least 0, got {self.whole} and {self.step}.")
+            raise ValueError(f"stage takes a stages and then a step of at least 0, got {self.whole} and {self.step}.")
 
     @property
     def now(self) -> Pruner:

@@ -22,7 +22,7 @@ Schedule = Callable[[Any], Any]
 
 
 Moves = tuple[int, int | None]
-"""(first, last): a schedule has one value before the first step, and one from the last step on (None: it goes on)."""
+"""(first, last): a schedule is constant before step first, and from step last on. last is None if it never ends."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,6 +12,7 @@ two uniforms. The published code adds 1.2e-7 to every magnitude, which biases sm
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +70,11 @@ class mvue_approx(Grouped):
         Raises:
           TypeError: ``ctx`` has no key.
         """
-        key = words(ctx.key)
-        first = group_uniforms(x, axis, self.m, Ctx(key=fold(key, 0)))
-        return first, group_uniforms(x, axis, self.m, Ctx(key=fold(key, 1)))
+        first, second = (group_uniforms(x, axis, self.m, Ctx(key=key)) for key in self.draw_keys(ctx.key))
+        return first, second
+
+    def draw_keys(self, key: Any) -> tuple[Any, ...]:
+        return fold(words(key), 0), fold(words(key), 1)
 
     def sample(self, x: Float[Array, "..."], u: tuple[jax.Array, jax.Array], axis: int = -1) -> Float[Array, "..."]:
         """Return the pruned array, given the random numbers.
@@ -85,23 +88,51 @@ class mvue_approx(Grouped):
         g = groups.split(x, axis, self.m)
         first, second = (jnp.expand_dims(v, axis + 1).astype(groups.wide(x).dtype) for v in u)
         size = [jnp.abs(groups.wide(v)) for v in groups.members(g, axis + 1)]
-        a, undo = weights(size)
-        first, second = above_zero(first, undo), above_zero(second, undo)
-        few = fusion.total((v > 0).astype(jnp.float32) for v in a) <= 2  # no choice: keep all non-zeros
-        others = _sums_of_others(a)
-        total = a[0] + others[0]
-        t = [jnp.where(few, 0.0, v / jnp.where(few, 1.0, total)) for v in a]
-        odds = [jnp.where(few, 0.0, s / jnp.where(few, 1.0, o)) for s, o in zip(t, others, strict=True)]
-        p = [s + v * o for s, v, o in zip(t, a, _sums_of_others(odds), strict=True)]
-        i = _draw(a, first)
-        j = _draw([jnp.where(drawn, 0.0, v) for drawn, v in zip(i, a, strict=True)], second)
-        kept = fusion.spread(
-            [(few & (v > 0)) | ((b | c) & ~few) for v, b, c in zip(a, i, j, strict=True)], g.shape, axis + 1
-        )
-        place, odd = lax.broadcasted_iota(jnp.int32, g.shape, axis + 1), jnp.ones((), total.dtype)
+        hits, p = _chosen(size, first, second)
+        kept = fusion.spread(hits, g.shape, axis + 1)
+        place, odd = lax.broadcasted_iota(jnp.int32, g.shape, axis + 1), jnp.ones((), p[0].dtype)
         for member, v in enumerate(p):
             odd = jnp.where(place == member, fusion.settled(jnp.where(v > 0, v, 1.0)), odd)
         return fusion.rounded(jnp.where(kept, groups.wide(g) / odd, 0.0), x.dtype).reshape(x.shape)
+
+
+    @property
+    def has_prune_members(self) -> bool:
+        return True
+
+    def prune_members(self, x: list[jax.Array], u: Any = None, state: Any = None) -> list[jax.Array]:
+        if u is None:
+            raise TypeError(f"{self} draws random numbers: pass two uniforms for every group as u.")
+        wide = [groups.wide(v) for v in x]
+        hits, p = _chosen([jnp.abs(v) for v in wide], *u)
+        odds = [jnp.where(v > 0, v, 1.0) for v in p]
+        pruned = [jnp.where(hit, v / odd, 0.0) for hit, v, odd in zip(hits, wide, odds, strict=True)]
+        return [v.astype(x[0].dtype) for v in pruned]
+
+    def growth(self, state: Any = None) -> float:
+        return self.m**2 / (2 * self.m - 1)  # a_i / p_i <= S^2 / (2 S - a_i), and S <= m max(a)
+
+
+def _chosen(
+    size: list[jax.Array], first: jax.Array, second: jax.Array
+) -> tuple[list[jax.Array], list[jax.Array]]:  # fmt: skip
+    """Return the members that two draws keep, and the probability of each to be kept, or 0.
+
+    Args:
+      size: The magnitudes of the members, one array for each of the m positions.
+      first, second: The uniforms of the draws.
+    """
+    a, undo = weights(size)
+    first, second = above_zero(first, undo), above_zero(second, undo)
+    few = fusion.total((v > 0).astype(jnp.float32) for v in a) <= 2  # no choice: keep all non-zeros
+    others = _sums_of_others(a)
+    total = a[0] + others[0]
+    t = [jnp.where(few, 0.0, v / jnp.where(few, 1.0, total)) for v in a]
+    odds = [jnp.where(few, 0.0, s / jnp.where(few, 1.0, o)) for s, o in zip(t, others, strict=True)]
+    p = [s + v * o for s, v, o in zip(t, a, _sums_of_others(odds), strict=True)]
+    i = _draw(a, first)
+    j = _draw([jnp.where(drawn, 0.0, v) for drawn, v in zip(i, a, strict=True)], second)
+    return [(few & (v > 0)) | ((b | c) & ~few) for v, b, c in zip(a, i, j, strict=True)], p
 
 
 def _sums_of_others(a: list[jax.Array]) -> list[jax.Array]:

@@ -19,7 +19,7 @@ from nmjax.core import versions
 from nmjax.kernels import ampere, compress, copies, hopper
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, Copy, HopperConfig, Shape, config_refusal
-from nmjax.pruners import identity, mse, mvue, soft, transposable
+from nmjax.pruners import identity, mse, mvue, mvue_approx, soft, transposable
 
 pytestmark = pytest.mark.sampled
 
@@ -55,7 +55,7 @@ def lowered(f, *shapes) -> str:
 LAYOUTS = [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
 
 
-def product(kernel, kind="bfloat16", layout=(False, False, False), out="bfloat16", **cut):
+def product(kernel, kind="bfloat16", layout=(False, False, False), out="bfloat16", n=SIZE, **cut):
     """A kernel as a function of its operands, and their shapes."""
     m_major, n_major, transpose = layout
     options = {
@@ -66,6 +66,7 @@ def product(kernel, kind="bfloat16", layout=(False, False, False), out="bfloat16
     }
     options |= {"blocks": 132} if kernel is hopper else {}
     packed, b = operands(kind, m_major, n_major)
+    b = shape(1, *((SIZE, n) if n_major else (n, SIZE)), dtype=b.dtype)
     return lambda a, b, s: kernel.spmm(a, b, s, **options), packed, b, shape(1, dtype=jnp.float32)
 
 
@@ -94,7 +95,7 @@ def test_too_much_shared_memory_is_refused_before_it_is_compiled():
 
 
 PRODUCERS = {
-    **{f"{p} along {axis}": (compress.compress, {"axis": axis, "pruner": p}) for p in (mse(2, 4), mvue(2, 4), soft(2, 4), identity) for axis in (-1, -2)},
+    **{f"{p} along {axis}": (compress.compress, {"axis": axis, "pruner": p}) for p in (mse(2, 4), mvue(2, 4), mvue_approx(2, 4), soft(2, 4), identity) for axis in (-1, -2)},
     "both, transposable": (compress.compress_both, {"pruner": transposable(2, 4)}),
     "x of S-STE in FP8": (copies.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
     "g of S-STE in FP8": (copies.copies, {"wanted": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"))}),
@@ -105,7 +106,7 @@ PRODUCERS = {
 def producer(name):
     make, options = PRODUCERS[name]
     noise = {
-        compress.compress: [shape(1, 2, dtype=jnp.uint32), shape(1, dtype=jnp.float32)],
+        compress.compress: [shape(1, 4 if "approx" in name else 2, dtype=jnp.uint32), shape(1, dtype=jnp.float32)],
         compress.compress_both: [],
     }
     extra = noise.get(make, [shape(1, 4, dtype=jnp.uint32), shape(1, dtype=jnp.float32)])
@@ -232,6 +233,11 @@ def programs() -> dict:
         "f32 result": product(hopper, store_n=32, out="float32"),
         "tall": product(hopper, tile_m=128, tile_n=128, cluster="n"),
         "narrow": product(hopper, tile_n=64),
+        "split": product(hopper, layout=(True, True, True), store_n=32, split=3),
+        "partial": product(hopper, layout=(True, False, True), cluster="m", n=SIZE - 24),
+        "partial rows": product(hopper, n=SIZE - 64, tile_m=128, tile_n=192, store_n=32),
+        "256 x 192": product(hopper, layout=(True, True, True), tile_m=128, tile_n=192, store_n=32, stages=4),
+        "long steps": product(hopper, layout=(True, False, True), tile_k=128, stages=2, tile_n=128),
         "fp8 forward": product(hopper, "float8_e4m3fn", (False, False, True), cluster="m"),
         "fp8 backward": product(hopper, "float8_e5m2", (False, False, True), cluster="m"),
         "fp8 promoted": product(hopper, "float8_e5m2", promote=True, tile_n=128),

@@ -59,6 +59,56 @@ CONFIGS = {
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize(("m_major", "n_major", "transpose"), LAYOUTS)
+def test_parts_of_k_are_added_up(m_major, n_major, transpose):
+    config = HopperConfig(tile_n=64, store_n=32, stages=2, split=2 if transpose else 3)
+    k = 512 if transpose else 7 * 64  # of three parts, the last one has a single step of seven
+    packed, b, wanted = operands(128, 64, k, "bfloat16", m_major, n_major, batch=2)
+    assert config_refusal(Shape(128, 64, k, "bfloat16", m_major, n_major, transpose), config) is None
+    options = {"b_axis": -2 if n_major else -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16")}
+    scale = jnp.array([1.0, -2.0])
+    y = hopper.spmm(packed, b, scale, config=config, blocks=2, interpret=True, **options)
+    check(y, wanted * np.array([1.0, -2.0])[:, None, None], transpose)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("seed", range(12))
+def test_the_last_tiles_may_be_partial(seed):
+    """Whatever is loaded from beyond an operand is NaN in the interpreter, and none of it is in the result."""
+    draw = np.random.default_rng(seed)
+    transpose, warpgroups = bool(draw.integers(2)), int(draw.integers(1, 3))
+    m, n = 64 * int(draw.integers(1, 6)), (8 if transpose else 64) * int(draw.integers(1, 5 if not transpose else 40))
+    cluster = str(draw.choice(["", "m", "n"])) if versions.interprets_clusters() else ""
+    config = HopperConfig(
+        tile_n=int(draw.choice([64, 128])), store_n=64, stages=2, warpgroups=warpgroups, cluster=cluster,
+        split=int(draw.choice([1, 2])),
+    )  # fmt: skip
+    assert config_refusal(Shape(m, n, 128, transpose=transpose), config) is None
+    packed, b, wanted = operands(m, n, 128, "bfloat16", False, False, seed=seed)
+    options = {"b_axis": -1, "transpose": transpose, "dtype": jnp.dtype("bfloat16")}
+    check(hopper.spmm(packed, b, config=config, blocks=2, interpret=True, **options), wanted, transpose)
+
+
+def test_where_the_last_tile_has_to_be_whole():
+    h200, tile = Target("NVIDIA H200", "hopper", 132), HopperConfig(tile_n=64, stages=2)
+    refusal = lambda *sizes, **more: str(product_refusal(Shape(*sizes, **more), h200))
+    assert refusal(768, 197 * 64, 768, m_major=True, transpose=True) == "None"
+    assert refusal(768, 104, 768, n_major=True) == (
+        "M, N, K = 768, 104, 768 do not divide into tiles of 64 x 64 x 64, and the dense operand is contiguous along N"
+    )
+    assert refusal(768, 104, 768).endswith("do not divide into tiles of 64 x 64 x 64, and the result is contiguous along N")
+    assert refusal(768, 104, 768, transpose=True) == "None"
+    assert refusal(768, 100, 768, transpose=True) == "M, N, K = 768, 100, 768 do not divide into tiles of 64 x 8 x 64"
+    assert refusal(100, 128, 768) == "M, N, K = 100, 128, 768 do not divide into tiles of 64 x 64 x 64"
+    cut = lambda *sizes, config=tile, **more: str(config_refusal(Shape(*sizes, **more), config))
+    assert cut(192, 104, 128, transpose=True) == "None"
+    assert cut(192, 128, 128, m_major=True) == "M = 192 does not divide by 128"
+    assert "tile_k <= 128" in cut(128, 128, 256, config=HopperConfig(tile_n=64, tile_k=256, stages=2))
+    assert "split lies between 1 and the 4 steps" in cut(128, 128, 256, config=HopperConfig(tile_n=64, split=0))
+    assert "split lies between 1 and the 4 steps" in cut(128, 128, 256, config=HopperConfig(tile_n=64, split=5))
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", CONFIGS)
 def test_hopper_in_every_cut(name):
     config = CONFIGS[name]
@@ -275,7 +325,7 @@ def test_candidates_fit_and_the_first_is_large():
         found = tuning.candidates(shape, H200)
         assert found
         assert all(config_refusal(shape, c) is None for c in found)
-    assert tuning.chosen(Shape(8192, 8192, 8192), H200)[0] == HopperConfig(cluster="m")
+    assert tuning.chosen(Shape(8192, 8192, 8192), H200)[0] == HopperConfig(128, 192, store_n=32, cluster="m")
 
 
 def test_refusals_of_configs_say_why():
@@ -283,7 +333,7 @@ def test_refusals_of_configs_say_why():
     why = lambda sides, config, **more: str(config_refusal(Shape(*sides, **more), config))
     assert why((8192, 8192, 96), config) == "K = 96 does not divide by 64"
     assert why((8192, 8192, 64), config, dtype="float8_e4m3fn") == "K = 64 does not divide by 128"
-    assert why((128, 256, 64), HopperConfig(cluster="m")) == "M = 128 does not divide by 256"
+    assert why((128, 256, 64), HopperConfig(cluster="m"), m_major=True) == "M = 128 does not divide by 256"
     assert "of shared memory" in why((8192, 8192, 8192), config, out="float32")
     assert "16-bit" in why((128, 128, 128), AmpereConfig(), dtype="float8_e5m2")
     odd = [HopperConfig(tile_n=40), HopperConfig(tile_m=96), HopperConfig(tile_n=512), HopperConfig(store_n=48)]

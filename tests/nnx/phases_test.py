@@ -63,10 +63,10 @@ def test_the_plan_tells_it_phase_by_phase():
         plan = nm.nnx.plan(made, x, recipe=nm.Recipe(((".*", TEXT),)))
     assert plan.phases == (4, 5, 7)
     said = " ".join(repr(plan).split())
-    assert "Without nm.nnx.phase: Emulated (zeros are multiplied) y of (the model): fwd_rhs=decay" in said
-    assert "From step 0 on, 1.00 of the FLOPs: All products are dense" in said
-    assert "From step 5 on, 0.83 of the FLOPs: Packed dw of (the model): g by hopper's kernels" in said
-    assert "From step 7 on, 0.67 of the FLOPs: Packed y of (the model): w by hopper's kernels" in said
+    assert "In one program for all steps: Emulated (zeros are multiplied) y of (the model): fwd_rhs=decay" in said
+    assert "From step 0 (1.00 of the FLOPs): All products are dense" in said
+    assert "From step 5 (0.83 of the FLOPs): Packed dw of (the model): g by hopper's kernels" in said
+    assert "From step 7 (0.67 of the FLOPs): Packed y of (the model): w by hopper's kernels" in said
     assert [start for start, _ in plan.layers[0].phases] == [0, 4, 5, 7]
 
 
@@ -85,15 +85,32 @@ def test_a_layer_that_is_left_dense_stays_dense():
     assert nm.nnx.phase(fits, 0).dot_general.now.drhs_g == nm.parse(text).drhs_g
 
 
+def test_a_model_in_a_phase_has_the_plan_of_the_phase():
+    text = "drhs_lhs=rows(stages(((0,identity),(9,mvue(1,4)))))"
+    made = model(text, "compact")
+    plan = nm.nnx.plan(nm.nnx.phase(made, 9), X)
+    assert plan.phases == (9,)
+    assert plan.runs == {"compacted": 1}
+    assert plan.layers[0].kept == (64 * 64 * 4, 16 * 65 * 4)
+    assert "In the phase from step 9: Compacted dw everywhere" in repr(plan)
+    assert nm.nnx.plan(nm.nnx.phase(made, None), X).layers[0].kept == (64 * 64 * 4, 64 * 64 * 4)
+
+
 def test_what_is_refused():
     made = model()
-    with pytest.raises(ValueError, match="phase: step must be an int of at least 0, known before a call, got -1"):
+    with pytest.raises(ValueError, match="phase: step must be at least 0, got -1"):
         nm.nnx.phase(made, -1)
-    with pytest.raises(TypeError, match="got 3.0"):
+    with pytest.raises(TypeError, match="phase: step must be an integer that is known before the call, got 3.0"):
         nm.nnx.phase(made, 3.0)
-    with pytest.raises(ValueError, match="no method in the model has phases, so there is nothing to change"):
+    with pytest.raises(TypeError, match="outside of jit with a Python int"):
+        jax.jit(lambda step: nm.nnx.phase(made, step) and 1)(3)
+    with pytest.raises(ValueError, match="phase was called inside of jit"):
+        nnx.jit(lambda made: nm.nnx.phase(made, 3) and 1)(made)
+    with pytest.raises(ValueError, match="no method in the model has a phase that ends at a step known before"):
         nm.nnx.phase(model("s_ste(2,4)"), 3)
-    nm.nnx.phase(made, 7)
-    with pytest.raises(ValueError, match=r"set_step\(6\) lies in another phase than that of step 7"):
+    with pytest.raises(ValueError, match="the model has no sparse layers. Call nm.nnx.sparsify first"):
+        nm.nnx.phase(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), 3)
+    assert nm.nnx.phase(made, np.int64(7)).dot_general.phase == 7
+    with pytest.raises(ValueError, match=r"set_step\(6\), but the model is in the phase that begins at step 7"):
         nm.nnx.set_step(made, 6)
     nm.nnx.set_step(made, 100)

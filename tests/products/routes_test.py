@@ -357,7 +357,7 @@ def test_on_hopper_what_pays_is_packed():
         ("ste(2,4)", {"dtype": jnp.float32}, "its operands are x float32 and w float32, but kernels need bfloat16 or float16: set dtype=jnp.bfloat16 in the layer"),
         ("ste(4,8)", {}, "w is 4:8, but sparse tensor cores support only 2:4"),
         ("mdgf(2,4,linear(1,0,9))", {}, "fwd_rhs=decay(mse(2,4),linear(1.0,0.0,9)) is not 2:4 at every step"),
-        ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles of 64 x 64 x 64"),
+        ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles of 64 x 8 x 64"),
         ("ste(2,4)", {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, None),
         ("ste(2,4)", {"dims": (((1,), (0,)), ((), ())), "lhs": (64, 64, 64), "rhs": (64, 128)}, "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"),
         ("fwd_rhs=ste(fp8('e4m3'))", {}, "fwd_rhs=ste(fp8('e4m3')) leaves it dense"),

@@ -112,9 +112,9 @@ def test_methods():
     assert tail.slots["fwd_rhs"].core == nm.identity
     assert tail.drhs_g == nm.identity
     assert nm.parse_pruner(repr(tail.fwd_rhs)) == tail.fwd_rhs
-    with pytest.raises(ValueError, match="a method has no phase of step -1"):
+    with pytest.raises(ValueError, match="at: step must be at least 0, got -1"):
         tail.at(-1)
-    with pytest.raises(ValueError, match="stage takes stages and a step of at least 0"):
+    with pytest.raises(ValueError, match="stage takes a stages and then a step of at least 0"):
         nm.stage(nm.mse(2, 4), 3)
 
 
