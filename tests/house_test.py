@@ -39,7 +39,7 @@ HOUSE = {
         "models": ("transformer", "vit", "gpt", "moe", "bert", "decoder", "resnet", "__init__"),
         "nnx": (
             "variables", "doors", "calling", "declared", "found", "others", "layers", "unreached", "recording",
-            "checks", "delivery", "planning", "packing", "hardening", "measures",
+            "checks", "phases", "delivery", "planning", "packing", "hardening", "measures",
             "taps", "blocks", "calibration", "one_shot", "__init__",
         ),
         "linen": (

@@ -218,6 +218,8 @@ def variations(shape: Shape, config: Config) -> list[Config]:
     if isinstance(config, HopperConfig):
         changes = [{"band": 1}, {"band": 16}, {"in_flight": 1}]
         changes += [{"stages": s, "store_n": n} for s, n in ((4, 64), (5, 64), (4, 32), (3, 32), (5, 32))]
+        changes += [{"tile_k": 128, "stages": 2}]
+        changes += [{"split": split} for split in (config.split // 2, 2 * config.split) if config.split > 1]
     configs = [replace(config, **change) for change in changes]
     return [c for c in dict.fromkeys(configs) if c != config and config_refusal(shape, c) is None]
 

@@ -354,7 +354,8 @@ class Plan:
             return [f"In the phase from step {current:,}: {line}" for line in lines]
         if not any(layer.phases for layer in pruned):
             return lines
-        lines, before = [f"In one program for all steps: {line}" for line in lines], []
+        lines = [f"In one program for all steps: {line}" for line in lines]
+        before: list[str] = []
         for start in (0, *self.phases):
             now = [(layer.path, layer.flops, runs.at(layer.runs, layer.phases, start)) for layer in pruned]
             found = runs.notes(now, self.speed) or ["All products are dense"]

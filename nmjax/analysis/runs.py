@@ -1,4 +1,4 @@
-"""How the products of layers run, in a program for all steps and in each phase of training."""
+"""The routes of the products of layers, in a program for all steps and in each phase of training."""
 
 from collections.abc import Sequence
 from typing import TypeAlias

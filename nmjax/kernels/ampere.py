@@ -63,7 +63,7 @@ def spmm(
         out_type=result((batch, *sides), dtype, *inputs),
         grid=(batch, shape.m // config.tile_m, shape.n // config.tile_n),
         grid_names=("batch", "m", "n"),
-        **({"interpret": versions.interpreter_params()} if interpret else {}),
+        **({"interpret": versions.interpreter_params(zeros=False)} if interpret else {}),
     )
     return call(*inputs)
 

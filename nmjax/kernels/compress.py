@@ -193,7 +193,7 @@ def uniforms(words: Ref, count: int, *where: Any) -> Any:
       count: The number of words of a key in use, two for each random number.
       *where: The arguments of `uniform`.
     """
-    drawn = tuple(uniform(words, *where, first) for first in range(0, count, 2))
+    drawn = tuple(uniform(words, *where, first=first) for first in range(0, count, 2))
     return drawn if len(drawn) > 1 else drawn[0]
 
 

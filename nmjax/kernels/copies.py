@@ -38,8 +38,8 @@ def copies(
 
     Args:
       x: 16-bit values. R divides by 128 and C by 64.
-      words: Scrambled keys: two words for each random number of the pruners, and two for the roundings. Row i serves arrays
-        i * batch/S to (i + 1) * batch/S, which also have one scale in common.
+      words: Scrambled keys: two words for each random number of the pruners, and two for the roundings. Row i serves
+        arrays i * batch/S to (i + 1) * batch/S, which also have one scale in common.
       beta: Scales of `soft`, like ``words``.
       wanted: The forms.
       interpret: True to run on a CPU.

@@ -21,9 +21,9 @@ from nmjax.kernels.targets import Target
 
 SHIPPED = Path(__file__).parent / "tables"
 
-# The model of a multiprocessor, in cycles. An instruction of 64 rows takes half a cycle for each column, dense or sparse:
-# sparse ones have twice the K. That and the rate of shared memory are of the H100's white paper; the rest is assumed
-# until a table says it.
+# The model of a multiprocessor, in cycles. An instruction of 64 rows takes half a cycle for each column, dense or
+# sparse: sparse ones have twice the K. That and the rate of shared memory are of the H100's white paper. The rest is
+# assumed until a table says it.
 _SHARED = 128  # bytes that shared memory reads or writes in a cycle
 _EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # of these bounds that a kernel reaches: assumed
 _MEMORY = 0.6 * 4.3e12 / 1.83e9 / 132  # bytes of device memory in a cycle, that is 0.6 of an H200's: assumed
@@ -181,26 +181,28 @@ def gain(shape: Shape, target: Target, packed_before: bool = False, saves_prunin
 
 
 def _estimate(shape: Shape, config: Config, target: Target) -> float:
-    """Estimate a product's speed as a multiple of a dense product's. On Ampere nothing was measured, so that it is 1."""
+    """Estimate a product's speed as a multiple of a dense product's. On Ampere it is 1, because there is no model."""
     if isinstance(config, AmpereConfig):
         return 1.0
     return _dense_cycles(shape, target) / _cycles(shape, config, target)
 
 
 def _dense_cycles(shape: Shape, target: Target) -> float:
-    """Return the cycles of a dense product on Hopper, with the best of some tiles of two warpgroups."""
-    cuts = [(columns, split) for columns in (256, 192, 128) for split in (1, 2, 4, 8)]
-    return min(_tiled(shape, shape.out, 128, *cut, False, target) for cut in cuts) / _EFFICIENCY["dense"]
+    """Return the cycles of a dense product on Hopper, cut as well as a packed one may be."""
+    tiles = ((128, 256), (256, 128), (128, 192), (128, 128), (64, 128), (64, 64))
+    cuts = [(tile, split) for tile in tiles for split in _splits(shape, tile[0] * tile[1], target)]
+    return min(_tiled(shape, shape.out, tile, split, False, target) for tile, split in cuts) / _EFFICIENCY["dense"]
 
 
 def _cycles(shape: Shape, config: HopperConfig, target: Target) -> float:
     """Return the cycles of a packed product on Hopper."""
     alone = 1 if config.warpgroups > 1 or config.tile_m > 64 else 1.4  # of a single chain of instructions: assumed
-    tiled = _tiled(shape, stored(shape, config), config.rows, config.tile_n, config.split, True, target)
+    tile = config.rows, config.tile_n
+    tiled = _tiled(shape, stored(shape, config), tile, config.split, True, target)
     return alone * tiled / _EFFICIENCY["sparse"]
 
 
-def _tiled(shape: Shape, dtype: str, rows: int, columns: int, split: int, packed: bool, target: Target) -> float:
+def _tiled(shape: Shape, dtype: str, tile: tuple[int, int], split: int, packed: bool, target: Target) -> float:
     """Return the cycles of a product that one multiprocessor's tiles take, one after the other.
 
     In a tile, instructions of 64 rows follow each other along K, as fast as the tensor cores multiply or as shared
@@ -209,11 +211,12 @@ def _tiled(shape: Shape, dtype: str, rows: int, columns: int, split: int, packed
     Args:
       shape: The product.
       dtype: The dtype of what is stored.
-      rows, columns: The tile.
+      tile: The rows and columns of a tile.
       split: The parts of K.
       packed: True if A is packed.
       target: The device.
     """
+    rows, columns = tile
     a, b = (36, 64) if packed else (32, 32)  # bytes along K of an instruction: those of A with its words, and of B
     instructions = rows // 64 * -(-shape.k * shape.itemsize // (b * split))
     read, filled = 64 * a + columns * b, (rows * a + columns * b) * 64 / rows

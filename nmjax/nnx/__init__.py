@@ -25,7 +25,6 @@ from nmjax.nnx.calibration import (
 )
 from nmjax.nnx.declared import door as door
 from nmjax.nnx.delivery import (
-    phase as phase,
     reseed as reseed,
     reset_state as reset_state,
     set_step as set_step,
@@ -41,6 +40,7 @@ from nmjax.nnx.hardening import (
 from nmjax.nnx.measures import gradient_errors as gradient_errors, weights as weights
 from nmjax.nnx.one_shot import Pruned as Pruned, prune as prune
 from nmjax.nnx.packing import pack as pack, packed as packed
+from nmjax.nnx.phases import phase as phase
 from nmjax.nnx.planning import plan as plan
 from nmjax.nnx.variables import NM as NM, Site as Site
 from nmjax.products.routes import Route as Route

@@ -1,7 +1,6 @@
 """Makes the layers of a flax.nnx model sparse, and sets their step, state and seed."""
 
 import inspect
-import operator
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from nmjax.core.context import Ctx
 from nmjax.nnx.checks import NO_LAYERS, check_layers, fitted, normalised
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.layers import layers, over
+from nmjax.nnx.phases import check_phase
 from nmjax.nnx.recording import never_asked, with_calls
 from nmjax.nnx.unreached import rule_paths, unreached, wanted
 from nmjax.nnx.variables import NM, Site, unpadded, write
@@ -237,7 +237,7 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
         if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
             raise TypeError(f"set_step: {name} must be an integer, got {value!r}.")
     for layer, site in _with_sites(model):
-        _check_phase(site, step)
+        check_phase(site, step)
         try:
             if site.time is not None:
                 write(site.time, times(layer, step, micro))
@@ -250,76 +250,6 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
                 "outside the function that is differentiated, or merge a copy there: "
                 "nnx.merge(graphdef, state, copy=True)."
             ) from error
-
-
-def phase(model: Model, step: int | None) -> Model:
-    """Make a model that of the phase of training that contains a step.
-
-    The steps at which `decay` has faded and at which `stages` change are known before training. A program for one phase
-    may use a sparse kernel or fewer rows where a program for all steps cannot. Values, gradients and state stay the
-    same. Call it outside of `jit` and before `set_step`. A new phase is a new graph of the model, so `nnx.jit` traces
-    the step again. Calls that do not change the phase do nothing.
-
-    Args:
-      model: The model.
-      step: A step of training. The model is valid until the next phase begins. None: it is valid for all steps, as
-        `sparsify` makes it.
-
-    Returns:
-      The model itself.
-
-    Raises:
-      TypeError: ``step`` is not an integer that is known before the call.
-      ValueError: ``step`` is negative, no method in the model has phases, or it is called inside of `jit`.
-
-    >>> import nmjax as nm
-    >>> recipe = nm.Recipe(((".*", "mdgf(2,4,linear(1,0,700))"),))
-    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
-    >>> nm.nnx.plan(model).phases
-    (700,)
-    >>> nm.nnx.phase(model, 700).dot_general.now
-    fwd_rhs=ste(mse(2,4))
-    """
-    step = None if step is None else _known_step(step)
-    with_sites = _with_sites(model)
-    changing = [(site, phases) for _, site in with_sites if (phases := site.sparsity.phases)]
-    if not with_sites:
-        raise ValueError("phase: the model has no sparse layers. Call nm.nnx.sparsify first.")
-    if not changing and step is not None:
-        raise ValueError(
-            "phase: no method in the model has a phase that ends at a step known before training, so there is nothing "
-            "to change. Leave the call out."
-        )
-    if any(isinstance(value, jax.core.Tracer) for site, _ in changing for value in jax.tree.leaves(site.arrays())):
-        raise ValueError("phase was called inside of jit. Call it outside, where the step is a Python int.")
-    for site, phases in changing:
-        site.phase = None if step is None else max(start for start in (0, *phases) if start <= step)
-    return model
-
-
-def _known_step(step: Any) -> int:
-    """Return a step as an int, and refuse one that is traced, no integer or negative."""
-    try:
-        known = operator.index(step)
-    except TypeError:  # a tracer, too
-        raise TypeError(
-            f"phase: step must be an integer that is known before the call, got {step!r}. Call nm.nnx.phase outside of "
-            "jit with a Python int."
-        ) from None
-    if known < 0:
-        raise ValueError(f"phase: step must be at least 0, got {known}.")
-    return known
-
-
-def _check_phase(site: Site, step: Any) -> None:
-    """Refuse a step of another phase than the model's, where it is known."""
-    if site.phase is None or isinstance(step, jax.core.Tracer):
-        return
-    if max(start for start in (0, *site.sparsity.phases) if start <= int(step)) != site.phase:
-        raise ValueError(
-            f"{site.name}: set_step({int(step)}), but the model is in the phase that begins at step {site.phase}. Call "
-            f"nm.nnx.phase(model, {int(step)}) first."
-        )
 
 
 def reset_state(model: Model) -> Model:

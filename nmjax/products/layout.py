@@ -86,8 +86,8 @@ def _of_convolution(op: Conv, lhs: Shaped, rhs: Shaped) -> Layout | Refusal:
     for name, v, spec in (("x", lhs, op.dims.lhs_spec), ("y", y, op.dims.out_spec)):
         if spec[0] or spec[1] != len(spec) - 1:
             return Refusal(
-                f"{name} {tuple(v.shape)} does not have the batch first and the channels last, so it does not read as a "
-                "matrix"
+                f"{name} {tuple(v.shape)} does not have the batch first and the channels last, so it does not read as "
+                "a matrix"
             )
     out, inward = op.dims.rhs_spec[:2]
     w_axes = "OI" if out < inward else "IO"  # the other axes have one value

@@ -394,4 +394,4 @@ def _too_slow(route: Route, device: Target, before: bool, slot: Slot) -> str:
     assert route.shape is not None
     m, n, k = route.shape.m, route.shape.n, route.shape.k
     gain = _gain(route, device, before, slot)
-    return f"packed, M, N, K = {m}, {n}, {k} is expected at {gain:.2f} of the speed of pruning and a dense product on {device.kind}"
+    return f"packed, M, N, K = {m}, {n}, {k} is expected at {gain:.2f} of the emulated speed on {device.kind}"

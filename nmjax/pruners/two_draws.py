@@ -95,7 +95,6 @@ class mvue_approx(Grouped):
             odd = jnp.where(place == member, fusion.settled(jnp.where(v > 0, v, 1.0)), odd)
         return fusion.rounded(jnp.where(kept, groups.wide(g) / odd, 0.0), x.dtype).reshape(x.shape)
 
-
     @property
     def has_prune_members(self) -> bool:
         return True

@@ -96,7 +96,9 @@ def test_where_the_last_tile_has_to_be_whole():
     assert refusal(768, 104, 768, n_major=True) == (
         "M, N, K = 768, 104, 768 do not divide into tiles of 64 x 64 x 64, and the dense operand is contiguous along N"
     )
-    assert refusal(768, 104, 768).endswith("do not divide into tiles of 64 x 64 x 64, and the result is contiguous along N")
+    assert refusal(768, 104, 768).endswith(
+        "do not divide into tiles of 64 x 64 x 64, and the result is contiguous along N"
+    )
     assert refusal(768, 104, 768, transpose=True) == "None"
     assert refusal(768, 100, 768, transpose=True) == "M, N, K = 768, 100, 768 do not divide into tiles of 64 x 8 x 64"
     assert refusal(100, 128, 768) == "M, N, K = 100, 128, 768 do not divide into tiles of 64 x 64 x 64"

@@ -126,7 +126,7 @@ def test_a_stack_is_measured_as_one_layer():
 
 
 def rows(plan):
-    """Return the rows of a plan by their paths, without the classes of the layers and the phases, which nnx alone has."""
+    """Return the rows of a plan by their paths, without the classes of the layers. Phases are nnx's alone."""
     return {row.path: row._replace(kind="", phases=()) for row in plan.layers}
 
 

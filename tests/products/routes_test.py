@@ -347,7 +347,7 @@ def test_on_hopper_what_pays_is_packed():
         assert (g.m, g.n, g.k, g.m_major, g.n_major, g.transpose) == (16384, 4096, 8192, True, True, True)
         small = choices("s_ste()", (512, 256), (256, 256))
         assert small["drhs"].how == "emulated"
-        assert "of the dense speed on NVIDIA H200" in small["drhs"].why
+        assert "of the emulated speed on NVIDIA H200" in small["drhs"].why
         assert [c.how for c in choices("s_ste(fp8=True)").values()] == ["packed", "fp8", "packed"]
 
 
@@ -375,7 +375,7 @@ def test_other_devices():
     with on("NVIDIA A100-SXM4-80GB"):
         assert target("auto").family == "ampere"
         assert (
-            "of the dense speed on NVIDIA A100" in choices("ste(2,4)")["fwd"].why
+            "of the emulated speed on NVIDIA A100" in choices("ste(2,4)")["fwd"].why
             or "0.11" in choices("ste(2,4)")["fwd"].why
         )
         assert choices("s_ste(fp8=True)")["dlhs"].why == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"

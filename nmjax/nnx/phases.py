@@ -1,0 +1,87 @@
+"""Phases of training: a model whose products are those of the phase that contains a step."""
+
+import operator
+from typing import Any, TypeVar
+
+import jax
+
+from nmjax.nnx.layers import layers
+from nmjax.nnx.variables import Site
+
+Model = TypeVar("Model")
+
+
+def phase(model: Model, step: int | None) -> Model:
+    """Make a model that of the phase of training that contains a step.
+
+    The steps at which `decay` has faded and at which `stages` change are known before training. A program for one phase
+    may use a sparse kernel or fewer rows where a program for all steps cannot. Values, gradients and state stay the
+    same. Call it outside of `jit` and before `set_step`. A new phase is a new graph of the model, so `nnx.jit` traces
+    the step again. Calls that do not change the phase do nothing.
+
+    Args:
+      model: The model.
+      step: A step of training. The model is valid until the next phase begins. None: it is valid for all steps, as
+        `sparsify` makes it.
+
+    Returns:
+      The model itself.
+
+    Raises:
+      TypeError: ``step`` is not an integer that is known before the call.
+      ValueError: ``step`` is negative, no method in the model has phases, or it is called inside of `jit`.
+
+    >>> from flax import nnx
+    >>> import nmjax as nm
+    >>> recipe = nm.Recipe(((".*", "mdgf(2,4,linear(1,0,700))"),))
+    >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe)
+    >>> nm.nnx.plan(model).phases
+    (700,)
+    >>> nm.nnx.phase(model, 700).dot_general.now
+    fwd_rhs=ste(mse(2,4))
+    """
+    step = None if step is None else _known_step(step)
+    with_sites = [layer.site for layer in layers(model) if layer.site is not None]
+    changing = [(site, phases) for site in with_sites if (phases := site.sparsity.phases)]
+    if not with_sites:
+        raise ValueError("phase: the model has no sparse layers. Call nm.nnx.sparsify first.")
+    if not changing and step is not None:
+        raise ValueError(
+            "phase: no method in the model has a phase that ends at a step known before training, so there is nothing "
+            "to change. Leave the call out."
+        )
+    if any(isinstance(value, jax.core.Tracer) for site, _ in changing for value in jax.tree.leaves(site.arrays())):
+        raise ValueError("phase was called inside of jit. Call it outside, where the step is a Python int.")
+    for site, phases in changing:
+        site.phase = None if step is None else max(start for start in (0, *phases) if start <= step)
+    return model
+
+
+def _known_step(step: Any) -> int:
+    """Return a step as an int, and refuse one that is traced, no integer or negative."""
+    try:
+        known = operator.index(step)
+    except TypeError:  # a tracer, too
+        raise TypeError(
+            f"phase: step must be an integer that is known before the call, got {step!r}. Call nm.nnx.phase outside of "
+            "jit with a Python int."
+        ) from None
+    if known < 0:
+        raise ValueError(f"phase: step must be at least 0, got {known}.")
+    return known
+
+
+def check_phase(site: Site, step: Any) -> None:
+    """Raise an error if a step is known and lies in another phase than the model's.
+
+    Args:
+      site: The site of a layer.
+      step: The step, which may be traced.
+    """
+    if site.phase is None or isinstance(step, jax.core.Tracer):
+        return
+    if max(start for start in (0, *site.sparsity.phases) if start <= int(step)) != site.phase:
+        raise ValueError(
+            f"{site.name}: set_step({int(step)}), but the model is in the phase that begins at step {site.phase}. Call "
+            f"nm.nnx.phase(model, {int(step)}) first."
+        )
