@@ -155,7 +155,7 @@ def slot(**slots):
             lambda: nm.conv_general_dilated(
                 jnp.ones((1, 8, 4, 4)), jnp.ones((8, 1, 3, 3)), (1, 1), "SAME", feature_group_count=8, sparsity=nm.methods.ste()
             ),
-            r"fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(8, 1, 3, 3\) along its contraction axis 1, whose 1 values",
+            r"fwd_rhs=ste\(mse\(2,4\)\) prunes an array of shape \(8, 1, 3, 3\) along its contraction axis 1, where it has one value, and a group has 4",
         ),
         (
             lambda: nm.conv_general_dilated(

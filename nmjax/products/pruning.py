@@ -172,6 +172,9 @@ def _misfit(label: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> st
     sizes = " x ".join(str(x.shape[axis]) for axis in operand.contract)
     axes = f"contraction axis {', '.join(map(str, operand.contract))}" if operand.known else "features"
     runs = f" in each of {operand.runs} feature groups" if operand.runs > 1 else ""
+    if operand.known and math.prod(x.shape[axis] for axis in operand.contract) == 1:
+        subject = _subject(label, x, operand)
+        return f"{subject} along its {axes}, where it has one value, and a group has {p.block}. Leave it dense."
     if tokens:
         remedy = (
             "They are tokens, batch x positions: choose an m that divides them, pad or drop what a last batch leaves "

@@ -68,7 +68,7 @@ class rows(ByParts):
             raise ValueError(f"{self}: by must be 'own' or 'both'.")
         reason = _meaningless(self.p)
         if reason is not None:
-            raise ValueError(f"{self}: {self.p} has no meaning for the norms of rows, {reason}. Write rows(mse(2,4)).")
+            raise ValueError(f"{self}: {reason}")
 
     @property
     def reads_partner(self) -> bool:
@@ -153,19 +153,19 @@ def _relative(size: jax.Array, axis: int, m: int) -> jax.Array:
 
 
 def _meaningless(p: Pruner) -> str | None:
-    """Return why a pruner cannot prune norms; None if it can."""
+    """Return why a pruner cannot prune norms, and what to write instead; None if it can."""
     if p.block == 1:
-        return "because it has no groups"
+        return "rows needs a pruner with groups, such as mse(2,4) or mvue(1,4)."
     if p.tiles:
-        return "which have one axis, and it prunes along two"
+        return f"{p} prunes along two axes, and the norms of rows have one. Write rows(mse(2,4))."
     if p.reorders:
-        return "whose groups must lie one after another"
+        return f"{p} changes the order of the groups, and rows needs consecutive ones. Write rows(mse(2,4))."
     if p.normal_form().storage is not None:
-        return "which are not stored"
+        return "fp8 rounds values, and norms are not rounded. Round the rows: chain(rows(mse(2,4)),fp8('e4m3'))."
     if needs_norms(p):
-        return "because it reads norms of the inputs"
+        return f"{p} reads norms of the inputs, which rows has not. Write rows(mse(2,4))."
     if isinstance(p, rows) or any(isinstance(part, rows) for part in p.parts):
-        return "which have no rows"
+        return "rows cannot stand inside rows. Write rows(mse(2,4))."
     return None
 
 

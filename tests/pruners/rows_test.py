@@ -170,12 +170,12 @@ def test_by_both_has_the_least_variance():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rows(transposable(2,4))", "it prunes along two"),
-        ("rows(permute(mse(2,4)))", "groups must lie one after another"),
-        ("rows(chain(mse(2,4),fp8('e4m3')))", "which are not stored"),
+        ("rows(transposable(2,4))", "transposable(2,4) prunes along two axes"),
+        ("rows(permute(mse(2,4)))", "permute(mse(2,4)) changes the order of the groups"),
+        ("rows(chain(mse(2,4),fp8('e4m3')))", "Round the rows: chain(rows(mse(2,4)),fp8('e4m3'))"),
         ("rows(wanda(2,4))", "norms of the inputs"),
-        ("rows(rows(mse(2,4)))", "which have no rows"),
-        ("rows(identity)", "it has no groups"),
+        ("rows(rows(mse(2,4)))", "rows cannot stand inside rows"),
+        ("rows(identity)", "rows needs a pruner with groups, such as mse(2,4)"),
         ("rows(ste(mse(2,4)))", "ste(rows(...))"),
         ("rows(mse(2,4),by='x')", "by must be 'own' or 'both'"),
     ],
