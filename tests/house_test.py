@@ -67,9 +67,10 @@ HOUSE = {
             "page", "__init__", "compare", "compare_table", "compare_page", "index", "__main__",
         ),
         "training": (
-            "settings", "task", "state", "pretrained", "corner", "program", "phases", "hardest", "image", "text",
-            "finetune", "tasks", "provenance", "lock", "digest", "events", "board", "record", "seals", "checkpoints",
-            "device", "screen", "twin", "header", "meter", "breakdown", "profile", "run", "loop", "modes",
+            "settings", "task", "state", "pretrained", "corner", "gains", "program", "phases", "hardest", "image",
+            "text", "finetune", "tasks", "provenance", "lock", "digest", "events", "board", "record", "seals",
+            "checkpoints", "device", "screen", "twin", "header", "meter", "breakdown", "profile", "run", "loop",
+            "modes",
         ),
         "load": (),
         "sweep": (),
@@ -81,7 +82,7 @@ HOUSE = {
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",
-            "pretrained", "transforms", "__init__", "__main__",
+            "pretrained", "expected", "transforms", "__init__", "__main__",
         ),
         "recorded": (),
         "reproduce": (),

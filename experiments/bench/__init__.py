@@ -14,6 +14,8 @@
     python -m experiments.bench runs [--rounds 9] [--save NAME]
     # many devices, saving, and starting again
     python -m experiments.bench scale [--config PAGE ...] [--rounds 9] [--save NAME]
+    # what sparse tensor cores can bring to a step, computed from plans
+    python -m experiments.bench expected [--save NAME]
     # the kernels' results and speed
     python -m experiments.bench kernels [--sizes 4096,8192] [--only a,c] [--quick] [--save NAME]
     # the fastest tiles, for the library

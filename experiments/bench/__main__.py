@@ -10,7 +10,19 @@ from experiments import bench
 from experiments.bench.measure import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-TABLES = ("transforms", "delivery", "compaction", "savings", "train", "runs", "scale", "pretrained", "kernels", "tune")
+TABLES = (
+    "transforms",
+    "delivery",
+    "compaction",
+    "savings",
+    "train",
+    "runs",
+    "scale",
+    "pretrained",
+    "expected",
+    "kernels",
+    "tune",
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,6 +81,7 @@ def main(argv: list[str]) -> int:
         "runs": lambda: module.runs(args.rounds),
         "scale": lambda: module.scale(args.config or module.PAGES, args.dir, args.rounds),
         "pretrained": lambda: module.pretrained(args.rounds),
+        "expected": lambda: module.expected(),
         "tune": lambda: module.tune(shapes or module.default(), args.ship, args.minutes),
     }[args.what]()
     if tables is None:

@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from experiments.scale import processes, shards
 from experiments.training import settings
+from experiments.training.gains import gains
 from experiments.training.program import Program
 from experiments.training.screen import number
 from nmjax.analysis import savings
@@ -127,9 +128,10 @@ def _by_phase(program: Program) -> str:
     plan, backend = program.plan, program.config.backend
     if not program.phases:
         return _products(plan.runs, backend)
-    words = [(start, _products(plan.runs_at(start), backend)) for start in (0, *program.phases)]
-    changes = [pair for i, pair in enumerate(words) if not i or pair[1] != words[i - 1][1]]
-    return "; ".join(f"from step {start:,} {text}" for start, text in changes)
+    runs = [(s, plan.runs_at(s) if gains(plan, s) else plan.runs) for s in sorted({0, *program.phases})]
+    words = [(start, _products(own, backend)) for start, own in runs]
+    changed = [pair for i, pair in enumerate(words) if not i or pair[1] != words[i - 1][1]]
+    return "; ".join(f"from step {start:,} {text}" for start, text in changed)
 
 
 def _products(runs: dict[str, int], backend: str) -> str:

@@ -69,7 +69,8 @@ class Loop:
             for step, arrays in zip(range(start, last), supplied(feed, self.warn_of_slow_feed), strict=False):
                 if step in self.program.phases and step > start:
                     with self.meter.untimed():
-                        self.program = self.phases.change(step)
+                        self.program, temporary = self.phases.change(step)
+                        self.temporary = max(filter(None, (self.temporary, temporary)), default=None)
                 if self.program.measures and step % self.program.measures == 0:
                     self.measured_step(step, arrays)
                 else:

@@ -41,15 +41,15 @@ class Phases:
         with ThreadPoolExecutor() as pool:
             train, *_ = [job.result() for job in [pool.submit(_compiled, *job) for job in jobs]]
         self._prepare(step)
-        memory = train.memory_analysis()  # None if the platform does not tell
-        return program, memory and memory.temp_size_in_bytes
+        return program, _memory(train)
 
-    def change(self, step: int) -> Program:
-        """Return the program of the phase that begins at a step, and begin to compile the next one."""
-        if self.next is not None:
-            self.next.exception()  # wait for it; if it failed, the step compiles again and raises the error
+    def change(self, step: int) -> tuple[Program, int | None]:
+        """Return what `begin` does for the phase that begins at a step, and begin to compile the next one."""
+        memory = None
+        if self.next is not None and not self.next.exception():  # if it failed, the step compiles again and raises
+            memory = _memory(self.next.result())
         self._prepare(step)
-        return self.whole.in_phase(step)
+        return self.whole.in_phase(step), memory
 
     def _prepare(self, step: int) -> None:
         """Compile the training step of the phase after that of a step, in a thread."""
@@ -59,6 +59,12 @@ class Phases:
         pool = ThreadPoolExecutor(1, "the next phase")
         self.next = pool.submit(_compiled, self.whole.in_phase(later[0]).train, (self.whole.shapes, self.arrays))
         pool.shutdown(wait=False)
+
+
+def _memory(compiled: jax.stages.Compiled) -> int | None:
+    """Return the bytes of temporary memory of a program; None if the platform does not report them."""
+    memory = compiled.memory_analysis()
+    return memory and memory.temp_size_in_bytes
 
 
 def _compiled(function: Any, arguments: tuple) -> jax.stages.Compiled:

@@ -22,6 +22,7 @@ import nmjax as nm
 from experiments.errors import Mistake
 from experiments.scale import processes, shards
 from experiments.training import corner, settings
+from experiments.training.gains import changes, gains
 from experiments.training.pretrained import put
 from experiments.training.state import RUNS, State, averaged, part, stack
 from experiments.training.task import Task
@@ -70,7 +71,7 @@ class Program:
         self._refuse_plan()
         # Steps at which STEP gets sparse are known in the run only: its FLOPs are those of its sparsest step.
         self.flops = self.plan.training if self.steps_since else self.plan.over(self.total)
-        self.phases = () if self.steps_since else tuple(step for step in self.plan.phases if step < self.total)
+        self.phases = () if self.steps_since else changes(self.plan, self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0
         places = self._set_state()
@@ -169,13 +170,14 @@ class Program:
         self.flips = jax.jit(over(nm.metrics.flip_rates, 0, 0), out_shardings=whole)
 
     def in_phase(self, step: int) -> "Program":
-        """Return the program of the phase that contains a step. It differs only in `train`, which computes the same.
+        """Return the program for a step. It differs at most in `train`, which computes the same.
 
-        It is valid until the next of `phases`.
+        It is valid until the next of `phases`. It is a program of its own if products run packed or compacted only in
+        the phase of the method that contains the step.
         """
-        if not self.phases:
+        start = max((start for start in self.phases if start <= step), default=0)
+        if not gains(self.plan, start):
             return self
-        start = max(start for start in (0, *self.phases) if start <= step)
         if start not in self._by_phase:
             program = copy.copy(self)
             program.graph = nnx.split(nm.nnx.phase(nnx.clone(self.model), start))[0]

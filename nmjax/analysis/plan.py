@@ -358,7 +358,8 @@ class Plan:
         before: list[str] = []
         for start in (0, *self.phases):
             now = [(layer.path, layer.flops, runs.at(layer.runs, layer.phases, start)) for layer in pruned]
-            found = runs.notes(now, self.speed) or ["All products are dense"]
+            dense = all(route.how == "dense" for _, _, own in now for _, route in own)
+            found = runs.notes(now, self.speed) or ["All products are dense"] * dense
             left = self._at(start) / self.training[0]
             lines += [f"From step {start:,} ({left:.2f} of the FLOPs): {line}" for line in found if line not in before]
             before = found

@@ -84,7 +84,18 @@ class ByParts(Pruner):
 
     def at(self, step: int) -> Pruner:
         pruners = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: p.at(step) for name, p in pruners.items() if isinstance(p, Pruner)})
+        return replace(self, **{name: inner_at(p, step) for name, p in pruners.items() if isinstance(p, Pruner)})
+
+
+def inner_at(p: Pruner, step: int) -> Pruner:
+    """Return ``p.at(step)`` for a part of another pruner; ``p`` itself if a gradient rule would have to be inside.
+
+    Args:
+      p: The part.
+      step: The step.
+    """
+    now = p.at(step)
+    return p if now.has_gradient_rule and not p.has_gradient_rule else now
 
 
 @dataclass(frozen=True, repr=False)

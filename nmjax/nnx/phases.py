@@ -50,7 +50,10 @@ def phase(model: Model, step: int | None) -> Model:
             "phase: no method in the model has a phase that ends at a step known before training, so there is nothing "
             "to change. Leave the call out."
         )
-    if any(isinstance(value, jax.core.Tracer) for site, _ in changing for value in jax.tree.leaves(site.arrays())):
+    values = [
+        v.get_value() for site, _ in changing for v in (site.words, site.time, *site.variables()) if v is not None
+    ]
+    if any(isinstance(value, jax.core.Tracer) for value in values):
         raise ValueError("phase was called inside of jit. Call it outside, where the step is a Python int.")
     for site, phases in changing:
         site.phase = None if step is None else max(start for start in (0, *phases) if start <= step)
@@ -80,7 +83,7 @@ def check_phase(site: Site, step: Any) -> None:
     """
     if site.phase is None or isinstance(step, jax.core.Tracer):
         return
-    if max(start for start in (0, *site.sparsity.phases) if start <= int(step)) != site.phase:
+    if max((start for start in (0, *site.sparsity.phases) if start <= int(step)), default=0) != site.phase:
         raise ValueError(
             f"{site.name}: set_step({int(step)}), but the model is in the phase that begins at step {site.phase}. Call "
             f"nm.nnx.phase(model, {int(step)}) first."

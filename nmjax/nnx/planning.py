@@ -180,9 +180,10 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
     reasons = {name: refusal.reason for name, refusal in planned.refused_slots.items()}
     slots = tuple(slot._replace(refused=slot.refused or reasons.get(slot.name)) for slot in slots)
     runs, kept, phases = (), (0, 0), ()
+    now = sparsity if planned.phase is None else in_phase(sparsity, planned.phase)
+    shares = flops.effective(now)
     if notes:
         how = uses, planned.backend, planned.packed_before
-        now = sparsity if planned.phase is None else in_phase(sparsity, planned.phase)
         runs, kept = runs_of(now, *how), kept_of(now, uses, planned.backend)
         phases = phases_of(sparsity, *how) if planned.phase is None else ()
     return LayerPlan(

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from nmjax.core import groups
+from nmjax.core.bases import inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.core.value import Value, written
 from nmjax.products.pruning import Operand, along, pruned
-from nmjax.products.slot import BACKWARD, SLOTS, Slot, as_slot
+from nmjax.products.slot import BACKWARD, FORWARD, SLOTS, Slot, as_slot
 from nmjax.pruners import identity
 
 ELSE = " else dense"  # at the end of a slot's text; alone, of the whole layer
@@ -83,7 +84,7 @@ class Sparsity(Value):
         """True if any backward slot prunes."""
         return any(not self.slots[name].empty for name in BACKWARD)
 
-    @property
+    @cached_property
     def phases(self) -> tuple[int, ...]:
         """The steps, rising and above 0, at which a new phase begins: at which the result of `at` changes.
 
@@ -91,14 +92,16 @@ class Sparsity(Value):
         >>> nm.parse("mdgf(2,4,linear(1,0,60,begin=10)); drhs_g=stages(((0,identity),(30,mvue(2,4))))").phases
         (11, 30, 70)
         """
-        return tuple(sorted({step for slot in self.slots.values() for step in slot.pruner.phases}))
+        starts = sorted({step for slot in self.slots.values() for step in slot.pruner.phases})
+        forms = [self.at(step) for step in (0, *starts)] if starts else []
+        return tuple(s for s, before, now in zip(starts, forms, forms[1:], strict=False) if now != before)
 
     def at(self, step: int) -> "Sparsity":
         """Return an equivalent method for the phase that contains a step.
 
         In that phase both give the same values and gradients, and both have the same state. Where a schedule has ended,
-        the result does not read it any more. So a kernel may run a product that is n:m from then on. If ``else_dense``
-        allows a slot to stay dense, the slot changes only if its group size stays the same.
+        the result does not read it any more. So a kernel may run a product that is n:m from then on. A slot whose
+        equivalent pruner would be used in another way keeps its pruner.
 
         Args:
           step: A step, at least 0.
@@ -109,12 +112,16 @@ class Sparsity(Value):
         """
         if step < 0:
             raise ValueError(f"at: step must be at least 0, got {step}.")
-        now = {name: slot.pruner.at(step) for name, slot in self.slots.items()}
+        left = self.else_dense
+        now = {}
         for name, slot in self.slots.items():
-            may_be_dense = self.else_dense is True or (self.else_dense and name in self.else_dense)
-            if may_be_dense and now[name].block != slot.pruner.block:
+            now[name] = _slot_at(slot, step)
+            may_be_dense = left is True or (isinstance(left, tuple) and name in left)
+            if may_be_dense and not _fits_alike(slot.pruner, now[name], left is True and not name.startswith("drhs")):
                 now[name] = slot.pruner
-        return replace(self, **now)
+        if isinstance(left, tuple):
+            left = tuple(name for name in left if now[name] != identity)
+        return replace(self, **now, else_dense=left)
 
     def init(
         self, rhs: jax.Array, *, contract: int | tuple[int, ...], out: int | tuple[int, ...],
@@ -164,6 +171,26 @@ class Sparsity(Value):
         """Return the weight as the forward product uses it."""
         slot = self.slots["fwd_rhs"]
         return pruned(f"fwd_rhs={slot.applied}", slot.applied, rhs, operand, slot.context(ctx))
+
+
+def _slot_at(slot: Slot, step: int) -> Pruner:
+    """Return `Pruner.at` for a slot; the pruner itself if the slot would use the other one in another way."""
+    whole = slot.pruner
+    now = whole.at(step) if slot.name in FORWARD else inner_at(whole, step)
+    try:
+        new = as_slot(slot.name, now)
+    except (TypeError, ValueError):  # such as random rounding in a forward slot
+        return whole
+    rounds_elsewhere = new.form.storage != slot.form.storage or new.raw != slot.raw
+    other_noise = now.stochastic and now.block != whole.block  # random numbers may be those of other groups
+    return whole if rounds_elsewhere or other_noise else now
+
+
+def _fits_alike(whole: Pruner, now: Pruner, of_layer: bool) -> bool:
+    """Return True if a slot is left dense for the same shapes. ``of_layer``: the whole layer is dense if it is."""
+    if now == identity and not of_layer:
+        return True
+    return (now.block, now.tiles, now.reads_partner) == (whole.block, whole.tiles, whole.reads_partner)
 
 
 def _axes(rhs: jax.Array, axes: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core import fusion, groups
-from nmjax.core.bases import ByParts, SamePattern
+from nmjax.core.bases import ByParts, SamePattern, inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link, with_part_key
 from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, split_ctx
@@ -105,7 +105,7 @@ class chain(ByParts):
             yield p, with_part_key(part, i)
 
     def at(self, step: int) -> Pruner:
-        return chain(*(p.at(step) for p in self.parts))
+        return chain(*(inner_at(p, step) for p in self.parts)) if type(self) is chain else self
 
     @property
     def final(self) -> Pruner:
@@ -198,6 +198,10 @@ class rescale(ByParts, SamePattern):
         y = view(y)
         scaled = jnp.where(y == 0, y, y * ratio)  # zeros stay zeros: 0 * inf would be NaN
         return fusion.rounded(scaled.reshape(x.shape), x.dtype)
+
+    def at(self, step: int) -> Pruner:
+        now = super().at(step)
+        return now if now.block == self.block else self  # groups of another size have other norms
 
     @property
     def final(self) -> Pruner:

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nmjax.core.bases import ByParts, SamePattern
+from nmjax.core.bases import ByParts, SamePattern, inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import NormalForm, Pruner, check_inner
 from nmjax.pruners.nothing import identity
-from nmjax.pruners.schedules import Schedule
+from nmjax.pruners.schedules import Schedule, constant, cosine, exponential, linear, stairs
 
 
 @dataclass(frozen=True, repr=False)
@@ -209,12 +209,14 @@ class decay(Pruner):
 
     @property
     def phases(self) -> tuple[int, ...]:
-        return tuple(sorted({*self.p.phases, *filter(None, self._ends)}))
+        return tuple(sorted({step for step in (*self.p.phases, *self._ends) if step is not None and step > 0}))
 
     @property
     def _ends(self) -> tuple[int | None, int | None]:
         """The steps at which values begin to fade, and from which they have faded; None where that is not known."""
-        first, last = getattr(self.schedule, "moves", (None, None))
+        schedule: Any = self.schedule
+        known = (constant, linear, cosine, exponential, stairs)  # a subclass may compute other values
+        first, last = schedule.moves if type(schedule) in known else (None, None)
         with jax.ensure_compile_time_eval():
             whole = first is not None and float(self.schedule(first - 1)) == 1 and not self.p.has_state
             gone = last is not None and float(self.schedule(last)) == 0
@@ -222,7 +224,7 @@ class decay(Pruner):
 
     def at(self, step: int) -> Pruner:
         """Return `identity` before values fade, and the part when they have faded, with this gradient."""
-        (first, last), now = self._ends, self.p.at(step)
+        (first, last), now = self._ends, inner_at(self.p, step)
         if last is not None and step >= last:
             return ste(now) if self.gradient == "ste" else now
         if first is not None and step < first:

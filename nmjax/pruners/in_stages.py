@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nmjax.core import groups
+from nmjax.core.bases import inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link
 from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, split_ctx
@@ -111,7 +112,8 @@ class stages(Pruner):
 
     def at(self, step: int) -> Pruner:
         """Return the pruner of the row that applies; a `stage` if rows have state."""
-        return stage(self, step) if self.has_state else self._row(step).at(step)
+        row = self._row(step)
+        return stage(self, step) if self.has_state else inner_at(row, step)
 
     @property
     def final(self) -> Pruner:
@@ -154,7 +156,7 @@ class stage(Pruner):
     @property
     def now(self) -> Pruner:
         """The pruner of the row."""
-        return self.whole.parts[self.whole.number(self.step)].at(self.step)
+        return inner_at(self.whole.parts[self.whole.number(self.step)], self.step)
 
     @property
     def parts(self) -> tuple[Pruner, ...]:

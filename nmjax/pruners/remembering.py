@@ -1,7 +1,7 @@
 """Combinators with state: `hold` keeps a mask, `permute` keeps an order of the axis."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from nmjax.core import random
-from nmjax.core.bases import ByParts, Remembering, SamePattern
+from nmjax.core.bases import Remembering, SamePattern
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner, check_inner
 
@@ -77,20 +77,12 @@ class hold(SamePattern, Remembering):
         return False
 
     @property
-    def phases(self) -> tuple[int, ...]:
-        """The first renewals after the phases of the part: until then the mask is that of its phase before."""
-        return () if self.every is None else tuple(sorted({-(-s // self.every) * self.every for s in self.p.phases}))
-
-    def at(self, step: int) -> Pruner:
-        return replace(self, p=self.p.at(0 if self.every is None else step // self.every * self.every))
-
-    @property
     def final(self) -> Pruner:
         return hold(self.p)
 
 
 @dataclass(frozen=True, repr=False)
-class permute(ByParts, Remembering):
+class permute(Remembering):
     """Prune in a permuted order of the axis: the best of several random orders.
 
     Paper: Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", arXiv:2302.06058.

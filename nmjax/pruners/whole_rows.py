@@ -14,7 +14,7 @@ weights ``|g_t|`` has the least variance of g. For 1:m the first is the least va
 of a group that are kept together add their covariance.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from nmjax.core import fusion, groups
-from nmjax.core.bases import ByParts
+from nmjax.core.bases import ByParts, inner_at
 from nmjax.core.context import Axes, Ctx
 from nmjax.core.pruner import Pattern, Pruner, check_inner
 from nmjax.pruners.input_norms import needs_norms
@@ -124,8 +124,10 @@ class rows(ByParts):
         return weights, ctx.replace(axes=Axes(None, ()), partner=None)
 
     def at(self, step: int) -> Pruner:
-        now = self.p.at(step)
-        return now if now == identity else rows(now, self.by)
+        now = inner_at(self.p, step)
+        if now == identity:
+            return now
+        return self if _meaningless(now) else replace(self, p=now)
 
     @property
     def final(self) -> Pruner:
@@ -203,7 +205,7 @@ def norms(x: Float[Array, "..."], kept: tuple[int, ...]) -> Float[Array, "..."]:
     if not over:
         return jnp.abs(groups.wide(x))
     wide = groups.wide(x)
-    most = lax.stop_gradient(jnp.max(jnp.abs(wide), over, keepdims=True))
+    most = lax.stop_gradient(jnp.max(jnp.abs(wide), over, keepdims=True, initial=0))
     range_ = int(jnp.finfo(wide.dtype).maxexp) - 2
     exponent = jnp.where(jnp.isfinite(most), jnp.clip(jnp.frexp(most)[1], -range_, range_), 0)
     power = lambda exponent: jnp.ldexp(jnp.ones((), wide.dtype), exponent)

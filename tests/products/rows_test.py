@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import nmjax as nm
+from nmjax.products import compaction
 from nmjax.products.operations import as_conv, as_dot
 from nmjax.products.routes import explain
 from tests.products.products_test import DOTS, MATMUL, normal, products
@@ -276,6 +277,18 @@ def test_auto_compacts_what_is_expected_to_be_faster():
     assert routes("drhs_g=rows(mvue(1,4))", backend="xla")["drhs"].how == "emulated"
 
 
+def test_bytes_that_choosing_and_gathering_move():
+    x, w = jax.ShapeDtypeStruct((4096, 768), jnp.float32), jax.ShapeDtypeStruct((768, 3072), jnp.float32)
+
+    def moved(text):
+        slots = {"x": nm.parse(text).slots["drhs_lhs"], "g": nm.parse(text).slots["drhs_g"]}
+        return compaction.moved_bytes(as_dot(x, w, MATMUL), x, w, slots, "g", "cpu")
+
+    of_x, of_g = 4 * 4096 * 768, 4 * 4096 * 3072
+    assert moved("drhs_g=rows(mvue(1,4))") == of_g + 2 / 4 * (of_x + of_g)
+    assert moved("drhs_g=rows(mvue(1,4),by='both')") == of_x + of_g + 2 / 4 * (of_x + of_g)
+
+
 def test_the_sparser_of_two_operands_is_chosen():
     assert routes("drhs_g=rows(mvue(1,4)); drhs_lhs=rows(mvue(2,4))")["drhs"].operand == "g"
     assert routes("drhs_g=rows(mvue(2,4)); drhs_lhs=rows(mvue(1,4))")["drhs"].operand == "x"
@@ -361,7 +374,8 @@ def test_state_and_both_norms_exclude_each_other():
 
 def test_an_operand_of_one_row_is_refused():
     with pytest.raises(
-        ValueError, match=r"drhs_g=rows\(mvue\(2,4\)\) prunes an array of shape \(1, 24\).*where it has one value, and a group has 4. Leave it dense"
+        ValueError,
+        match=r"drhs_g=rows\(mvue\(2,4\)\) prunes an array of shape \(1, 24\).*one value, and a group has 4",
     ):
         jax.vjp(lambda w: dot_of(MATMUL, "drhs_g=rows(mvue(2,4))")(jnp.ones((1, 8)), w, "auto"), jnp.ones((8, 24)))
 

@@ -33,10 +33,16 @@ PHASES = {  # a forward slot's text: its phases, and what it is from then on
     },
     "stages(((0,sr_ste(hold(transposable(2,4),every=2))),(5,identity)))": {0: None, 5: None},
     "ste(stages(((0,chain(hold(mse(3,4)),mse(2,4))),(5,hold(mse(2,4),every=3)))))": {0: None, 5: None},
-    "ste(hold(stages(((0,identity),(3,mse(2,4)))),every=2))": {  # the mask of step 2 stays until step 4
-        0: "ste(hold(identity,every=2))", 4: "ste(hold(mse(2,4),every=2))",
+    "ste(hold(stages(((0,identity),(3,mse(2,4)))),every=2))": {},  # a mask of another phase may be in use
+    "ste(permute(stages(((0,identity),(4,mse(2,4)))),every=2))": {},
+    "decay(mse(2,4),linear(1,0,5,begin=-10))": {},
+    "decay(mse(2,4),linear(1,0,5,begin=-2))": {0: "decay(mse(2,4),linear(1.0,0.0,5,begin=-2))", 3: "ste(mse(2,4))"},
+    "chain(decay(mse(2,4),linear(1,0,4)),mse(1,4))": {  # a gradient rule cannot stand inside
+        0: "chain(decay(mse(2,4),linear(1.0,0.0,4)),mse(1,4))", 4: "chain(decay(mse(2,4),linear(1.0,0.0,4)),mse(1,4))",
     },
-    "ste(hold(stages(((0,identity),(3,mse(2,4))))))": {},  # the first mask stays
+    "rescale(stages(((0,mse(4,8)),(5,mse(2,4)))),over='group')": {  # groups of another size have other norms
+        0: "rescale(mse(4,8),over='group')", 5: "rescale(stages(((0,mse(4,8)),(5,mse(2,4)))),over='group')",
+    },
     "ste(stages(((0,uniform(2,4)),(4,stages(((0,mse(3,4)),(6,mse(2,4))))))))": {
         0: "ste(uniform(2,4))", 4: "ste(mse(3,4))", 6: "ste(mse(2,4))",
     },
@@ -125,6 +131,59 @@ def test_a_slot_that_may_be_dense_keeps_its_groups():
         assert nm.parse(text.format(more)).at(0).drhs_g == nm.parse(text.format("")).drhs_g
         assert nm.parse(text.format(more)).at(5).drhs_g == nm.mse(2, 4)
     assert nm.parse(text.format("")).at(0).drhs_g == nm.mse(1, 2)
+
+
+KEPT = {  # methods with a slot that keeps its pruner in the last phase: its first step; None if it is the only one
+    "dlhs_rhs=decay(mse(2,4),linear(1.0,0.0,4))": None,  # a gradient rule has no meaning here
+    "dlhs_rhs=raw(decay(mse(2,4),linear(1.0,0.0,4)))": None,
+    "fwd_rhs=chain(decay(mse(2,4),linear(1,0,4)),fp8('e4m3'))": None,  # nor inside another pruner
+    "fwd_rhs=ste(decay(mse(2,4),linear(1,0,4)))": None,
+    "drhs_g=stages(((0,identity),(5,fp8('e5m2')))) else dense": 5,  # it would be the slot's storage
+    "fwd_rhs=ste(stages(((0,mse(2,4)),(5,chain(mse(2,4),fp8('e4m3'))))))": 5,
+    "fwd_rhs=ste(stages(((0,identity),(5,fp8('e4m3','random')))))": 5,  # refused in a forward slot
+    "fwd_rhs=ste(rows(hold(stages(((0,identity),(4,mse(2,4)))),every=2)))": None,
+    "drhs_g=stages(((0,mvue(2,4)),(5,mvue(1,2))))": 5,  # groups of another size draw other numbers
+}
+CHANGED = {
+    "dlhs_g=stages(((0,identity),(5,decay(mse(2,4),linear(1,0,4,begin=5)))))": (
+        6, "dlhs_g=decay(mse(2,4),linear(1.0,0.0,4,begin=5))",
+    ),
+    "drhs_g=stages(((0,mse(1,2)),(5,identity))) else dense": (5, "dense"),
+    "drhs_g=stages(((0,mvue(1,2)),(5,mvue(2,4))))": (5, "drhs_g=mvue(2,4)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_slots_that_keep_their_pruner(text):
+    method = nm.parse(text)
+    assert method.phases == (() if KEPT[text] is None else (KEPT[text],))
+    assert method.at(100) == method
+    assert (method.at(0) == method) == (KEPT[text] is None)
+
+
+@pytest.mark.parametrize("text", CHANGED)
+def test_slots_that_change_theirs(text):
+    first, last = CHANGED[text]
+    assert nm.parse(text).phases == (first,)
+    assert nm.parse(text).at(100) == nm.parse(last)
+
+
+def test_subclasses_of_schedules_have_no_known_steps():
+    class sawtooth(nm.linear):
+        def __call__(self, step):
+            return super().__call__(step % 10)
+
+    p = nm.decay(nm.mse(2, 4), sawtooth(1, 0, 5))
+    assert p.phases == ()
+    assert p.at(7) == p
+
+
+def test_a_subclass_of_rows_stays_one():
+    class doubled(nm.rows):
+        def scales(self, x, axis=-1, ctx=nm.Ctx()):
+            return 2 * super().scales(x, axis, ctx)
+
+    assert type(doubled(nm.mse(2, 4)).at(3)) is doubled
 
 
 def test_a_subclass_with_another_call_has_no_phases():

@@ -7,32 +7,53 @@ import numpy as np
 import pytest
 
 from experiments import command
-from experiments.training import phases
+from experiments.training import header, phases
 from experiments.training.program import Program
+from nmjax.products import compaction, routes
 from tests.experiments.runs import as_people_run_it as as_people_run_it, program
 
-FADING = ("--config.sparsity.blocks=mdgf(2,4,linear(1,0,2,begin=2)); drhs_g=mvue(2,4)", "--config.steps=7")
+METHOD = (
+    "fwd_rhs=ste(stages(((0,identity),(2,mse(2,4))))); drhs_g=stages(((0,identity),(3,rows(mvue(1,4))),(5,mvue(2,4))))"
+)
+ROWS = (f"--config.sparsity.blocks={METHOD}", "--config.steps=7")
 PAGE = "configs/vit_sste.py:smoke"
 
 
-def test_a_program_of_each_phase():
-    made = program(PAGE, *FADING)
-    assert made.phases == (3, 4)
-    assert made.in_phase(0) is made.in_phase(2)
-    assert made.in_phase(3) is not made.in_phase(4)
-    assert made.in_phase(4) is made.in_phase(6)
-    assert made.in_phase(4).score is made.score
+@pytest.fixture(autouse=True)
+def rows_pay(monkeypatch):
+    """Also in arrays as small as these."""
+    monkeypatch.setattr(compaction, "expected", lambda *_: 0.5)
+    routes._routes.cache_clear()
+    yield
+    routes._routes.cache_clear()
+
+
+def test_programs_change_where_products_run_in_a_better_way():
+    made = program(PAGE, *ROWS)
+    assert made.plan.phases == (2, 3, 5)
+    assert made.phases == (3, 5)  # fewer rows are multiplied from 3 on; at 2, weights are pruned in the same program
+    assert made.in_phase(0) is made.in_phase(2) is made
+    assert made.in_phase(3) is made.in_phase(4) is not made
+    assert made.in_phase(5) is made.in_phase(6) is made
+    assert made.in_phase(3).score is made.score
     assert program(PAGE, "--config.sparsity.blocks=s_ste(2,4)").in_phase(5).phases == ()
-    assert program(PAGE, FADING[0], "--config.steps=4").phases == (3,)  # there is no step 4
+    assert program(PAGE, "--config.sparsity.blocks=mdgf(2,4,linear(1,0,2,begin=2))").phases == ()  # no device gains
+    assert program(PAGE, ROWS[0], "--config.steps=4").phases == (3,)  # there is no step 5
+    words = dict(header.rows(made))["computing"]
+    assert "from step 3 pruned products: 6 compacted to the chosen rows, 6 emulated" in words
 
 
 def test_a_phase_whose_program_does_not_compile_is_told_at_its_step(monkeypatch):
-    made = program(PAGE, *FADING)
+    made = program(PAGE, *ROWS)
     arrays = next(iter(made.task.feed(0, 0, made.mesh)))
     of = phases.Phases(made, arrays)
     monkeypatch.setattr(phases, "_compiled", lambda *job: (_ for _ in ()).throw(MemoryError("no room")))
     of._prepare(0)
-    assert of.change(3) is made.in_phase(3)  # whose first step compiles in this thread, and raises
+    assert of.change(3) == (made.in_phase(3), None)  # whose first step compiles again, in this thread
+    state = made.init(np.uint32(0))
+    monkeypatch.setattr(type(made), "_train", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        program(PAGE, *ROWS).in_phase(3).train(state, arrays)
 
 
 def losses(workdir):
@@ -41,10 +62,10 @@ def losses(workdir):
 
 
 def test_a_run_that_is_continued_begins_in_its_phase():
-    made = program(PAGE, *FADING)
-    arrays = next(iter(made.task.feed(0, 5, made.mesh)))
-    first, memory = phases.Phases(made, arrays).begin(5, measure=False)
-    assert first is made.in_phase(4)
+    made = program(PAGE, *ROWS)
+    arrays = next(iter(made.task.feed(0, 4, made.mesh)))
+    first, memory = phases.Phases(made, arrays).begin(4, measure=False)
+    assert first is made.in_phase(3)
     assert memory > 0
 
 
@@ -53,9 +74,10 @@ def test_a_run_is_that_of_one_program(tmp_path, monkeypatch):
     threads, compiled = [], phases._compiled
     note = lambda function, arguments: threads.append(threading.current_thread().name) or compiled(function, arguments)
     monkeypatch.setattr(phases, "_compiled", note)
-    run = lambda name: command.main(["launch.py", f"--config={PAGE}", *FADING, f"--workdir={tmp_path / name}"], "")
+    run = lambda name: command.main(["launch.py", f"--config={PAGE}", *ROWS, f"--workdir={tmp_path / name}"], "")
     run("phases")
     assert sum("the next phase" in name for name in threads) == 2
     monkeypatch.setattr(Program, "in_phase", lambda self, step: self)
+    threads.clear()
     run("whole")
     np.testing.assert_allclose(losses(tmp_path / "phases"), losses(tmp_path / "whole"), rtol=1e-4)
