@@ -257,6 +257,12 @@ class Plan:
         """The number of pruned products that run "compacted", "packed", "fp8" and "emulated", or are "refused"."""
         return dict(Counter(route.how for layer in self.layers for _, route in layer.runs if route.how != "dense"))
 
+    @property
+    def saved(self) -> dict[str, tuple[float | None, int]]:
+        """(seconds, bytes of inputs) that each layer saves in a step, by path. None if `speed` is not known."""
+        time = lambda layer: savings.seconds_of(layer.flops, layer.runs, self.speed)
+        return {layer.path: (time(layer), layer.kept[0] - layer.kept[1]) for layer in self.layers}
+
     def runs_at(self, step: int) -> dict[str, int]:
         """Return `runs` for the phase that contains a step (`nmjax.nnx.phase`).
 

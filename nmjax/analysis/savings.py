@@ -19,6 +19,17 @@ from nmjax.pruners import identity
 Runs = Iterable[tuple[str, Route]]
 
 
+def seconds_of(cost: int | None, runs: Runs, speed: float | None) -> float | None:
+    """Return the seconds that the compacted products of a layer save; None if the speed is not known.
+
+    Args:
+      cost: The dense FLOPs of one product.
+      runs: The routes of all.
+      speed: What `speed_of` returned.
+    """
+    return None if speed is None else sum((cost or 0) * (1 - route.share) for _, route in runs) / speed
+
+
 def of_time(layers: Iterable[tuple[int | None, Runs]], why: str, speed: float | None) -> str:
     """Return the time that the compacted products of some layers save, as text. It is empty if it is not known.
 

@@ -394,10 +394,14 @@ def test_the_plan_says_what_is_saved_here():
     assert "Without remat, the backward pass keeps 0.752 of 3 MiB of the inputs of" in said
     assert plan.layers[0].kept == (2048 * 384 * 4, 512 * (384 + 1) * 4)
     assert plan.runs == {"compacted": 1}
+    ((seconds, kept),) = plan.saved.values()
+    assert seconds == plan.layers[0].flops * (1 - dict(plan.layers[0].runs)["drhs"].share) / plan.speed
+    assert kept == 2048 * 384 * 4 - 512 * (384 + 1) * 4
     assert plan.layers[0].flops == 2 * 2048 * 384 * 1536
     with nm.kernels.on("NVIDIA H200"):
         elsewhere = nm.nnx.plan(model, x, recipe=nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),)))
     assert " ms here" not in repr(elsewhere)
+    assert list(elsewhere.saved.values()) == [(None, 0)]
     convolution = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
     demanding = nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),), backend="compact")
     refused = nm.nnx.plan(convolution, jnp.ones((1, 8, 8, 8)), recipe=demanding).refused
