@@ -18,6 +18,8 @@
     python -m experiments.bench expected [--save NAME]
     # the kernels' results and speed
     python -m experiments.bench kernels [--sizes 4096,8192] [--only a,c] [--quick] [--save NAME]
+    # a first run of the kernels on a GPU, row by row, that goes on where it stopped
+    python -m experiments.bench silicon --out DIR [--minutes 8] [--parts primitives,numerics]
     # the fastest tiles, for the library
     python -m experiments.bench tune [--shapes TEXT] [--ship] [--minutes 8]
 

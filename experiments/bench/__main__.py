@@ -21,6 +21,7 @@ TABLES = (
     "pretrained",
     "expected",
     "kernels",
+    "silicon",
     "tune",
 )
 
@@ -45,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", default="", help=f"kernels: some stages, such as a,c: {stages}f a feed-forward block")
     add("--shapes", help="tune: layers as tokens x in x out, such as '8192x1024x4096 8192x4096x1024'")
     add("--ship", action="store_true", help="tune: write the package's table instead of the user's own")
-    add("--minutes", type=float, default=8, help="tune: begin no shape after so many minutes (default 8)")
+    add("--minutes", type=float, default=8, help="tune, silicon: begin nothing after so many minutes (default 8)")
+    add("--out", type=Path, help="silicon: the folder of its rows and its table")
+    add("--parts", default="", help="silicon: some parts, such as primitives,numerics (default all)")
     add("--rounds", type=int, default=9, help="how often everything is timed (default 9)")
     add("--save", metavar="NAME", nargs="?", const="", help="also write experiments/results/NAME.md")
     return parser
@@ -72,6 +75,13 @@ def main(argv: list[str]) -> int:
             parser.error(f"--only: {', '.join(unknown)} is none of the stages {', '.join(module.STAGES)}.")
         _, complete = module.kernels(sizes, args.rounds, args.quick, only, path, command)
         return 0 if complete else 1
+    if args.what == "silicon":
+        parts = args.parts.replace(",", " ").split() or module.PARTS
+        unknown = sorted(set(parts) - set(module.PARTS))
+        if unknown or args.out is None:
+            parser.error(f"silicon needs --out DIR, and --parts are some of {', '.join(module.PARTS)}.")
+        print(module.silicon(args.out, args.minutes, parts))
+        return 0
     tables = {
         "transforms": lambda: module.transforms(args.size, args.rounds),
         "delivery": lambda: module.delivery(args.rounds),

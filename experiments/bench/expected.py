@@ -1,4 +1,4 @@
-"""What sparse tensor cores can bring to a training step, by Amdahl's law: computed from plans, not measured."""
+"""The gain of a training step on sparse tensor cores by Amdahl's law: computed from plans, not measured."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,0 +1,118 @@
+"""A first run of the kernels on a GPU: every primitive in a process of its own, so that a crash costs one row.
+
+Rows are written as they come, to ``rows.jsonl`` and ``silicon.md`` in a folder. The same command goes on after the last
+row. A kind of kernel that fails once is not tried again in larger rows. Without a GPU everything runs in the
+interpreter, with small arrays. It needs jax, flax, optax and numpy only.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.bench.measure import machine, markdown
+from experiments.bench.silicon.rows import PARTS, ROWS
+from nmjax.core.refusal import Refusal
+from nmjax.kernels.targets import target
+
+INTERPRETED = 300  # seconds that a row may take in the interpreter at most
+
+
+def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
+    """Run the rows that a folder has not yet, and return the table of all.
+
+    Args:
+      out: The folder.
+      minutes: Begin no row after so many minutes. Each part may use an equal share of what is left.
+      parts: The parts to run, some of `PARTS`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    end, parts = time.monotonic() + 60 * minutes, list(parts)
+    device = jax.devices()[0].device_kind
+    simulated = isinstance(target("pallas"), Refusal)
+    done = {line["row"]: line for line in read(out) if line["device"] == device and line["jax"] == jax.__version__}
+    for i, part in enumerate(parts):
+        until = time.monotonic() + (end - time.monotonic()) / (len(parts) - i)
+        for name, row in ROWS.items():
+            if row.part != part or name in done:
+                continue
+            broken = [
+                kind for kind in row.needs if any(_failed(line) and kind in line["proves"] for line in done.values())
+            ]
+            if broken:
+                line = {"result": f"not run, because {', '.join(broken)} failed"}
+            elif time.monotonic() > until:
+                break
+            else:
+                line = _in_a_process(name, INTERPRETED if simulated else row.seconds)
+            line |= {"row": name, "part": part, "proves": row.proves, "device": device, "jax": jax.__version__}
+            done[name] = line | {"ended": time.strftime("%Y-%m-%dT%H:%M:%S")}
+            with (out / "rows.jsonl").open("a") as file:
+                file.write(json.dumps(done[name]) + "\n")
+            print(f"{part}: {name}: {line['result']}", flush=True)
+            _write(out, done, simulated)
+    _write(out, done, simulated)
+    return _table(done, simulated)
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """Return the rows of a folder. A last line that was cut off by the end of its process is left out."""
+    path, lines = out / "rows.jsonl", []
+    if path.exists():
+        text = path.read_text()
+        if text and not text.endswith("\n"):
+            text = text[: text.rfind("\n") + 1]
+            path.write_text(text)
+        lines = [json.loads(line) for line in text.splitlines()]
+    return lines
+
+
+def _failed(line: dict[str, Any]) -> bool:
+    return not line["result"].startswith(("right", "not run"))
+
+
+def _in_a_process(name: str, seconds: float) -> dict[str, Any]:
+    """Run a row in a process of its own, and return what it found. A process that dies or hangs is a result, too."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "experiments.bench.silicon", name]
+    environment = dict(os.environ)
+    if "host_platform_device_count" not in environment.get("XLA_FLAGS", ""):  # the interpreter needs several threads
+        environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return {"result": f"stopped after {seconds:.0f} s", "seconds": seconds}
+    took = round(time.monotonic() - start, 1)
+    last = next((line for line in reversed(run.stdout.splitlines()) if line.startswith("{")), None)
+    if run.returncode or last is None:
+        how = f"signal {-run.returncode}" if run.returncode < 0 else f"exit code {run.returncode}"
+        said = (run.stderr.strip().splitlines() or [""])[-1][:300]
+        return {"result": f"failed with {how}: {said}", "seconds": took}
+    return json.loads(last) | {"seconds": took}
+
+
+def _write(out: Path, done: dict[str, dict[str, Any]], simulated: bool) -> None:
+    draft = out / "silicon.md.part"
+    draft.write_text(f"# silicon\n\n{machine()}\n\n" + _table(done, simulated))
+    draft.replace(out / "silicon.md")
+
+
+def _table(done: dict[str, dict[str, Any]], simulated: bool) -> str:
+    rows = {}
+    for name, row in ROWS.items():
+        line = done.get(name)
+        cells = [
+            row.part,
+            "not reached" if line is None else line["result"],
+            "" if line is None else line.get("seconds"),
+        ]
+        rows[name] = [cell if cell is None or isinstance(cell, str) else f"{cell} s" for cell in cells]
+    where = "By the interpreter. " if simulated else ""
+    note = where + "Every row ran in a process of its own. Errors are relative to the largest value, against float64."
+    return markdown("Rows", note, rows, ["row", "part", "result", "with compilation"])

@@ -1,0 +1,200 @@
+"""The rows of ``bench silicon``. Each is a function of the device, in order from the simplest to the largest."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nmjax as nm
+from experiments.bench.measure import in_turn, over
+from nmjax.core import versions
+from nmjax.kernels import calls
+from nmjax.kernels.format import pack
+from nmjax.kernels.limits import Copy, HopperConfig, Shape
+from nmjax.kernels.targets import Target
+from nmjax.pruners import mse, mvue, mvue_approx, soft, transposable
+
+PARTS = ("primitives", "numerics", "speed")
+ERROR = 0.01  # of a result, relative to its largest value
+
+
+class Row(NamedTuple):
+    """A row.
+
+    Attributes:
+      part: One of `PARTS`.
+      run: Takes the device, and returns what it found as a text that begins with "right" or "wrong".
+      proves: The kinds of kernels that fail if it fails.
+      needs: The kinds that must not have failed before.
+      seconds: The time that it may take, with compilation.
+    """
+
+    part: str
+    run: Callable[[Target], str]
+    proves: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    seconds: float = 60
+
+
+def _product(shape: Shape, config: HopperConfig, device: Target) -> str:
+    """Multiply a packed matrix by a dense one, and compare with float64."""
+    if config.cluster and device.interpret and not versions.interprets_clusters():
+        return "not run: the interpreter of this JAX knows no clusters"
+    draw = np.random.default_rng()
+    kept = draw.random((shape.m, shape.k // 4, 4)).argsort(-1).argsort(-1) < 2
+    a = (draw.standard_normal((shape.m, shape.k)) * kept.reshape(shape.m, shape.k)).astype(jnp.dtype(shape.dtype))
+    b = draw.standard_normal((shape.n, shape.k)).astype(jnp.dtype(shape.dtype))
+    packed = pack(a.T if shape.m_major else a, -2 if shape.m_major else -1)
+    run = jax.jit(partial(calls.run, scale=None, shape=shape, target=device, config=config))
+    y = np.asarray(run(packed, jnp.asarray(b.T if shape.n_major else b)), np.float64)
+    wanted = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
+    return _said(y.T if shape.transpose else y, wanted)
+
+
+def _said(found: np.ndarray, wanted: np.ndarray) -> str:
+    error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
+    return f"right to {error:.1e}" if error < ERROR else f"wrong by {error:.1e}"  # NaN is wrong
+
+
+def _packing(p: nm.Pruner, axis: int, device: Target) -> str:
+    """Prune and pack by a kernel, and compare the bits with the pruner and `pack`."""
+    x = jnp.asarray(np.random.default_rng().standard_normal((256, 512)), jnp.bfloat16)
+    made = jax.jit(lambda x: calls.compress(x, axis, p, key=3, target=device))(x)
+    return _bits(made, jax.jit(lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis))(x))
+
+
+def _packing_both(device: Target) -> str:
+    x, p = jnp.asarray(np.random.default_rng().standard_normal((256, 512)), jnp.bfloat16), transposable(2, 4)
+    made = jax.jit(lambda x: calls.compress_both(x, p, target=device))(x)
+    return _bits(made, jax.jit(lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)))(x))
+
+
+def _packing_in_fp8(device: Target) -> str:
+    x = jnp.asarray(np.random.default_rng().standard_normal((256, 512)), jnp.bfloat16)
+    wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True))
+    (packed, undo), (dense, undo_dense) = jax.jit(lambda x: calls.copies(x, wanted, target=device))(x)
+    exact = lambda v, undo: np.asarray(v, np.float64) * float(undo)
+    pruned = np.asarray(mse(2, 4)(x), np.float64)
+    errors = (
+        np.abs(exact(nm.unpack(packed), undo) - pruned),
+        np.abs(exact(dense, undo_dense).T - np.asarray(x, np.float64)),
+    )
+    error = max(float(e.max()) for e in errors) / float(np.abs(np.asarray(x, np.float64)).max())
+    return f"right to {error:.1e}" if error < 2**-3 else f"wrong by {error:.1e}"  # e5m2 has two bits
+
+
+def _bits(made: object, wanted: object) -> str:
+    pairs = zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True)
+    wrong = [
+        f"{(np.asarray(a) != np.asarray(b)).mean():.1%} of {a.dtype}"
+        for a, b in pairs
+        if (np.asarray(a) != np.asarray(b)).any()
+    ]
+    return f"wrong: {', '.join(wrong)}" if wrong else "right, bit for bit"
+
+
+def _slots(text: str, device: Target) -> str:
+    """Compare y, dx and dw of kernels with those of pruned float32 operands."""
+    s, draw = nm.parse(text), np.random.default_rng()
+    size = 128 if device.interpret else 1024
+    x, w, g = (jnp.asarray(draw.standard_normal((size, size)), jnp.bfloat16) for _ in range(3))
+    state = s.init(w, contract=0, out=1, ctx=nm.Ctx(nm.random.words(1))) or None
+
+    def products(backend: str, x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        ctx = nm.Ctx(7, 3, state)
+        y, back = jax.vjp(lambda x, w: nm.einsum("ti,io->to", x, w, sparsity=s, ctx=ctx, backend=backend), x, w)
+        return y, *back(g)
+
+    kernels = "interpret" if device.interpret else "pallas"
+    found, wanted = (jax.jit(partial(products, backend))(x, w, g) for backend in (kernels, "xla"))
+    said = [_said(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(found, wanted, strict=True)]
+    right = all(text.startswith("right") for text in said)
+    return ("right: " if right else "wrong: ") + ", ".join(
+        f"{name} {t}" for name, t in zip(("y", "dx", "dw"), said, strict=True)
+    )
+
+
+def _speed(size: int, dtype: str, device: Target) -> str:
+    """Return the time of a product of squares relative to the dense one."""
+    if device.interpret:
+        return "right: no speed in the interpreter"
+    draw, shape = np.random.default_rng(), Shape(size, size, size, dtype)
+    b = jnp.asarray(draw.standard_normal((size, size)), jnp.dtype(dtype))
+    a = jax.jit(mse(2, 4))(jnp.asarray(draw.standard_normal((size, size)), jnp.bfloat16)).astype(jnp.dtype(dtype))
+    packed = pack(a)
+    sparse = jax.jit(partial(calls.run, scale=None, shape=shape, target=device))
+    dense = jax.jit(
+        lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+    )
+    seconds = in_turn({"sparse": partial(sparse, packed, b), "dense": partial(dense, a, b)}, 9, seconds=0.1)
+    tflops = shape.flops / np.median(seconds["sparse"]) / 1e12
+    return f"right: {over(seconds['dense'], seconds['sparse'])} times the dense speed, {tflops:.0f} TFLOP/s"
+
+
+def _layout(name: str, m_major: bool, n_major: bool, transpose: bool) -> dict[str, Row]:
+    kind = f"products {name}"
+    shape = Shape(128, 64, 128, "bfloat16", m_major, n_major, transpose)
+    tile = HopperConfig(tile_n=64, store_n=32, stages=2)
+    return {f"one tile {name}": Row("primitives", partial(_product, shape, tile), (kind,))}
+
+
+_TILE = HopperConfig(tile_n=64, store_n=32, stages=2)
+_BASE = ("products along K",)
+
+
+def _cut(shape: Shape, *needs: str, **cut: object) -> Row:
+    config = HopperConfig(**{"tile_n": 64, "store_n": 32, "stages": 2} | cut)
+    return Row("primitives", partial(_product, shape, config), needs=needs or _BASE)
+
+
+def _packs(p: nm.Pruner, axis: int, *needs: str, proves: str = "") -> Row:
+    return Row("primitives", partial(_packing, p, axis), (proves,) if proves else (), needs)
+
+
+ROWS: dict[str, Row] = {
+    "packing along the last axis": _packs(mse(2, 4), -1, proves="packing along the last axis"),
+    "packing along the axis before": _packs(mse(2, 4), -2, proves="packing along the axis before"),
+    "packing with noise": _packs(mvue(2, 4), -2, "packing along the axis before", proves="noise"),
+    "packing with two draws": _packs(mvue_approx(2, 4), -2, "noise"),
+    "packing by soft": _packs(soft(2, 4), -1, "packing along the last axis"),
+    "packing along both axes": Row("primitives", _packing_both, ("packing along both axes",)),
+    **_layout("along K", False, False, False),
+    **_layout("with A along M", True, False, False),
+    **_layout("with B along N", False, True, False),
+    **_layout("transposed", False, False, True),
+    "one tile as in dw": Row(
+        "primitives", partial(_product, Shape(128, 64, 128, m_major=True, n_major=True, transpose=True), _TILE),
+        ("products as in dw",), ("products with A along M", "products with B along N", "products transposed"),
+    ),
+    "several steps": _cut(Shape(128, 64, 512)),
+    "several tiles": _cut(Shape(512, 256, 128)),
+    "a cluster along M": _cut(Shape(512, 128, 128), cluster="m"),
+    "a cluster along N": _cut(Shape(256, 256, 128), cluster="n"),
+    "tall tiles": _cut(Shape(256, 64, 128), tile_m=128),
+    "long steps": _cut(Shape(128, 64, 512), tile_k=128),
+    "parts of K": _cut(Shape(128, 64, 512, m_major=True, n_major=True, transpose=True), "products as in dw", split=3),
+    "a partial tile": _cut(Shape(128, 104, 128, transpose=True), "products transposed"),
+    "packing in FP8": Row("primitives", _packing_in_fp8, ("FP8",)),
+    "one tile in FP8": Row(
+        "primitives", partial(_product, Shape(128, 64, 256, "float8_e4m3fn", transpose=True), _TILE), ("FP8",)
+    ),
+    **{
+        f"slots of {text}": Row("numerics", partial(_slots, text), (), needs, 120)
+        for text, needs in {
+            "ste(2,4)": ("packing along the axis before", "products with A along M", "products transposed"),
+            "mvue(2,4)": ("noise", "products as in dw"),
+            "s_ste(2,4)": ("noise", "products as in dw"),
+            "bdwp(2,4)": ("packing along the last axis", *_BASE),
+            "fst(2,4)": ("noise", "packing along both axes", "products as in dw"),
+            "s_ste(2,4,fp8=True)": ("FP8",),
+        }.items()
+    },
+    **{
+        f"{dtype} {size} x {size} x {size}": Row("speed", partial(_speed, size, dtype), (), needs, 120)
+        for dtype, needs in {"bfloat16": _BASE, "float8_e4m3fn": ("FP8",)}.items()
+        for size in (4096, 8192)
+    },
+}  # fmt: skip

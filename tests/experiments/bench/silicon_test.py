@@ -1,0 +1,109 @@
+"""The first run on a GPU: a row that dies costs one row, and the command goes on where it was stopped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.bench import silicon
+from experiments.bench.silicon import rows
+from tests.experiments.runs import as_people_run_it as as_people_run_it
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What rows find, without processes: "right" if nothing else is set. The names of the rows that ran are kept."""
+    results = {"ran": []}
+
+    def run(name, seconds):
+        results["ran"].append(name)
+        return {"result": results.get(name, "right"), "seconds": 1.0}
+
+    monkeypatch.setattr(silicon, "_in_a_process", run)
+    return results
+
+
+def test_what_fails_is_refused_by_its_kind(tmp_path, found):
+    found["one tile along K"] = "wrong by 1.0e+00"
+    found["one tile with A along M"] = "failed with signal 6: "
+    table = silicon.silicon(tmp_path, 1)
+    lines = {line["row"]: line["result"] for line in silicon.read(tmp_path)}
+    assert set(lines) == set(rows.ROWS)
+    assert lines["several steps"] == "not run, because products along K failed"
+    assert lines["one tile as in dw"] == "not run, because products with A along M failed"
+    assert lines["one tile in FP8"] == lines["a partial tile"] == "right"
+    assert "| several steps | primitives | not run, because products along K failed |" in table
+    assert (tmp_path / "silicon.md").read_text().endswith(table)
+
+
+def test_it_goes_on_after_the_last_whole_row(tmp_path, found):
+    silicon.silicon(tmp_path, 1, ["primitives"])
+    first = found["ran"][:]
+    text = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_text("".join(text[:3]) + text[3][:20])  # killed while it wrote the fourth
+    found["ran"].clear()
+    silicon.silicon(tmp_path, 1, ["primitives", "numerics"])
+    assert found["ran"] == first[3:] + [name for name, row in rows.ROWS.items() if row.part == "numerics"]
+    found["ran"].clear()
+    silicon.silicon(tmp_path, 1, ["primitives"])
+    assert found["ran"] == []
+
+
+def test_rows_of_another_device_do_not_count(tmp_path, found):
+    line = {"row": "several steps", "device": "NVIDIA H200", "jax": "0.1", "result": "right", "proves": []}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line) + "\n")
+    silicon.silicon(tmp_path, 1, ["primitives"])
+    assert "several steps" in found["ran"]
+
+
+def test_no_row_begins_when_the_time_is_over(tmp_path, found):
+    assert "| several steps | primitives | not reached |" in silicon.silicon(tmp_path, 0)
+    assert found["ran"] == []
+
+
+def test_every_need_is_proved_before():
+    proved = set()
+    for name, row in rows.ROWS.items():
+        assert set(row.needs) <= proved, name
+        proved |= set(row.proves)
+
+
+@pytest.mark.processes
+def test_it_needs_few_packages(tmp_path):
+    """A machine with a GPU may have no others."""
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(('ml_collections', 'grain', 'tensorboardX', 'chex', 'pytest')));"
+    )
+    script += "from experiments.bench.__main__ import main; main(['silicon', '--out', sys.argv[1], '--minutes', '0'])"
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "not reached" in run.stdout
+
+
+@pytest.mark.processes
+def test_a_process_that_fails_or_hangs_is_a_result():
+    assert silicon._in_a_process("no such row", 60)["result"].startswith(
+        "failed with exit code 1: KeyError: 'no such row'"
+    )
+    assert silicon._in_a_process("one tile along K", 0.2) == {"result": "stopped after 0 s", "seconds": 0.2}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_killed_at_random_moments_it_comes_to_its_end(tmp_path):
+    """In the interpreter. No row is lost, and none runs twice."""
+    command = [sys.executable, "-m", "experiments.bench", "silicon", "--out", str(tmp_path), "--minutes", "30"]
+    for _ in range(4):
+        run = subprocess.Popen([*command, "--parts", "primitives"], start_new_session=True, stdout=subprocess.DEVNULL)
+        time.sleep(random.uniform(4, 25))
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+    assert subprocess.run(command, capture_output=True, check=True)
+    lines = silicon.read(tmp_path)
+    assert [line["row"] for line in lines] == list(rows.ROWS)
+    assert all(line["result"].startswith(("right", "not run: the interpreter")) for line in lines), lines
