@@ -54,9 +54,9 @@ def _product(shape: Shape, config: HopperConfig, device: Target) -> str:
     return _said(y.T if shape.transpose else y, wanted)
 
 
-def _said(found: np.ndarray, wanted: np.ndarray) -> str:
+def _said(found: np.ndarray, wanted: np.ndarray, bound: float = ERROR) -> str:
     error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
-    return f"right to {error:.1e}" if error < ERROR else f"wrong by {error:.1e}"  # NaN is wrong
+    return f"right to {error:.1e}" if error < bound else f"wrong by {error:.1e}"  # NaN is wrong
 
 
 def _packing(p: nm.Pruner, axis: int, device: Target) -> str:
@@ -97,7 +97,8 @@ def _bits(made: object, wanted: object) -> str:
 
 
 def _slots(text: str, device: Target) -> str:
-    """Compare y, dx and dw of kernels with those of pruned float32 operands."""
+    """Compare y, dx and dw of kernels with those of XLA. In FP8 the two round at other scales."""
+    bound = 0.2 if "fp8" in text else ERROR
     s, draw = nm.parse(text), np.random.default_rng()
     size = 128 if device.interpret else 1024
     x, w, g = (jnp.asarray(draw.standard_normal((size, size)), jnp.bfloat16) for _ in range(3))
@@ -110,7 +111,9 @@ def _slots(text: str, device: Target) -> str:
 
     kernels = "interpret" if device.interpret else "pallas"
     found, wanted = (jax.jit(partial(products, backend))(x, w, g) for backend in (kernels, "xla"))
-    said = [_said(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(found, wanted, strict=True)]
+    said = [
+        _said(np.asarray(a, np.float64), np.asarray(b, np.float64), bound) for a, b in zip(found, wanted, strict=True)
+    ]
     right = all(text.startswith("right") for text in said)
     return ("right: " if right else "wrong: ") + ", ".join(
         f"{name} {t}" for name, t in zip(("y", "dx", "dw"), said, strict=True)
