@@ -114,8 +114,6 @@ def _table(done: dict[str, dict[str, Any]], simulated: bool) -> str:
         ]
         rows[name] = [cell if cell is None or isinstance(cell, str) else f"{cell} s" for cell in cells]
     where = "By the interpreter. " if simulated else ""
-    note = (
-        where
-        + "Every row ran in a process of its own. Errors are relative to the largest value: of products against float64, of slots against XLA."
-    )
+    note = f"{where}Every row ran in a process of its own. Errors are relative to the largest value: those of products "
+    note += "against float64, those of slots against XLA."
     return markdown("Rows", note, rows, ["row", "part", "result", "with compilation"])
