@@ -155,7 +155,7 @@ def test_the_ring_has_no_races():
     config = HopperConfig(tile_n=64, store_n=32, stages=2)
     options = {"b_axis": -1, "transpose": False, "dtype": jnp.dtype("bfloat16"), "config": config, "blocks": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(versions, "interpreter_params", lambda: params)
+        patch.setattr(versions, "interpreter_params", lambda zeros: params)
         check(hopper.spmm(packed, b, interpret=True, **options), wanted, False)
 
 
