@@ -354,6 +354,17 @@ def test_on_hopper_what_pays_is_packed():
         assert [c.how for c in choices("s_ste(fp8=True)").values()] == ["packed", "fp8", "packed"]
 
 
+@pytest.mark.parametrize("sizes", [(768, 2304), (768, 768), (768, 3072), (3072, 768)], ids=str)
+def test_the_recipes_run_packed_in_vit_b(sizes):
+    """64 images of 197 tokens: 197 is a prime, so the last tile along tokens is partial, and so are the parts of dw."""
+    faded = nm.parse("mdgf(2,4,linear(1,0,700)); drhs_g=mvue(2,4)").at(700)
+    recipes = {"s_ste()": "packed dense packed", "fst()": "packed packed packed", f"{faded}": "packed dense packed"}
+    with on():
+        for text, hows in recipes.items():
+            found = choices(text, (64 * 197, sizes[0]), sizes)
+            assert " ".join(route.how for route in found.values()) == hows, found
+
+
 @pytest.mark.parametrize(
     ("text", "options", "why"),
     [
