@@ -211,7 +211,7 @@ def test_measures_by_layer():
     ("page", "change", "said"),
     [
         ("vit_24", "rules=(('mlp','blocks'),)", "decide for no layer.*The layers are: blocks/0"),
-        ("vit_24", "rules=(('patches','blocks'),)", "patches: .*4 does not divide|patches: .*divi"),
+        ("vit_24", "rules=(('patches','blocks'),)", "patches: .* where it has one value, and a group has 4"),
         ("vit_24", "batch=6", "4 devices"),
         ("vit_24", "model.size=tine", r"config.model.size='tine' is not known. Did you mean 'tiny'\?"),
         ("vit_24", "model.patch=3", "the model: patch must divide image"),
