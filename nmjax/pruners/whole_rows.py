@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -206,10 +207,18 @@ def norms(x: Float[Array, "..."], kept: tuple[int, ...]) -> Float[Array, "..."]:
         return jnp.abs(groups.wide(x))
     wide = groups.wide(x)
     most = lax.stop_gradient(jnp.max(jnp.abs(wide), over, keepdims=True, initial=0))
-    range_ = int(jnp.finfo(wide.dtype).maxexp) - 2
-    exponent = jnp.where(jnp.isfinite(most), jnp.clip(jnp.frexp(most)[1], -range_, range_), 0)
-    power = lambda exponent: jnp.ldexp(jnp.ones((), wide.dtype), exponent)
-    return _root(jnp.sum(jnp.square(wide * power(-exponent)), over, keepdims=True)) * power(exponent)
+    power = _power_of_two(most)
+    return _root(jnp.sum(jnp.square(wide * (1 / power)), over, keepdims=True)) * power
+
+
+def _power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the largest power of two that is not above each positive number, in a range that has inverses; else 1."""
+    kind = jnp.finfo(x.dtype)
+    integer = np.dtype(f"uint{kind.bits}")
+    exponent = integer.type(((1 << kind.nexp) - 1) << kind.nmant)
+    power = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & exponent, x.dtype)
+    limit = x.dtype.type(2.0 ** (kind.maxexp - 2))
+    return jnp.where(jnp.isfinite(x), jnp.clip(power, 1 / limit, limit), jnp.ones((), x.dtype))
 
 
 def _root(squares: Float[Array, "..."]) -> Float[Array, "..."]:
