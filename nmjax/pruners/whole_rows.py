@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -212,13 +211,11 @@ def norms(x: Float[Array, "..."], kept: tuple[int, ...]) -> Float[Array, "..."]:
 
 
 def _power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the largest power of two that is not above each positive number, in a range that has inverses; else 1."""
+    """Return a power of two near each positive number, in a range that has inverses; 1 for what is not finite."""
     kind = jnp.finfo(x.dtype)
-    integer = np.dtype(f"uint{kind.bits}")
-    exponent = integer.type(((1 << kind.nexp) - 1) << kind.nmant)
-    power = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & exponent, x.dtype)
     limit = x.dtype.type(2.0 ** (kind.maxexp - 2))
-    return jnp.where(jnp.isfinite(x), jnp.clip(power, 1 / limit, limit), jnp.ones((), x.dtype))
+    power = lax.reduce_precision(jnp.clip(x, 1 / limit, limit), kind.nexp, 0)
+    return jnp.where(jnp.isfinite(x), power, jnp.ones((), x.dtype))
 
 
 def _root(squares: Float[Array, "..."]) -> Float[Array, "..."]:
