@@ -141,7 +141,7 @@ def test_scan_and_remat_change_no_gradient():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt", "vit"])
 def test_lean_changes_no_gradient_of_chosen_rows(name):
-    """What is computed again draws the same numbers."""
+    """Draw the same numbers in a product that is computed again."""
     grads = {}
     for lean in (False, True):
         model = MAKE[name](lean=lean)

@@ -10,11 +10,9 @@ from flax import nnx
 import nmjax as nm
 from experiments.bench.measure import markdown
 from experiments.training.device import peak_flops
+from nmjax.kernels.tuning import EFFICIENCY, MEMORY, PACKING, PRUNING
 
 DEVICE = "NVIDIA H200"
-DENSE = 0.8  # the share of its peak at which dense products run: assumed
-MEMORY = 0.6 * 4.8e12  # bytes per second at which arrays are pruned and packed: 0.6 of the data sheet's, assumed
-PACKING, PRUNING = 3.125, 4.0  # bytes of a 16-bit value: read and packed; read and written
 SPEEDS = (1.2, 1.5, 2.0)  # of a packed product, relative to the dense one
 METHODS = {"S-STE": "s_ste(2,4)", "FST": "fst(2,4)", "MdGf with MVUE, faded": "ste(2,4); drhs_g=mvue(2,4)"}
 
@@ -62,7 +60,8 @@ def expected() -> str:
         f"Products alone, on an {DEVICE}, for a method in the linear layers of blocks: how many times as fast as the "
         f"dense step a step would be if its packed products ran at {speeds} times the dense speed. Packing counts "
         f"{PACKING} bytes a value. Pruning by XLA, which emulated products need, counts {PRUNING:.0f}. Dense products "
-        f"are assumed to run at {DENSE} of the peak, and arrays to be read and written at {MEMORY / 1e12:.2f} TB/s. "
+        f"are assumed to run at {EFFICIENCY['dense']} of the peak, and arrays to be read and written at "
+        f"{MEMORY / 1e12:.2f} TB/s. "
         "Other parts of a step, which take the same time in both, make the gain smaller. Computed, not measured."
     )
     head = ["", "FLOPs in packed products", "emulated", *(f"at {speed}" for speed in SPEEDS)]
@@ -82,7 +81,7 @@ def _row(model: nnx.Module, example: Any, text: str) -> list[Any]:
                 packing += once * route.shape.m * route.shape.k * PACKING / MEMORY
                 pruning += once * route.shape.m * route.shape.k * PRUNING / MEMORY
             assert route.how in ("packed", "dense"), (layer.path, product, route)
-    rate = DENSE * (peak_flops(DEVICE, "bfloat16") or 0)
+    rate = EFFICIENCY["dense"] * (peak_flops(DEVICE, "bfloat16") or 0)
     dense = plan.training[0] / rate
     at = lambda speed: dense / (dense - packed / rate * (1 - 1 / speed) + packing)
     share = f"{packed / plan.training[0]:.2f}"

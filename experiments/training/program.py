@@ -161,7 +161,7 @@ class Program:
         whole = shards.whole(self.mesh)  # every process reads the results
         over_runs = lambda program: over(program._train, RUNS, None, out=(RUNS, 0))
         self._train_of = lambda program: jax.jit(over_runs(program), donate_argnums=0, out_shardings=(places, whole))
-        self.train, self._by_phase = self._train_of(self), {}
+        self.train, self._by_phase = self._train_of(self), {None: self}
         self.score = jax.jit(over(self._score, RUNS, None), out_shardings=whole)
         self.hard_score = jax.jit(over(self._hard_score, 0, None), out_shardings=whole)
         self.harden = jax.jit(over(self._harden, RUNS))
@@ -176,8 +176,7 @@ class Program:
         the phase of the method that contains the step.
         """
         start = max((start for start in self.phases if start <= step), default=0)
-        if not gains(self.plan, start):
-            return self
+        start = start if gains(self.plan, start) else None
         if start not in self._by_phase:
             program = copy.copy(self)
             program.graph = nnx.split(nm.nnx.phase(nnx.clone(self.model), start))[0]

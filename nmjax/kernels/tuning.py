@@ -25,8 +25,10 @@ SHIPPED = Path(__file__).parent / "tables"
 # sparse: sparse ones have twice the K. That and the rate of shared memory are of the H100's white paper. The rest is
 # assumed until a table says it.
 _SHARED = 128  # bytes that shared memory reads or writes in a cycle
-_EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # of these bounds that a kernel reaches: assumed
-_MEMORY = 0.6 * 4.3e12 / 1.83e9 / 132  # bytes of device memory in a cycle, that is 0.6 of an H200's: assumed
+EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # of these bounds that a kernel reaches: assumed
+MEMORY = 0.6 * 4.3e12  # bytes per second at which an H200 prunes and packs arrays: assumed
+PACKING, PRUNING = 3.125, 4.0  # bytes of a 16-bit value: read, and written packed; read, and written
+_MEMORY = MEMORY / 1.83e9 / 132  # bytes of a multiprocessor in a cycle
 _LAUNCH = 4000  # cycles of one kernel more: assumed
 _LATENCY = 1000  # cycles from the last product of a tile to the first of the next, apart from storing it: assumed
 
@@ -175,8 +177,8 @@ def gain(shape: Shape, target: Target, packed_before: bool = False, saves_prunin
         return 0.0
     speed = _estimate(shape, tiling.config, target) if tiling.speed is None else tiling.speed
     dense, values = _dense_cycles(shape, target), shape.m * shape.k / (_MEMORY * target.cores)
-    pruning = 4 * values if saves_pruning else 0  # read and written
-    packing = 0 if packed_before else 3.125 * values
+    pruning = PRUNING * values if saves_pruning else 0
+    packing = 0 if packed_before else PACKING * values
     return (dense + pruning) / (dense / speed + packing)
 
 
@@ -191,7 +193,7 @@ def _dense_cycles(shape: Shape, target: Target) -> float:
     """Return the cycles of a dense product on Hopper, cut as well as a packed one may be."""
     tiles = ((128, 256), (256, 128), (128, 192), (128, 128), (64, 128), (64, 64))
     cuts = [(tile, split) for tile in tiles for split in _splits(shape, tile[0] * tile[1], target)]
-    return min(_tiled(shape, shape.out, tile, split, False, target) for tile, split in cuts) / _EFFICIENCY["dense"]
+    return min(_tiled(shape, shape.out, tile, split, False, target) for tile, split in cuts) / EFFICIENCY["dense"]
 
 
 def _cycles(shape: Shape, config: HopperConfig, target: Target) -> float:
@@ -199,7 +201,7 @@ def _cycles(shape: Shape, config: HopperConfig, target: Target) -> float:
     alone = 1 if config.warpgroups > 1 or config.tile_m > 64 else 1.4  # of a single chain of instructions: assumed
     tile = config.rows, config.tile_n
     tiled = _tiled(shape, stored(shape, config), tile, config.split, True, target)
-    return alone * tiled / _EFFICIENCY["sparse"]
+    return alone * tiled / EFFICIENCY["sparse"]
 
 
 def _tiled(shape: Shape, dtype: str, tile: tuple[int, int], split: int, packed: bool, target: Target) -> float:

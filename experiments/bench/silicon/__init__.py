@@ -2,7 +2,9 @@
 
 Rows are written as they come, to ``rows.jsonl`` and ``silicon.md`` in a folder. The same command goes on after the last
 row. A kind of kernel that fails once is not tried again in larger rows. Without a GPU everything runs in the
-interpreter, with small arrays. It needs jax, flax, optax and numpy only.
+interpreter, with small arrays. It needs jax, flax, optax, numpy and what nmjax itself needs.
+
+The process that starts the others never touches the device: it would take the memory that they need.
 """
 
 import json
@@ -14,12 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from experiments.bench.measure import machine, markdown
+from experiments.bench.measure import markdown
 from experiments.bench.silicon.rows import PARTS, ROWS
-from nmjax.core.refusal import Refusal
-from nmjax.kernels.targets import target
 
 INTERPRETED = 300  # seconds that a row may take in the interpreter at most
 
@@ -34,9 +32,9 @@ def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
     """
     out.mkdir(parents=True, exist_ok=True)
     end, parts = time.monotonic() + 60 * minutes, list(parts)
-    device = jax.devices()[0].device_kind
-    simulated = isinstance(target("pallas"), Refusal)
-    done = {line["row"]: line for line in read(out) if line["device"] == device and line["jax"] == jax.__version__}
+    here = about()
+    simulated, own = here["simulated"], {"device": here["device"], "jax": here["jax"]}
+    done = {line["row"]: line for line in read(out) if own.items() <= line.items()}
     for i, part in enumerate(parts):
         until = time.monotonic() + (end - time.monotonic()) / (len(parts) - i)
         for name, row in ROWS.items():
@@ -51,14 +49,26 @@ def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
                 break
             else:
                 line = _in_a_process(name, INTERPRETED if simulated else row.seconds)
-            line |= {"row": name, "part": part, "proves": row.proves, "device": device, "jax": jax.__version__}
-            done[name] = line | {"ended": time.strftime("%Y-%m-%dT%H:%M:%S")}
+            done[name] = {"row": name, "part": part, "proves": row.proves, **own, **line}
+            done[name]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S")
             with (out / "rows.jsonl").open("a") as file:
                 file.write(json.dumps(done[name]) + "\n")
             print(f"{part}: {name}: {line['result']}", flush=True)
-            _write(out, done, simulated)
-    _write(out, done, simulated)
+            _write(out, done, here)
+    _write(out, done, here)
     return _table(done, simulated)
+
+
+def about() -> dict[str, Any]:
+    """Return the device, the version of JAX, whether kernels are simulated, and a line about the machine.
+
+    Raises:
+      RuntimeError: If a process cannot start the device.
+    """
+    found = _in_a_process("about", INTERPRETED)
+    if "device" not in found:
+        raise RuntimeError(f"silicon: JAX does not start here: {found['result']}")
+    return found
 
 
 def read(out: Path) -> list[dict[str, Any]]:
@@ -97,9 +107,9 @@ def _in_a_process(name: str, seconds: float) -> dict[str, Any]:
     return json.loads(last) | {"seconds": took}
 
 
-def _write(out: Path, done: dict[str, dict[str, Any]], simulated: bool) -> None:
+def _write(out: Path, done: dict[str, dict[str, Any]], here: dict[str, Any]) -> None:
     draft = out / "silicon.md.part"
-    draft.write_text(f"# silicon\n\n{machine()}\n\n" + _table(done, simulated))
+    draft.write_text(f"# silicon\n\n{here['machine']}\n\n" + _table(done, here["simulated"]))
     draft.replace(out / "silicon.md")
 
 

@@ -17,10 +17,12 @@ from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 @pytest.fixture
 def found(monkeypatch):
-    """What rows find, without processes: "right" if nothing else is set. The names of the rows that ran are kept."""
+    """Let rows find "right", or what a test sets, without processes. Keep the names of the rows that ran."""
     results = {"ran": []}
 
     def run(name, seconds):
+        if name == "about":
+            return {"device": "cpu", "jax": "0", "simulated": True, "machine": "here"}
         results["ran"].append(name)
         return {"result": results.get(name, "right"), "seconds": 1.0}
 
@@ -74,12 +76,13 @@ def test_every_need_is_proved_before():
 
 
 @pytest.mark.processes
-def test_it_needs_few_packages(tmp_path):
-    """A machine with a GPU may have no others."""
+def test_it_needs_few_packages_and_leaves_the_device_alone(tmp_path):
+    """A machine with a GPU may have no others. A process that starts the device takes most of its memory."""
     script = (
         "import sys; sys.modules.update(dict.fromkeys(('ml_collections', 'grain', 'tensorboardX', 'chex', 'pytest')));"
     )
     script += "from experiments.bench.__main__ import main; main(['silicon', '--out', sys.argv[1], '--minutes', '0'])"
+    script += "; from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "not reached" in run.stdout
