@@ -118,7 +118,7 @@ def test_the_dense_operand_of_a_packed_dw_is_kept_in_its_packed_form():
     _, back = jax.vjp(f("interpret"), x, w)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(back)) - w.nbytes - 8  # and the words of the key
     assert kept == x.nbytes * 9 // 16
-    assert kept_of(s, [Use(as_dot(x, w, PLAIN), x, w)], "interpret") == (x.nbytes, kept)  # as the plan says
+    assert kept_of(s, [Use(as_dot(x, w, PLAIN), x, w, 1)], "interpret") == (x.nbytes, kept)  # as the plan says
     near(everything(f("interpret"), x, w), everything(f("xla"), x, w))
 
 
