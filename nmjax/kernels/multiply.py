@@ -104,7 +104,8 @@ def _serving(packed: Packed, b: jax.Array, shape: Shape, backend: str, config: C
     target = target_of(backend)
     if isinstance(target, Refusal):
         return target
-    return operands_refusal(packed, b) or product_refusal(shape, target, config) or check.fault(target) or target
+    refusal = operands_refusal(packed, b) or product_refusal(shape, target, config)
+    return refusal or check.fault(target, check.kinds_of(shape)[:1]) or target
 
 
 @jax.custom_jvp

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from nmjax.core.pruner import Pattern
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import limits, tuning
-from nmjax.kernels.check import fault
+from nmjax.kernels.check import fault, kinds_of
 from nmjax.kernels.limits import Shape
 from nmjax.kernels.targets import Target, platform, target
 from nmjax.products import compaction
@@ -187,13 +187,7 @@ def _shape(v: Shaped) -> jax.ShapeDtypeStruct:
 def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal, Target | Refusal]:
     """Return the routes, the layout and the device."""
     layout = layout_of(case.op, case.lhs, case.rhs)
-    by_product = tuple((product, _route(product, case, layout)) for product in CONTRACTED)
-    if isinstance(case.device, Target) and any(route.uses_forms for _, route in by_product):
-        broken = fault(case.device)
-        if broken is not None:  # the kernels fail their check on this device, so choose routes without them
-            case = case._replace(device=broken)
-            by_product = tuple((product, _route(product, case, layout)) for product in CONTRACTED)
-    return by_product, layout, case.device
+    return tuple((product, _route(product, case, layout)) for product in CONTRACTED), layout, case.device
 
 
 def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
@@ -227,10 +221,12 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
             refusals.append(route)
         elif case.backend == "auto" and _gain(route, case.device, before, slots[operand]) <= 1:
             slow.append(route)
+        elif broken := fault(case.device, kinds_of(route.shape, slots[operand].core or identity)):
+            refusals.append(broken)
         else:
             return route
     if formats:
-        refusal = _fp8_refusal(product, layout, case.device)
+        refusal = _fp8_refusal(product, layout, case.device) or fault(case.device, kinds_of(None))
         if refusal is None:
             return Route("fp8", " x ".join(f for _, f in formats) + ", dense", formats=formats)
         refusals.append(refusal)

@@ -11,7 +11,7 @@ import pytest
 import nmjax as nm
 from nmjax.core import versions
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import ampere, calls, check as checked, compress, hopper, tuning
+from nmjax.kernels import ampere, calls, compress, hopper, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, HopperConfig, Shape, config_refusal, product_refusal
 from nmjax.kernels.targets import Target
@@ -391,23 +391,6 @@ def test_a_table_is_read_back_and_followed(tmp_path, monkeypatch):
     finally:
         tuning.table.cache_clear()
         tuning.chosen.cache_clear()
-
-
-@pytest.mark.kernels
-def test_the_check_before_use_finds_wrong_kernels(monkeypatch):
-    """The interpreter's kernels pass; with two words swapped they are refused by name."""
-    target = Target("interpreter", "hopper", 2, True)
-    right = compress.as_words16
-    monkeypatch.setattr(compress, "as_words16", lambda places: right(places)[..., ::-1])
-    calls._compression.cache_clear()
-    try:
-        wrong = "packing by mse(2,4), packing by mvue(2,4)"
-        refusal = Refusal(f"its kernels give wrong numbers on interpreter ({wrong}): please report it")
-        assert checked.broken(target) == refusal
-        monkeypatch.setattr(calls, "compress", lambda *a, **k: 1 / 0)
-        assert str(checked.broken(target)).startswith("its kernels do not run on interpreter: ZeroDivisionError")
-    finally:
-        calls._compression.cache_clear()
 
 
 def test_packed_arrays_say_what_they_are():

@@ -118,7 +118,8 @@ def test_the_dense_operand_of_a_packed_dw_is_kept_in_its_packed_form():
     _, back = jax.vjp(f("interpret"), x, w)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(back)) - w.nbytes - 8  # and the words of the key
     assert kept == x.nbytes * 9 // 16
-    assert kept_of(s, [Use(as_dot(x, w, PLAIN), x, w, 1)], "interpret") == (x.nbytes, kept)  # as the plan says
+    shapes = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w))
+    assert kept_of(s, [Use(as_dot(x, w, PLAIN), *shapes, 1)], "interpret") == (x.nbytes, kept)  # as the plan says
     near(everything(f("interpret"), x, w), everything(f("xla"), x, w))
 
 
@@ -576,24 +577,28 @@ def test_explicit_axes_and_empty_arrays_are_xlas():
 
 
 def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
-    """Under a mesh too, which tells of its device by itself."""
+    """Under a mesh too, which tells of its device by itself. What is wrong is refused by its kind."""
     from nmjax.kernels import check
 
     class Device:
         device_kind, platform, core_count, compute_capability = "NVIDIA H200", "gpu", 132, "9.0"
 
+    found = {"products (A along M, B along N, transposed)": "gives wrong numbers", check.FP8: "did not end within 60 s"}
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    monkeypatch.setattr(check, "broken", lambda target, device: Refusal(f"{device.device_kind} is broken"))
-    check.fault.cache_clear()
+    monkeypatch.setattr(check, "findings", lambda target, device: found)
     routes._routes.cache_clear()
     with on():
-        assert choices("ste(2,4)")["fwd"] == routes.Route("emulated", "NVIDIA H200 is broken")
+        products = choices("ste(2,4); drhs_g=mvue(2,4)")
+        assert products["fwd"].how == "packed"
+        wrong = "on NVIDIA H200, products (A along M, B along N, transposed) gives wrong numbers: please report it"
+        assert products["drhs"] == routes.Route("emulated", wrong)
+        products = choices("s_ste(2,4,fp8=True)")
+        assert {route.how for route in products.values()} == {"emulated"}
+        assert products["fwd"].why == "on NVIDIA H200, FP8 did not end within 60 s: please report it"
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        check.fault.cache_clear()
         routes._routes.cache_clear()
-        with pytest.raises(RuntimeError, match="process 0: NVIDIA H200 is broken"):
-            choices("ste(2,4)")
-    check.fault.cache_clear()
+        with pytest.raises(RuntimeError, match="process 0: on NVIDIA H200, FP8 did not end"):
+            choices("s_ste(2,4,fp8=True)")
     routes._routes.cache_clear()
 
 

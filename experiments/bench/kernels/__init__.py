@@ -45,7 +45,7 @@ def kernels(
     device = jax.devices()[0].device_kind
     timed_on = target("auto")
     if not isinstance(timed_on, Refusal):
-        timed_on = check.fault(timed_on) or timed_on
+        timed_on = check.fault(timed_on, check.cases(timed_on)) or timed_on
     checked_on = target("pallas")  # also if it failed the check before use: its numerics show more of the fault
     simulated = isinstance(checked_on, Refusal)
     if isinstance(checked_on, Refusal):
