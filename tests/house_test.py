@@ -23,8 +23,8 @@ HOUSE = {
             "whole_rows", "__init__",
         ),
         "kernels": (
-            "targets", "format", "limits", "tuning", "emulation", "instructions", "ampere", "hopper_geometry",
-            "hopper", "compress", "copies", "calls", "check", "multiply", "__init__",
+            "targets", "format", "limits", "measured", "tuning", "emulation", "instructions", "ampere",
+            "hopper_geometry", "hopper", "compress", "copies", "calls", "check", "multiply", "__init__",
         ),
         "products": (
             "slot", "pruning", "ragged", "sparsity", "operations", "compaction", "layout", "routes", "forms", "fit",

@@ -4,8 +4,6 @@ The products are those of layers, ``tokens x in x out``. Likely tiles come first
 All are compiled side by side, checked against XLA's product, and timed in turn with a dense one.
 """
 
-import datetime
-import json
 import math
 import statistics
 import time
@@ -22,7 +20,7 @@ from jax import lax
 
 from experiments.bench.measure import compiled, in_turn, markdown, speedup
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import calls, tuning
+from nmjax.kernels import calls, measured, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Config, HopperConfig, Shape, config_refusal, product_refusal
 from nmjax.kernels.targets import Target, target
@@ -234,7 +232,7 @@ class Best(NamedTuple):
     refused: tuple[str, ...]  # configs that did not compile, failed or were wrong, each with its reason
 
 
-def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn) -> Best | str:
+def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn, most: int = 12) -> Best | str:
     """Return the fastest config for a product, or the reason why there is none.
 
     Args:
@@ -242,6 +240,7 @@ def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn) ->
       device: Where it runs.
       pool: Its operands.
       timer: Times calls in turn, as `in_turn` does.
+      most: How many tiles are tried, and how many variations of the best ones.
     """
     refusal = product_refusal(shape, device)
     if refusal is not None:
@@ -269,11 +268,11 @@ def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn) ->
         times = timer(calls, 3, 0.01)
         return min(calls.keys() - {"dense"}, key=lambda config: statistics.median(times[config])), calls, times
 
-    first = likely(shape, device)
+    first = likely(shape, device)[:most]
     leader, calls, _ = fastest(first, {})
     if leader is None:
         return f"no config is right: {refused[0]}"
-    second = variations(shape, leader)
+    second = variations(shape, leader)[:most]
     leader, _, times = fastest(second, {leader: calls[leader]})
     seconds = statistics.median(times[leader]) / count
     speed = speedup(times[leader], times["dense"])
@@ -303,32 +302,6 @@ def _error(y, wanted):
     return jnp.max(jnp.abs(y.astype(jnp.float32) - wanted)) / jnp.max(jnp.abs(wanted))
 
 
-# ---- the table ----
-
-
-def write(path: Path, device: Target, rows: list[dict]) -> None:
-    """Write rows into a table, in place of those of the same products.
-
-    The library's caches of tables are cleared.
-    """
-    shapes = [tuning.row_of(row)[0] for row in rows]
-    known = json.loads(path.read_text())["rows"] if path.exists() else []
-    kept = [row for row in known if tuning.row_of(row)[0] not in shapes]
-    head = {"device": device.kind, "jax": jax.__version__, "date": f"{datetime.date.today()}"}
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows + kept)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
-    draft.replace(path)
-    tuning.table.cache_clear()
-    tuning.chosen.cache_clear()
-
-
-def table_of(device: Target, ship: bool) -> Path:
-    """Return the path of a device's table: the package's if ``ship``, else the user's own."""
-    return (tuning.SHIPPED if ship else tuning.own_tables()) / f"{tuning.slug(device.kind)}.json"
-
-
 def tune(shapes: list[Shape], ship: bool, minutes: float, timer: Callable = in_turn) -> str | None:
     """Tune the products, and return a report. Return None if this machine has no sparse tensor cores.
 
@@ -342,12 +315,20 @@ def tune(shapes: list[Shape], ship: bool, minutes: float, timer: Callable = in_t
     if isinstance(device, Refusal):
         print(f"There is nothing to tune: {device}.")
         return None
-    return search(shapes, device, table_of(device, ship), minutes, timer)
+    return search(shapes, device, measured.SHIPPED if ship else measured.own_tables(), minutes, timer)
 
 
-def search(shapes: list[Shape], device: Target, path: Path, minutes: float, timer: Callable = in_turn) -> str:
-    """Write the best config of each product as it comes, and return a report. Begin none after so many minutes."""
-    start, rows, shown = time.monotonic(), [], {}
+def search(shapes: list[Shape], device: Target, folder: Path, minutes: float, timer: Callable = in_turn) -> str:
+    """Write the best config of each product into a table as it comes, and return a report.
+
+    Args:
+      shapes: The products.
+      device: Where they run.
+      folder: The folder of the table.
+      minutes: Begin no product after so many minutes.
+      timer: Times calls in turn, as `in_turn` does.
+    """
+    start, shown = time.monotonic(), {}
     pool = Pool(largest(shapes))
     for i, shape in enumerate(shapes):
         if time.monotonic() - start > 60 * minutes:
@@ -360,8 +341,8 @@ def search(shapes: list[Shape], device: Target, path: Path, minutes: float, time
         if isinstance(winner, str):
             shown[repr(shape)] = ["", "", "", "", winner]
         else:
-            rows.append(tuning.as_row(shape, winner.config, winner.speed))
-            write(path, device, rows)
+            measured.write(folder, device.kind, [measured.Row(shape, winner.config, winner.speed)])
+            tuning.chosen.cache_clear()
             rate = f"{shape.flops / winner.seconds / 1e12:,.0f}"
             tried = f"{winner.tried}, {len(winner.refused)} refused" if winner.refused else f"{winner.tried}"
             shown[repr(shape)] = [f"{winner.seconds * 1e3:.3f}", rate, winner.speed, tried, repr(winner.config)]
@@ -369,7 +350,7 @@ def search(shapes: list[Shape], device: Target, path: Path, minutes: float, time
                 print(f"  refused {reason}", flush=True)
         print(f"{i + 1}/{len(shapes)} {time.monotonic() - start:.0f} s {shape} {shown.get(repr(shape))}", flush=True)
     note = (
-        f"The fastest of the configs that were tried on {device.kind}, written to {path}, and its speed over "
+        f"The fastest of the configs that were tried on {device.kind}, written to {folder}, and its speed over "
         "XLA's dense product of operands of the same width."
     )
     return markdown("Tiles", note, shown, ["product", "ms", "TFLOP/s", "over dense", "tried", "config"])

@@ -25,7 +25,7 @@ import numpy as np
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import calls, tuning
+from nmjax.kernels import calls, measured
 from nmjax.kernels.format import Packed, pack
 from nmjax.kernels.limits import Copy, Shape
 from nmjax.kernels.targets import Target, target as target_of
@@ -105,7 +105,7 @@ def _mark(device: jax.Device) -> Path:
     seen = [device.device_kind, device.client.platform_version, jax.__version__]
     seen += [path.read_text() for path in sorted(package.rglob("*.py"))]
     digest = hashlib.sha256("\0".join(seen).encode()).hexdigest()[:16]
-    return tuning.own_tables().parent / "checked" / f"{tuning.slug(device.device_kind)}_{digest}"
+    return measured.own_tables().parent / "checked" / f"{measured.slug(device.device_kind)}_{digest}"
 
 
 # ---- in processes of their own ----

@@ -1,25 +1,18 @@
 """The best tiles for a product, and the expected gain of packing it: measured on a device, or estimated.
 
-``python -m experiments.bench tune`` measures, and writes one table per kind of device. Shipped tables lie in
-``tables/`` beside this file. A user's own tables lie in the cache folder, and their rows come first.
+``python -m experiments.bench tune`` measures, and writes a table (`nmjax.kernels.measured`).
 """
 
-import json
 import math
-import os
-import re
-from dataclasses import fields
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from nmjax.core import versions
 from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, Shape, config_refusal, stored
+from nmjax.kernels.measured import table
 from nmjax.kernels.targets import Target
-
-SHIPPED = Path(__file__).parent / "tables"
 
 # The model of a multiprocessor, in cycles. An instruction of 64 rows takes half a cycle for each column, dense or
 # sparse: sparse ones have twice the K. That and the rate of shared memory are of the H100's white paper. The rest is
@@ -31,64 +24,6 @@ PACKING, PRUNING = 3.125, 4.0  # bytes of a 16-bit value: read, and written pack
 _MEMORY = MEMORY / 1.83e9 / 132  # bytes of a multiprocessor in a cycle
 _LAUNCH = 4000  # cycles of one kernel more: assumed
 _LATENCY = 1000  # cycles from the last product of a tile to the first of the next, apart from storing it: assumed
-
-# ---- tables ----
-
-
-class Row(NamedTuple):
-    """A row of a table: the best config for a shape, and its speed as a multiple of a dense product's."""
-
-    shape: Shape
-    config: Config
-    speed: float
-
-
-def own_tables() -> Path:
-    """Return the folder of the user's own tables."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nmjax" / "tables"
-
-
-def slug(kind: str) -> str:
-    """Return a device's name as part of a file's name.
-
-    >>> slug("NVIDIA H200")
-    'nvidia_h200'
-    """
-    return re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")
-
-
-@lru_cache
-def table(kind: str) -> tuple[Row, ...]:
-    """Read all rows that were measured on a kind of device, the user's own first."""
-    rows: list[Row] = []
-    for folder in (own_tables(), SHIPPED):
-        path = folder / f"{slug(kind)}.json"
-        if path.exists():
-            try:
-                rows += [row_of(row) for row in json.loads(path.read_text())["rows"]]
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{path} is not a table of tiles: {error!r}. Delete it, or run the bench's tune again."
-                ) from error
-    return tuple(rows)
-
-
-def row_of(row: dict[str, Any]) -> Row:
-    """Read a row of a table's file."""
-    make = HopperConfig if row["family"] == "hopper" else AmpereConfig
-    return Row(Shape(**row["shape"]), make(**row["config"]), float(row["speed"]))
-
-
-def as_row(shape: Shape, config: Config, speed: float) -> dict[str, Any]:
-    """Return a row of a table's file, without fields that have their default."""
-
-    def changed(value: Shape | Config) -> dict[str, Any]:
-        values = {f.name: getattr(value, f.name) for f in fields(value)}
-        return {f.name: values[f.name] for f in fields(value) if values[f.name] != f.default}
-
-    family = "hopper" if isinstance(config, HopperConfig) else "ampere"
-    return {"family": family, "shape": changed(shape), "config": changed(config), "speed": round(speed, 4)}
-
 
 # ---- the best tiles ----
 

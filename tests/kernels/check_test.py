@@ -58,7 +58,9 @@ def test_a_kernel_that_kills_its_process_leaves_the_others_and_this_one_alive(mo
     """The processes import a `sitecustomize`, in which some kinds are broken."""
     (tmp_path / "sitecustomize.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(check, "cases", lambda target: dict.fromkeys(["right", "wrong", "dead", "raising", "right too"]))
+    monkeypatch.setattr(
+        check, "cases", lambda target: dict.fromkeys(["right", "wrong", "dead", "raising", "right too"])
+    )
     assert check.check_apart(INTERPRETER, "interpret", 0) == {
         "wrong": "gives wrong numbers",
         "dead": "failed with signal 6",

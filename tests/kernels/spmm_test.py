@@ -10,8 +10,7 @@ import pytest
 
 import nmjax as nm
 from nmjax.core import versions
-from nmjax.core.refusal import Refusal
-from nmjax.kernels import ampere, calls, compress, hopper, tuning
+from nmjax.kernels import ampere, hopper, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, HopperConfig, Shape, config_refusal, product_refusal
 from nmjax.kernels.targets import Target
@@ -364,33 +363,6 @@ def test_a_gain_grows_with_what_shares_the_packing():
     assert tuning.gain(shape, H200, packed_before=True) > tuning.gain(shape, H200)
     assert tuning.gain(Shape(8192, 8192, 8192), Target("NVIDIA A100", "ampere", 108)) <= 1
     assert tuning.gain(Shape(8190, 8192, 8192), H200) == 0
-
-
-def test_a_table_is_read_back_and_followed(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning.table.cache_clear()
-    tuning.chosen.cache_clear()
-    shape, config = Shape(4096, 4096, 4096, n_major=True), HopperConfig(tile_m=128, tile_n=128, cluster="n")
-    path = tuning.own_tables() / "nvidia_h200.json"
-    path.parent.mkdir(parents=True)
-    row = tuning.as_row(shape, config, 1.31)
-    assert tuning.row_of(row) == (shape, config, 1.31)
-    path.write_text(f'{{"rows": [{str(row).replace(chr(39), chr(34)).replace("True", "true")}]}}')
-    try:
-        assert tuning.chosen(shape, H200) == (config, 1.31)
-        assert tuning.chosen(Shape(4096, 6144, 4096, n_major=True), H200) == (config, 1.31)  # near enough
-        assert tuning.chosen(Shape(256, 256, 256), H200)[1] is None
-        assert tuning.gain(shape, H200, True) == pytest.approx(1.31)
-        path.write_text("{}")
-        tuning.table.cache_clear()
-        tuning.chosen.cache_clear()
-        with pytest.raises(
-            ValueError, match=r"nvidia_h200\.json is not a table of tiles: KeyError\('rows'\)\. Delete it"
-        ):
-            tuning.chosen(shape, H200)
-    finally:
-        tuning.table.cache_clear()
-        tuning.chosen.cache_clear()
 
 
 def test_packed_arrays_say_what_they_are():

@@ -12,7 +12,7 @@ from experiments.bench import __main__ as command, kernels, tune
 from experiments.bench.kernels.check_packing import FORMS
 from experiments.bench.kernels.times import Program, built, timed
 from experiments.bench.measure import speedup
-from nmjax.kernels import calls, tuning
+from nmjax.kernels import calls, measured, tuning
 from nmjax.kernels.limits import HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import target
 from nmjax.products import operations, routes
@@ -26,7 +26,7 @@ def _elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield
-    tuning.table.cache_clear()
+    measured.table.cache_clear()
     tuning.chosen.cache_clear()
 
 
@@ -172,7 +172,7 @@ def test_forms_are_those_that_training_makes(monkeypatch):
 def test_there_is_nothing_to_tune_without_a_device(capsys, tmp_path):
     assert command.main(["tune"]) == 1
     assert capsys.readouterr().out == "There is nothing to tune: cpu has no sparse tensor cores.\n"
-    assert not tuning.own_tables().exists()
+    assert not measured.own_tables().exists()
 
 
 def test_the_default_list_is_worth_tuning():
@@ -202,16 +202,11 @@ def test_what_tune_writes_is_what_products_choose(monkeypatch):
     monkeypatch.setattr(tune, "variations", lambda shape, config: [second])
     fake = {"dense": 3.0, first: 2.0, second: 1.5}
     timer = lambda calls, rounds, seconds: {name: [fake[name]] * rounds for name in calls}
-    path = tune.table_of(DEVICE, ship=False)
-    assert path == tuning.own_tables() / "interpreter.json"
     assert tuning.chosen(shape, DEVICE)[1] is None  # a guess, and now remembered
-    text = tune.search([shape], DEVICE, path, minutes=1, timer=timer)
-    assert tuning.table(DEVICE.kind) == ((shape, second, 2.0),)
+    text = tune.search([shape], DEVICE, measured.own_tables(), minutes=1, timer=timer)
+    assert measured.table(DEVICE.kind) == ((shape, second, 2.0),)
     assert tuning.chosen(shape, DEVICE) == (second, 2.0)
     assert repr(second) in text
-    table = json.loads(path.read_text())
-    assert (table["device"], table["jax"]) == ("interpreter", jax.__version__)
-    assert not list(path.parent.glob("*.part"))
 
 
 def test_wrong_and_broken_configs_are_refused(monkeypatch):
@@ -241,11 +236,7 @@ def test_wrong_and_broken_configs_are_refused(monkeypatch):
     assert reason.startswith("no config is right: HopperConfig(tile_n=64): off by")
 
 
-def test_tables_grow(tmp_path):
-    """Rows of the same product are replaced and others stay. When the minutes are over, no product is begun."""
-    path, (a, b) = tmp_path / "tables/some.json", (Shape(128, 128, 128), Shape(256, 128, 128))
-    row = lambda shape, speed: tuning.as_row(shape, HopperConfig(), speed)
-    tune.write(path, DEVICE, [row(a, 1.0), row(b, 2.0)])
-    tune.write(path, DEVICE, [row(a, 3.0)])
-    assert json.loads(path.read_text())["rows"] == [row(a, 3.0), row(b, 2.0)]
-    assert "2 more" in tune.search([a, b], DEVICE, path, minutes=0)
+def test_no_product_is_begun_when_the_minutes_are_over(tmp_path):
+    shapes = [Shape(128, 128, 128), Shape(256, 128, 128)]
+    assert "2 more" in tune.search(shapes, DEVICE, tmp_path, minutes=0)
+    assert not list(tmp_path.iterdir())
