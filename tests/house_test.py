@@ -81,8 +81,8 @@ HOUSE = {
             "one_shot", "recover", "rows", "narrower", "__main__",
         ),
         "bench": (
-            "measure", "collectives", "tune", "kernels", "silicon", "delivery", "compaction", "savings", "scale",
-            "train", "runs", "pretrained", "expected", "transforms", "__init__", "__main__",
+            "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",
+            "pretrained", "expected", "silicon", "transforms", "__init__", "__main__",
         ),
         "recorded": (),
         "reproduce": (),

@@ -45,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     stages = "a products and b packing against float64, c speed of products, d cuSPARSELt, e speed of packing, "
     add("--only", default="", help=f"kernels: some stages, such as a,c: {stages}f a feed-forward block")
     add("--shapes", help="tune: layers as tokens x in x out, such as '8192x1024x4096 8192x4096x1024'")
-    add("--ship", action="store_true", help="tune: write the package's table instead of the user's own")
+    ship = "tune: write the package's table instead of the user's own; silicon: put the tables of a run in DIR there"
+    add("--ship", metavar="DIR", nargs="?", const="", help=ship)
     add("--minutes", type=float, default=8, help="tune, silicon: begin nothing after so many minutes (default 8)")
     add("--out", type=Path, help="silicon: the folder of its rows and its table")
     add("--parts", default="", help="silicon: some parts, such as primitives,numerics (default all)")
@@ -78,6 +79,12 @@ def main(argv: list[str]) -> int:
     if args.what == "silicon":
         parts = args.parts.replace(",", " ").split() or module.PARTS
         unknown = sorted(set(parts) - set(module.PARTS))
+        if args.ship:
+            try:
+                print(*module.ship(Path(args.ship)), sep="\n")
+            except ValueError as error:
+                parser.error(f"--ship: {error}")
+            return 0
         if unknown or args.out is None:
             parser.error(f"silicon needs --out DIR, and --parts are some of {', '.join(module.PARTS)}.")
         print(module.silicon(args.out, args.minutes, parts))
@@ -92,7 +99,7 @@ def main(argv: list[str]) -> int:
         "scale": lambda: module.scale(args.config or module.PAGES, args.dir, args.rounds),
         "pretrained": lambda: module.pretrained(args.rounds),
         "expected": lambda: module.expected(),
-        "tune": lambda: module.tune(shapes or module.default(), args.ship, args.minutes),
+        "tune": lambda: module.tune(shapes or module.default(), args.ship is not None, args.minutes),
     }[args.what]()
     if tables is None:
         return 1

@@ -14,6 +14,7 @@ from nmjax.kernels.tuning import EFFICIENCY, MEMORY, PACKING, PRUNING
 
 DEVICE = "NVIDIA H200"
 SPEEDS = (1.2, 1.5, 2.0)  # of a packed product, relative to the dense one
+LAYERS = r"blocks/.*|up|down"  # a pattern of those that are pruned
 METHODS = {"S-STE": "s_ste(2,4)", "FST": "fst(2,4)", "MdGf with MVUE, faded": "ste(2,4); drhs_g=mvue(2,4)"}
 
 
@@ -70,7 +71,7 @@ def expected() -> str:
 
 def _row(model: nnx.Module, example: Any, text: str) -> list[Any]:
     with nm.kernels.on(DEVICE):
-        recipe = nm.Recipe(((r"blocks/.*|up|down", text), (r".*", "dense")))
+        recipe = nm.Recipe(((LAYERS, text), (r".*", "dense")))
         plan = nm.nnx.plan(model, example, recipe=recipe)
     packed, packing, pruning = 0, 0.0, 0.0
     for layer in plan.layers:

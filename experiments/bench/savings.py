@@ -102,7 +102,7 @@ def _table(title: str, make: Callable[..., Made], methods: Iterable[str], rounds
             if kept == "remat" and text != "dense" and "drhs_lhs" not in text:  # it would keep what dense keeps
                 continue
             name = f"{text}, {kept}" if kept else text
-            calls[name], facts[name] = _step(text, *make(**form))
+            calls[name], facts[name] = step(text, *make(**form))
     peaks = {name: peak_bytes(call) for name, call in calls.items()}
     seconds = in_turn(calls, rounds)
     rows = {}
@@ -131,27 +131,41 @@ def _left_dense(facts: dict[str, dict[str, float]]) -> str:
     return f" Layers that a method does not fit are dense: {', '.join(left)}." if left else ""
 
 
-def _step(text: str, model: nnx.Module, loss: Callable, batch: Any) -> tuple[Callable[[], Any], dict[str, float]]:
+def step(
+    text: str, model: nnx.Module, loss: Callable, batch: Any, layers: str = r"blocks/.*|stages/.*",
+    backend: str = "auto",
+) -> tuple[Callable[[], Any], dict[str, float]]:  # fmt: skip
     """Return a training step as a call without arguments, and facts about it.
 
-    The facts are its temporary memory, the seconds of its compilation, and the layers that stay dense.
+    The facts are its temporary memory, the seconds of its compilation, the layers that stay dense, and the packed
+    products of all layers.
+
+    Args:
+      text: The method.
+      model: The model.
+      loss: Takes the model and a batch.
+      batch: The batch.
+      layers: A pattern of the paths of the layers that the method prunes.
+      backend: Their backend.
     """
     sparsity = replace(nm.parse(text), else_dense=True)  # rows of both operands are not those of larger kernels
-    recipe = nm.Recipe(((r"blocks/.*|stages/.*", sparsity), (r".*", "dense")))
-    dense = sum(bool(layer.else_dense) for layer in nm.nnx.plan(model, jax.tree.leaves(batch)[0], recipe=recipe).layers)
+    recipe = nm.Recipe(((layers, sparsity), (r".*", "dense")), backend)
+    plan = nm.nnx.plan(model, jax.tree.leaves(batch)[0], recipe=recipe)
+    dense = sum(bool(layer.else_dense) for layer in plan.layers)
+    packed = sum(route.how == "packed" for layer in plan.layers for _, route in layer.runs)
     nm.nnx.sparsify(model, recipe)
     nm.nnx.set_step(model, 1)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
     graph, state = nnx.split((model, optimizer))
 
-    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    def update(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         model, optimizer = nnx.merge(graph, state)
         value, gradients = nnx.value_and_grad(loss)(model, batch)
         optimizer.update(model, gradients)
         return nnx.state((model, optimizer)), value
 
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    compiled = jax.jit(update, donate_argnums=0).lower(state, batch).compile()
     took = time.perf_counter() - start
     now = [state]
 
@@ -160,4 +174,4 @@ def _step(text: str, model: nnx.Module, loss: Callable, batch: Any) -> tuple[Cal
         return value
 
     memory = compiled.memory_analysis().temp_size_in_bytes
-    return call, {"memory": memory, "compile": took, "dense": dense}
+    return call, {"memory": memory, "compile": took, "dense": dense, "packed": packed}

@@ -245,7 +245,7 @@ def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn, mo
     refusal = product_refusal(shape, device)
     if refusal is not None:
         return refusal.reason
-    count, refused = repeats(shape), []
+    count, refused = 1 if device.interpret else repeats(shape), []
     pairs = [pool.pair(shape) for _ in range(count)]
     dense_pairs = [pool.dense_pair(shape) for _ in range(count)]
     programs = compiled({"dense": (dense(shape, device), dense_pairs), "right": (_reference(shape, device), *pairs[0])})

@@ -15,10 +15,12 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import nmjax as nm
+from experiments.bench.silicon import rows, whole
 from nmjax.core import versions
-from nmjax.kernels import ampere, compress, copies, hopper
+from nmjax.kernels import ampere, compress, copies, hopper, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, Copy, HopperConfig, Shape, config_refusal
+from nmjax.kernels.targets import Target
 from nmjax.pruners import identity, mse, mvue, mvue_approx, soft, transposable
 
 pytestmark = pytest.mark.sampled
@@ -29,6 +31,7 @@ H200 = AbstractMesh(
     axis_types=(AxisType.Auto,),
     abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"),
 )
+TARGETED = Target("NVIDIA H200", "hopper", 132)
 SIZE = 1024
 
 
@@ -36,15 +39,13 @@ def shape(*dims, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def operands(kind, m_major, n_major):
+def operands(of):
     """Shapes of packed A and of B."""
-    dtype, wide = jnp.dtype(kind), jnp.dtype(kind).itemsize == 2
-    values = shape(1, *((SIZE // 2, SIZE) if m_major else (SIZE, SIZE // 2)), dtype=dtype)
-    words = (SIZE // 64, SIZE // 64, 128) if wide else (SIZE, SIZE // 32)
-    order = "words16" if wide else "words8"
-    return Packed(values, shape(1, *words, dtype=jnp.uint32), -2 if m_major else -1, 2, 4, order), shape(
-        1, SIZE, SIZE, dtype=dtype
-    )
+    m, n, k, dtype, wide = of.m, of.n, of.k, jnp.dtype(of.dtype), of.itemsize == 2
+    values = shape(1, *((k // 2, m) if of.m_major else (m, k // 2)), dtype=dtype)
+    words = shape(1, *((m // 64, k // 64, 128) if wide else (m, k // 32)), dtype=jnp.uint32)
+    packed = Packed(values, words, -2 if of.m_major else -1, 2, 4, "words16" if wide else "words8")
+    return packed, shape(1, *((k, n) if of.n_major else (n, k)), dtype=dtype)
 
 
 def lowered(f, *shapes) -> str:
@@ -57,17 +58,16 @@ LAYOUTS = [(a, b, c) for a in (False, True) for b in (False, True) for c in (Fal
 
 def product(kernel, kind="bfloat16", layout=(False, False, False), out="bfloat16", n=SIZE, **cut):
     """A kernel as a function of its operands, and their shapes."""
-    m_major, n_major, transpose = layout
-    options = {
-        "b_axis": -2 if n_major else -1,
-        "transpose": transpose,
-        "dtype": jnp.dtype(out),
-        "config": (HopperConfig if kernel is hopper else AmpereConfig)(**cut),
-    }
-    options |= {"blocks": 132} if kernel is hopper else {}
-    packed, b = operands(kind, m_major, n_major)
-    b = shape(1, *((SIZE, n) if n_major else (n, SIZE)), dtype=b.dtype)
-    return lambda a, b, s: kernel.spmm(a, b, s, **options), packed, b, shape(1, dtype=jnp.float32)
+    config = (HopperConfig if kernel is hopper else AmpereConfig)(**cut)
+    return product_of(Shape(SIZE, n, SIZE, kind, *layout, out), config)
+
+
+def product_of(of, config):
+    """The same for any shape."""
+    kernel = hopper if isinstance(config, HopperConfig) else ampere
+    options = {"b_axis": -2 if of.n_major else -1, "transpose": of.transpose, "dtype": jnp.dtype(of.out)}
+    options |= {"config": config} | ({"blocks": 132} if kernel is hopper else {})
+    return lambda a, b, s: kernel.spmm(a, b, s, **options), *operands(of), shape(1, dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -238,11 +238,18 @@ def programs() -> dict:
         "partial rows": product(hopper, n=SIZE - 64, tile_m=128, tile_n=192, store_n=32),
         "256 x 192": product(hopper, layout=(True, True, True), tile_m=128, tile_n=192, store_n=32, stages=4),
         "long steps": product(hopper, layout=(True, False, True), tile_k=128, stages=2, tile_n=128),
-        "fp8 forward": product(hopper, "float8_e4m3fn", (False, False, True), cluster="m"),
-        "fp8 backward": product(hopper, "float8_e5m2", (False, False, True), cluster="m"),
-        "fp8 promoted": product(hopper, "float8_e5m2", promote=True, tile_n=128),
+        "forward in FP8": product(hopper, "float8_e4m3fn", (False, False, True), cluster="m"),
+        "backward in FP8": product(hopper, "float8_e5m2", (False, False, True), cluster="m"),
+        "promoted in FP8": product(hopper, "float8_e5m2", promote=True, tile_n=128),
     }
-    return cuts | {name: producer(name) for name in PRODUCERS}
+    return cuts | of_silicon() | {name: producer(name) for name in PRODUCERS}
+
+
+def of_silicon() -> dict:
+    """Return the products of the first run on a GPU: the single ones, and those whose tiles it begins to search with."""
+    single = {name: row.run.args[:2] for name, row in rows.ROWS.items() if getattr(row.run, "func", None) is rows.multiply}
+    found = {name: (of, tuning.chosen(of, TARGETED).config) for name, of in whole.searches().items()}
+    return {name.replace("/", " "): product_of(*made) for name, made in (single | found).items()}
 
 
 @pytest.mark.processes
@@ -258,7 +265,7 @@ def test_kernels_compile_to_sparse_instructions(tmp_path):
         assert "Used" in text["ptxas"]
         assert "C75" not in run.stdout + run.stderr + text["ptxas"], f"{name}: its instructions are put in a row"
         if disassembler():
-            kind = "QGMMA.SP" if "fp8" in name else "HGMMA.SP"
+            kind = "QGMMA.SP" if "FP8" in name else "HGMMA.SP"
             assert text["sass"].count(kind) >= 2, f"{name} has no {kind}"
 
 

@@ -1,5 +1,6 @@
 """A whole feed-forward block, forward and backward."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting
-from experiments.bench.kernels.times import Program, built, timed
+from experiments.bench.kernels.times import Program, Times, built, timed
 from nmjax.products import operations, routes
 
 METHODS = {  # the text of each, and its backend
@@ -41,10 +42,29 @@ def feed_forward(setting: Setting, report: Report) -> None:
                 "products that are not dense",
             ],
         )
-        _block(tokens, width, setting.rounds, report)
+        operands, programs, times = timed_block(tokens, width, METHODS, setting.rounds)
+        for name, (text, backend) in METHODS.items():
+            memory, dense_memory = (_memory(programs[which].call) for which in (name, "dense bf16"))
+            more = memory / dense_memory if memory and dense_memory else None
+            packed = _not_dense(nm.parse(text), backend, *operands)
+            note = "; ".join(filter(None, [times.note(name), packed]))
+            report.row(name, times.ms(name), times.over(name, "dense bf16"), memory and memory / 1e9, more, note)
 
 
-def _block(tokens: int, width: int, rounds: int, report: Report) -> None:
+def timed_block(
+    tokens: int, width: int, methods: Mapping[str, tuple[str, str]], rounds: int
+) -> tuple[tuple[jax.Array, ...], dict[str, Program], Times]:  # fmt: skip
+    """Time a block by some methods in turn.
+
+    Args:
+      tokens: The number of tokens.
+      width: The width of the block. The hidden one is four times as large.
+      methods: The text of each, and its backend, as in `METHODS`.
+      rounds: How often each is timed.
+
+    Returns:
+      x and the two weights, the compiled programs, and their times.
+    """
     hidden = 4 * width
     shapes = ((tokens, width), (width, hidden), (hidden, width), (tokens, width))
     scales = (1.0, width**-0.5, hidden**-0.5, 1.0)
@@ -54,19 +74,13 @@ def _block(tokens: int, width: int, rounds: int, report: Report) -> None:
     keys = map(jax.random.key, range(4))
     x, up, down, g = (normal(*arguments) for arguments in zip(keys, shapes, scales, strict=True))
     programs = {}
-    for name, (text, backend) in METHODS.items():
+    for name, (text, backend) in methods.items():
         sparsity = nm.parse(text)
         states = [jax.jit(partial(sparsity.init, contract=0, out=1))(w) for w in (up, down)]
         step = jax.jit(partial(_step, sparsity=sparsity, backend=backend))
         programs[name] = Program(step, (x, up, down, g, states, jnp.int32(0)))
     programs = built(programs)
-    times = timed(programs, rounds, seconds=0.1)
-    for name, (text, backend) in METHODS.items():
-        memory, dense_memory = (_memory(programs[which].call) for which in (name, "dense bf16"))
-        more = memory / dense_memory if memory and dense_memory else None
-        packed = _not_dense(nm.parse(text), backend, x, up, down)
-        note = "; ".join(filter(None, [times.note(name), packed]))
-        report.row(name, times.ms(name), times.over(name, "dense bf16"), memory and memory / 1e9, more, note)
+    return (x, up, down), programs, timed(programs, rounds, seconds=0.1)
 
 
 def _memory(program) -> int | None:

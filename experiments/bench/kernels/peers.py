@@ -4,23 +4,27 @@ import importlib.util
 from functools import partial
 from importlib import import_module
 from itertools import product
+from typing import Any
 
 import jax
 
 from experiments.bench import tune
 from experiments.bench.kernels.report import Report, Setting
-from experiments.bench.kernels.times import Program, built, repeated, timed
+from experiments.bench.kernels.times import Program, Times, built, repeated, timed
 from experiments.bench.measure import in_short
+from nmjax.core.refusal import Refusal
 from nmjax.kernels import tuning
 from nmjax.kernels.limits import Shape, product_refusal
+from nmjax.kernels.targets import Target
+
+PRODUCTS = ("torch dense", "cuSPARSELt", "XLA dense", "ours")
 
 
 def cusparselt(setting: Setting, report: Report) -> None:
     """Report the speed of cuSPARSELt's products, beside torch's, XLA's and ours."""
-    torch = import_module("torch") if importlib.util.find_spec("torch") else None
-    if torch is None or not torch.cuda.is_available():
-        reason = "PyTorch sees no GPU." if torch else "PyTorch is not installed."
-        report.table("cuSPARSELt", f"Not run: {reason}", ["product"])
+    torch = torch_on_a_gpu()
+    if isinstance(torch, Refusal):
+        report.table("cuSPARSELt", f"Not run: {torch}.", ["product"])
         return
     report.table(
         "cuSPARSELt",
@@ -30,24 +34,46 @@ def cusparselt(setting: Setting, report: Report) -> None:
     )
     device, pool = setting.target, tune.Pool(max(setting.sizes) ** 2)
     for n, kind in product(setting.sizes, ("bf16", "FP8")):
-        shape = Shape(n, n, n, "bfloat16" if kind == "bf16" else "float8_e4m3fn")
-        programs = {"XLA dense": repeated(tune.dense(shape, device), partial(pool.dense_pair, shape), 1)}
-        theirs, notes = _by_torch(torch, n, kind)
-        refusal = product_refusal(shape, device)
-        if refusal is not None:
-            notes["ours"] = refusal.reason
-        else:
-            config = tuning.chosen(shape, device).config
-            programs["ours"] = repeated(tune.packed(shape, device, config), partial(pool.pair, shape), 1)
-            notes["ours"] = f"{config}"
-        wait = lambda result: (jax.block_until_ready(result), torch.cuda.synchronize())
-        times = timed(built(programs) | theirs, setting.rounds, wait=wait)
-        for name in ("torch dense", "cuSPARSELt", "XLA dense", "ours"):
-            over = [times.over(name, base) for base in ("torch dense", "cuSPARSELt")]
+        times, notes = beside(torch, n, kind, device, pool, setting.rounds)
+        for name in PRODUCTS:
+            over = [times.over(name, base) for base in PRODUCTS[:2]]
             note = times.note(name, notes.get(name, ""))
-            report.row(f"{n}, {kind}, {name}", times.ms(name), times.rate(name, shape.flops), *over, note)
-        del theirs, programs
+            report.row(f"{n}, {kind}, {name}", times.ms(name), times.rate(name, 2 * n**3), *over, note)
         torch.cuda.empty_cache()
+
+
+def torch_on_a_gpu() -> Any:
+    """Return torch, or a refusal if it is not installed or sees no GPU."""
+    torch = import_module("torch") if importlib.util.find_spec("torch") else None
+    if torch is None or not torch.cuda.is_available():
+        return Refusal("PyTorch sees no GPU" if torch else "PyTorch is not installed")
+    return torch
+
+
+def beside(
+    torch: Any, n: int, kind: str, device: Target, pool: tune.Pool, rounds: int
+) -> tuple[Times, dict[str, str]]:  # fmt: skip
+    """Return the times of `PRODUCTS` of n x n x n, taken in turn, and notes on them.
+
+    Args:
+      torch: The module.
+      n: The size.
+      kind: "bf16" or "FP8".
+      device: Where ours runs.
+      pool: Operands of ours.
+      rounds: How often each is timed.
+    """
+    shape = Shape(n, n, n, "bfloat16" if kind == "bf16" else "float8_e4m3fn")
+    programs = {"XLA dense": repeated(tune.dense(shape, device), partial(pool.dense_pair, shape), 1)}
+    theirs, notes = _by_torch(torch, n, kind)
+    refusal, tiling = product_refusal(shape, device), tuning.chosen(shape, device)
+    if refusal is not None or tiling is None:
+        notes["ours"] = f"{refusal}"
+    else:
+        programs["ours"] = repeated(tune.packed(shape, device, tiling.config), partial(pool.pair, shape), 1)
+        notes["ours"] = f"{tiling.config}"
+    wait = lambda result: (jax.block_until_ready(result), torch.cuda.synchronize())
+    return timed(built(programs) | theirs, rounds, wait=wait), notes
 
 
 def _by_torch(torch, n: int, kind: str) -> tuple[dict[str, Program], dict[str, str]]:

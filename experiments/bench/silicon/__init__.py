@@ -1,8 +1,9 @@
 """A first run of the kernels on a GPU: every primitive in a process of its own, so that a crash costs one row.
 
 Rows are written as they come, to ``rows.jsonl`` and ``silicon.md`` in a folder. The same command goes on after the last
-row. A kind of kernel that fails once is not tried again in larger rows. Without a GPU everything runs in the
-interpreter, with small arrays. It needs jax, flax, optax, numpy and what nmjax itself needs.
+row. A kind of kernel that fails is not tried again in larger rows. The fastest tiles go into a table in the folder.
+Later rows use it, and `ship` puts it into the package. Without a GPU everything runs in the interpreter, with small
+arrays. It needs jax, flax, optax, numpy and what nmjax itself needs.
 
 The process that starts the others never touches the device: it would take the memory that they need.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from experiments.bench.measure import markdown
 from experiments.bench.silicon.rows import PARTS, ROWS
+from nmjax.kernels import measured
 
 INTERPRETED = 300  # seconds that a row may take in the interpreter at most
 
@@ -27,45 +29,72 @@ def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
 
     Args:
       out: The folder.
-      minutes: Begin no row after so many minutes. Each part may use an equal share of what is left.
+      minutes: The time for all. Each part may use an equal share of what is left, and rows that no part came to follow
+        at the end. A row that runs when the time is over is ended, and begins anew the next time.
       parts: The parts to run, some of `PARTS`.
     """
     out.mkdir(parents=True, exist_ok=True)
     end, parts = time.monotonic() + 60 * minutes, list(parts)
-    here = about()
-    simulated, own = here["simulated"], {"device": here["device"], "jax": here["jax"]}
+    here = about(out)
+    own = {"device": here["device"], "jax": here["jax"]}
     done = {line["row"]: line for line in read(out) if own.items() <= line.items()}
-    for i, part in enumerate(parts):
-        until = time.monotonic() + (end - time.monotonic()) / (len(parts) - i)
+    for part, names in [*((part, (part,)) for part in parts), ("", parts)]:
+        left = end - time.monotonic()
+        until = time.monotonic() + (left / (len(parts) - parts.index(part)) if part else left)
         for name, row in ROWS.items():
-            if row.part != part or name in done:
+            if row.part not in names or name in done:
                 continue
-            broken = [
-                kind for kind in row.needs if any(_failed(line) and kind in line["proves"] for line in done.values())
-            ]
-            if broken:
-                line = {"result": f"not run, because {', '.join(broken)} failed"}
-            elif time.monotonic() > until:
+            if time.monotonic() > until:
                 break
-            else:
-                line = _in_a_process(name, INTERPRETED if simulated else row.seconds)
-            done[name] = {"row": name, "part": part, "proves": row.proves, **own, **line}
+            line = _run(out, name, done, end, here["simulated"])
+            if line is None:
+                break
+            done[name] = {"row": name, "part": row.part, "proves": row.proves, **own, **line}
             done[name]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S")
             with (out / "rows.jsonl").open("a") as file:
                 file.write(json.dumps(done[name]) + "\n")
-            print(f"{part}: {name}: {line['result']}", flush=True)
+            print(f"{row.part}: {name}: {line['result']}", flush=True)
             _write(out, done, here)
     _write(out, done, here)
-    return _table(done, simulated)
+    return _table(done, here["simulated"])
 
 
-def about() -> dict[str, Any]:
+def ship(out: Path) -> list[Path]:
+    """Put the tables of tiles that a run found into the package, and return their paths.
+
+    Raises:
+      ValueError: If the folder has none, or if a file is not a table of the present kernels.
+    """
+    found = sorted((out / "nmjax" / "tables").glob("*.json"))
+    if not found:
+        raise ValueError(f"{out} has no table of tiles (nmjax/tables/*.json): run silicon --out {out} --parts tiles.")
+    tables = [(measured.read(path), path) for path in found]
+    kind = lambda path: json.loads(path.read_text())["device"]
+    return [measured.write(measured.SHIPPED, kind(path), rows) for rows, path in tables]
+
+
+def _run(out: Path, name: str, done: dict[str, dict[str, Any]], end: float, simulated: bool) -> dict[str, Any] | None:
+    """Run a row, unless what it needs has failed. Return None if the time was over before it ended."""
+    row, left = ROWS[name], end - time.monotonic()
+    failed = [kind for line in done.values() if _failed(line) for kind in line["proves"]]
+    broken = [kind for kind in row.needs if kind in failed]
+    if broken:
+        return {"result": f"not run, because {', '.join(broken)} failed"}
+    like = next((other for other in done if row.alike and ROWS[other].alike == row.alike), None)
+    if simulated and like is not None:
+        return {"result": f"not run: in the interpreter it is the row {like}"}
+    most = INTERPRETED if simulated else row.seconds
+    line = _in_a_process(name, min(most, left), out)
+    return None if line["result"].startswith("stopped") and left < most else line
+
+
+def about(out: Path) -> dict[str, Any]:
     """Return the device, the version of JAX, whether kernels are simulated, and a line about the machine.
 
     Raises:
       RuntimeError: If a process cannot start the device.
     """
-    found = _in_a_process("about", INTERPRETED)
+    found = _in_a_process("about", INTERPRETED, out)
     if "device" not in found:
         raise RuntimeError(f"silicon: JAX does not start here: {found['result']}")
     return found
@@ -87,11 +116,11 @@ def _failed(line: dict[str, Any]) -> bool:
     return not line["result"].startswith(("right", "not run"))
 
 
-def _in_a_process(name: str, seconds: float) -> dict[str, Any]:
+def _in_a_process(name: str, seconds: float, out: Path) -> dict[str, Any]:
     """Run a row in a process of its own, and return what it found. A process that dies or hangs is a result, too."""
     start = time.monotonic()
     command = [sys.executable, "-m", "experiments.bench.silicon", name]
-    environment = dict(os.environ)
+    environment = os.environ | {"XDG_CACHE_HOME": str(out.absolute())}  # of tables of tiles, and of the check
     if "host_platform_device_count" not in environment.get("XLA_FLAGS", ""):  # the interpreter needs several threads
         environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     try:
@@ -121,9 +150,10 @@ def _table(done: dict[str, dict[str, Any]], simulated: bool) -> str:
             row.part,
             "not reached" if line is None else line["result"],
             "" if line is None else line.get("seconds"),
+            "" if line is None else line.get("clock", ""),
         ]
         rows[name] = [cell if cell is None or isinstance(cell, str) else f"{cell} s" for cell in cells]
     where = "By the interpreter. " if simulated else ""
     note = f"{where}Every row ran in a process of its own. Errors are relative to the largest value: those of products "
     note += "against float64, those of slots against XLA."
-    return markdown("Rows", note, rows, ["row", "part", "result", "with compilation"])
+    return markdown("Rows", note, rows, ["row", "part", "result", "with compilation", "clock after it"])

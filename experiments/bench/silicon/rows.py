@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import nmjax as nm
+from experiments.bench import expected
+from experiments.bench.kernels.block import METHODS
 from experiments.bench.measure import in_turn, over
+from experiments.bench.silicon import whole
 from nmjax.core import versions
 from nmjax.kernels import calls
 from nmjax.kernels.format import pack
@@ -17,7 +20,7 @@ from nmjax.kernels.limits import Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, mvue_approx, soft, transposable
 
-PARTS = ("primitives", "numerics", "speed")
+PARTS = ("primitives", "numerics", "speed", "tiles", "training", "peers")
 ERROR = 0.01  # of a result, relative to its largest value
 
 
@@ -30,6 +33,7 @@ class Row(NamedTuple):
       proves: The kinds of kernels that fail if it fails.
       needs: The kinds that must not have failed before.
       seconds: The time that it may take, with compilation.
+      alike: In the interpreter, rows with the same text here are one. Empty for a row that is like no other.
     """
 
     part: str
@@ -37,9 +41,10 @@ class Row(NamedTuple):
     proves: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     seconds: float = 60
+    alike: str = ""
 
 
-def _product(shape: Shape, config: HopperConfig, device: Target) -> str:
+def multiply(shape: Shape, config: HopperConfig, device: Target) -> str:
     """Multiply a packed matrix by a dense one, and compare with float64."""
     if config.cluster and device.interpret and not versions.interprets_clusters():
         return "not run: the interpreter of this JAX knows no clusters"
@@ -123,7 +128,7 @@ def _slots(text: str, device: Target) -> str:
 def _speed(size: int, dtype: str, device: Target) -> str:
     """Return the time of a product of squares relative to the dense one."""
     if device.interpret:
-        return "right: no speed in the interpreter"
+        return whole.NO_SPEED
     draw, shape = np.random.default_rng(), Shape(size, size, size, dtype)
     b = jnp.asarray(draw.standard_normal((size, size)), jnp.dtype(dtype))
     a = jax.jit(mse(2, 4))(jnp.asarray(draw.standard_normal((size, size)), jnp.bfloat16)).astype(jnp.dtype(dtype))
@@ -141,7 +146,7 @@ def _layout(name: str, m_major: bool, n_major: bool, transpose: bool) -> dict[st
     kind = f"products {name}"
     shape = Shape(128, 64, 128, "bfloat16", m_major, n_major, transpose)
     tile = HopperConfig(tile_n=64, store_n=32, stages=2)
-    return {f"one tile {name}": Row("primitives", partial(_product, shape, tile), (kind,))}
+    return {f"one tile {name}": Row("primitives", partial(multiply, shape, tile), (kind,))}
 
 
 _TILE = HopperConfig(tile_n=64, store_n=32, stages=2)
@@ -150,11 +155,21 @@ _BASE = ("products along K",)
 
 def _cut(shape: Shape, *needs: str, **cut: object) -> Row:
     config = HopperConfig(**{"tile_n": 64, "store_n": 32, "stages": 2} | cut)
-    return Row("primitives", partial(_product, shape, config), needs=needs or _BASE)
+    return Row("primitives", partial(multiply, shape, config), needs=needs or _BASE)
 
 
 def _packs(p: nm.Pruner, axis: int, *needs: str, proves: str = "") -> Row:
     return Row("primitives", partial(_packing, p, axis), (proves,) if proves else (), needs)
+
+
+def _needs(shape: Shape) -> tuple[str, ...]:
+    """Return the kinds of kernels that must not have failed before the tiles of a product are searched."""
+    if shape.itemsize == 1:
+        return ("FP8",)
+    if shape.m_major and shape.n_major:
+        return ("products as in dw",)
+    also = {"products with A along M": shape.m_major, "products transposed": shape.transpose}
+    return _BASE + tuple(kind for kind, so in also.items() if so)
 
 
 ROWS: dict[str, Row] = {
@@ -169,7 +184,7 @@ ROWS: dict[str, Row] = {
     **_layout("with B along N", False, True, False),
     **_layout("transposed", False, False, True),
     "one tile as in dw": Row(
-        "primitives", partial(_product, Shape(128, 64, 128, m_major=True, n_major=True, transpose=True), _TILE),
+        "primitives", partial(multiply, Shape(128, 64, 128, m_major=True, n_major=True, transpose=True), _TILE),
         ("products as in dw",), ("products with A along M", "products with B along N", "products transposed"),
     ),
     "several steps": _cut(Shape(128, 64, 512)),
@@ -182,7 +197,7 @@ ROWS: dict[str, Row] = {
     "a partial tile": _cut(Shape(128, 104, 128, transpose=True), "products transposed"),
     "packing in FP8": Row("primitives", _packing_in_fp8, ("FP8",)),
     "one tile in FP8": Row(
-        "primitives", partial(_product, Shape(128, 64, 256, "float8_e4m3fn", transpose=True), _TILE), ("FP8",)
+        "primitives", partial(multiply, Shape(128, 64, 256, "float8_e4m3fn", transpose=True), _TILE), ("FP8",)
     ),
     **{
         f"slots of {text}": Row("numerics", partial(_slots, text), (), needs, 120)
@@ -196,8 +211,29 @@ ROWS: dict[str, Row] = {
         }.items()
     },
     **{
-        f"{dtype} {size} x {size} x {size}": Row("speed", partial(_speed, size, dtype), (), needs, 120)
+        f"{dtype} {size} x {size} x {size}": Row("speed", partial(_speed, size, dtype), (), needs, 120, "speed")
         for dtype, needs in {"bfloat16": _BASE, "float8_e4m3fn": ("FP8",)}.items()
         for size in (4096, 8192)
+    },
+    **{
+        f"feed-forward, {width} wide, {method}": Row(
+            "speed", partial(whole.feed_forward, width, method), (), (), 120, method
+        )
+        for width in (4096, 8192)
+        for method in METHODS if method != "dense bf16"
+    },
+    **{
+        f"tiles of {name}": Row("tiles", partial(whole.tiles, shape), (), _needs(shape), 180, f"{_needs(shape)}")
+        for name, shape in whole.searches().items()
+    },
+    **{
+        f"step of {model}: {method}": Row("training", partial(whole.training, model, method), seconds=240)
+        for method in expected.METHODS
+        for model in expected.MODELS
+    },
+    **{
+        f"cuSPARSELt, {kind}, {n} x {n} x {n}": Row("peers", partial(whole.peer, n, kind), (), (), 120, "peers")
+        for n in (4096, 8192)
+        for kind in ("bf16", "FP8")
     },
 }  # fmt: skip

@@ -11,7 +11,10 @@ import time
 import pytest
 
 from experiments.bench import silicon
+from experiments.bench.__main__ import main
 from experiments.bench.silicon import rows
+from nmjax.kernels import measured
+from nmjax.kernels.limits import HopperConfig, Shape
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 
@@ -22,11 +25,11 @@ def found(monkeypatch):
 
     def run(name, seconds):
         if name == "about":
-            return {"device": "cpu", "jax": "0", "simulated": True, "machine": "here"}
+            return {"device": "NVIDIA H200", "jax": "0", "simulated": False, "machine": "here"}
         results["ran"].append(name)
         return {"result": results.get(name, "right"), "seconds": 1.0}
 
-    monkeypatch.setattr(silicon, "_in_a_process", run)
+    monkeypatch.setattr(silicon, "_in_a_process", lambda name, seconds, out: run(name, seconds))
     return results
 
 
@@ -68,6 +71,65 @@ def test_no_row_begins_when_the_time_is_over(tmp_path, found):
     assert found["ran"] == []
 
 
+def test_a_row_that_the_end_of_the_time_ends_begins_anew(tmp_path, found):
+    found["several steps"] = "stopped after 1 s"
+    silicon.silicon(tmp_path, 0.5)  # less than the row may take
+    names = [line["row"] for line in silicon.read(tmp_path)]
+    assert "several steps" not in names
+    found["ran"].clear()
+    silicon.silicon(tmp_path, 600)
+    assert found["ran"][0] == "several steps"
+    (line,) = (line for line in silicon.read(tmp_path) if line["row"] == "several steps")
+    assert line["result"] == "stopped after 1 s"  # with all the time that it may take
+
+
+def test_rows_that_no_part_came_to_follow_at_the_end(tmp_path, monkeypatch, found):
+    """The first part uses its share of the time with its first row."""
+    now = [0.0]
+    monkeypatch.setattr(silicon.time, "monotonic", lambda: now[0])
+    run = silicon._in_a_process
+
+    def slow(name, seconds, out):
+        now[0] += 61 if len(found["ran"]) == 0 and name != "about" else 0
+        return run(name, seconds, out)
+
+    monkeypatch.setattr(silicon, "_in_a_process", slow)
+    silicon.silicon(tmp_path, 3, ["primitives", "speed", "peers"])
+    parts = [rows.ROWS[name].part for name in found["ran"]]
+    of = lambda part: [row.part for row in rows.ROWS.values() if row.part == part]
+    assert parts == ["primitives", *of("speed"), *of("peers"), *of("primitives")[1:]]
+
+
+def test_tables_of_tiles_are_shipped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measured, "SHIPPED", tmp_path / "package")
+    row = measured.Row(Shape(64, 64, 64), HopperConfig(tile_n=64), 1.2)
+    measured.write(tmp_path / "run" / "nmjax" / "tables", "NVIDIA H200", [row])
+    assert main(["silicon", "--ship", str(tmp_path / "run")]) == 0
+    path = tmp_path / "package" / "nvidia_h200.json"
+    assert capsys.readouterr().out == f"{path}\n"
+    assert measured.read(path) == (row,)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        None: "has no table of tiles",
+        '{"rows": []}': "is not a table of tiles",
+        '{"device": "NVIDIA A100", "kernels": 1, "rows": []}': "was measured on NVIDIA A100, not on nvidia_h200",
+        '{"device": "NVIDIA H200", "kernels": 0, "rows": []}': "was measured with version 0 of the kernels",
+    }.items(),
+)
+def test_what_is_no_table_of_the_present_kernels_is_not_shipped(tmp_path, monkeypatch, capsys, text, said):
+    monkeypatch.setattr(measured, "SHIPPED", tmp_path / "package")
+    if text is not None:
+        (tmp_path / "nmjax" / "tables").mkdir(parents=True)
+        (tmp_path / "nmjax" / "tables" / "nvidia_h200.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["silicon", "--ship", str(tmp_path)])
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "package").exists()
+
+
 def test_every_need_is_proved_before():
     proved = set()
     for name, row in rows.ROWS.items():
@@ -89,24 +151,28 @@ def test_it_needs_few_packages_and_leaves_the_device_alone(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_process_that_fails_or_hangs_is_a_result():
-    assert silicon._in_a_process("no such row", 60)["result"].startswith(
+def test_a_process_that_fails_or_hangs_is_a_result(tmp_path):
+    assert silicon._in_a_process("no such row", 60, tmp_path)["result"].startswith(
         "failed with exit code 1: KeyError: 'no such row'"
     )
-    assert silicon._in_a_process("one tile along K", 0.2) == {"result": "stopped after 0 s", "seconds": 0.2}
+    assert silicon._in_a_process("one tile along K", 0.2, tmp_path) == {"result": "stopped after 0 s", "seconds": 0.2}
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_killed_at_random_moments_it_comes_to_its_end(tmp_path):
+def test_killed_at_ten_random_moments_it_comes_to_its_end(tmp_path):
     """In the interpreter. No row is lost, and none runs twice."""
-    command = [sys.executable, "-m", "experiments.bench", "silicon", "--out", str(tmp_path), "--minutes", "30"]
-    for _ in range(4):
-        run = subprocess.Popen([*command, "--parts", "primitives"], start_new_session=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "experiments.bench", "silicon", "--out", str(tmp_path), "--minutes", "60"]
+    for _ in range(10):
+        run = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
         time.sleep(random.uniform(4, 25))
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
     assert subprocess.run(command, capture_output=True, check=True)
     lines = silicon.read(tmp_path)
-    assert [line["row"] for line in lines] == list(rows.ROWS)
-    assert all(line["result"].startswith(("right", "not run: the interpreter")) for line in lines), lines
+    assert sorted(line["row"] for line in lines) == sorted(rows.ROWS)
+    assert all(line["result"].startswith(("right", "not run: ")) for line in lines), lines
+    packed = [line["result"] for line in lines if line["part"] == "training"]
+    assert all(int(text.split("; ")[1].split()[0]) >= 2 for text in packed), packed
+    (table,) = (tmp_path / "nmjax" / "tables").glob("*.json")
+    assert {row.shape.dtype for row in measured.read(table)} == {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
