@@ -23,7 +23,7 @@ HOUSE = {
             "whole_rows", "__init__",
         ),
         "kernels": (
-            "targets", "format", "limits", "measured", "tuning", "emulation", "instructions", "ampere",
+            "targets", "format", "limits", "measured", "tuning", "emulation", "instructions", "shards", "ampere",
             "hopper_geometry", "hopper", "compress", "copies", "calls", "check", "multiply", "__init__",
         ),
         "products": (

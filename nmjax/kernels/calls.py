@@ -6,6 +6,7 @@ a kernel serves them: `nmjax.kernels.limits` says what fits, and `nmjax.kernels.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,9 +20,9 @@ from jaxtyping import Array, Float, UInt32
 
 from nmjax.core import random
 from nmjax.core.pruner import Pruner
-from nmjax.kernels import tuning
+from nmjax.kernels import shards, tuning
 from nmjax.kernels.format import Packed, unpack
-from nmjax.kernels.limits import Config, Copy, HopperConfig, Shape
+from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, Config, Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target, as_varying, varying
 from nmjax.pruners import identity
 
@@ -60,15 +61,15 @@ def run(
       scale: A factor of the result: a number, or one for every matrix of the batch.
       shape: The product's shape, as `nmjax.kernels.limits.shape_of` gives it.
       target: The device.
-      config: The tiles. Without it they are the best that are known.
+      config: The tiles. Without it they are the best that are known. On several devices it counts for none.
     """
-    if config is None:
-        tiling = tuning.chosen(shape, target)
-        assert tiling is not None, shape  # callers ask limits.product_refusal first
-        config = tiling.config
     batch = packed.shape[:-2]
     scales = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)
     packed, b = jax.tree.map(underived, (packed, b))
+    if target.devices > 1:  # the shape may be that of one device's part
+        rows, columns = packed.shape[-2:]
+        m, k = (columns, rows) if shape.m_major else (rows, columns)
+        shape = replace(shape, m=m, n=b.shape[-1 if shape.n_major else -2], k=k)
     call = _product(packed.axis, packed.order, shape, target, config, scale is not None)
     flat = lambda v: v.reshape(math.prod(batch), *v.shape[len(batch) :])
     y = call(flat(packed.values), flat(packed.indices), flat(b), scales)
@@ -77,8 +78,22 @@ def run(
 
 @lru_cache
 def _product(
-    axis: int, order: str, shape: Shape, target: Target, config: Config, scaled: bool
+    axis: int, order: str, shape: Shape, target: Target, config: Config | None, scaled: bool
 ) -> Callable[..., jax.Array]:  # fmt: skip
+    if target.devices == 1:
+        return _mapped(_multiply(axis, order, shape, target, config, scaled))
+    multiply = partial(_multiply, axis, order, target=target, config=None, scaled=scaled)
+    return _mapped(shards.product(lambda part: multiply(shape=part), shape, order == "words16", target))
+
+
+def _multiply(
+    axis: int, order: str, shape: Shape, target: Target, config: Config | None, scaled: bool
+) -> Callable[..., jax.Array]:  # fmt: skip
+    """Return the product of one device as a function of values, words, the dense operand and scales."""
+    if config is None:
+        tiling = tuning.chosen(shape, target)
+        assert tiling is not None, shape  # callers ask limits.product_refusal first
+        config = tiling.config
     options: dict[str, Any] = {
         "b_axis": -2 if shape.n_major else -1,
         "transpose": shape.transpose,
@@ -92,9 +107,13 @@ def _product(
         kernel = partial(_kernels().ampere.spmm, **options)
 
     def call(values: jax.Array, indices: jax.Array, b: jax.Array, scales: jax.Array) -> jax.Array:
-        return kernel(Packed(values, indices, axis, 2, 4, order), b, scales if scaled else None)
+        packed = Packed(values, indices, axis, 2, 4, order)
+        if target.interpret and target.devices > 1:  # a program that XLA cuts cannot run the interpreter
+            form = {"axis": options["b_axis"], "transpose": shape.transpose, "dtype": shape.out}
+            return reference(packed, b, scales if scaled else None, **form)
+        return kernel(packed, b, scales if scaled else None)
 
-    return _mapped(call)
+    return call
 
 
 def reference(
@@ -144,14 +163,20 @@ def compress(
       state: The pruner's state.
       target: The device.
     """
-    call = _compression(axis, pruner, target.interpret)
+    call = _compression(axis, pruner, target)
     packed = call(_flat(x), _words(key, pruner)[None], _scale(state))
     return _unflat(packed, x.shape[:-2])
 
 
 @lru_cache
-def _compression(axis: int, pruner: Pruner, interpret: bool) -> Callable[..., Packed]:
-    return _mapped(partial(_kernels().compress.compress, axis=axis, pruner=pruner, interpret=interpret))
+def _compression(axis: int, pruner: Pruner, target: Target) -> Callable[..., Packed]:
+    compress = partial(_kernels().compress.compress, axis=axis, pruner=pruner, interpret=target.interpret)
+    outputs = ("bij", "bijw" if axis == -1 else "bjiw")
+
+    def call(x: jax.Array, words: jax.Array, scale: jax.Array) -> Packed:
+        return _in_parts(partial(compress, whole=x.shape), x, (words, scale), (64, 64), outputs, target)
+
+    return _mapped(call)
 
 
 def compress_both(
@@ -164,13 +189,15 @@ def compress_both(
       pruner: A pruner of tiles, as `transposable`. With `identity` the array is 2:4 along both axes already.
       target: The device.
     """
-    across, down = _compression_both(pruner, target.interpret)(_flat(x))
+    across, down = _compression_both(pruner, target)(_flat(x))
     return _unflat(across, x.shape[:-2]), _unflat(down, x.shape[:-2])
 
 
 @lru_cache
-def _compression_both(pruner: Pruner, interpret: bool) -> Callable[..., tuple[Packed, Packed]]:
-    return _mapped(partial(_kernels().compress.compress_both, pruner=pruner, interpret=interpret))
+def _compression_both(pruner: Pruner, target: Target) -> Callable[..., tuple[Packed, Packed]]:
+    both = partial(_kernels().compress.compress_both, pruner=pruner, interpret=target.interpret)
+    outputs = ("bij", "bijw", "bij", "bjiw")
+    return _mapped(lambda x: _in_parts(lambda x, origin: both(x), x, (), (64, 64), outputs, target))
 
 
 def copies(
@@ -192,13 +219,35 @@ def copies(
     prune, rounding = keys or (None, None)
     pruner = next((copy.pruner for copy in wanted if copy.pruner.stochastic), identity)
     words = jnp.concatenate([_words(prune, pruner), _words(rounding)])
-    forms = _copying(tuple(wanted), target.interpret)(_flat(x), words[None], _scale(state))
+    forms = _copying(tuple(wanted), target)(_flat(x), words[None], _scale(state))
     return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
 
 
 @lru_cache
-def _copying(wanted: tuple[Copy, ...], interpret: bool) -> Callable[..., list[tuple[Any, jax.Array]]]:
-    return _mapped(partial(_kernels().copies.copies, wanted=wanted, interpret=interpret))
+def _copying(wanted: tuple[Copy, ...], target: Target) -> Callable[..., list[tuple[Any, jax.Array]]]:
+    kernels = _kernels().copies
+    copies = partial(kernels.copies, wanted=wanted, interpret=target.interpret)
+    turned = lambda copy: copy.axis == -2 if copy.packed else copy.turned
+    outputs = [form for copy in wanted for form in ["bji" if turned(copy) else "bij"] * (1 + copy.packed)]
+
+    def call(x: jax.Array, words: jax.Array, beta: jax.Array) -> list[tuple[Any, jax.Array]]:
+        factors, block = kernels.factors_of(x, beta, wanted), (COPY_ROWS, COPY_COLUMNS)
+        forms = _in_parts(partial(copies, whole=x.shape), x, (words, factors), block, outputs, target)
+        return list(zip(forms, (1 / factors[:, 1:]).T, strict=True))
+
+    return _mapped(call)
+
+
+def _in_parts(
+    pack: Callable[..., Any], x: jax.Array, scalars: Sequence[jax.Array], block: tuple[int, int],
+    outputs: Sequence[str], target: Target,
+) -> Any:  # fmt: skip
+    """Call a kernel that packs an array. On several devices each packs its part (`nmjax.kernels.shards.blocks`)."""
+    if target.devices == 1:
+        return pack(x, *scalars, jnp.zeros(3, jnp.int32))
+    tree = jax.tree.structure(jax.eval_shape(pack, x, *scalars, jnp.zeros(3, jnp.int32)))
+    flat = lambda *arrays: jax.tree.leaves(pack(*arrays))
+    return jax.tree.unflatten(tree, shards.blocks(flat, x, scalars, block, outputs))
 
 
 def _scale(state: Any) -> Float[Array, "1"]:

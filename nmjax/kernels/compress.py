@@ -30,23 +30,25 @@ BLOCK = 64
 
 
 def compress(
-    x: Float[Array, "batch r c"], words: UInt[Array, "s n"], scale: Float[Array, " s"], *, axis: int,
-    pruner: Pruner = identity, interpret: bool = False,
+    x: Float[Array, "batch r c"], words: UInt[Array, "s n"], scale: Float[Array, " s"], origin: Int[Array, "3"], *,
+    axis: int, whole: tuple[int, int, int], pruner: Pruner = identity, interpret: bool = False,
 ) -> Packed:  # fmt: skip
     """Prune arrays along one of their axes, and pack them.
 
     Args:
       x: 16-bit values, with sides that divide by 64.
       words: Scrambled keys of the noise, two words for each random number of a group. Row i serves arrays i * batch/S
-        to (i + 1) * batch/S.
+        to (i + 1) * batch/S of the whole batch.
       scale: Scales of `soft`, like ``words``.
+      origin: Where x begins in the whole array: [batch, row, column]. Zeros if x is the whole one.
       axis: The axis of the groups, -1 or -2.
+      whole: The shape of the whole array, which numbers the groups for the noise.
       pruner: A pruner that `nmjax.kernels.limits.fuses` accepts. With `identity` the arrays are 2:4 already.
       interpret: True to run on a CPU.
     """
     batch, rows, columns = x.shape
     blocks = (batch, rows // BLOCK, columns // BLOCK)
-    options = {"pruner": pruner, "shape": x.shape, "dtype": x.dtype, "share": batch // len(words)}
+    options = {"pruner": pruner, "whole": whole, "dtype": x.dtype, "share": whole[0] // len(words)}
     body = partial(_down if axis == -2 else _across, **options)
     if axis == -2:
         seen, seen_block = x, (None, BLOCK, BLOCK)
@@ -55,7 +57,7 @@ def compress(
         seen, seen_block = pairs(x, 4), (None, BLOCK, BLOCK // 4, 2)
         kept, kept_block = jax.ShapeDtypeStruct((batch, rows, columns // 4), jnp.uint32), (None, BLOCK, BLOCK // 4)
     outputs = [(kept, _in_grid(kept_block)), _words_of(blocks, turned=axis == -2)]
-    values, places = call(body, blocks, (words, scale), [(seen, _in_grid(seen_block))], outputs, interpret)
+    values, places = call(body, blocks, (words, scale, origin), [(seen, _in_grid(seen_block))], outputs, interpret)
     return Packed(unpaired(values, x.dtype), as_words16(places), axis, 2, 4, "words16")
 
 
@@ -90,26 +92,24 @@ def compress_both(
 
 
 def _across(
-    words: Ref, scale: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner, shape: tuple[int, ...],
-    dtype: jnp.dtype, share: int,
+    words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
+    whole: tuple[int, ...], dtype: jnp.dtype, share: int,
 ) -> None:  # fmt: skip
     """Prune and pack groups along columns."""
-    _, rows, columns = shape
     x = members_of(seen, slice(None), dtype)
-    kept = _pruned(pruner, x, words, scale, (rows, columns // 4), share)
+    kept = _pruned(pruner, x, words, scale, origin, whole, (1, 4), share)
     first, second, nibble = two_of_four(kept, crowded=_nan(pruner, dtype))
     values[...] = together(first, second)
     places[...] = _block_of_words(nibble)
 
 
 def _down(
-    words: Ref, scale: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner, shape: tuple[int, ...],
-    dtype: jnp.dtype, share: int,
+    words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
+    whole: tuple[int, ...], dtype: jnp.dtype, share: int,
 ) -> None:  # fmt: skip
     """Prune and pack groups along rows."""
-    _, rows, columns = shape
     x = [seen[pl.ds(j, BLOCK // 4, stride=4), :] for j in range(4)]
-    kept = _pruned(pruner, x, words, scale, (rows // 4, columns), share)
+    kept = _pruned(pruner, x, words, scale, origin, whole, (4, 1), share)
     kept = two_of_four(kept, crowded=_nan(pruner, dtype))
     for j in range(2):
         values[pl.ds(j, BLOCK // 4, stride=2), :] = kept[j]
@@ -171,13 +171,38 @@ def _in_grid(block: tuple[int | None, ...]) -> pl.BlockSpec:
 
 
 def _pruned(
-    pruner: Pruner, x: list[jax.Array], words: Ref, scale: Ref, whole: tuple[int, int], share: int
+    pruner: Pruner, x: list[jax.Array], words: Ref, scale: Ref, origin: Ref, whole: tuple[int, ...],
+    group: tuple[int, int], share: int,
 ) -> list[jax.Array]:  # fmt: skip
-    """Prune the members of groups. ``whole`` is the shape of an array's groups, which numbers them."""
-    block, index, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
-    row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
-    u = uniforms(words, words.shape[1], index, share, whole, row, column) if pruner.stochastic else None
+    """Prune the members of groups.
+
+    Args:
+      pruner: The pruner.
+      x: The members.
+      words, scale, origin, whole: As in `compress`.
+      group: The rows and columns of a group.
+      share: The arrays of the batch that have a key and a scale in common.
+    """
+    index = where(origin, 0)
+    u = None
+    if pruner.stochastic:
+        first = tuple(where(origin, d, x[0].shape[d - 1], group[d - 1]) for d in (1, 2))
+        row, column = (at + lax.broadcasted_iota(jnp.int32, x[0].shape, d) for d, at in enumerate(first))
+        groups = whole[1] // group[0], whole[2] // group[1]
+        u = uniforms(words, words.shape[1], index, share, groups, row, column)
     return x if pruner == identity else pruner.prune_members(x, u, scale[index // share])
+
+
+def where(origin: Ref, axis: int, block: int = 1, group: int = 1) -> jax.Array:
+    """Return where this program begins in the whole array along an axis of the grid, in groups.
+
+    Args:
+      origin: Where this part of the array begins, in values.
+      axis: The axis.
+      block: The groups of a program.
+      group: The values of a group.
+    """
+    return origin[axis] // group + pl.program_id(axis) * block
 
 
 def _nan(pruner: Pruner, dtype: jnp.dtype) -> jax.Array | None:

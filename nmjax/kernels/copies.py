@@ -16,9 +16,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt
+from jaxtyping import Array, Float, Int, UInt
 
-from nmjax.kernels.compress import call, members_of, pairs, uniform, uniforms
+from nmjax.kernels.compress import call, members_of, pairs, uniform, uniforms, where
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.limits import COPY_COLUMNS as COLUMNS, COPY_ROWS as ROWS, Copy
 from nmjax.pruners import float8, identity
@@ -31,38 +31,42 @@ _FOUR = range(4)
 
 
 def copies(
-    x: Float[Array, "batch r c"], words: UInt[Array, "s 4"], beta: Float[Array, " s"], *, wanted: tuple[Copy, ...],
-    interpret: bool = False,
-) -> list[tuple[jax.Array | Packed, Float[Array, " s"]]]:  # fmt: skip
+    x: Float[Array, "batch r c"], words: UInt[Array, "s n"], factors: Float[Array, "s f"], origin: Int[Array, "3"], *,
+    wanted: tuple[Copy, ...], whole: tuple[int, int, int], interpret: bool = False,
+) -> list[jax.Array | Packed]:  # fmt: skip
     """Make FP8 forms of arrays.
 
     Args:
       x: 16-bit values. R divides by 128 and C by 64.
       words: Scrambled keys: two words for each random number of the pruners, and two for the roundings. Row i serves
-        arrays i * batch/S to (i + 1) * batch/S, which also have one scale in common.
-      beta: Scales of `soft`, like ``words``.
+        arrays i * batch/S to (i + 1) * batch/S of the whole batch, which also have one scale in common.
+      factors: What `factors_of` returns.
+      origin: Where x begins in the whole array: [batch, row, column]. Zeros if x is the whole one.
       wanted: The forms.
+      whole: The shape of the whole array, which numbers the groups for the noise.
       interpret: True to run on a CPU.
-
-    Returns:
-      Each form, with the factors that undo its scales.
     """
     batch, rows, columns = x.shape
-    share = batch // len(words)
-    largest = jax.vmap(float8.largest)(x.reshape(-1, share, rows, columns))
-    scales = jnp.stack([float8.scale(largest * copy.pruner.growth(beta), copy.format) for copy in wanted], 1)
     parts = [_parts(copy, x.shape) for copy in wanted]
     written = call(
-        partial(_kernel, wanted=wanted, shape=x.shape, dtype=x.dtype, share=share),
+        partial(_kernel, wanted=wanted, whole=whole, dtype=x.dtype, share=whole[0] // len(words)),
         (batch, rows // ROWS, columns // COLUMNS),
-        (words, jnp.concatenate([beta[:, None], scales], 1)),
+        (words, factors, origin),
         [(pairs(x, 4), pl.BlockSpec((None, ROWS, COLUMNS // 4, 2), lambda b, i, j: (b, i, j, 0)))],
         [part for both in parts for part in both],
         interpret,
     )
     arrays = iter(written)
-    each = zip(wanted, parts, (1 / scales).T, strict=True)
-    return [(_form(copy, [next(arrays) for _ in both]), undo) for copy, both, undo in each]
+    return [_form(copy, [next(arrays) for _ in both]) for copy, both in zip(wanted, parts, strict=True)]
+
+
+def factors_of(
+    x: Float[Array, "batch r c"], beta: Float[Array, " s"], wanted: tuple[Copy, ...]
+) -> Float[Array, "s f"]:  # fmt: skip
+    """Return the scales of `soft` for each part of a batch, and behind them those of each form."""
+    largest = jax.vmap(float8.largest)(x.reshape(len(beta), -1, *x.shape[1:]))
+    scales = [float8.scale(largest * copy.pruner.growth(beta), copy.format) for copy in wanted]
+    return jnp.stack([beta, *scales], 1)
 
 
 def _parts(copy: Copy, shape: tuple[int, ...]) -> list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]:
@@ -91,14 +95,14 @@ def _form(copy: Copy, arrays: list[jax.Array]) -> jax.Array | Packed:
 
 
 def _kernel(
-    words: Ref, factors: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...], shape: tuple[int, ...],
-    dtype: jnp.dtype, share: int,
+    words: Ref, factors: Ref, origin: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...],
+    whole: tuple[int, ...], dtype: jnp.dtype, share: int,
 ) -> None:  # fmt: skip
     """Write the blocks of all copies."""
     tile = [members_of(seen, _every_fourth(i, ROWS // 4), dtype) for i in _FOUR]
     blocks = iter(outputs)
     for at, copy in enumerate(wanted):
-        groups = [_rounded(tile, copy, line, at, words, factors, shape, share) for line in _FOUR]
+        groups = [_rounded(tile, copy, line, at, words, factors, origin, whole, share) for line in _FOUR]
         if copy.packed:
             _write_packed(copy, groups, next(blocks), next(blocks))
         else:
@@ -131,19 +135,20 @@ def _write_bytes(copy: Copy, groups: Lines, output: Ref) -> None:
 
 
 def _rounded(
-    tile: Lines, copy: Copy, line: int, at: int, words: Ref, factors: Ref, shape: tuple[int, ...], share: int
+    tile: Lines, copy: Copy, line: int, at: int, words: Ref, factors: Ref, origin: Ref, whole: tuple[int, ...],
+    share: int,
 ) -> list[UInt[Array, "r c"]]:  # fmt: skip
     """Prune and round one line of the tile's members, a group of four, and return their bytes."""
     down = copy.axis == -2
     x = [tile[i][line] for i in _FOUR] if down else tile[line]
-    _, rows, columns = shape
-    block, index, i, j = x[0].shape, *(pl.program_id(d) for d in range(3))
-    row, column = (at * block[d] + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate((i, j)))
+    index, block = where(origin, 0), x[0].shape
+    first = (where(origin, d, block[d - 1], 4) for d in (1, 2))  # in tiles
+    row, column = (at + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate(first))
     row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
-    whole = (rows // 4, columns) if down else (rows, columns // 4)
-    where, last = (index, share, whole, row, column), words.shape[1] - 2
-    u = uniforms(words, last, *where) if copy.pruner.stochastic else None
-    r = uniform(words, *where, last) if copy.rounding == "random" else None
+    groups = (whole[1] // 4, whole[2]) if down else (whole[1], whole[2] // 4)
+    numbers, last = (index, share, groups, row, column), words.shape[1] - 2
+    u = uniforms(words, last, *numbers) if copy.pruner.stochastic else None
+    r = uniform(words, *numbers, last) if copy.rounding == "random" else None
     beta, scale = factors[index // share, 0], factors[index // share, 1 + at]
     x = x if copy.pruner == identity else copy.pruner.prune_members(x, u, beta)
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)

@@ -4,6 +4,7 @@ A context mesh with an abstract device counts as that device (`on`), so that a p
 compiled for a device that this machine lacks.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,9 +47,11 @@ class Target(Value):
     family: str  # "hopper" or "ampere"
     cores: int  # streaming multiprocessors
     interpret: bool = False
+    devices: int = 1  # among which XLA may cut arrays
 
     def __str__(self) -> str:
-        return f"{self.family}'s kernels{', simulated' if self.interpret else ''}"
+        parts = f", parts on {self.devices} devices" if self.devices > 1 else ""
+        return f"{self.family}'s kernels{', simulated' if self.interpret else ''}{parts}"
 
 
 @contextmanager
@@ -84,9 +87,10 @@ def target(backend: str) -> Target | Refusal:
     check_backend(backend)
     if backend in ("xla", "compact"):
         return Refusal(f"backend={backend!r}")
-    if backend == "interpret":
-        return Target("interpreter", "hopper", 2, True)
     mesh = jax.sharding.get_abstract_mesh()
+    devices = _devices(mesh)
+    if backend == "interpret":
+        return Target("interpreter", "hopper", 2, True, 1 if isinstance(devices, Refusal) or mesh.empty else devices)
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is None:
         device = _concrete()
@@ -99,9 +103,11 @@ def target(backend: str) -> Target | Refusal:
     family = _family(kind, capability)
     if family is None:
         return Refusal(f"{kind}: there are kernels for Hopper and Ampere only")
-    if backend == "auto" and (refusal := _sharding_refusal(mesh)):
-        return refusal
-    return Target(kind, family, int(cores or 132))
+    if isinstance(devices, Refusal):
+        if backend == "auto":
+            return devices
+        devices = 1
+    return Target(kind, family, int(cores or 132), devices=devices)
 
 
 def platform() -> str:
@@ -134,26 +140,26 @@ def _family(kind: str, capability: str | None) -> str | None:
     return next((family for pattern, family in _FAMILIES.items() if re.search(pattern, kind)), None)
 
 
-def _sharding_refusal(mesh: AbstractMesh) -> Refusal | None:
-    """Refuse if XLA may cut arrays into shards, because it cannot cut a kernel."""
-    if mesh.empty:
-        if jax.device_count() == 1:
-            return None
-        return Refusal(
-            f"arrays may lie in shards on {jax.device_count()} devices, and no mesh says which: call it in "
-            "jax.shard_map, show one device only (CUDA_VISIBLE_DEVICES), or write backend='pallas'"
-        )
-    free = {
-        name: size
-        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-        if (size > 1 and kind != AxisType.Manual) or kind == AxisType.Explicit
+def _devices(mesh: AbstractMesh) -> int | Refusal:
+    """Return the number of devices among which XLA may cut arrays, or why kernels cannot follow it."""
+    if mesh.empty:  # arrays may lie on some mesh nevertheless
+        return jax.device_count()
+    kinds = {
+        kind: {
+            name: size
+            for name, size, own in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+            if own == kind and (size > 1 or kind == AxisType.Explicit)
+        }
+        for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
     }
-    if not free:
-        return None
-    axes = ", ".join(f"{name!r}: {size}" for name, size in free.items())
-    return Refusal(
-        f"arrays may lie in shards along the mesh's {axes}, and a kernel takes whole arrays: call it in jax.shard_map"
-    )
+    free = kinds[AxisType.Auto]
+    if kinds[AxisType.Explicit] or (free and kinds[AxisType.Manual]):
+        axes = ", ".join(f"{name!r}: {size}" for name, size in (kinds[AxisType.Explicit] or free).items())
+        return Refusal(
+            f"arrays may lie in shards along the mesh's {axes}, and a kernel takes whole arrays: call it in "
+            "jax.shard_map over all axes, or make all axes automatic"
+        )
+    return math.prod(free.values())
 
 
 # ---- devices that hold different values, in jax.shard_map ----

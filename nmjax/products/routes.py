@@ -41,7 +41,7 @@ class Route(NamedTuple):
       how: "compacted", "packed", "fp8", "emulated" or "dense".
       why: For messages: the operand and device of a kernel, or the reason why there is no kernel.
       operand: The operand that is packed, or whose rows are chosen: x, w or g.
-      shape: The product's key in the tables of tiles, if it is packed.
+      shape: The product of one device, if it is packed: its key in the tables of tiles.
       formats: Pairs (operand, FP8 format). Empty if the product does not run in FP8.
       share: The time that is expected of a compacted product, as a share of the dense one's.
 
@@ -336,15 +336,19 @@ def result_axes(product: str, layout: Layout) -> str:
 def _packed(
     product: str, operand: str, case: Case, layout: Layout, formats: tuple[tuple[str, str], ...], device: Target
 ) -> Route | Refusal:
-    """Return the route of a product with one operand packed."""
+    """Return the route of a product with one operand packed. Several devices are expected to share the tokens."""
     contracted = CONTRACTED[product]
     dense = next(o for o in OPERANDS[product] if o != operand)
     m, n = (layout.matrix(o).axes.replace(contracted, "") for o in (operand, dense))
     m_major, n_major = (not formats and layout.matrix(o).axes[0] == contracted for o in (operand, dense))
+    sizes = {axis: layout.size(axis) for axis in {m, n, contracted}}
+    if sizes.get("T", 0) % device.devices:
+        return Refusal(f"{sizes['T']} tokens do not divide among {device.devices} devices")
+    sizes |= {axis: size // device.devices for axis, size in sizes.items() if axis == "T"}
     shape = Shape(
-        layout.size(m),
-        layout.size(n),
-        layout.size(contracted),
+        sizes[m],
+        sizes[n],
+        sizes[contracted],
         jnp.dtype(FORMATS[dict(formats)[operand]] if formats else case.lhs.dtype).name,
         m_major,
         n_major,

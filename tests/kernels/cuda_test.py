@@ -222,6 +222,43 @@ CUT = """
     print(*sorted(row.kind for row in found), sum(row.moved * row.times for row in found) / sum(scale.least(made).values()))
 """
 
+PARTS = """
+    import os, re, sys, warnings
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, {root!r})
+    import jax, jax.numpy as jnp
+    import jax.experimental.mosaic.gpu
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+    import nmjax as nm
+    from tests.kernels import cuda_test
+    os.environ["MOSAIC_GPU_CUDA_ROOT"] = {cuda!r}
+    topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x4")
+    mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
+    abstract = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    shape = lambda dims, *spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+    s = nm.parse("s_ste()")
+    def step(x, w):
+        ctx = nm.Ctx(7, 3, {{"fwd_rhs": jnp.float32(1.5)}})
+        loss = lambda w: jnp.sum(nm.einsum("ti,io->to", x, w, sparsity=s, ctx=ctx).astype(jnp.float32))
+        return jax.grad(loss)(w)
+    with jax.sharding.use_abstract_mesh(abstract):
+        text = jax.jit(step).trace(shape((65536, 4096), "data"), shape((4096, 4096))).lower().compile().as_text()
+    print(len(re.findall(r"mosaic_gpu_v2", text)), len(re.findall(r"xla.gpu.triton", text)), *re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?[(]", text))
+"""
+
+
+@pytest.mark.processes
+@compiled
+def test_four_devices_multiply_their_parts():
+    """Only dw is summed. The text of the program has products and packers, and no gathered array."""
+    run = apart(PARTS, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, cuda=str(disassembler()))
+    products, packers, *messages = run.stdout.split()
+    assert int(products) >= 1
+    assert int(packers) >= 1
+    assert messages == ["all-reduce"]
+
 
 def programs() -> dict:
     """Return what is compiled: the shipped cuts of products in the layouts of training, and all that packs."""
@@ -247,7 +284,9 @@ def programs() -> dict:
 
 def of_silicon() -> dict:
     """Return the products of the first run on a GPU: the single ones, and those whose tiles it begins to search with."""
-    single = {name: row.run.args[:2] for name, row in rows.ROWS.items() if getattr(row.run, "func", None) is rows.multiply}
+    single = {
+        name: row.run.args[:2] for name, row in rows.ROWS.items() if getattr(row.run, "func", None) is rows.multiply
+    }
     found = {name: (of, tuning.chosen(of, TARGETED).config) for name, of in whole.searches().items()}
     return {name.replace("/", " "): product_of(*made) for name, made in (single | found).items()}
 

@@ -402,15 +402,25 @@ def test_other_devices():
 
 
 def test_a_mesh_whose_shards_xla_chooses():
-    with on(axes=(("data", 8), ("model", 2))):
-        found = choices("ste(2,4)")["fwd"]
-        assert found.why == (
-            "arrays may lie in shards along the mesh's 'data': 8, 'model': 2, and a kernel takes whole arrays: call it in "
-            "jax.shard_map"
-        )
-        assert choices("ste(2,4)", backend="pallas")["fwd"].how == "packed"
+    """Every device works on its part, and "auto" expects that they share the tokens."""
+    with on(axes=(("data", 2), ("model", 2))):
+        found = choices("ste(2,4)", (32768, 4096))["fwd"]
+        assert (found.how, found.why) == ("packed", "w by hopper's kernels, parts on 4 devices")
+        assert found.shape.n == 8192
+    with on(axes=(("data", 8), ("model", 8))):
+        assert "N, K = 16384, 128, 4096 is expected at" in choices("ste(2,4)")["fwd"].why
+    with on(axes=(("data", 3),)):
+        assert choices("ste(2,4)")["fwd"].why == "8192 tokens do not divide among 3 devices"
     with on(axes=(("data", 8),), kinds=(AxisType.Manual,)):
-        assert choices("ste(2,4)")["fwd"].how == "packed"
+        assert choices("ste(2,4)")["fwd"].why == "w by hopper's kernels"
+    for kinds in ((AxisType.Auto, AxisType.Manual), (AxisType.Explicit, AxisType.Auto)):
+        with on(axes=(("data", 8), ("model", 2)), kinds=kinds):
+            found = choices("ste(2,4)")["fwd"]
+            assert found.why == (
+                "arrays may lie in shards along the mesh's 'data': 8, and a kernel takes whole arrays: call it in "
+                "jax.shard_map over all axes, or make all axes automatic"
+            )
+            assert choices("ste(2,4)", backend="pallas")["fwd"].how == "packed"
 
 
 @pytest.mark.parametrize(

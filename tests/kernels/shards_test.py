@@ -1,0 +1,158 @@
+"""Kernels on arrays that XLA cuts: four virtual devices give what one gives, with no more messages than are needed.
+
+In a program that XLA cuts, the interpreter of Hopper's kernels cannot run. There XLA multiplies what is packed, and all
+else is as on a GPU: who packs what, the noise, the sums. `cuda_test.py` compiles the kernels for four devices.
+"""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import nmjax as nm
+from nmjax.kernels import calls
+from nmjax.kernels.targets import Target
+from nmjax.products import routes
+
+FOUR = Target("interpreter", "hopper", 2, True, devices=4)
+LINE = {"data": 4}
+SQUARE = {"data": 2, "tensor": 2}
+
+
+def mesh_of(axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def random(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+def products(text, backend, equation="ti,io->to", shapes=((512, 256), (256, 384), (512, 384))):
+    """A function of x, w and g to y, dx and dw, and its arguments."""
+    s = nm.parse(text)
+    x, w, g = (random(shape, seed) for seed, shape in enumerate(shapes))
+    state = s.init(w, contract=0, out=1, ctx=nm.Ctx(nm.random.words(1))) or None
+
+    def run(x, w, g):
+        product = partial(nm.einsum, equation, sparsity=s, ctx=nm.Ctx(7, 3, state), backend=backend)
+        y, back = jax.vjp(product, x, w)
+        return y, *back(g)
+
+    return jax.jit(run), (x, w, g)
+
+
+def cut(arrays, mesh, specs):
+    return [jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in zip(arrays, specs, strict=True)]
+
+
+def messages(f, *arrays):
+    """The collectives of a compiled program, by kind."""
+    text = f.lower(*arrays).compile().as_text()
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    found = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: count for kind, count in found.items() if count}
+
+
+def near(made, wanted, share=2.0**-7):
+    for a, b in zip(made, wanted, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= share * np.abs(b).max()
+
+
+PLACES = {
+    "tokens": (LINE, (P("data"), P(), P("data")), {"all-reduce": 1}),  # dw is summed
+    "weights along out": (SQUARE, (P("data"), P(None, "tensor"), P("data", "tensor")), {"all-reduce": 2}),  # and dx
+    "weights along in": (SQUARE, (P("data", "tensor"), P("tensor"), P("data")), {"all-reduce": 2}),  # y and dw
+    "everything whole": (LINE, (P(), P(), P()), {}),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4)", "fst(2,4)", "bdwp(2,4)"])
+@pytest.mark.parametrize("place", PLACES)
+def test_four_devices_are_equal_to_one(text, place):
+    """Noise too: a group draws the same number wherever it lies. Sums of parts round in another order."""
+    axes, specs, wanted = PLACES[place]
+    mesh = mesh_of(axes)
+    f, arrays = products(text, "interpret")
+    by_xla, _ = products(text, "xla")
+    with jax.set_mesh(mesh):
+        arrays = cut(arrays, mesh, specs)
+        near(f(*arrays), by_xla(*(np.asarray(v) for v in arrays)))
+        assert messages(f, *arrays) == wanted
+
+
+@pytest.mark.kernels
+def test_in_fp8_the_scale_is_that_of_the_whole_array():
+    """The largest value lies on the last device, and the forms have the same bits as those of one device."""
+    mesh = mesh_of(LINE)
+    x = random((512, 256)).at[500, 3].set(100.0)
+    forms = (
+        calls.Copy("e4m3", packed=True, pruner=nm.mvue(2, 4), axis=-2, rounding="random"),
+        calls.Copy("e5m2", turned=True),
+    )
+    one, four = (
+        jax.jit(lambda x, target=target: calls.copies(x, forms, keys=(3, 4), target=target))
+        for target in (Target("interpreter", "hopper", 2, True), FOUR)
+    )
+    with jax.set_mesh(mesh):
+        for spec in (P("data"), P(None, "data"), P()):
+            made = four(jax.device_put(x, NamedSharding(mesh, spec)))
+            for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(one(x)), strict=True):
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        assert messages(four, jax.device_put(x, NamedSharding(mesh, P("data")))) == {"all-reduce": 1}  # the largest
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("p", [nm.mvue(2, 4), nm.mvue_approx(2, 4), nm.soft(2, 4)], ids=str)
+def test_packed_arrays_have_the_bits_of_one_device(p, axis):
+    mesh, x = mesh_of(SQUARE), random((2, 256, 384))
+    f = lambda x, target: calls.compress(x, axis, p, key=3, state=1.25, target=target)
+    wanted = jax.jit(partial(f, target=Target("interpreter", "hopper", 2, True)))(x)
+    with jax.set_mesh(mesh):
+        for spec in (P(None, "data", "tensor"), P("tensor", None, "data"), P(None, ("data", "tensor"))):
+            made = jax.jit(partial(f, target=FOUR))(jax.device_put(x, NamedSharding(mesh, spec)))
+            for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.kernels
+def test_parts_that_fit_no_kernel_are_gathered():
+    """192 tokens are 48 on a device: no words of 64 rows. The result is right all the same."""
+    mesh = mesh_of(LINE)
+    text = "dlhs_g=mse(2,4)"
+    f, arrays = products(text, "interpret", shapes=((256, 128), (128, 64), (256, 64)))
+    x, w, g = (v[:192] if v.shape[0] == 256 else v for v in arrays)
+    by_xla, _ = products(text, "xla")
+    with jax.set_mesh(mesh):
+        made = f(*cut((x, w, g), mesh, (P("data"), P(), P("data"))))
+        near(made, by_xla(x, w, g))
+
+
+@pytest.mark.kernels
+def test_the_mesh_of_the_arrays_will_do(monkeypatch):
+    """`launch.py` sets no mesh around its program."""
+    monkeypatch.setattr(routes, "target", lambda backend: FOUR)
+    mesh = mesh_of(LINE)
+    f, arrays = products("s_ste(2,4)", "interpret")
+    arrays = cut(arrays, mesh, (P("data"), P(), P("data")))
+    assert messages(f, *arrays) == {"all-reduce": 1}
+    by_xla, _ = products("s_ste(2,4)", "xla")
+    near(f(*arrays), by_xla(*(np.asarray(v) for v in arrays)))
+
+
+@pytest.mark.kernels
+def test_batches_and_vmap():
+    mesh = mesh_of(SQUARE)
+    f, arrays = products("s_ste(2,4)", "interpret", "bti,io->bto", ((4, 128, 256), (256, 128), (4, 128, 128)))
+    by_xla, _ = products("s_ste(2,4)", "xla", "bti,io->bto", ((4, 128, 256), (256, 128), (4, 128, 128)))
+    with jax.set_mesh(mesh):
+        x, w, g = cut(arrays, mesh, (P("data"), P(None, "tensor"), P("data", None, "tensor")))
+        near(f(x, w, g), by_xla(*arrays))
+        stacked = [jnp.stack([v, 2 * v]) for v in (x, w, g)]
+        near(jax.vmap(f)(*stacked), jax.vmap(by_xla)(*(jnp.stack([v, 2 * v]) for v in arrays)))
