@@ -129,8 +129,8 @@ def _in_a_process(backend: str, hardware: int, kinds: Sequence[str], seconds: fl
     """Check kinds in one process. Return what is wrong by kind, empty if nothing is, and how the process ended."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process may hold most of the memory
-    if jax.config.jax_platforms:  # pyrefly: ignore[missing-attribute]
-        environment["JAX_PLATFORMS"] = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
+    platforms = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
+    environment |= {"JAX_PLATFORMS": f"{platforms}"} if platforms else {}
     command = [sys.executable, "-c", "from nmjax.kernels import check; check.main()", backend, str(hardware), *kinds]
     try:
         run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds, check=False)
@@ -166,8 +166,8 @@ def cases(target: Target) -> dict[str, Callable[[], bool]]:
     found = {LAST: partial(packing, mse(2, 4), -1), BEFORE: partial(packing, mse(2, 4), -2)}
     found |= {NOISE: partial(packing, mvue(2, 4), -2), BOTH: partial(_packs_both, target)}
     m, n, k = 128 * (target.cores + 2), 512, 320  # more tiles than cores, of five steps: a ring of four starts over
-    for layout in product((False, True), repeat=3):
-        shape = Shape(m, n, k, "bfloat16", *layout)
+    for m_major, n_major, transpose in product((False, True), repeat=3):
+        shape = Shape(m, n, k, "bfloat16", m_major, n_major, transpose)
         found[_layout(shape)] = partial(_multiplies, shape, target)
     return found | ({FP8: partial(_multiplies_in_fp8, target)} if target.family == "hopper" else {})
 

@@ -223,7 +223,9 @@ ROWS: dict[str, Row] = {
         for method in METHODS if method != "dense bf16"
     },
     **{
-        f"tiles of {name}": Row("tiles", partial(whole.tiles, shape), (), _needs(shape), 180, f"{_needs(shape)} {shape.dtype}")
+        f"tiles of {name}": Row(
+            "tiles", partial(whole.tiles, shape), (), _needs(shape), 180, f"{_needs(shape)} {shape.dtype}"
+        )
         for name, shape in whole.searches().items()
     },
     **{
