@@ -24,7 +24,7 @@ HOUSE = {
         ),
         "kernels": (
             "targets", "format", "limits", "measured", "tuning", "emulation", "instructions", "shards", "ampere",
-            "hopper_geometry", "hopper", "compress", "copies", "calls", "check", "multiply", "__init__",
+            "blackwell", "hopper_geometry", "hopper", "compress", "copies", "calls", "check", "multiply", "__init__",
         ),
         "products": (
             "slot", "pruning", "ragged", "sparsity", "operations", "compaction", "layout", "routes", "forms", "fit",
@@ -125,7 +125,8 @@ BY_NAME = {
 
 # Files that import Pallas or Mosaic.
 PALLAS = {
-    f"nmjax.kernels.{file}" for file in ("instructions", "hopper_geometry", "hopper", "ampere", "compress", "copies")
+    f"nmjax.kernels.{file}"
+    for file in ("instructions", "hopper_geometry", "hopper", "ampere", "blackwell", "compress", "copies")
 }
 
 FILES = {

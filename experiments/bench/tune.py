@@ -206,7 +206,7 @@ def likely(shape: Shape, device: Target) -> list[Config]:
     """
     kinds = {}
     for config in tuning.candidates(shape, device):
-        kinds.setdefault((config.tile_m, config.tile_n, getattr(config, "cluster", "")), config)
+        kinds.setdefault((getattr(config, "tile_m", 128), config.tile_n, getattr(config, "cluster", "")), config)
     return list(kinds.values())[:9]
 
 

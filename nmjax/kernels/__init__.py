@@ -3,6 +3,10 @@
 XLA's products define what kernels compute. A kernel that does not serve a product says why, and XLA computes it.
 """
 
-from nmjax.kernels.limits import AmpereConfig as AmpereConfig, HopperConfig as HopperConfig
+from nmjax.kernels.limits import (
+    AmpereConfig as AmpereConfig,
+    BlackwellConfig as BlackwellConfig,
+    HopperConfig as HopperConfig,
+)
 from nmjax.kernels.multiply import spmm as spmm
 from nmjax.kernels.targets import Target as Target, on as on, target as target

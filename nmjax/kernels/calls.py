@@ -22,7 +22,7 @@ from nmjax.core import random
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import shards, tuning
 from nmjax.kernels.format import Packed, unpack
-from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, Config, Copy, HopperConfig, Shape
+from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, AmpereConfig, Config, Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target, as_varying, varying
 from nmjax.pruners import identity
 
@@ -31,6 +31,7 @@ class _Kernels(NamedTuple):
     """The modules of kernels."""
 
     ampere: ModuleType
+    blackwell: ModuleType
     compress: ModuleType
     copies: ModuleType
     hopper: ModuleType
@@ -41,9 +42,9 @@ def _kernels() -> _Kernels:
 
     Some builds of jaxlib lack Pallas's GPU backends, and a plan or a run on a CPU needs none of them.
     """
-    from nmjax.kernels import ampere, compress, copies, hopper
+    from nmjax.kernels import ampere, blackwell, compress, copies, hopper
 
-    return _Kernels(ampere, compress, copies, hopper)
+    return _Kernels(ampere, blackwell, compress, copies, hopper)
 
 
 # ---- products ----
@@ -104,7 +105,8 @@ def _multiply(
     if isinstance(config, HopperConfig):
         kernel = partial(_kernels().hopper.spmm, blocks=target.cores, **options)
     else:
-        kernel = partial(_kernels().ampere.spmm, **options)
+        kernels = _kernels().ampere if isinstance(config, AmpereConfig) else _kernels().blackwell
+        kernel = partial(kernels.spmm, **options)
 
     def call(values: jax.Array, indices: jax.Array, b: jax.Array, scales: jax.Array) -> jax.Array:
         packed = Packed(values, indices, axis, 2, 4, order)

@@ -111,7 +111,26 @@ class AmpereConfig(Value):
     stages: int = 3
 
 
-Config = HopperConfig | AmpereConfig
+@dataclass(frozen=True, repr=False)
+class BlackwellConfig(Value):
+    """The tiles of a product on Blackwell, which have 128 rows.
+
+    >>> BlackwellConfig(tile_n=128)
+    BlackwellConfig(tile_n=128)
+    """
+
+    tile_n: int = 256
+    tile_k: int = 128  # of 16-bit values; twice as many of 8-bit values
+    stages: int = 2
+
+    def step(self, itemsize: int) -> int:
+        """Return the number of values along K that a step takes."""
+        return self.tile_k * 2 // itemsize
+
+
+Config = HopperConfig | AmpereConfig | BlackwellConfig
+FAMILIES: dict[str, type[Config]] = {"hopper": HopperConfig, "ampere": AmpereConfig, "blackwell": BlackwellConfig}
+"""The configs of each family of devices."""
 
 
 def product_refusal(shape: Shape, target: Target, config: Config | None = None) -> Refusal | None:
@@ -129,7 +148,7 @@ def product_refusal(shape: Shape, target: Target, config: Config | None = None) 
         return Refusal(f"the result is {shape.out}, which no kernel writes")
     if shape.dtype not in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
         return Refusal(f"{shape.dtype}: kernels take bfloat16, float16 and 8-bit floats")
-    if shape.itemsize == 1 and target.family != "hopper":
+    if shape.itemsize == 1 and target.family == "ampere":
         return Refusal(f"there is no kernel for FP8 sparse products on {target.kind}")
     if shape.itemsize == 1 and (shape.m_major or shape.n_major):
         return Refusal("8-bit operands must be contiguous along k")
@@ -137,13 +156,14 @@ def product_refusal(shape: Shape, target: Target, config: Config | None = None) 
         return Refusal(f"jax {jax.__version__} has no layouts for Ampere's instructions: they come with 0.11")
     if config is not None:
         return config_refusal(shape, config)
-    step, n = 128 // shape.itemsize, 64  # the smallest tiles are 64 x 64
-    why = ""
+    m, n, step, why = 64, 64, 128 // shape.itemsize, ""  # the smallest tiles
+    if target.family == "blackwell":
+        m, step = 128, 2 * step
     if target.family == "hopper":
         n = _granularity(shape) or 64
         why = f", and {_why_whole(shape)}" if shape.n % n and n == 64 else ""
-    if shape.m % 64 or shape.n % n or shape.k % step:
-        return Refusal(f"{sizes} do not divide into tiles of 64 x {n} x {step}{why}")
+    if shape.m % m or shape.n % n or shape.k % step:
+        return Refusal(f"{sizes} do not divide into tiles of {m} x {n} x {step}{why}")
     return None
 
 
@@ -184,7 +204,7 @@ def config_refusal(shape: Shape, config: Config) -> Refusal | None:
     """Return the reason why a product cannot be cut into these tiles, or None if it can."""
     if isinstance(config, HopperConfig):
         return _hopper_refusal(shape, config)
-    return _ampere_refusal(shape, config)
+    return _ampere_refusal(shape, config) if isinstance(config, AmpereConfig) else _blackwell_refusal(shape, config)
 
 
 def _hopper_refusal(shape: Shape, config: HopperConfig) -> Refusal | None:
@@ -227,6 +247,17 @@ def _ampere_refusal(shape: Shape, config: AmpereConfig) -> Refusal | None:
     ring = config.stages * (config.tile_m * config.tile_k * 9 // 8 + config.tile_n * config.tile_k * 2)
     store = config.tile_m * config.tile_n * jnp.dtype(shape.out).itemsize  # in the ring's memory, after the product
     return _memory_refusal(config, max(ring, store), AMPERE_SHARED)
+
+
+def _blackwell_refusal(shape: Shape, config: BlackwellConfig) -> Refusal | None:
+    if config.tile_k != 128 or config.tile_n not in (64, 128, 192, 256) or config.stages < 2:
+        return Refusal(f"{config}: tile_n is 64, 128, 192 or 256, tile_k is 128, and there are at least 2 stages")
+    step = config.step(shape.itemsize)
+    refusal = _division_refusal(shape, 128, config.tile_n, step)
+    if refusal is not None:
+        return refusal
+    ring = config.stages * (128 * step * shape.itemsize // 2 + 128 * step // 8 + config.tile_n * step * shape.itemsize)
+    return _memory_refusal(config, ring + 2 * 128 * 64 * jnp.dtype(shape.out).itemsize, HOPPER_SHARED - BARRIERS)
 
 
 def _division_refusal(shape: Shape, m: int, n: int, k: int) -> Refusal | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, Shape
+from nmjax.kernels.limits import FAMILIES, Config, Shape
 
 SHIPPED = Path(__file__).parent / "tables"
 KERNELS = 1  # the version of the kernels: a change that changes which tiles are fastest adds 1
@@ -96,8 +96,7 @@ def read(path: Path, kind: str | None = None) -> tuple[Row, ...]:
 
 def row_of(row: dict[str, Any]) -> Row:
     """Read a row of a table's file."""
-    make = HopperConfig if row["family"] == "hopper" else AmpereConfig
-    return Row(Shape(**row["shape"]), make(**row["config"]), float(row["speed"]))
+    return Row(Shape(**row["shape"]), FAMILIES[row["family"]](**row["config"]), float(row["speed"]))
 
 
 def write(folder: Path, kind: str, rows: Iterable[Row]) -> Path:
@@ -136,6 +135,6 @@ def _as_json(row: Row) -> dict[str, Any]:
         values = {f.name: getattr(value, f.name) for f in fields(value)}
         return {f.name: values[f.name] for f in fields(value) if values[f.name] != f.default}
 
-    family = "hopper" if isinstance(row.config, HopperConfig) else "ampere"
+    family = next(family for family, kind in FAMILIES.items() if isinstance(row.config, kind))
     found = {"family": family, "shape": changed(row.shape), "config": changed(row.config)}
     return found | {"speed": round(row.speed, 4)}

@@ -11,9 +11,8 @@ from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls, check
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import (
-    AmpereConfig,
+    FAMILIES,
     Config,
-    HopperConfig,
     Shape,
     operands_refusal,
     product_refusal,
@@ -48,7 +47,7 @@ def spmm(
       transpose: If True, return ``[..., N, M]``.
       dtype: The dtype of the result. Without it, that of ``packed``, or bfloat16 for 8-bit values.
       backend: ``"auto"``, ``"xla"``, ``"pallas"`` or ``"interpret"``, see `nmjax.kernels.targets.BACKENDS`.
-      config: The kernel's tiles, an `nmjax.kernels.HopperConfig` or `nmjax.kernels.AmpereConfig`. Without it they are
+      config: The kernel's tiles, such as an `nmjax.kernels.HopperConfig`, of the device's family. Without it they are
         the best that are known.
 
     Returns:
@@ -62,8 +61,9 @@ def spmm(
     b = jnp.asarray(b)
     if scale is not None and jnp.shape(scale) not in ((), b.shape[:-2]):
         raise ValueError(f"spmm: scale is a number, or has the batch's shape {b.shape[:-2]}, got {jnp.shape(scale)}.")
-    if config is not None and not isinstance(config, (HopperConfig, AmpereConfig)):
-        raise TypeError(f"spmm: config is an nm.kernels.HopperConfig or nm.kernels.AmpereConfig, got {config!r}.")
+    if config is not None and not isinstance(config, tuple(FAMILIES.values())):
+        names = ", ".join(f"nm.kernels.{kind.__name__}" for kind in FAMILIES.values())
+        raise TypeError(f"spmm: config is one of {names}, got {config!r}.")
     packed, b = jax.tree.map(_underived, (packed, b))
     if dtype is None:
         dtype = packed.dtype if packed.dtype.itemsize > 1 else jnp.bfloat16

@@ -31,6 +31,7 @@ BACKENDS = ("auto", "xla", "compact", "pallas", "interpret")
 
 _FAMILIES = {
     r"H100|H200|GH200|H800|H20\b": "hopper",
+    r"B100|B200|GB200|B300|GB300": "blackwell",
     r"A100|A800|A30\b|A40\b|A10\b|RTX 30|RTX A|L4\b|L40|RTX 40": "ampere",
 }
 
@@ -44,7 +45,7 @@ class Target(Value):
     """
 
     kind: str
-    family: str  # "hopper" or "ampere"
+    family: str  # "hopper", "ampere" or "blackwell"
     cores: int  # streaming multiprocessors
     interpret: bool = False
     devices: int = 1  # among which XLA may cut arrays
@@ -102,7 +103,7 @@ def target(backend: str) -> Target | Refusal:
         return Refusal(f"{kind} has no sparse tensor cores")
     family = _family(kind, capability)
     if family is None:
-        return Refusal(f"{kind}: there are kernels for Hopper and Ampere only")
+        return Refusal(f"{kind}: there are kernels for Hopper, Blackwell and Ampere only")
     if isinstance(devices, Refusal):
         if backend == "auto":
             return devices
@@ -136,7 +137,7 @@ def check_backend(backend: str) -> None:
 
 def _family(kind: str, capability: str | None) -> str | None:
     if capability:
-        return {"9": "hopper", "8": "ampere"}.get(capability.split(".")[0])
+        return {"8": "ampere", "9": "hopper", "10": "blackwell"}.get(capability.split(".")[0])
     return next((family for pattern, family in _FAMILIES.items() if re.search(pattern, kind)), None)
 
 

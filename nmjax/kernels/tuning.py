@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from nmjax.core import versions
-from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, Shape, config_refusal, stored
+from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Config, HopperConfig, Shape, config_refusal, stored
 from nmjax.kernels.measured import table
 from nmjax.kernels.targets import Target
 
@@ -40,6 +40,9 @@ def candidates(shape: Shape, target: Target) -> list[Config]:
     if target.family == "ampere":
         tiles = [AmpereConfig(tile_m=m, tile_n=n) for m, n in ((128, 128), (64, 128), (128, 64), (64, 64))]
         return [config for config in tiles if config_refusal(shape, config) is None]
+    if target.family == "blackwell":
+        cuts = [BlackwellConfig(tile_n=n, stages=s) for n, s in ((256, 2), (192, 2), (128, 3), (64, 4), (64, 3))]
+        return [config for config in cuts if config_refusal(shape, config) is None]
     return list(_hopper_candidates(shape, target))
 
 
@@ -118,8 +121,8 @@ def gain(shape: Shape, target: Target, packed_before: bool = False, saves_prunin
 
 
 def _estimate(shape: Shape, config: Config, target: Target) -> float:
-    """Estimate a product's speed as a multiple of a dense product's. On Ampere it is 1, because there is no model."""
-    if isinstance(config, AmpereConfig):
+    """Estimate a product's speed as a multiple of a dense product's. It is 1 where there is no model, as on Ampere."""
+    if not isinstance(config, HopperConfig):
         return 1.0
     return _dense_cycles(shape, target) / _cycles(shape, config, target)
 

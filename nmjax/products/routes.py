@@ -22,6 +22,7 @@ from nmjax.core.refusal import Refusal
 from nmjax.kernels import limits, tuning
 from nmjax.kernels.check import fault, kinds_of
 from nmjax.kernels.limits import Shape
+from nmjax.kernels.measured import table
 from nmjax.kernels.targets import Target, platform, target
 from nmjax.products import compaction
 from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS, RESULTS, Layout, layout_of
@@ -176,16 +177,12 @@ def explain(
 def _case(
     op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str, packed_before: frozenset[str]
 ) -> Case:
-    return Case(op, _shape(lhs), _shape(rhs), sparsity, backend, target(backend), platform(), packed_before)
-
-
-def _shape(v: Shaped) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(v.shape, v.dtype)
+    left, right = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs))
+    return Case(op, left, right, sparsity, backend, target(backend), platform(), packed_before)
 
 
 @lru_cache
 def _routes(case: Case) -> tuple[tuple[tuple[str, Route], ...], Layout | Refusal, Target | Refusal]:
-    """Return the routes, the layout and the device."""
     layout = layout_of(case.op, case.lhs, case.rhs)
     return tuple((product, _route(product, case, layout)) for product in CONTRACTED), layout, case.device
 
@@ -205,13 +202,10 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
     early = next((slot for o, slot in slots.items() if o != "g" and slot.pruner.reads_partner), None)
     if early is not None:
         return Route("emulated", f"{early} reads g too, and kernels prepare x and w in the forward pass")
-    if isinstance(case.device, Refusal):
-        return Route("emulated", case.device.reason)
-    if isinstance(layout, Refusal):
-        return Route("emulated", layout.reason)
-    types = _types_refusal(case, product)
-    if types is not None:
-        return Route("emulated", types.reason)
+    if (refusal := _refusal(case, layout) or _types_refusal(case, product)) is not None:
+        return Route("emulated", refusal.reason)
+    assert isinstance(case.device, Target)
+    assert isinstance(layout, Layout)
     before = product in case.packed_before
     refusals: list[Refusal] = []
     slow: list[Route] = []
@@ -313,6 +307,15 @@ def _formats(slots: Mapping[str, Slot]) -> tuple[tuple[str, str], ...]:
     return tuple(formats) if len(formats) == 2 else ()
 
 
+def _refusal(case: Case, layout: Layout | Refusal) -> Refusal | None:
+    """Return why no product of a layer runs in a kernel."""
+    if isinstance(case.device, Refusal):
+        return case.device
+    if case.backend == "auto" and case.device.family == "blackwell" and not table(case.device.kind):
+        return Refusal(f"no tiles have been measured on {case.device.kind}: run python -m experiments.bench tune")
+    return layout if isinstance(layout, Refusal) else None
+
+
 def _types_refusal(case: Case, product: str) -> Refusal | None:
     op, lhs, rhs = case.op, case.lhs, case.rhs
     if op.out_sharding is not None:
@@ -371,7 +374,7 @@ def _result_dtype(product: str, case: Case) -> str:
 
 def _fp8_refusal(product: str, layout: Layout, device: Target) -> Refusal | None:
     """Return why operands cannot be held in FP8; None if they can."""
-    if device.family != "hopper":
+    if device.family == "ampere":
         return Refusal(f"{device.kind} has no FP8 tensor cores")
     for operand in OPERANDS[product]:
         refusal = limits.copies_refusal(layout.sides(operand))

@@ -17,9 +17,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import nmjax as nm
 from experiments.bench.silicon import rows, whole
 from nmjax.core import versions
-from nmjax.kernels import ampere, compress, copies, hopper, tuning
+from nmjax.kernels import ampere, blackwell, compress, copies, hopper, tuning
 from nmjax.kernels.format import Packed
-from nmjax.kernels.limits import AmpereConfig, Copy, HopperConfig, Shape, config_refusal
+from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Copy, HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import Target
 from nmjax.pruners import identity, mse, mvue, mvue_approx, soft, transposable
 
@@ -64,7 +64,7 @@ def product(kernel, kind="bfloat16", layout=(False, False, False), out="bfloat16
 
 def product_of(of, config):
     """The same for any shape."""
-    kernel = hopper if isinstance(config, HopperConfig) else ampere
+    kernel = {HopperConfig: hopper, AmpereConfig: ampere, BlackwellConfig: blackwell}[type(config)]
     options = {"b_axis": -2 if of.n_major else -1, "transpose": of.transpose, "dtype": jnp.dtype(of.out)}
     options |= {"config": config} | ({"blocks": 132} if kernel is hopper else {})
     return lambda a, b, s: kernel.spmm(a, b, s, **options), *operands(of), shape(1, dtype=jnp.float32)
@@ -105,11 +105,15 @@ PRODUCERS = {
 
 def producer(name):
     make, options = PRODUCERS[name]
-    noise = {
-        compress.compress: [shape(1, 4 if "approx" in name else 2, dtype=jnp.uint32), shape(1, dtype=jnp.float32)],
-        compress.compress_both: [],
-    }
-    extra = noise.get(make, [shape(1, 4, dtype=jnp.uint32), shape(1, dtype=jnp.float32)])
+    origin = shape(3, dtype=jnp.int32)
+    if make is compress.compress_both:
+        extra = []
+    elif make is compress.compress:
+        options = options | {"whole": (1, SIZE, SIZE)}
+        extra = [shape(1, 4 if "approx" in name else 2, dtype=jnp.uint32), shape(1, dtype=jnp.float32), origin]
+    else:
+        options = options | {"whole": (1, SIZE, SIZE)}
+        extra = [shape(1, 4, dtype=jnp.uint32), shape(1, 1 + len(options["wanted"]), dtype=jnp.float32), origin]
     return (lambda *arrays: jax.tree.leaves(make(*arrays, **options))), shape(1, SIZE, SIZE), *extra
 
 
@@ -159,6 +163,11 @@ runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_description_str: "NVIDIA H200"
 """
 
+TARGETS = {  # by family: what the compiler is told, and the architecture that Mosaic assumes
+    "hopper": (TARGET, "(9, 0)"),
+    "blackwell": (TARGET.replace("major: 9", "major: 10").replace("9.0a", "10.0a").replace("H200", "B200"), "(10, 0)"),
+}
+
 COMPILE = """
     import json, os, sys, warnings
     warnings.simplefilter("ignore")
@@ -168,10 +177,12 @@ COMPILE = """
     from jax.experimental import topologies
     from tests.kernels import cuda_test
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = {cuda!r}  # which importing Mosaic has set
-    topology = topologies.get_topology_desc(platform="cuda", target_config=cuda_test.TARGET, topology="1x1x1")
+    config, architecture = cuda_test.TARGETS[{family!r}]
+    jax.experimental.mosaic.gpu.utils._infer_arch = lambda: eval(architecture)  # without a device it is Hopper's
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    for name, (f, *shapes) in cuda_test.programs().items():
+    for name, (f, *shapes) in getattr(cuda_test, {programs!r})().items():
         os.environ["MOSAIC_GPU_DUMP_TO"] = os.path.join({out!r}, name)
         os.makedirs(os.environ["MOSAIC_GPU_DUMP_TO"])
         put = lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=there)
@@ -296,16 +307,50 @@ def of_silicon() -> dict:
 def test_kernels_compile_to_sparse_instructions(tmp_path):
     """In a process of its own: the dumps are told by the environment. No registers spilt, no products put in a row."""
     told = {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTX", "PTXAS", "SASS")}
-    run = apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()))
+    run = apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()), family="hopper", programs="programs")
     for name in (name for name in programs() if name not in PRODUCERS):
-        text = {kind: "".join(p.read_text() for p in (tmp_path / name).glob(f"*{kind}*")) for kind in ("ptxas", "sass")}
-        spilt = sum(map(int, re.findall(r"(\d+) bytes spill", text["ptxas"])))
-        assert spilt == 0, f"{name} spills {spilt} bytes"
-        assert "Used" in text["ptxas"]
+        text = without_spills(tmp_path / name)
         assert "C75" not in run.stdout + run.stderr + text["ptxas"], f"{name}: its instructions are put in a row"
         if disassembler():
             kind = "QGMMA.SP" if "FP8" in name else "HGMMA.SP"
             assert text["sass"].count(kind) >= 2, f"{name} has no {kind}"
+
+
+def without_spills(folder: Path) -> dict[str, str]:
+    """What the assembler said of a program, and its machine code. No register is spilt."""
+    text = {kind: "".join(p.read_text() for p in folder.glob(f"*{kind}*")) for kind in ("ptxas", "sass")}
+    spilt = sum(map(int, re.findall(r"(\d+) bytes spill", text["ptxas"])))
+    assert spilt == 0, f"{folder.name} spills {spilt} bytes"
+    assert "Used" in text["ptxas"]
+    return text
+
+
+def programs_of_blackwell() -> dict:
+    """Return Blackwell's products: in all layouts, with all tiles, of all dtypes."""
+    cuts = {f"layout {i}": (Shape(SIZE, SIZE, SIZE, "bfloat16", *layout), {}) for i, layout in enumerate(LAYOUTS)}
+    cuts |= {
+        f"tile_n {n}": (Shape(SIZE, 768, SIZE), {"tile_n": n, "stages": s}) for n, s in ((64, 4), (128, 3), (192, 2))
+    }
+    cuts["f32 result"] = Shape(SIZE, SIZE, SIZE, out="float32"), {"tile_n": 128}
+    cuts |= {
+        f"{kind} in FP8": (Shape(SIZE, SIZE, SIZE, kind, transpose=True), {})
+        for kind in ("float8_e4m3fn", "float8_e5m2")
+    }
+    return {name: product_of(of, BlackwellConfig(**cut)) for name, (of, cut) in cuts.items()}
+
+
+@pytest.mark.processes
+@compiled
+def test_blackwell_compiles_to_sparse_instructions(tmp_path):
+    told = {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTX", "PTXAS", "SASS")}
+    options = {"family": "blackwell", "programs": "programs_of_blackwell"}
+    apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()), **options)
+    for name in programs_of_blackwell():
+        text = without_spills(tmp_path / name)
+        ptx = "".join(p.read_text() for p in (tmp_path / name).glob("*.ptx"))
+        assert f"tcgen05.mma.sp.cta_group::1.kind::{'f8f6f4' if 'FP8' in name else 'f16'}" in ptx
+        if disassembler():
+            assert text["sass"].count("UTCQMMA" if "FP8" in name else "UTCHMMA") >= 4, name
 
 
 @pytest.mark.processes

@@ -239,7 +239,7 @@ def test_errors():
     for other, kind in ((packed, "a packed array"), (b.astype(jnp.complex64), "one of complex64")):
         with pytest.raises(TypeError, match=f"the other operand is a dense array of floats, got {kind}"):
             nm.kernels.spmm(packed, other)
-    with pytest.raises(TypeError, match=r"config is an nm\.kernels\.HopperConfig .*, got 3"):
+    with pytest.raises(TypeError, match=r"config is one of nm\.kernels\.HopperConfig, .*, got 3"):
         nm.kernels.spmm(packed, b, config=3)
 
 

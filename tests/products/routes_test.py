@@ -395,7 +395,14 @@ def test_other_devices():
         )
         assert choices("s_ste(fp8=True)")["dlhs"].why == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"
     with on("NVIDIA B200"):
-        assert choices("ste(2,4)")["fwd"].why == "NVIDIA B200: there are kernels for Hopper and Ampere only"
+        none = "no tiles have been measured on NVIDIA B200: run python -m experiments.bench tune"
+        assert {route.why for route in choices("s_ste(fp8=True)").values()} == {none}
+        assert choices("ste(2,4)", backend="pallas")["fwd"].why == "w by blackwell's kernels"
+        refused = choices("ste(2,4)", (8192, 4032), (4032, 16384), backend="pallas")["fwd"]
+        assert refused.why == "M, N, K = 16384, 8192, 4032 do not divide into tiles of 128 x 64 x 128"
+    with on("NVIDIA GeForce RTX 5090"):
+        wanted = "NVIDIA GeForce RTX 5090: there are kernels for Hopper, Blackwell and Ampere only"
+        assert choices("ste(2,4)")["fwd"].why == wanted
     with on("AMD Instinct MI300X"):
         assert choices("ste(2,4)")["fwd"].why == "AMD Instinct MI300X has no sparse tensor cores"
     assert choices("ste(2,4)", backend="xla")["fwd"].why == "backend='xla'"
