@@ -20,6 +20,7 @@ TABLES = (
     "scale",
     "pretrained",
     "expected",
+    "counts",
     "kernels",
     "silicon",
     "tune",
@@ -99,6 +100,7 @@ def main(argv: list[str]) -> int:
         "scale": lambda: module.scale(args.config or module.PAGES, args.dir, args.rounds),
         "pretrained": lambda: module.pretrained(args.rounds),
         "expected": lambda: module.expected(),
+        "counts": lambda: module.counts(args.rounds),
         "tune": lambda: module.tune(shapes or module.default(), args.ship is not None, args.minutes),
     }[args.what]()
     if tables is None:

@@ -93,7 +93,7 @@ def spmm(
     def blackwell_spmm(*refs: Ref) -> None:  # the name that profilers show
         a_all, words_all, b_all, *rest = refs[: len(inputs)]
         scaled, refs = rest[0] if rest else None, refs[len(inputs) :]
-        Tile(shape, config, a.order, interpret, (a_all, words_all, b_all), scaled, *refs[:9], refs[9:]).compute()
+        Tile(shape, config, a.order, interpret, (a_all, words_all, b_all), scaled, *refs[:9], meta=refs[9:]).compute()
 
     meta = plgpu.TMEM((ROWS, step // 2), jnp.uint2, layout=plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT)
     call = plgpu.kernel(

@@ -279,13 +279,15 @@ def _unflat(form: Any, batch: tuple[int, ...]) -> Any:
 def _mapped(call: Callable[..., Any]) -> Callable[..., Any]:
     """Make a kernel over arrays with a batch in front ready for `jax.vmap` and `jax.shard_map`.
 
-    vmap enlarges the batch. Under shard_map, if one input varies over an axis, all are marked as varying.
+    vmap enlarges the batch. Under shard_map, if one input varies over an axis, all are marked as varying. The kernel is
+    a jitted function, so that it is traced and lowered once for all layers of a shape.
     """
+    once = jax.jit(call)
 
     @custom_vmap
     def mapped(*arrays: jax.Array) -> Any:
         axes = varying(*arrays)
-        out = call(*(as_varying(v, axes) for v in arrays))
+        out = once(*(as_varying(v, axes) for v in arrays))
         return jax.tree.map(lambda v: as_varying(v, axes), out)
 
     @mapped.def_vmap

@@ -100,8 +100,8 @@ def training(model: str, method: str, device: Target) -> str:
     backend = "interpret" if device.interpret else "auto"
     for name, text in {"dense": "dense", "sparse": expected.METHODS[method]}.items():
         network, like = made()
-        loss, batch = _loss_of(network, like)
-        calls[name], facts[name] = savings.step(text, network, loss, batch, expected.LAYERS, backend)
+        loss, batch_of = loss_of(like)
+        calls[name], facts[name] = savings.step(text, network, loss, batch_of(), expected.LAYERS, backend)
     if device.interpret:
         jax.block_until_ready(calls["sparse"]())
         return f"{NO_SPEED}; {facts['sparse']['packed']:.0f} products packed"
@@ -114,19 +114,18 @@ def training(model: str, method: str, device: Target) -> str:
     )
 
 
-def _loss_of(model: Any, example: Any) -> tuple[Callable[[Any, Any], jax.Array], Any]:
-    """Return a loss of (model, batch), and a batch of random values."""
+def loss_of(example: Any) -> tuple[Callable[[Any, Any], jax.Array], Callable[[], jax.Array]]:
+    """Return a loss of (model, batch), and a function that draws a batch. ``example`` has the shape of a batch."""
     draw, shape = np.random.default_rng(0), example.shape
     if jnp.issubdtype(example.dtype, jnp.integer):
-        texts = jnp.asarray(draw.integers(0, 64, shape), example.dtype)
 
         def of_text(model: Any, texts: jax.Array) -> jax.Array:
             logits = model(texts)[:, :-1].astype(jnp.float32)
             return optax.softmax_cross_entropy_with_integer_labels(logits, texts[:, 1:]).mean()
 
-        return of_text, texts
-    inputs = jnp.asarray(draw.standard_normal(shape), example.dtype)
-    return lambda model, x: jnp.square(model(x).astype(jnp.float32)).mean(), inputs
+        return of_text, lambda: jnp.asarray(draw.integers(0, 64, shape), example.dtype)
+    loss = lambda model, x: jnp.square(model(x).astype(jnp.float32)).mean()
+    return loss, lambda: jnp.asarray(draw.standard_normal(shape), example.dtype)
 
 
 def peer(n: int, kind: str, device: Target) -> str:

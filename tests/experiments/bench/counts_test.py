@@ -1,0 +1,55 @@
+"""Counts of kernels and bytes, against numbers known from the shapes."""
+
+import jax
+import jax.numpy as jnp
+
+import nmjax as nm
+from experiments.bench import counts, expected
+from experiments.bench.counts import Counted, counted
+
+BLOCK = expected.MODELS["feed-forward block, 4096 wide, 16,384 tokens"]
+
+
+def test_a_feed_forward_block_is_counted_from_its_shapes():
+    """S-STE packs w for y, and g for dw, in both layers: 3.125 bytes a value."""
+    tokens, width, hidden = 16384, 4096, 16384
+    with nm.kernels.on("NVIDIA H200"):
+        step, arguments = counts._step(*BLOCK, "s_ste(2,4)", "auto")
+        found = counted(jax.make_jaxpr(step)(*arguments).jaxpr)
+    values = 2 * width * hidden + tokens * (hidden + width)
+    assert (found.packing, found.packed, found.dense) == (4, 4, 2)
+    assert abs(found.values / values - 1) < 1e-5  # keys and scales are read, too
+    assert abs(found.packing_bytes / (3.125 * values) - 1) < 1e-5
+    dense = 3 * 2 * (2 * width * hidden + 2 * tokens * (hidden + width))  # of all six products in bfloat16
+    packed = values * (2 - 1.125)
+    assert abs(found.product_bytes / (dense - packed) - 1) < 0.01
+
+
+def test_a_loop_counts_once_for_each_trip():
+    def f(x):
+        return jax.lax.scan(lambda c, _: (c @ c, None), x, length=5)[0]
+
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert counted(jax.make_jaxpr(f)(x).jaxpr) == Counted(dense=5, product_bytes=5 * 3 * 256)
+
+
+def test_a_kernel_is_lowered_once_for_all_layers_of_a_shape():
+    """Six layers, and no more kernels in the program than two layers have."""
+
+    def lowered(layers):
+        s = nm.parse("s_ste(2,4)")
+
+        def loss(ws, x):
+            for i, w in enumerate(ws):
+                ctx = nm.Ctx(nm.random.words(i), 3, {"fwd_rhs": jnp.float32(1.5)})
+                x = nm.einsum("ti,io->to", x, w, sparsity=s, ctx=ctx)
+            return x.astype(jnp.float32).sum()
+
+        shape = lambda *sides: jax.ShapeDtypeStruct(sides, jnp.bfloat16)
+        with nm.kernels.on("NVIDIA H200"):
+            traced = jax.jit(jax.grad(loss)).trace([shape(4096, 4096)] * layers, shape(16384, 4096))
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    two, six = lowered(2), lowered(6)
+    for kernel in ("mosaic_gpu_v2", "xla.gpu.triton"):
+        assert two.count(kernel) == six.count(kernel) >= 2, kernel
