@@ -4,6 +4,7 @@ Functions import Pallas's GPU backends themselves, because ``import nmjax`` does
 to import, and some builds of jaxlib lack them.
 """
 
+import importlib.util
 from typing import Any
 
 import jax
@@ -44,6 +45,26 @@ def load(ref: Any, layout: Any) -> jax.Array:
     if jax.__version_info__ < (0, 12):
         return plgpu.load(ref, (), layout=layout, optimized=False)
     return plgpu.load(ref, layout=layout, optimized=False)  # pyrefly: ignore[missing-argument]
+
+
+def store(ref: Any, value: Any) -> None:
+    """Store registers of any layout. From 0.12 on, Mosaic refuses other ways of writing parts of cache lines."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if jax.__version_info__ < (0, 12):
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)  # pyrefly: ignore[missing-attribute]
+
+
+def has_triton() -> bool:
+    """Return True if Pallas has its Triton backend, which is deprecated from 0.11 on and will be removed."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+def packs_in_interpreter() -> bool:
+    """Return True if the interpreter of GPU kernels loads and stores parts of arrays, as it does from 0.11 on."""
+    return jax.__version_info__ >= (0, 11)
 
 
 def triton_params(**options: Any) -> Any:

@@ -18,13 +18,15 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, UInt32
 
-from nmjax.core import random
+from nmjax.core import random, versions
+from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import shards, tuning
-from nmjax.kernels.format import Packed, unpack
+from nmjax.kernels.format import Packed, pack, unpack
 from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, AmpereConfig, Config, Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target, as_varying, varying
-from nmjax.pruners import identity
+from nmjax.pruners import float8, identity
+from nmjax.pruners.unbiased import group_uniforms
 
 
 class _Kernels(NamedTuple):
@@ -35,6 +37,7 @@ class _Kernels(NamedTuple):
     compress: ModuleType
     copies: ModuleType
     hopper: ModuleType
+    packing: ModuleType
 
 
 def _kernels() -> _Kernels:
@@ -42,9 +45,9 @@ def _kernels() -> _Kernels:
 
     Some builds of jaxlib lack Pallas's GPU backends, and a plan or a run on a CPU needs none of them.
     """
-    from nmjax.kernels import ampere, blackwell, compress, copies, hopper
+    from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing
 
-    return _Kernels(ampere, blackwell, compress, copies, hopper)
+    return _Kernels(ampere, blackwell, compress, copies, hopper, packing)
 
 
 # ---- products ----
@@ -172,7 +175,9 @@ def compress(
 
 @lru_cache
 def _compression(axis: int, pruner: Pruner, target: Target) -> Callable[..., Packed]:
-    compress = partial(_kernels().compress.compress, axis=axis, pruner=pruner, interpret=target.interpret)
+    by_triton = target.interpret or versions.has_triton()
+    kernels = _kernels().compress if by_triton else _kernels().packing
+    compress = partial(kernels.compress, axis=axis, pruner=pruner, interpret=target.interpret)
     outputs = ("bij", "bijw" if axis == -1 else "bjiw")
 
     def call(x: jax.Array, words: jax.Array, scale: jax.Array) -> Packed:
@@ -191,6 +196,9 @@ def compress_both(
       pruner: A pruner of tiles, as `transposable`. With `identity` the array is 2:4 along both axes already.
       target: The device.
     """
+    if not (target.interpret or versions.has_triton()):
+        pruned = pruner(x)
+        return compress(pruned, -1, target=target), compress(pruned, -2, target=target)
     across, down = _compression_both(pruner, target)(_flat(x))
     return _unflat(across, x.shape[:-2]), _unflat(down, x.shape[:-2])
 
@@ -220,9 +228,26 @@ def copies(
     """
     prune, rounding = keys or (None, None)
     pruner = next((copy.pruner for copy in wanted if copy.pruner.stochastic), identity)
+    if not (target.interpret or versions.has_triton()):
+        return [copy_by_xla(x, copy, prune, rounding, state) for copy in wanted]
     words = jnp.concatenate([_words(prune, pruner), _words(rounding)])
     forms = _copying(tuple(wanted), target)(_flat(x), words[None], _scale(state))
     return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
+
+
+def copy_by_xla(
+    x: Float[Array, "*batch r c"], copy: Copy, key: Any = None, rounding: Any = None, state: Any = None
+) -> tuple[jax.Array | Packed, jax.Array]:  # fmt: skip
+    """Make one FP8 form by XLA: the definition of what `copies` makes. The arguments are those of `copies`."""
+    ctx = Ctx(None if key is None else random.words(key), 0, state)
+    pruned = copy.pruner(x, copy.axis, ctx)
+    scale = float8.scale(float8.largest(x) * copy.pruner.growth(1.0 if state is None else state), copy.format)
+    draws = None
+    if copy.rounding == "random":
+        draws = jnp.repeat(group_uniforms(x, copy.axis, 4, Ctx(random.words(rounding))), 4, copy.axis)
+    small = float8.cast(pruned.astype(jnp.float32) * scale, copy.format, draws)
+    small = jnp.swapaxes(small, -1, -2) if copy.turned else small
+    return (pack(small, -1, order="words8") if copy.packed else small), 1 / scale
 
 
 @lru_cache

@@ -165,7 +165,7 @@ def cases(target: Target) -> dict[str, Callable[[], bool]]:
     packing = partial(_packs, target=target)
     found = {LAST: partial(packing, mse(2, 4), -1), BEFORE: partial(packing, mse(2, 4), -2)}
     found |= {NOISE: partial(packing, mvue(2, 4), -2), BOTH: partial(_packs_both, target)}
-    m, n, k = 128 * (target.cores + 2), 512, 320  # more tiles than cores, of five steps: a ring of four starts over
+    m, n, k = 128 * (target.cores + 2), 512, 640  # more tiles than cores, and more steps along K than a ring has slots
     for m_major, n_major, transpose in product((False, True), repeat=3):
         shape = Shape(m, n, k, "bfloat16", m_major, n_major, transpose)
         found[_layout(shape)] = partial(_multiplies, shape, target)

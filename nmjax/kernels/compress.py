@@ -98,7 +98,7 @@ def _across(
     """Prune and pack groups along columns."""
     x = members_of(seen, slice(None), dtype)
     kept = _pruned(pruner, x, words, scale, origin, whole, (1, 4), share)
-    first, second, nibble = two_of_four(kept, crowded=_nan(pruner, dtype))
+    first, second, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
     values[...] = together(first, second)
     places[...] = _block_of_words(nibble)
 
@@ -110,7 +110,7 @@ def _down(
     """Prune and pack groups along rows."""
     x = [seen[pl.ds(j, BLOCK // 4, stride=4), :] for j in range(4)]
     kept = _pruned(pruner, x, words, scale, origin, whole, (4, 1), share)
-    kept = two_of_four(kept, crowded=_nan(pruner, dtype))
+    kept = two_of_four(kept, crowded=crowded(pruner, dtype))
     for j in range(2):
         values[pl.ds(j, BLOCK // 4, stride=2), :] = kept[j]
     places[...] = _block_of_words_down(kept[2])
@@ -124,11 +124,11 @@ def _both(
     tile = [members_of(seen, some(i), dtype) for i in range(4)]
     tile = tile if pruner == identity else pruner.prune_tile(tile)
     for i in range(4):
-        first, second, nibble = two_of_four(tile[i], crowded=_nan(pruner, dtype))
+        first, second, nibble = two_of_four(tile[i], crowded=crowded(pruner, dtype))
         values[some(i), :] = together(first, second)
         places[pl.ds(i, 8, stride=4), :] = _block_of_words(nibble)
     for j in range(4):
-        kept = two_of_four([tile[i][j] for i in range(4)], crowded=_nan(pruner, dtype))
+        kept = two_of_four([tile[i][j] for i in range(4)], crowded=crowded(pruner, dtype))
         for slot in range(2):
             values_down[pl.ds(slot, BLOCK // 4, stride=2), some(j)] = kept[slot]
         places_down[pl.ds(j, 8, stride=4), :] = _block_of_words_down(kept[2])
@@ -205,7 +205,7 @@ def where(origin: Ref, axis: int, block: int = 1, group: int = 1) -> jax.Array:
     return origin[axis] // group + pl.program_id(axis) * block
 
 
-def _nan(pruner: Pruner, dtype: jnp.dtype) -> jax.Array | None:
+def crowded(pruner: Pruner, dtype: jnp.dtype) -> jax.Array | None:
     """Return NaN for groups that must be 2:4 already, and None if a pruner makes them so."""
     return jnp.array(jnp.nan, dtype) if pruner == identity else None
 

@@ -143,4 +143,5 @@ def _shrunk_members(x: list[jax.Array], n: int) -> list[jax.Array]:
 def _beyond(w: Float[Array, "..."], threshold: Float[Array, "..."], kept: Bool[Array, "..."]) -> Float[Array, "..."]:
     """Return kept values minus the threshold. NaN stays NaN, and infinity minus an infinite threshold is NaN."""
     within = (jnp.abs(w) <= threshold) & (threshold < jnp.inf)
-    return jnp.where(kept & ~within, jnp.sign(w) * (jnp.abs(w) - threshold), 0.0)
+    beyond = jnp.abs(w) - threshold
+    return jnp.where(within, 0.0, jnp.where(kept, jnp.where(w < 0, -beyond, beyond), 0.0))  # Mosaic negates no bools

@@ -131,7 +131,7 @@ def _chosen(
     p = [s + v * o for s, v, o in zip(t, a, _sums_of_others(odds), strict=True)]
     i = _draw(a, first)
     j = _draw([jnp.where(drawn, 0.0, v) for drawn, v in zip(i, a, strict=True)], second)
-    return [(few & (v > 0)) | ((b | c) & ~few) for v, b, c in zip(a, i, j, strict=True)], p
+    return [jnp.where(few, v > 0, b | c) for v, b, c in zip(a, i, j, strict=True)], p
 
 
 def _sums_of_others(a: list[jax.Array]) -> list[jax.Array]:
@@ -146,11 +146,11 @@ def _sums_of_others(a: list[jax.Array]) -> list[jax.Array]:
 def _draw(a: list[jax.Array], u: jax.Array) -> list[jax.Array]:
     """Choose one member of each group with probability in proportion to ``a``, and never one of weight 0."""
     total = fusion.total(a)
-    upto, done = jnp.zeros_like(total), jnp.zeros_like(total, bool)
+    upto, free = jnp.zeros_like(total), jnp.ones_like(total, bool)  # Mosaic negates no bools
     hits: list[jax.Array] = []
     for v in a:
         upto = upto + v
-        hit = ~done & (v > 0) & ((u * total < upto) | (upto >= total))
-        hits.append(hit)
-        done = done | hit
+        reached = (v > 0) & ((u * total < upto) | (upto >= total))
+        hits.append(free & reached)
+        free = jnp.where(reached, False, free)
     return hits

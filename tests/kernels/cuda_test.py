@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import nmjax as nm
 from experiments.bench.silicon import rows, whole
 from nmjax.core import versions
-from nmjax.kernels import ampere, blackwell, compress, copies, hopper, tuning
+from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Copy, HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import Target
@@ -94,8 +94,9 @@ def test_too_much_shared_memory_is_refused_before_it_is_compiled():
         lowered(*product(hopper, stages=6))
 
 
+PACKED = {f"{p} along {axis}": {"axis": axis, "pruner": p} for p in (mse(2, 4), mvue(2, 4), mvue_approx(2, 4), soft(2, 4), identity) for axis in (-1, -2)}  # fmt: skip
 PRODUCERS = {
-    **{f"{p} along {axis}": (compress.compress, {"axis": axis, "pruner": p}) for p in (mse(2, 4), mvue(2, 4), mvue_approx(2, 4), soft(2, 4), identity) for axis in (-1, -2)},
+    **{name: (compress.compress, options) for name, options in PACKED.items()},
     "both, transposable": (compress.compress_both, {"pruner": transposable(2, 4)}),
     "x of S-STE in FP8": (copies.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
     "g of S-STE in FP8": (copies.copies, {"wanted": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"))}),
@@ -103,12 +104,15 @@ PRODUCERS = {
 }  # fmt: skip
 
 
+BY_MOSAIC = {f"{name} by Mosaic": (packing.compress, options) for name, options in PACKED.items()}
+
+
 def producer(name):
-    make, options = PRODUCERS[name]
+    make, options = (PRODUCERS | BY_MOSAIC)[name]
     origin = shape(3, dtype=jnp.int32)
     if make is compress.compress_both:
         extra = []
-    elif make is compress.compress:
+    elif make in (compress.compress, packing.compress):
         options = options | {"whole": (1, SIZE, SIZE)}
         extra = [shape(1, 4 if "approx" in name else 2, dtype=jnp.uint32), shape(1, dtype=jnp.float32), origin]
     else:
@@ -120,6 +124,12 @@ def producer(name):
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_producers_lower(name):
     assert lowered(*producer(name)).count("triton") == 1  # one kernel, of one reading
+
+
+@pytest.mark.parametrize("name", BY_MOSAIC)
+def test_producers_lower_without_triton(name):
+    text = lowered(*producer(name))
+    assert ("triton" in text, "mosaic_gpu" in text) == (False, True)
 
 
 @pytest.mark.parametrize("text", ["s_ste()", "s_ste(fp8=True)", "fst()", "bdwp()", "sdgp(over='group')"])
@@ -290,7 +300,7 @@ def programs() -> dict:
         "backward in FP8": product(hopper, "float8_e5m2", (False, False, True), cluster="m"),
         "promoted in FP8": product(hopper, "float8_e5m2", promote=True, tile_n=128),
     }
-    return cuts | of_silicon() | {name: producer(name) for name in PRODUCERS}
+    return cuts | of_silicon() | {name: producer(name) for name in PRODUCERS | BY_MOSAIC}
 
 
 def of_silicon() -> dict:
@@ -310,6 +320,8 @@ def test_kernels_compile_to_sparse_instructions(tmp_path):
     run = apart(COMPILE, told, out=str(tmp_path), cuda=str(disassembler()), family="hopper", programs="programs")
     for name in (name for name in programs() if name not in PRODUCERS):
         text = without_spills(tmp_path / name)
+        if name in BY_MOSAIC:
+            continue
         assert "C75" not in run.stdout + run.stderr + text["ptxas"], f"{name}: its instructions are put in a row"
         if disassembler():
             kind = "QGMMA.SP" if "FP8" in name else "HGMMA.SP"

@@ -11,12 +11,10 @@ import numpy as np
 import nmjax as nm
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.measure import compiled, in_short
-from nmjax.core import random
 from nmjax.kernels import calls
 from nmjax.kernels.limits import Copy
 from nmjax.kernels.targets import Target, target
 from nmjax.pruners import float8
-from nmjax.pruners.unbiased import group_uniforms
 
 KEY, ROUNDING, BETA = 3, 4, 1.25  # the keys of draws and of roundings to FP8, and the scale of the soft threshold
 
@@ -89,7 +87,8 @@ def _packings(x: jax.Array, device: Target) -> list[tuple[str, Callable, Callabl
 
     def forms(name, wanted):
         by_kernel = lambda x, device: calls.copies(x, wanted, keys=(KEY, ROUNDING), state=BETA, target=device)
-        return f"{name}: {', '.join(map(_copy, wanted))}", by_kernel, lambda x: [_form(x, copy) for copy in wanted], x
+        by_xla = lambda x: [calls.copy_by_xla(x, copy, KEY, ROUNDING, BETA) for copy in wanted]
+        return f"{name}: {', '.join(map(_copy, wanted))}", by_kernel, by_xla, x
 
     ready = [(axis, nm.mse(2, 4)(x, axis)) for axis in (-1, -2)]
     both, by = nm.transposable(2, 4), lambda x: tuple(nm.pack(x, axis) for axis in (-1, -2))
@@ -113,18 +112,6 @@ def _copy(copy: Copy) -> str:
     words = [copy.format, "transposed" if copy.turned else "", f"{copy.pruner}" if copy.pruner != nm.identity else ""]
     words += ["packed" if copy.packed else "", "rounded at random" if copy.rounding == "random" else ""]
     return " ".join(filter(None, words))
-
-
-def _form(x, copy: Copy):
-    """Return one FP8 form of a tensor by XLA, and the inverse of its scale."""
-    pruned = copy.pruner(x, copy.axis, nm.Ctx(random.words(KEY), 0, BETA))
-    scale = float8.scale(float8.largest(x) * copy.pruner.growth(BETA), copy.format)
-    draws = None
-    if copy.rounding == "random":
-        draws = jnp.repeat(group_uniforms(x, copy.axis, 4, nm.Ctx(random.words(ROUNDING))), 4, copy.axis)
-    small = float8.cast(pruned.astype(jnp.float32) * scale, copy.format, draws)
-    small = small.T if copy.turned else small
-    return (nm.pack(small, -1, order="words8") if copy.packed else small), 1 / scale
 
 
 def _called(program, argument):

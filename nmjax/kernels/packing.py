@@ -1,0 +1,189 @@
+"""Prune and pack in one pass by Mosaic: what `nmjax.kernels.compress` does by Triton, which JAX will remove.
+
+A warpgroup takes 64 x 64 values. In ``words16`` a word belongs to thread (w, g, q): it has the nibbles of rows
+(w, 0, g) and (w, 1, g), and of groups 4 q to 4 q + 3. So the registers of a thread hold just these groups, and no
+thread needs what another one has. Mosaic loads and stores by the layouts below: along the last axis 32 bytes of a row
+at once. The noise and the arithmetic are those of Triton's kernels.
+
+Two steps move values between the registers of a thread, for which Mosaic has no operation: `_halves` and `_words`.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array as fa, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+from jaxtyping import Array, Float, Int, UInt
+
+from nmjax.core import versions
+from nmjax.core.pruner import Pruner
+from nmjax.kernels.compress import BLOCK, crowded, pairs, together, uniforms, unpaired
+from nmjax.kernels.format import Packed, two_of_four
+from nmjax.kernels.targets import result
+from nmjax.pruners import identity
+
+Ref = Any  # a reference to a block of an array, inside a kernel
+
+_GROUPS = BLOCK // 4
+_tiled = partial(plgpu.Layout.TILED, vector_dim=-1)
+# Of rows x words, and of rows x groups: w, a half, g, q, and what a thread has of a row.
+_ROW_WORDS = _tiled(fa.Tiling(((64, 32), (16, 32), (8, 32), (8,))), warp_dims=(-7,), lane_dims=(-3, -2))
+_ACROSS = _tiled(fa.Tiling(((64, 16), (16, 16), (8, 16), (4,))), warp_dims=(-7,), lane_dims=(-3, -2))
+# Of groups x columns: w and the half are of columns, q and a thread's four groups of rows.
+_DOWN = _tiled(fa.Tiling(((16, 64), (16, 16), (16, 8), (4, 8), (1,))), warp_dims=(-8,), lane_dims=(-2, -5))
+# Of lines (w, g) x q: one word of a thread.
+_LINES = _tiled(fa.Tiling(((32, 4), (8, 4), (1,))), warp_dims=(-5,), lane_dims=(-3, -2))
+
+
+def compress(
+    x: Float[Array, "batch r c"], words: UInt[Array, "s n"], scale: Float[Array, " s"], origin: Int[Array, "3"], *,
+    axis: int, whole: tuple[int, int, int], pruner: Pruner = identity, interpret: bool = False,
+) -> Packed:  # fmt: skip
+    """Prune arrays along one of their axes, and pack them. The arguments are those of `compress` in the other file."""
+    batch, rows, columns = x.shape
+    i, j = rows // BLOCK, columns // BLOCK
+    like = lambda shape, dtype: result(shape, dtype, x, words, scale)
+    if axis == -1:
+        seen = pairs(x, 2)[..., 0]
+        kept, places = like((batch, rows, columns // 4), jnp.uint32), like((batch, i, j, 32, 4), jnp.uint32)
+    else:
+        seen = x.reshape(batch, rows // 4, 4, columns)
+        kept, places = like((batch, rows // 4, 2, columns), x.dtype), like((batch, j, i, 32, 4), jnp.uint32)
+    body = partial(_across if axis == -1 else _down, pruner=pruner, whole=whole, dtype=x.dtype, emulated=interpret)
+    call = plgpu.kernel(
+        body,
+        out_type=(kept, places),
+        grid=(batch, i, j),
+        grid_names=("b", "i", "j"),
+        num_threads=1,
+        thread_name="wg",
+        **({"interpret": versions.interpreter_params(zeros=False)} if interpret else {}),
+    )
+    values, lines = call(words, scale, origin, seen)
+    values = unpaired(values, x.dtype) if axis == -1 else values.reshape(batch, rows // 2, columns)
+    return Packed(values, lines.reshape(*lines.shape[:3], 128), axis, 2, 4, "words16")
+
+
+def _across(
+    words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
+    whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
+) -> None:  # fmt: skip
+    """Prune and pack groups along columns."""
+    b, i, j = _at()
+    block = seen.at[b, pl.ds(i * BLOCK, BLOCK), pl.ds(j * (BLOCK // 2), BLOCK // 2)]
+    pairs = _halves(_loaded(block, _ROW_WORDS, emulated), emulated)
+    bits = lambda v: lax.bitcast_convert_type(v.astype(jnp.uint16), dtype)
+    x = [bits(v) for pair in pairs for v in (pair & np.uint32(0xFFFF), pair >> np.uint32(16))]
+    kept = _pruned(pruner, x, words, scale, origin, whole, (1, 4), _ACROSS, emulated)
+    first, second, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
+    _store(values.at[b, pl.ds(i * BLOCK, BLOCK), pl.ds(j * _GROUPS, _GROUPS)], together(first, second), emulated)
+    _store(places.at[b, i, j], _words(nibble, _ACROSS, emulated), emulated)
+
+
+def _down(
+    words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
+    whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
+) -> None:  # fmt: skip
+    """Prune and pack groups along rows."""
+    b, i, j = _at()
+    rows, columns = pl.ds(i * _GROUPS, _GROUPS), pl.ds(j * BLOCK, BLOCK)
+    x = [_loaded(seen.at[b, rows, member, columns], _DOWN, emulated) for member in range(4)]
+    kept = _pruned(pruner, x, words, scale, origin, whole, (4, 1), _DOWN, emulated)
+    *kept, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
+    for slot in range(2):
+        _store(values.at[b, rows, slot, columns], kept[slot], emulated)
+    _store(places.at[b, j, i], _words(nibble, _DOWN, emulated), emulated)
+
+
+def _at() -> tuple[Any, ...]:
+    return tuple(lax.axis_index(name) for name in ("b", "i", "j"))
+
+
+def _store(ref: Ref, value: jax.Array, emulated: bool) -> None:
+    if emulated:
+        ref[...] = value
+    else:
+        versions.store(ref, value)
+
+
+def _loaded(ref: Ref, layout: Any, emulated: bool) -> jax.Array:
+    return ref[...] if emulated else versions.load(ref, layout)
+
+
+def _pruned(
+    pruner: Pruner, x: list[jax.Array], words: Ref, scale: Ref, origin: Ref, whole: tuple[int, ...],
+    group: tuple[int, int], layout: Any, emulated: bool,
+) -> list[jax.Array]:  # fmt: skip
+    """Prune the members of groups. ``group`` has the rows and columns of a group."""
+    if pruner == identity:
+        return x
+    share, u = whole[0] // words.shape[0], None
+    b, i, j = _at()
+    index = origin[0] + b
+    if pruner.stochastic:
+        shape = x[0].shape
+        iota = lambda d: lax.broadcasted_iota(jnp.int32, shape, d) if emulated else _iota(shape, d, layout)
+        row, column = (origin[d] // group[d - 1] + at * shape[d - 1] + iota(d - 1) for d, at in ((1, i), (2, j)))
+        groups = whole[1] // group[0], whole[2] // group[1]
+        u = uniforms(words, words.shape[1], index, share, groups, row, column)
+    return pruner.prune_members(x, u, scale[index // share])
+
+
+def _iota(shape: tuple[int, ...], dimension: int, layout: Any) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+
+
+# ---- between the registers of a thread ----
+
+
+def _halves(words: UInt[Array, "64 32"], emulated: bool) -> list[UInt[Array, "64 16"]]:
+    """Return the first and the second words of groups."""
+    if emulated:
+        return [words[:, 0::2], words[:, 1::2]]
+    half = plgpu.ShapeDtypeStruct((BLOCK, _GROUPS), jnp.uint32, layout=_ACROSS)
+
+    def split(_: Any, words: fa.FragmentedArray) -> tuple[fa.FragmentedArray, ...]:
+        every = lambda first: [
+            vector.shuffle(v, v, [first, first + 2, first + 4, first + 6]) for v in words.registers.flat
+        ]
+        return tuple(_of_registers(every(first), _ACROSS, (BLOCK, _GROUPS)) for first in (0, 1))
+
+    return list(plgpu.inline_mgpu(arg_types=(_ROW_WORDS,), return_type=(half, half))(split)(words))
+
+
+def _words(nibble: UInt[Array, "r c"], layout: Any, emulated: bool) -> UInt[Array, "32 4"]:
+    """Put the eight nibbles of a thread into its word: those of four groups, for two rows of the packed matrix."""
+    if emulated:
+        rows = nibble if layout is _ACROSS else nibble.T
+        parts = rows.reshape(4, 2, 8, 4, 4)  # w, half, g, q, group
+        half, group = (lax.broadcasted_iota(jnp.uint32, parts.shape, d) for d in (1, 4))
+        shifted = parts << (16 * half + 4 * group)
+        return jnp.sum(shifted, (1, 4), dtype=jnp.uint32).reshape(32, 4)
+
+    def gather(_: Any, nibble: fa.FragmentedArray) -> fa.FragmentedArray:
+        i32, word = ir.IntegerType.get_signless(32), None
+        registers = list(nibble.registers.flat)  # those of the first half, then those of the second
+        each = [vector.extract(v, [], [t]) for v in registers for t in range(ir.VectorType(v.type).shape[0])]
+        for at, v in enumerate(each):
+            half, group = divmod(at, 4)
+            v = arith.shli(v, utils.c(16 * half + 4 * group, i32))
+            word = v if word is None else arith.ori(word, v)
+        return _of_registers([vector.broadcast(ir.VectorType.get((1,), i32), word)], _LINES, (32, 4))
+
+    line = plgpu.ShapeDtypeStruct((32, 4), jnp.uint32, layout=_LINES)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=line)(gather)(nibble)
+
+
+def _of_registers(registers: list[Any], layout: Any, shape: tuple[int, int]) -> fa.FragmentedArray:
+    """Return an array of the registers of a thread."""
+    layout = layout.to_mgpu()
+    held = np.empty(layout.registers_shape(shape), dtype=object)
+    held.flat = registers
+    return fa.FragmentedArray(_registers=held, _layout=layout, _is_signed=False)
