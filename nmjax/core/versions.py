@@ -39,10 +39,10 @@ def interpreter_params(zeros: bool) -> Any:
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """Load a whole reference into registers of a layout. Before 0.12 the index is a required argument."""
+    """Load a whole reference into registers of a layout. Before 0.11 the index is a required argument."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    if jax.__version_info__ < (0, 12):
+    if jax.__version_info__ < (0, 11):
         return plgpu.load(ref, (), layout=layout, optimized=False)
     return plgpu.load(ref, layout=layout, optimized=False)  # pyrefly: ignore[missing-argument]
 

@@ -93,7 +93,10 @@ def spmm(
     def blackwell_spmm(*refs: Ref) -> None:  # the name that profilers show
         a_all, words_all, b_all, *rest = refs[: len(inputs)]
         scaled, refs = rest[0] if rest else None, refs[len(inputs) :]
-        Tile(shape, config, a.order, interpret, (a_all, words_all, b_all), scaled, *refs[:9], meta=refs[9:]).compute()
+        at = tuple(lax.axis_index(name) for name in ("b", "i", "j"))
+        Tile(
+            shape, config, a.order, interpret, (a_all, words_all, b_all), scaled, *refs[:9], at=at, meta=refs[9:]
+        ).compute()
 
     meta = plgpu.TMEM((ROWS, step // 2), jnp.uint2, layout=plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT)
     call = plgpu.kernel(
@@ -106,7 +109,7 @@ def spmm(
         scratch_types=[
             plgpu.SMEM((stages, *a_block), kind, transforms=_swizzled(a_block, kind)),
             plgpu.SMEM((stages, 1, step // 128, *words.shape[3:]), words.dtype),
-            plgpu.SMEM((stages, *b_block), kind, transforms=_swizzled(b_block, kind)),
+            plgpu.SMEM((stages, *b_block), b.dtype, transforms=_swizzled(b_block, b.dtype)),
             plgpu.SMEM((2, *stored), out, transforms=() if transpose else _swizzled(stored, out)),
             plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
@@ -144,6 +147,7 @@ class Tile(NamedTuple):
     used: Ref
     done: Ref
     sums: Ref
+    at: tuple[Any, ...]  # the matrix of the batch, and the row and column of the tile
     meta: tuple[Ref, ...]  # the words of a slot, in tensor memory
 
     @property
@@ -172,7 +176,7 @@ class Tile(NamedTuple):
 
     def load(self, k: jax.Array, _: None) -> None:
         """Load a step into its slot, as soon as the slot's last products are done."""
-        (batch, i, j), stages = _at(), self.config.stages
+        (batch, i, j), stages = self.at, self.config.stages
         n, step = self.config.tile_n, self.config.step(self.shape.itemsize)
         slot = lax.rem(k, stages)
         pl.when(k >= stages)(lambda: plgpu.barrier_wait(self.used.at[slot]))
@@ -226,7 +230,7 @@ class Tile(NamedTuple):
 
     def save(self) -> None:
         """Store the sums, piece by piece."""
-        (batch, i, j), n = _at(), self.config.tile_n
+        (batch, i, j), n = self.at, self.config.tile_n
         plgpu.barrier_wait(self.done)
         for piece in range(n // STORED):
             slot = self.store.at[piece % 2]
@@ -243,8 +247,3 @@ class Tile(NamedTuple):
             where = (columns, rows) if self.shape.transpose else (rows, columns)
             plgpu.copy_smem_to_gmem(slot, self.out.at[batch].at[where])
         plgpu.wait_smem_to_gmem(0)
-
-
-def _at() -> tuple[Any, ...]:
-    """Return the matrix of the batch, and the row and column of the tile."""
-    return tuple(lax.axis_index(name) for name in ("b", "i", "j"))

@@ -1,9 +1,9 @@
 """The check before use: kernels work on small known arrays on a device before anything else runs there.
 
-A wrong order of positions would train a network on garbage without a word. The check tells kind by kind what is wrong:
-products in FP8 may be wrong where those of 16 bits are right. It runs in a process of its own, because a kernel that
-crashes makes the device unusable for its process. It takes some seconds, when a product is about to be packed for the
-first time. If all is right, a file in the cache folder says so, and later processes do not check again.
+If positions are in a wrong order, a network trains on wrong values, and no error appears. The check reports each kind
+of kernel separately: products in FP8 may be wrong where those of 16 bits are right. It runs in a process of its own,
+because a kernel that crashes makes the device unusable for its process. A file in the cache folder keeps what it
+finds, so that later processes do not check again.
 """
 
 import contextlib
@@ -14,33 +14,36 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import calls, measured
-from nmjax.kernels.format import Packed, pack
-from nmjax.kernels.limits import Copy, Shape
+from nmjax.kernels import calls, measured, tuning
+from nmjax.kernels.format import pack
+from nmjax.kernels.limits import Config, Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target, target as target_of
 from nmjax.pruners import identity, mse, mvue, transposable
 
-LAST, BEFORE, NOISE, BOTH, FP8 = (
-    "packing along the last axis", "packing along the axis before", "packing with noise", "packing along both axes",
-    "FP8",
+LAST, BEFORE, NOISE, BOTH, FP8_FORMS, FP8, PARTS = (
+    "packing along the last axis", "packing along the axis before the last", "packing with noise",
+    "packing along both axes", "packing in FP8", "multiplying in FP8", "multiplying in parts of K",
 )  # fmt: skip
+PARTS_OF_K = HopperConfig(tile_n=64, store_n=32, split=3)
 
 
 def fault(target: Target, kinds: Iterable[str]) -> Refusal | None:
     """Return what is wrong with kernels of some kinds on a device, or None if nothing is.
 
-    It is None also for simulated kernels, and for a device that is absent, which kernels are only compiled for.
+    It is also None for simulated kernels, and for a device that this machine does not have.
 
     Args:
       target: The device.
@@ -54,74 +57,103 @@ def fault(target: Target, kinds: Iterable[str]) -> Refusal | None:
     device = next((d for d in jax.local_devices() if d.device_kind == target.kind), None)
     if device is None:
         return None
-    wrong = findings(target, device)
+    wrong = findings(replace(target, devices=1), device)
     said = [f"{kind} {wrong[kind]}" for kind in kinds if kind in wrong]
     if not said:
         return None
     refusal = Refusal(f"on {target.kind}, {'; '.join(said)}: please report it")
     if jax.process_count() > 1:
-        raise RuntimeError(f"process {jax.process_index()}: {refusal}. Or run all processes with backend='xla'.")
+        hint = "Until it is fixed, run all processes with backend='xla'."
+        raise RuntimeError(f"process {jax.process_index()}: {refusal}. {hint}")
     return refusal
 
 
-def kinds_of(shape: Shape | None, pruner: Pruner = identity) -> tuple[str, ...]:
+def product_fault(target: Target, shape: Shape, pruner: Pruner) -> Refusal | None:
+    """Return what is wrong with the kernels of a product, or None if nothing is.
+
+    Args:
+      target: The device.
+      shape: The product.
+      pruner: The pruner of the packed operand.
+    """
+    tiling = tuning.chosen(shape, target)
+    return fault(target, kinds_of(shape, pruner, tiling and tiling.config))
+
+
+def kinds_of(shape: Shape | None, pruner: Pruner = identity, config: Config | None = None) -> tuple[str, ...]:
     """Return the kinds of kernels that a product uses.
 
     >>> kinds_of(Shape(128, 128, 128, m_major=True), mvue(2, 4))
-    ('products (A along M)', 'packing along the axis before', 'packing with noise')
+    ('multiplying (A along M)', 'packing along the axis before the last', 'packing with noise')
 
     Args:
       shape: The product, with one operand packed. None for dense FP8 operands.
       pruner: The pruner of the packed operand.
+      config: The tiles of the product.
     """
-    if shape is None or shape.itemsize == 1:
-        return (FP8,)
+    if shape is None:
+        return (FP8_FORMS,)
+    parts = (PARTS,) * (getattr(config, "split", 1) > 1)
+    if shape.itemsize == 1:
+        return (FP8, FP8_FORMS, *parts)
     kinds = _layout(shape), BEFORE if shape.m_major else LAST
-    return kinds + (NOISE,) * pruner.stochastic + (BOTH,) * pruner.has_prune_tile
+    return kinds + (NOISE,) * pruner.stochastic + (BOTH,) * pruner.has_prune_tile + parts
 
 
 def _layout(shape: Shape) -> str:
     said = {"A along M": shape.m_major, "B along N": shape.n_major, "transposed": shape.transpose}
-    return f"products ({', '.join(name for name, so in said.items() if so) or 'along K'})"
+    return f"multiplying ({', '.join(name for name, so in said.items() if so) or 'along K'})"
 
 
 @lru_cache
 def findings(target: Target, device: jax.Device) -> Mapping[str, str]:
     """Return what is wrong with the kernels on a device of this machine, by kind."""
-    mark = _mark(device)
-    if mark.exists():
-        return {}
+    path = _kept(device)
+    if path.exists():
+        return json.loads(path.read_text())
     wrong = check_apart(target, "pallas", device.local_hardware_id or 0)
-    if not wrong:
+    if not any(text.startswith(NOT_CHECKED) for text in wrong.values()):
         with contextlib.suppress(OSError):  # a cache folder that cannot be written
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".part").write_text(json.dumps(wrong))
+            path.with_suffix(".part").replace(path)
     return wrong
 
 
-def _mark(device: jax.Device) -> Path:
-    """Return the file that says that all is right with a kind of device, its driver, JAX and this code."""
-    package = Path(__file__).parent.parent
-    seen = [device.device_kind, device.client.platform_version, jax.__version__]
-    seen += [path.read_text() for path in sorted(package.rglob("*.py"))]
+def _kept(device: jax.Device) -> Path:
+    """Return the file that keeps the findings for a kind of device, CUDA, the version of JAX, and this code."""
+    seen = [device.device_kind, device.client.platform_version, jax.__version__, jaxlib.__version__, code()]
     digest = hashlib.sha256("\0".join(seen).encode()).hexdigest()[:16]
-    return measured.own_tables().parent / "checked" / f"{measured.slug(device.device_kind)}_{digest}"
+    return measured.own_tables().parent / "checked" / f"{measured.slug(device.device_kind)}_{digest}.json"
+
+
+@lru_cache
+def code() -> str:
+    """Return a digest of the Python files of nmjax."""
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.parent.rglob("*.py"))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 # ---- in processes of their own ----
+
+NOT_CHECKED = "could not be checked: its process"
+_STARTED = "started"  # the first line of a process, once the device works
 
 
 def check_apart(target: Target, backend: str, hardware: int) -> dict[str, str]:
     """Check all kinds in a process of its own, and return what is wrong, by kind.
 
-    If the process fails, each kind that it did not come to is checked again, alone.
+    A kind that is wrong there, or that the process does not reach, is checked in a process without the others: a kernel
+    that writes where it should not may spoil their results.
     """
     kinds = list(cases(target))
-    found, _ = _in_a_process(backend, hardware, kinds, 300)
+    found, ended = _in_a_process(backend, hardware, kinds, 300)
+    if _STARTED not in found:
+        return dict.fromkeys(kinds, f"{NOT_CHECKED} {ended}")
     for kind in kinds:
-        if kind not in found:
+        if found.get(kind) != "":
             alone, ended = _in_a_process(backend, hardware, [kind], 60)
-            found[kind] = alone.get(kind, f"{ended}")
+            found[kind] = alone.get(kind, ended)
     return {kind: found[kind] for kind in kinds if found[kind]}
 
 
@@ -129,31 +161,36 @@ def _in_a_process(backend: str, hardware: int, kinds: Sequence[str], seconds: fl
     """Check kinds in one process. Return what is wrong by kind, empty if nothing is, and how the process ended."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process may hold most of the memory
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    environment |= {"CUDA_VISIBLE_DEVICES": visible.split(",")[hardware] if visible else f"{hardware}"}
     platforms = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
     environment |= {"JAX_PLATFORMS": f"{platforms}"} if platforms else {}
-    command = [sys.executable, "-c", "from nmjax.kernels import check; check.main()", backend, str(hardware), *kinds]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds, check=False)
-        out, failed = run.stdout, f"failed with exit code {run.returncode}"
-        if run.returncode < 0:
-            failed = f"failed with signal {-run.returncode}"
-        last = (run.stderr.strip().splitlines() or [""])[-1][:200]
-        ended = f"{failed}: {last}" if last else failed
-    except subprocess.TimeoutExpired as late:
-        out, ended = (late.stdout or b"").decode(), f"did not end within {seconds:.0f} s"
+    command = [sys.executable, "-c", "from nmjax.kernels import check; check.main()", backend, *kinds]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as run:
+        try:
+            out, errors = run.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            out, ended = run.communicate()[0], f"did not end within {seconds:.0f} s"
+        else:
+            last = (errors.strip().splitlines() or [""])[-1][:200]
+            how = f"signal {-run.returncode}" if run.returncode < 0 else f"exit code {run.returncode}"
+            ended = f"failed with {how}: {last}" if last else f"failed with {how}"
     lines = [line for line in out.splitlines(keepends=True) if line.startswith("[") and line.endswith("\n")]
     return dict(json.loads(line) for line in lines), ended
 
 
 def main() -> None:
     """Check the kinds that the command line names, and print each with what is wrong as soon as it is known."""
-    backend, hardware, *kinds = sys.argv[1:]
+    backend, *kinds = sys.argv[1:]
+    jax.block_until_ready(jnp.ones((8, 8)) @ jnp.ones((8, 8)))
+    print(json.dumps([_STARTED, ""]), flush=True)
     target = target_of(backend)
     assert isinstance(target, Target), target
-    device = next((d for d in jax.local_devices() if str(d.local_hardware_id) == hardware), None)
-    jax.config.update("jax_default_device", device)  # for all threads
-    with ThreadPoolExecutor(4) as threads:  # of which most of the time compile
-        for kind, right in zip(kinds, threads.map(lambda kind: cases(target)[kind](), kinds), strict=True):
+    found = cases(replace(target, devices=1))
+    with ThreadPoolExecutor(4) as threads:  # most of their time is compilation
+        for kind, right in zip(kinds, threads.map(lambda kind: found[kind](), kinds), strict=True):
             print(json.dumps([kind, "" if right else "gives wrong numbers"]), flush=True)
 
 
@@ -169,7 +206,11 @@ def cases(target: Target) -> dict[str, Callable[[], bool]]:
     for m_major, n_major, transpose in product((False, True), repeat=3):
         shape = Shape(m, n, k, "bfloat16", m_major, n_major, transpose)
         found[_layout(shape)] = partial(_multiplies, shape, target)
-    return found | ({FP8: partial(_multiplies_in_fp8, target)} if target.family != "ampere" else {})
+    if target.family == "hopper":
+        found[PARTS] = partial(_multiplies, Shape(256, 256, 1024, "bfloat16", True, True, True), target, PARTS_OF_K)
+    if target.family != "ampere":
+        found |= {FP8_FORMS: partial(_packs_in_fp8, target), FP8: partial(_multiplies_in_fp8, target)}
+    return found
 
 
 def _normal(*shape: int) -> jax.Array:
@@ -191,26 +232,36 @@ def _same(a: object, b: object) -> bool:
     return all((np.asarray(p) == np.asarray(q)).all() for p, q in pairs)
 
 
-def _multiplies(shape: Shape, target: Target) -> bool:
+def _multiplies(shape: Shape, target: Target, config: Config | None = None) -> bool:
     a, b = mse(2, 4)(_normal(shape.m, shape.k)), _normal(shape.n, shape.k)
     packed = pack(a.T, -2) if shape.m_major else pack(a)
     b = b.T if shape.n_major else b
-    y = calls.run(packed, b, None, shape=shape, target=target)
+    y = calls.run(packed, b, None, shape=shape, target=target, config=config)
     axis = -2 if shape.n_major else -1
     wanted = _exact(calls.reference(packed, b, axis=axis, transpose=shape.transpose, dtype=jnp.float32))
     return bool(np.abs(_exact(y) - wanted).max() < 0.01 * np.abs(wanted).max())
 
 
+def _packs_in_fp8(target: Target) -> bool:
+    x = _normal(256, 512)
+    wanted = (
+        Copy("e4m3", packed=True, pruner=mse(2, 4)),
+        Copy("e5m2", turned=True, packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"),
+        Copy("e5m2", turned=True),
+    )
+    made = calls.copies(x, wanted, keys=(3, 4), target=target)
+    return _same(made, [calls.copy_by_xla(x, copy, 3, 4) for copy in wanted])
+
+
 def _multiplies_in_fp8(target: Target) -> bool:
-    x, b = _normal(256, 512), _normal(512, 256)
-    ((a, undo_a),) = calls.copies(x, (Copy("e4m3", packed=True, pruner=mse(2, 4)),), target=target)
-    ((c, undo_c),) = calls.copies(b, (Copy("e5m2", turned=True),), target=target)
-    assert isinstance(a, Packed)
-    assert isinstance(c, jax.Array)
-    shape = Shape(256, 256, 512, "float8_e4m3fn", transpose=True)
-    y = calls.run(a, c, undo_a * undo_c, shape=shape, target=target)
-    wanted = _exact(mse(2, 4)(x)) @ _exact(b)
-    return bool(np.abs(_exact(y).T - wanted).max() < 0.1 * np.abs(wanted).max())
+    """Multiply values of both formats. XLA packs them, and the sums are those of more tiles than a device has cores."""
+    m, n, k = 128 * (target.cores + 2), 512, 1280
+    a, b = mse(2, 4)(_normal(m, k)).astype("float8_e4m3fn"), _normal(n, k).astype("float8_e5m2")
+    shape = Shape(m, n, k, "float8_e4m3fn", transpose=True)
+    packed = pack(a)
+    y = calls.run(packed, b, None, shape=shape, target=target)
+    wanted = _exact(calls.reference(packed, b, axis=-1, transpose=True, dtype=jnp.float32))
+    return bool(np.abs(_exact(y) - wanted).max() < 0.01 * np.abs(wanted).max())
 
 
 def _exact(v: jax.Array) -> np.ndarray:

@@ -41,6 +41,11 @@ class Shape(Value):
     out: str = "bfloat16"
 
     @property
+    def sides(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return self.m, self.n, self.k
+
+    @property
     def flops(self) -> int:
         """The floating-point operations of the dense product."""
         return 2 * self.m * self.n * self.k
@@ -154,6 +159,8 @@ def product_refusal(shape: Shape, target: Target, config: Config | None = None) 
         return Refusal("8-bit operands must be contiguous along k")
     if target.family == "ampere" and not versions.has_warp_products():
         return Refusal(f"jax {jax.__version__} has no layouts for Ampere's instructions: they come with 0.11")
+    if config is not None and not isinstance(config, FAMILIES[target.family]):
+        return Refusal(f"{config} is not a config of {target.kind}: write {FAMILIES[target.family].__name__}(...)")
     if config is not None:
         return config_refusal(shape, config)
     m, n, step, why = 64, 64, 128 // shape.itemsize, ""  # the smallest tiles

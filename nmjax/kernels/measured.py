@@ -6,6 +6,7 @@ first.
 
 import datetime
 import json
+import math
 import os
 import re
 import warnings
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nmjax.kernels.limits import FAMILIES, Config, Shape
+from nmjax.kernels.limits import FAMILIES, Config, Shape, config_refusal
 
 SHIPPED = Path(__file__).parent / "tables"
 KERNELS = 1  # the version of the kernels: a change that changes which tiles are fastest adds 1
@@ -37,7 +38,7 @@ class Stale(ValueError):
 
 def own_tables() -> Path:
     """Return the folder of the user's own tables."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nmjax" / "tables"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmjax" / "tables"
 
 
 def slug(kind: str) -> str:
@@ -65,7 +66,7 @@ def table(kind: str) -> tuple[Row, ...]:
             try:
                 rows += read(path, kind)
             except Stale as stale:
-                warnings.warn(f"{stale} Its tiles are not used.", stacklevel=2)
+                warnings.warn(f"not used: {stale}", stacklevel=2)
     return tuple(rows)
 
 
@@ -87,16 +88,22 @@ def read(path: Path, kind: str | None = None) -> tuple[Row, ...]:
         rows = tuple(map(row_of, found["rows"])) if version == KERNELS else ()
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a table of tiles: {error!r}. {again}") from error
-    if path.stem != slug(device) or kind not in (None, device):
-        raise ValueError(f"{path} was measured on {device}, not on {kind or path.stem}. {again}")
+    if kind not in (None, device):
+        raise ValueError(f"{path} has the tiles of {device}, but this device is {kind}. {again}")
+    if path.stem != slug(device):
+        raise ValueError(f"{path} has the tiles of {device}. Rename it to {slug(device)}.json, or delete it.")
     if version != KERNELS:
-        raise Stale(f"{path} was measured with version {version} of the kernels, and this is {KERNELS}. {again}")
+        raise Stale(f"{path} is of version {version} of the kernels, and this nmjax has version {KERNELS}. {again}")
     return rows
 
 
 def row_of(row: dict[str, Any]) -> Row:
     """Read a row of a table's file."""
-    return Row(Shape(**row["shape"]), FAMILIES[row["family"]](**row["config"]), float(row["speed"]))
+    found = Row(Shape(**row["shape"]), FAMILIES[row["family"]](**row["config"]), float(row["speed"]))
+    refusal = config_refusal(found.shape, found.config) if min(found.shape.sides) > 0 else "a size is not positive"
+    if refusal is not None or not 0 < found.speed < math.inf:
+        raise ValueError(f"{row}: {refusal or 'the speed is not a positive number'}")
+    return found
 
 
 def write(folder: Path, kind: str, rows: Iterable[Row]) -> Path:

@@ -10,7 +10,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from nmjax.core import versions
-from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Config, HopperConfig, Shape, config_refusal, stored
+from nmjax.kernels.limits import (
+    AmpereConfig,
+    BlackwellConfig,
+    Config,
+    HopperConfig,
+    Shape,
+    config_refusal,
+    product_refusal,
+    stored,
+)
 from nmjax.kernels.measured import table
 from nmjax.kernels.targets import Target
 
@@ -78,7 +87,7 @@ def chosen(shape: Shape, target: Target) -> Tiling | None:
     It is that of the same product in a table, else of the nearest one, else the likeliest of `candidates`.
     """
     rows = [row for row in table(target.kind) if row.shape.dtype == shape.dtype]
-    rows = [row for row in rows if config_refusal(shape, row.config) is None]
+    rows = [row for row in rows if product_refusal(shape, target, row.config) is None]
     for row in rows:
         if row.shape == shape:
             return Tiling(row.config, row.speed)
@@ -99,9 +108,10 @@ def _distance(a: Shape, b: Shape) -> float:
 
 
 def gain(shape: Shape, target: Target, packed_before: bool = False, saves_pruning: bool = False) -> float:
-    """Return how many times faster the packed product is expected to be; 0 if no tiles fit.
+    """Return how many times faster the packed product is expected to be.
 
-    The speed is the measured one if there is one, else an estimate.
+    The speed is the measured one if there is one, else an estimate. The gain is 0 if no tiles fit, or if there is
+    neither a measured speed nor an estimate, as on Ampere and Blackwell.
 
     Args:
       shape: The product.
@@ -111,7 +121,7 @@ def gain(shape: Shape, target: Target, packed_before: bool = False, saves_prunin
         product.
     """
     tiling = chosen(shape, target)
-    if tiling is None:
+    if tiling is None or (tiling.speed is None and target.family != "hopper"):
         return 0.0
     speed = _estimate(shape, tiling.config, target) if tiling.speed is None else tiling.speed
     dense, values = _dense_cycles(shape, target), shape.m * shape.k / (_MEMORY * target.cores)
@@ -121,9 +131,8 @@ def gain(shape: Shape, target: Target, packed_before: bool = False, saves_prunin
 
 
 def _estimate(shape: Shape, config: Config, target: Target) -> float:
-    """Estimate a product's speed as a multiple of a dense product's. It is 1 where there is no model, as on Ampere."""
-    if not isinstance(config, HopperConfig):
-        return 1.0
+    """Estimate a product's speed on Hopper as a multiple of a dense product's."""
+    assert isinstance(config, HopperConfig), config
     return _dense_cycles(shape, target) / _cycles(shape, config, target)
 
 

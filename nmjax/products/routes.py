@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from nmjax.core.pruner import Pattern
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import limits, tuning
-from nmjax.kernels.check import fault, kinds_of
+from nmjax.kernels.check import fault, kinds_of, product_fault
 from nmjax.kernels.limits import Shape
 from nmjax.kernels.measured import table
 from nmjax.kernels.targets import Target, platform, target
@@ -57,6 +57,12 @@ class Route(NamedTuple):
     shape: Shape | None = None
     formats: tuple[tuple[str, str], ...] = ()
     share: float = 1.0
+
+    @property
+    def packed_shape(self) -> Shape:
+        """The shape of a packed product."""
+        assert self.shape is not None
+        return self.shape
 
     @property
     def uses_forms(self) -> bool:
@@ -215,7 +221,7 @@ def _route(product: str, case: Case, layout: Layout | Refusal) -> Route:
             refusals.append(route)
         elif case.backend == "auto" and _gain(route, case.device, before, slots[operand]) <= 1:
             slow.append(route)
-        elif broken := fault(case.device, kinds_of(route.shape, slots[operand].core or identity)):
+        elif broken := product_fault(case.device, route.packed_shape, slots[operand].core or identity):
             refusals.append(broken)
         else:
             return route
@@ -376,25 +382,19 @@ def _fp8_refusal(product: str, layout: Layout, device: Target) -> Refusal | None
     """Return why operands cannot be held in FP8; None if they can."""
     if device.family == "ampere":
         return Refusal(f"{device.kind} has no FP8 tensor cores")
-    for operand in OPERANDS[product]:
-        refusal = limits.copies_refusal(layout.sides(operand))
-        if refusal is not None:
-            return refusal
-    return None
+    return next(filter(None, (limits.copies_refusal(layout.sides(o)) for o in OPERANDS[product])), None)
 
 
 def _gain(route: Route, device: Target, before: bool, slot: Slot) -> float:
     """Return how many times as fast as an emulated product a packed one is expected to be.
 
     The pruning of x and w counts for neither, because another product may need the pruned operand too."""
-    assert route.shape is not None
     free = bool(route.formats) or (before and route.operand == "w")  # an FP8 form has less to write than a dense one
     fused = route.operand == "g" and slot.core is not None and limits.fuses(slot.core)
-    return tuning.gain(route.shape, device, packed_before=free, saves_pruning=fused)
+    return tuning.gain(route.packed_shape, device, packed_before=free, saves_pruning=fused)
 
 
 def _too_slow(route: Route, device: Target, before: bool, slot: Slot) -> str:
-    assert route.shape is not None
-    m, n, k = route.shape.m, route.shape.n, route.shape.k
+    m, n, k = route.packed_shape.sides
     gain = _gain(route, device, before, slot)
     return f"packed, M, N, K = {m}, {n}, {k} is expected at {gain:.2f} of the emulated speed on {device.kind}"

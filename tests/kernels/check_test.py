@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nmjax.kernels import calls, check, compress
-from nmjax.kernels.limits import Shape
+import nmjax as nm
+from nmjax.core import versions
+from nmjax.kernels import calls, check, compress, tuning
+from nmjax.kernels.limits import HopperConfig, Shape
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, transposable
 
@@ -26,7 +28,7 @@ def test_wrong_kernels_are_found_by_their_kind(monkeypatch):
     try:
         for cache in caches:
             cache.cache_clear()
-        kinds = [check.LAST, check.BEFORE, check.NOISE, check.BOTH, "products (along K)"]
+        kinds = [check.LAST, check.BEFORE, check.NOISE, check.BOTH, "multiplying (along K)"]
         assert [check.cases(INTERPRETER)[kind]() for kind in kinds] == [False, False, False, False, True]
     finally:
         for cache in caches:
@@ -40,7 +42,21 @@ def test_every_kind_of_a_product_is_checked():
         for p in (mse(2, 4), mvue(2, 4), transposable(2, 4)):
             assert known >= set(check.kinds_of(shape, p)), (shape, p)
     assert check.kinds_of(Shape(128, 128, 128), transposable(2, 4))[1:] == (check.LAST, check.BOTH)
-    assert check.kinds_of(Shape(128, 128, 128, "float8_e5m2")) == check.kinds_of(None) == (check.FP8,)
+    assert check.kinds_of(None) == (check.FP8_FORMS,)
+    assert check.kinds_of(Shape(128, 128, 128, "float8_e5m2")) == (check.FP8, check.FP8_FORMS)
+    split = check.kinds_of(Shape(128, 128, 128), mse(2, 4), HopperConfig(split=2))
+    assert (split[-1], known >= set(split)) == (check.PARTS, True)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
+def test_every_case_has_tiles(kind, monkeypatch):
+    """On each family of devices: the shapes are those of the cases."""
+    monkeypatch.setattr(versions, "has_warp_products", lambda: True)
+    with nm.kernels.on(kind):
+        device = nm.kernels.target("pallas")
+    shapes = [right.args[0] for right in check.cases(device).values() if right.func is check._multiplies]
+    assert len(shapes) >= 8
+    assert all(tuning.chosen(shape, device) is not None for shape in shapes)
 
 
 BROKEN = """
@@ -71,7 +87,7 @@ def test_a_kernel_that_kills_its_process_leaves_the_others_and_this_one_alive(mo
 @pytest.mark.processes
 @pytest.mark.kernels
 def test_the_process_that_checks_finds_the_kernels_right(monkeypatch):
-    monkeypatch.setattr(check, "cases", lambda target: dict.fromkeys([check.LAST, "products (along K)"]))
+    monkeypatch.setattr(check, "cases", lambda target: dict.fromkeys([check.LAST, "multiplying (along K)"]))
     assert check.check_apart(INTERPRETER, "interpret", 0) == {}
 
 
@@ -79,19 +95,29 @@ def test_the_process_that_checks_finds_the_kernels_right(monkeypatch):
 def test_a_process_that_hangs_is_ended(monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BROKEN.replace("os.abort()", "__import__('time').sleep(600)"))
     monkeypatch.syspath_prepend(tmp_path)
-    assert check._in_a_process("interpret", 0, ["dead"], 2) == ({}, "did not end within 2 s")
+    assert check._in_a_process("interpret", 0, ["dead"], 9) == ({"started": ""}, "did not end within 9 s")
 
 
-def test_what_was_right_once_is_not_checked_again(monkeypatch, tmp_path):
-    """The file is that of a device, its driver, and this code."""
+@pytest.mark.processes
+def test_a_device_that_does_not_start_says_nothing_about_kernels(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BROKEN.replace("cases = check.cases", "os._exit(3)"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(check, "cases", lambda target: dict.fromkeys(["right", "wrong"]))
+    found = check.check_apart(INTERPRETER, "interpret", 0)
+    assert set(found) == {"right", "wrong"}
+    assert found["right"].startswith("could not be checked: its process failed with exit code 3")
+
+
+def test_what_was_checked_is_not_checked_again(monkeypatch, tmp_path):
+    """The file is that of a device, CUDA, and this code. A check that did not take place leaves none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ran, wrong = [], {check.FP8: "gives wrong numbers"}
+    ran, wrong = [], {check.FP8: f"{check.NOT_CHECKED} failed with exit code 1"}
     device = lambda driver: SimpleNamespace(
         device_kind="NVIDIA H200", local_hardware_id=3, client=SimpleNamespace(platform_version=driver)
     )
     monkeypatch.setattr(check, "check_apart", lambda *how: ran.append(how) or dict(wrong))
     look = check.findings.__wrapped__
-    assert look(H200, device("1")) == wrong  # what is wrong is looked at again
-    wrong.clear()
-    assert look(H200, device("1")) == look(H200, device("1")) == look(H200, device("2")) == {}
+    assert look(H200, device("1")) == wrong
+    wrong[check.FP8] = "gives wrong numbers"
+    assert look(H200, device("1")) == look(H200, device("1")) == look(H200, device("2")) == wrong
     assert ran == [(H200, "pallas", 3)] * 3

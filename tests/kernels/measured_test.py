@@ -30,7 +30,7 @@ def _forget():
 
 
 def test_a_table_is_read_back_and_followed():
-    rows = [Row(SHAPE, CONFIG, 1.31), Row(Shape(64, 64, 64, "float16"), AmpereConfig(stages=4), 0.5)]
+    rows = [Row(SHAPE, CONFIG, 1.31), Row(Shape(128, 128, 128, "float16"), HopperConfig(tile_n=64), 0.5)]
     path = measured.write(measured.own_tables(), H200.kind, rows)
     assert path.name == "nvidia_h200.json"
     assert not list(path.parent.glob("*.part"))
@@ -51,12 +51,24 @@ def test_a_new_row_replaces_that_of_the_same_product():
     assert measured.table(H200.kind) == (Row(SHAPE, HopperConfig(), 1.5), other)
 
 
+def test_a_row_of_another_family_is_not_used():
+    ampere = Row(Shape(4096, 4096, 4096), AmpereConfig(), 9.0)
+    measured.write(measured.own_tables(), H200.kind, [ampere])
+    assert tuning.chosen(ampere.shape, H200).speed is None
+
+
 def test_the_users_own_rows_come_first():
     measured.write(measured.SHIPPED, H200.kind, [Row(SHAPE, HopperConfig(), 1.1)])
     assert tuning.chosen(SHAPE, H200).speed == 1.1
     measured.write(measured.own_tables(), H200.kind, [Row(SHAPE, CONFIG, 1.2)])
     _forget()
     assert tuning.chosen(SHAPE, H200) == (CONFIG, 1.2)
+
+
+ROW = (
+    '{{"device": "NVIDIA H200", "kernels": 1, "rows": [{{"family": "hopper", "config": {{}}, "speed": {speed}, '
+    '"shape": {{"m": 128, "n": 256, "k": {k}}}}}]}}'
+)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +80,11 @@ def test_the_users_own_rows_come_first():
         '{"device": "NVIDIA H200", "kernels": 1, "rows": [{"family": "hopper", "shape": {"m": 64}}]}': (
             "is not a table of tiles: TypeError"
         ),
-        '{"device": "NVIDIA A100", "kernels": 1, "rows": []}': "was measured on NVIDIA A100, not on NVIDIA H200",
+        '{"device": "NVIDIA A100", "kernels": 1, "rows": []}': "tiles of NVIDIA A100, but this device is NVIDIA H200",
+        ROW.format(k=0, speed=1.0): "a size is not positive",
+        ROW.format(k=100, speed=1.0): "does not divide by 64",
+        ROW.format(k=64, speed=0.0): "the speed is not a positive number",
+        ROW.format(k=64, speed="NaN"): "the speed is not a positive number",
     }.items(),
 )
 def test_a_file_that_is_not_a_table_of_the_device_is_refused(text, said):
@@ -85,7 +101,7 @@ def test_a_table_of_other_kernels_is_left_out_and_replaced(monkeypatch):
     monkeypatch.setattr(measured, "KERNELS", 0)
     measured.write(measured.own_tables(), H200.kind, [Row(SHAPE, CONFIG, 1.31)])
     monkeypatch.setattr(measured, "KERNELS", 1)
-    with pytest.warns(UserWarning, match=r"version 0 of the kernels, and this is 1\. Delete it.*not used"):
+    with pytest.warns(UserWarning, match=r"not used: .* version 0 of the kernels, and this nmjax has version 1"):
         assert tuning.chosen(SHAPE, H200).speed is None
     measured.write(measured.own_tables(), H200.kind, [Row(SHAPE, HopperConfig(), 1.2)])
     assert measured.table(H200.kind) == (Row(SHAPE, HopperConfig(), 1.2),)

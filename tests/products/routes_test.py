@@ -600,21 +600,24 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
     class Device:
         device_kind, platform, core_count, compute_capability = "NVIDIA H200", "gpu", 132, "9.0"
 
-    found = {"products (A along M, B along N, transposed)": "gives wrong numbers", check.FP8: "did not end within 60 s"}
+    found = {"multiplying (A along M, B along N, transposed)": "gives wrong numbers"}
+    found |= {check.FP8: "did not end within 60 s", check.FP8_FORMS: "gives wrong numbers"}
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     monkeypatch.setattr(check, "findings", lambda target, device: found)
     routes._routes.cache_clear()
     with on():
         products = choices("ste(2,4); drhs_g=mvue(2,4)")
         assert products["fwd"].how == "packed"
-        wrong = "on NVIDIA H200, products (A along M, B along N, transposed) gives wrong numbers: please report it"
+        wrong = "on NVIDIA H200, multiplying (A along M, B along N, transposed) gives wrong numbers: please report it"
         assert products["drhs"] == routes.Route("emulated", wrong)
         products = choices("s_ste(2,4,fp8=True)")
         assert {route.how for route in products.values()} == {"emulated"}
-        assert products["fwd"].why == "on NVIDIA H200, FP8 did not end within 60 s: please report it"
+        assert products["fwd"].why.startswith(
+            "on NVIDIA H200, multiplying in FP8 did not end within 60 s; packing in FP8"
+        )
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         routes._routes.cache_clear()
-        with pytest.raises(RuntimeError, match="process 0: on NVIDIA H200, FP8 did not end"):
+        with pytest.raises(RuntimeError, match="process 0: on NVIDIA H200, multiplying in FP8 did not end"):
             choices("s_ste(2,4,fp8=True)")
     routes._routes.cache_clear()
 

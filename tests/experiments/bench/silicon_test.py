@@ -102,7 +102,7 @@ def test_rows_that_no_part_came_to_follow_at_the_end(tmp_path, monkeypatch, foun
 
 def test_tables_of_tiles_are_shipped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measured, "SHIPPED", tmp_path / "package")
-    row = measured.Row(Shape(64, 64, 64), HopperConfig(tile_n=64), 1.2)
+    row = measured.Row(Shape(128, 64, 64), HopperConfig(tile_n=64, store_n=32), 1.2)
     measured.write(tmp_path / "run" / "nmjax" / "tables", "NVIDIA H200", [row])
     assert main(["silicon", "--ship", str(tmp_path / "run")]) == 0
     path = tmp_path / "package" / "nvidia_h200.json"
@@ -115,8 +115,8 @@ def test_tables_of_tiles_are_shipped(tmp_path, monkeypatch, capsys):
     {
         None: "has no table of tiles",
         '{"rows": []}': "is not a table of tiles",
-        '{"device": "NVIDIA A100", "kernels": 1, "rows": []}': "was measured on NVIDIA A100, not on nvidia_h200",
-        '{"device": "NVIDIA H200", "kernels": 0, "rows": []}': "was measured with version 0 of the kernels",
+        '{"device": "NVIDIA A100", "kernels": 1, "rows": []}': "Rename it to nvidia_a100.json",
+        '{"device": "NVIDIA H200", "kernels": 0, "rows": []}': "is of version 0 of the kernels",
     }.items(),
 )
 def test_what_is_no_table_of_the_present_kernels_is_not_shipped(tmp_path, monkeypatch, capsys, text, said):
