@@ -169,7 +169,7 @@ def compress(
       target: The device.
     """
     call = _compression(axis, pruner, target)
-    packed = call(_flat(x), _words(key, pruner)[None], _scale(state))
+    packed = call(_flat(x), words_of_key(key, pruner)[None], _scale(state))
     return _unflat(packed, x.shape[:-2])
 
 
@@ -230,7 +230,7 @@ def copies(
     pruner = next((copy.pruner for copy in wanted if copy.pruner.stochastic), identity)
     if not (target.interpret or versions.has_triton()):
         return [copy_by_xla(x, copy, prune, rounding, state) for copy in wanted]
-    words = jnp.concatenate([_words(prune, pruner), _words(rounding)])
+    words = jnp.concatenate([words_of_key(prune, pruner), words_of_key(rounding)])
     forms = _copying(tuple(wanted), target)(_flat(x), words[None], _scale(state))
     return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
 
@@ -282,8 +282,8 @@ def _scale(state: Any) -> Float[Array, "1"]:
     return (jnp.ones((), jnp.float32) if state is None else jnp.asarray(state, jnp.float32).reshape(()))[None]
 
 
-def _words(key: Any, pruner: Pruner = identity) -> UInt32[Array, " n"]:
-    """Return the scrambled words of the keys that a pruner draws by, two for each, and zeros if there is none."""
+def words_of_key(key: Any, pruner: Pruner = identity) -> UInt32[Array, " n"]:
+    """Return the scrambled words of the keys that a pruner draws by, two for each, and zeros if there is no key."""
     if key is None:
         return jnp.zeros(2, jnp.uint32)
     keys = pruner.draw_keys(key)

@@ -96,11 +96,12 @@ def kinds_of(shape: Shape | None, pruner: Pruner = identity, config: Config | No
     parts = (PARTS,) * (getattr(config, "split", 1) > 1)
     if shape.itemsize == 1:
         return (FP8, FP8_FORMS, *parts)
-    kinds = _layout(shape), BEFORE if shape.m_major else LAST
+    kinds = layout_kind(shape), BEFORE if shape.m_major else LAST
     return kinds + (NOISE,) * pruner.stochastic + (BOTH,) * pruner.has_prune_tile + parts
 
 
-def _layout(shape: Shape) -> str:
+def layout_kind(shape: Shape) -> str:
+    """Return the kind of kernel that multiplies 16-bit operands of this layout."""
     said = {"A along M": shape.m_major, "B along N": shape.n_major, "transposed": shape.transpose}
     return f"multiplying ({', '.join(name for name, so in said.items() if so) or 'along K'})"
 
@@ -205,7 +206,7 @@ def cases(target: Target) -> dict[str, Callable[[], bool]]:
     m, n, k = 128 * (target.cores + 2), 512, 640  # more tiles than cores, and more steps along K than a ring has slots
     for m_major, n_major, transpose in product((False, True), repeat=3):
         shape = Shape(m, n, k, "bfloat16", m_major, n_major, transpose)
-        found[_layout(shape)] = partial(_multiplies, shape, target)
+        found[layout_kind(shape)] = partial(_multiplies, shape, target)
     if target.family == "hopper":
         found[PARTS] = partial(_multiplies, Shape(256, 256, 1024, "bfloat16", True, True, True), target, PARTS_OF_K)
     if target.family != "ampere":

@@ -10,6 +10,8 @@ The process that starts the others never touches the device: it would take the m
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,14 +31,14 @@ def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
 
     Args:
       out: The folder.
-      minutes: The time for all. Each part may use an equal share of what is left, and rows that no part came to follow
-        at the end. A row that runs when the time is over is ended, and begins anew the next time.
+      minutes: The time limit. Each part gets an equal share of the time that is left. Rows that do not fit into the
+        share of their part run at the end. A row that still runs at the limit is ended, and runs again the next time.
       parts: The parts to run, some of `PARTS`.
     """
     out.mkdir(parents=True, exist_ok=True)
     end, parts = time.monotonic() + 60 * minutes, list(parts)
     here = about(out)
-    own = {"device": here["device"], "jax": here["jax"]}
+    own = {key: here[key] for key in ("device", "jax", "code")}
     done = {line["row"]: line for line in read(out) if own.items() <= line.items()}
     for part, names in [*((part, (part,)) for part in parts), ("", parts)]:
         left = end - time.monotonic()
@@ -46,7 +48,7 @@ def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
                 continue
             if time.monotonic() > until:
                 break
-            line = _run(out, name, done, end, here["simulated"])
+            line = _run(out, name, done, end, here)
             if line is None:
                 break
             done[name] = {"row": name, "part": row.part, "proves": row.proves, **own, **line}
@@ -67,23 +69,30 @@ def ship(out: Path) -> list[Path]:
     """
     found = sorted((out / "nmjax" / "tables").glob("*.json"))
     if not found:
-        raise ValueError(f"{out} has no table of tiles (nmjax/tables/*.json): run silicon --out {out} --parts tiles.")
+        command = f"python -m experiments.bench silicon --out {out} --parts tiles"
+        raise ValueError(f"{out} has no table of tiles (nmjax/tables/*.json): run {command}.")
     tables = [(measured.read(path), path) for path in found]
+    if any(path.stem == "interpreter" for path in found):
+        raise ValueError(f"{out} has tiles of the interpreter: run silicon on a GPU.")
     kind = lambda path: json.loads(path.read_text())["device"]
     return [measured.write(measured.SHIPPED, kind(path), rows) for rows, path in tables]
 
 
-def _run(out: Path, name: str, done: dict[str, dict[str, Any]], end: float, simulated: bool) -> dict[str, Any] | None:
+def _run(
+    out: Path, name: str, done: dict[str, dict[str, Any]], end: float, here: dict[str, Any]
+) -> dict[str, Any] | None:  # fmt: skip
     """Run a row, unless what it needs has failed. Return None if the time was over before it ended."""
     row, left = ROWS[name], end - time.monotonic()
     failed = [kind for line in done.values() if _failed(line) for kind in line["proves"]]
     broken = [kind for kind in row.needs if kind in failed]
     if broken:
         return {"result": f"not run, because {', '.join(broken)} failed"}
+    if row.family not in ("", here["family"]):
+        return {"result": f"not run: it is a row of {row.family}, and this is {here['family']}"}
     like = next((other for other in done if row.alike and ROWS[other].alike == row.alike), None)
-    if simulated and like is not None:
-        return {"result": f"not run: in the interpreter it is the row {like}"}
-    most = INTERPRETED if simulated else row.seconds
+    if here["simulated"] and like is not None:
+        return {"result": f"not run: in the interpreter it would repeat the row {like}"}
+    most = INTERPRETED if here["simulated"] else row.seconds
     line = _in_a_process(name, min(most, left), out)
     return None if line["result"].startswith("stopped") and left < most else line
 
@@ -97,6 +106,10 @@ def about(out: Path) -> dict[str, Any]:
     found = _in_a_process("about", INTERPRETED, out)
     if "device" not in found:
         raise RuntimeError(f"silicon: JAX does not start here: {found['result']}")
+    if found["device"] == "cpu" and shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu":
+        raise RuntimeError(
+            "silicon: nvidia-smi is here, but JAX runs on the CPU: install jax[cuda13], or JAX_PLATFORMS=cpu."
+        )
     return found
 
 
@@ -120,18 +133,24 @@ def _in_a_process(name: str, seconds: float, out: Path) -> dict[str, Any]:
     """Run a row in a process of its own, and return what it found. A process that dies or hangs is a result, too."""
     start = time.monotonic()
     command = [sys.executable, "-m", "experiments.bench.silicon", name]
-    environment = os.environ | {"XDG_CACHE_HOME": str(out.absolute())}  # of tables of tiles, and of the check
+    cache = str(out.absolute())  # of tables of tiles, of the check, and of programs
+    environment = os.environ | {"XDG_CACHE_HOME": cache, "JAX_COMPILATION_CACHE_DIR": f"{cache}/programs"}
     if "host_platform_device_count" not in environment.get("XLA_FLAGS", ""):  # the interpreter needs several threads
         environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return {"result": f"stopped after {seconds:.0f} s", "seconds": seconds}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as run:
+        try:
+            out_text, errors = run.communicate(timeout=seconds)
+        except BaseException as error:
+            os.killpg(run.pid, signal.SIGKILL)  # with the processes that it has started
+            if isinstance(error, subprocess.TimeoutExpired):
+                return {"result": f"stopped after {seconds:.0f} s", "seconds": seconds}
+            raise
     took = round(time.monotonic() - start, 1)
-    last = next((line for line in reversed(run.stdout.splitlines()) if line.startswith("{")), None)
+    last = next((line for line in reversed(out_text.splitlines()) if line.startswith("{")), None)
     if run.returncode or last is None:
         how = f"signal {-run.returncode}" if run.returncode < 0 else f"exit code {run.returncode}"
-        said = (run.stderr.strip().splitlines() or [""])[-1][:300]
+        said = (errors.strip().splitlines() or [""])[-1][:300]
         return {"result": f"failed with {how}: {said}", "seconds": took}
     return json.loads(last) | {"seconds": took}
 

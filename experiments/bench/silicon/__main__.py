@@ -1,15 +1,16 @@
 """Run one row of ``bench silicon`` in this process, or describe the device. Print what was found as the last line."""
 
 import json
-import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 
 from experiments.bench.measure import machine
 from experiments.bench.silicon.rows import ROWS
 from nmjax.core.refusal import Refusal
+from nmjax.kernels.check import code
 from nmjax.kernels.targets import Target, target
 
 
@@ -19,24 +20,27 @@ def main(name: str) -> int:
     simulated = isinstance(device, Refusal)
     if isinstance(device, Refusal):
         device = Target("interpreter", "hopper", 2, interpret=True)
+    device = replace(device, devices=1)  # of several, the first one
     if name == "about":
         kind = jax.devices()[0].device_kind
-        print(json.dumps({"device": kind, "jax": jax.__version__, "simulated": simulated, "machine": machine()}))
+        found = {"device": kind, "jax": jax.__version__, "code": code(), "family": device.family}
+        print(json.dumps(found | {"simulated": simulated, "machine": machine()}))
         return 0
-    result = ROWS[name].run(device)
-    print(json.dumps({"result": result} | clock()))
+    result = {"result": ROWS[name].run(device)}
+    print(json.dumps(result), flush=True)
+    print(json.dumps(result | clock()))
     return 0
 
 
 def clock() -> dict[str, str]:
-    """Return the clock of the first GPU, what it may be at most, and its temperature; nothing if nobody tells it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    """Return the clock, the highest clock and the temperature of the first GPU; nothing if nvidia-smi tells none."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout
+        now, most, warm = (float(field) for field in said.splitlines()[0].split(","))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return {}
-    fields = "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu"
-    said = subprocess.run([tool, fields, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False)
-    now, most, warm = (said.stdout.splitlines() or [",,"])[0].split(",")
-    return {"clock": f"{now.strip()} of {most.strip()} MHz, {warm.strip()} °C"} if now else {}
+    return {"clock": f"{now:.0f} of {most:.0f} MHz, {warm:.0f} °C"}
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import nmjax as nm
-from experiments.bench import expected
+from experiments.bench import expected, tune
 from experiments.bench.kernels.block import METHODS
 from experiments.bench.measure import in_turn, over
 from experiments.bench.silicon import whole
 from nmjax.core import versions
-from nmjax.kernels import calls
-from nmjax.kernels.format import pack
+from nmjax.kernels import calls, check, packing, tuning
+from nmjax.kernels.format import pack, unpack
 from nmjax.kernels.limits import Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target
 from nmjax.pruners import mse, mvue, mvue_approx, soft, transposable
@@ -33,7 +33,8 @@ class Row(NamedTuple):
       proves: The kinds of kernels that fail if it fails.
       needs: The kinds that must not have failed before.
       seconds: The time that it may take, with compilation.
-      alike: In the interpreter, rows with the same text here are one. Empty for a row that is like no other.
+      alike: In the interpreter, only the first of the rows with the same text here runs. Empty if it always runs.
+      family: The family of devices that it is a row of. Empty for all.
     """
 
     part: str
@@ -42,6 +43,7 @@ class Row(NamedTuple):
     needs: tuple[str, ...] = ()
     seconds: float = 60
     alike: str = ""
+    family: str = ""
 
 
 def multiply(shape: Shape, config: HopperConfig, device: Target) -> str:
@@ -69,6 +71,32 @@ def _packing(p: nm.Pruner, axis: int, device: Target) -> str:
     x = jnp.asarray(np.random.default_rng().standard_normal((256, 512)), jnp.bfloat16)
     made = jax.jit(lambda x: calls.compress(x, axis, p, key=3, target=device))(x)
     return _bits(made, jax.jit(lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis))(x))
+
+
+def _packing_by_mosaic(p: nm.Pruner, axis: int, device: Target) -> str:
+    """Prune and pack by Mosaic's kernel. Compare the bits, and the time with that of Triton's kernel."""
+    if device.interpret and not versions.packs_in_interpreter():
+        return "not run: the interpreter of this JAX stores no parts of arrays"
+    size = 128 if device.interpret else 8192
+    x = jnp.asarray(np.random.default_rng().standard_normal((size, size)), jnp.bfloat16)
+    keys, one = calls.words_of_key(3, p)[None], jnp.ones(1)
+    form = {"axis": axis, "whole": (1, size, size), "pruner": p, "interpret": device.interpret}
+    mosaic = jax.jit(lambda x: packing.compress(x[None], keys, one, jnp.zeros(3, jnp.int32), **form))
+    said = _bits(jax.tree.map(lambda v: v[0], mosaic(x)), jax.jit(lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis))(x))
+    if device.interpret or not versions.has_triton():
+        return said
+    triton = jax.jit(lambda x: calls.compress(x, axis, p, key=3, target=device))
+    seconds = in_turn({"Mosaic": partial(mosaic, x), "Triton": partial(triton, x)}, 9, seconds=0.05)
+    rate = 3.125 * x.size / np.median(seconds["Mosaic"]) / 1e12
+    return f"{said}; {over(seconds['Mosaic'], seconds['Triton'])} of the time of Triton's, {rate:.2f} TB/s"
+
+
+def _check(device: Target) -> str:
+    """Run the check before use, so that no later row has to."""
+    if device.interpret:
+        return "not run: the interpreter needs no check"
+    wrong = check.findings(device, jax.devices()[0])
+    return f"wrong: {'; '.join(f'{kind} {text}' for kind, text in wrong.items())}" if wrong else "right"
 
 
 def _packing_both(device: Target) -> str:
@@ -129,24 +157,24 @@ def _speed(size: int, dtype: str, device: Target) -> str:
     """Return the time of a product of squares relative to the dense one."""
     if device.interpret:
         return whole.NO_SPEED
-    draw, shape = np.random.default_rng(), Shape(size, size, size, dtype)
-    b = jnp.asarray(draw.standard_normal((size, size)), jnp.dtype(dtype))
-    a = jax.jit(mse(2, 4))(jnp.asarray(draw.standard_normal((size, size)), jnp.bfloat16)).astype(jnp.dtype(dtype))
-    packed = pack(a)
-    sparse = jax.jit(partial(calls.run, scale=None, shape=shape, target=device))
-    dense = jax.jit(
-        lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
-    )
-    seconds = in_turn({"sparse": partial(sparse, packed, b), "dense": partial(dense, a, b)}, 9, seconds=0.1)
+    shape, pool = Shape(size, size, size, dtype), tune.Pool(size * size)
+    tiling = tuning.chosen(shape, device)
+    assert tiling is not None, shape
+    packed, b = pool.pair(shape)
+    sparse, dense = tune.packed(shape, device, tiling.config), tune.dense(shape, device)
+    run = {"sparse": partial(sparse, [(packed, b)]), "dense": partial(dense, [pool.dense_pair(shape)])}
+    some = [np.asarray(v[:64], np.float64) for v in (unpack(packed), b)]  # rows of A and columns of B
+    said = _said(np.asarray(run["sparse"]()[0][:64, :64], np.float64), some[0] @ some[1].T)
+    seconds = in_turn(run, 9, seconds=0.1)
     tflops = shape.flops / np.median(seconds["sparse"]) / 1e12
-    return f"right: {over(seconds['dense'], seconds['sparse'])} times the dense speed, {tflops:.0f} TFLOP/s"
+    return f"{said}; {over(seconds['dense'], seconds['sparse'])} times the dense speed, {tflops:.0f} TFLOP/s"
 
 
 def _layout(name: str, m_major: bool, n_major: bool, transpose: bool) -> dict[str, Row]:
     kind = f"products {name}"
     shape = Shape(128, 64, 128, "bfloat16", m_major, n_major, transpose)
     tile = HopperConfig(tile_n=64, store_n=32, stages=2)
-    return {f"one tile {name}": Row("primitives", partial(multiply, shape, tile), (kind,))}
+    return {f"one tile {name}": Row("primitives", partial(multiply, shape, tile), (kind,), family="hopper")}
 
 
 _TILE = HopperConfig(tile_n=64, store_n=32, stages=2)
@@ -155,7 +183,7 @@ _BASE = ("products along K",)
 
 def _cut(shape: Shape, *needs: str, **cut: object) -> Row:
     config = HopperConfig(**{"tile_n": 64, "store_n": 32, "stages": 2} | cut)
-    return Row("primitives", partial(multiply, shape, config), needs=needs or _BASE)
+    return Row("primitives", partial(multiply, shape, config), needs=needs or _BASE, family="hopper")
 
 
 def _packs(p: nm.Pruner, axis: int, *needs: str, proves: str = "") -> Row:
@@ -186,6 +214,7 @@ ROWS: dict[str, Row] = {
     "one tile as in dw": Row(
         "primitives", partial(multiply, Shape(128, 64, 128, m_major=True, n_major=True, transpose=True), _TILE),
         ("products as in dw",), ("products with A along M", "products with B along N", "products transposed"),
+        family="hopper",
     ),
     "several steps": _cut(Shape(128, 64, 512)),
     "several tiles": _cut(Shape(512, 256, 128)),
@@ -195,10 +224,16 @@ ROWS: dict[str, Row] = {
     "long steps": _cut(Shape(128, 64, 512), tile_k=128),
     "parts of K": _cut(Shape(128, 64, 512, m_major=True, n_major=True, transpose=True), "products as in dw", split=3),
     "a partial tile": _cut(Shape(128, 104, 128, transpose=True), "products transposed"),
+    **{
+        f"packing by Mosaic: {p} along axis {axis}": Row("primitives", partial(_packing_by_mosaic, p, axis))
+        for p, axis in ((mse(2, 4), -1), (mse(2, 4), -2), (mvue(2, 4), -2))
+    },
     "packing in FP8": Row("primitives", _packing_in_fp8, ("FP8",)),
     "one tile in FP8": Row(
-        "primitives", partial(multiply, Shape(128, 64, 256, "float8_e4m3fn", transpose=True), _TILE), ("FP8",)
+        "primitives", partial(multiply, Shape(128, 64, 256, "float8_e4m3fn", transpose=True), _TILE), ("FP8",),
+        family="hopper",
     ),
+    "the check before use": Row("numerics", _check, seconds=600),
     **{
         f"slots of {text}": Row("numerics", partial(_slots, text), (), needs, 120)
         for text, needs in {

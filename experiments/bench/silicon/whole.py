@@ -102,8 +102,10 @@ def training(model: str, method: str, device: Target) -> str:
         network, like = made()
         loss, batch_of = loss_of(like)
         calls[name], facts[name] = savings.step(text, network, loss, batch_of(), expected.LAYERS, backend)
+    losses = {name: float(call()) for name, call in calls.items()}
+    if not np.isfinite(list(losses.values())).all():
+        return f"wrong: the losses are {losses}"
     if device.interpret:
-        jax.block_until_ready(calls["sparse"]())
         return f"{NO_SPEED}; {facts['sparse']['packed']:.0f} products packed"
     seconds = in_turn(calls, 7, 0.3)
     memory, compiling = (facts["sparse"][what] / facts["dense"][what] for what in ("memory", "compile"))

@@ -25,7 +25,8 @@ def found(monkeypatch):
 
     def run(name, seconds):
         if name == "about":
-            return {"device": "NVIDIA H200", "jax": "0", "simulated": False, "machine": "here"}
+            own = {"device": "NVIDIA H200", "jax": "0", "code": results.get("code", "1"), "machine": "here"}
+            return own | {"simulated": False, "family": results.get("family", "hopper")}
         results["ran"].append(name)
         return {"result": results.get(name, "right"), "seconds": 1.0}
 
@@ -66,12 +67,30 @@ def test_rows_of_another_device_do_not_count(tmp_path, found):
     assert "several steps" in found["ran"]
 
 
+def test_rows_of_other_code_run_again(tmp_path, found):
+    """A kernel that was repaired is tried again, and so is all that waited for it."""
+    found["one tile along K"] = "wrong by 1.0e+00"
+    silicon.silicon(tmp_path, 600, ["primitives"])
+    first = found["ran"][:]
+    found |= {"one tile along K": "right", "code": "2", "ran": []}
+    silicon.silicon(tmp_path, 600, ["primitives"])
+    assert "several steps" in set(found["ran"]) - set(first)
+
+
+def test_rows_of_another_family_do_not_run(tmp_path, found):
+    found["family"] = "blackwell"
+    silicon.silicon(tmp_path, 600)
+    lines = {line["row"]: line["result"] for line in silicon.read(tmp_path)}
+    assert lines["several steps"] == "not run: it is a row of hopper, and this is blackwell"
+    assert lines["packing with noise"] == lines["tiles of ViT-B up: dw"] == "right"
+
+
 def test_no_row_begins_when_the_time_is_over(tmp_path, found):
     assert "| several steps | primitives | not reached |" in silicon.silicon(tmp_path, 0)
     assert found["ran"] == []
 
 
-def test_a_row_that_the_end_of_the_time_ends_begins_anew(tmp_path, found):
+def test_a_row_stopped_by_the_time_limit_runs_again(tmp_path, found):
     found["several steps"] = "stopped after 1 s"
     silicon.silicon(tmp_path, 0.5)  # less than the row may take
     names = [line["row"] for line in silicon.read(tmp_path)]
@@ -83,7 +102,7 @@ def test_a_row_that_the_end_of_the_time_ends_begins_anew(tmp_path, found):
     assert line["result"] == "stopped after 1 s"  # with all the time that it may take
 
 
-def test_rows_that_no_part_came_to_follow_at_the_end(tmp_path, monkeypatch, found):
+def test_rows_left_over_from_parts_run_at_the_end(tmp_path, monkeypatch, found):
     """The first part uses its share of the time with its first row."""
     now = [0.0]
     monkeypatch.setattr(silicon.time, "monotonic", lambda: now[0])
@@ -117,13 +136,15 @@ def test_tables_of_tiles_are_shipped(tmp_path, monkeypatch, capsys):
         '{"rows": []}': "is not a table of tiles",
         '{"device": "NVIDIA A100", "kernels": 1, "rows": []}': "Rename it to nvidia_a100.json",
         '{"device": "NVIDIA H200", "kernels": 0, "rows": []}': "is of version 0 of the kernels",
+        '{"device": "interpreter", "kernels": 1, "rows": []}': "has tiles of the interpreter",
     }.items(),
 )
-def test_what_is_no_table_of_the_present_kernels_is_not_shipped(tmp_path, monkeypatch, capsys, text, said):
+def test_ship_refuses_other_files_and_old_tables(tmp_path, monkeypatch, capsys, text, said):
     monkeypatch.setattr(measured, "SHIPPED", tmp_path / "package")
     if text is not None:
         (tmp_path / "nmjax" / "tables").mkdir(parents=True)
-        (tmp_path / "nmjax" / "tables" / "nvidia_h200.json").write_text(text)
+        name = "interpreter" if "interpreter" in text else "nvidia_h200"
+        (tmp_path / "nmjax" / "tables" / f"{name}.json").write_text(text)
     with pytest.raises(SystemExit):
         main(["silicon", "--ship", str(tmp_path)])
     assert said in capsys.readouterr().err
@@ -156,6 +177,34 @@ def test_a_process_that_fails_or_hangs_is_a_result(tmp_path):
         "failed with exit code 1: KeyError: 'no such row'"
     )
     assert silicon._in_a_process("one tile along K", 0.2, tmp_path) == {"result": "stopped after 0 s", "seconds": 0.2}
+
+
+@pytest.mark.processes
+def test_a_row_that_is_ended_leaves_no_process(tmp_path, monkeypatch):
+    """It has started another one, which hangs, as a check on a GPU may."""
+    script = (
+        "import os, subprocess, sys, time; r = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    )
+    script += f"; open({str(tmp_path / 'pid')!r}, 'w').write(str(r.pid)); time.sleep(600)"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'a row' in sys.orig_argv:\n    exec({script!r})\n")
+    assert silicon._in_a_process("a row", 3, tmp_path)["result"] == "stopped after 3 s"
+    state = f"/proc/{(tmp_path / 'pid').read_text()}/stat"
+    deadline = time.monotonic() + 20
+    while os.path.exists(state) and open(state).read().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert time.monotonic() < deadline
+
+
+@pytest.mark.processes
+def test_a_failing_tool_for_clocks_costs_no_row(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'Failed to initialize NVML: Unknown Error'\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = silicon._in_a_process("packing along the last axis", 120, tmp_path)
+    assert (found["result"], "clock" in found) == ("right, bit for bit", False)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '1830, 1980, 41'\n")
+    assert silicon._in_a_process("packing along the last axis", 120, tmp_path)["clock"] == "1830 of 1980 MHz, 41 °C"
 
 
 @pytest.mark.slow
