@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -182,18 +183,19 @@ def test_a_process_that_fails_or_hangs_is_a_result(tmp_path):
 @pytest.mark.processes
 def test_a_row_that_is_ended_leaves_no_process(tmp_path, monkeypatch):
     """It has started another one, which hangs, as a check on a GPU may."""
-    script = (
-        "import os, subprocess, sys, time; r = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    )
-    script += f"; open({str(tmp_path / 'pid')!r}, 'w').write(str(r.pid)); time.sleep(600)"
+    pid = tmp_path / "pid"
+    script = "import subprocess, sys, time; sleep = 'import time; time.sleep(600)'"
+    script += f"; run = subprocess.Popen([sys.executable, '-c', sleep]); open({str(pid)!r}, 'w').write(str(run.pid))"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif 'a row' in sys.orig_argv:\n    exec({script!r})\n")
+    text = f"import sys\nif 'a row' in sys.orig_argv:\n    exec({script!r})\n    time.sleep(600)\n"
+    (tmp_path / "sitecustomize.py").write_text(text)
     assert silicon._in_a_process("a row", 3, tmp_path)["result"] == "stopped after 3 s"
-    state = f"/proc/{(tmp_path / 'pid').read_text()}/stat"
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    ended = lambda: not state.exists() or state.read_text().split()[2] == "Z"
     deadline = time.monotonic() + 20
-    while os.path.exists(state) and open(state).read().split()[2] != "Z" and time.monotonic() < deadline:
+    while not ended() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert time.monotonic() < deadline
+    assert ended()
 
 
 @pytest.mark.processes
