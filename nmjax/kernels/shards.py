@@ -56,14 +56,7 @@ def product(
             "m": a["m"],
             "n": b["n"],
         })  # fmt: skip
-        batch = arguments[0].shape[0]
-        for letter in ("", "n", "k", "m", "b"):  # what does not fit a kernel in parts is gathered
-            cuts = cuts | {letter: ()}
-            part = _part(shape, cuts, mesh)
-            if part is not None and batch % _size(cuts["b"], mesh) == 0 and product_refusal(part, target) is None:
-                break
-        else:
-            part = shape
+        cuts, part = _fitting(shape, arguments[0].shape[0], cuts, mesh, target)
         summed = cuts["k"]
         call = multiply(replace(part, out="float32") if summed else part)
 
@@ -85,6 +78,17 @@ def product(
     cut = custom_partitioning(lambda *arrays: whole(*arrays))
     cut.def_partition(partition=partition, infer_sharding_from_operands=None, sharding_rule=rule, **sizes)
     return cut
+
+
+def _fitting(shape: Shape, batch: int, cuts: Cuts, mesh: Mesh, target: Target) -> tuple[Cuts, Shape]:
+    """Return the cuts without the fewest that do not fit a kernel, and the product of the parts."""
+    for count in range(len(cuts) + 1):
+        for gathered in itertools.combinations("nkmb", count):
+            left = cuts | dict.fromkeys(gathered, ())
+            part = _part(shape, left, mesh)
+            if part is not None and batch % _size(left["b"], mesh) == 0 and product_refusal(part, target) is None:
+                return left, part
+    return dict.fromkeys(cuts, ()), shape
 
 
 def _part(shape: Shape, cuts: Cuts, mesh: Mesh) -> Shape | None:
@@ -110,10 +114,11 @@ def blocks(
     Args:
       pack: Takes the array, the scalars, and where the array begins in the whole one ([batch, row, column]).
       x: The array.
-      scalars: Small arrays. Their first axis is 1, or divides the batch, which then is not cut.
+      scalars: Small arrays, which every device holds whole. Their first axis is 1, or divides the batch. If it is not
+        1, the batch is not cut.
       block: The rows and columns of a block.
-      outputs: For each result the letters of its axes: b, i and j are cut as batch, rows and columns of the array are,
-        and w is not cut.
+      outputs: For each result a letter for each axis: b, i or j for an axis that is cut as the batch, the rows or the
+        columns of the array are, and w for one that is not cut.
     """
     letters = "bij"
 

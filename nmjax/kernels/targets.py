@@ -51,7 +51,7 @@ class Target(Value):
     devices: int = 1  # among which XLA may cut arrays
 
     def __str__(self) -> str:
-        parts = f", parts on {self.devices} devices" if self.devices > 1 else ""
+        parts = f", split over {self.devices} devices" if self.devices > 1 else ""
         return f"{self.family}'s kernels{', simulated' if self.interpret else ''}{parts}"
 
 
@@ -142,7 +142,7 @@ def _family(kind: str, capability: str | None) -> str | None:
 
 
 def _devices(mesh: AbstractMesh) -> int | Refusal:
-    """Return the number of devices among which XLA may cut arrays, or why kernels cannot follow it."""
+    """Return the number of devices among which XLA may cut arrays, or the reason why kernels cannot run there."""
     if mesh.empty:  # arrays may lie on some mesh nevertheless
         return jax.device_count()
     kinds = {
@@ -155,10 +155,11 @@ def _devices(mesh: AbstractMesh) -> int | Refusal:
     }
     free = kinds[AxisType.Auto]
     if kinds[AxisType.Explicit] or (free and kinds[AxisType.Manual]):
-        axes = ", ".join(f"{name!r}: {size}" for name, size in (kinds[AxisType.Explicit] or free).items())
+        axes = ", ".join(f"{name!r} of size {size}" for name, size in (kinds[AxisType.Explicit] or free).items())
+        which = "explicit axes" if kinds[AxisType.Explicit] else "automatic axes beside manual ones"
         return Refusal(
-            f"arrays may lie in shards along the mesh's {axes}, and a kernel takes whole arrays: call it in "
-            "jax.shard_map over all axes, or make all axes automatic"
+            f"the mesh has {which} ({axes}), and kernels need axes that are all automatic or all manual: make all axes "
+            "automatic, or call the layer in jax.shard_map over all axes"
         )
     return math.prod(free.values())
 

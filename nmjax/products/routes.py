@@ -352,7 +352,7 @@ def _packed(
     m_major, n_major = (not formats and layout.matrix(o).axes[0] == contracted for o in (operand, dense))
     sizes = {axis: layout.size(axis) for axis in {m, n, contracted}}
     if sizes.get("T", 0) % device.devices:
-        return Refusal(f"{sizes['T']} tokens do not divide among {device.devices} devices")
+        return Refusal(f"{sizes['T']} tokens do not split evenly over {device.devices} devices")
     sizes |= {axis: size // device.devices for axis, size in sizes.items() if axis == "T"}
     shape = Shape(
         sizes[m],
@@ -367,7 +367,7 @@ def _packed(
     refusal = _fp8_refusal(product, layout, device) if formats else None
     refusal = refusal or limits.product_refusal(shape, device)
     if refusal is not None:
-        return refusal
+        return Refusal(f"{refusal.reason}, on each of {device.devices} devices") if device.devices > 1 else refusal
     kind = "in FP8 " if formats else ""
     return Route("packed", f"{operand} {kind}by {device}", operand, shape, formats)
 

@@ -412,21 +412,22 @@ def test_a_mesh_whose_shards_xla_chooses():
     """Every device works on its part, and "auto" expects that they share the tokens."""
     with on(axes=(("data", 2), ("model", 2))):
         found = choices("ste(2,4)", (32768, 4096))["fwd"]
-        assert (found.how, found.why) == ("packed", "w by hopper's kernels, parts on 4 devices")
+        assert (found.how, found.why) == ("packed", "w by hopper's kernels, split over 4 devices")
         assert found.shape.n == 8192
     with on(axes=(("data", 8), ("model", 8))):
         assert "N, K = 16384, 128, 4096 is expected at" in choices("ste(2,4)")["fwd"].why
+    with on(axes=(("data", 2),)):
+        dw = choices("mvue(2,4)", (8192 + 64, 4096))["drhs"]
+        assert dw.why == ("M, N, K = 16384, 4096, 4128 do not divide into tiles of 64 x 64 x 64, on each of 2 devices")
     with on(axes=(("data", 3),)):
-        assert choices("ste(2,4)")["fwd"].why == "8192 tokens do not divide among 3 devices"
+        assert choices("ste(2,4)")["fwd"].why == "8192 tokens do not split evenly over 3 devices"
     with on(axes=(("data", 8),), kinds=(AxisType.Manual,)):
         assert choices("ste(2,4)")["fwd"].why == "w by hopper's kernels"
     for kinds in ((AxisType.Auto, AxisType.Manual), (AxisType.Explicit, AxisType.Auto)):
         with on(axes=(("data", 8), ("model", 2)), kinds=kinds):
             found = choices("ste(2,4)")["fwd"]
-            assert found.why == (
-                "arrays may lie in shards along the mesh's 'data': 8, and a kernel takes whole arrays: call it in "
-                "jax.shard_map over all axes, or make all axes automatic"
-            )
+            which = "explicit axes" if AxisType.Explicit in kinds else "automatic axes beside manual ones"
+            assert found.why.startswith(f"the mesh has {which} ('data' of size 8), and kernels need axes that are all")
             assert choices("ste(2,4)", backend="pallas")["fwd"].how == "packed"
 
 
@@ -588,7 +589,7 @@ def test_derivatives_beyond_the_gradient():
 
 def test_explicit_axes_and_empty_arrays_are_xlas():
     with on(kinds=(AxisType.Explicit,)):
-        assert "'x': 1" in choices("ste(2,4)")["fwd"].why
+        assert "explicit axes ('x' of size 1)" in choices("ste(2,4)")["fwd"].why
     with on():
         assert choices("ste(2,4)", (0, 4096))["fwd"].how == "emulated"
 
