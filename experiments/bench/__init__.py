@@ -16,10 +16,14 @@
     python -m experiments.bench scale [--config PAGE ...] [--rounds 9] [--save NAME]
     # what sparse tensor cores can bring to a step, computed from plans
     python -m experiments.bench expected [--save NAME]
+    # the kernels of a step, and what they read and write, counted in its program
+    python -m experiments.bench counts [--rounds 9] [--save NAME]
     # the kernels' results and speed
     python -m experiments.bench kernels [--sizes 4096,8192] [--only a,c] [--quick] [--save NAME]
     # a first run of the kernels on a GPU, row by row, that goes on where it stopped
     python -m experiments.bench silicon --out DIR [--minutes 8] [--parts primitives,numerics]
+    # the tiles that it found, into the package
+    python -m experiments.bench silicon --ship DIR
     # the fastest tiles, for the library
     python -m experiments.bench tune [--shapes TEXT] [--ship] [--minutes 8]
 

@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shapes", help="tune: layers as tokens x in x out, such as '8192x1024x4096 8192x4096x1024'")
     ship = "tune: write the package's table instead of the user's own; silicon: put the tables of a run in DIR there"
     add("--ship", metavar="DIR", nargs="?", const="", help=ship)
-    add("--minutes", type=float, default=8, help="tune, silicon: begin nothing after so many minutes (default 8)")
+    add("--minutes", type=float, default=8, help="tune: start no product after it; silicon: the time limit (default 8)")
     add("--out", type=Path, help="silicon: the folder of its rows and its table")
     add("--parts", default="", help="silicon: some parts, such as primitives,numerics (default all)")
     add("--rounds", type=int, default=9, help="how often everything is timed (default 9)")
@@ -80,14 +80,18 @@ def main(argv: list[str]) -> int:
     if args.what == "silicon":
         parts = args.parts.replace(",", " ").split() or module.PARTS
         unknown = sorted(set(parts) - set(module.PARTS))
-        if args.ship:
+        if args.ship == "":
+            parser.error("silicon --ship DIR: name the folder of a run.")
+        if args.ship is not None:
             try:
                 print(*module.ship(Path(args.ship)), sep="\n")
             except ValueError as error:
                 parser.error(f"--ship: {error}")
             return 0
-        if unknown or args.out is None:
-            parser.error(f"silicon needs --out DIR, and --parts are some of {', '.join(module.PARTS)}.")
+        if unknown:
+            parser.error(f"--parts: {', '.join(unknown)} is none of the parts {', '.join(module.PARTS)}.")
+        if args.out is None:
+            parser.error("silicon: write --out DIR, the folder of its results.")
         print(module.silicon(args.out, args.minutes, parts))
         return 0
     tables = {

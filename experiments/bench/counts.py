@@ -23,12 +23,12 @@ class Counted(NamedTuple):
     """The kernels and products of a program.
 
     Attributes:
-      packing: The kernels that pack.
-      packed: The products in kernels.
-      dense: The products of XLA.
-      values: The values that packing kernels read.
-      packing_bytes: What packing kernels read and write.
-      product_bytes: What all products read and write.
+      packing: The number of kernels that pack.
+      packed: The number of products in kernels.
+      dense: The number of products of XLA.
+      values: The number of 16-bit values that packing kernels read.
+      packing_bytes: The bytes that packing kernels read and write.
+      product_bytes: The bytes that all products read and write.
     """
 
     packing: int = 0
@@ -71,14 +71,15 @@ def counts(rounds: int) -> str:
         "pruned array. XLA may fuse that, so it cannot be counted here."
     )
     head = [
-        "", "packing kernels", "their bytes a value", "packed + dense products", "emulated: products",
-        "GB of packing + products", "emulated: GB of products", "trace and lower: time, over emulated, over dense",
+        "", "packing kernels", "bytes per packed value", "packed + dense products", "emulated: products",
+        "GB of packing + products", "emulated: GB of products",
+        "time to trace and lower, relative to emulated, relative to dense",
     ]  # fmt: skip
     return markdown("Kernels and bytes of a step", note, rows, head)
 
 
 def counted(jaxpr: Any) -> Counted:
-    """Count the kernels and products of a program. A loop counts once for each trip."""
+    """Count the kernels and products of a program. The body of a `scan` counts once for each iteration."""
     found = Counted()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -108,7 +109,7 @@ def _bytes(variable: Any) -> int:
 
 
 def _inside(eqn: Any) -> Iterator[Any]:
-    """Return the programs inside an instruction. Of the rules of derivatives and batches only the program counts."""
+    """Return the programs inside an instruction. Rules for derivatives and batches are skipped."""
     for value in jax.tree.leaves(
         list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns")
     ):

@@ -38,7 +38,8 @@ def in_turn(
     Args:
       calls: The functions.
       rounds: How many rounds.
-      seconds: In a round each is called as often as takes about this time: once if the first call takes 30 times it.
+      seconds: About the time that the calls of one function take in a round. A function whose first call takes more
+        than 30 times as long is called once.
       wait: Waits for the last result of a round. A device works in order, so the others are ready then too.
     """
     counts = {}

@@ -65,7 +65,7 @@ def run(
       scale: A factor of the result: a number, or one for every matrix of the batch.
       shape: The product's shape, as `nmjax.kernels.limits.shape_of` gives it.
       target: The device.
-      config: The tiles. Without it they are the best that are known. On several devices it counts for none.
+      config: The tiles. Without it they are the best that are known. Ignored on several devices.
     """
     batch = packed.shape[:-2]
     scales = jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), batch).reshape(-1)
@@ -113,7 +113,7 @@ def _multiply(
 
     def call(values: jax.Array, indices: jax.Array, b: jax.Array, scales: jax.Array) -> jax.Array:
         packed = Packed(values, indices, axis, 2, 4, order)
-        if target.interpret and target.devices > 1:  # a program that XLA cuts cannot run the interpreter
+        if target.interpret and target.devices > 1:  # the interpreter does not work in a program that XLA partitions
             form = {"axis": options["b_axis"], "transpose": shape.transpose, "dtype": shape.out}
             return reference(packed, b, scales if scaled else None, **form)
         return kernel(packed, b, scales if scaled else None)

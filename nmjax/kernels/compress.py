@@ -181,7 +181,7 @@ def _pruned(
       x: The members.
       words, scale, origin, whole: As in `compress`.
       group: The rows and columns of a group.
-      share: The arrays of the batch that have a key and a scale in common.
+      share: The number of consecutive arrays of the batch that share a key and a scale.
     """
     index = where(origin, 0)
     u = None
@@ -230,7 +230,7 @@ def uniform(
     Args:
       words: Scrambled keys. Each row serves ``share`` arrays of the batch.
       index: The array's index in the batch.
-      share: The arrays that have a key in common.
+      share: The number of consecutive arrays that share a key.
       whole: The shape of an array's groups.
       row: The rows of the groups.
       column: Their columns.

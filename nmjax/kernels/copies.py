@@ -63,7 +63,7 @@ def copies(
 def factors_of(
     x: Float[Array, "batch r c"], beta: Float[Array, " s"], wanted: tuple[Copy, ...]
 ) -> Float[Array, "s f"]:  # fmt: skip
-    """Return the scales of `soft` for each part of a batch, and behind them those of each form."""
+    """Return a scale of `soft`, and then a scale of each form, for each of the S parts of a batch."""
     largest = jax.vmap(float8.largest)(x.reshape(len(beta), -1, *x.shape[1:]))
     scales = [float8.scale(largest * copy.pruner.growth(beta), copy.format) for copy in wanted]
     return jnp.stack([beta, *scales], 1)

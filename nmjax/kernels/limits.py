@@ -258,7 +258,7 @@ def _ampere_refusal(shape: Shape, config: AmpereConfig) -> Refusal | None:
 
 def _blackwell_refusal(shape: Shape, config: BlackwellConfig) -> Refusal | None:
     if config.tile_k != 128 or config.tile_n not in (64, 128, 192, 256) or config.stages < 2:
-        return Refusal(f"{config}: tile_n is 64, 128, 192 or 256, tile_k is 128, and there are at least 2 stages")
+        return Refusal(f"{config}: tile_n must be 64, 128, 192 or 256, tile_k must be 128, and stages at least 2")
     step = config.step(shape.itemsize)
     refusal = _division_refusal(shape, 128, config.tile_n, step)
     if refusal is not None:

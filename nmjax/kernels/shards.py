@@ -50,7 +50,7 @@ def product(
     def partition(mesh: Mesh, arguments: Sequence[Any], result: Any) -> tuple[Any, ...]:
         seen = [_cuts(letters, argument) for letters, argument in zip(inputs, arguments, strict=True)]
         a, _, b, _ = seen
-        cuts = _apart({
+        cuts = _without_repeats({
             "b": a["b"] or b["b"],
             "k": a["k"] if a["k"] == b["k"] else (),
             "m": a["m"],
@@ -123,7 +123,7 @@ def blocks(
     letters = "bij"
 
     def partition(mesh: Mesh, arguments: Sequence[Any], result: Any) -> tuple[Any, ...]:
-        cuts = _apart(_cuts(letters, arguments[0]))
+        cuts = _without_repeats(_cuts(letters, arguments[0]))
         if any(v.shape[0] > 1 for v in arguments[1:]):
             cuts["b"] = ()
         for letter, size, unit in zip(letters, arguments[0].shape, (1, *block), strict=True):
@@ -187,7 +187,7 @@ def _cuts(letters: str, argument: Any) -> Cuts:
     return dict(zip(letters, named, strict=True))
 
 
-def _apart(cuts: Mapping[str, Axes]) -> Cuts:
+def _without_repeats(cuts: Mapping[str, Axes]) -> Cuts:
     """Return cuts in which no axis of the mesh occurs twice: the first one stays."""
     taken: set[str] = set()
     found: Cuts = {}

@@ -80,7 +80,7 @@ def test_what_fits():
     assert why(1024, 1024, 1024) == why(1024, 1024, 1024, tile_n=128, stages=3) == "None"
     assert "of shared memory" in why(1024, 1024, 1024, stages=3)
     assert "M = 64 does not divide by 128" in why(64, 1024, 1024)
-    assert "tile_n is 64, 128, 192 or 256" in why(1024, 1024, 1024, tile_n=96)
+    assert "tile_n must be 64, 128, 192 or 256" in why(1024, 1024, 1024, tile_n=96)
     for sides in ((128, 64, 128), (256, 192, 384), (1024, 1024, 1024), (64, 64, 128), (128, 64, 64), (128, 32, 128)):
         for kind in ("bfloat16", "float8_e4m3fn"):
             shape = Shape(*sides, kind)
