@@ -77,7 +77,7 @@ def product_fault(target: Target, shape: Shape, pruner: Pruner) -> Refusal | Non
       pruner: The pruner of the packed operand.
     """
     tiling = tuning.chosen(shape, target)
-    return fault(target, kinds_of(shape, pruner, tiling and tiling.config))
+    return fault(target, kinds_of(shape, pruner, None if tiling is None else tiling.config))
 
 
 def kinds_of(shape: Shape | None, pruner: Pruner = identity, config: Config | None = None) -> tuple[str, ...]:
@@ -201,7 +201,10 @@ def main() -> None:
 def cases(target: Target) -> dict[str, Callable[[], bool]]:
     """Return for each kind a function that returns whether its kernels are right."""
     packing = partial(_packs, target=target)
-    found = {LAST: partial(packing, mse(2, 4), -1), BEFORE: partial(packing, mse(2, 4), -2)}
+    found: dict[str, Callable[[], bool]] = {
+        LAST: partial(packing, mse(2, 4), -1),
+        BEFORE: partial(packing, mse(2, 4), -2),
+    }
     found |= {NOISE: partial(packing, mvue(2, 4), -2), BOTH: partial(_packs_both, target)}
     m, n, k = 128 * (target.cores + 2), 512, 640  # more tiles than cores, and more steps along K than a ring has slots
     for m_major, n_major, transpose in product((False, True), repeat=3):

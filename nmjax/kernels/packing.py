@@ -8,6 +8,7 @@ at once. The noise and the arithmetic are those of Triton's kernels.
 Two steps move values between the registers of a thread, for which Mosaic has no operation: `_halves` and `_words`.
 """
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -32,14 +33,19 @@ from nmjax.pruners import identity
 Ref = Any  # a reference to a block of an array, inside a kernel
 
 _GROUPS = BLOCK // 4
-_tiled = partial(plgpu.Layout.TILED, vector_dim=-1)
 # Of rows x words, and of rows x groups: w, a half, g, q, and what a thread has of a row.
-_ROW_WORDS = _tiled(fa.Tiling(((64, 32), (16, 32), (8, 32), (8,))), warp_dims=(-7,), lane_dims=(-3, -2))
-_ACROSS = _tiled(fa.Tiling(((64, 16), (16, 16), (8, 16), (4,))), warp_dims=(-7,), lane_dims=(-3, -2))
+_ROW_WORDS = plgpu.Layout.TILED(
+    fa.Tiling(((64, 32), (16, 32), (8, 32), (8,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
+)
+_ACROSS = plgpu.Layout.TILED(
+    fa.Tiling(((64, 16), (16, 16), (8, 16), (4,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
+)
 # Of groups x columns: w and the half are of columns, q and a thread's four groups of rows.
-_DOWN = _tiled(fa.Tiling(((16, 64), (16, 16), (16, 8), (4, 8), (1,))), warp_dims=(-8,), lane_dims=(-2, -5))
+_DOWN = plgpu.Layout.TILED(
+    fa.Tiling(((16, 64), (16, 16), (16, 8), (4, 8), (1,))), warp_dims=(-8,), lane_dims=(-2, -5), vector_dim=-1
+)
 # Of lines (w, g) x q: one word of a thread.
-_LINES = _tiled(fa.Tiling(((32, 4), (8, 4), (1,))), warp_dims=(-5,), lane_dims=(-3, -2))
+_LINES = plgpu.Layout.TILED(fa.Tiling(((32, 4), (8, 4), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def compress(
@@ -168,13 +174,12 @@ def _words(nibble: UInt[Array, "r c"], layout: Any, emulated: bool) -> UInt[Arra
         return jnp.sum(shifted, (1, 4), dtype=jnp.uint32).reshape(32, 4)
 
     def gather(_: Any, nibble: fa.FragmentedArray) -> fa.FragmentedArray:
-        i32, word = ir.IntegerType.get_signless(32), None
+        i32 = ir.IntegerType.get_signless(32)
         registers = list(nibble.registers.flat)  # those of the first half, then those of the second
         each = [vector.extract(v, [], [t]) for v in registers for t in range(ir.VectorType(v.type).shape[0])]
-        for at, v in enumerate(each):
-            half, group = divmod(at, 4)
-            v = arith.shli(v, utils.c(16 * half + 4 * group, i32))
-            word = v if word is None else arith.ori(word, v)
+        shifts = [16 * (at // 4) + 4 * (at % 4) for at in range(len(each))]
+        shifted = [arith.shli(v, utils.c(by, i32)) for v, by in zip(each, shifts, strict=True)]
+        word = functools.reduce(arith.ori, shifted)
         return _of_registers([vector.broadcast(ir.VectorType.get((1,), i32), word)], _LINES, (32, 4))
 
     line = plgpu.ShapeDtypeStruct((32, 4), jnp.uint32, layout=_LINES)
@@ -185,5 +190,5 @@ def _of_registers(registers: list[Any], layout: Any, shape: tuple[int, int]) -> 
     """Return an array of the registers of a thread."""
     layout = layout.to_mgpu()
     held = np.empty(layout.registers_shape(shape), dtype=object)
-    held.flat = registers
+    held.reshape(-1)[:] = registers
     return fa.FragmentedArray(_registers=held, _layout=layout, _is_signed=False)
