@@ -20,6 +20,11 @@ def has_warp_products() -> bool:
     return jax.__version_info__ >= (0, 11)
 
 
+def stores_transposed() -> bool:
+    """Return True if Mosaic stores registers of tensor memory into a transposed reference, as it does from 0.11 on."""
+    return jax.__version_info__ >= (0, 11)
+
+
 def interpreter_params(zeros: bool) -> Any:
     """Return the parameters of the interpreter of GPU kernels. Before 0.11 it has a private name.
 

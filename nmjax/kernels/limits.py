@@ -159,6 +159,8 @@ def product_refusal(shape: Shape, target: Target, config: Config | None = None) 
         return Refusal("8-bit operands must be contiguous along k")
     if target.family == "ampere" and not versions.has_warp_products():
         return Refusal(f"jax {jax.__version__} has no layouts for Ampere's instructions: they come with 0.11")
+    if target.family == "blackwell" and not versions.stores_transposed():
+        return Refusal(f"jax {jax.__version__} cannot store the results of Blackwell's kernels: from 0.11 on it can")
     if config is not None and not isinstance(config, FAMILIES[target.family]):
         return Refusal(f"{config} is not a config of {target.kind}: write {FAMILIES[target.family].__name__}(...)")
     if config is not None:

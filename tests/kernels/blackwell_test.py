@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import nmjax as nm
+from nmjax.core import versions
 from nmjax.kernels import blackwell, tuning
 from nmjax.kernels.format import pack
 from nmjax.kernels.limits import BlackwellConfig, Shape, config_refusal, product_refusal
@@ -73,6 +74,20 @@ def test_products_against_float64(kind, layout):
     y = np.asarray(y, np.float64)
     wanted = np.asarray([1.0, -0.5])[:, None, None] * (a.astype(np.float64) @ b.astype(np.float64).swapaxes(-1, -2))
     assert np.abs((y.swapaxes(-1, -2) if transpose else y) - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+@pytest.fixture(autouse=True)
+def _any_version(monkeypatch):
+    """The interpreter multiplies on versions of JAX, too, on which the kernels are refused."""
+    monkeypatch.setattr(versions, "stores_transposed", lambda: True)
+    tuning.chosen.cache_clear()
+    yield
+    tuning.chosen.cache_clear()
+
+
+def test_an_old_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(versions, "stores_transposed", lambda: False)
+    assert "from 0.11 on it can" in str(product_refusal(Shape(1024, 1024, 1024), B200))
 
 
 def test_what_fits():

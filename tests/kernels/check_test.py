@@ -51,7 +51,8 @@ def test_every_kind_of_a_product_is_checked():
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
 def test_every_case_has_tiles(kind, monkeypatch):
     """On each family of devices: the shapes are those of the cases."""
-    monkeypatch.setattr(versions, "has_warp_products", lambda: True)
+    for known in ("has_warp_products", "stores_transposed"):
+        monkeypatch.setattr(versions, known, lambda: True)
     with nm.kernels.on(kind):
         device = nm.kernels.target("pallas")
     shapes = [right.args[0] for right in check.cases(device).values() if right.func is check._multiplies]

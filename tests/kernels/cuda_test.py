@@ -308,7 +308,8 @@ def of_silicon() -> dict:
         name: row.run.args[:2] for name, row in rows.ROWS.items() if getattr(row.run, "func", None) is rows.multiply
     }
     found = {name: (of, tuning.chosen(of, TARGETED).config) for name, of in whole.searches().items()}
-    return {name.replace("/", " "): product_of(*made) for name, made in (single | found).items()}
+    different = {made: name.replace("/", " ") for name, made in (single | found).items()}  # JAX compiles a kernel once
+    return {name: product_of(*made) for made, name in different.items()}
 
 
 @pytest.mark.processes
@@ -352,6 +353,7 @@ def programs_of_blackwell() -> dict:
 
 @pytest.mark.processes
 @compiled
+@pytest.mark.skipif(not versions.stores_transposed(), reason="this jax stores no transposed results on Blackwell")
 def test_blackwell_compiles_to_sparse_instructions(tmp_path):
     told = {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTX", "PTXAS", "SASS")}
     options = {"family": "blackwell", "programs": "programs_of_blackwell"}

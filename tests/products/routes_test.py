@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 import nmjax as nm
 from nmjax.analysis.refusals import Use
 from nmjax.analysis.savings import kept_of
+from nmjax.core import versions
 from nmjax.core.refusal import Refusal
 from nmjax.kernels.targets import Target, target
 from nmjax.products import routes
@@ -386,7 +387,7 @@ def test_reasons(text, options, why):
     assert (found.how, found.why) == (("packed", "w by hopper's kernels") if why is None else ("emulated", why))
 
 
-def test_other_devices():
+def test_other_devices(monkeypatch):
     with on("NVIDIA A100-SXM4-80GB"):
         assert target("auto").family == "ampere"
         assert (
@@ -394,6 +395,7 @@ def test_other_devices():
             or "0.11" in choices("ste(2,4)")["fwd"].why
         )
         assert choices("s_ste(fp8=True)")["dlhs"].why == "NVIDIA A100-SXM4-80GB has no FP8 tensor cores"
+    monkeypatch.setattr(versions, "stores_transposed", lambda: True)
     with on("NVIDIA B200"):
         none = "no tiles have been measured on NVIDIA B200: run python -m experiments.bench tune"
         assert {route.why for route in choices("s_ste(fp8=True)").values()} == {none}
