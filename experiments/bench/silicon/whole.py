@@ -18,7 +18,7 @@ from experiments.bench.kernels.peers import PRODUCTS, beside, torch_on_a_gpu
 from experiments.bench.measure import in_turn, over, speedup
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import measured
-from nmjax.kernels.limits import Shape
+from nmjax.kernels.limits import Shape, product_refusal
 from nmjax.kernels.targets import Target
 
 LAYERS = {  # those whose tiles are searched, with the tokens of a step
@@ -49,6 +49,9 @@ def tiles(shape: Shape, device: Target) -> str:
     """Search the fastest tiles of a product, and write them into the table of the device."""
     if device.interpret:
         shape = Shape(128, 64, 128, shape.dtype, shape.m_major, shape.n_major, shape.transpose)
+    refusal = product_refusal(shape, device)
+    if refusal is not None:
+        return f"not run: {refusal}"
     pool = tune.Pool(tune.largest([shape]))
     best = tune.best(shape, device, pool, most=1 if device.interpret else 12)
     if isinstance(best, str):
