@@ -144,4 +144,4 @@ def _as_json(row: Row) -> dict[str, Any]:
 
     family = next(family for family, kind in FAMILIES.items() if isinstance(row.config, kind))
     found = {"family": family, "shape": changed(row.shape), "config": changed(row.config)}
-    return found | {"speed": round(row.speed, 4)}
+    return found | {"speed": float(f"{row.speed:.4g}")}

@@ -51,6 +51,12 @@ def test_a_new_row_replaces_that_of_the_same_product():
     assert measured.table(H200.kind) == (Row(SHAPE, HopperConfig(), 1.5), other)
 
 
+def test_a_small_speed_stays_positive():
+    """As the interpreter has it."""
+    row = Row(SHAPE, CONFIG, 1.23456e-7)
+    assert measured.read(measured.write(measured.own_tables(), H200.kind, [row])) == (row._replace(speed=1.235e-7),)
+
+
 def test_a_row_of_another_family_is_not_used():
     ampere = Row(Shape(4096, 4096, 4096), AmpereConfig(), 9.0)
     measured.write(measured.own_tables(), H200.kind, [ampere])
