@@ -85,9 +85,9 @@ def _product(
     axis: int, order: str, shape: Shape, target: Target, config: Config | None, scaled: bool
 ) -> Callable[..., jax.Array]:  # fmt: skip
     if target.devices == 1:
-        return _mapped(_multiply(axis, order, shape, target, config, scaled), target)
+        return _mapped(_multiply(axis, order, shape, target, config, scaled))
     multiply = partial(_multiply, axis, order, target=target, config=None, scaled=scaled)
-    return _mapped(shards.product(lambda part: multiply(shape=part), shape, order == "words16", target), target)
+    return _mapped(shards.product(lambda part: multiply(shape=part), shape, order == "words16", target))
 
 
 def _multiply(
@@ -183,7 +183,7 @@ def _compression(axis: int, pruner: Pruner, target: Target) -> Callable[..., Pac
     def call(x: jax.Array, words: jax.Array, scale: jax.Array) -> Packed:
         return _in_parts(partial(compress, whole=x.shape), x, (words, scale), (64, 64), outputs, target)
 
-    return _mapped(call, target)
+    return _mapped(call)
 
 
 def compress_both(
@@ -207,7 +207,7 @@ def compress_both(
 def _compression_both(pruner: Pruner, target: Target) -> Callable[..., tuple[Packed, Packed]]:
     both = partial(_kernels().compress.compress_both, pruner=pruner, interpret=target.interpret)
     outputs = ("bij", "bijw", "bij", "bjiw")
-    return _mapped(lambda x: _in_parts(lambda x, origin: both(x), x, (), (64, 64), outputs, target), target)
+    return _mapped(lambda x: _in_parts(lambda x, origin: both(x), x, (), (64, 64), outputs, target))
 
 
 def copies(
@@ -262,7 +262,7 @@ def _copying(wanted: tuple[Copy, ...], target: Target) -> Callable[..., list[tup
         forms = _in_parts(partial(copies, whole=x.shape), x, (words, factors), block, outputs, target)
         return list(zip(forms, (1 / factors[:, 1:]).T, strict=True))
 
-    return _mapped(call, target)
+    return _mapped(call)
 
 
 def _in_parts(
@@ -301,14 +301,13 @@ def _unflat(form: Any, batch: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda v: v.reshape(*batch, *v.shape[1:]), form)
 
 
-def _mapped(call: Callable[..., Any], target: Target) -> Callable[..., Any]:
+def _mapped(call: Callable[..., Any]) -> Callable[..., Any]:
     """Make a kernel over arrays with a batch in front ready for `jax.vmap` and `jax.shard_map`.
 
     vmap enlarges the batch. Under shard_map, if one input varies over an axis, all are marked as varying. The kernel is
-    a jitted function, so that it is traced and lowered once for all layers of a shape. A simulated one is not: in jax
-    0.12 jitted kernels wait for each other for ever.
+    a jitted function, so that it is traced and lowered once for all layers of a shape.
     """
-    once = call if target.interpret else jax.jit(call)
+    once = jax.jit(call)
 
     @custom_vmap
     def mapped(*arrays: jax.Array) -> Any:
