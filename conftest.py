@@ -10,6 +10,7 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+os.environ.setdefault("NPROC", "16")  # threads of XLA: simulated kernels block some of them
 if os.environ["JAX_PLATFORMS"] == "cpu":  # tests compile much and compute little: optimising costs them two fifths
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_emitter_verification_level=0"

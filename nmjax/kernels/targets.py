@@ -26,7 +26,7 @@ BACKENDS = ("auto", "xla", "compact", "pallas", "interpret")
 - ``"compact"``: fewer rows if `nmjax.rows` chooses them, or an error. XLA's dense product elsewhere.
 - ``"pallas"``: a kernel, or an error.
 - ``"interpret"``: a kernel simulated on the CPU, for tests with small arrays. A product takes seconds. A program with
-  several products needs ``XLA_FLAGS=--xla_force_host_platform_device_count=4``, so that enough threads can wait.
+  several products needs ``NPROC=16`` in the environment, so that XLA has enough threads that can wait.
 """
 
 _FAMILIES = {

@@ -135,8 +135,7 @@ def _in_a_process(name: str, seconds: float, out: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "experiments.bench.silicon", name]
     cache = str(out.absolute())  # of tables of tiles, of the check, and of programs
     environment = os.environ | {"XDG_CACHE_HOME": cache, "JAX_COMPILATION_CACHE_DIR": f"{cache}/programs"}
-    if "host_platform_device_count" not in environment.get("XLA_FLAGS", ""):  # the interpreter needs several threads
-        environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    environment.setdefault("NPROC", "16")  # threads of XLA, which the interpreter blocks
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as run:
         try:
