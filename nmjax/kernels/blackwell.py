@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, UInt
 from nmjax.core import versions
 from nmjax.kernels import emulation
 from nmjax.kernels.format import Packed
+from nmjax.kernels.instructions import swizzled
 from nmjax.kernels.limits import BlackwellConfig, Shape, shape_of
 from nmjax.kernels.targets import result
 
@@ -107,10 +108,10 @@ def spmm(
         num_threads=2,
         thread_name="wg",
         scratch_types=[
-            plgpu.SMEM((stages, *a_block), kind, transforms=_swizzled(a_block, kind)),
+            plgpu.SMEM((stages, *a_block), kind, transforms=swizzled(a_block[1], kind.itemsize).transforms),
             plgpu.SMEM((stages, 1, step // 128, *words.shape[3:]), words.dtype),
-            plgpu.SMEM((stages, *b_block), b.dtype, transforms=_swizzled(b_block, b.dtype)),
-            plgpu.SMEM((2, *stored), out, transforms=() if transpose else _swizzled(stored, out)),
+            plgpu.SMEM((stages, *b_block), b.dtype, transforms=swizzled(b_block[1], b.dtype.itemsize).transforms),
+            plgpu.SMEM((2, *stored), out, transforms=() if transpose else swizzled(STORED, out.itemsize).transforms),
             plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
             plgpu.Barrier(orders_tensor_core=True),
@@ -120,13 +121,6 @@ def spmm(
         **({"interpret": versions.interpreter_params(zeros=False)} if interpret else {}),
     )
     return call(*inputs)
-
-
-def _swizzled(block: tuple[int, int], dtype: jnp.dtype) -> tuple[Any, ...]:
-    """Return how a block lies in shared memory: in pieces of eight rows, whose bytes are permuted."""
-    bits = 8 * dtype.itemsize
-    swizzle = plgpu.find_swizzle(block[1] * bits)
-    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 class Tile(NamedTuple):

@@ -48,7 +48,7 @@ def compress(
     """
     batch, rows, columns = x.shape
     blocks = (batch, rows // BLOCK, columns // BLOCK)
-    options = {"pruner": pruner, "whole": whole, "dtype": x.dtype, "share": whole[0] // len(words)}
+    options = {"pruner": pruner, "whole": whole, "dtype": x.dtype}
     body = partial(_down if axis == -2 else _across, **options)
     if axis == -2:
         seen, seen_block = x, (None, BLOCK, BLOCK)
@@ -93,11 +93,11 @@ def compress_both(
 
 def _across(
     words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
-    whole: tuple[int, ...], dtype: jnp.dtype, share: int,
+    whole: tuple[int, ...], dtype: jnp.dtype,
 ) -> None:  # fmt: skip
     """Prune and pack groups along columns."""
     x = members_of(seen, slice(None), dtype)
-    kept = _pruned(pruner, x, words, scale, origin, whole, (1, 4), share)
+    kept = pruned(pruner, x, words, scale, whole, (1, 4), *_groups(origin, x[0].shape, (1, 4)))
     first, second, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
     values[...] = together(first, second)
     places[...] = _block_of_words(nibble)
@@ -105,11 +105,11 @@ def _across(
 
 def _down(
     words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
-    whole: tuple[int, ...], dtype: jnp.dtype, share: int,
+    whole: tuple[int, ...], dtype: jnp.dtype,
 ) -> None:  # fmt: skip
     """Prune and pack groups along rows."""
     x = [seen[pl.ds(j, BLOCK // 4, stride=4), :] for j in range(4)]
-    kept = _pruned(pruner, x, words, scale, origin, whole, (4, 1), share)
+    kept = pruned(pruner, x, words, scale, whole, (4, 1), *_groups(origin, x[0].shape, (4, 1)))
     kept = two_of_four(kept, crowded=crowded(pruner, dtype))
     for j in range(2):
         values[pl.ds(j, BLOCK // 4, stride=2), :] = kept[j]
@@ -170,27 +170,34 @@ def _in_grid(block: tuple[int | None, ...]) -> pl.BlockSpec:
     return pl.BlockSpec(block, lambda b, i, j: (b, i, j, 0)[: len(block)])
 
 
-def _pruned(
-    pruner: Pruner, x: list[jax.Array], words: Ref, scale: Ref, origin: Ref, whole: tuple[int, ...],
-    group: tuple[int, int], share: int,
+def pruned(
+    pruner: Pruner, x: list[jax.Array], words: Ref, scale: Ref, whole: tuple[int, ...], group: tuple[int, int],
+    index: jax.Array, rows_and_columns: Callable[[], tuple[jax.Array, jax.Array]],
 ) -> list[jax.Array]:  # fmt: skip
     """Prune the members of groups.
 
     Args:
       pruner: The pruner.
       x: The members.
-      words, scale, origin, whole: As in `compress`.
+      words, scale, whole: As in `compress`.
       group: The rows and columns of a group.
-      share: The number of consecutive arrays of the batch that share a key and a scale.
+      index: The array's index in the whole batch.
+      rows_and_columns: Returns the rows and columns of the groups in the whole array. It is called if they are needed.
     """
-    index = where(origin, 0)
-    u = None
+    if pruner == identity:
+        return x
+    share, u = whole[0] // words.shape[0], None  # the number of consecutive arrays that share a key and a scale
     if pruner.stochastic:
-        first = tuple(where(origin, d, x[0].shape[d - 1], group[d - 1]) for d in (1, 2))
-        row, column = (at + lax.broadcasted_iota(jnp.int32, x[0].shape, d) for d, at in enumerate(first))
         groups = whole[1] // group[0], whole[2] // group[1]
-        u = uniforms(words, words.shape[1], index, share, groups, row, column)
-    return x if pruner == identity else pruner.prune_members(x, u, scale[index // share])
+        u = uniforms(words, words.shape[1], index, share, groups, *rows_and_columns())
+    return pruner.prune_members(x, u, scale[index // share])
+
+
+def _groups(origin: Ref, block: tuple[int, int], group: tuple[int, int]) -> tuple[jax.Array, Callable[[], Any]]:
+    """Return the index of a program's array in the whole batch, and a function that returns where its groups are."""
+    first = lambda d: where(origin, d, block[d - 1], group[d - 1])
+    numbers = lambda: tuple(first(d) + lax.broadcasted_iota(jnp.int32, block, d - 1) for d in (1, 2))
+    return where(origin, 0), numbers
 
 
 def where(origin: Ref, axis: int, block: int = 1, group: int = 1) -> jax.Array:

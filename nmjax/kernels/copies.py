@@ -49,7 +49,7 @@ def copies(
     batch, rows, columns = x.shape
     parts = [_parts(copy, x.shape) for copy in wanted]
     written = call(
-        partial(_kernel, wanted=wanted, whole=whole, dtype=x.dtype, share=whole[0] // len(words)),
+        partial(_kernel, wanted=wanted, whole=whole, dtype=x.dtype),
         (batch, rows // ROWS, columns // COLUMNS),
         (words, factors, origin),
         [(pairs(x, 4), pl.BlockSpec((None, ROWS, COLUMNS // 4, 2), lambda b, i, j: (b, i, j, 0)))],
@@ -96,13 +96,13 @@ def _form(copy: Copy, arrays: list[jax.Array]) -> jax.Array | Packed:
 
 def _kernel(
     words: Ref, factors: Ref, origin: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...],
-    whole: tuple[int, ...], dtype: jnp.dtype, share: int,
+    whole: tuple[int, ...], dtype: jnp.dtype,
 ) -> None:  # fmt: skip
     """Write the blocks of all copies."""
     tile = [members_of(seen, _every_fourth(i, ROWS // 4), dtype) for i in _FOUR]
     blocks = iter(outputs)
     for at, copy in enumerate(wanted):
-        groups = [_rounded(tile, copy, line, at, words, factors, origin, whole, share) for line in _FOUR]
+        groups = [_rounded(tile, copy, line, at, words, factors, origin, whole) for line in _FOUR]
         if copy.packed:
             _write_packed(copy, groups, next(blocks), next(blocks))
         else:
@@ -135,13 +135,12 @@ def _write_bytes(copy: Copy, groups: Lines, output: Ref) -> None:
 
 
 def _rounded(
-    tile: Lines, copy: Copy, line: int, at: int, words: Ref, factors: Ref, origin: Ref, whole: tuple[int, ...],
-    share: int,
+    tile: Lines, copy: Copy, line: int, at: int, words: Ref, factors: Ref, origin: Ref, whole: tuple[int, ...]
 ) -> list[UInt[Array, "r c"]]:  # fmt: skip
     """Prune and round one line of the tile's members, a group of four, and return their bytes."""
     down = copy.axis == -2
     x = [tile[i][line] for i in _FOUR] if down else tile[line]
-    index, block = where(origin, 0), x[0].shape
+    index, block, share = where(origin, 0), x[0].shape, whole[0] // words.shape[0]
     first = (where(origin, d, block[d - 1], 4) for d in (1, 2))  # in tiles
     row, column = (at + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate(first))
     row, column = (row, column * 4 + line) if down else (row * 4 + line, column)

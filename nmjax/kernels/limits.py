@@ -125,12 +125,11 @@ class BlackwellConfig(Value):
     """
 
     tile_n: int = 256
-    tile_k: int = 128  # of 16-bit values; twice as many of 8-bit values
     stages: int = 2
 
     def step(self, itemsize: int) -> int:
-        """Return the number of values along K that a step takes."""
-        return self.tile_k * 2 // itemsize
+        """Return the number of values along K that a step takes: as many as the words of a line of tensor memory."""
+        return 256 // itemsize
 
 
 Config = HopperConfig | AmpereConfig | BlackwellConfig
@@ -259,8 +258,8 @@ def _ampere_refusal(shape: Shape, config: AmpereConfig) -> Refusal | None:
 
 
 def _blackwell_refusal(shape: Shape, config: BlackwellConfig) -> Refusal | None:
-    if config.tile_k != 128 or config.tile_n not in (64, 128, 192, 256) or config.stages < 2:
-        return Refusal(f"{config}: tile_n must be 64, 128, 192 or 256, tile_k must be 128, and stages at least 2")
+    if config.tile_n not in (64, 128, 192, 256) or config.stages < 2:
+        return Refusal(f"{config}: tile_n must be 64, 128, 192 or 256, and stages at least 2")
     step = config.step(shape.itemsize)
     refusal = _division_refusal(shape, 128, config.tile_n, step)
     if refusal is not None:

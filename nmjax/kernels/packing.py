@@ -9,6 +9,7 @@ Two steps move values between the registers of a thread, for which Mosaic has no
 """
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from nmjax.core import versions
 from nmjax.core.pruner import Pruner
-from nmjax.kernels.compress import BLOCK, crowded, pairs, together, uniforms, unpaired
+from nmjax.kernels.compress import BLOCK, crowded, pairs, pruned, together, unpaired
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.targets import result
 from nmjax.pruners import identity
@@ -87,7 +88,7 @@ def _across(
     pairs = _halves(_loaded(block, _ROW_WORDS, emulated), emulated)
     bits = lambda v: lax.bitcast_convert_type(v.astype(jnp.uint16), dtype)
     x = [bits(v) for pair in pairs for v in (pair & np.uint32(0xFFFF), pair >> np.uint32(16))]
-    kept = _pruned(pruner, x, words, scale, origin, whole, (1, 4), _ACROSS, emulated)
+    kept = pruned(pruner, x, words, scale, whole, (1, 4), *_groups(origin, x[0].shape, (1, 4), _ACROSS, emulated))
     first, second, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
     _store(values.at[b, pl.ds(i * BLOCK, BLOCK), pl.ds(j * _GROUPS, _GROUPS)], together(first, second), emulated)
     _store(places.at[b, i, j], _words(nibble, _ACROSS, emulated), emulated)
@@ -101,7 +102,7 @@ def _down(
     b, i, j = _at()
     rows, columns = pl.ds(i * _GROUPS, _GROUPS), pl.ds(j * BLOCK, BLOCK)
     x = [_loaded(seen.at[b, rows, member, columns], _DOWN, emulated) for member in range(4)]
-    kept = _pruned(pruner, x, words, scale, origin, whole, (4, 1), _DOWN, emulated)
+    kept = pruned(pruner, x, words, scale, whole, (4, 1), *_groups(origin, x[0].shape, (4, 1), _DOWN, emulated))
     *kept, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
     for slot in range(2):
         _store(values.at[b, rows, slot, columns], kept[slot], emulated)
@@ -123,27 +124,22 @@ def _loaded(ref: Ref, layout: Any, emulated: bool) -> jax.Array:
     return ref[...] if emulated else versions.load(ref, layout)
 
 
-def _pruned(
-    pruner: Pruner, x: list[jax.Array], words: Ref, scale: Ref, origin: Ref, whole: tuple[int, ...],
-    group: tuple[int, int], layout: Any, emulated: bool,
-) -> list[jax.Array]:  # fmt: skip
-    """Prune the members of groups. ``group`` has the rows and columns of a group."""
-    if pruner == identity:
-        return x
-    share, u = whole[0] // words.shape[0], None
-    b, i, j = _at()
-    index = origin[0] + b
-    if pruner.stochastic:
-        shape = x[0].shape
-        iota = lambda d: lax.broadcasted_iota(jnp.int32, shape, d) if emulated else _iota(shape, d, layout)
-        row, column = (origin[d] // group[d - 1] + at * shape[d - 1] + iota(d - 1) for d, at in ((1, i), (2, j)))
-        groups = whole[1] // group[0], whole[2] // group[1]
-        u = uniforms(words, words.shape[1], index, share, groups, row, column)
-    return pruner.prune_members(x, u, scale[index // share])
+def _groups(
+    origin: Ref, block: tuple[int, int], group: tuple[int, int], layout: Any, emulated: bool
+) -> tuple[jax.Array, Callable[[], Any]]:  # fmt: skip
+    """Return the index of a program's array in the whole batch, and a function that returns where its groups are."""
+    b, *at = _at()
 
+    def numbers() -> tuple[jax.Array, ...]:
+        iotas = [
+            lax.broadcasted_iota(jnp.int32, block, d)
+            if emulated
+            else plgpu.broadcasted_iota(jnp.int32, block, d, layout=layout)
+            for d in (0, 1)
+        ]
+        return tuple(origin[d + 1] // group[d] + at[d] * block[d] + iotas[d] for d in (0, 1))
 
-def _iota(shape: tuple[int, ...], dimension: int, layout: Any) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+    return origin[0] + b, numbers
 
 
 # ---- between the registers of a thread ----

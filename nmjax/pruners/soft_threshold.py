@@ -144,4 +144,4 @@ def _beyond(w: Float[Array, "..."], threshold: Float[Array, "..."], kept: Bool[A
     """Return kept values minus the threshold. NaN stays NaN, and infinity minus an infinite threshold is NaN."""
     within = (jnp.abs(w) <= threshold) & (threshold < jnp.inf)
     beyond = jnp.abs(w) - threshold
-    return jnp.where(within, 0.0, jnp.where(kept, jnp.where(w < 0, -beyond, beyond), 0.0))  # Mosaic negates no bools
+    return jnp.where(within, 0.0, jnp.where(kept, jnp.where(w < 0, -beyond, beyond), 0.0))  # Mosaic has no ~

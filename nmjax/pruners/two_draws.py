@@ -146,7 +146,7 @@ def _sums_of_others(a: list[jax.Array]) -> list[jax.Array]:
 def _draw(a: list[jax.Array], u: jax.Array) -> list[jax.Array]:
     """Choose one member of each group with probability in proportion to ``a``, and never one of weight 0."""
     total = fusion.total(a)
-    upto, free = jnp.zeros_like(total), jnp.ones_like(total, bool)  # Mosaic negates no bools
+    upto, free = jnp.zeros_like(total), jnp.ones_like(total, bool)  # not ~done: Mosaic has no ~
     hits: list[jax.Array] = []
     for v in a:
         upto = upto + v

@@ -329,7 +329,7 @@ def test_kernels_compile_to_sparse_instructions(tmp_path):
 
 
 def without_spills(folder: Path) -> dict[str, str]:
-    """What the assembler said of a program, and its machine code. No register is spilt."""
+    """Return what the assembler said of a program, and its machine code, and assert that no register is spilt."""
     text = {kind: "".join(p.read_text() for p in folder.glob(f"*{kind}*")) for kind in ("ptxas", "sass")}
     spilt = sum(map(int, re.findall(r"(\d+) bytes spill", text["ptxas"])))
     assert spilt == 0, f"{folder.name} spills {spilt} bytes"
