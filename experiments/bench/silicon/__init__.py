@@ -1,7 +1,7 @@
 """A first run of the kernels on a GPU: every primitive in a process of its own, so that a crash costs one row.
 
-Rows are written as they come, to ``rows.jsonl`` and ``silicon.md`` in a folder. The same command goes on after the last
-row. A kind of kernel that fails is not tried again in larger rows. The fastest tiles go into a table in the folder.
+Rows are written as they come, to ``rows.jsonl`` and ``silicon.md`` in a folder. The same command, run again, continues
+with the next row. A kind of kernel that fails is not tried again in larger rows. The fastest tiles go into a table in the folder.
 Later rows use it, and `ship` puts it into the package. Without a GPU everything runs in the interpreter, with small
 arrays. It needs jax, flax, optax, numpy and what nmjax itself needs.
 
@@ -107,9 +107,7 @@ def about(out: Path) -> dict[str, Any]:
     if "device" not in found:
         raise RuntimeError(f"silicon: JAX does not start here: {found['result']}")
     if found["device"] == "cpu" and shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu":
-        raise RuntimeError(
-            "silicon: nvidia-smi is here, but JAX runs on the CPU: install jax[cuda13], or JAX_PLATFORMS=cpu."
-        )
+        raise RuntimeError("silicon: JAX does not see the GPU. Install jax[cuda13], or set JAX_PLATFORMS=cpu.")
     return found
 
 
@@ -133,8 +131,8 @@ def _in_a_process(name: str, seconds: float, out: Path) -> dict[str, Any]:
     """Run a row in a process of its own, and return what it found. A process that dies or hangs is a result, too."""
     start = time.monotonic()
     command = [sys.executable, "-m", "experiments.bench.silicon", name]
-    cache = str(out.absolute())  # of tables of tiles, of the check, and of programs
-    environment = os.environ | {"XDG_CACHE_HOME": cache, "JAX_COMPILATION_CACHE_DIR": f"{cache}/programs"}
+    environment = os.environ | {"XDG_CACHE_HOME": str(out.absolute())}  # of tables of tiles, and of the check
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(measured.own_tables().parent / "programs"))
     environment.setdefault("NPROC", "16")  # threads of XLA, which the interpreter blocks
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as run:

@@ -1,9 +1,9 @@
 """The first run on a GPU: a row that dies costs one row, and the command goes on where it was stopped."""
 
+import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -209,16 +209,31 @@ def test_a_failing_tool_for_clocks_costs_no_row(tmp_path, monkeypatch):
     assert silicon._in_a_process("packing along the last axis", 120, tmp_path)["clock"] == "1830 of 1980 MHz, 41 °C"
 
 
+def rows_running(out):
+    """The processes of rows whose cache is this folder."""
+    own = f"XDG_CACHE_HOME={out}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if own in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process.name)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_killed_at_ten_random_moments_it_comes_to_its_end(tmp_path):
     """In the interpreter. No row is lost, and none runs twice."""
     command = [sys.executable, "-m", "experiments.bench", "silicon", "--out", str(tmp_path), "--minutes", "60"]
     for _ in range(10):
-        run = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         time.sleep(random.uniform(4, 25))
-        os.killpg(run.pid, signal.SIGKILL)
+        run.kill()  # it alone: the process of its row has to end by itself
         run.wait()
+        deadline = time.monotonic() + 20
+        while rows_running(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not rows_running(tmp_path)
     assert subprocess.run(command, capture_output=True, check=True)
     lines = silicon.read(tmp_path)
     assert sorted(line["row"] for line in lines) == sorted(rows.ROWS)
