@@ -20,7 +20,8 @@ from nmjax.kernels.targets import Target, target
 
 def main(name: str) -> int:
     """Run a row by its name, or "about", and return the exit code."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if os.getpgrp() == os.getpid():  # started by `silicon`, not by hand
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     device = target("pallas")
     simulated = isinstance(device, Refusal)
     if isinstance(device, Refusal):
