@@ -2,8 +2,8 @@
 
 Rows are written as they come, to ``rows.jsonl`` and ``silicon.md`` in a folder. The same command, run again, continues
 with the next row. A kind of kernel that fails is not tried again in larger rows. The fastest tiles go into a table in
-the folder. Later rows use it, and `ship` puts it into the package. Without a GPU everything runs in the interpreter, with
-small arrays. It needs jax, flax, optax, numpy and what nmjax itself needs.
+the folder. Later rows use it, and `ship` puts it into the package. Without a GPU everything runs in the interpreter,
+with small arrays. It needs jax, flax, optax, numpy and what nmjax itself needs.
 
 The process that starts the others never touches the device: it would take the memory that they need.
 """
