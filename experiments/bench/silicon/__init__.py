@@ -133,6 +133,7 @@ def _in_a_process(name: str, seconds: float, out: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "experiments.bench.silicon", name]
     environment = os.environ | {"XDG_CACHE_HOME": str(out.absolute())}  # of tables of tiles, and of the check
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(measured.own_tables().parent / "programs"))
+    environment["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]  # one GPU
     environment.setdefault("NPROC", "16")  # threads of XLA, which the interpreter blocks
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as run:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import jax
 
@@ -26,7 +25,6 @@ def main(name: str) -> int:
     simulated = isinstance(device, Refusal)
     if isinstance(device, Refusal):
         device = Target("interpreter", "hopper", 2, interpret=True)
-    device = replace(device, devices=1)  # of several, the first one
     if name == "about":
         kind = jax.devices()[0].device_kind
         found = {"device": kind, "jax": jax.__version__, "code": code(), "family": device.family}
