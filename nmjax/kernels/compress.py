@@ -193,7 +193,7 @@ def pruned(
     return pruner.prune_members(x, u, scale[index // share])
 
 
-def _groups(origin: Ref, block: tuple[int, int], group: tuple[int, int]) -> tuple[jax.Array, Callable[[], Any]]:
+def _groups(origin: Ref, block: tuple[int, ...], group: tuple[int, int]) -> tuple[jax.Array, Callable[[], Any]]:
     """Return the index of a program's array in the whole batch, and a function that returns where its groups are."""
     first = lambda d: where(origin, d, block[d - 1], group[d - 1])
     numbers = lambda: tuple(first(d) + lax.broadcasted_iota(jnp.int32, block, d - 1) for d in (1, 2))

@@ -125,7 +125,7 @@ def _loaded(ref: Ref, layout: Any, emulated: bool) -> jax.Array:
 
 
 def _groups(
-    origin: Ref, block: tuple[int, int], group: tuple[int, int], layout: Any, emulated: bool
+    origin: Ref, block: tuple[int, ...], group: tuple[int, int], layout: Any, emulated: bool
 ) -> tuple[jax.Array, Callable[[], Any]]:  # fmt: skip
     """Return the index of a program's array in the whole batch, and a function that returns where its groups are."""
     b, *at = _at()
