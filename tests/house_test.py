@@ -24,8 +24,8 @@ HOUSE = {
         ),
         "kernels": (
             "targets", "format", "limits", "measured", "tuning", "emulation", "instructions", "shards", "ampere",
-            "blackwell", "hopper_geometry", "hopper", "compress", "copies", "packing", "calls", "check",
-            "multiply", "__init__",
+            "blackwell", "hopper_geometry", "hopper", "compress", "copies", "packing", "tiles", "calls",
+            "check", "multiply", "__init__",
         ),
         "products": (
             "slot", "pruning", "ragged", "sparsity", "operations", "compaction", "layout", "routes", "forms", "fit",
@@ -127,7 +127,17 @@ BY_NAME = {
 # Files that import Pallas or Mosaic.
 PALLAS = {
     f"nmjax.kernels.{file}"
-    for file in ("instructions", "hopper_geometry", "hopper", "ampere", "blackwell", "compress", "copies", "packing")
+    for file in (
+        "instructions",
+        "hopper_geometry",
+        "hopper",
+        "ampere",
+        "blackwell",
+        "compress",
+        "copies",
+        "packing",
+        "tiles",
+    )
 }
 
 FILES = {

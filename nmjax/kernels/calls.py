@@ -38,6 +38,7 @@ class _Kernels(NamedTuple):
     copies: ModuleType
     hopper: ModuleType
     packing: ModuleType
+    tiles: ModuleType
 
 
 def _kernels() -> _Kernels:
@@ -45,9 +46,9 @@ def _kernels() -> _Kernels:
 
     Some builds of jaxlib lack Pallas's GPU backends, and a plan or a run on a CPU needs none of them.
     """
-    from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing
+    from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing, tiles
 
-    return _Kernels(ampere, blackwell, compress, copies, hopper, packing)
+    return _Kernels(ampere, blackwell, compress, copies, hopper, packing, tiles)
 
 
 # ---- products ----
@@ -175,8 +176,7 @@ def compress(
 
 @lru_cache
 def _compression(axis: int, pruner: Pruner, target: Target) -> Callable[..., Packed]:
-    by_triton = target.interpret or versions.has_triton()
-    kernels = _kernels().compress if by_triton else _kernels().packing
+    kernels = _kernels().compress if _by_triton(target) else _kernels().packing
     compress = partial(kernels.compress, axis=axis, pruner=pruner, interpret=target.interpret)
     outputs = ("bij", "bijw" if axis == -1 else "bjiw")
 
@@ -196,16 +196,14 @@ def compress_both(
       pruner: A pruner of tiles, as `transposable`. With `identity` the array is 2:4 along both axes already.
       target: The device.
     """
-    if not (target.interpret or versions.has_triton()):
-        pruned = pruner(x)
-        return compress(pruned, -1, target=target), compress(pruned, -2, target=target)
     across, down = _compression_both(pruner, target)(_flat(x))
     return _unflat(across, x.shape[:-2]), _unflat(down, x.shape[:-2])
 
 
 @lru_cache
 def _compression_both(pruner: Pruner, target: Target) -> Callable[..., tuple[Packed, Packed]]:
-    both = partial(_kernels().compress.compress_both, pruner=pruner, interpret=target.interpret)
+    kernels = _kernels().compress if _by_triton(target) else _kernels().tiles
+    both = partial(kernels.compress_both, pruner=pruner, interpret=target.interpret)
     outputs = ("bij", "bijw", "bij", "bjiw")
     return _mapped(lambda x: _in_parts(lambda x, origin: both(x), x, (), (64, 64), outputs, target))
 
@@ -228,8 +226,6 @@ def copies(
     """
     prune, rounding = keys or (None, None)
     pruner = next((copy.pruner for copy in wanted if copy.pruner.stochastic), identity)
-    if not (target.interpret or versions.has_triton()):
-        return [copy_by_xla(x, copy, prune, rounding, state) for copy in wanted]
     words = jnp.concatenate([words_of_key(prune, pruner), words_of_key(rounding)])
     forms = _copying(tuple(wanted), target)(_flat(x), words[None], _scale(state))
     return [(_unflat(form, x.shape[:-2]), undo[0]) for form, undo in forms]
@@ -246,23 +242,27 @@ def copy_by_xla(
     if copy.rounding == "random":
         draws = jnp.repeat(group_uniforms(x, copy.axis, 4, Ctx(random.words(rounding))), 4, copy.axis)
     small = float8.cast(pruned.astype(jnp.float32) * scale, copy.format, draws)
-    small = jnp.swapaxes(small, -1, -2) if copy.turned else small
+    small = jnp.swapaxes(small, -1, -2) if copy.turns else small
     return (pack(small, -1, order="words8") if copy.packed else small), 1 / scale
 
 
 @lru_cache
 def _copying(wanted: tuple[Copy, ...], target: Target) -> Callable[..., list[tuple[Any, jax.Array]]]:
-    kernels = _kernels().copies
+    kernels = _kernels().copies if _by_triton(target) else _kernels().tiles
     copies = partial(kernels.copies, wanted=wanted, interpret=target.interpret)
-    turned = lambda copy: copy.axis == -2 if copy.packed else copy.turned
-    outputs = [form for copy in wanted for form in ["bji" if turned(copy) else "bij"] * (1 + copy.packed)]
+    outputs = [form for copy in wanted for form in ["bji" if copy.turns else "bij"] * (1 + copy.packed)]
 
     def call(x: jax.Array, words: jax.Array, beta: jax.Array) -> list[tuple[Any, jax.Array]]:
-        factors, block = kernels.factors_of(x, beta, wanted), (COPY_ROWS, COPY_COLUMNS)
+        factors, block = _kernels().copies.factors_of(x, beta, wanted), (COPY_ROWS, COPY_COLUMNS)
         forms = _in_parts(partial(copies, whole=x.shape), x, (words, factors), block, outputs, target)
         return list(zip(forms, (1 / factors[:, 1:]).T, strict=True))
 
     return _mapped(call)
+
+
+def _by_triton(target: Target) -> bool:
+    """Return True if Triton packs: if Pallas has it, and on CPUs."""
+    return target.interpret or versions.has_triton()
 
 
 def _in_parts(

@@ -27,7 +27,7 @@ Ref = Any  # a reference to a block of an array, inside a kernel
 
 Lines = list[list[jax.Array]]  # four lines of four members of 4 x 4 tiles
 
-_FOUR = range(4)
+FOUR = range(4)
 
 
 def copies(
@@ -57,7 +57,7 @@ def copies(
         interpret,
     )
     arrays = iter(written)
-    return [_form(copy, [next(arrays) for _ in both]) for copy, both in zip(wanted, parts, strict=True)]
+    return [form_of(copy, [next(arrays) for _ in both]) for copy, both in zip(wanted, parts, strict=True)]
 
 
 def factors_of(
@@ -75,9 +75,8 @@ def _parts(copy: Copy, shape: tuple[int, ...]) -> list[tuple[jax.ShapeDtypeStruc
     They are words of four bytes; for a packed copy, words of two bytes, and words of eight nibbles.
     """
     batch, rows, columns = shape
-    turned = copy.axis == -2 if copy.packed else copy.turned
-    outer, inner, block = (columns, rows, (COLUMNS, ROWS)) if turned else (rows, columns, (ROWS, COLUMNS))
-    index = (lambda b, i, j: (b, j, i)) if turned else (lambda b, i, j: (b, i, j))
+    outer, inner, block = (columns, rows, (COLUMNS, ROWS)) if copy.turns else (rows, columns, (ROWS, COLUMNS))
+    index = (lambda b, i, j: (b, j, i)) if copy.turns else (lambda b, i, j: (b, i, j))
     part = lambda per, dtype: (
         jax.ShapeDtypeStruct((batch, outer, inner // per), dtype),
         pl.BlockSpec((None, block[0], block[1] // per), index),
@@ -85,7 +84,7 @@ def _parts(copy: Copy, shape: tuple[int, ...]) -> list[tuple[jax.ShapeDtypeStruc
     return [part(4, jnp.uint16), part(32, jnp.int32)] if copy.packed else [part(4, jnp.uint32)]
 
 
-def _form(copy: Copy, arrays: list[jax.Array]) -> jax.Array | Packed:
+def form_of(copy: Copy, arrays: list[jax.Array]) -> jax.Array | Packed:
     """Return the copy that its arrays hold, which are other views of the same memory."""
     dtype = float8.FORMATS[copy.format]
     flat = lambda v: lax.bitcast_convert_type(v, dtype).reshape(*v.shape[:-1], -1)
@@ -99,10 +98,13 @@ def _kernel(
     whole: tuple[int, ...], dtype: jnp.dtype,
 ) -> None:  # fmt: skip
     """Write the blocks of all copies."""
-    tile = [members_of(seen, _every_fourth(i, ROWS // 4), dtype) for i in _FOUR]
+    tile = [members_of(seen, _every_fourth(i, ROWS // 4), dtype) for i in FOUR]
+    block = tile[0][0].shape
+    numbers = (lax.broadcasted_iota(jnp.int32, block, d) for d in range(2))
+    at = (where(origin, 0), *(where(origin, d + 1, block[d], 4) + number for d, number in enumerate(numbers)))
     blocks = iter(outputs)
-    for at, copy in enumerate(wanted):
-        groups = [_rounded(tile, copy, line, at, words, factors, origin, whole) for line in _FOUR]
+    for number, copy in enumerate(wanted):
+        groups = [rounded(tile, copy, line, words, factors, number, whole, at) for line in FOUR]
         if copy.packed:
             _write_packed(copy, groups, next(blocks), next(blocks))
         else:
@@ -115,43 +117,61 @@ def _every_fourth(first: int, count: int) -> Any:
 
 def _write_packed(copy: Copy, groups: Lines, values: Ref, places: Ref) -> None:
     """Write the two kept bytes of groups, and their nibbles."""
-    crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
     for line, group in enumerate(groups):
-        first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
-        word = first | second << np.uint32(8) | nibble << np.uint32(16)
-        word = _turned(word) if copy.axis == -2 else word
+        both, nibble = kept_bytes(copy, group)
+        word = both | nibble << np.uint32(16)
+        word = _turned(word) if copy.turns else word
         values[_every_fourth(line, word.shape[0]), :] = (word & np.uint32(0xFFFF)).astype(jnp.uint16)
         places[_every_fourth(line, word.shape[0]), :] = _row_words(word >> np.uint32(16))
 
 
 def _write_bytes(copy: Copy, groups: Lines, output: Ref) -> None:
     """Write all bytes, four to a word."""
-    groups_lie_as_words = (copy.axis == -2) == copy.turned
-    for line in _FOUR:
-        word_bytes = groups[line] if groups_lie_as_words else [group[line] for group in groups]
-        word = sum((v << np.uint32(8 * i) for i, v in enumerate(word_bytes) if i), word_bytes[0])
-        word = _turned(word) if copy.turned else word
+    for line, word in enumerate(words_of_bytes(copy, groups)):
+        word = _turned(word) if copy.turns else word
         output[_every_fourth(line, word.shape[0]), :] = word
 
 
-def _rounded(
-    tile: Lines, copy: Copy, line: int, at: int, words: Ref, factors: Ref, origin: Ref, whole: tuple[int, ...]
+def rounded(
+    tile: Lines, copy: Copy, line: int, words: Ref, factors: Ref, number: int, whole: tuple[int, ...],
+    at: tuple[jax.Array, ...],
 ) -> list[UInt[Array, "r c"]]:  # fmt: skip
-    """Prune and round one line of the tile's members, a group of four, and return their bytes."""
+    """Prune and round one line of the tile's members, a group of four, and return their bytes.
+
+    Args:
+      tile: The members.
+      copy: The form that is wanted.
+      line: The row of the members, or their column if the groups lie along columns.
+      words, factors, whole: As in `copies`.
+      number: The number of the form among all.
+      at: The array's index in the whole batch, and the rows and columns of the tiles in the whole array.
+    """
     down = copy.axis == -2
-    x = [tile[i][line] for i in _FOUR] if down else tile[line]
-    index, block, share = where(origin, 0), x[0].shape, whole[0] // words.shape[0]
-    first = (where(origin, d, block[d - 1], 4) for d in (1, 2))  # in tiles
-    row, column = (at + lax.broadcasted_iota(jnp.int32, block, d) for d, at in enumerate(first))
+    x = [tile[i][line] for i in FOUR] if down else tile[line]
+    (index, row, column), share = at, whole[0] // words.shape[0]
     row, column = (row, column * 4 + line) if down else (row * 4 + line, column)
     groups = (whole[1] // 4, whole[2]) if down else (whole[1], whole[2] // 4)
     numbers, last = (index, share, groups, row, column), words.shape[1] - 2
     u = uniforms(words, last, *numbers) if copy.pruner.stochastic else None
     r = uniform(words, *numbers, last) if copy.rounding == "random" else None
-    beta, scale = factors[index // share, 0], factors[index // share, 1 + at]
+    beta, scale = factors[index // share, 0], factors[index // share, 1 + number]
     x = x if copy.pruner == identity else copy.pruner.prune_members(x, u, beta)
     byte = lambda v: lax.bitcast_convert_type(float8.cast(v.astype(jnp.float32) * scale, copy.format, r), jnp.uint8)
     return [byte(v).astype(jnp.uint32) for v in x]
+
+
+def kept_bytes(copy: Copy, group: list[UInt[Array, "r c"]]) -> tuple[UInt[Array, "r c"], UInt[Array, "r c"]]:
+    """Return the two kept bytes of groups, the first one lowest, and their nibble."""
+    crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
+    first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
+    return first | second << np.uint32(8), nibble
+
+
+def words_of_bytes(copy: Copy, groups: Lines) -> list[UInt[Array, "r c"]]:
+    """Return the bytes of each line of the result, four to a word."""
+    groups_lie_as_words = (copy.axis == -2) == copy.turns
+    lines = groups if groups_lie_as_words else [[group[line] for group in groups] for line in FOUR]
+    return [sum((v << np.uint32(8 * i) for i, v in enumerate(line) if i), line[0]) for line in lines]
 
 
 def _turned(word: UInt[Array, "r c"]) -> UInt[Array, "c r"]:

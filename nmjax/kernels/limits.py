@@ -285,14 +285,19 @@ def _memory_refusal(config: Config, size: int, limit: int) -> Refusal | None:
 
 
 class Copy(NamedTuple):
-    """One FP8 form of a tensor ``[R, C]``. A packed form lies along its groups, as ``[C, R]`` if they lie along R."""
+    """One FP8 form of a tensor ``[R, C]``."""
 
     format: str
-    turned: bool = False  # as [C, R]
+    turned: bool = False  # as [C, R]; ignored if packed
     packed: bool = False
     pruner: Pruner = identity
     axis: int = -1  # of its groups
     rounding: str = "nearest"
+
+    @property
+    def turns(self) -> bool:
+        """True if the form is ``[C, R]``. The last axis of a packed form is that of its groups."""
+        return self.axis == -2 if self.packed else self.turned
 
 
 def copies_refusal(sides: Sequence[int]) -> Refusal | None:

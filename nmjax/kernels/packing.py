@@ -9,7 +9,7 @@ Two steps move values between the registers of a thread, for which Mosaic has no
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,16 +64,7 @@ def compress(
         seen = x.reshape(batch, rows // 4, 4, columns)
         kept, places = like((batch, rows // 4, 2, columns), x.dtype), like((batch, j, i, 32, 4), jnp.uint32)
     body = partial(_across if axis == -1 else _down, pruner=pruner, whole=whole, dtype=x.dtype, emulated=interpret)
-    call = plgpu.kernel(
-        body,
-        out_type=(kept, places),
-        grid=(batch, i, j),
-        grid_names=("b", "i", "j"),
-        num_threads=1,
-        thread_name="wg",
-        **({"interpret": versions.interpreter_params(zeros=False)} if interpret else {}),
-    )
-    values, lines = call(words, scale, origin, seen)
+    values, lines = call(body, (kept, places), (batch, i, j), (words, scale, origin, seen), interpret)
     values = unpaired(values, x.dtype) if axis == -1 else values.reshape(batch, rows // 2, columns)
     return Packed(values, lines.reshape(*lines.shape[:3], 128), axis, 2, 4, "words16")
 
@@ -83,15 +74,15 @@ def _across(
     whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
 ) -> None:  # fmt: skip
     """Prune and pack groups along columns."""
-    b, i, j = _at()
+    b, i, j = program()
     block = seen.at[b, pl.ds(i * BLOCK, BLOCK), pl.ds(j * (BLOCK // 2), BLOCK // 2)]
-    pairs = _halves(_loaded(block, _ROW_WORDS, emulated), emulated)
+    pairs = _halves(loaded(block, _ROW_WORDS, emulated), emulated)
     bits = lambda v: lax.bitcast_convert_type(v.astype(jnp.uint16), dtype)
     x = [bits(v) for pair in pairs for v in (pair & np.uint32(0xFFFF), pair >> np.uint32(16))]
     kept = pruned(pruner, x, words, scale, whole, (1, 4), *_groups(origin, x[0].shape, (1, 4), _ACROSS, emulated))
     first, second, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
-    _store(values.at[b, pl.ds(i * BLOCK, BLOCK), pl.ds(j * _GROUPS, _GROUPS)], together(first, second), emulated)
-    _store(places.at[b, i, j], _words(nibble, _ACROSS, emulated), emulated)
+    store(values.at[b, pl.ds(i * BLOCK, BLOCK), pl.ds(j * _GROUPS, _GROUPS)], together(first, second), emulated)
+    store(places.at[b, i, j], _words(nibble, _ACROSS, emulated), emulated)
 
 
 def _down(
@@ -99,44 +90,67 @@ def _down(
     whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
 ) -> None:  # fmt: skip
     """Prune and pack groups along rows."""
-    b, i, j = _at()
+    b, i, j = program()
     rows, columns = pl.ds(i * _GROUPS, _GROUPS), pl.ds(j * BLOCK, BLOCK)
-    x = [_loaded(seen.at[b, rows, member, columns], _DOWN, emulated) for member in range(4)]
+    x = [loaded(seen.at[b, rows, member, columns], _DOWN, emulated) for member in range(4)]
     kept = pruned(pruner, x, words, scale, whole, (4, 1), *_groups(origin, x[0].shape, (4, 1), _DOWN, emulated))
     *kept, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
     for slot in range(2):
-        _store(values.at[b, rows, slot, columns], kept[slot], emulated)
-    _store(places.at[b, j, i], _words(nibble, _DOWN, emulated), emulated)
+        store(values.at[b, rows, slot, columns], kept[slot], emulated)
+    store(places.at[b, j, i], _words(nibble, _DOWN, emulated), emulated)
 
 
-def _at() -> tuple[Any, ...]:
+def call(
+    body: Callable[..., None], outputs: Sequence[Any], grid: tuple[int, ...], inputs: Sequence[jax.Array],
+    interpret: bool,
+) -> Sequence[jax.Array]:  # fmt: skip
+    """Call a kernel of Mosaic with one warpgroup for each point of the grid.
+
+    Args:
+      body: The kernel. It takes references to whole inputs and whole outputs.
+      outputs: The shapes of the results.
+      grid: The programs: one for each array and block.
+      inputs: The inputs.
+      interpret: True to run on a CPU.
+    """
+    options = {"interpret": versions.interpreter_params(zeros=False)} if interpret else {}
+    names = {"grid": grid, "grid_names": ("b", "i", "j"), "num_threads": 1, "thread_name": "wg"}
+    return plgpu.kernel(body, out_type=tuple(outputs), **names, **options)(*inputs)
+
+
+def program() -> tuple[Any, ...]:
+    """Return where this program is in the grid."""
     return tuple(lax.axis_index(name) for name in ("b", "i", "j"))
 
 
-def _store(ref: Ref, value: jax.Array, emulated: bool) -> None:
+def store(ref: Ref, value: jax.Array, emulated: bool) -> None:
+    """Write a whole block."""
     if emulated:
         ref[...] = value
     else:
         versions.store(ref, value)
 
 
-def _loaded(ref: Ref, layout: Any, emulated: bool) -> jax.Array:
+def loaded(ref: Ref, layout: Any, emulated: bool) -> jax.Array:
+    """Read a whole block into registers of a layout."""
     return ref[...] if emulated else versions.load(ref, layout)
+
+
+def iota(shape: tuple[int, ...], axis: int, layout: Any, emulated: bool) -> Int[Array, "r c"]:
+    """Return the numbers of rows, or of columns."""
+    if emulated:
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
 def _groups(
     origin: Ref, block: tuple[int, ...], group: tuple[int, int], layout: Any, emulated: bool
 ) -> tuple[jax.Array, Callable[[], Any]]:  # fmt: skip
     """Return the index of a program's array in the whole batch, and a function that returns where its groups are."""
-    b, *at = _at()
+    b, *at = program()
 
     def numbers() -> tuple[jax.Array, ...]:
-        iotas = [
-            lax.broadcasted_iota(jnp.int32, block, d)
-            if emulated
-            else plgpu.broadcasted_iota(jnp.int32, block, d, layout=layout)
-            for d in (0, 1)
-        ]
+        iotas = [iota(block, d, layout, emulated) for d in (0, 1)]
         return tuple(origin[d + 1] // group[d] + at[d] * block[d] + iotas[d] for d in (0, 1))
 
     return origin[0] + b, numbers
@@ -155,7 +169,7 @@ def _halves(words: UInt[Array, "64 32"], emulated: bool) -> list[UInt[Array, "64
         every = lambda first: [
             vector.shuffle(v, v, [first, first + 2, first + 4, first + 6]) for v in words.registers.flat
         ]
-        return tuple(_of_registers(every(first), _ACROSS, (BLOCK, _GROUPS)) for first in (0, 1))
+        return tuple(of_registers(every(first), _ACROSS, (BLOCK, _GROUPS)) for first in (0, 1))
 
     return list(plgpu.inline_mgpu(arg_types=(_ROW_WORDS,), return_type=(half, half))(split)(words))
 
@@ -176,13 +190,13 @@ def _words(nibble: UInt[Array, "r c"], layout: Any, emulated: bool) -> UInt[Arra
         shifts = [16 * (at // 4) + 4 * (at % 4) for at in range(len(each))]
         shifted = [arith.shli(v, utils.c(by, i32)) for v, by in zip(each, shifts, strict=True)]
         word = functools.reduce(arith.ori, shifted)
-        return _of_registers([vector.broadcast(ir.VectorType.get((1,), i32), word)], _LINES, (32, 4))
+        return of_registers([vector.broadcast(ir.VectorType.get((1,), i32), word)], _LINES, (32, 4))
 
     line = plgpu.ShapeDtypeStruct((32, 4), jnp.uint32, layout=_LINES)
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=line)(gather)(nibble)
 
 
-def _of_registers(registers: list[Any], layout: Any, shape: tuple[int, int]) -> fa.FragmentedArray:
+def of_registers(registers: list[Any], layout: Any, shape: tuple[int, int]) -> fa.FragmentedArray:
     """Return an array of the registers of a thread."""
     layout = layout.to_mgpu()
     held = np.empty(layout.registers_shape(shape), dtype=object)

@@ -68,11 +68,12 @@ def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = No
     (Array(1, dtype=float8_e5m2), Array([1, 1.25], dtype=float8_e5m2))
     """
     dtype = FORMATS[format]
-    info = jnp.finfo(dtype)
+    info, finite = jnp.finfo(dtype), jnp.abs(x) < jnp.inf
     if u is not None:
         step, per_step = _spacing(x, info)
-        x = jnp.where(x < 0, -1.0, 1.0) * (jnp.floor(jnp.abs(x) * per_step + u.astype(x.dtype)) * step)
-    x = jnp.where(jnp.abs(x) < jnp.inf, jnp.clip(x, -float(info.max), float(info.max)), jnp.nan)
+        steps = (jnp.abs(x) * per_step + u.astype(x.dtype)).astype(jnp.int32)  # kernels have no floor
+        x = jnp.where(x < 0, -1.0, 1.0) * (steps.astype(x.dtype) * step)
+    x = jnp.where(finite, jnp.clip(x, -float(info.max), float(info.max)), jnp.nan)
     return x.astype(dtype)
 
 

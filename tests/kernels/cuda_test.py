@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import nmjax as nm
 from experiments.bench.silicon import rows, whole
 from nmjax.core import versions
-from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing, tuning
+from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing, tiles, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Copy, HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import Target
@@ -104,15 +104,20 @@ PRODUCERS = {
 }  # fmt: skip
 
 
-BY_MOSAIC = {f"{name} by Mosaic": (packing.compress, options) for name, options in PACKED.items()}
+IN_MOSAIC = {
+    compress.compress: packing.compress,
+    compress.compress_both: tiles.compress_both,
+    copies.copies: tiles.copies,
+}
+BY_MOSAIC = {f"{name} by Mosaic": (IN_MOSAIC[make], options) for name, (make, options) in PRODUCERS.items()}
 
 
 def producer(name):
     make, options = (PRODUCERS | BY_MOSAIC)[name]
     origin = shape(3, dtype=jnp.int32)
-    if make is compress.compress_both:
+    if "both" in name:
         extra = []
-    elif make in (compress.compress, packing.compress):
+    elif "FP8" not in name:
         options = options | {"whole": (1, SIZE, SIZE)}
         extra = [shape(1, 4 if "approx" in name else 2, dtype=jnp.uint32), shape(1, dtype=jnp.float32), origin]
     else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from experiments.bench.kernels.block import METHODS
 from experiments.bench.measure import in_turn, over
 from experiments.bench.silicon import whole
 from nmjax.core import versions
-from nmjax.kernels import calls, check, packing, tuning
+from nmjax.kernels import calls, check, copies, packing, tiles, tuning
 from nmjax.kernels.format import pack, unpack
 from nmjax.kernels.limits import Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target
@@ -73,21 +73,62 @@ def _packing(p: nm.Pruner, axis: int, device: Target) -> str:
     return _bits(made, jax.jit(lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis))(x))
 
 
-def _packing_by_mosaic(p: nm.Pruner, axis: int, device: Target) -> str:
-    """Prune and pack by Mosaic's kernel. Compare the bits, and the time with that of Triton's kernel."""
+class _Packs(NamedTuple):
+    """The same packed forms, made in three ways. Each is a function of an array."""
+
+    mosaic: Callable[[jax.Array], Any]
+    triton: Callable[[jax.Array], Any]
+    xla: Callable[[jax.Array], Any]
+
+
+def _along(p: nm.Pruner, axis: int, size: int, device: Target) -> _Packs:
+    form = {"axis": axis, "whole": (1, size, size), "pruner": p, "interpret": device.interpret}
+    given = calls.words_of_key(3, p)[None], jnp.ones(1), jnp.zeros(3, jnp.int32)
+    return _Packs(
+        lambda x: packing.compress(x, *given, **form),
+        lambda x: calls.compress(x, axis, p, key=3, target=device),
+        lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis),
+    )
+
+
+def _along_both(size: int, device: Target) -> _Packs:
+    p = transposable(2, 4)
+    return _Packs(
+        lambda x: tiles.compress_both(x, p, interpret=device.interpret),
+        lambda x: calls.compress_both(x, p, target=device),
+        lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)),
+    )
+
+
+def _in_fp8(size: int, device: Target) -> _Packs:
+    random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
+    wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
+    form = {"wanted": wanted, "whole": (1, size, size), "interpret": device.interpret}
+    keys = jnp.concatenate([calls.words_of_key(3, mvue(2, 4)), calls.words_of_key(4)])[None]
+
+    def mosaic(x: jax.Array) -> Any:
+        return tiles.copies(x, keys, copies.factors_of(x, jnp.ones(1), wanted), jnp.zeros(3, jnp.int32), **form)
+
+    return _Packs(
+        mosaic,
+        lambda x: [made for made, _ in calls.copies(x, wanted, keys=(3, 4), target=device)],
+        lambda x: [calls.copy_by_xla(x[0], copy, 3, 4)[0] for copy in wanted],
+    )
+
+
+def _by_mosaic(ways: Callable[[int, Target], _Packs], device: Target) -> str:
+    """Prune and pack by Mosaic's kernel. Compare the bits with XLA's, and the time with that of Triton's kernel."""
     if device.interpret and not versions.packs_in_interpreter():
         return "not run: the interpreter of this JAX stores no parts of arrays"
     size = 128 if device.interpret else 8192
-    x = jnp.asarray(np.random.default_rng().standard_normal((size, size)), jnp.bfloat16)
-    keys, one = calls.words_of_key(3, p)[None], jnp.ones(1)
-    form = {"axis": axis, "whole": (1, size, size), "pruner": p, "interpret": device.interpret}
-    mosaic = jax.jit(lambda x: packing.compress(x[None], keys, one, jnp.zeros(3, jnp.int32), **form))
-    said = _bits(jax.tree.map(lambda v: v[0], mosaic(x)), jax.jit(lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis))(x))
+    x = jnp.asarray(np.random.default_rng().standard_normal((1, size, size)), jnp.bfloat16)
+    mosaic, triton, xla = (jax.jit(way) for way in ways(size, device))
+    made = mosaic(x)
+    said = _bits(made, xla(x))
     if device.interpret or not versions.has_triton():
         return said
-    triton = jax.jit(lambda x: calls.compress(x, axis, p, key=3, target=device))
     seconds = in_turn({"Mosaic": partial(mosaic, x), "Triton": partial(triton, x)}, 9, seconds=0.05)
-    rate = 3.125 * x.size / np.median(seconds["Mosaic"]) / 1e12
+    rate = sum(v.nbytes for v in (x, *jax.tree.leaves(made))) / np.median(seconds["Mosaic"]) / 1e12
     return f"{said}; {over(seconds['Mosaic'], seconds['Triton'])} of the time of Triton's, {rate:.2f} TB/s"
 
 
@@ -120,12 +161,9 @@ def _packing_in_fp8(device: Target) -> str:
 
 
 def _bits(made: object, wanted: object) -> str:
-    pairs = zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True)
-    wrong = [
-        f"{(np.asarray(a) != np.asarray(b)).mean():.1%} of {a.dtype}"
-        for a, b in pairs
-        if (np.asarray(a) != np.asarray(b)).any()
-    ]
+    leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (made, wanted))
+    pairs = [(a.reshape(-1), b.reshape(-1)) for a, b in zip(*leaves, strict=True)]
+    wrong = [f"{(a != b).mean():.1%} of {a.dtype}" for a, b in pairs if (a != b).any()]
     return f"wrong: {', '.join(wrong)}" if wrong else "right, bit for bit"
 
 
@@ -225,9 +263,11 @@ ROWS: dict[str, Row] = {
     "parts of K": _cut(Shape(128, 64, 512, m_major=True, n_major=True, transpose=True), "products as in dw", split=3),
     "a partial tile": _cut(Shape(128, 104, 128, transpose=True), "products transposed"),
     **{
-        f"packing by Mosaic: {p} along axis {axis}": Row("primitives", partial(_packing_by_mosaic, p, axis))
+        f"packing by Mosaic: {p} along axis {axis}": Row("primitives", partial(_by_mosaic, partial(_along, p, axis)))
         for p, axis in ((mse(2, 4), -1), (mse(2, 4), -2), (mvue(2, 4), -2))
     },
+    "packing by Mosaic along both axes": Row("primitives", partial(_by_mosaic, _along_both)),
+    "packing by Mosaic in FP8": Row("primitives", partial(_by_mosaic, _in_fp8)),
     "packing in FP8": Row("primitives", _packing_in_fp8, ("FP8",)),
     "one tile in FP8": Row(
         "primitives", partial(multiply, Shape(128, 64, 256, "float8_e4m3fn", transpose=True), _TILE), ("FP8",),

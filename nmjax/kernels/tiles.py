@@ -1,0 +1,323 @@
+"""Pack 4 x 4 tiles by Mosaic: along both axes at once, and in FP8. `compress_both` and `copies` do the same by Triton.
+
+A warpgroup takes 64 x 64 values, which are 16 x 16 tiles. A thread has two tiles, two rows of tiles apart. The kernels
+hold the 16 members of tiles in 16 arrays of 16 x 16. The four bits of a tile's row, and the four of its column, say
+which thread has it: "r3" and "c3" are the warp, `_LANES` the lane, and "r1" which of the two tiles it is.
+
+Tiles of several threads put their nibbles into one word. The threads exchange words by shuffles (`_gathered`).
+"""
+
+import functools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array as fa, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxtyping import Array, Float, Int, UInt
+
+from nmjax.core.pruner import Pruner
+from nmjax.kernels.compress import BLOCK, crowded, pairs, together, unpaired
+from nmjax.kernels.copies import FOUR, form_of, kept_bytes, rounded, words_of_bytes
+from nmjax.kernels.format import Packed, two_of_four
+from nmjax.kernels.limits import Copy
+from nmjax.kernels.packing import call, iota, loaded, of_registers, program, store
+from nmjax.kernels.targets import result
+from nmjax.pruners import identity
+
+Ref = Any  # a reference to a block of an array, inside a kernel
+Scalar = Any  # a value of MLIR
+
+_TILES = BLOCK // 4
+_ROWS, _COLUMNS = ("r3", "r2", "r1", "r0"), ("c3", "c2", "c1", "c0")
+_WARPS, _LANES = ("r3", "c3"), ("r2", "r0", "c2", "c1", "c0")
+
+
+class _Words(NamedTuple):
+    """The words that hold the nibbles of a block. A nibble belongs to one of the four lines of a tile, "l1" and "l0".
+
+    Attributes:
+      places: The three bits that say which of its word's eight nibbles it is, the lowest first.
+      rows: The bits of the word's row, the highest first.
+      columns: The bits of the word's column, the highest first.
+    """
+
+    places: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+# The blocks of ``words16``: places are t and the half; rows are w and g; columns are q.
+_ACROSS16 = _Words(("c0", "c1", "r1"), ("r3", "r2", "r0", "l1", "l0"), ("c3", "c2"))
+_DOWN16 = _Words(("r0", "r1", "c1"), ("c3", "c2", "c0", "l1", "l0"), ("r3", "r2"))
+# ``words8``: eight groups of a row are a word.
+_ACROSS8 = _Words(("c0", "c1", "c2"), (*_ROWS, "l1", "l0"), ("c3",))
+_DOWN8 = _Words(("r0", "r1", "r2"), (*_COLUMNS, "l1", "l0"), ("r3",))
+
+
+def _layout(rows: Sequence[str], columns: Sequence[str], each: int = 1) -> Any:
+    """Return how threads hold an array, by the bits of its rows and of its columns.
+
+    Args:
+      rows: The bits of the rows, the highest first.
+      columns: The bits of the columns. Every one of them stands for ``each`` neighbours.
+      each: The number of neighbours.
+    """
+    sides = [2 ** len(rows), 2 ** len(columns) * each]
+    tiles = [tuple(sides)]
+    for _ in rows[:-1]:  # every tiling splits off one bit
+        sides[0] //= 2
+        tiles.append(tuple(sides))
+    for _ in columns:
+        sides[1] //= 2
+        tiles.append((sides[1],))
+    # The dimensions are then: each bit of the rows, with a dimension of 1 between two; those of the columns; ``each``.
+    place = {bit: 2 * i - 2 * (len(rows) - 1) - len(columns) - 2 for i, bit in enumerate(rows)}
+    place |= {bit: i - len(columns) - 1 for i, bit in enumerate(columns)}
+    of = lambda bits: tuple(place[bit] for bit in bits)
+    return plgpu.Layout.TILED(fa.Tiling(tuple(tiles)), warp_dims=of(_WARPS), lane_dims=of(_LANES), vector_dim=-1)
+
+
+_TILED = _layout(_ROWS, _COLUMNS)
+_TURNED = _layout(_COLUMNS, _ROWS)
+_PAIRED = _layout(_ROWS, _COLUMNS, each=2)
+
+
+# ---- the kernels ----
+
+
+def compress_both(
+    x: Float[Array, "batch r c"], pruner: Pruner = identity, *, interpret: bool = False
+) -> tuple[Packed, Packed]:  # fmt: skip
+    """Pack arrays along both axes. The arguments are those of `nmjax.kernels.compress.compress_both`."""
+    batch, rows, columns = x.shape
+    i, j = rows // BLOCK, columns // BLOCK
+    like = lambda *shape: result(shape, jnp.uint32, x)
+    outputs = (
+        like(batch, rows // 4, 4, columns // 4),
+        like(batch, i, j, 32, 4),
+        like(batch, rows // 4, 2, columns // 2),
+        like(batch, j, i, 32, 4),
+    )
+    body = partial(_both, pruner=pruner, dtype=x.dtype, emulated=interpret)
+    values, places, values_down, places_down = call(body, outputs, (batch, i, j), (_seen(x),), interpret)
+    form = lambda values, places, shape, axis: Packed(
+        unpaired(values, x.dtype).reshape(shape), places.reshape(*places.shape[:3], 128), axis, 2, 4, "words16"
+    )
+    across = form(values, places, (batch, rows, columns // 2), -1)
+    return across, form(values_down, places_down, (batch, rows // 2, columns), -2)
+
+
+def _both(
+    seen: Ref, values: Ref, places: Ref, values_down: Ref, places_down: Ref, *, pruner: Pruner, dtype: jnp.dtype,
+    emulated: bool,
+) -> None:  # fmt: skip
+    """Prune and pack tiles: four groups along columns, and four along rows."""
+    b, i, j = program()
+    rows, columns, put = pl.ds(i * _TILES, _TILES), pl.ds(j * _TILES, _TILES), partial(store, emulated=emulated)
+    tile = _members(seen, dtype, emulated)
+    tile = tile if pruner == identity else pruner.prune_tile(tile)
+    packed = partial(two_of_four, crowded=crowded(pruner, dtype))
+    across, down = [packed(line) for line in tile], [packed([line[c] for line in tile]) for c in FOUR]
+    for line, (first, second, _) in enumerate(across):
+        put(values.at[b, rows, line, columns], together(first, second))
+    for slot in range(2):
+        words = [together(down[c][slot], down[c + 1][slot]) for c in (0, 2)]
+        put(values_down.at[b, rows, slot, pl.ds(j * (BLOCK // 2), BLOCK // 2)], _joined(words, emulated))
+    put(places.at[b, i, j], _gathered([nibble for *_, nibble in across], _ACROSS16, emulated))
+    put(places_down.at[b, j, i], _gathered([nibble for *_, nibble in down], _DOWN16, emulated))
+
+
+def copies(
+    x: Float[Array, "batch r c"], words: UInt[Array, "s n"], factors: Float[Array, "s f"], origin: Int[Array, "3"], *,
+    wanted: tuple[Copy, ...], whole: tuple[int, int, int], interpret: bool = False,
+) -> list[jax.Array | Packed]:  # fmt: skip
+    """Make FP8 forms of arrays. The arguments are those of `nmjax.kernels.copies.copies`."""
+    batch, rows, columns = x.shape
+    like = lambda dtype, *shape: result((batch, *shape), dtype, x, words, factors)
+    outputs: list[jax.ShapeDtypeStruct] = []
+    for copy in wanted:
+        outer, inner = (columns, rows) if copy.turns else (rows, columns)
+        outputs.append(like(jnp.uint16 if copy.packed else jnp.uint32, outer // 4, 4, inner // 4))
+        outputs += [like(jnp.uint32, outer, inner // 32)] * copy.packed
+    body = partial(_copies, wanted=wanted, whole=whole, dtype=x.dtype, emulated=interpret)
+    grid = (batch, rows // BLOCK, columns // BLOCK)
+    made = iter(call(body, outputs, grid, (words, factors, origin, _seen(x)), interpret))
+    lines = lambda v: v.reshape(batch, -1, v.shape[-1])
+    return [form_of(copy, [lines(next(made)) for _ in range(1 + copy.packed)]) for copy in wanted]
+
+
+def _copies(
+    words: Ref, factors: Ref, origin: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...],
+    whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
+) -> None:  # fmt: skip
+    """Write the blocks of all copies."""
+    b, i, j = program()
+    tile, refs = _members(seen, dtype, emulated), iter(outputs)
+    first = [at // 4 + block * _TILES for at, block in ((origin[1], i), (origin[2], j))]
+    tiles = [first[d] + iota((_TILES, _TILES), d, _TILED, emulated) for d in range(2)]
+    for number, copy in enumerate(wanted):
+        groups = [rounded(tile, copy, line, words, factors, number, whole, (origin[0] + b, *tiles)) for line in FOUR]
+        at = (b, j, i) if copy.turns else (b, i, j)
+        if not copy.packed:
+            _write_lines(copy, words_of_bytes(copy, groups), next(refs), at, emulated)
+            continue
+        kept = [kept_bytes(copy, group) for group in groups]
+        _write_lines(copy, [both for both, _ in kept], next(refs), at, emulated)
+        places = _gathered([nibble for _, nibble in kept], _DOWN8 if copy.turns else _ACROSS8, emulated)
+        store(next(refs).at[b, pl.ds(at[1] * BLOCK, BLOCK), pl.ds(at[2] * 2, 2)], places, emulated)
+
+
+def _write_lines(
+    copy: Copy, lines: list[UInt[Array, "16 16"]], output: Ref, at: tuple[Any, ...], emulated: bool
+) -> None:  # fmt: skip
+    """Write the four lines of tiles to the block ``at`` of a form."""
+    b, i, j = at
+    for line, word in enumerate(lines):
+        word = _turned(word, emulated) if copy.turns else word
+        block = output.at[b, pl.ds(i * _TILES, _TILES), line, pl.ds(j * _TILES, _TILES)]
+        store(block, word.astype(output.dtype), emulated)
+
+
+# ---- shared parts ----
+
+
+def _seen(x: Float[Array, "batch r c"]) -> UInt[Array, "batch i 4 words"]:
+    """Return arrays as words of two values, with the four rows of tiles on an axis of their own."""
+    batch, rows, columns = x.shape
+    return pairs(x, 2)[..., 0].reshape(batch, rows // 4, 4, columns // 2)
+
+
+def _members(seen: Ref, dtype: jnp.dtype, emulated: bool) -> list[list[Float[Array, "16 16"]]]:
+    """Load the 16 members of a block's tiles."""
+    b, i, j = program()
+    bits = lambda v: lax.bitcast_convert_type(v.astype(jnp.uint16), dtype)
+    block = lambda line: seen.at[b, pl.ds(i * _TILES, _TILES), line, pl.ds(j * (BLOCK // 2), BLOCK // 2)]
+    lines = [_halves(loaded(block(line), _PAIRED, emulated), emulated) for line in FOUR]
+    return [[bits(v) for word in line for v in (word & np.uint32(0xFFFF), word >> np.uint32(16))] for line in lines]
+
+
+def _halves(words: UInt[Array, "16 32"], emulated: bool) -> list[UInt[Array, "16 16"]]:
+    """Return the first and the second words of groups."""
+    if emulated:
+        return [words[:, 0::2], words[:, 1::2]]
+    half = plgpu.ShapeDtypeStruct((_TILES, _TILES), jnp.uint32, layout=_TILED)
+
+    def split(_: Any, words: fa.FragmentedArray) -> tuple[fa.FragmentedArray, ...]:
+        every = lambda at: [_one(vector.extract(v, [], [at])) for v in words.registers.flat]
+        return tuple(of_registers(every(at), _TILED, (_TILES, _TILES)) for at in range(2))
+
+    return list(plgpu.inline_mgpu(arg_types=(_PAIRED,), return_type=(half, half))(split)(words))
+
+
+def _joined(words: list[UInt[Array, "16 16"]], emulated: bool) -> UInt[Array, "16 32"]:
+    """Put the first and the second words of groups beside each other."""
+    if emulated:
+        return jnp.stack(words, -1).reshape(_TILES, 2 * _TILES)
+    whole = plgpu.ShapeDtypeStruct((_TILES, 2 * _TILES), jnp.uint32, layout=_PAIRED)
+
+    def join(_: Any, *words: fa.FragmentedArray) -> fa.FragmentedArray:
+        both = [vector.shuffle(a, b, [0, 1]) for a, b in zip(*(v.registers.flat for v in words), strict=True)]
+        return of_registers(both, _PAIRED, (_TILES, 2 * _TILES))
+
+    return plgpu.inline_mgpu(arg_types=(_TILED, _TILED), return_type=whole)(join)(*words)
+
+
+def _turned(v: UInt[Array, "16 16"], emulated: bool) -> UInt[Array, "16 16"]:
+    """Transpose an array. Threads keep what they have: only the layout is another."""
+    if emulated:
+        return v.T
+    whole = plgpu.ShapeDtypeStruct((_TILES, _TILES), v.dtype, layout=_TURNED)
+
+    def turn(_: Any, v: fa.FragmentedArray) -> fa.FragmentedArray:
+        new = [llvm.freeze(r) for r in v.registers.flat]  # Mosaic takes the same values for the same array
+        return of_registers(new, _TURNED, (_TILES, _TILES))
+
+    return plgpu.inline_mgpu(arg_types=(_TILED,), return_type=whole)(turn)(v)
+
+
+def _gathered(nibbles: list[UInt[Array, "16 16"]], into: _Words, emulated: bool) -> UInt[Array, "r c"]:
+    """Put the nibbles of tiles into words.
+
+    Args:
+      nibbles: Those of the four lines of tiles.
+      into: Where they belong.
+      emulated: True in the interpreter.
+    """
+    shape = (2 ** len(into.rows), 2 ** len(into.columns))
+    if emulated:
+        bits = ("l1", "l0", *_ROWS, *_COLUMNS)
+        axes = [bits.index(bit) for bit in (*into.rows, *into.columns, *into.places[::-1])]
+        words = jnp.stack(nibbles).reshape((2,) * 10).transpose(axes).reshape(*shape, 8)
+        shifted = words << 4 * lax.broadcasted_iota(jnp.uint32, words.shape, 2)
+        return jnp.sum(shifted, 2, dtype=jnp.uint32)
+    chosen, layout = _exchange(into)
+
+    def gather(_: Any, *nibbles: fa.FragmentedArray) -> fa.FragmentedArray:
+        return of_registers([_one(_word(nibbles, into, chosen))], layout, shape)
+
+    word = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(_TILED,) * 4, return_type=word)(gather)(*nibbles)
+
+
+def _exchange(into: _Words) -> tuple[dict[str, str], Any]:
+    """Return which word each thread keeps, and how threads hold the words.
+
+    A thread has nibbles of several words: they differ in bits of the row that no thread's number has, "l1" or "r1". Its
+    neighbours, whose lanes differ in ``places``, have the other nibbles of the same words. There are as many such words
+    as neighbours, and each thread keeps one: the word whose bits are those of its lane.
+
+    Returns:
+      For each such bit of the row, the bit of the lane. Then the layout.
+    """
+    lanes = [bit for bit in into.places if bit in _LANES]
+    kept = [bit for bit in into.rows if bit not in (*_WARPS, *_LANES)]
+    chosen = dict(zip(kept, lanes, strict=True))
+    return chosen, _layout([chosen.get(bit, bit) for bit in into.rows], into.columns)
+
+
+def _word(nibbles: Sequence[fa.FragmentedArray], into: _Words, chosen: dict[str, str]) -> Scalar:
+    """Return the word of this thread: shift its nibbles, and exchange words with the threads that share them."""
+    number = lambda v: utils.c(v, ir.IntegerType.get_signless(32))
+    bit_of = lambda bit: arith.andi(arith.shrui(utils.thread_idx(), number(_number(bit))), number(1))
+    of_lane = [arith.shli(bit_of(bit), number(2 + p)) for p, bit in enumerate(into.places) if bit in _LANES]
+    shift = functools.reduce(arith.addi, of_lane)
+    words: Any = np.empty((2, 2, 2), object)  # by l1, l0 and r1
+    for line, nibble in enumerate(nibbles):
+        for r1, register in enumerate(nibble.registers.flat):
+            own = 4 * r1 << into.places.index("r1") if "r1" in into.places else 0
+            words[line // 2, line % 2, r1] = arith.shli(_only(register), arith.addi(shift, number(own)))
+    axes = ["l1", "l0", "r1"]
+    if "r1" in into.places:
+        axes.remove("r1")
+        words = np.frompyfunc(arith.ori, 2, 1)(words[..., 0], words[..., 1])
+    for bit, lane in chosen.items():
+        clear, set_ = (words.take(v, axes.index(bit)) for v in (0, 1))
+        axes.remove(bit)
+        here = arith.cmpi(arith.CmpIPredicate.eq, bit_of(lane), number(1))
+        keep = lambda a, b, here=here: arith.select(here, b, a)
+        send = lambda a, b, here=here, lane=lane: utils.shfl_bfly(arith.select(here, a, b), 1 << _number(lane))
+        join = lambda a, b, keep=keep, send=send: arith.ori(keep(a, b), send(a, b))
+        words = np.frompyfunc(join, 2, 1)(clear, set_)
+    return words
+
+
+def _number(bit: str) -> int:
+    """Return which bit of a thread's number it is."""
+    return _LANES[::-1].index(bit)
+
+
+def _only(register: Scalar) -> Scalar:
+    return vector.extract(register, [], [0])
+
+
+def _one(value: Scalar) -> Scalar:
+    """Return a register of one value."""
+    return vector.broadcast(ir.VectorType.get((1,), value.type), value)
