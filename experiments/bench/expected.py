@@ -26,7 +26,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, dtype=jnp.bfloat16, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x)))
+        return self.down(nm.fused(jax.nn.gelu, self.up, x))
 
 
 def _vit() -> nnx.Module:

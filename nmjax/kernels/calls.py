@@ -22,6 +22,7 @@ from nmjax.core import random, versions
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import shards, tuning
+from nmjax.kernels.activations import Activation
 from nmjax.kernels.format import Packed, pack, unpack
 from nmjax.kernels.limits import COPY_COLUMNS, COPY_ROWS, AmpereConfig, Config, Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target, as_varying, varying
@@ -182,6 +183,38 @@ def _compression(axis: int, pruner: Pruner, target: Target) -> Callable[..., Pac
 
     def call(x: jax.Array, words: jax.Array, scale: jax.Array) -> Packed:
         return _in_parts(partial(compress, whole=x.shape), x, (words, scale), (64, 64), outputs, target)
+
+    return _mapped(call)
+
+
+def compress_activated(
+    activation: Activation, h: Float[Array, "*batch r c"], g: Float[Array, "*batch r c"], pruner: Pruner = identity, *,
+    key: Any = None, state: Any = None, target: Target,
+) -> tuple[Float[Array, "*batch r c"], Packed]:  # fmt: skip
+    """Compute the gradient of an activation function's input, prune it along axis -2 and pack it, in one pass.
+
+    Args:
+      activation: The function. `nmjax.kernels.activations.refusal` returns None for it.
+      h: Its input.
+      g: The gradient of its output.
+      pruner, key, state: As in `compress`.
+      target: The device, one only.
+
+    Returns:
+      The gradient, and its packed form.
+    """
+    call = _compression_activated(activation, pruner, target)
+    made, packed = call(_flat(h), _flat(g), words_of_key(key, pruner)[None], _scale(state))
+    return _unflat(made, g.shape[:-2]), _unflat(packed, g.shape[:-2])
+
+
+@lru_cache
+def _compression_activated(activation: Activation, pruner: Pruner, target: Target) -> Callable[..., Any]:
+    kernels = _kernels().compress if _by_triton(target) else _kernels().packing
+    options = {"activation": activation, "pruner": pruner, "interpret": target.interpret}
+
+    def call(h: jax.Array, g: jax.Array, words: jax.Array, scale: jax.Array) -> tuple[jax.Array, Packed]:
+        return kernels.compress_activated(h, g, words, scale, jnp.zeros(3, jnp.int32), whole=g.shape, **options)
 
     return _mapped(call)
 

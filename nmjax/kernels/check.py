@@ -33,9 +33,10 @@ from nmjax.kernels.limits import Config, Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target, target as target_of
 from nmjax.pruners import identity, mse, mvue, transposable
 
-LAST, BEFORE, NOISE, BOTH, FP8_FORMS, FP8, PARTS = (
+LAST, BEFORE, NOISE, BOTH, ACTIVATED, FP8_FORMS, FP8, PARTS = (
     "packing along the last axis", "packing along the axis before the last", "packing with noise",
-    "packing along both axes", "packing in FP8", "multiplying in FP8", "multiplying in parts of K",
+    "packing along both axes", "packing with an activation", "packing in FP8", "multiplying in FP8",
+    "multiplying in parts of K",
 )  # fmt: skip
 PARTS_OF_K = HopperConfig(tile_n=64, store_n=32, split=3)
 
@@ -206,6 +207,7 @@ def cases(target: Target) -> dict[str, Callable[[], bool]]:
         BEFORE: partial(packing, mse(2, 4), -2),
     }
     found |= {NOISE: partial(packing, mvue(2, 4), -2), BOTH: partial(_packs_both, target)}
+    found |= {ACTIVATED: partial(_packs_activated, target)}
     m, n, k = 128 * (target.cores + 2), 512, 640  # more tiles than cores, and more steps along K than a ring has slots
     for m_major, n_major, transpose in product((False, True), repeat=3):
         shape = Shape(m, n, k, "bfloat16", m_major, n_major, transpose)
@@ -224,6 +226,14 @@ def _normal(*shape: int) -> jax.Array:
 def _packs(p: Pruner, axis: int, target: Target) -> bool:
     x = _normal(256, 512)
     return _same(calls.compress(x, axis, p, key=3, target=target), pack(p(x, axis, Ctx(key=3)), axis))
+
+
+def _packs_activated(target: Target) -> bool:
+    h, g = _normal(256, 512), _normal(512, 256).T
+    made, packed = calls.compress_activated(jax.nn.gelu, h, g, mse(2, 4), target=target)
+    wanted = _exact(jax.vjp(jax.nn.gelu, h.astype(jnp.float32))[1](g.astype(jnp.float32))[0])
+    close = np.abs(_exact(made) - wanted).max() < 0.01 * np.abs(wanted).max()
+    return bool(close) and _same(packed, pack(mse(2, 4)(made, -2), -2))
 
 
 def _packs_both(target: Target) -> bool:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from nmjax.core import random, versions
 from nmjax.core.pruner import Pruner
+from nmjax.kernels.activations import Activation, times_derivative
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.targets import result
 from nmjax.pruners import identity
@@ -59,6 +60,32 @@ def compress(
     outputs = [(kept, _in_grid(kept_block)), _words_of(blocks, turned=axis == -2)]
     values, places = call(body, blocks, (words, scale, origin), [(seen, _in_grid(seen_block))], outputs, interpret)
     return Packed(unpaired(values, x.dtype), as_words16(places), axis, 2, 4, "words16")
+
+
+def compress_activated(
+    h: Float[Array, "batch r c"], g: Float[Array, "batch r c"], words: UInt[Array, "s n"], scale: Float[Array, " s"],
+    origin: Int[Array, "3"], *, whole: tuple[int, int, int], activation: Activation, pruner: Pruner = identity,
+    interpret: bool = False,
+) -> tuple[Float[Array, "batch r c"], Packed]:  # fmt: skip
+    """Compute the gradient of an activation function's input, prune it along axis -2, and pack it.
+
+    Args:
+      h: The function's input.
+      g: The gradient of its output.
+      words, scale, origin, whole, pruner, interpret: As in `compress`.
+      activation: The function. `nmjax.kernels.activations` knows its derivative.
+
+    Returns:
+      The gradient, and its packed form.
+    """
+    batch, rows, columns = g.shape
+    grid = (batch, rows // BLOCK, columns // BLOCK)
+    body = partial(_activated, activation=activation, pruner=pruner, whole=whole, dtype=g.dtype)
+    block = _in_grid((None, BLOCK, BLOCK))
+    kept = jax.ShapeDtypeStruct((batch, rows // 2, columns), g.dtype), _in_grid((None, BLOCK // 2, BLOCK))
+    outputs = [(jax.ShapeDtypeStruct(g.shape, g.dtype), block), kept, _words_of(grid, turned=True)]
+    made, values, places = call(body, grid, (words, scale, origin), [(h, block), (g, block)], outputs, interpret)
+    return made, Packed(values, as_words16(places), -2, 2, 4, "words16")
 
 
 def compress_both(
@@ -104,11 +131,32 @@ def _across(
 
 
 def _down(
-    words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
-    whole: tuple[int, ...], dtype: jnp.dtype,
+    words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, **options: Any
 ) -> None:  # fmt: skip
     """Prune and pack groups along rows."""
-    x = [seen[pl.ds(j, BLOCK // 4, stride=4), :] for j in range(4)]
+    x = [seen[_member(j), :] for j in range(4)]
+    _write_down(x, words, scale, origin, values, places, **options)
+
+
+def _activated(
+    words: Ref, scale: Ref, origin: Ref, h: Ref, g: Ref, made: Ref, values: Ref, places: Ref, *,
+    activation: Activation, **options: Any,
+) -> None:  # fmt: skip
+    """Multiply by the derivative of an activation function, and do the same."""
+    x = [times_derivative(activation, h[_member(j), :], g[_member(j), :]) for j in range(4)]
+    for j in range(4):
+        made[_member(j), :] = x[j]
+    _write_down(x, words, scale, origin, values, places, **options)
+
+
+def _member(j: int) -> Any:
+    return pl.ds(j, BLOCK // 4, stride=4)
+
+
+def _write_down(
+    x: list[jax.Array], words: Ref, scale: Ref, origin: Ref, values: Ref, places: Ref, *, pruner: Pruner,
+    whole: tuple[int, ...], dtype: jnp.dtype,
+) -> None:  # fmt: skip
     kept = pruned(pruner, x, words, scale, whole, (4, 1), *_groups(origin, x[0].shape, (4, 1)))
     kept = two_of_four(kept, crowded=crowded(pruner, dtype))
     for j in range(2):

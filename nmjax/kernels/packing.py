@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int, UInt
 
 from nmjax.core import versions
 from nmjax.core.pruner import Pruner
+from nmjax.kernels.activations import Activation, times_derivative
 from nmjax.kernels.compress import BLOCK, crowded, pairs, pruned, together, unpaired
 from nmjax.kernels.format import Packed, two_of_four
 from nmjax.kernels.targets import result
@@ -69,6 +70,30 @@ def compress(
     return Packed(values, lines.reshape(*lines.shape[:3], 128), axis, 2, 4, "words16")
 
 
+def compress_activated(
+    h: Float[Array, "batch r c"], g: Float[Array, "batch r c"], words: UInt[Array, "s n"], scale: Float[Array, " s"],
+    origin: Int[Array, "3"], *, whole: tuple[int, int, int], activation: Activation, pruner: Pruner = identity,
+    interpret: bool = False,
+) -> tuple[Float[Array, "batch r c"], Packed]:  # fmt: skip
+    """Compute the gradient of an activation function's input, and pack it.
+
+    The arguments are those of `compress_activated` in the other file.
+    """
+    batch, rows, columns = g.shape
+    grid = batch, rows // BLOCK, columns // BLOCK
+    like = lambda shape, dtype: result(shape, dtype, h, g, words, scale)
+    lines = lambda v: v.reshape(batch, rows // 4, 4, columns)
+    outputs = (
+        like((batch, rows // 4, 4, columns), g.dtype),
+        like((batch, rows // 4, 2, columns), g.dtype),
+        like((batch, grid[2], grid[1], 32, 4), jnp.uint32),
+    )
+    body = partial(_activated, activation=activation, pruner=pruner, whole=whole, dtype=g.dtype, emulated=interpret)
+    made, values, places = call(body, outputs, grid, (words, scale, origin, lines(h), lines(g)), interpret)
+    values = values.reshape(batch, rows // 2, columns)
+    return made.reshape(g.shape), Packed(values, places.reshape(*places.shape[:3], 128), -2, 2, 4, "words16")
+
+
 def _across(
     words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
     whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
@@ -86,17 +111,40 @@ def _across(
 
 
 def _down(
-    words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
-    whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
+    words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, emulated: bool, **options: Any
 ) -> None:  # fmt: skip
     """Prune and pack groups along rows."""
+    x = [loaded(_member(seen, j), _DOWN, emulated) for j in range(4)]
+    _write_down(x, words, scale, origin, values, places, emulated=emulated, **options)
+
+
+def _activated(
+    words: Ref, scale: Ref, origin: Ref, h: Ref, g: Ref, made: Ref, values: Ref, places: Ref, *,
+    activation: Activation, emulated: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Multiply by the derivative of an activation function, and do the same."""
+    read = lambda ref, j: loaded(_member(ref, j), _DOWN, emulated)
+    x = [times_derivative(activation, read(h, j), read(g, j)) for j in range(4)]
+    for j in range(4):
+        store(_member(made, j), x[j], emulated)
+    _write_down(x, words, scale, origin, values, places, emulated=emulated, **options)
+
+
+def _member(ref: Ref, j: int) -> Ref:
+    """Return a member of this program's groups, or one of the two that are kept."""
+    b, row, column = program()
+    return ref.at[b, pl.ds(row * _GROUPS, _GROUPS), j, pl.ds(column * BLOCK, BLOCK)]
+
+
+def _write_down(
+    x: list[jax.Array], words: Ref, scale: Ref, origin: Ref, values: Ref, places: Ref, *, pruner: Pruner,
+    whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
+) -> None:  # fmt: skip
     b, i, j = program()
-    rows, columns = pl.ds(i * _GROUPS, _GROUPS), pl.ds(j * BLOCK, BLOCK)
-    x = [loaded(seen.at[b, rows, member, columns], _DOWN, emulated) for member in range(4)]
     kept = pruned(pruner, x, words, scale, whole, (4, 1), *_groups(origin, x[0].shape, (4, 1), _DOWN, emulated))
     *kept, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
     for slot in range(2):
-        store(values.at[b, rows, slot, columns], kept[slot], emulated)
+        store(_member(values, slot), kept[slot], emulated)
     store(places.at[b, j, i], _words(nibble, _DOWN, emulated), emulated)
 
 

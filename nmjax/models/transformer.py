@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from nmjax.fusing import fused
 from nmjax.policies import keep_sparse
 
 INIT = jax.nn.initializers.normal(0.02)  # as in BERT and GPT-2
@@ -194,7 +195,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "... width"], key: jax.Array | None = None) -> Float[Array, "... width"]:
         """Return the perceptron's output, with dropout if there is a key."""
-        return self.down(dropped(self.activation(self.up(x)), self.dropout, key))
+        return self.down(dropped(fused(self.activation, self.up, x), self.dropout, key))
 
 
 class Block(nnx.Module):

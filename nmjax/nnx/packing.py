@@ -14,7 +14,7 @@ from nmjax.nnx.layers import layers, over
 from nmjax.nnx.recording import products_of_call
 from nmjax.nnx.variables import NM, Site, layer_ctx
 from nmjax.products.forms import Form, FormKey
-from nmjax.products.rule import packed_weight
+from nmjax.products.weights import packed_weight
 
 FLAX_CALLS = {kind.__call__ for kind in DOORS}
 

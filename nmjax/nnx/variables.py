@@ -11,6 +11,7 @@ from flax.nnx import reprlib
 
 from nmjax.core.context import Ctx
 from nmjax.products import functions, rule, sites
+from nmjax.products.activated import activated_dot
 from nmjax.products.fit import in_phase
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.slot import SLOTS
@@ -90,6 +91,20 @@ class Site(nnx.Module):
             return self.product(
                 *operands, sparsity=self.now, ctx=self.ctx(), backend=self.backend, name=self.name,
                 packed=self.forms(), **options,
+            )  # fmt: skip
+
+    def activated(self, activation: Callable[[jax.Array], jax.Array], layer: Any, x: jax.Array) -> jax.Array:
+        """Return ``activation(layer(x))``, for `nmjax.fused`. The layer is that of this site."""
+        if type(layer) is not nnx.Linear:
+            return activation(layer(x))
+        kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]
+        x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
+        self.check_one_layer(kernel.shape)
+        with jax.named_scope(self.name):
+            return activated_dot(
+                activation, x, kernel, bias, precision=layer.precision,
+                preferred_element_type=layer.preferred_element_type, sparsity=self.now, ctx=self.ctx(),
+                backend=self.backend, name=self.name, packed=self.forms(),
             )  # fmt: skip
 
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:

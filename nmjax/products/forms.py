@@ -15,6 +15,8 @@ from jax import lax
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import calls, limits
+from nmjax.kernels.activations import Activation, refusal
+from nmjax.kernels.check import ACTIVATED, fault
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Copy
 from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS
@@ -104,7 +106,7 @@ def make_forms(
       sparsity: The pruner of each slot.
       operand: The operand.
       ctx: Key, step and state of the layer.
-      packed: The weight's forms that `nmjax.products.rule.packed_weight` made, or None.
+      packed: The weight's forms that `nmjax.products.weights.packed_weight` made, or None.
       prune: Prunes with XLA; used if no kernel supports the pruner.
       products: The products to make forms for.
     """
@@ -306,6 +308,47 @@ def _read_together(a: Source, b: Source) -> bool:
         return True
     any_draws = any(s.pruner.stochastic or s.rounding == "random" for s in (a, b))
     return a.state is b.state and not any_draws
+
+
+def activates(routes: Routes | None, sparsity: Sparsity, activation: Activation, h: jax.ShapeDtypeStruct) -> bool:
+    """Return True if the kernel that packs g for dw can also compute g from the gradient of an activation function.
+
+    Args:
+      routes: How each product runs.
+      sparsity: The pruner of each slot.
+      activation: The function that follows the layer.
+      h: Its input.
+    """
+    if routes is None or routes["drhs"].how != "packed" or routes["drhs"].operand != "g" or routes["drhs"].formats:
+        return False
+    core = sparsity.slots["drhs_g"].core
+    lies = _axis(routes, "g", "T") == -2 and routes.device.devices == 1
+    if not lies or core is None or not limits.fuses(core) or sparsity.slots["drhs_g"].storage is not None:
+        return False
+    return refusal(activation, h) is None and fault(routes.device, (ACTIVATED,)) is None
+
+
+def activated(
+    routes: Routes, sparsity: Sparsity, activation: Activation, h: jax.Array, g: jax.Array, ctx: Ctx
+) -> tuple[jax.Array, dict[str, Form]]:
+    """Return the gradient of an activation function's input, and its form for dw, if `activates` is True.
+
+    Args:
+      routes, sparsity, activation: As of `activates`.
+      h: The function's input.
+      g: The gradient of its output.
+      ctx: Key, step and state of the layer.
+    """
+    slot = sparsity.slots["drhs_g"]
+    own = slot.core_context(ctx)
+    assert slot.core is not None
+    key = own.key if slot.core.stochastic else None
+    with jax.named_scope("drhs_g"):
+        made, form = calls.compress_activated(
+            activation, matrix(routes, "g", h), matrix(routes, "g", g), slot.core, key=key, state=own.state,
+            target=routes.device,
+        )  # fmt: skip
+    return made.reshape(g.shape), {"drhs": form}
 
 
 # ---- multiplying forms ----

@@ -34,7 +34,7 @@ def dot_general(
       backend: "auto" packs what is expected to win on the device, "xla" never packs, "pallas" packs or raises, and
         "interpret" packs in kernels simulated on a CPU.
       name: The layer's name, which begins every error.
-      packed: The weight in the forms of kernels, as `nmjax.products.rule.packed_weight` returns them.
+      packed: The weight in the forms of kernels, as `nmjax.products.weights.packed_weight` returns them.
 
     Raises:
       TypeError: If an operand that is pruned is not of floating-point values.

@@ -15,7 +15,7 @@ traced once and run many times with one key and step, under `jax.vmap` or as a t
 time.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +45,6 @@ from nmjax.products.forms import (
     Form,
     FormKey,
     OperandValue,
-    key_of_weight,
     make_forms,
     needs_unpruned,
     product_of_forms,
@@ -82,6 +81,27 @@ Forms = Mapping[str, Mapping[str, Form]]
 """``forms[operand][product]`` is the operand as the kernel of that product reads it."""
 
 
+class Call(NamedTuple):
+    """A product that is ready to be computed: its forward slots are applied, and its routes are chosen.
+
+    Attributes:
+      run: The function that computes it: `_plain`, `_derived` or `ruled`.
+      product: The static arguments.
+      x, w: The operands as the forward product uses them.
+      inputs: The other inputs.
+    """
+
+    run: Callable[..., jax.Array]
+    product: StaticProduct
+    x: jax.Array
+    w: jax.Array
+    inputs: Inputs
+
+    def __call__(self) -> jax.Array:
+        """Compute the product."""
+        return self.run(self.product, self.x, self.w, self.inputs)
+
+
 def bilinear(
     op: Operation, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(), backend: str = "auto",
     *, name: str | None = None, packed: Mapping[FormKey, Form] | None = None, extra: tuple[jax.Array, ...] = (),
@@ -99,6 +119,14 @@ def bilinear(
       packed: The weight's forms, from `packed_weight`.
       extra: The operands that the operation takes after these two: the sizes of a `RaggedDot`.
     """
+    return prepare(op, lhs, rhs, sparsity, ctx, backend, name=name, packed=packed, extra=extra)()
+
+
+def prepare(
+    op: Operation, lhs: jax.Array, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx, backend: str, *, name: str | None,
+    packed: Mapping[FormKey, Form] | None, extra: tuple[jax.Array, ...] = (),
+) -> Call:  # fmt: skip
+    """Apply the forward slots, and choose how the products are computed. The arguments are those of `bilinear`."""
     check_backend(backend)
     if not isinstance(sparsity, Sparsity) or not isinstance(ctx, Ctx):
         raise TypeError(
@@ -114,12 +142,13 @@ def bilinear(
     x = prune_slot(product, left, left.applied, lhs, axes, ctx)
     w = prune_slot(product, right, right.applied, rhs, axes, ctx)
     forward_only = not sparsity.backward and left.storage is None and right.storage is None
+    plain = Call(_plain, product, x, w, Inputs(None, None, ctx, packed, extra))
     if forward_only and left.applied == right.applied == identity:
-        return op(x, w, *extra)
+        return plain
     compacted = compacted_of(op, lhs, rhs, sparsity, backend, name)
     routes = routes_of(op, lhs, rhs, sparsity, backend, name, products_of(packed))
     if routes is None and forward_only and not compacted:
-        return op(x, w, *extra)
+        return plain
     product = product._replace(routes=routes, compacted=compacted)
     inputs = Inputs(
         lax.stop_gradient(lhs) if sparsity.slots["drhs_lhs"].raw or _reads_unpruned(product, "x") else None,
@@ -129,8 +158,11 @@ def bilinear(
         extra,
     )
     y_alone = routes is None or not (routes["dlhs"].uses_forms or routes["drhs"].uses_forms)
-    call = _derived if forward_only and y_alone else _ruled
-    return call(product, x, w, inputs)
+    return Call(_derived if forward_only and y_alone else ruled, product, x, w, inputs)
+
+
+def _plain(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+    return product.op(x, w, *inputs.extra)
 
 
 def _reads_unpruned(product: StaticProduct, operand: str) -> bool:
@@ -166,7 +198,8 @@ def _(product: StaticProduct, primals: tuple[Any, ...], tangents: tuple[Any, ...
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ruled(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+def ruled(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> jax.Array:
+    """Compute y. The gradients of x and w are those of `ruled_backward`."""
     return _forward(product, x, w, inputs, ("fwd",))[0]
 
 
@@ -232,10 +265,11 @@ class Residuals(NamedTuple):
     forms: Forms
 
 
-def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
+def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
+    """Return y, and what the backward pass keeps."""
     # The backward pass gets x and w themselves, so that JAX sees if they are also `inputs.lhs` and `inputs.rhs`.
     y, forms = _forward(product, _once_derived(product, x), _once_derived(product, w), inputs, tuple(CONTRACTED))
-    # Check the backward slots here, so that the traceback shows the caller's line. Do not check in _ruled: without
+    # Check the backward slots here, so that the traceback shows the caller's line. Do not check in `ruled`: without
     # differentiation no key is needed, and any number of tokens is allowed.
     axes, check = product.operands(x, w), lambda *given: merged_operand(*given).array
     for name, value in backward_values(product.sparsity, x, w, inputs.lhs, inputs.rhs, y).items():
@@ -253,9 +287,10 @@ def _ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: I
     return y, Residuals(like(x) if drop else x, w, kept, inputs._replace(lhs=None) if drop else inputs, backward)
 
 
-def _ruled_backward(
-    product: StaticProduct, residuals: Residuals, g: jax.Array
+def ruled_backward(
+    product: StaticProduct, residuals: Residuals, g: jax.Array, made: Mapping[str, Form] | None = None
 ) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
+    """Return the gradients of x and w. ``made`` has the forms of g that exist, by product."""
     x, w, kept, inputs, forms = residuals
     sparsity, routes, ctx = product.sparsity, product.routes, inputs.ctx
     w, g = _once_derived(product, w), _once_derived(product, g)
@@ -271,7 +306,9 @@ def _ruled_backward(
         return by_xla(slot, slot.pruner, values[name])
 
     if routes is not None:
-        forms = {**forms, "g": make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla)}
+        others = [name for name in CONTRACTED if name not in (made or {})]
+        of_g = make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla, others)
+        forms = {**forms, "g": {**of_g, **(made or {})}}
 
     def gradient(name: str, of_g: str, other: str, like: Shaped) -> jax.Array:
         """Compute dx or dw. XLA multiplies both pruned operands, or the rows of both that are chosen. A kernel
@@ -294,7 +331,7 @@ def _ruled_backward(
             return _transposed(name, product.op, prune(of_g), prune(other), like, inputs.extra)
         dense = other if routes[name].operand == "g" else of_g
         y = product_of_forms(routes, name, _forms_of(forms, name), lambda: prune(dense), like.dtype)
-        return _summed_as(y, like)
+        return summed_as(y, like)
 
     dx = gradient("dlhs", "dlhs_g", "dlhs_rhs", x)
     dw = gradient("drhs", "drhs_g", "drhs_lhs", w)
@@ -309,7 +346,7 @@ def _transposed(
     return jax.linear_transpose(forward, like)(g)[0]
 
 
-_ruled.defvjp(_ruled_forward, _ruled_backward)
+ruled.defvjp(ruled_forward, ruled_backward)
 
 
 def _once_derived(product: StaticProduct, v: jax.Array) -> jax.Array:
@@ -341,39 +378,7 @@ def _(sparsity: Sparsity, primals: tuple[jax.Array], tangents: tuple[jax.Array])
 _traced_once = jax.jit(_underived, static_argnums=0, inline=True)  # traced once for all layers that are alike
 
 
-def _summed_as(y: jax.Array, like: Shaped) -> jax.Array:
+def summed_as(y: jax.Array, like: Shaped) -> jax.Array:
     """Sum a gradient over the `jax.shard_map` axes on which its primal is replicated."""
     axes = tuple(varying(y) - varying(like))
     return lax.psum(y, axes) if axes else y
-
-
-# ---- packing and checks before the call ----
-
-
-def packed_weight(
-    op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.Array, sparsity: Sparsity, ctx: Ctx = Ctx(),
-    backend: str = "auto", *, name: str | None = None,
-) -> dict[FormKey, Form]:  # fmt: skip
-    """Return the weight's forms. Pass them to a product as ``packed``.
-
-    Use it to pack a weight once for all micro-steps. The result is empty if no product is packed. It omits forms that
-    need new random numbers at each micro-step.
-
-    Args:
-      op: The operation.
-      lhs: The shape of the left operand.
-      rhs: The weight.
-      sparsity, ctx, backend, name: As in `bilinear`.
-    """
-    forward = sparsity.slots["fwd_rhs"]
-    weight_slots = {"fwd": forward, "dlhs": sparsity.slots["dlhs_rhs"]}
-    fixed = frozenset(p for p, slot in weight_slots.items() if not slot.pruner.needs_key)
-    routes = routes_of(op, lhs, rhs, sparsity, backend, name, fixed)
-    if routes is None or forward.pruner.needs_key:
-        return {}
-    rhs = lax.stop_gradient(rhs)  # no gradient flows through the forms
-    product = StaticProduct(op, sparsity, name, routes)
-    by_xla = partial(prune_slot, product, axes=product.operands(lhs, rhs), ctx=ctx)
-    w = by_xla(forward, forward.applied, rhs)
-    forms = make_forms(routes, sparsity, OperandValue("w", w, rhs), ctx, None, by_xla, fixed)
-    return {key_of_weight(routes, product): form for product, form in forms.items()}

@@ -21,6 +21,7 @@ from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing, 
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Copy, HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import Target
+from nmjax.models.transformer import gelu
 from nmjax.pruners import identity, mse, mvue, mvue_approx, soft, transposable
 
 pytestmark = pytest.mark.sampled
@@ -94,9 +95,16 @@ def test_too_much_shared_memory_is_refused_before_it_is_compiled():
         lowered(*product(hopper, stages=6))
 
 
+def squared_relu(x):
+    return jnp.square(jax.nn.relu(x))
+
+
 PACKED = {f"{p} along {axis}": {"axis": axis, "pruner": p} for p in (mse(2, 4), mvue(2, 4), mvue_approx(2, 4), soft(2, 4), identity) for axis in (-1, -2)}  # fmt: skip
 PRODUCERS = {
     **{name: (compress.compress, options) for name, options in PACKED.items()},
+    "GELU and mvue": (compress.compress_activated, {"activation": jax.nn.gelu, "pruner": mvue(2, 4)}),
+    "exact GELU and mvue": (compress.compress_activated, {"activation": gelu, "pruner": mvue(2, 4)}),
+    "squared ReLU and mvue": (compress.compress_activated, {"activation": squared_relu, "pruner": mvue(2, 4)}),
     "both, transposable": (compress.compress_both, {"pruner": transposable(2, 4)}),
     "x of S-STE in FP8": (copies.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
     "g of S-STE in FP8": (copies.copies, {"wanted": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"))}),
@@ -106,6 +114,7 @@ PRODUCERS = {
 
 IN_MOSAIC = {
     compress.compress: packing.compress,
+    compress.compress_activated: packing.compress_activated,
     compress.compress_both: tiles.compress_both,
     copies.copies: tiles.copies,
 }
@@ -123,7 +132,8 @@ def producer(name):
     else:
         options = options | {"whole": (1, SIZE, SIZE)}
         extra = [shape(1, 4, dtype=jnp.uint32), shape(1, 1 + len(options["wanted"]), dtype=jnp.float32), origin]
-    return (lambda *arrays: jax.tree.leaves(make(*arrays, **options))), shape(1, SIZE, SIZE), *extra
+    h = [shape(1, SIZE, SIZE)] * ("activation" in options)
+    return (lambda *arrays: jax.tree.leaves(make(*arrays, **options))), *h, shape(1, SIZE, SIZE), *extra
 
 
 @pytest.mark.parametrize("name", PRODUCERS)

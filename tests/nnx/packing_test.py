@@ -10,7 +10,7 @@ from flax import nnx
 
 import nmjax as nm
 from nmjax.products.operations import as_dot
-from nmjax.products.rule import packed_weight
+from nmjax.products.weights import packed_weight
 from tests.products.routes_test import PLAIN, on, packers, random
 
 
