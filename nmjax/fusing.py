@@ -8,16 +8,19 @@ import jax
 def fused(
     activation: Callable[[jax.Array], jax.Array], layer: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-    """Return ``activation(layer(x))``. Its backward pass may read and write less.
+    """Return ``activation(layer(x))``, with a backward pass that may read less memory.
 
-    If a kernel packs the gradient of a sparse layer's output for dw, the same kernel multiplies by the derivative of
-    the activation function. This saves one reading of that gradient, 2 of about 9 bytes a value, and differs from
-    ``activation(layer(x))`` by rounding. In all other cases the result is ``activation(layer(x))``: if the layer is
-    dense, if its dw is not packed, on several devices, and for functions whose derivative kernels cannot compute.
+    If a kernel packs the gradient of a sparse layer's output to compute dw, the same kernel multiplies by the
+    derivative of the activation function. It then does not read that gradient again. This saves 2 of about 9 bytes for
+    each value. The result is the same, and the gradients differ by rounding.
+
+    The function does exactly what ``activation(layer(x))`` does in these cases: the layer is dense; its gradient is not
+    packed in 16 bits to compute dw; there are several devices; kernels cannot compute the derivative of the function.
 
     Args:
-      activation: An elementwise function, such as `jax.nn.gelu`, or any other.
-      layer: A layer. It saves something only if it is an nnx.Linear.
+      activation: The activation function. Memory traffic is saved for elementwise functions that kernels support, such
+        as `jax.nn.gelu`.
+      layer: The layer. Memory traffic is saved for a sparse nnx.Linear, not for its subclasses.
       x: The layer's input.
 
     >>> import jax.numpy as jnp
@@ -25,5 +28,7 @@ def fused(
     >>> fused(jax.nn.relu, negative, jnp.array([1., -2.]))
     Array([0., 2.], dtype=float32)
     """
-    through = getattr(getattr(layer, "dot_general", None), "activated", None)  # of `nmjax.nnx.Site`
+    through = getattr(
+        getattr(layer, "dot_general", None), "activated", None
+    )  # a sparse layer has a `nmjax.nnx.Site` there
     return activation(layer(x)) if through is None else through(activation, layer, x)

@@ -1,4 +1,4 @@
-"""`nm.fused` is a layer and its activation function. Its kernel reads and writes less, and gives the same gradients."""
+"""Tests that `nm.fused` gives the results of a layer and an activation function, and moves fewer bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ def layer(text="s_ste(2,4)", backend="interpret", bias=True):
     return made
 
 
-def gradients(made, call, remat=lambda f: f):
-    """The value, and the gradients of x and of all parameters."""
+def value_and_gradients(made, call, remat=lambda f: f):
+    """A function that computes the value and the gradients of all parameters and of x, and its arguments."""
     draw = np.random.default_rng(0)
     x = jnp.asarray(draw.standard_normal((2, TOKENS // 2, IN)), jnp.bfloat16)
     g = jnp.asarray(draw.standard_normal((2, TOKENS // 2, OUT)), jnp.bfloat16)
@@ -36,11 +36,11 @@ def gradients(made, call, remat=lambda f: f):
     return run, (params, x)
 
 
-def apart(activation):
+def separate(activation):
     return lambda made, x: activation(made(x))
 
 
-def together(activation):
+def fused(activation):
     return lambda made, x: nm.fused(activation, made, x)
 
 
@@ -48,46 +48,46 @@ def squared_relu(x):
     return jnp.square(jax.nn.relu(x))
 
 
-def exactly(activation):
-    """The function and its derivative in float32, as kernels compute it."""
+def in_float32(activation):
+    """The function in float32, so that its derivative is computed in float32, as in kernels."""
     return lambda h: activation(h.astype(jnp.float32)).astype(h.dtype)
 
 
-def both(made, activation):
-    """Results of the two ways, as arrays of float32."""
-    for call in (together(activation), apart(exactly(activation))):
-        run, given = gradients(made, call)
+def fused_and_separate(made, activation):
+    """The results of both, as arrays of float32."""
+    for call in (fused(activation), separate(in_float32(activation))):
+        run, given = value_and_gradients(made, call)
         yield [np.asarray(v, np.float32) for v in jax.tree.leaves(run(*given))]
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", [jax.nn.gelu, gelu, squared_relu], ids=["tanh", "erf", "squared relu"])
-def test_gradients_are_those_of_the_two_apart(activation, bias):
+def test_gradients_are_close_to_those_without_fusion(activation, bias):
     made = layer("fwd_rhs=ste(mse(2,4)); drhs_g=mse(2,4)", bias=bias)
-    for a, b in zip(*both(made, activation), strict=True):
+    for a, b in zip(*fused_and_separate(made, activation), strict=True):
         assert np.linalg.norm(a - b) < 0.005 * np.linalg.norm(b)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("text", ["s_ste(2,4)", "fst(2,4)", "mvue(2,4)", "drhs_g=identity; dlhs_g=mse(2,4)"])
-def test_nothing_rounds_otherwise_for_relu(text):
-    """Its derivative is 0 or 1, so g has the same bits, and with the same noise dw has them too."""
-    for a, b in zip(*both(layer(text), jax.nn.relu), strict=True):
+def test_relu_gives_the_same_bits(text):
+    """The derivative of ReLU is 0 or 1, so g has the same bits. With the same noise, dw also has the same bits."""
+    for a, b in zip(*fused_and_separate(layer(text), jax.nn.relu), strict=True):
         assert (a == b).all()
 
 
 @pytest.mark.kernels
-def test_one_kernel_instead_of_a_pass_and_a_kernel():
-    """Counted in the program: the kernel reads h and g and writes the gradient and its packed form, 7.125 bytes."""
+def test_bytes_that_the_packing_kernel_moves():
+    """It reads two arrays, and writes the gradient and its packed form: 7.125 bytes for each value."""
     found = {}
-    for way in (together, apart):
-        run, given = gradients(layer("mvue(2,4)"), way(jax.nn.gelu))
+    for way in (fused, separate):
+        run, given = value_and_gradients(layer("mvue(2,4)"), way(jax.nn.gelu))
         found[way] = counted(jax.make_jaxpr(run)(*given).jaxpr)
-    assert found[together].packing == found[apart].packing == 1
+    assert found[fused].packing == found[separate].packing == 1
     small = 3 * 4 + 2 * 4 + 4  # origin, words and scale
-    assert found[together].packing_bytes - small == 7.125 * TOKENS * OUT
-    assert found[apart].packing_bytes - small == 3.125 * TOKENS * OUT
+    assert found[fused].packing_bytes - small == 7.125 * TOKENS * OUT
+    assert found[separate].packing_bytes - small == 3.125 * TOKENS * OUT
 
 
 @pytest.mark.parametrize(
@@ -100,36 +100,36 @@ def test_one_kernel_instead_of_a_pass_and_a_kernel():
     ],
     ids=["emulated", "dense", "another layer", "softmax"],
 )
-def test_otherwise_nothing_changes(made, activation):
-    """The same program, so the same bits."""
+def test_the_program_is_unchanged_if_nothing_is_packed(made, activation):
+    """The lowered programs are the same, so the bits of the results are the same."""
     programs = []
-    for way in (together, apart):
-        run, given = gradients(made(), way(activation))
+    for way in (fused, separate):
+        run, given = value_and_gradients(made(), way(activation))
         programs.append(run.lower(*given).as_text())
     assert programs[0] == programs[1]
 
 
 @pytest.mark.kernels
-def test_what_kernels_do_not_know_is_computed_apart(monkeypatch):
+def test_unsupported_functions_are_not_fused(monkeypatch):
     monkeypatch.setattr(activated, "_fused", None)
-    runs = (gradients(layer(), way(jax.nn.softmax)) for way in (together, apart))
+    runs = (value_and_gradients(layer(), way(jax.nn.softmax)) for way in (fused, separate))
     for a, b in zip(*(jax.tree.leaves(run(*given)) for run, given in runs), strict=True):
         assert (np.asarray(a) == np.asarray(b)).all()
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("policy", [None, nm.policies.keep_sparse], ids=["all", "lean"])
-def test_rematerialised(policy):
+def test_rematerialisation_gives_the_same_bits(policy):
     results = []
     for remat in (lambda f: f, lambda f: jax.checkpoint(f, policy=policy)):
-        run, given = gradients(layer("mvue(2,4)"), together(jax.nn.gelu), remat)
+        run, given = value_and_gradients(layer("mvue(2,4)"), fused(jax.nn.gelu), remat)
         results.append([np.asarray(v) for v in jax.tree.leaves(run(*given))])
     for a, b in zip(*results, strict=True):
         assert (a == b).all()
 
 
 @pytest.mark.kernels
-def test_models_ask_for_it():
+def test_perceptrons_of_models_are_fused():
     mlp = Mlp(IN, OUT, gelu, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     nm.nnx.sparsify(mlp, nm.Recipe((("up", "mvue(2,4)"), (".*", "dense")), "interpret"))
     nm.nnx.set_step(mlp, 1)

@@ -27,7 +27,7 @@ class Counted(NamedTuple):
       packed: The number of products in kernels.
       dense: The number of products of XLA.
       values: The number of 16-bit values that kernels pack.
-      activated: Those of them that the kernel computes from the gradient of an activation function's output.
+      activated: The number of these values that the kernels also compute, as gradients of activation functions.
       packing_bytes: The bytes that packing kernels read and write.
       product_bytes: The bytes that all products read and write.
     """
@@ -61,7 +61,7 @@ def counts(rounds: int) -> str:
             rows[f"{model}: {method}"] = [
                 f"{ours.packing}",
                 f"{(ours.packing_bytes - 4 * ours.activated) / ours.values:.3f}" if ours.values else "",
-                f"{6 * ours.activated / 1e9:.2f} to {4 * ours.activated / 1e9:.2f}",
+                f"{6 * ours.activated / 1e9:.2f}, {4 * ours.activated / 1e9:.2f}",
                 f"{ours.packed} + {ours.dense}",
                 f"{emulated.dense}",
                 f"{(ours.packing_bytes - 4 * ours.activated) / 1e9:.2f} + {ours.product_bytes / 1e9:.2f}",
@@ -71,12 +71,13 @@ def counts(rounds: int) -> str:
     note = (
         f"A forward and a backward pass, traced for an {DEVICE} and counted in its jaxpr. Nothing is run. Bytes are "
         "those of the operands and results of kernels and of XLA's products. Emulated steps also read and write each "
-        "pruned array. XLA may fuse that, so it cannot be counted here. The gradient of an activation function is 6 "
-        "bytes a value: it reads two and writes one. With `nm.fused` the packing kernel computes it, and does not read "
-        "the result again, so that only 4 bytes are added."
+        "pruned array. XLA may fuse that, so it cannot be counted here. A separate pass over "
+        "the gradient of an activation function moves 6 bytes for each value: it reads two arrays and writes one. With "
+        "`nm.fused` the packing kernel computes this gradient and moves only 4 bytes more. The table counts only the "
+        "gradients that packing kernels compute."
     )
     head = [
-        "", "packing kernels", "bytes per packed value", "GB of gradients of activation functions",
+        "", "packing kernels", "bytes per packed value", "GB for gradients of activation functions: separate, fused",
         "packed + dense products", "emulated: products", "GB of packing + products", "emulated: GB of products",
         "time to trace and lower, relative to emulated, relative to dense",
     ]  # fmt: skip

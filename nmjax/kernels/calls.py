@@ -198,7 +198,7 @@ def compress_activated(
       h: Its input.
       g: The gradient of its output.
       pruner, key, state: As in `compress`.
-      target: The device, one only.
+      target: The device. Several devices are not supported.
 
     Returns:
       The gradient, and its packed form.
@@ -294,7 +294,7 @@ def _copying(wanted: tuple[Copy, ...], target: Target) -> Callable[..., list[tup
 
 
 def _by_triton(target: Target) -> bool:
-    """Return True if Triton packs: if Pallas has it, and on CPUs."""
+    """Return True if kernels of Triton pack: if this JAX has them, or if kernels are simulated on a CPU."""
     return target.interpret or versions.has_triton()
 
 

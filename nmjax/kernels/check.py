@@ -35,7 +35,7 @@ from nmjax.pruners import identity, mse, mvue, transposable
 
 LAST, BEFORE, NOISE, BOTH, ACTIVATED, FP8_FORMS, FP8, PARTS = (
     "packing along the last axis", "packing along the axis before the last", "packing with noise",
-    "packing along both axes", "packing with an activation", "packing in FP8", "multiplying in FP8",
+    "packing along both axes", "packing with an activation's derivative", "packing in FP8", "multiplying in FP8",
     "multiplying in parts of K",
 )  # fmt: skip
 PARTS_OF_K = HopperConfig(tile_n=64, store_n=32, split=3)

@@ -73,7 +73,7 @@ def compress_activated(
       h: The function's input.
       g: The gradient of its output.
       words, scale, origin, whole, pruner, interpret: As in `compress`.
-      activation: The function. `nmjax.kernels.activations` knows its derivative.
+      activation: The function. `nmjax.kernels.activations.refusal` returns None for it.
 
     Returns:
       The gradient, and its packed form.
@@ -122,7 +122,7 @@ def _across(
     words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
     whole: tuple[int, ...], dtype: jnp.dtype,
 ) -> None:  # fmt: skip
-    """Prune and pack groups along columns."""
+    """Prune and pack groups along axis -1."""
     x = members_of(seen, slice(None), dtype)
     kept = pruned(pruner, x, words, scale, whole, (1, 4), *_groups(origin, x[0].shape, (1, 4)))
     first, second, nibble = two_of_four(kept, crowded=crowded(pruner, dtype))
@@ -133,7 +133,7 @@ def _across(
 def _down(
     words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, **options: Any
 ) -> None:  # fmt: skip
-    """Prune and pack groups along rows."""
+    """Prune and pack groups along axis -2."""
     x = [seen[_member(j), :] for j in range(4)]
     _write_down(x, words, scale, origin, values, places, **options)
 
@@ -142,7 +142,7 @@ def _activated(
     words: Ref, scale: Ref, origin: Ref, h: Ref, g: Ref, made: Ref, values: Ref, places: Ref, *,
     activation: Activation, **options: Any,
 ) -> None:  # fmt: skip
-    """Multiply by the derivative of an activation function, and do the same."""
+    """Compute the gradient of an activation function's input, write it, prune it, and pack it along axis -2."""
     x = [times_derivative(activation, h[_member(j), :], g[_member(j), :]) for j in range(4)]
     for j in range(4):
         made[_member(j), :] = x[j]
@@ -150,6 +150,7 @@ def _activated(
 
 
 def _member(j: int) -> Any:
+    """Return the rows of a block that hold member ``j`` of the groups."""
     return pl.ds(j, BLOCK // 4, stride=4)
 
 
@@ -167,7 +168,7 @@ def _write_down(
 def _both(
     seen: Ref, values: Ref, places: Ref, values_down: Ref, places_down: Ref, *, pruner: Pruner, dtype: jnp.dtype
 ) -> None:  # fmt: skip
-    """Prune and pack the 16 members of 4 x 4 tiles: four groups along columns, and four along rows."""
+    """Prune and pack the 16 members of 4 x 4 tiles: four groups along axis -1, and four along axis -2."""
     some = lambda i: pl.ds(i, BLOCK // 4, stride=4)
     tile = [members_of(seen, some(i), dtype) for i in range(4)]
     tile = tile if pruner == identity else pruner.prune_tile(tile)

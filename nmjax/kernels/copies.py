@@ -97,7 +97,7 @@ def _kernel(
     words: Ref, factors: Ref, origin: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...],
     whole: tuple[int, ...], dtype: jnp.dtype,
 ) -> None:  # fmt: skip
-    """Write the blocks of all copies."""
+    """Write the blocks of all forms."""
     tile = [members_of(seen, _every_fourth(i, ROWS // 4), dtype) for i in FOUR]
     block = tile[0][0].shape
     numbers = (lax.broadcasted_iota(jnp.int32, block, d) for d in range(2))
@@ -139,12 +139,12 @@ def rounded(
     """Prune and round one line of the tile's members, a group of four, and return their bytes.
 
     Args:
-      tile: The members.
+      tile: The 16 members of the tiles, by row and column.
       copy: The form that is wanted.
-      line: The row of the members, or their column if the groups lie along columns.
+      line: A row of the tiles if the axis of the form is -1, and a column if it is -2.
       words, factors, whole: As in `copies`.
-      number: The number of the form among all.
-      at: The array's index in the whole batch, and the rows and columns of the tiles in the whole array.
+      number: The index of the form in ``wanted``.
+      at: The array's index in the whole batch, and the row and column of each tile in the whole array, in tiles.
     """
     down = copy.axis == -2
     x = [tile[i][line] for i in FOUR] if down else tile[line]
@@ -161,14 +161,14 @@ def rounded(
 
 
 def kept_bytes(copy: Copy, group: list[UInt[Array, "r c"]]) -> tuple[UInt[Array, "r c"], UInt[Array, "r c"]]:
-    """Return the two kept bytes of groups, the first one lowest, and their nibble."""
+    """Return the two kept bytes of each group, with the first in the low byte, and the group's nibble."""
     crowded = np.uint32(0x7F) if copy.pruner == identity else None  # a NaN in either format
     first, second, nibble = two_of_four(group, [v & np.uint32(0x7F) != 0 for v in group], crowded)
     return first | second << np.uint32(8), nibble
 
 
 def words_of_bytes(copy: Copy, groups: Lines) -> list[UInt[Array, "r c"]]:
-    """Return the bytes of each line of the result, four to a word."""
+    """Return the four lines of the form's tiles, each as words of four bytes."""
     groups_lie_as_words = (copy.axis == -2) == copy.turns
     lines = groups if groups_lie_as_words else [[group[line] for group in groups] for line in FOUR]
     return [sum((v << np.uint32(8 * i) for i, v in enumerate(line) if i), line[0]) for line in lines]

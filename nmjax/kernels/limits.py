@@ -288,7 +288,7 @@ class Copy(NamedTuple):
     """One FP8 form of a tensor ``[R, C]``."""
 
     format: str
-    turned: bool = False  # as [C, R]; ignored if packed
+    turned: bool = False  # as [C, R]; has no effect on packed forms
     packed: bool = False
     pruner: Pruner = identity
     axis: int = -1  # of its groups
@@ -296,7 +296,7 @@ class Copy(NamedTuple):
 
     @property
     def turns(self) -> bool:
-        """True if the form is ``[C, R]``. The last axis of a packed form is that of its groups."""
+        """True if the form is ``[C, R]``. The last axis of a packed form is that of its groups, so ``axis`` decides."""
         return self.axis == -2 if self.packed else self.turned
 
 

@@ -75,9 +75,9 @@ def compress_activated(
     origin: Int[Array, "3"], *, whole: tuple[int, int, int], activation: Activation, pruner: Pruner = identity,
     interpret: bool = False,
 ) -> tuple[Float[Array, "batch r c"], Packed]:  # fmt: skip
-    """Compute the gradient of an activation function's input, and pack it.
+    """Compute the gradient of an activation function's input, prune it along axis -2, and pack it.
 
-    The arguments are those of `compress_activated` in the other file.
+    The arguments are those of `nmjax.kernels.compress.compress_activated`.
     """
     batch, rows, columns = g.shape
     grid = batch, rows // BLOCK, columns // BLOCK
@@ -98,7 +98,7 @@ def _across(
     words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, pruner: Pruner,
     whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
 ) -> None:  # fmt: skip
-    """Prune and pack groups along columns."""
+    """Prune and pack groups along axis -1."""
     b, i, j = program()
     block = seen.at[b, pl.ds(i * BLOCK, BLOCK), pl.ds(j * (BLOCK // 2), BLOCK // 2)]
     pairs = _halves(loaded(block, _ROW_WORDS, emulated), emulated)
@@ -113,7 +113,7 @@ def _across(
 def _down(
     words: Ref, scale: Ref, origin: Ref, seen: Ref, values: Ref, places: Ref, *, emulated: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Prune and pack groups along rows."""
+    """Prune and pack groups along axis -2."""
     x = [loaded(_member(seen, j), _DOWN, emulated) for j in range(4)]
     _write_down(x, words, scale, origin, values, places, emulated=emulated, **options)
 
@@ -122,7 +122,7 @@ def _activated(
     words: Ref, scale: Ref, origin: Ref, h: Ref, g: Ref, made: Ref, values: Ref, places: Ref, *,
     activation: Activation, emulated: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Multiply by the derivative of an activation function, and do the same."""
+    """Compute the gradient of an activation function's input, write it, prune it, and pack it along axis -2."""
     read = lambda ref, j: loaded(_member(ref, j), _DOWN, emulated)
     x = [times_derivative(activation, read(h, j), read(g, j)) for j in range(4)]
     for j in range(4):
@@ -131,7 +131,7 @@ def _activated(
 
 
 def _member(ref: Ref, j: int) -> Ref:
-    """Return a member of this program's groups, or one of the two that are kept."""
+    """Return a reference to member ``j`` of this program's groups: one of the four members, or of the two kept ones."""
     b, row, column = program()
     return ref.at[b, pl.ds(row * _GROUPS, _GROUPS), j, pl.ds(column * BLOCK, BLOCK)]
 
@@ -152,12 +152,12 @@ def call(
     body: Callable[..., None], outputs: Sequence[Any], grid: tuple[int, ...], inputs: Sequence[jax.Array],
     interpret: bool,
 ) -> Sequence[jax.Array]:  # fmt: skip
-    """Call a kernel of Mosaic with one warpgroup for each point of the grid.
+    """Call a kernel of Mosaic. Each program of the grid is one warpgroup.
 
     Args:
       body: The kernel. It takes references to whole inputs and whole outputs.
       outputs: The shapes of the results.
-      grid: The programs: one for each array and block.
+      grid: The numbers of arrays, of blocks along rows, and of blocks along columns.
       inputs: The inputs.
       interpret: True to run on a CPU.
     """
@@ -167,12 +167,12 @@ def call(
 
 
 def program() -> tuple[Any, ...]:
-    """Return where this program is in the grid."""
+    """Return the indices of this program in the grid."""
     return tuple(lax.axis_index(name) for name in ("b", "i", "j"))
 
 
 def store(ref: Ref, value: jax.Array, emulated: bool) -> None:
-    """Write a whole block."""
+    """Write a block."""
     if emulated:
         ref[...] = value
     else:
@@ -180,12 +180,12 @@ def store(ref: Ref, value: jax.Array, emulated: bool) -> None:
 
 
 def loaded(ref: Ref, layout: Any, emulated: bool) -> jax.Array:
-    """Read a whole block into registers of a layout."""
+    """Read a block into registers of this layout."""
     return ref[...] if emulated else versions.load(ref, layout)
 
 
 def iota(shape: tuple[int, ...], axis: int, layout: Any, emulated: bool) -> Int[Array, "r c"]:
-    """Return the numbers of rows, or of columns."""
+    """Return an array of row indices (axis 0) or column indices (axis 1)."""
     if emulated:
         return lax.broadcasted_iota(jnp.int32, shape, axis)
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)

@@ -1,10 +1,14 @@
-"""Pack 4 x 4 tiles by Mosaic: along both axes at once, and in FP8. `compress_both` and `copies` do the same by Triton.
+"""Pack 4 x 4 tiles with Mosaic: along both axes at once, and in FP8.
 
-A warpgroup takes 64 x 64 values, which are 16 x 16 tiles. A thread has two tiles, two rows of tiles apart. The kernels
-hold the 16 members of tiles in 16 arrays of 16 x 16. The four bits of a tile's row, and the four of its column, say
-which thread has it: "r3" and "c3" are the warp, `_LANES` the lane, and "r1" which of the two tiles it is.
+`nmjax.kernels.compress.compress_both` and `nmjax.kernels.copies.copies` do the same with Triton.
 
-Tiles of several threads put their nibbles into one word. The threads exchange words by shuffles (`_gathered`).
+A warpgroup takes a block of 64 x 64 values, which is 16 x 16 tiles. A kernel holds a block as 16 arrays of 16 x 16, one
+for each member of a tile. A thread holds two tiles. They are in the same column, two rows apart.
+
+The row of a tile has four bits, "r3" to "r0", and its column has four bits, "c3" to "c0". "r3" and "c3" give the warp.
+The bits in `_LANES` give the lane. "r1" tells the two tiles of a thread apart.
+
+A word holds nibbles of several threads. Threads exchange parts of words by shuffles (`_gathered`).
 """
 
 import functools
@@ -41,44 +45,48 @@ _WARPS, _LANES = ("r3", "c3"), ("r2", "r0", "c2", "c1", "c0")
 
 
 class _Words(NamedTuple):
-    """The words that hold the nibbles of a block. A nibble belongs to one of the four lines of a tile, "l1" and "l0".
+    """The layout of a block's nibbles in words.
+
+    The bits "l1" and "l0" number the four lines of a tile: its rows, or its columns for axis -2.
 
     Attributes:
-      places: The three bits that say which of its word's eight nibbles it is, the lowest first.
-      rows: The bits of the word's row, the highest first.
-      columns: The bits of the word's column, the highest first.
+      position: The three bits of a nibble's position in its word, the lowest first.
+      rows: The bits of a word's row, the highest first.
+      columns: The bits of a word's column, the highest first.
     """
 
-    places: tuple[str, ...]
+    position: tuple[str, ...]
     rows: tuple[str, ...]
     columns: tuple[str, ...]
 
 
-# The blocks of ``words16``: places are t and the half; rows are w and g; columns are q.
+# ``words16`` (see `nmjax.kernels.format`): rows are w and g of a thread, and columns are its q. The position in a word
+# is that of a nibble in a half, and the half.
 _ACROSS16 = _Words(("c0", "c1", "r1"), ("r3", "r2", "r0", "l1", "l0"), ("c3", "c2"))
 _DOWN16 = _Words(("r0", "r1", "c1"), ("c3", "c2", "c0", "l1", "l0"), ("r3", "r2"))
-# ``words8``: eight groups of a row are a word.
+# ``words8``: a word holds eight neighbouring groups of a row.
 _ACROSS8 = _Words(("c0", "c1", "c2"), (*_ROWS, "l1", "l0"), ("c3",))
 _DOWN8 = _Words(("r0", "r1", "r2"), (*_COLUMNS, "l1", "l0"), ("r3",))
 
 
 def _layout(rows: Sequence[str], columns: Sequence[str], each: int = 1) -> Any:
-    """Return how threads hold an array, by the bits of its rows and of its columns.
+    """Return the layout of an array whose row and column bits have these names.
 
     Args:
       rows: The bits of the rows, the highest first.
-      columns: The bits of the columns. Every one of them stands for ``each`` neighbours.
-      each: The number of neighbours.
+      columns: The bits of the columns, the highest first. A column is ``each`` neighbouring values.
+      each: The number of values that a register of a thread holds.
     """
     sides = [2 ** len(rows), 2 ** len(columns) * each]
     tiles = [tuple(sides)]
-    for _ in rows[:-1]:  # every tiling splits off one bit
+    for _ in rows[:-1]:  # each tiling splits off one bit
         sides[0] //= 2
         tiles.append(tuple(sides))
     for _ in columns:
         sides[1] //= 2
         tiles.append((sides[1],))
-    # The dimensions are then: each bit of the rows, with a dimension of 1 between two; those of the columns; ``each``.
+    # The tiled array has a dimension for each row bit, with one of size 1 between two of them, then one for each column
+    # bit, and then one of size ``each``.
     place = {bit: 2 * i - 2 * (len(rows) - 1) - len(columns) - 2 for i, bit in enumerate(rows)}
     place |= {bit: i - len(columns) - 1 for i, bit in enumerate(columns)}
     of = lambda bits: tuple(place[bit] for bit in bits)
@@ -119,7 +127,7 @@ def _both(
     seen: Ref, values: Ref, places: Ref, values_down: Ref, places_down: Ref, *, pruner: Pruner, dtype: jnp.dtype,
     emulated: bool,
 ) -> None:  # fmt: skip
-    """Prune and pack tiles: four groups along columns, and four along rows."""
+    """Prune and pack tiles: four groups along axis -1, and four along axis -2."""
     b, i, j = program()
     rows, columns, put = pl.ds(i * _TILES, _TILES), pl.ds(j * _TILES, _TILES), partial(store, emulated=emulated)
     tile = _members(seen, dtype, emulated)
@@ -158,7 +166,7 @@ def _copies(
     words: Ref, factors: Ref, origin: Ref, seen: Ref, *outputs: Ref, wanted: tuple[Copy, ...],
     whole: tuple[int, ...], dtype: jnp.dtype, emulated: bool,
 ) -> None:  # fmt: skip
-    """Write the blocks of all copies."""
+    """Write the blocks of all forms."""
     b, i, j = program()
     tile, refs = _members(seen, dtype, emulated), iter(outputs)
     first = [at // 4 + block * _TILES for at, block in ((origin[1], i), (origin[2], j))]
@@ -190,7 +198,7 @@ def _write_lines(
 
 
 def _seen(x: Float[Array, "batch r c"]) -> UInt[Array, "batch i 4 words"]:
-    """Return arrays as words of two values, with the four rows of tiles on an axis of their own."""
+    """View arrays as words of two values, of shape [batch, rows / 4, 4, columns / 2]."""
     batch, rows, columns = x.shape
     return pairs(x, 2)[..., 0].reshape(batch, rows // 4, 4, columns // 2)
 
@@ -205,7 +213,7 @@ def _members(seen: Ref, dtype: jnp.dtype, emulated: bool) -> list[list[Float[Arr
 
 
 def _halves(words: UInt[Array, "16 32"], emulated: bool) -> list[UInt[Array, "16 16"]]:
-    """Return the first and the second words of groups."""
+    """Split the two words of each group into two arrays."""
     if emulated:
         return [words[:, 0::2], words[:, 1::2]]
     half = plgpu.ShapeDtypeStruct((_TILES, _TILES), jnp.uint32, layout=_TILED)
@@ -218,7 +226,7 @@ def _halves(words: UInt[Array, "16 32"], emulated: bool) -> list[UInt[Array, "16
 
 
 def _joined(words: list[UInt[Array, "16 16"]], emulated: bool) -> UInt[Array, "16 32"]:
-    """Put the first and the second words of groups beside each other."""
+    """Interleave two arrays of words: the two words of a group lie beside each other."""
     if emulated:
         return jnp.stack(words, -1).reshape(_TILES, 2 * _TILES)
     whole = plgpu.ShapeDtypeStruct((_TILES, 2 * _TILES), jnp.uint32, layout=_PAIRED)
@@ -231,13 +239,15 @@ def _joined(words: list[UInt[Array, "16 16"]], emulated: bool) -> UInt[Array, "1
 
 
 def _turned(v: UInt[Array, "16 16"], emulated: bool) -> UInt[Array, "16 16"]:
-    """Transpose an array. Threads keep what they have: only the layout is another."""
+    """Transpose an array. No value moves between threads; only the layout changes."""
     if emulated:
         return v.T
     whole = plgpu.ShapeDtypeStruct((_TILES, _TILES), v.dtype, layout=_TURNED)
 
     def turn(_: Any, v: fa.FragmentedArray) -> fa.FragmentedArray:
-        new = [llvm.freeze(r) for r in v.registers.flat]  # Mosaic takes the same values for the same array
+        new = [
+            llvm.freeze(r) for r in v.registers.flat
+        ]  # new values: Mosaic takes arrays of the same values for one array
         return of_registers(new, _TURNED, (_TILES, _TILES))
 
     return plgpu.inline_mgpu(arg_types=(_TILED,), return_type=whole)(turn)(v)
@@ -247,14 +257,14 @@ def _gathered(nibbles: list[UInt[Array, "16 16"]], into: _Words, emulated: bool)
     """Put the nibbles of tiles into words.
 
     Args:
-      nibbles: Those of the four lines of tiles.
-      into: Where they belong.
+      nibbles: An array for each of the four lines of tiles.
+      into: The layout of the nibbles in words.
       emulated: True in the interpreter.
     """
     shape = (2 ** len(into.rows), 2 ** len(into.columns))
     if emulated:
         bits = ("l1", "l0", *_ROWS, *_COLUMNS)
-        axes = [bits.index(bit) for bit in (*into.rows, *into.columns, *into.places[::-1])]
+        axes = [bits.index(bit) for bit in (*into.rows, *into.columns, *into.position[::-1])]
         words = jnp.stack(nibbles).reshape((2,) * 10).transpose(axes).reshape(*shape, 8)
         shifted = words << 4 * lax.broadcasted_iota(jnp.uint32, words.shape, 2)
         return jnp.sum(shifted, 2, dtype=jnp.uint32)
@@ -268,49 +278,53 @@ def _gathered(nibbles: list[UInt[Array, "16 16"]], into: _Words, emulated: bool)
 
 
 def _exchange(into: _Words) -> tuple[dict[str, str], Any]:
-    """Return which word each thread keeps, and how threads hold the words.
+    """Return which word each thread keeps, and the layout of the words.
 
-    A thread has nibbles of several words: they differ in bits of the row that no thread's number has, "l1" or "r1". Its
-    neighbours, whose lanes differ in ``places``, have the other nibbles of the same words. There are as many such words
-    as neighbours, and each thread keeps one: the word whose bits are those of its lane.
+    A thread holds nibbles of several words. The rows of these words differ in bits that belong neither to the warp nor
+    to the lane: "l1", "l0" or "r1". The threads that share these words form a group: their lanes differ only in the
+    bits in ``position``. A group has as many threads as words, and each thread keeps one word. Each of those row bits
+    is paired with a bit of the lane: a thread keeps the word whose row bits equal its lane bits.
 
     Returns:
-      For each such bit of the row, the bit of the lane. Then the layout.
+      The lane bit of each such row bit, and the layout of the words.
     """
-    lanes = [bit for bit in into.places if bit in _LANES]
+    lanes = [bit for bit in into.position if bit in _LANES]
     kept = [bit for bit in into.rows if bit not in (*_WARPS, *_LANES)]
     chosen = dict(zip(kept, lanes, strict=True))
     return chosen, _layout([chosen.get(bit, bit) for bit in into.rows], into.columns)
 
 
 def _word(nibbles: Sequence[fa.FragmentedArray], into: _Words, chosen: dict[str, str]) -> Scalar:
-    """Return the word of this thread: shift its nibbles, and exchange words with the threads that share them."""
-    number = lambda v: utils.c(v, ir.IntegerType.get_signless(32))
-    bit_of = lambda bit: arith.andi(arith.shrui(utils.thread_idx(), number(_number(bit))), number(1))
-    of_lane = [arith.shli(bit_of(bit), number(2 + p)) for p, bit in enumerate(into.places) if bit in _LANES]
+    """Return the word that this thread keeps.
+
+    It shifts its nibbles to their positions, and exchanges parts of words with the threads that share the words.
+    """
+    constant = lambda v: utils.c(v, ir.IntegerType.get_signless(32))
+    bit_of = lambda bit: arith.andi(arith.shrui(utils.thread_idx(), constant(_lane_bit(bit))), constant(1))
+    of_lane = [arith.shli(bit_of(bit), constant(2 + p)) for p, bit in enumerate(into.position) if bit in _LANES]
     shift = functools.reduce(arith.addi, of_lane)
     words: Any = np.empty((2, 2, 2), object)  # by l1, l0 and r1
     for line, nibble in enumerate(nibbles):
         for r1, register in enumerate(nibble.registers.flat):
-            own = 4 * r1 << into.places.index("r1") if "r1" in into.places else 0
-            words[line // 2, line % 2, r1] = arith.shli(_only(register), arith.addi(shift, number(own)))
+            own = 4 * r1 << into.position.index("r1") if "r1" in into.position else 0
+            words[line // 2, line % 2, r1] = arith.shli(_only(register), arith.addi(shift, constant(own)))
     axes = ["l1", "l0", "r1"]
-    if "r1" in into.places:
+    if "r1" in into.position:
         axes.remove("r1")
         words = np.frompyfunc(arith.ori, 2, 1)(words[..., 0], words[..., 1])
     for bit, lane in chosen.items():
-        clear, set_ = (words.take(v, axes.index(bit)) for v in (0, 1))
+        if_0, if_1 = (words.take(v, axes.index(bit)) for v in (0, 1))
         axes.remove(bit)
-        here = arith.cmpi(arith.CmpIPredicate.eq, bit_of(lane), number(1))
-        keep = lambda a, b, here=here: arith.select(here, b, a)
-        send = lambda a, b, here=here, lane=lane: utils.shfl_bfly(arith.select(here, a, b), 1 << _number(lane))
+        is_1 = arith.cmpi(arith.CmpIPredicate.eq, bit_of(lane), constant(1))
+        keep = lambda a, b, is_1=is_1: arith.select(is_1, b, a)
+        send = lambda a, b, is_1=is_1, lane=lane: utils.shfl_bfly(arith.select(is_1, a, b), 1 << _lane_bit(lane))
         join = lambda a, b, keep=keep, send=send: arith.ori(keep(a, b), send(a, b))
-        words = np.frompyfunc(join, 2, 1)(clear, set_)
+        words = np.frompyfunc(join, 2, 1)(if_0, if_1)
     return words
 
 
-def _number(bit: str) -> int:
-    """Return which bit of a thread's number it is."""
+def _lane_bit(bit: str) -> int:
+    """Return the index of a lane bit in the number of a thread, 0 for the lowest."""
     return _LANES[::-1].index(bit)
 
 

@@ -94,7 +94,7 @@ class Site(nnx.Module):
             )  # fmt: skip
 
     def activated(self, activation: Callable[[jax.Array], jax.Array], layer: Any, x: jax.Array) -> jax.Array:
-        """Return ``activation(layer(x))``, for `nmjax.fused`. The layer is that of this site."""
+        """Return ``activation(layer(x))``, for `nmjax.fused`. ``layer`` has this site as its ``dot_general``."""
         if type(layer) is not nnx.Linear:
             return activation(layer(x))
         kernel, bias = layer.kernel[...], None if layer.bias is None else layer.bias[...]

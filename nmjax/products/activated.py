@@ -1,7 +1,8 @@
-"""A product, a bias and an activation function as one differentiable function.
+"""A product, the addition of a bias, and an activation function, as one differentiable function.
 
-Its value is that of the three. If a kernel packs g for dw, it also computes g: it multiplies the gradient of the
-activation function's output by the derivative, prunes and packs, and reads each value once.
+The value is that of the three steps. In the backward pass, g is the gradient of the activation function's input. The
+kernel that packs g for dw also computes it: it multiplies the gradient of the function's output by the derivative. So
+it does not read g from memory.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from nmjax.core.context import Ctx
 from nmjax.kernels.activations import Activation
 from nmjax.products.applying import StaticProduct
-from nmjax.products.forms import Form, FormKey, activated, activates
+from nmjax.products.forms import Form, FormKey, can_fuse, pack_gradient
 from nmjax.products.operations import as_dot
 from nmjax.products.rule import Inputs, Residuals, prepare, ruled, ruled_backward, ruled_forward, summed_as
 from nmjax.products.sparsity import Sparsity
@@ -32,7 +33,7 @@ def activated_dot(
       x: The left operand. Its last axis is contracted.
       w: The weight, of shape [in, out].
       bias: The bias, of shape [out], or None.
-      precision, preferred_element_type, sparsity, ctx, backend, name, packed: As of `nmjax.dot_general`.
+      precision, preferred_element_type, sparsity, ctx, backend, name, packed: As in `nmjax.dot_general`.
 
     >>> s = Sparsity()
     >>> activated_dot(jax.nn.relu, jnp.ones((1, 2)), jnp.array([[1., -1.], [2., -2.]]), None, sparsity=s).tolist()
@@ -41,14 +42,14 @@ def activated_dot(
     op = as_dot(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type)
     call = prepare(op, x, w, sparsity, ctx, backend, name=name, packed=packed)
     y = jax.eval_shape(op, x, w)
-    h = jax.eval_shape(_plus, y, bias)
-    one_type = h.dtype == y.dtype and call.run is ruled
-    if one_type and activates(call.product.routes, call.product.sparsity, activation, h):
+    h = jax.eval_shape(_add_bias, y, bias)
+    may_fuse = h.dtype == y.dtype and call.run is ruled
+    if may_fuse and can_fuse(call.product.routes, call.product.sparsity, activation, h):
         return _fused(activation, call.product, call.x, call.w, bias, call.inputs)
-    return activation(_plus(call(), bias))
+    return activation(_add_bias(call(), bias))
 
 
-def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return y if bias is None else y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))  # as Flax adds it
 
 
@@ -56,32 +57,39 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 def _fused(
     activation: Activation, product: StaticProduct, x: jax.Array, w: jax.Array, bias: jax.Array | None, inputs: Inputs
 ) -> jax.Array:
-    return activation(_plus(ruled(product, x, w, inputs), bias))
+    return activation(_add_bias(ruled(product, x, w, inputs), bias))
 
 
-class _Kept(NamedTuple):
-    """The values that the backward pass keeps: those of the product, the function's input h, and the bias."""
+class _Residuals(NamedTuple):
+    """The values that the backward pass needs.
+
+    Attributes:
+      residuals: Those of the product.
+      inputs: The input of the activation function.
+      bias: The bias, or None.
+    """
 
     residuals: Residuals
-    h: jax.Array
+    inputs: jax.Array
     bias: jax.Array | None
 
 
 def _forward(
     activation: Activation, product: StaticProduct, x: jax.Array, w: jax.Array, bias: jax.Array | None, inputs: Inputs
-) -> tuple[jax.Array, _Kept]:
+) -> tuple[jax.Array, _Residuals]:
     y, residuals = ruled_forward(product, x, w, inputs)
-    h = _plus(y, bias)
-    return activation(h), _Kept(residuals, h, bias)
+    h = _add_bias(y, bias)
+    return activation(h), _Residuals(residuals, h, bias)
 
 
-def _backward(activation: Activation, product: StaticProduct, kept: _Kept, g: jax.Array) -> tuple[Any, ...]:
-    residuals, h, bias = kept
+def _backward(activation: Activation, product: StaticProduct, kept: _Residuals, g: jax.Array) -> tuple[Any, ...]:
+    residuals, inputs, bias = kept
     assert product.routes is not None
-    g, made = activated(product.routes, product.sparsity, activation, h, g, residuals.inputs.ctx)
-    dx, dw, _ = ruled_backward(product, residuals, g, made)
+    ctx = residuals.inputs.ctx
+    of_inputs, forms = pack_gradient(product.routes, product.sparsity, activation, inputs, g, ctx)
+    dx, dw, _ = ruled_backward(product, residuals, of_inputs, forms)
     spread = lambda bias: jnp.broadcast_to(bias, g.shape)
-    db = None if bias is None else summed_as(jax.linear_transpose(spread, bias)(g)[0], bias)
+    db = None if bias is None else summed_as(jax.linear_transpose(spread, bias)(of_inputs)[0], bias)
     return dx, dw, db, None
 
 

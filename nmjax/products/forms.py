@@ -310,8 +310,8 @@ def _read_together(a: Source, b: Source) -> bool:
     return a.state is b.state and not any_draws
 
 
-def activates(routes: Routes | None, sparsity: Sparsity, activation: Activation, h: jax.ShapeDtypeStruct) -> bool:
-    """Return True if the kernel that packs g for dw can also compute g from the gradient of an activation function.
+def can_fuse(routes: Routes | None, sparsity: Sparsity, activation: Activation, h: jax.ShapeDtypeStruct) -> bool:
+    """Return True if a kernel packs g for dw, and can compute g from the gradient of an activation function's output.
 
     Args:
       routes: How each product runs.
@@ -322,22 +322,25 @@ def activates(routes: Routes | None, sparsity: Sparsity, activation: Activation,
     if routes is None or routes["drhs"].how != "packed" or routes["drhs"].operand != "g" or routes["drhs"].formats:
         return False
     core = sparsity.slots["drhs_g"].core
-    lies = _axis(routes, "g", "T") == -2 and routes.device.devices == 1
-    if not lies or core is None or not limits.fuses(core) or sparsity.slots["drhs_g"].storage is not None:
+    fits = _axis(routes, "g", "T") == -2 and routes.device.devices == 1
+    if not fits or core is None or not limits.fuses(core) or sparsity.slots["drhs_g"].storage is not None:
         return False
     return refusal(activation, h) is None and fault(routes.device, (ACTIVATED,)) is None
 
 
-def activated(
+def pack_gradient(
     routes: Routes, sparsity: Sparsity, activation: Activation, h: jax.Array, g: jax.Array, ctx: Ctx
 ) -> tuple[jax.Array, dict[str, Form]]:
-    """Return the gradient of an activation function's input, and its form for dw, if `activates` is True.
+    """Compute the gradient of an activation function's input, and pack it for dw. Call it only if `can_fuse` is True.
 
     Args:
-      routes, sparsity, activation: As of `activates`.
+      routes, sparsity, activation: As in `can_fuse`.
       h: The function's input.
       g: The gradient of its output.
       ctx: Key, step and state of the layer.
+
+    Returns:
+      The gradient, and its packed form by the name of the product.
     """
     slot = sparsity.slots["drhs_g"]
     own = slot.core_context(ctx)

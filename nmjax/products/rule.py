@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
     Attributes:
       lhs, rhs: The unpruned operands. None if neither the backward pass nor a kernel needs them.
       ctx: Key, step and state.
-      packed: The result of `packed_weight`, or None.
+      packed: The result of `nmjax.products.weights.packed_weight`, or None.
       extra: The operands of the operation after the first two.
     """
 
@@ -82,7 +82,7 @@ Forms = Mapping[str, Mapping[str, Form]]
 
 
 class Call(NamedTuple):
-    """A product that is ready to be computed: its forward slots are applied, and its routes are chosen.
+    """A product that is ready to be computed: its operands are pruned, and its routes are chosen.
 
     Attributes:
       run: The function that computes it: `_plain`, `_derived` or `ruled`.
@@ -116,7 +116,7 @@ def bilinear(
       ctx: Key, step and state.
       backend: The backend, one of `nmjax.kernels.targets.BACKENDS`.
       name: The layer's name. Error messages begin with it.
-      packed: The weight's forms, from `packed_weight`.
+      packed: The weight's forms, from `nmjax.products.weights.packed_weight`.
       extra: The operands that the operation takes after these two: the sizes of a `RaggedDot`.
     """
     return prepare(op, lhs, rhs, sparsity, ctx, backend, name=name, packed=packed, extra=extra)()
@@ -266,7 +266,7 @@ class Residuals(NamedTuple):
 
 
 def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: Inputs) -> tuple[jax.Array, Residuals]:
-    """Return y, and what the backward pass keeps."""
+    """Return y, and the residuals for the backward pass."""
     # The backward pass gets x and w themselves, so that JAX sees if they are also `inputs.lhs` and `inputs.rhs`.
     y, forms = _forward(product, _once_derived(product, x), _once_derived(product, w), inputs, tuple(CONTRACTED))
     # Check the backward slots here, so that the traceback shows the caller's line. Do not check in `ruled`: without
@@ -288,9 +288,9 @@ def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: In
 
 
 def ruled_backward(
-    product: StaticProduct, residuals: Residuals, g: jax.Array, made: Mapping[str, Form] | None = None
+    product: StaticProduct, residuals: Residuals, g: jax.Array, forms_of_g: Mapping[str, Form] | None = None
 ) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
-    """Return the gradients of x and w. ``made`` has the forms of g that exist, by product."""
+    """Return the gradients of x and w. ``forms_of_g`` has forms of g that are made already, by product."""
     x, w, kept, inputs, forms = residuals
     sparsity, routes, ctx = product.sparsity, product.routes, inputs.ctx
     w, g = _once_derived(product, w), _once_derived(product, g)
@@ -306,9 +306,10 @@ def ruled_backward(
         return by_xla(slot, slot.pruner, values[name])
 
     if routes is not None:
-        others = [name for name in CONTRACTED if name not in (made or {})]
-        of_g = make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla, others)
-        forms = {**forms, "g": {**of_g, **(made or {})}}
+        ready = forms_of_g or {}
+        others = [name for name in CONTRACTED if name not in ready]
+        made = make_forms(routes, sparsity, OperandValue("g", g, None), ctx, None, by_xla, others)
+        forms = {**forms, "g": {**made, **ready}}
 
     def gradient(name: str, of_g: str, other: str, like: Shaped) -> jax.Array:
         """Compute dx or dw. XLA multiplies both pruned operands, or the rows of both that are chosen. A kernel

@@ -71,7 +71,9 @@ def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = No
     info, finite = jnp.finfo(dtype), jnp.abs(x) < jnp.inf
     if u is not None:
         step, per_step = _spacing(x, info)
-        steps = (jnp.abs(x) * per_step + u.astype(x.dtype)).astype(jnp.int32)  # kernels have no floor
+        steps = (jnp.abs(x) * per_step + u.astype(x.dtype)).astype(
+            jnp.int32
+        )  # rounds down, as no value is negative; Mosaic has no floor
         x = jnp.where(x < 0, -1.0, 1.0) * (steps.astype(x.dtype) * step)
     x = jnp.where(finite, jnp.clip(x, -float(info.max), float(info.max)), jnp.nan)
     return x.astype(dtype)

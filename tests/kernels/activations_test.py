@@ -28,7 +28,7 @@ KNOWN = [jax.nn.gelu, exact_gelu, squared_relu, jax.nn.relu, jax.nn.relu6, jax.n
 
 @pytest.mark.parametrize("f", KNOWN, ids=lambda f: f.__name__)
 def test_derivatives_are_those_of_jax(f):
-    """Against float64. The bound is that of float32: 1 - tanh loses digits, which x cubed enlarges."""
+    """Compare with float64. In float32, 1 - tanh(x) loses digits, and GELU multiplies this error by x cubed."""
     h, g = (np.linspace(*ends, 4001, dtype=np.float32).astype(float) for ends in ((-9, 9), (-2, 3)))
     assert activations.refusal(f, jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)) is None
     found = activations.times_derivative(f, jnp.asarray(h, jnp.float32), jnp.asarray(g, jnp.float32))
@@ -47,14 +47,14 @@ def test_the_formula_of_the_error_function():
     ("f", "why"),
     [
         (jnp.sin, "operation cos"),
-        (jax.nn.softmax, "operation broadcast_in_dim of arrays"),
+        (jax.nn.softmax, "operation broadcast_in_dim of an array"),
         (partial(jnp.cumsum, axis=-1), "operation cumsum"),
-        (jax.nn.glu, "another shape"),
-        (lambda x: jax.nn.relu(x).astype(jnp.float32), "another shape or dtype"),
-        (lambda x: x * np.arange(4, dtype=jnp.bfloat16)[None], "array of its own"),
+        (jax.nn.glu, "differ in shape"),
+        (lambda x: jax.nn.relu(x).astype(jnp.float32), "differ in shape or dtype"),
+        (lambda x: x * np.arange(4, dtype=jnp.bfloat16)[None], "constant array"),
     ],
 )
-def test_functions_that_kernels_do_not_know(f, why):
+def test_functions_that_kernels_do_not_support(f, why):
     assert why in str(activations.refusal(f, jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)))
 
 
@@ -69,14 +69,14 @@ def test_the_derivative_and_packing_in_one_pass(f, p):
     wanted = jax.vjp(f, h.astype(jnp.float32))[1](g.astype(jnp.float32))[0]
     assert (
         np.abs(np.asarray(made, np.float32) - np.asarray(wanted)).max() <= 2**-8 * np.abs(np.asarray(wanted)).max()
-    )  # it rounds to bfloat16
+    )  # the result is rounded to bfloat16
     apart = calls.compress(made, -2, p, key=3, state=1.25, target=HERE)
     for a, b in zip(jax.tree.leaves(packed), jax.tree.leaves(apart), strict=True):
         assert (np.asarray(a) == np.asarray(b)).all()
 
 
 @pytest.mark.kernels
-@pytest.mark.skipif(not versions.packs_in_interpreter(), reason="this interpreter stores no parts of arrays")
+@pytest.mark.skipif(not versions.packs_in_interpreter(), reason="this interpreter cannot write to a part of an array")
 def test_mosaic_and_triton_give_the_same_bits():
     draw = np.random.default_rng(0)
     h, g = (jnp.asarray(draw.standard_normal((2, 128, 192)), jnp.bfloat16) for _ in range(2))

@@ -1,11 +1,11 @@
-"""Mosaic's packing of 4 x 4 tiles has the bits of Triton's: along both axes, and in FP8."""
+"""Tests that Mosaic packs 4 x 4 tiles to the same bits as Triton, along both axes and in FP8."""
 
 import functools
 import itertools
 from typing import NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu  # declares the operations that JAX's contexts know
+import jax.experimental.mosaic.gpu  # registers the dialects that JAX's contexts load
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,25 +63,25 @@ def test_forms_in_fp8_have_the_same_bits(wanted):
 
 
 def number(named, bits):
-    """The number whose bits have these names, the highest first."""
+    """The integer with these bits, the highest first. ``named`` has the value of each bit."""
     return functools.reduce(lambda v, bit: 2 * v + named[bit], bits, 0)
 
 
 @pytest.mark.parametrize("kind", ["_ACROSS16", "_DOWN16", "_ACROSS8", "_DOWN8"])
 def test_threads_keep_the_words_of_their_tiles(kind):
-    """Follow each nibble to the thread that holds its word: from its tile's thread by the exchange of lanes."""
+    """A nibble moves from the thread of its tile to the thread that keeps its word."""
     into = getattr(tiles, kind)
     chosen, layout = tiles._exchange(into)
     words = owners(layout, (2 ** len(into.rows), 2 ** len(into.columns)))
     tiled = owners(tiles._TILED, (16, 16))
-    lanes = [bit for bit in into.places if bit in tiles._LANES]
+    lanes = [bit for bit in into.position if bit in tiles._LANES]
     for bits in itertools.product((0, 1), repeat=10):
         named = dict(zip(("l1", "l0", *tiles._ROWS, *tiles._COLUMNS), bits, strict=True))
         row, column = number(named, tiles._ROWS), number(named, tiles._COLUMNS)
         warp, lane, register = tiled[row, column]
         assert (warp, register) == (number(named, tiles._WARPS), named["r1"])
         assert lane == number(named, tiles._LANES)
-        # Every exchange moves a word to the lane that has the word's bit.
+        # An exchange gives a lane bit the value of the row bit that it is paired with.
         moved = named | {lane: named[bit] for bit, lane in chosen.items()}
         assert set(lanes) == set(chosen.values())
         there = words[number(named, into.rows), number(named, into.columns)]
@@ -137,7 +137,7 @@ def evaluate(emit, inputs):
 
 
 class Registers(NamedTuple):
-    """What `_word` reads of an array of Mosaic."""
+    """The part of an array of Mosaic that `_word` reads."""
 
     registers: np.ndarray
 

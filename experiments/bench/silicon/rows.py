@@ -74,7 +74,7 @@ def _packing(p: nm.Pruner, axis: int, device: Target) -> str:
 
 
 def _packing_activated(device: Target) -> str:
-    """Pack the gradient of GELU in one pass. Compare the bits, and the time with that of two passes."""
+    """Compute the gradient of GELU's input and pack it in one pass. Compare the bits, and the time of two passes."""
     size = 256 if device.interpret else 8192
     h, g = (jnp.asarray(np.random.default_rng().standard_normal((size, size)), jnp.bfloat16) for _ in range(2))
     p = mvue(2, 4)
@@ -95,34 +95,34 @@ def _packing_activated(device: Target) -> str:
     return f"{said}; {over(seconds['together'], seconds['apart'])} of the time of two passes"
 
 
-class _Packs(NamedTuple):
-    """The same packed forms, made in three ways. Each is a function of an array."""
+class _Packers(NamedTuple):
+    """Three functions that pack an array to the same forms."""
 
     mosaic: Callable[[jax.Array], Any]
     triton: Callable[[jax.Array], Any]
     xla: Callable[[jax.Array], Any]
 
 
-def _along(p: nm.Pruner, axis: int, size: int, device: Target) -> _Packs:
+def _along(p: nm.Pruner, axis: int, size: int, device: Target) -> _Packers:
     form = {"axis": axis, "whole": (1, size, size), "pruner": p, "interpret": device.interpret}
     given = calls.words_of_key(3, p)[None], jnp.ones(1), jnp.zeros(3, jnp.int32)
-    return _Packs(
+    return _Packers(
         lambda x: packing.compress(x, *given, **form),
         lambda x: calls.compress(x, axis, p, key=3, target=device),
         lambda x: pack(p(x, axis, nm.Ctx(key=3)), axis),
     )
 
 
-def _along_both(size: int, device: Target) -> _Packs:
+def _along_both(size: int, device: Target) -> _Packers:
     p = transposable(2, 4)
-    return _Packs(
+    return _Packers(
         lambda x: tiles.compress_both(x, p, interpret=device.interpret),
         lambda x: calls.compress_both(x, p, target=device),
         lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)),
     )
 
 
-def _in_fp8(size: int, device: Target) -> _Packs:
+def _in_fp8(size: int, device: Target) -> _Packers:
     random = Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random")
     wanted = (Copy("e4m3", packed=True, pruner=mse(2, 4)), Copy("e5m2", turned=True), random)
     form = {"wanted": wanted, "whole": (1, size, size), "interpret": device.interpret}
@@ -131,20 +131,20 @@ def _in_fp8(size: int, device: Target) -> _Packs:
     def mosaic(x: jax.Array) -> Any:
         return tiles.copies(x, keys, copies.factors_of(x, jnp.ones(1), wanted), jnp.zeros(3, jnp.int32), **form)
 
-    return _Packs(
+    return _Packers(
         mosaic,
         lambda x: [made for made, _ in calls.copies(x, wanted, keys=(3, 4), target=device)],
         lambda x: [calls.copy_by_xla(x[0], copy, 3, 4)[0] for copy in wanted],
     )
 
 
-def _by_mosaic(ways: Callable[[int, Target], _Packs], device: Target) -> str:
+def _by_mosaic(packers: Callable[[int, Target], _Packers], device: Target) -> str:
     """Prune and pack by Mosaic's kernel. Compare the bits with XLA's, and the time with that of Triton's kernel."""
     if device.interpret and not versions.packs_in_interpreter():
-        return "not run: the interpreter of this JAX stores no parts of arrays"
+        return "not run: the interpreter of this JAX cannot write to a part of an array"
     size = 128 if device.interpret else 8192
     x = jnp.asarray(np.random.default_rng().standard_normal((1, size, size)), jnp.bfloat16)
-    mosaic, triton, xla = (jax.jit(way) for way in ways(size, device))
+    mosaic, triton, xla = (jax.jit(way) for way in packers(size, device))
     made = mosaic(x)
     said = _bits(made, xla(x))
     if device.interpret or not versions.has_triton():
@@ -267,8 +267,9 @@ ROWS: dict[str, Row] = {
     "packing with two draws": _packs(mvue_approx(2, 4), -2, "noise"),
     "packing by soft": _packs(soft(2, 4), -1, "packing along the last axis"),
     "packing along both axes": Row("primitives", _packing_both, ("packing along both axes",)),
-    "packing with an activation": Row(
-        "primitives", _packing_activated, ("packing with an activation",), ("packing along the axis before", "noise")
+    "packing with an activation's derivative": Row(
+        "primitives", _packing_activated, ("packing with an activation's derivative",),
+        ("packing along the axis before", "noise"),
     ),
     **_layout("along K", False, False, False),
     **_layout("with A along M", True, False, False),

@@ -13,7 +13,8 @@ BLOCK = expected.MODELS["feed-forward block, 4096 wide, 16,384 tokens"]
 def test_a_feed_forward_block_is_counted_from_its_shapes():
     """S-STE packs w for y, and g for dw, in both layers: 3.125 bytes a value.
 
-    The gradient of the hidden values is computed by the kernel that packs it, which reads GELU's input and writes it.
+    One kernel computes the gradient of the hidden values and packs it. Beyond packing, it reads one more array and
+    writes the gradient: 4 bytes more for each value.
     """
     tokens, width, hidden = 16384, 4096, 16384
     with nm.kernels.on("NVIDIA H200"):
