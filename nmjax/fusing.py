@@ -15,11 +15,11 @@ def fused(
     each value. The result is the same, and the gradients differ by rounding.
 
     The function does exactly what ``activation(layer(x))`` does in these cases: the layer is dense; its gradient is not
-    packed in 16 bits to compute dw; there are several devices; kernels cannot compute the derivative of the function.
+    packed in 16 bits to compute dw; there are several devices; kernels do not know the activation function.
 
     Args:
-      activation: The activation function. Memory traffic is saved for elementwise functions that kernels support, such
-        as `jax.nn.gelu`.
+      activation: The activation function. Kernels know `jax.nn.gelu`, `nmjax.exact_gelu`, `jax.nn.relu`,
+        `nmjax.squared_relu` and `jax.nn.silu`.
       layer: The layer. Memory traffic is saved for a sparse nnx.Linear, not for its subclasses.
       x: The layer's input.
 

@@ -92,7 +92,7 @@ def counted(jaxpr: Any) -> Counted:
         read, written = (sum(map(_bytes, variables)) for variables in (eqn.invars, eqn.outvars))
         one = Counted()
         if name == PACKS:
-            *_, second, largest = sorted(map(_bytes, eqn.invars))
+            *_, second, largest = sorted([0, *map(_bytes, eqn.invars)])
             values = largest // 2
             one = Counted(1, values=values, activated=values * (second == largest), packing_bytes=read + written)
         elif name == MULTIPLIES:

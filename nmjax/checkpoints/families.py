@@ -14,6 +14,7 @@ from flax import nnx
 
 from nmjax.checkpoints.names import Rename, Table
 from nmjax.checkpoints.tensors import CheckpointError
+from nmjax.kernels.activations import exact_gelu
 from nmjax.models import BERT, GPT, Decoder, Rotary, ViT
 
 Config = Mapping[str, Any]
@@ -137,8 +138,8 @@ def _classes(config: Config) -> int:
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "gelu": exact_gelu,
 }
 
 

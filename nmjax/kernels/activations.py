@@ -1,32 +1,51 @@
-"""Derivatives of activation functions in kernels.
+"""Activation functions whose derivatives kernels compute, in float32.
 
-A kernel computes the derivative that JAX derives, operation by operation, in float32. It supports the operations in
-`_RULES`. The compilers of kernels have no error function, so a formula approximates it.
+Functions are found by identity: a function of a user is never called or traced here. The compilers of kernels have no
+error function, so a formula approximates it.
 """
 
-import functools
+import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from nmjax.core.refusal import Refusal
-
 Activation = Callable[[jax.Array], jax.Array]
+
+
+def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return GELU by the error function, as in BERT and ViT. GPT-2 has the tanh form, which is `jax.nn.gelu`."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the square of ReLU. Half of its results or more are zeros.
+
+    >>> squared_relu(jnp.array([-1., 3.]))
+    Array([0., 9.], dtype=float32)
+    """
+    return jnp.square(jax.nn.relu(x))
+
+
+def known(activation: Activation) -> bool:
+    """Return True if kernels can compute the derivative of a function.
+
+    >>> known(jax.nn.gelu), known(jnp.sin)
+    (True, False)
+    """
+    return any(activation is f for f in _DERIVATIVES)
 
 
 def times_derivative(
     activation: Activation, h: Float[Array, "..."], g: Float[Array, "..."]
 ) -> Float[Array, "..."]:  # fmt: skip
-    """Return g times the derivative of an activation function at h, as kernels compute it.
+    """Return g times the derivative of an activation function at h.
 
     Args:
-      activation: The function. `refusal` returns None for it.
+      activation: The function, which is `known`.
       h: Its input.
-      g: The gradient of its output.
+      g: The gradient of its result.
 
     Returns:
       The gradient of its input, in the dtype of g.
@@ -34,61 +53,22 @@ def times_derivative(
     >>> times_derivative(jax.nn.relu, jnp.array([-1., 2.]), jnp.array([5., 5.]))
     Array([0., 5.], dtype=float32)
     """
-    wide = [v.astype(jnp.float32) for v in (h, g)]
-    return _evaluate(_derivative(activation, wide[0]), wide)[0].astype(g.dtype)
+    return (g.astype(jnp.float32) * _DERIVATIVES[activation](h.astype(jnp.float32))).astype(g.dtype)
 
 
-def refusal(activation: Activation, h: jax.ShapeDtypeStruct) -> Refusal | None:
-    """Return the reason why kernels cannot compute the derivative of a function, or None if they can.
-
-    Args:
-      activation: The function.
-      h: Its input.
-
-    >>> h = jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)
-    >>> refusal(jax.nn.gelu, h), str(refusal(jnp.sin, h))
-    (None, 'its derivative uses the operation cos, which kernels do not support')
-    """
-    result = jax.eval_shape(activation, h)
-    if (result.shape, result.dtype) != (h.shape, h.dtype):
-        return Refusal("its result and its input differ in shape or dtype")
-    jaxpr = _derivative(activation, h)
-    unknown = sorted(_operations(jaxpr) - set(_RULES) - set(_CALLS))
-    if unknown:
-        return Refusal(f"its derivative uses the operation {unknown[0]}, which kernels do not support")
-    return Refusal("it uses a constant array") if jaxpr.consts else None
+def _of_gelu(x: jax.Array) -> jax.Array:
+    slope, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = jnp.tanh(slope * x * (1.0 + cubic * x * x))
+    return 0.5 * (1.0 + t) + 0.5 * slope * x * (1.0 - t) * (1.0 + t) * (1.0 + 3.0 * cubic * x * x)
 
 
-def _derivative(activation: Activation, h: Any) -> Any:
-    """Return the jaxpr of (h, g) -> g times the derivative at h. Both have the shape and dtype of ``h``."""
-    array = jax.ShapeDtypeStruct(h.shape, h.dtype)
-    return jax.make_jaxpr(lambda h, g: jax.vjp(activation, h)[1](g)[0])(array, array)
+def _of_exact_gelu(x: jax.Array) -> jax.Array:
+    return 0.5 * (1.0 + _erf(x * math.sqrt(0.5))) + x * jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
 
 
-def _operations(jaxpr: Any) -> set[str]:
-    """Return the names of the operations of a jaxpr, and of the jaxprs that it calls."""
-    spreads = lambda eqn: eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape
-    names = {"broadcast_in_dim of an array" if spreads(eqn) else eqn.primitive.name for eqn in jaxpr.eqns}
-    called = (_called(eqn) for eqn in jaxpr.eqns if eqn.primitive.name in _CALLS)
-    return names.union(*map(_operations, called))
-
-
-def _called(eqn: Any) -> Any:
-    return eqn.params[_CALLS[eqn.primitive.name]]
-
-
-def _evaluate(jaxpr: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluate a jaxpr by `_RULES`."""
-    known = dict(zip((*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars), (*jaxpr.consts, *inputs), strict=True))
-    value = lambda v: v.val if hasattr(v, "val") else known[v]
-    for eqn in jaxpr.eqns:
-        name, values = eqn.primitive.name, list(map(value, eqn.invars))
-        found = _evaluate(_called(eqn), values) if name in _CALLS else [_RULES[name](eqn.params, *values)]
-        known |= dict(zip(eqn.outvars, found, strict=True))
-    return list(map(value, jaxpr.jaxpr.outvars))
-
-
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr"}  # the parameter that holds the jaxpr
+def _of_silu(x: jax.Array) -> jax.Array:
+    s = 1.0 / (1.0 + jnp.exp(-x))
+    return s * (1.0 + x * (1.0 - s))
 
 
 def _erf(x: jax.Array) -> jax.Array:
@@ -103,41 +83,10 @@ def _erf(x: jax.Array) -> jax.Array:
     return jnp.where(x < 0, -positive, positive)
 
 
-def _power(x: jax.Array, y: int) -> jax.Array:
-    product = functools.reduce(jnp.multiply, [x] * abs(y), jnp.ones((), x.dtype))
-    return product if y >= 0 else 1.0 / product
-
-
-_RULES: dict[str, Callable[..., Any]] = {
-    "abs": lambda _, x: jnp.abs(x),
-    "add": lambda _, x, y: x + y,
-    "and": lambda _, x, y: x & y,
-    "add_any": lambda _, x, y: x + y,
-    "bitcast_convert_type": lambda params, x: lax.bitcast_convert_type(x, params["new_dtype"]),
-    "broadcast_in_dim": lambda _, x: x,
-    "convert_element_type": lambda params, x: jnp.asarray(x, params["new_dtype"]),
-    "copy": lambda _, x: x,
-    "div": lambda _, x, y: x / y,
-    "eq": lambda _, x, y: x == y,
-    "erf": lambda _, x: _erf(x),
-    "erfc": lambda _, x: 1.0 - _erf(x),
-    "exp": lambda _, x: jnp.exp(x),
-    "ge": lambda _, x, y: x >= y,
-    "gt": lambda _, x, y: x > y,
-    "integer_pow": lambda params, x: _power(x, params["y"]),
-    "le": lambda _, x, y: x <= y,
-    "logistic": lambda _, x: 1.0 / (1.0 + jnp.exp(-x)),
-    "lt": lambda _, x, y: x < y,
-    "max": lambda _, x, y: jnp.maximum(x, y),
-    "min": lambda _, x, y: jnp.minimum(x, y),
-    "mul": lambda _, x, y: x * y,
-    "neg": lambda _, x: -x,
-    "one_minus_square": lambda _, x: 1.0 - x * x,
-    "or": lambda _, x, y: x | y,
-    "polynomial": lambda _, x, *factors: functools.reduce(lambda sums, factor: sums * x + factor, factors[::-1]),
-    "select_n": lambda _, which, x, y: jnp.where(which, y, x),
-    "square": lambda _, x: x * x,
-    "stop_gradient": lambda _, x: x,
-    "sub": lambda _, x, y: x - y,
-    "tanh": lambda _, x: jnp.tanh(x),
-}  # by the name of the operation: (its parameters, its inputs) -> its result
+_DERIVATIVES: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    jax.nn.gelu: _of_gelu,
+    exact_gelu: _of_exact_gelu,
+    jax.nn.relu: lambda x: jnp.where(x > 0, 1.0, 0.0),
+    squared_relu: lambda x: 2.0 * jnp.maximum(x, 0.0),
+    jax.nn.silu: _of_silu,
+}

@@ -194,7 +194,7 @@ def compress_activated(
     """Compute the gradient of an activation function's input, prune it along axis -2 and pack it, in one pass.
 
     Args:
-      activation: The function. `nmjax.kernels.activations.refusal` returns None for it.
+      activation: The function. It is `nmjax.kernels.activations.known`.
       h: Its input.
       g: The gradient of its output.
       pruner, key, state: As in `compress`.

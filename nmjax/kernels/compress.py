@@ -73,7 +73,7 @@ def compress_activated(
       h: The function's input.
       g: The gradient of its output.
       words, scale, origin, whole, pruner, interpret: As in `compress`.
-      activation: The function. `nmjax.kernels.activations.refusal` returns None for it.
+      activation: The function. It is `nmjax.kernels.activations.known`.
 
     Returns:
       The gradient, and its packed form.

@@ -6,6 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from nmjax.kernels.activations import exact_gelu
 from nmjax.models.transformer import (
     INIT,
     Block,
@@ -13,7 +14,6 @@ from nmjax.models.transformer import (
     check_tokens,
     dropped,
     each_key,
-    gelu,
     keys_of,
     linear,
     norm,
@@ -91,7 +91,7 @@ class BERT(nnx.Module):
         self.norm = norm(width, epsilon, rngs=rngs)
         rates = Dropout(scores=dropout, sums=dropout)
         make = lambda rngs: Block(
-            width, heads, hidden, gelu, epsilon, post=True, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
+            width, heads, hidden, exact_gelu, epsilon, post=True, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
         )
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.pooler = linear(width, width, dtype=dtype, rngs=rngs)

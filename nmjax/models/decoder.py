@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from nmjax.fusing import fused
 from nmjax.models.transformer import INIT, Scores, check_tokens, repeat, through, wide_einsum
 
 SIZES = {  # sizes only; checkpoints.load also sets the norms and positions of each kind
@@ -160,7 +161,7 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
         """Return the perceptron's output."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(fused(self.activation, self.gate, x) * self.up(x))
 
 
 class Block(nnx.Module):

@@ -25,11 +25,6 @@ def linear(
     return nnx.Linear(inputs, outputs, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
-def gelu(x: jax.Array) -> jax.Array:
-    """Return GELU by the error function, as in BERT and ViT. GPT-2 has the tanh form, which is `jax.nn.gelu`."""
-    return jax.nn.gelu(x, approximate=False)
-
-
 def wide_einsum(spec: str, x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return an einsum in float32. If ``dtype`` is bfloat16, the hardware may round the operands to it.
 

@@ -6,13 +6,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from nmjax.kernels.activations import exact_gelu
 from nmjax.models.transformer import (
     INIT,
     Block,
     Dropout,
     dropped,
     each_key,
-    gelu,
     keys_of,
     linear,
     norm,
@@ -104,7 +104,7 @@ class ViT(nnx.Module):
         inits = (jax.nn.initializers.xavier_uniform(),) * 2
         rates = Dropout(hidden=dropout, sums=dropout)
         make = lambda rngs: Block(
-            width, heads, hidden, gelu, epsilon, inits=inits, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
+            width, heads, hidden, exact_gelu, epsilon, inits=inits, scores=scores, dropout=rates, dtype=dtype, rngs=rngs
         )
         self.blocks = repeat(make, depth, scan=scan, rngs=rngs)
         self.norm = norm(width, epsilon, rngs=rngs)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from nmjax.core.context import Ctx
-from nmjax.kernels.activations import Activation
+from nmjax.kernels.activations import Activation, known
 from nmjax.products.applying import StaticProduct
 from nmjax.products.forms import Form, FormKey, can_fuse, pack_gradient
 from nmjax.products.operations import as_dot
@@ -41,10 +41,8 @@ def activated_dot(
     """
     op = as_dot(x, w, (((x.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type)
     call = prepare(op, x, w, sparsity, ctx, backend, name=name, packed=packed)
-    y = jax.eval_shape(op, x, w)
-    h = jax.eval_shape(_add_bias, y, bias)
-    may_fuse = h.dtype == y.dtype and call.run is ruled
-    if may_fuse and can_fuse(call.product.routes, call.product.sparsity, activation, h):
+    one_dtype = bias is None or bias.dtype == jax.eval_shape(op, x, w).dtype
+    if call.run is ruled and one_dtype and known(activation) and can_fuse(call.product.routes, call.product.sparsity):
         return _fused(activation, call.product, call.x, call.w, bias, call.inputs)
     return activation(_add_bias(call(), bias))
 
@@ -88,8 +86,7 @@ def _backward(activation: Activation, product: StaticProduct, kept: _Residuals, 
     ctx = residuals.inputs.ctx
     of_inputs, forms = pack_gradient(product.routes, product.sparsity, activation, inputs, g, ctx)
     dx, dw, _ = ruled_backward(product, residuals, of_inputs, forms)
-    spread = lambda bias: jnp.broadcast_to(bias, g.shape)
-    db = None if bias is None else summed_as(jax.linear_transpose(spread, bias)(of_inputs)[0], bias)
+    db = None if bias is None else summed_as(jnp.sum(of_inputs, tuple(range(g.ndim - 1))), bias)
     return dx, dw, db, None
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import calls, limits
-from nmjax.kernels.activations import Activation, refusal
+from nmjax.kernels.activations import Activation
 from nmjax.kernels.check import ACTIVATED, fault
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Copy
@@ -310,22 +310,20 @@ def _read_together(a: Source, b: Source) -> bool:
     return a.state is b.state and not any_draws
 
 
-def can_fuse(routes: Routes | None, sparsity: Sparsity, activation: Activation, h: jax.ShapeDtypeStruct) -> bool:
+def can_fuse(routes: Routes | None, sparsity: Sparsity) -> bool:
     """Return True if a kernel packs g for dw, and can compute g from the gradient of an activation function's output.
 
     Args:
       routes: How each product runs.
       sparsity: The pruner of each slot.
-      activation: The function that follows the layer.
-      h: Its input.
     """
     if routes is None or routes["drhs"].how != "packed" or routes["drhs"].operand != "g" or routes["drhs"].formats:
         return False
-    core = sparsity.slots["drhs_g"].core
-    fits = _axis(routes, "g", "T") == -2 and routes.device.devices == 1
-    if not fits or core is None or not limits.fuses(core) or sparsity.slots["drhs_g"].storage is not None:
+    core, device = sparsity.slots["drhs_g"].core, routes.device
+    if core is None or not limits.fuses(core) or sparsity.slots["drhs_g"].storage is not None:
         return False
-    return refusal(activation, h) is None and fault(routes.device, (ACTIVATED,)) is None
+    one_process = device.devices == 1 and jax.process_count() == 1
+    return one_process and _axis(routes, "g", "T") == -2 and fault(device, (ACTIVATED,)) is None
 
 
 def pack_gradient(
@@ -334,7 +332,8 @@ def pack_gradient(
     """Compute the gradient of an activation function's input, and pack it for dw. Call it only if `can_fuse` is True.
 
     Args:
-      routes, sparsity, activation: As in `can_fuse`.
+      routes, sparsity: As in `can_fuse`.
+      activation: The function. It is `nmjax.kernels.activations.known`.
       h: The function's input.
       g: The gradient of its output.
       ctx: Key, step and state of the layer.

@@ -17,11 +17,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import nmjax as nm
 from experiments.bench.silicon import rows, whole
 from nmjax.core import versions
-from nmjax.kernels import ampere, blackwell, compress, copies, hopper, packing, tiles, tuning
+from nmjax.kernels import activations, ampere, blackwell, compress, copies, hopper, packing, tiles, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Copy, HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import Target
-from nmjax.models.transformer import gelu
 from nmjax.pruners import identity, mse, mvue, mvue_approx, soft, transposable
 
 pytestmark = pytest.mark.sampled
@@ -95,16 +94,13 @@ def test_too_much_shared_memory_is_refused_before_it_is_compiled():
         lowered(*product(hopper, stages=6))
 
 
-def squared_relu(x):
-    return jnp.square(jax.nn.relu(x))
-
-
 PACKED = {f"{p} along {axis}": {"axis": axis, "pruner": p} for p in (mse(2, 4), mvue(2, 4), mvue_approx(2, 4), soft(2, 4), identity) for axis in (-1, -2)}  # fmt: skip
 PRODUCERS = {
     **{name: (compress.compress, options) for name, options in PACKED.items()},
-    "GELU and mvue": (compress.compress_activated, {"activation": jax.nn.gelu, "pruner": mvue(2, 4)}),
-    "exact GELU and mvue": (compress.compress_activated, {"activation": gelu, "pruner": mvue(2, 4)}),
-    "squared ReLU and mvue": (compress.compress_activated, {"activation": squared_relu, "pruner": mvue(2, 4)}),
+    **{
+        f"{activation.__name__} and mvue": (compress.compress_activated, {"activation": activation, "pruner": mvue(2, 4)})
+        for activation in activations._DERIVATIVES
+    },
     "both, transposable": (compress.compress_both, {"pruner": transposable(2, 4)}),
     "x of S-STE in FP8": (copies.copies, {"wanted": (Copy("e4m3"), Copy("e5m2", turned=True))}),
     "g of S-STE in FP8": (copies.copies, {"wanted": (Copy("e5m2"), Copy("e5m2", packed=True, pruner=mvue(2, 4), axis=-2, rounding="random"))}),

@@ -186,7 +186,7 @@ def _bits(made: object, wanted: object) -> str:
     leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (made, wanted))
     pairs = [(a.reshape(-1), b.reshape(-1)) for a, b in zip(*leaves, strict=True)]
     wrong = [f"{(a != b).mean():.1%} of {a.dtype}" for a, b in pairs if (a != b).any()]
-    return f"wrong: {', '.join(wrong)}" if wrong else "right, bit for bit"
+    return f"wrong: {', '.join(wrong)}" if wrong else "right, value for value"
 
 
 def _slots(text: str, device: Target) -> str:

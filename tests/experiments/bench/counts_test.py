@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import nmjax as nm
 from experiments.bench import counts, expected
@@ -28,6 +29,14 @@ def test_a_feed_forward_block_is_counted_from_its_shapes():
     dense = 3 * 2 * (2 * width * hidden + 2 * tokens * (hidden + width))  # of all six products in bfloat16
     packed = values * (2 - 1.125)
     assert abs(found.product_bytes / (dense - packed) - 1) < 0.01
+
+
+@pytest.mark.parametrize("text", expected.METHODS.values())
+def test_every_method_is_counted(text):
+    with nm.kernels.on("NVIDIA H200"):
+        step, arguments = counts._step(*BLOCK, text, "auto")
+        found = counted(jax.make_jaxpr(step)(*arguments).jaxpr)
+    assert (found.packing, found.activated) == (4, 16384 * 16384)
 
 
 def test_a_loop_counts_once_for_each_trip():
