@@ -76,9 +76,9 @@ from nmjax.recipes.text import parse as parse, parse_pruner as parse_pruner
 
 __version__ = "0.1.0"
 
-_FOLDERS = ("analysis", "core", "products", "programs", "pruners", "recipes")  # where the names come from
+_PARTS = ("analysis", "core", "fusing", "products", "programs", "pruners", "recipes")  # where the names come from
 
 
 def __dir__() -> list[str]:
     """Return the names that completion shows: the public ones."""
-    return [name for name in globals() if name not in _FOLDERS]
+    return [name for name in globals() if name not in _PARTS]

@@ -15,7 +15,13 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return GELU by the error function, as in BERT and ViT. GPT-2 has the tanh form, which is `jax.nn.gelu`."""
+    """Return GELU by the error function, as in BERT and ViT.
+
+    GPT-2 has the tanh form, which is `jax.nn.gelu`.
+
+    >>> round(float(exact_gelu(jnp.array(1.0))), 4)
+    0.8413
+    """
     return jax.nn.gelu(x, approximate=False)
 
 
