@@ -258,7 +258,7 @@ def _outcomes(runs: list[Member], workdir: Path) -> str:
 
 FORMAT = 1  # of a line of results: readers refuse lines of another format
 KEPT = ("outcome", "metric", "figures", "steps", "flops", "measured", "began", "ended")  # of run.json
-KEPT += ("command", "versions", "git", "notes")
+KEPT += ("command", "versions", "machine", "git", "notes")
 
 
 def lines(runs: list[Member], workdir: Path) -> Iterator[dict]:

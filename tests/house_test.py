@@ -66,7 +66,7 @@ HOUSE = {
         "scale": ("address", "processes", "signals", "shards", "sinks"),
         "report": (
             "words", "runs", "curves", "dots", "pictures", "figures", "hardest", "live", "terms", "steps",
-            "page", "__init__", "compare", "compare_table", "compare_page", "index", "__main__",
+            "page", "__init__", "effects", "compare", "compare_table", "compare_page", "index", "__main__",
         ),
         "training": (
             "settings", "task", "state", "pretrained", "corner", "gains", "program", "phases", "hardest", "image",
@@ -80,7 +80,7 @@ HOUSE = {
         "command": (),
         "studies": (
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
-            "one_shot", "recover", "rows", "narrower", "__main__",
+            "one_shot", "recover", "rows", "narrower", "baselines", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",
@@ -108,6 +108,7 @@ LATE = {
     "experiments/report/pictures.py": {"PIL"},  # a report without pictures does without it
     "experiments/report/curves.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},  # slow to import
     "experiments/report/compare.py": {"scipy.special"},  # slow to import
+    "experiments/report/effects.py": {"scipy.special"},
     "experiments/report/dots.py": {"matplotlib.style", "matplotlib.figure", "matplotlib.ticker"},
     "experiments/scale/address.py": {"jax._src"},  # a mistake is reported without JAX
     "experiments/scale/processes.py": {"jax", "jax._src", "jax.experimental"},  # a mistake is told without JAX

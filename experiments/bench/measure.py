@@ -14,6 +14,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from experiments.training.provenance import processor
+
 
 def best_times(calls: dict[str, Callable], rounds: int) -> dict[str, float]:
     """Return the best time of each call in seconds. All are timed in turn. A call of half a second is timed once."""
@@ -146,12 +148,8 @@ def _shown(value: str | float | None) -> str:
 
 def machine() -> str:
     """Return the date, the device and the versions, for the head of a file of results."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
     device = jax.devices()[0]
-    name = cpu if device.platform == "cpu" else device.device_kind
+    name = processor() if device.platform == "cpu" else device.device_kind
     devices = f"{name}, {len(jax.devices())} device(s), {os.cpu_count()} cores"
     versions = f"Python {platform.python_version()}, jax {jax.__version__}, numpy {np.__version__}"
     return f"{datetime.date.today()} · {devices} · {versions}"

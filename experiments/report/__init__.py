@@ -15,6 +15,7 @@ the files:
      "summary": [[label, text], ...],       # the first figures are shown large
      "header": [[label, text], ...],        # devices, precision, batch, steps, parameters, FLOPs, ...
      "notes": [text, ...],                  # what a reader of the numbers must know
+     "machine": {"processor": text, "threads": int},  # the processor, and XLA's threads on it
      "versions": {"python": ..., "jax": ...}, "git": {"commit": ..., "dirty": bool} or null,
      "unit": "images" | "tokens",           # what per_second counts
      "metric": "accuracy" | "loss",         # selects the best checkpoint: the highest accuracy, or the lowest loss

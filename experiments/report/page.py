@@ -226,11 +226,11 @@ def text(run: Run) -> str:
 
 
 def again(run: Run) -> str:
-    """Return the command, the versions, and the whole config."""
+    """Return the command, the machine, the versions, and the whole config."""
     about, parts = run.about, []
     if about.get("command"):
         parts.append(f'<pre class="command" tabindex="0">{safe(about["command"])}</pre>')
-    rows = [*(about.get("versions") or {}).items()]
+    rows = [*(about.get("machine") or {}).items(), *(about.get("versions") or {}).items()]
     git = about.get("git")
     if git:
         dirty = ", with uncommitted changes" if git.get("dirty") else ""

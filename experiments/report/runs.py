@@ -71,6 +71,7 @@ ABOUT: Fields = {  # run.json
     "header": ("a list of pairs", _are_pairs),
     "notes": ("a list of texts", lambda v: _is_list(v) and all(map(_is_text, v))),
     "versions": ("an object", _is_object),
+    "machine": ("an object", _is_object),
     "git": ("an object or null", lambda v: v is None or _is_object(v)),
     "steps": ("an integer", _is_count),
     "flops": ("a list of two numbers", lambda v: _is_list(v) and len(v) == 2 and all(map(is_number, v))),

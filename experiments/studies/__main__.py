@@ -2,6 +2,7 @@
 
 Runs each case that the results do not have, and appends it to them.
 
+python -m experiments.studies baselines    what simple methods reach on the same data
 python -m experiments.studies descent      how far a step descends, and how far it should
 python -m experiments.studies dw           the errors of dw with pruned gradients, by the number of tokens summed
 python -m experiments.studies noise        the gradients' variance and Adam's second moment
@@ -21,7 +22,7 @@ from experiments import files, sweep
 from experiments.errors import Mistake
 from experiments.training import digest, provenance
 
-NAMES = ("descent", "dw", "noise", "one_shot", "recover")
+NAMES = ("baselines", "descent", "dw", "noise", "one_shot", "recover")
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -62,7 +63,8 @@ def add(name: str, results: Path = RESULTS) -> None:
         line = {"format": sweep.FORMAT, "run": run, "case": case, "outcome": outcome(rows), "rows": rows}
         line["config"] = digest.identity(study.config(**case)).digest
         line |= {"began": began, "ended": provenance.now(), "command": command(name)}
-        line |= {"versions": provenance.versions(), "git": provenance.git(), "notes": notes}
+        line |= {"versions": provenance.versions(), "machine": provenance.machine()}
+        line |= {"git": provenance.git(), "notes": notes}
         line["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         files.append(path, lambda known, line=line: [line])
         print(f"{run}: {study.describe(line)}", flush=True)

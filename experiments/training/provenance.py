@@ -1,5 +1,6 @@
-"""The origin of results: the versions of the packages, the commit of this repository, the time."""
+"""The origin of results: the versions of the packages, the commit of this repository, the machine, the time."""
 
+import os
 import platform
 import subprocess
 from datetime import datetime
@@ -18,6 +19,25 @@ def now() -> str:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run computes."""
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+
+
+def machine() -> dict[str, str | int]:
+    """Return the processor, and the number of threads that XLA computes with on it: they change the order of sums."""
+    threads = os.environ.get("NPROC", "")
+    return {"processor": processor(), "threads": int(threads) if threads.isdecimal() else _cores()}
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    found = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(found, platform.processor() or platform.machine())
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def git() -> dict | None:

@@ -57,6 +57,7 @@ class Record:
                 "ended": None,
                 "outcome": "running",
                 "versions": provenance.versions(),
+                "machine": provenance.machine(),
                 "git": provenance.git(),
                 "sent": before.get("sent", {}),
             }

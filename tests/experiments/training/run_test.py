@@ -283,6 +283,8 @@ def test_a_run_leaves_its_directory(finished):
     assert about["outcome"] == "finished"
     assert about["command"].startswith("python launch.py --config=configs/vit_sste.py:smoke")
     assert {"python", "jax", "flax", "nmjax"} <= set(about["versions"])
+    assert about["machine"]["processor"]
+    assert about["machine"]["threads"] == int(os.environ["NPROC"])
     assert len(about["git"]["commit"]) == 40
     assert json.loads((workdir / "config.json").read_text())["sparsity"] == {"blocks": "s_ste(2,4)"}
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

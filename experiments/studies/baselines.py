@@ -1,0 +1,180 @@
+"""Simple methods on the data of the studies. A study with a network that is not better shows nothing.
+
+    python -m experiments.studies baselines
+
+Images: ridge regression on the pixels, and the nearest training images. A text: tables of n-grams of bytes with
+back-off. They read Fashion-MNIST, CIFAR-10 and the books from $NMJAX_DATA. The penalty and the number of neighbours are
+chosen on validation data, a tenth of the training data. The test data is scored once.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from ml_collections import ConfigDict
+
+from experiments.data import images, text, validation
+from experiments.report.words import markdown_table
+
+VALIDATION = 0.1
+PENALTIES = tuple(10.0**power for power in range(-3, 3))  # relative to the mean variance of a pixel
+NEIGHBOURS = (1, 3, 5, 10, 20)
+ORDERS = (2, 3, 5)
+BOOKS = {"name": "books_train.txt", "test": "books_val.txt"}
+CASES = [{"data": name, "method": method} for name in ("fashion_mnist", "cifar10") for method in ("ridge", "nearest")]
+CASES += [{"data": "books", "method": f"{order}-gram"} for order in ORDERS]
+
+
+class Examples(NamedTuple):
+    """Inputs as vectors, and their labels."""
+
+    x: Float[np.ndarray, "n features"]
+    y: Int[np.ndarray, " n"]
+
+
+# ---- images ----
+
+Predict = Callable[[Float[np.ndarray, "n features"]], Int[np.ndarray, " n"]]
+
+
+def ridge(train: Examples, penalty: float) -> Predict:
+    """Return the classifier of linear regression on the labels as unit vectors, with a squared penalty.
+
+    The result is the class of the largest output.
+
+    Args:
+      train: The training examples.
+      penalty: The factor of the squared weights, relative to the mean variance of a feature.
+    """
+    centre, mean = train.x.mean(0), np.bincount(train.y) / len(train.y)
+    x, targets = train.x - centre, np.eye(len(mean), dtype=np.float32)[train.y] - mean.astype(np.float32)
+    squares = (x.T @ x).astype(np.float64)
+    squares += penalty * np.trace(squares) / len(squares) * np.eye(len(squares))
+    weights = np.linalg.solve(squares, (x.T @ targets).astype(np.float64)).astype(np.float32)
+    return lambda x: np.argmax((x - centre) @ weights + mean, 1)
+
+
+def nearest(train: Examples, count: int) -> Predict:
+    """Return the classifier by the majority of the nearest training examples; among equals the smallest class."""
+    squares, classes = (train.x**2).sum(1), int(train.y.max()) + 1
+
+    def predict(x: Float[np.ndarray, "n features"]) -> Int[np.ndarray, " n"]:
+        found = []
+        for part in np.array_split(x, max(1, len(x) // 500)):
+            distances = squares - 2 * part @ train.x.T  # less a constant of each row
+            places = np.argpartition(distances, count - 1, 1)[:, :count]
+            votes = np.zeros((len(part), classes))
+            np.add.at(votes, (np.arange(len(part))[:, None], train.y[places]), 1)
+            found.append(np.argmax(votes, 1))
+        return np.concatenate(found)
+
+    return predict
+
+
+CLASSIFIERS: dict[str, tuple[Callable[[Examples, Any], Predict], tuple]] = {
+    "ridge": (ridge, PENALTIES),
+    "nearest": (nearest, NEIGHBOURS),
+}
+
+
+def accuracy(train: Examples, test: Examples, method: str) -> tuple[float, float, str]:
+    """Return the accuracy on the test examples, that on validation examples, and what was chosen by it.
+
+    Args:
+      train: The training examples; a share of them is for validation.
+      test: The test examples.
+      method: A key of `CLASSIFIERS`.
+    """
+    make, choices = CLASSIFIERS[method]
+    kept, held = validation.positions(train.y, VALIDATION)
+    part, rest = (Examples(train.x[at], train.y[at]) for at in (kept, held))
+    scores = {choice: float((make(part, choice)(rest.x) == rest.y).mean()) for choice in choices}
+    best = max(scores, key=scores.__getitem__)
+    return float((make(train, best)(test.x) == test.y).mean()), scores[best], f"{best:g}"
+
+
+# ---- text ----
+
+
+def ngram_loss(train: Int[np.ndarray, " n"], test: Int[np.ndarray, " m"], order: int, vocabulary: int) -> float:
+    """Return the mean loss, in nats a token, of a table of n-grams with back-off by Witten and Bell's method.
+
+    The probability of token t after a context of n - 1 tokens is ``(c(t) + d q(t)) / (c + d)``. Here c counts the
+    context, c(t) counts t after it, d is the number of different tokens after it, and q is the probability of t after
+    the context without its first token. If the training text lacks the context, the probability is q. The q of the
+    empty context is the same for all tokens.
+
+    Args:
+      train: The tokens that are counted.
+      test: The tokens that are predicted.
+      order: n.
+      vocabulary: The number of different tokens.
+    """
+    probability = np.full(len(test), 1 / vocabulary)
+    seen, wanted = np.zeros(len(train), np.int64), np.zeros(len(test), np.int64)  # contexts by number; -1: not known
+    for length in range(1, order + 1):
+        skip = length - 1  # the first tokens have no context of this length
+        codes, places, counts = np.unique(
+            seen[skip:] * vocabulary + train[skip:].astype(np.int64), return_inverse=True, return_counts=True
+        )
+        contexts = int(seen.max()) + 1
+        different = np.bincount(codes // vocabulary, minlength=contexts)
+        total = np.bincount(codes // vocabulary, counts, contexts)
+        asked = wanted[skip:] * vocabulary + test[skip:].astype(np.int64)
+        at = np.minimum(np.searchsorted(codes, asked), len(codes) - 1)
+        known = wanted[skip:] >= 0
+        found = known & (codes[at] == asked)
+        context = np.where(known, wanted[skip:], 0)
+        count, d, c = np.where(found, counts[at], 0), different[context], total[context]
+        lower = probability[skip:]
+        usable = known & (c > 0)
+        probability[skip:] = np.where(usable, (count + d * lower) / np.where(usable, c + d, 1), lower)
+        # the context of the next token is the n-gram that ends here
+        seen = np.concatenate([np.zeros(length, np.int64), places[:-1]])
+        wanted = np.concatenate([np.full(length, -1, np.int64), np.where(found, at, -1)[:-1]])
+    return float(-np.log(probability).mean())
+
+
+# ---- the study ----
+
+
+def config(data: str, method: str) -> ConfigDict:
+    """Return what tells a case apart."""
+    chosen = {"ridge": PENALTIES, "nearest": NEIGHBOURS}.get(method, ())
+    return ConfigDict({"data": data, "method": method, "chosen_from": chosen, "validation": VALIDATION})
+
+
+def run(data: str, method: str) -> tuple[dict[str, list], list[str]]:
+    """Return the score of a method on the test data, and the notes on the data."""
+    if data == "books":
+        found = text.load(**BOOKS)
+        loss = ngram_loss(found.train, found.test, int(method.partition("-")[0]), found.vocabulary)
+        return {"loss": [float(f"{loss:.5g}")]}, [found.note] if found.note else []
+    found = images.load(data)
+    train, test = (Examples(x.reshape(len(x), -1).astype(np.float32) / 255, y) for x, y in (found.train, found.test))
+    score, on_validation, choice = accuracy(train, test, method)
+    rows = {"accuracy": score, "validation_accuracy": on_validation, "chosen": float(choice)}
+    return {name: [float(f"{value:.5g}")] for name, value in rows.items()}, [found.note] if found.note else []
+
+
+def describe(line: dict) -> str:
+    """Return the score of a line of results in words."""
+    rows = line["rows"]
+    return f"loss {rows['loss'][0]:.4f}" if "loss" in rows else f"accuracy {100 * rows['accuracy'][0]:.2f} %"
+
+
+_NAMES = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10, a lossy JPEG copy", "books": "books, bytes"}
+_CHOSEN = {"ridge": "penalty {:g}", "nearest": "{:.0f} neighbours"}
+
+
+def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
+    """Return a table, and no pictures."""
+    rows = [["data", "method", "test", "chosen on validation data"]]
+    for line in lines:
+        data, method = line["case"]["data"], line["case"]["method"]
+        found = line["rows"]
+        score = f"{found['loss'][0]:.3f} nats a byte" if "loss" in found else f"{100 * found['accuracy'][0]:.1f} %"
+        chosen = _CHOSEN[method].format(found["chosen"][0]) if "chosen" in found else ""
+        rows.append([_NAMES[data], method, score, chosen])
+    return markdown_table(rows), {}
