@@ -178,7 +178,9 @@ class _Source(NamedTuple):
             from pydoc_data.topics import topics
 
             return cls((), "\n".join(topics[key] for key in sorted(topics)).encode())
-        path = find([f"{name}{end}" for end in ("", *_SUFFIXES)], dir, how="Add --config.data.dir=DIR, its folder.")
+        stem = name.removesuffix(next((end for end in _SUFFIXES if name.endswith(end)), ""))
+        asked = dict.fromkeys((name, *(f"{stem}{end}" for end in _SUFFIXES)))
+        path = find(asked, dir, how="Add --config.data.dir=DIR, its folder.")
         if not path.is_dir():
             return cls((path,))
         inside = sorted(path.iterdir())

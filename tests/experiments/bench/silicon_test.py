@@ -204,7 +204,7 @@ def test_a_failing_tool_for_clocks_costs_no_row(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = silicon._in_a_process("packing along the last axis", 120, tmp_path)
-    assert (found["result"], "clock" in found) == ("right, bit for bit", False)
+    assert (found["result"], "clock" in found) == ("right, value for value", False)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '1830, 1980, 41'\n")
     assert silicon._in_a_process("packing along the last axis", 120, tmp_path)["clock"] == "1830 of 1980 MHz, 41 °C"
 

@@ -57,6 +57,12 @@ def test_a_text_in_every_wrapping(tmp_path, name):
     assert got.note == (folder + ".txt.xz, .txt.gz: 1 file: README.md" if name == "tales" else "")
 
 
+@pytest.mark.parametrize("name", ["tale", "tale.txt", "tale.txt.gz"])
+def test_a_text_is_found_in_another_wrapping(tmp_path, name):
+    (tmp_path / "tale.txt.xz").write_bytes(lzma.compress(b"once upon a time " * 40))
+    assert text.load(name, tmp_path).train.tobytes().startswith(b"once upon")
+
+
 def test_a_folder_of_many_files_names_a_few(tmp_path):
     for n in range(8):
         (tmp_path / f"{n}.txt").write_text("abc" * 10)
