@@ -165,7 +165,8 @@ def describe(line: dict) -> str:
 
 
 _NAMES = {"fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10, a lossy JPEG copy", "books": "books, bytes"}
-_CHOSEN = {"ridge": "penalty {:g}", "nearest": "{:.0f} neighbours"}
+_CHOSEN = {"ridge": "penalty {:g}", "nearest": "k = {:.0f}"}
+_METHODS = {"ridge": "ridge regression", "nearest": "k nearest images"}
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
@@ -176,5 +177,5 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         found = line["rows"]
         score = f"{found['loss'][0]:.3f} nats a byte" if "loss" in found else f"{100 * found['accuracy'][0]:.1f} %"
         chosen = _CHOSEN[method].format(found["chosen"][0]) if "chosen" in found else ""
-        rows.append([_NAMES[data], method, score, chosen])
+        rows.append([_NAMES[data], _METHODS.get(method, method), score, chosen])
     return markdown_table(rows), {}

@@ -81,6 +81,6 @@ def test_a_table_of_results():
         {"case": {"data": "books", "method": "5-gram"}, "rows": {"loss": [1.68]}},
     ]
     table, pictures = baselines.figure(lines)
-    assert "| Fashion-MNIST | ridge | 81.2 % | penalty 0.1 |" in table
+    assert "| Fashion-MNIST | ridge regression | 81.2 % | penalty 0.1 |" in table
     assert "| books, bytes | 5-gram | 1.680 nats a byte |" in table
     assert pictures == {}
