@@ -163,6 +163,7 @@ def test_gradients_are_traced_in_shard_map(bias):
         return jax.grad(loss, (0, 1))(params, x)
 
     x = jax.ShapeDtypeStruct((TOKENS, IN), jnp.bfloat16)
+    assert counted(jax.make_jaxpr(gradients)(params, rest, x).jaxpr).activated == TOKENS * OUT  # it is fused
     found, _ = jax.eval_shape(gradients, params, rest, x)
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params)
 

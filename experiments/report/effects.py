@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEVEL = 0.05  # the share of claims without an effect that a table may call effects, by Holm's method
+LEVEL = 0.05  # the probability that a table without effects calls any difference an effect
 
 
 class Effect(NamedTuple):
@@ -21,8 +21,8 @@ class Effect(NamedTuple):
       difference: The estimate.
       error: Its standard error.
       freedom: The degrees of freedom of the error.
-      p: The probability of so large a difference if there is no effect, multiplied for all effects of the table by
-        Holm's method.
+      p: The probability of so large a difference if there is no effect. `effects` adjusts it for the number of effects
+        in the table, by Holm's method.
     """
 
     difference: float

@@ -52,7 +52,7 @@ def test_missing_seeds_are_no_bias():
 
 @pytest.mark.sampled
 def test_intervals_cover_as_often_as_they_say():
-    """Of 2,000 tables with missing runs: 95 % within three standard errors, 1.5 points; and Holm's method keeps 5 %."""
+    """Simulate 2,000 tables with missing runs. The tolerance is three standard errors of 2,000 draws, 1.5 points."""
     draw, covered, wrong = np.random.default_rng(3), 0, 0
     for _ in range(2000):
         values, of_method = simulated(draw, 4, 5)
