@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import nmjax as nm
 from experiments.bench import expected
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
@@ -27,3 +28,26 @@ def test_a_row_by_hand():
 def test_all_rows():
     table = expected.expected()
     assert len(re.findall(r"(?m)^\| .*: (S-STE|FST|MdGf)", table)) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "packed"),
+    [
+        ("mdgf(2,4,linear(1,0,100)); drhs_g=mvue(2,4)", 100, {"fwd", "drhs"}),  # it has faded
+        ("s_ste(2,4)", None, {"fwd", "drhs"}),
+        ("fst(2,4)", None, {"fwd", "dlhs", "drhs"}),
+    ],
+)
+def test_a_vit_of_base_size_runs_packed(text, step, packed):
+    """All layers of its blocks, with 197 x 64 tokens."""
+    make, images = expected.MODELS["ViT-B/16, 64 images"]
+    recipe = nm.Recipe(((r"blocks/.*", text), (r".*", "dense")))
+    with nm.kernels.on("NVIDIA H200"):
+        model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(), recipe))
+        if step is not None:
+            nm.nnx.phase(model, step)
+        plan = nm.nnx.plan(model, images)
+    layers = [layer for layer in plan.layers if layer.path.startswith("blocks/")]
+    assert len(layers) == 72
+    for layer in layers:
+        assert {product for product, route in layer.runs if route.how == "packed"} == packed, layer.path
