@@ -9,7 +9,7 @@ This runs what the results do not have yet::
 ``python -m experiments.reproduce`` writes the results into REPRODUCTION.md.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 SIZES = ("cpu", "gpu")
@@ -39,6 +39,16 @@ def network(variant: str, names: tuple[str, ...]) -> tuple[str, str]:
         known = f"{', '.join(names[:-1])} or {names[-1]}"
         raise ValueError(f"there is no variant {variant!r}: {known}, with _cpu or _gpu, as vit_cpu")
     return name, of_size
+
+
+def runs(arms: Mapping[str, dict[str, Any]], of_seeds: Iterable[int]) -> list[dict[str, Any]]:
+    """Return the changes of a sweep: each arm with each seed. Runs of an arm follow each other and share a program.
+
+    Args:
+      arms: What each arm changes, by its name.
+      of_seeds: The seeds.
+    """
+    return [changes | {"seed": seed} for changes in arms.values() for seed in of_seeds]
 
 
 def seeds(field: str, methods: Iterable[Any]) -> list[dict[str, Any]]:

@@ -246,7 +246,7 @@ class Loop:
         """Return the average FLOPs of a step, dense and effective, over so many steps."""
         if step == self.total or self.program.steps_since:
             return self.program.step_flops()
-        return [flops * self.config.accumulate for flops in self.program.plan.over(step)]
+        return [flops * self.config.accumulate for flops in self.program.plan.over(step, data_gradients=False)]
 
     def measured(self, i: int) -> dict[str, float]:
         """Return what a step takes: "step_seconds", the median over windows, and "step_bytes" of temporary memory.

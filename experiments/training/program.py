@@ -70,7 +70,7 @@ class Program:
         self._set_model()
         self._refuse_plan()
         # Steps at which STEP gets sparse are known in the run only: its FLOPs are those of its sparsest step.
-        self.flops = self.plan.training if self.steps_since else self.plan.over(self.total)
+        self.flops = self.plan.training if self.steps_since else self.plan.over(self.total, data_gradients=False)
         self.phases = () if self.steps_since else changes(self.plan, self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0

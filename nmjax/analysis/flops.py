@@ -8,7 +8,7 @@ products of a layer cost the same when dense.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,6 +130,48 @@ def counted(jaxpr: core.Jaxpr, mark: str, name: str | None = None) -> Iterator[t
             for program in _programs(parameters.values()):
                 for inner_name, inner_cost in counted(program, mark, own_name):
                     yield inner_name, times * inner_cost
+
+
+def reading_data(jaxpr: core.Jaxpr, learned: Sequence[bool], mark: str) -> set[str]:
+    """Return the names of the layers whose input does not depend on parameters. Training never computes their dx.
+
+    Args:
+      jaxpr: The program.
+      learned: For each argument of the program, whether it is a parameter.
+      mark: The beginning of the names of layers, as in `counted`.
+
+    >>> def f(w, x):
+    ...     with jax.named_scope("layer_0"):
+    ...         y = x @ w
+    ...     with jax.named_scope("layer_1"):
+    ...         return y @ w
+    >>> reading_data(jax.make_jaxpr(f)(jnp.ones((2, 2)), jnp.ones((3, 2))).jaxpr, [True, False], "layer_")
+    {'layer_0'}
+    """
+    layers: dict[str, bool] = {}  # whether both operands of a product depend on parameters
+    _follow(jaxpr, learned, mark, None, layers)
+    return {name for name, both in layers.items() if not both}
+
+
+def _follow(
+    jaxpr: core.Jaxpr, learned: Sequence[bool], mark: str, name: str | None, layers: dict[str, bool]
+) -> None:  # fmt: skip
+    """Note in `layers` of each layer whether both operands of a product depend on parameters."""
+    depends = {v for v, is_learned in zip(jaxpr.invars, learned, strict=True) if is_learned}
+    for equation in jaxpr.eqns:
+        scope = re.search(rf"{re.escape(mark)}\w*", str(equation.source_info.name_stack))
+        own_name = name or (scope and scope.group())
+        given = [not isinstance(v, core.Literal) and v in depends for v in equation.invars]
+        if any(given):
+            depends.update(equation.outvars)
+        if _product_cost(equation) is None:
+            for program in _programs(equation.params.values()):
+                inner = given[-len(program.invars) :] if equation.primitive.name == "cond" else given
+                if equation.primitive.name in ("scan", "while") or len(inner) != len(program.invars):
+                    inner = [any(given)] * len(program.invars)  # what a loop carries depends on all that goes into it
+                _follow(program, inner, mark, own_name, layers)
+        elif own_name:
+            layers[own_name] = layers.get(own_name, False) or all(given[:2])
 
 
 def _product_cost(equation: core.JaxprEqn) -> int | None:

@@ -84,14 +84,13 @@ class LayerPlan(NamedTuple):
 
     Attributes:
       path: The layer's path in the model.
-      kind: The layer's class, such as "Linear".
+      kind: Its class, such as "Linear".
       kernel: The shape of its kernel; () if it has none.
       sparsity: The pruner of each slot.
       slots: The plans of its slots that are not empty.
       flops: The FLOPs of one product when dense; all three cost the same. None if no example inputs were given.
       shares: The fraction of the FLOPs of fwd, dlhs and drhs that remains at the sparsest step.
-      hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it has no final form
-        because it is random at every step.
+      hardened: The form of its weight after `harden`: "n:m", "dense", or "none" if it is random at every step.
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
       else_dense: (slot, reason) of the slots that its rule leaves empty, because they do not fit.
@@ -99,6 +98,7 @@ class LayerPlan(NamedTuple):
         one, if no example was given, or if the model is in a phase.
       phase: The first step of the phase that the model is in (`nmjax.nnx.phase`); None if it is in none.
       kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``drhs_lhs`` is empty.
+      reads_data: Whether its input depends on no parameter of the model, so that training of the model needs no dx.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -119,6 +119,7 @@ class LayerPlan(NamedTuple):
     kept: tuple[int, int] = (0, 0)
     phases: Phases = ()
     phase: int | None = None
+    reads_data: bool = False
 
 
 def hardened(sparsity: Sparsity) -> str:
@@ -223,13 +224,12 @@ class Plan:
         cost = [(3 * (layer.flops or 0), (layer.flops or 0) * sum(layer.shares)) for layer in self.layers]
         return 3 * self.elsewhere + sum(d for d, _ in cost), 3 * self.elsewhere + sum(e for _, e in cost)
 
-    def over(self, steps: int) -> tuple[float, float]:
+    def over(self, steps: int, *, data_gradients: bool = True) -> tuple[float, float]:
         """Return the mean FLOPs of a forward and backward pass, dense and effective, over the steps of a run.
 
-        With a schedule, the FLOPs change from step to step.
-
         Args:
-          steps: The number of steps.
+          steps: The number of steps. With a schedule, the FLOPs change from step to step.
+          data_gradients: False to leave out dx of layers whose input is data: training of a whole model needs none.
 
         >>> from nmjax.recipes.text import parse
         >>> fading = parse("mdgf(2,4,linear(1,0,80))")
@@ -237,16 +237,17 @@ class Plan:
         >>> Plan((layer,), elsewhere=0, uncovered=(), parameters=36).over(160)
         (3072, 2816.0)
         """
-        shares = {sparsity: flops.over(sparsity, steps) for sparsity in {layer.sparsity for layer in self.layers}}
-        cost = [(layer.flops or 0) * sum(shares[layer.sparsity]) for layer in self.layers]
-        return self.training[0], 3 * self.elsewhere + sum(cost)
+        mean = {sparsity: flops.over(sparsity, steps) for sparsity in {layer.sparsity for layer in self.layers}}
+        cost = [(layer.flops or 0) * sum(mean[layer.sparsity]) for layer in self.layers]
+        unneeded = [layer for layer in self.layers if layer.reads_data and not data_gradients]
+        left_out = sum((layer.flops or 0) * mean[layer.sparsity][1] for layer in unneeded)
+        return self.training[0] - sum(layer.flops or 0 for layer in unneeded), 3 * self.elsewhere + sum(cost) - left_out
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
         """(where, reason) of everything that a step of training would refuse. See `nmjax.analysis.refusals`.
 
-        In a plan with a recipe, also of everything that `nmjax.nnx.sparsify` would refuse. The first part is a layer's
-        path, or names a rule of the recipe.
+        In a plan with a recipe, also of what `sparsify` would refuse. The first part is a layer's path, or a rule.
         """
         slots = [(layer.path, slot.refused) for layer in self.layers for slot in layer.slots if slot.refused]
         runs = [(layer.path, route.why) for layer in self.layers for _, route in layer.runs if route.how == "refused"]
@@ -303,7 +304,9 @@ class Plan:
     def _rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table. Layers that differ only in the numbers of their paths share a row."""
         rows: list[tuple[str, ...]] = []
-        for alike in layer_paths.alike((layer.path, layer[1:], layer) for layer in self.layers):
+        for alike in layer_paths.alike(
+            (layer.path, layer._replace(path="", reads_data=False), layer) for layer in self.layers
+        ):
             first, cost = alike[0], sum(layer.flops or 0 for layer in alike)
             count, kernel = f"{len(alike)} " if len(alike) > 1 else "", "x".join(map(str, first.kernel))
             rows.append((

@@ -138,10 +138,13 @@ def plan(
     copy, notes = recording(model, [one.noted for one in planned])
     beyond, parameters = unreached(model, with_doors)
     costs: Sequence[int | None] = [None] * len(notes)
-    elsewhere = 0
+    elsewhere, of_data = 0, set()
     if inputs or options:
-        costs, elsewhere = _costs(traced(copy, inputs, options), len(notes))
+        program, of_model = traced(copy, inputs, options)
+        costs, elsewhere = _costs(program, len(notes))
+        of_data = flops.reading_data(program, of_model, MARK)
     rows = tuple(_row(*row) for row in zip(with_doors, planned, notes, costs, strict=True))
+    rows = tuple(row._replace(reads_data=f"{MARK}{i}" in of_data) for i, row in enumerate(rows))
     uncovered, speed = tuple((one.path, one.shape) for one in beyond), speed_of(row.runs for row in rows)
     if recipe is None:
         return Plan(rows, elsewhere, uncovered, parameters, speed=speed)

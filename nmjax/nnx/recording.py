@@ -117,8 +117,8 @@ def recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[Notes]]:
     return copy, notes
 
 
-def traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> core.Jaxpr:
-    """Return the program of a call."""
+def traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> tuple[core.Jaxpr, list[bool]]:
+    """Return the program of a call, and for each of its arguments whether it belongs to the model."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(jax.tree.map(shape_of, (state, inputs, options)))
     shapes = [v for v in leaves if isinstance(v, jax.ShapeDtypeStruct)]
@@ -130,7 +130,9 @@ def traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> cor
         result = nnx.merge(graph, state)(*inputs, **options)
         return [v for v in jax.tree.leaves(result) if isinstance(v, jax.Array)]
 
-    return jax.make_jaxpr(forward)(shapes).jaxpr
+    own = len(jax.tree.leaves(state))
+    mine = [i < own for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)]
+    return jax.make_jaxpr(forward)(shapes).jaxpr, mine
 
 
 def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:
