@@ -2,7 +2,8 @@
 
 The model: a result is the sum of an effect of the method, an effect of the seed, and noise. The noise has the same
 variance for all methods, so it is estimated from all runs together. This needs fewer seeds than a variance for each
-pair of methods, and it is wrong if one method is much noisier than the others: leave such a method out.
+pair of methods. If the runs of a method scatter much more than the others, its effects are estimated from its own runs
+and those of the method that it is compared with.
 """
 
 import math
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+UNEVEN = 3.0  # a method whose variance is so many times that of the others does not share theirs
 LEVEL = 0.05  # the probability that a table without effects calls any difference an effect
 
 
@@ -78,6 +80,70 @@ def effects(values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str
     for method in dict.fromkeys(method for pair in pairs for method in pair):
         if not values.get(method):
             raise Unknown(f"{method} has no results")
+    uneven = scattered(values)
+    fit = _fit({method: by_seed for method, by_seed in values.items() if method not in uneven})
+    found = []
+    for first, second in pairs:
+        alone = uneven & {first, second}
+        one = _fit({method: values[method] for method in (first, second)}) if alone else fit
+        if one.freedom < 1:
+            raise Unknown("each method has one run, or no two methods share a seed: the noise is not known")
+        found.append(_effect(one, first, second))
+    adjusted = holm([_p(effect) for effect in found])
+    return Table([e._replace(p=p) for e, p in zip(found, adjusted, strict=True)], math.sqrt(fit.variance), fit.freedom)
+
+
+def scattered(values: Mapping[str, Mapping[int, float]]) -> set[str]:
+    """Return the methods whose runs scatter much more than those of the others, so that they cannot share a variance.
+
+    The variance of their residuals is more than `UNEVEN` times that of the others, and not by chance: the probability
+    of such a ratio among equals is below `LEVEL`, divided by the number of methods.
+
+    >>> draw = np.random.default_rng(0)
+    >>> runs = lambda spread: {seed: spread * draw.standard_normal() for seed in range(10)}
+    >>> scattered({"a": runs(1), "b": runs(1), "c": runs(1), "wild": runs(9)})
+    {'wild'}
+    """
+    found: set[str] = set()
+    while True:
+        left = {method: by_seed for method, by_seed in values.items() if method not in found}
+        worst = max(left, key=lambda method: _ratio(left, method)[0], default="")
+        if len(left) < 3 or not _ratio(left, worst)[1]:
+            return found
+        found.add(worst)
+
+
+def _ratio(values: Mapping[str, Mapping[int, float]], method: str) -> tuple[float, bool]:
+    """Return the variance of a method over that of the others, and whether it is too large for chance.
+
+    The method's own variance is that of its differences to the fit of the others, which have none of its noise.
+    """
+    from scipy.special import fdtrc  # here because it is slow, and a launch does not need it
+
+    others = _fit({name: by_seed for name, by_seed in values.items() if name != method})
+    shared = [seed for seed in values[method] if seed in others.of_seed]
+    if len(shared) < 3 or others.freedom < 1 or others.variance == 0.0:
+        return 0.0, False
+    own = float(np.var([values[method][seed] - others.of_seed[seed] for seed in shared], ddof=1))
+    expected = others.variance * (1 + 1 / others.methods)  # a seed's effect is a mean over the other methods
+    ratio = own / expected
+    by_chance = float(fdtrc(len(shared) - 1, others.freedom, ratio)) * len(values)
+    return ratio, ratio > UNEVEN and by_chance < LEVEL
+
+
+class _Fit(NamedTuple):
+    """The two-way model, fitted to results."""
+
+    estimates: dict[str, float]
+    of_seed: dict[int, float]
+    inverse: np.ndarray
+    design: np.ndarray
+    variance: float
+    freedom: int
+    methods: int
+
+
+def _fit(values: Mapping[str, Mapping[int, float]]) -> _Fit:
     methods = [method for method, by_seed in values.items() if by_seed]
     seeds = sorted({seed for by_seed in values.values() for seed in by_seed})
     runs = [(method, seed, result) for method in methods for seed, result in values[method].items()]
@@ -86,22 +152,24 @@ def effects(values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str
         design[row, methods.index(method)] = design[row, len(methods) + seeds.index(seed)] = 1.0
     results = np.array([result for *_, result in runs])
     inverse = np.linalg.pinv(design)
-    estimates = inverse @ results
+    found = inverse @ results
     freedom = len(runs) - int(np.linalg.matrix_rank(design))
-    if freedom < 1:
-        raise Unknown("each method has one run, or no two methods share a seed: the noise is not known")
-    variance = float(np.sum((results - design @ estimates) ** 2)) / freedom
-    found = []
-    for first, second in pairs:
-        contrast = np.zeros(design.shape[1])
-        contrast[methods.index(first)], contrast[methods.index(second)] = 1.0, -1.0
-        weights = contrast @ inverse
-        if first == second or not np.allclose(weights @ design, contrast, atol=1e-6):
-            raise Unknown(f"{first} and {second} share no seed, directly or through other methods")
-        error = math.sqrt(variance * float(weights @ weights))
-        found.append(Effect(float(contrast @ estimates), error, freedom, 1.0))
-    adjusted = holm([_p(effect) for effect in found])
-    return Table([e._replace(p=p) for e, p in zip(found, adjusted, strict=True)], math.sqrt(variance), freedom)
+    variance = float(np.sum((results - design @ found) ** 2)) / freedom if freedom else math.nan
+    by_method = dict(zip(methods, found.tolist(), strict=False))
+    by_seed = dict(zip(seeds, found[len(methods) :].tolist(), strict=True))
+    return _Fit(by_method, by_seed, inverse, design, variance, freedom, len(methods))
+
+
+def _effect(fit: _Fit, first: str, second: str) -> Effect:
+    """Return the difference between two methods of a fit. Its probability is not yet adjusted, and set to 1."""
+    methods = list(fit.estimates)
+    contrast = np.zeros(fit.design.shape[1])
+    contrast[methods.index(first)], contrast[methods.index(second)] = 1.0, -1.0
+    weights = contrast @ fit.inverse
+    if first == second or not np.allclose(weights @ fit.design, contrast, atol=1e-6):
+        raise Unknown(f"{first} and {second} share no seed, directly or through other methods")
+    difference = fit.estimates[first] - fit.estimates[second]
+    return Effect(difference, math.sqrt(fit.variance * float(weights @ weights)), fit.freedom, 1.0)
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -10,7 +10,7 @@ This runs what the results do not have yet::
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 SIZES = ("cpu", "gpu")
 SMALL_VIT = dict(  # 16 tokens of Fashion-MNIST; the width is a multiple of 64, for groups of 64
@@ -18,6 +18,45 @@ SMALL_VIT = dict(  # 16 tokens of Fashion-MNIST; the width is a multiple of 64, 
 )
 VALIDATION = 0.0  # as in the papers, runs train on all training data, and the last step is scored on the test data
 INTERVALS = dict(evaluate="25%", measure="25%")  # a run takes seconds: more would cost too much of its time
+
+
+class Claim(NamedTuple):
+    """A claim about two arms of a study.
+
+    Attributes:
+      text: The claim as a sentence without a full stop.
+      first: The name of the arm that is said to be better, or as good.
+      kind: What is said of it.
+      second: The name of the other arm.
+    """
+
+    text: str
+    first: str
+    kind: Literal["better than", "as good as"]
+    second: str
+
+
+class Gate(NamedTuple):
+    """What the dense network of a study has to reach, so that the study counts.
+
+    Attributes:
+      metric: "accuracy" or "loss", on test data.
+      limit: The lowest accuracy, or the highest loss.
+      source: Where the limit is from.
+      worse: The name of the arm that has to be worse than dense by more than the margin.
+      margin: A difference of the loss that matters.
+      unit: The unit of the loss.
+    """
+
+    metric: Literal["accuracy", "loss"]
+    limit: float
+    source: str
+    worse: str
+    margin: float
+    unit: str
+
+
+IMAGES = Gate("accuracy", 0.87, "Fashion-MNIST", worse="dense, feed-forward of 8", margin=0.02, unit="nats")
 
 
 def size(variant: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import INTERVALS, SMALL_VIT, network, runs
+from experiments.studies import IMAGES, INTERVALS, SMALL_VIT, Claim, Gate, network, runs
 
 SEEDS = range(10)
 STEPS = {"vit_cpu": 6000, "vit_gpu": 9000}
@@ -21,12 +21,12 @@ METHODS = {
     "STE": "ste(2,4)",
     "SR-STE": "sr_ste(2,4)",
     "S-STE": "s_ste(gradient='dense')",
-    "S-STE, MVUE in dw": "s_ste(2,4)",
+    "S-STE with MVUE in dw": "s_ste(2,4)",
     "MdGf to 70 %": "mdgf(2,4,linear(1,0,70%))",
-    "MdGf to 30 %, MVUE in dw": "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)",
+    "MdGf to 30 % with MVUE in dw": "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)",
 }
-SHARES = {"vit": {"STE": 0.843, "S-STE, MVUE in dw": 0.686}}  # of the dense FLOPs
-NARROWER = {"vit": {"STE": (60, 223), "S-STE, MVUE in dw": (52, 217)}}  # width and hidden width of as many FLOPs
+SHARES = {"vit": {"STE": 0.843, "S-STE with MVUE in dw": 0.686}}  # of the dense FLOPs
+NARROWER = {"vit": {"STE": (60, 223), "S-STE with MVUE in dw": (52, 217)}}  # width and hidden width of as many FLOPs
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
@@ -42,6 +42,40 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     rivals["dense, feed-forward of 8"] = {"model.hidden": 8}
     sparse = {method: {"sparsity.blocks": text} for method, text in METHODS.items()}
     return {"dense": {"sparsity.blocks": "dense"}} | sparse | rivals
+
+
+def claims(variant: str = "") -> list[Claim]:
+    """Return the claims that the study judges."""
+    better = [
+        ("S-STE", "STE"),
+        ("SR-STE", "STE"),
+        ("S-STE", "SR-STE"),
+        ("MdGf to 70 %", "SR-STE"),
+        ("MdGf to 70 %", "S-STE"),
+    ]
+    return [
+        *(Claim(f"{method} is as good as dense", method, "as good as", "dense") for method in METHODS),
+        *(Claim(f"{a} is better than {b}", a, "better than", b) for a, b in better),
+        Claim("S-STE with MVUE in dw is as good as without", "S-STE with MVUE in dw", "as good as", "S-STE"),
+        *over_rivals("STE"),
+        *over_rivals("S-STE with MVUE in dw"),
+    ]
+
+
+def over_rivals(method: str) -> list[Claim]:
+    """Return the claims that a method is better than its dense rivals."""
+    return [
+        Claim(f"{method} is better than {rival}", method, "better than", f"dense, {word}, FLOPs of {method}")
+        for word, rival in (
+            ("narrower", "a narrower dense network with as many FLOPs"),
+            ("shorter", "a shorter dense run with as many FLOPs"),
+        )
+    ]
+
+
+def gate(variant: str = "") -> Gate:
+    """Return what the dense network has to reach."""
+    return IMAGES
 
 
 def narrower(wide: ConfigDict, width: int, hidden: int) -> dict[str, int]:
