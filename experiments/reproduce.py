@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments import evidence
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.recorded import Compared, Study, compared, read, study
@@ -36,7 +37,13 @@ CAPTION = "Differences to dense of our runs (dots, with standard errors)"
 
 def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Return the Markdown of the block of a name such as "sdgp_cpu", and its pictures as SVG by their names."""
+    if name == "claims":
+        return _text([evidence.first_screen(_confirmed(results), results)]), {}
     its_study = study(name)
+    if hasattr(its_study.module, "arms"):
+        parts, pictures = evidence.section(name, results)
+        lines = read(results / f"{name}.jsonl")
+        return _text(["\n\n".join([*parts, _source(its_study, lines)])]), pictures
     if hasattr(its_study.module, "figure"):
         return _figure(name, its_study, read(results / f"{name}.jsonl"))
     ours = compared(name, results)
@@ -62,6 +69,11 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     if against and shorter is None:
         parts.append(f"\nNot run: the dense runs of as many FLOPs, `{study(against).command}`.")
     return _text([*parts, *(f"\n{note}" for note in ours.comparison.notes)]), pictures
+
+
+def _confirmed(results: Path) -> list[evidence.Judged]:
+    """Return the studies that have results, with their verdicts."""
+    return [evidence.judged(name, results) for name in evidence.STUDIES if (results / f"{name}.jsonl").exists()]
 
 
 def _text(parts: list[str]) -> str:
@@ -226,7 +238,14 @@ def _frontier(
     best: Callable = min if ours.comparison.metric.endswith("loss") else max
     shown, joined = ([point for point in each if point] for each in (points, line))
     return dots.standalone(
-        dots.frontier(f"{name}-{'f' if cost == 'cost' else 't'}", shown, joined, **words, say=_signed, best=best)
+        dots.frontier(
+            f"{name}-{'f' if cost == 'cost' else 't'}",
+            shown,
+            [joined] if joined else [],
+            **words,
+            say=_signed,
+            best=best,
+        )
     )
 
 

@@ -71,7 +71,7 @@ class Point(NamedTuple):
 
 
 def frontier(
-    name: str, points: list[Point], line: list[Point], *, alt: str, along: str, up: str, keys: dict[str, str],
+    name: str, points: list[Point], lines: list[list[Point]], *, alt: str, along: str, up: str, keys: dict[str, str],
     say: Callable[[float], str], best: Callable = max,
 ) -> str:  # fmt: skip
     """Return an SVG element with values by their costs. A dashed line joins the points that no other point beats.
@@ -79,8 +79,8 @@ def frontier(
     Args:
       name: A name of the picture that is unique on its page.
       points: The points, each with its name beside it.
-      line: Points of another kind, joined by a line and without names. The one with the highest cost may also be on
-        the dashed line.
+      lines: Points of other kinds, joined by a line for each kind, without names. The one with the highest cost may
+        also be on the dashed line.
       alt: The description for readers who do not see the picture.
       along: The title of the axis of costs.
       up: The title of the axis of values.
@@ -98,26 +98,29 @@ def frontier(
         place = (left / width, bottom / height, (width - left - 20) / width, (height - bottom - top) / height)
         axes = plain_axes(figure, place, grid="y")
         axes.axhline(0, color=hex_of("muted"), linewidth=1)
-        known = [*points, *line]
-        edge = [*points, *sorted(line, key=lambda p: p.cost)[-1:]]
+        joined = [p for line in lines for p in line]
+        known = [*points, *joined]
+        edge = [*points, *sorted(joined, key=lambda p: p.cost)[-1:]]
         edge = [p for p in edge if not any(_beats(q, p, best) for q in edge)]
-        line_colour = line[0].colour if line else "muted"
-        for joined, colour, dash in ((edge, "muted", (0, (4, 3))), (line, line_colour, "-")):
-            ends = sorted((p.cost, p.value) for p in joined)
+        for along_line, colour, dash in (
+            (edge, "muted", (0, (4, 3))),
+            *((line, line[-1].colour, "-") for line in lines),
+        ):
+            ends = sorted((p.cost, p.value) for p in along_line)
             axes.plot([x for x, _ in ends], [y for _, y in ends], color=hex_of(colour), linewidth=1, linestyle=dash)
         low, high = (end(p.cost for p in known) for end in (min, max))
         axes.set_xlim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
         shown = _apart(points, 0.011 * (high - low or 1))
-        for p in [*line, *shown]:
+        for p in [*joined, *shown]:
             axes.errorbar(
-                p.cost, p.value, yerr=p.error, fmt="o", color=hex_of(p.colour), markersize=4 if p in line else 7,
+                p.cost, p.value, yerr=p.error, fmt="o", color=hex_of(p.colour), markersize=4 if p in joined else 7,
                 elinewidth=1.4, capsize=0, markeredgewidth=0,
             )  # fmt: skip
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
         axes.set_ylim(axes.get_ylim())  # fixed now: matplotlib would compute them later, after the names are placed
-        texts = [(p.name, x, y, p.colour, alignment) for p, x, y, alignment in _places(axes, shown, line)]
+        texts = [(p.name, x, y, p.colour, alignment) for p, x, y, alignment in _places(axes, shown, joined)]
         texts.append((along, left + (width - left - 20) / 2, 12, "muted", "center"))
         texts.append((up, 8, height - 12, "muted", "left"))
         start = left

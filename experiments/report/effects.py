@@ -189,23 +189,26 @@ def holm(ps: Sequence[float]) -> list[float]:
 # ---- verdicts ----
 
 HOLDS, FAILS, OPEN = "holds here", "does not hold here", "cannot be told"
+SMALL = "holds here, by less than the margin"
 
 
 def is_better(effect: Effect, margin: float) -> str:
     """Return the verdict on the claim that the first method is better. Larger results are better.
 
-    It holds if the difference is positive with `LEVEL`. It does not hold if the difference is negative with `LEVEL`, or
-    if the 90 % interval lies within the margin: then there is no difference that matters.
+    It holds if the difference is positive with `LEVEL`; if its 90 % interval lies within the margin, the verdict says
+    so. It does not hold if the difference is negative with `LEVEL`, or if there is no difference with `LEVEL` and the
+    90 % interval lies within the margin.
 
     >>> is_better(Effect(1.0, 0.2, 20, 0.001), 0.5), is_better(Effect(0.1, 0.1, 20, 0.3), 0.5)
     ('holds here', 'does not hold here')
-    >>> is_better(Effect(0.4, 0.5, 20, 0.4), 0.5)
-    'cannot be told'
+    >>> is_better(Effect(0.4, 0.5, 20, 0.4), 0.5), is_better(Effect(0.2, 0.05, 20, 0.001), 0.5)
+    ('cannot be told', 'holds here, by less than the margin')
     """
-    if effect.p < LEVEL:
-        return HOLDS if effect.difference > 0 else FAILS
     low, high = effect.interval(0.9)
-    return FAILS if -margin < low and high < margin else OPEN
+    within = -margin < low and high < margin
+    if effect.p < LEVEL and effect.difference > 0:
+        return SMALL if within else HOLDS
+    return FAILS if effect.p < LEVEL or within else OPEN
 
 
 def is_as_good(effect: Effect, margin: float) -> str:

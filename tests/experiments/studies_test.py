@@ -406,7 +406,7 @@ def test_what_nothing_beats_is_joined(best, joined):
     ]
     line = [dots.Point("", 0.5, 9.0, colour="s1"), dots.Point("", 1.0, 0.5, colour="s1")]
     words = {"alt": "", "along": "cost", "up": "value", "keys": {}, "say": str}
-    svg = dots.frontier("here", points, line, best=best, **words)
+    svg = dots.frontier("here", points, [line], best=best, **words)
     (dashed,) = re.findall(r'<path d="([^"]*)"[^>]*stroke-dasharray: 4,3', svg)
     assert len(re.findall("[ML]", dashed)) == joined
     assert dots.frontier("here", points[:1], [], **words).count(">a<") == 1
@@ -417,7 +417,7 @@ def test_names_stand_beside_their_points():
     points = [dots.Point(name, *at) for name, *at in (("a", 0.6, -40.0), ("b", 0.8, -3.0))]
     line = [dots.Point("", cost, value, 90.0) for cost, value in ((1.0, 0.0), (0.5, -90.0))]
     words = {"alt": "", "along": "cost", "up": "value", "keys": {"one": "s0"}}
-    svg = dots.frontier("here", points, line, **words, say=str)
+    svg = dots.frontier("here", points, [line], **words, say=str)
     marks = [(float(x), float(y)) for x, y in re.findall(r'<use [^>]*x="([\d.]+)" y="([\d.]+)" style="fill', svg)]
     assert len(marks) == 4
     for name, (x, y) in zip("ab", marks[2:], strict=True):
