@@ -309,7 +309,7 @@ def frontier(one: Judged, cost: str) -> str:
     for name, of in changes.items():
         kind = next((kind for kind, field in kinds.items() if field in of), "sparse")
         share = getattr(one.arms[name], cost) / getattr(one.arms["dense"], cost)
-        if name == one.gate.worse or math.isnan(share):
+        if name == one.gate.worse or math.isnan(share) or len({*values[name]} & {*values["dense"]}) < 2:
             continue
         if name == "dense":
             for line in ("narrower", "shorter"):
@@ -320,7 +320,7 @@ def frontier(one: Judged, cost: str) -> str:
         points[kind].append(dots.Point(name, share, -effect.difference, (high - low) / 2, COLOURS[kind]))
     up = f"loss less that of dense, {one.gate.unit}, with 95 % intervals"
     drawn = dots.frontier(
-        f"{one.name}-{cost}", points["sparse"], [points["narrower"], points["shorter"]],
+        f"{one.name}-{cost}", points["sparse"], [line for line in (points["narrower"], points["shorter"]) if line],
         alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say="{:+.3f}".format, best=min,
         keys={kind if kind == "sparse" else f"dense, {kind}": colour for kind, colour in COLOURS.items()},
     )  # fmt: skip
@@ -333,8 +333,9 @@ COLOURS = {"sparse": "s1", "narrower": "s0", "shorter": "s3"}
 def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
-    pictures = {f"{name}_{cost}": frontier(one, cost) for cost in COSTS}
-    parts = [f"![Loss by {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in COSTS]
+    shown = COSTS if len(one.arms["dense"].losses) > 1 else {}
+    pictures = {f"{name}_{cost}": frontier(one, cost) for cost in shown}
+    parts = [f"![Loss by {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in shown]
     gate = f"It does not pass its gate: {one.failed}. It shows nothing." if one.failed else "It passes its gate."
     parts += [gate, claims_table(one), arms_table(one), LEGEND]
     if one.uneven:

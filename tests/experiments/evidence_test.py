@@ -1,0 +1,160 @@
+"""Claims of studies: the verdicts that their results give, their gates and rivals, and bad results."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from scipy import stats
+
+import nmjax as nm
+from experiments import evidence, pages, recorded, reproduce, sweep
+from experiments.errors import Mistake
+from experiments.training import digest, settings
+
+NAME = "recipe_vit_cpu"
+FLOOR = "dense, feed-forward of 8"
+DW = "MdGf to 30 % with MVUE in dw"
+
+
+def line(arm, seed, loss, accuracy=0.88, name=NAME, **more):
+    study = recorded.study(name)
+    changes = study.module.arms(study.variant)[arm] | {"seed": seed}
+    (member,) = sweep.members(pages.load(study.page), [changes])
+    return {
+        "format": 1, "run": member.name, "changes": changes, "outcome": "finished", "metric": "accuracy",
+        "figures": {"accuracy": 0.1, "hardened_accuracy": accuracy, "hardened_loss": loss, "loss": 9.0},
+        "steps": member.config.steps, "flops": [2.0, 2.0], "measured": {"step_seconds": 0.01, "step_bytes": 100},
+        "devices": "1 x cpu", "began": "2026-01-01T00:00:00+00:00", "ended": "2026-01-01T00:00:30+00:00",
+        "command": study.short, "versions": {"jax": "0.0"}, "notes": [],
+        "config": digest.identity(member.config).digest,
+    } | more  # fmt: skip
+
+
+def written(folder, lines, name=NAME):
+    shutil.copy(reproduce.RESULTS / "baselines_cpu.jsonl", folder)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return folder
+
+
+def runs(arm, losses, **more):
+    return [line(arm, 10 + n, loss, **more) for n, loss in enumerate(losses)]
+
+
+DENSE = [0.330, 0.331, 0.329, 0.332]
+GOOD = [*runs("dense", DENSE), *runs(FLOOR, [0.43, 0.44, 0.42, 0.43])]
+
+
+def test_a_verdict_is_that_of_the_differences(tmp_path):
+    """Of two methods, the interval is that of a paired t test. The second is worse by 0.05 ± 0.001 nats."""
+    sparse = [0.381, 0.380, 0.380, 0.381]
+    one = evidence.judged(NAME, written(tmp_path, [*GOOD, *runs(DW, sparse, accuracy=0.87)]))
+    first = one.judgements[0]
+    assert (first.claim.text, first.verdict, first.seeds) == (f"{DW} is as good as dense", "does not hold here", 4)
+    other = stats.ttest_rel(sparse, DENSE).confidence_interval(0.95)
+    assert (first.loss.difference, *first.loss.interval()) == pytest.approx((0.05, other.low, other.high))
+    assert first.accuracy.difference == pytest.approx(-0.01)
+    assert one.judgements[1].verdict == "not run"
+    assert one.failed == ""
+
+
+def test_the_tables_say_what_was_measured(tmp_path):
+    diverged = line(DW, 13, 0.0, outcome="diverged: the loss is nan at step 3")
+    lines = [*GOOD, *runs(DW, [0.340, 0.341, 0.339], flops=[2.0, 1.5]), diverged]
+    text, pictures = reproduce.block(NAME, written(tmp_path, lines))
+    rows = {row.split(" | ")[0].removeprefix("| "): row for row in text.splitlines() if row.startswith("| ")}
+    missing = ", ".join(map(str, range(14, 30)))
+    assert rows["dense"] == f"| dense | 0.3305 | 88.00 | 1.000 | 1.000 | 1.000 | 4 of 20 | seeds missing: {missing} |"
+    assert "| 0.750 | 1.000 | 1.000 | 3 of 20 | seed 13 diverged: the loss is nan at step 3; seeds missing" in rows[DW]
+    assert "| 0 of 20 | seeds missing" in rows[f"dense, narrower, FLOPs of {DW}"]
+    assert "It passes its gate." in text
+    assert rows[f"{DW} is as good as dense"].startswith(
+        f"| {DW} is as good as dense | holds here | +0.0100 [+0.0100, +0.0100] |"
+    )
+    assert pictures.keys() == {f"{NAME}_{cost}" for cost in ("flops", "seconds", "bytes")}
+    assert pictures[f"{NAME}_flops"].count(f">{DW}<") == 1
+
+
+def test_the_first_screen_has_the_main_claims_and_the_simple_methods(tmp_path):
+    text, pictures = reproduce.block("claims", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
+    assert text.count("| ViT, Fashion-MNIST | passed |") == 6
+    assert "MVUE in dx too is as good" not in text
+    assert "reaches 88.0 %; ridge regression 81.2 %, the nearest training images 85.5 %." in text
+    assert not pictures
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (runs("dense", DENSE, accuracy=0.869), "the dense network reaches 86.9 %, and the gate is 87.0 %"),
+        (runs("dense", DENSE), f"“{FLOOR}”, which has to be worse than dense, was not run with the same seeds"),
+        ([*runs("dense", DENSE), *runs(FLOOR, DENSE)], f"“{FLOOR}” is not worse than dense by more than the margin"),
+        (runs(FLOOR, DENSE), "the dense network was not run"),
+    ],
+)
+def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
+    results = written(tmp_path, [*lines, *runs(DW, DENSE)])
+    assert evidence.judged(NAME, results).failed == why
+    assert f"It does not pass its gate: {why}. It shows nothing." in reproduce.block(NAME, results)[0]
+    assert reproduce.block("claims", results)[0].count(f"| {why} |") == 6
+
+
+def test_results_of_no_arm_are_refused(tmp_path):
+    other = line("dense", 10, 0.3)
+    other["changes"] = {"sparsity.blocks": "ste(2,4)", "seed": 10}
+    (member,) = sweep.members(pages.load(recorded.study(NAME).page), [other["changes"]])
+    other["config"] = digest.identity(member.config).digest
+    for strange in (other, line("dense", 3, 0.3)):
+        with pytest.raises(
+            Mistake, match=r"recipe_vit_cpu.jsonl has the run .*, but the study does not. Remove its line"
+        ):
+            evidence.judged(NAME, written(tmp_path, [*GOOD, strange]))
+
+
+def test_runs_that_scatter_are_named(tmp_path):
+    draw = np.random.default_rng(0)
+    quiet = lambda: (0.33 + 0.001 * draw.standard_normal(8)).tolist()
+    arms = [DW, f"dense, narrower, FLOPs of {DW}", f"dense, shorter, FLOPs of {DW}"]
+    lines = [each for arm in ("dense", *arms[1:]) for each in runs(arm, quiet())]
+    lines += runs(DW, (0.33 + 0.02 * draw.standard_normal(8)).tolist())
+    text, _ = reproduce.block(NAME, written(tmp_path, lines))
+    assert f"Runs that scatter much more than others, so that they have their own variance: {DW}." in text
+
+
+@pytest.mark.parametrize("name", evidence.STUDIES)
+def test_claims_are_about_arms_of_the_study(name):
+    module, variant = recorded.study(name)[:2]
+    arms, claims = module.arms(variant), module.claims(variant)
+    assert len({str(changes) for changes in arms.values()}) == len(arms)
+    assert {arm for claim in claims for arm in (claim.first, claim.second)} <= {*arms}
+    assert module.gate(variant).worse in arms
+    assert any(claim.first_screen for claim in claims)
+    assert len(module.get_sweep(variant)) == len(arms) * len(module.SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", evidence.STUDIES)
+def test_rivals_have_as_many_flops(name):
+    """The narrower and the shorter network cost what the method costs, to within 1 %."""
+    study = recorded.study(name)
+    base, arms = pages.load(study.page), study.module.arms(study.variant)
+    config = lambda arm: sweep.members(base, [arms[arm] | {"seed": 0}])[0].config
+    found = 0
+    for rival in arms:
+        kind, _, method = rival.partition(", FLOPs of ")
+        if method:
+            found += 1
+            assert flops(config(rival)) == pytest.approx(flops(config(method)), rel=0.01), (kind, method)
+    assert found >= 4
+
+
+def flops(config):
+    """Return the effective FLOPs of a run."""
+    sizes = {key: value for key, value in config.model.to_dict().items() if key not in ("name", "size")}
+    named = {"vit": nm.models.vit.SIZES}[config.model.name][config.model.size] | sizes
+    make = lambda: nm.models.ViT(**named, image=28, channels=1, classes=10, rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((config.batch, 28, 28, 1), "float32")
+    plan = nm.nnx.plan(nnx.eval_shape(make), x, recipe=settings.recipe(config, config.steps))
+    return plan.over(config.steps, data_gradients=False)[1] * config.steps
