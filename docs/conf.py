@@ -65,6 +65,14 @@ def copy_notebooks() -> None:
         shutil.copy(notebook, target)
 
 
+COPIED = {  # pages that lie outside docs/
+    HERE.parent / "experiments" / "REPRODUCTION.md": HERE / "evidence" / "reproduction.md",
+    HERE.parent / "experiments" / "EARLIER.md": HERE / "evidence" / "earlier.md",
+    HERE.parent / "CHANGELOG.md": HERE / "changelog.md",
+    HERE.parent / "CONTRIBUTING.md": HERE / "contributing.md",
+}
+
+
 def copy_page(source: Path, target: Path) -> None:
     """Copy a page that lies outside docs/. A link to a file that the site does not have becomes its text."""
 
@@ -76,6 +84,7 @@ def copy_page(source: Path, target: Path) -> None:
         file = (source.parent / name).resolve()
         if not file.exists():
             raise FileNotFoundError(f"{source}: the link to {path} is broken.")
+        file = COPIED.get(file, file)
         if mark or HERE in file.parents:
             return f"{mark}[{text}]({os.path.relpath(file, target.parent)}{anchor})"
         return text
@@ -94,7 +103,6 @@ def write_gallery() -> None:
 
 copy_notebooks()
 write_gallery()
-copy_page(HERE.parent / "experiments" / "REPRODUCTION.md", HERE / "evidence" / "reproduction.md")
-copy_page(HERE.parent / "CHANGELOG.md", HERE / "changelog.md")
-copy_page(HERE.parent / "CONTRIBUTING.md", HERE / "contributing.md")
+for original, copied in COPIED.items():
+    copy_page(original, copied)
 public.write(HERE / "reference" / "api")

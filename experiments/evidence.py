@@ -13,7 +13,7 @@ from experiments.report.effects import Effect
 from experiments.report.words import markdown_table
 from experiments.studies import Claim, Gate
 
-STUDIES = ("recipe_vit_cpu", "methods_vit_cpu")  # in the order of the page
+STUDIES = ("recipe_vit_cpu", "methods_vit_cpu", "equal_flops_cpu", "equal_flops_qk_cpu")  # in the order of the page
 POINTS = 0.005  # a difference of accuracy that matters
 
 
@@ -215,18 +215,25 @@ def score(gate: Gate, value: float) -> str:
 # ---- tables ----
 
 
-def first_screen(studies: list[Judged], results: Path) -> str:
+def first_screen(results: Path) -> str:
     """Return the table of the main claims of all studies, and a sentence for each network.
 
     Args:
-      studies: The studies.
-      results: The folder of the results, for the scores of simple methods.
+      results: The folder of the results.
     """
     rows = [["claim", "here", "loss, 95 % interval", "accuracy in points, 95 % interval", "seeds", "network", "gate"]]
-    for one in studies:
-        mine = [judgement for judgement in one.judgements if judgement.claim.first_screen]
-        rows += [[*_cells(judgement), one.gate.network, one.failed or "passed"] for judgement in mine]
-    return "\n\n".join([markdown_table(rows), *dict.fromkeys(reached(one, results) for one in studies)])
+    sentences: dict[str, None] = {}
+    for name in STUDIES:
+        if not (results / f"{name}.jsonl").exists():
+            module, variant = study(name)[:2]
+            main = [claim for claim in module.claims(variant) if claim.first_screen]
+            rows += [[claim.text, NOT_RUN, "", "", "0", module.gate(variant).network, ""] for claim in main]
+            continue
+        one = judged(name, results)
+        main = [judgement for judgement in one.judgements if judgement.claim.first_screen]
+        rows += [[*_cells(judgement, one), one.gate.network, one.failed or "passed"] for judgement in main]
+        sentences[reached(one, results)] = None
+    return "\n\n".join([markdown_table(rows), *sentences])
 
 
 def reached(one: Judged, results: Path) -> str:
@@ -244,14 +251,15 @@ def reached(one: Judged, results: Path) -> str:
 def claims_table(one: Judged) -> str:
     """Return the table of all claims of a study."""
     rows = [["claim", "here", "loss, 95 % interval", "accuracy in points, 95 % interval", "seeds"]]
-    return markdown_table([*rows, *(_cells(judgement) for judgement in one.judgements)])
+    return markdown_table([*rows, *(_cells(judgement, one) for judgement in one.judgements)])
 
 
-def _cells(judgement: Judgement) -> list[str]:
+def _cells(judgement: Judgement, one: Judged) -> list[str]:
+    seeds = f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
     accuracy = _interval(judgement.accuracy, 2, 100.0)
     if judgement.by_accuracy and judgement.by_accuracy != judgement.verdict:
         accuracy += f": {judgement.by_accuracy}"
-    return [judgement.claim.text, judgement.verdict, _interval(judgement.loss, 4), accuracy, str(judgement.seeds)]
+    return [judgement.claim.text, judgement.verdict, _interval(judgement.loss, 4), accuracy, seeds]
 
 
 def _interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
@@ -303,11 +311,11 @@ def frontier(one: Judged, cost: str) -> str:
       cost: A key of `COSTS`.
     """
     changes = one.study.module.arms(one.study.variant)
-    kinds = {"narrower": "model.width", "shorter": "steps"}
     values = {name: {seed: -loss for seed, loss in arm.losses.items()} for name, arm in one.arms.items()}
     points: dict[str, list[dots.Point]] = {"sparse": [], "narrower": [], "shorter": []}
     for name, of in changes.items():
-        kind = next((kind for kind, field in kinds.items() if field in of), "sparse")
+        dense = not any(field.startswith("sparsity.") for field in of)
+        kind = ("shorter" if "steps" in of else "narrower") if dense else "sparse"
         share = getattr(one.arms[name], cost) / getattr(one.arms["dense"], cost)
         if name == one.gate.worse or math.isnan(share) or len({*values[name]} & {*values["dense"]}) < 2:
             continue

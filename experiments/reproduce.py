@@ -1,10 +1,11 @@
-"""Brings REPRODUCTION.md up to date: makes its tables and pictures from experiments/results/*.jsonl.
+"""Brings the pages of evidence up to date: makes their tables and pictures from experiments/results/*.jsonl.
 
     python -m experiments.reproduce
 
-The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name. For a sweep it is a
-table: the results, the published results if the study's page has some, and a comparison with dense runs if the page
-names some. A study that looks into runs makes its own table and pictures. All other text is written by hand.
+The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
+their verdicts, its arms and pictures (`experiments.evidence`), and for an earlier sweep its table. A study that looks
+into runs makes its own table and pictures. ``claims`` are the main claims of all studies. All other text is written by
+hand.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from experiments.report.compare_table import RELATIVE
 from experiments.report.words import PLUS_MINUS, duration, markdown_table
 
 ROOT = Path(__file__).parent
-PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
+PAGES, RESULTS = (ROOT / "REPRODUCTION.md", ROOT / "EARLIER.md"), ROOT / "results"
 BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 DOTS = "Dots: ours, with the standard error of the paired difference"  # part of the pictures
 CAPTION = "Differences to dense of our runs (dots, with standard errors)"
@@ -38,8 +39,10 @@ CAPTION = "Differences to dense of our runs (dots, with standard errors)"
 def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Return the Markdown of the block of a name such as "sdgp_cpu", and its pictures as SVG by their names."""
     if name == "claims":
-        return _text([evidence.first_screen(_confirmed(results), results)]), {}
+        return _text([evidence.first_screen(results)]), {}
     its_study = study(name)
+    if hasattr(its_study.module, "arms") and not (results / f"{name}.jsonl").exists():
+        return _text([f"Not run: `{its_study.command}`."]), {}
     if hasattr(its_study.module, "arms"):
         parts, pictures = evidence.section(name, results)
         lines = read(results / f"{name}.jsonl")
@@ -69,11 +72,6 @@ def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     if against and shorter is None:
         parts.append(f"\nNot run: the dense runs of as many FLOPs, `{study(against).command}`.")
     return _text([*parts, *(f"\n{note}" for note in ours.comparison.notes)]), pictures
-
-
-def _confirmed(results: Path) -> list[evidence.Judged]:
-    """Return the studies that have results, with their verdicts."""
-    return [evidence.judged(name, results) for name in evidence.STUDIES if (results / f"{name}.jsonl").exists()]
 
 
 def _text(parts: list[str]) -> str:
@@ -286,14 +284,15 @@ def main(args: list[str] | None = None) -> int:
     """Write the page and its pictures, and return the exit code."""
     argparse.ArgumentParser("python -m experiments.reproduce", description=__doc__.split("\n")[0]).parse_args(args)
     try:
-        text, pictures = page(PAGE.read_text())
+        made = {path: page(path.read_text()) for path in PAGES}
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
         return 2
-    for name, svg in pictures.items():
-        replace(RESULTS / f"{name}.svg", svg)
-    replace(PAGE, text)
-    print(f"{PAGE}: {', '.join(pictures)}")
+    for path, (text, pictures) in made.items():
+        for name, svg in pictures.items():
+            replace(RESULTS / f"{name}.svg", svg)
+        replace(path, text)
+        print(f"{path}: {', '.join(pictures)}")
     return 0
 
 

@@ -1,0 +1,91 @@
+r"""Progressive gradient flow (arXiv 2402.04744) at equal FLOPs: MdGf against SR-STE that trains for longer.
+
+    python launch.py --config=experiments/studies/equal_flops.py:cpu --sweep \
+        --results=experiments/results/equal_flops_cpu.jsonl
+
+MdGf's weights are dense for most of the run, so its step costs more than one of SR-STE. The paper claims that MdGf is
+better at equal FLOPs of training. Here SR-STE is given as many FLOPs by more steps, with the λ of its paper and with
+ten times as much. The dense rivals have a narrower feed-forward layer, or end sooner. The variants cpu and qk_cpu are
+of the ViT of the study methods: cpu prunes its feed-forward layers, and qk_cpu its queries and keys too.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from experiments.studies import FASHION, Claim, Gate, methods, runs
+
+SEEDS = range(10)
+PATTERNS = ("1,8", "1,16", "1,64")
+LONGER = {  # steps of SR-STE that cost as much as a run of MdGf
+    "cpu": {"1,8": 6940, "1,16": 7024, "1,64": 7088},
+    "qk_cpu": {"1,8": 7244, "1,16": 7362, "1,64": 7454},
+}
+RIVALS = {"cpu": {"steps": 5647, "model.hidden": 232}, "qk_cpu": {"steps": 5559, "model.hidden": 226}}  # as MdGf 1:16
+LAMBDAS = ("2e-4", "2e-3")
+
+
+def _known(variant: str) -> str:
+    """Return the name of a variant; "" is cpu."""
+    if variant not in ("", *LONGER):
+        raise ValueError(f"there is no variant {variant!r}: {' and '.join(LONGER)}")
+    return variant or "cpu"
+
+
+def arms(variant: str = "") -> dict[str, dict[str, Any]]:
+    """Return what each arm of the study changes, by its name."""
+    variant = _known(variant)
+    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.pruned": "dense"}}
+    for pattern in PATTERNS:
+        shown = pattern.replace(",", ":")
+        found[f"SR-STE {shown}"] = {"sparsity.pruned": f"sr_ste({pattern})"}
+        for lam in LAMBDAS:
+            text = f"sr_ste({pattern},lam={lam})"
+            longer = {"sparsity.pruned": text, "steps": LONGER[variant][pattern]}
+            found[f"SR-STE {shown} with λ = {lam}, FLOPs of MdGf {shown}"] = longer
+        found[f"MdGf {shown}"] = {"sparsity.pruned": f"mdgf({pattern},linear(1,0,70%))"}
+    for word, field in (("narrower", "model.hidden"), ("shorter", "steps")):
+        found[f"dense, {word}, FLOPs of MdGf 1:16"] = {field: RIVALS[variant][field]}
+    found["dense, feed-forward of 8"] = {"model.hidden": 8}
+    return found
+
+
+def claims(variant: str = "") -> list[Claim]:
+    """Return the claims that the study judges."""
+    where = " with queries and keys" if _known(variant) == "qk_cpu" else ""
+    found = []
+    for pattern in PATTERNS:
+        shown = pattern.replace(",", ":")
+        mdgf = f"MdGf {shown}"
+        main = pattern == "1,16"
+        found.append(Claim(f"{mdgf}{where} is better than SR-STE", mdgf, "better than", f"SR-STE {shown}", main))
+        for lam in LAMBDAS:
+            text = f"{mdgf}{where} is better than SR-STE with λ = {lam} and as many FLOPs"
+            other = f"SR-STE {shown} with λ = {lam}, FLOPs of {mdgf}"
+            found.append(Claim(text, mdgf, "better than", other, main))
+        found.append(Claim(f"{mdgf}{where} is as good as dense", mdgf, "as good as", "dense"))
+    for word, network in (("narrower", "dense with a narrower feed-forward layer"), ("shorter", "a shorter dense run")):
+        text = f"MdGf 1:16{where} is better than {network} and as many FLOPs"
+        found.append(Claim(text, "MdGf 1:16", "better than", f"dense, {word}, FLOPs of MdGf 1:16"))
+    return found
+
+
+def gate(variant: str = "") -> Gate:
+    """Return what the dense network has to reach."""
+    return FASHION
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    """Return the config of a variant."""
+    c = methods.get_config("vit_cpu")
+    c.measure = "0"
+    pruned = r".*/(mlp/.*|query|key)" if _known(variant) == "qk_cpu" else r".*/mlp/.*"
+    c.rules = ((pruned, "pruned"), (r".*", "dense"))
+    with c.unlocked():
+        c.sparsity = ConfigDict(dict(pruned="dense"))
+    return c
+
+
+def get_sweep(variant: str = "") -> list[dict[str, Any]]:
+    """Return the runs: every arm with ten seeds."""
+    return runs(arms(variant), SEEDS)
