@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.errors import Mistake
 from experiments.recorded import Study, read, study
@@ -21,6 +21,7 @@ class Arm(NamedTuple):
     """The runs of an arm.
 
     Attributes:
+      changes: What the arm changes, without the seed.
       losses: The test loss of each finished run by seed, of the hardened network.
       accuracies: The accuracies, if the runs have any.
       flops: The effective FLOPs of a run.
@@ -29,6 +30,7 @@ class Arm(NamedTuple):
       lost: The seeds of the runs that did not finish, with their outcomes.
     """
 
+    changes: dict[str, Any]
     losses: dict[int, float]
     accuracies: dict[int, float]
     flops: float
@@ -108,18 +110,20 @@ def judged(name: str, results: Path) -> Judged:
         if arm is None or line["changes"]["seed"] not in wanted:
             raise Mistake(f"{path} has the run {line['run']}, but the study does not. Remove its line.")
         runs[arm].append(line)
-    arms = {arm: _arm(of) for arm, of in runs.items()}
+    arms = {arm: arm_of(changes[arm], of) for arm, of in runs.items()}
     gate = module.gate(variant)
-    return _judged(name, its_study, lines, arms, wanted, gate, module.claims(variant), results)
+    return judge(name, its_study, lines, arms, wanted, gate, module.claims(variant), results)
 
 
-def _arm(lines: list[dict]) -> Arm:
+def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
+    """Return the arm of some changes, made of the lines of its runs."""
     done = [line for line in lines if line["outcome"] == "finished"]
     figures = {line["changes"]["seed"]: line["figures"] for line in done}
     of = lambda name: {seed: of.get(f"hardened_{name}", of.get(name)) for seed, of in figures.items() if name in of}
     middle = lambda values: statistics.median(values) if values else math.nan
     measured = [line | line["measured"] for line in done if line.get("measured")]
     return Arm(
+        changes,
         of("loss"),
         of("accuracy"),
         middle([line["flops"][1] * line["steps"] for line in done]),
@@ -129,7 +133,7 @@ def _arm(lines: list[dict]) -> Arm:
     )
 
 
-def _judged(
+def judge(
     name: str, its_study: Study, lines: list[dict], arms: dict[str, Arm], seeds: Sequence[int], gate: Gate,
     claims: list[Claim], results: Path,
 ) -> Judged:  # fmt: skip
@@ -249,9 +253,14 @@ def reached(one: Judged, results: Path) -> str:
 
 
 def claims_table(one: Judged) -> str:
-    """Return the table of all claims of a study."""
+    """Return the table of all claims of a study in Markdown."""
+    return markdown_table(claim_rows(one))
+
+
+def claim_rows(one: Judged) -> list[list[str]]:
+    """Return the rows of the table of all claims; the first is its head."""
     rows = [["claim", "here", "loss, 95 % interval", "accuracy in points, 95 % interval", "seeds"]]
-    return markdown_table([*rows, *(_cells(judgement, one) for judgement in one.judgements)])
+    return [*rows, *(_cells(judgement, one) for judgement in one.judgements)]
 
 
 def _cells(judgement: Judgement, one: Judged) -> list[str]:
@@ -272,7 +281,12 @@ def _interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
 
 
 def arms_table(one: Judged) -> str:
-    """Return the table of the arms of a study: what they reach, and what they cost."""
+    """Return the table of the arms of a study in Markdown: what they reach, and what they cost."""
+    return markdown_table(arm_rows(one))
+
+
+def arm_rows(one: Judged) -> list[list[str]]:
+    """Return the rows of the table of the arms; the first is its head."""
     head = ["arm", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", ""]
     rows, dense = [head], one.arms["dense"]
     for name, arm in one.arms.items():
@@ -291,7 +305,7 @@ def arms_table(one: Judged) -> str:
             f"{len(arm.losses)} of {len(one.seeds)}",
             "; ".join(marks),
         ])  # fmt: skip
-    return markdown_table(rows)
+    return rows
 
 
 # ---- pictures ----
@@ -303,20 +317,21 @@ COSTS = {
 }
 
 
-def frontier(one: Judged, cost: str) -> str:
+def frontier(one: Judged, cost: str, yours: str = "") -> str:
     """Return the picture of what the arms reach and cost: the sparse ones, narrower ones and shorter ones.
 
     Args:
       one: The study.
       cost: A key of `COSTS`.
+      yours: The name of an arm with a colour of its own.
     """
-    changes = one.study.module.arms(one.study.variant)
     values = {name: {seed: -loss for seed, loss in arm.losses.items()} for name, arm in one.arms.items()}
     points: dict[str, list[dots.Point]] = {"sparse": [], "narrower": [], "shorter": []}
-    for name, of in changes.items():
-        dense = not any(field.startswith("sparsity.") for field in of)
-        kind = ("shorter" if "steps" in of else "narrower") if dense else "sparse"
-        share = getattr(one.arms[name], cost) / getattr(one.arms["dense"], cost)
+    for name, arm in one.arms.items():
+        dense = not any(field.startswith("sparsity.") for field in arm.changes)
+        kind = ("shorter" if "steps" in arm.changes else "narrower") if dense else "sparse"
+        colour = COLOURS["yours" if name == yours else kind]
+        share = getattr(arm, cost) / getattr(one.arms["dense"], cost)
         if name == one.gate.worse or math.isnan(share) or len({*values[name]} & {*values["dense"]}) < 2:
             continue
         if name == "dense":
@@ -325,24 +340,24 @@ def frontier(one: Judged, cost: str) -> str:
             continue
         effect = effects.effects(values, [(name, "dense")]).effects[0]
         low, high = effect.interval()
-        points[kind].append(dots.Point(name, share, -effect.difference, (high - low) / 2, COLOURS[kind]))
+        points[kind].append(dots.Point(name, share, -effect.difference, (high - low) / 2, colour))
     up = f"loss less that of dense, {one.gate.unit}, with 95 % intervals"
-    drawn = dots.frontier(
+    named = {kind if kind in ("sparse", "yours") else f"dense, {kind}": colour for kind, colour in COLOURS.items()}
+    return dots.frontier(
         f"{one.name}-{cost}", points["sparse"], [line for line in (points["narrower"], points["shorter"]) if line],
         alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say="{:+.3f}".format, best=min,
-        keys={kind if kind == "sparse" else f"dense, {kind}": colour for kind, colour in COLOURS.items()},
+        keys={name: colour for name, colour in named.items() if name != "yours" or yours},
     )  # fmt: skip
-    return dots.standalone(drawn)
 
 
-COLOURS = {"sparse": "s1", "narrower": "s0", "shorter": "s3"}
+COLOURS = {"sparse": "s1", "narrower": "s0", "shorter": "s3", "yours": "s4"}
 
 
 def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
     shown = COSTS if len(one.arms["dense"].losses) > 1 else {}
-    pictures = {f"{name}_{cost}": frontier(one, cost) for cost in shown}
+    pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in shown}
     parts = [f"![Loss by {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in shown]
     gate = f"It does not pass its gate: {one.failed}. It shows nothing." if one.failed else "It passes its gate."
     parts += [gate, claims_table(one), arms_table(one), LEGEND]

@@ -139,14 +139,14 @@ def run(
     if index is not None:
         at(runs, index)
     for member in runs:
-        if _done(workdir / member.folder):
+        if is_done(workdir / member.folder):
             digest.refuse_another(workdir / member.folder, member.identity)
     sweep = _Sweep(runs, workdir, at_once, make, train)
     for number, member in enumerate(runs):
         if index not in (None, number) or member.name in sweep.begun:
             continue
         group, stopped_by = [], None
-        if not processes.agreed(partial(_done, workdir / member.folder)):
+        if not processes.agreed(partial(is_done, workdir / member.folder)):
             group = sweep.group(number)
             try:
                 stopped_by = sweep.train(group)
@@ -196,7 +196,9 @@ class _Sweep:
                 )
         if self.at_once == 1 or self._program.task.streamed:
             return [member]
-        later = [m for m in self.runs[number + 1 :] if m.name not in self.begun and not _done(self.workdir / m.folder)]
+        later = [
+            m for m in self.runs[number + 1 :] if m.name not in self.begun and not is_done(self.workdir / m.folder)
+        ]
         return [member, *_beside(member, later, self.workdir)[: self.at_once - 1]]
 
     def train(self, group: list[Member]) -> signal.Signals | None:
@@ -236,7 +238,8 @@ def _step(directory: Path) -> int | None:
         return None
 
 
-def _done(directory: Path) -> bool:
+def is_done(directory: Path) -> bool:
+    """Return whether the run of a directory finished or diverged."""
     about = record.read(directory)
     return about is not None and record.done(about)
 

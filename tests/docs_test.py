@@ -171,7 +171,11 @@ def without_source(text: str) -> list[str]:
     return found
 
 
-MEASURED = [page for page in (*PAGES, *sorted((ROOT / "docs").glob("*.md"))) if page.name not in ("reproduction.md", "earlier.md")]
+MEASURED = [
+    page
+    for page in (*PAGES, *sorted((ROOT / "docs").glob("*.md")))
+    if page.name not in ("reproduction.md", "earlier.md")
+]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: str(page.relative_to(ROOT)))

@@ -80,13 +80,15 @@ HOUSE = {
         "command": (),
         "studies": (
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
-            "one_shot", "recover", "rows", "narrower", "baselines", "__main__",
+            "one_shot", "recover", "rows", "narrower", "baselines", "methods", "recipe", "equal_flops", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",
             "pretrained", "expected", "silicon", "counts", "transforms", "__init__", "__main__",
         ),
         "recorded": (),
+        "evidence": (),
+        "frontier": (),
         "reproduce": (),
         "gallery": (),
     },

@@ -36,7 +36,7 @@ def render(comparison: compare.Comparison, reports: Mapping[Path, str] | None = 
     return document(title, header, shown)
 
 
-def _html_table(head: list[str], rows: list[list[str]], names: list[str] | None = None) -> str:
+def html_table(head: list[str], rows: list[list[str]], names: list[str] | None = None) -> str:
     """Return a table whose first column names the rows.
 
     Args:
@@ -60,7 +60,7 @@ def _table(comparison: compare.Comparison, reports: Mapping[Path, str]) -> str:
         [cell.replace(" % ", "\u00a0% ").replace(" ± ", "\u00a0±\u00a0") for cell in row]
         for row in compare_table.cells(comparison)
     ]
-    table = _html_table(compare_table.head(comparison), cells, names)
+    table = html_table(compare_table.head(comparison), cells, names)
     return f'{table}<p class="more">{safe(compare_table.legend(comparison))}</p>'
 
 
@@ -136,4 +136,4 @@ def _differences(comparison: compare.Comparison) -> str:
     rows = [[key, *(c.get(key, "") for c in configs)] for key in compare.varied(configs)]
     if not rows:
         return ""
-    return _html_table(["", *comparison.names], rows)
+    return html_table(["", *comparison.names], rows)

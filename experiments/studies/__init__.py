@@ -39,7 +39,7 @@ class Claim(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """What the networks of a study have to show, so that the study counts.
+    """The condition of a study: it counts only if its networks pass.
 
     Attributes:
       network: The network and its data, as "ViT, Fashion-MNIST".

@@ -98,7 +98,7 @@ class LayerPlan(NamedTuple):
         one, if no example was given, or if the model is in a phase.
       phase: The first step of the phase that the model is in (`nmjax.nnx.phase`); None if it is in none.
       kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``drhs_lhs`` is empty.
-      reads_data: Whether its input depends on no parameter of the model, so that training of the model needs no dx.
+      reads_data: Whether its input depends on no parameter, so that training of the model needs no dx.
 
     >>> from nmjax.recipes.text import parse
     >>> layer = LayerPlan("up", "Linear", (8, 4), parse("ste(2,4)"), (), 1024, (0.5, 1.0, 1.0), "2:4")
@@ -304,9 +304,7 @@ class Plan:
     def _rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table. Layers that differ only in the numbers of their paths share a row."""
         rows: list[tuple[str, ...]] = []
-        for alike in layer_paths.alike(
-            (layer.path, layer._replace(path="", reads_data=False), layer) for layer in self.layers
-        ):
+        for alike in layer_paths.alike((layer.path, layer[1:-1], layer) for layer in self.layers):  # all but reads_data
             first, cost = alike[0], sum(layer.flops or 0 for layer in alike)
             count, kernel = f"{len(alike)} " if len(alike) > 1 else "", "x".join(map(str, first.kernel))
             rows.append((
