@@ -13,7 +13,13 @@ from experiments.report.effects import Effect
 from experiments.report.words import markdown_table
 from experiments.studies import Claim, Gate
 
-STUDIES = ("recipe_vit_cpu", "methods_vit_cpu", "equal_flops_cpu", "equal_flops_qk_cpu")  # in the order of the page
+STUDIES = (
+    "recipe_vit_cpu",
+    "methods_vit_cpu",
+    "methods_gpt_cpu",
+    "equal_flops_cpu",
+    "equal_flops_qk_cpu",
+)  # in the order of the page
 POINTS = 0.005  # a difference of accuracy that matters
 
 
@@ -101,7 +107,7 @@ def judged(name: str, results: Path) -> Judged:
     its_study, path = study(name), results / f"{name}.jsonl"
     module, variant = its_study.module, its_study.variant
     lines = read(path)
-    changes, wanted = module.arms(variant), list(module.SEEDS)
+    changes, wanted = module.arms(variant), module.seeds(variant)
     by_changes = {str(sorted(of.items())): arm for arm, of in changes.items()}
     runs: dict[str, list[dict]] = {arm: [] for arm in changes}
     for line in lines:

@@ -56,10 +56,10 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
       count: The number of seeds.
       workdir: The directory.
     """
-    module, field = study(name).module, field_of(name)
-    changes = [{field: method, "seed": seed} for seed in list(module.SEEDS)[:count]]
+    its_study, field = study(name), field_of(name)
+    changes = [{field: method, "seed": seed} for seed in its_study.module.seeds(its_study.variant)[:count]]
     text = f'"""The runs of a method in the study {name}."""\n\n'
-    text += f"from {module.__name__} import get_config as get_config\n\n\n"
+    text += f"from {its_study.module.__name__} import get_config as get_config\n\n\n"
     text += f'def get_sweep(variant=""):\n    """Return the runs."""\n    return {changes!r}\n'
     page = workdir / "page.py"
     if page.exists() and page.read_text() != text:

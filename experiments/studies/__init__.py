@@ -65,6 +65,12 @@ FASHION = Gate(
 )
 
 
+BOOKS = Gate(
+    "GPT, bytes of books", "books_start", "loss", "5-gram", worse="dense, feed-forward of 8", margin=0.01,
+    unit="nats a byte",
+)  # fmt: skip
+
+
 def size(variant: str) -> str:
     """Return the size that a variant names: "cpu", which is the default, or "gpu"."""
     if variant not in ("", *SIZES):

@@ -70,6 +70,11 @@ def claims(variant: str = "") -> list[Claim]:
     return found
 
 
+def seeds(variant: str = "") -> list[int]:
+    """Return the seeds of every arm."""
+    return list(SEEDS)
+
+
 def gate(variant: str = "") -> Gate:
     """Return what the dense network has to reach."""
     return FASHION

@@ -5,32 +5,28 @@ r"""The method of configs/vit_24.py against dense networks of as many FLOPs, wit
 
 Weights fade to 2:4 until 30 % of the run, and MVUE prunes the gradients in dw. A second method prunes the gradients in
 dx too, so that every product has a sparse operand. Each has a dense rival that is narrower, and one that ends sooner.
-The variants are the networks of the study methods.
+The variants vit_cpu and vit_gpu are the ViTs of the study methods.
 """
 
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, Claim, Gate, methods, network, runs
+from experiments.studies import FASHION, Claim, Gate, methods, runs
 
 SEEDS = range(10, 30)
 DW, DW_DX = "MdGf to 30 % with MVUE in dw", "MdGf to 30 % with MVUE in dw and dx"
 RECIPE = "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)"
 METHODS = {DW: RECIPE, DW_DX: f"{RECIPE}; dlhs_g=mvue(2,4)"}
-SHARES = {"vit": {DW: 0.7335, DW_DX: 0.577}}  # of the dense FLOPs
-NARROWER = {"vit": {DW: (56, 206), DW_DX: (48, 194)}}  # the width and the hidden width of as many FLOPs
+RIVALS = {DW: methods.Rival(0.7335, 56, 206), DW_DX: methods.Rival(0.577, 48, 194)}
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     """Return what each arm of the study changes, by its name."""
-    name, _ = network(variant, ("vit",))
-    config = get_config(variant)
     found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
     for method, text in METHODS.items():
         found[method] = {"sparsity.blocks": text}
-        found[f"dense, narrower, FLOPs of {method}"] = methods.narrower(config.model, *NARROWER[name][method])
-        found[f"dense, shorter, FLOPs of {method}"] = {"steps": round(SHARES[name][method] * config.steps)}
+        found |= methods.rivals(get_config(variant), method, RIVALS[method])
     found["dense, feed-forward of 8"] = {"model.hidden": 8}
     return found
 
@@ -39,9 +35,14 @@ def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
     found = []
     for method in METHODS:
-        found += [Claim(f"{method} is as good as dense", method, "as good as", "dense", first_screen=True)]
-        found += [claim._replace(first_screen=True) for claim in methods.over_rivals(method)]
+        found.append(Claim(f"{method} is as good as dense", method, "as good as", "dense", first_screen=True))
+        found += methods.over_rivals(method, first_screen=True)
     return [*found, Claim("MVUE in dx too is as good as in dw only", DW_DX, "as good as", DW)]
+
+
+def seeds(variant: str = "") -> list[int]:
+    """Return the seeds of every arm."""
+    return list(SEEDS)
 
 
 def gate(variant: str = "") -> Gate:

@@ -131,7 +131,7 @@ def test_claims_are_about_arms_of_the_study(name):
     assert {arm for claim in claims for arm in (claim.first, claim.second)} <= {*arms}
     assert module.gate(variant).worse in arms
     assert any(claim.first_screen for claim in claims)
-    assert len(module.get_sweep(variant)) == len(arms) * len(module.SEEDS)
+    assert len(module.get_sweep(variant)) == len(arms) * len(module.seeds(variant))
 
 
 @pytest.mark.slow
@@ -147,14 +147,22 @@ def test_rivals_have_as_many_flops(name):
         if method:
             found += 1
             assert flops(config(rival)) == pytest.approx(flops(config(method)), rel=0.01), (kind, method)
-    assert found >= 4
+    assert found >= 2
 
 
 def flops(config):
     """Return the effective FLOPs of a run."""
-    sizes = {key: value for key, value in config.model.to_dict().items() if key not in ("name", "size")}
-    named = {"vit": nm.models.vit.SIZES}[config.model.name][config.model.size] | sizes
-    make = lambda: nm.models.ViT(**named, image=28, channels=1, classes=10, rngs=nnx.Rngs(0))
-    x = jax.ShapeDtypeStruct((config.batch, 28, 28, 1), "float32")
-    plan = nm.nnx.plan(nnx.eval_shape(make), x, recipe=settings.recipe(config, config.steps))
+    kind = {"vit": nm.models.ViT, "gpt": nm.models.GPT}[config.model.name]
+    sizes = getattr(nm.models, config.model.name).SIZES[config.model.size]
+    sizes = sizes | {key: value for key, value in config.model.to_dict().items() if key not in ("name", "size")}
+    if kind is nm.models.ViT:
+        data, x = (
+            {"image": 28, "channels": 1, "classes": 10},
+            jax.ShapeDtypeStruct((config.batch, 28, 28, 1), "float32"),
+        )
+    else:
+        data, x = {"vocabulary": 256}, jax.ShapeDtypeStruct((config.batch, config.data.length), "int32")
+        data["length"] = config.data.length
+    model = nnx.eval_shape(lambda: kind(**(sizes | data), rngs=nnx.Rngs(0)))
+    plan = nm.nnx.plan(model, x, recipe=settings.recipe(config, config.steps))
     return plan.over(config.steps, data_gradients=False)[1] * config.steps
