@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec as P
 
 import nmjax as nm
-from nmjax.analysis.flops import counted, effective, flops, kept, over
+from nmjax.analysis.flops import counted, effective, flops, kept, over, reading_data
 from nmjax.products.operations import as_conv, as_dot
 from nmjax.products.pruning import Operand, pruned
 from nmjax.products.slot import slot_context
@@ -387,3 +387,60 @@ def test_flops_are_whole_numbers():
     assert all(type(layer.flops) is int for layer in plan.layers)
     assert type(plan.elsewhere) is int
     assert math.isclose(plan.forward[1], plan.elsewhere + sum(of.flops * of.shares[0] for of in plan.layers), rel_tol=0)
+
+
+# ---- layers that read data ----
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_only_the_patches_of_a_vit_read_data(scan):
+    size = {"width": 8, "depth": 2, "heads": 2, "hidden": 16}
+    make = lambda: nm.models.ViT(**size, image=8, channels=1, patch=4, classes=10, scan=scan, rngs=nnx.Rngs(0))
+    plan = nm.nnx.plan(nnx.eval_shape(make), shape(3, 8, 8, 1))
+    (reading,) = (layer for layer in plan.layers if layer.reads_data)
+    assert reading.path == "patches"
+    dense, effective = plan.over(10)
+    assert plan.over(10, data_gradients=False) == (dense - reading.flops, effective - reading.flops)
+
+
+def test_a_pruned_dx_that_is_not_computed_counts_nothing():
+    """By hand: a product of 2 * 16 * 8 * 4 FLOPs. dx would be 2:4."""
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "dlhs_g=mvue(2,4)"}))
+    plan = nm.nnx.plan(model, shape(16, 8))
+    assert plan.over(1) == (3 * 1024, 2.5 * 1024)
+    assert plan.over(1, data_gradients=False) == (2 * 1024, 2 * 1024)
+
+
+def test_no_layer_of_a_gpt_reads_data():
+    """Its tokens are looked up in a table, which is a parameter."""
+    size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}
+    make = lambda: nm.models.GPT(**size, vocabulary=16, length=8, rngs=nnx.Rngs(0))
+    plan = nm.nnx.plan(nnx.eval_shape(make), shape(2, 8, dtype=jnp.int32))
+    assert not any(layer.reads_data for layer in plan.layers)
+
+
+def named(x, w, name):
+    with jax.named_scope(name):
+        return x @ w
+
+
+SQUARE = shape(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("f", "reading"),
+    [
+        (lambda w, x: named(named(x, w, "layer_0"), w, "layer_1"), {"layer_0"}),
+        (lambda w, x: named(named(x, w, "layer_0"), w, "layer_0"), set()),  # one layer, called with both
+        (lambda w, x: jax.jit(lambda y: named(y, w, "layer_0"))(2 * x), {"layer_0"}),
+        (lambda w, x: jax.jit(lambda y: named(y, w, "layer_0"))(w @ x), set()),
+        (lambda w, x: jax.checkpoint(lambda y: named(y, w, "layer_0"))(x), {"layer_0"}),
+        (lambda w, x: lax.cond(x[0, 0] > 0, lambda y: named(y, w, "layer_0"), lambda y: y, x), {"layer_0"}),
+        (lambda w, x: lax.scan(lambda y, _: (named(y, w, "layer_0"), None), x, None, length=3)[0], set()),
+        (lambda w, x: lax.while_loop(lambda y: y[0, 0] > 0, lambda y: named(y, w, "layer_0"), x), set()),
+        (lambda w, x: named(jnp.where(w > 0, 1.0, 0.0) + x, w, "layer_0"), set()),
+        (lambda w, x: named(jnp.ones((4, 4)), w, "layer_0"), {"layer_0"}),
+    ],
+)
+def test_layers_that_read_data_alone(f, reading):
+    assert reading_data(jax.make_jaxpr(f)(SQUARE, SQUARE).jaxpr, [True, False], "layer_") == reading
