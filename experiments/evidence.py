@@ -359,10 +359,16 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
 COLOURS = {"sparse": "s1", "narrower": "s0", "shorter": "s3", "yours": "s4"}
 
 
+def costs(one: Judged) -> list[str]:
+    """Return the keys of `COSTS` by which the arms can be drawn: those that are known of dense."""
+    dense = one.arms["dense"]
+    return [cost for cost in COSTS if len(dense.losses) > 1 and not math.isnan(getattr(dense, cost))]
+
+
 def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
-    shown = COSTS if len(one.arms["dense"].losses) > 1 else {}
+    shown = costs(one)
     pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in shown}
     parts = [f"![Loss by {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in shown]
     gate = f"It does not pass its gate: {one.failed}. It shows nothing." if one.failed else "It passes its gate."

@@ -121,7 +121,7 @@ def render(one: Judged, method: str, remarks: list[str]) -> str:
     """Return the page of the comparison in HTML."""
     header = f'<p class="over">{LOGO} nmjax · a method among others</p><h1>{safe(method)}</h1>{notes_list(remarks)}'
     tables = [html_table(rows[0], rows[1:]) for rows in (evidence.claim_rows(one), evidence.arm_rows(one))]
-    pictures = "".join(f"<figure>{evidence.frontier(one, cost, YOURS)}</figure>" for cost in evidence.COSTS)
+    pictures = "".join(f"<figure>{evidence.frontier(one, cost, YOURS)}</figure>" for cost in evidence.costs(one))
     sections = [
         ("claims", "Your method is …", tables[0]),
         ("frontier", "Against FLOPs, time and memory", pictures),

@@ -1,0 +1,103 @@
+"""A method among those of a study: trained, judged and drawn; continued; and what is refused."""
+
+import importlib.util
+import json
+import shutil
+import sys
+
+import pytest
+
+from experiments import command, evidence, frontier, recorded, reproduce
+from tests.experiments.runs import as_people_run_it as as_people_run_it
+
+PAGE = '''
+"""A study of a few steps on digits."""
+
+from configs import common
+from experiments.studies import Claim, Gate, runs
+
+
+def get_config(variant=""):
+    c = common.vit("smoke")
+    c.unlock()
+    c.model.depth, c.model.width, c.model.hidden, c.steps, c.measure, c.evaluate = 1, 64, 256, 8, "0", "100%"
+    c.rules, c.sparsity = ((r".*mlp.*", "blocks"), (r".*", "dense")), dict(blocks="dense")
+    return c.lock()
+
+
+def arms(variant=""):
+    narrow = {"model.width": 48, "model.hidden": 192}
+    return {"dense": {"sparsity.blocks": "dense"}, "STE": {"sparsity.blocks": "ste(2,4)"}, "dense, narrower": narrow}
+
+
+def claims(variant=""):
+    return [Claim("STE is as good as dense", "STE", "as good as", "dense", first_screen=True)]
+
+
+def gate(variant=""):
+    return Gate("ViT, digits", "fashion_mnist", "accuracy", 0.0, worse="dense, narrower", margin=1e-9, unit="nats")
+
+
+def seeds(variant=""):
+    return [0, 1, 2]
+
+
+def get_sweep(variant=""):
+    return runs(arms(variant), seeds(variant))
+'''
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Return the page of a study that was run, with its results in the place of the repository's."""
+    page, results = tmp_path / "toy.py", tmp_path / "results"
+    page.write_text(PAGE)
+    results.mkdir()
+    spec = importlib.util.spec_from_file_location("toy", page)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "toy", module)
+    spec.loader.exec_module(module)
+    short = f"python launch.py --config={page}:cpu --sweep"
+    toy = recorded.Study(module, "cpu", f"{page}:cpu", short, short)
+    shutil.copy(reproduce.RESULTS / "baselines_cpu.jsonl", results)
+    found = recorded.study
+    for where in (recorded, evidence, frontier):
+        monkeypatch.setattr(where, "study", lambda name: toy if name == "toy_cpu" else found(name))
+    monkeypatch.setattr(evidence, "STUDIES", ("toy_cpu",))
+    monkeypatch.setattr(frontier, "RESULTS", results)
+    words = ["launch.py", f"--config={page}:cpu", "--sweep", f"--results={results / 'toy_cpu.jsonl'}"]
+    command.main([*words, f"--workdir={tmp_path / 'study'}"], "")
+    return page
+
+
+@pytest.mark.slow
+def test_a_method_is_trained_and_judged_among_others(study, tmp_path, capsys):
+    workdir = tmp_path / "mine"
+    words = ["--method", "mdgf(2,4,linear(1,0,50%))", "--config", f"{study}:cpu", f"--workdir={workdir}"]
+    assert frontier.main([*words, "--seeds=2"]) == 0
+    said = capsys.readouterr().out
+    assert "2 runs, about" in said
+    assert "| better than dense, narrower |" not in said  # the arm that has to be worse
+    assert "| as good as dense |" in said
+    lines = [json.loads(line) for line in (workdir / "results.jsonl").read_text().splitlines()]
+    assert [line["changes"]["seed"] for line in lines] == [0, 1]
+    page = (workdir / "frontier.html").read_text()
+    assert page.count("<figure><svg") == 2  # by FLOPs and memory; so short a run has no time of a step
+    assert page.count('<th scope="row">your method</th>') == 1
+    assert "| your method | " in (workdir / "frontier.md").read_text()
+    assert frontier.main([*words, "--seeds=2"]) == 0  # goes on where nothing is left
+    assert "0 runs, about" in capsys.readouterr().out
+    assert frontier.main([*words[:1], "ste(2,4)", *words[2:], "--seeds=2"]) == 2
+    assert "page.py is of another method or study. Write another --workdir." in capsys.readouterr().err
+    assert frontier.main([*words[:1], "stee(2,4)", *words[2:4]]) == 2
+    assert "'stee'" in capsys.readouterr().err
+
+
+def test_a_page_that_is_no_study_is_refused(capsys):
+    assert frontier.main(["--method", "ste(2,4)", "--config", "configs/vit_24.py"]) == 2
+    assert "--config=configs/vit_24.py is no study with results. There are " in capsys.readouterr().err
+
+
+def test_one_seed_is_refused(capsys):
+    assert frontier.main(["--method", "ste(2,4)", "--seeds=1"]) == 2
+    assert "--seeds=1: a comparison needs two or more." in capsys.readouterr().err
