@@ -19,6 +19,8 @@ STUDIES = (
     "methods_gpt_cpu",
     "equal_flops_cpu",
     "equal_flops_qk_cpu",
+    "held_vit_cpu",
+    "unbiased_vit_cpu",
 )  # in the order of the page
 POINTS = 0.005  # a difference of accuracy that matters
 

@@ -80,7 +80,8 @@ HOUSE = {
         "command": (),
         "studies": (
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
-            "one_shot", "recover", "rows", "narrower", "baselines", "methods", "recipe", "equal_flops", "__main__",
+            "one_shot", "recover", "rows", "narrower", "baselines", "methods", "recipe", "equal_flops", "held",
+            "unbiased", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",

@@ -1,0 +1,77 @@
+r"""Masks that are held for some steps, on a network that passes its gate.
+
+    python launch.py --config=experiments/studies/held.py:vit_cpu --sweep \
+        --results=experiments/results/held_vit_cpu.jsonl
+
+The search for a mask costs time, so FST (arXiv 2404.01847) searches one at every 40th step only. Its masks are n:m
+along both axes. This study holds such masks, and masks along one axis, for 1, 4, 10 and 40 steps. FST itself is as
+published: its decay is added after the gradient is clipped, and its last sixth is dense.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from experiments.studies import FASHION, Claim, Gate, methods, runs
+
+SEEDS = range(5)
+EVERY = (1, 4, 10, 40)
+MASKS = {"one axis": "mse(2,4)", "both axes": "transposable(2,4)"}
+FST = {"sparsity.blocks": "fst(lam=0,dense_from=83%)", "masked_decay": 6e-5}
+
+
+def name(kind: str, every: int) -> str:
+    """Return the name of an arm: the axes along which its masks are 2:4, and the number of steps that one is held."""
+    return f"{kind}, held for {every} step{'s' if every > 1 else ''}"
+
+
+def arms(variant: str = "") -> dict[str, dict[str, Any]]:
+    """Return what each arm of the study changes, by its name."""
+    config = get_config(variant)
+    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
+    for kind, mask in MASKS.items():
+        found |= {name(kind, every): {"sparsity.blocks": f"fwd_rhs=ste(hold({mask},every={every}))"} for every in EVERY}
+    found["FST"] = FST
+    found |= methods.rivals(config, name("both axes", 1), methods.Rival(0.6865, 52, 217))
+    found["dense, feed-forward of 8"] = {"model.hidden": 8}
+    return found
+
+
+def claims(variant: str = "") -> list[Claim]:
+    """Return the claims that the study judges."""
+    found = []
+    for kind in MASKS:
+        found += [
+            Claim(
+                f"Masks along {kind} that are held for {every} steps are as good as masks of every step",
+                name(kind, every),
+                "as good as",
+                name(kind, 1),
+                first_screen=every == EVERY[-1],
+            )
+            for every in EVERY[1:]
+        ]
+    one, both = name("one axis", 1), name("both axes", 1)
+    found.append(Claim("Masks along both axes are as good as masks along one axis", both, "as good as", one, True))
+    found.append(Claim("FST, which ends dense, is as good as dense", "FST", "as good as", "dense"))
+    return [*found, *methods.over_rivals(both, first_screen=False)]
+
+
+def seeds(variant: str = "") -> list[int]:
+    """Return the seeds of every arm."""
+    return list(SEEDS)
+
+
+def gate(variant: str = "") -> Gate:
+    """Return what the dense network has to reach."""
+    return FASHION
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    """Return the config of a variant."""
+    return methods.get_config(variant)
+
+
+def get_sweep(variant: str = "") -> list[dict[str, Any]]:
+    """Return the runs: every arm with every seed."""
+    return runs(arms(variant), SEEDS)
