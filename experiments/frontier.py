@@ -4,7 +4,7 @@
 
 The runs of the study itself are not repeated: they are in experiments/results. The method may name functions of your
 own, as "mylab.methods:gentle(2,4)", whose modules are in the current folder or installed. The study's data are read
-from $NMJAX_DATA. The command can be stopped; the same command goes on. It writes frontier.html and frontier.md into its
+from $NMJAX_DATA. If you stop the command, run it again: it continues. It writes frontier.html and frontier.md into its
 directory.
 """
 
@@ -15,15 +15,15 @@ import sys
 from pathlib import Path
 
 from experiments import command, evidence, pages, sweep
+from experiments.claims import Judged, arm_of, judge, judged
 from experiments.errors import Failed, Mistake, Stopped
-from experiments.evidence import Judged
-from experiments.files import lines as lines_of, replace
+from experiments.files import lines as lines_of, replace, writable
 from experiments.recorded import study
-from experiments.report import effects
 from experiments.report.compare_page import html_table
 from experiments.report.page import LOGO, document, notes_list
 from experiments.report.words import duration, safe
 from experiments.studies import Claim
+from experiments.training import settings
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = "experiments/studies/methods.py:vit_cpu"
@@ -39,12 +39,26 @@ def results_of(page: str) -> str:
     Raises:
       Mistake: If it is not the page of a study with claims, or if it has no results.
     """
-    file, _, variant = page.partition(":")
-    name = f"{Path(file).stem}_{variant}"
     known = {study(one).page: one for one in evidence.STUDIES if (RESULTS / f"{one}.jsonl").exists()}
-    if name not in known.values():
-        raise Mistake(f"--config={page} is no study with results. There are {', '.join(known) or 'none yet'}.")
-    return name
+    if page not in known:
+        others = f"Write one of {', '.join(known)}." if known else "No study with claims has results yet."
+        raise Mistake(f"--config={page} is not the page of a study with results. {others}")
+    return known[page]
+
+
+def checked(method: str, one: Judged) -> None:
+    """Refuse a method that cannot be read, or that the study has already.
+
+    Args:
+      method: The text of the method.
+      one: The study.
+    """
+    base, field = pages.load(one.study.page), field_of(one.name)
+    read = lambda text: settings.recipe(sweep.members(base, [{field: text, "seed": 0}])[0].config, 1000)
+    mine = read(method)
+    for arm, of in one.arms.items():
+        if list(of.changes) == [field] and read(of.changes[field]) == mine:
+            raise Mistake(f"--method={method}: the study has this method, as “{arm}”.")
 
 
 def written(method: str, name: str, count: int, workdir: Path) -> Path:
@@ -53,19 +67,19 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
     Args:
       method: The method.
       name: The name of the study's results.
-      count: The number of seeds.
+      count: The number of seeds. It may be another one when the command is run again.
       workdir: The directory.
     """
-    its_study, field = study(name), field_of(name)
-    changes = [{field: method, "seed": seed} for seed in its_study.module.seeds(its_study.variant)[:count]]
-    text = f'"""The runs of a method in the study {name}."""\n\n'
-    text += f"from {its_study.module.__name__} import get_config as get_config\n\n\n"
-    text += f'def get_sweep(variant=""):\n    """Return the runs."""\n    return {changes!r}\n'
+    its_study = study(name)
+    changes = [{field_of(name): method, "seed": seed} for seed in its_study.module.seeds(its_study.variant)[:count]]
+    head = f'"""The runs of a method in the study {name}: {method}"""\n\n'
+    head += f"from {its_study.module.__name__} import get_config as get_config\n\n\n"
     page = workdir / "page.py"
-    if page.exists() and page.read_text() != text:
-        raise Mistake(f"{page} is of another method or study. Write another --workdir.")
-    workdir.mkdir(parents=True, exist_ok=True)
-    replace(page, text)
+    with writable(workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
+        if page.exists() and not page.read_text().startswith(head):
+            raise Mistake(f"{page} belongs to another method or study. Give another --workdir=DIR.")
+        replace(page, f'{head}def get_sweep(variant=""):\n    """Return the runs."""\n    return {changes!r}\n')
     return page
 
 
@@ -82,39 +96,46 @@ def estimate(one: Judged, count: int) -> str:
         for line in one.lines
         if field_of(one.name) in line["changes"] and line["outcome"] == "finished"
     ]
+    if not took:
+        return f"{count} runs. How long they take is not known: no run of the study has finished."
     seconds = statistics.median(each.total_seconds() for each in took)
     machine = next((line["machine"] for line in one.lines if "machine" in line), {})
-    where = f"{machine.get('processor', 'an unknown processor')} with {machine.get('threads', '?')} threads"
+    where = f"{machine.get('processor', 'an unknown processor')}, threads: {machine.get('threads', '?')}"
     return (
-        f"{count} runs, about {duration(count * seconds)} if a run takes {duration(seconds)} as in the study ({where})"
+        f"{count} runs, about {duration(count * seconds)} if a run takes {duration(seconds)} as in the study ({where})."
     )
 
 
-def compared(one: Judged, method: str, lines: list[dict]) -> Judged:
+def compared(one: Judged, method: str, lines: list[dict], count: int) -> Judged:
     """Return the study with an arm more, and the claims that this arm is better than each of the others.
 
     Args:
       one: The study.
       method: The text of the method.
       lines: The results of its runs.
+      count: The number of seeds that are compared.
     """
-    arms = {YOURS: evidence.arm_of({field_of(one.name): method}, lines)} | one.arms
+    seeds = one.seeds[:count]
+    arms = {YOURS: arm_of({field_of(one.name): method}, lines)} | one.arms
     others = [arm for arm in one.arms if arm != one.gate.worse]
-    claims = [Claim("as good as dense", YOURS, "as good as", "dense")]
-    claims += [Claim(f"better than {arm}", YOURS, "better than", arm) for arm in others]
-    return evidence.judge(one.name, one.study, [*lines, *one.lines], arms, one.seeds, one.gate, claims, RESULTS)
+    claims = [Claim(f"{YOURS} is as good as dense", YOURS, "as good as", "dense")]
+    claims += [Claim(f"{YOURS} is better than “{arm}”", YOURS, "better than", arm) for arm in others]
+    return judge(one.name, one.study, [*lines, *one.lines], arms, seeds, one.gate, claims, RESULTS)
 
 
 def notes(one: Judged, lines: list[dict]) -> list[str]:
-    """Return what a reader should know: a gate that is not passed, and machines or versions that differ."""
-    found = [f"The study does not pass its gate: {one.failed}."] if one.failed else []
-    ours = {str(line.get("machine")) for line in one.lines[len(lines) :]}
-    if {str(line.get("machine")) for line in lines} != ours:
-        found.append("Your runs and those of the study are from machines with other processors or numbers of threads.")
-    if any(line["versions"] != one.lines[-1]["versions"] for line in lines):
-        found.append("Your runs and those of the study are from other versions of packages.")
-    lost = [f"Seed {seed} {outcome}." for seed, outcome in one.arms[YOURS].lost.items()]
-    return [*found, *lost, evidence.reached(one, RESULTS)]
+    """Return what a reader should know: the gate, and machines or versions that differ."""
+    found = []
+    ours = one.lines[len(lines) :]
+    if {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in ours}:
+        found.append(
+            "Your runs are from a machine with another processor or number of threads than those of the study."
+        )
+    if {str(line["versions"]) for line in lines} - {str(line["versions"]) for line in ours}:
+        found.append("Your runs are from other versions of packages than those of the study.")
+    found += [f"Seed {seed} {outcome}." for seed, outcome in one.arms[YOURS].lost.items()]
+    tries = "Each try scores the test data. If you tried several methods, say how many when you report the best."
+    return [*found, evidence.reached(one, RESULTS), tries]
 
 
 def render(one: Judged, method: str, remarks: list[str]) -> str:
@@ -123,41 +144,49 @@ def render(one: Judged, method: str, remarks: list[str]) -> str:
     tables = [html_table(rows[0], rows[1:]) for rows in (evidence.claim_rows(one), evidence.arm_rows(one))]
     pictures = "".join(f"<figure>{evidence.frontier(one, cost, YOURS)}</figure>" for cost in evidence.costs(one))
     sections = [
-        ("claims", "Your method is …", tables[0]),
+        ("claims", "Your method and the others", tables[0]),
         ("frontier", "Against FLOPs, time and memory", pictures),
-        ("arms", "All arms", f"{tables[1]}<p>{safe(evidence.LEGEND)}</p>"),
+        ("arms", "All arms", f"{tables[1]}<p>{safe(evidence.legend(one.gate))}</p>"),
     ]
     return document(safe(method), header, sections)
 
 
-def run(method: str, page: str, count: int | None, workdir: Path) -> Path:
+def run(method: str, page: str, count: int | None, workdir: Path | None) -> Path:
     """Train a method with the seeds of a study, and write the comparison. Return the page.
 
     Args:
       method: The method.
       page: The page of the study.
       count: The number of seeds; None for all.
-      workdir: The directory of the runs.
+      workdir: The directory of the runs; None for one in ``runs``.
     """
     name = results_of(page)
-    one = evidence.judged(name, RESULTS)
+    one = judged(name, RESULTS)
+    checked(method, one)
+    if one.failed:
+        print(f"The study does not pass its gate: {one.failed}. Draw no conclusions from it.")
     count = min(count or len(one.seeds), len(one.seeds))
-    own = written(method, name, count, workdir)
-    of_page = f"{own}:{one.study.variant}"
+    workdir = workdir or Path("runs") / f"frontier-{name}-{sweep.folder(method)}"
+    of_page = f"{written(method, name, count, workdir)}:{one.study.variant}"
     members = sweep.members(pages.load(of_page), pages.sweep(of_page))
     left = [member for member in members if not sweep.is_done(workdir / member.folder)]
-    print(f"{estimate(one, len(left))}. The runs are in {workdir}.", flush=True)
-    command.main(["launch.py", f"--config={of_page}", "--sweep", f"--workdir={workdir}"], "")
+    print(f"{estimate(one, len(left))} The runs are in {workdir}.", flush=True)
+    try:
+        command.main(["launch.py", f"--config={of_page}", "--sweep", f"--workdir={workdir}"], "")
+    except Failed:
+        if not all(sweep.is_done(workdir / member.folder) for member in members):  # not only because runs diverged
+            raise
     lines = [line for line in lines_of(workdir / "results.jsonl") if line["outcome"] != "running"]
-    found = compared(one, method, lines)
+    found = compared(one, method, lines, count)
     if len(found.arms[YOURS].losses) < 2:
-        raise Failed(f"{len(found.arms[YOURS].losses)} of {count} runs finished, and a comparison needs two.")
+        done = len(found.arms[YOURS].losses)
+        raise Failed(f"{done} of {count} runs finished, and a comparison needs two. The reports are in {workdir}.")
     remarks = notes(found, lines)
     tables = [evidence.claims_table(found), evidence.arms_table(found)]
-    replace(workdir / "frontier.md", "\n\n".join([f"# {method}", *remarks, *tables, evidence.LEGEND]) + "\n")
+    replace(workdir / "frontier.md", "\n\n".join([f"# {method}", *remarks, *tables, evidence.legend(one.gate)]) + "\n")
     target = workdir / "frontier.html"
     replace(target, render(found, method, remarks))
-    print("\n".join([*remarks, "", f"Your method is … ({effects.HOLDS}: better or as good)", "", tables[0]]))
+    print("\n".join(["", tables[0], "", *remarks, ""]))
     return target
 
 
@@ -169,13 +198,13 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--method", required=True, help="the text of the method, as nm.parse reads it")
     parser.add_argument("--config", default=PAGE, help=f"the page of the study, FILE:VARIANT (default: {PAGE})")
     parser.add_argument("--seeds", type=int, help="use only so many of the study's seeds")
-    parser.add_argument("--workdir", type=Path, help="the directory of the runs (default: runs/frontier-METHOD)")
+    parser.add_argument("--workdir", type=Path, help="the directory of the runs (default: runs/frontier-STUDY-METHOD)")
     asked = parser.parse_args(args)
-    workdir = asked.workdir or Path("runs") / f"frontier-{sweep.folder(asked.method)}"
     try:
         if asked.seeds is not None and asked.seeds < 2:
-            raise Mistake(f"--seeds={asked.seeds}: a comparison needs two or more.")
-        print(run(asked.method, asked.config, asked.seeds, workdir))
+            raise Mistake(f"--seeds={asked.seeds}: a comparison needs two seeds. Write --seeds=2 or more.")
+        pages.importable(Path.cwd())
+        print(run(asked.method, asked.config, asked.seeds, asked.workdir))
     except (Mistake, Failed, Stopped, KeyboardInterrupt) as error:
         print(f"experiments.frontier: {error or 'interrupted'}", file=sys.stderr)
         return getattr(error, "code", 130)

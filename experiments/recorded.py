@@ -13,6 +13,8 @@ from experiments.report.runs import Run
 from experiments.studies import __main__ as looks
 from experiments.training import digest
 
+LOOKED = ("case", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
+SWEPT = ("changes", "outcome", "figures", "steps", "flops", "began", "ended", "versions", "notes")
 STUDIES = Path(__file__).parent / "studies"
 
 
@@ -66,6 +68,8 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
     try:
         line = json.loads(text)
         form, _, made_by = line["format"], line["run"], line.get("command", "")
+        if form == sweep.FORMAT and "config" in line:
+            _ = [line[field] for field in (SWEPT if its_study.page else LOOKED)]
     except (ValueError, TypeError, KeyError) as error:
         raise Mistake(f"{where} is no line of results ({type(error).__name__}: {error}). {again}") from error
     if form != sweep.FORMAT:

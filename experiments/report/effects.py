@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 UNEVEN = 3.0  # a method whose variance is so many times that of the others does not share theirs
-LEVEL = 0.05  # the probability that a table without effects calls any difference an effect
+LEVEL = 0.05  # the chance that a table without any effect shows one
 
 
 class Effect(NamedTuple):
@@ -21,15 +21,15 @@ class Effect(NamedTuple):
 
     Attributes:
       difference: The estimate.
-      error: Its standard error.
-      freedom: The degrees of freedom of the error.
-      p: The probability of so large a difference if there is no effect. `effects` adjusts it for the number of effects
-        in the table, by Holm's method.
+      standard_error: Its standard error.
+      degrees_of_freedom: Those of the standard error.
+      p: The p-value of the hypothesis that the difference is 0, or another value that is asked for. `effects` corrects
+        it for the number of effects in the table, by Holm's method.
     """
 
     difference: float
-    error: float
-    freedom: int
+    standard_error: float
+    degrees_of_freedom: int
     p: float
 
     def interval(self, share: float = 0.95) -> tuple[float, float]:
@@ -39,42 +39,31 @@ class Effect(NamedTuple):
         >>> round(low, 3), round(high, 3)
         (-0.114, 2.114)
         """
-        half = _quantile(self.freedom, (1 + share) / 2) * self.error
+        half = _quantile(self.degrees_of_freedom, (1 + share) / 2) * self.standard_error
         return self.difference - half, self.difference + half
-
-
-class Table(NamedTuple):
-    """The effects of a table.
-
-    Attributes:
-      effects: One for each pair.
-      deviation: The standard deviation of a single run.
-      freedom: Its degrees of freedom.
-    """
-
-    effects: list[Effect]
-    deviation: float
-    freedom: int
 
 
 class Unknown(ValueError):
     """An error: the runs do not determine an effect."""
 
 
-def effects(values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]]) -> Table:
+def effects(
+    values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], tested: Sequence[float] = ()
+) -> list[Effect]:
     """Return the effects of pairs of methods.
 
     Args:
       values: The results by method and seed. Seeds may be missing.
       pairs: Pairs of methods: the effect is that of the first over the second.
+      tested: For each pair the difference that its p-value tests; without it, 0.
 
     Raises:
       Unknown: If a method has no results, if each method has one run, or if two methods share no seed, directly or
         through others.
 
     >>> values = {"dense": {0: 1.0, 1: 2.0, 2: 3.5}, "sparse": {0: 0.5, 1: 1.7, 2: 2.9}}
-    >>> effect = effects(values, [("sparse", "dense")]).effects[0]
-    >>> round(effect.difference, 3), round(effect.error, 3), effect.freedom
+    >>> (effect,) = effects(values, [("sparse", "dense")])
+    >>> round(effect.difference, 3), round(effect.standard_error, 3), effect.degrees_of_freedom
     (-0.467, 0.088, 2)
     """
     for method in dict.fromkeys(method for pair in pairs for method in pair):
@@ -86,18 +75,18 @@ def effects(values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str
     for first, second in pairs:
         alone = uneven & {first, second}
         one = _fit({method: values[method] for method in (first, second)}) if alone else fit
-        if one.freedom < 1:
+        if one.degrees_of_freedom < 1:
             raise Unknown("each method has one run, or no two methods share a seed: the noise is not known")
         found.append(_effect(one, first, second))
-    adjusted = holm([_p(effect) for effect in found])
-    return Table([e._replace(p=p) for e, p in zip(found, adjusted, strict=True)], math.sqrt(fit.variance), fit.freedom)
+    ps = [_p(effect, at) for effect, at in zip(found, tested or [0.0] * len(found), strict=True)]
+    return [effect._replace(p=p) for effect, p in zip(found, holm(ps), strict=True)]
 
 
 def scattered(values: Mapping[str, Mapping[int, float]]) -> set[str]:
     """Return the methods whose runs scatter much more than those of the others, so that they cannot share a variance.
 
-    The variance of their residuals is more than `UNEVEN` times that of the others, and not by chance: the probability
-    of such a ratio among equals is below `LEVEL`, divided by the number of methods.
+    The variance of their residuals is more than `UNEVEN` times that of the others, and not by chance: the p-value of
+    such a ratio among equals is below `LEVEL`, divided by the number of methods.
 
     >>> draw = np.random.default_rng(0)
     >>> runs = lambda spread: {seed: spread * draw.standard_normal() for seed in range(10)}
@@ -122,31 +111,32 @@ def _ratio(values: Mapping[str, Mapping[int, float]], method: str) -> tuple[floa
 
     others = _fit({name: by_seed for name, by_seed in values.items() if name != method})
     shared = [seed for seed in values[method] if seed in others.of_seed]
-    if len(shared) < 3 or others.freedom < 1 or others.variance == 0.0:
+    if len(shared) < 3 or others.degrees_of_freedom < 1 or others.variance == 0.0:
         return 0.0, False
     own = float(np.var([values[method][seed] - others.of_seed[seed] for seed in shared], ddof=1))
-    expected = others.variance * (1 + 1 / others.methods)  # a seed's effect is a mean over the other methods
+    expected = others.variance * (1 + 1 / len(others.estimates))  # a seed's effect is a mean over the other methods
     ratio = own / expected
-    by_chance = float(fdtrc(len(shared) - 1, others.freedom, ratio)) * len(values)
+    by_chance = float(fdtrc(len(shared) - 1, others.degrees_of_freedom, ratio)) * len(values)
     return ratio, ratio > UNEVEN and by_chance < LEVEL
 
 
 class _Fit(NamedTuple):
-    """The two-way model, fitted to results."""
+    """The model, fitted to results: its estimates of methods and seeds, and the variance of the noise."""
 
     estimates: dict[str, float]
     of_seed: dict[int, float]
     inverse: np.ndarray
     design: np.ndarray
     variance: float
-    freedom: int
-    methods: int
+    degrees_of_freedom: int
 
 
 def _fit(values: Mapping[str, Mapping[int, float]]) -> _Fit:
     methods = [method for method, by_seed in values.items() if by_seed]
     seeds = sorted({seed for by_seed in values.values() for seed in by_seed})
     runs = [(method, seed, result) for method in methods for seed, result in values[method].items()]
+    if not runs:
+        return _Fit({}, {}, np.zeros((0, 0)), np.zeros((0, 0)), math.nan, 0)
     design = np.zeros((len(runs), len(methods) + len(seeds)))
     for row, (method, seed, _) in enumerate(runs):
         design[row, methods.index(method)] = design[row, len(methods) + seeds.index(seed)] = 1.0
@@ -157,11 +147,11 @@ def _fit(values: Mapping[str, Mapping[int, float]]) -> _Fit:
     variance = float(np.sum((results - design @ found) ** 2)) / freedom if freedom else math.nan
     by_method = dict(zip(methods, found.tolist(), strict=False))
     by_seed = dict(zip(seeds, found[len(methods) :].tolist(), strict=True))
-    return _Fit(by_method, by_seed, inverse, design, variance, freedom, len(methods))
+    return _Fit(by_method, by_seed, inverse, design, variance, freedom)
 
 
 def _effect(fit: _Fit, first: str, second: str) -> Effect:
-    """Return the difference between two methods of a fit. Its probability is not yet adjusted, and set to 1."""
+    """Return the difference between two methods of a fit, without its p-value."""
     methods = list(fit.estimates)
     contrast = np.zeros(fit.design.shape[1])
     contrast[methods.index(first)], contrast[methods.index(second)] = 1.0, -1.0
@@ -169,11 +159,11 @@ def _effect(fit: _Fit, first: str, second: str) -> Effect:
     if first == second or not np.allclose(weights @ fit.design, contrast, atol=1e-6):
         raise Unknown(f"{first} and {second} share no seed, directly or through other methods")
     difference = fit.estimates[first] - fit.estimates[second]
-    return Effect(difference, math.sqrt(fit.variance * float(weights @ weights)), fit.freedom, 1.0)
+    return Effect(difference, math.sqrt(fit.variance * float(weights @ weights)), fit.degrees_of_freedom, math.nan)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return probabilities that are adjusted for their number by Holm's method.
+    """Return p-values that are corrected for their number by Holm's method.
 
     >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
@@ -188,48 +178,63 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 # ---- verdicts ----
 
-HOLDS, FAILS, OPEN = "holds here", "does not hold here", "cannot be told"
-SMALL = "holds here, by less than the margin"
+HOLDS, SMALL = "holds", "holds, by less than the margin"
+SLIGHTLY = "holds, and is worse by less than the margin"
+WORSE, NO_DIFFERENCE = "does not hold: worse", "does not hold: no difference that matters"
+OPEN = "cannot be told"
 
 
-def is_better(effect: Effect, margin: float) -> str:
+def verdict_better(effect: Effect, margin: float) -> str:
     """Return the verdict on the claim that the first method is better. Larger results are better.
 
-    It holds if the difference is positive with `LEVEL`; if its 90 % interval lies within the margin, the verdict says
-    so. It does not hold if the difference is negative with `LEVEL`, or if there is no difference with `LEVEL` and the
-    90 % interval lies within the margin.
+    Args:
+      effect: The difference. Its p-value tests 0.
+      margin: The smallest difference that matters.
 
-    >>> is_better(Effect(1.0, 0.2, 20, 0.001), 0.5), is_better(Effect(0.1, 0.1, 20, 0.3), 0.5)
-    ('holds here', 'does not hold here')
-    >>> is_better(Effect(0.4, 0.5, 20, 0.4), 0.5), is_better(Effect(0.2, 0.05, 20, 0.001), 0.5)
-    ('cannot be told', 'holds here, by less than the margin')
+    >>> verdict_better(Effect(1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.2, 0.05, 20, 0.001), 0.5)
+    ('holds', 'holds, by less than the margin')
+    >>> verdict_better(Effect(-1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.1, 0.1, 20, 0.3), 0.5)
+    ('does not hold: worse', 'does not hold: no difference that matters')
+
+    If the difference is not significant, but its interval excludes 0, nothing is said:
+
+    >>> verdict_better(Effect(0.4, 0.5, 20, 0.4), 0.5), verdict_better(Effect(0.2, 0.08, 40, 0.2), 0.5)
+    ('cannot be told', 'cannot be told')
     """
-    low, high = effect.interval(0.9)
+    low, high = effect.interval()
     within = -margin < low and high < margin
-    if effect.p < LEVEL and effect.difference > 0:
-        return SMALL if within else HOLDS
-    return FAILS if effect.p < LEVEL or within else OPEN
+    if effect.p < LEVEL:
+        return WORSE if effect.difference < 0 else SMALL if within else HOLDS
+    return NO_DIFFERENCE if within and low <= 0 else OPEN
 
 
-def is_as_good(effect: Effect, margin: float) -> str:
+def verdict_as_good(effect: Effect, margin: float) -> str:
     """Return the verdict on the claim that the first method is not worse by the margin. Larger results are better.
 
-    It holds if the 90 % interval lies above minus the margin, and does not hold if it lies below.
+    Args:
+      effect: The difference. Its p-value tests minus the margin.
+      margin: The smallest difference that matters.
 
-    >>> is_as_good(Effect(-0.1, 0.1, 20, 0.3), 0.5), is_as_good(Effect(-1.5, 0.2, 20, 0.0), 0.5)
-    ('holds here', 'does not hold here')
+    >>> verdict_as_good(Effect(-0.1, 0.1, 20, 0.001), 0.5), verdict_as_good(Effect(-0.3, 0.05, 20, 0.002), 0.5)
+    ('holds', 'holds, and is worse by less than the margin')
+    >>> verdict_as_good(Effect(-1.5, 0.2, 20, 0.0), 0.5), verdict_as_good(Effect(-0.4, 0.2, 20, 0.9), 0.5)
+    ('does not hold: worse', 'cannot be told')
     """
-    low, high = effect.interval(0.9)
-    return HOLDS if low > -margin else FAILS if high < -margin else OPEN
+    if effect.p >= LEVEL:
+        return OPEN
+    if effect.difference < -margin:
+        return WORSE
+    return SLIGHTLY if effect.interval()[1] < 0 else HOLDS
 
 
-def _p(effect: Effect) -> float:
-    """Return the probability of so large a difference if there is no effect."""
+def _p(effect: Effect, at: float) -> float:
+    """Return the p-value of the hypothesis that the difference has a value."""
     from scipy.special import stdtr  # here because it is slow, and a launch does not need it
 
-    if effect.error == 0.0:
-        return 1.0 if effect.difference == 0.0 else 0.0
-    return float(2 * stdtr(effect.freedom, -abs(effect.difference) / effect.error))
+    off = abs(effect.difference - at)
+    if effect.standard_error == 0.0:
+        return 1.0 if off == 0.0 else 0.0
+    return float(2 * stdtr(effect.degrees_of_freedom, -off / effect.standard_error))
 
 
 def _quantile(freedom: int, share: float) -> float:

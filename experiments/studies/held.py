@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, Claim, Gate, methods, runs
+from experiments.studies import FASHION, WORSE, Claim, Gate, methods, runs
 
 SEEDS = range(5)
 EVERY = (1, 4, 10, 40)
@@ -33,7 +33,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
         found |= {name(kind, every): {"sparsity.blocks": f"fwd_rhs=ste(hold({mask},every={every}))"} for every in EVERY}
     found["FST"] = FST
     found |= methods.rivals(config, name("both axes", 1), methods.Rival(0.6865, 52, 217))
-    found["dense, feed-forward of 8"] = {"model.hidden": 8}
+    found[WORSE] = {"model.hidden": 8}
     return found
 
 
@@ -41,20 +41,13 @@ def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
     found = []
     for kind in MASKS:
-        found += [
-            Claim(
-                f"Masks along {kind} that are held for {every} steps are as good as masks of every step",
-                name(kind, every),
-                "as good as",
-                name(kind, 1),
-                first_screen=every == EVERY[-1],
-            )
-            for every in EVERY[1:]
-        ]
+        for every in EVERY[1:]:
+            text = f"Masks along {kind}, each held for {every} steps, are as good as new masks at every step"
+            found.append(Claim(text, name(kind, every), "as good as", name(kind, 1), every == EVERY[-1]))
     one, both = name("one axis", 1), name("both axes", 1)
     found.append(Claim("Masks along both axes are as good as masks along one axis", both, "as good as", one, True))
-    found.append(Claim("FST, which ends dense, is as good as dense", "FST", "as good as", "dense"))
-    return [*found, *methods.over_rivals(both, first_screen=False)]
+    found.append(Claim("FST, which is dense in its last sixth, is as good as dense", "FST", "as good as", "dense"))
+    return [*found, *methods.over_rivals(both, first_screen=False, subject="Masks along both axes are")]
 
 
 def seeds(variant: str = "") -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, Claim, Gate, methods, runs
+from experiments.studies import FASHION, WORSE, Claim, Gate, methods, runs
 
 SEEDS = range(5)
 SLOTS = {"weights": "fwd_rhs=ste({})", "activations": "fwd_lhs=ste({})", "gradients in dw": "drhs_g={}"}
@@ -24,22 +24,23 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     for operand, slot in SLOTS.items():
         found |= {f"{operand}, {how}": {"sparsity.blocks": slot.format(pruner)} for how, pruner in HOW.items()}
     found |= methods.rivals(get_config(variant), "weights, least squares", methods.Rival(0.843, 60, 223))
-    found["dense, feed-forward of 8"] = {"model.hidden": 8}
+    found[WORSE] = {"model.hidden": 8}
     return found
 
 
 def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
+    biased, unbiased = (f"{how} pruning of" for how in ("Least-squares", "Unbiased"))
     found = []
     for operand in SLOTS:
-        first, second = ("least squares", "unbiased") if operand != "gradients in dw" else ("unbiased", "least squares")
-        text = f"For {operand}, {first} is better than {second}"
-        found.append(Claim(text, f"{operand}, {first}", "better than", f"{operand}, {second}", first_screen=True))
-    for operand in SLOTS:
-        first = "unbiased" if operand == "gradients in dw" else "least squares"
-        text = f"{operand.capitalize()} pruned by {first} are as good as dense"
-        found.append(Claim(text, f"{operand}, {first}", "as good as", "dense"))
-    return found
+        better, other = ("unbiased", "least squares") if operand == "gradients in dw" else ("least squares", "unbiased")
+        words, others = (unbiased, biased) if better == "unbiased" else (biased, unbiased)
+        arm = f"{operand}, {better}"
+        text = f"{words} {operand} is better than {others.lower().removesuffix(' of')}"
+        found.append(Claim(text, arm, "better than", f"{operand}, {other}", first_screen=True))
+        found.append(Claim(f"{words} {operand} is as good as dense", arm, "as good as", "dense"))
+    subject = f"{biased} weights is"
+    return [*found, *methods.over_rivals("weights, least squares", first_screen=False, subject=subject)]
 
 
 def seeds(variant: str = "") -> list[int]:

@@ -70,7 +70,9 @@ class Program:
         self._set_model()
         self._refuse_plan()
         # Steps at which STEP gets sparse are known in the run only: its FLOPs are those of its sparsest step.
-        self.flops = self.plan.training if self.steps_since else self.plan.over(self.total, data_gradients=False)
+        left_out = sum(layer.flops or 0 for layer in self.plan.layers if layer.reads_data)  # their dx
+        sparsest = [cost - left_out for cost in self.plan.training]
+        self.flops = sparsest if self.steps_since else self.plan.over(self.total, data_gradients=False)
         self.phases = () if self.steps_since else changes(self.plan, self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0

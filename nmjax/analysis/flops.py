@@ -162,7 +162,7 @@ def _follow(
         scope = re.search(rf"{re.escape(mark)}\w*", str(equation.source_info.name_stack))
         own_name = name or (scope and scope.group())
         given = [not isinstance(v, core.Literal) and v in depends for v in equation.invars]
-        if any(given):
+        if any(given) and equation.primitive.name != "stop_gradient":
             depends.update(equation.outvars)
         if _product_cost(equation) is None:
             for program in _programs(equation.params.values()):

@@ -140,9 +140,9 @@ def plan(
     costs: Sequence[int | None] = [None] * len(notes)
     elsewhere, of_data = 0, set()
     if inputs or options:
-        program, of_model = traced(copy, inputs, options)
+        program, learned = traced(copy, inputs, options)
         costs, elsewhere = _costs(program, len(notes))
-        of_data = flops.reading_data(program, of_model, MARK)
+        of_data = flops.reading_data(program, learned, MARK)
     rows = tuple(_row(*row) for row in zip(with_doors, planned, notes, costs, strict=True))
     rows = tuple(row._replace(reads_data=f"{MARK}{i}" in of_data) for i, row in enumerate(rows))
     uncovered, speed = tuple((one.path, one.shape) for one in beyond), speed_of(row.runs for row in rows)

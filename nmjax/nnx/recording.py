@@ -118,21 +118,21 @@ def recording(model: Any, noted: Sequence[bool]) -> tuple[Any, list[Notes]]:
 
 
 def traced(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> tuple[core.Jaxpr, list[bool]]:
-    """Return the program of a call, and for each of its arguments whether it belongs to the model."""
-    graph, state = nnx.split(model)
-    leaves, tree = jax.tree.flatten(jax.tree.map(shape_of, (state, inputs, options)))
+    """Return the program of a call, and for each of its arguments whether it is a parameter of the model."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    leaves, tree = jax.tree.flatten(jax.tree.map(shape_of, (params, rest, inputs, options)))
     shapes = [v for v in leaves if isinstance(v, jax.ShapeDtypeStruct)]
 
     def forward(arrays: list[jax.Array]) -> list[jax.Array]:
         values = iter(arrays)
         whole = [next(values) if isinstance(v, jax.ShapeDtypeStruct) else v for v in leaves]
-        state, inputs, options = jax.tree.unflatten(tree, whole)
-        result = nnx.merge(graph, state)(*inputs, **options)
+        params, rest, inputs, options = jax.tree.unflatten(tree, whole)
+        result = nnx.merge(graph, params, rest)(*inputs, **options)
         return [v for v in jax.tree.leaves(result) if isinstance(v, jax.Array)]
 
-    own = len(jax.tree.leaves(state))
-    mine = [i < own for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)]
-    return jax.make_jaxpr(forward)(shapes).jaxpr, mine
+    count = len(jax.tree.leaves(params))
+    learned = [i < count for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)]
+    return jax.make_jaxpr(forward)(shapes).jaxpr, learned
 
 
 def products_of_call(model: Any, *inputs: Any, **options: Any) -> list[tuple[Layer, list[Example]]]:

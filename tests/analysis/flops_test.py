@@ -440,7 +440,25 @@ SQUARE = shape(4, 4)
         (lambda w, x: lax.while_loop(lambda y: y[0, 0] > 0, lambda y: named(y, w, "layer_0"), x), set()),
         (lambda w, x: named(jnp.where(w > 0, 1.0, 0.0) + x, w, "layer_0"), set()),
         (lambda w, x: named(jnp.ones((4, 4)), w, "layer_0"), {"layer_0"}),
+        (lambda w, x: named(lax.stop_gradient(w @ x), w, "layer_0"), {"layer_0"}),
+        (lambda w, x: jax.vmap(lambda row: named(row[None], w, "layer_0"))(x), {"layer_0"}),
     ],
 )
 def test_layers_that_read_data_alone(f, reading):
     assert reading_data(jax.make_jaxpr(f)(SQUARE, SQUARE).jaxpr, [True, False], "layer_") == reading
+
+
+def test_noise_and_statistics_of_data_are_no_parameters():
+    """A first layer behind dropout, and behind a batch norm without parameters, reads data alone."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(8, use_bias=False, use_scale=False, rngs=rngs)
+            self.dropout, self.first = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+            self.second = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(self.first(self.dropout(self.norm(x))))
+
+    plan = nm.nnx.plan(Net(nnx.Rngs(0)), shape(4, 8))
+    assert [layer.path for layer in plan.layers if layer.reads_data] == ["first"]

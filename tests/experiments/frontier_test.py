@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from experiments import command, evidence, frontier, recorded, reproduce
+from experiments import claims, command, evidence, frontier, recorded, reproduce
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 PAGE = '''
@@ -61,7 +61,7 @@ def study(tmp_path, monkeypatch):
     toy = recorded.Study(module, "cpu", f"{page}:cpu", short, short)
     shutil.copy(reproduce.RESULTS / "baselines_cpu.jsonl", results)
     found = recorded.study
-    for where in (recorded, evidence, frontier):
+    for where in (recorded, claims, evidence, frontier):
         monkeypatch.setattr(where, "study", lambda name: toy if name == "toy_cpu" else found(name))
     monkeypatch.setattr(evidence, "STUDIES", ("toy_cpu",))
     monkeypatch.setattr(frontier, "RESULTS", results)
@@ -77,27 +77,44 @@ def test_a_method_is_trained_and_judged_among_others(study, tmp_path, capsys):
     assert frontier.main([*words, "--seeds=2"]) == 0
     said = capsys.readouterr().out
     assert "2 runs, about" in said
-    assert "| better than dense, narrower |" not in said  # the arm that has to be worse
-    assert "| as good as dense |" in said
-    lines = [json.loads(line) for line in (workdir / "results.jsonl").read_text().splitlines()]
-    assert [line["changes"]["seed"] for line in lines] == [0, 1]
+    assert "The study does not pass its gate: “dense, narrower” is not worse" in said
+    assert "better than “dense, narrower”" not in said  # the arm that has to be worse
+    assert "| your method is as good as dense | " in said
+    assert "| your method is better than “STE” | " in said
+    assert "Each try scores the test data." in said
     page = (workdir / "frontier.html").read_text()
     assert page.count("<figure><svg") == 2  # by FLOPs and memory; so short a run has no time of a step
     assert page.count('<th scope="row">your method</th>') == 1
+    assert frontier.main(words) == 0  # goes on, with a seed more
+    assert "1 runs, about" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (workdir / "results.jsonl").read_text().splitlines()]
+    assert [line["changes"]["seed"] for line in lines] == [0, 1, 2]
     assert "| your method | " in (workdir / "frontier.md").read_text()
-    assert frontier.main([*words, "--seeds=2"]) == 0  # goes on where nothing is left
-    assert "0 runs, about" in capsys.readouterr().out
-    assert frontier.main([*words[:1], "ste(2,4)", *words[2:], "--seeds=2"]) == 2
-    assert "page.py is of another method or study. Write another --workdir." in capsys.readouterr().err
-    assert frontier.main([*words[:1], "stee(2,4)", *words[2:4]]) == 2
-    assert "'stee'" in capsys.readouterr().err
+    assert frontier.main([*words[:1], "sr_ste(2,4)", *words[2:]]) == 2
+    assert "page.py belongs to another method or study. Give another --workdir=DIR." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_a_study_refuses(study, tmp_path, capsys):
+    config = ["--config", f"{study}:cpu", f"--workdir={tmp_path / 'mine'}"]
+    for method, why in (
+        ("stee(2,4)", "'stee'"),
+        ("ste(2,4) ", "the study has this method, as “STE”"),
+        ("dense", "the study has this method, as “dense”"),
+    ):
+        assert frontier.main(["--method", method, *config]) == 2
+        assert why in capsys.readouterr().err
+        assert not (tmp_path / "mine").exists()
+    (tmp_path / "file").write_text("")
+    assert frontier.main(["--method", "sr_ste(2,4)", *config[:2], f"--workdir={tmp_path / 'file'}"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_a_page_that_is_no_study_is_refused(capsys):
     assert frontier.main(["--method", "ste(2,4)", "--config", "configs/vit_24.py"]) == 2
-    assert "--config=configs/vit_24.py is no study with results. There are " in capsys.readouterr().err
+    assert "--config=configs/vit_24.py is not the page of a study with results. " in capsys.readouterr().err
 
 
 def test_one_seed_is_refused(capsys):
     assert frontier.main(["--method", "ste(2,4)", "--seeds=1"]) == 2
-    assert "--seeds=1: a comparison needs two or more." in capsys.readouterr().err
+    assert "--seeds=1: a comparison needs two seeds. Write --seeds=2 or more." in capsys.readouterr().err

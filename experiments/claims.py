@@ -1,0 +1,240 @@
+"""The claims of a study, judged by its results as docs/evidence/method.md says."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.errors import Mistake
+from experiments.recorded import Study, read, study
+from experiments.report import effects
+from experiments.report.effects import Effect
+from experiments.studies import Claim, Gate
+
+POINTS = 0.005  # a difference of accuracy that matters
+NOT_RUN = "not run"
+
+
+class Arm(NamedTuple):
+    """The runs of an arm.
+
+    Attributes:
+      changes: What the arm changes, without the seed.
+      losses: The test loss of each finished run by seed, of the hardened network.
+      accuracies: The accuracies, if the runs have any.
+      flops: The effective FLOPs of a run.
+      seconds: The median time of all steps of a run.
+      bytes: The median temporary memory of a step.
+      lost: The seeds of the runs that did not finish, with their outcomes.
+    """
+
+    changes: dict[str, Any]
+    losses: dict[int, float]
+    accuracies: dict[int, float]
+    flops: float
+    seconds: float
+    bytes: float
+    lost: dict[int, str]
+
+
+class Judgement(NamedTuple):
+    """A claim with its verdict, by the loss.
+
+    Attributes:
+      claim: The claim.
+      verdict: The verdict by the loss, or why there is none.
+      loss: The difference of the losses, the first arm minus the second. None if there are too few runs.
+      accuracy: The difference of the accuracies. None if there are too few runs, or no accuracies.
+      by_accuracy: The verdict by the accuracy; "" if it is None.
+      seeds: The number of seeds that both arms have.
+    """
+
+    claim: Claim
+    verdict: str
+    loss: Effect | None
+    accuracy: Effect | None
+    by_accuracy: str
+    seeds: int
+
+
+class Judged(NamedTuple):
+    """A study with its verdicts.
+
+    Attributes:
+      name: The name of its results.
+      study: The study.
+      lines: Its results.
+      arms: Its arms by name.
+      seeds: The seeds that each arm should have.
+      gate: Its gate.
+      failed: Why the study does not pass its gate; "" if it passes.
+      judgements: The judged claims.
+      over_dense: The differences of the losses to dense, by arm, as far as they can be told.
+      scattered: The arms whose runs scatter too much to share their variance.
+    """
+
+    name: str
+    study: Study
+    lines: list[dict]
+    arms: dict[str, Arm]
+    seeds: Sequence[int]
+    gate: Gate
+    failed: str
+    judgements: list[Judgement]
+    over_dense: dict[str, Effect]
+    scattered: list[str]
+
+
+def judged(name: str, results: Path) -> Judged:
+    """Return a study with its verdicts.
+
+    Args:
+      name: The name of its results, such as "recipe_vit_cpu".
+      results: The folder of the results.
+
+    Raises:
+      Mistake: If the results cannot be read, or are of an arm that the study does not have.
+    """
+    its_study, path = study(name), results / f"{name}.jsonl"
+    module, variant = its_study.module, its_study.variant
+    lines = read(path)
+    changes, wanted = module.arms(variant), module.seeds(variant)
+    by_changes = {str(sorted(of.items())): arm for arm, of in changes.items()}
+    runs: dict[str, list[dict]] = {arm: [] for arm in changes}
+    for line in lines:
+        own = {field: value for field, value in line["changes"].items() if field != "seed"}
+        arm = by_changes.get(str(sorted(own.items())))
+        if arm is None or line["changes"]["seed"] not in wanted:
+            raise Mistake(f"{path}: the run {line['run']} is not in the study. Delete its line.")
+        runs[arm].append(line)
+    arms = {arm: arm_of(changes[arm], of) for arm, of in runs.items()}
+    gate = module.gate(variant)
+    return judge(name, its_study, lines, arms, wanted, gate, module.claims(variant), results)
+
+
+def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
+    """Return the arm of some changes, made of the lines of its runs."""
+    done = [line for line in lines if line["outcome"] == "finished"]
+    figures = {line["changes"]["seed"]: line["figures"] for line in done}
+    of = lambda name: {seed: of.get(f"hardened_{name}", of.get(name)) for seed, of in figures.items() if name in of}
+    middle = lambda values: statistics.median(values) if values else math.nan
+    measured = [line | line["measured"] for line in done if line.get("measured")]
+    return Arm(
+        changes,
+        of("loss"),
+        of("accuracy"),
+        middle([line["flops"][1] * line["steps"] for line in done]),
+        middle([line["step_seconds"] * line["steps"] for line in measured if "step_seconds" in line]),
+        middle([line["step_bytes"] for line in measured if "step_bytes" in line]),
+        {line["changes"]["seed"]: line["outcome"] for line in lines if line["outcome"] != "finished"},
+    )
+
+
+def judge(
+    name: str, its_study: Study, lines: list[dict], arms: dict[str, Arm], seeds: Sequence[int], gate: Gate,
+    claims: list[Claim], results: Path,
+) -> Judged:  # fmt: skip
+    """Return the study with its verdicts. All arms share in the variance but the one that has to be worse."""
+    used = {arm: of for arm, of in arms.items() if arm != gate.worse}
+    losses = {arm: {seed: -loss for seed, loss in of.losses.items()} for arm, of in used.items()}
+    accuracies = {arm: of.accuracies for arm, of in used.items()}
+    by_loss, by_accuracy = _effects(losses, claims, gate.margin), _effects(accuracies, claims, POINTS)
+    judgements = []
+    for claim in claims:
+        loss, accuracy = by_loss.get(claim), by_accuracy.get(claim)
+        judgements.append(
+            Judgement(
+                claim,
+                _unfinished(arms, claim, seeds) or (_verdict(claim, loss, gate.margin) if loss else NOT_RUN),
+                loss and loss._replace(difference=-loss.difference),
+                accuracy,
+                _verdict(claim, accuracy, POINTS) if accuracy else "",
+                len({*arms[claim.first].losses} & {*arms[claim.second].losses}),
+            )
+        )
+    over = [arm for arm in used if arm != "dense" and _shared(losses, arm, "dense") > 1]
+    found = effects.effects(losses, [(arm, "dense") for arm in over])
+    over_dense = {arm: e._replace(difference=-e.difference) for arm, e in zip(over, found, strict=True)}
+    failed, scattered = _failed(arms, gate, results), sorted(effects.scattered(losses))
+    return Judged(name, its_study, lines, arms, seeds, gate, failed, judgements, over_dense, scattered)
+
+
+def _effects(values: dict[str, dict[int, float]], claims: list[Claim], margin: float) -> dict[Claim, Effect]:
+    """Return the effects of the claims that can be judged. Each p-value tests what its claim says."""
+    known = [claim for claim in claims if _shared(values, claim.first, claim.second) > 1]
+    tested = [-margin if claim.kind == "as good as" else 0.0 for claim in known]
+    found = effects.effects(values, [(claim.first, claim.second) for claim in known], tested)
+    return dict(zip(known, found, strict=True))
+
+
+def _shared(values: dict[str, dict[int, float]], first: str, second: str) -> int:
+    """Return the number of seeds that two arms have in common."""
+    return len({*values[first]} & {*values[second]})
+
+
+def _unfinished(arms: dict[str, Arm], claim: Claim, seeds: Sequence[int]) -> str:
+    """Return why a claim is not judged yet, or "": runs diverged, or are missing."""
+    names = (claim.first, claim.second)
+    lost = [f"{len(arms[name].lost)} runs of “{name}” diverged" for name in names if arms[name].lost]
+    if lost:
+        return f"{effects.OPEN}: {' and '.join(lost)}"
+    left = sum(seed not in arms[name].losses for name in names for seed in seeds)
+    if left == 2 * len(seeds):
+        return NOT_RUN
+    return f"not finished: {left} of {2 * len(seeds)} runs are missing" if left else ""
+
+
+def _verdict(claim: Claim, effect: Effect, margin: float) -> str:
+    of_kind = {"better than": effects.verdict_better, "as good as": effects.verdict_as_good}
+    return of_kind[claim.kind](effect, margin)
+
+
+# ---- the gate ----
+
+
+def simple(data: str, results: Path) -> dict[str, float]:
+    """Return the scores of simple methods on some data, by method: accuracies of images, losses of a text."""
+    scores = {}
+    for line in read(results / "baselines_cpu.jsonl"):
+        if line["case"]["data"] == data:
+            rows = line["rows"]
+            scores[line["case"]["method"]] = (rows["loss"] if "loss" in rows else rows["accuracy"])[0]
+    return scores
+
+
+def limit(gate: Gate, results: Path) -> float:
+    """Return the score that the dense network has to pass."""
+    if isinstance(gate.limit, float):
+        return gate.limit
+    known = simple(gate.data, results)
+    if gate.limit not in known:
+        made_by = study("baselines_cpu").command
+        raise Mistake(f"{results / 'baselines_cpu.jsonl'} has no {gate.limit} of {gate.data}. Make it by: {made_by}")
+    return known[gate.limit]
+
+
+def mean(arm: Arm, metric: str) -> float:
+    """Return the mean loss or accuracy of an arm."""
+    values = (arm.losses if metric == "loss" else arm.accuracies).values()
+    return statistics.fmean(values) if values else math.nan
+
+
+def _failed(arms: dict[str, Arm], gate: Gate, results: Path) -> str:
+    """Return why a study does not pass its gate, or ""."""
+    reached, needed = mean(arms["dense"], gate.metric), limit(gate, results)
+    if math.isnan(reached):
+        return "the dense network was not run"
+    if reached < needed if gate.metric == "accuracy" else reached > needed:
+        return f"the dense network reaches {score(gate, reached)}, and the gate is {score(gate, needed)}"
+    pair = {arm: arms[arm].losses for arm in (gate.worse, "dense")}
+    if _shared(pair, gate.worse, "dense") < 2:
+        lost = f": {len(arms[gate.worse].lost)} of its runs diverged" if arms[gate.worse].lost else ""
+        return f"“{gate.worse}”, which has to be worse than dense, has no two runs with the same seeds{lost}"
+    low, _ = effects.effects(pair, [(gate.worse, "dense")])[0].interval()
+    return "" if low > gate.margin else f"“{gate.worse}” is not worse than dense by more than the margin"
+
+
+def score(gate: Gate, value: float) -> str:
+    """Return a score by which dense networks are judged, as text."""
+    return f"{100 * value:.1f} %" if gate.metric == "accuracy" else f"{value:.3f} {gate.unit}"
