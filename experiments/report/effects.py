@@ -181,6 +181,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 HOLDS, SMALL = "holds", "holds, by less than the margin"
 SLIGHTLY = "holds, and is worse by less than the margin"
 WORSE, NO_DIFFERENCE = "does not hold: worse", "does not hold: no difference that matters"
+SLIGHTLY_WORSE = "does not hold: worse by less than the margin"
 OPEN = "cannot be told"
 
 
@@ -203,8 +204,10 @@ def verdict_better(effect: Effect, margin: float) -> str:
     """
     low, high = effect.interval()
     within = -margin < low and high < margin
+    if effect.p < LEVEL and effect.difference < 0:
+        return SLIGHTLY_WORSE if within else WORSE
     if effect.p < LEVEL:
-        return WORSE if effect.difference < 0 else SMALL if within else HOLDS
+        return SMALL if within else HOLDS
     return NO_DIFFERENCE if within and low <= 0 else OPEN
 
 

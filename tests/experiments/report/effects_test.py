@@ -5,7 +5,17 @@ import pytest
 from scipy import stats
 
 from experiments.report import effects
-from experiments.report.effects import HOLDS, NO_DIFFERENCE, OPEN, SLIGHTLY, SMALL, WORSE, Effect, Unknown
+from experiments.report.effects import (
+    HOLDS,
+    NO_DIFFERENCE,
+    OPEN,
+    SLIGHTLY,
+    SLIGHTLY_WORSE,
+    SMALL,
+    WORSE,
+    Effect,
+    Unknown,
+)
 
 
 def simulated(draw, methods, seeds, noise=1.0):
@@ -96,7 +106,7 @@ def test_what_the_runs_do_not_tell_is_said(values, pair, why):
         (Effect(1.0, 0.1, 30, 0.0), HOLDS),
         (Effect(0.2, 0.05, 30, 0.0), SMALL),  # less than the margin of 0.5
         (Effect(-1.0, 0.1, 30, 0.0), WORSE),
-        (Effect(-0.3, 0.05, 30, 0.0), WORSE),
+        (Effect(-0.3, 0.05, 30, 0.0), SLIGHTLY_WORSE),
         (Effect(0.1, 0.1, 30, 0.3), NO_DIFFERENCE),
         (Effect(0.2, 0.08, 30, 0.06), OPEN),  # its own interval excludes 0, and the table's correction does not
         (Effect(0.3, 1.0, 30, 0.8), OPEN),
@@ -126,13 +136,14 @@ def test_no_verdict_is_stronger_than_its_interval():
         better, as_good = effects.verdict_better(of_zero, margin), effects.verdict_as_good(of_margin, margin)
         seen |= {better, f"as good: {as_good}"}
         assert (better in (HOLDS, SMALL)) == (low > 0)
-        assert (better == WORSE) == (high < 0)
+        assert (better in (WORSE, SLIGHTLY_WORSE)) == (high < 0)
+        assert (better == SLIGHTLY_WORSE) == (-margin < low and high < 0)
         assert (better == SMALL) == (low > 0 and high < margin)
         assert (better == NO_DIFFERENCE) == (low <= 0 <= high and -margin < low and high < margin)
         assert (as_good in (HOLDS, SLIGHTLY)) == (low > -margin)
         assert (as_good == SLIGHTLY) == (low > -margin and high < 0)
         assert (as_good == WORSE) == (high < -margin)
-    assert len(seen) == 5 + 4
+    assert len(seen) == 6 + 4
 
 
 def test_holm_corrects_what_was_asked():
