@@ -34,7 +34,7 @@ class Program:
     """The functions of a run. They are compiled once, and serve other seeds and other data of the same shapes too.
 
     Args:
-      config: The settings of the run. They are parsed here, once; the functions read the attributes below.
+      config: The settings of the run, which are parsed here.
       task: The model and the data.
 
     Attributes:
@@ -44,8 +44,7 @@ class Program:
       evaluations: Number of steps from one evaluation to the next.
       measures: Number of steps from one measurement of sparsity to the next; 0 means never.
       rate: The learning rate as a function of the step.
-      mesh: The devices, arranged.
-      plan: The plan of the model.
+      mesh, plan: The devices, arranged; and the plan of the model.
       flops: Average FLOPs of a micro-step, dense and effective.
       phases: The steps at which the training step becomes another program (`in_phase`).
       shapes: The state as `jax.ShapeDtypeStruct`s with shardings.
@@ -59,7 +58,7 @@ class Program:
       hard_score: `hard_score(hard, batch)` returns the same for hardened weights.
       harden: `harden(state)` returns the hardened weights.
       measure: `measure(state, arrays)` returns what pruning does to weights and gradients, by layer.
-      masks, flips: `masks(state)` returns the masks of the weights, `flips(masks, masks)` the share that changed.
+      masks, flips: `masks(state)` returns the weights' masks, `flips(masks, masks)` the share that changed.
     """
 
     def __init__(self, config: ConfigDict, task: Task):
@@ -69,10 +68,10 @@ class Program:
         self._set_mesh()
         self._set_model()
         self._refuse_plan()
-        # Steps at which STEP gets sparse are known in the run only: its FLOPs are those of its sparsest step.
-        left_out = sum(layer.flops or 0 for layer in self.plan.layers if layer.reads_data)  # their dx
-        sparsest = [cost - left_out for cost in self.plan.training]
-        self.flops = sparsest if self.steps_since else self.plan.over(self.total, data_gradients=False)
+        self.flops = self.plan.over(self.total, data_gradients=False)
+        if self.steps_since:  # the steps at which STEP is sparse are known in the run only: take its sparsest step
+            unneeded = sum(layer.flops or 0 for layer in self.plan.layers if layer.reads_data)
+            self.flops = (self.plan.training[0] - unneeded, self.plan.training[1] - unneeded)
         self.phases = () if self.steps_since else changes(self.plan, self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0
