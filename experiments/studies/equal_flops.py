@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, WORSE, Claim, Gate, methods, runs
+from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, runs
 
 SEEDS = range(10)
 PATTERNS = ("1,8", "1,16", "1,64")
@@ -45,7 +45,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
         found[f"MdGf {shown}"] = {"sparsity.pruned": f"mdgf({pattern},linear(1,0,70%))"}
     for word, field in (("narrower", "model.hidden"), ("shorter", "steps")):
         found[f"dense, {word}, FLOPs of MdGf 1:16"] = {field: RIVALS[variant][field]}
-    found[WORSE] = {"model.hidden": 8}
+    found[WORSE] = {"sparsity.pruned": RANDOM}
     return found
 
 

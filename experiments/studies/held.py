@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, WORSE, Claim, Gate, methods, runs
+from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, runs
 
 SEEDS = range(5)
 EVERY = (1, 4, 10, 40)
@@ -33,7 +33,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
         found |= {name(kind, every): {"sparsity.blocks": f"fwd_rhs=ste(hold({mask},every={every}))"} for every in EVERY}
     found["FST"] = FST
     found |= methods.rivals(config, name("both axes", 1), methods.Rival(0.6865, 52, 217))
-    found[WORSE] = {"model.hidden": 8}
+    found[WORSE] = {"sparsity.blocks": RANDOM}
     return found
 
 

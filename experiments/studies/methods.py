@@ -4,8 +4,8 @@ r"""Methods that prune weights, on networks that pass the gates of docs/evidence
         --results=experiments/results/methods_vit_cpu.jsonl
 
 The variants are vit_cpu and vit_gpu on images, and gpt_cpu on the bytes of books. Every layer of the blocks is pruned.
-The dense rivals are narrower, or end sooner; they cost as many FLOPs as a method. A network with a narrow feed-forward
-layer has to be worse: then the study can see a difference.
+The dense rivals are narrower, or end sooner; they cost as many FLOPs as a method. Random 1:16 weights have to be worse:
+then the study can see a difference.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import BOOKS, CIFAR, FASHION, INTERVALS, SMALL_VIT, WORSE, Claim, Gate, runs
+from experiments.studies import BOOKS, CIFAR, FASHION, INTERVALS, RANDOM, SMALL_VIT, WORSE, Claim, Gate, runs
 
 WHOLE = {  # methods of both networks
     "STE": "ste(2,4)",
@@ -82,7 +82,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     if its_network.gate is not BOOKS:
         half = {"model.width": config.model.width // 2, "model.hidden": config.model.hidden // 2}
         found["dense, half as wide"] = half
-    found[WORSE] = {"model.hidden": 8}
+    found[WORSE] = {"sparsity.blocks": RANDOM}
     return found
 
 

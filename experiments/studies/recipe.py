@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import WORSE, Claim, Gate, methods, runs
+from experiments.studies import RANDOM, WORSE, Claim, Gate, methods, runs
 
 SEEDS = range(10, 30)
 DW, DW_DX = "MdGf (30 %) + MVUE(dw)", "MdGf (30 %) + MVUE(dw, dx)"
@@ -30,7 +30,8 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     for method, text in METHODS.items():
         found[method] = {"sparsity.blocks": text}
         found |= methods.rivals(get_config(variant), method, RIVALS[variant or "vit_cpu"][method])
-    found[WORSE] = {"model.hidden": 8}
+    found["dense, feed-forward width 8"] = {"model.hidden": 8}
+    found[WORSE] = {"sparsity.blocks": RANDOM}
     return found
 
 

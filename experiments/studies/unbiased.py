@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, WORSE, Claim, Gate, methods, runs
+from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, runs
 
 SEEDS = range(5)
 SLOTS = {"weights": "fwd_rhs=ste({})", "activations": "fwd_lhs=ste({})", "gradients in dw": "drhs_g={}"}
@@ -24,7 +24,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     for operand, slot in SLOTS.items():
         found |= {f"{operand}, {how}": {"sparsity.blocks": slot.format(pruner)} for how, pruner in HOW.items()}
     found |= methods.rivals(get_config(variant), "weights, least squares", methods.Rival(0.843, 60, 223))
-    found[WORSE] = {"model.hidden": 8}
+    found[WORSE] = {"sparsity.blocks": RANDOM}
     return found
 
 

@@ -17,7 +17,7 @@ from experiments.studies import BOOKS
 from experiments.training import digest, settings
 
 NAME = "recipe_vit_cpu"
-FLOOR = "dense, feed-forward width 8"
+FLOOR = "random 1:16 weights"
 DW = "MdGf (30 %) + MVUE(dw)"
 
 
