@@ -165,9 +165,10 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
         raise ValueError("plan is called inside sparsify. Call it outside: plan(model, x, recipe=recipe).")
     planner = Planner(Recipe(()) if recipe is None else recipe)
     with RECIPE(object()), nn.intercept_methods(planner):  # what nn.jit has compiled before is traced again
-        shapes, costs, elsewhere = _traced(model, planner, inputs, options)
+        shapes, costs, elsewhere, of_data = _traced(model, planner, inputs, options)
     by_number = lambda path: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", "/".join(path))]
-    rows = [_row_of(planner.planned[w], _shape(shapes, w), costs.get(w, 0)) for w in sorted(costs, key=by_number)]
+    row = lambda w: _row_of(planner.planned[w], _shape(shapes, w), costs.get(w, 0))._replace(reads_data=w in of_data)
+    rows = [row(w) for w in sorted(costs, key=by_number)]
     reached = planner.reached
     left = tuple(("/".join(path), of[0]) for path, of in reached.matrices.items() if path not in reached.by_door)
     count = sum(math.prod(v.shape) for v in jax.tree.leaves(shapes))
@@ -181,31 +182,44 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
     return Plan(tuple(rows), elsewhere, left, count, tuple(refused), missed, speed_of(row.runs for row in rows))
 
 
-def _traced(model: nn.Module, planner: Planner, inputs: Any, options: Any) -> tuple[Any, dict[Path, int], int]:
-    """Return the shapes of the parameters, the forward FLOPs of every weight, and those of no weight."""
+def _traced(
+    model: nn.Module, planner: Planner, inputs: Any, options: Any
+) -> tuple[Any, dict[Path, int], int, set[Path]]:  # fmt: skip
+    """Return the shapes of the parameters, the forward FLOPs of each weight, those of none, and the weights on data."""
     leaves, tree = jax.tree.flatten((inputs, options))
     arrays = [shape_of(v) for v in leaves if is_array(v)]
     key = jax.random.key(0)
-    shapes: list[Any] = []
 
-    def forward(arrays: list[jax.Array]) -> list[jax.Array]:
+    def call(arrays: list[jax.Array]) -> tuple[Any, Any]:
         given = iter(arrays)
-        args, keywords = jax.tree.unflatten(tree, [next(given) if is_array(v) else v for v in leaves])
-        variables = jax.eval_shape(lambda: nn.unbox(model.init(key, *args, **keywords)))
-        shapes.append(variables.get("params", {}))
-        made = jax.tree.map(lambda v: jax.numpy.zeros(v.shape, v.dtype), variables)
-        y = model.apply(made, *args, rngs={"params": key}, mutable=True, **keywords)
+        return jax.tree.unflatten(tree, [next(given) if is_array(v) else v for v in leaves])
+
+    def init(arrays: list[jax.Array]) -> Any:
+        args, keywords = call(arrays)
+        return nn.unbox(model.init(key, *args, **keywords))
+
+    variables = jax.eval_shape(init, arrays)
+    params = {"params": variables["params"]} if "params" in variables else {}
+    rest = {name: of for name, of in variables.items() if name != "params"}
+
+    def forward(params: Any, arrays: list[jax.Array]) -> list[jax.Array]:
+        args, keywords = call(arrays)
+        made = jax.tree.map(lambda v: jax.numpy.zeros(v.shape, v.dtype), rest)
+        y = model.apply(params | made, *args, rngs={"params": key}, mutable=True, **keywords)
         return [v for v in jax.tree.leaves(y) if isinstance(v, jax.Array)]
 
-    program = jax.make_jaxpr(forward)(arrays).jaxpr
+    program = jax.make_jaxpr(forward)(params, arrays).jaxpr
     costs, elsewhere = dict.fromkeys(planner.planned, 0), 0
     numbered = list(planner.planned)
+    weight = lambda name: numbered[int(name.removeprefix(_MARK))]
     for name, cost in flops.counted(program, _MARK):
         if name is None:
             elsewhere += cost
         else:
-            costs[numbered[int(name.removeprefix(_MARK))]] += cost
-    return shapes[0], costs, elsewhere
+            costs[weight(name)] += cost
+    learned = [i < len(jax.tree.leaves(params)) for i in range(len(program.invars))]
+    of_data = {weight(name) for name in flops.reading_data(program, learned, _MARK)}
+    return variables.get("params", {}), costs, elsewhere, of_data
 
 
 def _shape(shapes: Any, where: Path) -> tuple[int, ...]:

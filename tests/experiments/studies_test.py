@@ -177,8 +177,9 @@ def test_every_study_is_found_by_the_name_of_its_results():
 
 
 @pytest.mark.slow
-def test_the_page_is_what_its_results_say():
-    text = reproduce.PAGE.read_text()
+@pytest.mark.parametrize("page", reproduce.PAGES, ids=lambda page: page.stem)
+def test_the_page_is_what_its_results_say(page):
+    text = page.read_text()
     renewed, pictures = reproduce.page(text)
     assert renewed == text
     words = re.compile(r">([^<>]+)</text>")
