@@ -26,7 +26,7 @@ from experiments.studies import Claim
 from experiments.training import settings
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = "experiments/studies/methods.py:vit_cpu"
+PAGE = "experiments/studies/recipe.py:vit_cpu"
 YOURS = "your method"
 
 
@@ -34,7 +34,7 @@ def results_of(page: str) -> str:
     """Return the name of the results of a study's page.
 
     Args:
-      page: The page, such as "experiments/studies/methods.py:vit_cpu".
+      page: The page, such as "experiments/studies/recipe.py:vit_cpu".
 
     Raises:
       Mistake: If it is not the page of a study with claims, or if it has no results.
