@@ -13,7 +13,7 @@ from experiments.report.effects import Effect
 from experiments.studies import Claim, Gate
 
 POINTS = 0.005  # a difference of accuracy that matters
-NOT_RUN = "not run"
+NOT_RUN, NO_COUNT = "not run", "does not count"
 
 
 class Arm(NamedTuple):
@@ -46,7 +46,7 @@ class Judgement(NamedTuple):
       verdict: The verdict by the loss, or why there is none.
       loss: The difference of the losses, the first arm minus the second. None if there are too few runs.
       accuracy: The difference of the accuracies. None if there are too few runs, or no accuracies.
-      by_accuracy: The verdict by the accuracy; "" if it is None.
+      by_accuracy: The verdict by the accuracy; "" if there is none.
       seeds: The number of seeds that both arms have.
     """
 
@@ -140,23 +140,24 @@ def judge(
     losses = {arm: {seed: -loss for seed, loss in of.losses.items()} for arm, of in used.items()}
     accuracies = {arm: of.accuracies for arm, of in used.items()}
     by_loss, by_accuracy = _effects(losses, claims, gate.margin), _effects(accuracies, claims, POINTS)
-    judgements = []
+    failed, judgements = _failed(arms, gate, results), []
     for claim in claims:
         loss, accuracy = by_loss.get(claim), by_accuracy.get(claim)
+        none = NO_COUNT if failed else _unfinished(arms, claim, seeds)  # then neither metric has a verdict
         judgements.append(
             Judgement(
                 claim,
-                _unfinished(arms, claim, seeds) or (_verdict(claim, loss, gate.margin) if loss else NOT_RUN),
+                none or (_verdict(claim, loss, gate.margin) if loss else NOT_RUN),
                 loss and loss._replace(difference=-loss.difference),
                 accuracy,
-                _verdict(claim, accuracy, POINTS) if accuracy else "",
+                _verdict(claim, accuracy, POINTS) if accuracy and not none else "",
                 len({*arms[claim.first].losses} & {*arms[claim.second].losses}),
             )
         )
     over = [arm for arm in used if arm != "dense" and _shared(losses, arm, "dense") > 1]
     found = effects.effects(losses, [(arm, "dense") for arm in over])
     over_dense = {arm: e._replace(difference=-e.difference) for arm, e in zip(over, found, strict=True)}
-    failed, scattered = _failed(arms, gate, results), sorted(effects.scattered(losses))
+    scattered = sorted(effects.scattered(losses))
     return Judged(name, its_study, lines, arms, seeds, gate, failed, judgements, over_dense, scattered)
 
 

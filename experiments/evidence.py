@@ -4,8 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from experiments.claims import NOT_RUN, POINTS, Judged, Judgement, judged, mean, score, simple
-from experiments.recorded import study
+from experiments.claims import POINTS, Judged, Judgement, judged, mean, score, simple
 from experiments.report import dots, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table
@@ -34,19 +33,18 @@ def first_screen(results: Path) -> str:
     Args:
       results: The folder of the results.
     """
-    rows, sentences = [[*HEAD, "network"]], []
+    rows, sentences, missing = [[*HEAD, "network"]], [], []
     for name in STUDIES:
         if not (results / f"{name}.jsonl").exists():
-            module, variant = study(name)[:2]
-            main = [claim for claim in module.claims(variant) if claim.first_screen]
-            rows += [[claim.text, NOT_RUN, "", "", "0", module.gate(variant).network] for claim in main]
+            missing.append(f"`{name}`")
             continue
         one = judged(name, results)
-        for judgement in one.judgements:
-            if judgement.claim.first_screen:
-                claim, verdict, *others = _cells(judgement, one)
-                rows.append([claim, "does not count" if one.failed else verdict, *others, one.gate.network])
-        sentences.append(reached(one, results))
+        main = [judgement for judgement in one.judgements if judgement.claim.first_screen]
+        rows += [[*_cells(judgement, one), one.gate.network] for judgement in main]
+        matters = f"A difference of the loss matters if it is larger than {one.gate.margin:g} {one.gate.unit}."
+        sentences.append(f"{reached(one, results)} {matters}")
+    if missing:
+        sentences.append(f"Not run yet: {', '.join(missing)}. Their claims stand in [studies](studies).")
     return "\n\n".join([markdown_table(rows), *sentences])
 
 
@@ -122,6 +120,7 @@ def arm_rows(one: Judged) -> list[list[str]]:
 
 # ---- pictures ----
 
+COLOURS = {"sparse": "s1", "narrower": "s0", "shorter": "s3", "yours": "s4"}
 COSTS = {
     "flops": "effective FLOPs of the run, as a share of dense",
     "seconds": "time of all steps, as a share of dense",
@@ -156,9 +155,6 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
         alt=f"{up}, by {COSTS[cost]}.", along=COSTS[cost], up=up, say="{:+.3f}".format, best=min,
         keys={name: colour for name, colour in named.items() if name != "yours" or yours},
     )  # fmt: skip
-
-
-COLOURS = {"sparse": "s1", "narrower": "s0", "shorter": "s3", "yours": "s4"}
 
 
 def costs(one: Judged) -> list[str]:

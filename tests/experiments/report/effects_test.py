@@ -147,7 +147,7 @@ def test_no_verdict_is_stronger_than_its_interval():
 
 
 def test_holm_corrects_what_was_asked():
-    """Of two claims that test minus the margin, the p-values are those of one-sample t tests, corrected."""
+    """The p-values of claims that test minus the margin are those of one-sample t tests, corrected."""
     values, _ = simulated(np.random.default_rng(12), 2, 9)
     a, b = (np.array(list(values[name].values())) for name in ("m0", "m1"))
     found = effects.effects(values, [("m0", "m1"), ("m1", "m0")], [-0.5, -0.5])
