@@ -69,7 +69,8 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
         line = json.loads(text)
         form, _, made_by = line["format"], line["run"], line.get("command", "")
         if form == sweep.FORMAT and "config" in line:
-            _ = [line[field] for field in (SWEPT if its_study.page else LOOKED)]
+            for field in SWEPT if its_study.page else LOOKED:
+                line[field]
     except (ValueError, TypeError, KeyError) as error:
         raise Mistake(f"{where} is no line of results ({type(error).__name__}: {error}). {again}") from error
     if form != sweep.FORMAT:

@@ -74,6 +74,14 @@ def size(variant: str) -> str:
     return variant or "cpu"
 
 
+def one_of(variant: str, known: Iterable[str]) -> str:
+    """Return a variant, or the first of those that are known if it is empty. Refuse others."""
+    names = list(known)
+    if variant and variant not in names:
+        raise ValueError(f"there is no variant {variant!r}: write one of {', '.join(names)}")
+    return variant or names[0]
+
+
 def network(variant: str, names: tuple[str, ...]) -> tuple[str, str]:
     """Return the network and the size that a variant such as "vit_cpu", the default, names.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, runs
+from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, one_of, runs
 
 SEEDS = range(10)
 PATTERNS = ("1,8", "1,16", "1,64")
@@ -25,16 +25,9 @@ STEPS = {  # of these runs
 RIVALS = {"cpu": {"steps": 5647, "model.hidden": 232}, "qk_cpu": {"steps": 5559, "model.hidden": 226}}  # as MdGf 1:16
 
 
-def _known(variant: str) -> str:
-    """Return the name of a variant; "" is cpu."""
-    if variant not in ("", *STEPS):
-        raise ValueError(f"there is no variant {variant!r}: write one of {', '.join(STEPS)}")
-    return variant or "cpu"
-
-
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     """Return what each arm of the study changes, by its name."""
-    variant = _known(variant)
+    variant = one_of(variant, STEPS)
     found: dict[str, dict[str, Any]] = {"dense": {"sparsity.pruned": "dense"}}
     for pattern in PATTERNS:
         shown = pattern.replace(",", ":")
@@ -51,7 +44,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
 
 def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
-    where = ", queries and keys pruned too," if _known(variant) == "qk_cpu" else ""
+    where = ", queries and keys pruned too," if one_of(variant, STEPS) == "qk_cpu" else ""
     found = []
     for pattern in PATTERNS:
         shown, main = pattern.replace(",", ":"), pattern == "1,16"
@@ -85,7 +78,7 @@ def get_config(variant: str = "") -> ConfigDict:
     """Return the config of a variant."""
     c = methods.get_config("vit_cpu")
     c.measure = "0"
-    pruned = r".*/(mlp/.*|query|key)" if _known(variant) == "qk_cpu" else r".*/mlp/.*"
+    pruned = r".*/(mlp/.*|query|key)" if one_of(variant, STEPS) == "qk_cpu" else r".*/mlp/.*"
     c.rules = ((pruned, "pruned"), (r".*", "dense"))
     with c.unlocked():
         c.sparsity = ConfigDict(dict(pruned="dense"))

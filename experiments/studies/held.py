@@ -12,12 +12,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, runs
+from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
 
 SEEDS = range(5)
 EVERY = (1, 4, 10, 40)
 MASKS = {"one axis": "mse(2,4)", "both axes": "transposable(2,4)"}
 FST = {"sparsity.blocks": "fst(lam=0,dense_from=83%)", "masked_decay": 6e-5}
+
+
+gate = methods.gate
 
 
 def name(kind: str, every: int) -> str:
@@ -55,14 +58,9 @@ def seeds(variant: str = "") -> list[int]:
     return list(SEEDS)
 
 
-def gate(variant: str = "") -> Gate:
-    """Return what the dense network has to reach."""
-    return FASHION
-
-
 def get_config(variant: str = "") -> ConfigDict:
     """Return the config of a variant."""
-    return methods.get_config(variant)
+    return methods.get_config(one_of(variant, ("vit_cpu",)))
 
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import BOOKS, CIFAR, FASHION, INTERVALS, RANDOM, SMALL_VIT, WORSE, Claim, Gate, runs
+from experiments.studies import BOOKS, CIFAR, FASHION, INTERVALS, RANDOM, SMALL_VIT, WORSE, Claim, Gate, one_of, runs
 
 WHOLE = {  # methods of both networks
     "STE": "ste(2,4)",
@@ -67,9 +67,7 @@ NETWORKS = {
 
 def of(variant: str) -> Network:
     """Return what the study does with the network of a variant; "" is vit_cpu."""
-    if variant and variant not in NETWORKS:
-        raise ValueError(f"there is no variant {variant!r}: write one of {', '.join(NETWORKS)}")
-    return NETWORKS[variant or "vit_cpu"]
+    return NETWORKS[one_of(variant, NETWORKS)]
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
@@ -147,7 +145,7 @@ def gate(variant: str = "") -> Gate:
 
 def get_config(variant: str = "") -> ConfigDict:
     """Return the config of a variant."""
-    of(variant)
+    variant = one_of(variant, NETWORKS)
     c = _gpt() if variant.startswith("gpt") else _vit(gpu=variant.endswith("gpu"))
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
     c.sparsity = dict(blocks="dense")

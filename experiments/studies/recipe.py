@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import RANDOM, WORSE, Claim, Gate, methods, runs
+from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
 
 SEEDS = range(10, 30)
 DW, DW_DX = "MdGf (30 %) + MVUE(dw)", "MdGf (30 %) + MVUE(dw, dx)"
@@ -24,12 +24,15 @@ RIVALS = {
 }
 
 
+gate = methods.gate
+
+
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     """Return what each arm of the study changes, by its name."""
     found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
     for method, text in METHODS.items():
         found[method] = {"sparsity.blocks": text}
-        found |= methods.rivals(get_config(variant), method, RIVALS[variant or "vit_cpu"][method])
+        found |= methods.rivals(get_config(variant), method, RIVALS[one_of(variant, RIVALS)][method])
     found["dense, feed-forward width 8"] = {"model.hidden": 8}
     found[WORSE] = {"sparsity.blocks": RANDOM}
     return found
@@ -49,16 +52,9 @@ def seeds(variant: str = "") -> list[int]:
     return list(SEEDS)
 
 
-def gate(variant: str = "") -> Gate:
-    """Return what the dense network has to reach."""
-    return methods.gate(variant)
-
-
 def get_config(variant: str = "") -> ConfigDict:
     """Return the config of a variant."""
-    if variant and variant not in RIVALS:
-        raise ValueError(f"there is no variant {variant!r}: write one of {', '.join(RIVALS)}")
-    c = methods.get_config(variant)
+    c = methods.get_config(one_of(variant, RIVALS))
     c.measure = "0"
     return c
 

@@ -11,11 +11,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, runs
+from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
 
 SEEDS = range(5)
 SLOTS = {"weights": "fwd_rhs=ste({})", "activations": "fwd_lhs=ste({})", "gradients in dw": "drhs_g={}"}
 HOW = {"least squares": "mse(2,4)", "unbiased": "mvue(2,4)"}
+
+
+gate = methods.gate
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
@@ -48,14 +51,9 @@ def seeds(variant: str = "") -> list[int]:
     return list(SEEDS)
 
 
-def gate(variant: str = "") -> Gate:
-    """Return what the dense network has to reach."""
-    return FASHION
-
-
 def get_config(variant: str = "") -> ConfigDict:
     """Return the config of a variant."""
-    return methods.get_config(variant)
+    return methods.get_config(one_of(variant, ("vit_cpu",)))
 
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
