@@ -52,10 +52,11 @@ def carry_out(asked: "Asked", words: str) -> None:
         own = digest.identity(asked.config).fields | asked.alike() | provenance.versions()
         processes.same(own | {"git": provenance.git()})
     try:
-        from experiments.training import modes  # with all of JAX, which a mistake above does without
+        from experiments.training import device, modes  # with all of JAX, which a mistake above does without
     except ModuleNotFoundError as error:
         raise Mistake(f"the package {error.name} is missing: pip install -r requirements.txt.") from error
     gc.freeze()  # imported objects stay for good, and are not searched while programs are traced
+    device.keep_memory()
     _cache_programs()
     if asked.sweeping and not asked.planned:
         _sweep(asked, Path(asked.workdir or f"runs/{sweep.folder(asked.name)}-sweep"), words)

@@ -130,7 +130,7 @@ def _failed(line: dict[str, Any]) -> bool:
 def _in_a_process(name: str, seconds: float, out: Path) -> dict[str, Any]:
     """Run a row in a process of its own, and return what it found. A process that dies or hangs is a result, too."""
     start = time.monotonic()
-    command = [sys.executable, "-m", "experiments.bench.silicon", name]
+    command = [sys.executable, "-m", "experiments.bench.silicon", name, str(os.getpid())]
     environment = os.environ | {"XDG_CACHE_HOME": str(out.absolute())}  # of tables of tiles, and of the check
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(measured.own_tables().parent / "programs"))
     environment["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]  # one GPU

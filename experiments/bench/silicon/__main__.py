@@ -17,10 +17,15 @@ from nmjax.kernels.check import code
 from nmjax.kernels.targets import Target, target
 
 
-def main(name: str) -> int:
-    """Run a row by its name, or "about", and return the exit code."""
-    if os.getpgrp() == os.getpid():  # started by `silicon`, not by hand
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+def main(name: str, parent: int | None = None) -> int:
+    """Run a row, and return the exit code.
+
+    Args:
+      name: The name of the row, or "about".
+      parent: The process that has started this one, in a group of its own. This one ends when the parent ends.
+    """
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     device = target("pallas")
     simulated = isinstance(device, Refusal)
     if isinstance(device, Refusal):
@@ -55,4 +60,4 @@ def clock() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
