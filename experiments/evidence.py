@@ -16,8 +16,11 @@ STUDIES = (
     "methods_gpt_cpu",
     "equal_flops_cpu",
     "equal_flops_qk_cpu",
+    "residual_cpu",
     "held_vit_cpu",
     "unbiased_vit_cpu",
+    "whole_rows_vit_cpu",
+    "finetuning_sst2_cpu",
 )  # in the order of the page
 
 
@@ -51,7 +54,7 @@ def first_screen(results: Path) -> str:
 def reached(one: Judged, results: Path) -> str:
     """Return a sentence on what the dense network and simple methods reach, and on the gate."""
     gate = one.gate
-    names = {"ridge": "ridge regression", "nearest": "nearest neighbours"}
+    names = {"ridge": "ridge regression", "nearest": "nearest neighbours", "bag of words": "a bag of words"}
     others = [
         f"{names.get(method, f'a table of {method}s')} {score(gate, value)}"
         for method, value in simple(gate.data, results).items()

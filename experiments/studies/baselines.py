@@ -2,27 +2,31 @@
 
     python -m experiments.studies baselines
 
-Images: ridge regression on the pixels, and the nearest training images. A text: tables of n-grams of bytes with
-back-off. They read Fashion-MNIST, CIFAR-10 and the books from $NMJAX_DATA. The penalty and the number of neighbours are
-chosen on validation data, a tenth of the training data. The test data is scored once.
+Images: ridge regression on the pixels, and the nearest training images. Sentences with labels: naive Bayes on bags of
+words. A text: tables of n-grams of bytes with back-off. They read Fashion-MNIST, CIFAR-10, SST-2 and the books from
+$NMJAX_DATA. The penalty, the number of neighbours and the pseudo-count are chosen on validation data, a tenth of the
+training data. The test data is scored once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
-from experiments.data import images, text, validation
+from experiments.data import images, labelled, text, validation
+from experiments.data.labelled import Example
 from experiments.report.words import markdown_table
 
 VALIDATION = 0.1
 PENALTIES = tuple(10.0**power for power in range(-3, 3))  # relative to the mean variance of a pixel
 NEIGHBOURS = (1, 3, 5, 10, 20)
+PSEUDO_COUNTS = (0.1, 0.3, 1.0, 3.0)
 ORDERS = (2, 3, 5)
 BOOKS = {"name": "books_train.txt", "test": "books_val.txt"}
 CASES = [{"data": name, "method": method} for name in ("fashion_mnist", "cifar10") for method in ("ridge", "nearest")]
+CASES += [{"data": "sst2", "method": "bag of words"}]
 CASES += [{"data": data, "method": f"{order}-gram"} for data in ("books", "books_start") for order in ORDERS]
 START = 1024 * 256 + 1  # bytes of the test text: those on which the study methods tests its GPT
 
@@ -95,6 +99,50 @@ def accuracy(train: Examples, test: Examples, method: str) -> tuple[float, float
     return float((make(train, best)(test.x) == test.y).mean()), scores[best], f"{best:g}"
 
 
+# ---- sentences ----
+
+
+def bag_of_words(train: Sequence[Example], pseudo: float) -> Callable[[str], int]:
+    """Return the naive Bayes classifier of the words of a text, and of the pairs of words that follow each other.
+
+    Each word counts once in a text. Words that the training texts lack do not count.
+
+    Args:
+      train: The training texts with their labels.
+      pseudo: The number that is added to the counts of each word.
+    """
+    numbers: dict[Hashable, int] = {}
+    rows = [[numbers.setdefault(word, len(numbers)) for word in _words(one.text)] for one in train]
+    labels = np.array([one.label for one in train])
+    counts = np.full((labels.max() + 1, len(numbers)), pseudo)
+    for row, label in zip(rows, labels, strict=True):
+        counts[label, row] += 1
+    likely = np.log(counts / counts.sum(1, keepdims=True))
+    prior = np.log(np.bincount(labels) / len(labels))
+
+    def predict(words: str) -> int:
+        known = [numbers[word] for word in _words(words) if word in numbers]
+        return int(np.argmax(prior + likely[:, known].sum(1)))
+
+    return predict
+
+
+def _words(words: str) -> list[Hashable]:
+    """Return the different words of a text, and its different pairs of words that follow each other."""
+    found = words.lower().split()
+    return [*dict.fromkeys(found), *dict.fromkeys(zip(found, found[1:], strict=False))]
+
+
+def sentences(train: Sequence[Example], test: Sequence[Example]) -> tuple[float, float, float]:
+    """Return the accuracy of bags of words on the test, that on validation texts, and the pseudo-count chosen by it."""
+    right = lambda predict, texts: float(np.mean([predict(one.text) == one.label for one in texts]))
+    kept, held = validation.positions(np.array([one.label for one in train]), VALIDATION)
+    part, rest = ([train[at] for at in places] for places in (kept, held))
+    scores = {pseudo: right(bag_of_words(part, pseudo), rest) for pseudo in PSEUDO_COUNTS}
+    best = max(scores, key=scores.__getitem__)
+    return right(bag_of_words(train, best), test), scores[best], best
+
+
 # ---- text ----
 
 
@@ -142,7 +190,7 @@ def ngram_loss(train: Int[np.ndarray, " n"], test: Int[np.ndarray, " m"], order:
 
 def config(data: str, method: str) -> ConfigDict:
     """Return what tells a case apart."""
-    chosen = {"ridge": PENALTIES, "nearest": NEIGHBOURS}.get(method, ())
+    chosen = {"ridge": PENALTIES, "nearest": NEIGHBOURS, "bag of words": PSEUDO_COUNTS}.get(method, ())
     return ConfigDict({"data": data, "method": method, "chosen_from": chosen, "validation": VALIDATION})
 
 
@@ -153,11 +201,18 @@ def run(data: str, method: str) -> tuple[dict[str, list], list[str]]:
         test = found.test if data == "books" else found.test[:START]
         loss = ngram_loss(found.train, test, int(method.partition("-")[0]), found.vocabulary)
         return {"loss": [float(f"{loss:.5g}")]}, [found.note] if found.note else []
+    if data == "sst2":
+        texts = labelled.load("sst2_train", test="sst2_dev")
+        return _rows(*sentences(texts.train, texts.test)), [texts.note] if texts.note else []
     found = images.load(data)
     train, test = (Examples(x.reshape(len(x), -1).astype(np.float32) / 255, y) for x, y in (found.train, found.test))
     score, on_validation, choice = accuracy(train, test, method)
-    rows = {"accuracy": score, "validation_accuracy": on_validation, "chosen": float(choice)}
-    return {name: [float(f"{value:.5g}")] for name, value in rows.items()}, [found.note] if found.note else []
+    return _rows(score, on_validation, float(choice)), [found.note] if found.note else []
+
+
+def _rows(score: float, on_validation: float, chosen: float) -> dict[str, list]:
+    rows = {"accuracy": score, "validation_accuracy": on_validation, "chosen": chosen}
+    return {name: [float(f"{value:.5g}")] for name, value in rows.items()}
 
 
 def describe(line: dict) -> str:
@@ -169,11 +224,12 @@ def describe(line: dict) -> str:
 _NAMES = {
     "fashion_mnist": "Fashion-MNIST",
     "cifar10": "CIFAR-10, a lossy JPEG copy",
+    "sst2": "SST-2",
     "books": "books, bytes",
     "books_start": "the first 262,145 bytes of the test books",
 }
-_CHOSEN = {"ridge": "penalty {:g}", "nearest": "k = {:.0f}"}
-_METHODS = {"ridge": "ridge regression", "nearest": "k nearest images"}
+_CHOSEN = {"ridge": "penalty {:g}", "nearest": "k = {:.0f}", "bag of words": "pseudo-count {:g}"}
+_METHODS = {"ridge": "ridge regression", "nearest": "k nearest images", "bag of words": "naive Bayes on bags of words"}
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:

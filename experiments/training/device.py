@@ -71,8 +71,8 @@ def keep_memory() -> bool:
     """Let this process keep the memory that it frees, if JAX has no device but the CPU, and return whether it does.
 
     XLA allocates the temporary memory of a step anew at every step. By default glibc returns it to the system at the
-    end of the step. Then the next step touches new pages, and the system clears each of them: this took 40 % of the time
-    of a small GPT. Call this before JAX starts its devices. It does nothing without glibc.
+    end of the step. Then the next step touches new pages, and the system clears each of them, which can take 40 % of
+    the time of a step. Call this before JAX starts its devices. It does nothing without glibc.
     """
     accelerated = entry_points(group="jax_plugins") or importlib.util.find_spec("libtpu")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from experiments.data.labelled import Example
 from experiments.studies import baselines
 from experiments.studies.baselines import Examples
 
@@ -49,6 +50,23 @@ def test_ridge_is_the_solution_of_its_equations():
     weights = np.linalg.lstsq(rows, np.vstack([targets - targets.mean(0), np.zeros((6, 3))]), rcond=None)[0]
     new = draw.standard_normal((50, 6)).astype(np.float32)
     assert (predict(new) == np.argmax((new - x.mean(0)) @ weights + targets.mean(0), 1)).all()
+
+
+def test_a_bag_of_words_by_hand():
+    """Class 0 has the words a, b and a b; class 1 has a, c and a c. Each word of the five has one count more."""
+    train = [Example("A b", None, 0), Example("a c", None, 1), Example("c", None, 1)]
+    predict = baselines.bag_of_words(train, 1.0)
+    # 0: 1/3 · 2/8 · 2/8, and 1: 2/3 · 2/9 · 1/9, where d is not known
+    assert predict("b a d") == 0
+    assert predict("a") == 1  # 1/3 · 2/8 < 2/3 · 2/9
+    assert predict("") == 1
+
+
+def test_the_pseudo_count_is_chosen_on_validation_texts():
+    train = [Example(f"word{i % 7} {'good' if i % 2 else 'bad'}", None, i % 2) for i in range(80)]
+    score, on_validation, chosen = baselines.sentences(train, [Example("bad", None, 0), Example("good", None, 0)])
+    assert (score, on_validation) == (0.5, 1.0)
+    assert chosen in baselines.PSEUDO_COUNTS
 
 
 @pytest.mark.parametrize("count", [1, 3, 10])

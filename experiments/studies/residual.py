@@ -1,0 +1,98 @@
+r"""Pruned gradients in a residual network: SDGP (arXiv 2202.00774) and MVUE (arXiv 2203.10991).
+
+    python launch.py --config=experiments/studies/residual.py:cpu --sweep \
+        --results=experiments/results/residual_cpu.jsonl
+
+SDGP prunes the gradients in dx to the largest values, and rescales them. MVUE prunes the gradients in dw without bias.
+In some arms gradients in dx are pruned at random or without bias instead, and those in dw to the largest values. The
+dense rivals cost as many FLOPs as gradients at 1:4 in one of the two products. The variants are cpu, a network of four
+blocks, and gpu, a ResNet-18. Both are trained on CIFAR-10 for ten epochs.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from configs import common
+from experiments.studies import CIFAR, INTERVALS, RANDOM, WORSE, Claim, Gate, one_of, runs
+
+SEEDS = range(5)
+METHODS = {
+    "SDGP 2:4": "sdgp(2,4)",
+    "SDGP 1:4": "sdgp(1,4)",
+    "SDGP 1:8": "sdgp(1,8)",
+    "random 2:4 in dx": "sdgp(2,4,rescale=False,select='random')",
+    "unbiased 1:8 in dx": "dlhs_g=mvue(1,8)",
+    "MVUE(dw) 2:4": "mvue(2,4)",
+    "MVUE(dw) 1:4": "mvue(1,4)",
+    "MVUE(dw) 1:8": "mvue(1,8)",
+    "largest 2:4 in dw": "top_gradient(2,4)",
+    "largest 1:8 in dw": "top_gradient(1,8)",
+}
+PRUNED = ("SDGP 1:4", "MVUE(dw) 1:4")  # both cost what the rivals cost
+NARROWER, SHORTER = (f"dense, {word}, FLOPs of {PRUNED[1]}" for word in ("narrower", "shorter"))
+RIVALS = {  # a narrower network may train for some more or fewer steps, because its width is a whole number
+    "cpu": {NARROWER: {"model.width": 14, "steps": 3466}, SHORTER: {"steps": 2656}},
+    "gpu": {NARROWER: {"model.width": 55, "steps": 894}, SHORTER: {"steps": 660}},
+}
+
+
+def arms(variant: str = "") -> dict[str, dict[str, Any]]:
+    """Return what each arm of the study changes, by its name."""
+    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.stages": "dense"}}
+    found |= {name: {"sparsity.stages": method} for name, method in METHODS.items()}
+    return found | RIVALS[one_of(variant, RIVALS)] | {WORSE: {"sparsity.stages": RANDOM}}
+
+
+def claims(variant: str = "") -> list[Claim]:
+    """Return the claims that the study judges."""
+    found = []
+    for method in ("SDGP", "MVUE(dw)"):
+        for pattern in ("2:4", "1:4", "1:8"):
+            arm = f"{method} {pattern}"
+            found.append(Claim(f"{arm} is as good as dense", arm, "as good as", "dense", pattern == "2:4"))
+    better = (
+        ("SDGP 2:4", "random 2:4 in dx", "random gradients at 2:4 in dx"),
+        ("SDGP 1:8", "unbiased 1:8 in dx", "unbiased gradients at 1:8 in dx"),
+        ("MVUE(dw) 2:4", "largest 2:4 in dw", "the largest gradients at 2:4 in dw"),
+        ("MVUE(dw) 1:8", "largest 1:8 in dw", "the largest gradients at 1:8 in dw"),
+    )
+    found += [
+        Claim(f"{first} is better than {words}", first, "better than", other, True) for first, other, words in better
+    ]
+    rivals = ((NARROWER, "a narrower dense network"), (SHORTER, "a shorter dense run"))
+    for arm in PRUNED:
+        for rival, words in rivals:
+            found.append(Claim(f"{arm} is better than {words} at the same FLOPs", arm, "better than", rival))
+    return found
+
+
+def seeds(variant: str = "") -> list[int]:
+    """Return the seeds of every arm."""
+    return list(SEEDS)
+
+
+def gate(variant: str = "") -> Gate:
+    """Return what the dense network has to reach."""
+    return CIFAR._replace(network="ResNet, CIFAR-10")
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    """Return the config of a variant."""
+    c = common.resnet("cifar10")
+    c.unlock()
+    c.model = dict(name="resnet", size="18", stem="cifar", width=64)
+    c.epochs, c.steps, c.data.smoothing = 0.0, 880, 0.0
+    if one_of(variant, RIVALS) == "cpu":
+        c.model.update(size="tiny", width=16, blocks=(1, 1, 1, 1))
+        c.steps, c.batch, c.dtype, c.learning_rate.peak = 3520, 128, "float32", 0.2
+    c.update(INTERVALS)
+    c.lock()
+    c.rules = ((r"stages/.*", "stages"), (r".*", "dense"))
+    c.sparsity = dict(stages="dense")
+    return c
+
+
+def get_sweep(variant: str = "") -> list[dict[str, Any]]:
+    """Return the runs: every arm with every seed."""
+    return runs(arms(variant), SEEDS)

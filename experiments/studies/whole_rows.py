@@ -1,0 +1,68 @@
+r"""Whole rows in dw against single values, on a network that passes its gate.
+
+    python launch.py --config=experiments/studies/whole_rows.py:vit_cpu --sweep \
+        --results=experiments/results/whole_rows_vit_cpu.jsonl
+
+A product for dw of n of m rows multiplies fewer rows on any device, and by x it keeps fewer rows in memory. The
+variance of rows is larger than that of single values. At the same n:m both cost as many FLOPs. Rows are chosen by the
+norms of g, of x, or of both.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
+
+SEEDS = range(5)
+METHODS = {
+    "single values 2:4": "drhs_g=mvue(2,4)",
+    "single values 1:4": "drhs_g=mvue(1,4)",
+    "rows by g 2:4": "drhs_g=rows(mvue(2,4))",
+    "rows by g 1:4": "drhs_g=rows(mvue(1,4))",
+    "rows by x 2:4": "drhs_lhs=rows(mvue(2,4))",
+    "rows by x 1:4": "drhs_lhs=rows(mvue(1,4))",
+    "rows by both 1:4": "drhs_g=rows(mvue(1,4),by='both')",
+}
+RIVAL = "rows by g 1:4"  # the dense rivals have its FLOPs
+
+
+gate = methods.gate
+
+
+def arms(variant: str = "") -> dict[str, dict[str, Any]]:
+    """Return what each arm of the study changes, by its name."""
+    found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
+    found |= {name: {"sparsity.blocks": text} for name, text in METHODS.items()}
+    found |= methods.rivals(get_config(variant), RIVAL, methods.Rival(0.7645, 56, 221))
+    found[WORSE] = {"sparsity.blocks": RANDOM}
+    return found
+
+
+def claims(variant: str = "") -> list[Claim]:
+    """Return the claims that the study judges."""
+    found = []
+    for pattern in ("2:4", "1:4"):
+        for by in ("g", "x"):
+            rows, values = f"rows by {by} {pattern}", f"single values {pattern}"
+            text = f"In dw, {rows} are as good as {values} at the same FLOPs"
+            found.append(Claim(text, rows, "as good as", values, by == "g"))
+            found.append(Claim(f"In dw, {rows} are as good as dense", rows, "as good as", "dense"))
+    both = "rows by both 1:4"
+    found.append(Claim(f"In dw, {both} are better than {RIVAL}", both, "better than", RIVAL))
+    return [*found, *methods.over_rivals(RIVAL, first_screen=False, subject="Rows by g 1:4 in dw are")]
+
+
+def seeds(variant: str = "") -> list[int]:
+    """Return the seeds of every arm."""
+    return list(SEEDS)
+
+
+def get_config(variant: str = "") -> ConfigDict:
+    """Return the config of a variant."""
+    return methods.get_config(one_of(variant, ("vit_cpu",)))
+
+
+def get_sweep(variant: str = "") -> list[dict[str, Any]]:
+    """Return the runs: every arm with every seed."""
+    return runs(arms(variant), SEEDS)
