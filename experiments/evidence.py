@@ -36,14 +36,17 @@ def first_screen(results: Path) -> str:
     Args:
       results: The folder of the results.
     """
-    rows, sentences, missing = [[*HEAD, "network"]], [], []
+    rows, sentences, missing = [["claim", "verdict", HEAD[2], "seeds", "network"]], [], []
     for name in STUDIES:
         if not (results / f"{name}.jsonl").exists():
             missing.append(f"`{name}`")
             continue
         one = judged(name, results)
-        main = [judgement for judgement in one.judgements if judgement.claim.first_screen]
-        rows += [[*_cells(judgement, one), one.gate.network] for judgement in main]
+        for judgement in one.judgements:
+            if judgement.claim.first_screen:
+                text, verdict, loss, _, seeds = _cells(judgement, one)
+                verdict += f". By accuracy: {judgement.by_accuracy}" if _differs(judgement) else ""
+                rows.append([text, verdict, loss, seeds, one.gate.network])
         matters = f"A difference of the loss matters if it is larger than {one.gate.margin:g} {one.gate.unit}."
         sentences.append(f"{reached(one, results)} {matters}")
     if missing:
@@ -79,9 +82,14 @@ def claim_rows(one: Judged) -> list[list[str]]:
 def _cells(judgement: Judgement, one: Judged) -> list[str]:
     seeds = f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
     accuracy = _interval(judgement.accuracy, 2, 100.0)
-    if judgement.by_accuracy and judgement.by_accuracy != judgement.verdict:
+    if _differs(judgement):
         accuracy += f": {judgement.by_accuracy}"
     return [judgement.claim.text, judgement.verdict, _interval(judgement.loss, 4), accuracy, seeds]
+
+
+def _differs(judgement: Judgement) -> bool:
+    """Return True if the accuracy has another verdict than the loss."""
+    return bool(judgement.by_accuracy) and judgement.by_accuracy != judgement.verdict
 
 
 def _interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
@@ -144,8 +152,8 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
         points[line].append(dots.Point("dense", 1.0, 0.0, None, COLOURS[line]))
     for name, effect in one.over_dense.items():
         arm = one.arms[name]
-        dense = not any(field.startswith("sparsity.") for field in arm.changes)
-        kind = ("shorter" if "steps" in arm.changes else "narrower") if dense else "sparse"
+        sparse, narrower = (any(field.startswith(group) for field in arm.changes) for group in ("sparsity.", "model."))
+        kind = "sparse" if sparse else "narrower" if narrower else "shorter"
         share = getattr(arm, cost) / getattr(one.arms["dense"], cost)
         if not math.isnan(share):
             low, high = effect.interval()
