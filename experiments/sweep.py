@@ -132,7 +132,7 @@ def run(
       labels: The tags and the note that all runs get, also finished ones.
 
     Raises:
-      Failed: At the end, if runs failed, or if other processes write to them. It names them.
+      Failed: At the end, if runs failed, or if other processes still write to them. It names them.
       Taken: If another process writes to the only run.
       Stopped: If a signal came after the last step of a run, and others are left.
     """
@@ -154,7 +154,7 @@ def run(
                 if index is not None or processes.count() > 1:  # other processes do not know of it
                     raise
                 _say(str(error))
-                sweep.left += [member.name for member in group]
+                sweep.left += group
         elif processes.first():
             record.complete(workdir / member.folder, labels or {})
         if processes.first():
@@ -169,8 +169,9 @@ def run(
     _say(f"\n{_outcomes(runs, workdir)}")
     if sweep.failed:
         raise Failed(f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}")
-    if sweep.left:
-        raise Failed(f"other processes write to these runs or to those beside them: {', '.join(sweep.left)}")
+    left = [member.name for member in sweep.left if not is_done(workdir / member.folder)]
+    if left:
+        raise Failed(f"other processes write to these runs or to those beside them: {', '.join(left)}")
 
 
 class _Sweep:
@@ -180,7 +181,7 @@ class _Sweep:
         self.runs, self.workdir, self.at_once, self._make, self._train = runs, workdir, at_once, make, train
         self.begun: set[str] = set()
         self.failed: list[str] = []
-        self.left: list[str] = []  # to other processes
+        self.left: list[Member] = []  # to other processes
         self._program: Any = None
         self._made_for: Member | None = None
 

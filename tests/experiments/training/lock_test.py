@@ -1,5 +1,6 @@
 """The directory of a run: one process writes there at a time, and a run that says "finished" has everything."""
 
+import contextlib
 import errno
 import json
 import os
@@ -190,12 +191,19 @@ def test_while_a_run_writes_another_is_refused(tmp_path):
 # ---- in a sweep ----
 
 
-def swept(workdir, index=None):
-    """Run a sweep of three seeds that only writes its outcomes, and return the seeds that were trained."""
+def swept(workdir, index=None, before=lambda name: None):
+    """Run a sweep of three seeds that only writes its outcomes, and return the seeds that were trained.
+
+    Args:
+      workdir: The directory of the sweep.
+      index: The number of the only run.
+      before: Called with the name of a run before it is trained.
+    """
     done = []
 
     def train(members, _):
         (member,) = members
+        before(member.name)
         (place := workdir / member.name).mkdir(parents=True, exist_ok=True)
         with lock.held(place):
             (place / "config.json").write_text(member.identity.text)
@@ -220,6 +228,23 @@ def test_a_sweep_leaves_a_run_to_the_process_that_writes_it(tmp_path, capsys):
             swept(tmp_path, index=1)
     assert swept(tmp_path) == ["seed=1"]
     assert (tmp_path / "seed=0" / "report.html").exists()  # it was missing
+
+
+def test_a_run_that_its_process_has_finished_is_not_named(tmp_path):
+    place = tmp_path / "seed=1"
+    place.mkdir()
+    with contextlib.ExitStack() as other:
+        other.enter_context(lock.held(place))
+
+        def before(name):
+            """The other process finishes seed 1 while this one trains seed 2."""
+            if name == "seed=2":
+                member = sweep.members(pages.load("configs/vit_24.py:smoke"), [{"seed": 0}, {"seed": 1}])[1]
+                (place / "config.json").write_text(member.identity.text)
+                (place / "run.json").write_text('{"name": "x", "outcome": "finished"}')
+                other.close()
+
+        assert swept(tmp_path, before=before) == ["seed=0", "seed=2"]
 
 
 # ---- finished ----
