@@ -4,10 +4,12 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
+
 from experiments.claims import POINTS, Judged, Judgement, judged, mean, score, simple
-from experiments.report import dots, effects
+from experiments.report import curves as cv, dots, effects
 from experiments.report.effects import Effect
-from experiments.report.words import markdown_table
+from experiments.report.words import markdown_table, percent
 from experiments.studies import Gate
 
 STUDIES = (
@@ -174,11 +176,33 @@ def costs(one: Judged) -> list[str]:
     return [cost for cost in COSTS if one.over_dense and not math.isnan(getattr(dense, cost))]
 
 
+FLIPS = "The share of a mask that one step changes, by step: means of the layers, with the range of the seeds"
+
+
+def flips(one: Judged) -> str:
+    """Return the picture of the flip rates of the sparse arms over the steps, or "" if no run measured a flip."""
+    found: dict[str, list[cv.Curve]] = {}
+    for line in one.lines:
+        measured = line.get("curves", {}).get("sparsity", {})
+        if any(measured.get("flip_rate") or ()):
+            steps, values = (np.array(measured[field]) for field in ("step", "flip_rate"))
+            changes = {field: value for field, value in line["changes"].items() if field != "seed"}
+            name = next(name for name, arm in one.arms.items() if arm.changes == changes)
+            found.setdefault(name, []).append(cv.Curve("", steps, values))
+    if not found:
+        return ""
+    drawn = [cv.banded(curves, arm, colour=f"s{n}") for n, (arm, curves) in enumerate(found.items())]
+    return cv.draw(f"{one.name}-flips", drawn, alt=f"{FLIPS}.", say=percent, bounds=(0,))
+
+
 def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
     pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in costs(one)}
     parts = [f"![Loss by {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]
+    if drawn := flips(one):
+        pictures[f"{name}_flips"] = dots.standalone(drawn)
+        parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
     parts += [reached(one, results), claims_table(one), arms_table(one), legend(one.gate), *remarks(one, results)]
     return parts, pictures
 

@@ -148,6 +148,20 @@ def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
     assert "nan" not in screen.replace("loss is nan", "")
 
 
+def test_flips_are_drawn_for_arms_whose_masks_change(tmp_path):
+    curves = lambda *rates: {"curves": {"eval": {}, "sparsity": {"step": [0, 10], "flip_rate": [*rates]}}}
+    sparse = runs(DW, [0.331, 0.332], **curves(0.001, 0.02))
+    held = runs(FLOOR, [0.43, 0.44], **curves(0.0, 0.0))
+    lines = [*runs("dense", DENSE), *sparse, *held]
+    text, pictures = reproduce.block(NAME, written(tmp_path, lines))
+    assert f"](results/{NAME}_flips.svg)" in text
+    drawn = pictures[f"{NAME}_flips"]
+    assert DW in drawn
+    assert FLOOR not in drawn
+    assert "2%" in drawn.replace(" ", "").replace(".00", "")
+    assert f"{NAME}_flips" not in reproduce.block(NAME, written(tmp_path, GOOD))[1]
+
+
 def test_results_of_no_arm_are_refused(tmp_path):
     other = line("dense", 10, 0.3)
     other["changes"] = {"sparsity.blocks": "ste(2,4)", "seed": 10}
