@@ -134,9 +134,8 @@ class Program:
         places = shards.of_state(state, self.model, self.mesh)
         self.compiled_init = jax.jit(self._init, out_shardings=places)
         self.frozen = [path for path, factor in settings.factors(self.config, state.params).items() if not factor]
-        self.shapes = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state, places
-        )
+        placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        self.shapes = jax.tree.map(placed, state, places)
         return places
 
     def _set_hardened(self) -> None:
@@ -352,7 +351,8 @@ class Program:
     # ---- measures ----
 
     def _masks(self, state: State) -> Any:
-        return nnx.as_pure(nm.nnx.masks(nnx.merge(self.graph, state.params, state.rest)))
+        model = nnx.merge(self.graph, state.params, state.rest)  # weights that are drawn may have no mask
+        return {} if self.hardened_graph is None else nnx.as_pure(nm.nnx.masks(model))
 
     def _measure(self, state: State, arrays: Any) -> dict[str, dict]:
         """Return what pruning does to the weights and to the gradients of a micro-batch: tables by layer."""

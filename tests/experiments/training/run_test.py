@@ -207,6 +207,16 @@ def test_measures_by_layer():
     assert all(0.3 < float(v) < 0.7 for v in flips.values())  # independent masks: each keeps half
 
 
+def test_weights_that_are_drawn_have_no_flips():
+    """They may have no mask, as with mvue. Everything else is measured."""
+    made = program("configs/vit_24.py:smoke", "--config.sparsity.blocks=fwd_rhs=ste(mvue(2,4))")
+    state = made.init(jnp.uint32(0))
+    assert made.flips(made.masks(state), made.masks(state)) == {}
+    found = made.measure(state, next(iter(made.task.feed(0, 0, made.mesh))))
+    assert {float(v) for v in found["density"].values()} == {0.5}
+    assert made.hardening_refusal
+
+
 @pytest.mark.parametrize(
     ("page", "change", "said"),
     [
