@@ -29,7 +29,7 @@ STUDIES = (
 # ---- tables ----
 
 
-HEAD = ["claim", "verdict", "difference of the loss, 95 % interval", "of the accuracy, points", "seeds"]
+HEAD = ["claim", "verdict", "difference of the loss, 95 % interval", "difference of the accuracy, points", "seeds"]
 
 
 def first_screen(results: Path) -> str:
@@ -47,9 +47,9 @@ def first_screen(results: Path) -> str:
         for judgement in one.judgements:
             if judgement.claim.first_screen:
                 text, verdict, loss, _, seeds = _cells(judgement, one)
-                verdict += f". By accuracy: {judgement.by_accuracy}" if _differs(judgement) else ""
+                verdict += f" (by accuracy: {judgement.by_accuracy})" if _differs(judgement) else ""
                 rows.append([text, verdict, loss, seeds, one.gate.network])
-        matters = f"A difference of the loss matters if it is larger than {one.gate.margin:g} {one.gate.unit}."
+        matters = f"The margin is {one.gate.margin:g} {one.gate.unit}."
         sentences.append(f"{reached(one, results)} {matters}")
     if missing:
         sentences.append(f"Not run yet: {', '.join(missing)}. Their claims stand in [studies](studies).")
@@ -64,11 +64,12 @@ def reached(one: Judged, results: Path) -> str:
         f"{names.get(method, f'a table of {method}s')} {score(gate, value)}"
         for method, value in simple(gate.data, results).items()
     ]
-    outcome = f"It does not pass its gate: {one.failed}." if one.failed else "It passes its gate."
+    outcome = f"The study does not pass its gate: {one.failed}." if one.failed else "The study passes its gate."
     if not one.arms["dense"].losses:
         return f"`{one.name}` ({gate.network}). {outcome}"
     dense = score(gate, mean(one.arms["dense"], gate.metric))
-    return f"`{one.name}` ({gate.network}): dense reaches {dense}; {', '.join(others)}. {outcome}"
+    seeds = f"seeds {one.seeds[0]} to {one.seeds[-1]}"
+    return f"`{one.name}` ({gate.network}, {seeds}): the dense network reaches {dense}; {', '.join(others)}. {outcome}"
 
 
 def claims_table(one: Judged) -> str:
@@ -85,7 +86,7 @@ def _cells(judgement: Judgement, one: Judged) -> list[str]:
     seeds = f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
     accuracy = _interval(judgement.accuracy, 2, 100.0)
     if _differs(judgement):
-        accuracy += f": {judgement.by_accuracy}"
+        accuracy += f" (by accuracy: {judgement.by_accuracy})"
     return [judgement.claim.text, judgement.verdict, _interval(judgement.loss, 4), accuracy, seeds]
 
 
@@ -110,7 +111,7 @@ def arms_table(one: Judged) -> str:
 
 def arm_rows(one: Judged) -> list[list[str]]:
     """Return the rows of the table of the arms; the first is its head."""
-    head = ["arm", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", ""]
+    head = ["arm", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
     rows, dense = [head], one.arms["dense"]
     for name, arm in one.arms.items():
         missing = [seed for seed in one.seeds if seed not in arm.losses and seed not in arm.lost]
@@ -124,7 +125,7 @@ def arm_rows(one: Judged) -> list[list[str]]:
             name,
             "" if not arm.losses else f"{mean(arm, 'loss'):.4f}",
             "" if not arm.accuracies else f"{100 * mean(arm, 'accuracy'):.2f}",
-            *("" if math.isnan(share) else f"{share:.3f}" for share in shares),
+            *("" if math.isnan(share) else f"{share:.2f}" for share in shares),
             f"{len(arm.losses)} of {len(one.seeds)}",
             "; ".join(marks),
         ])  # fmt: skip
@@ -161,7 +162,7 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
             low, high = effect.interval()
             colour = COLOURS["yours" if name == yours else kind]
             points[kind].append(dots.Point(name, share, effect.difference, (high - low) / 2, colour))
-    up = f"loss less that of dense, {one.gate.unit}, with 95 % intervals"
+    up = f"difference of the loss from dense, {one.gate.unit}, with 95 % intervals"
     named = {kind if kind in ("sparse", "yours") else f"dense, {kind}": colour for kind, colour in COLOURS.items()}
     return dots.frontier(
         f"{one.name}-{cost}", points["sparse"], [points["narrower"], points["shorter"]],
@@ -176,7 +177,18 @@ def costs(one: Judged) -> list[str]:
     return [cost for cost in COSTS if one.over_dense and not math.isnan(getattr(dense, cost))]
 
 
-FLIPS = "The share of a mask that one step changes, by step: means of the layers, with the range of the seeds"
+FLIPS = "Share of a mask that changes at a step: mean of the layers, with the range of the seeds"
+
+
+def name_of(one: Judged, line: dict) -> str:
+    """Return the name of the arm that a line of results belongs to."""
+    changes = {field: value for field, value in line["changes"].items() if field != "seed"}
+    return next(name for name, arm in one.arms.items() if arm.changes == changes)
+
+
+def _is_hardened(line: dict) -> bool:
+    """Return True if a line has the loss of a hardened network."""
+    return "hardened_loss" in line["figures"]
 
 
 def flips(one: Judged) -> str:
@@ -186,9 +198,7 @@ def flips(one: Judged) -> str:
         measured = line.get("curves", {}).get("sparsity", {})
         if any(measured.get("flip_rate") or ()):
             steps, values = (np.array(measured[field]) for field in ("step", "flip_rate"))
-            changes = {field: value for field, value in line["changes"].items() if field != "seed"}
-            name = next(name for name, arm in one.arms.items() if arm.changes == changes)
-            found.setdefault(name, []).append(cv.Curve("", steps, values))
+            found.setdefault(name_of(one, line), []).append(cv.Curve("", steps, values))
     if not found:
         return ""
     drawn = [cv.banded(curves, arm, colour=f"s{n}") for n, (arm, curves) in enumerate(found.items())]
@@ -210,16 +220,23 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
 def legend(gate: Gate) -> str:
     """Return an explanation of the numbers of a study."""
     return (
-        "Losses and accuracies are of the hardened networks on test data. A difference is that of the first arm minus "
-        f"the second; less loss is better. A difference matters if it is larger than {gate.margin:g} {gate.unit}, or "
-        f"{100 * POINTS:g} points. FLOPs, time and memory are shares of dense. FLOPs are counts. A verdict can be “"
-        f"{effects.OPEN}” although the interval excludes 0, because p-values are corrected for the number of claims."
+        "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
+        f"second. Less loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. FLOPs, "
+        "time and memory are given as shares of dense. FLOPs are counted. Times are medians on a machine that does "
+        "other work too, so small differences are noise. A verdict can be "
+        f"“{effects.OPEN}” although the interval excludes 0, because p-values are corrected for the number of claims."
     )
 
 
 def remarks(one: Judged, results: Path) -> list[str]:
-    """Return what a reader of the results should know: what is not shown, and which runs differ in their making."""
+    """Return what a reader of the results should know: what is not shown, and which runs another machine made."""
     found = []
+    drawn = {name_of(one, line) for line in one.lines if line["outcome"] == "finished" and not _is_hardened(line)}
+    if drawn:
+        found.append(
+            "The weights of these arms are drawn at every step, so there is no hardened network, and the loss is that "
+            f"of the network in training: {', '.join(sorted(drawn))}."
+        )
     if one.scattered:
         found.append(
             f"Runs that scatter much more than others, and have their own variance: {', '.join(one.scattered)}."

@@ -1,11 +1,11 @@
-"""Simple methods on the data of the studies. A study with a network that is not better shows nothing.
+"""Simple methods on the data of the studies. The network of a study has to be better than these.
 
     python -m experiments.studies baselines
 
-Images: ridge regression on the pixels, and the nearest training images. Sentences with labels: naive Bayes on bags of
-words. A text: tables of n-grams of bytes with back-off. They read Fashion-MNIST, CIFAR-10, SST-2 and the books from
-$NMJAX_DATA. The penalty, the number of neighbours and the pseudo-count are chosen on validation data, a tenth of the
-training data. The test data is scored once.
+Images: ridge regression on the pixels, and the nearest training images. Sentences with labels: naive Bayes on words and
+pairs of words. A text: tables of n-grams of bytes with back-off. They read Fashion-MNIST, CIFAR-10, SST-2 and the books
+from $NMJAX_DATA. The penalty, the number of neighbours and the pseudo-count are chosen on validation data, a tenth of
+the training data. The test data is scored once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -28,7 +28,7 @@ BOOKS = {"name": "books_train.txt", "test": "books_val.txt"}
 CASES = [{"data": name, "method": method} for name in ("fashion_mnist", "cifar10") for method in ("ridge", "nearest")]
 CASES += [{"data": "sst2", "method": "bag of words"}]
 CASES += [{"data": data, "method": f"{order}-gram"} for data in ("books", "books_start") for order in ORDERS]
-START = 1024 * 256 + 1  # bytes of the test text: those on which the study methods tests its GPT
+START = 1024 * 256 + 1  # bytes of the test text: those on which methods.py tests its GPT
 
 
 class Examples(NamedTuple):
@@ -189,7 +189,7 @@ def ngram_loss(train: Int[np.ndarray, " n"], test: Int[np.ndarray, " m"], order:
 
 
 def config(data: str, method: str) -> ConfigDict:
-    """Return what tells a case apart."""
+    """Return the fields that identify a case."""
     chosen = {"ridge": PENALTIES, "nearest": NEIGHBOURS, "bag of words": PSEUDO_COUNTS}.get(method, ())
     return ConfigDict({"data": data, "method": method, "chosen_from": chosen, "validation": VALIDATION})
 
@@ -229,7 +229,11 @@ _NAMES = {
     "books_start": "the first 262,145 bytes of the test books",
 }
 _CHOSEN = {"ridge": "penalty {:g}", "nearest": "k = {:.0f}", "bag of words": "pseudo-count {:g}"}
-_METHODS = {"ridge": "ridge regression", "nearest": "k nearest images", "bag of words": "naive Bayes on bags of words"}
+_METHODS = {
+    "ridge": "ridge regression",
+    "nearest": "k nearest images",
+    "bag of words": "naive Bayes on words and pairs of words",
+}
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:

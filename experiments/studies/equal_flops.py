@@ -4,9 +4,9 @@ r"""Progressive gradient flow (arXiv 2402.04744) at equal FLOPs: MdGf against SR
         --results=experiments/results/equal_flops_cpu.jsonl
 
 MdGf's weights are dense for most of the run, so its step costs more than one of SR-STE. The paper claims that MdGf is
-better at equal FLOPs of training. Here SR-STE is given as many FLOPs by more steps, with the λ of its paper and with
-ten times as much. The dense rivals have a narrower feed-forward layer, or end sooner. The variants cpu and qk_cpu are
-of the ViT of the study methods: cpu prunes its feed-forward layers, and qk_cpu its queries and keys too.
+better at equal FLOPs of training. Here SR-STE is given as many FLOPs by more steps, with the λ that SR-STE's paper has
+and with ten times as much. The dense rivals have a narrower feed-forward layer, or end sooner. The variants cpu and
+qk_cpu train the ViT of methods.py: cpu prunes its feed-forward layers, and qk_cpu its queries and keys too.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, on
 
 SEEDS = range(10)
 PATTERNS = ("1,8", "1,16", "1,64")
-LONGER = {"2e-4": "more steps", "2e-3": "more steps and ten times λ"}  # SR-STE that costs as much as MdGf, by its λ
+LONGER = {"2e-4": "more steps", "2e-3": "more steps and ten times λ"}  # the longer runs of SR-STE, by their λ
 STEPS = {  # of these runs
     "cpu": {"1,8": 6940, "1,16": 7024, "1,64": 7088},
     "qk_cpu": {"1,8": 7244, "1,16": 7362, "1,64": 7454},

@@ -3,9 +3,9 @@ r"""Masks that are held for some steps, on a network that passes its gate.
     python launch.py --config=experiments/studies/held.py:vit_cpu --sweep \
         --results=experiments/results/held_vit_cpu.jsonl
 
-The search for a mask costs time, so FST (arXiv 2404.01847) searches one at every 40th step only. Its masks are n:m
-along both axes. This study holds such masks, and masks along one axis, for 1, 4, 10 and 40 steps. FST itself is as
-published: its decay is added after the gradient is clipped, and its last sixth is dense.
+The search for a mask costs time, so FST (arXiv 2404.01847) searches for a new one only at every 40th step. Its masks
+are n:m along both axes. This study holds such masks, and masks along one axis, for 1, 4, 10 and 40 steps. FST itself is
+as published: its decay is added after the gradient is clipped, and its last sixth is dense.
 """
 
 from typing import Any
@@ -50,7 +50,10 @@ def claims(variant: str = "") -> list[Claim]:
     one, both = name("one axis", 1), name("both axes", 1)
     found.append(Claim("Masks along both axes are as good as masks along one axis", both, "as good as", one, True))
     found.append(Claim("FST, which is dense in its last sixth, is as good as dense", "FST", "as good as", "dense"))
-    return [*found, *methods.over_rivals(both, first_screen=False, subject="Masks along both axes are")]
+    return [
+        *found,
+        *methods.over_rivals(both, first_screen=False, subject="Training with 2:4 masks along both axes is"),
+    ]
 
 
 def seeds(variant: str = "") -> list[int]:

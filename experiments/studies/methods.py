@@ -1,4 +1,4 @@
-r"""Methods that prune weights, on networks that pass the gates of docs/evidence/method.md.
+r"""Methods that prune weights, on networks that have to pass the gates of docs/evidence/method.md.
 
     python launch.py --config=experiments/studies/methods.py:vit_cpu --sweep \
         --results=experiments/results/methods_vit_cpu.jsonl

@@ -5,7 +5,7 @@ r"""The method of configs/vit_24.py against dense networks of as many FLOPs, wit
 
 Weights fade to 2:4 until 30 % of the run, and MVUE prunes the gradients in dw. A second method prunes the gradients in
 dx too, so that every product has a sparse operand. Each has a dense rival that is narrower, and one that ends sooner.
-The variants vit_cpu and vit_gpu are the ViTs of the study methods.
+The variants vit_cpu and vit_gpu are the ViTs of methods.py.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def claims(variant: str = "") -> list[Claim]:
     for method in METHODS:
         found.append(Claim(f"{method} is as good as dense", method, "as good as", "dense", first_screen=True))
         found += methods.over_rivals(method, first_screen=method == DW)
-    return [*found, Claim("MVUE(dw, dx) is as good as MVUE(dw)", DW_DX, "as good as", DW)]
+    return [*found, Claim(f"{DW_DX} is as good as {DW}", DW_DX, "as good as", DW)]
 
 
 def seeds(variant: str = "") -> list[int]:

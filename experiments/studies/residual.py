@@ -3,10 +3,10 @@ r"""Pruned gradients in a residual network: SDGP (arXiv 2202.00774) and MVUE (ar
     python launch.py --config=experiments/studies/residual.py:cpu --sweep \
         --results=experiments/results/residual_cpu.jsonl
 
-SDGP prunes the gradients in dx to the largest values, and rescales them. MVUE prunes the gradients in dw without bias.
-In some arms gradients in dx are pruned at random or without bias instead, and those in dw to the largest values. The
-dense rivals cost as many FLOPs as gradients at 1:4 in one of the two products. The variants are cpu, a network of four
-blocks, and gpu, a ResNet-18. Both are trained on CIFAR-10 for ten epochs.
+SDGP keeps the largest gradients in dx, and rescales them. MVUE prunes the gradients in dw without bias. Other arms
+prune gradients in dx at random or without bias, or keep the largest gradients in dw. Each dense rival costs as many
+FLOPs as SDGP 1:4, and as MVUE(dw) 1:4. The variants are cpu, a network of four blocks, and gpu, a ResNet-18. Both are
+trained on CIFAR-10 for ten epochs.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ METHODS = {
 }
 PRUNED = ("SDGP 1:4", "MVUE(dw) 1:4")  # both cost what the rivals cost
 NARROWER, SHORTER = (f"dense, {word}, FLOPs of {PRUNED[1]}" for word in ("narrower", "shorter"))
-RIVALS = {  # a narrower network may train for some more or fewer steps, because its width is a whole number
+RIVALS = {  # a width is a whole number, so the steps of the narrower network differ a little
     "cpu": {NARROWER: {"model.width": 14, "steps": 3466}, SHORTER: {"steps": 2656}},
     "gpu": {NARROWER: {"model.width": 55, "steps": 894}, SHORTER: {"steps": 660}},
 }
@@ -52,10 +52,10 @@ def claims(variant: str = "") -> list[Claim]:
             arm = f"{method} {pattern}"
             found.append(Claim(f"{arm} is as good as dense", arm, "as good as", "dense", pattern == "2:4"))
     better = (
-        ("SDGP 2:4", "random 2:4 in dx", "random gradients at 2:4 in dx"),
-        ("SDGP 1:8", "unbiased 1:8 in dx", "unbiased gradients at 1:8 in dx"),
-        ("MVUE(dw) 2:4", "largest 2:4 in dw", "the largest gradients at 2:4 in dw"),
-        ("MVUE(dw) 1:8", "largest 1:8 in dw", "the largest gradients at 1:8 in dw"),
+        ("SDGP 2:4", "random 2:4 in dx", "2:4 gradients in dx that are chosen at random and not rescaled"),
+        ("SDGP 1:8", "unbiased 1:8 in dx", "unbiased 1:8 gradients in dx"),
+        ("MVUE(dw) 2:4", "largest 2:4 in dw", "the largest 2:4 gradients in dw"),
+        ("MVUE(dw) 1:8", "largest 1:8 in dw", "the largest 1:8 gradients in dw"),
     )
     found += [
         Claim(f"{first} is better than {words}", first, "better than", other, True) for first, other, words in better

@@ -4,7 +4,8 @@ r"""The two halves of MVUE's claim (arXiv 2203.10991), on a network that passes 
         --results=experiments/results/unbiased_vit_cpu.jsonl
 
 The paper says that weights and activations should be pruned with the least squared error, and gradients in dw without
-bias. Each of the three operands is pruned both ways here, alone.
+bias. Each arm prunes one of the three operands, in one
+of the two ways.
 """
 
 from typing import Any
@@ -42,7 +43,7 @@ def claims(variant: str = "") -> list[Claim]:
         text = f"{words} {operand} is better than {others.lower().removesuffix(' of')}"
         found.append(Claim(text, arm, "better than", f"{operand}, {other}", first_screen=True))
         found.append(Claim(f"{words} {operand} is as good as dense", arm, "as good as", "dense"))
-    subject = f"{biased} weights is"
+    subject = "Training with least-squares 2:4 weights is"
     return [*found, *methods.over_rivals("weights, least squares", first_screen=False, subject=subject)]
 
 

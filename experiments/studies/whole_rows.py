@@ -3,9 +3,9 @@ r"""Whole rows in dw against single values, on a network that passes its gate.
     python launch.py --config=experiments/studies/whole_rows.py:vit_cpu --sweep \
         --results=experiments/results/whole_rows_vit_cpu.jsonl
 
-A product for dw of n of m rows multiplies fewer rows on any device, and by x it keeps fewer rows in memory. The
-variance of rows is larger than that of single values. At the same n:m both cost as many FLOPs. Rows are chosen by the
-norms of g, of x, or of both.
+dw = xᵀ·g sums over tokens, where g is the gradient of the output. If n of m tokens are kept whole, the product is
+smaller on any device. If they are chosen by x, only their rows of x are kept in memory. Single values at the same n:m
+cost as many FLOPs, and their variance is smaller. Rows are chosen by the norms of g, of x, or of both.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def claims(variant: str = "") -> list[Claim]:
             found.append(Claim(f"In dw, {rows} are as good as dense", rows, "as good as", "dense"))
     both = "rows by both 1:4"
     found.append(Claim(f"In dw, {both} are better than {RIVAL}", both, "better than", RIVAL))
-    return [*found, *methods.over_rivals(RIVAL, first_screen=False, subject="Rows by g 1:4 in dw are")]
+    return [*found, *methods.over_rivals(RIVAL, first_screen=False, subject="Training with rows by g 1:4 in dw is")]
 
 
 def seeds(variant: str = "") -> list[int]:

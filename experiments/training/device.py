@@ -19,7 +19,7 @@ MEMORY = {  # field of a line of metrics -> what it is
 
 KEPT = {  # option of glibc's mallopt -> value
     -1: 2**31 - 1,  # M_TRIM_THRESHOLD: free memory is not returned
-    -4: 0,  # M_MMAP_MAX: no memory of its own for a large array, which would be returned with it
+    -4: 0,  # M_MMAP_MAX: large arrays share the heap; else each has its own memory, which is returned
     -8: 1,  # M_ARENA_MAX: one arena for all threads, because the others cannot grow to large arrays
 }
 
@@ -68,11 +68,12 @@ def peak_of(mesh: Mesh, dtype: str) -> float | None:
 
 
 def keep_memory() -> bool:
-    """Let this process keep the memory that it frees, if JAX has no device but the CPU, and return whether it does.
+    """Let this process keep the memory that it frees, and return whether it does.
 
+    It does nothing without glibc, or if a plugin of JAX for another device is installed and JAX_PLATFORMS is not cpu.
     XLA allocates the temporary memory of a step anew at every step. By default glibc returns it to the system at the
     end of the step. Then the next step touches new pages, and the system clears each of them, which can take 40 % of
-    the time of a step. Call this before JAX starts its devices. It does nothing without glibc.
+    the time of a step. Call this before JAX starts its devices.
     """
     accelerated = entry_points(group="jax_plugins") or importlib.util.find_spec("libtpu")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

@@ -84,11 +84,11 @@ def test_the_tables_say_what_was_measured(tmp_path):
     lines = [*GOOD, *runs(DW, [0.340, 0.341, 0.339], flops=[2.0, 1.5])]
     text, pictures = reproduce.block(NAME, written(tmp_path, lines))
     rows = {row.split(" | ")[0].removeprefix("| "): row for row in text.splitlines() if row.startswith("| ")}
-    assert rows["dense"] == "| dense | 0.3305 | 88.00 | 1.000 | 1.000 | 1.000 | 4 of 4 |  |"
-    assert "| 0.750 | 1.000 | 1.000 | 3 of 4 | seeds missing: 13 |" in rows[DW]
+    assert rows["dense"] == "| dense | 0.3305 | 88.00 | 1.00 | 1.00 | 1.00 | 4 of 4 |  |"
+    assert "| 0.75 | 1.00 | 1.00 | 3 of 4 | seeds missing: 13 |" in rows[DW]
     assert "| 0 of 4 | seeds missing" in rows[f"dense, narrower, FLOPs of {DW}"]
-    assert "It passes its gate." in text
-    assert "larger than 0.02 nats, or 0.5 points." in text
+    assert "The study passes its gate." in text
+    assert "The margin is 0.02 nats, or 0.5 points." in text
     shown = f"| {DW} is as good as dense | not finished: 1 of 8 runs are missing | +0.0100 [+0.0100, +0.0100] |"
     assert rows[f"{DW} is as good as dense"].startswith(shown)
     assert rows[f"{DW} is as good as dense"].endswith("] | 3 of 4 |")  # there is no verdict by the accuracy either
@@ -117,10 +117,10 @@ def test_the_first_screen_has_the_main_claims_and_the_simple_methods(tmp_path):
     text, pictures = reproduce.block("claims", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
     (row,) = (row for row in text.splitlines() if row.startswith(f"| {DW} is as good as dense | holds |"))
     assert row.endswith("| 4 | ViT, Fashion-MNIST |")
-    assert "MVUE(dw, dx) is as good as MVUE(dw)" not in text
-    said = "dense reaches 88.0 %; ridge regression 81.2 %, nearest neighbours 85.5 %. It passes its gate."
-    assert f"`{NAME}` (ViT, Fashion-MNIST): {said}" in text
-    assert "A difference of the loss matters if it is larger than 0.02 nats." in text
+    assert "MVUE(dw, dx) is as good as MdGf" not in text
+    said = "the dense network reaches 88.0 %; ridge regression 81.2 %, nearest neighbours 85.5 %."
+    said += " The study passes its gate."
+    assert f"`{NAME}` (ViT, Fashion-MNIST, seeds 10 to 13): {said} The margin is 0.02 nats." in text
     assert "Not run yet: `methods_vit_cpu`, `methods_gpt_cpu`," in text
     assert not pictures
 
@@ -140,11 +140,11 @@ def test_the_first_screen_has_the_main_claims_and_the_simple_methods(tmp_path):
 def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
     results = written(tmp_path, [*lines, *runs(DW, DENSE)])
     assert claims.judged(NAME, results).failed == why
-    assert f"It does not pass its gate: {why}." in reproduce.block(NAME, results)[0]
+    assert f"The study does not pass its gate: {why}." in reproduce.block(NAME, results)[0]
     screen = reproduce.block("claims", results)[0]
     assert {judgement.by_accuracy for judgement in claims.judged(NAME, results).judgements} == {""}
     assert screen.count("| does not count |") == 4
-    assert f"It does not pass its gate: {why}." in screen
+    assert f"The study does not pass its gate: {why}." in screen
     assert "nan" not in screen.replace("loss is nan", "")
 
 
@@ -160,6 +160,15 @@ def test_flips_are_drawn_for_arms_whose_masks_change(tmp_path):
     assert FLOOR not in drawn
     assert "2%" in drawn.replace(" ", "").replace(".00", "")
     assert f"{NAME}_flips" not in reproduce.block(NAME, written(tmp_path, GOOD))[1]
+
+
+def test_arms_without_a_hardened_network_are_named(tmp_path):
+    """Their weights are drawn at every step, and the loss is that in training."""
+    drawn = [line(DW, 10 + n, 0.0, figures={"accuracy": 0.88, "loss": 0.35 + 0.001 * n}) for n in range(4)]
+    results = written(tmp_path, [*GOOD, *drawn])
+    assert claims.judged(NAME, results).arms[DW].losses[11] == 0.351
+    assert f"and the loss is that of the network in training: {DW}." in reproduce.block(NAME, results)[0]
+    assert "drawn at every step" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
 
 
 def test_results_of_no_arm_are_refused(tmp_path):
