@@ -201,7 +201,8 @@ def flips(one: Judged) -> str:
             found.setdefault(name_of(one, line), []).append(cv.Curve("", steps, values))
     if not found:
         return ""
-    drawn = [cv.banded(curves, arm, colour=f"s{n}") for n, (arm, curves) in enumerate(found.items())]
+    style = lambda n: {"colour": f"s{n % 8}", "dash": "-" if n < 8 else "--"}
+    drawn = [cv.banded(curves, arm, **style(n)) for n, (arm, curves) in enumerate(found.items())]
     return cv.draw(f"{one.name}-flips", drawn, alt=f"{FLIPS}.", say=percent, bounds=(0,))
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from experiments.training import digest
 LOOKED = ("case", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
 SWEPT = ("changes", "outcome", "figures", "steps", "flops", "began", "ended", "versions", "notes")
 STUDIES = Path(__file__).parent / "studies"
+SWEEP = re.compile(r"launch\.py --config=experiments/studies/\w+\.py:\w+ --sweep\b")  # studies may share runs
 
 
 class Study(NamedTuple):
@@ -75,7 +77,8 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
         raise Mistake(f"{where} is no line of results ({type(error).__name__}: {error}). {again}") from error
     if form != sweep.FORMAT:
         raise Mistake(f"{where} has format {form}, but only format {sweep.FORMAT} can be read. {again}")
-    if "--config." in made_by or its_study.short not in made_by:
+    by_a_sweep = bool(its_study.page) and SWEEP.search(made_by) is not None
+    if "--config." in made_by or not (by_a_sweep or its_study.short in made_by):
         raise Mistake(f"{where} was made by another command: {made_by}. {again}")
     if line.get("config") != _digest(its_study, line):
         raise Mistake(f"{where} was made with another config than the page has now. {again}")

@@ -199,8 +199,13 @@ def verdict_better(effect: Effect, margin: float) -> str:
 
     If the difference is not significant, but its interval excludes 0, nothing is said:
 
-    >>> verdict_better(Effect(0.4, 0.5, 20, 0.4), 0.5), verdict_better(Effect(0.2, 0.08, 40, 0.2), 0.5)
+    >>> verdict_better(Effect(0.2, 0.08, 40, 0.2), 0.5), verdict_better(Effect(-0.2, 0.08, 40, 0.2), 0.5)
     ('cannot be told', 'cannot be told')
+
+    Nor is anything said if the interval does not lie within the margin:
+
+    >>> verdict_better(Effect(0.4, 0.5, 20, 0.4), 0.5)
+    'cannot be told'
     """
     low, high = effect.interval()
     within = -margin < low and high < margin
@@ -208,7 +213,7 @@ def verdict_better(effect: Effect, margin: float) -> str:
         return SLIGHTLY_WORSE if within else WORSE
     if effect.p < LEVEL:
         return SMALL if within else HOLDS
-    return NO_DIFFERENCE if within and low <= 0 else OPEN
+    return NO_DIFFERENCE if within and low <= 0 <= high else OPEN
 
 
 def verdict_as_good(effect: Effect, margin: float) -> str:

@@ -181,6 +181,18 @@ def test_results_of_no_arm_are_refused(tmp_path):
             claims.judged(NAME, written(tmp_path, [*GOOD, strange]))
 
 
+def test_studies_share_runs_of_the_same_config(tmp_path):
+    """The config decides, and not which of the studies has made the run."""
+    command = "python launch.py --config=experiments/studies/methods.py:vit_cpu --sweep --results=a.jsonl"
+    shared = [each | {"command": command} for each in GOOD]
+    assert claims.judged(NAME, written(tmp_path, shared)).failed == ""
+    by_hand = [each | {"command": f"{command} --config.steps=6000"} for each in GOOD]
+    with pytest.raises(Mistake, match="line 1 was made by another command"):
+        claims.judged(NAME, written(tmp_path, by_hand))
+    with pytest.raises(Mistake, match="line 1 was made with another config"):
+        claims.judged(NAME, written(tmp_path, [shared[0] | {"config": "0123456789ab"}]))
+
+
 @pytest.mark.parametrize("field", ["figures", "flops", "outcome", "changes", "steps", "began", "ended", "versions"])
 def test_a_line_without_a_field_is_refused(field, tmp_path):
     cut = {name: value for name, value in line("dense", 10, 0.3).items() if name != field}
