@@ -27,6 +27,8 @@ class Arm(NamedTuple):
       seconds: The median time of all steps of a run.
       bytes: The median temporary memory of a step.
       lost: The seeds of the runs that did not finish, with their outcomes.
+      hardened: Whether there is a hardened network. If there is none, the losses are those in training.
+      flips: The flip rates of each run that measured some: "step" and "flip_rate".
     """
 
     changes: dict[str, Any]
@@ -36,6 +38,8 @@ class Arm(NamedTuple):
     seconds: float
     bytes: float
     lost: dict[int, str]
+    hardened: bool
+    flips: list[dict[str, list]]
 
 
 class Judgement(NamedTuple):
@@ -120,6 +124,7 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
     of = lambda name: {seed: of.get(f"hardened_{name}", of.get(name)) for seed, of in figures.items() if name in of}
     middle = lambda values: statistics.median(values) if values else math.nan
     measured = [line | line["measured"] for line in done if line.get("measured")]
+    sparsity = [line.get("curves", {}).get("sparsity", {}) for line in done]
     return Arm(
         changes,
         of("loss"),
@@ -128,6 +133,8 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
         middle([line["step_seconds"] * line["steps"] for line in measured if "step_seconds" in line]),
         middle([line["step_bytes"] for line in measured if "step_bytes" in line]),
         {line["changes"]["seed"]: line["outcome"] for line in lines if line["outcome"] != "finished"},
+        all("hardened_loss" in line["figures"] for line in done),
+        [curves for curves in sparsity if any(curves.get("flip_rate") or ())],
     )
 
 

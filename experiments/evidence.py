@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -155,8 +156,7 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
         points[line].append(dots.Point("dense", 1.0, 0.0, None, COLOURS[line]))
     for name, effect in one.over_dense.items():
         arm = one.arms[name]
-        sparse, narrower = (any(field.startswith(group) for field in arm.changes) for group in ("sparsity.", "model."))
-        kind = "sparse" if sparse else "narrower" if narrower else "shorter"
+        kind = kind_of(arm.changes)
         share = getattr(arm, cost) / getattr(one.arms["dense"], cost)
         if not math.isnan(share):
             low, high = effect.interval()
@@ -171,6 +171,20 @@ def frontier(one: Judged, cost: str, yours: str = "") -> str:
     )  # fmt: skip
 
 
+def kind_of(changes: dict[str, Any]) -> str:
+    """Return "sparse", "narrower" or "shorter" for what an arm changes. A narrower network may change its steps too.
+
+    >>> kind_of({"sparsity.blocks": "ste(2,4)", "steps": 10})
+    'sparse'
+    >>> kind_of({"model.width": 14, "steps": 10}), kind_of({"steps": 9})
+    ('narrower', 'shorter')
+    """
+    for kind, group in (("sparse", "sparsity."), ("narrower", "model.")):
+        if any(field.startswith(group) for field in changes):
+            return kind
+    return "shorter"
+
+
 def costs(one: Judged) -> list[str]:
     """Return the keys of `COSTS` by which arms can be drawn: those that are known of dense."""
     dense = one.arms["dense"]
@@ -180,25 +194,10 @@ def costs(one: Judged) -> list[str]:
 FLIPS = "Share of a mask that changes at a step: mean of the layers, with the range of the seeds"
 
 
-def name_of(one: Judged, line: dict) -> str:
-    """Return the name of the arm that a line of results belongs to."""
-    changes = {field: value for field, value in line["changes"].items() if field != "seed"}
-    return next(name for name, arm in one.arms.items() if arm.changes == changes)
-
-
-def _is_hardened(line: dict) -> bool:
-    """Return True if a line has the loss of a hardened network."""
-    return "hardened_loss" in line["figures"]
-
-
 def flips(one: Judged) -> str:
     """Return the picture of the flip rates of the sparse arms over the steps, or "" if no run measured a flip."""
-    found: dict[str, list[cv.Curve]] = {}
-    for line in one.lines:
-        measured = line.get("curves", {}).get("sparsity", {})
-        if any(measured.get("flip_rate") or ()):
-            steps, values = (np.array(measured[field]) for field in ("step", "flip_rate"))
-            found.setdefault(name_of(one, line), []).append(cv.Curve("", steps, values))
+    curve = lambda run: cv.Curve("", np.array(run["step"]), np.array(run["flip_rate"]))
+    found = {name: [curve(run) for run in arm.flips] for name, arm in one.arms.items() if arm.flips}
     if not found:
         return ""
     style = lambda n: {"colour": f"s{n % 8}", "dash": "-" if n < 8 else "--"}
@@ -232,11 +231,11 @@ def legend(gate: Gate) -> str:
 def remarks(one: Judged, results: Path) -> list[str]:
     """Return what a reader of the results should know: what is not shown, and which runs another machine made."""
     found = []
-    drawn = {name_of(one, line) for line in one.lines if line["outcome"] == "finished" and not _is_hardened(line)}
+    drawn = [name for name, arm in one.arms.items() if not arm.hardened]
     if drawn:
         found.append(
             "The weights of these arms are drawn at every step, so there is no hardened network, and the loss is that "
-            f"of the network in training: {', '.join(sorted(drawn))}."
+            f"of the network in training: {', '.join(drawn)}."
         )
     if one.scattered:
         found.append(

@@ -106,6 +106,11 @@ def runs(arms: Mapping[str, dict[str, Any]], of_seeds: Iterable[int]) -> list[di
     return [changes | {"seed": seed} for changes in arms.values() for seed in of_seeds]
 
 
+def five_seeds(variant: str = "") -> list[int]:
+    """Return the seeds of every arm of a study with five, whatever its variant."""
+    return list(range(5))
+
+
 def seeds(field: str, methods: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the changes of a sweep: each method with three seeds.
 

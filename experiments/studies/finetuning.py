@@ -15,9 +15,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import RANDOM, WORSE, Claim, Gate, one_of, runs
+from experiments.studies import RANDOM, WORSE, Claim, Gate, five_seeds, one_of, runs
 
-SEEDS = range(5)
 METHODS = {
     "STE": "ste({})",
     "SR-STE": "sr_ste({})",
@@ -28,6 +27,9 @@ METHODS = {
 RECIPE = "MdGf (30 %) + MVUE(dw) 2:4"
 SHORTER = f"dense, shorter, FLOPs of {RECIPE}"
 GATE = Gate("MiniLM, SST-2", "sst2", "accuracy", "bag of words", worse=WORSE, margin=0.02, unit="nats")
+
+
+seeds = five_seeds
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
@@ -60,11 +62,6 @@ def claims(variant: str = "") -> list[Claim]:
     return [*found, Claim(text, RECIPE, "better than", SHORTER, first_screen=True)]
 
 
-def seeds(variant: str = "") -> list[int]:
-    """Return the seeds of every arm."""
-    return list(SEEDS)
-
-
 def gate(variant: str = "") -> Gate:
     """Return what the dense network has to reach."""
     return GATE
@@ -87,4 +84,4 @@ def get_config(variant: str = "") -> ConfigDict:
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
     """Return the runs: every arm with every seed."""
-    return runs(arms(variant), SEEDS)
+    return runs(arms(variant), seeds(variant))

@@ -10,17 +10,13 @@ as published: its decay is added after the gradient is clipped, and its last six
 
 from typing import Any
 
-from ml_collections import ConfigDict
+from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
 
-from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
-
-SEEDS = range(5)
 EVERY = (1, 4, 10, 40)
 MASKS = {"one axis": "mse(2,4)", "both axes": "transposable(2,4)"}
 FST = {"sparsity.blocks": "fst(lam=0,dense_from=83%)", "masked_decay": 6e-5}
 
-
-gate = methods.gate
+gate, seeds, get_config = methods.gate, five_seeds, methods.vit_config
 
 
 def name(kind: str, every: int) -> str:
@@ -56,16 +52,6 @@ def claims(variant: str = "") -> list[Claim]:
     ]
 
 
-def seeds(variant: str = "") -> list[int]:
-    """Return the seeds of every arm."""
-    return list(SEEDS)
-
-
-def get_config(variant: str = "") -> ConfigDict:
-    """Return the config of a variant."""
-    return methods.get_config(one_of(variant, ("vit_cpu",)))
-
-
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
     """Return the runs: every arm with every seed."""
-    return runs(arms(variant), SEEDS)
+    return runs(arms(variant), seeds(variant))

@@ -152,6 +152,11 @@ def get_config(variant: str = "") -> ConfigDict:
     return c
 
 
+def vit_config(variant: str = "") -> ConfigDict:
+    """Return the config of the ViT for two cores, which other studies have as their only variant, vit_cpu."""
+    return get_config(one_of(variant, ("vit_cpu",)))
+
+
 def _vit(*, gpu: bool) -> ConfigDict:
     """Return the config of the ViT. That for a GPU is the small model of the paper of MdGf, on CIFAR-10, in float32."""
     c = common.vit("cifar10" if gpu else "fashion_mnist")

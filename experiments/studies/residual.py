@@ -14,9 +14,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import CIFAR, INTERVALS, RANDOM, WORSE, Claim, Gate, one_of, runs
+from experiments.studies import CIFAR, INTERVALS, RANDOM, WORSE, Claim, Gate, five_seeds, one_of, runs
 
-SEEDS = range(5)
 METHODS = {
     "SDGP 2:4": "sdgp(2,4)",
     "SDGP 1:4": "sdgp(1,4)",
@@ -35,6 +34,9 @@ RIVALS = {  # a width is a whole number, so the steps of the narrower network di
     "cpu": {NARROWER: {"model.width": 14, "steps": 3466}, SHORTER: {"steps": 2656}},
     "gpu": {NARROWER: {"model.width": 55, "steps": 894}, SHORTER: {"steps": 660}},
 }
+
+
+seeds = five_seeds
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
@@ -67,11 +69,6 @@ def claims(variant: str = "") -> list[Claim]:
     return found
 
 
-def seeds(variant: str = "") -> list[int]:
-    """Return the seeds of every arm."""
-    return list(SEEDS)
-
-
 def gate(variant: str = "") -> Gate:
     """Return what the dense network has to reach."""
     return CIFAR._replace(network="ResNet, CIFAR-10")
@@ -95,4 +92,4 @@ def get_config(variant: str = "") -> ConfigDict:
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
     """Return the runs: every arm with every seed."""
-    return runs(arms(variant), SEEDS)
+    return runs(arms(variant), seeds(variant))

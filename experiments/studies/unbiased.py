@@ -4,22 +4,17 @@ r"""The two halves of MVUE's claim (arXiv 2203.10991), on a network that passes 
         --results=experiments/results/unbiased_vit_cpu.jsonl
 
 The paper says that weights and activations should be pruned with the least squared error, and gradients in dw without
-bias. Each arm prunes one of the three operands, in one
-of the two ways.
+bias. Each arm prunes one of the three operands, in one of the two ways.
 """
 
 from typing import Any
 
-from ml_collections import ConfigDict
+from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
 
-from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
-
-SEEDS = range(5)
 SLOTS = {"weights": "fwd_rhs=ste({})", "activations": "fwd_lhs=ste({})", "gradients in dw": "drhs_g={}"}
 HOW = {"least squares": "mse(2,4)", "unbiased": "mvue(2,4)"}
 
-
-gate = methods.gate
+gate, seeds, get_config = methods.gate, five_seeds, methods.vit_config
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
@@ -47,16 +42,6 @@ def claims(variant: str = "") -> list[Claim]:
     return [*found, *methods.over_rivals("weights, least squares", first_screen=False, subject=subject)]
 
 
-def seeds(variant: str = "") -> list[int]:
-    """Return the seeds of every arm."""
-    return list(SEEDS)
-
-
-def get_config(variant: str = "") -> ConfigDict:
-    """Return the config of a variant."""
-    return methods.get_config(one_of(variant, ("vit_cpu",)))
-
-
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
     """Return the runs: every arm with every seed."""
-    return runs(arms(variant), SEEDS)
+    return runs(arms(variant), seeds(variant))

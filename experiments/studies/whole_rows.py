@@ -10,11 +10,8 @@ cost as many FLOPs, and their variance is smaller. Rows are chosen by the norms 
 
 from typing import Any
 
-from ml_collections import ConfigDict
+from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
 
-from experiments.studies import RANDOM, WORSE, Claim, methods, one_of, runs
-
-SEEDS = range(5)
 METHODS = {
     "single values 2:4": "drhs_g=mvue(2,4)",
     "single values 1:4": "drhs_g=mvue(1,4)",
@@ -26,8 +23,7 @@ METHODS = {
 }
 RIVAL = "rows by g 1:4"  # the dense rivals have its FLOPs
 
-
-gate = methods.gate
+gate, seeds, get_config = methods.gate, five_seeds, methods.vit_config
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:
@@ -53,16 +49,6 @@ def claims(variant: str = "") -> list[Claim]:
     return [*found, *methods.over_rivals(RIVAL, first_screen=False, subject="Training with rows by g 1:4 in dw is")]
 
 
-def seeds(variant: str = "") -> list[int]:
-    """Return the seeds of every arm."""
-    return list(SEEDS)
-
-
-def get_config(variant: str = "") -> ConfigDict:
-    """Return the config of a variant."""
-    return methods.get_config(one_of(variant, ("vit_cpu",)))
-
-
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
     """Return the runs: every arm with every seed."""
-    return runs(arms(variant), SEEDS)
+    return runs(arms(variant), seeds(variant))
