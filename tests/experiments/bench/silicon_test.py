@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -218,6 +219,16 @@ def rows_running(out):
             if own in (process / "environ").read_bytes().split(b"\0"):
                 found.append(process.name)
     return found
+
+
+@pytest.mark.processes
+def test_a_row_ends_if_the_process_that_started_it_has_ended_before():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-m", "experiments.bench.silicon", "packing along the axis before", str(gone.pid)]
+    row = subprocess.run(command, start_new_session=True, capture_output=True, timeout=120)
+    assert row.returncode == -signal.SIGKILL
+    assert not row.stdout
 
 
 @pytest.mark.slow
