@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments.bench import silicon
@@ -229,6 +231,26 @@ def test_a_row_ends_if_the_process_that_started_it_has_ended_before():
     row = subprocess.run(command, start_new_session=True, capture_output=True, timeout=120)
     assert row.returncode == -signal.SIGKILL
     assert not row.stdout
+
+
+@pytest.mark.parametrize("change, said", [
+    ({}, "right, value for value"),
+    ({5: 1}, "right, but 1 of 2,000 of bfloat16 differ, by up to 1 in the last place"),
+    ({5: 2}, "wrong: 1 of 2,000 of bfloat16 differ, by up to 2 in the last place"),
+    ({5: 1, 6: -1, 7: 1}, "wrong: 3 of 2,000 of bfloat16 differ, by up to 1 in the last place"),
+])  # fmt: skip
+def test_one_float_in_a_thousand_may_be_rounded_otherwise(change, said):
+    wanted = np.linspace(-1, 1, 2000).astype(jnp.bfloat16)
+    made = wanted.copy()
+    for place, steps in change.items():
+        made.view(np.int16)[place] += steps
+    assert rows._bits((made, np.arange(9)), (wanted[None], np.arange(9))) == said
+
+
+def test_no_choice_may_differ():
+    kept, other = np.zeros(2000, np.int8), np.zeros(2000, np.int8)
+    other[0] = 1
+    assert rows._bits(kept, other) == "wrong: 1 of 2,000 of int8 differ, by up to 1 in the last place"
 
 
 @pytest.mark.slow
