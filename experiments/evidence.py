@@ -23,6 +23,7 @@ STUDIES = (
     "held_vit_cpu",
     "unbiased_vit_cpu",
     "whole_rows_vit_cpu",
+    "forms_vit_cpu",
     "finetuning_sst2_cpu",
 )  # in the order of the page
 

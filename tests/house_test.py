@@ -81,7 +81,7 @@ HOUSE = {
         "studies": (
             "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
             "one_shot", "recover", "rows", "narrower", "baselines", "methods", "recipe", "equal_flops", "held",
-            "unbiased", "whole_rows", "residual", "finetuning", "__main__",
+            "unbiased", "whole_rows", "forms", "residual", "finetuning", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",
