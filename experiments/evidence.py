@@ -235,12 +235,12 @@ def remarks(one: Judged, results: Path) -> list[str]:
     drawn = [name for name, arm in one.arms.items() if not arm.hardened]
     if drawn:
         found.append(
-            "The weights of these arms are drawn at every step, so there is no hardened network, and the loss is that "
-            f"of the network in training: {', '.join(drawn)}."
+            "These arms draw weights or activations at random, so there is no hardened network, and the loss is that "
+            f"of the network in training: {'; '.join(drawn)}."
         )
     if one.scattered:
         found.append(
-            f"Runs that scatter much more than others, and have their own variance: {', '.join(one.scattered)}."
+            f"Runs that scatter much more than others, and have their own variance: {'; '.join(one.scattered)}."
         )
     missing = [arm for arm in one.arms if arm not in (*one.over_dense, "dense", one.gate.worse)]
     if missing:

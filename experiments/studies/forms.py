@@ -5,8 +5,8 @@ r"""Forms of S-STE (arXiv 2409.09099) and of progressive gradient flow (arXiv 24
 
 S-STE scales its weights by β, which is measured once and then frozen. Other arms measure it at every step, or do
 without it; round every operand to FP8; or draw MVUE's gradients in two draws, as published. MdGf lets dropped weights
-fade to 1:16, linearly or exponentially. With autodiff the gradient of a dropped
-weight fades too; with the straight-through gradient it does not. SdGf gets to 1:16 through looser patterns.
+fade to 1:16, linearly or exponentially. With autodiff the gradient of a dropped weight fades too; with the
+straight-through gradient it does not. SdGf gets to 1:16 through looser patterns.
 """
 
 from typing import Any

@@ -163,12 +163,12 @@ def test_flips_are_drawn_for_arms_whose_masks_change(tmp_path):
 
 
 def test_arms_without_a_hardened_network_are_named(tmp_path):
-    """Their weights are drawn at every step, and the loss is that in training."""
+    """Their weights are drawn at random, and the loss is that in training."""
     drawn = [line(DW, 10 + n, 0.0, figures={"accuracy": 0.88, "loss": 0.35 + 0.001 * n}) for n in range(4)]
     results = written(tmp_path, [*GOOD, *drawn])
     assert claims.judged(NAME, results).arms[DW].losses[11] == 0.351
     assert f"and the loss is that of the network in training: {DW}." in reproduce.block(NAME, results)[0]
-    assert "drawn at every step" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
+    assert "at random, so there is no hardened" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
 
 
 def test_results_of_no_arm_are_refused(tmp_path):
