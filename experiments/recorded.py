@@ -1,16 +1,14 @@
-"""Results of studies, experiments/results/*.jsonl: read, checked, and compared."""
+"""Results of studies, experiments/results/*.jsonl: read and checked."""
 
 import importlib
 import json
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments import pages, sweep
 from experiments.errors import Mistake
-from experiments.report import compare
-from experiments.report.runs import Run
 from experiments.studies import __main__ as looks
 from experiments.training import digest
 
@@ -29,17 +27,14 @@ class Study(NamedTuple):
     short: str  # a part of every command that made a line of its results
     command: str  # makes the results that are missing
 
-    def optional(self, name: str, default: Any) -> Any:
-        """Return what a function of the page says of the variant, or the default if the page has no such function."""
-        function = getattr(self.module, name, None)
-        return function(self.variant) if function else default
-
 
 def study(name: str) -> Study:
-    """Return the study of the results of a name: "sdgp_cpu" are those of studies/sdgp.py in the variant "cpu"."""
+    """Return the study of the results of a name: "held_vit_cpu" are those of studies/held.py:vit_cpu."""
     known = [path.stem for path in STUDIES.glob("[a-z]*.py") if name.startswith(f"{path.stem}_")]
     if not known:
-        raise Mistake(f"{name} names no study of experiments/studies. Write a name such as sdgp_cpu, for sdgp.py:cpu.")
+        raise Mistake(
+            f"{name} names no study of experiments/studies. Write a name such as held_vit_cpu, for held.py:vit_cpu."
+        )
     stem = max(known, key=len)
     module, variant = importlib.import_module(f"experiments.studies.{stem}"), name.removeprefix(f"{stem}_")
     if stem in looks.NAMES:
@@ -90,55 +85,3 @@ def _digest(its_study: Study, line: dict) -> str:
     if not its_study.page:
         return digest.identity(its_study.module.config(**line["case"])).digest
     return sweep.members(pages.load(its_study.page), [line["changes"]])[0].identity.digest
-
-
-class Compared(NamedTuple):
-    """The results of a sweep, compared with the first of its methods."""
-
-    lines: list[dict]
-    varied: str  # the field that differs: "method", or another field's name
-    missing: list[str]  # the methods without results
-    comparison: compare.Comparison
-    rows: dict[str, compare.Row]  # by method
-
-    @property
-    def values(self) -> dict[str, dict[int, float]]:
-        """The last figures by method and seed."""
-        groups = zip(self.rows, self.comparison.groups, strict=True)
-        return {method: group.values(self.comparison.metric) for method, group in groups}
-
-    def is_base(self, row: compare.Row) -> bool:
-        """Return whether a row is the one that the others are compared with."""
-        return row.name == self.comparison.names[self.comparison.base]
-
-
-def compared(name: str, results: Path) -> Compared:
-    """Return the comparison of the results of a sweep.
-
-    Args:
-      name: The name of the results, such as "sdgp_cpu".
-      results: The folder of the results.
-
-    Raises:
-      Mistake: If the results cannot be read, have a method that the sweep does not have, or lack the first method
-        or all others.
-    """
-    path, its_study = results / f"{name}.jsonl", study(name)
-    lines = read(path)
-    changes = its_study.module.get_sweep(its_study.variant)
-    key = next(field for field in changes[0] if field != "seed")
-    order = list(dict.fromkeys(change[key] for change in changes))
-    methods = {line["changes"].get(key) for line in lines}
-    unknown = sorted(map(str, methods - {*order}))
-    if unknown:
-        raise Mistake(f"{path} has runs of {unknown[0]}, but the sweep does not. Remove their lines.")
-    if len({method == order[0] for method in methods}) < 2:
-        raise Mistake(f"{path} needs runs of {order[0]} and of another method. Make them by: {its_study.command}")
-    lines.sort(key=lambda line: order.index(line["changes"][key]))
-    own = [{field: line["changes"][field] for field in (key, "seed")} for line in lines]  # others follow from the key
-    runs = [Run(Path(line["run"]), line, at, {}, "", "", {}, {}, ()) for line, at in zip(lines, own, strict=True)]
-    word = key.rpartition(".")[2]
-    comparison = compare.compare(runs, f"{word}={order[0]}", {change["seed"] for change in changes})
-    rows = {row.name.removeprefix(f"{word}="): row for row in comparison.rows}
-    missing = [method for method in order if method not in methods]
-    return Compared(lines, "method" if key.startswith("sparsity.") else word, missing, comparison, rows)

@@ -572,10 +572,9 @@ def _flat(tree: dict, before: str = "") -> dict:
     return flat
 
 
-SIZES = ("cpu", "gpu")
 PAGES = {  # folders and the variants to try; a page without one refuses it
     "configs": ("", "smoke", "digits", "mnist", "fashion_mnist", "cifar10", "folder"),
-    "experiments/studies": ("", *SIZES, *(f"{m}_{size}" for m in ("qk", "vit", "gpt", "resnet") for size in SIZES)),
+    "experiments/studies": ("", "cpu", "gpu", "qk_cpu", "vit_cpu", "vit_gpu", "gpt_cpu", "gpt_gpu", "sst2_cpu"),
 }
 LOOKING = ("descent", "dw", "noise")  # these studies have cases in the place of a page
 

@@ -79,9 +79,8 @@ HOUSE = {
         "usage": (),
         "command": (),
         "studies": (
-            "__init__", "looking", "s_ste", "sdgp", "pgf", "mvue", "composed", "shorter", "descent", "dw", "noise",
-            "one_shot", "recover", "rows", "narrower", "baselines", "methods", "recipe", "equal_flops", "held",
-            "unbiased", "whole_rows", "forms", "residual", "finetuning", "__main__",
+            "__init__", "one_shot", "recover", "baselines", "methods", "recipe", "equal_flops", "held", "unbiased",
+            "whole_rows", "forms", "residual", "finetuning", "looking", "descent", "dw", "noise", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",

@@ -1,4 +1,4 @@
-"""Pictures of compared values with their errors, as SVG: in rows beside their names, or by their cost."""
+"""Pictures of values with their errors by their cost, as SVG."""
 
 import math
 import re
@@ -10,54 +10,6 @@ from experiments.report.curves import hex_of, inline, plain_axes, svg_of
 from experiments.report.words import large, visible
 
 LETTER, LINE = 6.3, 19  # in units of the drawing: the width of a letter, and the height of a row
-
-
-class Dot(NamedTuple):
-    """One row: our value with its error, and the published one."""
-
-    name: str
-    value: float | None
-    error: float | None = None
-    published: float | None = None
-
-
-def draw(name: str, dots: list[Dot], *, alt: str, along: str, say: Callable[[float], str]) -> str:
-    """Return an SVG element with a row for each dot, the first on top, and a line at 0.
-
-    Args:
-      name: A name of the picture that is unique on its page.
-      dots: The rows.
-      alt: The description for readers who do not see the picture.
-      along: The title of the axis.
-      say: Writes a value at the axis.
-    """
-    import matplotlib.style  # here because it is slow, and a launch does not need it
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    left, right = LETTER * max(len(dot.name) for dot in dots) + 14, 14
-    width, height = left + 330 + right, LINE * len(dots) + 46
-    with matplotlib.style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 11}]):
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-        axes = plain_axes(figure, (left / width, 40 / height, 330 / width, LINE * len(dots) / height), grid="x")
-        axes.axvline(0, color=hex_of("muted"), linewidth=1)
-        for row, dot in enumerate(dots):
-            if dot.published is not None:
-                looks = {"markerfacecolor": "none", "markeredgecolor": hex_of("s1"), "markeredgewidth": 1.4}
-                axes.plot(dot.published, row, "D", markersize=6, clip_on=False, **looks)
-            if dot.value is not None:
-                axes.errorbar(
-                    dot.value, row, xerr=dot.error, fmt="o", color=hex_of("s0"), markersize=5.5, elinewidth=1.6,
-                    capsize=0, markeredgewidth=0,
-                )  # fmt: skip
-            axes.text(left - 10, 40 + LINE * (len(dots) - row - 0.5), f"@{row}@", **_beside("ink", "right"))
-        axes.set_ylim(len(dots) - 0.5, -0.5)
-        axes.set_yticks([])
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: say(x)))
-        axes.text(left + 165, 10, f"@{len(dots)}@", **_beside("muted", "center"))
-        svg = svg_of(figure)
-    return inline(svg, alt, [*(dot.name for dot in dots), along], [])
 
 
 class Point(NamedTuple):

@@ -12,11 +12,9 @@ This runs what the results do not have yet::
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-SIZES = ("cpu", "gpu")
 SMALL_VIT = dict(  # 16 tokens of Fashion-MNIST; the width is a multiple of 64, for groups of 64
     name="vit", size="tiny", width=64, hidden=256, depth=2, patch=7, pool="mean", scan=False, remat=False
 )
-VALIDATION = 0.0  # earlier studies train on all training data, and score the last step on the test data
 INTERVALS = dict(evaluate="25%", measure="25%")  # a run takes seconds: more would cost too much of its time
 
 
@@ -67,33 +65,12 @@ CIFAR = Gate("ViT, CIFAR-10", "cifar10", "accuracy", 0.8, worse=WORSE, margin=0.
 BOOKS = Gate("GPT, bytes of books", "books_start", "loss", "5-gram", worse=WORSE, margin=0.01, unit="nats a byte")
 
 
-def size(variant: str) -> str:
-    """Return the size that a variant names: "cpu", which is the default, or "gpu"."""
-    if variant not in ("", *SIZES):
-        raise ValueError(f"there is no variant {variant!r}: {' and '.join(SIZES)}")
-    return variant or "cpu"
-
-
 def one_of(variant: str, known: Iterable[str]) -> str:
     """Return a variant, or the first of those that are known if it is empty. Refuse others."""
     names = list(known)
     if variant and variant not in names:
         raise ValueError(f"there is no variant {variant!r}: write one of {', '.join(names)}")
     return variant or names[0]
-
-
-def network(variant: str, names: tuple[str, ...]) -> tuple[str, str]:
-    """Return the network and the size that a variant such as "vit_cpu", the default, names.
-
-    Args:
-      variant: The text after the page's colon.
-      names: The networks that the page has.
-    """
-    name, _, of_size = (variant or "vit_cpu").partition("_")
-    if name not in names or of_size not in SIZES:
-        known = ", ".join(f"{name}_{of_size}" for name in names for of_size in SIZES)
-        raise ValueError(f"there is no variant {variant!r}: write one of {known}")
-    return name, of_size
 
 
 def runs(arms: Mapping[str, dict[str, Any]], of_seeds: Iterable[int]) -> list[dict[str, Any]]:
@@ -109,15 +86,3 @@ def runs(arms: Mapping[str, dict[str, Any]], of_seeds: Iterable[int]) -> list[di
 def five_seeds(variant: str = "") -> list[int]:
     """Return the seeds of every arm of a study with five, whatever its variant."""
     return list(range(5))
-
-
-def seeds(field: str, methods: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the changes of a sweep: each method with three seeds.
-
-    Runs of one method follow each other, so that they share a program.
-
-    Args:
-      field: The dotted name of the config's field that holds the method.
-      methods: The values of that field.
-    """
-    return [{field: method, "seed": seed} for method in methods for seed in range(3)]

@@ -2,28 +2,29 @@
 
     python -m experiments.studies descent
 
-A GPT is trained. At every fifth step the batch of the step is evaluated again. The loss f is that of the pruned
-weights w~, in the form that inference would use. *Actual* descent is f(w~) - f(w~'). *Predicted* descent is the
-first-order term <grad f(w~), w~ - w~'>. If a mask changes, the step differs from the one that the gradient describes.
-The loss *under the old mask* is the loss of the new weights with the masks before the step. *Flips* are the share of a
-2:4 mask's entries that one step changes. They are measured for a dense run too, although it does not use the mask.
+The GPT of methods.py is trained. At every fifth step the batch of the step is evaluated again. The loss f is that of
+the pruned weights w~, in the form that inference would use. *Actual* descent is f(w~) - f(w~'). *Predicted* descent is
+the first-order term <grad f(w~), w~ - w~'>. If a mask changes, the step differs from the one that the gradient
+describes. The loss *under the old mask* is the loss of the new weights with the masks before the step. *Flips* are the
+share of a 2:4 mask's entries that one step changes. They are measured for a dense run too, although it does not use the
+mask.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
 from experiments.report.words import PLUS_MINUS, percent
-from experiments.studies import looking
+from experiments.studies import looking, methods
 from experiments.training.program import Program
 
-METHODS = ("dense", "ste(2,4)", "sr_ste(2,4,lam=2e-4)", "s_ste(gradient='dense')")
-MASKS = nm.Recipe(((r"blocks/.*/mlp/.*", "ste(2,4)"), (r".*", "dense")))  # for all methods, and for dense weights too
+NETWORK = "gpt_cpu"
+METHODS = {"dense": "dense"} | {name: methods.WHOLE[name] for name in ("STE", "SR-STE", "S-STE")}
+MASKS = nm.Recipe(((r"blocks/.*", "ste(2,4)"), (r".*", "dense")))  # for all methods, and for dense weights too
 EVERY = 5
 BINS = 20  # of steps, in the curves
 CASES = [{"method": method, "seed": seed} for method in METHODS for seed in range(3)]
@@ -67,14 +68,20 @@ def make_look(program: Program) -> looking.Look:
     return look
 
 
-config = functools.partial(looking.method_config, "s_ste")
-run = functools.partial(looking.run, "s_ste", make_look, EVERY)
+def config(method: str, seed: int) -> ConfigDict:
+    """Return the config of the run of a method and a seed."""
+    return looking.method_config(NETWORK, METHODS[method], seed)
+
+
+def run(method: str, seed: int, *changes: str) -> tuple[dict[str, list], list[str]]:
+    """Train with a method and a seed while looking, and return the measures and the notes on the data."""
+    return looking.run(NETWORK, make_look, EVERY, METHODS[method], seed, *changes)
 
 
 def summary(line: dict) -> dict[str, float]:
     """Return the figures of a line of results, by the names in HEAD."""
     rows = _arrays(line)
-    figures = {"raised": float(np.mean(rows["actual"] < 0))}
+    figures = {"raised": float(np.mean(rows["actual"] < 0)), "rise": float(max(-rows["actual"].min(), 0))}
     figures["off"] = float(np.median(np.abs(rows["actual"] - rows["predicted"]) / np.abs(rows["predicted"])))
     if "under the old mask" in rows:
         figures["raised under the old mask"] = float(np.mean(rows["under the old mask"] < 0))
@@ -88,6 +95,7 @@ def describe(line: dict) -> str:
 
 HEAD = {  # the columns' titles
     "raised": "steps that raise the loss",
+    "rise": "greatest rise of the loss in a step, nats",
     "raised under the old mask": "steps that would raise it under the old mask",
     "off": "relative error of the predicted descent, median",
     "flips": "mask entries that flip in a step",
@@ -100,7 +108,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     flips, amount = [], []
     for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
         of_method = [line for line in lines if line["case"]["method"] == method]
-        table.append(f"| {' | '.join([f'`{method}`', *_cells(of_method)])} |")
+        table.append(f"| {' | '.join([method, *_cells(of_method)])} |")
         rows = [_arrays(line) for line in of_method]
         curves = [cv.smoothed(cv.Curve("", row["step"], row["flips"]), BINS)[-1] for row in rows]
         flips.append(cv.banded(curves, method, colour=f"s{n}"))
@@ -111,16 +119,22 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
     words = "By how much the loss fell, of what was predicted: medians of the steps of a bin."
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
-    note = f"{PLUS_MINUS} The curves show means of {BINS} bins of steps, and medians for the amount of descent."
+    note = f"{PLUS_MINUS} The greatest rise is that of all seeds. The curves show means of {BINS} bins of steps, and "
+    note += "medians for the amount of descent."
     return "\n".join([*table, "", note]), pictures
 
 
 def _cells(lines: list[dict]) -> list[str]:
     summaries, cells = [summary(line) for line in lines], []
     for name in HEAD:
-        values = 100 * np.array([figures[name] for figures in summaries if name in figures])
-        error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0
-        cells.append(f"{values.mean():.3g} ± {error:.2g} %" if len(values) > 1 else "")
+        values = np.array([figures[name] for figures in summaries if name in figures])
+        if name == "rise":
+            cells.append(f"{values.max():.2g}")
+        elif len(values) > 1:
+            error = values.std(ddof=1) / len(values) ** 0.5
+            cells.append(f"{100 * values.mean():.3g} ± {100 * error:.2g} %")
+        else:
+            cells.append("")
     return cells
 
 

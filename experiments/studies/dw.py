@@ -32,19 +32,19 @@ PRUNERS = ("mse(2,4)", "mvue(2,4)", "mvue_approx(2,4)", "mvue(1,2)", "uniform(2,
 
 
 class Network(NamedTuple):
-    """A network of a study's page, and the batches on which its dw is computed."""
+    """A network of methods.py, and the batches on which its dw is computed."""
 
-    page: str
+    variant: str  # of the page
     tokens: int  # of each example
     batches: tuple[int, ...]  # their numbers of examples
 
 
 NETWORKS = {
-    "gpt": Network("s_ste", 128, (1, 4, 16, 64, 128)),
-    "gpt of 32 tokens": Network("s_ste", 32, (4, 16, 64, 256)),  # the first 32 tokens of each window
-    "vit": Network("pgf", 16, (4, 16, 64, 256, 1024)),
+    "gpt": Network("gpt_cpu", 256, (1, 4, 16, 64)),
+    "gpt of 32 tokens": Network("gpt_cpu", 32, (4, 16, 64, 256)),  # the first 32 tokens of each window
+    "vit": Network("vit_cpu", 16, (4, 16, 64, 256, 1024)),
 }
-STEPS = 100  # of training, before
+STEPS = 1000  # of training, before
 DRAWS = 4
 MOST_BATCHES = 4  # of one size
 CASES = [{"model": model, "seed": seed} for model in NETWORKS for seed in range(3)]
@@ -52,7 +52,7 @@ CASES = [{"model": model, "seed": seed} for model in NETWORKS for seed in range(
 
 def config(model: str, seed: int, *changes: str) -> ConfigDict:
     """Return the config of the network that is trained."""
-    return looking.config(NETWORKS[model].page, f"seed={seed}", *changes)
+    return looking.config(NETWORKS[model].variant, f"seed={seed}", *changes)
 
 
 @functools.lru_cache(maxsize=1)
@@ -63,7 +63,7 @@ def prepared(model: str, *changes: str) -> tuple[Program, Callable, Callable]:
       The program of the training; the errors of dw in the layers of the blocks, by (params, rest, step, batch,
       pruner); and the batch of a step, by (arrays, seed, step).
     """
-    program = looking.program(NETWORKS[model].page, *changes)
+    program = looking.program(NETWORKS[model].variant, *changes)
 
     @functools.partial(jax.jit, static_argnames="pruner")
     def layer_errors(params, rest, step, batch, pruner):

@@ -56,7 +56,9 @@ def claims(variant: str = "") -> list[Claim]:
         Claim(f"{WITH_MVUE} {in_fp8}", MVUE_FP8, "as good as", WITH_MVUE),
         Claim("MVUE in two draws is as good as exact MVUE", TWO_DRAWS, "as good as", WITH_MVUE),
         Claim("MdGf 1:16 is better if it fades exponentially than linearly", EXPONENTIAL, "better than", LINEAR),
-        Claim("MdGf 1:16 is better with straight-through gradients than with autodiff", LINEAR, "better than", AUTODIFF),
+        Claim(
+            "MdGf 1:16 is better with straight-through gradients than with autodiff", LINEAR, "better than", AUTODIFF
+        ),
         Claim("SdGf 1:16, stepwise, is better than SR-STE 1:16", STEPWISE, "better than", SR_STE),
         Claim("SdGf 1:16, geometric, is better than SR-STE 1:16", GEOMETRIC, "better than", SR_STE),
         Claim("MdGf 1:16, exponential, is better than SR-STE 1:16", EXPONENTIAL, "better than", SR_STE),

@@ -15,49 +15,49 @@ Look = Callable[..., dict[str, jax.Array]]
 """A compiled look at one step: (state before, state after, arrays of the batch, norm of the gradient) -> measures."""
 
 
-def config(page: str, *changes: str) -> ConfigDict:
-    """Return the config of a study's page at the size of two cores.
+def config(network: str, *changes: str) -> ConfigDict:
+    """Return the config of a network of methods.py.
 
     Args:
-      page: The name of the page.
+      network: The variant of the page.
       changes: Changes as in a command: "seed=1".
     """
     words = [f"--config.{change}" for change in changes]
-    return command.read(["launch.py", f"--config=experiments/studies/{page}.py:cpu", *words]).config
+    return command.read(["launch.py", f"--config=experiments/studies/methods.py:{network}", *words]).config
 
 
-def method_config(page: str, method: str, seed: int, *changes: str) -> ConfigDict:
-    """Return the config of one run of a page: a method in the feed-forward layers, and a seed."""
-    return config(page, f"sparsity.mlp={method}", f"seed={seed}", *changes)
+def method_config(network: str, method: str, seed: int, *changes: str) -> ConfigDict:
+    """Return the config of one run of a network: a method in the layers of the blocks, and a seed."""
+    return config(network, f"sparsity.blocks={method}", f"seed={seed}", *changes)
 
 
-def program(page: str, *changes: str) -> Program:
+def program(network: str, *changes: str) -> Program:
     """Return the program of such a config. All seeds can share it, and then it is compiled once."""
-    settings = config(page, *changes)
+    settings = config(network, *changes)
     return Program(settings, tasks.task(settings))
 
 
 @functools.lru_cache(maxsize=1)
-def prepared(page: str, make_look: Callable[[Program], Look], changes: tuple[str, ...]) -> tuple[Program, Look]:
+def prepared(network: str, make_look: Callable[[Program], Look], changes: tuple[str, ...]) -> tuple[Program, Look]:
     """Return a program and the compiled look at its steps. All seeds share both."""
-    shared = program(page, *changes)
+    shared = program(network, *changes)
     return shared, make_look(shared)
 
 
 def run(
-    page: str, make_look: Callable[[Program], Look], every: int, method: str, seed: int, *changes: str
+    network: str, make_look: Callable[[Program], Look], every: int, method: str, seed: int, *changes: str
 ) -> tuple[dict[str, list], list[str]]:
     """Train with a method and a seed while looking, and return the measures and the notes on the data.
 
     Args:
-      page: The name of the study's page.
+      network: The variant of methods.py.
       make_look: Makes the look at a step of a program.
       every: How many steps lie between two looks.
-      method: The method of the feed-forward layers.
+      method: The method of the layers of the blocks.
       seed: The seed of the run.
       changes: Further changes of the config: "batch=8".
     """
-    shared, look = prepared(page, make_look, (f"sparsity.mlp={method}", *changes))
+    shared, look = prepared(network, make_look, (f"sparsity.blocks={method}", *changes))
     return rows(shared, look, seed, every), shared.task.notes
 
 

@@ -4,26 +4,26 @@
 
 Three scalars of the feed-forward weights: the variance of |g| over all entries, before the gradient is clipped; and of
 Adam's second moment v both the norm and the variance, because the paper's text speaks of one and its figure shows the
-other. The paper shows SR-STE and MdGf at 1:16, single runs of each.
+other. The paper shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of methods.py. All layers of
+its blocks are pruned.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from ml_collections import ConfigDict
 
 import nmjax as nm
 from experiments.report import curves as cv
 from experiments.report.words import PLUS_MINUS
-from experiments.studies import looking, pgf
+from experiments.studies import forms, looking
 from experiments.training.program import Program
 
-METHODS = ["dense", *(m for m in pgf.published("cpu") if "(1,16" in m and "stepwise" not in m)]
-LABELS = ("dense", "STE", "SR-STE", "MdGf linear", "its autodiff", "MdGf exp.", "its autodiff", "SdGf geom.")
-COLOURS = ("s0", "s1", "s2", "s3", "s3", "s4", "s4", "s7")
+NETWORK = "vit_cpu"
+NAMES = (forms.SR_STE, forms.LINEAR, forms.AUTODIFF, forms.EXPONENTIAL, forms.GEOMETRIC)
+METHODS = {"dense": "dense"} | {name: forms.FORMS[name] for name in NAMES}
 EVERY = 10
 B1 = 0.9  # of Adam, in the page's config
 CASES = [{"method": method, "seed": seed} for method in METHODS for seed in range(3)]
@@ -50,8 +50,14 @@ def make_look(program: Program) -> looking.Look:
     return look
 
 
-config = functools.partial(looking.method_config, "pgf")
-run = functools.partial(looking.run, "pgf", make_look, EVERY)
+def config(method: str, seed: int) -> ConfigDict:
+    """Return the config of the run of a method and a seed."""
+    return looking.method_config(NETWORK, METHODS[method], seed)
+
+
+def run(method: str, seed: int, *changes: str) -> tuple[dict[str, list], list[str]]:
+    """Train with a method and a seed while looking, and return the measures and the notes on the data."""
+    return looking.run(NETWORK, make_look, EVERY, METHODS[method], seed, *changes)
 
 
 def describe(line: dict) -> str:
@@ -71,9 +77,9 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     table = [f"| method, in the last tenth of the steps | {' / dense | '.join(MEASURES)} / dense |", "|---" * 4 + "|"]
     curves: dict[str, list[cv.Curve]] = {name: [] for name in MEASURES}
     dense: dict[str, dict[int, float]] = {}
-    for method in dict.fromkeys(line["case"]["method"] for line in lines):
+    for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
         rows_by_seed = {line["case"]["seed"]: line["rows"] for line in lines if line["case"]["method"] == method}
-        cells = [f"`{method}`"]
+        cells = [method]
         for name in MEASURES:
             by_seed = {
                 seed: cv.Curve("", np.array(rows["step"]), np.array(rows[name])) for seed, rows in rows_by_seed.items()
@@ -82,7 +88,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
             dense.setdefault(name, last)  # dense is the first method
             cells.append(_quotient(last, dense[name]))
             smooth = [cv.smoothed(curve, 20)[-1] for curve in by_seed.values()]
-            curves[name].append(cv.banded(smooth, method, **_style(method)))
+            curves[name].append(cv.banded(smooth, method, colour=f"s{n}"))
         table.append(f"| {' | '.join(cells)} |")
     note = f"Ratios to the dense run with the same seed: means over seeds. {PLUS_MINUS} "
     note += "The curves show means of 20 bins of steps."
@@ -99,12 +105,6 @@ def _quotient(values: dict[int, float], dense: dict[int, float]) -> str:
     shares = [value / dense[seed] for seed, value in values.items() if seed in dense]
     error = f" ± {np.std(shares, ddof=1) / len(shares) ** 0.5:.2f}" if len(shares) > 1 else ""
     return f"{np.mean(shares):.2f}{error}"
-
-
-def _style(method: str) -> dict:
-    n = METHODS.index(method)
-    dash = cv.DASHES[1] if "autodiff" in method else cv.DASHES[0]
-    return {"label": LABELS[n], "colour": COLOURS[n], "dash": dash}
 
 
 def _draw(name: str, curves: list[cv.Curve]) -> str:

@@ -309,11 +309,11 @@ def test_a_file_of_results_imports_nothing(outside, monkeypatch):
 
 def test_results_and_reports_import_nothing(outside):
     (outside / "evil.py").write_text("raise SystemExit('it ran')\n")
-    line = json.loads((pages.ROOT / "experiments/results/sdgp_cpu.jsonl").read_text().partition("\n")[0])
-    line["changes"] |= {"sparsity.stages": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
-    (outside / "sdgp_cpu.jsonl").write_text(json.dumps(line))
+    line = json.loads((pages.ROOT / "experiments/results/held_vit_cpu.jsonl").read_text().partition("\n")[0])
+    line["changes"] |= {"sparsity.blocks": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
+    (outside / "held_vit_cpu.jsonl").write_text(json.dumps(line))
     with pytest.raises(Mistake, match="another config than the page has now"):
-        recorded.read(outside / "sdgp_cpu.jsonl")
+        recorded.read(outside / "held_vit_cpu.jsonl")
     (outside / "run").mkdir()
     (outside / "run" / "run.json").write_text(json.dumps({"name": "a run"}))
     (outside / "run" / "config.json").write_text(read("mixer.py", "model.name=evil:Boom").to_json_best_effort())

@@ -183,7 +183,7 @@ def _packing_in_fp8(device: Target) -> str:
 
 
 def _bits(made: object, wanted: object) -> str:
-    """Compare the bits. One float in a thousand may differ in the last place: compilers do not round divisions alike."""
+    """Compare the bits. One float in a thousand may differ in the last place, because compilers round divisions."""
     leaves = ([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)] for tree in (made, wanted))
     said, right = [], True
     for a, b in zip(*leaves, strict=True):

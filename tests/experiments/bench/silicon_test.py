@@ -233,7 +233,7 @@ def test_a_row_ends_if_the_process_that_started_it_has_ended_before():
     assert not row.stdout
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize(("change", "said"), [
     ({}, "right, value for value"),
     ({5: 1}, "right, but 1 of 2,000 of bfloat16 differ, by up to 1 in the last place"),
     ({5: 2}, "wrong: 1 of 2,000 of bfloat16 differ, by up to 2 in the last place"),
