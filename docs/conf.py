@@ -67,7 +67,6 @@ def copy_notebooks() -> None:
 
 COPIED = {  # pages that lie outside docs/
     HERE.parent / "experiments" / "REPRODUCTION.md": HERE / "evidence" / "reproduction.md",
-    HERE.parent / "experiments" / "EARLIER.md": HERE / "evidence" / "earlier.md",
     HERE.parent / "CHANGELOG.md": HERE / "changelog.md",
     HERE.parent / "CONTRIBUTING.md": HERE / "contributing.md",
 }

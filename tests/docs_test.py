@@ -154,7 +154,7 @@ FIGURE = re.compile(
     r"|\d\s\w*/s\b"
 )
 SOURCE = re.compile(  # a link to results, or a command that measures
-    r"\]\([^)]*(?:/reproduction\.md|/earlier\.md|/REPRODUCTION\.md|/EARLIER\.md|/benchmarks\.md|/gallery\.md|/results/)[^)]*\)"
+    r"\]\([^)]*(?:/reproduction\.md|/REPRODUCTION\.md|/benchmarks\.md|/gallery\.md|/results/)[^)]*\)"
     r"|python -m experiments\.\w+|launch\.py --|^make (?:bench|gallery|run)\b|`make (?:bench|gallery|run)\b",
     re.MULTILINE,
 )
@@ -171,11 +171,7 @@ def without_source(text: str) -> list[str]:
     return found
 
 
-MEASURED = [
-    page
-    for page in (*PAGES, *sorted((ROOT / "docs").glob("*.md")))
-    if page.name not in ("reproduction.md", "earlier.md")
-]
+MEASURED = [page for page in (*PAGES, *sorted((ROOT / "docs").glob("*.md"))) if page.name != "reproduction.md"]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: str(page.relative_to(ROOT)))
