@@ -230,7 +230,7 @@ def test_claims_are_about_arms_of_the_study(name):
     assert len(module.get_sweep(variant)) == len(arms) * len(module.seeds(variant))
 
 
-@pytest.mark.parametrize("name", [*evidence.STUDIES, "methods_vit_gpu", "recipe_vit_gpu", "residual_gpu"])
+@pytest.mark.parametrize("name", [*evidence.STUDIES, "methods_vit_gpu", "methods_gpt_gpu", "recipe_vit_gpu", "residual_gpu"])
 def test_rivals_have_as_many_flops(name):
     """The narrower and the shorter network cost what the method costs, to within 1 %."""
     study = recorded.study(name)
