@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,13 +184,17 @@ def _shared(values: dict[str, dict[int, float]], first: str, second: str) -> int
 def _unfinished(arms: dict[str, Arm], claim: Claim, seeds: Sequence[int]) -> str:
     """Return why a claim is not judged yet, or "": runs diverged, or are missing."""
     names = (claim.first, claim.second)
-    lost = [f"{len(arms[name].lost)} runs of “{name}” diverged" for name in names if arms[name].lost]
+    lost = [f"{_count(arms[name].lost)} of “{name}” diverged" for name in names if arms[name].lost]
     if lost:
         return f"{effects.OPEN}: {' and '.join(lost)}"
     left = sum(seed not in arms[name].losses for name in names for seed in seeds)
     if left == 2 * len(seeds):
         return NOT_RUN
     return f"not finished: {left} of {2 * len(seeds)} runs are missing" if left else ""
+
+
+def _count(runs: Sized) -> str:
+    return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
 
 
 def _verdict(claim: Claim, effect: Effect, margin: float) -> str:
@@ -237,8 +241,8 @@ def _failed(arms: dict[str, Arm], gate: Gate, results: Path) -> str:
         return f"the dense network reaches {score(gate, reached)}, and the gate is {score(gate, needed)}"
     pair = {arm: arms[arm].losses for arm in (gate.worse, "dense")}
     if _shared(pair, gate.worse, "dense") < 2:
-        lost = f": {len(arms[gate.worse].lost)} of its runs diverged" if arms[gate.worse].lost else ""
-        return f"“{gate.worse}”, which has to be worse than dense, has no two runs with the same seeds{lost}"
+        lost = f": {_count(arms[gate.worse].lost)} of it diverged" if arms[gate.worse].lost else ""
+        return f"dense and “{gate.worse}”, which has to be worse, have fewer than two seeds in common{lost}"
     low, _ = effects.effects(pair, [(gate.worse, "dense")])[0].interval()
     return "" if low > gate.margin else f"“{gate.worse}” is not worse than dense by more than the margin"
 

@@ -1,6 +1,5 @@
-"""The tables and pictures of studies with claims, and the first table of the page of evidence."""
+"""The tables and pictures of studies with claims, and the first table of REPRODUCTION.md."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,13 @@ HEAD = ["claim", "verdict", "difference of the loss, 95 % interval", "difference
 
 
 def first_screen(results: Path) -> str:
-    """Return the table of the main claims of all studies, and a sentence for each study.
+    """Return the table of the main claims of all studies, and the table of the studies.
 
     Args:
       results: The folder of the results.
     """
-    rows, sentences, missing = [["claim", "verdict", HEAD[2], "seeds", "network"]], [], []
+    rows, missing = [["claim", "verdict", HEAD[2], "seeds", "network"]], []
+    studies = [["study", "network", "dense", "simple methods", "gate", "margin"]]
     for name in STUDIES:
         if not (results / f"{name}.jsonl").exists():
             missing.append(f"`{name}`")
@@ -49,29 +49,39 @@ def first_screen(results: Path) -> str:
         for judgement in one.judgements:
             if judgement.claim.first_screen:
                 text, verdict, loss, _, seeds = _cells(judgement, one)
-                verdict += f" (by accuracy: {judgement.by_accuracy})" if _differs(judgement) else ""
+                verdict += f" (by the accuracy it {judgement.by_accuracy})" if _differs(judgement) else ""
                 rows.append([text, verdict, loss, seeds, one.gate.network])
-        matters = f"The margin is {one.gate.margin:g} {one.gate.unit}."
-        sentences.append(f"{reached(one, results)} {matters}")
+        gate, others = one.gate, "; ".join(simple_methods(one.gate, results))
+        outcome = f"not passed: {one.failed}" if one.failed else "passed"
+        studies.append([f"`{name}`", gate.network, dense(one), others, outcome, f"{gate.margin:g} {gate.unit}"])
+    parts = [markdown_table(rows), markdown_table(studies)]
     if missing:
-        sentences.append(f"Not run yet: {', '.join(missing)}. Their claims stand in [studies](studies).")
-    return "\n\n".join([markdown_table(rows), *sentences])
+        parts.append(f"Not run yet: {', '.join(missing)}. Their claims are in [studies](studies).")
+    return "\n\n".join(parts)
+
+
+def dense(one: Judged) -> str:
+    """Return what the dense network reaches, as text."""
+    return score(one.gate, mean(one.arms["dense"], one.gate.metric)) if one.arms["dense"].losses else ""
+
+
+def simple_methods(gate: Gate, results: Path) -> list[str]:
+    """Return what simple methods reach on the data of a gate, as texts."""
+    names = {"ridge": "ridge regression", "nearest": "nearest neighbours", "bag of words": "naive Bayes"}
+    return [
+        f"{names.get(method, f'a table of {method}s')} {score(gate, value)}"
+        for method, value in simple(gate.data, results).items()
+    ]
 
 
 def reached(one: Judged, results: Path) -> str:
     """Return a sentence on what the dense network and simple methods reach, and on the gate."""
-    gate = one.gate
-    names = {"ridge": "ridge regression", "nearest": "nearest neighbours", "bag of words": "a bag of words"}
-    others = [
-        f"{names.get(method, f'a table of {method}s')} {score(gate, value)}"
-        for method, value in simple(gate.data, results).items()
-    ]
     outcome = f"The study does not pass its gate: {one.failed}." if one.failed else "The study passes its gate."
     if not one.arms["dense"].losses:
-        return f"`{one.name}` ({gate.network}). {outcome}"
-    dense = score(gate, mean(one.arms["dense"], gate.metric))
+        return f"`{one.name}` ({one.gate.network}). {outcome}"
+    others = ", ".join(simple_methods(one.gate, results))
     seeds = f"seeds {one.seeds[0]} to {one.seeds[-1]}"
-    return f"`{one.name}` ({gate.network}, {seeds}): the dense network reaches {dense}; {', '.join(others)}. {outcome}"
+    return f"`{one.name}` ({one.gate.network}, {seeds}): the dense network reaches {dense(one)} ({others}). {outcome}"
 
 
 def claims_table(one: Judged) -> str:
@@ -88,7 +98,7 @@ def _cells(judgement: Judgement, one: Judged) -> list[str]:
     seeds = f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
     accuracy = _interval(judgement.accuracy, 2, 100.0)
     if _differs(judgement):
-        accuracy += f" (by accuracy: {judgement.by_accuracy})"
+        accuracy += f" (by the accuracy it {judgement.by_accuracy})"
     return [judgement.claim.text, judgement.verdict, _interval(judgement.loss, 4), accuracy, seeds]
 
 
@@ -114,14 +124,13 @@ def arms_table(one: Judged) -> str:
 def arm_rows(one: Judged) -> list[list[str]]:
     """Return the rows of the table of the arms; the first is its head."""
     head = ["arm", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
-    rows, dense = [head], one.arms["dense"]
+    rows, base = [head], one.arms["dense"]
     for name, arm in one.arms.items():
         missing = [seed for seed in one.seeds if seed not in arm.losses and seed not in arm.lost]
         marks = [f"seed {seed} {outcome}" for seed, outcome in arm.lost.items()]
         marks += [f"seeds missing: {', '.join(map(str, missing))}"] if missing else []
         shares = [
-            value / base
-            for value, base in ((arm.flops, dense.flops), (arm.seconds, dense.seconds), (arm.bytes, dense.bytes))
+            value / of for value, of in ((arm.flops, base.flops), (arm.seconds, base.seconds), (arm.bytes, base.bytes))
         ]
         rows.append([
             name,
@@ -131,7 +140,7 @@ def arm_rows(one: Judged) -> list[list[str]]:
             f"{len(arm.losses)} of {len(one.seeds)}",
             "; ".join(marks),
         ])  # fmt: skip
-    return rows
+    return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
 
 
 # ---- pictures ----
@@ -188,8 +197,8 @@ def kind_of(changes: dict[str, Any]) -> str:
 
 def costs(one: Judged) -> list[str]:
     """Return the keys of `COSTS` by which arms can be drawn: those that are known of dense."""
-    dense = one.arms["dense"]
-    return [cost for cost in COSTS if one.over_dense and not math.isnan(getattr(dense, cost))]
+    base = one.arms["dense"]
+    return [cost for cost in COSTS if one.over_dense and not math.isnan(getattr(base, cost))]
 
 
 FLIPS = "Share of a mask that changes at a step: mean of the layers, with the range of the seeds"
@@ -210,7 +219,8 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
     pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in costs(one)}
-    parts = [f"![Loss by {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]
+    words = "Difference of the loss from dense, by"
+    parts = [f"![{words} {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]
     if drawn := flips(one):
         pictures[f"{name}_flips"] = dots.standalone(drawn)
         parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
@@ -224,8 +234,10 @@ def legend(gate: Gate) -> str:
         "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
         f"second. Less loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. FLOPs, "
         "time and memory are given as shares of dense. FLOPs are counted. Times are medians on a machine that does "
-        "other work too, so small differences are noise. A verdict can be "
-        f"“{effects.OPEN}” although the interval excludes 0, because p-values are corrected for the number of claims."
+        "other work too, so small differences are noise. The temporary memory is what a step needs besides its "
+        f"arguments and results. A claim “{effects.OPEN}” if its interval contains the value that is tested: 0 for "
+        "*better*, the margin for *as good*. It can also be so if the interval ends close to this value, because "
+        "p-values are corrected for the number of claims, and intervals are not."
     )
 
 
@@ -240,7 +252,8 @@ def remarks(one: Judged, results: Path) -> list[str]:
         )
     if one.scattered:
         found.append(
-            f"Runs that scatter much more than others, and have their own variance: {'; '.join(one.scattered)}."
+            "The runs of these arms scatter much more than the others, so each has its own variance: "
+            f"{'; '.join(one.scattered)}."
         )
     missing = [arm for arm in one.arms if arm not in (*one.over_dense, "dense", one.gate.worse)]
     if missing:
@@ -248,9 +261,10 @@ def remarks(one: Judged, results: Path) -> list[str]:
     path = results / f"{one.name}.jsonl"
     repeated = sum(bool(text.strip()) for text in path.read_text().splitlines()) - len(one.lines)
     if repeated:
-        found.append(f"{repeated} runs were repeated. The last line of each run counts.")
-    for what in ("machine", "versions"):
-        kinds = {json.dumps(line.get(what)) for line in one.lines}
+        found.append(f"Lines of runs that were repeated: {repeated}. The last line of each run counts.")
+    made = [(line.get("machine") or {}) | line["versions"] for line in one.lines]
+    for field in dict.fromkeys(field for each in made for field in each):
+        kinds = dict.fromkeys(str(each.get(field, "not recorded")) for each in made)
         if len(kinds) > 1:
-            found.append(f"The runs differ in their {what}: {' and '.join(sorted(kinds))}.")
+            found.append(f"The runs differ in {field}: {' and '.join(kinds)}.")
     return [*found, *dict.fromkeys(note for line in one.lines for note in line["notes"])]

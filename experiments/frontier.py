@@ -1,4 +1,4 @@
-"""A method of your own among the methods of a study: trained with the study's seeds, judged as they are, and drawn.
+"""A method of your own, compared with those of a study: trained with the same seeds, judged in the same way, and drawn.
 
     python -m experiments.frontier --method "mdgf(2,4,linear(1,0,50%)); drhs_g=mvue(2,4)"
 
@@ -107,7 +107,7 @@ def estimate(one: Judged, count: int) -> str:
 
 
 def compared(one: Judged, method: str, lines: list[dict], count: int) -> Judged:
-    """Return the study with an arm more, and the claims that this arm is better than each of the others.
+    """Return the study with one more arm, and the claims that this arm is better than each of the others.
 
     Args:
       one: The study.

@@ -33,7 +33,7 @@ def study(name: str) -> Study:
     known = [path.stem for path in STUDIES.glob("[a-z]*.py") if name.startswith(f"{path.stem}_")]
     if not known:
         raise Mistake(
-            f"{name} names no study of experiments/studies. Write a name such as held_vit_cpu, for held.py:vit_cpu."
+            f"{name} is not the name of a study. Write a name such as held_vit_cpu, for studies/held.py:vit_cpu."
         )
     stem = max(known, key=len)
     module, variant = importlib.import_module(f"experiments.studies.{stem}"), name.removeprefix(f"{stem}_")

@@ -1,4 +1,4 @@
-"""Brings the page of evidence up to date: makes its tables and pictures from experiments/results/*.jsonl.
+"""Brings REPRODUCTION.md up to date: makes its tables and pictures from experiments/results/*.jsonl.
 
     python -m experiments.reproduce
 
@@ -60,7 +60,7 @@ def _figure(name: str, its_study: Study, lines: list[dict]) -> tuple[str, dict[s
     pictures = {f"{name}_{part}": dots.standalone(svg) for part, svg in drawings.items()}
     parts = [f"![{part.replace('_', ' ')}](results/{name}_{part}.svg)" for part in drawings]
     parts += ["", table, "", _source(its_study, lines)]
-    parts += [f"\n`{line['run']}` {line['outcome']}: it is in none of this." for line in lost]
+    parts += [f"\n`{line['run']}` {line['outcome']}. It is left out of the tables and pictures." for line in lost]
     parts += [f"\n{note}" for note in dict.fromkeys(note for line in lines for note in line["notes"])]
     return _text(parts), pictures
 
@@ -77,7 +77,7 @@ def _source(its_study: Study, lines: list[dict]) -> str:
         total, until = total + max(ended - max(began, until), 0), max(until, ended)
     text = f"Command: `{its_study.command}`. Made with {text}."
     if total:
-        text += f" {len(lines)} runs took {duration(total)} ({60 * len(lines) / total:.2g} a minute)."
+        text += f" The {len(lines)} runs took {duration(total)}."
     return text
 
 

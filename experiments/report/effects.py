@@ -178,8 +178,8 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 # ---- verdicts ----
 
-HOLDS, SMALL = "holds", "holds, by less than the margin"
-SLIGHTLY = "holds, and is worse by less than the margin"
+HOLDS, SMALL = "holds", "holds: better by less than the margin"
+SLIGHTLY = "holds: slightly worse, by less than the margin"
 WORSE, NO_DIFFERENCE = "does not hold: worse", "does not hold: no difference that matters"
 SLIGHTLY_WORSE = "does not hold: worse by less than the margin"
 OPEN = "cannot be told"
@@ -193,7 +193,7 @@ def verdict_better(effect: Effect, margin: float) -> str:
       margin: The smallest difference that matters.
 
     >>> verdict_better(Effect(1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.2, 0.05, 20, 0.001), 0.5)
-    ('holds', 'holds, by less than the margin')
+    ('holds', 'holds: better by less than the margin')
     >>> verdict_better(Effect(-1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.1, 0.1, 20, 0.3), 0.5)
     ('does not hold: worse', 'does not hold: no difference that matters')
 
@@ -224,7 +224,7 @@ def verdict_as_good(effect: Effect, margin: float) -> str:
       margin: The smallest difference that matters.
 
     >>> verdict_as_good(Effect(-0.1, 0.1, 20, 0.001), 0.5), verdict_as_good(Effect(-0.3, 0.05, 20, 0.002), 0.5)
-    ('holds', 'holds, and is worse by less than the margin')
+    ('holds', 'holds: slightly worse, by less than the margin')
     >>> verdict_as_good(Effect(-1.5, 0.2, 20, 0.0), 0.5), verdict_as_good(Effect(-0.4, 0.2, 20, 0.9), 0.5)
     ('does not hold: worse', 'cannot be told')
     """

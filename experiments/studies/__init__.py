@@ -1,10 +1,11 @@
 """Studies that test the papers' claims.
 
-Each page with a ``get_sweep`` is one. It has a size for two cores and a size for a GPU.
+Each file with a ``get_sweep`` is one. It has a variant for two CPU cores, and some have one for a GPU.
 
-This runs what the results do not have yet::
+This makes the missing runs::
 
-    python launch.py --config=experiments/studies/NAME.py:SIZE --sweep --results=experiments/results/NAME_SIZE.jsonl
+    python launch.py --config=experiments/studies/NAME.py:VARIANT --sweep \\
+        --results=experiments/results/NAME_VARIANT.jsonl
 
 ``python -m experiments.reproduce`` writes the results into REPRODUCTION.md.
 """
@@ -63,6 +64,19 @@ RANDOM = "fwd_rhs=ste(hold(uniform(1,16,rescale=False)))"  # its method: one ran
 FASHION = Gate("ViT, Fashion-MNIST", "fashion_mnist", "accuracy", 0.87, worse=WORSE, margin=0.02, unit="nats")
 CIFAR = Gate("ViT, CIFAR-10", "cifar10", "accuracy", 0.8, worse=WORSE, margin=0.02, unit="nats")
 BOOKS = Gate("GPT, bytes of books", "books_start", "loss", "5-gram", worse=WORSE, margin=0.01, unit="nats a byte")
+
+
+def rival(word: str, method: str) -> str:
+    """Return the name of an arm that costs as many FLOPs as a method.
+
+    Args:
+      word: How it comes to this cost: "narrower dense".
+      method: The name of the method.
+
+    >>> rival("shorter dense", "STE")
+    'shorter dense, FLOPs of “STE”'
+    """
+    return f"{word}, FLOPs of “{method}”"
 
 
 def one_of(variant: str, known: Iterable[str]) -> str:

@@ -1,9 +1,9 @@
-"""Studies that look into networks while they train.
+"""Studies without claims: diagnostics of training, one-shot pruning, and simple methods.
 
 Runs each case that the results do not have, and appends it to them.
 
 python -m experiments.studies baselines    what simple methods reach on the same data
-python -m experiments.studies descent      how far a step descends, and how far it should
+python -m experiments.studies descent      the actual and the predicted descent of a step
 python -m experiments.studies dw           the errors of dw with pruned gradients, by the number of tokens summed
 python -m experiments.studies noise        the gradients' variance and Adam's second moment
 python -m experiments.studies one_shot     the perplexity of Gemma 3 270M, 2:4 in one shot

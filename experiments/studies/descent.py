@@ -96,8 +96,8 @@ def describe(line: dict) -> str:
 HEAD = {  # the columns' titles
     "raised": "steps that raise the loss",
     "rise": "greatest rise of the loss in a step, nats",
-    "raised under the old mask": "steps that would raise it under the old mask",
-    "off": "relative error of the predicted descent, median",
+    "raised under the old mask": "steps that would raise the loss under the old mask",
+    "off": "median relative error of the predicted descent",
     "flips": "mask entries that flip in a step",
 }
 

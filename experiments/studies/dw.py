@@ -153,7 +153,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
 
 def _table(model: str, runs: list[dict]) -> list[str]:
     tokens = " | ".join(f"{n:,}" for n in runs[0]["tokens"])
-    lines = [f"| {model}: tokens summed | {tokens} | variance at the end, of the least |"]
+    lines = [f"| {model}: tokens summed | {tokens} | variance at the largest batch, relative to `mvue(2,4)` |"]
     lines.append("|---" * (len(runs[0]["tokens"]) + 2) + "|")
     least = np.mean([rows["variance of mvue(2,4)"][-1] for rows in runs])
     for pruner in PRUNERS:
@@ -171,6 +171,6 @@ def _draw(model: str, runs: list[dict]) -> str:
     for n, pruner in enumerate(PRUNERS):
         by_seed = [cv.Curve("", steps, np.array(rows[pruner])) for rows in runs]
         curves.append(cv.banded(by_seed, pruner, colour=f"s{n}"))
-    words = f"{model}: error of one draw of dw, of its norm, by the tokens that it sums over."
+    words = f"{model}: error of one draw of dw, relative to the norm of dw, by the number of tokens."
     options = {"bounds": (0,), "along": "tokens", "since": steps[0], "say_step": lambda x: large(2**x)}
     return cv.draw(f"dw-{model}", curves, alt=words, **options)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, one_of, runs
+from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, one_of, rival, runs
 
 SEEDS = range(10)
 PATTERNS = ("1,8", "1,16", "1,64")
@@ -34,33 +34,33 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
         found[f"SR-STE {shown}"] = {"sparsity.pruned": f"sr_ste({pattern})"}
         for lam, words in LONGER.items():
             longer = {"sparsity.pruned": f"sr_ste({pattern},lam={lam})", "steps": STEPS[variant][pattern]}
-            found[f"SR-STE {shown}, {words}, FLOPs of MdGf {shown}"] = longer
+            found[rival(f"SR-STE {shown}, {words}", f"MdGf {shown}")] = longer
         found[f"MdGf {shown}"] = {"sparsity.pruned": f"mdgf({pattern},linear(1,0,70%))"}
     for word, field in (("narrower", "model.hidden"), ("shorter", "steps")):
-        found[f"dense, {word}, FLOPs of MdGf 1:16"] = {field: RIVALS[variant][field]}
+        found[rival(f"{word} dense", "MdGf 1:16")] = {field: RIVALS[variant][field]}
     found[WORSE] = {"sparsity.pruned": RANDOM}
     return found
 
 
 def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
-    where = ", queries and keys pruned too," if one_of(variant, STEPS) == "qk_cpu" else ""
+    where = " (queries and keys pruned too)" if one_of(variant, STEPS) == "qk_cpu" else ""
     found = []
     for pattern in PATTERNS:
         shown, main = pattern.replace(",", ":"), pattern == "1,16"
         mdgf = f"MdGf {shown}"
-        found.append(Claim(f"{mdgf}{where} is better than SR-STE", mdgf, "better than", f"SR-STE {shown}"))
+        found.append(Claim(f"{mdgf} is better than SR-STE {shown}{where}", mdgf, "better than", f"SR-STE {shown}"))
         for words in LONGER.values():
-            text = f"{mdgf}{where} is better than SR-STE with {words} at the same FLOPs"
-            other = f"SR-STE {shown}, {words}, FLOPs of {mdgf}"
+            text = f"{mdgf} is better than SR-STE {shown} with {words}, at the same FLOPs{where}"
+            other = rival(f"SR-STE {shown}, {words}", mdgf)
             found.append(Claim(text, mdgf, "better than", other, main and words == "more steps"))
-        found.append(Claim(f"{mdgf}{where} is as good as dense", mdgf, "as good as", "dense"))
+        found.append(Claim(f"{mdgf} is as good as dense{where}", mdgf, "as good as", "dense"))
     for word, network in (
         ("narrower", "a dense network with narrower feed-forward layers"),
         ("shorter", "a shorter dense run"),
     ):
-        text = f"MdGf 1:16{where} is better than {network} at the same FLOPs"
-        found.append(Claim(text, "MdGf 1:16", "better than", f"dense, {word}, FLOPs of MdGf 1:16"))
+        text = f"MdGf 1:16 is better than {network} at the same FLOPs{where}"
+        found.append(Claim(text, "MdGf 1:16", "better than", rival(f"{word} dense", "MdGf 1:16")))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import RANDOM, WORSE, Claim, Gate, five_seeds, one_of, runs
+from experiments.studies import RANDOM, WORSE, Claim, Gate, five_seeds, one_of, rival, runs
 
 METHODS = {
     "STE": "ste({})",
@@ -25,7 +25,7 @@ METHODS = {
     "MdGf (30 %) + MVUE(dw)": "mdgf({0},linear(1,0,30%)); drhs_g=mvue({0})",
 }
 RECIPE = "MdGf (30 %) + MVUE(dw) 2:4"
-SHORTER = f"dense, shorter, FLOPs of {RECIPE}"
+SHORTER = rival("shorter dense", RECIPE)
 GATE = Gate("MiniLM, SST-2", "sst2", "accuracy", "bag of words", worse=WORSE, margin=0.02, unit="nats")
 
 

@@ -4,7 +4,7 @@ r"""Forms of S-STE (arXiv 2409.09099) and of progressive gradient flow (arXiv 24
         --results=experiments/results/forms_vit_cpu.jsonl
 
 S-STE scales its weights by β, which is measured once and then frozen. Other arms measure it at every step, or do
-without it; round every operand to FP8; or draw MVUE's gradients in two draws, as published. MdGf lets dropped weights
+without it; round every operand to FP8; or have the two-draw MVUE, as published. MdGf lets dropped weights
 fade to 1:16, linearly or exponentially. With autodiff the gradient of a dropped weight fades too; with the
 straight-through gradient it does not. SdGf gets to 1:16 through looser patterns.
 """
@@ -15,7 +15,7 @@ from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
 
 S_STE, WITH_MVUE = "S-STE", methods.MVUE
 ONE, NOW, FP8 = "S-STE, β = 1", "S-STE, β of each step", "S-STE in FP8"
-TWO_DRAWS, MVUE_FP8 = "S-STE + MVUE(dw) in two draws", "S-STE + MVUE(dw) in FP8"
+TWO_DRAWS, MVUE_FP8 = "S-STE + two-draw MVUE(dw)", "S-STE + MVUE(dw) in FP8"
 SR_STE, LINEAR, AUTODIFF = "SR-STE 1:16", "MdGf 1:16, linear", "MdGf 1:16, linear, autodiff"
 EXPONENTIAL, STEPWISE, GEOMETRIC = "MdGf 1:16, exponential", "SdGf 1:16, stepwise", "SdGf 1:16, geometric"
 FORMS = {
@@ -54,10 +54,10 @@ def claims(variant: str = "") -> list[Claim]:
         Claim(f"{frozen} the β of each step", S_STE, "better than", NOW),
         Claim(f"S-STE {in_fp8}", FP8, "as good as", S_STE, first_screen=True),
         Claim(f"{WITH_MVUE} {in_fp8}", MVUE_FP8, "as good as", WITH_MVUE),
-        Claim("MVUE in two draws is as good as exact MVUE", TWO_DRAWS, "as good as", WITH_MVUE),
-        Claim("MdGf 1:16 is better if it fades exponentially than linearly", EXPONENTIAL, "better than", LINEAR),
+        Claim("S-STE + MVUE(dw) is as good with two-draw MVUE as with exact MVUE", TWO_DRAWS, "as good as", WITH_MVUE),
+        Claim("MdGf 1:16 with exponential decay is better than with linear decay", EXPONENTIAL, "better than", LINEAR),
         Claim(
-            "MdGf 1:16 is better with straight-through gradients than with autodiff", LINEAR, "better than", AUTODIFF
+            "MdGf 1:16 with the straight-through gradient is better than with autodiff", LINEAR, "better than", AUTODIFF
         ),
         Claim("SdGf 1:16, stepwise, is better than SR-STE 1:16", STEPWISE, "better than", SR_STE),
         Claim("SdGf 1:16, geometric, is better than SR-STE 1:16", GEOMETRIC, "better than", SR_STE),

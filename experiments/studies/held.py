@@ -1,4 +1,4 @@
-r"""Masks that are held for some steps, on a network that passes its gate.
+r"""Masks that are held for some steps, on the ViT of methods.py.
 
     python launch.py --config=experiments/studies/held.py:vit_cpu --sweep \
         --results=experiments/results/held_vit_cpu.jsonl
@@ -21,7 +21,7 @@ gate, seeds, get_config = methods.gate, five_seeds, methods.vit_config
 
 def name(kind: str, every: int) -> str:
     """Return the name of an arm: the axes along which its masks are 2:4, and the number of steps that one is held."""
-    return f"{kind}, held for {every} step{'s' if every > 1 else ''}"
+    return f"{kind}, mask held for {every} steps" if every > 1 else f"{kind}, new mask at every step"
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:

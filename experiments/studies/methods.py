@@ -3,9 +3,9 @@ r"""Methods that prune weights, on networks that have to pass the gates of docs/
     python launch.py --config=experiments/studies/methods.py:vit_cpu --sweep \
         --results=experiments/results/methods_vit_cpu.jsonl
 
-The variants are vit_cpu and vit_gpu on images, and gpt_cpu and gpt_gpu on the bytes of books. Every layer of the blocks is pruned.
-The dense rivals are narrower, or end sooner; they cost as many FLOPs as a method. Random 1:16 weights have to be worse:
-then the study can see a difference.
+The variants are vit_cpu and vit_gpu on images, and gpt_cpu and gpt_gpu on the bytes of books. Every layer of the blocks
+is pruned. The dense rivals are narrower, or end sooner; they cost as many FLOPs as a method. The arm with random 1:16
+weights has to be worse than dense. This shows that the study can detect harm.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,20 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import BOOKS, CIFAR, FASHION, INTERVALS, RANDOM, SMALL_VIT, WORSE, Claim, Gate, one_of, runs
+from experiments.studies import (
+    BOOKS,
+    CIFAR,
+    FASHION,
+    INTERVALS,
+    RANDOM,
+    SMALL_VIT,
+    WORSE,
+    Claim,
+    Gate,
+    one_of,
+    rival,
+    runs,
+)  # fmt: skip
 
 WHOLE = {  # methods of both networks
     "STE": "ste(2,4)",
@@ -76,8 +89,8 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     its_network, config = of(variant), get_config(variant)
     found: dict[str, dict[str, Any]] = {"dense": {"sparsity.blocks": "dense"}}
     found |= {method: {"sparsity.blocks": text} for method, text in its_network.methods.items()}
-    for method, rival in its_network.rivals.items():
-        found |= rivals(config, method, rival)
+    for method, its_rival in its_network.rivals.items():
+        found |= rivals(config, method, its_rival)
     if its_network.gate is not BOOKS:
         half = {"model.width": config.model.width // 2, "model.hidden": config.model.hidden // 2}
         found["dense, half as wide"] = half
@@ -85,18 +98,18 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     return found
 
 
-def rivals(config: ConfigDict, method: str, rival: Rival) -> dict[str, dict[str, Any]]:
+def rivals(config: ConfigDict, method: str, of: Rival) -> dict[str, dict[str, Any]]:
     """Return the dense rivals of a method, by name: what each changes.
 
     Args:
       config: The config of the study.
       method: The name of the method.
-      rival: The rivals.
+      of: Their sizes.
     """
-    narrower = {"model.width": rival.width, "model.hidden": rival.hidden}
+    narrower = {"model.width": of.width, "model.hidden": of.hidden}
     return {
-        f"dense, narrower, FLOPs of {method}": narrower,
-        f"dense, shorter, FLOPs of {method}": {"steps": round(rival.share * config.steps)},
+        rival("narrower dense", method): narrower,
+        rival("shorter dense", method): {"steps": round(of.share * config.steps)},
     }
 
 
@@ -121,16 +134,16 @@ def over_rivals(method: str, *, first_screen: bool, subject: str = "") -> list[C
       first_screen: Whether they are among the main claims.
       subject: The subject of the sentences, with its verb; without it, the name of the method.
     """
-    rivals = {"narrower": "a narrower dense network", "shorter": "a shorter dense run"}
+    words = {"narrower": "a narrower dense network", "shorter": "a shorter dense run"}
     return [
         Claim(
-            f"{subject or f'{method} is'} better than {rival} at the same FLOPs",
+            f"{subject or f'{method} is'} better than {network} at the same FLOPs",
             method,
             "better than",
-            f"dense, {word}, FLOPs of {method}",
+            rival(f"{word} dense", method),
             first_screen,
         )
-        for word, rival in rivals.items()
+        for word, network in words.items()
     ]
 
 

@@ -12,7 +12,7 @@ end, with hardened weights.
 
 - *dense*: no pruning. *shorter*: dense, with fewer steps, so that its FLOPs equal those of *recipe*.
 - One-shot: the model of the dense arm, pruned on those of 128 training texts that have 8 tokens or more.
-- Fine-tuned: pruned from the first step on, starting from MiniLM. *recipe* is mdgf with MVUE in dw. *sparsegpt, ste*
+- Fine-tuned: pruned while it is trained, starting from MiniLM. *recipe* is mdgf with MVUE in dw. *sparsegpt, ste*
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
 - Recovered: the model of the dense arm, pruned by SparseGPT, and trained for half as many steps again. It is
   compared with *dense, dense*: the same steps without pruning.
@@ -42,6 +42,7 @@ from experiments.training.program import Program
 from nmjax.oneshot import texts
 
 TASKS = ("sst2", "docstrings")
+TITLES = {"sst2": "SST-2", "docstrings": "docstrings", "cola": "CoLA"}
 PATTERNS = ("2:4", "1:4", "4:8")
 ONE_SHOT = ("magnitude", "wanda", "sparsegpt")
 METHODS = {
@@ -61,17 +62,17 @@ LABELS = {
     "magnitude": "dense, then magnitude in one shot",
     "wanda": "dense, then Wanda",
     "sparsegpt": "dense, then SparseGPT",
-    "shorter": "dense, fewer steps: the FLOPs of MdGf with MVUE in dw",
+    "shorter": "shorter dense, FLOPs of “MdGf (30 %) + MVUE(dw)”",
     "ste": "STE",
     "sr_ste": "SR-STE",
-    "s_ste": "S-STE",
-    "mdgf": "MdGf",
-    "recipe": "MdGf with MVUE in dw",
+    "s_ste": "S-STE + MVUE(dw)",
+    "mdgf": "MdGf (30 %)",
+    "recipe": "MdGf (30 %) + MVUE(dw)",
     "sparsegpt, ste": "SparseGPT, then STE",
     "sparsegpt, held": "SparseGPT, then STE with a held mask",
-    "dense, dense": "dense, and half as many steps more",
+    "dense, dense": "dense, for 1.5 times the steps",
     "dense, sparsegpt, ste": "dense, then SparseGPT, then STE for half as many steps",
-    "dense, sparsegpt, held": "the same, with a held mask",
+    "dense, sparsegpt, held": "dense, then SparseGPT, then STE with a held mask for half as many steps",
 }
 STEPS, BATCH, LENGTH, CALIBRATION = 200, 24, 32, 128
 SEEDS = range(3)
@@ -259,7 +260,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         rows = [line for line in lines if line["case"]["task"] == task and line["outcome"] == "finished"]
         if rows:
             tables += [*_table(task, rows), ""]
-    scale = "Accuracy on the test in percent. FLOPs are relative to the dense arm."
+    scale = "FLOPs are relative to the dense arm, which has no pattern and no teacher."
     return "\n".join([*tables, scale, PLUS_MINUS]), {}
 
 
@@ -272,13 +273,15 @@ def _table(task: str, lines: list[dict]) -> list[str]:
         key = case["method"], case["pattern"], case["teacher"]
         found.setdefault(key, []).append(100 * line["rows"]["accuracy"][0])
         flops[key] = line["rows"]["flops"][0]
-    dense = f"{task}, dense: {_cell(found.pop(('dense', '', False), None))}"
+    name, dense = TITLES[task], _cell(found.pop(("dense", "", False), None))
     columns = [(pattern, teacher) for pattern in PATTERNS for teacher in (False, True)]
     columns = [column for column in columns if any(key[1:] == column for key in found)]
     if not columns:
-        return [f"{dense}."]
-    head = " | ".join(f"{pattern}{', teacher' if teacher else ''}" for pattern, teacher in columns)
-    rows = [f"| {dense} | FLOPs at 2:4 | {head} |", "|---" * (len(columns) + 2) + "|"]
+        return [f"{name}, dense: {dense}"]
+    head = " | ".join(f"{pattern}{' with a teacher' if teacher else ''}" for pattern, teacher in columns)
+    rows = [f"| {name}, test accuracy in % | FLOPs at 2:4 | {head} |", "|---" * (len(columns) + 2) + "|"]
+    cells = ["" if teacher else dense for _, teacher in columns]
+    rows.append(f"| dense | 1.00 | {' | '.join(cells)} |")
     for method, label in LABELS.items():
         cells = [_cell(found.get((method, *column))) for column in columns]
         if any(cells):

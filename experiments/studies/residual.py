@@ -14,7 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs import common
-from experiments.studies import CIFAR, INTERVALS, RANDOM, WORSE, Claim, Gate, five_seeds, one_of, runs
+from experiments.studies import CIFAR, INTERVALS, RANDOM, WORSE, Claim, Gate, five_seeds, one_of, rival, runs
 
 METHODS = {
     "SDGP 2:4": "sdgp(2,4)",
@@ -29,7 +29,7 @@ METHODS = {
     "largest 1:8 in dw": "top_gradient(1,8)",
 }
 PRUNED = ("SDGP 1:4", "MVUE(dw) 1:4")  # both cost what the rivals cost
-NARROWER, SHORTER = (f"dense, {word}, FLOPs of {PRUNED[1]}" for word in ("narrower", "shorter"))
+NARROWER, SHORTER = rival("narrower dense", PRUNED[1]), rival("shorter dense", PRUNED[1])
 RIVALS = {  # a width is a whole number, so the steps of the narrower network differ a little
     "cpu": {NARROWER: {"model.width": 14, "steps": 3466}, SHORTER: {"steps": 2656}},
     "gpu": {NARROWER: {"model.width": 55, "steps": 894}, SHORTER: {"steps": 660}},
@@ -64,8 +64,8 @@ def claims(variant: str = "") -> list[Claim]:
     ]
     rivals = ((NARROWER, "a narrower dense network"), (SHORTER, "a shorter dense run"))
     for arm in PRUNED:
-        for rival, words in rivals:
-            found.append(Claim(f"{arm} is better than {words} at the same FLOPs", arm, "better than", rival))
+        for other, words in rivals:
+            found.append(Claim(f"{arm} is better than {words} at the same FLOPs", arm, "better than", other))
     return found
 
 

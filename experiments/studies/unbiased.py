@@ -1,4 +1,4 @@
-r"""The two halves of MVUE's claim (arXiv 2203.10991), on a network that passes its gate.
+r"""The two halves of MVUE's claim (arXiv 2203.10991), on the ViT of methods.py.
 
     python launch.py --config=experiments/studies/unbiased.py:vit_cpu --sweep \
         --results=experiments/results/unbiased_vit_cpu.jsonl

@@ -1,11 +1,12 @@
-r"""Whole rows in dw against single values, on a network that passes its gate.
+r"""Whole rows in dw against single values, on the ViT of methods.py.
 
     python launch.py --config=experiments/studies/whole_rows.py:vit_cpu --sweep \
         --results=experiments/results/whole_rows_vit_cpu.jsonl
 
 dw = xᵀ·g sums over tokens, where g is the gradient of the output. If n of m tokens are kept whole, the product is
 smaller on any device. If they are chosen by x, only their rows of x are kept in memory. Single values at the same n:m
-cost as many FLOPs, and their variance is smaller. Rows are chosen by the norms of g, of x, or of both.
+cost as many FLOPs, and usually have less variance than rows that are chosen by one norm. Rows are chosen by the norms
+of g, of x, or of both.
 """
 
 from typing import Any
@@ -41,12 +42,14 @@ def claims(variant: str = "") -> list[Claim]:
     for pattern in ("2:4", "1:4"):
         for by in ("g", "x"):
             rows, values = f"rows by {by} {pattern}", f"single values {pattern}"
-            text = f"In dw, {rows} are as good as {values} at the same FLOPs"
-            found.append(Claim(text, rows, "as good as", values, by == "g"))
-            found.append(Claim(f"In dw, {rows} are as good as dense", rows, "as good as", "dense"))
+            text = f"Whole rows in dw ({pattern}, chosen by {by}) are as good as"
+            found.append(Claim(f"{text} single values at the same FLOPs", rows, "as good as", values, by == "g"))
+            found.append(Claim(f"{text} dense", rows, "as good as", "dense"))
     both = "rows by both 1:4"
-    found.append(Claim(f"In dw, {both} are better than {RIVAL}", both, "better than", RIVAL))
-    return [*found, *methods.over_rivals(RIVAL, first_screen=False, subject="Training with rows by g 1:4 in dw is")]
+    text = "Whole rows in dw (1:4) are better if they are chosen by g and x than by g"
+    found.append(Claim(text, both, "better than", RIVAL))
+    subject = "Training with whole rows in dw (1:4, chosen by g) is"
+    return [*found, *methods.over_rivals(RIVAL, first_screen=False, subject=subject)]
 
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
