@@ -10,7 +10,7 @@ from experiments.errors import Mistake
 from experiments.recorded import Study, read, study
 from experiments.report import effects
 from experiments.report.effects import Effect
-from experiments.studies import Claim, Gate
+from experiments.studies import Claim, Gate, times
 
 POINTS = 0.005  # a difference of accuracy that matters
 NOT_RUN, NO_COUNT = "not run", "does not count"
@@ -24,7 +24,8 @@ class Arm(NamedTuple):
       losses: The test loss of each finished run by seed, of the hardened network.
       accuracies: The accuracies, if the runs have any.
       flops: The effective FLOPs of a run.
-      seconds: The median time of all steps of a run.
+      steps: The steps of a run.
+      time: The time of all steps of a run, as a share of dense.
       bytes: The median temporary memory of a step.
       lost: The seeds of the runs that did not finish, with their outcomes.
       hardened: Whether there is a hardened network. If there is none, the losses are those in training.
@@ -35,7 +36,8 @@ class Arm(NamedTuple):
     losses: dict[int, float]
     accuracies: dict[int, float]
     flops: float
-    seconds: float
+    steps: float
+    time: float
     bytes: float
     lost: dict[int, str]
     hardened: bool
@@ -75,7 +77,7 @@ class Judged(NamedTuple):
       failed: Why the study does not pass its gate; "" if it passes.
       judgements: The judged claims.
       over_dense: The differences of the losses to dense, by arm, as far as they can be told.
-      scattered: The arms whose runs scatter too much to share their variance.
+      scattered: The arms whose losses or accuracies scatter too much to share their variance.
     """
 
     name: str
@@ -114,7 +116,19 @@ def judged(name: str, results: Path) -> Judged:
         runs[arm].append(line)
     arms = {arm: arm_of(changes[arm], of) for arm, of in runs.items()}
     gate = module.gate(variant)
-    return judge(name, its_study, lines, arms, wanted, gate, module.claims(variant), results)
+    return judge(name, its_study, lines, arms, wanted, gate, module.claims(variant), step_times(name, results), results)
+
+
+def step_times(name: str, results: Path) -> dict[str, float]:
+    """Return the times of a step of the arms of a study, as shares of dense. Without times it is empty.
+
+    Args:
+      name: The name of the results of the study.
+      results: The folder of the results.
+    """
+    path = results / f"times_{name.rpartition('_')[2]}.jsonl"
+    lines = read(path) if path.exists() else []
+    return next((times.shares(line["rows"]) for line in lines if line["case"]["study"] == name), {})
 
 
 def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
@@ -130,7 +144,8 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
         of("loss"),
         of("accuracy"),
         middle([line["flops"][1] * line["steps"] for line in done]),
-        middle([line["step_seconds"] * line["steps"] for line in measured if "step_seconds" in line]),
+        middle([line["steps"] for line in done]),
+        math.nan,
         middle([line["step_bytes"] for line in measured if "step_bytes" in line]),
         {line["changes"]["seed"]: line["outcome"] for line in lines if line["outcome"] != "finished"},
         all("hardened_loss" in line["figures"] for line in done),
@@ -140,9 +155,11 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
 
 def judge(
     name: str, its_study: Study, lines: list[dict], arms: dict[str, Arm], seeds: Sequence[int], gate: Gate,
-    claims: list[Claim], results: Path,
+    claims: list[Claim], times_of: dict[str, float], results: Path,
 ) -> Judged:  # fmt: skip
     """Return the study with its verdicts. All arms share in the variance but the one that has to be worse."""
+    steps = arms["dense"].steps
+    arms = {arm: of._replace(time=times_of.get(arm, math.nan) * of.steps / steps) for arm, of in arms.items()}
     used = {arm: of for arm, of in arms.items() if arm != gate.worse}
     losses = {arm: {seed: -loss for seed, loss in of.losses.items()} for arm, of in used.items()}
     accuracies = {arm: of.accuracies for arm, of in used.items()}
@@ -164,7 +181,7 @@ def judge(
     over = [arm for arm in used if arm != "dense" and _shared(losses, arm, "dense") > 1]
     found = effects.effects(losses, [(arm, "dense") for arm in over])
     over_dense = {arm: e._replace(difference=-e.difference) for arm, e in zip(over, found, strict=True)}
-    scattered = sorted(effects.scattered(losses))
+    scattered = sorted(effects.scattered(losses) | effects.scattered(accuracies))
     return Judged(name, its_study, lines, arms, seeds, gate, failed, judgements, over_dense, scattered)
 
 
@@ -172,7 +189,7 @@ def _effects(values: dict[str, dict[int, float]], claims: list[Claim], margin: f
     """Return the effects of the claims that can be judged. Each p-value tests what its claim says."""
     known = [claim for claim in claims if _shared(values, claim.first, claim.second) > 1]
     tested = [-margin if claim.kind == "as good as" else 0.0 for claim in known]
-    found = effects.effects(values, [(claim.first, claim.second) for claim in known], tested)
+    found = effects.effects(values, [(claim.first, claim.second) for claim in known], tested, len(claims))
     return dict(zip(known, found, strict=True))
 
 

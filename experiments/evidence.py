@@ -10,22 +10,7 @@ from experiments.claims import POINTS, Judged, Judgement, judged, mean, score, s
 from experiments.report import curves as cv, dots, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent
-from experiments.studies import Gate
-
-STUDIES = (
-    "recipe_vit_cpu",
-    "methods_vit_cpu",
-    "methods_gpt_cpu",
-    "equal_flops_cpu",
-    "equal_flops_qk_cpu",
-    "residual_cpu",
-    "held_vit_cpu",
-    "unbiased_vit_cpu",
-    "whole_rows_vit_cpu",
-    "forms_vit_cpu",
-    "finetuning_sst2_cpu",
-)  # in the order of the page
-
+from experiments.studies import STUDIES, Gate
 
 # ---- tables ----
 
@@ -129,9 +114,7 @@ def arm_rows(one: Judged) -> list[list[str]]:
         missing = [seed for seed in one.seeds if seed not in arm.losses and seed not in arm.lost]
         marks = [f"seed {seed} {outcome}" for seed, outcome in arm.lost.items()]
         marks += [f"seeds missing: {', '.join(map(str, missing))}"] if missing else []
-        shares = [
-            value / of for value, of in ((arm.flops, base.flops), (arm.seconds, base.seconds), (arm.bytes, base.bytes))
-        ]
+        shares = [value / of for value, of in ((arm.flops, base.flops), (arm.time, base.time), (arm.bytes, base.bytes))]
         rows.append([
             name,
             "" if not arm.losses else f"{mean(arm, 'loss'):.4f}",
@@ -148,7 +131,7 @@ def arm_rows(one: Judged) -> list[list[str]]:
 COLOURS = {"sparse": "s1", "narrower": "s0", "shorter": "s3", "yours": "s4"}
 COSTS = {
     "flops": "effective FLOPs of the run, as a share of dense",
-    "seconds": "time of all steps, as a share of dense",
+    "time": "time of all steps, as a share of dense",
     "bytes": "temporary memory of a step, as a share of dense",
 }
 
@@ -207,12 +190,18 @@ FLIPS = "Share of a mask that changes at a step: mean of the layers, with the ra
 def flips(one: Judged) -> str:
     """Return the picture of the flip rates of the sparse arms over the steps, or "" if no run measured a flip."""
     curve = lambda run: cv.Curve("", np.array(run["step"]), np.array(run["flip_rate"]))
-    found = {name: [curve(run) for run in arm.flips] for name, arm in one.arms.items() if arm.flips}
+    shown = {name: arm for name, arm in one.arms.items() if arm.flips and not _held(arm.changes)}
+    found = {name: [curve(run) for run in arm.flips] for name, arm in shown.items()}
     if not found:
         return ""
     style = lambda n: {"colour": f"s{n % 8}", "dash": "-" if n < 8 else "--"}
     drawn = [cv.banded(curves, arm, **style(n)) for n, (arm, curves) in enumerate(found.items())]
     return cv.draw(f"{one.name}-flips", drawn, alt=f"{FLIPS}.", say=percent, bounds=(0,))
+
+
+def _held(changes: dict[str, Any]) -> bool:
+    """Return whether masks are held. Then flips happen at some steps only, and they are measured at a few steps."""
+    return any(word in str(value) for value in changes.values() for word in ("hold(", "fst("))
 
 
 def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
@@ -233,8 +222,8 @@ def legend(gate: Gate) -> str:
     return (
         "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
         f"second. Less loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. FLOPs, "
-        "time and memory are given as shares of dense. FLOPs are counted. Times are medians on a machine that does "
-        "other work too, so small differences are noise. The temporary memory is what a step needs besides its "
+        "time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that all arms "
+        "take in turn (`python -m experiments.studies times`). The temporary memory is what a step needs besides its "
         f"arguments and results. A claim “{effects.OPEN}” if its interval contains the value that is tested: 0 for "
         "*better*, the margin for *as good*. It can also be so if the interval ends close to this value, because "
         "p-values are corrected for the number of claims, and intervals are not."
@@ -262,6 +251,9 @@ def remarks(one: Judged, results: Path) -> list[str]:
     repeated = sum(bool(text.strip()) for text in path.read_text().splitlines()) - len(one.lines)
     if repeated:
         found.append(f"Lines of runs that were repeated: {repeated}. The last line of each run counts.")
+    dirty = sum(line.get("git", {}).get("dirty", False) for line in one.lines)
+    if dirty:
+        found.append(f"Runs of code that was not committed: {dirty}.")
     made = [(line.get("machine") or {}) | line["versions"] for line in one.lines]
     for field in dict.fromkeys(field for each in made for field in each):
         kinds = dict.fromkeys(str(each.get(field, "not recorded")) for each in made)

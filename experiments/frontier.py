@@ -10,11 +10,12 @@ directory.
 
 import argparse
 import datetime
+import json
 import statistics
 import sys
 from pathlib import Path
 
-from experiments import command, evidence, pages, sweep
+from experiments import claims, command, evidence, pages, sweep
 from experiments.claims import Judged, arm_of, judge, judged
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.files import lines as lines_of, replace, writable
@@ -22,7 +23,7 @@ from experiments.recorded import study
 from experiments.report.compare_page import html_table
 from experiments.report.page import LOGO, document, notes_list
 from experiments.report.words import duration, safe
-from experiments.studies import Claim
+from experiments.studies import Claim, times
 from experiments.training import settings
 
 RESULTS = Path(__file__).parent / "results"
@@ -106,7 +107,7 @@ def estimate(one: Judged, count: int) -> str:
     )
 
 
-def compared(one: Judged, method: str, lines: list[dict], count: int) -> Judged:
+def compared(one: Judged, method: str, lines: list[dict], count: int, share: float) -> Judged:
     """Return the study with one more arm, and the claims that this arm is better than each of the others.
 
     Args:
@@ -114,13 +115,32 @@ def compared(one: Judged, method: str, lines: list[dict], count: int) -> Judged:
       method: The text of the method.
       lines: The results of its runs.
       count: The number of seeds that are compared.
+      share: The time of a step of the method, as a share of dense.
     """
     seeds = one.seeds[:count]
+    times_of = {YOURS: share} | claims.step_times(one.name, RESULTS)
     arms = {YOURS: arm_of({field_of(one.name): method}, lines)} | one.arms
     others = [arm for arm in one.arms if arm != one.gate.worse]
-    claims = [Claim(f"{YOURS} is as good as dense", YOURS, "as good as", "dense")]
-    claims += [Claim(f"{YOURS} is better than “{arm}”", YOURS, "better than", arm) for arm in others]
-    return judge(one.name, one.study, [*lines, *one.lines], arms, seeds, one.gate, claims, RESULTS)
+    said = [Claim(f"{YOURS} is as good as dense", YOURS, "as good as", "dense")]
+    said += [Claim(f"{YOURS} is better than “{arm}”", YOURS, "better than", arm) for arm in others]
+    return judge(one.name, one.study, [*lines, *one.lines], arms, seeds, one.gate, said, times_of, RESULTS)
+
+
+def timed(one: Judged, method: str, workdir: Path) -> float:
+    """Return the time of a step of a method as a share of dense. It is measured once.
+
+    Args:
+      one: The study.
+      method: The text of the method.
+      workdir: The directory of the runs, which keeps the time.
+    """
+    path = workdir / "times.json"
+    if not path.exists():
+        print("Timing steps of your method and of dense, in turn.", flush=True)
+        field = field_of(one.name)
+        arms = {"dense": {field: "dense"}, YOURS: {field: method}}
+        replace(path, json.dumps(times.measured(pages.load(one.study.page), arms)) + "\n")
+    return times.shares(json.loads(path.read_text()))[YOURS]
 
 
 def notes(one: Judged, lines: list[dict]) -> list[str]:
@@ -177,7 +197,7 @@ def run(method: str, page: str, count: int | None, workdir: Path | None) -> Path
         if not all(sweep.is_done(workdir / member.folder) for member in members):  # not only because runs diverged
             raise
     lines = [line for line in lines_of(workdir / "results.jsonl") if line["outcome"] != "running"]
-    found = compared(one, method, lines, count)
+    found = compared(one, method, lines, count, timed(one, method, workdir))
     if len(found.arms[YOURS].losses) < 2:
         done = len(found.arms[YOURS].losses)
         raise Failed(f"{done} of {count} runs finished, and a comparison needs two. The reports are in {workdir}.")

@@ -1,6 +1,5 @@
 """Results of studies, experiments/results/*.jsonl: read and checked."""
 
-import importlib
 import json
 import re
 from pathlib import Path
@@ -9,12 +8,11 @@ from typing import NamedTuple
 
 from experiments import pages, sweep
 from experiments.errors import Mistake
-from experiments.studies import __main__ as looks
+from experiments.studies import __main__ as looks, named
 from experiments.training import digest
 
 LOOKED = ("case", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
 SWEPT = ("changes", "outcome", "figures", "steps", "flops", "began", "ended", "versions", "notes")
-STUDIES = Path(__file__).parent / "studies"
 SWEEP = re.compile(r"launch\.py --config=experiments/studies/\w+\.py:\w+ --sweep\b")  # studies may share runs
 
 
@@ -30,13 +28,12 @@ class Study(NamedTuple):
 
 def study(name: str) -> Study:
     """Return the study of the results of a name: "held_vit_cpu" are those of studies/held.py:vit_cpu."""
-    known = [path.stem for path in STUDIES.glob("[a-z]*.py") if name.startswith(f"{path.stem}_")]
-    if not known:
-        raise Mistake(
-            f"{name} is not the name of a study. Write a name such as held_vit_cpu, for studies/held.py:vit_cpu."
-        )
-    stem = max(known, key=len)
-    module, variant = importlib.import_module(f"experiments.studies.{stem}"), name.removeprefix(f"{stem}_")
+    try:
+        module, variant = named(name)
+    except KeyError:
+        words = "is not the name of a study. Write a name such as held_vit_cpu, for studies/held.py:vit_cpu."
+        raise Mistake(f"{name} {words}") from None
+    stem = module.__name__.rpartition(".")[2]
     if stem in looks.NAMES:
         return Study(module, variant, "", looks.command(stem), looks.command(stem))
     page = f"experiments/studies/{stem}.py:{variant}"

@@ -80,7 +80,7 @@ HOUSE = {
         "command": (),
         "studies": (
             "__init__", "one_shot", "recover", "baselines", "methods", "recipe", "equal_flops", "held", "unbiased",
-            "whole_rows", "forms", "residual", "finetuning", "looking", "descent", "dw", "noise", "__main__",
+            "whole_rows", "forms", "residual", "finetuning", "times", "looking", "descent", "dw", "noise", "__main__",
         ),
         "bench": (
             "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",

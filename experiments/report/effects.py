@@ -48,7 +48,10 @@ class Unknown(ValueError):
 
 
 def effects(
-    values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], tested: Sequence[float] = ()
+    values: Mapping[str, Mapping[int, float]],
+    pairs: Sequence[tuple[str, str]],
+    tested: Sequence[float] = (),
+    count: int = 0,
 ) -> list[Effect]:
     """Return the effects of pairs of methods.
 
@@ -56,6 +59,7 @@ def effects(
       values: The results by method and seed. Seeds may be missing.
       pairs: Pairs of methods: the effect is that of the first over the second.
       tested: For each pair the difference that its p-value tests; without it, 0.
+      count: The number of effects for which p-values are corrected, if it is larger than that of the pairs.
 
     Raises:
       Unknown: If a method has no results, if each method has one run, or if two methods share no seed, directly or
@@ -79,7 +83,8 @@ def effects(
             raise Unknown("each method has one run, or no two methods share a seed: the noise is not known")
         found.append(_effect(one, first, second))
     ps = [_p(effect, at) for effect, at in zip(found, tested or [0.0] * len(found), strict=True)]
-    return [effect._replace(p=p) for effect, p in zip(found, holm(ps), strict=True)]
+    corrected = holm([*ps, *[1.0] * (count - len(ps))])
+    return [effect._replace(p=p) for effect, p in zip(found, corrected, strict=False)]
 
 
 def scattered(values: Mapping[str, Mapping[int, float]]) -> set[str]:

@@ -7,6 +7,7 @@ python -m experiments.studies descent      the actual and the predicted descent 
 python -m experiments.studies dw           the errors of dw with pruned gradients, by the number of tokens summed
 python -m experiments.studies noise        the gradients' variance and Adam's second moment
 python -m experiments.studies one_shot     the perplexity of Gemma 3 270M, 2:4 in one shot
+python -m experiments.studies times        the time of a step of every arm of the studies with claims
 python -m experiments.studies recover      what one-shot pruning and sparse fine-tuning cost a pretrained encoder
 """
 
@@ -20,9 +21,9 @@ import jax
 
 from experiments import files, sweep
 from experiments.errors import Mistake
-from experiments.training import digest, provenance
+from experiments.training import device, digest, provenance
 
-NAMES = ("baselines", "descent", "dw", "noise", "one_shot", "recover")
+NAMES = ("baselines", "descent", "dw", "noise", "one_shot", "recover", "times")
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -79,6 +80,7 @@ def main(args: list[str] | None = None) -> int:
     )
     parser.add_argument("study", choices=NAMES, help="the study to run")
     options = parser.parse_args(args)
+    device.keep_memory()
     try:
         add(options.study)
     except Mistake as mistake:

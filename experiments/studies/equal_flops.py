@@ -5,7 +5,8 @@ r"""Progressive gradient flow (arXiv 2402.04744) at equal FLOPs: MdGf against SR
 
 MdGf's weights are dense for most of the run, so its step costs more than one of SR-STE. The paper claims that MdGf is
 better at equal FLOPs of training. Here SR-STE is given as many FLOPs by more steps, with the λ that SR-STE's paper has
-and with ten times as much. The dense rivals have a narrower feed-forward layer, or end sooner. The variants cpu and
+and with ten times as much. At 1:16 there is also an exponential decay, which leaves 2e-5 before it ends at 70 % of the
+run, and STE with more steps. The dense rivals have a narrower feed-forward layer, or end sooner. The variants cpu and
 qk_cpu train the ViT of methods.py: cpu prunes its feed-forward layers, and qk_cpu its queries and keys too.
 """
 
@@ -36,6 +37,9 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
             longer = {"sparsity.pruned": f"sr_ste({pattern},lam={lam})", "steps": STEPS[variant][pattern]}
             found[rival(f"SR-STE {shown}, {words}", f"MdGf {shown}")] = longer
         found[f"MdGf {shown}"] = {"sparsity.pruned": f"mdgf({pattern},linear(1,0,70%))"}
+    found["MdGf 1:16, exponential"] = {"sparsity.pruned": "mdgf(1,16,exponential(0.002595,0,70%))"}
+    longer = {"sparsity.pruned": "ste(1,16)", "steps": STEPS[variant]["1,16"]}
+    found[rival("STE 1:16, more steps", "MdGf 1:16")] = longer
     for word, field in (("narrower", "model.hidden"), ("shorter", "steps")):
         found[rival(f"{word} dense", "MdGf 1:16")] = {field: RIVALS[variant][field]}
     found[WORSE] = {"sparsity.pruned": RANDOM}
@@ -55,6 +59,11 @@ def claims(variant: str = "") -> list[Claim]:
             other = rival(f"SR-STE {shown}, {words}", mdgf)
             found.append(Claim(text, mdgf, "better than", other, main and words == "more steps"))
         found.append(Claim(f"{mdgf} is as good as dense{where}", mdgf, "as good as", "dense"))
+    exponential = ("MdGf 1:16, exponential", rival("SR-STE 1:16, more steps", "MdGf 1:16"))
+    for first, second in (exponential, ("MdGf 1:16", rival("STE 1:16, more steps", "MdGf 1:16"))):
+        other = second.partition(",")[0]
+        text = f"{first} is better than {other} with more steps, at the same FLOPs{where}"
+        found.append(Claim(text, first, "better than", second))
     for word, network in (
         ("narrower", "a dense network with narrower feed-forward layers"),
         ("shorter", "a shorter dense run"),

@@ -38,6 +38,8 @@ def claims(variant: str = "") -> list[Claim]:
         text = f"{words} {operand} is better than {others.lower().removesuffix(' of')}"
         found.append(Claim(text, arm, "better than", f"{operand}, {other}", first_screen=True))
         found.append(Claim(f"{words} {operand} is as good as dense", arm, "as good as", "dense"))
+    arm = "gradients in dw, least squares"
+    found.append(Claim(f"{biased} gradients in dw is as good as dense", arm, "as good as", "dense"))
     subject = "Training with least-squares 2:4 weights is"
     return [*found, *methods.over_rivals("weights, least squares", first_screen=False, subject=subject)]
 

@@ -48,8 +48,10 @@ def claims(variant: str = "") -> list[Claim]:
     both = "rows by both 1:4"
     text = "Whole rows in dw (1:4) are better if they are chosen by g and x than by g"
     found.append(Claim(text, both, "better than", RIVAL))
+    text = "Whole rows in dw (1:4, chosen by g and x) are as good as single values at the same FLOPs"
+    found.append(Claim(text, both, "as good as", "single values 1:4"))
     subject = "Training with whole rows in dw (1:4, chosen by g) is"
-    return [*found, *methods.over_rivals(RIVAL, first_screen=False, subject=subject)]
+    return [*found, *methods.over_rivals(RIVAL, first_screen=True, subject=subject)]
 
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:

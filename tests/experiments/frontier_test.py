@@ -83,7 +83,7 @@ def test_a_method_is_trained_and_judged_among_others(study, tmp_path, capsys):
     assert "| your method is better than “STE” | " in said
     assert "Each try scores the test data." in said
     page = (workdir / "frontier.html").read_text()
-    assert page.count("<figure><svg") == 2  # by FLOPs and memory; so short a run has no time of a step
+    assert page.count("<figure><svg") == 2  # by FLOPs and memory; the times of this study were not measured
     assert page.count('<th scope="row">your method</th>') == 1
     assert frontier.main(words) == 0  # goes on, with a seed more
     assert "1 runs, about" in capsys.readouterr().out

@@ -1,0 +1,101 @@
+"""The time of a step of every arm of a study. All arms are timed in turn.
+
+    python -m experiments.studies times
+
+The runs of a study are made at different times, on a machine that may do other work, so their times cannot be
+compared. Here all arms of a study take steps in turn in one process. The steps are at five places of the run, because
+methods have phases. Let the machine do nothing else.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments import sweep
+from experiments.studies import STUDIES, named
+from experiments.training import tasks
+from experiments.training.program import Program
+
+PLACES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the run
+STEPS, ROUNDS = 8, 5  # at each place in each round. These 40 steps follow each other: a mask is held as long
+CASES = [{"study": name} for name in STUDIES]
+
+
+def config(study: str) -> ConfigDict:
+    """Return what the times of a study depend on: its config and its arms."""
+    module, variant = named(study)
+    return ConfigDict({"base": module.get_config(variant).to_dict(), "arms": str(module.arms(variant))})
+
+
+def run(study: str) -> tuple[dict[str, list], list[str]]:
+    """Return the seconds of a step of each arm of a study, round by round, and the notes on its data."""
+    module, variant = named(study)
+    return measured(module.get_config(variant), module.arms(variant)), []
+
+
+def measured(base: ConfigDict, arms: Mapping[str, dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the mean seconds of a step of each arm, round by round.
+
+    Args:
+      base: The config of the study.
+      arms: What each arm changes, by its name.
+    """
+    known = {}
+    for name, changes in arms.items():
+        (member,) = sweep.members(base, [changes | {"seed": 0}])
+        known[name] = _Arm(member.config)
+    rounds = [{name: arm.take(number) for name, arm in known.items()} for number in range(ROUNDS)]
+    return {name: [float(f"{each[name]:.5g}") for each in rounds] for name in known}
+
+
+class _Arm:
+    """An arm that takes steps.
+
+    Args:
+      config: Its config.
+    """
+
+    def __init__(self, config: ConfigDict):
+        self.program = Program(config, tasks.task(config))
+        self.state = self.program.init(jnp.uint32(0))
+        self.arrays = next(iter(self.program.task.feed(0, 0, self.program.mesh)))
+        for place in PLACES:
+            self._steps(place, 0, 1)  # compiles
+
+    def take(self, number: int) -> float:
+        """Return the mean seconds of a step in a round."""
+        return float(np.mean([self._steps(place, number, STEPS) for place in PLACES]))
+
+    def _steps(self, place: float, number: int, count: int) -> float:
+        """Take steps at a place of the run, and return the mean seconds of one."""
+        whole = STEPS * ROUNDS
+        first = int(place * self.program.total) // whole * whole + number * STEPS
+        train, self.state = self.program.in_phase(first).train, self.state._replace(step=jnp.int32(first))
+        start = time.perf_counter()
+        for _ in range(count):
+            self.state, shown = train(self.state, self.arrays)
+        jax.block_until_ready((self.state, shown))
+        return (time.perf_counter() - start) / count
+
+
+def shares(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the time of a step as a share of dense: the median of the rounds' ratios.
+
+    Args:
+      seconds: What `measured` returns. One of the arms is dense.
+
+    >>> shares({"dense": [1.0, 2.0, 4.0], "STE": [1.5, 2.0, 2.0]})
+    {'dense': 1.0, 'STE': 1.0}
+    """
+    base = np.array(seconds["dense"])
+    return {name: float(np.median(np.array(values) / base)) for name, values in seconds.items()}
+
+
+def describe(line: dict) -> str:
+    """Return the times of a line of results in words."""
+    return ", ".join(f"{name} {share:.2f}" for name, share in shares(line["rows"]).items())
