@@ -15,7 +15,7 @@ import nmjax as nm
 from experiments import pages, recorded, reproduce, sweep
 from experiments.errors import Mistake
 from experiments.report import dots
-from experiments.studies import __main__ as looks, descent, dw, looking, noise
+from experiments.studies import __main__ as looks, descent, dw, looking, noise, times
 from experiments.training import digest
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
@@ -195,6 +195,27 @@ def test_windows_are_cut_to_their_first_tokens(monkeypatch):
     _, (whole, _) = dw.train("gpt", 0, *changes, steps=1)
     assert (cut.shape, whole.shape) == ((4, 8), (64, 32))
     np.testing.assert_array_equal(cut, whole[:4, :8])
+
+
+@pytest.mark.slow
+def test_all_arms_take_steps_in_turn(monkeypatch):
+    """Each arm takes 40 steps that follow each other, at each of five places of the run."""
+    taken, take = [], times._Arm._steps
+
+    def steps(arm, place, number, count):
+        seconds = take(arm, place, number, count)
+        taken.append((arm.program.recipe.rules[0][1], place, int(arm.state.step)))
+        return seconds
+
+    monkeypatch.setattr(times._Arm, "_steps", steps)
+    base = looking.config("vit_cpu", *VIT, "steps=1000")
+    found = times.measured(base, {"dense": {"sparsity.blocks": "dense"}, "STE": {"sparsity.blocks": "ste(2,4)"}})
+    assert found.keys() == {"dense", "STE"}
+    assert all(len(values) == times.ROUNDS and min(values) > 0 for values in found.values())
+    rounds = taken[2 * len(times.PLACES) :]  # after those that compile
+    assert [str(method) for method, *_ in rounds[:10:5]] == ["dense", "fwd_rhs=ste(mse(2,4))"]
+    ends = [step for method, place, step in rounds if (str(method), place) == ("dense", 0.3)]
+    assert ends == [288, 296, 304, 312, 320]  # from step 280 on: a multiple of 40, so that one step renews a held mask
 
 
 def looked(study, **rows):
