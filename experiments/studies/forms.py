@@ -63,7 +63,7 @@ def claims(variant: str = "") -> list[Claim]:
         Claim("SdGf 1:16, geometric, is better than SR-STE 1:16", GEOMETRIC, "better than", SR_STE),
         Claim("MdGf 1:16, exponential, is better than SR-STE 1:16", EXPONENTIAL, "better than", SR_STE),
         Claim("MdGf 1:16, linear, is better than SR-STE 1:16", LINEAR, "better than", SR_STE),
-        *methods.over_rivals(WITH_MVUE, first_screen=False),
+        *methods.over_rivals(WITH_MVUE),
     ]
 
 

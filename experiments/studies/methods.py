@@ -115,22 +115,24 @@ def rivals(config: ConfigDict, method: str, of: Rival) -> dict[str, dict[str, An
 def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
     its_network = of(variant)
-    gradual = (MDGF_1_16, "SR-STE 1:16") if its_network.gate is BOOKS else (MDGF_2_4, "SR-STE")
+    of_text = its_network.gate is BOOKS
+    gradual = (MDGF_1_16, "SR-STE 1:16") if of_text else (MDGF_2_4, "SR-STE")
     better = (("S-STE", "STE", True), (*gradual, True), ("SR-STE", "STE", False), ("S-STE", "SR-STE", False))
     found = [Claim(f"{a} is better than {b}", a, "better than", b, main) for a, b, main in better]
-    found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE", first_screen=True))
+    found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE", first_screen=of_text))
     found += [Claim(f"{method} is as good as dense", method, "as good as", "dense") for method in its_network.methods]
     for method in its_network.rivals:
-        found += over_rivals(method, first_screen=its_network.gate is BOOKS)
-    return [*found, Claim("A dense network of half the width is as good as dense", HALF, "as good as", "dense", True)]
+        found += over_rivals(method, first_screen=("narrower",) if of_text else ())
+    text = "The dense network is better than one of half the width"
+    return [*found, Claim(text, "dense", "better than", HALF, first_screen=not of_text)]
 
 
-def over_rivals(method: str, *, first_screen: bool, subject: str = "") -> list[Claim]:
+def over_rivals(method: str, *, first_screen: tuple[str, ...] = (), subject: str = "") -> list[Claim]:
     """Return the claims that a method is better than its dense rivals.
 
     Args:
       method: The name of the method.
-      first_screen: Whether they are among the main claims.
+      first_screen: Which of them are main claims: "narrower", "shorter".
       subject: The subject of the sentences, with its verb; without it, the name of the method.
     """
     words = {"narrower": "a narrower dense network", "shorter": "a shorter dense run"}
@@ -140,7 +142,7 @@ def over_rivals(method: str, *, first_screen: bool, subject: str = "") -> list[C
             method,
             "better than",
             rival(f"{word} dense", method),
-            first_screen,
+            word in first_screen,
         )
         for word, network in words.items()
     ]

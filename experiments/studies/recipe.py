@@ -42,8 +42,8 @@ def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
     found = []
     for method in METHODS:
-        found.append(Claim(f"{method} is as good as dense", method, "as good as", "dense", first_screen=True))
-        found += methods.over_rivals(method, first_screen=method == DW)
+        found.append(Claim(f"{method} is as good as dense", method, "as good as", "dense", first_screen=method == DW))
+        found += methods.over_rivals(method, first_screen=("narrower", "shorter") if method == DW else ())
     return [*found, Claim(f"{DW_DX} is as good as {DW}", DW_DX, "as good as", DW)]
 
 

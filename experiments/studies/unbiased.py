@@ -36,12 +36,12 @@ def claims(variant: str = "") -> list[Claim]:
         words, others = (unbiased, biased) if better == "unbiased" else (biased, unbiased)
         arm = f"{operand}, {better}"
         text = f"{words} {operand} is better than {others.lower().removesuffix(' of')}"
-        found.append(Claim(text, arm, "better than", f"{operand}, {other}", first_screen=True))
+        found.append(Claim(text, arm, "better than", f"{operand}, {other}", operand != "activations"))
         found.append(Claim(f"{words} {operand} is as good as dense", arm, "as good as", "dense"))
     arm = "gradients in dw, least squares"
     found.append(Claim(f"{biased} gradients in dw is as good as dense", arm, "as good as", "dense"))
     subject = "Training with least-squares 2:4 weights is"
-    return [*found, *methods.over_rivals("weights, least squares", first_screen=False, subject=subject)]
+    return [*found, *methods.over_rivals("weights, least squares", subject=subject)]
 
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:

@@ -43,7 +43,11 @@ def claims(variant: str = "") -> list[Claim]:
         for by in ("g", "x"):
             rows, values = f"rows by {by} {pattern}", f"single values {pattern}"
             text = f"Whole rows in dw ({pattern}, chosen by {by}) are as good as"
-            found.append(Claim(f"{text} single values at the same FLOPs", rows, "as good as", values, by == "g"))
+            found.append(
+                Claim(
+                    f"{text} single values at the same FLOPs", rows, "as good as", values, (by, pattern) == ("g", "2:4")
+                )
+            )
             found.append(Claim(f"{text} dense", rows, "as good as", "dense"))
     both = "rows by both 1:4"
     text = "Whole rows in dw (1:4) are better if they are chosen by g and x than by g"
@@ -51,7 +55,7 @@ def claims(variant: str = "") -> list[Claim]:
     text = "Whole rows in dw (1:4, chosen by g and x) are as good as single values at the same FLOPs"
     found.append(Claim(text, both, "as good as", "single values 1:4"))
     subject = "Training with whole rows in dw (1:4, chosen by g) is"
-    return [*found, *methods.over_rivals(RIVAL, first_screen=True, subject=subject)]
+    return [*found, *methods.over_rivals(RIVAL, first_screen=("narrower",), subject=subject)]
 
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:
