@@ -125,7 +125,7 @@ LATE = {
 # Files that import a module by a name that is only known as the program runs.
 BY_NAME = {
     "nmjax.core.names",  # module:name, as a person wrote it
-    "experiments.studies.__main__", "experiments.recorded", "experiments.bench.__main__",  # what is asked for
+    "experiments.studies.__main__", "experiments.studies.__init__", "experiments.bench.__main__",  # what is asked for
     "experiments.bench.kernels.peers", "experiments.bench.scale",  # torch, where it is there; the trainer, as launch.py
 }  # fmt: skip
 
