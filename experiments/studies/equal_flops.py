@@ -18,6 +18,7 @@ from experiments.studies import FASHION, RANDOM, WORSE, Claim, Gate, methods, on
 
 SEEDS = range(10)
 PATTERNS = ("1,8", "1,16", "1,64")
+EXPONENTIAL = "MdGf 1:16, exponential to 70 %"
 LONGER = {"2e-4": "more steps", "2e-3": "more steps and ten times λ"}  # the longer runs of SR-STE, by their λ
 STEPS = {  # of these runs
     "cpu": {"1,8": 6940, "1,16": 7024, "1,64": 7088},
@@ -37,7 +38,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
             longer = {"sparsity.pruned": f"sr_ste({pattern},lam={lam})", "steps": STEPS[variant][pattern]}
             found[rival(f"SR-STE {shown}, {words}", f"MdGf {shown}")] = longer
         found[f"MdGf {shown}"] = {"sparsity.pruned": f"mdgf({pattern},linear(1,0,70%))"}
-    found["MdGf 1:16, exponential"] = {"sparsity.pruned": "mdgf(1,16,exponential(0.002595,0,70%))"}
+    found[EXPONENTIAL] = {"sparsity.pruned": "mdgf(1,16,exponential(0.002595,0,70%))"}
     longer = {"sparsity.pruned": "ste(1,16)", "steps": STEPS[variant]["1,16"]}
     found[rival("STE 1:16, more steps", "MdGf 1:16")] = longer
     for word, field in (("narrower", "model.hidden"), ("shorter", "steps")):
@@ -59,7 +60,7 @@ def claims(variant: str = "") -> list[Claim]:
             other = rival(f"SR-STE {shown}, {words}", mdgf)
             found.append(Claim(text, mdgf, "better than", other, main and words == "more steps"))
         found.append(Claim(f"{mdgf} is as good as dense{where}", mdgf, "as good as", "dense"))
-    exponential = ("MdGf 1:16, exponential", rival("SR-STE 1:16, more steps", "MdGf 1:16"))
+    exponential = (EXPONENTIAL, rival("SR-STE 1:16, more steps", "MdGf 1:16"))
     for first, second in (exponential, ("MdGf 1:16", rival("STE 1:16, more steps", "MdGf 1:16"))):
         other = second.partition(",")[0]
         text = f"{first} is better than {other} with more steps, at the same FLOPs{where}"

@@ -62,7 +62,7 @@ def run(
 
 
 def rows(program: Program, look: Look, seed: int, every: int) -> dict[str, list]:
-    """Train, look at one of `every` steps, and return the steps and the values of each measure, to five digits."""
+    """Train, look once in `every` steps, and return the steps and the values of each measure, to five digits."""
     state, columns = program.init(jnp.uint32(seed)), {"step": []}
     for step, arrays in zip(range(program.total), program.task.feed(seed, 0, program.mesh), strict=False):
         before = jax.tree.map(jnp.copy, state) if step % every == 0 else None
