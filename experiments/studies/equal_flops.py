@@ -54,7 +54,8 @@ def claims(variant: str = "") -> list[Claim]:
     for pattern in PATTERNS:
         shown, main = pattern.replace(",", ":"), pattern == "1,16"
         mdgf = f"MdGf {shown}"
-        found.append(Claim(f"{mdgf} is better than SR-STE {shown}{where}", mdgf, "better than", f"SR-STE {shown}"))
+        text = f"{mdgf} is better than SR-STE {shown} with as many steps{where}"
+        found.append(Claim(text, mdgf, "better than", f"SR-STE {shown}", main))
         for words in LONGER.values():
             text = f"{mdgf} is better than SR-STE {shown} with {words}, at the same FLOPs{where}"
             other = rival(f"SR-STE {shown}, {words}", mdgf)
