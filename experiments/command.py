@@ -3,8 +3,10 @@
 import contextlib
 import difflib
 import gc
+import itertools
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -120,8 +122,7 @@ def _check(asked: "Asked") -> None:
         raise Mistake(f"--seeds_at_once={seeds} is for one process: it goes without --distributed.")
     if asked.results:
         _check_results(asked)
-    if not 0 <= asked.config.seed < 2**32:
-        raise Mistake(f"config.seed={asked.config.seed} is not from 0 to 4,294,967,295.")
+    sweep.check_seed(asked.config)
 
 
 def _check_results(asked: "Asked") -> None:
@@ -130,9 +131,18 @@ def _check_results(asked: "Asked") -> None:
     if not asked.sweeping or asked.planned:
         raise Mistake(f"{flag} needs a sweep that trains. Add --sweep or --sweep_index=N, and leave out --mode=plan.")
     if path.is_dir():
-        raise Mistake(f"{flag} is a folder. Write the name of a file, such as {path / 'results.jsonl'}.")
+        raise Mistake(f"{flag} is a folder. Write the name of a file, such as {path / 'all.jsonl'}.")
+    if path.name == "results.jsonl":
+        raise Mistake(
+            f"{flag}: a sweep writes its own file of this name, and would remove other lines. Write another name, such "
+            f"as {path.with_name('all.jsonl')}."
+        )
     if not path.parent.is_dir():
         raise Mistake(f"{flag}: there is no folder {path.parent}. Create it, or write another name.")
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise Mistake(f"{flag} cannot be written: {error.strerror or error}. Write another name.") from error
 
 
 def _cache_programs() -> None:
@@ -159,6 +169,8 @@ def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
     make = lambda member: modes.make_program(member.config)
     results = Path(asked.results) if asked.results else None
     members = sweep.members(asked.config, asked.changes())
+    for member in members if asked.index is None else [sweep.at(members, asked.index)]:
+        modes.check(member.config, member.name)
     sweep.run(members, workdir, asked.index, asked.at_once, make, side_by_side, results, asked.labels)
 
 
@@ -224,7 +236,7 @@ class Asked(NamedTuple):
     def changes(self) -> list[dict]:
         """Return what every run of the page's sweep changes."""
         changes = pages.sweep(self.page)
-        if isinstance(changes, list):
+        if isinstance(changes, list) and all(isinstance(change, dict) for change in changes):
             for field in (field for change in changes for field in change):
                 _exists(self.config, field)
         return changes
@@ -295,15 +307,20 @@ def read(argv: list[str]) -> Asked:
 
 
 def _split(argv: list[str]) -> tuple[list[str], str | None]:
-    """Return the words of a command line without --config=PAGE, and the page."""
-    words, page = [], None
-    for i, word in enumerate(argv):
-        if word.startswith("--config="):
-            page = word.removeprefix("--config=")
-        elif word == "--config" and i + 1 < len(argv):
-            page = argv[i + 1]
-        elif i == 0 or argv[i - 1] != "--config":
+    """Return the words of a command line without --config=PAGE, and the page. Flags get the form --NAME=VALUE."""
+    words, page, given = argv[:1], None, iter(argv[1:])
+    for word in given:
+        flag = re.fullmatch(r"--?(\w+)((?:[.=].*)?)", word, re.DOTALL)
+        if flag is None or flag[1] not in ("config", *usage.FLAGS):
             words.append(word)
+            continue
+        name, rest = flag.groups()
+        if not rest and (name == "config" or usage.FLAGS[name][0]):  # its value is the next word
+            rest = "".join(f"={value}" for value in itertools.islice(given, 1))
+        if name == "config" and rest.startswith("="):
+            page = rest[1:]
+        else:
+            words.append(f"--{name}{rest}")
     return words, page
 
 
@@ -342,7 +359,10 @@ def _recorded(path: Path) -> ConfigDict:
         )
     from experiments.training import settings  # with all of JAX, which another command line does without
 
-    config = ConfigDict(json.loads(path.read_text()))
+    try:
+        config = ConfigDict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise Mistake(f"{path} is damaged: {error}. Add the --config=PAGE that the run was trained with.") from error
     foreign = settings.foreign_names(config)
     if foreign:
         raise Mistake(

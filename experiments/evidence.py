@@ -251,7 +251,7 @@ def remarks(one: Judged, results: Path) -> list[str]:
     repeated = sum(bool(text.strip()) for text in path.read_text().splitlines()) - len(one.lines)
     if repeated:
         found.append(f"Lines of runs that were repeated: {repeated}. The last line of each run counts.")
-    dirty = sum(line.get("git", {}).get("dirty", False) for line in one.lines)
+    dirty = sum((line.get("git") or {}).get("dirty", False) for line in one.lines)
     if dirty:
         found.append(f"Runs of code that was not committed: {dirty}.")
     made = [(line.get("machine") or {}) | line["versions"] for line in one.lines]

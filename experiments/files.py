@@ -112,7 +112,7 @@ def lines(path: Path) -> list[dict]:
     if not path.exists():
         return []
     parsed = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # not JSON, or an integer of thousands of digits
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):  # not JSON, not UTF-8, or an integer of thousands of digits
             parsed.append(json.loads(line))
     return parsed

@@ -6,11 +6,13 @@ by side in it. `results.jsonl` holds a line for every run that has ended; a file
 that it does not have.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import re
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -77,8 +79,17 @@ def _member(config: ConfigDict, change: dict[str, Any], named_by: list[str]) -> 
     changed = config.copy_and_resolve_references()
     for field, value in change.items():
         _set(changed, field, value)
-    name = ",".join(f"{field.rpartition('.')[2]}={change[field]}" for field in named_by if field in change) or "run"
+    check_seed(changed)
+    last = [field.rpartition(".")[2] for field in named_by]
+    short = {field: end if last.count(end) == 1 else field for field, end in zip(named_by, last, strict=True)}
+    name = ",".join(f"{short[field]}={change[field]}" for field in named_by if field in change) or "run"
     return Member(name, folder(name), change, changed.lock(), digest.identity(changed))
+
+
+def check_seed(config: ConfigDict) -> None:
+    """Refuse a seed that no key can be made of."""
+    if not 0 <= config.seed < 2**32:
+        raise Mistake(f"config.seed={config.seed} is not from 0 to 4,294,967,295.")
 
 
 def folder(name: str) -> str:
@@ -110,6 +121,23 @@ def at(runs: list[Member], index: int) -> Member:
     return runs[index]
 
 
+def refuse_other_names(runs: list[Member], workdir: Path) -> None:
+    """Refuse a directory that holds a run of the sweep in a folder of another name, because the sweep got a field."""
+    folders = {member.folder for member in runs}
+    wanted = {member.identity.digest: member.folder for member in runs if not (workdir / member.folder).exists()}
+    moves = []
+    for path in sorted(workdir.glob("*/config.json")) if wanted else []:
+        with contextlib.suppress(Mistake):  # it is damaged
+            new = wanted.get(digest.recorded(path.parent).digest)
+            if new and path.parent.name not in folders:
+                moves.append(f"mv {path.parent} {workdir / new}")
+    if moves:
+        raise Mistake(
+            f"Runs of this sweep are in folders of other names, and would be trained again. Rename them:\n"
+            f"{chr(10).join(moves)}\nOr write another --workdir."
+        )
+
+
 # ---- running them ----
 
 
@@ -132,7 +160,8 @@ def run(
       labels: The tags and the note that all runs get, also finished ones.
 
     Raises:
-      Failed: At the end, if runs failed, or if other processes still write to them. It names them.
+      Failed: At the end, if runs failed, if other processes still write to them, or if the file of results could not be
+        written. It names them.
       Taken: If another process writes to the only run.
       Stopped: If a signal came after the last step of a run, and others are left.
     """
@@ -141,27 +170,21 @@ def run(
     for member in runs:
         if is_done(workdir / member.folder):
             digest.refuse_another(workdir / member.folder, member.identity)
+    refuse_other_names(runs, workdir)
     sweep = _Sweep(runs, workdir, at_once, make, train)
     for number, member in enumerate(runs):
         if index not in (None, number) or member.name in sweep.begun:
             continue
         group, stopped_by = [], None
         if not processes.agreed(partial(is_done, workdir / member.folder)):
-            group = sweep.group(number)
-            try:
-                stopped_by = sweep.train(group)
-            except Taken as error:
-                if index is not None or processes.count() > 1:  # other processes do not know of it
-                    raise
-                _say(str(error))
-                sweep.left += group
+            group, stopped_by = sweep.train_from(number, alone=index is not None)
         elif processes.first():
             record.complete(workdir / member.folder, labels or {})
         if processes.first():
             with writable(workdir):
                 collect(runs, workdir)
             if results is not None:
-                add(runs, workdir, results)
+                sweep.add(results)
         if stopped_by and index is None and number + 1 < len(runs):
             names = ", ".join(member.name for member in group)
             text = f"interrupted by {stopped_by.name} after the last step of {names}."
@@ -169,6 +192,8 @@ def run(
     _say(f"\n{_outcomes(runs, workdir)}")
     if sweep.failed:
         raise Failed(f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}")
+    if sweep.unwritten:
+        raise Failed(f"{sweep.unwritten} The same command adds the lines, and trains nothing again.")
     left = [member.name for member in sweep.left if not is_done(workdir / member.folder)]
     if left:
         raise Failed(f"other processes write to these runs or to those beside them: {', '.join(left)}")
@@ -182,8 +207,57 @@ class _Sweep:
         self.begun: set[str] = set()
         self.failed: list[str] = []
         self.left: list[Member] = []  # to other processes
+        self.unwritten = ""  # why the file of results has not got all lines
         self._program: Any = None
         self._made_for: Member | None = None
+
+    def train_from(self, number: int, alone: bool) -> tuple[list[Member], signal.Signals | None]:
+        """Train the run of a number, and those that may be trained beside it. If it fails, the sweep goes on.
+
+        Args:
+          number: The number of the run.
+          alone: Whether it is the only run of the command. Then all errors are raised.
+
+        Returns:
+          The runs, and the signal that told them to stop when no step was left.
+        """
+        group = [self.runs[number]]
+        try:
+            group = self.group(number)
+            return group, self.train(group)
+        except Taken as error:
+            if alone or processes.count() > 1:  # other processes do not know of it
+                raise
+            if len(group) > 1:  # one of them is taken
+                self.begun.difference_update(member.name for member in group[1:])
+                self.at_once, before = 1, self.at_once
+                trained = self.train_from(number, alone)
+                self.at_once = before
+                return trained
+            _say(str(error))
+            self.left += group
+        except Exception as error:
+            begun = len(self.begun) > len(group) or any(is_done(self.workdir / member.folder) for member in self.runs)
+            if alone or processes.count() > 1 or isinstance(error, Stopped) or isinstance(error, Mistake) and not begun:
+                raise  # a mistake of the first run is likely one of all runs
+            if not isinstance(error, Mistake):
+                traceback.print_exc()
+            names = [member.name for member in group]
+            _say(f"{', '.join(names)}: {error if isinstance(error, Mistake) else type(error).__name__}")
+            self._program = self._made_for = None
+            self.begun.update(names)
+            self.failed += [name for name in names if name not in self.failed]
+        return group, None
+
+    def add(self, results: Path) -> None:
+        """Append new lines to a file of results. If it cannot be written, say so once."""
+        try:
+            add(self.runs, self.workdir, results)
+            self.unwritten = ""
+        except Failed as error:
+            if not self.unwritten:
+                _say(str(error))
+            self.unwritten = f"{error}."
 
     def group(self, number: int) -> list[Member]:
         """Return the run of a number, and those that are to be trained beside it; `_program` becomes theirs."""
@@ -312,7 +386,8 @@ def add(runs: list[Member], workdir: Path, results: Path) -> None:
 
 
 def _new_lines(runs: list[Member], workdir: Path, old: list[dict]) -> Iterator[dict]:
-    known = {(line.get("run"), line.get("began")) for line in old}
+    key = lambda line: (line.get("run"), line.get("began"), line.get("config"))
+    known = {key(line) for line in old}
     for line in lines(runs, workdir):
-        if record.done(line) and (line["run"], line["began"]) not in known:
+        if record.done(line) and key(line) not in known:
             yield line | {"curves": curves(workdir / line["folder"])}

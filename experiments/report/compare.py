@@ -56,11 +56,12 @@ class Group(NamedTuple):
 
     @property
     def cost(self) -> tuple[float, float] | None:
-        """FLOPs of the whole run, dense and effective."""
-        about = next(iter(self.runs.values())).about
-        if "flops" not in about or "steps" not in about:
+        """FLOPs of a whole run, dense and effective: the mean of the finished runs, or of all if none is finished."""
+        runs = [run for run in self.runs.values() if finished(run)] or list(self.runs.values())
+        known = [run.about for run in runs if "flops" in run.about and "steps" in run.about]
+        if not known:
             return None
-        dense, effective = (cost * about["steps"] for cost in about["flops"])
+        dense, effective = (statistics.fmean(a["flops"][i] * a["steps"] for a in known) for i in (0, 1))
         return dense, effective
 
 
@@ -221,7 +222,7 @@ def data_of(config: dict[str, Any]) -> str:
     data = config.get("data")
     if not isinstance(data, dict) or not data.get("name"):
         return ""
-    parts = [data["name"], data.get("dir") if data["name"] == "folder" else "", data.get("tokenizer")]
+    parts = [data["name"], data.get("dir") if data["name"] == "folder" else "", data.get("tokenizer"), data.get("test")]
     return ", ".join(str(part) for part in parts if part and part != "bytes")
 
 

@@ -42,7 +42,11 @@ def identity(config: ConfigDict) -> Identity:
 
 def recorded(workdir: Path) -> Identity:
     """Return the identity of the config whose run a directory holds."""
-    return _read((workdir / "config.json").read_text())
+    path = workdir / "config.json"
+    try:
+        return _read(path.read_text())
+    except ValueError as error:
+        raise Mistake(f"{path} is damaged: {error}. Give another --workdir.") from error
 
 
 def _read(text: str) -> Identity:

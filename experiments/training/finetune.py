@@ -102,12 +102,18 @@ class _Finetune:
         """True if the model has dropout."""
         return self.config.model.get("dropout", 0.0) > 0
 
-    def export(self, model: nnx.Module, directory: Path) -> str:
-        """Write a model as a checkpoint of the form of ``config.weights``. Return a sentence about it."""
+    def export(self, model: nnx.Module, directory: Path, which: str) -> str:
+        """Write a model as a checkpoint of the form of ``config.weights``. Return a sentence about it.
+
+        Args:
+          model: The hardened model.
+          directory: The folder to write.
+          which: The step of the model, in words.
+        """
         if self.config.model.name:
             return "the model has a head of its own, so it is not written as a checkpoint; load_run gives it"
         checkpoints.save(directory, model, like=self.config.weights)
-        return f"the hardened model of the best evaluation: {directory}"
+        return f"the hardened model of {which}: {directory}"
 
 
 def _right(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -231,8 +237,8 @@ class Classify(_Finetune):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0))
         return losses, jnp.argmax(logits, -1), jnp.max(jax.nn.softmax(logits), -1)
 
-    def export(self, model: nnx.Module, directory: Path) -> str:
-        told = super().export(model, directory)
+    def export(self, model: nnx.Module, directory: Path, which: str) -> str:
+        told = super().export(model, directory, which)
         file = directory / "config.json"
         if file.is_file():
             named = {str(i): name for i, name in enumerate(self.set.classes)}

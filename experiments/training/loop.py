@@ -225,12 +225,16 @@ class Loop:
             if run.checkpoints.lost:
                 self.remove(i, Failed(run.checkpoints.lost))
         tests = self.score("test") if self.task.validates else self.scores
+        for i, scores in tests.items():
+            self.remove_if_diverged(i, step, scores)
         for i, run in self.runs.items():
-            best, state = self.test_best(i, step), self.program.part(self.state, i)
-            if best is not None:
-                run.record.write("test", best[0], **best[1])
-                state = best[2]
-            if told := self.program.one.export(state, run.workdir / "model"):
+            kept, state = self.best_state(i, step) or (step, self.program.part(self.state, i))
+            best = None
+            if kept != step and self.task.validates:
+                best = (kept, fetched(self.program.one.evaluate(state, "test"), 1)[0])
+                run.record.write("test", kept, **best[1])
+            which = f"step {kept:,}{', the best evaluation' if run.best and kept == run.best[0] else ''}"
+            if told := self.program.one.export(state, run.workdir / "model", which):
                 self.screen.line(told)
             run.record.write("test", step, **tests[i])
             pictures = self.program.one.pictures(self.program.part(self.state, i))
@@ -258,36 +262,36 @@ class Loop:
         taken = {"step_seconds": rate and self.config.batch * self.task.units / rate, "step_bytes": self.temporary}
         return {name: value / self.program.count for name, value in taken.items() if value is not None}
 
-    def test_best(self, i: int, step: int) -> tuple[int, dict[str, float], State] | None:
-        """Return the step of a run's best checkpoint, its scores on the test split, and its state.
+    def best_state(self, i: int, step: int) -> tuple[int, State] | None:
+        """Return the step and the state of a run's best checkpoint.
 
-        None: it is the last one.
+        None: it is the last one, it cannot be read, or nothing needs it.
 
         Args:
           i: The run.
           step: Number of steps that the run has taken.
         """
-        run, program = self.runs[i], self.program.one
-        if not self.task.validates or run.best is None or run.best[0] == step:
+        run, needed = self.runs[i], self.task.validates or hasattr(self.task, "export")
+        if not needed or run.best is None or run.best[0] == step:
             return None
         found = processes.agreed(lambda: self.step_of_best(run))
         if found in (0, step):
             return None
         names = ("ema",) if self.config.ema else ("params", "rest")  # the optimizer's state is not read
-        _, fields = run.checkpoints.restore_fields({n: getattr(program.shapes, n) for n in names}, best=True)
-        state = self.program.part(self.state, i)._replace(**fields)
-        return found, fetched(program.evaluate(state, "test"), 1)[0], state
+        shapes = self.program.one.shapes
+        _, fields = run.checkpoints.restore_fields({n: getattr(shapes, n) for n in names}, best=True)
+        return found, self.program.part(self.state, i)._replace(**fields)
 
     def step_of_best(self, run: Run) -> int:
         """Return the step of the best checkpoint that can be read, or 0."""
         try:
             return run.checkpoints.last(best=True)
         except Failed as error:
-            self.screen.line(f"The best checkpoint cannot be scored on the test split: {error}.")
+            self.screen.line(f"The best checkpoint cannot be read: {error}.")
             return 0
 
     def summary(
-        self, i: int, scores: dict[str, float], best: tuple[int, dict[str, float], State] | None,
+        self, i: int, scores: dict[str, float], best: tuple[int, dict[str, float]] | None,
         measured: dict[str, float],
     ) -> list[tuple[str, str]]:  # fmt: skip
         """Return rows (label, text) about a finished run. The report shows the first rows in large type.
@@ -295,7 +299,7 @@ class Loop:
         Args:
           i: The run.
           scores: Its scores on the test split.
-          best: What `test_best` returns.
+          best: The step of its best checkpoint and its scores on the test split, or None if it is the last one.
           measured: What `measured` returns.
         """
         run, metric = self.runs[i], self.task.metric
@@ -357,7 +361,7 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
 
     Raises:
       Failed: If the runs are not at the same step.
-      Mistake: If the other run is beyond the last step of this one.
+      Mistake: If the other run is at the last step of this one, or beyond it.
     """
     shapes = program.one.shapes
     restored = [run.checkpoints.restore(shapes) for run in runs]
@@ -373,8 +377,11 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
     elif origin is not None:
         with contextlib.closing(Checkpoints(origin, screen.line)) as checkpoints:
             other = checkpoints.restore(shapes, rename_damaged=False)
-        if other.step > program.total:
-            raise Mistake(f"--from={origin} is at step {other.step:,}, and this run has only {program.total:,} steps.")
+        if other.step >= program.total:
+            raise Mistake(
+                f"--from={origin} is at step {other.step:,}, and this run has only {program.total:,} steps. Write a "
+                "larger --config.steps, or a larger --config.epochs."
+            )
         seed = shards.placed(np.uint32(runs[0].config.seed), shards.whole(program.mesh))
         restored = [Restored(other.step, other.state._replace(seed=seed), seen=[])]
         screen.line(f"continuing from step {other.step:,} of {program.total:,}, from {checkpoints.directory}")

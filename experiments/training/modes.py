@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import processes
 from experiments.scale.signals import Stop
-from experiments.training import digest, header, record, tasks
+from experiments.training import digest, header, record, settings, tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.digest import Identity
 from experiments.training.loop import Loop
@@ -25,6 +25,21 @@ from nmjax.analysis.plan import Plan
 def make_program(config: ConfigDict) -> Program:
     """Return the program of a config, with its task."""
     return Program(config, tasks.task(config))
+
+
+def check(config: ConfigDict, name: str) -> None:
+    """Refuse a config whose methods, learning rate or optimizer cannot be read, before its data are.
+
+    Args:
+      config: The config of a run of a sweep.
+      name: The name of the run, for the message.
+    """
+    total = config.steps or 1_000_000  # the number of examples is not known yet
+    try:
+        settings.recipe(config, total)
+        settings.optimizer(config, settings.learning_rate(config, total), total)
+    except Mistake as mistake:
+        raise Mistake(f"{name}: {mistake}") from mistake
 
 
 def carry_out(
@@ -118,7 +133,7 @@ def refuse_without_checkpoints(option: str, workdir: Path) -> None:
 
 
 def refuse_origin(origin: Path, own: Identity) -> None:
-    """Refuse an origin without checkpoints, and one on the same data that has learned from the validation split."""
+    """Refuse an origin without checkpoints, and one that may have learned from the validation or the test split."""
     refuse_without_checkpoints("--from=", origin)
     there = digest.recorded(origin).fields if (origin / "config.json").is_file() else {}
     here, name = own.fields, "data.validation"
@@ -126,6 +141,12 @@ def refuse_origin(origin: Path, own: Identity) -> None:
         raise Mistake(
             f"--from={origin} was trained with config.{name}={there.get(name, 0)}, and may have learned from the "
             f"validation split of this run. Write --config.{name}={there.get(name, 0)}."
+        )
+    test, alike = "data.test", there.get("data.name") == here.get("data.name")
+    if alike and there.get(test, "") != here.get(test, "") and there.get("data.dir") == here.get("data.dir"):
+        raise Mistake(
+            f"--from={origin} was trained with config.{test}={there.get(test, '')!r}, and may have learned from the "
+            f"test split of this run. Write --config.{test}={there.get(test, '')!r}."
         )
 
 

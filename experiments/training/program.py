@@ -70,8 +70,9 @@ class Program:
         self._refuse_plan()
         self.flops = self.plan.over(self.total, data_gradients=False)
         if self.steps_since:  # the steps at which STEP is sparse are known in the run only: take its sparsest step
-            unneeded = sum(layer.flops or 0 for layer in self.plan.layers if layer.reads_data)
-            self.flops = (self.plan.training[0] - unneeded, self.plan.training[1] - unneeded)
+            unneeded = [(layer.flops or 0, layer.shares[1]) for layer in self.plan.layers if layer.reads_data]
+            dense, effective = self.plan.training
+            self.flops = (dense - sum(flops for flops, _ in unneeded), effective - sum(f * s for f, s in unneeded))
         self.phases = () if self.steps_since else changes(self.plan, self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0
@@ -372,15 +373,21 @@ class Program:
                 tables[f"gradient_{name}"] = {path: getattr(value, name) for path, value in errors.items()}
         return tables
 
-    def export(self, state: State, directory: Path) -> str:
-        """Write the model as the task writes it, or return "" if it does not. Return a sentence about it."""
+    def export(self, state: State, directory: Path, which: str = "the last step") -> str:
+        """Write the model as the task writes it, or return "" if it does not. Return a sentence about it.
+
+        Args:
+          state: The state of a run.
+          directory: The folder to write.
+          which: What the sentence says of the state.
+        """
         export = getattr(self.task, "export", None)
         if export is None:
             return ""
         if self.hardened_graph is None:
             return f"no checkpoint is written for other libraries: {self.hardening_refusal}"
         hard = jax.device_put(self.harden(state), shards.whole(self.mesh))
-        return export(nnx.merge(self.hardened_graph, hard), directory) if processes.first() else ""
+        return export(nnx.merge(self.hardened_graph, hard), directory, which) if processes.first() else ""
 
     def pictures(self, state: State) -> dict[str, Any]:
         """Return what the report shows of the final model: a corner of a weight's mask, and the task's pictures."""

@@ -242,9 +242,10 @@ def check(workdir: Path, identity: Identity) -> None:
 def read(workdir: Path) -> dict | None:
     """Return the run.json of a directory, or None if no run has begun there."""
     try:
-        return json.loads((workdir / "run.json").read_text())
+        about = json.loads((workdir / "run.json").read_text())
     except (OSError, ValueError):
         return None
+    return about if isinstance(about, dict) and "outcome" in about else None
 
 
 def finished(workdir: Path) -> bool:

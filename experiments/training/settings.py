@@ -152,10 +152,10 @@ def steps(config: ConfigDict, examples: int) -> int:
             f"config.batch={config.batch} has to be a positive multiple of config.accumulate={config.accumulate}, the "
             "number of micro-batches."
         )
-    if min(config.steps, config.epochs) < 0 or config.steps == config.epochs == 0:
+    if not 0 <= config.epochs < math.inf or config.steps < 0 or config.steps == config.epochs == 0:
         raise Mistake(
             f"config.steps={config.steps} and config.epochs={config.epochs:g}: one of them says how long the run is, "
-            "and neither is negative."
+            "and neither is negative or infinite."
         )
     return config.steps or max(1, round(config.epochs * examples / config.batch))
 
@@ -192,7 +192,7 @@ def in_steps(text: str, total: int) -> str:
     >>> in_steps("mdgf(2,4,linear(1,0,75%))", 2000)
     'mdgf(2,4,linear(1,0,1500))'
     """
-    return re.sub(r"(\d+(?:\.\d*)?)%", lambda share: str(round(float(share[1]) * total / 100)), text)
+    return re.sub(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)%", lambda share: str(round(float(share[1]) * total / 100)), text)
 
 
 # ---- recipe, learning rate, optimizer ----
@@ -249,6 +249,7 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
     makers = {n: f for n, f in vars(optax).items() if inspect.isfunction(f) and _rates(f)}
     makers = {n: f for n, f in makers.items() if not n.startswith("_") and "scale_by" not in n}
     makers["step_adam"] = nm.optim.step_adam
+    makers.pop("lbfgs")  # it needs the loss as a function
     make = makers[one_of(name, makers, "config.optimizer")]
     parameters = inspect.signature(make).parameters
     chain = []
@@ -256,10 +257,12 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
         chain.append(optax.clip_by_global_norm(config.clip))
     if config.masked_decay > 0:
         chain.append(nm.optim.masked_decay(config.masked_decay))
+    masks = [mask for mask in ("mask", "weight_decay_mask") if mask in parameters]
+    options |= dict.fromkeys(masks, _decaying)
     if "weight_decay" in options and "weight_decay" not in parameters:
         chain.append(optax.add_decayed_weights(options.pop("weight_decay"), _decaying))
-    elif "mask" in parameters:
-        options["mask"] = _decaying
+    elif options.get("weight_decay") and not masks:
+        raise Mistake(f"config.optimizer: {name} would decay all parameters, also biases. Leave out weight_decay.")
     if "learning_rate" in options:
         raise Mistake(f"config.optimizer={config.optimizer!r}: set the rate with config.learning_rate.peak, not here.")
     for option in options:

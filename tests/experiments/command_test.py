@@ -40,6 +40,27 @@ def test_values_may_be_words_of_their_own_and_rules_tuples():
     assert config.rules == ((".*/mlp/.*", "blocks"), (".*", "dense"))
 
 
+def test_flags_with_one_dash_and_values_after_a_space():
+    words = [
+        f"-config={PAGE}",
+        "-config.batch=64",
+        "--mode",
+        "plan",
+        "-workdir",
+        "/x",
+        "--note",
+        "-config=other",
+        "--sweep",
+    ]
+    asked = command.read(["launch.py", *words])
+    assert (asked.config.batch, asked.mode, asked.workdir, asked.sweep) == (64, "plan", "/x", True)
+    assert asked.labels == {"note": "-config=other"}
+    with pytest.raises(Mistake, match="config has no field 'stesp'. Did you mean config.steps"):
+        command.read(["launch.py", f"-config={PAGE}", "-config.stesp=5"])
+    with pytest.raises(Mistake, match="--workdir=nowhere holds no run"):
+        command.read(["launch.py", "--mode", "eval", "--workdir", "nowhere"])
+
+
 def test_a_method_may_get_a_new_name():
     rules = "--config.rules=((r'.*/mlp/.*', 'mlp'), (r'.*', 'dense'))"
     config = command.read(["launch.py", f"--config={PAGE}", "--config.sparsity.mlp=s_ste(2,4)", rules]).config

@@ -175,7 +175,7 @@ def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
         (["--sweep", "--results=nowhere/a.jsonl"], "--results=nowhere/a.jsonl: there is no folder nowhere. Create it,"),
         (
             ["--sweep", "--results=tests"],
-            "--results=tests is a folder. Write the name of a file, such as tests/results",
+            "--results=tests is a folder. Write the name of a file, such as tests/all",
         ),
         (["--results=a.jsonl"], "--results=a.jsonl needs a sweep that trains. Add --sweep or --sweep_index=N,"),
     ):

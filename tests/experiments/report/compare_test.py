@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from experiments.report import __main__ as command, compare, compare_page, compare_table
+from experiments.report.runs import read
 from experiments.report.words import distinct
 from tests.experiments.report.report_test import Tags
 
@@ -360,3 +361,10 @@ def test_labels_are_short_and_all_different(names):
     labels = distinct(names)
     assert len(set(labels)) == len(names)
     assert all(len(label) <= 18 for label in labels)
+
+
+def test_flops_are_the_mean_of_seeds_that_stopped_at_other_steps(tmp_path):
+    for seed, steps in enumerate((40, 100, 100)):
+        edit(run(tmp_path / f"a{seed}", "dense", seed, 0.9), steps=steps)
+    (group,) = compare.groups([read(tmp_path / f"a{seed}") for seed in range(3)])
+    assert group.cost == (800, 640)

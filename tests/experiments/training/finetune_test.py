@@ -156,7 +156,7 @@ def test_a_run_writes_a_verified_checkpoint_that_load_run_equals(tmp_path):
     process = start(tmp_path, tmp_path / "cache", page=[f"--config={PAGE}"])
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    assert f"the hardened model of the best evaluation: {tmp_path}/model" in out
+    assert f"the best evaluation: {tmp_path}/model" in out
     assert checkpoints.verify(tmp_path / "model").holds
     about = json.loads((tmp_path / "model/config.json").read_text())
     assert about["id2label"]["0"] == "asyncio"
@@ -166,6 +166,22 @@ def test_a_run_writes_a_verified_checkpoint_that_load_run_equals(tmp_path):
     np.testing.assert_allclose(run.predict(tokens), written(tokens), atol=1e-6)
     data = json.loads((tmp_path / "text.json").read_text())
     assert data["hardest"][0]["pieces"][0][0].startswith("[")
+
+
+@pytest.mark.processes
+def test_without_a_validation_split_the_best_model_is_written_too(tmp_path):
+    """A rate that is too large makes an early evaluation the best one."""
+    words = ["--config.data.validation=0", "--config.learning_rate.peak=3.0", "--config.evaluate=1", "--config.steps=6"]
+    process = start(tmp_path, tmp_path / "cache", *words, page=[f"--config={PAGE}"])
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    best = load.load_run(tmp_path, "best")
+    assert best.step < 6
+    assert f"the hardened model of step {best.step}, the best evaluation: {tmp_path}/model" in out
+    tokens = jnp.array([[2, 5, 6, 3]])
+    written = checkpoints.load(tmp_path / "model")(tokens)
+    np.testing.assert_allclose(best.predict(tokens), written, atol=1e-6)
+    assert not np.allclose(load.load_run(tmp_path, "last").predict(tokens), written, atol=1e-3)
 
 
 def test_language_learns_with_a_teacher(tmp_path):

@@ -361,6 +361,8 @@ def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, m
     assert steps == list(range(kept + 1, 5))
     with pytest.raises(Mistake, match="--from=.*nothing holds no checkpoints"):
         command.main([*again[:-2], f"--from={tmp_path / 'nothing'}", f"--workdir={tmp_path / 'c'}"], "")
+    with pytest.raises(Failed, match="is at step 4, and this run has only 4 steps. Write a larger --config.steps"):
+        command.main([*again[:-2], f"--from={tmp_path / 'b'}", f"--workdir={tmp_path / 'd'}"], "")
 
 
 def test_the_drafts_of_a_killed_process_are_removed(tmp_path):

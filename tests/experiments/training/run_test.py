@@ -156,6 +156,12 @@ def test_a_dense_start_is_measured_as_dense():
     assert {float(v) for v in found.values()} == {1.0}
 
 
+def test_the_first_layer_costs_no_dx_with_any_optimizer():
+    words = ["configs/vit_24.py:smoke", "--config.rules=(('positions','dense'),('.*','sdgp(1,2)'))"]
+    adam, step_adam = (program(*words, *more) for more in ([], ["--config.optimizer=step_adam(after=1,before=2)"]))
+    assert step_adam.flops == adam.flops
+
+
 @pytest.mark.slow
 def test_another_seed_is_another_run_of_the_same_program():
     made = program("configs/resnet_24.py:smoke", "--config.sparsity.stages=s_ste(2,4)")

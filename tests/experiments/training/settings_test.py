@@ -1,5 +1,7 @@
 """The meaning of the words of a config."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,10 @@ def test_lengths():
     c.steps, c.epochs = -5, 1.0
     with pytest.raises(Mistake, match="neither is negative"):
         settings.steps(c, 1437)
-    c.steps, c.accumulate = 0, 3
+    c.steps, c.epochs = 0, math.inf
+    with pytest.raises(Mistake, match="infinite"):
+        settings.steps(c, 1437)
+    c.epochs, c.accumulate = 1.0, 3
     with pytest.raises(Mistake, match="multiple"):
         settings.steps(c, 1437)
 
@@ -55,6 +60,11 @@ def test_recipes_count_in_shares_of_the_run():
     recipe = settings.recipe(c, 2000)
     assert recipe("a/b") == nm.methods.mdgf(1, 8, nm.linear(1, 0, 1400))
     assert recipe("b") == nm.methods.fst(dense_from=1000)
+
+
+def test_a_share_is_a_whole_number_before_its_sign():
+    assert settings.in_steps("linear(1,0,.5%)", 2000) == "linear(1,0,10)"
+    assert settings.in_steps("linear(1,0,1e1%)", 2000) == "linear(1,0,1e1%)"  # the parser refuses this
 
 
 @pytest.mark.parametrize(
@@ -151,3 +161,25 @@ def test_wrong_optimizers(optimizer, said):
     c.optimizer = optimizer
     with pytest.raises(Mistake, match=said):
         updates(c, PARAMS, GRADS)
+
+
+@pytest.mark.parametrize(
+    "name", ["lars(weight_decay=0.1)", "adafactor(weight_decay_rate=0.1)", "adadelta(weight_decay=0.1)"]
+)
+def test_an_optimizer_with_a_mask_of_another_name_leaves_biases(name):
+    c = common.run()
+    c.optimizer = name
+    still = jax.tree.map(jnp.zeros_like, GRADS)
+    found = updates(c, PARAMS, still)["up"]
+    assert np.all(found["bias"] == 0)
+    assert np.all(found["kernel"] != 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("novograd(weight_decay=0.1)", "also biases"), ("lbfgs", "'lbfgs' is not known")]
+)
+def test_optimizers_that_are_refused(name, said):
+    c = common.run()
+    c.optimizer = name
+    with pytest.raises(Mistake, match=said):
+        settings.optimizer(c, optax.constant_schedule(0.5), 100)

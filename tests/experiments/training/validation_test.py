@@ -7,11 +7,12 @@ import signal
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from experiments import command, files
 from experiments.data import images, validation
 from experiments.errors import Mistake, Stopped
-from experiments.training import modes, tasks
+from experiments.training import digest, modes, tasks
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, program
 
@@ -223,3 +224,14 @@ def test_a_run_stopped_by_hand_goes_on_to_its_next_evaluation(tmp_path, monkeypa
     lines = train(tmp_path / "run", *words)
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [3, 6, 9]
     assert [line["step"] for line in lines if line["kind"] == "test"] == [3, 9]
+
+
+def test_a_state_that_saw_the_test_split_is_no_origin(tmp_path, monkeypatch):
+    """The test split is the end of the text if config.data.test is empty, and that end is trained on if it is not."""
+    fields = {"name": "a.txt", "dir": None, "validation": 0.0}
+    config = lambda test: ConfigDict({"data": fields | {"test": test}})
+    monkeypatch.setattr(modes, "refuse_without_checkpoints", lambda *_: None)
+    (tmp_path / "config.json").write_text(digest.identity(config("b.txt")).text)
+    modes.refuse_origin(tmp_path, digest.identity(config("b.txt")))
+    with pytest.raises(Mistake, match="was trained with config.data.test='b.txt', and may have learned from the test"):
+        modes.refuse_origin(tmp_path, digest.identity(config("")))
