@@ -238,7 +238,9 @@ def step_adam(
             raise ValueError("step_adam got no parameters to decay: write tx.update(grads, state, params).")
         if decays and mask is not None:
             decayed = mask(params) if callable(mask) else mask
-            params = jax.tree.map(lambda keep, w: w if keep else jnp.zeros_like(w), decayed, params)
+            params = jax.tree.map(
+                lambda keep, part: part if keep else jax.tree.map(jnp.zeros_like, part), decayed, params
+            )
         sparse, t = state.since > 0, jnp.asarray(optax.safe_increment(state.count))
         grads = jax.tree.map(_wide, updates)
         # |v_t - v_(t-1)|, computed without that difference, whose rounding would give zeros to the geometric mean

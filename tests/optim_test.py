@@ -562,3 +562,13 @@ def test_the_first_state_may_be_donated():
 def test_step_adam_says_what_is_wrong(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_a_mask_of_step_adam_may_be_a_prefix():
+    params = {"a": {"kernel": jnp.ones(3), "bias": jnp.ones(2)}, "b": jnp.ones(2)}
+    made = [
+        optim.step_adam(0.1, after=1, before=2, weight_decay=0.1, mask=mask)
+        for mask in ({"a": False, "b": True}, {"a": {"kernel": False, "bias": False}, "b": True})
+    ]
+    prefix, whole = (tx.update(params, tx.init(params), params)[0] for tx in made)
+    chex.assert_trees_all_equal(prefix, whole)

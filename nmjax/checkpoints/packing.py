@@ -6,6 +6,7 @@ group. "w.places" has the place of each value in its group, in 1, 2, 4 or 8 bits
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -129,10 +130,9 @@ def _packed(array: np.ndarray, axis: int, n: int, m: int) -> tuple[np.ndarray, n
     places = np.argsort(~held, axis=1, kind="stable")[:, :n]
     places.sort(axis=1)
     values = np.take_along_axis(groups, places, axis=1)
-    rows = np.moveaxis(array, axis, -1).shape[:-1]
-    return values.reshape(*rows, -1), _in_bytes(places.reshape(-1, array.shape[axis] // m * n), _bits(m)).reshape(
-        *rows, -1
-    )
+    rows, kept = np.moveaxis(array, axis, -1).shape[:-1], array.shape[axis] // m * n
+    packed = _in_bytes(places.reshape(math.prod(rows), kept), _bits(m))
+    return values.reshape(*rows, kept), packed.reshape(*rows, packed.shape[1])
 
 
 def _held(array: np.ndarray, axis: int, m: int) -> np.ndarray:
@@ -145,7 +145,9 @@ def _in_bytes(places: np.ndarray, bits: int) -> np.ndarray:
     """Return places in as few bytes as hold each row. The first place is in the lowest bits."""
     each = 8 // bits
     filled = np.pad(places, ((0, 0), (0, -places.shape[1] % each))).astype(np.uint8)
-    parts = filled.reshape(len(places), -1, each) << (np.arange(each, dtype=np.uint8) * np.uint8(bits))
+    parts = filled.reshape(len(places), filled.shape[1] // each, each) << (
+        np.arange(each, dtype=np.uint8) * np.uint8(bits)
+    )
     return np.bitwise_or.reduce(parts, axis=2)
 
 
@@ -163,8 +165,8 @@ def _unpacked(
     values, packed = tensors[f"{name}.values"].reshape(-1, n), tensors[f"{name}.places"]
     bits = _bits(m)
     shifts = np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits)
-    places = packed.reshape(-1, packed.shape[-1], 1) >> shifts & np.uint8((1 << bits) - 1)
-    places = places.reshape(len(places), -1)[:, :kept].reshape(-1, n)
+    places = packed.reshape(math.prod(rows), packed.shape[-1], 1) >> shifts & np.uint8((1 << bits) - 1)
+    places = places.reshape(len(places), packed.shape[-1] * len(shifts))[:, :kept].reshape(-1, n)
     if places.max(initial=0) >= m:
         raise CheckpointError(f"{path}: {name!r} has places beyond its groups of {m}.")
     groups = np.zeros((len(values), m), values.dtype)

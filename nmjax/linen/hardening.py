@@ -36,6 +36,7 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
       micro: The micro-step of gradient accumulation. Every micro-step has its own noise; masks stay.
 
     Raises:
+      TypeError: ``step`` or ``micro`` is not an integer.
       ValueError: A collection is missing, or "nm" is not stacked as "params" is.
 
     >>> from flax import linen as nn
@@ -45,6 +46,7 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
     >>> print(variables["nm"]["Product_0"]["site"].time.ravel())
     [3 0]
     """
+    sites.check_time(step, micro)
     now = jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
     return _with_layers(variables, partial(_renewed, now=now))
 

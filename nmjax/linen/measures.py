@@ -83,7 +83,7 @@ def gradient_errors(
         found = Leaves.of({"params": jax.grad(of)(variables["params"]), "nm": {}}).by_name
         return {path: meta.unbox(found[where]) for where, path in paths.items()}
 
-    forward = lambda sparsity: Sparsity(fwd_lhs=sparsity.fwd_lhs, fwd_rhs=sparsity.fwd_rhs)
+    forward = lambda sparsity: sparsity.only(fwd_lhs=sparsity.fwd_lhs, fwd_rhs=sparsity.fwd_rhs)
     exact = gradients(lambda site: site.replace(sparsity=forward(site.sparsity)))
     drawn = lax.map(lambda draw: gradients(lambda site: _at_micro_step(site, draw)), jnp.arange(draws))
     return {path: metrics.error(drawn[path], exact[path]) for path in paths.values()}

@@ -56,7 +56,7 @@ def calibrate(
       progress: True to show a progress bar.
 
     Returns:
-      A dict from the layer's path to its `Inputs`.
+      A dict from the layer's path to its `Inputs`. A call of a layer whose result has no gradient is not counted.
 
     Raises:
       ValueError: There are no batches, no layer has such a path, a layer is a convolution in groups, or no gradient of

@@ -98,7 +98,7 @@ def layer_refusal(
         ways = layer.stacks
         product = layer.product
     except ValueError as error:
-        return Refusal(str(error).partition(": ")[2])
+        return Refusal(str(error).removeprefix(f"{layer.path}: "))
     if axes not in ways and len(ways) > 1:
         choices = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
         return Refusal(

@@ -100,6 +100,8 @@ def sparsify(
     _report_unused(unused, bool(inputs or options), paths, strict)
     check_layers(sparse, axes, normalised(model), paths)
     for layer, sparsity in chosen:
+        if layer.hardened is not None:  # of an earlier recipe
+            layer.harden(None)
         put_site(layer, sparsity, recipe.backend, seed, axes)
     return model
 
@@ -233,9 +235,7 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
     >>> print(model.dot_general.time[...].ravel())
     [3 0]
     """
-    for name, value in (("step", step), ("micro", micro)):
-        if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-            raise TypeError(f"set_step: {name} must be an integer, got {value!r}.")
+    sites.check_time(step, micro)
     for layer, site in _with_sites(model):
         check_phase(site, step)
         try:

@@ -14,7 +14,6 @@ from nmjax.nnx.delivery import times
 from nmjax.nnx.hardening import called
 from nmjax.nnx.layers import layers
 from nmjax.nnx.variables import write
-from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 
@@ -69,7 +68,7 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
     for layer in layers(exact):
         if layer.site is not None:
             whole = layer.site.sparsity
-            layer.site.sparsity = Sparsity(fwd_lhs=whole.fwd_lhs, fwd_rhs=whole.fwd_rhs)
+            layer.site.sparsity = whole.only(fwd_lhs=whole.fwd_lhs, fwd_rhs=whole.fwd_rhs)
     paths = {layer.path: layer.kernel_path for layer in layers(model) if layer.site and layer.has_weight}
     graph, state = nnx.split(model)
 

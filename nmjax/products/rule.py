@@ -334,8 +334,9 @@ def ruled_backward(
         y = product_of_forms(routes, name, _forms_of(forms, name), lambda: prune(dense), like.dtype)
         return summed_as(y, like)
 
-    dx = gradient("dlhs", "dlhs_g", "dlhs_rhs", x)
-    dw = gradient("drhs", "drhs_g", "drhs_lhs", w)
+    real = lambda v: jnp.issubdtype(v.dtype, jnp.inexact)  # integers have no gradient
+    dx = gradient("dlhs", "dlhs_g", "dlhs_rhs", x) if real(x) else None
+    dw = gradient("drhs", "drhs_g", "drhs_lhs", w) if real(w) else None
     return dx, dw, None
 
 

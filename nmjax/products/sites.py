@@ -61,9 +61,16 @@ def needs_arrays(sparsity: Sparsity) -> bool:
     return needs_key(sparsity) or depends_on_step(sparsity) or has_state(sparsity)
 
 
+def check_time(step: Any, micro: Any) -> None:
+    """Refuse a step or a micro-step that is not an integer."""
+    for name, value in (("step", step), ("micro", micro)):
+        if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+            raise TypeError(f"set_step: {name} must be an integer, got {value!r}.")
+
+
 def final(sparsity: Sparsity) -> tuple[Pruner, Sparsity]:
     """Return the pruner that hardens the weight, and the sparsity that every product has after that."""
-    return sparsity.fwd_rhs.final, Sparsity(fwd_lhs=sparsity.fwd_lhs.final)
+    return sparsity.fwd_rhs.final, sparsity.only(fwd_lhs=sparsity.fwd_lhs.final)
 
 
 def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state: Any = None) -> jax.Array:

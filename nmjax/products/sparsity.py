@@ -79,6 +79,22 @@ class Sparsity(Value):
         parts = [f"{slot}{ELSE * (name in alone)}" for name, slot in self.slots.items() if not slot.empty]
         return "; ".join(parts + [ELSE.strip()] * (self.else_dense is True)) or "dense"
 
+    def only(self, **slots: Pruner) -> "Sparsity":
+        """Return a sparsity of these slots alone. Those that may be dense here may be dense there.
+
+        Args:
+          **slots: Pruners by the names of their slots. All other slots are empty.
+
+        >>> import nmjax as nm
+        >>> method = nm.parse("fwd_lhs=mse(2,4) else dense; drhs_g=mvue(2,4)")
+        >>> method.only(fwd_lhs=method.fwd_lhs)
+        fwd_lhs=mse(2,4) else dense
+        """
+        left, these = self.else_dense, Sparsity(**slots)
+        if isinstance(left, tuple):
+            left = tuple(name for name in left if not these.slots[name].empty)
+        return replace(these, else_dense=left)
+
     @property
     def backward(self) -> bool:
         """True if any backward slot prunes."""

@@ -22,6 +22,7 @@ from nmjax.products import rule
 from nmjax.products.fit import fitting
 from nmjax.products.pruning import Operand, shape_of
 from nmjax.products.sites import (
+    check_time,
     depends_on_step,
     distance,
     has_schedule,
@@ -249,7 +250,11 @@ class transform(Value):
           sites: What `init` or `set_step` returned.
           step: The step of training, an integer.
           micro: The micro-step of gradient accumulation, an integer.
+
+        Raises:
+          TypeError: ``step`` or ``micro`` is not an integer.
         """
+        check_time(step, micro)
         values, now = _known(params, sites), jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
         renewed: Sites = {}
         for path, site in sites.items():

@@ -49,7 +49,7 @@ def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
     Array(7., dtype=float32)
     """
     wide = groups.wide(x)
-    return jnp.max(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0))
+    return jnp.max(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0), initial=0.0)
 
 
 def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = None) -> Float[Array, "..."]:

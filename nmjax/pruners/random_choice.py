@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from nmjax.core import groups, random
+from nmjax.core import fusion, groups, random
 from nmjax.core.bases import Grouped
 from nmjax.core.context import Ctx
 
@@ -71,7 +71,7 @@ class uniform(Grouped):
           axis: The axis that groups lie along.
         """
         kept = jnp.where(self.chosen(u, axis), x, jnp.zeros((), x.dtype))
-        return kept * jnp.asarray(self.m / self.n, x.dtype) if self.rescale else kept
+        return fusion.rounded(groups.wide(kept) * (self.m / self.n), x.dtype) if self.rescale else kept
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.chosen(self.draw(x, axis, ctx), axis)

@@ -127,3 +127,9 @@ def test_without_jax2onnx_the_message_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "jax2onnx", None)
     assert main(["export", str(GOLDEN / "bert"), "--to", str(tmp_path / "m.onnx")]) == 2
     assert "the package jax2onnx is missing. The extra onnx brings it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 8)])
+def test_empty_tensors(tmp_path, shape):
+    write_packed(tmp_path / "a.safetensors", {"w": np.zeros(shape, np.float32)}, {"w": len(shape) - 1}, 2, 4)
+    assert read_packed(tmp_path / "a.safetensors")["w"].shape == shape

@@ -339,3 +339,42 @@ def test_axes_of_space_are_those_of_the_call(layer):
     assert gradient("auto", x[0]) == gradient("group", x[0])
     with pytest.raises(ValueError, match=r"needs axes of space, but the array has none .* Write over='group'"):
         gradient("spatial", x[0])
+
+
+@pytest.mark.parametrize("spec", ["bti,io->bo", "bii,io->bo"])
+def test_an_einsum_that_is_no_product_says_why(spec):
+    with pytest.raises(ValueError, match=r"\(the model\): \S+"):
+        nm.nnx.sparsify(nnx.Einsum(spec, (8, 4), rngs=nnx.Rngs(0)), recipe("ste(2,4)"))
+
+
+@pytest.mark.parametrize("norm", [nn.WeightNorm, nn.SpectralNorm])
+def test_a_norm_of_linen_around_a_layer(norm):
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            more = {"update_stats": False} if norm is nn.SpectralNorm else {}
+            return nn.Dense(8)(norm(nn.Dense(16))(x, **more))
+
+    x = jnp.ones((4, 16))
+    with (
+        nm.linen.sparsify(recipe("ste(2,4)")),
+        pytest.raises(ValueError, match="Dense_1: a module around it normalises"),
+    ):
+        Normed().init(jax.random.key(0), x)
+    with nm.linen.sparsify(nm.Recipe({"Dense_0": "ste(2,4)", ".*": "dense"})):
+        variables = Normed().init(jax.random.key(0), x)
+        assert Normed().apply(variables, x).shape == (4, 8)
+
+
+@pytest.mark.parametrize("times", [(3.7, 0), (3, 0.5)])
+def test_a_step_that_is_no_integer(times):
+    variables = nn.Dense(8).init(jax.random.key(0), jnp.ones((4, 16)))
+    with nm.linen.sparsify(recipe("mvue(2,4)")):
+        variables = nn.Dense(8).init(jax.random.key(0), jnp.ones((4, 16)))
+    with pytest.raises(TypeError, match="set_step: (step|micro) must be an integer, got"):
+        nm.linen.set_step(variables, *times)
+    params = {"w": jnp.ones((16, 8))}
+    sparse = nm.transform(lambda params, x: x @ params["w"], recipe("mvue(2,4)"))
+    sites = sparse.init(params, jnp.ones((4, 16)))
+    with pytest.raises(TypeError, match="set_step: (step|micro) must be an integer, got"):
+        sparse.set_step(params, sites, *times)

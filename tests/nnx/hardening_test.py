@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
+from nmjax.models.transformer import Scores
 from tests.networks import GPT, Mlp, ResNet
 
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
@@ -284,3 +285,48 @@ def test_violations_that_check_nothing_say_so():
     counts = nm.nnx.violations(model)
     assert counts["down/kernel"] is None
     assert int(counts["up/kernel"]) == 16 * 32 // 4
+
+
+# ---- a model that is made sparse again ----
+
+
+def test_a_new_recipe_decides_alone():
+    """The pattern of an earlier `harden` says nothing of a model that `sparsify` made sparse in another way."""
+    model = Mlp(16, 32, rngs=nnx.Rngs(0))
+    first = nm.nnx.harden(nm.nnx.sparsify(model, recipe("ste(2,4)")))
+    again = nm.nnx.sparsify(first, nm.Recipe({"up": "ste(1,4)", "down": "dense"}))
+    assert {path: p and str(p) for path, p in nm.nnx.patterns(again).items()} == {
+        "up/kernel": "1:4 along axis 0",
+        "down/kernel": None,
+    }
+    randomly(again)
+    assert {path: n is not None and int(n) > 0 for path, n in nm.nnx.violations(again).items()} == {
+        "up/kernel": True,
+        "down/kernel": False,
+    }
+    assert nm.nnx.patterns(nm.nnx.harden(again))["down/kernel"] is None
+
+
+def test_pruning_in_one_shot_leaves_what_the_recipe_leaves_dense():
+    model, x = Mlp(16, 32, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (64, 16))
+    first = nm.nnx.prune(model, nm.Recipe({"up": "ste(2,4)", "down": "dense"}), [x]).model
+    randomly(first)  # trained densely
+    second = nm.nnx.prune(first, nm.Recipe({"up": "dense", "down": "ste(2,4)"}), [x])
+    assert list(second.errors) == ["down"]
+    assert not np.any(second.model.up.kernel[...] == 0)
+
+
+def test_a_product_that_may_be_dense_may_be_dense_when_hardened():
+    """Scores of 6 keys do not divide into groups of 4, which `else dense` allows."""
+
+    class Attention(nnx.Module):
+        def __init__(self):
+            self.scores = Scores(2, 4, None)
+
+        def __call__(self, p, v):
+            return self.scores(p, v)
+
+    p, v = jax.nn.softmax(jnp.ones((1, 2, 6, 6))), jnp.arange(48.0).reshape(1, 6, 2, 4)
+    model = nm.nnx.sparsify(Attention(), recipe("fwd_lhs=mse(2,4) else dense", "scores"))
+    np.testing.assert_array_equal(nm.nnx.harden(model)(p, v), model(p, v))
+    assert nm.nnx.gradient_errors(model, lambda m, p, v: m(p, v).sum(), p, v) == {}

@@ -1069,3 +1069,13 @@ def test_promised_patterns_are_kept_and_no_others(name):
     for slot, (value, axis) in seen.items():
         n, m = PROMISED[name].get(slot, (4, 4))
         assert most_kept(value, axis, m) == n, slot
+
+
+@pytest.mark.parametrize("method", ["mvue(2,4)", "sdgp(2,4)", "ste(2,4); dlhs_g=mvue(2,4); drhs_g=mvue(2,4)"])
+def test_an_operand_of_integers_has_no_gradient(method):
+    x, w, sparsity = jnp.arange(64).reshape(8, 8) % 5, normal(1, 8, 4), nm.parse(method)
+
+    def loss(w, x):
+        return (nm.einsum("ti,io->to", x, w, sparsity=sparsity, ctx=nm.Ctx(key=jax.random.key(0))) ** 2).sum()
+
+    chex.assert_trees_all_close(jax.grad(loss)(w, x), jax.grad(loss)(w, x.astype(F32)), rtol=1e-6)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 import nmjax as nm
 from nmjax.pruners import float8
@@ -42,3 +43,8 @@ def test_random_rounding_of_float64_is_that_of_float32(format):
         wide = nm.prune(p, jnp.asarray(x, jnp.float64), key=0)
         assert wide.dtype == jnp.float64
         np.testing.assert_allclose(np.asarray(wide), narrow, rtol=1e-6)
+
+
+def test_a_layer_takes_an_empty_batch():
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "s_ste(2,4,fp8=True)"}))
+    assert model(jnp.ones((0, 8))).shape == (0, 4)

@@ -654,3 +654,15 @@ def test_uniform_keeps_n_anywhere_alike(n, m):
     assert (kept.sum(1) == n).all()
     z = (kept.mean(0) - n / m) / np.sqrt(n / m * (1 - n / m) / count)
     assert np.abs(z).max() < 4.5  # 174 places in all: 1.2e-3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("n", "m"), [(3, 4), (5, 8), (3, 8)])
+def test_uniform_multiplies_before_it_rounds(n, m, dtype):
+    """A factor m/n that is rounded to the dtype would be wrong for every value in the same direction."""
+    x = jax.random.uniform(jax.random.key(0), (256, m), minval=0.5).astype(dtype)
+    found = np.asarray(nm.prune(nm.uniform(n, m), x, key=1))
+    wanted = (np.asarray(x, np.float64) * (m / n)).astype(found.dtype)
+    kept = found != 0
+    assert (kept.sum(1) == n).all()
+    np.testing.assert_array_equal(found[kept], wanted[kept])
