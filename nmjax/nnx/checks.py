@@ -1,8 +1,8 @@
 """Refusals of `sparsify`: layers that cannot follow a recipe, with the rules that leave them dense.
 
 - slots that cannot prune the layer's shapes, as a plan says too (`nmjax.products.fit.slot_refusals`)
-- layers with a product of their own, layers in nnx.WeightNorm or nnx.SpectralNorm, ambiguous stacks, weights whose
-  product is known only in a call, and scores with a rule for weights (`layer_refusal`)
+- layers with a product of their own, layers that change their kernel or are in nnx.WeightNorm or nnx.SpectralNorm,
+  ambiguous stacks, weights whose product is known only in a call, and scores with a rule for weights (`layer_refusal`)
 
 Rules that match no layer are refused by ``Recipe.check``. A plan with a recipe lists all of these.
 """
@@ -18,6 +18,7 @@ from nmjax.analysis.refusals import Use, fitting_all
 from nmjax.core import layer_paths
 from nmjax.core.refusal import Refusal
 from nmjax.nnx.doors import Layer
+from nmjax.nnx.recording import multiplies_another_weight
 from nmjax.products import sites
 from nmjax.products.fit import slot_refusals
 from nmjax.products.slot import SLOTS
@@ -82,6 +83,11 @@ def layer_refusal(
     kernel = layer.kernel.get_value()
     if layer.foreign is not None:
         return Refusal(f"its {layer.door.name} is the model's own, {layer.foreign}, and would be lost.")
+    if multiplies_another_weight(layer):
+        return Refusal(
+            "its call computes with its kernel before it multiplies by it, so the pruned kernel is not the one "
+            "multiplied. Change the input or the output in its place, or leave the layer dense."
+        )
     if in_norm:
         return Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")
     if type(kernel).__name__ == "BatchTracer" and sites.needs_key(sparsity):
@@ -98,7 +104,7 @@ def layer_refusal(
         ways = layer.stacks
         product = layer.product
     except ValueError as error:
-        return Refusal(str(error).removeprefix(f"{layer.path}: "))
+        return Refusal(str(error).removeprefix(f"{layer.path or 'the model'}: "))
     if axes not in ways and len(ways) > 1:
         choices = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
         return Refusal(
@@ -114,6 +120,11 @@ def layer_refusal(
         return Refusal(
             f"its call multiplies by its weight in another shape, {product.rhs.shape}, which mixes axes of "
             f"{kernel.shape}. Use nm.transform, or leave it dense."
+        )
+    if layer.called is not None and layer.steps.shape(own) != layer.called.rhs.shape:
+        return Refusal(
+            f"its call multiplies by a weight of shape {product.rhs.shape}, which is not that of its parameter, "
+            f"{kernel.shape}, or of one layer of a stack. Use nm.transform, or leave it dense."
         )
     return None
 

@@ -169,8 +169,8 @@ class Layer:
         fitting = [way for way in ways if tuple(n for a, n in enumerate(shape) if a not in way) == declared]
         if not fitting:
             raise ValueError(
-                f"{self.path}: the kernel has shape {shape}, which is not {declared}, the shape that the layer "
-                "declares, nor a stack of such kernels. Give the layer a kernel of its own shape."
+                f"{self.path or 'the model'}: the kernel has shape {shape}, which is not {declared}, the shape that "
+                "the layer declares, nor a stack of such kernels. Give the layer a kernel of its own shape."
             )
         return fitting
 

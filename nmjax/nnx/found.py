@@ -117,7 +117,7 @@ class DeclaredLayer(Layer):
         if self.site is not None:
             return [self.site.stack if self.kernel.ndim > self.site.rank else ()]
         if self.declaration.input is None:
-            return [()]
+            return self._stacks_of_call()
         stacked = combinations(range(self.kernel.ndim), 1) if self.kernel.ndim > 2 else ()
         first: MisfitError | None = None
         for way in ((), *stacked):
@@ -128,6 +128,15 @@ class DeclaredLayer(Layer):
                 first = first or error
         assert first is not None
         raise first
+
+    def _stacks_of_call(self) -> list[tuple[int, ...]]:
+        """Return the axes, at most one, without which the kernel has the shape that the call multiplies by."""
+        if self.called is None:
+            return [()]
+        shape, operand = tuple(self.kernel.shape), self.called.rhs.shape
+        ways: list[tuple[int, ...]] = [(), *((axis,) for axis in range(len(shape)))]
+        own = lambda way: tuple(n for axis, n in enumerate(shape) if axis not in way)
+        return [way for way in ways if self.steps.shape(own(way)) == operand] or [()]
 
     def stacked(self, axes: tuple[int, ...] | None) -> Layer:
         if axes is None or axes in self.stacks or self.declaration.input is None:

@@ -194,11 +194,15 @@ def never_asked(with_doors: list[Layer], recipe: Recipe) -> list[Layer]:
     """
     found: list[Layer] = []
     for layer in with_doors:
-        kind = next((kind for kind in DOORS if isinstance(layer.module, kind)), None)
-        own = kind is not None and _owner(type(layer.module)).__module__.split(".")[0] not in ("flax", "nmjax")
-        if own and recipe(layer.path) != Sparsity() and not _asks(layer):
+        if _has_own_call(layer) and recipe(layer.path) != Sparsity() and not _asks(layer):
             found.append(layer)
     return found
+
+
+def _has_own_call(layer: Layer) -> bool:
+    """Return whether a layer of Flax has a ``__call__`` of its own."""
+    kind = next((kind for kind in DOORS if isinstance(layer.module, kind)), None)
+    return kind is not None and _owner(type(layer.module)).__module__.split(".")[0] not in ("flax", "nmjax")
 
 
 def _owner(kind: type) -> type:
@@ -223,3 +227,53 @@ def _says_product(layer: Layer) -> bool:
         return layer.product is not None
     except ValueError:  # it is refused when a recipe asks for it
         return True
+
+
+LAYOUT = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "copy_p")
+
+
+def multiplies_another_weight(layer: Layer) -> bool:
+    """Return whether the own ``__call__`` of a Flax layer computes with its kernel before it multiplies by it.
+
+    The layer is called alone, on shapes. A layer that cannot be called so, such as one of a stack, is not checked.
+    """
+    if not _has_own_call(layer) or getattr(layer.module, "mask", None) is not None:
+        return False
+    for axes in (0, 1):  # as in `_asks`
+        try:
+            example = layer.example(tokens=1)
+            assert example is not None
+            program = _way_to_the_door(layer, jax.ShapeDtypeStruct(example.lhs.shape[axes:], example.lhs.dtype))
+        except Exception:  # of code that we do not know
+            continue
+        needed = {v for v in program.outvars if isinstance(v, core.Var)}
+        for equation in reversed(program.eqns):
+            if needed & set(equation.outvars):
+                if equation.primitive.name not in LAYOUT:
+                    return True
+                needed |= {v for v in equation.invars if isinstance(v, core.Var)}
+        return bool(needed & set(program.invars[1:]))
+    return False
+
+
+def _way_to_the_door(layer: Layer, x: jax.ShapeDtypeStruct) -> core.Jaxpr:
+    """Return the program from the kernel, its first argument, and all other arrays to the weight that the door gets."""
+    plain, name = layer.plain, layer.door.name
+    assert plain is not None
+    graph, kernel, rest = nnx.split(layer.module, lambda path, _: tuple(path) == (layer.weight_name,), ...)
+
+    def weights(kernel: Any, rest: Any, x: jax.Array) -> list[jax.Array]:
+        seen: list[jax.Array] = []
+
+        def door(*operands: Any, **options: Any) -> jax.Array:
+            seen.append([v for v in operands if isinstance(v, jax.Array)][1])
+            return plain(*operands, **options)
+
+        copy = nnx.merge(graph, kernel, rest)
+        setattr(copy, name, nnx.static(door))
+        if getattr(copy, "dot_general_cls", None) is not None:
+            copy.dot_general_cls = None
+        copy(x)
+        return seen
+
+    return jax.make_jaxpr(weights)(kernel, rest, x).jaxpr

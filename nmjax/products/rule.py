@@ -289,7 +289,7 @@ def ruled_forward(product: StaticProduct, x: jax.Array, w: jax.Array, inputs: In
 
 def ruled_backward(
     product: StaticProduct, residuals: Residuals, g: jax.Array, forms_of_g: Mapping[str, Form] | None = None
-) -> tuple[jax.Array, jax.Array, None]:  # fmt: skip
+) -> tuple[jax.Array | None, jax.Array | None, None]:  # fmt: skip
     """Return the gradients of x and w. ``forms_of_g`` has forms of g that are made already, by product."""
     x, w, kept, inputs, forms = residuals
     sparsity, routes, ctx = product.sparsity, product.routes, inputs.ctx

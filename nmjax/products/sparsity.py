@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -90,7 +90,7 @@ class Sparsity(Value):
         >>> method.only(fwd_lhs=method.fwd_lhs)
         fwd_lhs=mse(2,4) else dense
         """
-        left, these = self.else_dense, Sparsity(**slots)
+        left, these = self.else_dense, Sparsity(**cast(Any, slots))
         if isinstance(left, tuple):
             left = tuple(name for name in left if not these.slots[name].empty)
         return replace(these, else_dense=left)

@@ -62,13 +62,16 @@ class Parameter(NamedTuple):
           shape: The shape of the parameter.
 
         Returns:
-          The axes. None stands for an axis of size 1 that the steps added. If a step mixes axes, None.
+          The axes. None stands for an axis of size 1 that the steps added. If a step mixes axes, or does not fit the
+          shape, None.
 
         >>> Parameter("w", (Step("transpose", (1, 0)), Step("reshape", (4, 1, 8)))).axes((8, 4))
         (1, None, 0)
         """
         axes: list[int | None] = list(range(len(shape)))
         for step in self.steps:
+            if step.kind == "transpose" and len(step.to) != len(shape):
+                return None
             if step.kind == "transpose":
                 axes, shape = [axes[a] for a in step.to], tuple(shape[a] for a in step.to)
             elif step.kind == "reshape":
@@ -79,6 +82,18 @@ class Parameter(NamedTuple):
             elif step.kind == "slice":
                 return None
         return tuple(axes)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of the operand. If a step mixes axes, None.
+
+        Args:
+          shape: The shape of the parameter.
+
+        >>> Parameter("w", (Step("transpose", (1, 0)), Step("reshape", (4, 1, 8)))).shape((8, 4))
+        (4, 1, 8)
+        """
+        axes = self.axes(shape)
+        return None if axes is None else tuple(1 if axis is None else shape[axis] for axis in axes)
 
     def stack(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the sizes of the axes along which the parameter stacks layers, given its shape."""

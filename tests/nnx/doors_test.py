@@ -728,3 +728,81 @@ def test_a_layer_of_flax_with_a_call_of_its_own(inputs):
     with pytest.raises(ValueError, match=said):
         nm.nnx.sparsify(OwnCall(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"), *inputs, strict=True)
     nm.nnx.sparsify(Wider(8, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"), *inputs, strict=True)  # it asks for its product
+
+
+# ---- calls that change the weight, and stacks of declared layers ----
+
+
+class OwnLinear(nnx.Linear):
+    """Multiplies by its kernel after `change`."""
+
+    def __init__(self, *, rngs):
+        super().__init__(8, 4, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones((8, 1)))  # at the beginning it changes nothing
+
+    def __call__(self, x):
+        return self.dot_general(x, self.change(self.kernel[...]), (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class Scaled(OwnLinear):
+    def change(self, kernel):
+        return kernel * self.gain[...]
+
+
+class Cast(OwnLinear):
+    def change(self, kernel):
+        return jnp.swapaxes(jnp.swapaxes(kernel, 0, 1).astype(jnp.bfloat16), 0, 1)
+
+
+@pytest.mark.parametrize("inputs", [(), (jnp.ones((4, 8)),), (jnp.ones((2, 4, 8)),)])
+def test_a_call_that_computes_with_its_kernel_is_refused(inputs):
+    rules = nm.Recipe({".*": "ste(2,4)"})
+    with pytest.raises(ValueError, match="scaled: its call computes with its kernel before it multiplies by it"):
+        nm.nnx.sparsify(nnx.Dict(scaled=Scaled(rngs=nnx.Rngs(0))), rules)
+    with pytest.raises(ValueError, match=r"\(the model\): its call computes with its kernel"):
+        nm.nnx.sparsify(Scaled(rngs=nnx.Rngs(0)), rules, *inputs)
+    nm.nnx.sparsify(Scaled(rngs=nnx.Rngs(0)), nm.Recipe({".*": "dense"}), *inputs)
+    model, x = nm.nnx.sparsify(Cast(rngs=nnx.Rngs(0)), rules, *inputs), jnp.ones((4, 8))
+    np.testing.assert_array_equal(model(x), nm.nnx.harden(model)(x))
+
+
+class Square(nnx.Module):
+    def __init__(self, *, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+
+    def __call__(self, x):
+        return x @ self.w[...].T
+
+
+nm.nnx.door(Square, weight="w")
+
+
+class StackOfSquares(nnx.Module):
+    def __init__(self, size, *, rngs):
+        make = lambda rngs: Square(rngs=rngs)
+        self.layers = nnx.split_rngs(splits=size)(nnx.vmap(make, in_axes=(0,), out_axes=0))(rngs)
+
+    def __call__(self, x):
+        axes = nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})
+        return nnx.scan(lambda layer, x: layer(x), in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+@pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4)", "fst(2,4)"])
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_stack_of_declared_layers_without_an_input(text, size):
+    """The call shows which axis stacks the layers. If any axis could, the caller has to name it."""
+    model, x, rules = StackOfSquares(size, rngs=nnx.Rngs(0)), jnp.ones((4, 8)), nm.Recipe({".*": text})
+    if size == 8:
+        with pytest.raises(ValueError, match="which does not say which axes stack layers. Name them: .*stack=0 or "):
+            nm.nnx.sparsify(model, rules, x)
+    sparse = nm.nnx.sparsify(model, rules, x, stack=0 if size == 8 else None)
+    nm.nnx.set_step(sparse, 0)
+    hard = nm.nnx.harden(sparse)
+    weight = hard.layers.w[...]
+    assert nm.groups.is_nm(weight, 2, 4, axis=2)  # transposed in the call
+    np.testing.assert_allclose(sparse(x), hard(x), rtol=1e-6)
+    alone = [
+        nm.prune(nm.transposable(2, 4) if "fst" in text else nm.mse(2, 4), w.T, axis=0).T for w in model.layers.w[...]
+    ]
+    if "s_ste" not in text:
+        np.testing.assert_array_equal(weight, jnp.stack(alone))
