@@ -70,9 +70,9 @@ class Program:
         self._refuse_plan()
         self.flops = self.plan.over(self.total, data_gradients=False)
         if self.steps_since:  # the steps at which STEP is sparse are known in the run only: take its sparsest step
-            unneeded = [(layer.flops or 0, layer.shares[1]) for layer in self.plan.layers if layer.reads_data]
+            free = [(layer.flops or 0, layer.shares[1]) for layer in self.plan.layers if layer.reads_data]
             dense, effective = self.plan.training
-            self.flops = (dense - sum(flops for flops, _ in unneeded), effective - sum(f * s for f, s in unneeded))
+            self.flops = (dense - sum(cost for cost, _ in free), effective - sum(cost * share for cost, share in free))
         self.phases = () if self.steps_since else changes(self.plan, self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0
@@ -374,15 +374,8 @@ class Program:
         return tables
 
     def export(self, state: State, directory: Path, which: str = "the last step") -> str:
-        """Write the model as the task writes it, or return "" if it does not. Return a sentence about it.
-
-        Args:
-          state: The state of a run.
-          directory: The folder to write.
-          which: What the sentence says of the state.
-        """
-        export = getattr(self.task, "export", None)
-        if export is None:
+        """Write the model of a step as the task writes it, if it does. Return a sentence about it, or ""."""
+        if (export := getattr(self.task, "export", None)) is None:
             return ""
         if self.hardened_graph is None:
             return f"no checkpoint is written for other libraries: {self.hardening_refusal}"
