@@ -171,13 +171,13 @@ def run(
         if is_done(workdir / member.folder):
             digest.refuse_another(workdir / member.folder, member.identity)
     refuse_other_names(runs, workdir)
-    sweep = _Sweep(runs, workdir, at_once, make, train)
+    sweep = _Sweep(runs, workdir, make, train)
     for number, member in enumerate(runs):
         if index not in (None, number) or member.name in sweep.begun:
             continue
         group, stopped_by = [], None
         if not processes.agreed(partial(is_done, workdir / member.folder)):
-            group, stopped_by = sweep.train_from(number, alone=index is not None)
+            group, stopped_by = sweep.train_from(number, at_once, alone=index is not None)
         elif processes.first():
             record.complete(workdir / member.folder, labels or {})
         if processes.first():
@@ -202,8 +202,8 @@ def run(
 class _Sweep:
     """The runs of a sweep, which of them have begun and failed, and the last program."""
 
-    def __init__(self, runs: list[Member], workdir: Path, at_once: int, make: Callable, train: Callable):
-        self.runs, self.workdir, self.at_once, self._make, self._train = runs, workdir, at_once, make, train
+    def __init__(self, runs: list[Member], workdir: Path, make: Callable, train: Callable):
+        self.runs, self.workdir, self._make, self._train = runs, workdir, make, train
         self.begun: set[str] = set()
         self.failed: list[str] = []
         self.left: list[Member] = []  # to other processes
@@ -211,34 +211,38 @@ class _Sweep:
         self._program: Any = None
         self._made_for: Member | None = None
 
-    def train_from(self, number: int, alone: bool) -> tuple[list[Member], signal.Signals | None]:
+    def train_from(self, number: int, at_once: int, alone: bool) -> tuple[list[Member], signal.Signals | None]:
         """Train the run of a number, and those that may be trained beside it. If it fails, the sweep goes on.
 
         Args:
           number: The number of the run.
+          at_once: Number of runs that may be trained side by side.
           alone: Whether it is the only run of the command. Then all errors are raised.
 
         Returns:
           The runs, and the signal that told them to stop when no step was left.
         """
-        group = [self.runs[number]]
+        group, earlier = [self.runs[number]], bool(self.begun)
         try:
-            group = self.group(number)
+            group = self.group(number, at_once)
             return group, self.train(group)
         except Taken as error:
             if alone or processes.count() > 1:  # other processes do not know of it
                 raise
             if len(group) > 1:  # one of them is taken
-                self.begun.difference_update(member.name for member in group[1:])
-                self.at_once, before = 1, self.at_once
-                trained = self.train_from(number, alone)
-                self.at_once = before
-                return trained
+                self.begun.difference_update(member.name for member in group)
+                return self.train_from(number, 1, alone)
             _say(str(error))
             self.left += group
         except Exception as error:
-            begun = len(self.begun) > len(group) or any(is_done(self.workdir / member.folder) for member in self.runs)
-            if alone or processes.count() > 1 or isinstance(error, Stopped) or isinstance(error, Mistake) and not begun:
+            earlier = earlier or any(is_done(self.workdir / member.folder) for member in self.runs)
+            if (
+                alone
+                or processes.count() > 1
+                or isinstance(error, Stopped)
+                or isinstance(error, Mistake)
+                and not earlier
+            ):
                 raise  # a mistake of the first run is likely one of all runs
             if not isinstance(error, Mistake):
                 traceback.print_exc()
@@ -259,22 +263,22 @@ class _Sweep:
                 _say(str(error))
             self.unwritten = f"{error}."
 
-    def group(self, number: int) -> list[Member]:
+    def group(self, number: int, at_once: int) -> list[Member]:
         """Return the run of a number, and those that are to be trained beside it; `_program` becomes theirs."""
         member = self.runs[number]
         if self._made_for is None or _but_for_seed(self._made_for) != _but_for_seed(member):
             self._program, self._made_for = self._make(member), member
-            if self.at_once > 1 and self._program.task.streamed:
+            if at_once > 1 and self._program.task.streamed:
                 _say(
                     "--seeds_at_once: the runs are trained one after another, because their data are streamed in an "
                     "order that depends on the seed."
                 )
-        if self.at_once == 1 or self._program.task.streamed:
+        if at_once == 1 or self._program.task.streamed:
             return [member]
         later = [
             m for m in self.runs[number + 1 :] if m.name not in self.begun and not is_done(self.workdir / m.folder)
         ]
-        return [member, *_beside(member, later, self.workdir)[: self.at_once - 1]]
+        return [member, *_beside(member, later, self.workdir)[: at_once - 1]]
 
     def train(self, group: list[Member]) -> signal.Signals | None:
         """Train runs side by side. If they fail, say so: the others are still wanted."""

@@ -229,7 +229,8 @@ def _says_product(layer: Layer) -> bool:
         return True
 
 
-LAYOUT = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "copy_p")
+LAYOUT = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy")
+LAYOUT += ("name", "optimization_barrier", "reshard", "sharding_constraint")  # they change no value
 
 
 def multiplies_another_weight(layer: Layer) -> bool:

@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import nmjax as nm
 from nmjax.analysis.patterns import violations
@@ -751,7 +752,7 @@ class Scaled(OwnLinear):
 
 class Cast(OwnLinear):
     def change(self, kernel):
-        return jnp.swapaxes(jnp.swapaxes(kernel, 0, 1).astype(jnp.bfloat16), 0, 1)
+        return jnp.swapaxes(jnp.swapaxes(checkpoint_name(kernel, "kernel"), 0, 1).astype(jnp.bfloat16), 0, 1)
 
 
 @pytest.mark.parametrize("inputs", [(), (jnp.ones((4, 8)),), (jnp.ones((2, 4, 8)),)])
