@@ -1,4 +1,4 @@
-"""The fields of every run, with their defaults. A page changes some; the command line can set no others.
+"""The fields of every run, with their defaults. A page may change them. The command line sets only these fields.
 
 Durations are steps, as "200", or a share of the run, as "5%". So are the steps inside a method, as in
 "mdgf(2,4,linear(1,0,75%))". Where a comment says "or module:name", you can write the name of a class or a function of
@@ -30,7 +30,7 @@ def run() -> ConfigDict:
         end=0.0,  # the rate at the last step
     )
     c.masked_decay = 0.0  # strength of the decay of dropped weights (nm.optim.masked_decay)
-    c.model = dict(  # an argument of the model's class
+    c.model = dict(  # name, size, and arguments of the model's class
         name="",  # a model of nmjax/models, or module:name
         size="",  # a name in the model's SIZES
     )
@@ -52,9 +52,9 @@ def image(data: str) -> ConfigDict:
     c = run()
     c.experiment = "image"
     c.data = dict(
-        name="digits",  # digits, mnist, fashion_mnist, cifar10, folder, a file .npz, or module:name
+        name="digits",  # digits, mnist, fashion_mnist, cifar10, folder, an .npz file, or module:name
         dir="",  # the folder that is searched first
-        validation=0.1,  # share of the training images that is kept for evaluation; 0: the test images are used
+        validation=0.1,  # share of the training images that is kept for validation; 0: the test images are used
         crop=1,  # random shift by up to so many pixels; 0: none
         flip=False,  # random mirroring
         mixup=0.0,  # alpha of mixup; 0: none
@@ -109,7 +109,7 @@ def gpt(data: str) -> ConfigDict:
         name="pydoc",  # pydoc, a file or a folder of text, or module:name
         dir="",  # the folder that is searched first
         test="",  # the file for the test; empty: the last tenth of the text
-        validation=0.1,  # share of the training text that is kept for evaluation; 0: the test text is used
+        validation=0.1,  # share of the training text that is kept for validation; 0: the test text is used
         tokenizer="bytes",  # bytes, or a JSON file of Hugging Face's tokenizers
         length=128,  # tokens in a window
         windows=0,  # windows of a text that are evaluated; 0: all
@@ -138,10 +138,10 @@ def finetune(data: str) -> ConfigDict:
     )
     c.rates = ()  # (pattern of parameters, factor of their learning rate); the first decides; 0: they are frozen
     c.data = dict(
-        name="docstrings",  # docstrings, a file .jsonl of text, label and text_b, or module:name
+        name="docstrings",  # docstrings, a .jsonl file of text, label and text_b, or module:name
         dir="",  # the folder that is searched first
         test="",  # the file for the test; empty: a tenth of the examples
-        validation=0.1,  # share of the training examples that is kept for evaluation; 0: the test is used
+        validation=0.1,  # share of the training examples that is kept for validation; 0: the test is used
         length=64,  # tokens to which longer texts are cut
     )
     c.model = dict(

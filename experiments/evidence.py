@@ -15,7 +15,10 @@ from experiments.studies import STUDIES, Gate
 # ---- tables ----
 
 
-HEAD = ["claim", "verdict", "difference of the loss, 95 % interval", "difference of the accuracy, points", "seeds"]
+HEAD = [
+    "claim", "verdict by the loss", "difference of the loss, 95 % interval",
+    "verdict by the accuracy", "difference of the accuracy, points", "seeds",
+]  # fmt: skip
 
 
 def first_screen(results: Path) -> str:
@@ -24,8 +27,8 @@ def first_screen(results: Path) -> str:
     Args:
       results: The folder of the results.
     """
-    rows, missing = [["claim", "verdict", HEAD[2], "seeds", "network"]], []
-    studies = [["study", "network", "dense", "simple methods", "gate", "margin"]]
+    rows, missing = [[*HEAD[:4], "seeds", "network"]], []
+    studies = [["study", "network", "dense reaches", "simple methods reach", "gate", "margin"]]
     for name in STUDIES:
         if not (results / f"{name}.jsonl").exists():
             missing.append(f"`{name}`")
@@ -33,15 +36,16 @@ def first_screen(results: Path) -> str:
         one = judged(name, results)
         for judgement in one.judgements:
             if judgement.claim.first_screen:
-                text, verdict, loss, _, seeds = _cells(judgement, one)
-                verdict += f" (by the accuracy it {judgement.by_accuracy})" if _differs(judgement) else ""
-                rows.append([text, verdict, loss, seeds, one.gate.network])
+                *shown, _, seeds = _cells(judgement, one)
+                rows.append([*shown, seeds, one.gate.network])
         gate, others = one.gate, "; ".join(simple_methods(one.gate, results))
         outcome = f"not passed: {one.failed}" if one.failed else "passed"
         studies.append([f"`{name}`", gate.network, dense(one), others, outcome, f"{gate.margin:g} {gate.unit}"])
     parts = [markdown_table(rows), markdown_table(studies)]
     if missing:
-        parts.append(f"Not run yet: {', '.join(missing)}. Their claims are in [studies](studies).")
+        parts.append(
+            f"Not run yet: {', '.join(missing)}. Their claims are in the files of [experiments/studies](studies)."
+        )
     return "\n\n".join(parts)
 
 
@@ -81,15 +85,9 @@ def claim_rows(one: Judged) -> list[list[str]]:
 
 def _cells(judgement: Judgement, one: Judged) -> list[str]:
     seeds = f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
-    accuracy = _interval(judgement.accuracy, 2, 100.0)
-    if _differs(judgement):
-        accuracy += f" (by the accuracy it {judgement.by_accuracy})"
-    return [judgement.claim.text, judgement.verdict, _interval(judgement.loss, 4), accuracy, seeds]
-
-
-def _differs(judgement: Judgement) -> bool:
-    """Return True if the accuracy has another verdict than the loss."""
-    return bool(judgement.by_accuracy) and judgement.by_accuracy != judgement.verdict
+    by_accuracy = "the same" if judgement.by_accuracy == judgement.verdict else judgement.by_accuracy
+    differences = _interval(judgement.loss, 4), _interval(judgement.accuracy, 2, 100.0)
+    return [judgement.claim.text, judgement.verdict, differences[0], by_accuracy, differences[1], seeds]
 
 
 def _interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
@@ -222,11 +220,12 @@ def legend(gate: Gate) -> str:
     return (
         "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
         f"second. Less loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. FLOPs, "
-        "time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that all arms "
-        "take in turn (`python -m experiments.studies times`). The temporary memory is what a step needs besides its "
-        f"arguments and results. A claim “{effects.OPEN}” if its interval contains the value that is tested: 0 for "
-        "*better*, the margin for *as good*. It can also be so if the interval ends close to this value, because "
-        "p-values are corrected for the number of claims, and intervals are not."
+        "time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that all "
+        "arms take in turn (`python -m experiments.studies times`). The temporary memory is what a step needs "
+        "besides its arguments and results. *No difference that matters*: the interval contains 0 and lies within "
+        f"the margin. A claim “{effects.OPEN}” if the difference is not significant and its interval is too wide to "
+        "say that it does not matter. p-values are corrected for the number of claims, and intervals are not. So an "
+        "interval may exclude the value that is tested, and the claim is open all the same."
     )
 
 

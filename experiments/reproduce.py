@@ -61,7 +61,8 @@ def _figure(name: str, its_study: Study, lines: list[dict]) -> tuple[str, dict[s
     parts = [f"![{part.replace('_', ' ')}](results/{name}_{part}.svg)" for part in drawings]
     parts += ["", table, "", _source(its_study, lines)]
     parts += [f"\n`{line['run']}` {line['outcome']}. It is left out of the tables and pictures." for line in lost]
-    parts += [f"\n{note}" for note in dict.fromkeys(note for line in lines for note in line["notes"])]
+    of = lambda line: f"{line['case']['task']}: " if "task" in line["case"] else ""  # the data that a note is about
+    parts += [f"\n{note}" for note in dict.fromkeys(of(line) + note for line in lines for note in line["notes"])]
     return _text(parts), pictures
 
 

@@ -62,21 +62,22 @@ def _restarts(page: str, data: str) -> tuple[list, list[float]]:
 
 def _saving(stalls: dict, starts: dict, parts: dict) -> list[str]:
     saving = (
-        f"The longest time between two steps while {SAVES} checkpoints are written, over the median step without any; "
-        "and the share of all time that the loop waited for them. Every step's loss is waited for."
+        f"*longest*: the longest time between two steps while {SAVES} checkpoints are written, divided by the median "
+        "step without checkpoints. *share*: the share of the time in which the loop waits for checkpoints. The loop "
+        "also waits for the loss of every step."
     )
     again = (
-        "To the first step, as launch.py tells it: with what was compiled kept, over without, the better of two each. "
-        "Aim: 0.40."
+        "The time from the start of launch.py to its first step. *warm*: compiled programs of an earlier start are "
+        "found in the cache. *cold*: the cache is empty. Each is the better of two. Aim for warm over cold: 0.40."
     )
     whole = (
-        "Seconds of a start that finds everything compiled, one thing after another; a run traces, lowers and reads "
-        "four programs side by side."
+        "The parts of a warm start in seconds, done one after another. A run of launch.py is faster, because it "
+        "traces, lowers and reads four programs at the same time."
     )
     return [
         markdown("Saving", saving, stalls, ["", "longest", "share", "a step", "a checkpoint"]),
         markdown("Starting again", again, starts, ["", "warm over cold", "cold", "warm"]),
-        markdown("What the time goes to", whole, parts, ["", *PARTS]),
+        markdown("The parts of a warm start", whole, parts, ["", *PARTS]),
     ]
 
 
@@ -200,11 +201,12 @@ def _steps(steps: dict) -> str:
             beyond += [f"- {page} {name}, {excess}" for excess in _excesses(collected, moved, result["least"])]
     table = markdown(
         "A step on several devices",
-        "How many collectives the compiled step has, and the megabytes that each device sends by them; the least that "
-        "it can send, and what is sent over that. XLA's compiler for CPUs scatters no sums: it reduces whole "
-        "gradients, which is twice the bytes, and cuts them; the next column counts these as scattered. The time is "
-        "that of one device over: where devices are virtual they share the same cores, and it tells only what cutting "
-        "costs.",
+        "For each kind of collective: how many the compiled step has, and the megabytes that each device sends by "
+        "them. *least MB*: the least that a device can send. *over least*: what it sends, divided by this. XLA's "
+        "compiler for CPUs has no reduce-scatter. It reduces whole gradients, which sends twice the bytes, and then "
+        "cuts them. *scattered* is *over least* if these are counted as reduce-scatters. *time*: the time of a step, "
+        "divided by that on one device. Virtual devices share the same cores, so this time only tells what the "
+        "cutting costs.",
         rows, ["", *KINDS[:3], "others", "least MB", "over least", "scattered", "time"],
     )  # fmt: skip
     return table + ("\nBeyond 1.1 of the least:\n\n" + "\n".join(beyond) + "\n" if beyond else "")
@@ -235,10 +237,11 @@ def _memory(steps: dict) -> str:
         rows[f"{page} {name}"] = [result["share"] / (result["total"] / n), state, *over, uncut]
     return markdown(
         "What a device holds",
-        "The state of a run on each device, over its n-th part; arguments and temporary memory of the compiled step, "
-        "over those on one device, where the batch is n times as large and the training data lie whole; and the "
-        "largest arrays that are not cut.",
-        rows, ["", "state over ideal", "state", "arguments", "temporary", "whole"],
+        "*state over ideal*: the bytes of a run's state on each of n devices, divided by one n-th of the whole "
+        "state. *arguments* and *temporary*: the memory of the compiled step, divided by that on one device. There "
+        "the batch is n times as large, and all training data are on this device. *not cut*: the largest arrays that "
+        "each device has whole.",
+        rows, ["", "state over ideal", "state", "arguments", "temporary", "not cut"],
     )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def transforms(size: int, rounds: int) -> str:
         ways[f"mvue({n},{m}) by sorting"] = partial(sorted_mvue, n=n, m=m, key=jax.random.key(1))
     second = markdown(
         "Other n:m",
-        "Copies, as above: what is used, and the ways that were measured beside it.",
+        "In copies, as above: the way that nmjax uses, and other ways that were tried.",
         sweep(ways, size, rounds),
         ["", *head],
     )

@@ -1,4 +1,4 @@
-"""The search for data: in ``config.data.dir``, the working directory, ``$NMJAX_DATA`` and folders of the system."""
+"""The search for data: in ``config.data.dir``, the current folder, ``$NMJAX_DATA`` and folders of the system."""
 
 import os
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ ABSENT = "the data are missing; a plan does not need them"  # a note of tasks
 def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str | Path] = (), how: str = "") -> Path:
     """Return the first file or folder that exists.
 
-    An earlier place wins over a later one, and in a place an earlier name: ``dir``, the working directory,
+    An earlier place wins over a later one, and in a place an earlier name: ``dir``, the current folder,
     ``$NMJAX_DATA``, the ``system`` folders.
 
     Args:
@@ -31,7 +31,7 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
     places: list[tuple[str, Path | None]] = []
     if dir:
         places.append((f"{dir} (--config.data.dir)", _folder(dir, "--config.data.dir")))
-    places.append(("the working directory", Path()))
+    places.append(("the current folder", Path()))
     if env := os.environ.get("NMJAX_DATA"):
         places.append((f"{env} ($NMJAX_DATA)", _folder(env, "$NMJAX_DATA")))
     else:

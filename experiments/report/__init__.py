@@ -20,7 +20,7 @@ the files:
      "unit": "images" | "tokens",           # what per_second counts
      "metric": "accuracy" | "loss",         # selects the best checkpoint: the highest accuracy, or the lowest loss
      "figures": {name: number, ...},        # of the test split; "validation_...": of that one
-     "beside": [name, ...],                 # runs that were trained in one program with it, if there were any
+     "trained_with": [name, ...],                 # runs that were trained in one program with it, if there were any
      "tags": [text, ...], "note": text,     # as the command line gave them
      "parameters": int,
      "steps": int, "flops": [float, float], # of the run; of a step on average, dense and effective

@@ -107,8 +107,8 @@ def head(run: Run) -> str:
         parts.append(f'<p class="when">{marked(run)}</p>')
     if why.strip():
         parts.append(f'<p class="why">{safe(why.strip())}</p>')
-    if about.get("worth"):
-        parts.append(f'<p class="worth">{safe(about["worth"])}</p>')
+    if about.get("comparison"):
+        parts.append(f'<p class="comparison">{safe(about["comparison"])}</p>')
     figures = about.get("summary") or latest(run)
     if figures:
         tiles = "".join(

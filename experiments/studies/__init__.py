@@ -1,6 +1,6 @@
 """Studies that test the papers' claims.
 
-Each file with a ``get_sweep`` is one. It has a variant for two CPU cores, and some have one for a GPU.
+Each file with a ``get_sweep`` is such a study. It has a variant for two CPU cores, and some have one for a GPU.
 
 This makes the missing runs::
 
@@ -43,7 +43,7 @@ class Claim(NamedTuple):
     Attributes:
       text: The claim as a sentence without a full stop.
       first: The name of the arm that is said to be better, or as good.
-      kind: What is said of it.
+      kind: What the claim says of the first arm and the second.
       second: The name of the other arm.
       first_screen: Whether the claim is one of the few that stand at the top of the page.
     """
@@ -62,7 +62,7 @@ class Gate(NamedTuple):
       network: The network and its data, as "ViT, Fashion-MNIST".
       data: The data of `baselines` with which simple methods are scored.
       metric: The dense network is judged by its "accuracy" or its "loss" on the test data.
-      limit: The lowest accuracy; or the simple method that has the highest loss allowed.
+      limit: The accuracy that dense must reach; or the name of the simple method whose loss dense must stay below.
       worse: The name of the arm that has to be worse than dense by more than the margin.
       margin: A difference of the loss that matters.
       unit: The unit of the loss.
@@ -98,10 +98,10 @@ def named(name: str) -> tuple[ModuleType, str]:
 
 
 def rival(word: str, method: str) -> str:
-    """Return the name of an arm that costs as many FLOPs as a method.
+    """Return the name of an arm that has the same FLOPs as a method.
 
     Args:
-      word: How it comes to this cost: "narrower dense".
+      word: How it comes to these FLOPs, as "narrower dense".
       method: The name of the method.
 
     >>> rival("shorter dense", "STE")

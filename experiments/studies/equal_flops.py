@@ -4,10 +4,11 @@ r"""Progressive gradient flow (arXiv 2402.04744) at equal FLOPs: MdGf against SR
         --results=experiments/results/equal_flops_cpu.jsonl
 
 MdGf's weights are dense for most of the run, so its step costs more than one of SR-STE. The paper claims that MdGf is
-better at equal FLOPs of training. Here SR-STE is given as many FLOPs by more steps, with the λ that SR-STE's paper has
-and with ten times as much. At 1:16 there is also an exponential decay, which leaves 2e-5 before it ends at 70 % of the
-run, and STE with more steps. The dense rivals have a narrower feed-forward layer, or end sooner. The variants cpu and
-qk_cpu train the ViT of methods.py: cpu prunes its feed-forward layers, and qk_cpu its queries and keys too.
+better at equal FLOPs of training. Here SR-STE trains for more steps, until its FLOPs equal those of MdGf, with the λ
+of its paper and with ten times this λ. At 1:16 there is also an exponential decay, which leaves 2e-5 before it ends at
+70 % of the run, and STE with more steps. The dense rivals have a narrower feed-forward layer, or end sooner. The
+variants cpu and qk_cpu train the ViT of methods.py: cpu prunes its feed-forward layers, and qk_cpu its queries and
+keys too.
 """
 
 from typing import Any
@@ -54,7 +55,7 @@ def claims(variant: str = "") -> list[Claim]:
     for pattern in PATTERNS:
         shown, main = pattern.replace(",", ":"), pattern == "1,16"
         mdgf = f"MdGf {shown}"
-        text = f"{mdgf} is better than SR-STE {shown} with as many steps{where}"
+        text = f"{mdgf} is better than SR-STE {shown} after the same number of steps{where}"
         found.append(Claim(text, mdgf, "better than", f"SR-STE {shown}", main))
         for words in LONGER.values():
             text = f"{mdgf} is better than SR-STE {shown} with {words}, at the same FLOPs{where}"

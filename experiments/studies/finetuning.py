@@ -6,7 +6,7 @@ r"""Fine-tuning of a pretrained encoder, MiniLM, with n:m weights.
         --results=experiments/results/finetuning_sst2_cpu.jsonl
 
 It classifies the sentences of SST-2, whose files sst2_train and sst2_dev are in $NMJAX_DATA. All linear layers of the
-blocks are pruned, from the first step on or gradually (MdGf). A dense run that ends sooner costs as many FLOPs as MdGf
+blocks are pruned, from the first step on or gradually (MdGf). A dense run that ends sooner has the same FLOPs as MdGf
 (30 %) + MVUE(dw) at 2:4. There is no narrower rival, because there is no narrower pretrained network.
 """
 

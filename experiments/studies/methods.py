@@ -4,7 +4,7 @@ r"""Methods that prune weights, on networks that have to pass the gates of docs/
         --results=experiments/results/methods_vit_cpu.jsonl
 
 The variants are vit_cpu and vit_gpu on images, and gpt_cpu and gpt_gpu on the bytes of books. Every layer of the blocks
-is pruned. The dense rivals are narrower, or end sooner; they cost as many FLOPs as a method. The arm with random 1:16
+is pruned. The dense rivals are narrower, or end sooner; they have the same FLOPs as a method. The arm with random 1:16
 weights has to be worse than dense. This shows that the study can detect harm.
 """
 
@@ -38,7 +38,7 @@ WHOLE = {  # methods of both networks
 
 
 class Rival(NamedTuple):
-    """The dense rivals of a method, which cost as many FLOPs: a narrower network and a shorter run.
+    """The dense rivals of a method, which have the same FLOPs: a narrower network and a shorter run.
 
     Attributes:
       share: The FLOPs of the method, as a share of dense.

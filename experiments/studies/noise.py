@@ -2,10 +2,10 @@
 
     python -m experiments.studies noise
 
-Three scalars of the feed-forward weights: the variance of |g| over all entries, before the gradient is clipped; and of
-Adam's second moment v both the norm and the variance, because the paper's text speaks of one and its figure shows the
-other. The paper shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of methods.py. All layers of
-its blocks are pruned.
+The study measures three scalars of the feed-forward weights: the variance of |g| over all entries, before the gradient
+is clipped; and of Adam's second moment v both the norm and the variance, because the paper's text speaks of one and
+its figure shows the other. The paper shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of
+methods.py. All layers of its blocks are pruned.
 """
 
 import jax

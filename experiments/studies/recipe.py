@@ -1,4 +1,4 @@
-r"""The method of configs/vit_24.py against dense networks of as many FLOPs, with seeds that had no part in its choice.
+r"""The method of configs/vit_24.py against dense networks at the same FLOPs, with seeds that had no part in its choice.
 
     python launch.py --config=experiments/studies/recipe.py:vit_cpu --sweep \
         --results=experiments/results/recipe_vit_cpu.jsonl

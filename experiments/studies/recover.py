@@ -10,9 +10,10 @@ fine-tunes MiniLM with the same data, length and learning rate. These were not t
 of the blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once, at the
 end, with hardened weights.
 
-- *dense*: no pruning. *shorter*: dense, with fewer steps, so that its FLOPs equal those of *recipe*.
-- One-shot: the model of the dense arm, pruned on those of 128 training texts that have 8 tokens or more.
-- Fine-tuned: pruned while it is trained, starting from MiniLM. *recipe* is mdgf with MVUE in dw. *sparsegpt, ste*
+- *dense*: no pruning. *recipe*: mdgf with MVUE in dw. *shorter*: dense, with fewer steps, so that its FLOPs equal
+  those of *recipe*.
+- One-shot: the model of the dense arm, pruned with 128 training texts. Texts of fewer than 8 tokens are left out.
+- Fine-tuned: pruned while it is trained, starting from MiniLM, as *recipe*. *sparsegpt, ste*
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
 - Recovered: the model of the dense arm, pruned by SparseGPT, and trained for half as many steps again. It is
   compared with *dense, dense*: the same steps without pruning.

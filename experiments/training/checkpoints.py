@@ -34,7 +34,7 @@ class Restored(NamedTuple):
 
     step: int
     state: Any
-    seen: list[dict]  # metrics of steps that are not yet written to metrics.jsonl
+    pending: list[dict]  # metrics of steps that are not yet written to metrics.jsonl
 
 
 class Checkpoints:
@@ -73,12 +73,12 @@ class Checkpoints:
 
     # ---- writing ----
 
-    def save(self, step: int, state: Any, seen: list[dict], best: bool) -> None:
+    def save(self, step: int, state: Any, pending: list[dict], best: bool) -> None:
         """Write the checkpoint of a training step.
 
         The order of writes (`save` returns after number 2, and the rest runs in a thread):
 
-        0. The loop has taken in the figures of all steps. Those without a line in metrics.jsonl yet are `seen`.
+        0. The loop has taken in the figures of all steps. Those without a line in metrics.jsonl yet are `pending`.
         1. The checkpoint before this one is finished: `wait`.
         2. Orbax copies the state to the host, and begins to write it to `STEP/`, in this call.
         3. All processes finish writing: `_finish`.
@@ -91,7 +91,7 @@ class Checkpoints:
         Args:
           step: Number of steps that are done.
           state: The state after them. It may be donated as soon as this returns.
-          seen: Metrics of steps that are not yet written to metrics.jsonl.
+          pending: Metrics of steps that are not yet written to metrics.jsonl.
           best: True if the evaluation after this step is the best so far.
         """
         self.wait()
@@ -101,15 +101,15 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             self._failed(step, error)
             return
-        seen = list(seen)  # later steps append to it while the seal waits
-        self._writing = self._thread.submit(self._finish, step, seen, best)
+        pending = list(pending)  # later steps append to it while the seal waits
+        self._writing = self._thread.submit(self._finish, step, pending, best)
 
-    def _finish(self, step: int, seen: list[dict], best: bool) -> None:
+    def _finish(self, step: int, pending: list[dict], best: bool) -> None:
         try:
             self._orbax.wait_until_finished()  # waits for all processes
             self.lost = None
             if processes.first():
-                seals.write(self.directory, step, best, seen)
+                seals.write(self.directory, step, best, pending)
                 self._remove_old()
         except Exception as error:  # Orbax raises many types of errors when the disk is full
             self._failed(step, error)
@@ -185,14 +185,14 @@ class Checkpoints:
         Raises:
           Failed: If there are checkpoints but none is valid, or if the state has other shapes.
         """
-        step, seen = processes.agreed(lambda: self._last_valid(best, rename_damaged))
+        step, pending = processes.agreed(lambda: self._last_valid(best, rename_damaged))
         if not step:
             return Restored(0, None, [])
         with self._refused(step, "model and optimizer"):
             stored = self._orbax.metadata(self._path(step)).item_metadata.tree
             _compare(stored, shapes._asdict())
             state = self._orbax.restore(self._path(step), shapes._asdict())
-        return Restored(step, type(shapes)(**state), seen)
+        return Restored(step, type(shapes)(**state), pending)
 
     def restore_fields(self, fields: dict[str, Any], best: bool = False) -> tuple[int, dict[str, Any]]:
         """Read some fields of the state of the last valid checkpoint, on any devices. The others are not read.
@@ -236,7 +236,7 @@ class Checkpoints:
             seal = seals.read(self.directory, step)
             damage = seals.damage(self.directory, step, seal)
             if seal is not None and not damage:
-                return step, seal.seen
+                return step, seal.pending
             moved = f" It was renamed to {self._rename_damaged(step)}." if rename_damaged else ""
             self._report(f"The checkpoint of step {step:,} is damaged: {damage}.{moved}")
         if steps:

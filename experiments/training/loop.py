@@ -98,7 +98,7 @@ class Loop:
         seed = self.runs[0].config.seed  # not the program's: it may have been made for another seed
         feed = iter(self.task.feed(seed, start, self.program.mesh))
         for run, each in zip(self.runs.values(), restored, strict=True):
-            run.seen = each.seen
+            run.pending = each.pending
             run.record.begin(start)
             run.best = processes.agreed(lambda run=run: run.record.best(self.task.metric, self.higher_is_better))
         if start < self.total and not self.stale(start):
@@ -182,7 +182,7 @@ class Loop:
           best: The runs whose best score is at this step.
         """
         for i, run in self.runs.items():
-            run.checkpoints.save(step, self.program.part(self.state, i), run.seen, best=i in best)
+            run.checkpoints.save(step, self.program.part(self.state, i), run.pending, best=i in best)
 
     # ---- the end of a run ----
 
@@ -240,10 +240,10 @@ class Loop:
             pictures = self.program.one.pictures(self.program.part(self.state, i))
             flops, validated = self.flops(step), self.scores[i].items() if self.task.validates else ()
             measured = self.measured(i)
-            worth = twin.worth(run.twin, run.workdir, self.task.metric, tests[i], flops, measured)
+            comparison = twin.comparison(run.twin, run.workdir, self.task.metric, tests[i], flops, measured)
             early = [("stopped early", f"after step {step:,} of {self.total:,}")] if step < self.total else []
             figures = tests[i] | {f"validation_{name}": value for name, value in validated}
-            about = {"worth": worth, "steps": step, "flops": flops, "measured": measured, "figures": figures}
+            about = {"comparison": comparison, "steps": step, "flops": flops, "measured": measured, "figures": figures}
             run.record.keep([*self.summary(i, tests[i], best, measured), *early], about, pictures)
 
     def flops(self, step: int) -> list[float]:
@@ -383,6 +383,6 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
                 "larger --config.steps, or a larger --config.epochs."
             )
         seed = shards.placed(np.uint32(runs[0].config.seed), shards.whole(program.mesh))
-        restored = [Restored(other.step, other.state._replace(seed=seed), seen=[])]
+        restored = [Restored(other.step, other.state._replace(seed=seed), pending=[])]
         screen.line(f"continuing from step {other.step:,} of {program.total:,}, from {checkpoints.directory}")
     return restored

@@ -68,7 +68,7 @@ def mean(tables: Collection[dict[str, float]]) -> dict[str, float]:
 class Metered(Protocol):
     """A run as the meter sees it."""
 
-    seen: list[dict]
+    pending: list[dict]
     """Figures of the steps since the last line of metrics, including those restored from a checkpoint."""
 
 
@@ -131,17 +131,17 @@ class Meter:
                 text = f"the {name.replace('_', ' ')} is {figures[name]} at step {step + 1:,} ({before})"
                 self.drop(number, Diverged(text))
                 return
-        self.runs[number].seen.append(figures)
+        self.runs[number].pending.append(figures)
 
     def flush(self) -> None:
         """Report the means of the window so far, and begin a new window."""
-        means = {number: mean(run.seen) for number, run in self.runs.items() if run.seen}
+        means = {number: mean(run.pending) for number, run in self.runs.items() if run.pending}
         if not means or self.last is None:
             return
         now = time.monotonic()
         rate = self._timed / (now - self._clock) if self._timed else None
         for run in self.runs.values():
-            run.seen = []
+            run.pending = []
         self._clock, self._timed = now, 0
         self.report(self.last + 1, means, rate)
 

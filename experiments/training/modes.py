@@ -208,7 +208,7 @@ def _open(runs: list[Run], program: Program, screen: Screen, about: dict, sink: 
     """Begin to write to the directories of the runs."""
     for run in runs:
         beside = [other.name for other in runs if other is not run]
-        run.open(about | {"beside": beside} if beside else about, program, screen, sink)
+        run.open(about | {"trained_with": beside} if beside else about, program, screen, sink)
     with processes.at_end(lambda reason: _close_failed(dict(enumerate(runs)), reason)):
         _refuse_unshared(runs[0].workdir)
 
@@ -254,8 +254,8 @@ def _failed(error: Exception, runs: list[Run], several: bool) -> Failed:
 def _show_summary(run: Run, screen: Screen, named: bool) -> None:
     screen.line(f"\n{run.name}" if named else "")
     places = [("report", f"{run.workdir}/report.html"), ("everything", f"{run.workdir}/")]
-    worth = run.record.about["worth"]
-    screen.rows([*([("in short", worth)] if worth else []), *run.record.about["summary"], *places])
+    comparison = run.record.about["comparison"]
+    screen.rows([*([("in short", comparison)] if comparison else []), *run.record.about["summary"], *places])
 
 
 # ---- evaluating ----
@@ -271,5 +271,5 @@ def evaluate(run: Run, program: Program, screen: Screen) -> None:
                 for split in ("validation", "test") if program.task.validates else ("test",):
                     scores = figures(program.evaluate(state, split))
                     screen.line(f"{name}, step {step:,}, {split}: " + "   ".join(scores))
-    worth = (record.read(run.workdir) or {}).get("worth")
-    screen.rows([("at its end", worth)] if worth else [])
+    comparison = (record.read(run.workdir) or {}).get("comparison")
+    screen.rows([("at its end", comparison)] if comparison else [])

@@ -136,7 +136,7 @@ class Record:
         Args:
           summary: Rows (label, text).
           about: What run.json says of the end: "figures", the scores by name, with "validation_" in front of those of
-            the validation split; "worth", a text that compares the run with its twin; "steps" and "flops".
+            the validation split; "comparison", a text that compares the run with its twin; "steps" and "flops".
           pictures: Arrays and texts, as the task's `pictures` returns them.
         """
         self.about |= {"summary": summary, **about}
@@ -201,7 +201,7 @@ class Record:
 
         An error does not end the run. It is reported once.
         """
-        at_once = 1 + len(self.about.get("beside", ()))  # runs that share the time
+        at_once = 1 + len(self.about.get("trained_with", ()))  # runs that share the time
         if self._showing * at_once > SHOWING * self.elapsed():
             return
         began = time.monotonic()

@@ -37,7 +37,7 @@ class Run:
     ):  # fmt: skip
         self.name, self.config, self.workdir, self.labels, self.twin = name, config, workdir, labels or {}, twin
         self.identity = digest.identity(config)
-        self.seen: list[dict] = []  # figures of the steps since the last line of metrics
+        self.pending: list[dict] = []  # figures of the steps since the last line of metrics
         self.best: tuple[int, float] | None = None  # the step and the score of the best evaluation so far
 
     def check(self) -> None:
@@ -53,7 +53,7 @@ class Run:
         """
         self.check()
         if self.finished():  # its directory is only read, except for new labels
-            record.complete(self.workdir, self.labels | self.worth(record.read(self.workdir) or {}))
+            record.complete(self.workdir, self.labels | self.comparison(record.read(self.workdir) or {}))
             yield
             return
         with lock.held(self.workdir):
@@ -64,12 +64,12 @@ class Run:
         """Return whether the directory holds this run finished."""
         return record.finished(self.workdir)
 
-    def worth(self, about: dict) -> dict[str, str]:
+    def comparison(self, about: dict) -> dict[str, str]:
         """Return what run.json says of a finished run beside its twin, if it has one."""
         if self.twin is None or "figures" not in about:
             return {}
         told = (about["metric"], about["figures"], about["flops"], about.get("measured", {}))
-        return {"worth": twins.worth(self.twin, self.workdir, *told)}
+        return {"comparison": twins.comparison(self.twin, self.workdir, *told)}
 
     def open(self, about: dict, program: Program, screen: Screen, sink: str) -> None:
         """Begin to write to the run's directory.

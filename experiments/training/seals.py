@@ -16,8 +16,8 @@ class Seal(NamedTuple):
     """The content of a seal."""
 
     best: bool  # the checkpoint was the best when it was saved
-    seen: list[dict]  # figures of the steps since the last line of metrics
-    sums: dict[str, int]  # a checksum of every file of the checkpoint
+    pending: list[dict]  # figures of the steps since the last line of metrics
+    checksums: dict[str, int]  # a checksum of every file of the checkpoint
 
 
 def path(directory: Path, step: int) -> Path:
@@ -25,9 +25,9 @@ def path(directory: Path, step: int) -> Path:
     return directory / f"{step}.json"
 
 
-def write(directory: Path, step: int, best: bool, seen: list[dict]) -> None:
+def write(directory: Path, step: int, best: bool, pending: list[dict]) -> None:
     """Seal the finished checkpoint of a step."""
-    seal = Seal(best, seen, _sums(directory / str(step)))
+    seal = Seal(best, pending, _checksums(directory / str(step)))
     replace(path(directory, step), json.dumps(seal._asdict()))
 
 
@@ -35,7 +35,7 @@ def read(directory: Path, step: int) -> Seal | None:
     """Return the seal of a step, or None if it cannot be read."""
     try:
         content = json.loads(path(directory, step).read_text())
-        return Seal(content["best"], content["seen"], content["sums"])
+        return Seal(content["best"], content["pending"], content["checksums"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -55,21 +55,21 @@ def damage(directory: Path, step: int, seal: Seal | None) -> str:
     """Return in words how the files of a checkpoint differ from its seal, or "" if they do not."""
     if seal is None:
         return "its seal cannot be read"
-    for name, wanted in seal.sums.items():
+    for name, wanted in seal.checksums.items():
         file = directory / str(step) / name
         if not file.is_file():
             return f"{name} is missing"
-        if _sum(file) != wanted:
+        if _checksum(file) != wanted:
             return f"{name} is not what was written"
     return ""
 
 
-def _sums(directory: Path) -> dict[str, int]:
+def _checksums(directory: Path) -> dict[str, int]:
     files = sorted(file for file in directory.rglob("*") if file.is_file())
-    return {str(file.relative_to(directory)): _sum(file) for file in files}
+    return {str(file.relative_to(directory)): _checksum(file) for file in files}
 
 
-def _sum(path: Path) -> int:
+def _checksum(path: Path) -> int:
     total = 0
     with path.open("rb") as file:
         while part := file.read(1 << 24):

@@ -138,7 +138,7 @@ def _dense(fields: dict[str, Any]) -> bool:
     return all(fields.get(f"sparsity.{name}", name) == "dense" for _, name in fields["rules"])
 
 
-def worth(
+def comparison(
     twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float], flops: list[float],
     measured: Mapping[str, float],
 ) -> str:  # fmt: skip

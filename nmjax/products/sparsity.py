@@ -116,8 +116,8 @@ class Sparsity(Value):
         """Return an equivalent method for the phase that contains a step.
 
         In that phase both give the same values and gradients, and both have the same state. Where a schedule has ended,
-        the result does not read it any more. So a kernel may run a product that is n:m from then on. A slot whose
-        equivalent pruner would be used in another way keeps its pruner.
+        the result does not read it any more. So a kernel may run a product that is n:m from then on. A slot
+        keeps its own pruner if the simpler one would change its rounding, its random numbers or its state.
 
         Args:
           step: A step, at least 0.

@@ -256,11 +256,11 @@ def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_pat
     for seed in range(4):
         here, there = (folder / f"seed={seed}" for folder in (tmp_path / "runs", alone))
         alike(here, there, made.shapes)
-        assert about(here)["beside"] == [f"seed={seed ^ 1}"]
+        assert about(here)["trained_with"] == [f"seed={seed ^ 1}"]
         assert json.loads((here / "config.json").read_text())["seed"] == seed
         assert left(here) == left(there)
         assert [line for line in files.lines(here / "metrics.jsonl") if line["kind"] == "train"][-1]["per_second"] > 0
-    assert "beside" not in about(alone / "seed=0")
+    assert "trained_with" not in about(alone / "seed=0")
     figures = {line["run"]: line["figures"]["loss"] for line in results(tmp_path)}
     assert len(set(figures.values())) == 4
     both, functions = made.beside(2), ("train", "score", "hard_score", "harden", "measure", "masks", "flips")
@@ -331,7 +331,12 @@ def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
         command.main([*words, "--sweep", "--seeds_at_once=2"], "")
     command.main([*words, "--sweep", "--seeds_at_once=2"], "")
     said = capsys.readouterr().out
-    assert [about(runs / f"seed={seed}").get("beside") for seed in range(4)] == [None, ["seed=2"], ["seed=1"], None]
+    assert [about(runs / f"seed={seed}").get("trained_with") for seed in range(4)] == [
+        None,
+        ["seed=2"],
+        ["seed=1"],
+        None,
+    ]
     assert said.count("continuing from step 1 of 4") == 3
     assert "seed=0: None of the checkpoints in" in said
     for seed in range(4):

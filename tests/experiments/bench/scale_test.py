@@ -85,7 +85,13 @@ def test_all_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     assert command.main(["scale", "--config", "configs/vit_sste.py:smoke", "--rounds", "1", "--save", "here"]) == 0
     text = (tmp_path / "here.md").read_text()
-    titles = ["A step on several devices", "What a device holds", "Saving", "Starting again", "What the time goes to"]
+    titles = [
+        "A step on several devices",
+        "What a device holds",
+        "Saving",
+        "Starting again",
+        "The parts of a warm start",
+    ]
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == titles
     (row,) = (line for line in text.splitlines() if "smoke 4 x data" in line)
     assert row.split("|")[7].strip() == "1.00"  # over the least: nothing is sent but gradients and figures

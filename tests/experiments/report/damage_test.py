@@ -49,7 +49,7 @@ ODD += [{"accuracy": "x"}, {"accuracy": None, "hardened_accuracy": [1]}, {"name"
 def make_odd(folder, draw):
     """Make a run in which some fields have odd values."""
     about = ["name", "outcome", "metric", "steps", "flops", "figures", "began", "ended", "tags", "note", "parameters"]
-    about += ["summary", "header", "notes", "versions", "machine", "git", "command", "unit", "worth"]
+    about += ["summary", "header", "notes", "versions", "machine", "git", "command", "unit", "comparison"]
     make(folder, outcome=draw.choice(["finished", "running"]))
     for file, fields in {"run.json": about, "config.json": ["seed", "data", "model", "sparsity", "experiment"]}.items():
         content = json.loads((folder / file).read_text())

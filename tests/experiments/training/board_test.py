@@ -151,7 +151,7 @@ def test_reports_take_a_small_share_of_the_time_of_a_run(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(record.report, "write", slow)
     run = begun(tmp_path)
-    run.about["beside"] = ["x"] * beside
+    run.about["trained_with"] = ["x"] * beside
     for _ in range(1000):
         now[0] += 1.0
         run.show()

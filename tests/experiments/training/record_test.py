@@ -32,7 +32,7 @@ def figures(loss, norm=1.0):
 
 def meter(window, told, runs=1):
     """One that notes what it tells, and takes out runs that are lost; the error of the last is raised."""
-    going = {number: SimpleNamespace(seen=[]) for number in range(runs)}
+    going = {number: SimpleNamespace(pending=[]) for number in range(runs)}
 
     def drop(number, error):
         if len(going) == 1:

@@ -171,7 +171,7 @@ def test_a_checkpoint_that_cannot_be_read_is_renamed(how, tmp_path):
         SPOILT[how](tmp_path / "checkpoints" / "2" / path)
         told = []
         found = Checkpoints(tmp_path, told.append).restore(shapes())
-        assert (found.step, found.seen) == (1, [{"loss": 0.5}])
+        assert (found.step, found.pending) == (1, [{"loss": 0.5}])
         np.testing.assert_array_equal(found.state.params["w"], np.arange(5000.0) + 1)
         assert len(told) == 1
         assert "The checkpoint of step 2 is damaged: " in told[0]
@@ -235,7 +235,7 @@ def test_a_seal_holds_nothing_of_later_steps(tmp_path):
     checkpoints.save(1, small(1), seen, best=False)
     seen.append({"loss": 1.0})
     checkpoints.close()
-    assert Checkpoints(tmp_path).restore(shapes()).seen == [{"loss": 2.0}]
+    assert Checkpoints(tmp_path).restore(shapes()).pending == [{"loss": 2.0}]
 
 
 def test_the_last_two_and_the_best_are_kept(tmp_path):

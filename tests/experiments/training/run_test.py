@@ -355,9 +355,9 @@ def test_a_finished_run_is_evaluated_from_its_checkpoint(finished):
     last = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()][-1]
     assert f"last, step 4, test: accuracy {last['accuracy']:.2%}, hardened {last['hardened_accuracy']:.2%}" in said
     assert "best, step" in said
-    worth = json.loads((workdir / "run.json").read_text())["worth"]
-    assert worth
-    assert f"at its end  {worth}" in said
+    comparison = json.loads((workdir / "run.json").read_text())["comparison"]
+    assert comparison
+    assert f"at its end  {comparison}" in said
 
 
 @pytest.mark.processes

@@ -134,7 +134,7 @@ def test_the_sentence(tmp_path, monkeypatch):
     own.mkdir(parents=True)
     (own / "config.json").write_text(digest.identity(read(f"--config={VIT}")).text)
     scores = {"hardened_accuracy": 0.978, "accuracy": 0.979}
-    say = lambda **measured: twin.worth(its_twin, own, "accuracy", scores, [200.0, 146.0], measured)
+    say = lambda **measured: twin.comparison(its_twin, own, "accuracy", scores, [200.0, 146.0], measured)
     assert say() == (
         "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: train that "
         "page too, or use --with_twin"
@@ -149,14 +149,14 @@ def test_the_sentence(tmp_path, monkeypatch):
         recorded(tmp_path / "runs" / str(seed), its_twin, seed, accuracy)
     error = math.sqrt(sum((a - 0.984) ** 2 for a in (0.98, 0.982, 0.99)) / 2 / 3)
     assert say().endswith(f"dense 98.40% ± {error:.2%} (3 seeds)")
-    assert twin.worth(None, own, "accuracy", {"accuracy": 1.0}, [1.0, 1.0], {}) == ""
-    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5}, [2.0, 1.0], {})  # the runs of the twin have no loss
+    assert twin.comparison(None, own, "accuracy", {"accuracy": 1.0}, [1.0, 1.0], {}) == ""
+    loss = twin.comparison(its_twin, own, "loss", {"loss": 1.5}, [2.0, 1.0], {})  # the runs of the twin have no loss
     assert loss.startswith("loss 1.5000 (lower is better), 0.50 of the dense FLOPs; no run of")
     dense = tmp_path / "alone" / "dense"
     recorded(dense, its_twin, 0, 0.9)  # the run is finished, and is not compared with itself
-    said = twin.worth(its_twin, dense, "accuracy", {"accuracy": 0.9}, [2.0, 2.0], {})
+    said = twin.comparison(its_twin, dense, "accuracy", {"accuracy": 0.9}, [2.0, 2.0], {})
     assert said == "90.00%, 1.00 of the dense FLOPs"  # --with_twin would train the same again
-    loss = twin.worth(its_twin, own, "loss", {"loss": 1.5, "hardened_loss": 1.6}, [2.0, 2.0], {})
+    loss = twin.comparison(its_twin, own, "loss", {"loss": 1.5, "hardened_loss": 1.6}, [2.0, 2.0], {})
     assert loss.startswith("hardened loss 1.6000 (lower is better), 1.00 of")
 
 
@@ -189,13 +189,13 @@ def test_a_twin_is_trained_first_and_compared_with(tmp_path, capsys):
     (own,), (others,) = about["measured"].items(), beside["measured"].items()
     assert own[0] == others[0] == "step_bytes"  # four steps are too few to tell their time
     costs = f"{share:.2f} of the dense FLOPs, {own[1] / others[1]:.2f} of the temporary memory of dense"
-    assert about["worth"] == f"{score:.2%} hardened, {costs}; dense {dense:.2%} (1 seed)"
-    assert about["worth"] in (tmp_path / "run" / "report.html").read_text()
+    assert about["comparison"] == f"{score:.2%} hardened, {costs}; dense {dense:.2%} (1 seed)"
+    assert about["comparison"] in (tmp_path / "run" / "report.html").read_text()
     assert re.search(r"in short +\d", capsys.readouterr().out)
     before = files.lines(tmp_path / "run/twin/metrics.jsonl")
     run = json.loads((tmp_path / "run" / "run.json").read_text())
-    (tmp_path / "run" / "run.json").write_text(json.dumps(run | {"worth": "there was no twin"}))
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run | {"comparison": "there was no twin"}))
     command.main(words, "")  # again: both are finished, and compared again
     assert capsys.readouterr().out.count("finished already") == 2
     assert files.lines(tmp_path / "run/twin/metrics.jsonl") == before
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["worth"] == about["worth"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["comparison"] == about["comparison"]
