@@ -381,7 +381,7 @@ def delivery(found: Found) -> None:
         broken = nm.metrics.violations(nnx.state(hard, nnx.Param), nm.nnx.patterns(model))
         found.put(f"nnx/{name}/violations", broken)
         _planned(found, f"nnx/{name}", model, x)
-    found.put("nnx/masks of a recipe", nm.nnx.masks(Net(nnx.Rngs(1)), recipe))
+    found.put("nnx/masks of a dense model", nm.nnx.masks(nm.nnx.sparsify(Net(nnx.Rngs(1)), recipe)))
     errors = jax.jit(lambda x: nm.nnx.gradient_errors(model, loss, x))
     found.put("nnx/several/gradient errors", errors(x))
     bert = lambda: nm.models.BERT(**nm.models.bert.SIZES["tiny"], vocabulary=50, length=8, classes=4, rngs=nnx.Rngs(0))

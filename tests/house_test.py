@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 HOUSE = {
     "nmjax": {
         "core": (
-            "versions", "refusal", "value", "names", "context", "fusion", "groups", "merging", "random", "paths",
+            "versions", "refusal", "value", "names", "random", "context", "fusion", "groups", "merging", "paths",
             "layer_paths", "pruner", "bases",
         ),
         "pruners": (
@@ -32,7 +32,7 @@ HOUSE = {
             "keeping", "applying", "weights", "rule", "activated", "functions", "sites",
         ),
         "recipes": ("methods", "text", "table", "missed"),
-        "analysis": ("flops", "refusals", "savings", "runs", "plan", "patterns", "metrics", "picture"),
+        "analysis": ("flops", "scopes", "refusals", "savings", "runs", "plan", "patterns", "metrics", "picture"),
         "programs": ("parameters", "rewriting", "running", "sites", "transform", "__init__"),
         "policies": (),
         "fusing": (),

@@ -36,8 +36,8 @@ def make_look(program: Program) -> looking.Look:
     masks_jump = bool(pruners) and all(pruner.selects for pruner in pruners)
 
     def masks(state):
-        model = nnx.merge(program.graph, state.params, state.rest)
-        return dict(nnx.to_flat_state(nnx.as_pure(nm.nnx.masks(model, MASKS))))
+        model = nm.nnx.sparsify(nnx.merge(program.graph, state.params, state.rest), MASKS)
+        return dict(nnx.to_flat_state(nnx.as_pure(nm.nnx.masks(model))))
 
     def split(state):
         flat = dict(nnx.to_flat_state(program._harden(state)))

@@ -5,7 +5,6 @@ They are functions of arrays or pytrees, in which None is skipped. Sums are take
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,7 +19,6 @@ from nmjax.core.pruner import Pruner
 from nmjax.products.functions import einsum
 from nmjax.products.pruning import prune
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import identity
 
 Key: TypeAlias = Any  # a jax.random.key, an int seed, or two uint32 words
 
@@ -309,7 +307,7 @@ def gradient_error(
         return jax.vjp(product, w)[1](g)
 
     stochastic = sparsity.drhs_g.stochastic or sparsity.drhs_lhs.stochastic
-    exact = dw(replace(sparsity, drhs_g=identity, drhs_lhs=identity), key)
+    exact = dw(sparsity.only(fwd_lhs=sparsity.fwd_lhs, fwd_rhs=sparsity.fwd_rhs), key)
     return _error(lambda key: dw(sparsity, key), _keys(key, draws if stochastic else 1), exact, sure=not stochastic)
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+
+from nmjax.core import random
 
 
 class Axes(NamedTuple):
@@ -57,6 +60,15 @@ class Ctx:
         Ctx(key=0, step=5, state=None, axes=None, partner=None)
         """
         return dataclasses.replace(self, **changes)
+
+    def traceable(self) -> "Ctx":
+        """Return this context with an int seed as two words, so that it can be an argument of a JAX transformation.
+
+        >>> Ctx(key=3).traceable().key.tolist()
+        [0, 3]
+        """
+        is_seed = isinstance(self.key, (int, np.integer))
+        return self.replace(key=random.words(self.key)) if is_seed else self
 
     def axes_of(self, ndim: int, axis: int) -> Axes:
         """Return the axes beside the pruned one. If no product has set them, they follow the convention of ``axes``.

@@ -46,7 +46,7 @@ class NormalForm(NamedTuple):
 # Members that describe what __call__ returns. A class that overrides __call__ does not inherit them.
 _PROMISES = (
     "reads_step", "has_prune_members", "has_prune_tile", "pattern", "pattern_across", "kept", "kept_across", "selects",
-    "normal_form", "growth", "phases", "at",
+    "keeps_zeros", "normal_form", "growth", "phases", "at",
 )  # fmt: skip
 
 
@@ -69,6 +69,18 @@ class Pruner(Value):
 
     outermost: ClassVar[bool] = False  # True: it cannot be a part of another pruner
     reads_step: ClassVar[bool] = True  # False: __call__ itself uses ctx.step for random numbers only
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for f in fields(self):
+            value = getattr(self, f.name)
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"{type(self).__name__}: {f.name} must be hashable, got a {type(value).__name__}. Write a number, a "
+                    "text, a tuple or a frozen dataclass."
+                ) from None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Reset `_PROMISES` to their defaults if the class overrides the ``__call__`` of another pruner."""
@@ -102,9 +114,9 @@ class Pruner(Value):
 
     @property
     def parts(self) -> tuple["Pruner", ...]:
-        """The pruners inside this one."""
+        """The pruners inside this one: its fields, and the members of its fields, that are pruners."""
         values = (getattr(self, f.name) for f in fields(self))
-        return tuple(v for v in values if isinstance(v, Pruner))
+        return tuple(p for v in values for p in (v if isinstance(v, tuple) else (v,)) if isinstance(p, Pruner))
 
     @property
     def block(self) -> int:
@@ -180,6 +192,14 @@ class Pruner(Value):
         """True if a call only keeps or drops: ``p(x) == where(p.mask(x), x, 0)``."""
         return False
 
+    @property
+    def keeps_zeros(self) -> bool:
+        """True if zeros of the argument are zeros of the result. Then a `chain` keeps the patterns of the parts before.
+
+        A class that changes the values that it keeps, and returns zeros for zeros, should define it as True.
+        """
+        return self.selects
+
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         """Return the mask of the entries that a call with the same arguments keeps.
 
@@ -199,7 +219,7 @@ class Pruner(Value):
         return min((p.kept(step) for p in self.parts), default=1.0)
 
     def kept_across(self, step: int | None = None) -> float:
-        """Return, as `kept` does, the largest share that a group along the other axis of a weight keeps."""
+        """Return the share of values that a call keeps in groups along the other axis of a weight, as `kept` does."""
         return min((p.kept_across(step) for p in self.parts), default=1.0)
 
     @property

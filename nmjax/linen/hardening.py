@@ -10,7 +10,6 @@ from flax.core import meta
 from jaxtyping import Array, Float
 
 from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
-from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.linen.leaves import Leaves, Names, Sited
@@ -20,7 +19,6 @@ from nmjax.products.pruning import along
 from nmjax.products.slot import slot_context
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
-from nmjax.recipes.table import Recipe
 
 Variables = TypeVar("Variables", bound=Mapping[str, Any])
 
@@ -241,19 +239,16 @@ def _broken(layer: Sited) -> jax.Array | None:
     return layer.over(count, out=0).sum()
 
 
-def masks(variables: Mapping[str, Any], recipe: Recipe | None = None) -> Any:
+def masks(variables: Mapping[str, Any]) -> Any:
     """Return the masks of the weights at this step.
 
     Args:
       variables: As of `set_step`.
-      recipe: A recipe whose final masks are wanted, made from the current weights. Use it to count the flips that a
-        dense run would have.
 
     Returns:
       A tree like ``variables["params"]``. A parameter without a mask has True.
 
     Raises:
-      ValueError: A rule of the recipe matches no layer, or a weight has no final form.
       TypeError: A pruner has no mask, because it does not only keep or drop.
 
     >>> from flax import linen as nn
@@ -264,43 +259,35 @@ def masks(variables: Mapping[str, Any], recipe: Recipe | None = None) -> Any:
     >>> masks["kernel"].shape, int(masks["kernel"].sum()), bool(masks["bias"])
     ((8, 4), 16, True)
     """
-    if recipe is not None:
-        recipe.check(paths(variables))
     made: dict[Names, jax.Array] = {}
     for layer in Leaves.of(variables).sites():
-        p = layer.site.sparsity.fwd_rhs if recipe is None else recipe(layer.path).fwd_rhs.final
+        p = layer.site.sparsity.fwd_rhs
         if p != identity:
             layer.check()
-            made[layer.where] = called(layer, p, p.mask, recipe is None, back=True)
+            made[layer.where] = called(layer, p, p.mask, back=True)
     boxed = lambda v: isinstance(v, meta.AxisMetadata)
     flat, tree = jax.tree_util.tree_flatten_with_path(variables["params"], is_leaf=boxed)
     name = lambda keys: ("params", *(getattr(part, "key", part) for part in keys))
     return tree.unflatten([meta.replace_boxed(v, made.get(name(keys), jnp.array(True))) for keys, v in flat])
 
 
-def called(
-    layer: Sited, p: Pruner, call: Callable[..., jax.Array], at_its_time: bool = True, *, back: bool = False
-) -> jax.Array:
-    """Call a pruner, or its mask, on a layer's weight as the product gets it.
+def called(layer: Sited, p: Pruner, call: Callable[..., jax.Array], *, back: bool = False) -> jax.Array:
+    """Call a pruner, or its mask, on a layer's weight as the product gets it, with the layer's time, noise and state.
 
     Args:
       layer: The layer, or a stack.
-      p: The pruner.
+      p: The pruner of its weight.
       call: The pruner itself, or its ``mask``.
-      at_its_time: True to read the layer's time, noise and state; else the step is 0, and state is made new.
       back: True for the result in the layout of the weight; else in that of the operand, with the axes of stacks first.
     """
     origin = layer.site.origin
     label, operand = f"{layer.path}: fwd_rhs={p}", origin.operand
 
     def one(site: SiteVariable, weight: jax.Array) -> jax.Array:
-        ctx = context_of(*site.own()) if at_its_time else Ctx(random.words(0), 0)
+        ctx = slot_context(context_of(*site.own()), "fwd_rhs")
 
         def of_operand(w: jax.Array) -> jax.Array:
-            own = ctx
-            if not at_its_time and p.has_state:
-                own = ctx.replace(state={"fwd_rhs": along(label, p, w, operand, ctx, p.init)[0]})
-            result, restore = along(label, p, w, operand, slot_context(own, "fwd_rhs"), call)
+            result, restore = along(label, p, w, operand, ctx, call)
             return restore(result)
 
         return origin.parameter.apply(of_operand, weight, back=back)
@@ -332,17 +319,15 @@ def scales(variables: Mapping[str, Any]) -> dict[str, Float[Array, "*stack"]]:
     >>> nm.linen.scales(nm.linen.reset_state(variables))
     {'': Array(2.2, dtype=float32)}
     """
-    by_path: dict[str, jax.Array] = {}
-    for layer in Leaves.of(variables).sites():
-        for name, value in (_scale(layer) or {}).items():
-            by_path[name] = value
-    return by_path
+    by_path = {layer.path: _scale(layer) for layer in Leaves.of(variables).sites()}
+    return {path: scale for path, scale in by_path.items() if scale is not None}
 
 
-def _scale(layer: Sited) -> dict[str, jax.Array] | None:
+def _scale(layer: Sited) -> jax.Array | None:
+    """Return the scale in the state of a layer, or None if there is none."""
     state = layer.site.state
     if state is None or "fwd_rhs" not in state:
         return None
     of_layer: Callable[..., Any] = lambda site, _: site.own()[2]["fwd_rhs"]
     scale = [v for v in jax.tree.leaves(layer.over(of_layer, 0)) if jnp.issubdtype(v.dtype, jnp.floating)]
-    return {layer.path: scale[-1]} if scale else None
+    return scale[-1] if scale else None

@@ -164,7 +164,7 @@ class DeclaredLayer(Layer):
         try:
             hash(key)
         except TypeError:  # the layer has an attribute without a hash
-            key = (id(self.module), flat, tokens)
+            key = (id(self.module), flat, self.declaration, self.weight_name, tokens)
         if key not in self.traced:
             try:
                 self.traced[key] = _uses(graph, flat, self.declaration, self.weight_name, tokens)

@@ -12,8 +12,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
-from nmjax.core import random
-from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.nnx.delivery import put_site
 from nmjax.nnx.doors import Layer
@@ -25,7 +23,6 @@ from nmjax.products.slot import slot_context
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter
 from nmjax.pruners import identity
-from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
 
@@ -70,7 +67,7 @@ def harden(model: Model) -> Model:
     (True, 2:4 along axis 0)
     """
     hard = nnx.clone(model)
-    users, hardened = _users(hard), set()
+    users, hardened = users_of(hard), set()
     distances: list[tuple[str, int, float | None]] = []
     for layer in layers(hard):
         site = layer.site
@@ -84,7 +81,7 @@ def harden(model: Model) -> Model:
             time = site.arrays()[1]
             if sites.has_schedule(slot) and time is not None and not isinstance(final, jax.core.Tracer):
                 step = int(time.reshape(-1)[0])
-                distances.append((layer.path, step, sites.distance(called(layer, slot, slot, site), final)))
+                distances.append((layer.path, step, sites.distance(called(layer, slot, slot), final)))
             write(kernel, final)
             hardened.add(id(kernel))
             layer.drop_mask()
@@ -121,7 +118,7 @@ def _final_weights(
     return over(stack, one)(weight, state)
 
 
-def _users(model: Any) -> dict[int, list[User]]:
+def users_of(model: Any) -> dict[int, list[User]]:
     """Return all places that use a variable, by the variable's identity."""
     layer_of = {(id(layer.module), layer.weight_name): layer for layer in layers(model)}
     users: dict[int, list[User]] = defaultdict(list)
@@ -226,19 +223,19 @@ def violations(model: Any) -> dict[str, jax.Array | None]:
     return checked({p: None if q is None else groups_that_break(kernels[p], q) for p, q in promised.items()})
 
 
-def masks(model: Any, recipe: Recipe | None = None) -> nnx.State[Any, Any]:
+def masks(model: Any) -> nnx.State[Any, Any]:
     """Return the masks of the weights at this step.
 
+    To see the masks that a dense model would have, make a copy of it sparse: ``masks(sparsify(nnx.clone(model),
+    recipe))``.
+
     Args:
-      model: A sparse model; or a dense one, if a recipe is given.
-      recipe: A recipe whose final masks are wanted, made from the current weights. Use it to count the flips that a
-        dense run would have.
+      model: A sparse model.
 
     Returns:
       A state like ``nnx.state(model, nnx.Param)``. A parameter without a mask has True.
 
     Raises:
-      ValueError: A rule of the recipe matches no layer, or a weight has no final form.
       TypeError: A pruner has no mask, because it does not only keep or drop.
 
     >>> import nmjax as nm
@@ -248,46 +245,39 @@ def masks(model: Any, recipe: Recipe | None = None) -> nnx.State[Any, Any]:
     ((8, 4), 16, True)
     """
     by_kernel: dict[int, jax.Array] = {}
-    with_doors = list(layers(model))
-    if recipe is not None:
-        recipe.check(layer.path for layer in with_doors)
-    for layer in with_doors:
-        p = layer.sparsity.fwd_rhs if recipe is None else recipe(layer.path).fwd_rhs.final
+    for layer in layers(model):
+        p = layer.sparsity.fwd_rhs
         if p != identity:
-            by_kernel[id(layer.kernel)] = called(layer, p, p.mask, layer.site if recipe is None else None)
-    by_path = {user.path: by_kernel[i] for i, users in _users(model).items() if i in by_kernel for user in users}
+            by_kernel[id(layer.kernel)] = called(layer, p, p.mask)
+    by_path = {user.path: by_kernel[i] for i, users in users_of(model).items() if i in by_kernel for user in users}
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return nnx.from_flat_state([(path, v.replace(by_path.get(path, jnp.array(True)))) for path, v in flat])
 
 
-def called(layer: Layer, p: Pruner, call: Callable[..., jax.Array], site: Site | None) -> jax.Array:
-    """Call a pruner, or its mask, on a layer's weight as the product gets it.
+def called(layer: Layer, p: Pruner, call: Callable[..., jax.Array]) -> jax.Array:
+    """Call a pruner, or its mask, on a layer's weight as the product gets it, with the layer's time, noise and state.
 
     Args:
       layer: The layer, or a stack.
-      p: The pruner.
+      p: The pruner of its weight.
       call: The pruner itself, or its ``mask``.
-      site: The site whose time, noise and state are read. If None, the step is 0, and state is made new.
 
     Returns:
       An array of the weight's shape.
     """
-    label, operand, steps = f"{layer.path}: fwd_rhs={p}", layer.operand, layer.steps
+    label, operand, steps, site = f"{layer.path}: fwd_rhs={p}", layer.operand, layer.steps, layer.site
     assert operand is not None
+    assert site is not None
 
     def one(weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any) -> jax.Array:
         return steps.apply(lambda w: of_operand(w, words, time, state), weight, back=True)
 
     def of_operand(weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any) -> jax.Array:
-        ctx = Ctx(random.words(0), 0)
-        if site is not None:
-            ctx = layer_ctx((words, time, state), site.ranks)
-        elif p.has_state:
-            ctx = ctx.replace(state={"fwd_rhs": along(label, p, weight, operand, ctx, p.init)[0]})
+        ctx = layer_ctx((words, time, state), site.ranks)
         result, restore = along(label, p, weight, operand, slot_context(ctx, "fwd_rhs"), call)
         return restore(result)
 
-    return over(layer.stack, one)(layer.weight(), *((None, None, None) if site is None else site.arrays()))
+    return over(layer.stack, one)(layer.weight(), *site.arrays())
 
 
 def scales(model: Any) -> dict[str, Float[Array, "*stack"]]:

@@ -11,7 +11,7 @@ from jax import lax
 from nmjax.analysis import metrics
 from nmjax.analysis.metrics import Error, Weight
 from nmjax.nnx.delivery import times
-from nmjax.nnx.hardening import called
+from nmjax.nnx.hardening import called, users_of
 from nmjax.nnx.layers import layers
 from nmjax.nnx.variables import write
 from nmjax.pruners import identity
@@ -36,7 +36,7 @@ def weights(model: Any) -> dict[str, Weight]:
         p = layer.sparsity.fwd_rhs
         if p == identity:
             continue
-        pruned = called(layer, p, p, layer.site)
+        pruned = called(layer, p, p)
         by_path[layer.path] = metrics.weight(p, layer.weight(), pruned, layer.contracted)
     return by_path
 
@@ -69,7 +69,9 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
         if layer.site is not None:
             whole = layer.site.sparsity
             layer.site.sparsity = whole.only(fwd_lhs=whole.fwd_lhs, fwd_rhs=whole.fwd_rhs)
-    paths = {layer.path: layer.kernel_path for layer in layers(model) if layer.site and layer.has_weight}
+    users = users_of(model)
+    sparse = [layer for layer in layers(model) if layer.site and layer.has_weight]
+    paths = {layer.path: [user.path for user in users[id(layer.kernel)]] for layer in sparse}
     graph, state = nnx.split(model)
 
     def one(draw: jax.Array) -> dict[str, jax.Array]:
@@ -80,10 +82,12 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
         return _kernels(nnx.grad(loss)(copy, *args), paths)
 
     drawn, wanted = lax.map(one, jnp.arange(draws)), _kernels(nnx.grad(loss)(exact, *args), paths)
-    return {path: metrics.error(drawn[path], wanted[path]) for path in paths}
+    return {path: metrics.error(drawn[path], wanted[path]) for path in drawn}
 
 
-def _kernels(grads: nnx.State[Any, Any], paths: dict[str, str]) -> dict[str, jax.Array]:
-    """Return the gradients of kernels, by the paths of their layers."""
-    flat = {"/".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
-    return {path: flat[kernel] for path, kernel in paths.items() if kernel in flat}
+def _kernels(grads: nnx.State[Any, Any], paths: dict[str, list[tuple[Any, ...]]]) -> dict[str, jax.Array]:
+    """Return the gradients of kernels, by the paths of their layers. A shared kernel has one gradient, at one of its
+    paths."""
+    flat = {path: v[...] for path, v in nnx.to_flat_state(grads)}
+    found = {layer: [flat[path] for path in places if path in flat] for layer, places in paths.items()}
+    return {layer: of_kernel[0] for layer, of_kernel in found.items() if of_kernel}

@@ -226,7 +226,7 @@ def write(variable: nnx.Variable[jax.Array], value: jax.Array) -> None:
     old = variable.get_value()
     if not isinstance(value, jax.core.Tracer) and not isinstance(old, jax.core.Tracer):
         # A device_put commits an array to its device, and a program that got it uncommitted would compile once more.
-        if not isinstance(old, jax.Array) or old.committed:
+        if isinstance(old, jax.ShapeDtypeStruct) or (isinstance(old, jax.Array) and old.committed):
             value = jax.device_put(value, old.sharding)
     else:
         sharding = jax.typeof(old).sharding

@@ -126,8 +126,9 @@ def same_rows(value: jax.Array, slot: Slot, other: str, axes: Mapping[str, Opera
       axes: The axes of each slot's operand.
       few: The rows that it has chosen.
     """
+    assert isinstance(slot.core, rows)
     with jax.named_scope(other):
-        return take(value, axes[other], few.places, slot.pruner.block)
+        return take(value, axes[other], few.places, slot.core.block)
 
 
 def reads_partner(product: StaticProduct) -> bool:

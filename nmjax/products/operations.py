@@ -11,7 +11,8 @@ from jax import lax
 from nmjax.core import groups
 from nmjax.products.pruning import Operand, Shaped
 
-DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+Axes = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 
 
 class Operation(Protocol):
@@ -60,14 +61,19 @@ class Dot:
         rf = tuple(a for a in range(rhs_ndim) if a not in rc + rb)
         g_b, g_lf = tuple(range(len(lb))), tuple(range(len(lb), len(lb) + len(lf)))
         g_rf = tuple(range(len(lb) + len(lf), len(lb) + len(lf) + len(rf)))
-        between = lambda ndim, contract: tuple(a for a in range(1, ndim - 1) if a not in contract)
+
+        def operand(ndim: int, contract: Axes, other: Axes, batch: Axes) -> Operand:
+            space = tuple(a for a in range(1, ndim - 1) if a not in contract + batch)
+            return Operand(contract, other, space, batch)
+
+        g_ndim = len(lb + lf + rf)
         return {
-            "fwd_lhs": Operand(lc, lf, between(lhs_ndim, lc), lb),
-            "fwd_rhs": Operand(rc, rf, between(rhs_ndim, rc), rb),
-            "dlhs_g": Operand(g_rf, g_lf, between(len(lb + lf + rf), g_rf), g_b),
-            "dlhs_rhs": Operand(rf, rc, between(rhs_ndim, rf), rb),
-            "drhs_g": Operand(g_lf, g_rf, between(len(lb + lf + rf), g_lf), g_b),
-            "drhs_lhs": Operand(lf, lc, between(lhs_ndim, lf), lb),
+            "fwd_lhs": operand(lhs_ndim, lc, lf, lb),
+            "fwd_rhs": operand(rhs_ndim, rc, rf, rb),
+            "dlhs_g": operand(g_ndim, g_rf, g_lf, g_b),
+            "dlhs_rhs": operand(rhs_ndim, rf, rc, rb),
+            "drhs_g": operand(g_ndim, g_lf, g_rf, g_b),
+            "drhs_lhs": operand(lhs_ndim, lf, lc, lb),
         }
 
 
@@ -99,7 +105,7 @@ class Conv:
         features, batches = self.feature_group_count, self.batch_group_count
         return {
             "fwd_lhs": Operand((xc,), (xb,), space(xs), runs=features),
-            "fwd_rhs": Operand((wi,), (wo,), space(ws)),
+            "fwd_rhs": Operand((wi,), (wo,), space(ws), other_runs=features * batches),
             "dlhs_g": Operand((gc,), (gb,), space(gs), runs=features * batches),
             "dlhs_rhs": Operand((wo,), (wi,), space(ws), runs=features * batches),
             "drhs_g": Operand((gb, *space(gs)), (gc,), space(gs)),

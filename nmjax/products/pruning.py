@@ -37,6 +37,7 @@ class Operand(NamedTuple):
       space: The axes of positions, such as height and width.
       batch: The axes of the product's batch.
       runs: The number of equal parts of the contraction that no group may straddle: feature groups of a convolution.
+      other_runs: The number of equal parts of the last axis of ``other`` that no tile may straddle, likewise.
       ragged: True if a call cuts the contraction into parts that no group may straddle: the tokens of each expert.
       known: False if only the sizes of the axes of features are known, before a call. Errors then state no shape.
     """
@@ -46,6 +47,7 @@ class Operand(NamedTuple):
     space: tuple[int, ...]
     batch: tuple[int, ...] = ()
     runs: int = 1
+    other_runs: int = 1
     ragged: bool = False
     known: bool = True
 
@@ -162,6 +164,11 @@ def _check_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) ->
         raise ValueError(
             f"{subject} and draws random numbers: pass a key, as Ctx(key=jax.random.key(0), step=step) or "
             "prune(..., key=...)."
+        )
+    if p.tiles and operand.other_runs > 1 and x.shape[operand.other[-1]] % (p.block * operand.other_runs):
+        raise ValueError(
+            f"{subject}: its tiles of {p.block} x {p.block} values would lie in two of the {operand.other_runs} feature "
+            "groups. Leave this layer dense."
         )
     if operand.runs > 1 and p.reorders:
         raise ValueError(f"{subject}: its order would mix the {operand.runs} feature groups. Leave this layer dense.")

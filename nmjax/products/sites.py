@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from nmjax.core import groups, layer_paths, random
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
-from nmjax.products.pruning import Operand, pruned
+from nmjax.products.pruning import Operand, along, pruned
 from nmjax.products.slot import SLOTS, WEIGHT, slot_state
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
@@ -84,8 +84,13 @@ def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state: Any 
     p = sparsity.fwd_rhs.final
     if p == identity:
         return w
-    own_state = sparsity.fwd_rhs.final_state(slot_state(state, "fwd_rhs"))
-    return pruned(f"fwd_rhs={p}", p, w, operand, Ctx(state=own_state))
+    trained, label = sparsity.fwd_rhs, f"fwd_rhs={p}"
+    ctx = Ctx(state=trained.final_state(slot_state(state, "fwd_rhs")))
+    if p.block == trained.block:
+        return pruned(label, p, w, operand, ctx)
+    # A mask has the shape of training, where axes were merged for the groups of another pruner. No key is read.
+    hard, restore = along(label, trained, w, operand, ctx.replace(key=0), p)
+    return restore(hard)
 
 
 def distance(now: Any, hard: Any) -> float | None:

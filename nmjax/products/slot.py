@@ -151,13 +151,13 @@ def _check_slot(slot: Slot) -> None:
         raise ValueError(
             f"{slot}: it keeps state, but the norms of the other operand are new at every call. Write by='own'."
         )
-    if forward and p.noise_without_rule:
-        raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
     if forward and slot.storage is not None and slot.storage.stochastic:
         raise ValueError(
             f"{slot}: a forward operand is rounded to nearest, because several products must see the same value. "
             f"Random rounding is for gradients, in dlhs_g and drhs_g. Here write fp8({slot.storage.format!r})."
         )
+    if forward and p.noise_without_rule:
+        raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
     if p.needs_state and slot.name not in WEIGHT:
         raise ValueError(
             f"{slot}: only a weight keeps state between steps, in fwd_rhs or dlhs_rhs. Here write a pruner without "

@@ -171,7 +171,7 @@ class Sparsity(Value):
     def _states(self, rhs: jax.Array, axes: tuple[int | tuple[int, ...], ...], ctx: Ctx, make: str) -> dict[str, Any]:
         """Return the states of the weight slots. ``axes`` are those of the contraction, the outputs and the batch."""
         inward, outward, batch = (_axes(rhs, each) for each in axes)
-        space = tuple(a for a in range(rhs.ndim) if a not in inward + outward)
+        space = tuple(a for a in range(rhs.ndim) if a not in inward + outward + batch)
         forward, backward = Operand(inward, outward, space, batch), Operand(outward, inward, space, batch)
         states: dict[str, Any] = {}
         slot = self.slots["fwd_rhs"]

@@ -52,12 +52,28 @@ class chain(ByParts):
         return all(p.selects for p in self.parts)
 
     @property
+    def keeps_zeros(self) -> bool:
+        return all(p.keeps_zeros for p in self.parts)
+
+    @property
+    def _deciding(self) -> tuple[Pruner, ...]:
+        """The parts whose zeros are zeros of the result: the last one that does not keep zeros, and all after it."""
+        first = max((i for i, p in enumerate(self.parts) if not p.keeps_zeros), default=0)
+        return self.parts[first:]
+
+    @property
     def pattern(self) -> Pattern | None:
-        return _sparsest(p.pattern for p in self.parts)
+        return _sparsest(p.pattern for p in self._deciding)
 
     @property
     def pattern_across(self) -> Pattern | None:
-        return _sparsest(p.pattern_across for p in self.parts)
+        return _sparsest(p.pattern_across for p in self._deciding)
+
+    def kept(self, step: int | None = None) -> float:
+        return min((p.kept(step) for p in self._deciding), default=1.0)
+
+    def kept_across(self, step: int | None = None) -> float:
+        return min((p.kept_across(step) for p in self._deciding), default=1.0)
 
     def normal_form(self) -> NormalForm:
         """Return the normal form. An `fp8` at the end is the storage. If exactly one other part prunes, it is
@@ -170,6 +186,10 @@ class rescale(ByParts, SamePattern):
         check_inner(self, self.p)
         if self.over not in ("auto", "spatial", "group"):
             raise ValueError(f"{self}: over must be 'auto', 'spatial' or 'group'.")
+
+    @property
+    def keeps_zeros(self) -> bool:
+        return self.p.keeps_zeros
 
     def over_in(self, space: tuple[int, ...]) -> str:
         """Return the values that share a norm in an array with these axes of space: "spatial" or "group".

@@ -83,7 +83,7 @@ class ste(SameValues):
     reads_step = False
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return straight_through(self.p, axis, x, ctx)
+        return straight_through(self.p, axis, x, ctx.traceable())
 
     def normal_form(self) -> NormalForm:
         """Return the normal form. If the part prunes nothing, it is applied without the rule, which changes nothing."""
@@ -137,7 +137,7 @@ class sr_ste(SameValues):
             )
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return _decayed_through(self.p, self.lam, axis, x, ctx)
+        return _decayed_through(self.p, self.lam, axis, x, ctx.traceable())
 
 
 @dataclass(frozen=True, repr=False)

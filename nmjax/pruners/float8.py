@@ -135,8 +135,12 @@ class fp8(Pruner):
     def final(self) -> Pruner:
         return fp8(self.format)
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return True
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        return straight_through(_Cast(self.format, self.rounding), axis, x, ctx)
+        return straight_through(_Cast(self.format, self.rounding), axis, x, ctx.traceable())
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return jnp.ones_like(x, bool)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,6 +56,10 @@ class stages(Pruner):
     def selects(self) -> bool:
         return all(p.selects for p in self.parts)
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return all(p.keeps_zeros for p in self.parts)
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self._one_m() is not None:
             return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
@@ -75,12 +80,8 @@ class stages(Pruner):
 
     def _switch(self, ctx: Ctx, call: Callable[[Pruner, Ctx], jax.Array]) -> jax.Array:
         """Call the pruner of the row that applies."""
-
-        def branch(i: int, p: Pruner) -> Callable[[list[Ctx]], jax.Array]:
-            return lambda contexts: call(p, contexts[i])
-
-        branches = [branch(i, p) for i, p in enumerate(self.parts)]
-        return lax.switch(row_at(self.rows, ctx.step), branches, split_ctx(self, ctx))
+        branches = [partial(call, p, part) for p, part in zip(self.parts, split_ctx(self, ctx), strict=True)]
+        return lax.switch(row_at(self.rows, ctx.step), branches)
 
     @property
     def noise_without_rule(self) -> bool:
@@ -206,6 +207,10 @@ class stage(Pruner):
     @property
     def selects(self) -> bool:
         return self.now.selects
+
+    @property
+    def keeps_zeros(self) -> bool:
+        return self.now.keeps_zeros
 
     def normal_form(self) -> NormalForm:
         """Return the normal form of the row, with the path to its state. Storage in the row counts as pruning."""

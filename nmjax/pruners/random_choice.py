@@ -51,6 +51,10 @@ class uniform(Grouped):
     def selects(self) -> bool:
         return not self.rescale
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return True
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.sample(x, self.draw(x, axis, ctx), axis)
 

@@ -126,6 +126,10 @@ class permute(Remembering):
     def selects(self) -> bool:
         return self.p.selects
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return self.p.keeps_zeros
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self._permuted(x, axis, ctx, self.p)
 
@@ -147,7 +151,8 @@ class permute(Remembering):
         size = x.shape[axis]
         words = random.fold(random.words(0), ctx.step)
         orders = jnp.argsort(random.bits(words, random.counter((self.draws, size))), axis=1)
-        left = lambda order: jnp.sum(self.p(jnp.take(x, order, axis), axis) != 0, dtype=jnp.int32)
+        own = ctx.replace(state=None)
+        left = lambda order: jnp.sum(self.p(jnp.take(x, order, axis), axis, own) != 0, dtype=jnp.int32)
         return orders[jnp.argmax(lax.map(left, orders))]
 
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:

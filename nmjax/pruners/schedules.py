@@ -195,7 +195,7 @@ class optax_schedule(Value):
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "args", args)
-        object.__setattr__(self, "kwargs", tuple(kwargs.items()))
+        object.__setattr__(self, "kwargs", tuple(sorted(kwargs.items())))
         super().__post_init__()
         for value in (*args, *kwargs.values()):
             if not isinstance(value, (int, float, str, tuple, list, type(None), np.generic)):

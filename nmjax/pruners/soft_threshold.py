@@ -59,6 +59,10 @@ class soft(Remembering, Grouped):
         if self.scale not in ("frozen", "now", "one"):
             raise ValueError(f"{self}: scale must be 'frozen', 'now' or 'one'.")
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return True
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         shrunk = self._shrunk(x, axis)
         if self.scale == "now":

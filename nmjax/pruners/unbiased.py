@@ -58,6 +58,10 @@ class mvue(Grouped):
     def stochastic(self) -> bool:
         return True
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return True
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return self.sample(x, self.draw(x, axis, ctx), axis)
 

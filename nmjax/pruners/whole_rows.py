@@ -82,6 +82,10 @@ class rows(ByParts):
     def selects(self) -> bool:
         return self.p.selects
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return True
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         return scaled(x, self.scales(x, axis, ctx))
 

@@ -32,7 +32,7 @@ from nmjax.core.pruner import Pruner
 from nmjax.core.value import Value, as_written, show, written
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import ELSE, Sparsity
-from nmjax.pruners import schedules
+from nmjax.pruners import identity, schedules
 from nmjax.recipes import methods
 
 PRUNERS: dict[str, Callable[..., Any] | Pruner] = {
@@ -188,7 +188,10 @@ def _replaced(method: Sparsity, slots: dict[str, Pruner], else_dense: bool | tup
     """Replace slots of a method; what a method of another module was written as stays in the text."""
     if not slots and not else_dense:
         return method
-    sparsity, text = replace(method, **slots, else_dense=else_dense or method.else_dense), written(method)
+    left = method.else_dense
+    if isinstance(left, tuple):
+        left = tuple(slot for slot in left if slots.get(slot) != identity)
+    sparsity, text = replace(method, **slots, else_dense=else_dense or left), written(method)
     if text is None:
         return sparsity
     alone = () if isinstance(else_dense, bool) else else_dense

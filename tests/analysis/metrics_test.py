@@ -618,3 +618,9 @@ def test_all_pairs_of_flips_are_a_metric():
     far = {(i, j): float(metrics.sad(masks[i], masks[j])) for i, j in itertools.product(range(4), repeat=2)}
     assert all(far[i, j] == far[j, i] and (far[i, j] > 0) == (i != j) for i, j in far)
     assert all(far[i, k] <= far[i, j] + far[j, k] for i, j, k in itertools.product(range(4), repeat=3))
+
+
+def test_the_error_of_a_slot_that_may_be_dense():
+    x, w, g = jnp.ones((4, 2)), jnp.ones((2, 3)), jnp.arange(12.0).reshape(4, 3)
+    error = lambda text: metrics.gradient_error(nm.parse(text), x, w, g)
+    assert error("drhs_g=mse(2,4) else dense") == error("drhs_g=mse(2,4)")

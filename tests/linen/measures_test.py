@@ -72,12 +72,9 @@ def test_patterns_are_those_of_nnx():
 
 def test_masks_and_scales_are_those_of_nnx():
     variables, model = both()
-    for recipe in (None, nm.Recipe({"up": "ste(1,4)", "head": "s_ste(2,4)", "down|out": "dense"})):
-        masks, expected = linen.masks(variables, recipe), nnx.to_pure_dict(nm.nnx.masks(model, recipe))
-        jax.tree.map(np.testing.assert_array_equal, masks, expected)
-        assert all(v.dtype == bool for v in jax.tree.leaves(masks))
-    with pytest.raises(ValueError, match="decide for no layer"):
-        linen.masks(variables, nm.Recipe({"mlp": "ste(2,4)"}))
+    masks, expected = linen.masks(variables), nnx.to_pure_dict(nm.nnx.masks(model))
+    jax.tree.map(np.testing.assert_array_equal, masks, expected)
+    assert all(v.dtype == bool for v in jax.tree.leaves(masks))
     scales, expected = linen.scales(variables), nm.nnx.scales(model)
     assert list(scales) == list(expected) == ["up"]
     np.testing.assert_allclose(scales["up"], expected["up"], rtol=1e-6)

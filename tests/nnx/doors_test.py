@@ -5,6 +5,7 @@ import itertools
 import pickle
 import re
 import warnings
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -807,3 +808,27 @@ def test_a_stack_of_declared_layers_without_an_input(text, size):
     ]
     if "s_ste" not in text:
         np.testing.assert_array_equal(weight, jnp.stack(alone))
+
+
+def test_two_doors_of_a_layer_with_an_attribute_without_a_hash():
+    @dataclass
+    class Settings:
+        width: int = 8
+
+    class Two(nnx.Module):
+        def __init__(self):
+            self.v, self.w = (nnx.Param(jax.random.normal(jax.random.key(i), (8, 8))) for i in range(2))
+            self.settings = Settings()
+
+        def __call__(self, x):
+            return x @ self.w[...]
+
+        def encode(self, x):
+            return x @ self.v[...]
+
+    nm.nnx.door(Two, weight=("w",), input=lambda layer: (-1, 8))
+    nm.nnx.door(Two, weight=("v",), method="encode", input=lambda layer: (-1, 8))
+    hard = nm.nnx.harden(nm.nnx.sparsify(Two(), nm.Recipe({".*": "ste(2,4)"})))
+    assert {path: str(pattern) for path, pattern in nm.nnx.patterns(hard).items()} == {
+        "v": "2:4 along axis 0", "w": "2:4 along axis 0",
+    }  # fmt: skip

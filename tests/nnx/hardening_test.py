@@ -330,3 +330,20 @@ def test_a_product_that_may_be_dense_may_be_dense_when_hardened():
     model = nm.nnx.sparsify(Attention(), recipe("fwd_lhs=mse(2,4) else dense", "scores"))
     np.testing.assert_array_equal(nm.nnx.harden(model)(p, v), model(p, v))
     assert nm.nnx.gradient_errors(model, lambda m, p, v: m(p, v).sum(), p, v) == {}
+
+
+def test_a_mask_of_the_last_stage_keeps_the_layout_of_training():
+    """The first stage has larger groups, so the axes of the weight are merged, and the mask has the merged shape."""
+
+    def hardened(first):
+        stages = nm.stages(((0, first), (100, nm.hold(nm.mse(2, 4)))))
+        model = nnx.LinearGeneral((2, 4), 4, axis=(-2, -1), rngs=nnx.Rngs(0))
+        model = nm.nnx.sparsify(model, nm.Recipe({".*": nm.Sparsity(fwd_rhs=nm.ste(stages))}))
+        nm.nnx.set_step(model, 100)
+        x = np.eye(8, dtype=np.float32).reshape(8, 2, 4)
+        hard = nm.nnx.harden(model)
+        np.testing.assert_allclose(hard(x), model(x), rtol=1e-6)
+        return hard.kernel[...]
+
+    np.testing.assert_array_equal(hardened(nm.mse(1, 8)), hardened(nm.mse(2, 4)))
+    assert np.count_nonzero(hardened(nm.mse(1, 8)).reshape(2, 4, 4), 1).max() == 2

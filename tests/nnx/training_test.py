@@ -123,18 +123,15 @@ def test_masks_for_the_optimizer_and_for_flip_rates():
 
 
 @pytest.mark.slow
-def test_virtual_masks_of_a_dense_model():
+def test_masks_that_a_dense_model_would_have():
     model, _ = task("resnet")
     kernel = model.blocks[0].conv1.kernel[...]
-    for text in ("ste(2,4)", "s_ste(2,4)", "sdgf(2,4,dense=10)", "fwd_rhs=ste(hold(mse(2,4)))"):
-        recipe = nm.Recipe(((r"blocks/.*", text),))
-        masks = nnx.jit(nm.nnx.masks, static_argnames="recipe")(model, recipe=recipe)
+    for text in ("ste(2,4)", "s_ste(2,4)", "fwd_rhs=ste(hold(mse(2,4)))"):
+        masks = nnx.jit(nm.nnx.masks)(nm.nnx.sparsify(nnx.clone(model), nm.Recipe(((r"blocks/.*", text),))))
         np.testing.assert_array_equal(masks["blocks"][0]["conv1"]["kernel"][...], nm.groups.top(kernel, 2, 2, 4))
         assert masks["stem"]["kernel"].shape == ()
         flipped = jax.tree.map(lambda m: ~m if m.ndim else m, masks)
         assert float(nm.metrics.flip_rate(masks, flipped)) == 1  # what has no mask counts nothing
-    with pytest.raises(ValueError, match="decide for no layer"):
-        nm.nnx.masks(model, nm.Recipe(((r"block/.*", "ste(2,4)"),)))
 
 
 def test_masks_are_those_in_use():
@@ -179,3 +176,29 @@ def test_measures_of_weights_and_gradients():
     assert top.bias > 0.05 > 1e-6 > top.variance  # biased, and the same in every draw
     assert dense.bias < 1e-5  # no backward slot: what is left is rounding, the same in every draw
     assert dense.variance < 1e-10
+
+
+def test_variables_may_be_numpy_arrays():
+    """A restored state may have them."""
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "s_ste(2,4)"}))
+    expected = nm.nnx.harden(model).kernel[...]
+    nnx.update(model, jax.tree.map(np.asarray, nnx.state(model)))
+    nm.nnx.set_step(model, 3)
+    nm.nnx.reseed(model, 1)
+    assert int(model.dot_general.time[...].reshape(-1)[0]) == 3
+    np.testing.assert_array_equal(nm.nnx.harden(model).kernel[...], expected)
+
+
+def test_layers_that_share_a_kernel_have_the_error_of_its_gradient():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.a, self.b = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+            self.b.kernel = self.a.kernel
+
+        def __call__(self, x):
+            return self.b(self.a(x))
+
+    model = nm.nnx.sparsify(Tied(), nm.Recipe({".*": "mvue(2,4)"}))
+    errors = nm.nnx.gradient_errors(model, lambda m, x: (m(x) ** 2).mean(), jnp.eye(8), draws=2)
+    assert errors.keys() == {"a", "b"}
+    assert errors["a"].variance == errors["b"].variance > 0

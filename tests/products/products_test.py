@@ -1079,3 +1079,30 @@ def test_an_operand_of_integers_has_no_gradient(method):
         return (nm.einsum("ti,io->to", x, w, sparsity=sparsity, ctx=nm.Ctx(key=jax.random.key(0))) ** 2).sum()
 
     chex.assert_trees_all_close(jax.grad(loss)(w, x), jax.grad(loss)(w, x.astype(F32)), rtol=1e-6)
+
+
+def test_the_norms_of_sdgp_do_not_mix_the_matrices_of_a_batch():
+    """A product with two batch axes is that of each of its parts along the second one."""
+    x, w = normal(0, 2, 3, 4, 8), normal(1, 2, 3, 8, 4)
+    g = normal(2, 2, 3, 4, 4) * np.array([1.0, 10.0, 100.0], np.float32)[None, :, None, None]
+    sdgp = nm.methods.sdgp(2, 4)
+
+    def dx(spec, x, w, g):
+        return jax.vjp(lambda x: nm.einsum(spec, x, w, sparsity=sdgp), x)[1](g)[0]
+
+    whole = dx("bhqk,bhkd->bhqd", x, w, g)
+    parts = [dx("bqk,bkd->bqd", x[:, h], w[:, h], g[:, h]) for h in range(3)]
+    np.testing.assert_allclose(whole, np.stack(parts, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_do_not_lie_in_two_feature_groups():
+    def call(outputs):
+        x, w = jnp.ones((1, 5, 8)), normal(0, 1, 4, outputs)
+        transposable = nm.Sparsity(fwd_rhs=nm.ste(nm.transposable(2, 4)))
+        return nm.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=2, sparsity=transposable
+        )
+
+    assert call(8).shape == (1, 5, 8)
+    with pytest.raises(ValueError, match="tiles of 4 x 4 values would lie in two of the 2 feature groups"):
+        call(4)

@@ -409,3 +409,15 @@ def test_the_plan_says_what_is_saved_here():
     demanding = nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),), backend="compact")
     refused = nm.nnx.plan(convolution, jnp.ones((1, 8, 8, 8)), recipe=demanding).refused
     assert "dw cannot be compacted" in refused[0][1]
+
+
+def test_a_stage_of_rows_multiplies_the_rows_of_its_own_groups():
+    """The groups of a row of `stages` are smaller than those that fit all rows."""
+    stages = nm.stages(((0, nm.rows(nm.hold(nm.mse(2, 4)))), (100, nm.rows(nm.hold(nm.mse(1, 8))))))
+    x, w, whole = normal(0, 4, 16), normal(1, 16, 8), nm.Sparsity(fwd_rhs=nm.ste(stages))
+    state = whole.init(w, contract=0, out=1)
+    for step in (0, 100):
+        ctx = nm.Ctx(step=step, state=state)
+        expected = nm.dot_general(x, w, MATMUL, sparsity=whole, ctx=ctx, backend="xla")
+        found = nm.dot_general(x, w, MATMUL, sparsity=whole.at(step), ctx=ctx, backend="compact")
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

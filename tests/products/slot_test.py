@@ -183,3 +183,9 @@ def test_a_class_that_computes_otherwise_promises_nothing():
     assert twice(mse).pattern is None  # its part is 2:4, it may not be
     assert twice(mse).normal_form().core == twice(mse)
     assert twice(mse).depends_on_step
+
+
+def test_random_rounding_in_a_forward_slot_is_refused_with_what_to_write_instead():
+    with pytest.raises(ValueError, match=r"rounded to nearest.*Here write fp8\('e4m3'\)"):
+        nm.Sparsity(fwd_rhs=nm.fp8("e4m3", "random"))
+    nm.Sparsity(fwd_rhs=nm.fp8("e4m3"))

@@ -1,9 +1,12 @@
-"""`rescale`: the norm that it restores, in arrays with and without axes of space."""
+"""Pruners of pruners: what `rescale` restores, what a `chain` promises, and what their parts get."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import nmjax as nm
 from nmjax.core.context import Axes
@@ -90,3 +93,94 @@ def test_what_is_promised_does_not_depend_on_over(over):
     assert nm.rescale(nm.hold(nm.mse(2, 4), 3), over).final == nm.rescale(nm.hold(nm.mse(2, 4)), over)
     assert nm.parse_pruner(str(p)) == p
     assert str(p) == ("rescale(mse(2,4))" if over == "auto" else f"rescale(mse(2,4),over='{over}')")
+
+
+@dataclass(frozen=True, repr=False)
+class plus(nm.Pruner):
+    """Adds one to every value, also to zeros."""
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return x + 1
+
+
+@dataclass(frozen=True, repr=False)
+class average(nm.Pruner):
+    """Returns the mean of what several pruners return."""
+
+    pruners: tuple[nm.Pruner, ...]
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return sum(p(x, axis, ctx) for p in self.pruners) / len(self.pruners)
+
+
+@pytest.mark.parametrize(
+    ("p", "pattern", "kept"),
+    [
+        (nm.chain(nm.mse(2, 4), plus()), None, 1.0),
+        (nm.chain(nm.mse(1, 8), plus(), nm.mse(2, 4)), (2, 4), 0.5),
+        (nm.chain(nm.chain(nm.mse(2, 4), plus()), nm.fp8("e4m3")), None, 1.0),
+        (nm.chain(nm.mse(2, 4), nm.rescale(nm.mse(1, 4)), nm.fp8("e4m3")), (1, 4), 0.25),
+        (nm.chain(nm.mvue(1, 4), nm.uniform(2, 4), nm.soft(2, 4), nm.mvue_approx(2, 4)), (1, 4), 0.25),
+    ],
+    ids=str,
+)
+def test_a_chain_promises_the_zeros_that_later_parts_keep(p, pattern, kept):
+    assert (p.pattern, p.kept()) == (pattern, kept)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 16)), jnp.float32)
+    y = np.asarray(nm.prune(p, x, key=0))
+    n, m = pattern or (1, 1)
+    assert np.count_nonzero(y.reshape(64, -1, m), -1).max() == n
+
+
+def test_a_product_whose_chain_ends_the_pattern_is_not_packed():
+    draw = lambda seed: jax.random.normal(jax.random.key(seed), (128, 128), jnp.bfloat16)
+    sparsity = nm.Sparsity(drhs_g=nm.chain(nm.mse(2, 4), plus()))
+
+    def gradients(backend):
+        product = lambda x, w: nm.einsum("ti,io->to", x, w, sparsity=sparsity, backend=backend)
+        return jax.vjp(product, draw(0), draw(1))[1](draw(2))
+
+    for packed, emulated in zip(gradients("interpret"), gradients("xla"), strict=True):
+        np.testing.assert_array_equal(packed, emulated)
+    assert nm.flops.effective(sparsity) == (1.0, 1.0, 1.0)
+
+
+def test_pruners_in_a_tuple_are_parts():
+    p = average((nm.mvue(2, 4), nm.mse(1, 8)))
+    assert (p.parts, p.block, p.stochastic) == ((nm.mvue(2, 4), nm.mse(1, 8)), 8, True)
+    with pytest.raises(ValueError, match="pass a key"):
+        nm.prune(p, jnp.ones(8))
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": nm.Sparsity(drhs_g=p)}))
+    assert model.dot_general.words is not None
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        nm.stages(((0, nm.identity), (10, nm.mvue(2, 4)))),
+        nm.ste(nm.mvue(2, 4)),
+        nm.sr_ste(nm.uniform(2, 4, rescale=False)),
+        nm.fp8("e4m3", "random"),
+    ],
+    ids=str,
+)
+def test_an_int_seed_is_the_key_of_its_words(p):
+    x = jnp.arange(1.0, 65.0)
+    for seed in (3, 2**40 + 3):
+        expected = p(x, ctx=nm.Ctx(key=nm.random.words(seed), step=10))
+        call = lambda x, seed=seed: p(x, ctx=nm.Ctx(key=seed, step=10))
+        np.testing.assert_array_equal(call(x), expected)
+        np.testing.assert_allclose(jax.jit(call)(x), expected, rtol=1e-6)
+        assert jax.grad(lambda x, call=call: call(x).sum())(x).shape == x.shape
+
+
+def test_an_order_is_chosen_by_the_pruner_of_its_step():
+    w = jnp.asarray(np.random.default_rng(0).standard_normal(64) * (np.random.default_rng(1).random(64) < 0.6))
+    late = nm.permute(nm.stages(((0, nm.identity), (10, nm.mse(2, 4)))), every=10)
+    at = lambda p: p.init(w, ctx=nm.Ctx(step=10))
+    np.testing.assert_array_equal(at(late), at(nm.permute(nm.mse(2, 4), every=10)))
+
+
+def test_a_field_without_a_hash_is_refused():
+    with pytest.raises(TypeError, match=r"average: pruners must be hashable, got a dict. Write a number"):
+        average({"a": nm.mse(2, 4)})

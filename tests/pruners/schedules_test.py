@@ -103,3 +103,11 @@ def test_equal_schedules_share_a_trace():
 def test_bad_schedules_say_so(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_the_order_of_keywords_does_not_matter():
+    one = nm.optax_schedule("linear_schedule", init_value=1.0, end_value=0.0, transition_steps=10)
+    other = nm.optax_schedule("linear_schedule", transition_steps=10, end_value=0.0, init_value=1.0)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert nm.parse(f"mdgf(2,4,{one})") == nm.parse(f"mdgf(2,4,{other})")

@@ -275,6 +275,10 @@ def ours(n=2, m=4):
     return nm.Sparsity(fwd_rhs=nm.ste(above(n / m, m)))
 
 
+def careful():
+    return nm.parse("drhs_g=mvue(2,4) else dense")
+
+
 def breaks():
     raise KeyError("no such thing")
 
@@ -323,6 +327,11 @@ def test_names_of_other_modules_print_as_they_were_written(mylab, text):
     for copied in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
         assert copied == value
         assert str(copied) == text
+
+
+def test_a_slot_that_may_be_dense_can_be_emptied(mylab):
+    found = nm.parse("mylab.parts:careful(); drhs_g=identity")
+    assert found == nm.Sparsity()
 
 
 def test_a_written_name_is_no_part_of_the_value(mylab):
