@@ -100,7 +100,7 @@ def inner_at(p: Pruner, step: int) -> Pruner:
 
 @dataclass(frozen=True, repr=False)
 class SamePattern(Pruner):
-    """The base of pruners that wrap one pruner and keep its patterns.
+    """The base of pruners that wrap one pruner, and keep its patterns and its zeros.
 
     Args:
       p: The wrapped pruner.
@@ -115,3 +115,7 @@ class SamePattern(Pruner):
     @property
     def pattern_across(self) -> Pattern | None:
         return self.p.pattern_across
+
+    @property
+    def keeps_zeros(self) -> bool:
+        return self.p.keeps_zeros

@@ -187,10 +187,6 @@ class rescale(ByParts, SamePattern):
         if self.over not in ("auto", "spatial", "group"):
             raise ValueError(f"{self}: over must be 'auto', 'spatial' or 'group'.")
 
-    @property
-    def keeps_zeros(self) -> bool:
-        return self.p.keeps_zeros
-
     def over_in(self, space: tuple[int, ...]) -> str:
         """Return the values that share a norm in an array with these axes of space: "spatial" or "group".
 

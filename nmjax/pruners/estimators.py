@@ -191,6 +191,10 @@ class decay(Pruner):
                 "decay(mse(2,4),linear(1,0,1000))."
             )
 
+    @property
+    def keeps_zeros(self) -> bool:
+        return self.p.keeps_zeros
+
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self.gradient == "ste":
             return straight_through(replace(self, gradient="autodiff"), axis, x, ctx)

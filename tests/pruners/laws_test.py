@@ -244,6 +244,7 @@ def test_shape_dtype_and_counts(case, dtype, axis):
         )
         holds(np.isfinite(wide(y)), "finite values stay finite", wide(y), "a finite value")
         holds((x != 0) | (y == 0), "zeros stay zeros", wide(y), 0)
+        assert case.p.keeps_zeros, "found keeps_zeros=False, wanted True"
         if case.nm:
             counts = grouped(case, y != 0, axis, state).sum(1)
             holds(counts <= case.nm[0], "values kept in a group", counts, f"at most {case.nm[0]} of {case.nm[1]}")
