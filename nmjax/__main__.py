@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections import ChainMap
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -132,9 +133,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _convert(asked: argparse.Namespace) -> int:
     target = Path(asked.to)
+    _check_others(target)
     source = _gguf(asked.source, target)
     if source is not None:
-        _check_others(target)
         checkpoints.convert_gguf(source, target)
         print(f"{target}: {len(source)} tensors in float32, the config and the tokenizer, from {asked.source}.")
         return 0
@@ -160,8 +161,8 @@ def _gguf(source: str, target: Path) -> checkpoints.Gguf | None:
         return None
     if len(parts) == 1:
         return checkpoints.Gguf(parts[0])
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=target, suffix=".gguf") as whole:  # the open file stays readable
+    place = next(folder for folder in (target, *target.absolute().parents) if folder.is_dir())
+    with tempfile.NamedTemporaryFile(dir=place, suffix=".gguf") as whole:  # the open file stays readable
         for part in parts:
             with part.open("rb") as file:
                 shutil.copyfileobj(file, whole)
@@ -339,17 +340,21 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
         raise ValueError(
             f"{target} lies in the folder of the checkpoint, which has its own tensors. Name another folder."
         )
-    if packing.ENTRY in tensors.metadata:
+    metadata = dict(ChainMap(*tensors.texts.values()))  # of all files; if they differ, the first decides
+    if packing.ENTRY in metadata:
         raise ValueError(f"{source}: the tensors are packed already.")
     found = checkpoints.verify(source, asked.n, asked.m)
     if not found.sparse:
         raise ValueError(f"{source}: no tensor is {asked.n}:{asked.m}, so there is nothing to pack. See --n and --m.")
     axes = {one.name: one.axes[-1] for one in found.sparse}
     packed = {name: axis for name, axis in axes.items() if packing.packs(tensors[name], axis, asked.n, asked.m)}
-    checkpoints.write_packed(target, tensors, packed, asked.n, asked.m, tensors.metadata)
+    checkpoints.write_packed(target, tensors, packed, asked.n, asked.m, metadata)
     whole = sum(v.nbytes for v in tensors.values()) or 1
     share = target.stat().st_size / whole
     print(f"{target}: {len(packed)} of {len(tensors)} tensors packed, {share:.2f} of the bytes.")
+    differing = {name for one in tensors.texts.values() for name, text in one.items() if text != metadata[name]}
+    if differing:
+        print(f"The files differ in the metadata {', '.join(sorted(differing))}. Those of the first file are kept.")
     if len(packed) < len(axes):
         print(f"{len(axes) - len(packed)} tensors have -0.0 in the place of zeros, and are stored as they are.")
 
@@ -385,7 +390,7 @@ def _plan(asked: argparse.Namespace) -> int:
         rules.append((pattern, sparsity))
     found = plan(checkpoints.load(_folder(asked.path)), recipe=Recipe((*rules, (".*", "dense"))))
     print(found)
-    return 1 if found.refused or found.recipe_refusals else 0
+    return 1 if found.refused else 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, Float, Int, PyTree
 
+from nmjax.core import groups
 from nmjax.pruners.schedules import Schedule
 
 
@@ -134,9 +135,8 @@ def _at(path: tuple[Any, ...]) -> str:
 
 
 def _wide(x: Any) -> jax.Array:
-    """Return an array in at least float32, to compute in."""
-    x = jnp.asarray(x)
-    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+    """Return an array in at least float32, to compute in. A tree of parameters may hold integers too."""
+    return groups.at_least_float32(jnp.asarray(x))
 
 
 class StepAdamState(NamedTuple):

@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import lzma
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import nmjax as nm
 from nmjax import checkpoints
 from nmjax.__main__ import main
+from nmjax.oneshot.texts import read_texts
 
 GOLDEN = Path(__file__).parent / "checkpoints/golden"
 
@@ -239,6 +241,16 @@ def test_damaged_texts_are_told_with_their_path(name, capsys, tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.gz", "a.xz"])
+def test_a_file_is_not_read_beyond_the_last_text(name, tmp_path):
+    """What follows may be large. Here it is no text, and 100 kB after the texts that are asked for."""
+    data = b"w1\n\nw2\n" + b"w3 w4\n" * 20_000 + b"\xff" * 9
+    (tmp_path / name).write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(name[1:], bytes)(data))
+    assert read_texts(tmp_path / name, 2) == [("w1", None), ("w2", None)]
+    with pytest.raises(ValueError, match="this is not text in UTF-8"):
+        read_texts(tmp_path / name, 20_003)
+
+
 def test_layers_that_do_not_divide_are_told_in_one_line(capsys, tmp_path):
     source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
     status, _, err = run(capsys, "prune", source, "--m", 7, "--data", data, "--out", tmp_path / "sparse")
@@ -331,6 +343,32 @@ def test_export_leaves_what_cannot_be_packed(capsys, tmp_path):
     assert "1 tensors have -0.0 in the place of zeros" in out
     restored = checkpoints.read_packed(tmp_path / "packed.safetensors")
     assert all(restored[name].tobytes() == value.tobytes() for name, value in held.items())
+
+
+def test_export_keeps_the_metadata_of_all_files(capsys, tmp_path):
+    """If files differ, the first decides, and the command says so."""
+    folder, tensors = tmp_path / "cut", dict(checkpoints.read(sparse(tmp_path / "sparse")))
+    folder.mkdir()
+    names, files = list(tensors), {"a.safetensors": {"format": "pt", "of": "a"}, "b.safetensors": {"more": "b"}}
+    parts = dict(zip(files, (names[:9], names[9:]), strict=True))
+    for file, metadata in files.items():
+        checkpoints.write(folder / file, {name: tensors[name] for name in parts[file]}, metadata)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    status, out, _ = run(capsys, "export", folder, "--to", tmp_path / "p.safetensors")
+    assert (status, "differ" in out) == (0, False)
+    metadata = checkpoints.read(tmp_path / "p.safetensors").metadata
+    assert {name: text for name, text in metadata.items() if name != "nmjax"} == {
+        "format": "pt", "of": "a", "more": "b"
+    }  # fmt: skip
+    part = {name: tensors[name] for name in parts["b.safetensors"]}
+    checkpoints.write(folder / "b.safetensors", part, {"format": "np", "more": "b"})
+    status, out, _ = run(capsys, "export", folder, "--to", tmp_path / "p.safetensors")
+    assert "The files differ in the metadata format. Those of the first file are kept." in out
+    assert checkpoints.read(tmp_path / "p.safetensors").metadata["format"] == "pt"
+    checkpoints.write(folder / "b.safetensors", part, {"nmjax": "{}"})
+    status, _, err = run(capsys, "export", folder, "--to", tmp_path / "p.safetensors")
+    assert (status, "packed already" in err) == (2, True)
 
 
 @pytest.mark.parametrize("tensors", [{}, {"w": np.ones((8, 8), np.float32)}])

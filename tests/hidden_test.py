@@ -1,5 +1,7 @@
 """Hidden states and dropout of the models, and the decoder's options, against code by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +105,19 @@ def test_dropout_needs_a_key_and_a_rate(name):
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
     assert (first != model(*inputs)).any()
+
+
+@pytest.mark.parametrize("rate", [1.0, -0.1, 1.5, float("nan")])
+def test_a_rate_of_dropout_is_from_0_to_less_than_1(rate):
+    """With a rate of 1, gradients would be NaN."""
+    for make in (*(MAKE[name] for name in ("vit", "gpt", "bert")), functools.partial(MAKE["gpt"], scan=True)):
+        with pytest.raises(ValueError, match=f"dropout is a rate from 0 to less than 1, got {rate}"):
+            make(dropout=rate)
+    for where in Dropout._fields:
+        with pytest.raises(ValueError, match="dropout is a rate"):
+            Block(16, 2, 32, jax.nn.relu, 1e-5, dropout=Dropout(**{where: rate}), dtype=None, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="dropout is a rate"):
+        dropped(jnp.ones(4), rate, jax.random.key(0))
 
 
 @pytest.mark.parametrize("name", ["vit", "gpt", "bert"])

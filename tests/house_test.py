@@ -42,7 +42,7 @@ HOUSE = {
         "nnx": (
             "variables", "doors", "calling", "declared", "found", "others", "layers", "unreached", "recording",
             "checks", "phases", "delivery", "planning", "packing", "hardening", "measures",
-            "taps", "blocks", "calibration", "one_shot", "__init__",
+            "taps", "batches", "between", "blocks", "calibration", "one_shot", "__init__",
         ),
         "linen": (
             "variables", "arguments", "others", "doors", "layer", "delivery", "planning", "leaves", "hardening",

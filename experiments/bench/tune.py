@@ -342,7 +342,6 @@ def search(shapes: list[Shape], device: Target, folder: Path, minutes: float, ti
             shown[repr(shape)] = ["", "", "", "", winner]
         else:
             measured.write(folder, device.kind, [measured.Row(shape, winner.config, winner.speed)])
-            tuning.chosen.cache_clear()
             rate = f"{shape.flops / winner.seconds / 1e12:,.0f}"
             tried = f"{winner.tried}, {len(winner.refused)} refused" if winner.refused else f"{winner.tried}"
             shown[repr(shape)] = [f"{winner.seconds * 1e3:.3f}", rate, winner.speed, tried, repr(winner.config)]

@@ -10,7 +10,7 @@ The axes are automatic: the compiler inserts the collectives.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -94,22 +94,15 @@ def of_state(state: Any, model: nnx.Module, mesh: Mesh) -> Any:
       model: The sparse model as shapes.
       mesh: The devices.
     """
-    sparse = list(layers(model))
-    kernels = {layer.kernel_path: _cut_kernel(layer, mesh) for layer in sparse}
-    cuts = kernels | _cut_others(model, mesh, kernels)
-    homes = {layer.path: (layer.kernel.shape, kernels[layer.kernel_path]) for layer in sparse}
+    kernels = {layer.kernel_path: _cut_kernel(layer, mesh) for layer in layers(model)}
+    cuts = kernels | _cut_others(model, mesh, kernels) | _cut_sites(model, kernels)
 
-    def place(path, leaf):
+    def place(path, leaf):  # the first names may be those of the state, and the others are a path in the model
         names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
         for start in range(len(names)):
             cut = cuts.get("/".join(names[start:]))
             if cut is not None and len(cut) == len(leaf.shape):
                 return NamedSharding(mesh, PartitionSpec(*cut))
-        text = "/".join(names)
-        for home, (shape, cut) in homes.items():
-            if f"/{home}/" in f"/{text}/" and len(leaf.shape) <= len(shape):
-                axes = zip(leaf.shape, shape, cut, strict=False)
-                return NamedSharding(mesh, PartitionSpec(*(name if a == b else None for a, b, name in axes)))
         return whole(mesh)
 
     return jax.tree_util.tree_map_with_path(place, state)
@@ -131,7 +124,7 @@ def stacked(count: int, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count, *one.shape), one.dtype, sharding=cut)
 
 
-# ---- parameters: for each axis of one, the axis of the mesh that cuts it, or None ----
+# ---- variables: for each axis of one, the axis of the mesh that cuts it, or None ----
 
 
 def _cut_kernel(layer: Layer, mesh: Mesh) -> tuple[str | None, ...]:
@@ -200,4 +193,16 @@ def _cut_others(model: nnx.Module, mesh: Mesh, kernels: Iterable[str]) -> dict[s
         if count > 1 and fitting and math.prod(shape) >= SMALL:
             cut[max(fitting, key=lambda axis: shape[axis])] = "fsdp"
         cuts[name] = tuple(cut)
+    return cuts
+
+
+def _cut_sites(model: nnx.Module, kernels: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[str | None, ...]]:
+    """Cut what a sparse layer holds as its kernel is cut, along the axes of the same size."""
+    paths, cuts = {id(node): path for path, node in nnx.iter_graph(model)}, {}
+    for layer in layers(model):
+        held = [] if layer.site is None else nnx.to_flat_state(nnx.state(layer.site))
+        for path, value in held:
+            axes = zip(value.get_value().shape, layer.kernel.shape, kernels[layer.kernel_path], strict=False)
+            name = "/".join(map(str, (*paths[id(layer.site)], *path)))
+            cuts[name] = tuple(cut if own == size else None for own, size, cut in axes)
     return cuts

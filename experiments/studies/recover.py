@@ -22,7 +22,9 @@ end, with hardened weights.
 """
 
 import functools
+import hashlib
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,9 @@ from experiments import command
 from experiments.data import labelled
 from experiments.data.find import find
 from experiments.report.words import PLUS_MINUS
-from experiments.training import pretrained, tasks
+from experiments.training import digest, pretrained, provenance, tasks
 from experiments.training.program import Program
+from nmjax.kernels import check
 from nmjax.oneshot import texts
 
 TASKS = ("sst2", "docstrings")
@@ -146,12 +149,24 @@ def _trained(program: Program, seed: int) -> Any:
     return state
 
 
+def _digest(program: Program) -> str:
+    """Return a digest of all that decides what a program trains, but the seed: settings, weights, data, versions."""
+    about = {name: value for name, value in digest.identity(program.config).lasting.items() if name != "weights"}
+    made = hashlib.sha256(json.dumps([about, provenance.versions(), check.code()], sort_keys=True).encode())
+    for file in sorted(Path(program.config.weights).iterdir()):
+        if file.is_file():
+            made.update(file.name.encode() + file.read_bytes())
+    for array in jax.tree.leaves(next(program.task.feed(0, 0, program.mesh))):
+        made.update(np.asarray(array).tobytes())
+    return made.hexdigest()[:16]
+
+
 def _dense(task: str, seed: int) -> Path:
     """Return the folder of the dense model of a seed. It is trained once and kept in the cache."""
+    program = _program(task, "", "dense", False)
     place = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nmjax" / "recover"
-    folder = place / f"{task}-{STEPS}-{BATCH}-{LENGTH}-{seed}"
+    folder = place / f"{task}-{_digest(program)}-{seed}"
     if not (folder / "config.json").is_file():
-        program = _program(task, "", "dense", False)
         part = folder.with_suffix(".part")
         program.export(_trained(program, seed), part)
         part.rename(folder)
@@ -286,7 +301,8 @@ def _table(task: str, lines: list[dict]) -> list[str]:
     for method, label in LABELS.items():
         cells = [_cell(found.get((method, *column))) for column in columns]
         if any(cells):
-            rows.append(f"| {label} | {flops[method, '2:4', False]:.2f} | {' | '.join(cells)} |")
+            share = flops.get((method, "2:4", False))
+            rows.append(f"| {label} | {'' if share is None else f'{share:.2f}'} | {' | '.join(cells)} |")
     return rows
 
 

@@ -245,7 +245,7 @@ class Program:
             masks = {"masks": self._masks(state._replace(rest=rest))} if config.masked_decay else {}
             updates, opt = self.tx.update(grads, state.opt, params, **masks)
             params = optax.apply_updates(params, updates)
-            ema = averaged(state.ema, (params, rest), config.ema, state.step) if config.ema else ()
+            ema = averaged(state.ema, (params, rest), self.model, config.ema, state.step) if config.ema else ()
             rate = jnp.asarray(self.rate(state.step), jnp.float32)
             figures |= {"gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
         return State(state.step + 1, state.seed, params, rest, opt, ema), figures

@@ -161,7 +161,15 @@ def steps(config: ConfigDict, examples: int) -> int:
 
 
 def evaluates(done: int, total: int, every: int) -> bool:
-    """Return whether a run is evaluated after so many steps: every so many before the last, but not before as many.
+    """Return True if a run is evaluated after a number of steps.
+
+    It is evaluated after its last step, and every ``every`` steps before that, counted back from the last. The first
+    evaluation is at step ``every`` or later.
+
+    Args:
+      done: The number of steps that are done.
+      total: The number of steps of the run.
+      every: The number of steps from one evaluation to the next.
 
     >>> [done for done in range(1, 43) if evaluates(done, 42, 10)]
     [12, 22, 32, 42]

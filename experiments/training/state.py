@@ -4,6 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+
+import nmjax as nm
 
 
 class State(NamedTuple):
@@ -14,7 +17,7 @@ class State(NamedTuple):
     params: Any
     rest: Any  # all that is no parameter: means of BatchNorm; noise, time, masks and scales of nmjax
     opt: Any
-    ema: Any  # averages of params and of rest's floats (means of BatchNorm), or ()
+    ema: Any  # averages of params and of rest's statistics (means of BatchNorm), and the rest itself; or ()
 
 
 RUNS: Any = State(None, 0, 0, 0, 0, 0)  # the axis of the runs in a state of several; they are all at one step
@@ -31,13 +34,25 @@ def part(state: State, number: jax.Array) -> State:
     return jax.tree.map(lambda value: value[number], state._replace(step=()))._replace(step=state.step)
 
 
-def averaged(averages: Any, values: Any, decay: float, step: jax.Array) -> Any:
-    """Return the averages after a step. The first steps weigh more, so that the initial values are soon forgotten."""
+def averaged(averages: Any, values: Any, model: nnx.Module, decay: float, step: jax.Array) -> Any:
+    """Return the averages after a step. The first steps weigh more, so that the initial values are soon forgotten.
+
+    Parameters and statistics are averaged. What sparse layers hold, such as S-STE's scale, is copied: when a stage
+    begins, the scale is computed anew, and an average would lag behind.
+
+    Args:
+      averages: The averages before the step, of ``(params, rest)``.
+      values: The parameters and the rest after the step.
+      model: The sparse model, as shapes.
+      decay: The share of an old average that a late step keeps.
+      step: The number of the step.
+    """
     rate = 1 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
 
-    def average(old: jax.Array, new: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(new.dtype, jnp.floating):
+    def average(variable: nnx.Variable, old: jax.Array, new: jax.Array) -> jax.Array:
+        if isinstance(variable, nm.nnx.NM) or not jnp.issubdtype(new.dtype, jnp.floating):
             return new
         return (old + rate * (new - old)).astype(new.dtype)
 
-    return jax.tree.map(average, averages, values)
+    kinds = nnx.split(model, nnx.Param, ...)[1:]
+    return jax.tree.map(average, kinds, averages, values, is_leaf=lambda v: isinstance(v, nnx.Variable))

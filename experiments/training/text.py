@@ -96,9 +96,9 @@ class Task:
         spare = -len(windows) % size
         windows = np.concatenate([windows, np.zeros((spare, windows.shape[1]), windows.dtype)])
         counts = np.arange(len(windows)) < len(self.windows[split])
-        split = shards.batch(mesh)
+        where = shards.batch(mesh)
         for i in range(0, len(windows), size):
-            yield shards.placed((windows[i : i + size], counts[i : i + size]), split)
+            yield shards.placed((windows[i : i + size], counts[i : i + size]), where)
 
     def score(self, model, batch) -> dict:
         windows, counts = batch

@@ -86,12 +86,17 @@ def over(sparsity: Sparsity, steps: int) -> tuple[float, float, float]:
 
     Args:
       sparsity: The slots and their pruners.
-      steps: The number of steps.
+      steps: The number of steps, at least 1.
+
+    Raises:
+      ValueError: There is no step.
 
     >>> import nmjax as nm
     >>> nm.flops.over(nm.parse("mdgf(2,4,linear(1,0,80))"), 160)
     (0.75, 1.0, 1.0)
     """
+    if steps < 1:
+        raise ValueError(f"over: steps is the number of steps of a run, at least 1, got {steps}.")
     count = min(steps, 200)
     sampled = [effective(sparsity, int((i + 0.5) * steps / count)) for i in range(count)]
     fwd, dlhs, drhs = (math.fsum(shares) / count for shares in zip(*sampled, strict=True))

@@ -304,7 +304,7 @@ class Plan:
     def _rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table. Layers that differ only in the numbers of their paths share a row."""
         rows: list[tuple[str, ...]] = []
-        for alike in layer_paths.alike((layer.path, layer[1:-1], layer) for layer in self.layers):  # all but reads_data
+        for alike in layer_paths.alike((one.path, one._replace(path="", reads_data=False), one) for one in self.layers):
             first, cost = alike[0], sum(layer.flops or 0 for layer in alike)
             count, kernel = f"{len(alike)} " if len(alike) > 1 else "", "x".join(map(str, first.kernel))
             rows.append((

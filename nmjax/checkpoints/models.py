@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nmjax.checkpoints.families import Config, Family, family_of
 from nmjax.checkpoints.names import Table
 from nmjax.checkpoints.tensors import CheckpointError, Tensors, read as read_safetensors, replacing_all, write_into
 from nmjax.checkpoints.torch_files import SUFFIXES, TorchTensors
-from nmjax.nnx.variables import NM, Site
+from nmjax.nnx.variables import Site
 from nmjax.pruners import identity
 
 HEAD = ("head/kernel", "head/bias")
@@ -247,8 +247,8 @@ def refuse_others(folder: Path, own: set[str]) -> None:
 
 
 def unhardened(model: Any) -> str | None:
-    """Return the path of a variable or a product that prunes weights, or None if the model is dense or hardened."""
-    sparse = lambda v: isinstance(v, NM) or (isinstance(v, Site) and v.sparsity.fwd_rhs != identity)
+    """Return the path of a product that still prunes its weight, or None. A hardened model may prune activations."""
+    sparse = lambda v: isinstance(v, Site) and v.sparsity.fwd_rhs != identity
     return next(("/".join(map(str, path)) for path, node in nnx.iter_graph(model) if sparse(node)), None)
 
 
@@ -375,24 +375,25 @@ class Blocks(Mapping[str, Any]):
 
     def shape(self, one: str) -> tuple[int, ...]:
         """Return the shape of a block's parameter."""
-        name, number = self._place(one)
+        name, number = self._places[one]
         shape = tuple(self.parameters[name].shape)
         return shape if number is None else shape[1:]
 
-    def _place(self, one: str) -> tuple[str, int | None]:
-        if one in self.parameters:
-            return one, None
-        _, number, *rest = one.split("/")
-        return "/".join(["blocks", *rest]), int(number)
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, int | None]]:
+        """For each path, the parameter of the model, and the number of the block if that is a stack."""
+        return {
+            one: (name, number if self.is_stack(name) else None)
+            for name in self.parameters
+            for number, one in enumerate(self.parts(name))
+        }
 
     def __getitem__(self, one: str) -> Any:
-        if one not in list(self):
-            raise KeyError(one)
-        name, number = self._place(one)
+        name, number = self._places[one]
         return self.parameters[name] if number is None else self.parameters[name][number]
 
     def __iter__(self) -> Iterator[str]:
-        return (one for name in self.parameters for one in self.parts(name))
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._places)

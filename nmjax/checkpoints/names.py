@@ -55,15 +55,26 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Later:
-    """A tensor that is computed when NumPy asks for it, so that only one at a time is in memory.
+    """A tensor of a checkpoint that is about to be written. It is computed when NumPy asks for it.
+
+    So only one tensor at a time is in memory. A tensor may be a part of a parameter, or be made of several. For
+    example, the parameter "blocks/0/qkv" of shape (4, 6) may be written as three tensors of shape (2, 4), with their
+    axes swapped and one after another along the parameter's axis 1. Then the second tensor has ``begin=2``: it has the
+    columns 2 and 3 of the parameter.
 
     Attributes:
-      shape, dtype: Its shape and dtype.
-      part: The part that it belongs to.
-      parameters: The parameters by path.
-      begin: Where it begins along the axis on which several lie one after another.
-      source: The tensor of the other checkpoint, or None. Values that did not change are copied
-        from it, so that they keep the precision of its dtype.
+      shape, dtype: The shape and dtype of the tensor.
+      part: The tensors and parameters that belong together, and their axes.
+      parameters: The parameters of the model, by path.
+      begin: The first place of this tensor along the parameter's axis ``part.along``. 0 if it is the only one.
+      source: The tensor of this name in the checkpoint that is imitated, or None. Where the parameter still has its
+        value, this value is written. So it keeps the precision that it has in the dtype of the tensor.
+
+    >>> part = Part(("q", "k", "v"), ("blocks/0/qkv",), axes=(1, 0), along=1)
+    >>> parameters = {"blocks/0/qkv": np.arange(24.0).reshape(4, 6)}
+    >>> np.asarray(Later((2, 4), np.dtype(np.float32), part, parameters, begin=2))
+    array([[ 2.,  8., 14., 20.],
+           [ 3.,  9., 15., 21.]], dtype=float32)
     """
 
     shape: tuple[int, ...]

@@ -7,7 +7,6 @@ from typing import Any
 
 from flax import nnx
 
-from nmjax.checkpoints.models import unhardened
 from nmjax.checkpoints.tensors import CheckpointError, replacing
 from nmjax.nnx.variables import Site
 
@@ -34,12 +33,13 @@ def write_onnx(
     >>> def convert(model):
     ...     write_onnx("model.onnx", model, jax.ShapeDtypeStruct((8, 16), jnp.float32), names=["x"])
     """
-    site = unhardened(model)
-    if site is not None:  # jax2onnx replaces each nnx.Linear as a whole, so it would export the dense weights
-        raise CheckpointError(f"the model is sparse: it prunes at {site}. Export nm.nnx.harden(model).")
-    activations = next((node.path for _, node in nnx.iter_graph(model) if isinstance(node, Site)), None)
-    if activations is not None:
-        raise CheckpointError(f"{activations}: this layer prunes its input, and the export would lose that.")
+    sites = {"/".join(map(str, place)): node for place, node in nnx.iter_graph(model) if isinstance(node, Site)}
+    others = [place for place, s in sites.items() if s.sparsity != s.sparsity.only(fwd_lhs=s.sparsity.fwd_lhs)]
+    if others:  # jax2onnx replaces each nnx.Linear as a whole, so it would export the dense weights
+        raise CheckpointError(f"the model is sparse: it prunes at {others[0]}. Export nm.nnx.harden(model).")
+    if sites:
+        layer = next(iter(sites.values())).name
+        raise CheckpointError(f"{layer}: this layer prunes its input, and the export would lose that.")
     try:
         from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]
     except ModuleNotFoundError as error:

@@ -1,4 +1,8 @@
-"""The same values in forms that XLA on CPU fuses well: each is computed once, in one pass over the array."""
+"""Sums, masks and casts, written so that XLA on CPU computes each value once, in one pass over the array.
+
+The obvious ways to write them have the same results. But there XLA computes the value of a group again for each member
+of the group, or makes several passes.
+"""
 
 from collections.abc import Iterable
 from functools import partial

@@ -322,4 +322,19 @@ def wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
     dtype('float32')
     """
     check_floating(x)
+    return at_least_float32(x)
+
+
+def at_least_float32(x: Num[Array, "..."]) -> Num[Array, "..."]:
+    """Return the array itself if its numbers have 32 bits or more, else in float32.
+
+    Args:
+      x: An array of numbers, which need not be floating-point.
+
+    Returns:
+      The array in a dtype of at least 32 bits.
+
+    >>> at_least_float32(jnp.ones(4, jnp.bfloat16)).dtype, at_least_float32(jnp.ones(4, jnp.int32)).dtype
+    (dtype('float32'), dtype('int32'))
+    """
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)

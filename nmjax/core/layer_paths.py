@@ -3,9 +3,18 @@
 import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
+
+
+def by_number(path: str) -> list[Any]:
+    """Return the key that sorts paths with their numbers by value.
+
+    >>> sorted(["blocks/10/up", "blocks/9/up", "blocks/head"], key=by_number)
+    ['blocks/9/up', 'blocks/10/up', 'blocks/head']
+    """
+    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path)]
 
 
 def alike(items: Iterable[tuple[str, Hashable, Item]]) -> list[list[Item]]:

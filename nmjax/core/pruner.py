@@ -78,8 +78,8 @@ class Pruner(Value):
                 hash(value)
             except TypeError:
                 raise TypeError(
-                    f"{type(self).__name__}: {f.name} must be hashable, got a {type(value).__name__}. Write a number, a "
-                    "text, a tuple or a frozen dataclass."
+                    f"{type(self).__name__}: {f.name} must be hashable, got a {type(value).__name__}. Write a number, "
+                    "a text, a tuple or a frozen dataclass."
                 ) from None
 
     def __init_subclass__(cls, **options: Any) -> None:

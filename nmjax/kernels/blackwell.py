@@ -93,11 +93,13 @@ def spmm(
 
     def blackwell_spmm(*refs: Ref) -> None:  # the name that profilers show
         a_all, words_all, b_all, *rest = refs[: len(inputs)]
-        scaled, refs = rest[0] if rest else None, refs[len(inputs) :]
+        d, a_ring, words_ring, b_ring, store, loaded, used, done, sums, *slots = refs[len(inputs) :]
         at = tuple(lax.axis_index(name) for name in ("b", "i", "j"))
         Tile(
-            shape, config, a.order, interpret, (a_all, words_all, b_all), scaled, *refs[:9], at=at, meta=refs[9:]
-        ).compute()
+            shape, config, a.order, interpret, inputs=(a_all, words_all, b_all), scale=rest[0] if rest else None,
+            out=d, a=a_ring, words=words_ring, b=b_ring, store=store, loaded=loaded, used=used, done=done, sums=sums,
+            at=at, meta=tuple(slots),
+        ).compute()  # fmt: skip
 
     meta = plgpu.TMEM((ROWS, step // 2), jnp.uint2, layout=plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT)
     call = plgpu.kernel(

@@ -76,10 +76,19 @@ def run(
         rows, columns = packed.shape[-2:]
         m, k = (columns, rows) if shape.m_major else (rows, columns)
         shape = replace(shape, m=m, n=b.shape[-1 if shape.n_major else -2], k=k)
+    if config is None and target.devices == 1:  # not in the cached function, because a table may be written later
+        config = _tiles(shape, target)
     call = _product(packed.axis, packed.order, shape, target, config, scale is not None)
     flat = lambda v: v.reshape(math.prod(batch), *v.shape[len(batch) :])
     y = call(flat(packed.values), flat(packed.indices), flat(b), scales)
     return y.reshape(*batch, *y.shape[1:])
+
+
+def _tiles(shape: Shape, target: Target) -> Config:
+    """Return the best tiles that are known."""
+    tiling = tuning.chosen(shape, target)
+    assert tiling is not None, shape  # callers ask limits.product_refusal first
+    return tiling.config
 
 
 @lru_cache
@@ -96,10 +105,7 @@ def _multiply(
     axis: int, order: str, shape: Shape, target: Target, config: Config | None, scaled: bool
 ) -> Callable[..., jax.Array]:  # fmt: skip
     """Return the product of one device as a function of values, words, the dense operand and scales."""
-    if config is None:
-        tiling = tuning.chosen(shape, target)
-        assert tiling is not None, shape  # callers ask limits.product_refusal first
-        config = tiling.config
+    config = _tiles(shape, target) if config is None else config
     options: dict[str, Any] = {
         "b_axis": -2 if shape.n_major else -1,
         "transpose": shape.transpose,

@@ -46,7 +46,8 @@ def spmm(
       axis: The axis of ``b`` that is contracted, -1 or -2.
       transpose: If True, return ``[..., N, M]``.
       dtype: The dtype of the result. Without it, that of ``packed``, or bfloat16 for 8-bit values.
-      backend: ``"auto"``, ``"xla"``, ``"pallas"`` or ``"interpret"``, see `nmjax.kernels.targets.BACKENDS`.
+      backend: One of `nmjax.kernels.targets.BACKENDS`. ``"compact"`` does the same as ``"xla"``: a packed array has no
+        chosen rows.
       config: The kernel's tiles, such as an `nmjax.kernels.HopperConfig`, of the device's family. Without it they are
         the best that are known.
 

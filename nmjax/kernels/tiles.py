@@ -280,13 +280,22 @@ def _gathered(nibbles: list[UInt[Array, "16 16"]], into: _Words, emulated: bool)
 def _exchange(into: _Words) -> tuple[dict[str, str], Any]:
     """Return which word each thread keeps, and the layout of the words.
 
-    A thread holds nibbles of several words. The rows of these words differ in bits that belong neither to the warp nor
-    to the lane: "l1", "l0" or "r1". The threads that share these words form a group: their lanes differ only in the
-    bits in ``position``. A group has as many threads as words, and each thread keeps one word. Each of those row bits
-    is paired with a bit of the lane: a thread keeps the word whose row bits equal its lane bits.
+    A thread holds nibbles of several words, and each of these words has nibbles in as many threads. These threads
+    exchange nibbles, and each keeps one word.
+
+    For example, a word of ``_ACROSS8`` has eight nibbles, at the positions c2, c1, c0. They lie in eight threads, which
+    differ in these bits. Each thread holds nibbles of the same eight words: r1 says of which of its two tiles, and l1
+    and l0 of which line. Each of these row bits is paired with a bit of the lane, r1 with c0, l1 with c1, and l0 with
+    c2. So the thread with c0 = 1, c1 = 0 and c2 = 0 keeps the word with r1 = 1, l1 = 0 and l0 = 0.
+
+    Args:
+      into: The layout of the nibbles in words.
 
     Returns:
-      The lane bit of each such row bit, and the layout of the words.
+      The lane bit of each row bit that is in neither the warp nor the lane, and the layout of the words.
+
+    >>> _exchange(_ACROSS8)[0]
+    {'r1': 'c0', 'l1': 'c1', 'l0': 'c2'}
     """
     lanes = [bit for bit in into.position if bit in _LANES]
     kept = [bit for bit in into.rows if bit not in (*_WARPS, *_LANES)]

@@ -20,7 +20,7 @@ from nmjax.kernels.limits import (
     product_refusal,
     stored,
 )
-from nmjax.kernels.measured import table
+from nmjax.kernels.measured import Row, table
 from nmjax.kernels.targets import Target
 
 # The model of a multiprocessor, in cycles. An instruction of 64 rows takes half a cycle for each column, dense or
@@ -80,18 +80,22 @@ def _splits(shape: Shape, tile: int, target: Target) -> tuple[int, ...]:
     return (1,) if tiles > target.cores or target.interpret else (1, 2, 3, 4, 6, 8)
 
 
-@lru_cache
 def chosen(shape: Shape, target: Target) -> Tiling | None:
     """Return the tiling for a product, or None if none fits.
 
     It is that of the same product in a table, else of the nearest one, else the likeliest of `candidates`.
     """
-    rows = [row for row in table(target.kind) if row.shape.dtype == shape.dtype]
-    rows = [row for row in rows if product_refusal(shape, target, row.config) is None]
-    for row in rows:
+    return _chosen(shape, target, table(target.kind))
+
+
+@lru_cache  # by the rows too: a table that is written later has others
+def _chosen(shape: Shape, target: Target, rows: tuple[Row, ...]) -> Tiling | None:
+    fitting_rows = [row for row in rows if row.shape.dtype == shape.dtype]
+    fitting_rows = [row for row in fitting_rows if product_refusal(shape, target, row.config) is None]
+    for row in fitting_rows:
         if row.shape == shape:
             return Tiling(row.config, row.speed)
-    nearest = min(rows, key=lambda row: _distance(row.shape, shape), default=None)
+    nearest = min(fitting_rows, key=lambda row: _distance(row.shape, shape), default=None)
     if nearest is not None and _distance(nearest.shape, shape) < 1:
         return Tiling(nearest.config, nearest.speed)
     fitting = candidates(shape, target)

@@ -8,7 +8,7 @@ import jax
 from flax import linen as nn
 
 from nmjax.core.value import Value
-from nmjax.linen.variables import Origin, SiteVariable, context_of, named, site_of
+from nmjax.linen.variables import SiteVariable, WeightOrigin, context_of, named, site_of
 from nmjax.products import operations, rule
 from nmjax.products.fit import fitting
 from nmjax.products.operations import Operation
@@ -82,18 +82,18 @@ class Product(nn.Module):
         path, operand = "/".join(self.path[:-1]), op.operands(lhs.ndim, rhs.ndim)["fwd_rhs"]
         with named(path):
             steps = (Step("dtype", rhs.dtype),)
-            origin = Origin(path, self.recipe(path), self.seed, operand, rhs.shape, steps)
+            origin = WeightOrigin(path, self.recipe(path), self.seed, operand, rhs.shape, steps)
             site = self._site(origin, rhs, fitting(op, lhs, rhs, origin.sparsity, tokens_known=False)[0])
             ctx = context_of(*site.own())
         return rule.bilinear(op, lhs, rhs, site.sparsity, ctx, self.recipe.backend, name=path or "the layer")
 
-    def _site(self, origin: Origin, rhs: jax.Array, fitted: Sparsity) -> SiteVariable:
+    def _site(self, origin: WeightOrigin, rhs: jax.Array, fitted: Sparsity) -> SiteVariable:
         assert self.scope is not None
         if self.is_initializing() and not self.has_variable("nm", "site") and self.is_mutable_collection("nm"):
             self._check(origin)
         return site_of(self.scope, origin, rhs, self.recipe, fitted)
 
-    def _check(self, origin: Origin) -> None:
+    def _check(self, origin: WeightOrigin) -> None:
         """Refuse a layer whose weight could not be found again."""
         sparsity, layer = origin.sparsity, self.parent
         plain = isinstance(layer, nn.Module) and layer.has_variable("params", "kernel") and self.name == origin.name

@@ -127,7 +127,7 @@ class Delivery:
             with self._copying():
                 uses = call.uses()
             if call.method != "__call__":  # another method may leave the weights to __call__
-                uses = [one for one in uses if one.places]
+                uses = [one for one in uses if one.products]
         elif not all(call.module.has_variable("params", weight.name) for weight in call.weights):
             return next_fun(*call.args, **call.options)
         sites = call.sites(uses, self.recipe, self.seed)

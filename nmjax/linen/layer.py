@@ -8,34 +8,21 @@ from flax import linen as nn
 from flax.core import Scope, unfreeze
 from flax.core.scope import subtract_filters
 
-from nmjax.analysis.refusals import Use, fitting_all
+from nmjax.analysis.refusals import fitting_all
 from nmjax.linen.doors import Weight
-from nmjax.linen.variables import Origin, SiteVariable, context_of, named, site_of
+from nmjax.linen.variables import SiteVariable, WeightOrigin, context_of, named, site_of
 from nmjax.products import rule
-from nmjax.products.pruning import Operand, shape_of
+from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Step
-from nmjax.programs.rewriting import Product, Rewriter
+from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import run
 from nmjax.recipes.table import Recipe
 
 
-class Place(NamedTuple):
-    """A product with a weight, and the shapes of its operands."""
-
-    product: Product
-    lhs: jax.ShapeDtypeStruct
-    rhs: jax.ShapeDtypeStruct
-
-    @property
-    def layout(self) -> tuple[Operand, tuple[Step, ...]]:
-        """The roles of the axes of the operand, and the steps from the weight to it. At least its dtype is a step."""
-        return _layout(self.product, self.lhs, self.rhs)
-
-
-def _layout(product: Product, x: Any, w: Any) -> tuple[Operand, tuple[Step, ...]]:
-    operand = product.op.operands(len(x.shape), len(w.shape))["fwd_rhs"]
-    return operand, product.parameter.steps or (Step("dtype", w.dtype),)
+def _layout(of: ShapedProduct) -> tuple[Operand, tuple[Step, ...]]:
+    """Return the roles of the axes of the operand, and the steps from the weight to it, at least that to its dtype."""
+    return of.operand, of.product.parameter.steps or (Step("dtype", of.rhs.dtype),)
 
 
 class Uses(NamedTuple):
@@ -44,23 +31,23 @@ class Uses(NamedTuple):
     Attributes:
       weight: The weight.
       value: Its array.
-      places: Its products.
+      products: Its products.
       others: The names of other operations that take it.
     """
 
     weight: Weight
     value: Any
-    places: list[Place]
+    products: list[ShapedProduct]
     others: list[str]
 
     def note(self, product: Product, x: Any, w: Any) -> None:
         """Write down a product of the weight."""
-        self.places.append(Place(product._replace(extra=()), shape_of(x), shape_of(w)))
+        self.products.append(ShapedProduct.of(product, x, w))
 
     @property
     def layouts(self) -> list[tuple[Operand, tuple[Step, ...]]]:
         """The ways in which products take the weight."""
-        return list(dict.fromkeys(place.layout for place in self.places))
+        return list(dict.fromkeys(map(_layout, self.products)))
 
     @property
     def has_one_layout(self) -> bool:
@@ -69,9 +56,9 @@ class Uses(NamedTuple):
 
     def fitted(self, sparsity: Sparsity) -> Sparsity:
         """Return what the products of any call prune, if ``else dense`` leaves empty what does not fit."""
-        return fitting_all(sparsity, [Use(p.product.op, p.lhs, p.rhs, 1) for p in self.places], tokens_known=False)[0]
+        return fitting_all(sparsity, [one.use() for one in self.products], tokens_known=False)[0]
 
-    def origin(self, sparsity: Sparsity, seed: int) -> Origin:
+    def origin(self, sparsity: Sparsity, seed: int) -> WeightOrigin:
         """Return the origin of the weight's variable.
 
         Raises:
@@ -91,7 +78,7 @@ class Uses(NamedTuple):
                 f"axes, or by slices of it. It has no single pattern, so {dense}."
             )
         (operand, steps), others = layouts[0], tuple(dict.fromkeys(self.others))
-        return Origin(self.weight.path, sparsity, seed, operand, shape, steps, self.weight.name, others)
+        return WeightOrigin(self.weight.path, sparsity, seed, operand, shape, steps, self.weight.name, others)
 
 
 class Call(NamedTuple):
@@ -164,7 +151,7 @@ class Call(NamedTuple):
             sparsity = recipe(weight.path)
             with named(weight.path):
                 if uses is None:
-                    origin = Origin(weight.path, sparsity, seed, Operand((), (), ()), (), (), weight.name)
+                    origin = WeightOrigin(weight.path, sparsity, seed, Operand((), (), ()), (), (), weight.name)
                     fitted = sparsity
                 elif weight.name not in known:
                     continue  # this call does not multiply by it
@@ -196,7 +183,7 @@ class Call(NamedTuple):
             if site.sparsity == Sparsity():
                 return None
             made_for = (site.origin.operand, site.origin.steps)
-            if site.origin.steps and made_for != _layout(product, x, w):
+            if site.origin.steps and made_for != _layout(ShapedProduct.of(product, x, w)):
                 raise ValueError(
                     f"{path}: this call multiplies by {name} of shape {site.origin.shape} along other axes than the "
                     f'call in init did. It has no single pattern, so leave the layer dense: (r"{path}", "dense").'

@@ -1,7 +1,6 @@
 """The plan of a flax.linen model: what every layer will do. Nothing is computed."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,11 +8,13 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from nmjax.analysis import flops
+from nmjax.analysis import flops, scopes
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
 from nmjax.analysis.runs import runs_of
 from nmjax.analysis.savings import kept_of, speed_of
+from nmjax.analysis.scopes import Costs
+from nmjax.core import layer_paths
 from nmjax.linen.arguments import Product
 from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Path, Reached
 from nmjax.linen.doors import Weight, has_argument, weights_of
@@ -24,15 +25,14 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.programs.rewriting import Rewriter
 from nmjax.programs.running import is_array
 from nmjax.pruners import identity
-from nmjax.recipes.table import Recipe
-
-_MARK = "nmjax_layer_"
+from nmjax.recipes.table import Recipe, unused_rules
 
 
 class Planned(NamedTuple):
     """A weight, and what calls do with it.
 
     Attributes:
+      number: Its place among the weights, in the order in which calls reach them.
       path: The path that rules match.
       kind: The class of the layer.
       sparsity: What the layer prunes.
@@ -42,6 +42,7 @@ class Planned(NamedTuple):
       refused: The reasons why it cannot be pruned.
     """
 
+    number: int
     path: str
     kind: str
     sparsity: Sparsity
@@ -52,7 +53,7 @@ class Planned(NamedTuple):
 
 
 class Planner:
-    """The interceptor of `plan`. It notes the products of weights, and computes them densely, in scopes with marks."""
+    """The interceptor of `plan`. It notes the products of weights, and computes them densely, each in a scope."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.reached = recipe, Reached()
@@ -77,10 +78,8 @@ class Planner:
         return self._of_layer(Call(module, weights, method, args, options, self.copies.append))
 
     def _row(self, where: Path, path: str, kind: str, sparsity: Sparsity, backend: str, size: int) -> Planned:
-        return self.planned.setdefault(where, Planned(path, kind, sparsity, backend, size, {}, []))
-
-    def _mark(self, where: Path) -> Any:
-        return jax.named_scope(f"{_MARK}{list(self.planned).index(where)}")
+        row = Planned(len(self.planned), path, kind, sparsity, backend, size, {}, [])
+        return self.planned.setdefault(where, row)
 
     def _of_argument(self, module: Product, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
         op = module.as_op(lhs, rhs, *args, **options)
@@ -90,7 +89,7 @@ class Planner:
         recipe = module.recipe
         row = self._row(where, path, type(module.parent).__name__, recipe(path), recipe.backend, rhs.size)
         row.uses[op, shape_of(lhs), shape_of(rhs)] = None
-        with self._mark(where):
+        with scopes.of_layer(row.number):
             return op(lhs, rhs)
 
     def _of_layer(self, call: Call) -> Any:
@@ -107,7 +106,7 @@ class Planner:
         def compute(product: Any, x: Any, w: Any, _: Any) -> jax.Array:
             name = product.parameter.path
             uses[name].note(product, x, w)
-            with self._mark((*path, name)):
+            with scopes.of_layer(rows[name].number):
                 return product.op(x, w, *product.extra)
 
         rewriter = Rewriter(compute, lambda parameter, name: uses[parameter.path].others.append(name))
@@ -120,8 +119,8 @@ class Planner:
         return y
 
     def _note(self, row: Planned, weight: Weight, uses: Any, method: str) -> None:
-        row.uses.update(dict.fromkeys((place.product.op, place.lhs, place.rhs) for place in uses.places))
-        if row.sparsity != Sparsity() and (uses.places or method == "__call__"):
+        row.uses.update(dict.fromkeys((one.product.op, one.lhs, one.rhs) for one in uses.products))
+        if row.sparsity != Sparsity() and (uses.products or method == "__call__"):
             try:
                 uses.origin(row.sparsity, 0)
             except ValueError as error:
@@ -165,27 +164,23 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
         raise ValueError("plan is called inside sparsify. Call it outside: plan(model, x, recipe=recipe).")
     planner = Planner(Recipe(()) if recipe is None else recipe)
     with RECIPE(object()), nn.intercept_methods(planner):  # what nn.jit has compiled before is traced again
-        shapes, costs, elsewhere, of_data = _traced(model, planner, inputs, options)
-    by_number = lambda path: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", "/".join(path))]
-    row = lambda w: _row_of(planner.planned[w], _shape(shapes, w), costs.get(w, 0))._replace(reads_data=w in of_data)
-    rows = [row(w) for w in sorted(costs, key=by_number)]
+        shapes, costs = _traced(model, planner, inputs, options)
+    by_number = lambda path: layer_paths.by_number("/".join(path))
+    rows = [_row_of(planner.planned[w], _shape(shapes, w), costs) for w in sorted(planner.planned, key=by_number)]
     reached = planner.reached
     left = tuple(("/".join(path), of[0]) for path, of in reached.matrices.items() if path not in reached.by_door)
     count = sum(math.prod(v.shape) for v in jax.tree.leaves(shapes))
     if recipe is None:
-        return Plan(tuple(rows), elsewhere, left, count, speed=speed_of(row.runs for row in rows))
-    unused = "it matches no layer's whole path, or earlier rules decide for its layers."
-    refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(reached.paths)]
+        return Plan(tuple(rows), costs.elsewhere, left, count, speed=speed_of(row.runs for row in rows))
+    refused = unused_rules(recipe, reached.paths)
     if not reached.by_door and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         refused.append(("the model", f"{type(model).__name__} {NO_LAYERS}"))
     missed = tuple(one.path for one in reached.missed(recipe))
-    return Plan(tuple(rows), elsewhere, left, count, tuple(refused), missed, speed_of(row.runs for row in rows))
+    return Plan(tuple(rows), costs.elsewhere, left, count, tuple(refused), missed, speed_of(row.runs for row in rows))
 
 
-def _traced(
-    model: nn.Module, planner: Planner, inputs: Any, options: Any
-) -> tuple[Any, dict[Path, int], int, set[Path]]:  # fmt: skip
-    """Return the shapes of the parameters, the forward FLOPs of each weight, those of none, and the weights on data."""
+def _traced(model: nn.Module, planner: Planner, inputs: Any, options: Any) -> tuple[Any, Costs]:
+    """Return the shapes of the parameters, and the forward FLOPs by the numbers of the weights."""
     leaves, tree = jax.tree.flatten((inputs, options))
     arrays = [shape_of(v) for v in leaves if is_array(v)]
     key = jax.random.key(0)
@@ -209,17 +204,8 @@ def _traced(
         return [v for v in jax.tree.leaves(y) if isinstance(v, jax.Array)]
 
     program = jax.make_jaxpr(forward)(params, arrays).jaxpr
-    costs, elsewhere = dict.fromkeys(planner.planned, 0), 0
-    numbered = list(planner.planned)
-    weight = lambda name: numbered[int(name.removeprefix(_MARK))]
-    for name, cost in flops.counted(program, _MARK):
-        if name is None:
-            elsewhere += cost
-        else:
-            costs[weight(name)] += cost
     learned = [i < len(jax.tree.leaves(params)) for i in range(len(program.invars))]
-    of_data = {weight(name) for name in flops.reading_data(program, learned, _MARK)}
-    return variables.get("params", {}), costs, elsewhere, of_data
+    return variables.get("params", {}), scopes.costs_of(program, learned, len(planner.planned))
 
 
 def _shape(shapes: Any, where: Path) -> tuple[int, ...]:
@@ -228,7 +214,7 @@ def _shape(shapes: Any, where: Path) -> tuple[int, ...]:
     return tuple(np.shape(shapes))
 
 
-def _row_of(planned: Planned, shape: tuple[int, ...], cost: int) -> LayerPlan:
+def _row_of(planned: Planned, shape: tuple[int, ...], costs: Costs) -> LayerPlan:
     sparsity, left = planned.sparsity, ()
     uses = [Use(op, lhs, rhs, math.prod(shape) // planned.size) for op, lhs, rhs in planned.uses]
     if planned.refused:
@@ -239,6 +225,9 @@ def _row_of(planned: Planned, shape: tuple[int, ...], cost: int) -> LayerPlan:
         slots = slots_of(sparsity, uses, True)
     dense = planned.refused or sparsity == Sparsity()
     runs = () if dense else runs_of(sparsity, uses, planned.backend)
-    shares, form = flops.effective(sparsity), hardened(sparsity)
+    cost, shares, form = costs.layers[planned.number], flops.effective(sparsity), hardened(sparsity)
     kept = (0, 0) if dense else kept_of(sparsity, uses, planned.backend)
-    return LayerPlan(planned.path, planned.kind, shape, sparsity, slots, cost, shares, form, runs, left, kept)
+    return LayerPlan(
+        planned.path, planned.kind, shape, sparsity, slots, cost, shares, form, runs, left, kept,
+        reads_data=planned.number in costs.reading_data,
+    )  # fmt: skip

@@ -24,7 +24,7 @@ PASS_NM = (
 )
 
 
-class Origin(NamedTuple):
+class WeightOrigin(NamedTuple):
     """The weight that a variable was made for. In a stack it is the weight of one layer.
 
     Attributes:
@@ -75,7 +75,7 @@ class SiteVariable(struct.PyTreeNode):
       words, time, state: Noise words, (step, micro-step), and the state of the weight slots; None if not needed.
     """
 
-    origin: Origin = struct.field(pytree_node=False)
+    origin: WeightOrigin = struct.field(pytree_node=False)
     sparsity: Sparsity = struct.field(pytree_node=False)
     stack: tuple[int, ...] = struct.field(pytree_node=False, default=())
     words: Any = None
@@ -147,7 +147,7 @@ def named(path: str) -> Iterator[None]:
         raise kind(f"{path or 'the layer'}: {error}") from error
 
 
-def site_of(scope: Scope, origin: Origin, weight: Any, recipe: Recipe, fitted: Sparsity) -> SiteVariable:
+def site_of(scope: Scope, origin: WeightOrigin, weight: Any, recipe: Recipe, fitted: Sparsity) -> SiteVariable:
     """Return the variable of a layer. Make it if the model is initializing.
 
     Args:
@@ -178,7 +178,7 @@ def site_of(scope: Scope, origin: Origin, weight: Any, recipe: Recipe, fitted: S
     return SiteVariable(origin._replace(sparsity=fitted, asked=origin.sparsity), fitted)
 
 
-def _new(scope: Scope, origin: Origin, weight: jax.Array, sparsity: Sparsity) -> SiteVariable:
+def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array, sparsity: Sparsity) -> SiteVariable:
     """Return a new variable of one layer."""
     origin = origin._replace(sparsity=sparsity, asked=origin.sparsity)
     words = sites.site_words(origin.seed, origin.path) if sites.needs_key(sparsity) else None
@@ -193,7 +193,7 @@ def _new(scope: Scope, origin: Origin, weight: jax.Array, sparsity: Sparsity) ->
     return Box(origin._replace(ranks=ranks), sparsity).holding(words, time, state)
 
 
-def states(origin: Origin, make: Callable[..., Any], weight: jax.Array, ctx: Ctx) -> Any:
+def states(origin: WeightOrigin, make: Callable[..., Any], weight: jax.Array, ctx: Ctx) -> Any:
     """Return the state that ``make``, which is `Sparsity.init` or `Sparsity.refresh`, makes of one layer's weight."""
     axes = {"contract": origin.operand.contract, "out": origin.operand.other, "batch": origin.operand.batch}
     return origin.parameter.apply(lambda w: make(w, **axes, ctx=ctx), weight)

@@ -83,7 +83,8 @@ class BERT(nnx.Module):
           rngs: The random numbers of the parameters.
 
         Raises:
-          ValueError: ``heads`` does not divide ``width``, or ``depth`` is less than 1.
+          ValueError: ``heads`` does not divide ``width``, ``depth`` is less than 1, or ``dropout`` is not from 0 to
+            less than 1.
         """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)

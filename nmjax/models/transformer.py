@@ -36,7 +36,7 @@ def wide_einsum(spec: str, x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.
 
 
 class Dropout(NamedTuple):
-    """The rates of dropout in a block: the share of values that training sets to 0, at random.
+    """The rates of dropout in a block, from 0 to less than 1: the share of values that training sets to 0, at random.
 
     Attributes:
       scores: The rate after attention's softmax.
@@ -49,12 +49,27 @@ class Dropout(NamedTuple):
     sums: float = 0.0
 
 
+def check_rate(rate: float) -> None:
+    """Refuse a rate of dropout that is not from 0 to less than 1. With a rate of 1 there would be nothing to scale up.
+
+    >>> check_rate(1.0)
+    Traceback (most recent call last):
+    ValueError: dropout is a rate from 0 to less than 1, got 1.0. Write dropout=0.0 for none.
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout is a rate from 0 to less than 1, got {rate}. Write dropout=0.0 for none.")
+
+
 def dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Return ``x`` with a share of its values set to 0 and the others scaled up; ``x`` itself without a key.
+
+    Raises:
+      ValueError: The rate is not from 0 to less than 1.
 
     >>> dropped(jnp.ones(8), 0.5, jax.random.key(0))
     Array([0., 0., 2., 2., 0., 2., 2., 0.], dtype=float32)
     """
+    check_rate(rate)
     if key is None or not rate:
         return x
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros_like(x))
@@ -126,8 +141,9 @@ class Attention(nnx.Module):
           rngs: The random numbers.
 
         Raises:
-          ValueError: ``heads`` does not divide ``width``.
+          ValueError: ``heads`` does not divide ``width``, or ``dropout`` is not from 0 to less than 1.
         """
+        check_rate(dropout)
         if heads < 1 or width % heads:
             raise ValueError(
                 f"heads must divide width, got heads={heads} and width={width}. Write heads=1, "
@@ -183,7 +199,11 @@ class Mlp(nnx.Module):
           inits: The initializers of *up* and *down*.
           dtype: The dtype that layers compute in; None is float32.
           rngs: The random numbers.
+
+        Raises:
+          ValueError: ``dropout`` is not from 0 to less than 1.
         """
+        check_rate(dropout)
         self.up = linear(width, hidden, inits[0], dtype=dtype, rngs=rngs)
         self.down = linear(hidden, width, inits[1], dtype=dtype, rngs=rngs)
         self.activation, self.dropout = activation, dropout
@@ -227,7 +247,11 @@ class Block(nnx.Module):
           inits: The initializers of the inner layers, and of the two layers whose output is added to the input.
           dtype: The dtype that layers compute in; None is float32.
           rngs: The random numbers.
+
+        Raises:
+          ValueError: ``heads`` does not divide ``width``, or a rate of dropout is not from 0 to less than 1.
         """
+        check_rate(dropout.sums)
         self.norm1 = norm(width, epsilon, rngs=rngs)
         options: dict[str, Any] = {"inits": inits, "dtype": dtype, "rngs": rngs}
         self.attention = Attention(width, heads, causal=causal, scores=scores, dropout=dropout.scores, **options)

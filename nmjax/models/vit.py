@@ -87,7 +87,8 @@ class ViT(nnx.Module):
           rngs: The random numbers of the parameters.
 
         Raises:
-          ValueError: A size does not divide another, ``depth`` is less than 1, or ``pool`` is neither.
+          ValueError: A size does not divide another, ``depth`` is less than 1, ``pool`` is neither, or ``dropout`` is
+            not from 0 to less than 1.
         """
         if pool not in ("cls", "mean"):
             raise ValueError(f"pool is 'cls' or 'mean', got {pool!r}.")

@@ -43,7 +43,10 @@ class Inputs(NamedTuple):
 def calibrate(
     model: Any, batches: Iterable[Any], *, moments: bool = False, only: str = ".*", progress: bool = False
 ) -> dict[str, Inputs]:  # fmt: skip
-    """Return statistics of the inputs of a model's layers.
+    """Return statistics of the inputs of a model's layers, as the model computes them.
+
+    A layer that is sparse stays so. Its inputs are measured before it prunes them. For the statistics of a dense model,
+    pass the model as it was before `sparsify`.
 
     Batches are added in float64. Within a batch sums are in float32, and those of many rows are compensated.
 
@@ -59,8 +62,8 @@ def calibrate(
       A dict from the layer's path to its `Inputs`. A call of a layer whose result has no gradient is not counted.
 
     Raises:
-      ValueError: There are no batches, no layer has such a path, a layer is a convolution in groups, or no gradient of
-        the output reaches a layer.
+      ValueError: There are no batches, no layer has such a path, a chosen layer is a convolution in groups or is used
+        along several axes of its weight, or no gradient of the output reaches a layer.
 
     >>> import nmjax as nm
     >>> found = nm.nnx.calibrate(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), [jnp.array([[1., 2.], [3., 0.]])])
@@ -87,7 +90,7 @@ def calibrated(
       ValueError: As `calibrate`.
     """
     copy = nnx.clone(model)
-    with_doors, _ = with_calls(copy, list(layers(copy)), Recipe(((".*", "ste(1,2)"),)), *calls[0])
+    with_doors, _ = with_calls(copy, list(layers(copy)), Recipe(((only, "ste(1,2)"),)), *calls[0])
     chosen = [layer for layer in with_doors if re.fullmatch(only, layer.path) and layer.has_weight]
     if not chosen:
         raise ValueError(f"calibrate: no layer has a path that matches {only!r}.")

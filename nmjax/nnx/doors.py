@@ -142,7 +142,10 @@ class Layer:
         self.module.hardened = nnx.static(pattern)
 
     def drop_mask(self) -> None:
-        """Drop the mask of Flax's layer, after `weight` was written into the kernel."""
+        """Drop the mask that a layer of Flax multiplies its kernel by, after `weight` was written into the kernel.
+
+        Layers of declared doors have no such mask, so there it does nothing.
+        """
         if getattr(self.module, "mask", None) is not None:
             self.module.mask = None
 

@@ -1,12 +1,12 @@
 """The layers of a model that have a door."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from flax import nnx
 
+from nmjax.core import layer_paths
 from nmjax.models.transformer import Scores
 from nmjax.nnx.declared import declared_doors
 from nmjax.nnx.doors import DOORS, Layer, ScoresLayer
@@ -28,12 +28,7 @@ def layers(model: Any) -> Iterator[Layer]:
     traced: dict[Any, Uses] = {}
     for path, module in nnx.iter_modules(tree):
         with_doors += _of_module("/".join(map(str, path)), module, traced)
-    return iter(sorted(with_doors, key=lambda layer: by_number(layer.path)))
-
-
-def by_number(path: str) -> list[Any]:
-    """Return the key that sorts paths with their numbers by value."""
-    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", path)]
+    return iter(sorted(with_doors, key=lambda layer: layer_paths.by_number(layer.path)))
 
 
 def _of_module(path: str, module: Any, traced: dict[Any, Uses]) -> list[Layer]:

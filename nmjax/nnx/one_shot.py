@@ -11,12 +11,15 @@ import numpy as np
 from flax import nnx
 from rich.progress import track
 
-from nmjax.nnx.blocks import Blocks, Call, blocks_of, modules_of
+from nmjax.core import layer_paths
+from nmjax.nnx.batches import Call
+from nmjax.nnx.between import modules_of
+from nmjax.nnx.blocks import Blocks, blocks_of
 from nmjax.nnx.calibration import Inputs, axes_in, calibrated, statistics
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden
-from nmjax.nnx.layers import by_number, layers
+from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
 from nmjax.oneshot.solvers import Solved, sparsegpt
@@ -55,14 +58,16 @@ def prune(
     """Prune the weights of a trained model without training, so that the outputs of its layers change little.
 
     Args:
-      model: A flax.nnx model. It is not changed. Call `model.eval()` first to switch off dropout.
+      model: A flax.nnx model. It is not changed. Call `model.eval()` first to switch off dropout. If it is sparse, this
+        recipe takes the place of its own, as by `sparsify`, and its weights count as they are.
       recipe: Which layers to prune, and the pattern n:m, which is that of the slot ``fwd_rhs``. A
         method, or its text such as "ste(2,4)", is for all layers.
       batches: Batches of inputs, as in `calibrate`.
       solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``.
       in_turn: True to calibrate each block on the outputs of the pruned blocks before it, which are kept. The blocks
-        are called one after another, unless they are in a scan or a checkpoint: then the whole model is called for
-        each. Blocks that are one stack are pruned together. The second moments of one block are in memory.
+        are called one after another, unless they are in a scan or a checkpoint, for example: then the whole model is
+        called for each, and the progress bar says why. Blocks that are one stack are pruned together. The second
+        moments of one block are in memory.
       progress: True to show progress bars.
 
     Returns:
@@ -74,7 +79,8 @@ def prune(
         layer is a convolution in groups.
 
     Warns:
-      UserWarning: Layers have fewer rows than inputs to calibrate with.
+      UserWarning: Layers have fewer rows than inputs to calibrate with; or the model raises an error when its blocks
+        are called one after another, so the whole model is called for each.
 
     >>> import nmjax as nm
     >>> model, batches = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [jax.random.normal(jax.random.key(0), (100, 8))]
@@ -93,19 +99,19 @@ def prune(
     targets = {layer.path: layer for layer in layers(hard) if layer.hardened is not None}
     if not targets:
         raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
-    current = nnx.clone(model)
+    current = sparsify(nnx.clone(model), Recipe({".*": "dense"}))  # layers are calibrated without an earlier recipe
     now = {layer.path: layer for layer in with_calls(current, list(layers(current)), recipe, args, options)[0]}
     _check_layers([now[path] for path in targets])
     every = blocks_of(now, modules_of(current)) if in_turn else {"": list(now)}
     groups = {
         group: chosen for group, paths in every.items() if (chosen := [path for path in paths if path in targets])
     }
-    blocks = Blocks.find(current, list(every), list(groups), calls) if in_turn else None
+    blocks, title = _blocks(current, list(every), list(groups), calls) if in_turn else (None, "Pruning")
     order = _in_order(current, groups, args, options) if blocks is None else blocks.paths
     errors: dict[str, tuple[float, float]] = {}
     few: list[str] = []
     measured = statistics()
-    for number, group in track(list(enumerate(order)), "Pruning", disable=not progress):
+    for number, group in track(list(enumerate(order)), title, disable=not progress):
         asked = calls if blocks is None else blocks.calls(number)
         part, begin = (current, "") if blocks is None else (blocks.module(number), group)
         own = {path: path[len(begin) :].lstrip("/") for path in groups.get(group, ())}
@@ -126,7 +132,24 @@ def prune(
             f"are too small: {'; '.join(few[:3])}. Use more data for calibration.",
             stacklevel=2,
         )
-    return Pruned(hard, {path: errors[path] for path in sorted(errors, key=by_number)})
+    return Pruned(hard, {path: errors[path] for path in sorted(errors, key=layer_paths.by_number)})
+
+
+def _blocks(
+    model: Any, paths: list[str], needed: list[str], calls: list[Call]
+) -> tuple[Blocks | None, str]:  # fmt: skip
+    """Return the blocks if they can be called on their own, and the title of the progress bar, which tells why not."""
+    found = Blocks.find(model, paths, needed, calls)
+    if isinstance(found, Blocks):
+        return found, "Pruning"
+    if found.raised:
+        warnings.warn(
+            "prune: the whole model is called for each block, which takes longer, because its blocks cannot be called "
+            f"on their own: {found.reason}",
+            stacklevel=3,
+        )
+        return None, "Pruning"
+    return None, f"Pruning, with the whole model for each block, because {found.reason}"
 
 
 def _in_order(model: Any, groups: dict[str, list[str]], args: Any, options: Any) -> list[str]:

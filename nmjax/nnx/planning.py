@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend import core
-
-from nmjax.analysis import flops
+from nmjax.analysis import flops, scopes
 from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, slots_of
 from nmjax.analysis.refusals import Use, fitting_all
 from nmjax.analysis.runs import phases_of, runs_of
@@ -18,14 +16,14 @@ from nmjax.core.refusal import Refusal
 from nmjax.nnx.checks import NO_LAYERS, fitted, layer_refusal, layer_slot_refusals, normalised
 from nmjax.nnx.doors import Example, Layer
 from nmjax.nnx.layers import layers
-from nmjax.nnx.recording import MARK, Notes, recording, traced, with_calls
+from nmjax.nnx.recording import Notes, recording, traced, with_calls
 from nmjax.nnx.unreached import rule_paths, stack_of, unreached, wanted
 from nmjax.products.fit import in_phase
 from nmjax.products.forms import products_of
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
-from nmjax.recipes.table import Recipe
+from nmjax.recipes.table import Recipe, unused_rules
 
 
 class _Planned(NamedTuple):
@@ -140,11 +138,9 @@ def plan(
     costs: Sequence[int | None] = [None] * len(notes)
     elsewhere, of_data = 0, set()
     if inputs or options:
-        program, learned = traced(copy, inputs, options)
-        costs, elsewhere = _costs(program, len(notes))
-        of_data = flops.reading_data(program, learned, MARK)
+        costs, elsewhere, of_data = scopes.costs_of(*traced(copy, inputs, options), len(notes))
     rows = tuple(_row(*row) for row in zip(with_doors, planned, notes, costs, strict=True))
-    rows = tuple(row._replace(reads_data=f"{MARK}{i}" in of_data) for i, row in enumerate(rows))
+    rows = tuple(row._replace(reads_data=i in of_data) for i, row in enumerate(rows))
     uncovered, speed = tuple((one.path, one.shape) for one in beyond), speed_of(row.runs for row in rows)
     if recipe is None:
         return Plan(rows, elsewhere, uncovered, parameters, speed=speed)
@@ -157,8 +153,7 @@ def _recipe_refusals(
     model: Any, recipe: Recipe, paths: list[str], unreached: list[str]
 ) -> tuple[tuple[str, str], ...]:  # fmt: skip
     """Return (where, reason) of what `sparsify` would refuse in a recipe itself."""
-    unused = "it matches no layer's whole path, or earlier rules decide for its layers."
-    refused = [(f"the rule {pattern!r}", unused) for pattern in recipe.unused(paths, unreached)]
+    refused = unused_rules(recipe, paths, unreached)
     if not paths and any(sparsity != Sparsity() for _, sparsity in recipe.rules):
         refused.append(("the model", f"{type(model).__name__} {NO_LAYERS}"))
     return tuple(refused)
@@ -193,17 +188,6 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
         layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer, sparsity), runs,
         (*planned.else_dense, *of_call), kept, phases, planned.phase,
     )  # fmt: skip
-
-
-def _costs(program: core.Jaxpr, count: int) -> tuple[list[int], int]:
-    """Return the forward FLOPs of every layer, and those of no layer."""
-    costs, elsewhere = [0] * count, 0
-    for name, cost in flops.counted(program, MARK):
-        if name is None:
-            elsewhere += cost
-        else:
-            costs[int(name.removeprefix(MARK))] += cost
-    return costs, elsewhere
 
 
 def _hardened(layer: Layer, sparsity: Sparsity) -> str:

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.extend import core
 
+from nmjax.analysis import scopes
 from nmjax.nnx.doors import DOORS, Example, Layer
 from nmjax.nnx.layers import layers
 from nmjax.products import functions, operations
@@ -18,7 +19,6 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.programs.rewriting import Product
 from nmjax.recipes.table import Recipe
 
-MARK = "nmjax_layer_"
 PLACE: ContextVar[str | None] = ContextVar("place", default=None)  # the block that is called, if somebody says it
 
 
@@ -52,8 +52,8 @@ class Notes(list[Example]):
 class Recorder(nnx.Module):
     """Stands in a layer's door, notes the products that it is asked for, and computes them densely.
 
-    It computes in a `jax.named_scope`, so that their FLOPs can be found in the program. The product of a layer that
-    stays dense may be the model's own: it is computed as it is, and not noted.
+    It computes in a scope of `nmjax.analysis.scopes`, so that their FLOPs can be found in the program. The product of a
+    layer that stays dense may be the model's own: it is computed as it is, and not noted.
     """
 
     def __init__(self, layer: Layer, number: int, notes: Notes, noted: bool) -> None:
@@ -67,7 +67,7 @@ class Recorder(nnx.Module):
             assert self.product is not None
             self.notes.append(example_of(self.product, operands, options))
         assert self.plain is not None
-        with jax.named_scope(f"{MARK}{self.number}"):
+        with scopes.of_layer(self.number):
             return self.plain(*operands, **options)
 
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ class Recorder(nnx.Module):
         self.notes.ask()
         if self.noted:
             self.notes.append(Example(product.op, shape_of(x), shape_of(w), product.parameter.steps))
-        with jax.named_scope(f"{MARK}{self.number}"):
+        with scopes.of_layer(self.number):
             return product.op(x, w, *product.extra)
 
 

@@ -58,7 +58,7 @@ class Tap(nnx.Param[jax.Array]):
 
 
 class Meter(nnx.Module):
-    """Replaces the product of a layer by one that also records its input."""
+    """Replaces the product of a layer, dense or pruned, by one that also records its input."""
 
     def __init__(self, layer: Layer, stack: Sequence[int], shape: Sequence[int], axes: Axes, moments: bool) -> None:
         """Make the taps.
@@ -71,6 +71,7 @@ class Meter(nnx.Module):
           moments: True for second moments, False for sums of squares.
         """
         self.plain, self.product, self.name = layer.plain, layer.pruned_product, layer.path
+        self.site = layer.site  # it computes the product of a sparse layer
         features = math.prod(shape[a] for a in axes.features)
         lead = (*stack, *(shape[a] for a in axes.batch))
         self.moments = moments
@@ -79,17 +80,19 @@ class Meter(nnx.Module):
         self.tokens = Tap(jnp.zeros((*lead, 1)))
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
+        product = self.plain if self.site is None else self.site
         assert self.product is not None
-        assert self.plain is not None
+        assert product is not None
         example = example_of(self.product, operands, options)
         at = 1 if isinstance(operands[0], str) else 0
         extra = operands[at + 2 : at + 3] if isinstance(example.op, RaggedDot) else ()
         x = self._tapped(operands[at], example.op, example.rhs.shape, extra)
-        return self.plain(*operands[:at], x, *operands[at + 1 :], **options)
+        return product(*operands[:at], x, *operands[at + 1 :], **options)
 
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
         """Return the product of a declared layer."""
-        return product.op(self._tapped(x, product.op, w.shape, product.extra), w, *product.extra)
+        x = self._tapped(x, product.op, w.shape, product.extra)
+        return product.op(x, w, *product.extra) if self.site is None else self.site.multiply(product, x, w)
 
     def _tapped(self, x: jax.Array, op: Any, shape: tuple[int, ...], extra: tuple[Any, ...]) -> jax.Array:
         if self.tap[...].ndim != self.rank:
@@ -149,7 +152,11 @@ def _in_blocks(statistic: Callable[[jax.Array], jax.Array], rows: jax.Array) -> 
 
 
 def _count(rows: jax.Array) -> jax.Array:
-    """Return the number of tokens, as a function of the rows, so that `jax.vmap` sums it over what it maps."""
+    """Return the number of tokens.
+
+    The ones do not depend on the values of the rows, but are computed from them. A constant would have no mapped axis
+    under `jax.vmap`, and then the gradient of the tap would not be summed over this axis: it would count one example.
+    """
     return jnp.where(jnp.isnan(rows[..., 0]), 1.0, 1.0).sum(-1, keepdims=True)
 
 

@@ -20,7 +20,7 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
     Args:
       path: A file of lines of text; or, if its name ends with .jsonl, of JSON objects with "text", and perhaps
         "text_b". It may be compressed: .gz or .xz.
-      count: The greatest number of texts.
+      count: The greatest number of texts. The file is not read beyond them.
 
     Raises:
       ValueError: A line is not such an object, or the file has no texts.
@@ -34,8 +34,10 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
     try:
         with opened(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                if line.strip() and len(texts) < count:
+                if line.strip():
                     texts.append(_of_json(path, number, line) if jsonl else (line.strip(), None))
+                if len(texts) >= count:  # a large file is not read to its end
+                    break
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: this is not text in UTF-8.") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:

@@ -31,7 +31,8 @@ def dot_general(
       dimension_numbers, precision, preferred_element_type, out_sharding: As of `jax.lax.dot_general`.
       sparsity: What is pruned, as ``nm.parse("s_ste(2,4)")`` returns it.
       ctx: The key, if something is drawn; the step, if something changes with it; the state, if the method keeps one.
-      backend: "auto" packs what is expected to win on the device, "xla" never packs, "pallas" packs or raises, and
+      backend: One of `nmjax.kernels.targets.BACKENDS`. "auto" packs or compacts what is expected to win on the device,
+        "xla" does neither, "compact" compacts the products of chosen rows or raises, "pallas" packs or raises, and
         "interpret" packs in kernels simulated on a CPU.
       name: The layer's name, which begins every error.
       packed: The weight in the forms of kernels, as `nmjax.products.weights.packed_weight` returns them.

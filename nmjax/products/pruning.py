@@ -167,8 +167,8 @@ def _check_operand(label: str, p: Pruner, x: Any, operand: Operand, ctx: Ctx) ->
         )
     if p.tiles and operand.other_runs > 1 and x.shape[operand.other[-1]] % (p.block * operand.other_runs):
         raise ValueError(
-            f"{subject}: its tiles of {p.block} x {p.block} values would lie in two of the {operand.other_runs} feature "
-            "groups. Leave this layer dense."
+            f"{subject}: its tiles of {p.block} x {p.block} values would lie in two of the {operand.other_runs} "
+            "feature groups. Leave this layer dense."
         )
     if operand.runs > 1 and p.reorders:
         raise ValueError(f"{subject}: its order would mix the {operand.runs} feature groups. Leave this layer dense.")

@@ -11,8 +11,10 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from nmjax.analysis.refusals import Use
 from nmjax.products.functions import before_transpose
 from nmjax.products.operations import Conv, DimensionNumbers, Dot, RaggedDot
+from nmjax.products.pruning import Operand, shape_of
 from nmjax.programs.parameters import Parameter
 
 RAGGED = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
@@ -34,6 +36,28 @@ class Product(NamedTuple):
     op: Dot | Conv | RaggedDot
     swapped: bool
     extra: tuple[Any, ...] = ()
+
+
+class ShapedProduct(NamedTuple):
+    """A product with a parameter, and the shapes of its operands, in one layer of a stack."""
+
+    product: Product
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+
+    @classmethod
+    def of(cls, product: Product, x: Any, w: Any) -> "ShapedProduct":
+        """Return a product and the shapes of its operands. It compares without the operands after the first two."""
+        return cls(product._replace(extra=()), shape_of(x), shape_of(w))
+
+    @property
+    def operand(self) -> Operand:
+        """The roles of the axes of the parameter's operand."""
+        return self.product.op.operands(self.lhs.ndim, self.rhs.ndim)["fwd_rhs"]
+
+    def use(self, layers: int = 1) -> Use:
+        """Return the product as a plan reads it, in a stack of so many layers."""
+        return Use(self.product.op, self.lhs, self.rhs, layers)
 
 
 class Rewriter(NamedTuple):
@@ -203,6 +227,8 @@ def _checkpoint(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Valu
 def _scan(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
     of, parameters = equation.params, _parameters(operands)
     program, consts = _opened(of["jaxpr"])
+    # The operands are constants, then the carry, then stacks. JAX 0.10 says how many of each (`num_consts`), and 0.12
+    # says it in another way (`ft_in`). Ranks tell it in both: a scan slices the stacks, so only their ranks change.
     rank = lambda v: len(getattr(v.aval, "shape", ()))
     stacked = sum(rank(v) != rank(w) for v, w in zip(equation.invars, program.invars, strict=True))
     carried = sum(rank(v) == rank(w) for v, w in zip(equation.outvars, program.outvars, strict=True))

@@ -19,7 +19,7 @@ from nmjax.programs.parameters import Parameter
 from nmjax.pruners import identity
 
 
-class Origin(NamedTuple):
+class ParameterOrigin(NamedTuple):
     """The parameter that a site was made for.
 
     Attributes:
@@ -47,7 +47,7 @@ class ProgramSite:
       words, time, state: Arrays. Their first axes are those of the stack, if the parameter is one.
     """
 
-    origin: Origin
+    origin: ParameterOrigin
     words: Any = None
     time: Any = None
     state: Any = None
@@ -58,7 +58,7 @@ class ProgramSite:
         return self.words, self.time, self.state
 
 
-def _alike(origin: Origin) -> Origin:
+def _alike(origin: ParameterOrigin) -> ParameterOrigin:
     """Return an origin without names, so that parameters that are alike compile once."""
     return origin._replace(parameter=origin.parameter._replace(path=""), elsewhere=())
 
@@ -70,7 +70,7 @@ def state_of(site: ProgramSite, value: Any, step: Any = None) -> Any:
 
 # Compiled, so that divisions round as in a compiled program.
 @partial(jax.jit, static_argnames="origin")
-def _states(value: jax.Array, words: Any, state: Any, step: Any, *, origin: Origin) -> Any:
+def _states(value: jax.Array, words: Any, state: Any, step: Any, *, origin: ParameterOrigin) -> Any:
     make: Callable[..., Any] = origin.sparsity.init if step is None else origin.sparsity.refresh
 
     def one(w: jax.Array, words: Any, state: Any) -> Any:
@@ -106,7 +106,7 @@ def hardened(path: str, value: Any, site: ProgramSite) -> tuple[Any, ProgramSite
 
 
 @partial(jax.jit, static_argnames="origin")
-def _final(value: jax.Array, state: Any, *, origin: Origin) -> jax.Array:
+def _final(value: jax.Array, state: Any, *, origin: ParameterOrigin) -> jax.Array:
     one = lambda w, state: final_weight(origin.sparsity, w, origin.operand, state)
     return origin.parameter.apply(one, value, state, back=True)
 

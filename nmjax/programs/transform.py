@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nmjax.analysis import flops
+from nmjax.analysis import flops, scopes
 from nmjax.analysis.patterns import checked
 from nmjax.analysis.plan import LayerPlan, Plan, hardened, slots_of
-from nmjax.analysis.refusals import Use, fitting_all, slot_refusal
+from nmjax.analysis.refusals import fitting_all, slot_refusal
 from nmjax.analysis.runs import runs_of
 from nmjax.analysis.savings import kept_of, speed_of
+from nmjax.analysis.scopes import Costs
+from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.value import Value
 from nmjax.products import rule
 from nmjax.products.fit import fitting
-from nmjax.products.pruning import Operand, shape_of
+from nmjax.products.pruning import shape_of
 from nmjax.products.sites import (
     check_time,
     depends_on_step,
@@ -35,31 +37,35 @@ from nmjax.products.sites import (
 )
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.rewriting import Product, Rewriter
+from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import is_array, leaves, run
-from nmjax.programs.sites import Origin, ProgramSite, broken_groups, hardened as hardened_parameter, of_step, state_of
+from nmjax.programs.sites import (
+    ParameterOrigin,
+    ProgramSite,
+    broken_groups,
+    hardened as hardened_parameter,
+    of_step,
+    state_of,
+)
 from nmjax.pruners import identity
-from nmjax.recipes.table import Recipe
+from nmjax.recipes.table import Recipe, unused_rules
 
 Params = TypeVar("Params")
 Sites = dict[str, ProgramSite]
 
 
-class Place(NamedTuple):
-    """A product with a parameter, and the shapes of its operands in one layer of a stack."""
+class _Traced(NamedTuple):
+    """The parameters in the program of a call.
 
-    product: Product
-    lhs: jax.ShapeDtypeStruct
-    rhs: jax.ShapeDtypeStruct
+    Attributes:
+      products: The products of every parameter, by its path.
+      others: The names of other operations that use it, likewise.
+      costs: The FLOPs by parameter, numbered as in ``products``.
+    """
 
-    @property
-    def operand(self) -> Operand:
-        """The roles of the axes of the parameter's operand."""
-        return self.product.op.operands(self.lhs.ndim, self.rhs.ndim)["fwd_rhs"]
-
-    def use(self, layers: int = 1) -> Use:
-        """Return the product as a plan reads it, in a stack of so many layers."""
-        return Use(self.product.op, self.lhs, self.rhs, layers)
+    products: dict[str, list[ShapedProduct]]
+    others: dict[str, list[str]]
+    costs: Costs
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,7 +89,8 @@ class transform(Value):
       seed: The seed of all random numbers, an int.
 
     Raises:
-      TypeError: ``f`` is not callable, or ``recipe`` is not a Recipe.
+      TypeError: ``f`` is not callable, ``recipe`` is not a Recipe, or ``seed`` is not an int.
+      ValueError: ``seed`` does not fit 64 bits.
 
     >>> import nmjax as nm
     >>> f = lambda params, x: jax.nn.relu(x @ params["up"]) @ params["down"]
@@ -107,6 +114,8 @@ class transform(Value):
             raise TypeError(f"transform takes a function f(params, ...), got {type(self.f).__name__}.")
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"transform takes a Recipe, such as Recipe(((r'.*', 'ste(2,4)'),)), got {self.recipe!r}.")
+        super().__post_init__()
+        random.words(self.seed)
 
     def __call__(self, params: Any, *args: Any, sites: Mapping[str, ProgramSite] | None = None, **options: Any) -> Any:
         """Return the function's result, computed with pruned products.
@@ -147,32 +156,32 @@ class transform(Value):
 
     # ---- what the program does with its parameters ----
 
-    def _places(self, params: Any, args: Any, options: Any) -> tuple[dict[str, list[Place]], dict[str, list[str]]]:
-        """Return the products of every parameter, and the names of other operations that use it, by its path."""
-        places: dict[str, list[Place]] = {path: [] for path in leaves(params)}
-        others: dict[str, list[str]] = {path: [] for path in places}
+    def _traced(self, params: Any, args: Any, options: Any) -> _Traced:
+        """Return what the program of a call does with the parameters. It is traced on shapes."""
+        products: dict[str, list[ShapedProduct]] = {path: [] for path in leaves(params)}
+        others: dict[str, list[str]] = {path: [] for path in products}
+        numbers = {path: number for number, path in enumerate(products)}
 
-        def compute(product: Product, x: Any, w: Any, arrays: Any) -> None:
-            places[product.parameter.path].append(Place(product._replace(extra=()), shape_of(x), shape_of(w)))
+        def compute(product: Product, x: Any, w: Any, arrays: Any) -> Any:
+            path = product.parameter.path
+            products[path].append(ShapedProduct.of(product, x, w))
+            with scopes.of_layer(numbers[path]):
+                return product.op(x, w, *product.extra)
 
+        rewriter = Rewriter(compute, lambda parameter, name: others[parameter.path].append(name))
         whole, tree = jax.tree.flatten((params, args, options))
-        again = lambda params, args, options: run(
-            self.f,
-            params,
-            args,
-            options,
-            Rewriter(compute, lambda parameter, name: others[parameter.path].append(name)),
-            {},
-        )
+        learned = [i < len(products) for i, v in enumerate(whole) if is_array(v)]
 
         def traced(given: list[Any]) -> list[Any]:
             arrays = iter(given)
             every = [next(arrays) if is_array(v) else v for v in whole]
-            return [v for v in jax.tree.leaves(again(*jax.tree.unflatten(tree, every))) if is_array(v)]
+            params, args, options = jax.tree.unflatten(tree, every)
+            y = run(self.f, params, args, options, rewriter, {})
+            return [v for v in jax.tree.leaves(y) if is_array(v)]
 
-        jax.eval_shape(traced, [shape_of(v) for v in whole if is_array(v)])
-        unique = lambda values: list(dict.fromkeys(values))
-        return {p: unique(v) for p, v in places.items()}, {p: unique(v) for p, v in others.items()}
+        program = jax.make_jaxpr(traced)([shape_of(v) for v in whole if is_array(v)]).jaxpr
+        unique = lambda values: {path: list(dict.fromkeys(own)) for path, own in values.items()}
+        return _Traced(unique(products), unique(others), scopes.costs_of(program, learned, len(products)))
 
     def init(self, params: Any, *args: Any, strict: bool = False, **options: Any) -> Sites:
         """Return what the methods keep: the sites of the parameters, by their paths.
@@ -186,12 +195,12 @@ class transform(Value):
         Raises:
           ValueError: A rule is not used by any parameter, or a product cannot be pruned. All such products are listed.
         """
-        places, others = self._places(params, args, options)
-        self.recipe.check(path for path, value in leaves(params).items() if places[path] or np.ndim(value) > 1)
-        self._report_unreached(params, places, others, strict)
+        products, others, _ = self._traced(params, args, options)
+        self.recipe.check(_ruled(params, products))
+        self._report_missed(params, products, others, strict)
         refused = [
             f"  {path}: {refusal.reason}"
-            for path, found in places.items()
+            for path, found in products.items()
             for slot in SLOTS
             if (refusal := _refusal(slot, self._fitted(path, found)[0], found)) is not None
         ]
@@ -199,40 +208,44 @@ class transform(Value):
             raise ValueError("\n".join(["The recipe cannot be carried out:", *dict.fromkeys(refused)]))
         made: Sites = {}
         for path, value in leaves(params).items():
-            if places[path] and self._fitted(path, places[path])[0] != Sparsity():
-                made[path] = self._site(path, value, places[path], others[path])
+            if products[path] and self._fitted(path, products[path])[0] != Sparsity():
+                made[path] = self._site(path, value, products[path], others[path])
         return made
 
-    def _report_unreached(self, params: Any, places: Any, others: Any, strict: bool) -> None:
+    def _report_missed(self, params: Any, products: Any, others: Any, strict: bool) -> None:
         """Warn of matrices that a rule would prune and that no product takes, or refuse them."""
-        missed = [
-            f"  {path} of shape {np.shape(value)}" + (f", used by {', '.join(others[path])}" if others[path] else "")
-            for path, value in leaves(params).items()
-            if not places[path] and np.ndim(value) > 1 and self.recipe(path) != Sparsity()
-        ]
+        missed = self._missed(params, products)
         if not missed:
             return
+        lines = [
+            f"  {path} of shape {shape}" + (f", used by {', '.join(others[path])}" if others[path] else "")
+            for path, shape in missed.items()
+        ]
         text = "\n".join(
-            ["Rules of the recipe match these parameters, but no product takes them, so they stay dense:", *missed]
+            ["Rules of the recipe match these parameters, but no product takes them, so they stay dense:", *lines]
         )
         if strict:
-            raise ValueError(f'{text}\nGive them a rule such as (r"{missed[0].split()[0]}", "dense").')
+            raise ValueError(f'{text}\nGive them a rule such as (r"{next(iter(missed))}", "dense").')
         warnings.warn(text, stacklevel=3)
 
-    def _fitted(self, path: str, places: list[Place]) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:
-        """Return what a parameter's products prune in any call, and (slot, reason) of what does not fit."""
-        return fitting_all(self.recipe(path), [place.use() for place in places], tokens_known=False)
+    def _missed(self, params: Any, products: Any) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the matrices that a rule would prune and that no product takes, by their paths."""
+        return {path: shape for path, shape in _unused(params, products).items() if self.recipe(path) != Sparsity()}
 
-    def _site(self, path: str, value: Any, places: list[Place], others: list[str]) -> ProgramSite:
-        sparsity, first = self._fitted(path, places)[0], places[0]
-        layouts = {(place.product.parameter.steps, place.operand) for place in places}
-        stacks = {place.product.parameter.stack(np.shape(value)) for place in places}
+    def _fitted(self, path: str, products: list[ShapedProduct]) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:
+        """Return what a parameter's products prune in any call, and (slot, reason) of what does not fit."""
+        return fitting_all(self.recipe(path), [one.use() for one in products], tokens_known=False)
+
+    def _site(self, path: str, value: Any, products: list[ShapedProduct], others: list[str]) -> ProgramSite:
+        sparsity, first = self._fitted(path, products)[0], products[0]
+        layouts = {(one.product.parameter.steps, one.operand) for one in products}
+        stacks = {one.product.parameter.stack(np.shape(value)) for one in products}
         if (len(layouts) > 1 and has_state(sparsity)) or (len(stacks) > 1 and needs_arrays(sparsity)):
             raise ValueError(
                 f"{path}: {sparsity} keeps arrays for this parameter, and {len(layouts)} products take it in different "
                 "layouts. Give it a method without state, noise and schedule, such as ste(2,4)."
             )
-        origin = Origin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
+        origin = ParameterOrigin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
         stack = first.product.parameter.stack(np.shape(value))
         words = site_words(self.seed, path, stack) if needs_key(sparsity) else None
         timed = words is not None or depends_on_step(sparsity)
@@ -306,30 +319,53 @@ class transform(Value):
     def plan(self, params: Any, *args: Any, **options: Any) -> Plan:
         """Return what every parameter will do, as `nmjax.nnx.plan` does for the layers of a model.
 
+        One program serves all steps, so the plan has no phases.
+
         Args:
           params: The tree of parameters, or of their shapes.
           *args: Examples of the other arguments.
           **options: Keyword arguments of the function.
-        """
-        places, _ = self._places(params, args, options)
-        values = leaves(params)
-        rows = [self._row(path, values[path], found) for path, found in places.items() if found]
-        uncovered = tuple((path, np.shape(v)) for path, v in values.items() if np.ndim(v) > 1 and not places[path])
-        unused = "it matches no parameter's whole path, or earlier rules decide for its parameters."
-        refused = tuple((f"the rule {p!r}", unused) for p in self.recipe.unused([row.path for row in rows]))
-        count, speed = sum(int(np.size(v)) for v in values.values()), speed_of(row.runs for row in rows)
-        return Plan(tuple(rows), 0, uncovered, count, refused, speed=speed)
 
-    def _row(self, path: str, value: Any, places: list[Place]) -> LayerPlan:
+        >>> import nmjax as nm
+        >>> f = lambda params, x: jax.nn.softmax(x @ x.T) @ jnp.tanh(x @ params["up"])
+        >>> sparse, params = nm.transform(f, nm.Recipe({".*": "ste(2,4)"})), {"up": jnp.ones((8, 16))}
+        >>> plan = sparse.plan(params, jnp.ones((4, 8)))
+        >>> plan.forward, plan.elsewhere  # FLOPs; x @ x.T and the product with its softmax are elsewhere
+        ((1792, 1280.0), 768)
+        """
+        products, _, costs = self._traced(params, args, options)
+        values = leaves(params)
+        rows = [
+            self._row(path, values[path], own, costs.layers[i])._replace(reads_data=i in costs.reading_data)
+            for i, (path, own) in enumerate(products.items())
+            if own
+        ]
+        refused = tuple(unused_rules(self.recipe, _ruled(params, products), of="parameter"))
+        uncovered, missed = tuple(_unused(params, products).items()), tuple(self._missed(params, products))
+        count, speed = sum(int(np.size(v)) for v in values.values()), speed_of(row.runs for row in rows)
+        return Plan(tuple(rows), costs.elsewhere, uncovered, count, refused, missed, speed)
+
+    def _row(self, path: str, value: Any, products: list[ShapedProduct], cost: int) -> LayerPlan:
         shape = tuple(np.shape(value))
-        layers = math.prod(places[0].product.parameter.stack(shape))
-        uses = [place.use(layers) for place in places]
+        layers = math.prod(products[0].product.parameter.stack(shape))
+        uses = [one.use(layers) for one in products]
         sparsity, dense = fitting_all(self.recipe(path), uses)
-        cost = sum(flops.flops(place.product.op, place.lhs.shape, place.rhs.shape) * layers for place in places)
         slots, runs = slots_of(sparsity, uses, True), runs_of(sparsity, uses, self.recipe.backend)
         form, shares = hardened(sparsity), flops.effective(sparsity)
         kept = kept_of(sparsity, uses, self.recipe.backend)
         return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs, dense, kept)
+
+
+def _unused(params: Any, products: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of two axes or more that no product takes, by their paths."""
+    values = leaves(params).items()
+    return {path: tuple(np.shape(v)) for path, v in values if np.ndim(v) > 1 and not products[path]}
+
+
+def _ruled(params: Any, products: Mapping[str, Any]) -> list[str]:
+    """Return the paths that rules may match: of parameters that a product takes, and of all that `_unused` returns."""
+    unused = _unused(params, products)
+    return [path for path, own in products.items() if own or path in unused]
 
 
 def _known(params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, Any]:
@@ -344,7 +380,7 @@ def _known(params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, Any]:
     return values
 
 
-def _refusal(slot: str, sparsity: Sparsity, places: list[Place]) -> Any:
+def _refusal(slot: str, sparsity: Sparsity, products: list[ShapedProduct]) -> Any:
     if getattr(sparsity, slot) == identity:
         return None
-    return slot_refusal(slot, sparsity, [place.use() for place in places], tokens_known=True)
+    return slot_refusal(slot, sparsity, [one.use() for one in products], tokens_known=True)

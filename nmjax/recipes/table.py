@@ -24,12 +24,13 @@ class Recipe(Value):
     Args:
       rules: Pairs of a regular expression and a `Sparsity` or its text, as in `nmjax.parse`. A mapping has the
         rules in the order of its items.
-      backend: Who runs pruned products: "auto" is a kernel if it is expected to win, "xla" never a kernel, "pallas"
-        always one, "interpret" a kernel simulated on a CPU.
+      backend: Who runs pruned products, one of `nmjax.kernels.targets.BACKENDS`: "auto" is fewer rows or a kernel if
+        one is expected to win, "xla" always XLA's dense product, "compact" always fewer rows where `nmjax.rows` chooses
+        them, "pallas" always a kernel, "interpret" a kernel simulated on a CPU.
 
     Raises:
       TypeError: The rules are not pairs of a text and a sparsity.
-      ValueError: A pattern is no regular expression, a text is no sparsity, or the backend is none of the four.
+      ValueError: A pattern is no regular expression, a text is no sparsity, or the backend is none of `BACKENDS`.
 
     >>> recipe = Recipe(((r".*/attention/.*", "dense"), (r"blocks/.*", "s_ste(2,4)")))
     >>> recipe("blocks/0/mlp/up"), recipe("blocks/0/attention/out"), recipe("head")
@@ -146,6 +147,23 @@ class Recipe(Value):
         Recipe((('.*/mlp/.*',fwd_rhs=ste(mse(2,4))),('.*',dense)))
         """
         return cls(tuple(_rule(rule, sparsity) for rule in _pairs(rules)), backend)
+
+
+def unused_rules(
+    recipe: Recipe, paths: Iterable[str], unreached: Iterable[str] = (), of: str = "layer"
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Return (where, reason) of each rule that decides for none of the paths, as a plan lists refusals.
+
+    Args:
+      recipe: The recipe.
+      paths, unreached: As of `Recipe.unused`.
+      of: The thing that has the paths: a layer, or a parameter.
+
+    >>> unused_rules(Recipe({"head": "ste()", ".*": "dense"}), ["up"])
+    [("the rule 'head'", "it matches no layer's whole path, or earlier rules decide for its layers.")]
+    """
+    reason = f"it matches no {of}'s whole path, or earlier rules decide for its {of}s."
+    return [(f"the rule {pattern!r}", reason) for pattern in recipe.unused(paths, unreached)]
 
 
 def _likeness(path: str, patterns: list[str]) -> float:

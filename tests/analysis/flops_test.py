@@ -411,6 +411,14 @@ def test_a_pruned_dx_that_is_not_computed_counts_nothing():
     assert plan.over(1, data_gradients=False) == (2 * 1024, 2 * 1024)
 
 
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_run_of_no_steps_is_refused(steps):
+    plan = nm.nnx.plan(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), shape(16, 8), recipe=nm.Recipe({".*": "ste(2,4)"}))
+    for call in (plan.over, lambda steps: over(nm.parse("ste(2,4)"), steps)):
+        with pytest.raises(ValueError, match=f"^over: steps is the number of steps of a run, at least 1, got {steps}"):
+            call(steps)
+
+
 def test_no_layer_of_a_gpt_reads_data():
     """Its tokens are looked up in a table, which is a parameter."""
     size = {"width": 8, "depth": 1, "heads": 2, "hidden": 16}

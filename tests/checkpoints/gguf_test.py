@@ -210,9 +210,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(said, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_in_installed_packages_are_put_together(tmp_path, monkeypatch):
-    """A package that needs others, each with a part of the file."""
-    whole, site = small_gemma(tmp_path / "g.gguf").read_bytes(), tmp_path / "site"
+def install_parts(whole, site, monkeypatch):
+    """Install a package that needs others, each with a part of the file."""
     for name, part in {"tiny_gguf": None, "tiny_gguf_a": whole[:999], "tiny_gguf_b": whole[999:]}.items():
         (site / name).mkdir(parents=True)
         about = site / f"{name}-1.0.dist-info"
@@ -224,10 +223,28 @@ def test_parts_in_installed_packages_are_put_together(tmp_path, monkeypatch):
         (about / "RECORD").write_text(f"{file},,\n")
     monkeypatch.syspath_prepend(site)
     importlib.invalidate_caches()
+
+
+def test_parts_in_installed_packages_are_put_together(tmp_path, monkeypatch):
+    install_parts(small_gemma(tmp_path / "g.gguf").read_bytes(), tmp_path / "site", monkeypatch)
     assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "out")]) == 0
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [0, 100])
+def test_parts_that_cannot_be_converted_leave_nothing(cut, tmp_path, monkeypatch, capsys):
+    """Neither if the whole file is damaged, nor if it has another model. A folder that was there stays empty."""
+    whole = small_gemma(tmp_path / "g.gguf", **{"general.architecture": "llama"}).read_bytes()
+    install_parts(whole[: len(whole) - cut], tmp_path / "site", monkeypatch)
+    before = sorted(tmp_path.iterdir())
+    assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "deep/out")]) == 2
+    assert ("is cut short" if cut else "the architecture is 'llama'") in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / "out").mkdir()
+    assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "out")]) == 2
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(

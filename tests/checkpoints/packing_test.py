@@ -2,11 +2,14 @@
 
 import json
 import sys
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 
 import nmjax as nm
@@ -121,6 +124,41 @@ def test_a_sparse_model_without_variables_is_not_saved(tmp_path):
     model = nm.nnx.sparsify(checkpoints.load(GOLDEN / "bert"), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
     with pytest.raises(CheckpointError, match=r"it prunes at blocks/0.*Save nm.nnx.harden"):
         checkpoints.save(tmp_path / "out", model, like=GOLDEN / "bert")
+
+
+@dataclass(frozen=True, repr=False)
+class Above(nm.Pruner):
+    """Keep what is above a threshold. Nothing says that it does not read the step, so its layer has a time."""
+
+    threshold: float
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return jnp.where(jnp.abs(x) > self.threshold, x, 0)
+
+
+def test_a_hardened_model_is_saved_if_it_prunes_activations_by_the_step(tmp_path):
+    """Its layers keep a time for the pruner of their inputs. Their weights are those of inference."""
+    sparsity = nm.Sparsity(fwd_lhs=Above(0.5), fwd_rhs=nm.ste(nm.mse(2, 4)))
+    model = nm.nnx.sparsify(checkpoints.load(GOLDEN / "bert"), nm.Recipe({"blocks/.*": sparsity, ".*": "dense"}))
+    with pytest.raises(CheckpointError, match=r"it prunes at blocks/0.*Save nm.nnx.harden"):
+        checkpoints.save(tmp_path / "out", model, like=GOLDEN / "bert")
+    hard = nm.nnx.harden(model)
+    assert jax.tree.leaves(nnx.state(hard, nm.nnx.NM))
+    checkpoints.save(tmp_path / "out", hard, like=GOLDEN / "bert")
+    again = nnx.state(checkpoints.load(tmp_path / "out"), nnx.Param)
+    jax.tree.map(np.testing.assert_array_equal, again, nnx.state(hard, nnx.Param))
+    with pytest.raises(CheckpointError, match="blocks/0/.*: this layer prunes its input, and the export would lose"):
+        checkpoints.write_onnx(tmp_path / "m.onnx", hard, jnp.ones((1, 8), jnp.int32))
+
+
+@pytest.mark.parametrize("text", ["sdgp(2,4)", "drhs_g=mvue(2,4)"])
+def test_a_model_that_prunes_gradients_alone_is_saved_and_not_exported(text, tmp_path):
+    """Its weights are dense. A program that an export makes computes no gradients."""
+    model = nm.nnx.sparsify(checkpoints.load(GOLDEN / "bert"), nm.Recipe({"blocks/.*": text, ".*": "dense"}))
+    checkpoints.save(tmp_path / "out", model, like=GOLDEN / "bert")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (GOLDEN / "bert/model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"it prunes at blocks/0.*Export nm.nnx.harden"):
+        checkpoints.write_onnx(tmp_path / "m.onnx", model, jnp.ones((1, 8), jnp.int32))
 
 
 def test_without_jax2onnx_the_message_says_what_to_install(tmp_path, monkeypatch, capsys):

@@ -80,9 +80,9 @@ def test_products_against_float64(kind, layout):
 def _any_version(monkeypatch):
     """The interpreter multiplies on versions of JAX, too, on which the kernels are refused."""
     monkeypatch.setattr(versions, "stores_transposed", lambda: True)
-    tuning.chosen.cache_clear()
+    tuning._chosen.cache_clear()
     yield
-    tuning.chosen.cache_clear()
+    tuning._chosen.cache_clear()
 
 
 def test_an_old_jax_is_refused(monkeypatch):

@@ -1,11 +1,14 @@
 """Tables of tiles: written, read back and followed, and refused if they are of something else."""
 
 import json
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from nmjax.kernels import measured, tuning
+from nmjax.kernels import calls, measured, tuning
+from nmjax.kernels.format import pack
 from nmjax.kernels.limits import AmpereConfig, HopperConfig, Shape
 from nmjax.kernels.measured import Row
 from nmjax.kernels.targets import Target
@@ -19,14 +22,9 @@ def _own(monkeypatch, tmp_path):
     """A folder of the user's own tables, and none that are shipped."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
     monkeypatch.setattr(measured, "SHIPPED", tmp_path / "shipped")
-    _forget()
-    yield
-    _forget()
-
-
-def _forget():
     measured.table.cache_clear()
-    tuning.chosen.cache_clear()
+    yield
+    measured.table.cache_clear()
 
 
 def test_a_table_is_read_back_and_followed():
@@ -67,8 +65,34 @@ def test_the_users_own_rows_come_first():
     measured.write(measured.SHIPPED, H200.kind, [Row(SHAPE, HopperConfig(), 1.1)])
     assert tuning.chosen(SHAPE, H200).speed == 1.1
     measured.write(measured.own_tables(), H200.kind, [Row(SHAPE, CONFIG, 1.2)])
-    _forget()
     assert tuning.chosen(SHAPE, H200) == (CONFIG, 1.2)
+
+
+def test_a_choice_follows_a_table_that_is_written_after_it():
+    assert tuning.chosen(SHAPE, H200).speed is None
+    assert tuning.gain(SHAPE, H200, True) != 1.31
+    measured.write(measured.own_tables(), H200.kind, [Row(SHAPE, CONFIG, 1.31)])
+    assert tuning.chosen(SHAPE, H200) == (CONFIG, 1.31)
+    assert tuning.gain(SHAPE, H200, True) == pytest.approx(1.31)
+
+
+def test_products_follow_a_table_that_is_written_after_them(monkeypatch):
+    """The kernel is faked. It notes its tiles."""
+    seen = []
+
+    def spmm(packed, b, scale, *, config, **options):
+        seen.append(config)
+        return jnp.zeros((*packed.shape[:-1], b.shape[-1]), options["dtype"])
+
+    monkeypatch.setattr(calls, "_kernels", lambda: SimpleNamespace(hopper=SimpleNamespace(spmm=spmm)))
+    a, b = pack(jnp.zeros((1, 128, 128), jnp.bfloat16), -1), jnp.zeros((1, 128, 64), jnp.bfloat16)
+    shape = Shape(128, 64, 128, n_major=True)
+    calls.run(a, b, None, shape=shape, target=H200)
+    row = Row(shape, HopperConfig(tile_n=64, stages=2, warpgroups=1), 1.31)
+    assert seen[-1] != row.config
+    measured.write(measured.own_tables(), H200.kind, [row])
+    calls.run(a, b, None, shape=shape, target=H200)
+    assert seen[-1] == row.config
 
 
 ROW = (

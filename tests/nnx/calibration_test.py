@@ -68,6 +68,47 @@ def test_statistics_are_those_by_hand():
     assert list(nm.nnx.calibrate(model, batches, only="layers/2")) == ["layers/2"]
 
 
+@pytest.mark.parametrize("text", ["ste(2,4)", "s_ste(2,4)"])
+@pytest.mark.parametrize("kind", ["net", "list", "scan"])
+def test_a_sparse_model_is_measured_as_it_computes(kind, text):
+    """Its statistics are those of the dense model that has its pruned weights, also if few layers are chosen."""
+    model, batches = (Net(nnx.Rngs(0)), inputs()) if kind == "net" else (gpt(scan=kind == "scan"), TOKENS)
+    recipe = nm.Recipe({".*": text} if kind == "net" else {"blocks/.*": text, ".*": "dense"})
+    sparse = nm.nnx.sparsify(model, recipe, batches[0])
+    right, found = nm.nnx.calibrate(nm.nnx.harden(sparse), batches), nm.nnx.calibrate(sparse, batches)
+    assert found.keys() == right.keys()
+    for path, one in right.items():
+        np.testing.assert_allclose(found[path].squares, one.squares, rtol=1e-4, atol=1e-4, err_msg=path)
+        assert found[path].tokens == one.tokens
+    some = "attention/out|blocks/.*/out"
+    for path, one in nm.nnx.calibrate(sparse, batches, only=some).items():
+        np.testing.assert_allclose(one.squares, found[path].squares, rtol=1e-6, err_msg=path)
+
+
+class Twice(nnx.Module):
+    """A layer whose products contract different axes of its weight, and another layer."""
+
+    def __init__(self):
+        self.up, self.square = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Einsum("bi,io->bo", (8, 8), rngs=nnx.Rngs(1))
+        self.square.einsum_str = None  # the call says it
+
+    def __call__(self, x):
+        x = self.square(x, einsum_str="bi,io->bo")
+        return self.up(self.square(x, einsum_str="bi,oi->bo"))
+
+
+def test_a_layer_that_is_not_chosen_may_have_no_single_product():
+    x = jnp.asarray(RNG.normal(size=(16, 8)), jnp.float32)
+    found = nm.nnx.calibrate(Twice(), [x], only="up")
+    by_hand = jnp.square(Twice().square(Twice().square(x, "bi,io->bo"), "bi,oi->bo")).sum(0)
+    assert list(found) == ["up"]
+    np.testing.assert_allclose(found["up"].squares, by_hand, rtol=1e-5)
+    with pytest.raises(ValueError, match="square: the call asks for products that take the weight"):
+        nm.nnx.calibrate(Twice(), [x])
+    with pytest.raises(ValueError, match="is not a regular expression for a layer's path"):
+        nm.nnx.calibrate(Twice(), [x], only="(")
+
+
 @pytest.mark.parametrize("moments", [True, False])
 def test_many_rows_are_not_rounded_more_than_a_few(moments):
     """Equal values are the worst case: each addition rounds in the same direction."""
@@ -184,6 +225,15 @@ def test_in_turn_each_block_is_calibrated_on_pruned_ones():
     nm.nnx.prune(model, EVERY, TOKENS, solver, in_turn=False)
     dense = nm.nnx.calibrate(model, TOKENS, moments=True)
     np.testing.assert_allclose(seen[last], dense["blocks/2/attention/query"].moments, rtol=1e-5, atol=1e-5)
+
+
+def test_pruning_a_sparse_model_replaces_its_recipe():
+    """Its layers are calibrated as they will compute. Weights of another recipe count as they are."""
+    model = gpt()
+    sparse = nm.nnx.sparsify(nnx.clone(model), nm.Recipe({"blocks/.*": "fwd_lhs=mse(1,4); fwd_rhs=ste(mse(1,4))"}))
+    right, found = nm.nnx.prune(model, EVERY, TOKENS), nm.nnx.prune(sparse, EVERY, TOKENS)
+    assert found.errors == right.errors
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (found.model, right.model)))
 
 
 def test_a_bfloat16_model():

@@ -126,13 +126,15 @@ def test_other_ragged_products_stay_as_they_are():
 
 
 def test_the_operands_of_one_product_are_told_once():
-    """Two calls with other sizes are one place: a plan does not hold the arrays of a call."""
+    """Two calls with other sizes are told as one: a plan does not hold the arrays of a call. Both cost FLOPs."""
     f = lambda params, x, sizes: mixture(params, x, sizes) + mixture(params, x, sizes[::-1])
     sparse = nm.transform(f, nm.Recipe(((".*", "ste(2,4)"),)))
-    places, _ = sparse._places(PARAMS, (X, SIZES), {})
-    assert [len(found) for found in places.values()] == [1, 1]
-    assert places["up"][0].product.op == RaggedDot(None, None)
-    assert places["up"][0].product.extra == ()
+    products = sparse._traced(PARAMS, (X, SIZES), {}).products
+    assert [len(found) for found in products.values()] == [1, 1]
+    assert products["up"][0].product.op == RaggedDot(None, None)
+    assert products["up"][0].product.extra == ()
+    once = nm.transform(mixture, sparse.recipe).plan(PARAMS, X, SIZES)
+    assert [row.flops for row in sparse.plan(PARAMS, X, SIZES).layers] == [2 * row.flops for row in once.layers]
 
 
 def test_the_model_with_pruned_experts():

@@ -407,6 +407,11 @@ def test_a_left_weight_on_an_explicit_mesh():
         (lambda: nm.transform(3, every("ste(2,4)")), TypeError, "takes a function"),
         (lambda: nm.transform(max, "ste(2,4)"), TypeError, "takes a Recipe"),
         (
+            lambda: nm.transform(max, every("ste(2,4)"), seed="a"),
+            TypeError, "^transform: seed must be a whole number, got 'a'",
+        ),
+        (lambda: nm.transform(max, every("ste(2,4)"), seed=2**64), ValueError, "an int seed must fit 64 bits"),
+        (
             lambda: nm.transform(MATMUL, every("mvue(2,4)"))({"w": jnp.ones((8, 8))}, jnp.ones((8, 8))),
             ValueError, r"^w: .* reads what init returns: write sites = f.init\(params, ...\)",
         ),
@@ -470,6 +475,38 @@ def test_a_plan_of_shapes():
     assert plan.forward == (2 * 32 * 64 * (3 * 64 + 10), 2 * 32 * 64 * (3 * 32 + 10))
     assert [(row.path, row.hardened) for row in plan.layers] == [("head", "dense"), ("w", "2:4")]
     assert not plan.refused
+
+
+def test_a_plan_counts_what_the_program_computes():
+    """A product of the same shapes twice, and products that no parameter is in."""
+
+    def f(params, x):
+        h = jnp.tanh(x @ params["w"])
+        return jax.nn.softmax(h @ h.T) @ jnp.tanh(h @ params["w"]) @ params["head"].T
+
+    params, x = {"head": draw(0, 4, 16), "w": draw(1, 16, 16)}, draw(2, 8, 16)
+    plan = nm.transform(f, nm.Recipe({"w": "ste(2,4)"})).plan(params, x)
+    rows = {row.path: row for row in plan.layers}
+    assert (rows["w"].flops, rows["head"].flops) == (2 * 2 * 8 * 16 * 16, 2 * 8 * 16 * 4)
+    assert plan.elsewhere == 2 * 2 * 8 * 8 * 16
+    assert plan.forward == (8192 + 1024 + 4096, 4096 + 1024 + 4096)
+    once = nm.transform(lambda p, x: jnp.tanh(x @ p["w"]) @ p["head"].T, every("ste(2,4)")).plan(params, x)
+    assert {row.path: row.reads_data for row in once.layers} == {"head": False, "w": True}
+    assert once.over(1, data_gradients=False)[0] == 2 * 4096 + 3 * 1024
+
+
+def test_a_plan_refuses_what_init_refuses_and_tells_what_init_warns_of():
+    f = lambda p, x: x @ jnp.tanh(p["w"]) + x @ p["used"]
+    params, x = {"w": draw(0, 16, 16), "used": draw(1, 16, 16)}, draw(2, 8, 16)
+    recipe = nm.Recipe((("w", "ste(2,4)"), ("used", "dense")))
+    plan = nm.transform(f, recipe).plan(params, x)
+    assert (plan.missed, plan.refused) == (("w",), ())
+    assert "Parameters that a rule matches and no door reaches, so they stay dense: w 16x16" in repr(plan)
+    with pytest.warns(UserWarning, match="no product takes them"):
+        assert nm.transform(f, recipe).init(params, x) == {}
+    plan = nm.transform(f, nm.Recipe((("v", "ste(2,4)"), (".*", "dense")))).plan(params, x)
+    reason = "it matches no parameter's whole path, or earlier rules decide for its parameters."
+    assert (plan.missed, plan.refused) == ((), (("the rule 'v'", reason),))
 
 
 def test_leaves_are_named_by_their_keys():

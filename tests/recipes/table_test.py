@@ -10,10 +10,17 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
+from nmjax.kernels.targets import BACKENDS
 from nmjax.recipes.text import METHODS
 from tests.networks import GPT
 
 STE, MVUE = nm.methods.ste(2, 4), nm.methods.mvue(2, 4)
+
+
+@pytest.mark.parametrize("told", [nm.Recipe, nm.dot_general])
+def test_every_backend_is_told(told):
+    assert [name for name in BACKENDS if f'"{name}"' not in told.__doc__] == []
+
 
 # ---- which rule ----
 

@@ -27,7 +27,6 @@ def _elsewhere(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield
     measured.table.cache_clear()
-    tuning.chosen.cache_clear()
 
 
 def written(tmp_path):

@@ -1,13 +1,16 @@
 """Parameters cut along a mesh: the numbers of one that is not, the memory of a part, and no group on two devices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 
+import nmjax as nm
 from experiments.bench import scale
 from experiments.bench.collectives import collectives
 from experiments.errors import Mistake
@@ -124,3 +127,61 @@ def test_fsdp_cuts_where_groups_stay_whole():
     found = parts_of(m.init(jnp.uint32(0)).params)
     (share,) = (share for path, share in found.items() if "mlp" in path and "up" in path)
     assert share == 0.25
+
+
+class Pair(nnx.Module):
+    """Two weights with declared doors."""
+
+    def __init__(self, rngs):
+        draw = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape))
+        self.inward, self.outward = draw(64, 256), draw(256, 128)
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.inward[...]) @ self.outward[...]
+
+
+nm.nnx.door(Pair, weight=("inward", "outward"))
+
+
+class Inner(nnx.Module):
+    """A layer *a* of its own, whose shape is not that of the outer *a*."""
+
+    def __init__(self, rngs):
+        self.a, self.pair = nnx.Linear(128, 64, rngs=rngs), Pair(rngs)
+
+    def __call__(self, x):
+        return self.pair(self.a(x))
+
+
+class Outer(nnx.Module):
+    """Layers *a* and *b/a*."""
+
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(64, 128, rngs=rngs), Inner(rngs)
+
+    def __call__(self, x):
+        return self.b(self.a(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "masks"),
+    [
+        (Outer, ("a/dot_general", "b/a/dot_general", "b/pair/nm_site_inward", "b/pair/nm_site_outward")),
+        (functools.partial(nnx.Linear, 64, 128), ("dot_general",)),
+    ],
+)
+def test_a_mask_lies_as_the_kernel_of_its_own_layer(make, masks):
+    """Also if a part of a path is the path of another layer, in a model that is a layer, and in its average."""
+    recipe, x = nm.Recipe({".*": "fwd_rhs=ste(hold(mse(2,4)))"}), jnp.ones((8, 64))
+    model = nnx.eval_shape(lambda: nm.nnx.sparsify(make(rngs=nnx.Rngs(0)), recipe, x))
+    _, params, rest = nnx.split(model, nnx.Param, ...)
+    state = {"rest": nnx.as_pure(rest), "ema": (nnx.as_pure(params), nnx.as_pure(rest))}
+    found = shards.of_state(state, model, shards.mesh({"fsdp": 4, "tensor": 1}))
+    specs = {jax.tree_util.keystr(path, simple=True, separator="/"): at.spec for path, at in
+             jax.tree_util.tree_leaves_with_path(found)}  # fmt: skip
+    for name in masks:
+        kernel = re.sub(r"dot_general$", "kernel", name).replace("nm_site_", "")
+        for where in ("rest", "ema/1"):
+            spec = specs[f"{where}/{name}/state/fwd_rhs"]
+            assert spec == specs[f"ema/0/{kernel}"], name
+            assert list(spec).count("fsdp") == 1

@@ -119,6 +119,22 @@ def test_averaged_weights_follow_and_are_those_evaluated():
     assert made.evaluate(state)["accuracy"] > 0.7 * plain["accuracy"] > 0.3
 
 
+def test_the_scales_of_sparse_layers_are_not_averaged():
+    """A stage makes a new one. The averaged model has it at once, as the model in training does."""
+    stages = "fwd_rhs=ste(stages(((0,identity),(2,soft(2,4)))))"
+    changes = ("--config.model.depth=1", "--config.ema=0.9", f"--config.sparsity.blocks={stages}")
+    made = program("configs/vit_24.py:smoke", *changes)
+    before, (state, _) = steps(made, 1)[0], steps(made, 4)
+    flat = [jax.tree_util.tree_leaves_with_path(rest) for rest in (before.rest, state.rest, state.ema[1])]
+    scales = [v for v in zip(*flat, strict=True) if v[0][1].dtype == jnp.float32 and "state" in str(v[0][0])]
+    assert len(scales) == 6  # of a block's layers
+    for (path, old), (_, now), (_, averaged) in scales:
+        assert old != now, path
+        assert averaged == now, path
+    moved = [(a != b).any() for a, b in zip(*map(jax.tree.leaves, (state.ema[0], state.params)), strict=True)]
+    assert all(moved)
+
+
 @pytest.mark.slow
 def test_what_decays_is_what_this_steps_masks_drop():
     """Held masks are renewed at a step's beginning; the decay sees them as the products of that step do."""
