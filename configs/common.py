@@ -30,7 +30,7 @@ def run() -> ConfigDict:
         end=0.0,  # the rate at the last step
     )
     c.masked_decay = 0.0  # strength of the decay of dropped weights (nm.optim.masked_decay)
-    c.model = dict(  # name, size, and arguments of the model's class
+    c.model = dict(  # an argument of the model's class
         name="",  # a model of nmjax/models, or module:name
         size="",  # a name in the model's SIZES
     )

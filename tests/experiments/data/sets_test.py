@@ -62,10 +62,10 @@ def test_find_says_what_where_and_how(monkeypatch, tmp_path):
     with pytest.raises(Mistake) as e:
         find(("a", "b"), tmp_path, ("/nowhere",), "Buy it.")
     assert str(e.value) == (
-        f"found none of a, b in {tmp_path} (--config.data.dir), the working directory, "
+        f"found none of a, b in {tmp_path} (--config.data.dir), the current folder, "
         "$NMJAX_DATA (a folder of data; not set), /nowhere. Buy it."
     )
-    with pytest.raises(Mistake, match="found no a in the working directory"):
+    with pytest.raises(Mistake, match="found no a in the current folder"):
         find(("a",))
     with pytest.raises(Mistake, match="--config.data.dir is '/nowhere', which does not exist"):
         find(("a",), "/nowhere")
