@@ -4,14 +4,13 @@
 
 Dropped weights fade until 30 % of the run, and gradients in dw are pruned without bias from the first step on. In
 experiments/REPRODUCTION.md, where a smaller ViT learns Fashion-MNIST, its loss is as good as that of dense training,
-and better than that of a shorter dense run at the same FLOPs. Between its loss and that of a narrower
-dense network at the same FLOPs there is no difference that matters, and the narrower network has a slightly better
-accuracy. So use this page if you want a 2:4 network. Gradients in dx can be pruned too, which is slightly worse than a
-narrower network there:
+and better than that of a shorter dense run at the same FLOPs. A narrower dense network
+at the same FLOPs has a loss with no difference that matters, and a slightly better accuracy. So use this page if you
+want a 2:4 network. Gradients in dx can be pruned too, which is slightly worse than a narrower network there:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
 
 Digits, 8x8, two CPU cores: about 95 seconds; 97.5 % of the 360 test images (one seed). Its dense twin,
-configs/vit_dense.py, reaches 97.2 with the same seed, and 98.2 ± 0.1 over three others (± is the standard error), so
+configs/vit_dense.py, reaches 97.2 in one run, and 98.2 ± 0.1 over three other runs (± is the standard error), so
 digits cannot tell methods apart. configs/vit_sste.py is 2:4 from the first step on, with fewer FLOPs.
 Other data: --config=configs/vit_24.py:cifar10 (or fashion_mnist, mnist) with
 --config.data.dir=DIR.

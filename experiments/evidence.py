@@ -223,9 +223,10 @@ def legend(gate: Gate) -> str:
         "time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that all "
         "arms take in turn (`python -m experiments.studies times`). The temporary memory is what a step needs "
         "besides its arguments and results. *No difference that matters*: the interval contains 0 and lies within "
-        f"the margin. A claim “{effects.OPEN}” if the difference is not significant and its interval is too wide to "
-        "say that it does not matter. p-values are corrected for the number of claims, and intervals are not. So an "
-        "interval may exclude the value that is tested, and the claim is open all the same."
+        f"the margin. *{effects.OPEN.capitalize()}*: the difference is not significantly above or below the value that "
+        "is tested, and it may matter. This value is 0 for *better*, and the margin for *as good*. p-values are "
+        "corrected for the number of claims, and intervals are not. So an interval may exclude the value, and the "
+        f"verdict can still be *{effects.OPEN}*."
     )
 
 

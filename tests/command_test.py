@@ -243,7 +243,7 @@ def test_damaged_texts_are_told_with_their_path(name, capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.gz", "a.xz"])
 def test_a_file_is_not_read_beyond_the_last_text(name, tmp_path):
-    """What follows may be large. Here it is no text, and 100 kB after the texts that are asked for."""
+    """The end of the file is no text, and lies 100 kB behind the last text that is asked for. It raises no error."""
     data = b"w1\n\nw2\n" + b"w3 w4\n" * 20_000 + b"\xff" * 9
     (tmp_path / name).write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(name[1:], bytes)(data))
     assert read_texts(tmp_path / name, 2) == [("w1", None), ("w2", None)]
