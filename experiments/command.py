@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import pages, sweep, usage
+from experiments import members, pages, sweep, usage
 from experiments.errors import Mistake, Stopped
 from experiments.scale import processes, sinks
 from experiments.training import digest, lock, provenance, record
@@ -61,13 +61,13 @@ def carry_out(asked: "Asked", words: str) -> None:
     device.keep_memory()
     _cache_programs()
     if asked.sweeping and not asked.planned:
-        _sweep(asked, Path(asked.workdir or f"runs/{sweep.folder(asked.name)}-sweep"), words)
+        _sweep(asked, Path(asked.workdir or f"runs/{members.folder(asked.name)}-sweep"), words)
         return
     config = asked.config
     if asked.planned:
-        config = sweep.at(sweep.members(config, asked.changes()), asked.index).config
+        config = members.at(members.listed(config, asked.changes()), asked.index).config
     origin = Path(asked.origin) if asked.origin else None
-    workdir = Path(asked.workdir or f"runs/{sweep.folder(asked.name)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    workdir = Path(asked.workdir or f"runs/{members.folder(asked.name)}-{time.strftime('%Y%m%d-%H%M%S')}")
     new = asked.mode == "train" and not asked.workdir
     with lock.new(workdir) if new else contextlib.nullcontext(workdir) as workdir:
         again = f"The same command with --workdir={workdir}" if new else "The same command"  # the name holds the time
@@ -122,7 +122,7 @@ def _check(asked: "Asked") -> None:
         raise Mistake(f"--seeds_at_once={seeds} is for one process: it goes without --distributed.")
     if asked.results:
         _check_results(asked)
-    sweep.check_seed(asked.config)
+    members.check_seed(asked.config)
 
 
 def _check_results(asked: "Asked") -> None:
@@ -157,10 +157,10 @@ def _cache_programs() -> None:
 def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
     from experiments.training import modes
 
-    def side_by_side(members: list[sweep.Member], program: modes.Program) -> Any:
+    def side_by_side(group: list[members.Member], program: modes.Program) -> Any:
         runs = [
             modes.Run(each.name, each.config, workdir / each.folder, asked.labels, _twin(asked, each.config))
-            for each in members
+            for each in group
         ]
         traced = asked.profile or 0
         return modes.carry_out("train", runs, words, program=program, sink=asked.sink, plans=plans, traced=traced)
@@ -168,10 +168,10 @@ def _sweep(asked: "Asked", workdir: Path, words: str) -> None:
     plans: list[Any] = []  # those that runs have shown
     make = lambda member: modes.make_program(member.config)
     results = Path(asked.results) if asked.results else None
-    members = sweep.members(asked.config, asked.changes())
-    for member in members if asked.index is None else [sweep.at(members, asked.index)]:
+    runs = members.listed(asked.config, asked.changes())
+    for member in runs if asked.index is None else [members.at(runs, asked.index)]:
         modes.check(member.config, member.name)
-    sweep.run(members, workdir, asked.index, asked.at_once, make, side_by_side, results, asked.labels)
+    sweep.run(runs, workdir, asked.index, asked.at_once, make, side_by_side, results, asked.labels)
 
 
 class Asked(NamedTuple):

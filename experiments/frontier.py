@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from experiments import claims, command, evidence, pages, sweep
+from experiments import claims, command, evidence, members, pages
 from experiments.claims import Judged, arm_of, judge, judged
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.files import lines as lines_of, replace, writable
@@ -24,7 +24,7 @@ from experiments.report.compare_page import html_table
 from experiments.report.page import LOGO, document, notes_list
 from experiments.report.words import duration, safe
 from experiments.studies import Claim, times
-from experiments.training import settings
+from experiments.training import record, settings
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = "experiments/studies/recipe.py:vit_cpu"
@@ -55,7 +55,7 @@ def checked(method: str, one: Judged) -> None:
       one: The study.
     """
     base, field = pages.load(one.study.page), field_of(one.name)
-    read = lambda text: settings.recipe(sweep.members(base, [{field: text, "seed": 0}])[0].config, 1000)
+    read = lambda text: settings.recipe(members.listed(base, [{field: text, "seed": 0}])[0].config, 1000)
     mine = read(method)
     for arm, of in one.arms.items():
         if list(of.changes) == [field] and read(of.changes[field]) == mine:
@@ -186,15 +186,15 @@ def run(method: str, page: str, count: int | None, workdir: Path | None) -> Path
     if one.failed:
         print(f"The study does not pass its gate: {one.failed}. Draw no conclusions from it.")
     count = min(count or len(one.seeds), len(one.seeds))
-    workdir = workdir or Path("runs") / f"frontier-{name}-{sweep.folder(method)}"
+    workdir = workdir or Path("runs") / f"frontier-{name}-{members.folder(method)}"
     of_page = f"{written(method, name, count, workdir)}:{one.study.variant}"
-    members = sweep.members(pages.load(of_page), pages.sweep(of_page))
-    left = [member for member in members if not sweep.is_done(workdir / member.folder)]
+    runs = members.listed(pages.load(of_page), pages.sweep(of_page))
+    left = [member for member in runs if not record.is_done(workdir / member.folder)]
     print(f"{estimate(one, len(left))} The runs are in {workdir}.", flush=True)
     try:
         command.main(["launch.py", f"--config={of_page}", "--sweep", f"--workdir={workdir}"], "")
     except Failed:
-        if not all(sweep.is_done(workdir / member.folder) for member in members):  # not only because runs diverged
+        if not all(record.is_done(workdir / member.folder) for member in runs):  # not only because runs diverged
             raise
     lines = [line for line in lines_of(workdir / "results.jsonl") if line["outcome"] != "running"]
     found = compared(one, method, lines, count, timed(one, method, workdir))

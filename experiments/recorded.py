@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from experiments import pages, sweep
+from experiments import collected, members, pages
 from experiments.errors import Mistake
 from experiments.studies import __main__ as looks, named
 from experiments.training import digest
@@ -62,13 +62,13 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
     try:
         line = json.loads(text)
         form, _, made_by = line["format"], line["run"], line.get("command", "")
-        if form == sweep.FORMAT and "config" in line:
+        if form == collected.FORMAT and "config" in line:
             for field in SWEPT if its_study.page else LOOKED:
                 line[field]
     except (ValueError, TypeError, KeyError) as error:
         raise Mistake(f"{where} is no line of results ({type(error).__name__}: {error}). {again}") from error
-    if form != sweep.FORMAT:
-        raise Mistake(f"{where} has format {form}, but only format {sweep.FORMAT} can be read. {again}")
+    if form != collected.FORMAT:
+        raise Mistake(f"{where} has format {form}, but only format {collected.FORMAT} can be read. {again}")
     by_a_sweep = bool(its_study.page) and SWEEP.search(made_by) is not None
     if "--config." in made_by or not (by_a_sweep or its_study.short in made_by):
         raise Mistake(f"{where} was made by another command: {made_by}. {again}")
@@ -81,4 +81,4 @@ def _digest(its_study: Study, line: dict) -> str:
     """Return the digest of the config that the run of a line would have now."""
     if not its_study.page:
         return digest.identity(its_study.module.config(**line["case"])).digest
-    return sweep.members(pages.load(its_study.page), [line["changes"]])[0].identity.digest
+    return members.listed(pages.load(its_study.page), [line["changes"]])[0].identity.digest

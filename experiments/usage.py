@@ -28,7 +28,10 @@ FLAGS = {  # flag -> (its values, what it does)
     "sweep": ("", "train all runs of the page's get_sweep()"),
     "sweep_index": ("I", "train, or with --mode=plan plan, run number I of the sweep alone"),
     "seeds_at_once": ("N", "train N runs of the sweep that differ only in their seed side by side"),
-    "results": ("FILE", "append a line for every run of the sweep that finished or diverged"),
+    "results": (
+        "FILE",
+        "append a line for every run of the sweep that finished or diverged; runs that have one are not trained",
+    ),
     "with_twin": ("", "first train the twin (config.twin), to compare with, in the folder twin of the run"),
     "profile": ("STEPS", "trace this many steps, and show in the report where the time went"),
     "sink": ("wandb|trackio|mlflow", "send the numbers to this service too"),

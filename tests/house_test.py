@@ -75,6 +75,8 @@ HOUSE = {
             "modes",
         ),
         "load": (),
+        "members": (),
+        "collected": (),
         "sweep": (),
         "usage": (),
         "command": (),

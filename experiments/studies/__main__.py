@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-from experiments import files, sweep
+from experiments import collected, files
 from experiments.errors import Mistake
 from experiments.training import device, digest, provenance
 
@@ -54,14 +54,14 @@ def add(name: str, results: Path = RESULTS) -> None:
     """
     study = importlib.import_module(f"experiments.studies.{name}")
     path = results / f"{name}_{'cpu' if jax.default_backend() == 'cpu' else 'gpu'}.jsonl"
-    recorded = {line["run"] for line in files.lines(path) if line.get("format") == sweep.FORMAT}
+    recorded = {line["run"] for line in files.lines(path) if line.get("format") == collected.FORMAT}
     for case in study.CASES:
         run = ",".join(f"{field}={value}" for field, value in case.items())
         if run in recorded:
             continue
         began = provenance.now()
         rows, notes = study.run(**case)
-        line = {"format": sweep.FORMAT, "run": run, "case": case, "outcome": outcome(rows), "rows": rows}
+        line = {"format": collected.FORMAT, "run": run, "case": case, "outcome": outcome(rows), "rows": rows}
         line["config"] = digest.identity(study.config(**case)).digest
         line |= {"began": began, "ended": provenance.now(), "command": command(name)}
         line |= {"versions": provenance.versions(), "machine": provenance.machine()}

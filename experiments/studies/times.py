@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments import sweep
+from experiments import members
 from experiments.studies import STUDIES, named
 from experiments.training import tasks
 from experiments.training.program import Program
@@ -47,7 +47,7 @@ def measured(base: ConfigDict, arms: Mapping[str, dict[str, Any]]) -> dict[str, 
     """
     known = {}
     for name, changes in arms.items():
-        (member,) = sweep.members(base, [changes | {"seed": 0}])
+        (member,) = members.listed(base, [changes | {"seed": 0}])
         known[name] = _Arm(member.config)
     rounds = [{name: arm.take(number) for name, arm in known.items()} for number in range(ROUNDS)]
     return {name: [float(f"{each[name]:.5g}") for each in rounds] for name in known}

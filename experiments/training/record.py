@@ -286,6 +286,12 @@ def done(about: dict) -> bool:
     return about["outcome"] == "finished" or about["outcome"].startswith("diverged")
 
 
+def is_done(directory: Path) -> bool:
+    """Return whether the run of a directory finished or diverged."""
+    about = read(directory)
+    return about is not None and done(about)
+
+
 def _reached(line: dict) -> int:
     """Return how many steps were done when a line of metrics was complete: sparsity is measured around its step."""
     return line["step"] + 1 if line["kind"] == "sparsity" else line["step"]

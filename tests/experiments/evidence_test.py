@@ -11,7 +11,7 @@ from flax import nnx
 from scipy import stats
 
 import nmjax as nm
-from experiments import claims, evidence, pages, recorded, reproduce, sweep
+from experiments import claims, evidence, members, pages, recorded, reproduce
 from experiments.errors import Mistake
 from experiments.report import effects
 from experiments.studies import BOOKS, __main__ as looks, times
@@ -25,7 +25,7 @@ DW = "MdGf (30 %) + MVUE(dw)"
 def line(arm, seed, loss, accuracy=0.88, name=NAME, **more):
     study = recorded.study(name)
     changes = study.module.arms(study.variant)[arm] | {"seed": seed}
-    (member,) = sweep.members(pages.load(study.page), [changes])
+    (member,) = members.listed(pages.load(study.page), [changes])
     return {
         "format": 1, "run": member.name, "changes": changes, "outcome": "finished", "metric": "accuracy",
         "figures": {"accuracy": 0.1, "hardened_accuracy": accuracy, "hardened_loss": loss, "loss": 9.0},
@@ -211,7 +211,7 @@ def test_arms_without_a_hardened_network_are_named(tmp_path):
 def test_results_of_no_arm_are_refused(tmp_path):
     other = line("dense", 10, 0.3)
     other["changes"] = {"sparsity.blocks": "ste(2,4)", "seed": 10}
-    (member,) = sweep.members(pages.load(recorded.study(NAME).page), [other["changes"]])
+    (member,) = members.listed(pages.load(recorded.study(NAME).page), [other["changes"]])
     other["config"] = digest.identity(member.config).digest
     for strange in (other, line("dense", 3, 0.3)):
         with pytest.raises(Mistake, match=r"recipe_vit_cpu.jsonl: the run .* is not in the study. Delete its line"):
@@ -275,7 +275,7 @@ def test_rivals_have_as_many_flops(name):
     """The narrower and the shorter network cost what the method costs, to within 1 %."""
     study = recorded.study(name)
     base, arms = pages.load(study.page), study.module.arms(study.variant)
-    config = lambda arm: sweep.members(base, [arms[arm] | {"seed": 0}])[0].config
+    config = lambda arm: members.listed(base, [arms[arm] | {"seed": 0}])[0].config
     found = 0
     for rival in arms:
         kind, _, method = rival.removesuffix("”").partition(", FLOPs of “")

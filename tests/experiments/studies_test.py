@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments import pages, recorded, reproduce, sweep
+from experiments import members, pages, recorded, reproduce
 from experiments.errors import Mistake
 from experiments.report import dots
 from experiments.studies import __main__ as looks, descent, dw, looking, noise, times
@@ -34,7 +34,7 @@ HELD, NAME = "experiments/studies/held.py:vit_cpu", "held_vit_cpu"
 
 def line(method, seed, accuracy, **more):
     changes = {"sparsity.blocks": method, "seed": seed}
-    (member,) = sweep.members(pages.load(HELD), [changes])
+    (member,) = members.listed(pages.load(HELD), [changes])
     provenance = {
         "config": digest.identity(member.config).digest,
         "command": f"python launch.py --config={HELD} --sweep",

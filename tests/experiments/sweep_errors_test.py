@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import command, files, pages, sweep
+from experiments import collected, command, files, members, pages, sweep
 from experiments.errors import Failed, Mistake, Taken
 from tests.experiments.sweep_test import PAGE, page
 
 
-def members(count=3):
-    return sweep.members(pages.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(count)])
+def of_seeds(count=3):
+    return members.listed(pages.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(count)])
 
 
 def ended(workdir, member, outcome="finished", began="2026-01-01T00:00:00"):
@@ -50,7 +50,7 @@ class Runs:
 def test_the_others_are_trained_if_the_first_fails(error, tmp_path, capsys):
     runs = Runs(tmp_path, {0: error})
     with pytest.raises(Failed, match="1 of the runs failed: seed=0"):
-        runs.sweep(members())
+        runs.sweep(of_seeds())
     assert runs.trained == [[1], [2]]
     assert len(files.lines(tmp_path / "results.jsonl")) == 2
     assert "seed=0" in capsys.readouterr().out
@@ -59,13 +59,13 @@ def test_the_others_are_trained_if_the_first_fails(error, tmp_path, capsys):
 def test_a_mistake_of_the_first_run_ends_the_sweep(tmp_path):
     runs = Runs(tmp_path, {0: Mistake("no data")})
     with pytest.raises(Mistake, match="no data"):
-        runs.sweep(members())
+        runs.sweep(of_seeds())
     assert not runs.trained
 
 
 def test_a_mistake_of_a_later_run_does_not(tmp_path, capsys):
     runs = Runs(tmp_path, made={1: Mistake("too wide")})
-    all_runs = members()
+    all_runs = of_seeds()
     all_runs[1].config.unlock()
     all_runs[1].config.batch = 32  # needs a program of its own
     with pytest.raises(Failed, match="1 of the runs failed: seed=1"):
@@ -76,24 +76,24 @@ def test_a_mistake_of_a_later_run_does_not(tmp_path, capsys):
 
 def test_the_error_of_the_only_run_is_raised(tmp_path):
     with pytest.raises(RuntimeError, match="out of memory"):
-        Runs(tmp_path, {1: RuntimeError("out of memory")}).sweep(members(), index=1)
+        Runs(tmp_path, {1: RuntimeError("out of memory")}).sweep(of_seeds(), index=1)
 
 
 def test_a_taken_run_leaves_those_beside_it(tmp_path, capsys):
     runs = Runs(tmp_path, {3: Taken("another process writes to seed=3")})
     with pytest.raises(Failed, match="other processes write to these runs .*: seed=3$"):
-        runs.sweep(members(4), at_once=4)
+        runs.sweep(of_seeds(4), at_once=4)
     assert sorted(seed for group in runs.trained for seed in group) == [0, 1, 2]
     assert capsys.readouterr().out.count("another process writes to seed=3") == 1
 
 
 def test_results_of_two_sweeps_that_began_in_the_same_second(tmp_path):
-    one, other = members(2), sweep.members(pages.load("configs/vit_sste.py:smoke"), [{"seed": s} for s in range(2)])
+    one, other = of_seeds(2), members.listed(pages.load("configs/vit_sste.py:smoke"), [{"seed": s} for s in range(2)])
     for folder, runs in (("one", one), ("other", other)):
         for member in runs:
             ended(tmp_path / folder, member)
-        sweep.add(runs, tmp_path / folder, tmp_path / "all.jsonl")
-        sweep.add(runs, tmp_path / folder, tmp_path / "all.jsonl")
+        collected.add(runs, tmp_path / folder, tmp_path / "all.jsonl")
+        collected.add(runs, tmp_path / folder, tmp_path / "all.jsonl")
     found = files.lines(tmp_path / "all.jsonl")
     assert [line["run"] for line in found] == ["seed=0", "seed=1"] * 2
     assert len({line["config"] for line in found}) == 4
@@ -103,12 +103,68 @@ def test_results_that_cannot_be_written_are_told_at_the_end(tmp_path, capsys):
     (tmp_path / "all.jsonl").mkdir()
     runs = Runs(tmp_path / "runs")
     with pytest.raises(Failed, match=r"all\.jsonl cannot be written: .*\. The same command adds the lines"):
-        runs.sweep(members(), results=tmp_path / "all.jsonl")
+        runs.sweep(of_seeds(), results=tmp_path / "all.jsonl")
     assert runs.trained == [[0], [1], [2]]
     assert capsys.readouterr().out.count("cannot be written") == 1
     (tmp_path / "all.jsonl").rmdir()
-    runs.sweep(members(), results=tmp_path / "all.jsonl")
+    runs.sweep(of_seeds(), results=tmp_path / "all.jsonl")
     assert len(files.lines(tmp_path / "all.jsonl")) == 3
+
+
+def test_a_run_whose_results_are_in_a_file_is_not_trained_again(tmp_path, capsys):
+    one, other, results = Runs(tmp_path / "one"), Runs(tmp_path / "other"), tmp_path / "all.jsonl"
+    one.sweep(of_seeds(2), results=results)
+    before = results.read_text()
+    other.sweep(of_seeds(3), results=results)
+    assert other.trained == [[2]]
+    assert f"2 of 3 runs are not trained, because their results are known: 2 in {results}." in capsys.readouterr().out
+    assert results.read_text().startswith(before)
+    assert [line["run"] for line in files.lines(results)] == ["seed=0", "seed=1", "seed=2"]
+    again = Runs(tmp_path / "again")
+    again.sweep(of_seeds(3), results=results)
+    assert not again.trained
+    assert len(files.lines(results)) == 3
+
+
+def test_results_of_another_sweep_are_taken_under_the_names_of_this_one(tmp_path, capsys):
+    one, results = Runs(tmp_path / "one"), tmp_path / "one.jsonl"
+    one.sweep(of_seeds(2), results=results)
+    files.append(results, lambda old: [old[1] | {"config": "another"}, old[1] | {"format": 2, "figures": {}}])
+    (tmp_path / "notes.jsonl").write_text('{"config": 1}\n[2]\ncut off')
+    changes = [{"seed": seed, "batch": batch} for batch in (16, 48) for seed in (0, 1)]
+    found = members.listed(pages.load("configs/vit_24.py:smoke"), changes)
+    own = found[0].config.batch, pages.load("configs/vit_24.py:smoke").batch
+    assert own[0] == own[1]  # so the first two runs are those of the other sweep
+    runs = Runs(tmp_path / "runs")
+    runs.sweep(found, results=tmp_path / "other.jsonl")
+    assert runs.trained == [[0], [1]]
+    assert f"2 of 4 runs are not trained, because their results are known: 2 in {results}." in capsys.readouterr().out
+    lines = files.lines(tmp_path / "other.jsonl")
+    assert [line["run"] for line in lines] == [member.name for member in found]
+    assert [line["changes"] for line in lines] == changes
+    assert [line["folder"] for line in lines] == [member.folder for member in found]
+    assert lines[0]["figures"] == {"loss": 1.0}
+    assert len(files.lines(results)) == 4
+
+
+def test_a_sweep_of_one_index_whose_results_are_known(tmp_path, capsys):
+    Runs(tmp_path / "one").sweep(of_seeds(2), results=tmp_path / "all.jsonl")
+    runs = Runs(tmp_path / "runs")
+    capsys.readouterr()
+    runs.sweep(of_seeds(2), index=1, results=tmp_path / "all.jsonl")
+    assert not runs.trained
+    assert capsys.readouterr().out.startswith("1 of 1 runs are not trained")
+
+
+def test_runs_of_one_config_are_each_trained(tmp_path):
+    """Such as with and without model.lean, which changes what a step takes and not what it computes."""
+    page = pages.load("configs/vit_24.py:smoke")
+    Runs(tmp_path / "one").sweep(members.listed(page, [{"seed": 0}]), results=tmp_path / "all.jsonl")
+    both = members.listed(page, [{"model.lean": lean, "seed": 0} for lean in (False, True)])
+    assert both[0].identity.digest == both[1].identity.digest
+    runs = Runs(tmp_path / "runs")
+    runs.sweep(both, results=tmp_path / "all.jsonl")
+    assert runs.trained == [[0], [0]]
 
 
 LISTS = {
@@ -142,8 +198,8 @@ def test_a_sweep_that_got_a_field_finds_its_runs(tmp_path):
     config = pages.load("configs/vit_24.py:smoke")
     rates = [{"learning_rate.peak": rate, "seed": 0} for rate in (0.1, 0.2)]
     runs = Runs(tmp_path)
-    runs.sweep(sweep.members(config, rates))
-    more = sweep.members(config, [*rates, *({**change, "seed": 1} for change in rates)])
+    runs.sweep(members.listed(config, rates))
+    more = members.listed(config, [*rates, *({**change, "seed": 1} for change in rates)])
     with pytest.raises(Mistake) as error:
         runs.sweep(more)
     moves = [line.split() for line in str(error.value).splitlines() if line.startswith("mv ")]
@@ -161,4 +217,4 @@ def test_fields_with_one_last_part_are_named_in_full():
     config.unlock()
     config.data.size = "S"
     changes = [{"model.size": "smoke"}, {"data.size": "T"}]
-    assert [member.name for member in sweep.members(config, changes)] == ["model.size=smoke", "data.size=T"]
+    assert [member.name for member in members.listed(config, changes)] == ["model.size=smoke", "data.size=T"]

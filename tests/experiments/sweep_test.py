@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import command, files, pages, sweep
+from experiments import command, files, members, pages, sweep
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import signals
 from experiments.training import program, record
@@ -112,7 +112,7 @@ def test_folders_need_no_quotes_and_are_the_same_at_every_start():
         "$(rm)",
     ]
     changes = [{"sparsity.blocks": text, "learning_rate.peak": 1e-5} for text in texts]
-    folders = [member.folder for member in sweep.members(config, changes)]
+    folders = [member.folder for member in members.listed(config, changes)]
     assert folders[0] == "blocks=dense"
     assert folders[1] == "blocks=ste-2-4"
     assert re.fullmatch(r"blocks=ste-2-4-[0-9a-f]{6}", folders[2])  # the same letters: it gets digits of its own
@@ -122,7 +122,7 @@ def test_folders_need_no_quotes_and_are_the_same_at_every_start():
     for folder in folders:
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,120}", folder)
         assert subprocess.run(["sh", "-c", f"echo {folder}"], capture_output=True, text=True).stdout == f"{folder}\n"
-    again = sweep.members(config, changes + [{"sparsity.blocks": "s_ste(2,4)", "learning_rate.peak": 1e-5}])
+    again = members.listed(config, changes + [{"sparsity.blocks": "s_ste(2,4)", "learning_rate.peak": 1e-5}])
     assert [member.folder for member in again][:-1] == folders  # also if runs are added at the end
     assert [member.name for member in again][3] == "blocks=mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)"
 
@@ -183,7 +183,7 @@ def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
             command.main([*words, *results], "")
     with pytest.raises(Mistake, match="has no function get_sweep"):
         command.main(["launch.py", "--config=configs/vit_pgf.py", "--sweep"], "")
-    assert [m.name for m in sweep.members(pages.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == ["seed=3"]
+    assert [m.name for m in members.listed(pages.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == ["seed=3"]
 
 
 # ---- side by side ----
@@ -347,13 +347,13 @@ def grouped(workdir, changes, at_once, streamed=False):
     """Return which runs are trained together, by a sweep that does nothing else."""
     groups = []
 
-    def train(members, _):
-        groups.append([m.name for m in members])
-        for m in members:
+    def train(group, _):
+        groups.append([m.name for m in group])
+        for m in group:
             (workdir / m.folder).mkdir(parents=True)
             (workdir / m.folder / "run.json").write_text('{"outcome": "finished"}')
 
-    found = sweep.members(pages.load("configs/vit_24.py:smoke"), changes)
+    found = members.listed(pages.load("configs/vit_24.py:smoke"), changes)
     make = lambda member: SimpleNamespace(task=SimpleNamespace(streamed=streamed))
     sweep.run(found, workdir, None, at_once, make, train)
     return groups
@@ -367,7 +367,7 @@ def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys)
     (tmp_path / "3" / "batch=16-seed=0").mkdir(parents=True)
     (tmp_path / "3" / "batch=16-seed=0" / "run.json").write_text('{"name": "x", "outcome": "diverged: the loss"}')
     page = pages.load("configs/vit_24.py:smoke")
-    own = sweep.members(page, changes)[0].config
+    own = members.listed(page, changes)[0].config
     (tmp_path / "3" / "batch=16-seed=0" / "config.json").write_text(own.to_json())
     assert grouped(tmp_path / "3", changes, 9) == named((32, 0, 1, 2), (16, 1, 2))
     with own.unlocked():

@@ -14,7 +14,7 @@ from threading import Barrier, Lock
 
 import pytest
 
-from experiments import command, files, pages, report, sweep
+from experiments import command, files, members, pages, report, sweep
 from experiments.errors import Failed, Mistake, Taken
 from experiments.training import lock, modes, record
 from experiments.training.checkpoints import Checkpoints
@@ -201,8 +201,8 @@ def swept(workdir, index=None, before=lambda name: None):
     """
     done = []
 
-    def train(members, _):
-        (member,) = members
+    def train(group, _):
+        (member,) = group
         before(member.name)
         (place := workdir / member.name).mkdir(parents=True, exist_ok=True)
         with lock.held(place):
@@ -210,7 +210,7 @@ def swept(workdir, index=None, before=lambda name: None):
             (place / "run.json").write_text('{"name": "x", "outcome": "finished"}')
         done.append(member.name)
 
-    found = sweep.members(pages.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(3)])
+    found = members.listed(pages.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(3)])
     sweep.run(found, workdir, index, 1, lambda member: None, train)
     return done
 
@@ -239,7 +239,7 @@ def test_a_run_that_its_process_has_finished_is_not_named(tmp_path):
         def before(name):
             """The other process finishes seed 1 while this one trains seed 2."""
             if name == "seed=2":
-                member = sweep.members(pages.load("configs/vit_24.py:smoke"), [{"seed": 0}, {"seed": 1}])[1]
+                member = members.listed(pages.load("configs/vit_24.py:smoke"), [{"seed": 0}, {"seed": 1}])[1]
                 (place / "config.json").write_text(member.identity.text)
                 (place / "run.json").write_text('{"name": "x", "outcome": "finished"}')
                 other.close()
