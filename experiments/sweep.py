@@ -7,6 +7,8 @@ that it does not have; a run whose line is there, or in a file beside it, is not
 """
 
 import signal
+import statistics
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +19,7 @@ from experiments import collected
 from experiments.errors import Diverged, Failed, Mistake, Stopped, Taken
 from experiments.files import writable
 from experiments.members import Member, at, refuse_other_names
+from experiments.report.words import duration
 from experiments.scale import processes
 from experiments.training import digest, record
 from experiments.training.checkpoints import Checkpoints
@@ -92,6 +95,7 @@ class _Sweep:
         self.begun: set[str] = set()
         self.failed: list[str] = []
         self.left: list[Member] = []  # to other processes
+        self.took: list[float] = []  # seconds of each run that this process trained
         self.reused: dict[str, str] = {}  # runs that are not trained, and the file that has their results
         self.unwritten = ""  # why the file of results has not got all lines
         self._program: Any = None
@@ -172,20 +176,20 @@ class _Sweep:
                 )
         if at_once == 1 or self._program.task.streamed:
             return [member]
-        later = [
-            m
-            for m in self.runs[number + 1 :]
-            if m.name not in self.begun and m.name not in self.reused and not record.is_done(self.workdir / m.folder)
-        ]
-        return [member, *_beside(member, later, self.workdir)[: at_once - 1]]
+        return [member, *_beside(member, self._left_from(number + 1), self.workdir)[: at_once - 1]]
+
+    def _left_from(self, number: int) -> list[Member]:
+        """Return the runs from a number on that are neither begun nor done."""
+        known = self.begun | self.reused.keys()
+        return [m for m in self.runs[number:] if m.name not in known and not record.is_done(self.workdir / m.folder)]
 
     def train(self, group: list[Member]) -> signal.Signals | None:
         """Train runs side by side. If they fail, say so: the others are still wanted."""
         names = [member.name for member in group]
         places = ", ".join(str(self.runs.index(member) + 1) for member in group)
         self.begun.update(names)
-        _say(f"\n==== {', '.join(names)} ({places} of {len(self.runs)}) ====\n")
-        stopped_by = None
+        _say(f"\n==== {', '.join(names)} ({places} of {len(self.runs)}){self._estimate(len(group))} ====\n")
+        stopped_by, began = None, time.monotonic()
         try:
             stopped_by = self._train(group, self._program)
         except Failed as error:
@@ -194,7 +198,19 @@ class _Sweep:
             _say(str(error) if len(group) > 1 else f"{names[0]}: {error}")
         left = lambda: [member.name for member in group if not record.finished(self.workdir / member.folder)]
         self.failed += processes.agreed(left)
+        self.took += [(time.monotonic() - began) / len(group)] * len(group)
         return stopped_by
+
+    def _estimate(self, count: int) -> str:
+        """Return in words how long this process takes for the next runs and all that are left after them.
+
+        Args:
+          count: The number of the next runs.
+        """
+        if not self.took:
+            return ""
+        left = count + len(self._left_from(0))
+        return f", about {duration(left * statistics.mean(self.took))} left"
 
 
 def _beside(member: Member, later: list[Member], workdir: Path) -> list[Member]:

@@ -46,6 +46,21 @@ class Runs:
         sweep.run(runs, self.workdir, index, at_once, self.make, self.train, results)
 
 
+def test_how_long_the_rest_takes(tmp_path, monkeypatch, capsys):
+    clock = iter([0.0, 100.0, 200.0, 500.0, 600.0, 601.0, 700.0, 701.0])
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    runs = Runs(tmp_path)
+    ended(tmp_path, of_seeds(5)[3])
+    runs.sweep(of_seeds(5))
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("====")]
+    assert heads == [
+        "==== seed=0 (1 of 5) ====",
+        "==== seed=1 (2 of 5), about 5 min left ====",  # three runs are left, and one took 100 s
+        "==== seed=2 (3 of 5), about 6 min 40 s left ====",  # two, and the mean is 200 s
+        "==== seed=4 (5 of 5), about 2 min 14 s left ====",
+    ]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), Failed("no")])
 def test_the_others_are_trained_if_the_first_fails(error, tmp_path, capsys):
     runs = Runs(tmp_path, {0: error})
