@@ -253,7 +253,7 @@ def _failed(arms: dict[str, Arm], gate: Gate, results: Path) -> str:
     """Return why a study does not pass its gate, or ""."""
     reached, needed = mean(arms["dense"], gate.metric), limit(gate, results)
     if math.isnan(reached):
-        return "the dense network was not run"
+        return "no dense network finished"
     if reached < needed if gate.metric == "accuracy" else reached > needed:
         return f"the dense network reaches {score(gate, reached)}, and the gate is {score(gate, needed)}"
     pair = {arm: arms[arm].losses for arm in (gate.worse, "dense")}

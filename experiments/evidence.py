@@ -27,13 +27,16 @@ def first_screen(results: Path) -> str:
     Args:
       results: The folder of the results.
     """
-    rows, missing = [[*HEAD[:4], "seeds", "network"]], []
+    rows, missing, begun = [[*HEAD[:4], "seeds", "network"]], [], []
     studies = [["study", "network", "dense reaches", "simple methods reach", "gate", "margin"]]
     for name in STUDIES:
         if not (results / f"{name}.jsonl").exists():
             missing.append(f"`{name}`")
             continue
         one = judged(name, results)
+        if not has_gate_runs(one):
+            begun.append(f"`{name}` ({_done(one)})")
+            continue
         for judgement in one.judgements:
             if judgement.claim.first_screen:
                 *shown, _, seeds = _cells(judgement, one)
@@ -42,11 +45,24 @@ def first_screen(results: Path) -> str:
         outcome = f"not passed: {one.failed}" if one.failed else "passed"
         studies.append([f"`{name}`", gate.network, dense(one), others, outcome, f"{gate.margin:g} {gate.unit}"])
     parts = [markdown_table(rows), markdown_table(studies)]
+    if begun:
+        parts.append(f"Not finished, and not judged yet: {', '.join(begun)}.")
     if missing:
         parts.append(
             f"Not run yet: {', '.join(missing)}. Their claims are in the files of [experiments/studies](studies)."
         )
     return "\n\n".join(parts)
+
+
+def has_gate_runs(one: Judged) -> bool:
+    """Return whether each of the two arms of the gate has two runs. Before that, a study is not judged."""
+    return all(len(one.arms[name].losses) + len(one.arms[name].lost) > 1 for name in ("dense", one.gate.worse))
+
+
+def _done(one: Judged) -> str:
+    """Return in words how many runs of a study are done."""
+    done = sum(len(arm.losses) + len(arm.lost) for arm in one.arms.values())
+    return f"{done} of {len(one.arms) * len(one.seeds)} runs"
 
 
 def dense(one: Judged) -> str:
@@ -95,7 +111,7 @@ def _interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
     if effect is None:
         return ""
     low, high = effect.interval()
-    number = lambda value: f"{factor * value:+.{digits}f}"
+    number = lambda value: f"{round(factor * value, 9):+.{digits}f}"  # so that every machine rounds 0.035 alike
     return f"{number(effect.difference)} [{number(low)}, {number(high)}]"
 
 
@@ -205,6 +221,9 @@ def _held(changes: dict[str, Any]) -> bool:
 def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a study, and its pictures as SVG by their names."""
     one = judged(name, results)
+    if not has_gate_runs(one):
+        both = f"dense and “{one.gate.worse}”"
+        return [f"Not finished: {_done(one)} are done. The study is judged when there are two runs of {both}."], {}
     pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in costs(one)}
     words = "Difference of the loss from dense, by"
     parts = [f"![{words} {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]

@@ -162,16 +162,39 @@ def test_the_first_screen_has_the_main_claims_and_the_simple_methods(tmp_path):
     assert not pictures
 
 
+@pytest.mark.parametrize("lines", [runs(FLOOR, DENSE), [*runs("dense", DENSE), *runs(FLOOR, DENSE[:1])]])
+def test_a_study_whose_gate_has_no_runs_yet_is_not_judged(lines, tmp_path):
+    results = written(tmp_path, [*lines, *runs(DW, DENSE)])
+    arms = len(claims.judged(NAME, results).arms)
+    assert arms > 3
+    done = f"{len(lines) + len(DENSE)} of {4 * arms} runs"
+    text, pictures = reproduce.block(NAME, results)
+    assert f"Not finished: {done} are done. The study is judged when there are two runs of dense and “{FLOOR}”." in text
+    assert not pictures
+    screen = reproduce.block("claims", results)[0]
+    assert f"Not finished, and not judged yet: `{NAME}` ({done})." in screen
+    assert DW not in screen
+
+
+DIVERGED = "diverged: the loss is nan at step 3"
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        (runs("dense", DENSE, accuracy=0.869), "the dense network reaches 86.9 %, and the gate is 87.0 %"),
         (
-            [*runs("dense", DENSE), line(FLOOR, 10, 0.0, outcome="diverged: the loss is nan at step 3")],
-            f"dense and “{FLOOR}”, which has to be worse, have fewer than two seeds in common: 1 run of it diverged",
+            [*runs("dense", DENSE, accuracy=0.869), *runs(FLOOR, DENSE)],
+            "the dense network reaches 86.9 %, and the gate is 87.0 %",
+        ),
+        (
+            [*runs("dense", DENSE), *(line(FLOOR, seed, 0.0, outcome=DIVERGED) for seed in (10, 11))],
+            f"dense and “{FLOOR}”, which has to be worse, have fewer than two seeds in common: 2 runs of it diverged",
         ),
         ([*runs("dense", DENSE), *runs(FLOOR, DENSE)], f"“{FLOOR}” is not worse than dense by more than the margin"),
-        (runs(FLOOR, DENSE), "the dense network was not run"),
+        (
+            [*(line("dense", seed, 0.0, outcome=DIVERGED) for seed in (10, 11)), *runs(FLOOR, DENSE)],
+            "no dense network finished",
+        ),
     ],
 )
 def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
@@ -251,7 +274,7 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
     quiet = lambda: (0.33 + 0.001 * draw.standard_normal(8)).tolist()
     arms = [DW, f"narrower dense, FLOPs of “{DW}”", f"shorter dense, FLOPs of “{DW}”"]
     lines = [each for arm in ("dense", *arms[1:]) for each in runs(arm, quiet())]
-    lines += runs(DW, (0.33 + 0.02 * draw.standard_normal(8)).tolist())
+    lines += runs(DW, (0.33 + 0.02 * draw.standard_normal(8)).tolist()) + runs(FLOOR, [0.5] * 8)
     text, _ = reproduce.block(NAME, written(tmp_path, lines))
     assert f"scatter much more than the others, so each has its own variance: {DW}." in text
 
