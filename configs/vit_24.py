@@ -4,9 +4,9 @@
 
 Dropped weights fade until 30 % of the run, and gradients in dw are pruned without bias from the first step on. In
 experiments/REPRODUCTION.md, where a smaller ViT learns Fashion-MNIST, its loss is as good as that of dense training,
-and better than that of a shorter dense run at the same FLOPs. A narrower dense network
-at the same FLOPs has a loss with no difference that matters, and a slightly better accuracy. So use this page if you
-want a 2:4 network. Gradients in dx can be pruned too, which is slightly worse than a narrower network there:
+and better than that of a shorter dense run at the same FLOPs. Its loss and that of a narrower dense network at the
+same FLOPs show no difference that matters. The accuracy of the narrower network is slightly better. So use this page
+if you want a 2:4 network. Gradients in dx can be pruned too, which is slightly worse than a narrower network there:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
 
 Digits, 8x8, two CPU cores: about 95 seconds; 97.5 % of the 360 test images (one seed). Its dense twin,

@@ -77,12 +77,12 @@ def reused(runs: list[Member], workdir: Path, results: Path) -> dict[str, str]:
     left = {member.identity.digest: member for member in own if not record.is_done(workdir / member.folder)}
     found: dict[str, tuple[Path, dict]] = {}
     for path in [results, *sorted(set(results.parent.glob("*.jsonl")) - {results})] if left else []:
-        for line in _of_runs(path):
+        for line in _of_runs(files.lines(path) if path.is_file() else []):
             if line["config"] in left:
                 found.setdefault(line["config"], (path, line))
 
-    def copies(_: list[dict]) -> Iterator[dict]:
-        known = {(line["config"], str(line["changes"])) for line in _of_runs(results)}
+    def copies(old: list[dict]) -> Iterator[dict]:
+        known = {(line["config"], str(line["changes"])) for line in _of_runs(old)}
         for config, (_, line) in found.items():
             member = left[config]
             if (config, str(member.changes)) not in known:
@@ -93,10 +93,9 @@ def reused(runs: list[Member], workdir: Path, results: Path) -> dict[str, str]:
     return {left[config].name: str(path) for config, (path, _) in found.items()}
 
 
-def _of_runs(path: Path) -> list[dict]:
-    """Return the lines of a file that are of runs which finished or diverged."""
+def _of_runs(lines: list[dict]) -> list[dict]:
+    """Return those lines of a file that are of runs which finished or diverged."""
     fields = {"config", "run", "folder", "changes", "outcome"}
-    lines = files.lines(path) if path.is_file() else []
     return [
         line
         for line in lines
