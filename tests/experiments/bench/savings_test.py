@@ -1,4 +1,4 @@
-"""The benchmark of savings: every method of its list runs in every model."""
+"""The benchmark of savings: methods of each kind run in every model."""
 
 import re
 from functools import partial
@@ -6,20 +6,29 @@ from functools import partial
 import numpy as np
 import pytest
 
+import nmjax as nm
 from experiments.bench import compaction, savings
 from experiments.bench.measure import peak_bytes
 from tests.experiments.runs import as_people_run_it as as_people_run_it
+
+METHODS = ("drhs_g=rows(mvue(1,4),by='both')", "drhs_lhs=rows(mvue(1,4))", "s_ste(2,4)")  # each form compiles a step
+
+
+def test_they_are_of_the_list():
+    assert set(METHODS) < set(savings.METHODS)
+    for text in savings.METHODS:
+        assert nm.parse(text) != nm.parse("dense")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "tokens"), [(savings.gpt, 256), (savings.vit, 256), (savings.resnet, 2048)])
 def test_all_methods_have_rows(make, tokens):
-    table = savings._table("tiny", partial(make, 64, tokens), savings.METHODS, 2)
+    table = savings._table("tiny", partial(make, 64, tokens), METHODS, 2)
     lines = [re.split(r" *\| *", line)[1:] for line in table.splitlines() if line.startswith("| `")]
     rows = {name: cells for name, *cells in lines}
     forms = ("", ", lean", ", remat") if make is not savings.resnet else ("",)
     assert {f"`dense{form}`" for form in forms} < set(rows)
-    assert {f"`{method}`" for method in savings.METHODS} < set(rows)
+    assert {f"`{method}`" for method in METHODS} < set(rows)
     assert all(re.fullmatch(r"[\d,]+ ms, [\d,]+ MiB, \d+\.\d s", cells[4]) for cells in rows.values())
     if make is not savings.resnet:  # its temporary memory is what one convolution takes, not what is kept
         memory = {name.strip("`"): float(cells[1]) for name, cells in rows.items()}
