@@ -21,7 +21,7 @@ def run() -> ConfigDict:
     c.accumulate = 1  # micro-batches that a batch is divided into
     c.dtype = "float32"  # layers compute in float32 or bfloat16; parameters are float32
     c.clip = 1.0  # largest norm of the gradient; 0: no clipping
-    c.ema = 0.0  # decay of averaged weights, which are then evaluated; 0: the weights themselves are
+    c.ema = 0.0  # decay of the averages of the weights, which are then evaluated; 0: no averages
     c.optimizer = "adamw(b1=0.9, b2=0.999, weight_decay=0.05)"  # of Optax, or step_adam(after=10%, before=50%)
     c.learning_rate = dict(
         peak=1e-3,  # the rate after the warm-up
@@ -42,7 +42,7 @@ def run() -> ConfigDict:
         tensor=1,  # devices that share the products of a block
     )
     c.evaluate = "10%"  # time between evaluations, each with a checkpoint; the last step is always evaluated
-    c.stop = "0"  # time without a better evaluation after which the run stops; 0: it never stops early
+    c.stop = "0"  # the run stops after this time without a better evaluation; 0: it never stops early
     c.measure = "5%"  # time between measurements of density, flip rate and variance of gradients; 0: none
     return c
 
@@ -55,7 +55,7 @@ def image(data: str) -> ConfigDict:
         name="digits",  # digits, mnist, fashion_mnist, cifar10, folder, an .npz file, or module:name
         dir="",  # the folder that is searched first
         validation=0.1,  # share of the training images that is kept for validation; 0: the test images are used
-        crop=1,  # random shift by up to so many pixels; 0: none
+        crop=1,  # largest random shift in pixels; 0: none
         flip=False,  # random mirroring
         mixup=0.0,  # alpha of mixup; 0: none
         smoothing=0.1,  # label smoothing
@@ -65,7 +65,9 @@ def image(data: str) -> ConfigDict:
     elif data == "folder":
         c.data = folder(size=224)
     elif data not in ("", "digits", "smoke"):
-        raise ValueError(f"there is no variant {data!r}: digits, mnist, fashion_mnist, cifar10, folder, smoke")
+        raise ValueError(
+            f"there is no variant {data!r}: write one of digits, mnist, fashion_mnist, cifar10, folder, smoke"
+        )
     c.lock()
     return c
 
@@ -102,7 +104,7 @@ def resnet(data: str) -> ConfigDict:
 
 
 def gpt(data: str) -> ConfigDict:
-    """Return a run of a language model: on the help pages of Python, byte by byte, or on any text."""
+    """Return a run of a language model: on the help topics of Python, byte by byte, or on any text."""
     c = run()
     c.experiment = "text"
     c.data = dict(
@@ -119,7 +121,9 @@ def gpt(data: str) -> ConfigDict:
     c.optimizer = "adamw(b1=0.9, b2=0.95, weight_decay=0.1)"
     c.learning_rate.update(peak=2e-3, end=2e-4)
     if data not in ("", "smoke"):
-        raise ValueError(f"there is no variant {data!r} but smoke: other texts are --config.data.name=FILE")
+        raise ValueError(
+            f"there is no variant {data!r}: the only one is smoke. For another text, write --config.data.name=FILE"
+        )
     c.lock()
     return smoke(c) if data == "smoke" else c
 
@@ -164,7 +168,7 @@ def finetune(data: str) -> ConfigDict:
         c.epochs, c.steps, c.data.length = 0.0, 4, 16
         c.learning_rate.warmup, c.evaluate, c.measure = "25%", "50%", "50%"
     elif data:
-        raise ValueError(f"there is no variant {data!r}: language, smoke")
+        raise ValueError(f"there is no variant {data!r}: write language or smoke")
     c.lock()
     return c
 
@@ -172,7 +176,7 @@ def finetune(data: str) -> ConfigDict:
 def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
     """Return the data fields for images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg, cut to ``size``.
 
-    Numbers of 0 are counted. With ``skip`` files that cannot be read are skipped.
+    If a number is 0, it is counted. If ``skip`` is True, files that cannot be read are skipped.
     """
     c = ConfigDict()
     c.data = dict(name="folder", dir="", validation=0.1, crop=0, flip=True, mixup=0.0, smoothing=0.1)
@@ -186,7 +190,7 @@ def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
 def full_size(variant: str) -> None:
     """Refuse a variant of the papers' settings, except "smoke"."""
     if variant not in ("", "smoke"):
-        raise ValueError(f"there is no variant {variant!r} of the full-size settings but smoke")
+        raise ValueError(f"there is no variant {variant!r}: the full-size settings have only smoke")
 
 
 def smoke(c: ConfigDict) -> ConfigDict:

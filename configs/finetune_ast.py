@@ -4,8 +4,8 @@
 
 Huang et al., "Pruning Large Language Models with Semi-Structural Adaptive Sparse Training" (arXiv 2407.20584). The
 decay of dropped weights rises from 0 over the first quarter of the run, and the teacher is the dense model itself.
-Their low-rank weights beside the sparse ones (SLoRB) are not here. The strength of the decay and the share of the
-teacher are ours, not tuned.
+nmjax does not have the paper's low-rank weights (SLoRB). The strength of the decay and the share of the teacher were
+not taken from the paper, and not tuned.
 
 For texts with labels: --config=configs/finetune_ast.py, with a teacher that was fine-tuned by
 configs/finetune_dense.py.

@@ -1,4 +1,4 @@
-"""A GPT with two of three products 2:4 in the end: weights by progressive gradient flow, gradients in dw by MVUE.
+"""A GPT whose products for y and dw become 2:4: weights by progressive gradient flow, gradients in dw by MVUE.
 
     python launch.py --config=configs/gpt_24.py
 
@@ -6,7 +6,7 @@ Dropped weights fade until 30 % of the run, and gradients in dw are pruned witho
 experiments/REPRODUCTION.md for the studies of this method. To prune gradients in dx too:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
 
-Bytes of the standard library's pages, two CPU cores: five minutes; 1.504 nats a byte on the test text, dense 1.468
+Bytes of the help topics of Python, two CPU cores: five minutes; 1.504 nats a byte on the test text, dense 1.468
 with the same seed: 2.5 % more (one seed). Its dense twin is configs/gpt_dense.py. configs/gpt_sste.py has 2:4
 feed-forward layers from the first step on. Any text:
 --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.

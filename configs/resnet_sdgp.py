@@ -3,8 +3,8 @@
     python launch.py --config=configs/resnet_sdgp.py
 
 Digits, 8x8, two CPU cores: half a minute; 98.9 % of the 360 test images (one seed), dense 99.1. The variant
-configs/resnet_sdgp.py:cifar10 is for one GPU. On CIFAR-10 the paper reports 95.2 for 2:4 and 95.3 for dense, with
-another residual network than ResNet-18. It has other patterns too, as --config.sparsity.stages='sdgp(1,8)'.
+configs/resnet_sdgp.py:cifar10 is for one GPU. On CIFAR-10 the paper reports 95.2 for 2:4 and 95.3 for dense, with a
+residual network other than ResNet-18. For another pattern of the paper, write --config.sparsity.stages='sdgp(1,8)'.
 """
 
 from configs import common

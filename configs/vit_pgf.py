@@ -1,10 +1,10 @@
-"""A Vision Transformer with 1:8 feed-forward weights in the end, by progressive gradient flow (arXiv 2402.04744).
+"""A Vision Transformer with 1:8 feed-forward weights at the end, by progressive gradient flow (arXiv 2402.04744).
 
     python launch.py --config=configs/vit_pgf.py
 
-Dropped weights fade linearly and are gone at 70 % of the run, as the paper advises. To decay the structure instead:
---config.sparsity.mlp="sdgf(1,8,'stepwise',steps=75%)". To prune queries and keys too, as in the paper's second column:
---config.rules='((".*/mlp/.*","mlp"),(".*/(query|key)","mlp"),(".*","dense"))'.
+Dropped weights fade linearly and are gone at 70 % of the run, as the paper advises. To make the pattern stricter in
+stages instead: --config.sparsity.mlp="sdgf(1,8,'stepwise',steps=75%)". To prune queries and keys too, as in the
+paper's second column: --config.rules='((".*/mlp/.*","mlp"),(".*/(query|key)","mlp"),(".*","dense"))'.
 
 In experiments/REPRODUCTION.md, a smaller ViT learns Fashion-MNIST with such weights, at 1:8, 1:16 and 1:64. Their loss
 and that of a longer run with sr_ste at the same FLOPs show no difference that matters.

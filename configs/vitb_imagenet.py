@@ -1,4 +1,4 @@
-"""ViT-B/16 on ImageNet with 1:8 feed-forward layers in the end: progressive gradient flow (arXiv 2402.04744).
+"""ViT-B/16 on ImageNet with 1:8 feed-forward layers at the end: progressive gradient flow (arXiv 2402.04744).
 
     python launch.py --config=configs/vitb_imagenet.py --config.data.dir=DIR
 

@@ -239,7 +239,7 @@ def limit(gate: Gate, results: Path) -> float:
     known = simple(gate.data, results)
     if gate.limit not in known:
         made_by = study("baselines_cpu").command
-        raise Mistake(f"{results / 'baselines_cpu.jsonl'} has no {gate.limit} of {gate.data}. Make it by: {made_by}")
+        raise Mistake(f"{results / 'baselines_cpu.jsonl'} has no {gate.limit} of {gate.data}. Make it with: {made_by}")
     return known[gate.limit]
 
 

@@ -80,7 +80,7 @@ def carry_out(asked: "Asked", words: str) -> None:
             stopped_by = modes.carry_out("train", [beside], words, sink=asked.sink, again=again)
             if stopped_by:
                 raise Stopped(
-                    f"interrupted by {stopped_by.name} after the last step of the twin. {again} goes on.", stopped_by
+                    f"interrupted by {stopped_by.name} after the last step of the twin. {again} continues.", stopped_by
                 )
         modes.carry_out(asked.mode, [run], words, origin, program, asked.sink, traced=traced, again=again)
 
@@ -102,7 +102,10 @@ def _check(asked: "Asked") -> None:
     if mode == "eval" and not asked.workdir:
         raise Mistake("--mode=eval needs --workdir, the directory of a run.")
     if asked.sweeping and (asked.origin or mode != "train" and not asked.planned):
-        raise Mistake("--sweep trains: it goes without --from, and without --mode but for --sweep_index=N --mode=plan.")
+        raise Mistake(
+            "--sweep and --sweep_index train: leave out --from and --mode. Only --sweep_index=N can be combined with "
+            "--mode=plan."
+        )
     if asked.profile and (mode != "train" or asked.sweep):
         flag = "--sweep" if asked.sweep else f"--mode={mode}"
         raise Mistake(f"--profile={asked.profile} needs a single run that trains: leave out {flag}.")
@@ -117,9 +120,12 @@ def _check(asked: "Asked") -> None:
     if asked.labels and mode != "train":
         raise Mistake(f"--tag and --note need a run that trains. With --mode={mode}, leave them out.")
     if seeds < 1 or seeds > 1 and (not asked.sweep or asked.index is not None):
-        raise Mistake(f"--seeds_at_once={seeds}: at least 1, and more of a --sweep that has no --sweep_index.")
+        raise Mistake(
+            f"--seeds_at_once={seeds}: write at least 1. A number above 1 needs --sweep, and cannot be combined with "
+            "--sweep_index."
+        )
     if seeds > 1 and processes.count() > 1:
-        raise Mistake(f"--seeds_at_once={seeds} is for one process: it goes without --distributed.")
+        raise Mistake(f"--seeds_at_once={seeds} needs a single process: leave out --distributed.")
     if asked.results:
         _check_results(asked)
     members.check_seed(asked.config)
@@ -279,7 +285,7 @@ def read(argv: list[str]) -> Asked:
     finally:
         sys.argv = before
     if rest[1:]:
-        raise Mistake(f"{rest[1]!r} is no flag: settings are --config.FIELD=VALUE.")
+        raise Mistake(f"{rest[1]!r} is not a flag. To change a setting, write --config.FIELD=VALUE.")
     for name in (field.removeprefix("sparsity.") for field in new):
         if name not in (method for _, method in config.rules):
             others = ", ".join(old for old in config.sparsity if old != name)

@@ -72,7 +72,7 @@ def dense(one: Judged) -> str:
 
 def simple_methods(gate: Gate, results: Path) -> list[str]:
     """Return what simple methods reach on the data of a gate, as texts."""
-    names = {"ridge": "ridge regression", "nearest": "nearest neighbours", "bag of words": "naive Bayes"}
+    names = {"ridge": "ridge regression", "nearest": "k nearest neighbours", "bag of words": "naive Bayes"}
     return [
         f"{names.get(method, f'a table of {method}s')} {score(gate, value)}"
         for method, value in simple(gate.data, results).items()
@@ -223,7 +223,7 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     one = judged(name, results)
     if not has_gate_runs(one):
         both = f"dense and “{one.gate.worse}”"
-        return [f"Not finished: {_done(one)} are done. The study is judged when there are two runs of {both}."], {}
+        return [f"Not finished: {_done(one)} are done. The study is judged when {both} have two runs each."], {}
     pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in costs(one)}
     words = "Difference of the loss from dense, by"
     parts = [f"![{words} {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]
@@ -238,9 +238,9 @@ def legend(gate: Gate) -> str:
     """Return an explanation of the numbers of a study."""
     return (
         "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
-        f"second. Less loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. FLOPs, "
-        "time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that all "
-        "arms take in turn (`python -m experiments.studies times`). The temporary memory is what a step needs "
+        f"second. A lower loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. "
+        "FLOPs, time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that "
+        "all arms take in turn (`python -m experiments.studies times`). The temporary memory is what a step needs "
         "besides its arguments and results. *No difference that matters*: the interval contains 0 and lies within "
         f"the margin. *{effects.OPEN.capitalize()}*: the difference is not significantly above or below the value that "
         "is tested, and it may matter. This value is 0 for *better*, and the margin for *as good*. p-values are "
@@ -255,8 +255,8 @@ def remarks(one: Judged, results: Path) -> list[str]:
     drawn = [name for name, arm in one.arms.items() if not arm.hardened]
     if drawn:
         found.append(
-            "These arms draw weights or activations at random, so there is no hardened network, and the loss is that "
-            f"of the network in training: {'; '.join(drawn)}."
+            f"Arms without a hardened network: {'; '.join(drawn)}. They draw weights or activations at random. Their "
+            "loss is that of the network in training."
         )
     if one.scattered:
         found.append(

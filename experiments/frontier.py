@@ -149,10 +149,10 @@ def notes(one: Judged, lines: list[dict]) -> list[str]:
     ours = one.lines[len(lines) :]
     if {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in ours}:
         found.append(
-            "Your runs are from a machine with another processor or number of threads than those of the study."
+            "Your runs were made on a machine whose processor or number of threads differs from that of the study."
         )
     if {str(line["versions"]) for line in lines} - {str(line["versions"]) for line in ours}:
-        found.append("Your runs are from other versions of packages than those of the study.")
+        found.append("Your runs were made with other versions of packages than those of the study.")
     found += [f"Seed {seed} {outcome}." for seed, outcome in one.arms[YOURS].lost.items()]
     tries = "Each try scores the test data. If you tried several methods, say how many when you report the best."
     return [*found, evidence.reached(one, RESULTS), tries]

@@ -43,7 +43,7 @@ class Shelf(NamedTuple):
 
 SHELVES = (
     Shelf("vit", "Vision Transformers on digits", ("vit_dense", "vit_24", "vit_sste", "vit_pgf")),
-    Shelf("gpt", "GPTs on the help pages of Python", ("gpt_dense", "gpt_24", "gpt_sste")),
+    Shelf("gpt", "GPTs on the help topics of Python", ("gpt_dense", "gpt_24", "gpt_sste")),
     Shelf("resnet", "Residual networks on digits", ("resnet_dense", "resnet_24", "resnet_mvue", "resnet_sdgp")),
 )
 NOT_RUN = (
@@ -52,7 +52,7 @@ NOT_RUN = (
 )  # fmt: skip
 NEEDS = (
     "The gallery has no runs of these pages. Pages with the settings of papers need other data and many hours of GPUs. "
-    "Fine-tuning needs a checkpoint."
+    "Fine-tuning needs a checkpoint. The other pages need no download, but are not part of the gallery."
 )
 COMPARISON = "The comparison: curves, and scores by effective FLOPs"
 ONE_RUN = "There is one run of each page, so small differences may be chance. To compare methods, train several seeds."
@@ -73,7 +73,7 @@ def train(page: str, folder: Path) -> None:
     workdir = f"--workdir={folder.relative_to(home) if folder.is_relative_to(home) else folder}"
     config = f"--config=configs/{name}.py{colon}{variant}"
     if subprocess.run([sys.executable, "launch.py", config, workdir], cwd=ROOT).returncode:
-        raise RuntimeError(f"{config} failed, so the gallery stops. The same command goes on from here.")
+        raise RuntimeError(f"{config} failed, so the gallery stops. The same command continues from here.")
 
 
 def keep(source: Path, target: Path) -> None:

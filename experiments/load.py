@@ -118,12 +118,12 @@ def load_run(directory: str | Path, checkpoint: Literal["last", "best"] = "last"
       foreign: Import the modules that the run's config names as ``module:name``. That runs their code.
 
     Raises:
-      Mistake: The directory is no run, it has no checkpoint, or its config names modules and `foreign` is False.
+      Mistake: It is not a run directory, it has no checkpoint, or its config names modules and `foreign` is False.
       Failed: The checkpoints are damaged, or they are of another model.
 
     >>> load_run("runs/none")
     Traceback (most recent call last):
-    experiments.errors.Mistake: runs/none is no run: it has no run.json. Give the folder that a run wrote.
+    experiments.errors.Mistake: runs/none is not a run directory: it has no run.json. Give the folder that a run wrote.
     """
     directory = Path(directory)
     settings.one_of(checkpoint, ("last", "best"), "checkpoint")
@@ -154,7 +154,7 @@ def _check(path: Path, config: ConfigDict, foreign: bool) -> None:
     named = settings.foreign_names(config)
     if named and not foreign:
         raise Mistake(
-            f"{path} names {', '.join(named)}, and names that stand in a file are imported only if you ask for it. If "
+            f"{path} names {', '.join(named)}, and names from a file are imported only if you ask for it. If "
             "you trust that code, write load_run(DIR, foreign=True)."
         )
 
@@ -213,7 +213,9 @@ def _tokens(given: Any, run: LoadedRun) -> tuple[np.ndarray, int]:
     data, vocabulary = run.config.data, run.sizes["model"]["vocabulary"]
     if isinstance(given, str):
         if data.tokenizer != "bytes" or names.is_foreign(data.name):
-            raise Mistake("predict takes the tokens of a text: those of this run are not bytes, so it takes no str.")
+            raise Mistake(
+                "predict takes a str only if the tokens of the run are bytes, and here they are not. Pass the tokens."
+            )
         given = np.frombuffer(given.encode(), np.uint8)
     tokens = np.asarray(given)
     if tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu" or not tokens.size:

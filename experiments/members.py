@@ -115,6 +115,6 @@ def refuse_other_names(runs: list[Member], workdir: Path) -> None:
                 moves.append(f"mv {path.parent} {workdir / new}")
     if moves:
         raise Mistake(
-            f"Runs of this sweep are in folders of other names, and would be trained again. Rename them:\n"
-            f"{chr(10).join(moves)}\nOr write another --workdir."
+            "Some runs of this sweep are in folders with other names. The sweep would train them again. "
+            f"Rename the folders:\n{chr(10).join(moves)}\nOr write another --workdir."
         )

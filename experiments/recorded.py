@@ -49,7 +49,7 @@ def read(path: Path) -> list[dict]:
     """
     its_study = study(path.stem)
     if not path.exists():
-        raise Mistake(f"there is no {path}. Make it by: {its_study.command}")
+        raise Mistake(f"there is no {path}. Make it with: {its_study.command}")
     last_of_run = {}
     for number, text in enumerate(path.read_text().splitlines(), 1):
         line = _checked(text, f"{path}, line {number}", its_study)
@@ -58,7 +58,7 @@ def read(path: Path) -> list[dict]:
 
 
 def _checked(text: str, where: str, its_study: Study) -> dict:
-    again = f"Remove the line, and run it again by: {its_study.command}"
+    again = f"Delete the line, and make it again with: {its_study.command}"
     try:
         line = json.loads(text)
         form, _, made_by = line["format"], line["run"], line.get("command", "")
@@ -66,14 +66,14 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
             for field in SWEPT if its_study.page else LOOKED:
                 line[field]
     except (ValueError, TypeError, KeyError) as error:
-        raise Mistake(f"{where} is no line of results ({type(error).__name__}: {error}). {again}") from error
+        raise Mistake(f"{where} is not a line of results ({type(error).__name__}: {error}). {again}") from error
     if form != collected.FORMAT:
         raise Mistake(f"{where} has format {form}, but only format {collected.FORMAT} can be read. {again}")
     by_a_sweep = bool(its_study.page) and SWEEP.search(made_by) is not None
     if "--config." in made_by or not (by_a_sweep or its_study.short in made_by):
         raise Mistake(f"{where} was made by another command: {made_by}. {again}")
     if line.get("config") != _digest(its_study, line):
-        raise Mistake(f"{where} was made with another config than the page has now. {again}")
+        raise Mistake(f"{where} was made with a config that differs from that of the page now. {again}")
     return line
 
 

@@ -52,7 +52,7 @@ def _figure(name: str, its_study: Study, lines: list[dict]) -> tuple[str, dict[s
     missing = [run for run in wanted if run not in {line["run"] for line in lines}]
     if missing:
         lacking = f"lack {len(missing)} of {len(wanted)} cases, such as {missing[0]}"
-        raise Mistake(f"results of {name} {lacking}. Make them by: {its_study.command}")
+        raise Mistake(f"results of {name} {lacking}. Make them with: {its_study.command}")
     lines.sort(key=lambda line: wanted.index(line["run"]))
     finished = [line for line in lines if line["outcome"] == "finished"]
     lost = [line for line in lines if line["outcome"] != "finished"]

@@ -81,10 +81,11 @@ def run(
     if sweep.failed:
         raise Failed(f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}")
     if sweep.unwritten:
-        raise Failed(f"{sweep.unwritten} The same command adds the lines, and trains nothing again.")
+        raise Failed(f"{sweep.unwritten} Run the same command again: it adds the lines, and repeats no run.")
     left = [member.name for member in sweep.left if not record.is_done(workdir / member.folder)]
     if left:
-        raise Failed(f"other processes write to these runs or to those beside them: {', '.join(left)}")
+        which = "these runs, or to runs that are trained together with them"
+        raise Failed(f"other processes are writing to {which}: {', '.join(left)}")
 
 
 class _Sweep:

@@ -26,8 +26,8 @@ FLAGS = {  # flag -> (its values, what it does)
     "mode": ("train|eval|plan|config", "train, score a run, show the plan of the layers, or show the settings"),
     "from": ("DIR", "begin with the last state of this run"),
     "sweep": ("", "train all runs of the page's get_sweep()"),
-    "sweep_index": ("I", "train, or with --mode=plan plan, run number I of the sweep alone"),
-    "seeds_at_once": ("N", "train N runs of the sweep that differ only in their seed side by side"),
+    "sweep_index": ("I", "train only run number I of the sweep; with --mode=plan, show its plan"),
+    "seeds_at_once": ("N", "train N runs of the sweep side by side, if they differ only in their seed"),
     "results": (
         "FILE",
         "append a line for every run of the sweep that finished or diverged; runs that have one are not trained",

@@ -7,7 +7,7 @@
 RUN is the folder of a run. A page can be made at any time, also while the run continues or after it failed. These are
 the files:
 
-``run.json``. Without it a folder is no run. Only the name is required::
+``run.json``. Without it, a folder is not a run directory. Only the name is required::
 
     {"name": "vit_24", "command": "python launch.py ...",
      "outcome": "finished" | "running" | "interrupted" | "failed: why" | "diverged: why",

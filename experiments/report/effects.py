@@ -195,7 +195,7 @@ def verdict_better(effect: Effect, margin: float) -> str:
 
     Args:
       effect: The difference. Its p-value tests 0.
-      margin: The smallest difference that matters.
+      margin: The largest difference that does not matter.
 
     >>> verdict_better(Effect(1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.2, 0.05, 20, 0.001), 0.5)
     ('holds', 'holds: better by less than the margin')
@@ -226,7 +226,7 @@ def verdict_as_good(effect: Effect, margin: float) -> str:
 
     Args:
       effect: The difference. Its p-value tests minus the margin.
-      margin: The smallest difference that matters.
+      margin: The largest difference that does not matter.
 
     >>> verdict_as_good(Effect(-0.1, 0.1, 20, 0.001), 0.5), verdict_as_good(Effect(-0.3, 0.05, 20, 0.002), 0.5)
     ('holds', 'holds: slightly worse, by less than the margin')

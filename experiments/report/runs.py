@@ -112,7 +112,7 @@ def read(run_dir: Path) -> Run:
     run_dir = Path(run_dir)
     about = _checked(run_dir / "run.json", ABOUT)
     if about is None:
-        raise Mistake(f"{run_dir} is no run: it has no run.json. Give the folder that a run wrote.")
+        raise Mistake(f"{run_dir} is not a run directory: it has no run.json. Give the folder that a run wrote.")
     metrics, complaints = parse_metrics(_text(run_dir / "metrics.jsonl"))
     pictures, broken = _arrays(run_dir / "pictures.npz")
     return Run(

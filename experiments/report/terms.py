@@ -20,7 +20,7 @@ TERMS = {  # a word as it stands in reports: its meaning. docs/glossary.md has e
     "FLOP per second": "FLOPs of the dense model per second, even if zeros are skipped.",
     "MFU": "Model FLOPs utilisation: dense FLOPs per second, as a share of the peak of the devices.",
     "peak memory": "The most memory that was in use at one time, of a device or of the process, as the report says.",
-    "temporary memory": "What a step needs on a device beside its arguments and its results, counted by XLA.",
+    "temporary memory": "What a step needs on a device besides its arguments and its results, counted by XLA.",
     "slots": "The place of one operand in one product. It holds a pruner or is empty. In its name, fwd is the product "
     "for y, dlhs the product for dx, and drhs the product for dw.",
     "emulated": "XLA multiplies the pruned operands, zeros included.",

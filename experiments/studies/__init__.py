@@ -64,7 +64,7 @@ class Gate(NamedTuple):
       metric: The dense network is judged by its "accuracy" or its "loss" on the test data.
       limit: The accuracy that dense must reach; or the name of the simple method whose loss dense must stay below.
       worse: The name of the arm that has to be worse than dense by more than the margin.
-      margin: A difference of the loss that matters.
+      margin: The largest difference of the loss that does not matter.
       unit: The unit of the loss.
     """
 

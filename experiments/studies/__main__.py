@@ -1,6 +1,6 @@
 """Studies without claims: diagnostics of training, one-shot pruning, and simple methods.
 
-A command runs each case that the results do not have, and appends it to them.
+Each command runs the cases that its results do not have, and appends them.
 
 python -m experiments.studies baselines    what simple methods reach on the same data
 python -m experiments.studies descent      the actual and the predicted descent of a step

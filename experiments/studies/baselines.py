@@ -231,7 +231,7 @@ _NAMES = {
 _CHOSEN = {"ridge": "penalty {:g}", "nearest": "k = {:.0f}", "bag of words": "pseudo-count {:g}"}
 _METHODS = {
     "ridge": "ridge regression",
-    "nearest": "k nearest images",
+    "nearest": "k nearest neighbours",
     "bag of words": "naive Bayes on words and pairs of words",
 }
 

@@ -119,8 +119,8 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
     words = "By how much the loss fell, of what was predicted: medians of the steps of a bin."
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
-    note = f"{PLUS_MINUS} The greatest rise is that of all seeds. The curves show means of {BINS} bins of steps, and "
-    note += "medians for the amount of descent."
+    note = f"{PLUS_MINUS} The greatest rise is that of all seeds. For the curves, the steps are divided into {BINS} "
+    note += "bins. Each point is the mean of a bin, or the median for the amount of descent."
     return "\n".join([*table, "", note]), pictures
 
 

@@ -1,15 +1,15 @@
 """The error of dw with pruned gradients, by the number of tokens summed (MVUE, arXiv 2203.10991).
 
-It shows from how many tokens on unbiased pruning has a smaller error than least squares.
+It shows for how many tokens unbiased pruning has a smaller error than least squares.
 
     python -m experiments.studies dw
 
 A network is trained dense for some steps. Then each layer's dw is computed twice, with unpruned gradients of its
-outputs and with pruned ones. The batches have one example to hundreds, with whole sequences or only their first
-tokens. The error of one draw, ||dw' - dw|| / ||dw||, is the root of squared bias plus variance. The results hold its
-mean over the layers, and over batches that share no example. A longer sum does not make the bias of a pruner of least
-squared error smaller. The errors of an unbiased pruner average out. Relative to dw this helps only if dw does not
-average out itself.
+outputs and with pruned ones. A batch has 1 to 1,024 examples, with whole sequences or only their first tokens. The
+error of one draw, ||dw' - dw|| / ||dw||, is the root of squared bias plus variance. The results hold its mean over the
+layers, and over batches that share no example. A longer sum does not make the bias of a pruner of least squared error
+smaller. The errors of an unbiased pruner average out. The relative error becomes smaller only if dw itself does not
+average out.
 """
 
 import functools

@@ -3,10 +3,10 @@ r"""Forms of S-STE (arXiv 2409.09099) and of progressive gradient flow (arXiv 24
     python launch.py --config=experiments/studies/forms.py:vit_cpu --sweep \
         --results=experiments/results/forms_vit_cpu.jsonl
 
-S-STE scales its weights by β, which is measured once and then frozen. Other arms measure it at every step, or do
-without it; round every operand to FP8; or have the two-draw MVUE, as published. MdGf lets dropped weights
-fade to 1:16, linearly or exponentially. With autodiff the gradient of a dropped weight fades too; with the
-straight-through gradient it does not. SdGf gets to 1:16 through looser patterns.
+S-STE scales its weights by β, which is measured once and then frozen. Other arms measure β at every step, use β = 1,
+round every operand to FP8, or use the two-draw MVUE, as published. MdGf lets dropped weights fade to 1:16, linearly or
+exponentially. With autodiff the gradient of a dropped weight fades too; with the straight-through gradient it does not.
+SdGf reaches 1:16 in stages, from looser to stricter patterns.
 """
 
 from typing import Any

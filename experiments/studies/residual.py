@@ -55,7 +55,7 @@ def claims(variant: str = "") -> list[Claim]:
             arm = f"{method} {pattern}"
             found.append(Claim(f"{arm} is as good as dense", arm, "as good as", "dense", pattern == "2:4"))
     better = (
-        ("SDGP 2:4", "largest 2:4 in dx", "the same without rescaling"),
+        ("SDGP 2:4", "largest 2:4 in dx", "SDGP 2:4 without rescaling"),
         ("largest 2:4 in dx", "random 2:4 in dx", "random 2:4 gradients in dx, both not rescaled"),
         ("SDGP 1:8", "unbiased 1:8 in dx", "unbiased 1:8 gradients in dx"),
         ("MVUE(dw) 2:4", "largest 2:4 in dw", "the largest 2:4 gradients in dw"),

@@ -50,7 +50,7 @@ def claims(variant: str = "") -> list[Claim]:
             )
             found.append(Claim(f"{text} dense", rows, "as good as", "dense"))
     both = "rows by both 1:4"
-    text = "Whole rows in dw (1:4) are better if they are chosen by g and x than by g"
+    text = "Whole rows in dw (1:4) that are chosen by g and x are better than those chosen by g"
     found.append(Claim(text, both, "better than", RIVAL))
     text = "Whole rows in dw (1:4, chosen by g and x) are as good as single values at the same FLOPs"
     found.append(Claim(text, both, "as good as", "single values 1:4"))

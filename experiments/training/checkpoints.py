@@ -141,7 +141,7 @@ class Checkpoints:
                 self._remove_old()
         if processes.count() > 1:
             raise Failed(self.lost.rstrip("."))
-        self._report(f"{self.lost} {self.kept_message()} Training goes on.")
+        self._report(f"{self.lost} {self.kept_message()} Training continues.")
 
     def wait(self) -> None:
         """Wait until the save that was begun is finished."""

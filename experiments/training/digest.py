@@ -74,8 +74,8 @@ def refuse_another(workdir: Path, own: Identity) -> None:
         changed = "; ".join(f"{name}: {old.get(name)!r} there, {new.get(name)!r} here" for name in names[:4])
         raise Mistake(
             f"--workdir={workdir} holds a run of another config ({changed}). Give this run a directory of its own. "
-            f"To evaluate the run that is there, write --mode=eval --workdir={workdir} without a --config. To train on "
-            f"from its weights, write --from={workdir} and another --workdir."
+            f"To evaluate that run, write --mode=eval --workdir={workdir} and no --config. To continue from its last "
+            f"checkpoint, write --from={workdir} and another --workdir."
         )
 
 

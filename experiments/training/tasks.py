@@ -48,6 +48,6 @@ def _check(name: str, owner: Any, members: tuple[str, ...]) -> None:
     missing = [member for member in members if not hasattr(owner, member)]
     if missing:
         raise Mistake(
-            f"config.experiment={name!r} is no task: it has no {', '.join(missing)}. "
+            f"config.experiment={name!r} is not a task: it has no {', '.join(missing)}. "
             "experiments/training/task.py says what a task has."
         )

@@ -208,7 +208,7 @@ def mdgf(n: int = 2, m: int = 4, schedule: Schedule = _EXPONENTIAL, gradient: st
 def sdgf(
     n: int = 2, m: int = 4, kind: str = "stepwise", steps: int = 1000, dense: int = 0, finetune: int = 0, k: int = 16
 ) -> Sparsity:
-    """Return structure decay gradient flow: weights reach n:m through looser patterns.
+    """Return structure decay gradient flow: weights reach n:m in stages, from looser to stricter patterns.
 
     Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity
     Training in Transformers", arXiv:2402.04744.

@@ -129,7 +129,7 @@ def test_one_reading_does_not_change_the_next():
             [f"--config={PAGE}", "--config.data.name=folder", "--config.data.dir=/absent"],
             "'folder' needs settings that this page does not have. Use the variant of a page: --config=",
         ),
-        ([f"--config={PAGE}", "train"], "'train' is no flag"),
+        ([f"--config={PAGE}", "train"], "'train' is not a flag"),
         ([f"--config={PAGE}", "--mode=eval"], "--mode=eval needs --workdir"),
         ([f"--config={PAGE}", "--mode=plan", "--tag=x"], "--tag and --note need a run that trains. With --mode=plan"),
         (

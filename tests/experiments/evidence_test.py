@@ -113,7 +113,9 @@ def test_times_are_those_of_steps_in_turn(tmp_path):
     assert arms[shorter].time == pytest.approx(4401 / 6000)
     assert f"{NAME}_time" in reproduce.block(NAME, results)[1]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of | {"config": "0123456789ab"}) + "\n")
-    with pytest.raises(Mistake, match=r"times_cpu.jsonl, line 1 was made with another config than the page has now"):
+    with pytest.raises(
+        Mistake, match=r"times_cpu.jsonl, line 1 was made with a config that differs from that of the page now"
+    ):
         claims.judged(NAME, results)
 
 
@@ -156,7 +158,7 @@ def test_the_first_screen_has_the_main_claims_and_the_simple_methods(tmp_path):
     (row,) = (row for row in text.splitlines() if row.startswith(f"| {DW} is as good as dense | holds |"))
     assert row.endswith("| 4 | ViT, Fashion-MNIST |")
     assert "MVUE(dw, dx) is as good as MdGf" not in text
-    simple = "88.0 % | ridge regression 81.2 %; nearest neighbours 85.5 %"
+    simple = "88.0 % | ridge regression 81.2 %; k nearest neighbours 85.5 %"
     assert f"| `{NAME}` | ViT, Fashion-MNIST | {simple} | passed | 0.01 nats |" in text
     assert "Not run yet: `methods_vit_cpu`, `methods_gpt_cpu`," in text
     assert not pictures
@@ -169,7 +171,7 @@ def test_a_study_whose_gate_has_no_runs_yet_is_not_judged(lines, tmp_path):
     assert arms > 3
     done = f"{len(lines) + len(DENSE)} of {4 * arms} runs"
     text, pictures = reproduce.block(NAME, results)
-    assert f"Not finished: {done} are done. The study is judged when there are two runs of dense and “{FLOOR}”." in text
+    assert f"Not finished: {done} are done. The study is judged when dense and “{FLOOR}” have two runs each." in text
     assert not pictures
     screen = reproduce.block("claims", results)[0]
     assert f"Not finished, and not judged yet: `{NAME}` ({done})." in screen
@@ -227,7 +229,7 @@ def test_arms_without_a_hardened_network_are_named(tmp_path):
     drawn = [line(DW, 10 + n, 0.0, figures={"accuracy": 0.88, "loss": 0.35 + 0.001 * n}) for n in range(4)]
     results = written(tmp_path, [*GOOD, *drawn])
     assert claims.judged(NAME, results).arms[DW].losses[11] == 0.351
-    assert f"and the loss is that of the network in training: {DW}." in reproduce.block(NAME, results)[0]
+    assert f"Arms without a hardened network: {DW}. They draw" in reproduce.block(NAME, results)[0]
     assert "at random, so there is no hardened" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
 
 
@@ -249,21 +251,21 @@ def test_studies_share_runs_of_the_same_config(tmp_path):
     by_hand = [each | {"command": f"{command} --config.steps=6000"} for each in GOOD]
     with pytest.raises(Mistake, match="line 1 was made by another command"):
         claims.judged(NAME, written(tmp_path, by_hand))
-    with pytest.raises(Mistake, match="line 1 was made with another config"):
+    with pytest.raises(Mistake, match="line 1 was made with a config that differs"):
         claims.judged(NAME, written(tmp_path, [shared[0] | {"config": "0123456789ab"}]))
 
 
 @pytest.mark.parametrize("field", ["figures", "flops", "outcome", "changes", "steps", "began", "ended", "versions"])
 def test_a_line_without_a_field_is_refused(field, tmp_path):
     cut = {name: value for name, value in line("dense", 10, 0.3).items() if name != field}
-    with pytest.raises(Mistake, match=rf"line 9 is no line of results \(KeyError: '{field}'\). Remove the line"):
+    with pytest.raises(Mistake, match=rf"line 9 is not a line of results \(KeyError: '{field}'\). Delete the line"):
         claims.judged(NAME, written(tmp_path, [*GOOD, cut]))
 
 
 def test_a_limit_that_was_not_computed_is_told(tmp_path):
     results = tmp_path / "baselines_cpu.jsonl"
     results.write_text("")
-    why = r"baselines_cpu.jsonl has no 5-gram of books_start. Make it by: python -m experiments.studies baselines"
+    why = r"baselines_cpu.jsonl has no 5-gram of books_start. Make it with: python -m experiments.studies baselines"
     with pytest.raises(Mistake, match=why):
         claims.limit(BOOKS, tmp_path)
 

@@ -240,7 +240,7 @@ def test_texts_may_be_tokens_or_a_str(trained):
         with pytest.raises(Mistake, match=said):
             run.predict(wrong)
     run.config.data.tokenizer = "gpt2.json"
-    with pytest.raises(Mistake, match="are not bytes"):
+    with pytest.raises(Mistake, match="tokens of the run are bytes, and here they are not"):
         run.predict("a text")
 
 
@@ -306,7 +306,7 @@ def test_what_is_no_run_is_refused_in_one_line(trained, tmp_path):
         assert "\n" not in str(caught.value)
 
     workdir = tmp_path / "none"
-    refused("none is no run: it has no run.json")
+    refused("none is not a run directory: it has no run.json")
     workdir = shutil.copytree(trained("averaged"), tmp_path / "run")
     refused("checkpoint='first' is not known. .*There are best, last", checkpoint="first")
     for seal in (workdir / "checkpoints").glob("*.json"):

@@ -238,7 +238,7 @@ def test_a_model_gets_the_fields_of_the_page_and_what_the_task_fixes(outside):
             r"returns a Text, not experiments.data.images.Images\(name, train, test, classes, note\)",
         ),
         ("experiment=sine:Sin", r"has no name 'Sin'. Did you mean sine:Sine\?"),
-        ("experiment=sine:Net", "config.experiment='sine:Net' is no task: it has no make, example, feed"),
+        ("experiment=sine:Net", "config.experiment='sine:Net' is not a task: it has no make, example, feed"),
         ("experiment=sine:common", "config.experiment='sine:common' is a module, not a class with the members of Task"),
         ("sparsity.blocks=drhs_g=mylab:abov(0.5,4)", r"has no name 'abov'. Did you mean mylab:above\?"),
     ],
@@ -312,7 +312,7 @@ def test_results_and_reports_import_nothing(outside):
     line = json.loads((pages.ROOT / "experiments/results/held_vit_cpu.jsonl").read_text().partition("\n")[0])
     line["changes"] |= {"sparsity.blocks": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
     (outside / "held_vit_cpu.jsonl").write_text(json.dumps(line))
-    with pytest.raises(Mistake, match="another config than the page has now"):
+    with pytest.raises(Mistake, match="a config that differs from that of the page now"):
         recorded.read(outside / "held_vit_cpu.jsonl")
     (outside / "run").mkdir()
     (outside / "run" / "run.json").write_text(json.dumps({"name": "a run"}))

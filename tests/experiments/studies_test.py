@@ -53,22 +53,22 @@ def written(tmp_path, *lines, name=NAME):
     [
         (
             "",
-            "there is no .*held_vit_cpu.jsonl. Make it by: "
+            "there is no .*held_vit_cpu.jsonl. Make it with: "
             "python launch.py --config=experiments/studies/held.py:vit_cpu --sweep --results=",
         ),
-        ('{"run": "a"}\n', "line 1 is no line of results .KeyError: 'format'"),
+        ('{"run": "a"}\n', "line 1 is not a line of results .KeyError: 'format'"),
         (
             '{"format": 0, "run": "a"}\n',
-            "line 1 has format 0, but only format 1 can be read. Remove the line, and run it again by: python",
+            "line 1 has format 0, but only format 1 can be read. Delete the line, and make it again with: python",
         ),
-        ('{"form', r"line 1 is no line of results \(.*Remove the line, and run it again by: python"),
+        ('{"form', r"line 1 is not a line of results \(.*Delete the line, and make it again with: python"),
         (
             json.dumps(line("dense", 0, 0.9, command="python launch.py --config=a.py --sweep")),
             "line 1 was made by another command",
         ),
         (
             json.dumps(line("dense", 0, 0.9, config="0123456789ab")),
-            "line 1 was made with another config than the page has now",
+            "line 1 was made with a config that differs from that of the page now",
         ),
         (
             json.dumps({k: v for k, v in LINE.items() if k != "command"}),
@@ -268,7 +268,7 @@ def test_figures_of_what_was_looked_into(tmp_path):
     assert pictures.keys() == {"descent_cpu_flips", "descent_cpu_amount_of_descent"}
     with pytest.raises(
         Mistake,
-        match=r"lack 1 of 12 cases, such as method=dense,seed=0. Make them by: python -m experiments.studies descent",
+        match=r"lack 1 of 12 cases, such as method=dense,seed=0. Make them with: python -m experiments.studies descent",
     ):
         reproduce.block("descent_cpu", written(tmp_path, *lines[1:], name="descent_cpu"))
 

@@ -96,7 +96,7 @@ def test_the_error_of_the_only_run_is_raised(tmp_path):
 
 def test_a_taken_run_leaves_those_beside_it(tmp_path, capsys):
     runs = Runs(tmp_path, {3: Taken("another process writes to seed=3")})
-    with pytest.raises(Failed, match="other processes write to these runs .*: seed=3$"):
+    with pytest.raises(Failed, match="other processes are writing to these runs.*: seed=3$"):
         runs.sweep(of_seeds(4), at_once=4)
     assert sorted(seed for group in runs.trained for seed in group) == [0, 1, 2]
     assert capsys.readouterr().out.count("another process writes to seed=3") == 1
@@ -117,7 +117,7 @@ def test_results_of_two_sweeps_that_began_in_the_same_second(tmp_path):
 def test_results_that_cannot_be_written_are_told_at_the_end(tmp_path, capsys):
     (tmp_path / "all.jsonl").mkdir()
     runs = Runs(tmp_path / "runs")
-    with pytest.raises(Failed, match=r"all\.jsonl cannot be written: .*\. The same command adds the lines"):
+    with pytest.raises(Failed, match=r"all\.jsonl cannot be written: .*\. Run the same command again: it adds the lines"):
         runs.sweep(of_seeds(), results=tmp_path / "all.jsonl")
     assert runs.trained == [[0], [1], [2]]
     assert capsys.readouterr().out.count("cannot be written") == 1

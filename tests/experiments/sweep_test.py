@@ -169,7 +169,7 @@ def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["page.py"]
     with pytest.raises(Mistake, match="--sweep_index=4: the sweep has 4 runs, from 0 to 3"):
         command.main([*words, "--sweep_index=4"], "")
-    with pytest.raises(Mistake, match="--sweep trains: it goes without --from, and without --mode but"):
+    with pytest.raises(Mistake, match="--sweep and --sweep_index train: leave out --from and --mode"):
         command.main([*words, "--sweep", "--mode=plan"], "")
     for results, message in (
         (["--sweep", "--results=nowhere/a.jsonl"], "--results=nowhere/a.jsonl: there is no folder nowhere. Create it,"),
@@ -411,9 +411,9 @@ def test_a_step_side_by_side_is_that_of_each_alone(name):
 def test_words_of_runs_side_by_side(tmp_path, monkeypatch):
     words = page(tmp_path)
     for wrong in (["--seeds_at_once=2"], ["--sweep", "--seeds_at_once=0"], ["--sweep_index=1", "--seeds_at_once=2"]):
-        said = "--seeds_at_once=.: at least 1, and more of a --sweep that has no --sweep_index"
+        said = "--seeds_at_once=.: write at least 1. A number above 1 needs --sweep, and cannot be combined"
         with pytest.raises(Mistake, match=said):
             command.main([*words, *wrong], "")
     monkeypatch.setattr(command.processes, "count", lambda: 2)
-    with pytest.raises(Mistake, match="--seeds_at_once=2 is for one process: it goes without --distributed"):
+    with pytest.raises(Mistake, match="--seeds_at_once=2 needs a single process: leave out --distributed"):
         command.main([*words, "--sweep", "--seeds_at_once=2"], "")

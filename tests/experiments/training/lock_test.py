@@ -218,7 +218,10 @@ def swept(workdir, index=None, before=lambda name: None):
 def test_a_sweep_leaves_a_run_to_the_process_that_writes_it(tmp_path, capsys):
     (tmp_path / "seed=1").mkdir()
     with lock.held(tmp_path / "seed=1"):
-        with pytest.raises(Failed, match="other processes write to these runs or to those beside them: seed=1"):
+        with pytest.raises(
+            Failed,
+            match="other processes are writing to these runs, or to runs that are trained together with them: seed=1",
+        ):
             swept(tmp_path)
         assert (
             f"--workdir={tmp_path / 'seed=1'} is being written by process {os.getpid()} on" in capsys.readouterr().out
