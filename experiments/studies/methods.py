@@ -5,7 +5,8 @@ r"""Methods that prune weights, on networks that have to pass the gates of docs/
 
 The variants are vit_cpu and vit_gpu on images, and gpt_cpu and gpt_gpu on the bytes of books. Every layer of the blocks
 is pruned. The dense rivals are narrower, or end sooner; they have the same FLOPs as a method. The arm with random 1:16
-weights has to be worse than dense. This shows that the study can detect harm.
+weights has to be worse than dense. This shows that the study can detect harm. Random 2:4 weights show what the choice
+of a mask is worth.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from experiments.studies import (
     FASHION,
     INTERVALS,
     RANDOM,
+    RANDOM_2_4,
     SMALL_VIT,
     WORSE,
     Claim,
@@ -34,6 +36,7 @@ WHOLE = {  # methods of both networks
     "S-STE": "s_ste(gradient='dense')",
     "S-STE + MVUE(dw)": "s_ste(2,4)",
     "MdGf (30 %) + MVUE(dw)": "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)",
+    "random 2:4 weights": RANDOM_2_4,
 }
 
 
@@ -118,6 +121,7 @@ def claims(variant: str = "") -> list[Claim]:
     of_text = its_network.gate is BOOKS
     gradual = (MDGF_1_16, "SR-STE 1:16") if of_text else (MDGF_2_4, "SR-STE")
     better = (("S-STE", "STE", True), (*gradual, True), ("SR-STE", "STE", False), ("S-STE", "SR-STE", False))
+    better += (("STE", "random 2:4 weights", True),)
     found = [Claim(f"{a} is better than {b}", a, "better than", b, main) for a, b, main in better]
     found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE", first_screen=of_text))
     found += [Claim(f"{method} is as good as dense", method, "as good as", "dense") for method in its_network.methods]
