@@ -243,6 +243,12 @@ def limit(gate: Gate, results: Path) -> float:
     return known[gate.limit]
 
 
+def of_seeds(arm: Arm, seeds: Sequence[int]) -> Arm:
+    """Return the arm with the runs of some seeds only."""
+    only = lambda values: {seed: value for seed, value in values.items() if seed in seeds}
+    return arm._replace(losses=only(arm.losses), accuracies=only(arm.accuracies))
+
+
 def mean(arm: Arm, metric: str) -> float:
     """Return the mean loss or accuracy of an arm."""
     values = (arm.losses if metric == "loss" else arm.accuracies).values()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.claims import POINTS, Judged, Judgement, judged, mean, score, simple
+from experiments.claims import POINTS, Judged, Judgement, judged, mean, of_seeds, score, simple
 from experiments.report import curves as cv, dots, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent
@@ -27,7 +27,7 @@ def first_screen(results: Path) -> str:
     Args:
       results: The folder of the results.
     """
-    rows, missing, begun = [[*HEAD[:4], "seeds", "network"]], [], []
+    rows, missing, begun, counted = [[*HEAD[:4], "seeds", "network"]], [], [], []
     studies = [["study", "network", "dense reaches", "simple methods reach", "gate", "margin"]]
     for name in STUDIES:
         if not (results / f"{name}.jsonl").exists():
@@ -35,8 +35,9 @@ def first_screen(results: Path) -> str:
             continue
         one = judged(name, results)
         if not has_gate_runs(one):
-            begun.append(f"`{name}` ({_done(one)})")
+            begun.append(f"`{name}` ({done(one)})")
             continue
+        counted += [] if one.failed else one.judgements
         for judgement in one.judgements:
             if judgement.claim.first_screen:
                 *shown, _, seeds = _cells(judgement, one)
@@ -44,7 +45,8 @@ def first_screen(results: Path) -> str:
         gate, others = one.gate, "; ".join(simple_methods(one.gate, results))
         outcome = f"not passed: {one.failed}" if one.failed else "passed"
         studies.append([f"`{name}`", gate.network, dense(one), others, outcome, f"{gate.margin:g} {gate.unit}"])
-    parts = [markdown_table(rows), markdown_table(studies)]
+    parts = [in_short(counted)] if counted else []
+    parts += [markdown_table(rows), markdown_table(studies)]
     if begun:
         parts.append(f"Not finished, and not judged yet: {', '.join(begun)}.")
     if missing:
@@ -54,20 +56,35 @@ def first_screen(results: Path) -> str:
     return "\n\n".join(parts)
 
 
+def in_short(judgements: list[Judgement]) -> str:
+    """Return how many claims against dense networks hold by the loss, in a paragraph."""
+    judged = [one for one in judgements if one.verdict.startswith(("holds", "does not hold", effects.OPEN))]
+    against = lambda other: [one.verdict for one in judged if one.claim.second.startswith(other)]
+    like_dense = [one.verdict for one in judged if one.claim.kind == "as good as" and one.claim.second == "dense"]
+    count = lambda verdicts: f"{sum(verdict.startswith('holds') for verdict in verdicts)} of {len(verdicts)}"
+    return (
+        f"**In short, by the loss.** A sparse method is as good as dense training in {count(like_dense)} claims. It is "
+        f"better than a narrower dense network at the same FLOPs in {count(against('narrower dense'))} claims, and "
+        f"better than a shorter dense run in {count(against('shorter dense'))}. The next table has the main claims, "
+        "and the tables of the studies have all."
+    )
+
+
 def has_gate_runs(one: Judged) -> bool:
     """Return whether each of the two arms of the gate has two runs. Before that, a study is not judged."""
     return all(len(one.arms[name].losses) + len(one.arms[name].lost) > 1 for name in ("dense", one.gate.worse))
 
 
-def _done(one: Judged) -> str:
+def done(one: Judged) -> str:
     """Return in words how many runs of a study are done."""
-    done = sum(len(arm.losses) + len(arm.lost) for arm in one.arms.values())
-    return f"{done} of {len(one.arms) * len(one.seeds)} runs"
+    runs = sum(len(arm.losses) + len(arm.lost) for arm in one.arms.values())
+    return f"{runs} of {len(one.arms) * len(one.seeds)} runs"
 
 
 def dense(one: Judged) -> str:
     """Return what the dense network reaches, as text."""
-    return score(one.gate, mean(one.arms["dense"], one.gate.metric)) if one.arms["dense"].losses else ""
+    arm = of_seeds(one.arms["dense"], one.seeds)
+    return score(one.gate, mean(arm, one.gate.metric)) if arm.losses else ""
 
 
 def simple_methods(gate: Gate, results: Path) -> list[str]:
@@ -124,7 +141,8 @@ def arm_rows(one: Judged) -> list[list[str]]:
     """Return the rows of the table of the arms; the first is its head."""
     head = ["arm", "loss", "accuracy %", "FLOPs", "time of all steps", "temporary memory", "runs", "remarks"]
     rows, base = [head], one.arms["dense"]
-    for name, arm in one.arms.items():
+    for name, of_all in one.arms.items():
+        arm = of_seeds(of_all, one.seeds)
         missing = [seed for seed in one.seeds if seed not in arm.losses and seed not in arm.lost]
         marks = [f"seed {seed} {outcome}" for seed, outcome in arm.lost.items()]
         marks += [f"seeds missing: {', '.join(map(str, missing))}"] if missing else []
@@ -223,7 +241,7 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     one = judged(name, results)
     if not has_gate_runs(one):
         both = f"dense and “{one.gate.worse}”"
-        return [f"Not finished: {_done(one)} are done. The study is judged when {both} have two runs each."], {}
+        return [f"Not finished: {done(one)} are done. The study is judged when {both} have two runs each."], {}
     pictures = {f"{name}_{cost}": dots.standalone(frontier(one, cost)) for cost in costs(one)}
     words = "Difference of the loss from dense, by"
     parts = [f"![{words} {COSTS[cost]}](results/{name}_{cost}.svg)" for cost in costs(one)]
@@ -242,7 +260,8 @@ def legend(gate: Gate) -> str:
         "FLOPs, time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that "
         "all arms take in turn (`python -m experiments.studies times`). The temporary memory is what a step needs "
         "besides its arguments and results. *No difference that matters*: the interval contains 0 and lies within "
-        f"the margin. *{effects.OPEN.capitalize()}*: the difference is not significantly above or below the value that "
+        "the margin. This verdict is not corrected for the number of claims, so some of these verdicts may be chance. "
+        f"*{effects.OPEN.capitalize()}*: the difference is not significantly above or below the value that "
         "is tested, and it may matter. This value is 0 for *better*, and the margin for *as good*. p-values are "
         "corrected for the number of claims, and intervals are not. So an interval may exclude the value, and the "
         f"verdict can still be *{effects.OPEN}*."

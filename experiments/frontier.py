@@ -183,6 +183,10 @@ def run(method: str, page: str, count: int | None, workdir: Path | None) -> Path
     name = results_of(page)
     one = judged(name, RESULTS)
     checked(method, one)
+    if not evidence.has_gate_runs(one):
+        raise Mistake(
+            f"{page} is not finished: {evidence.done(one)} are done. Make the others with: {one.study.command}"
+        )
     if one.failed:
         print(f"The study does not pass its gate: {one.failed}. Draw no conclusions from it.")
     count = min(count or len(one.seeds), len(one.seeds))

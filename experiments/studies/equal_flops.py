@@ -50,12 +50,14 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
 
 def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
-    where = " (queries and keys pruned too)" if one_of(variant, STEPS) == "qk_cpu" else ""
+    too = one_of(variant, STEPS) == "qk_cpu"
+    where = " (queries and keys pruned too)" if too else ""
+    layers = "queries, keys and feed-forward layers" if too else "feed-forward layers"
     found = []
     for pattern in PATTERNS:
         shown, main = pattern.replace(",", ":"), pattern == "1,16"
         mdgf = f"MdGf {shown}"
-        text = f"{mdgf} is better than SR-STE {shown} after the same number of steps{where}"
+        text = f"MdGf {shown} in {layers} is better than SR-STE {shown} after the same number of steps"
         found.append(Claim(text, mdgf, "better than", f"SR-STE {shown}", main))
         for words in LONGER.values():
             text = f"{mdgf} is better than SR-STE {shown} with {words}, at the same FLOPs{where}"

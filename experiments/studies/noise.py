@@ -70,23 +70,29 @@ MEASURES = {  # what a look returns, and the titles of its pictures
     "second moment": "Norm of Adam's second moment",
     "variance of the second moment": "Variance of Adam's second moment",
 }
+ALL = "gradient variance"  # the table has its mean over all steps too
 DRAWN = ("gradient variance", "second moment")  # the measures with a picture; the table has all
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
-    """Return a table of the last tenth of the steps, relative to dense, and pictures over all steps."""
-    table = [f"| method, in the last tenth of the steps | {' / dense | '.join(MEASURES)} / dense |", "|---" * 4 + "|"]
+    """Return a table relative to dense, of all steps and of the last tenth of them, and pictures over all steps."""
+    heads = [f"{name} / dense, last tenth" for name in MEASURES]
+    heads.insert(0, f"{ALL} / dense, all steps")
+    table = [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     curves: dict[str, list[cv.Curve]] = {name: [] for name in MEASURES}
     dense: dict[str, dict[int, float]] = {}
+    dense_mean: dict[int, float] = {}
     for n, method in enumerate(dict.fromkeys(line["case"]["method"] for line in lines)):
         rows_by_seed = {line["case"]["seed"]: line["rows"] for line in lines if line["case"]["method"] == method}
-        cells = [method]
+        means = {seed: float(np.mean(rows[ALL])) for seed, rows in rows_by_seed.items()}
+        dense_mean = dense_mean or means  # dense is the first method
+        cells = [method, _quotient(means, dense_mean)]
         for name in MEASURES:
             by_seed = {
                 seed: cv.Curve("", np.array(rows["step"]), np.array(rows[name])) for seed, rows in rows_by_seed.items()
             }
             last = {seed: _last_tenth(curve) for seed, curve in by_seed.items()}
-            dense.setdefault(name, last)  # dense is the first method
+            dense.setdefault(name, last)
             cells.append(_quotient(last, dense[name]))
             smooth = [cv.smoothed(curve, 20)[-1] for curve in by_seed.values()]
             curves[name].append(cv.banded(smooth, method, colour=f"s{n}"))

@@ -36,6 +36,8 @@ def claims(variant: str = "") -> list[Claim]:
         words, others = (unbiased, biased) if better == "unbiased" else (biased, unbiased)
         arm = f"{operand}, {better}"
         text = f"{words} {operand} is better than {others.lower().removesuffix(' of')}"
+        if better == "least squares":
+            text += ", which is random in the test too"
         found.append(Claim(text, arm, "better than", f"{operand}, {other}", operand != "activations"))
         found.append(Claim(f"{words} {operand} is as good as dense", arm, "as good as", "dense"))
     arm = "gradients in dw, least squares"

@@ -158,6 +158,8 @@ def test_the_first_screen_has_the_main_claims_and_the_simple_methods(tmp_path):
     (row,) = (row for row in text.splitlines() if row.startswith(f"| {DW} is as good as dense | holds |"))
     assert row.endswith("| 4 | ViT, Fashion-MNIST |")
     assert "MVUE(dw, dx) is as good as MdGf" not in text
+    assert "A sparse method is as good as dense training in 1 of 1 claims." in text  # the other has no runs
+    assert "at the same FLOPs in 0 of 0 claims, and better than a shorter dense run in 0 of 0." in text
     simple = "88.0 % | ridge regression 81.2 %; k nearest neighbours 85.5 %"
     assert f"| `{NAME}` | ViT, Fashion-MNIST | {simple} | passed | 0.01 nats |" in text
     assert "Not run yet: `methods_vit_cpu`, `methods_gpt_cpu`," in text

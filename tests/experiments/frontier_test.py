@@ -82,6 +82,8 @@ def test_a_method_is_trained_and_judged_among_others(study, tmp_path, capsys):
     assert "| your method is as good as dense | " in said
     assert "| your method is better than “STE” | " in said
     assert "Each try scores the test data." in said
+    arms = (workdir / "frontier.md").read_text()
+    assert arms.count("| 2 of 2 |") == 4  # also of the arms that have three runs
     page = (workdir / "frontier.html").read_text()
     assert page.count("<figure><svg") == 2  # by FLOPs and memory; the times of this study were not measured
     assert page.count('<th scope="row">your method</th>') == 1
@@ -105,6 +107,12 @@ def test_what_a_study_refuses(study, tmp_path, capsys):
         assert frontier.main(["--method", method, *config]) == 2
         assert why in capsys.readouterr().err
         assert not (tmp_path / "mine").exists()
+    results = tmp_path / "results" / "toy_cpu.jsonl"
+    lines = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(line for line in lines if "'model.width': 48" not in str(json.loads(line)["changes"])))
+    assert frontier.main(["--method", "sr_ste(2,4)", *config]) == 2
+    assert "is not finished: 6 of 9 runs are done. Make the others with: python launch.py" in capsys.readouterr().err
+    results.write_text("".join(lines))
     (tmp_path / "file").write_text("")
     assert frontier.main(["--method", "sr_ste(2,4)", *config[:2], f"--workdir={tmp_path / 'file'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err

@@ -253,11 +253,14 @@ def test_figures_of_what_was_looked_into(tmp_path):
         )
     )
     text, pictures = reproduce.block("noise_cpu", written(tmp_path, *lines, name="noise_cpu"))
-    assert "| SR-STE 1:16 | 1.00 ± 0.00 | 1.00 ± 0.00 | 1.00 ± 0.00 |" in text
+    assert "| SR-STE 1:16 | 1.00 ± 0.00 | 1.00 ± 0.00 | 1.00 ± 0.00 | 1.00 ± 0.00 |" in text
     lines[5]["rows"] = lines[5]["rows"] | {"second moment": [1.0, 2 * 2.2]}  # of SR-STE, seed 2, whose dense has 2.2
+    lines[3]["rows"] = lines[3]["rows"] | {
+        "gradient variance": [2.1, 0.1]
+    }  # of SR-STE, seed 0: its mean is twice that of dense
     lines[6] |= {"outcome": "diverged: the second moment is nan at look 1"}
     text, _ = reproduce.block("noise_cpu", written(tmp_path, *lines, name="noise_cpu"))
-    assert "| SR-STE 1:16 | 1.00 ± 0.00 | 1.33 ± 0.33 | 1.00 ± 0.00 |" in text
+    assert "| SR-STE 1:16 | 1.33 ± 0.33 | 1.00 ± 0.00 | 1.33 ± 0.33 | 1.00 ± 0.00 |" in text
     assert "seed=0` diverged: the second moment is nan at look 1. It is left out of the tables" in text
     assert pictures.keys() == {"noise_cpu_gradient_variance", "noise_cpu_second_moment"}
     rows = {"predicted": [0.5, 0.5], "actual": [0.25, -0.5], "under the old mask": [0.5, 0.5], "flips": [0.1, 0.1]}

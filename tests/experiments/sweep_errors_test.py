@@ -117,7 +117,7 @@ def test_results_of_two_sweeps_that_began_in_the_same_second(tmp_path):
 def test_results_that_cannot_be_written_are_told_at_the_end(tmp_path, capsys):
     (tmp_path / "all.jsonl").mkdir()
     runs = Runs(tmp_path / "runs")
-    with pytest.raises(Failed, match=r"all\.jsonl cannot be written: .*\. Run the same command again: it adds the lines"):
+    with pytest.raises(Failed, match=r"all\.jsonl cannot be written: .*\. Run the same command again: it adds"):
         runs.sweep(of_seeds(), results=tmp_path / "all.jsonl")
     assert runs.trained == [[0], [1], [2]]
     assert capsys.readouterr().out.count("cannot be written") == 1
