@@ -124,7 +124,9 @@ def claims(variant: str = "") -> list[Claim]:
     better += (("STE", "random 2:4 weights", True),)
     found = [Claim(f"{a} is better than {b}", a, "better than", b, main) for a, b, main in better]
     found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE", first_screen=of_text))
-    found += [Claim(f"{method} is as good as dense", method, "as good as", "dense") for method in its_network.methods]
+    for method in its_network.methods:
+        verb = "are" if method.endswith("weights") else "is"
+        found.append(Claim(f"{method} {verb} as good as dense", method, "as good as", "dense"))
     for method in its_network.rivals:
         found += over_rivals(method, first_screen=("narrower",) if of_text else ())
     text = "The dense network is better than one of half the width"

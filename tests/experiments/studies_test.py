@@ -257,7 +257,7 @@ def test_figures_of_what_was_looked_into(tmp_path):
     lines[5]["rows"] = lines[5]["rows"] | {"second moment": [1.0, 2 * 2.2]}  # of SR-STE, seed 2, whose dense has 2.2
     lines[3]["rows"] = lines[3]["rows"] | {
         "gradient variance": [2.1, 0.1]
-    }  # of SR-STE, seed 0: its mean is twice that of dense
+    }  # of SR-STE, seed 0: twice the mean of dense
     lines[6] |= {"outcome": "diverged: the second moment is nan at look 1"}
     text, _ = reproduce.block("noise_cpu", written(tmp_path, *lines, name="noise_cpu"))
     assert "| SR-STE 1:16 | 1.33 ± 0.33 | 1.00 ± 0.00 | 1.33 ± 0.33 | 1.00 ± 0.00 |" in text
