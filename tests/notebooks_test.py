@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import jax
 import pytest
 
 with warnings.catch_warnings():
@@ -25,7 +26,9 @@ with warnings.catch_warnings():
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SECONDS = 300  # for a cell, on a machine that does other things beside
-RELATIVE, ABSOLUTE = 0.1, 0.02  # how far a number may be from the committed one. Training amplifies other rounding
+# How far a number may be from the committed one, which is of jax 0.10. Another jax rounds differently, which training
+# amplifies, and keeps fewer bytes for a backward pass.
+RELATIVE, ABSOLUTE = (0.05 if jax.__version__.startswith("0.10.") else 0.15), 0.02
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?(?!\w)")
 FOREIGN = re.compile(r"(?<![\w<.*)/:])/(?:\w[\w.-]*/)+|\b[A-Z]:\\|\b0x[0-9a-f]{6,}")  # paths of a machine, addresses
 
@@ -112,7 +115,7 @@ def test_there_are_notebooks():
 
 def test_texts_are_compared_by_their_numbers():
     assert alike("error 1.00, of 1,797\n  mse(2,4)", "error 1.01, of 1,797 mse(2,4)")
-    assert not alike("error 1.00", "error 1.10")
+    assert not alike("error 1.00", "error 1.20")
     assert not alike("mse(2,4)", "mse(2,8)")
     assert not alike("error 1.00", "an error 1.00")
     assert FOREIGN.search("see /home/me/file.py")
