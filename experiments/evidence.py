@@ -21,39 +21,44 @@ HEAD = [
 ]  # fmt: skip
 
 
-def first_screen(results: Path) -> str:
-    """Return the table of the main claims of all studies, and the table of the studies.
+def summary(results: Path) -> str:
+    """Return the paragraphs at the head of the page: how many claims hold, and what the networks reach.
 
     Args:
       results: The folder of the results.
     """
-    rows, missing, begun, counted = [[*HEAD[:4], "seeds", "network"]], [], [], []
-    studies = [["study", "network", "dense reaches", "simple methods reach", "gate", "margin"]]
-    for name in STUDIES:
-        if not (results / f"{name}.jsonl").exists():
-            missing.append(f"`{name}`")
-            continue
-        one = judged(name, results)
+    studies = [one for one in _with_results(results) if has_gate_runs(one)]
+    counted = [judgement for one in studies if not one.failed for judgement in one.judgements]
+    return "\n\n".join([*([in_short(counted)] if counted else []), *networks(studies, results)])
+
+
+def first_screen(results: Path) -> str:
+    """Return the table of the main claims of all studies, and which studies are not in it.
+
+    Args:
+      results: The folder of the results.
+    """
+    rows, begun = [[*HEAD[:4], "seeds", "network"]], []
+    for one in (found := _with_results(results)):
         if not has_gate_runs(one):
-            begun.append(f"`{name}` ({done(one)})")
+            begun.append(f"`{one.name}` ({done(one)})")
             continue
-        counted += [] if one.failed else one.judgements
         for judgement in one.judgements:
             if judgement.claim.first_screen:
                 *shown, _, seeds = _cells(judgement, one)
                 rows.append([*shown, seeds, one.gate.network])
-        gate, others = one.gate, "; ".join(simple_methods(one.gate, results))
-        outcome = f"not passed: {one.failed}" if one.failed else "passed"
-        studies.append([f"`{name}`", gate.network, dense(one), others, outcome, f"{gate.margin:g} {gate.unit}"])
-    parts = [in_short(counted)] if counted else []
-    parts += [markdown_table(rows), markdown_table(studies)]
+    parts = [markdown_table(rows)]
     if begun:
         parts.append(f"Not finished, and not judged yet: {', '.join(begun)}.")
-    if missing:
+    if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
         parts.append(
             f"Not run yet: {', '.join(missing)}. Their claims are in the files of [experiments/studies](studies)."
         )
     return "\n\n".join(parts)
+
+
+def _with_results(results: Path) -> list[Judged]:
+    return [judged(name, results) for name in STUDIES if (results / f"{name}.jsonl").exists()]
 
 
 def in_short(judgements: list[Judgement]) -> str:
@@ -61,13 +66,39 @@ def in_short(judgements: list[Judgement]) -> str:
     judged = [one for one in judgements if one.verdict.startswith(("holds", "does not hold", effects.OPEN))]
     against = lambda other: [one.verdict for one in judged if one.claim.second.startswith(other)]
     like_dense = [one.verdict for one in judged if one.claim.kind == "as good as" and one.claim.second == "dense"]
-    count = lambda verdicts: f"{sum(verdict.startswith('holds') for verdict in verdicts)} of {len(verdicts)}"
+    number = lambda verdicts, start: sum(verdict.startswith(start) for verdict in verdicts)
+    count = lambda verdicts: f"{number(verdicts, 'holds')} of {len(verdicts)}"
     return (
-        f"**In short, by the loss.** A sparse method is as good as dense training in {count(like_dense)} claims. It is "
-        f"better than a narrower dense network at the same FLOPs in {count(against('narrower dense'))} claims, and "
-        f"better than a shorter dense run in {count(against('shorter dense'))}. The next table has the main claims, "
-        "and the tables of the studies have all."
+        f"**In short, by the test loss.** A sparse method is as good as dense training in {count(like_dense)} claims, "
+        f"and worse in {number(like_dense, effects.WORSE)}. The other {number(like_dense, effects.OPEN)} cannot be "
+        "told. A sparse method is better than a narrower dense network at the same FLOPs in "
+        f"{count(against('narrower dense'))} claims, and better than a shorter dense run in "
+        f"{count(against('shorter dense'))}."
     )
+
+
+def networks(studies: list[Judged], results: Path) -> list[str]:
+    """Return a paragraph for each network: what it and simple methods reach, and which studies do not pass their gate.
+
+    Args:
+      studies: The studies that are judged.
+      results: The folder of the results.
+    """
+    of_network: dict[str, list[Judged]] = {}
+    for one in studies:
+        of_network.setdefault(one.gate.network, []).append(one)
+    parts = []
+    for network, ones in of_network.items():
+        gate, scores = ones[0].gate, sorted({dense(one) for one in ones} - {""})
+        reaches = f"Dense training reaches {' to '.join(dict.fromkeys((scores[0], scores[-1])))}, " if scores else ""
+        count = "one study" if len(ones) == 1 else f"{len(ones)} studies"
+        failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in ones if one.failed)
+        passed = "It passes its gate" if len(ones) == 1 else "All pass their gate"
+        parts.append(
+            f"**{network}**, {count}. {reaches}{', '.join(simple_methods(gate, results))}. {failed or passed}. "
+            f"The margin is {gate.margin:g} {gate.unit}."
+        )
+    return parts
 
 
 def has_gate_runs(one: Judged) -> bool:

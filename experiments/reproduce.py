@@ -4,7 +4,7 @@
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
 their verdicts, its arms and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
-pictures. ``claims`` are the main claims of all studies. All other text is written by hand.
+pictures. ``summary`` and ``claims`` are about all studies. All other text is written by hand.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from experiments.report.words import duration
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
+HEAD = {"summary": evidence.summary, "claims": evidence.first_screen}  # of all studies together
 BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -30,8 +31,8 @@ BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Return the Markdown of the block of a name such as "recipe_vit_cpu", and its pictures as SVG by their names."""
-    if name == "claims":
-        return _text([evidence.first_screen(results)]), {}
+    if name in HEAD:
+        return _text([HEAD[name](results)]), {}
     its_study = study(name)
     if not (results / f"{name}.jsonl").exists():
         return _text([f"Not run: `{its_study.command}`."]), {}

@@ -29,7 +29,7 @@ SECONDS = 300  # for a cell, on a machine that does other things beside
 # How far a number may be from the committed one, which is of jax 0.10. Another jax rounds differently, which training
 # amplifies, and keeps fewer bytes for a backward pass.
 RELATIVE, ABSOLUTE = (0.05 if jax.__version__.startswith("0.10.") else 0.15), 0.02
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d*)?(?:e[-+]?\d+)?(?!\w)")
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?(?:e[-+]?\d+)?(?!\w)")
 FOREIGN = re.compile(r"(?<![\w<.*)/:])/(?:\w[\w.-]*/)+|\b[A-Z]:\\|\b0x[0-9a-f]{6,}")  # paths of a machine, addresses
 
 
@@ -117,6 +117,7 @@ def test_texts_are_compared_by_their_numbers():
     assert alike("error 1.00, of 1,797\n  mse(2,4)", "error 1.01, of 1,797 mse(2,4)")
     assert not alike("error 1.00", "error 1.20")
     assert not alike("mse(2,4)", "mse(2,8)")
+    assert numbers("mse(2,4) of 1,234,567 and -1.5e-3") == [2, 4, 1234567, -0.0015]
     assert not alike("error 1.00", "an error 1.00")
     assert FOREIGN.search("see /home/me/file.py")
     assert FOREIGN.search("<function f at 0x7f00aa00bb00>")

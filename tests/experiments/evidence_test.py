@@ -153,17 +153,36 @@ def test_the_making_of_runs_is_told(tmp_path):
     assert text.count("A note.") == 1
 
 
-def test_the_first_screen_has_the_main_claims_and_the_simple_methods(tmp_path):
+def test_the_first_screen_has_the_main_claims(tmp_path):
     text, pictures = reproduce.block("claims", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
     (row,) = (row for row in text.splitlines() if row.startswith(f"| {DW} is as good as dense | holds |"))
     assert row.endswith("| 4 | ViT, Fashion-MNIST |")
     assert "MVUE(dw, dx) is as good as MdGf" not in text
-    assert "A sparse method is as good as dense training in 1 of 1 claims." in text  # the other has no runs
-    assert "at the same FLOPs in 0 of 0 claims, and better than a shorter dense run in 0 of 0." in text
-    simple = "88.0 % | ridge regression 81.2 %; k nearest neighbours 85.5 %"
-    assert f"| `{NAME}` | ViT, Fashion-MNIST | {simple} | passed | 0.01 nats |" in text
     assert "Not run yet: `methods_vit_cpu`, `methods_gpt_cpu`," in text
     assert not pictures
+
+
+def test_the_summary_counts_claims_and_says_what_networks_reach(tmp_path):
+    text, pictures = reproduce.block("summary", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
+    assert "as good as dense training in 1 of 1 claims, and worse in 0. The other 0" in text  # the other has no runs
+    assert "at the same FLOPs in 0 of 0 claims, and better than a shorter dense run in 0 of 0." in text
+    simple = "88.0 %, ridge regression 81.2 %, k nearest neighbours 85.5 %"
+    assert f"**ViT, Fashion-MNIST**, one study. Dense training reaches {simple}. It passes its gate. The " in text
+    assert not pictures
+    worse = reproduce.block("summary", written(tmp_path, [*GOOD, *runs(DW, [0.4, 0.401, 0.399, 0.402])]))[0]
+    assert "as good as dense training in 0 of 1 claims, and worse in 1." in worse
+
+
+def test_the_summary_names_a_study_that_does_not_pass(tmp_path):
+    results = written(tmp_path, [*runs("dense", DENSE, accuracy=0.8), *runs(FLOOR, [0.43, 0.44, 0.42, 0.43])])
+    other = "methods_vit_cpu"
+    written(results, [line(arm, seed, loss, name=other) for arm, losses in (("dense", DENSE), (FLOOR, [0.5, 0.51]))
+                      for seed, loss in enumerate(losses)], other)  # fmt: skip
+    text = reproduce.block("summary", results)[0]
+    assert "2 studies. Dense training reaches 80.0 % to 88.0 %, ridge" in text
+    assert f"`{NAME}` does not pass: " in text
+    assert "pass their gate" not in text
+    assert "In short" in text  # of the claims of the other study
 
 
 @pytest.mark.parametrize("lines", [runs(FLOOR, DENSE), [*runs("dense", DENSE), *runs(FLOOR, DENSE[:1])]])
@@ -208,7 +227,7 @@ def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
     screen = reproduce.block("claims", results)[0]
     assert {judgement.by_accuracy for judgement in claims.judged(NAME, results).judgements} == {""}
     assert screen.count("| does not count |") == 3
-    assert f"| not passed: {why} | 0.01 nats |" in screen
+    assert f"`{NAME}` does not pass: {why}. The margin is 0.01 nats." in reproduce.block("summary", results)[0]
     assert "nan" not in screen.replace("loss is nan", "")
 
 
