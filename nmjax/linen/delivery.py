@@ -203,7 +203,7 @@ def sparsify(recipe: Recipe, *, seed: int = 0, strict: bool = False) -> Iterator
       strict: True to raise an error, instead of a warning, for parameters that a rule matches and no door reaches.
 
     Raises:
-      TypeError: ``recipe`` is no Recipe.
+      TypeError: ``recipe`` is no Recipe, or ``seed`` no int.
       ValueError: The context is inside another one; in ``init``, a rule matches no layer, or a layer cannot follow its
         rule.
 
@@ -222,6 +222,8 @@ def sparsify(recipe: Recipe, *, seed: int = 0, strict: bool = False) -> Iterator
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"sparsify takes a Recipe, such as Recipe({{r'.*': 's_ste(2,4)'}}), got {recipe!r}.")
+    if not isinstance(seed, int):  # it is part of the compiled program, so it can be no array and no key
+        raise TypeError(f"sparsify: seed must be a whole number, such as seed=0, got {seed!r}.")
     if getattr(ACTIVE, "delivery", None) is not None:
         raise ValueError("sparsify is inside another sparsify. Put the rules of both into one recipe.")
     delivery = Delivery(recipe, seed, strict)

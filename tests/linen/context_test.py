@@ -418,6 +418,8 @@ def test_other_axes_than_in_init_are_refused():
 def test_nested_contexts_are_refused():
     with pytest.raises(TypeError, match="sparsify takes a Recipe, .* got 's_ste"), linen.sparsify("s_ste(2,4)"):
         pass
+    with pytest.raises(TypeError, match="seed=0, got Array"), linen.sparsify(recipe("dense"), seed=jax.random.key(0)):
+        pass
     with linen.sparsify(recipe("ste(2,4)")):
         with pytest.raises(ValueError, match="inside another sparsify"), linen.sparsify(recipe("ste(2,4)")):
             pass
