@@ -151,7 +151,7 @@ def _cifar10(dir) -> Images:
         ("cifar-10-batches-py", "cifar-10-python.tar.gz", "cifar10_jpegscan.npz", "data_batch_1"),
         dir,
         how="CIFAR-10: python -m experiments.data get cifar10. Or download cifar-10-python.tar.gz from "
-        "https://www.cs.toronto.edu/~kriz/cifar.html into DIR, and add --config.data.dir=DIR.",
+        "https://www.cs.toronto.edu/~kriz/cifar.html into DIR, and add --config.data.dir=DIR or set NMJAX_DATA=DIR.",
     )
     if path.suffix == ".npz":
         note = "CIFAR-10 as a lossy JPEG copy (quality 75)"
@@ -208,7 +208,7 @@ def _mnist(dir) -> Images:
         dir,
         tuple("0123456789"),
         "MNIST: python -m experiments.data get mnist. Or put its four files, train-images-idx3-ubyte.gz and so on, "
-        "into DIR/mnist, and add --config.data.dir=DIR.",
+        "into DIR/mnist, and add --config.data.dir=DIR or set NMJAX_DATA=DIR.",
     )
 
 
@@ -219,7 +219,8 @@ def _fashion_mnist(dir) -> Images:
         dir,
         ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
         "Fashion-MNIST: python -m experiments.data get fashion_mnist. Or put its four files, from "
-        "https://github.com/zalandoresearch/fashion-mnist, into DIR/fashion-mnist, and add --config.data.dir=DIR.",
+        "https://github.com/zalandoresearch/fashion-mnist, into DIR/fashion-mnist, and add --config.data.dir=DIR or "
+        "set NMJAX_DATA=DIR.",
     )
 
 

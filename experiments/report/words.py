@@ -86,6 +86,11 @@ def duration(seconds: float) -> str:
     return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count)
 
 
+def milliseconds(seconds: float) -> str:
+    """Return the time of a step: 12.1 ms, 1.44 s."""
+    return f"{number(1e3 * seconds)} ms" if seconds < 1 else duration(seconds)
+
+
 def moment(iso: object) -> str:
     """Return an ISO time as people write it. Other values are returned as text."""
     try:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from experiments.errors import Diverged, Failed, Mistake, Stopped
+from experiments.report.words import milliseconds
 from experiments.scale import processes, shards
 from experiments.scale.signals import Stop
 from experiments.training import device, settings, twin
@@ -318,7 +319,7 @@ class Loop:
         if self.meter.first is not None:
             rows.append(("first step", f"after {self.meter.first - self.began:.1f} s"))
         if "step_seconds" in measured:
-            rows.append(("time of a step", f"{number(1e3 * measured['step_seconds'])} ms"))
+            rows.append(("time of a step", milliseconds(measured["step_seconds"])))
         if "step_bytes" in measured:
             rows.append(("temporary memory of a step", f"{number(measured['step_bytes'])}B"))
         if self.peak is not None and (mfu := run.record.median("mfu")) is not None:

@@ -165,7 +165,8 @@ def comparison(
     if not found and _compared(digest.recorded(workdir)) == _compared(digest.identity(twin.config)):
         return text  # the run is its own twin, as a dense run of a sweep
     if not found:
-        return f"{text}; no run of {twin.page} to compare with: train that page too, or use --with_twin"
+        how = "train that page too, with the same changes, or use --with_twin"
+        return f"{text}; no run of {twin.page} to compare with: {how}"
     beside = next((each.measured for each in found if each.measured), {})
     both = {name: word for name, word in MEASURED.items() if measured.get(name) and beside.get(name)}
     if both:

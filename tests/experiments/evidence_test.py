@@ -164,8 +164,8 @@ def test_the_first_screen_has_the_main_claims(tmp_path):
 
 def test_the_summary_counts_claims_and_says_what_networks_reach(tmp_path):
     text, pictures = reproduce.block("summary", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
-    assert "as good as dense training in 1 of 1 claims, and worse in 0. The other 0" in text  # the other has no runs
-    assert "at the same FLOPs in 0 of 0 claims, and better than a shorter dense run in 0 of 0." in text
+    assert "as good as dense training in 1 of 1 claims, and worse in 0. For the other 0" in text  # one has no runs
+    assert "at the same FLOPs in 0 of 0 claims, and worse in 0. It is better than a shorter dense run in 0 of" in text
     simple = "88.0 %, ridge regression 81.2 %, k nearest neighbours 85.5 %"
     assert f"**ViT, Fashion-MNIST**, one study. Dense training reaches {simple}. It passes its gate. The " in text
     assert not pictures
