@@ -21,7 +21,7 @@ from experiments.report.__main__ import main
 from experiments.report.curves import Curve
 from experiments.report.pictures import mask_pattern
 from experiments.report.runs import parse_metrics
-from experiments.report.words import duration, large, number, parts_that_differ, percent, safe
+from experiments.report.words import duration, large, milliseconds, number, parts_that_differ, percent, safe
 
 HOSTILE = "<script>alert(1)</script>\"'&$x_1$ 語 \x00\ud800"
 ABOUT = {
@@ -328,6 +328,7 @@ def test_the_words_for_numbers():
     assert [large(x) for x in (7, 1500, 1e6, 9.3e13)] == ["7", "1.5k", "1M", "93T"]
     assert [percent(x) for x in (0.931, 1)] == ["93.1 %", "100 %"]
     assert [duration(x) for x in (4.2, 61, 3600, 6878, 90061)] == ["4.2 s", "1 min 1 s", "1 h", "1 h 54 min", "1 d 1 h"]
+    assert [milliseconds(x) for x in (0.0121, 0.999, 1.44, 75)] == ["12.1 ms", "999 ms", "1.44 s", "1 min 15 s"]
     assert parts_that_differ(["b/0/mlp/up", "b/1/mlp/up"]) == ["0", "1"]
     assert parts_that_differ(["b/0/up", "b/0/down/x", "b"]) == ["b/0/up", "b/0/down/x", "b"]
     assert parts_that_differ(["alone/up"]) == ["alone/up"]

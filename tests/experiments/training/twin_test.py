@@ -137,7 +137,7 @@ def test_the_sentence(tmp_path, monkeypatch):
     say = lambda **measured: twin.comparison(its_twin, own, "accuracy", scores, [200.0, 146.0], measured)
     assert say() == (
         "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: train that "
-        "page too, or use --with_twin"
+        "page too, with the same changes, or use --with_twin"
     )
     recorded(own / "twin", its_twin, 0, 0.98, measured={"step_seconds": 0.2, "step_bytes": 4000})
     sparse, dense = "97.80% hardened, 0.73 of the dense FLOPs", "; dense 98.00% (1 seed)"
