@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -61,7 +62,7 @@ def copy_notebooks() -> None:
     target = HERE / "notebooks"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
-    for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
+    for notebook in sorted(NOTEBOOKS.glob("*.ipynb")):
         shutil.copy(notebook, target)
 
 
@@ -70,6 +71,32 @@ COPIED = {  # pages that lie outside docs/
     HERE.parent / "CHANGELOG.md": HERE / "changelog.md",
     HERE.parent / "CONTRIBUTING.md": HERE / "contributing.md",
 }
+
+
+NOTEBOOKS = HERE.parent / "notebooks"
+
+
+def in_site(file: Path) -> Path:
+    """Return where the site has a file of the repository; the file itself if it has none."""
+    return HERE / "notebooks" / file.name if file.parent == NOTEBOOKS else COPIED.get(file, file)
+
+
+def link_to_copies(app: Any, name: str, content: list[str]) -> None:
+    """Let the links of a page point to the site's copies. In the repository they point to the originals."""
+    page = Path(app.env.doc2path(name))
+
+    def link(match: re.Match[str]) -> str:
+        path, anchor = match.groups("")
+        file = Path(os.path.normpath(page.parent / path))
+        copy = in_site(file)
+        return match.group() if copy == file else f"]({os.path.relpath(copy, page.parent)}{anchor})"
+
+    content[0] = re.sub(r"\]\(([^#)\s:]+)(#[^)\s]*)?\)", link, content[0])
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this."""
+    app.connect("source-read", link_to_copies)
 
 
 def copy_page(source: Path, target: Path) -> None:
@@ -83,7 +110,7 @@ def copy_page(source: Path, target: Path) -> None:
         file = (source.parent / name).resolve()
         if not file.exists():
             raise FileNotFoundError(f"{source}: the link to {path} is broken.")
-        file = COPIED.get(file, file)
+        file = in_site(file)
         if mark or HERE in file.parents:
             return f"{mark}[{text}]({os.path.relpath(file, target.parent)}{anchor})"
         return text

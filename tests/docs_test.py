@@ -147,6 +147,35 @@ def test_every_pruner_file_is_on_the_page_of_the_architecture():
         assert file.stem in text, f"docs/architecture.md does not have {file.name}"
 
 
+COPIES = ("reproduction.md", "contributing.md", "changelog.md")  # pages that the site makes of files outside docs/
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page to files that the repository does not have, such as those that the site makes."""
+    made = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.startswith("docs/")]
+    text = re.sub(r"(?s)```.*?```", "", page.read_text())
+    found = []
+    for link in re.findall(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)", text):
+        file = (page.parent / link).resolve()
+        own = file.exists() and not any(file.is_relative_to(ROOT / path) for path in made)
+        if not (own or link.startswith(("http", "mailto"))):
+            found.append(link)
+    return found
+
+
+OWN = [page for page in (*PAGES, *sorted((ROOT / "docs").glob("*.md"))) if page.name not in COPIES]
+
+
+@pytest.mark.parametrize("page", [*OWN, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_of_the_repository(page):
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "page.md").write_text("[a](nothing.md#b) [b](https://jax.dev) [c](page.md)")
+    assert broken_links(tmp_path / "page.md") == ["nothing.md"]
+
+
 # A measured figure: with an error, or in a unit of what is measured. "times" and "%" count with a decimal point only:
 # "30 % of the run" and "two times" are settings.
 FIGURE = re.compile(

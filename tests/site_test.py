@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = """# A page
 
-See [the other section](#here), $a < b$ and [the changes](changelog.md).
+See [the other section](#here), $a < b$ and [the changes](../CHANGELOG.md).
 
 ## Here
 """
