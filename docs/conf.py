@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+NOTEBOOKS = HERE.parent / "notebooks"
 sys.path.insert(0, str(HERE.parent))
 
 import nmjax  # noqa: E402
@@ -71,9 +72,6 @@ COPIED = {  # pages that lie outside docs/
     HERE.parent / "CHANGELOG.md": HERE / "changelog.md",
     HERE.parent / "CONTRIBUTING.md": HERE / "contributing.md",
 }
-
-
-NOTEBOOKS = HERE.parent / "notebooks"
 
 
 def in_site(file: Path) -> Path:

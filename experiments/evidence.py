@@ -38,8 +38,8 @@ def first_screen(results: Path) -> str:
     Args:
       results: The folder of the results.
     """
-    rows, begun = [[*HEAD[:4], "seeds", "network"]], []
-    for one in (found := _with_results(results)):
+    rows, begun, found = [[*HEAD[:4], "seeds", "network"]], [], _with_results(results)
+    for one in found:
         if not has_gate_runs(one):
             begun.append(f"`{one.name}` ({done(one)})")
             continue

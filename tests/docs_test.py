@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -172,8 +173,9 @@ def test_links_lead_to_files_of_the_repository(page):
 
 
 def test_a_broken_link_is_found(tmp_path):
-    (tmp_path / "page.md").write_text("[a](nothing.md#b) [b](https://jax.dev) [c](page.md)")
-    assert broken_links(tmp_path / "page.md") == ["nothing.md"]
+    page, copy = tmp_path / "page.md", os.path.relpath(ROOT / "docs" / "evidence" / "reproduction.md", tmp_path)
+    page.write_text(f"[a](nothing.md#b) [b](https://jax.dev) [c](page.md) [d]({copy})")
+    assert broken_links(page) == ["nothing.md", copy]
 
 
 # A measured figure: with an error, or in a unit of what is measured. "times" and "%" count with a decimal point only:
