@@ -85,8 +85,8 @@ HOUSE = {
             "whole_rows", "forms", "residual", "finetuning", "times", "looking", "descent", "dw", "noise", "__main__",
         ),
         "bench": (
-            "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train", "runs",
-            "pretrained", "expected", "silicon", "counts", "transforms", "__init__", "__main__",
+            "turns", "measure", "collectives", "tune", "kernels", "delivery", "compaction", "savings", "scale", "train",
+            "runs", "pretrained", "expected", "silicon", "counts", "transforms", "__init__", "__main__",
         ),
         "recorded": (),
         "claims": (),

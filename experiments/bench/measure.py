@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from experiments.bench import turns
 from experiments.training.provenance import processor
 
 
@@ -40,10 +41,17 @@ def in_turn(
     Args:
       calls: The functions.
       rounds: How many rounds.
-      seconds: About the time that the calls of one function take in a round. A function whose first call takes more
-        than 30 times as long is called once.
+      seconds: About the time that the calls of one function take in a round. A function of which a call takes more than
+        30 times as long is called once.
       wait: Waits for the last result of a round. A device works in order, so the others are ready then too.
     """
+    for call in calls.values():
+        wait(call())  # compiles it
+    with turns.alone():
+        return _in_turn(calls, rounds, seconds, wait)
+
+
+def _in_turn(calls: dict[str, Callable], rounds: int, seconds: float, wait: Callable) -> dict[str, list[float]]:
     counts = {}
     for name, call in calls.items():
         slow = _seconds(call, 1, wait) > 30 * seconds

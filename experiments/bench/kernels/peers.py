@@ -1,6 +1,7 @@
 """The speed of cuSPARSELt, through torch."""
 
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -98,7 +99,24 @@ def _by_torch(torch, n: int, kind: str) -> tuple[dict[str, Program], dict[str, s
         sparse = lambda: torch._cslt_sparse_mm(compressed, x.t(), None, None, out, False, *algorithm)
         y, wanted = sparse().float(), times(w).float()
         notes["cuSPARSELt"] += f"; off by {((y - wanted).abs().max() / wanted.abs().max()).item():.2g}"
-        programs["cuSPARSELt"] = Program(sparse)
+        programs["cuSPARSELt"], note = _replayed(torch, sparse)
+        notes["cuSPARSELt"] += note
     except Exception as error:  # the other products are still wanted
         notes["cuSPARSELt"] = in_short(error)
     return programs, notes
+
+
+def _replayed(torch: Any, call: Callable[[], Any]) -> tuple[Program, str]:
+    """Return a program that replays the kernels of a call, and a note.
+
+    torch plans cuSPARSELt's product again at each call. This may take longer than the product.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            y = call()
+    except Exception as error:  # its kernels cannot be recorded
+        return Program(call), f"; planned again at each call, because its kernels cannot be recorded: {in_short(error)}"
+    return Program(
+        lambda: (graph.replay(), y)[1]
+    ), "; its kernels alone, without the plan that torch makes at each call"

@@ -15,15 +15,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from experiments.bench import turns
 from experiments.bench.measure import markdown
 from experiments.bench.silicon.rows import PARTS, ROWS
 from nmjax.kernels import measured
 
 INTERPRETED = 300  # seconds that a row may take in the interpreter at most
+AT_ONCE = {"primitives": 8, "numerics": 8, "speed": 6, "tiles": 6, "training": 3}  # rows of a part; else 1
+ERRORS = 6000  # characters of what a failed row wrote to its standard error
 
 
 def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
@@ -43,22 +47,59 @@ def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
     for part, names in [*((part, (part,)) for part in parts), ("", parts)]:
         left = end - time.monotonic()
         until = time.monotonic() + (left / (len(parts) - parts.index(part)) if part else left)
-        for name, row in ROWS.items():
-            if row.part not in names or name in done:
-                continue
-            if time.monotonic() > until:
-                break
-            line = _run(out, name, done, end, here)
-            if line is None:
-                break
-            done[name] = {"row": name, "part": row.part, "proves": row.proves, **own, **line}
+        at_once = 1 if here["simulated"] else min(AT_ONCE.get(name, 1) for name in names)
+        todo = [name for name, row in ROWS.items() if row.part in names and name not in done]
+        for name, line in _each(todo, out, done, (until, end), here, at_once):
+            done[name] = {"row": name, "part": ROWS[name].part, "proves": ROWS[name].proves, **own, **line}
             done[name]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S")
             with (out / "rows.jsonl").open("a") as file:
                 file.write(json.dumps(done[name]) + "\n")
-            print(f"{row.part}: {name}: {line['result']}", flush=True)
+            print(f"{ROWS[name].part}: {name}: {line['result']}", flush=True)
             _write(out, done, here)
     _write(out, done, here)
     return _table(done, here["simulated"])
+
+
+def _each(
+    todo: list[str], out: Path, done: dict[str, dict[str, Any]], times: tuple[float, float], here: dict[str, Any],
+    at_once: int,
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """Run rows, some at once, and yield each with what it found.
+
+    A row waits for the rows that prove what it needs.
+
+    Args:
+      todo: The rows in order.
+      out: The folder.
+      done: The rows that have ended, by name. The caller adds each row to it.
+      times: No row begins after the first. None is still running after the second.
+      here: What `about` returns.
+      at_once: How many run at once.
+    """
+    todo, (until, end) = list(todo), times
+    running: dict[Future[dict[str, Any] | None], str] = {}
+    live: set[int] = set()
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            while todo or running:
+                pending = [*running.values(), *todo]
+                proved_later = {kind for name in pending for kind in ROWS[name].proves}
+                ready = [name for name in todo if not proved_later & (set(ROWS[name].needs) - set(ROWS[name].proves))]
+                for name in ready[: at_once - len(running)] if time.monotonic() <= until else ():
+                    todo.remove(name)
+                    running[pool.submit(_run, out, name, dict(done), end, here, live)] = name
+                if not running:
+                    return
+                for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                    name, line = running.pop(ended), ended.result()
+                    if line is None:
+                        todo.clear()
+                    else:
+                        yield name, line
+        except BaseException:
+            for group in tuple(live):
+                os.killpg(group, signal.SIGKILL)
+            raise
 
 
 def ship(out: Path) -> list[Path]:
@@ -79,7 +120,7 @@ def ship(out: Path) -> list[Path]:
 
 
 def _run(
-    out: Path, name: str, done: dict[str, dict[str, Any]], end: float, here: dict[str, Any]
+    out: Path, name: str, done: dict[str, dict[str, Any]], end: float, here: dict[str, Any], live: set[int]
 ) -> dict[str, Any] | None:  # fmt: skip
     """Run a row, unless what it needs has failed. Return None if the time was over before it ended."""
     row, left = ROWS[name], end - time.monotonic()
@@ -93,7 +134,7 @@ def _run(
     if here["simulated"] and like is not None:
         return {"result": f"not run: in the interpreter it would repeat the row {like}"}
     most = INTERPRETED if here["simulated"] else row.seconds
-    line = _in_a_process(name, min(most, left), out)
+    line = _in_a_process(name, min(most, left), out, live)
     return None if line["result"].startswith("stopped") and left < most else line
 
 
@@ -103,7 +144,7 @@ def about(out: Path) -> dict[str, Any]:
     Raises:
       RuntimeError: If a process cannot start the device.
     """
-    found = _in_a_process("about", INTERPRETED, out)
+    found = _in_a_process("about", INTERPRETED, out, set())
     if "device" not in found:
         raise RuntimeError(f"silicon: JAX does not start here: {found['result']}")
     if found["device"] == "cpu" and shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu":
@@ -127,29 +168,44 @@ def _failed(line: dict[str, Any]) -> bool:
     return not line["result"].startswith(("right", "not run"))
 
 
-def _in_a_process(name: str, seconds: float, out: Path) -> dict[str, Any]:
-    """Run a row in a process of its own, and return what it found. A process that dies or hangs is a result, too."""
+def _in_a_process(name: str, seconds: float, out: Path, live: set[int]) -> dict[str, Any]:
+    """Run a row in a process of its own, and return what it found. A process that dies or hangs is a result, too.
+
+    Args:
+      name: The row.
+      seconds: After this time the process is ended.
+      out: The folder.
+      live: Holds the process while it runs.
+    """
     start = time.monotonic()
     command = [sys.executable, "-m", "experiments.bench.silicon", name, str(os.getpid())]
     environment = os.environ | {"XDG_CACHE_HOME": str(out.absolute())}  # of tables of tiles, and of the check
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(measured.own_tables().parent / "programs"))
     environment["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]  # one GPU
     environment.setdefault("NPROC", "16")  # threads of XLA, which the interpreter blocks
+    environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", turns.FOLDER: str(out.absolute() / "turns")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    stopped = False
     with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as run:
+        live.add(run.pid)
         try:
-            out_text, errors = run.communicate(timeout=seconds)
-        except BaseException as error:
+            said, errors = run.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)  # with the processes that it has started
-            if isinstance(error, subprocess.TimeoutExpired):
-                return {"result": f"stopped after {seconds:.0f} s", "seconds": seconds}
+            (said, errors), stopped = run.communicate(), True
+        except BaseException:
+            os.killpg(run.pid, signal.SIGKILL)
             raise
+        finally:
+            live.discard(run.pid)
     took = round(time.monotonic() - start, 1)
-    last = next((line for line in reversed(out_text.splitlines()) if line.startswith("{")), None)
+    last = next((line for line in reversed(said.splitlines()) if line.startswith("{") and line.endswith("}")), None)
+    if stopped:
+        return {"result": f"stopped after {seconds:.0f} s", "seconds": seconds, "errors": errors[-ERRORS:]}
     if run.returncode or last is None:
         how = f"signal {-run.returncode}" if run.returncode < 0 else f"exit code {run.returncode}"
-        said = (errors.strip().splitlines() or [""])[-1][:300]
-        return {"result": f"failed with {how}: {said}", "seconds": took}
+        message = (errors.strip().splitlines() or [""])[-1][:300]
+        return {"result": f"failed with {how}: {message}", "seconds": took, "errors": errors[-ERRORS:]}
     return json.loads(last) | {"seconds": took}
 
 

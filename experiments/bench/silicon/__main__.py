@@ -10,6 +10,7 @@ import time
 
 import jax
 
+from experiments.bench import turns
 from experiments.bench.measure import machine
 from experiments.bench.silicon.rows import ROWS
 from nmjax.core.refusal import Refusal
@@ -35,7 +36,8 @@ def main(name: str, parent: int | None = None) -> int:
         found = {"device": kind, "jax": jax.__version__, "code": code(), "family": device.family}
         print(json.dumps(found | {"simulated": simulated, "machine": machine()}))
         return 0
-    result = {"result": ROWS[name].run(device)}
+    with turns.compiling():
+        result = {"result": ROWS[name].run(device)}
     print(json.dumps(result), flush=True)
     print(json.dumps(result | clock()))
     return 0

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import nmjax as nm
-from experiments.bench import expected, savings, tune
+from experiments.bench import expected, savings, tune, turns
 from experiments.bench.kernels.block import METHODS, timed_block
 from experiments.bench.kernels.peers import PRODUCTS, beside, torch_on_a_gpu
 from experiments.bench.measure import in_turn, over, speedup
@@ -56,7 +56,8 @@ def tiles(shape: Shape, device: Target) -> str:
     best = tune.best(shape, device, pool, most=1 if device.interpret else 12)
     if isinstance(best, str):
         return f"wrong: {best}"
-    measured.write(measured.own_tables(), device.kind, [measured.Row(shape, best.config, best.speed)])
+    with turns.alone():
+        measured.write(measured.own_tables(), device.kind, [measured.Row(shape, best.config, best.speed)])
     if device.interpret:
         return f"{NO_SPEED}; {best.config}"
     refused = f", {len(best.refused)} refused: {best.refused[0]}" if best.refused else ""
@@ -146,4 +147,5 @@ def peer(n: int, kind: str, device: Target) -> str:
     ratio = ""
     if times.ran("ours") and times.ran("cuSPARSELt"):
         ratio = f"; ours {speedup(times['ours'], times['cuSPARSELt']):.2f} times as fast as cuSPARSELt"
-    return f"right: {', '.join(said)}{ratio}"
+    note = notes.get("cuSPARSELt", "") if times.ran("cuSPARSELt") else ""
+    return f"right: {', '.join(said)}{ratio}{note and f'; cuSPARSELt: {note}'}"

@@ -1,0 +1,62 @@
+"""Processes that measure one at a time, while no other compiles."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.bench import turns
+
+SCRIPT = """
+import json, sys, time
+from experiments.bench import turns
+spans = []
+def spend(what, seconds):
+    start = time.monotonic()
+    time.sleep(seconds)
+    spans.append([what, start, time.monotonic()])
+with turns.compiling():
+    for seconds in (0.3, 0.1):
+        spend("compile", seconds)
+        with turns.alone():
+            spend("measure", 0.1)
+print(json.dumps(spans))
+"""
+
+
+@pytest.mark.processes
+def test_nobody_compiles_or_measures_beside_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setenv(turns.FOLDER, str(tmp_path / "turns"))
+    start = lambda: subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    found = [json.loads(run.communicate(timeout=60)[0]) for run in [start() for _ in range(4)]]
+    spans = [(number, *span) for number, own in enumerate(found) for span in own]
+    assert len(spans) == 16
+    beside = {"compile": 0, "measure": 0}
+    for a, what, begin, end in spans:
+        for b, other, begin_b, end_b in spans:
+            if a != b and begin < end_b and begin_b < end:
+                assert "measure" not in (what, other), (a, b)
+                beside[other] += 1
+    assert beside["compile"] >= 2
+
+
+@pytest.mark.processes
+def test_a_process_that_is_killed_lets_the_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setenv(turns.FOLDER, str(tmp_path))
+    hangs = SCRIPT.replace('spend("measure", 0.1)', "print('measures', flush=True); time.sleep(600)")
+    run = subprocess.Popen([sys.executable, "-c", hangs], stdout=subprocess.PIPE, text=True)
+    assert run.stdout.readline() == "measures\n"
+    other = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    time.sleep(1)
+    assert other.poll() is None
+    run.kill()
+    assert len(json.loads(other.communicate(timeout=60)[0])) == 4
+    run.communicate()
+
+
+def test_without_a_folder_nobody_waits(monkeypatch):
+    monkeypatch.delenv(turns.FOLDER, raising=False)
+    with turns.compiling(), turns.alone():
+        pass
