@@ -214,7 +214,7 @@ def variations(shape: Shape, config: Config) -> list[Config]:
     """Return configs with the same tiles, walked, fetched and stored in other ways."""
     changes = [{"stages": stages} for stages in (2, 3, 4, 5)]
     if isinstance(config, HopperConfig):
-        changes = [{"band": 1}, {"band": 16}, {"in_flight": 1}]
+        changes = [{"band": 1}, {"band": 16}]
         changes += [{"stages": s, "store_n": n} for s, n in ((4, 64), (5, 64), (4, 32), (3, 32), (5, 32))]
         changes += [{"tile_k": 128, "stages": 2}]
         changes += [{"split": split} for split in (config.split // 2, 2 * config.split) if config.split > 1]

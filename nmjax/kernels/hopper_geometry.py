@@ -25,14 +25,13 @@ class Block(NamedTuple):
     swizzle: int = 0
     transforms: tuple[Any, ...] = ()
 
-    def spec(self, in_flight: int) -> plgpu.BlockSpec:
+    def spec(self) -> plgpu.BlockSpec:
         """Return the specification of the block for a pipeline along K."""
         options: dict[str, Any] = {"collective_axes": ("cluster",)} if self.shared else {}
         return plgpu.BlockSpec(
             (self.columns, self.rows) if self.turned else (self.rows, self.columns),
             (lambda k: (k, 0)) if self.turned else (lambda k: (0, k)),
             memory_space=plgpu.SMEM,
-            delay_release=in_flight,
             transforms=self.transforms,
             **options,
         )
@@ -120,11 +119,6 @@ class Geometry:
     def beyond(self) -> bool:
         """True if the last part has steps beyond K, where all that is loaded is zero."""
         return self.parts * self.steps > self.all_steps
-
-    @property
-    def in_flight(self) -> int:
-        """The steps that may still run when the next one is issued. Fewer than all, so that every stage is freed."""
-        return min(self.config.in_flight, self.steps - 1)
 
     # The grid.
 

@@ -67,9 +67,9 @@ def _wgmma_text(n: int, a: str, b: str, wide: bool) -> tuple[str, str]:
 
 def wgmma_step(
     acc: fa.FragmentedArray, a: Operand, words: Any, b: Operand, *, a_swizzle: int, b_swizzle: int, m_major: bool,
-    n_major: bool, in_flight: int, promote: bool,
+    n_major: bool, promote: bool,
 ) -> fa.FragmentedArray:  # fmt: skip
-    """Issue the instructions of one step along K, and wait until at most ``in_flight`` steps are running.
+    """Issue the instructions of one step along K, and wait for them.
 
     Args:
       acc: The accumulator.
@@ -80,8 +80,7 @@ def wgmma_step(
       b_swizzle: The swizzle of B.
       m_major: True if A is contiguous along M.
       n_major: True if B is contiguous along N.
-      in_flight: The steps that may still run.
-      promote: True to wait for the step, and to add its sums to the accumulator in f32.
+      promote: True to add the sums of the step to the accumulator in f32.
     """
     turned = lambda ref: utils.memref_transpose(ref, (1, 0, 3, 2))
     a = turned(a) if m_major else a
@@ -90,11 +89,8 @@ def wgmma_step(
     sums = fence(zeros(acc) if promote else acc)
     sums = wgmma_sp(sums, a, words, b, a_swizzle=a_swizzle, b_swizzle=b_swizzle, a_m_major=m_major)
     commit()
-    if not promote:
-        wait(in_flight)
-        return sums
-    wait(0)
-    return acc + barrier(sums)
+    wait()
+    return acc + barrier(sums) if promote else sums
 
 
 def wgmma_sp(
@@ -167,14 +163,14 @@ def commit() -> None:
     nvvm.wgmma_commit_group_sync_aligned()
 
 
-def wait(in_flight: int) -> None:
-    """Wait until at most so many groups of instructions are running."""
-    nvvm.wgmma_wait_group_sync_aligned(in_flight)
+def wait() -> None:
+    """Wait for all issued instructions."""
+    nvvm.wgmma_wait_group_sync_aligned(0)
 
 
 def settle(acc: fa.FragmentedArray) -> fa.FragmentedArray:
     """Wait for all instructions, and return the accumulator in the layout that stores know."""
-    wait(0)
+    wait()
     return fa.optimization_barrier(acc).to_layout(fa.WGMMA_LAYOUT)
 
 

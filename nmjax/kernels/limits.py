@@ -85,7 +85,6 @@ class HopperConfig(Value):
     tile_k: int = 64  # of 16-bit values; twice as many of 8-bit values
     stages: int = 4
     store_n: int = 64  # columns that are stored at once
-    in_flight: int = 0  # steps whose instructions may still run when the next step issues its own
     band: int = 8  # tiles along N before the walk turns to the next row of tiles
     cluster: str = ""  # "m": two blocks along M share B; "n": two blocks along N share A
     warpgroups: int = 2
@@ -222,8 +221,8 @@ def _hopper_refusal(shape: Shape, config: HopperConfig) -> Refusal | None:
         return Refusal(f"{config}: the tile's sides are multiples of 64, store_n divides tile_n, and tile_n <= 256")
     if config.tile_k > 128:
         return Refusal(f"{config}: tile_k <= 128, because a row of a block has at most 128 bytes in shared memory")
-    if config.stages < config.in_flight + 2:
-        return Refusal(f"{config}: stages must be at least in_flight + 2")
+    if config.stages < 2:
+        return Refusal(f"{config}: stages must be at least 2")
     # A in words of 64 rows; its last tile may reach beyond it if A is contiguous along K.
     m = 64 if not shape.m_major else config.rows * (2 if config.cluster == "m" else 1)
     n = _granularity(shape) or config.tile_n * (2 if config.cluster == "n" else 1)

@@ -48,7 +48,7 @@ def test_hopper_in_every_layout(m_major, n_major, transpose):
 
 CONFIGS = {
     "several stored columns": HopperConfig(tile_n=128, store_n=32, stages=3),
-    "one warpgroup": HopperConfig(tile_n=64, warpgroups=1, stages=2, in_flight=0),
+    "one warpgroup": HopperConfig(tile_n=64, warpgroups=1, stages=2),
     "tall": HopperConfig(tile_m=128, tile_n=64, stages=2),
     "two steps of k at once": HopperConfig(tile_n=64, tile_k=128, stages=2),
     "cluster along m": HopperConfig(tile_n=64, stages=2, cluster="m"),
@@ -339,7 +339,7 @@ def test_refusals_of_configs_say_why():
     assert "16-bit" in why((128, 128, 128), AmpereConfig(), dtype="float8_e5m2")
     odd = [HopperConfig(tile_n=40), HopperConfig(tile_m=96), HopperConfig(tile_n=512), HopperConfig(store_n=48)]
     assert all("multiples of 64" in why((7680, 7680, 8192), c) for c in odd)
-    assert "stages must be at least in_flight + 2" in why((8192, 8192, 8192), HopperConfig(stages=1))
+    assert "stages must be at least 2" in why((8192, 8192, 8192), HopperConfig(stages=1))
     assert "of shared memory" in why((128, 128, 128), AmpereConfig(stages=4))
 
 

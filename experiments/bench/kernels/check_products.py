@@ -84,7 +84,7 @@ def _cases(device: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
         configs = [*(HopperConfig(tile_n=64, cluster=c) for c in clusters), HopperConfig(128, 128)]
     else:
         configs = [HopperConfig(), *(HopperConfig(cluster=c) for c in "mn"), HopperConfig(128, 128)]
-        configs += [HopperConfig(tile_n=64), HopperConfig(tile_n=128, in_flight=0), HopperConfig(warpgroups=1)]
+        configs += [HopperConfig(tile_n=64), HopperConfig(tile_n=128), HopperConfig(warpgroups=1)]
     bf16, f16, e4m3, e5m2 = "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"
     layouts = [(kind, kind, *lies) for kind in (bf16, f16) for lies in product((False, True), repeat=3)]
     if device.family == "hopper":

@@ -217,16 +217,12 @@ def _write(out: Path, done: dict[str, dict[str, Any]], here: dict[str, Any]) -> 
 
 def _table(done: dict[str, dict[str, Any]], simulated: bool) -> str:
     rows = {}
-    for name, row in ROWS.items():
-        line = done.get(name)
-        cells = [
-            row.part,
-            "not reached" if line is None else line["result"],
-            "" if line is None else line.get("seconds"),
-            "" if line is None else line.get("clock", ""),
-        ]
+    for name, line in ((name, done[name]) for name in ROWS if name in done):
+        cells = [line["part"], line["result"], line.get("seconds"), line.get("clock", "")]
         rows[name] = [cell if cell is None or isinstance(cell, str) else f"{cell} s" for cell in cells]
     where = "By the interpreter. " if simulated else ""
     note = f"{where}Every row ran in a process of its own. Errors are relative to the largest value: those of products "
     note += "against float64, those of slots against XLA."
-    return markdown("Rows", note, rows, ["row", "part", "result", "with compilation", "clock after it"])
+    table = markdown("Rows", note, rows, ["row", "part", "result", "with compilation", "clock after it"])
+    left = [name for name in ROWS if name not in done]
+    return f"{table}\nNot reached: {'; '.join(left)}.\n" if left else table
