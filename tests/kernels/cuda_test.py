@@ -156,7 +156,7 @@ def test_gradients_lower_with_kernels(text):
 
     made = lowered(gradients, shape(8, 4096, 4096), shape(4096, 16384), state, shape(2, dtype=jnp.uint32))
     assert "wgmma.mma_async.sp" in made
-    assert "triton" in made
+    assert ("triton" in made) == ("fp8" not in text)  # Mosaic makes FP8 forms
 
 
 # ---- machine code ----
@@ -270,11 +270,11 @@ PARTS = """
     mesh = Mesh(np.array(topology.devices), ("data",), axis_types=(AxisType.Auto,))
     abstract = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     shape = lambda dims, *spec: jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
-    s = nm.parse("s_ste()")
+    s = nm.parse({text!r})
     def step(x, w):
-        ctx = nm.Ctx(7, 3, {{"fwd_rhs": jnp.float32(1.5)}})
-        loss = lambda w: jnp.sum(nm.einsum("ti,io->to", x, w, sparsity=s, ctx=ctx).astype(jnp.float32))
-        return jax.grad(loss)(w)
+        ctx = nm.Ctx(7, 3, s.init(w, contract=0, out=1))
+        loss = lambda x, w: jnp.sum(nm.einsum("ti,io->to", x, w, sparsity=s, ctx=ctx).astype(jnp.float32))
+        return jax.grad(loss, (0, 1))(x, w)
     with jax.sharding.use_abstract_mesh(abstract):
         text = jax.jit(step).trace(shape((65536, 4096), "data"), shape((4096, 4096))).lower().compile().as_text()
     print(len(re.findall(r"mosaic_gpu_v2", text)), len(re.findall(r"xla.gpu.triton", text)), *re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?[(]", text))
@@ -283,12 +283,14 @@ PARTS = """
 
 @pytest.mark.processes
 @compiled
-def test_four_devices_multiply_their_parts():
+@pytest.mark.parametrize(("text", "kernels"), [("s_ste()", (1, 1)), ("fst()", (3, 1)), ("s_ste(fp8=True)", (4, 0))])
+def test_four_devices_multiply_their_parts(text, kernels):
     """Only dw is summed. The text of the program has products and packers, and no gathered array."""
-    run = apart(PARTS, {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, cuda=str(disassembler()))
+    some = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    run = apart(PARTS, some, cuda=str(disassembler()), text=text)
     products, packers, *messages = run.stdout.split()
-    assert (int(products), int(packers)) == (1, 1)  # dw, and what packs g
-    assert messages == ["all-reduce"]
+    assert (int(products), int(packers)) == kernels
+    assert set(messages) == {"all-reduce"}
 
 
 def programs() -> dict:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from experiments.bench.kernels.block import METHODS
 from experiments.bench.measure import in_turn, over
 from experiments.bench.silicon import whole
 from nmjax.core import versions
-from nmjax.kernels import calls, check, copies, packing, tiles, tuning
+from nmjax.kernels import calls, check, compress, copies, packing, tiles, tuning
 from nmjax.kernels.format import pack, unpack
 from nmjax.kernels.limits import Copy, HopperConfig, Shape
 from nmjax.kernels.targets import Target
@@ -120,7 +121,7 @@ def _along_both(size: int, device: Target) -> _Packers:
     p = transposable(2, 4)
     return _Packers(
         lambda x: tiles.compress_both(x, p, interpret=device.interpret),
-        lambda x: calls.compress_both(x, p, target=device),
+        lambda x: compress.compress_both(x, p, interpret=device.interpret),
         lambda x: (pack(p(x, -1), -1), pack(p(x, -1), -2)),
     )
 
@@ -131,12 +132,13 @@ def _in_fp8(size: int, device: Target) -> _Packers:
     form = {"wanted": wanted, "whole": (1, size, size), "interpret": device.interpret}
     keys = jnp.concatenate([calls.words_of_key(3, mvue(2, 4)), calls.words_of_key(4)])[None]
 
-    def mosaic(x: jax.Array) -> Any:
-        return tiles.copies(x, keys, copies.factors_of(x, jnp.ones(1), wanted), jnp.zeros(3, jnp.int32), **form)
+    def by(kernels: ModuleType) -> Callable[[jax.Array], Any]:
+        factors = lambda x: copies.factors_of(x, jnp.ones(1), wanted)
+        return lambda x: kernels.copies(x, keys, factors(x), jnp.zeros(3, jnp.int32), **form)
 
     return _Packers(
-        mosaic,
-        lambda x: [made for made, _ in calls.copies(x, wanted, keys=(3, 4), target=device)],
+        by(tiles),
+        by(copies),
         lambda x: [calls.copy_by_xla(x[0], copy, 3, 4)[0] for copy in wanted],
     )
 
