@@ -294,6 +294,7 @@ ROWS: dict[str, Row] = {
         ("products as in dw",), ("products with A along M", "products with B along N", "products transposed"),
         family="hopper",
     ),
+    "one tile in float16": _cut(Shape(128, 64, 128, "float16")),
     "several steps": _cut(Shape(128, 64, 512)),
     "several tiles": _cut(Shape(512, 256, 128)),
     "a cluster along M": _cut(Shape(512, 128, 128), cluster="m"),
