@@ -10,7 +10,7 @@ from flax import nnx
 import nmjax as nm
 from experiments.bench.measure import markdown
 from experiments.training.device import peak_flops
-from nmjax.kernels.tuning import EFFICIENCY, MEMORY, PACKING, PRUNING
+from nmjax.kernels.tuning import EFFICIENCY, PACKING, PRUNING, memory
 
 DEVICE = "NVIDIA H200"
 SPEEDS = (1.2, 1.5, 2.0)  # of a packed product, relative to the dense one
@@ -62,7 +62,7 @@ def expected() -> str:
         f"dense step a step would be if its packed products ran at {speeds} times the dense speed. Packing counts "
         f"{PACKING} bytes a value. Pruning by XLA, which emulated products need, counts {PRUNING:.0f}. Dense products "
         f"are assumed to run at {EFFICIENCY['dense']} of the peak, and arrays to be read and written at "
-        f"{MEMORY / 1e12:.2f} TB/s. "
+        f"{memory(DEVICE) / 1e12:.2f} TB/s. "
         "Other parts of a step, which take the same time in both, make the gain smaller. Computed, not measured."
     )
     head = ["", "FLOPs in packed products", "emulated", *(f"at {speed}" for speed in SPEEDS)]
@@ -79,8 +79,8 @@ def _row(model: nnx.Module, example: Any, text: str) -> list[Any]:
             if route.how == "packed" and route.shape is not None:
                 packed += layer.flops or 0
                 once = 0.5 if route.operand == "w" and dict(layer.runs)["dlhs"].operand == "w" else 1.0  # one reading
-                packing += once * route.shape.m * route.shape.k * PACKING / MEMORY
-                pruning += once * route.shape.m * route.shape.k * PRUNING / MEMORY
+                packing += once * route.shape.m * route.shape.k * PACKING / memory(DEVICE)
+                pruning += once * route.shape.m * route.shape.k * PRUNING / memory(DEVICE)
             assert route.how in ("packed", "dense"), (layer.path, product, route)
     rate = EFFICIENCY["dense"] * (peak_flops(DEVICE, "bfloat16") or 0)
     dense = plan.training[0] / rate

@@ -41,13 +41,13 @@ def in_turn(
     Args:
       calls: The functions.
       rounds: How many rounds.
-      seconds: About the time that the calls of one function take in a round. A function of which a call takes more than
-        30 times as long is called once.
+      seconds: About the time that the calls of one function take in a round. A function that takes more than 30 times
+        as long is called once.
       wait: Waits for the last result of a round. A device works in order, so the others are ready then too.
     """
-    for call in calls.values():
-        wait(call())  # compiles it
     with turns.alone():
+        for call in calls.values():
+            wait(call())  # compiles it, if it is not compiled
         return _in_turn(calls, rounds, seconds, wait)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from experiments.bench import turns
 from experiments.bench.measure import compiled, in_turn, markdown, speedup
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls, measured, tuning
@@ -248,7 +249,10 @@ def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn, mo
     count, refused = 1 if device.interpret else repeats(shape), []
     pairs = [pool.pair(shape) for _ in range(count)]
     dense_pairs = [pool.dense_pair(shape) for _ in range(count)]
-    programs = compiled({"dense": (dense(shape, device), dense_pairs), "right": (_reference(shape, device), *pairs[0])})
+    with turns.alone():  # XLA times its own products when it compiles them
+        programs = compiled(
+            {"dense": (dense(shape, device), dense_pairs), "right": (_reference(shape, device), *pairs[0])}
+        )
     for program in programs.values():
         if isinstance(program, Exception):
             raise program

@@ -196,7 +196,7 @@ def _zeros(g: Geometry) -> jax.Array:
 def _multiply(
     g: Geometry, wg: jax.Array, indices: Sequence[jax.Array], a: Ref, words: Ref, b: Ref, acc: jax.Array
 ) -> jax.Array:  # fmt: skip
-    """Compute a step. Its instructions have ended when it returns: with some still running, an H100 gave wrong sums."""
+    """Compute a step, and wait for its instructions. An H100 gave wrong sums when steps overlapped."""
     tile_m, _ = g.tile
     rows = pl.ds(wg * tile_m, tile_m)
     a = a.at[:, rows] if g.a.turned else a.at[rows]

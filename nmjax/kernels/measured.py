@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -106,7 +106,7 @@ def row_of(row: dict[str, Any]) -> Row:
     return found
 
 
-def write(folder: Path, kind: str, rows: Iterable[Row]) -> Path:
+def write(folder: Path, kind: str, rows: Iterable[Row], origin: Mapping[str, str] | None = None) -> Path:
     """Write rows into the table of a kind of device, in place of those of the same products.
 
     A table of other versions of the kernels is replaced.
@@ -115,6 +115,7 @@ def write(folder: Path, kind: str, rows: Iterable[Row]) -> Path:
       folder: The folder of the table.
       kind: The kind of device.
       rows: The rows.
+      origin: The version of JAX and the date of the rows, if they were not measured just now.
 
     Returns:
       The path of the table.
@@ -125,7 +126,8 @@ def write(folder: Path, kind: str, rows: Iterable[Row]) -> Path:
     except Stale:
         known = ()
     by_shape = {row.shape: row for row in (*known, *rows)}
-    head = {"device": kind, "kernels": KERNELS, "jax": jax.__version__, "date": f"{datetime.date.today()}"}
+    now = {"jax": jax.__version__, "date": f"{datetime.date.today()}"}
+    head = {"device": kind, "kernels": KERNELS, **(now if origin is None else origin)}
     lines = ",\n".join(f"  {json.dumps(_as_json(row))}" for row in by_shape.values())
     folder.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")

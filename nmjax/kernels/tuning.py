@@ -28,9 +28,10 @@ from nmjax.kernels.targets import Target
 # assumed until a table says it.
 _SHARED = 128  # bytes that shared memory reads or writes in a cycle
 EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # of these bounds that a kernel reaches: assumed
-MEMORY = 0.6 * 4.3e12  # bytes per second at which an H200 prunes and packs arrays: assumed
+BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}  # bytes per second of a large copy; for other devices that of the H200
+REACHED = 0.6  # of it by pruning and packing: on an H100 0.44 for mvue, 0.63 to 0.69 for mse
 PACKING, PRUNING = 3.125, 4.0  # bytes of a 16-bit value: read, and written packed; read, and written
-_MEMORY = MEMORY / 1.83e9 / 132  # bytes of a multiprocessor in a cycle
+_CLOCK = 1.83e9 * 132  # cycles per second of all multiprocessors
 _LAUNCH = 4000  # cycles of one kernel more: assumed
 _LATENCY = 1000  # cycles from the last product of a tile to the first of the next, apart from storing it: assumed
 
@@ -128,10 +129,20 @@ def gain(shape: Shape, target: Target, packed_before: bool = False, saves_prunin
     if tiling is None or (tiling.speed is None and target.family != "hopper"):
         return 0.0
     speed = _estimate(shape, tiling.config, target) if tiling.speed is None else tiling.speed
-    dense, values = _dense_cycles(shape, target), shape.m * shape.k / (_MEMORY * target.cores)
+    dense, values = _dense_cycles(shape, target), shape.m * shape.k / (_memory(target) * target.cores)
     pruning = PRUNING * values if saves_pruning else 0
     packing = 0 if packed_before else PACKING * values
     return (dense + pruning) / (dense / speed + packing)
+
+
+def memory(kind: str) -> float:
+    """Return the bytes per second at which a kind of device is expected to prune and pack arrays."""
+    return REACHED * next((rate for name, rate in BANDWIDTH.items() if name in kind), BANDWIDTH["H200"])
+
+
+def _memory(target: Target) -> float:
+    """Return the bytes of a multiprocessor in a cycle."""
+    return memory(target.kind) / _CLOCK
 
 
 def _estimate(shape: Shape, config: Config, target: Target) -> float:
@@ -175,6 +186,6 @@ def _tiled(shape: Shape, dtype: str, tile: tuple[int, int], split: int, packed: 
     read, filled = 64 * a + columns * b, (rows * a + columns * b) * 64 / rows
     storing = 2 * rows * columns * jnp.dtype(dtype).itemsize / _SHARED + _LATENCY  # written to shared memory, and read
     rounds = math.ceil(-(-shape.m // rows) * -(-shape.n // columns) * split / target.cores)
-    added = shape.m * shape.n * (4 * split + 2) / (_MEMORY * target.cores) + _LAUNCH if split > 1 else 0
+    added = shape.m * shape.n * (4 * split + 2) / (_memory(target) * target.cores) + _LAUNCH if split > 1 else 0
     one = max(columns / 2, (read + filled) / _SHARED)
     return rounds * (instructions * one + storing) + added

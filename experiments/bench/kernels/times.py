@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from experiments.bench import turns
 from experiments.bench.measure import compiled, in_short, in_turn, speedup
 
 
@@ -59,7 +60,8 @@ def timed(programs: dict[Any, Program], rounds: int, **options: Any) -> Times:
 
 def built(programs: dict[Any, Program]) -> dict[Any, Program]:
     """Compile jitted programs side by side. One that fails has its exception as its call."""
-    executables = compiled({name: (program.call, *program.arguments) for name, program in programs.items()})
+    with turns.alone():  # XLA times its own products when it compiles them
+        executables = compiled({name: (program.call, *program.arguments) for name, program in programs.items()})
     return {name: program._replace(call=executables[name]) for name, program in programs.items()}
 
 

@@ -11,23 +11,20 @@ The process that starts the others never touches the device: it would take the m
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from experiments.bench import turns
 from experiments.bench.measure import markdown
+from experiments.bench.silicon.processes import Processes
 from experiments.bench.silicon.rows import PARTS, ROWS
 from nmjax.kernels import measured
 
 INTERPRETED = 300  # seconds that a row may take in the interpreter at most
 AT_ONCE = {"primitives": 8, "numerics": 8, "speed": 6, "tiles": 6, "training": 3}  # rows of a part; else 1
-ERRORS = 6000  # characters of what a failed row wrote to its standard error
 
 
 def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
@@ -44,62 +41,75 @@ def silicon(out: Path, minutes: float, parts: Iterable[str] = PARTS) -> str:
     here = about(out)
     own = {key: here[key] for key in ("device", "jax", "code")}
     done = {line["row"]: line for line in read(out) if own.items() <= line.items()}
-    for part, names in [*((part, (part,)) for part in parts), ("", parts)]:
+    cores = os.cpu_count() or 1
+    for number, part in enumerate(2 * parts):  # the second time with the rows that are left
         left = end - time.monotonic()
-        until = time.monotonic() + (left / (len(parts) - parts.index(part)) if part else left)
-        at_once = 1 if here["simulated"] else min(AT_ONCE.get(name, 1) for name in names)
-        todo = [name for name, row in ROWS.items() if row.part in names and name not in done]
-        for name, line in _each(todo, out, done, (until, end), here, at_once):
-            done[name] = {"row": name, "part": ROWS[name].part, "proves": ROWS[name].proves, **own, **line}
-            done[name]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S")
-            with (out / "rows.jsonl").open("a") as file:
-                file.write(json.dumps(done[name]) + "\n")
-            print(f"{ROWS[name].part}: {name}: {line['result']}", flush=True)
-            _write(out, done, here)
+        until = time.monotonic() + (left / (len(parts) - number) if number < len(parts) else left)
+        at_once = 1 if here["simulated"] else min(AT_ONCE.get(part, 1), cores)
+        todo = [name for name, row in ROWS.items() if row.part == part and name not in done]
+        with closing(_each(todo, out, done, until, end, here, at_once)) as found:
+            for name, line in found:
+                done[name] = {"row": name, "part": part, "proves": ROWS[name].proves, **own, **line}
+                done[name]["ended"] = time.strftime("%Y-%m-%dT%H:%M:%S")
+                with (out / "rows.jsonl").open("a") as file:
+                    file.write(json.dumps(done[name]) + "\n")
+                print(f"{part}: {name}: {line['result']}", flush=True)
+                _write(out, done, here)
     _write(out, done, here)
     return _table(done, here["simulated"])
 
 
 def _each(
-    todo: list[str], out: Path, done: dict[str, dict[str, Any]], times: tuple[float, float], here: dict[str, Any],
+    rows: Iterable[str], out: Path, done: dict[str, dict[str, Any]], until: float, end: float, here: dict[str, Any],
     at_once: int,
 ) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
     """Run rows, some at once, and yield each with what it found.
 
-    A row waits for the rows that prove what it needs.
+    A row waits for the rows that prove what it needs. A row that fails beside others runs again alone: they may have
+    taken its time or its memory.
 
     Args:
-      todo: The rows in order.
+      rows: The rows in order.
       out: The folder.
       done: The rows that have ended, by name. The caller adds each row to it.
-      times: No row begins after the first. None is still running after the second.
+      until: No row begins later.
+      end: A row that still runs then is ended.
       here: What `about` returns.
       at_once: How many run at once.
     """
-    todo, (until, end) = list(todo), times
+    todo, alone, processes = list(rows), set(), Processes()
     running: dict[Future[dict[str, Any] | None], str] = {}
-    live: set[int] = set()
     with ThreadPoolExecutor(at_once) as pool:
         try:
             while todo or running:
-                pending = [*running.values(), *todo]
-                proved_later = {kind for name in pending for kind in ROWS[name].proves}
-                ready = [name for name in todo if not proved_later & (set(ROWS[name].needs) - set(ROWS[name].proves))]
-                for name in ready[: at_once - len(running)] if time.monotonic() <= until else ():
+                for name in _next(todo, list(running.values()), alone, at_once) if time.monotonic() <= until else ():
                     todo.remove(name)
-                    running[pool.submit(_run, out, name, dict(done), end, here, live)] = name
+                    running[pool.submit(_run, out, name, dict(done), end, here, processes)] = name
                 if not running:
                     return
                 for ended in wait(running, return_when=FIRST_COMPLETED).done:
                     name, line = running.pop(ended), ended.result()
                     if line is None:
                         todo.clear()
+                    elif at_once > 1 and name not in alone and line["result"].startswith(("stopped", "failed")):
+                        alone.add(name)
+                        todo.append(name)
                     else:
                         yield name, line
         except BaseException:
-            for group in tuple(live):
-                os.killpg(group, signal.SIGKILL)
+            processes.end()
             raise
+
+
+def _next(todo: list[str], running: list[str], alone: set[str], at_once: int) -> list[str]:
+    """Return the rows that can begin now. Those in ``alone`` run alone, after all others that can run."""
+    if alone & set(running):
+        return []
+    later = {name: set(ROWS[name].proves) for name in (*running, *todo)}
+    proved_later = lambda name: set().union(*(kinds for other, kinds in later.items() if other != name))
+    ready = [name for name in todo if not proved_later(name) & set(ROWS[name].needs)]
+    beside = [name for name in ready if name not in alone][: at_once - len(running)]
+    return beside or ([] if running else ready[:1])
 
 
 def ship(out: Path) -> list[Path]:
@@ -115,12 +125,18 @@ def ship(out: Path) -> list[Path]:
     tables = [(measured.read(path), path) for path in found]
     if any(path.stem == "interpreter" for path in found):
         raise ValueError(f"{out} has tiles of the interpreter: run silicon on a GPU.")
-    kind = lambda path: json.loads(path.read_text())["device"]
-    return [measured.write(measured.SHIPPED, kind(path), rows) for rows, path in tables]
+    shipped = []
+    for rows, path in tables:
+        head = json.loads(path.read_text())
+        shipped.append(
+            measured.write(measured.SHIPPED, head["device"], rows, {key: head[key] for key in ("jax", "date")})
+        )
+    return shipped
 
 
 def _run(
-    out: Path, name: str, done: dict[str, dict[str, Any]], end: float, here: dict[str, Any], live: set[int]
+    out: Path, name: str, done: dict[str, dict[str, Any]], end: float, here: dict[str, Any],
+    processes: Processes,
 ) -> dict[str, Any] | None:  # fmt: skip
     """Run a row, unless what it needs has failed. Return None if the time was over before it ended."""
     row, left = ROWS[name], end - time.monotonic()
@@ -134,7 +150,7 @@ def _run(
     if here["simulated"] and like is not None:
         return {"result": f"not run: in the interpreter it would repeat the row {like}"}
     most = INTERPRETED if here["simulated"] else row.seconds
-    line = _in_a_process(name, min(most, left), out, live)
+    line = processes.run(name, min(most, left), out)
     return None if line["result"].startswith("stopped") and left < most else line
 
 
@@ -144,7 +160,7 @@ def about(out: Path) -> dict[str, Any]:
     Raises:
       RuntimeError: If a process cannot start the device.
     """
-    found = _in_a_process("about", INTERPRETED, out, set())
+    found = Processes().run("about", INTERPRETED, out)
     if "device" not in found:
         raise RuntimeError(f"silicon: JAX does not start here: {found['result']}")
     if found["device"] == "cpu" and shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu":
@@ -168,47 +184,6 @@ def _failed(line: dict[str, Any]) -> bool:
     return not line["result"].startswith(("right", "not run"))
 
 
-def _in_a_process(name: str, seconds: float, out: Path, live: set[int]) -> dict[str, Any]:
-    """Run a row in a process of its own, and return what it found. A process that dies or hangs is a result, too.
-
-    Args:
-      name: The row.
-      seconds: After this time the process is ended.
-      out: The folder.
-      live: Holds the process while it runs.
-    """
-    start = time.monotonic()
-    command = [sys.executable, "-m", "experiments.bench.silicon", name, str(os.getpid())]
-    environment = os.environ | {"XDG_CACHE_HOME": str(out.absolute())}  # of tables of tiles, and of the check
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(measured.own_tables().parent / "programs"))
-    environment["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]  # one GPU
-    environment.setdefault("NPROC", "16")  # threads of XLA, which the interpreter blocks
-    environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", turns.FOLDER: str(out.absolute() / "turns")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-    stopped = False
-    with subprocess.Popen(command, text=True, env=environment, start_new_session=True, **pipes) as run:
-        live.add(run.pid)
-        try:
-            said, errors = run.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(run.pid, signal.SIGKILL)  # with the processes that it has started
-            (said, errors), stopped = run.communicate(), True
-        except BaseException:
-            os.killpg(run.pid, signal.SIGKILL)
-            raise
-        finally:
-            live.discard(run.pid)
-    took = round(time.monotonic() - start, 1)
-    last = next((line for line in reversed(said.splitlines()) if line.startswith("{") and line.endswith("}")), None)
-    if stopped:
-        return {"result": f"stopped after {seconds:.0f} s", "seconds": seconds, "errors": errors[-ERRORS:]}
-    if run.returncode or last is None:
-        how = f"signal {-run.returncode}" if run.returncode < 0 else f"exit code {run.returncode}"
-        message = (errors.strip().splitlines() or [""])[-1][:300]
-        return {"result": f"failed with {how}: {message}", "seconds": took, "errors": errors[-ERRORS:]}
-    return json.loads(last) | {"seconds": took}
-
-
 def _write(out: Path, done: dict[str, dict[str, Any]], here: dict[str, Any]) -> None:
     draft = out / "silicon.md.part"
     draft.write_text(f"# silicon\n\n{here['machine']}\n\n" + _table(done, here["simulated"]))
@@ -223,6 +198,6 @@ def _table(done: dict[str, dict[str, Any]], simulated: bool) -> str:
     where = "By the interpreter. " if simulated else ""
     note = f"{where}Every row ran in a process of its own. Errors are relative to the largest value: those of products "
     note += "against float64, those of slots against XLA."
-    table = markdown("Rows", note, rows, ["row", "part", "result", "with compilation", "clock after it"])
+    table = markdown("Rows", note, rows, ["row", "part", "result", "with compilation and waiting", "clock after it"])
     left = [name for name in ROWS if name not in done]
     return f"{table}\nNot reached: {'; '.join(left)}.\n" if left else table

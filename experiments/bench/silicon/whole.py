@@ -56,7 +56,7 @@ def tiles(shape: Shape, device: Target) -> str:
     best = tune.best(shape, device, pool, most=1 if device.interpret else 12)
     if isinstance(best, str):
         return f"wrong: {best}"
-    with turns.alone():
+    with turns.locked(measured.own_tables() / "lock"):
         measured.write(measured.own_tables(), device.kind, [measured.Row(shape, best.config, best.speed)])
     if device.interpret:
         return f"{NO_SPEED}; {best.config}"

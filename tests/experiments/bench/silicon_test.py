@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import pytest
 from experiments.bench import silicon
 from experiments.bench.__main__ import main
 from experiments.bench.silicon import rows
+from experiments.bench.silicon.processes import Processes
 from nmjax.kernels import measured
 from nmjax.kernels.limits import HopperConfig, Shape
 from tests.experiments.runs import as_people_run_it as as_people_run_it
@@ -34,7 +36,7 @@ def found(monkeypatch):
         results["ran"].append(name)
         return {"result": results.get(name, "right"), "seconds": 1.0}
 
-    monkeypatch.setattr(silicon, "_in_a_process", lambda name, seconds, out, live: run(name, seconds))
+    monkeypatch.setattr(Processes, "run", lambda self, name, seconds, out: run(name, seconds))
     return results
 
 
@@ -93,7 +95,7 @@ def test_rows_of_another_family_do_not_run(tmp_path, found):
 def test_rows_run_beside_each_other_after_what_they_need(tmp_path, monkeypatch, found):
     running, most, order = set(), [0], []
 
-    def run(name, seconds, out, live):
+    def run(self, name, seconds, out):
         if name == "about":
             return {
                 "device": "NVIDIA H200",
@@ -105,13 +107,14 @@ def test_rows_run_beside_each_other_after_what_they_need(tmp_path, monkeypatch, 
             }
         running.add(name)
         most[0] = max(most[0], len(running))
-        assert not {kind for other in running for kind in rows.ROWS[other].proves} & set(rows.ROWS[name].needs)
-        time.sleep(0.01)
+        assert not {kind for other in tuple(running) for kind in rows.ROWS[other].proves} & set(rows.ROWS[name].needs)
+        time.sleep(0.1)
         running.remove(name)
         order.append(name)
         return {"result": "right"}
 
-    monkeypatch.setattr(silicon, "_in_a_process", run)
+    monkeypatch.setattr(Processes, "run", run)
+    monkeypatch.setattr(silicon.os, "cpu_count", lambda: 16)
     silicon.silicon(tmp_path, 1, ["primitives"])
     assert 4 <= most[0] <= silicon.AT_ONCE["primitives"]
     assert order.index("one tile along K") < order.index("several steps")
@@ -132,7 +135,7 @@ def test_a_row_stopped_by_the_time_limit_runs_again(tmp_path, found):
     assert "several steps" not in names
     found["ran"].clear()
     silicon.silicon(tmp_path, 600)
-    assert found["ran"][0] == "several steps"
+    assert found["ran"].count("several steps") == 2  # beside others, and then alone
     (line,) = (line for line in silicon.read(tmp_path) if line["row"] == "several steps")
     assert line["result"] == "stopped after 1 s"  # with all the time that it may take
 
@@ -142,13 +145,13 @@ def test_rows_left_over_from_parts_run_at_the_end(tmp_path, monkeypatch, found):
     monkeypatch.setattr(silicon, "AT_ONCE", {})
     now = [0.0]
     monkeypatch.setattr(silicon.time, "monotonic", lambda: now[0])
-    run = silicon._in_a_process
+    run = Processes.run
 
-    def slow(name, seconds, out, live):
+    def slow(self, name, seconds, out):
         now[0] += 61 if len(found["ran"]) == 0 and name != "about" else 0
-        return run(name, seconds, out, live)
+        return run(self, name, seconds, out)
 
-    monkeypatch.setattr(silicon, "_in_a_process", slow)
+    monkeypatch.setattr(Processes, "run", slow)
     silicon.silicon(tmp_path, 3, ["primitives", "speed", "peers"])
     parts = [rows.ROWS[name].part for name in found["ran"]]
     of = lambda part: [row.part for row in rows.ROWS.values() if row.part == part]
@@ -209,10 +212,12 @@ def test_it_needs_few_packages_and_leaves_the_device_alone(tmp_path):
 
 @pytest.mark.processes
 def test_a_process_that_fails_or_hangs_is_a_result(tmp_path):
-    assert silicon._in_a_process("no such row", 60, tmp_path, set())["result"].startswith(
-        "failed with exit code 1: KeyError: 'no such row'"
+    assert (
+        Processes()
+        .run("no such row", 60, tmp_path)["result"]
+        .startswith("failed with exit code 1: KeyError: 'no such row'")
     )
-    assert silicon._in_a_process("one tile along K", 0.2, tmp_path, set()) == {
+    assert Processes().run("one tile along K", 0.2, tmp_path) == {
         "result": "stopped after 0 s", "seconds": 0.2, "errors": "",
     }  # fmt: skip
 
@@ -226,7 +231,7 @@ def test_a_row_that_is_ended_leaves_no_process(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     text = f"import sys\nif 'a row' in sys.orig_argv:\n    exec({script!r})\n    time.sleep(600)\n"
     (tmp_path / "sitecustomize.py").write_text(text)
-    assert silicon._in_a_process("a row", 3, tmp_path, set())["result"] == "stopped after 3 s"
+    assert Processes().run("a row", 3, tmp_path)["result"] == "stopped after 3 s"
     state = Path(f"/proc/{pid.read_text()}/stat")
     ended = lambda: not state.exists() or state.read_text().split()[2] == "Z"
     deadline = time.monotonic() + 20
@@ -240,12 +245,29 @@ def test_a_failing_tool_for_clocks_costs_no_row(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'Failed to initialize NVML: Unknown Error'\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = silicon._in_a_process("packing along the last axis", 120, tmp_path, set())
+    found = Processes().run("packing along the last axis", 120, tmp_path)
     assert (found["result"], "clock" in found) == ("right, value for value", False)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '1830, 1980, 41'\n")
-    assert (
-        silicon._in_a_process("packing along the last axis", 120, tmp_path, set())["clock"] == "1830 of 1980 MHz, 41 °C"
+    assert Processes().run("packing along the last axis", 120, tmp_path)["clock"] == "1830 of 1980 MHz, 41 °C"
+
+
+@pytest.mark.processes
+def test_all_rows_end_together(tmp_path, monkeypatch):
+    """As after an interrupt. A row that begins later ends at once."""
+    script = "import pathlib, os, time; pathlib.Path(os.environ['XDG_CACHE_HOME'], f'{os.getpid()}.began').touch()"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nif 'a row' in sys.orig_argv:\n    {script}; time.sleep(600)\n"
     )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    processes, signalled = Processes(), f"failed with signal {signal.SIGKILL:d}: "
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(processes.run, "a row", 300, tmp_path) for _ in range(2)]
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.began"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        processes.end()
+        runs.append(pool.submit(processes.run, "a row", 300, tmp_path))
+        assert [run.result(60)["result"] for run in runs] == 3 * [signalled]
 
 
 def rows_running(out):

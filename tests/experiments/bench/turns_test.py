@@ -18,7 +18,7 @@ def spend(what, seconds):
     time.sleep(seconds)
     spans.append([what, start, time.monotonic()])
 with turns.compiling():
-    for seconds in (0.3, 0.1):
+    for seconds in (1.0, 0.1):
         spend("compile", seconds)
         with turns.alone():
             spend("measure", 0.1)
@@ -46,14 +46,25 @@ def test_nobody_compiles_or_measures_beside_a_measurement(tmp_path, monkeypatch)
 def test_a_process_that_is_killed_lets_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setenv(turns.FOLDER, str(tmp_path))
     hangs = SCRIPT.replace('spend("measure", 0.1)', "print('measures', flush=True); time.sleep(600)")
-    run = subprocess.Popen([sys.executable, "-c", hangs], stdout=subprocess.PIPE, text=True)
-    assert run.stdout.readline() == "measures\n"
-    other = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
-    time.sleep(1)
-    assert other.poll() is None
-    run.kill()
-    assert len(json.loads(other.communicate(timeout=60)[0])) == 4
-    run.communicate()
+    waits = SCRIPT.replace("with turns.compiling", "print('begins', flush=True)\nwith turns.compiling")
+    start = lambda script: subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with start(hangs) as run:
+        try:
+            assert run.stdout.readline() == "measures\n"
+            with start(waits) as other:
+                assert other.stdout.readline() == "begins\n"
+                time.sleep(1)
+                assert other.poll() is None
+                run.kill()
+                assert len(json.loads(other.communicate(timeout=60)[0])) == 4
+        finally:
+            run.kill()
+
+
+def test_a_measurement_inside_another_does_not_wait_for_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv(turns.FOLDER, str(tmp_path))
+    with turns.compiling(), turns.alone(), turns.alone():
+        pass
 
 
 def test_without_a_folder_nobody_waits(monkeypatch):
