@@ -84,6 +84,11 @@ def over(times: list[float], base: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
+def cublas_only() -> dict[str, bool] | None:
+    """Return options of XLA's compiler that turn off its search among Triton's kernels on a GPU. It takes minutes."""
+    return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+
+
 def compiled(programs: dict) -> dict:
     """Compile programs side by side. In the place of a program that fails stands its exception.
 

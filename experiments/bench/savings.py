@@ -16,7 +16,7 @@ from flax import nnx
 
 import nmjax as nm
 from experiments.bench import turns
-from experiments.bench.measure import in_turn, markdown, over, peak_bytes
+from experiments.bench.measure import cublas_only, in_turn, markdown, over, peak_bytes
 
 METHODS = (
     "drhs_g=rows(mvue(2,4))",
@@ -167,7 +167,7 @@ def step(
 
     with turns.alone():
         start = time.perf_counter()
-        compiled = jax.jit(update, donate_argnums=0).lower(state, batch).compile()
+        compiled = jax.jit(update, donate_argnums=0, compiler_options=cublas_only()).lower(state, batch).compile()
         took = time.perf_counter() - start
     now = [state]
 

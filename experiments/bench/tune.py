@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from experiments.bench import turns
-from experiments.bench.measure import compiled, in_turn, markdown, speedup
+from experiments.bench.measure import compiled, cublas_only, in_turn, markdown, speedup
 from nmjax.core.refusal import Refusal
 from nmjax.kernels import calls, measured, tuning
 from nmjax.kernels.format import Packed
@@ -161,7 +161,7 @@ def dense(shape: Shape, device: Target) -> Callable:
     """Return the dense product of the same operands and result, by XLA.
 
     The product itself returns bf16, because the conversion of a float32 result would take another pass. On a GPU it is
-    cuBLAS's product; XLA's search among Triton's kernels is off, because it takes minutes.
+    cuBLAS's product (`experiments.bench.measure.cublas_only`).
     """
     a_axis, b_axis = (0 if major else 1 for major in (shape.m_major, shape.n_major))
     out = jnp.dtype(shape.out)
@@ -171,7 +171,7 @@ def dense(shape: Shape, device: Target) -> Callable:
         (left, i), (right, j) = pairs
         return lax.dot_general(left, right, (((i,), (j,)), ((), ())), preferred_element_type=out)
 
-    return several(product, {} if device.interpret else {"xla_gpu_enable_triton_gemm": False})
+    return several(product, None if device.interpret else cublas_only())
 
 
 def packed(shape: Shape, device: Target, config: Config) -> Callable:
@@ -179,17 +179,17 @@ def packed(shape: Shape, device: Target, config: Config) -> Callable:
     return several(lambda a, b: calls.run(a, b, None, shape=shape, target=device, config=config))
 
 
-def several(f: Callable, options: dict | None = None) -> Callable:
+def several(f: Callable, compiler_options: dict | None = None) -> Callable:
     """Return a program that calls a function once for each tuple of arguments in a list.
 
     So a short function takes longer than its dispatch, and no cache keeps its operands.
 
     Args:
       f: The function.
-      options: Options of XLA's compiler.
+      compiler_options: Options of XLA's compiler.
     """
     one = jax.jit(f)
-    return jax.jit(lambda sets: [one(*arguments) for arguments in sets], compiler_options=options or None)
+    return jax.jit(lambda sets: [one(*arguments) for arguments in sets], compiler_options=compiler_options)
 
 
 def repeats(shape: Shape) -> int:
@@ -286,8 +286,7 @@ def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn, mo
 def _reference(shape: Shape, device: Target) -> Callable:
     """Return XLA's product of the packed operand."""
     form = {"axis": -2 if shape.n_major else -1, "transpose": shape.transpose, "dtype": jnp.float32}
-    options = None if device.interpret else {"xla_gpu_enable_triton_gemm": False}
-    return jax.jit(partial(calls.reference, **form), compiler_options=options)
+    return jax.jit(partial(calls.reference, **form), compiler_options=None if device.interpret else cublas_only())
 
 
 def _fault(program: Any, pairs: list, wanted: jax.Array) -> str | None:
