@@ -1,6 +1,7 @@
 """Tables of tiles: written, read back and followed, and refused if they are of something else."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -135,3 +136,14 @@ def test_a_table_of_other_kernels_is_left_out_and_replaced(monkeypatch):
         assert tuning.chosen(SHAPE, H200).speed is None
     measured.write(measured.own_tables(), H200.kind, [Row(SHAPE, HopperConfig(), 1.2)])
     assert measured.table(H200.kind) == (Row(SHAPE, HopperConfig(), 1.2),)
+
+
+def test_the_shipped_speeds_are_near_the_estimates():
+    """The range that docs/how_to/tensor_cores.md states."""
+    (path,) = (Path(measured.__file__).parent / "tables").glob("*.json")
+    target = Target("NVIDIA H100 80GB HBM3", "hopper", 132)
+    rows = measured.read(path, target.kind)
+    best = [tuning.candidates(row.shape, target)[0] for row in rows]
+    ratios = [row.speed / tuning._estimate(row.shape, config, target) for row, config in zip(rows, best, strict=True)]
+    assert len(ratios) == 12
+    assert (round(min(ratios), 2), round(max(ratios), 2)) == (0.84, 1.39)

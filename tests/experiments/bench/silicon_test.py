@@ -161,11 +161,13 @@ def test_rows_left_over_from_parts_run_at_the_end(tmp_path, monkeypatch, found):
 def test_tables_of_tiles_are_shipped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measured, "SHIPPED", tmp_path / "package")
     row = measured.Row(Shape(128, 64, 64), HopperConfig(tile_n=64, store_n=32), 1.2)
-    measured.write(tmp_path / "run" / "nmjax" / "tables", "NVIDIA H200", [row])
+    origin = {"jax": "0.1", "date": "2026-01-01"}  # of the machine that measured
+    measured.write(tmp_path / "run" / "nmjax" / "tables", "NVIDIA H200", [row], origin)
     assert main(["silicon", "--ship", str(tmp_path / "run")]) == 0
     path = tmp_path / "package" / "nvidia_h200.json"
     assert capsys.readouterr().out == f"{path}\n"
     assert measured.read(path) == (row,)
+    assert origin.items() <= json.loads(path.read_text()).items()
 
 
 @pytest.mark.parametrize(
