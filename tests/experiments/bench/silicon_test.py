@@ -93,18 +93,11 @@ def test_rows_of_another_family_do_not_run(tmp_path, found):
 
 
 def test_rows_run_beside_each_other_after_what_they_need(tmp_path, monkeypatch, found):
-    running, most, order = set(), [0], []
+    running, most, order, about = set(), [0], [], Processes().run("about", 1, tmp_path)
 
     def run(self, name, seconds, out):
         if name == "about":
-            return {
-                "device": "NVIDIA H200",
-                "jax": "0",
-                "code": "1",
-                "machine": "",
-                "simulated": False,
-                "family": "hopper",
-            }
+            return about
         running.add(name)
         most[0] = max(most[0], len(running))
         assert not {kind for other in tuple(running) for kind in rows.ROWS[other].proves} & set(rows.ROWS[name].needs)
@@ -214,11 +207,8 @@ def test_it_needs_few_packages_and_leaves_the_device_alone(tmp_path):
 
 @pytest.mark.processes
 def test_a_process_that_fails_or_hangs_is_a_result(tmp_path):
-    assert (
-        Processes()
-        .run("no such row", 60, tmp_path)["result"]
-        .startswith("failed with exit code 1: KeyError: 'no such row'")
-    )
+    found = Processes().run("no such row", 60, tmp_path)["result"]
+    assert found.startswith("failed with exit code 1: KeyError: 'no such row'")
     assert Processes().run("one tile along K", 0.2, tmp_path) == {
         "result": "stopped after 0 s", "seconds": 0.2, "errors": "",
     }  # fmt: skip
