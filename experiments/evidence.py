@@ -22,7 +22,7 @@ HEAD = [
 
 
 def summary(results: Path) -> str:
-    """Return the paragraphs at the head of the page: how many claims hold, and what the networks reach.
+    """Return the head of the page: a table of how many claims hold, and what the networks reach.
 
     Args:
       results: The folder of the results.
@@ -45,8 +45,8 @@ def first_screen(results: Path) -> str:
             continue
         for judgement in one.judgements:
             if judgement.claim.first_screen:
-                *shown, _, seeds = _cells(judgement, one)
-                rows.append([*shown, seeds, one.gate.network])
+                *shown, by_accuracy, _, seeds = _cells(judgement, one)
+                rows.append([*shown, by_accuracy.partition(":")[0], seeds, one.gate.network])
     parts = [markdown_table(rows)]
     if begun:
         parts.append(f"Not finished, and not judged yet: {', '.join(begun)}.")
@@ -62,25 +62,25 @@ def _with_results(results: Path) -> list[Judged]:
 
 
 def in_short(judgements: list[Judgement]) -> str:
-    """Return how many claims of sparse methods against dense networks hold by the loss, in a paragraph.
+    """Return a table of how many claims of sparse methods against dense networks hold, by the loss.
 
     Random weights are not counted: they are there to compare with.
     """
     known = [one for one in judgements if one.verdict.startswith(("holds", "does not hold", effects.OPEN))]
     known = [one for one in known if not one.claim.first.startswith("random")]
-    against = lambda other: [one.verdict for one in known if one.claim.second.startswith(other)]
-    like_dense = [one.verdict for one in known if one.claim.kind == "as good as" and one.claim.second == "dense"]
-    number = lambda verdicts, start: sum(verdict.startswith(start) for verdict in verdicts)
-    count = lambda verdicts: (
-        f"{number(verdicts, 'holds')} of {len(verdicts)} claims, and worse in {number(verdicts, effects.WORSE)}"
-    )
-    return (
-        f"**In short, by the test loss.** A sparse method is as good as dense training in {count(like_dense)}. For the "
-        f"other {number(like_dense, effects.OPEN)} it cannot be told. A sparse method is better than a narrower dense "
-        f"network at the same FLOPs in {count(against('narrower dense'))}. It is better than a shorter dense run in "
-        f"{count(against('shorter dense'))}. The tables of the studies have all of these claims, and some methods are "
-        "in several studies."
-    )
+    against = lambda kind, other: [
+        one.verdict for one in known if one.claim.kind == kind and one.claim.second.startswith(other)
+    ]
+    rivals = {
+        "as good as dense training": against("as good as", "dense"),
+        "better than a narrower dense network at the same FLOPs": against("better than", "narrower dense"),
+        "better than a shorter dense run at the same FLOPs": against("better than", "shorter dense"),
+    }
+    columns = {"holds": "holds", "no difference that matters": effects.NO_DIFFERENCE, "worse": effects.WORSE}
+    columns |= {effects.OPEN: effects.OPEN}
+    number = lambda verdicts, start: f"{sum(verdict.startswith(start) for verdict in verdicts)}"
+    rows = [[what, *(number(verdicts, start) for start in columns.values())] for what, verdicts in rivals.items()]
+    return markdown_table([["A sparse method is", *columns], *rows])
 
 
 def networks(studies: list[Judged], results: Path) -> list[str]:
@@ -155,9 +155,8 @@ def claim_rows(one: Judged) -> list[list[str]]:
 
 def _cells(judgement: Judgement, one: Judged) -> list[str]:
     seeds = f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
-    by_accuracy = "the same" if judgement.by_accuracy == judgement.verdict else judgement.by_accuracy
     differences = _interval(judgement.loss, 4), _interval(judgement.accuracy, 2, 100.0)
-    return [judgement.claim.text, judgement.verdict, differences[0], by_accuracy, differences[1], seeds]
+    return [judgement.claim.text, judgement.verdict, differences[0], judgement.by_accuracy, differences[1], seeds]
 
 
 def _interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:

@@ -15,7 +15,7 @@ from experiments.bench.expected import DEVICE, LAYERS, METHODS, MODELS
 from experiments.bench.measure import markdown
 from experiments.bench.silicon.whole import loss_of
 
-PACKS, MULTIPLIES = "pallas_call", "mpmd_map"  # the primitives of Triton's and of Mosaic's kernels
+PACKS, MULTIPLIES = "nm_pack", "hopper_spmm"  # names of kernels
 PRODUCTS = ("dot_general", "conv_general_dilated")  # those of XLA
 
 
@@ -88,14 +88,14 @@ def counted(jaxpr: Any) -> Counted:
     """Count the kernels and products of a program. The body of a `scan` counts once for each iteration."""
     found = Counted()
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        name, kernel = eqn.primitive.name, eqn.params.get("name")
         read, written = (sum(map(_bytes, variables)) for variables in (eqn.invars, eqn.outvars))
         one = Counted()
-        if name == PACKS:
+        if kernel == PACKS:
             *_, second, largest = sorted([0, *map(_bytes, eqn.invars)])
             values = largest // 2
             one = Counted(1, values=values, activated=values * (second == largest), packing_bytes=read + written)
-        elif name == MULTIPLIES:
+        elif kernel == MULTIPLIES:
             one = Counted(packed=1, product_bytes=read + written)
         elif name in PRODUCTS:
             one = Counted(dense=1, product_bytes=read + written)

@@ -51,9 +51,9 @@ def claims(variant: str = "") -> list[Claim]:
     frozen, in_fp8 = "S-STE with a frozen β is better than with", "in FP8 is as good as in float32"
     than = "is better than SR-STE 1:16 after the same number of steps"
     return [
-        Claim(f"{frozen} β = 1", S_STE, "better than", ONE, first_screen=True),
+        Claim(f"{frozen} β = 1", S_STE, "better than", ONE),
         Claim(f"{frozen} the β of each step", S_STE, "better than", NOW),
-        Claim(f"S-STE {in_fp8}", FP8, "as good as", S_STE, first_screen=True),
+        Claim(f"S-STE {in_fp8}", FP8, "as good as", S_STE),
         Claim(f"{WITH_MVUE} {in_fp8}", MVUE_FP8, "as good as", WITH_MVUE),
         Claim("S-STE + MVUE(dw) is as good with two-draw MVUE as with exact MVUE", TWO_DRAWS, "as good as", WITH_MVUE),
         Claim("MdGf 1:16 with exponential decay is better than with linear decay", EXPONENTIAL, "better than", LINEAR),
@@ -63,7 +63,7 @@ def claims(variant: str = "") -> list[Claim]:
         Claim(f"SdGf 1:16, stepwise, {than}", STEPWISE, "better than", SR_STE),
         Claim(f"SdGf 1:16, geometric, {than}", GEOMETRIC, "better than", SR_STE),
         Claim(f"MdGf 1:16, exponential, {than}", EXPONENTIAL, "better than", SR_STE),
-        Claim(f"MdGf 1:16 in all layers {than}", LINEAR, "better than", SR_STE, first_screen=True),
+        Claim(f"MdGf 1:16 in all layers {than}", LINEAR, "better than", SR_STE),
         *methods.over_rivals(WITH_MVUE),
     ]
 

@@ -119,8 +119,8 @@ def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
     its_network = of(variant)
     of_text = its_network.gate is BOOKS
-    gradual = (MDGF_1_16, "SR-STE 1:16") if of_text else (MDGF_2_4, "SR-STE")
-    better = (("S-STE", "STE", True), (*gradual, True), ("SR-STE", "STE", False), ("S-STE", "SR-STE", False))
+    gradual = (MDGF_1_16, "SR-STE 1:16", True) if of_text else (MDGF_2_4, "SR-STE", False)
+    better = (("S-STE", "STE", True), gradual, ("SR-STE", "STE", False), ("S-STE", "SR-STE", False))
     better += (("STE", "random 2:4 weights", True),)
     found = [Claim(f"{a} is better than {b}", a, "better than", b, main) for a, b, main in better]
     found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE", first_screen=of_text))
@@ -130,7 +130,7 @@ def claims(variant: str = "") -> list[Claim]:
     for method in its_network.rivals:
         found += over_rivals(method, first_screen=("narrower",) if of_text else ())
     text = "The dense network is better than one of half the width"
-    return [*found, Claim(text, "dense", "better than", HALF, first_screen=not of_text)]
+    return [*found, Claim(text, "dense", "better than", HALF)]
 
 
 def over_rivals(method: str, *, first_screen: tuple[str, ...] = (), subject: str = "") -> list[Claim]:

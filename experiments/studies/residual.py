@@ -61,10 +61,7 @@ def claims(variant: str = "") -> list[Claim]:
         ("MVUE(dw) 2:4", "largest 2:4 in dw", "the largest 2:4 gradients in dw"),
         ("MVUE(dw) 1:8", "largest 1:8 in dw", "the largest 1:8 gradients in dw"),
     )
-    found += [
-        Claim(f"{first} is better than {words}", first, "better than", other, first == "MVUE(dw) 2:4")
-        for first, other, words in better
-    ]
+    found += [Claim(f"{first} is better than {words}", first, "better than", other) for first, other, words in better]
     rivals = ((NARROWER, "a narrower dense network"), (SHORTER, "a shorter dense run"))
     for arm in PRUNED:
         for other, words in rivals:

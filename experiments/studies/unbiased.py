@@ -38,7 +38,7 @@ def claims(variant: str = "") -> list[Claim]:
         text = f"{words} {operand} is better than {others.lower().removesuffix(' of')}"
         if better == "least squares":
             text += ", which is random in the test too"
-        found.append(Claim(text, arm, "better than", f"{operand}, {other}", operand != "activations"))
+        found.append(Claim(text, arm, "better than", f"{operand}, {other}", operand == "gradients in dw"))
         found.append(Claim(f"{words} {operand} is as good as dense", arm, "as good as", "dense"))
     arm = "gradients in dw, least squares"
     found.append(Claim(f"{biased} gradients in dw is as good as dense", arm, "as good as", "dense"))

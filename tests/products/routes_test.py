@@ -62,7 +62,7 @@ def packers(jaxpr) -> list[int]:
     """Return how many arrays each kernel that packs makes, in inner programs too: two a form."""
     found = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
+        if eqn.params.get("name") == "nm_pack":
             found.append(len(eqn.outvars))
             continue
         inside = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns"))
