@@ -1,4 +1,4 @@
-"""The tables and pictures of studies with claims, and the first table of REPRODUCTION.md."""
+"""The tables and pictures of studies with claims."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ from experiments.claims import POINTS, Judged, Judgement, judged, mean, of_seeds
 from experiments.report import curves as cv, dots, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent
-from experiments.studies import STUDIES, Gate
+from experiments.studies import Gate
 
 # ---- tables ----
 
@@ -19,92 +19,6 @@ HEAD = [
     "claim", "verdict by the loss", "difference of the loss, 95 % interval",
     "verdict by the accuracy", "difference of the accuracy, points", "seeds",
 ]  # fmt: skip
-
-
-def summary(results: Path) -> str:
-    """Return the head of the page: a table of how many claims hold, and what the networks reach.
-
-    Args:
-      results: The folder of the results.
-    """
-    studies = [one for one in _with_results(results) if has_gate_runs(one)]
-    counted = [judgement for one in studies if not one.failed for judgement in one.judgements]
-    return "\n\n".join([*([in_short(counted)] if counted else []), *networks(studies, results)])
-
-
-def first_screen(results: Path) -> str:
-    """Return the table of the main claims of all studies, and which studies are not in it.
-
-    Args:
-      results: The folder of the results.
-    """
-    rows, begun, found = [[*HEAD[:4], "seeds", "network"]], [], _with_results(results)
-    for one in found:
-        if not has_gate_runs(one):
-            begun.append(f"`{one.name}` ({done(one)})")
-            continue
-        for judgement in one.judgements:
-            if judgement.claim.first_screen:
-                *shown, by_accuracy, _, seeds = _cells(judgement, one)
-                rows.append([*shown, by_accuracy.partition(":")[0], seeds, one.gate.network])
-    parts = [markdown_table(rows)]
-    if begun:
-        parts.append(f"Not finished, and not judged yet: {', '.join(begun)}.")
-    if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
-        parts.append(
-            f"Not run yet: {', '.join(missing)}. Their claims are in the files of [experiments/studies](studies)."
-        )
-    return "\n\n".join(parts)
-
-
-def _with_results(results: Path) -> list[Judged]:
-    return [judged(name, results) for name in STUDIES if (results / f"{name}.jsonl").exists()]
-
-
-def in_short(judgements: list[Judgement]) -> str:
-    """Return a table of how many claims of sparse methods against dense networks hold, by the loss.
-
-    Random weights are not counted: they are there to compare with.
-    """
-    known = [one for one in judgements if one.verdict.startswith(("holds", "does not hold", effects.OPEN))]
-    known = [one for one in known if not one.claim.first.startswith("random")]
-    against = lambda kind, other: [
-        one.verdict for one in known if one.claim.kind == kind and one.claim.second.startswith(other)
-    ]
-    rivals = {
-        "as good as dense training": against("as good as", "dense"),
-        "better than a narrower dense network at the same FLOPs": against("better than", "narrower dense"),
-        "better than a shorter dense run at the same FLOPs": against("better than", "shorter dense"),
-    }
-    columns = {"holds": "holds", "no difference that matters": effects.NO_DIFFERENCE, "worse": effects.WORSE}
-    columns |= {effects.OPEN: effects.OPEN}
-    number = lambda verdicts, start: f"{sum(verdict.startswith(start) for verdict in verdicts)}"
-    rows = [[what, *(number(verdicts, start) for start in columns.values())] for what, verdicts in rivals.items()]
-    return markdown_table([["A sparse method is", *columns], *rows])
-
-
-def networks(studies: list[Judged], results: Path) -> list[str]:
-    """Return a paragraph for each network: what it and simple methods reach, and which studies do not pass their gate.
-
-    Args:
-      studies: The studies that are judged.
-      results: The folder of the results.
-    """
-    of_network: dict[str, list[Judged]] = {}
-    for one in studies:
-        of_network.setdefault(one.gate.network, []).append(one)
-    parts = []
-    for network, ones in of_network.items():
-        gate, scores = ones[0].gate, sorted({dense(one) for one in ones} - {""})
-        reaches = f"Dense training reaches {' to '.join(dict.fromkeys((scores[0], scores[-1])))}, " if scores else ""
-        count = "one study" if len(ones) == 1 else f"{len(ones)} studies"
-        failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in ones if one.failed)
-        passed = "It passes its gate" if len(ones) == 1 else "All pass their gate"
-        parts.append(
-            f"**{network}**, {count}. {reaches}{', '.join(simple_methods(gate, results))}. {failed or passed}. "
-            f"The margin is {gate.margin:g} {gate.unit}."
-        )
-    return parts
 
 
 def has_gate_runs(one: Judged) -> bool:
@@ -150,16 +64,16 @@ def claims_table(one: Judged) -> str:
 
 def claim_rows(one: Judged) -> list[list[str]]:
     """Return the rows of the table of all claims; the first is its head."""
-    return [HEAD, *(_cells(judgement, one) for judgement in one.judgements)]
+    return [HEAD, *(cells(judgement, one) for judgement in one.judgements)]
 
 
-def _cells(judgement: Judgement, one: Judged) -> list[str]:
+def cells(judgement: Judgement, one: Judged) -> list[str]:
     seeds = f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
-    differences = _interval(judgement.loss, 4), _interval(judgement.accuracy, 2, 100.0)
+    differences = interval(judgement.loss, 4), interval(judgement.accuracy, 2, 100.0)
     return [judgement.claim.text, judgement.verdict, differences[0], judgement.by_accuracy, differences[1], seeds]
 
 
-def _interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
+def interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
     """Return a difference with its 95 % interval as text."""
     if effect is None:
         return ""

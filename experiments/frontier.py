@@ -23,7 +23,7 @@ from experiments.recorded import study
 from experiments.report.compare_page import html_table
 from experiments.report.page import LOGO, document, notes_list
 from experiments.report.words import duration, safe
-from experiments.studies import Claim, times
+from experiments.studies import STUDIES, Claim, times
 from experiments.training import record, settings
 
 RESULTS = Path(__file__).parent / "results"
@@ -40,7 +40,7 @@ def results_of(page: str) -> str:
     Raises:
       Mistake: If it is not the page of a study with claims, or if it has no results.
     """
-    known = {study(one).page: one for one in evidence.STUDIES if (RESULTS / f"{one}.jsonl").exists()}
+    known = {study(one).page: one for one in STUDIES if (RESULTS / f"{one}.jsonl").exists()}
     if page not in known:
         others = f"Write one of {', '.join(known)}." if known else "No study with claims has results yet."
         raise Mistake(f"--config={page} is not the page of a study with results. {others}")

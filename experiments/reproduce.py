@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from experiments import evidence
+from experiments import evidence, head
 from experiments.errors import Mistake
 from experiments.files import replace
 from experiments.recorded import Study, read, study
@@ -22,7 +22,7 @@ from experiments.report.words import duration
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
-HEAD = {"summary": evidence.summary, "claims": evidence.first_screen}  # of all studies together
+HEAD = {"summary": head.summary, "claims": head.main_claims}  # of all studies together
 BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 

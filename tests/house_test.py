@@ -91,6 +91,7 @@ HOUSE = {
         "recorded": (),
         "claims": (),
         "evidence": (),
+        "head": (),
         "frontier": (),
         "reproduce": (),
         "gallery": (),

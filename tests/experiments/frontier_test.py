@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from experiments import claims, command, evidence, frontier, recorded, reproduce
+from experiments import claims, command, frontier, recorded, reproduce
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 PAGE = '''
@@ -63,7 +63,7 @@ def study(tmp_path, monkeypatch):
     found = recorded.study
     for where in (recorded, claims, frontier):
         monkeypatch.setattr(where, "study", lambda name: toy if name == "toy_cpu" else found(name))
-    monkeypatch.setattr(evidence, "STUDIES", ("toy_cpu",))
+    monkeypatch.setattr(frontier, "STUDIES", ("toy_cpu",))
     monkeypatch.setattr(frontier, "RESULTS", results)
     words = ["launch.py", f"--config={page}:cpu", "--sweep", f"--results={results / 'toy_cpu.jsonl'}"]
     command.main([*words, f"--workdir={tmp_path / 'study'}"], "")

@@ -1,0 +1,125 @@
+"""The head of REPRODUCTION.md: how many claims hold, what the networks reach, and the table of the main claims."""
+
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+
+from experiments import members, pages
+from experiments.claims import Judged, Judgement, judged
+from experiments.evidence import HEAD, cells, dense, done, has_gate_runs, interval, simple_methods
+from experiments.report import effects
+from experiments.report.words import markdown_table
+from experiments.studies import STUDIES, methods
+from experiments.training import settings
+
+QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second arm begins
+    "as good as dense training": ("as good as", "dense"),
+    "better than a narrower dense network": ("better than", "narrower dense"),
+    "better than a shorter dense run": ("better than", "shorter dense"),
+}
+VERDICTS = ("holds", "does not hold", effects.OPEN)
+
+
+def summary(results: Path) -> str:
+    """Return a table of how many claims hold, and what the networks reach.
+
+    Args:
+      results: The folder of the results.
+    """
+    studies = [one for one in _with_results(results) if has_gate_runs(one)]
+    return "\n\n".join([*([_counts(studies)] if studies else []), *_networks(studies, results)])
+
+
+def main_claims(results: Path) -> str:
+    """Return the table of the main claims of all studies, and which studies are not in it.
+
+    Args:
+      results: The folder of the results.
+    """
+    rows, begun, found = [[*HEAD[:4], "seeds", "network"]], [], _with_results(results)
+    for one in found:
+        if not has_gate_runs(one):
+            begun.append(f"`{one.name}` ({done(one)})")
+            continue
+        for judgement in one.judgements:
+            if judgement.claim.first_screen:
+                *shown, _, seeds = cells(judgement, one)
+                rows.append([*shown, seeds, one.gate.network])
+    parts = [markdown_table(rows)]
+    if begun:
+        parts.append(f"Not finished, and not judged yet: {', '.join(begun)}.")
+    if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
+        parts.append(
+            f"Not run yet: {', '.join(missing)}. Their claims are in the files of [experiments/studies](studies)."
+        )
+    return "\n\n".join(parts)
+
+
+def _with_results(results: Path) -> list[Judged]:
+    return [judged(name, results) for name in STUDIES if (results / f"{name}.jsonl").exists()]
+
+
+def _counts(studies: list[Judged]) -> str:
+    """Return a table of how many sparse methods are as good as dense training, and better than their rivals."""
+    verdicts = {question: [] for question in QUESTIONS}
+    for question, verdict in _once(studies):
+        verdicts[question].append(verdict)
+    rows = [["a sparse method is", *VERDICTS]]
+    for question, found in verdicts.items():
+        number = lambda start, found=found: sum(verdict.startswith(start) for verdict in found)
+        held, failed, undecided = (number(start) for start in VERDICTS)
+        worse = "" if QUESTIONS[question][0] == "as good as" else f" ({number(effects.WORSE)} worse)"
+        rows.append([question, f"{held}", f"{failed}{worse if failed else ''}", f"{undecided}"])
+    return markdown_table(rows)
+
+
+def _once(studies: list[Judged]) -> Iterator[tuple[str, str]]:
+    """Yield the questions and verdicts of `_counts`.
+
+    Several studies may judge a method in the same layers of the same network. Then only the one with the most seeds
+    counts. Random masks do not count: they are there to compare with.
+    """
+    found: dict[Hashable, tuple[str, Judgement]] = {}
+    for one in studies:
+        for judgement in one.judgements:
+            claim = judgement.claim
+            if one.failed or claim.first.startswith("random") or not judgement.verdict.startswith(VERDICTS):
+                continue
+            for question, (kind, second) in QUESTIONS.items():
+                if claim.kind == kind and claim.second.startswith(second):
+                    key = (one.gate.network, _recipe(one, claim.first), question)
+                    if key not in found or judgement.seeds > found[key][1].seeds:
+                        found[key] = question, judgement
+    return ((question, judgement.verdict) for question, judgement in found.values())
+
+
+def _recipe(one: Judged, arm: str) -> Hashable:
+    """Return what an arm prunes: two arms that prune the same values in the same way have the same."""
+    changes = {"seed": 0} | {name: value for name, value in one.arms[arm].changes.items() if name != "steps"}
+    (member,) = members.listed(pages.load(one.study.page), [changes])
+    return settings.recipe(member.config, 1000)
+
+
+def _networks(studies: list[Judged], results: Path) -> list[str]:
+    """Return a paragraph for each network: what it and simple methods reach, and which studies do not pass their gate.
+
+    Args:
+      studies: The studies that are judged.
+      results: The folder of the results.
+    """
+    of_network: dict[str, list[Judged]] = {}
+    for one in studies:
+        of_network.setdefault(one.gate.network, []).append(one)
+    parts = []
+    for network, ones in of_network.items():
+        gate, scores = ones[0].gate, sorted({dense(one) for one in ones} - {""})
+        reaches = f"Dense training reaches {' to '.join(dict.fromkeys((scores[0], scores[-1])))}, " if scores else ""
+        count = "one study" if len(ones) == 1 else f"{len(ones)} studies"
+        failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in ones if one.failed)
+        passed = "It passes its gate" if len(ones) == 1 else "All pass their gate"
+        halves = [one.over_dense[methods.HALF] for one in ones if methods.HALF in one.over_dense]
+        scale = f" Half the width costs dense training {interval(halves[0], 4)}." if halves else ""
+        parts.append(
+            f"**{network}**, {count}. {reaches}{', '.join(simple_methods(gate, results))}. {failed or passed}. "
+            f"The margin is {gate.margin:g} {gate.unit}.{scale}"
+        )
+    return parts
