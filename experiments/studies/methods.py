@@ -71,8 +71,14 @@ class Network(NamedTuple):
 
 
 MDGF_2_4, MDGF_1_16 = "MdGf (70 %)", "MdGf 1:16 (70 %)"
+FADING, FADING_1_16 = "MdGf (30 %, autodiff) + MVUE(dw)", "MdGf 1:16 (70 %, autodiff)"  # gradients fade, too
 VIT = WHOLE | {MDGF_2_4: "mdgf(2,4,linear(1,0,70%))"}
-GPT = WHOLE | {"SR-STE 1:16": "sr_ste(1,16)", MDGF_1_16: "mdgf(1,16,linear(1,0,70%))"}
+GPT = WHOLE | {
+    "SR-STE 1:16": "sr_ste(1,16)",
+    MDGF_1_16: "mdgf(1,16,linear(1,0,70%))",
+    FADING: "mdgf(2,4,linear(1,0,30%),'autodiff'); drhs_g=mvue(2,4)",
+    FADING_1_16: "mdgf(1,16,linear(1,0,70%),'autodiff')",
+}
 HALF = "dense, half as wide"  # shows what a difference is worth
 MVUE, RECIPE = "S-STE + MVUE(dw)", "MdGf (30 %) + MVUE(dw)"
 NETWORKS = {
@@ -122,32 +128,42 @@ def claims(variant: str = "") -> list[Claim]:
     gradual = (MDGF_1_16, "SR-STE 1:16", True) if of_text else (MDGF_2_4, "SR-STE", False)
     better = (("S-STE", "STE", True), gradual, ("SR-STE", "STE", False), ("S-STE", "SR-STE", False))
     better += (("STE", "random 2:4 weights", True),)
+    if of_text:
+        better += ((FADING_1_16, "SR-STE 1:16", True), (FADING, RECIPE, False), (FADING_1_16, MDGF_1_16, False))
     found = [Claim(f"{a} is better than {b}", a, "better than", b, main) for a, b, main in better]
-    found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE", first_screen=of_text))
+    found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE"))
     for method in its_network.methods:
         verb = "are" if method.endswith("weights") else "is"
         found.append(Claim(f"{method} {verb} as good as dense", method, "as good as", "dense"))
     for method in its_network.rivals:
         found += over_rivals(method, first_screen=("narrower",) if of_text else ())
+    if of_text:
+        found += over_rivals(FADING, rivals_of=RECIPE)
+        found += over_rivals(MVUE, rivals_of=RECIPE, at="slightly more FLOPs")
     text = "The dense network is better than one of half the width"
     return [*found, Claim(text, "dense", "better than", HALF)]
 
 
-def over_rivals(method: str, *, first_screen: tuple[str, ...] = (), subject: str = "") -> list[Claim]:
+def over_rivals(
+    method: str, *, rivals_of: str = "", at: str = "the same FLOPs", first_screen: tuple[str, ...] = (),
+    subject: str = "",
+) -> list[Claim]:  # fmt: skip
     """Return the claims that a method is better than its dense rivals.
 
     Args:
       method: The name of the method.
+      rivals_of: The name of the method that has the rivals; without it, this method.
+      at: The FLOPs of the rivals.
       first_screen: Which of them are main claims: "narrower", "shorter".
       subject: The subject of the sentences, with its verb; without it, the name of the method.
     """
     words = {"narrower": "a narrower dense network", "shorter": "a shorter dense run"}
     return [
         Claim(
-            f"{subject or f'{method} is'} better than {network} at the same FLOPs",
+            f"{subject or f'{method} is'} better than {network} at {at}",
             method,
             "better than",
-            rival(f"{word} dense", method),
+            rival(f"{word} dense", rivals_of or method),
             word in first_screen,
         )
         for word, network in words.items()
