@@ -72,11 +72,12 @@ class Network(NamedTuple):
 
 MDGF_2_4, MDGF_1_16 = "MdGf (70 %)", "MdGf 1:16 (70 %)"
 FADING, FADING_1_16 = "MdGf (30 %, autodiff) + MVUE(dw)", "MdGf 1:16 (70 %, autodiff)"  # gradients fade, too
+FADING_TEXT = "mdgf(2,4,linear(1,0,30%),'autodiff'); drhs_g=mvue(2,4)"
 VIT = WHOLE | {MDGF_2_4: "mdgf(2,4,linear(1,0,70%))"}
 GPT = WHOLE | {
     "SR-STE 1:16": "sr_ste(1,16)",
     MDGF_1_16: "mdgf(1,16,linear(1,0,70%))",
-    FADING: "mdgf(2,4,linear(1,0,30%),'autodiff'); drhs_g=mvue(2,4)",
+    FADING: FADING_TEXT,
     FADING_1_16: "mdgf(1,16,linear(1,0,70%),'autodiff')",
 }
 HALF = "dense, half as wide"  # shows what a difference is worth

@@ -5,7 +5,8 @@ r"""The method of configs/vit_24.py against dense networks at the same FLOPs, wi
 
 Weights fade to 2:4 until 30 % of the run, and MVUE prunes the gradients in dw. A second method prunes the gradients in
 dx too, so that every product has a sparse operand. Each has a dense rival that is narrower, and one that ends sooner.
-The variants vit_cpu and vit_gpu are the ViTs of methods.py.
+In a third method, the gradients of dropped weights fade as the weights do. The variants vit_cpu and vit_gpu are the
+ViTs of methods.py.
 """
 
 from typing import Any
@@ -33,6 +34,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
     for method, text in METHODS.items():
         found[method] = {"sparsity.blocks": text}
         found |= methods.rivals(get_config(variant), method, RIVALS[one_of(variant, RIVALS)][method])
+    found[methods.FADING] = {"sparsity.blocks": methods.FADING_TEXT}  # costs what DW costs
     found["dense, feed-forward width 8"] = {"model.hidden": 8}
     found[WORSE] = {"sparsity.blocks": RANDOM}
     return found
@@ -44,7 +46,11 @@ def claims(variant: str = "") -> list[Claim]:
     for method in METHODS:
         found.append(Claim(f"{method} is as good as dense", method, "as good as", "dense", first_screen=method == DW))
         found += methods.over_rivals(method, first_screen=("narrower", "shorter") if method == DW else ())
-    return [*found, Claim(f"{DW_DX} is as good as {DW}", DW_DX, "as good as", DW)]
+    found.append(Claim(f"{DW_DX} is as good as {DW}", DW_DX, "as good as", DW))
+    fading = methods.FADING
+    found.append(Claim(f"{fading} is better than {DW}", fading, "better than", DW))
+    found.append(Claim(f"{fading} is as good as dense", fading, "as good as", "dense"))
+    return [*found, *methods.over_rivals(fading, rivals_of=DW)]
 
 
 def seeds(variant: str = "") -> list[int]:
