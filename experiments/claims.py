@@ -6,11 +6,14 @@ from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nmjax as nm
+from experiments import members, pages
 from experiments.errors import Mistake
 from experiments.recorded import Study, read, study
 from experiments.report import effects
 from experiments.report.effects import Effect
 from experiments.studies import Claim, Gate, times
+from experiments.training import settings
 
 POINTS = 0.005  # a difference of accuracy that matters
 NOT_RUN, NO_COUNT = "not run", "does not count"
@@ -129,6 +132,15 @@ def step_times(name: str, results: Path) -> dict[str, float]:
     path = results / f"times_{name.rpartition('_')[2]}.jsonl"
     lines = read(path) if path.exists() else []
     return next((times.shares(line["rows"]) for line in lines if line["case"]["study"] == name), {})
+
+
+def recipe_of(one: Study, changes: dict[str, Any]) -> nm.Recipe:
+    """Return what some changes of a study's config prune, with schedules as for a run of 1,000 steps.
+
+    Two arms that prune the same values in the same way have the same recipe.
+    """
+    (member,) = members.listed(pages.load(one.page), [{"seed": 0} | changes])
+    return settings.recipe(member.config, 1000)
 
 
 def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from experiments import claims, command, evidence, members, pages
-from experiments.claims import Judged, arm_of, judge, judged
+from experiments.claims import Judged, arm_of, judge, judged, recipe_of
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.files import lines as lines_of, replace, writable
 from experiments.recorded import study
@@ -24,7 +24,7 @@ from experiments.report.compare_page import html_table
 from experiments.report.page import LOGO, document, notes_list
 from experiments.report.words import duration, safe
 from experiments.studies import STUDIES, Claim, times
-from experiments.training import record, settings
+from experiments.training import record
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = "experiments/studies/recipe.py:vit_cpu"
@@ -54,11 +54,10 @@ def checked(method: str, one: Judged) -> None:
       method: The text of the method.
       one: The study.
     """
-    base, field = pages.load(one.study.page), field_of(one.name)
-    read = lambda text: settings.recipe(members.listed(base, [{field: text, "seed": 0}])[0].config, 1000)
-    mine = read(method)
+    field = field_of(one.name)
+    mine = recipe_of(one.study, {field: method})
     for arm, of in one.arms.items():
-        if list(of.changes) == [field] and read(of.changes[field]) == mine:
+        if list(of.changes) == [field] and recipe_of(one.study, of.changes) == mine:
             raise Mistake(f"--method={method}: the study has this method, as “{arm}”.")
 
 

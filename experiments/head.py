@@ -3,13 +3,11 @@
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
-from experiments import members, pages
-from experiments.claims import Judged, Judgement, judged
+from experiments.claims import Judged, Judgement, judged, recipe_of
 from experiments.evidence import HEAD, cells, dense, done, has_gate_runs, interval, simple_methods
 from experiments.report import effects
 from experiments.report.words import markdown_table
 from experiments.studies import STUDIES, methods
-from experiments.training import settings
 
 QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second arm begins
     "as good as dense training": ("as good as", "dense"),
@@ -86,17 +84,10 @@ def _once(studies: list[Judged]) -> Iterator[tuple[str, str]]:
                 continue
             for question, (kind, second) in QUESTIONS.items():
                 if claim.kind == kind and claim.second.startswith(second):
-                    key = (one.gate.network, _recipe(one, claim.first), question)
+                    key = (one.gate.network, recipe_of(one.study, one.arms[claim.first].changes), question)
                     if key not in found or judgement.seeds > found[key][1].seeds:
                         found[key] = question, judgement
     return ((question, judgement.verdict) for question, judgement in found.values())
-
-
-def _recipe(one: Judged, arm: str) -> Hashable:
-    """Return what an arm prunes: two arms that prune the same values in the same way have the same."""
-    changes = {"seed": 0} | {name: value for name, value in one.arms[arm].changes.items() if name != "steps"}
-    (member,) = members.listed(pages.load(one.study.page), [changes])
-    return settings.recipe(member.config, 1000)
 
 
 def _networks(studies: list[Judged], results: Path) -> list[str]:
