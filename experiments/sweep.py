@@ -21,7 +21,7 @@ from experiments.files import writable
 from experiments.members import Member, at, refuse_other_names
 from experiments.report.words import duration
 from experiments.scale import processes
-from experiments.training import digest, record
+from experiments.training import digest, lock, record
 from experiments.training.checkpoints import Checkpoints
 
 
@@ -115,6 +115,8 @@ class _Sweep:
         """
         group, earlier = [self.runs[number]], bool(self.begun)
         try:
+            if processes.count() == 1:  # before its program is made, which takes seconds
+                lock.refuse_taken(self.workdir / group[0].folder)
             group = self.group(number, at_once)
             return group, self.train(group)
         except Taken as error:
@@ -215,10 +217,11 @@ class _Sweep:
 
 
 def _beside(member: Member, later: list[Member], workdir: Path) -> list[Member]:
-    """Return those that can be trained beside a run: they differ in their seed alone, and are at the same step."""
+    """Return those that can be trained beside a run: free ones at the same step that differ in their seed alone."""
     alike = [other for other in later if _but_for_seed(other) == _but_for_seed(member)]
     step = _step(workdir / member.folder) if alike else None
-    return [other for other in alike if step is not None and _step(workdir / other.folder) == step]
+    same = [other for other in alike if step is not None and _step(workdir / other.folder) == step]
+    return [other for other in same if not lock.is_taken(workdir / other.folder)]
 
 
 def _but_for_seed(member: Member) -> dict:

@@ -74,6 +74,22 @@ def held(workdir: Path) -> Iterator[None]:
                 path.unlink()
 
 
+def refuse_taken(workdir: Path) -> None:
+    """Raise `Taken` if another process holds the lock of a directory, which may not be there yet."""
+    with contextlib.suppress(FileNotFoundError, PermissionError), (workdir / NAME).open("rb+") as file:
+        if not _locked(file):
+            raise Taken(_taken(file, workdir))
+
+
+def is_taken(workdir: Path) -> bool:
+    """Return whether another process holds the lock of a directory, which may not be there yet."""
+    try:
+        refuse_taken(workdir)
+    except Taken:
+        return True
+    return False
+
+
 def _opened(path: Path) -> BinaryIO:
     """Open the file, and lock it."""
     until = time.monotonic() + PATIENCE
@@ -85,10 +101,7 @@ def _opened(path: Path) -> BinaryIO:
                 opened.pop_all()  # it stays open
                 return file
             if not locked and time.monotonic() >= until:
-                raise Taken(
-                    f"--workdir={path.parent} is being written by {_owner(file)}. Wait until it ends, or give this run "
-                    "another --workdir."
-                )
+                raise Taken(_taken(file, path.parent))
         time.sleep(0.05)
 
 
@@ -112,6 +125,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def _owner(file: BinaryIO) -> str:
+def _taken(file: BinaryIO, workdir: Path) -> str:
     file.seek(0)
-    return " ".join(file.read(200).decode(errors="replace").split()) or "another process"
+    owner = " ".join(file.read(200).decode(errors="replace").split()) or "another process"
+    return f"--workdir={workdir} is being written by {owner}. Wait until it ends, or give this run another --workdir."

@@ -1,5 +1,6 @@
 """A sweep goes on when one of its runs cannot, and its file of results loses no line."""
 
+import contextlib
 import json
 import subprocess
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 
 from experiments import collected, command, files, members, pages, sweep
 from experiments.errors import Failed, Mistake, Taken
+from experiments.training import lock
 from tests.experiments.sweep_test import PAGE, page
 
 
@@ -100,6 +102,25 @@ def test_a_taken_run_leaves_those_beside_it(tmp_path, capsys):
         runs.sweep(of_seeds(4), at_once=4)
     assert sorted(seed for group in runs.trained for seed in group) == [0, 1, 2]
     assert capsys.readouterr().out.count("another process writes to seed=3") == 1
+
+
+def test_runs_that_another_process_writes_make_no_program(tmp_path, capsys):
+    made, runs = [], Runs(tmp_path)
+    make = runs.make
+    runs.make = lambda member: made.append(member.config.batch) or make(member)
+    all_runs = of_seeds(4)
+    for member in all_runs[:2]:
+        member.config.unlock()
+        member.config.batch = 32
+    with contextlib.ExitStack() as other:
+        for number in (0, 1, 3):  # all of one program, and one of two runs of the other
+            (place := tmp_path / all_runs[number].folder).mkdir()
+            other.enter_context(lock.held(place))
+        with pytest.raises(Failed, match="other processes are writing to these runs.*: seed=0, seed=1, seed=3$"):
+            runs.sweep(all_runs, at_once=4)
+    assert made == [all_runs[2].config.batch]
+    assert runs.trained == [[2]]
+    assert capsys.readouterr().out.count("is being written by process") == 3
 
 
 def test_results_of_two_sweeps_that_began_in_the_same_second(tmp_path):
