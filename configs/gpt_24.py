@@ -20,5 +20,5 @@ def get_config(variant=""):
     c = common.gpt(variant)
     c.twin = "configs/gpt_dense.py"
     c.rules = ((r"blocks/.*", "blocks"), (r".*", "dense"))
-    c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)")
+    c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,30%),'autodiff'); drhs_g=mvue(2,4)")
     return c

@@ -14,5 +14,5 @@ def get_config(variant=""):
     c = moe_dense.get_config(variant)
     c.twin = "configs/moe_dense.py"
     c.rules = ((r".*/router", "dense"), (r"blocks/.*", "blocks"), (r".*", "dense"))
-    c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)")
+    c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,30%),'autodiff'); drhs_g=mvue(2,4)")
     return c

@@ -58,25 +58,28 @@ def _with_results(results: Path) -> list[Judged]:
 
 def _counts(studies: list[Judged]) -> str:
     """Return a table of how many sparse methods are as good as dense training, and better than their rivals."""
-    verdicts = {question: [] for question in QUESTIONS}
-    for question, verdict in _once(studies):
-        verdicts[question].append(verdict)
-    rows = [["a sparse method is", *VERDICTS]]
-    for question, found in verdicts.items():
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for network in dict.fromkeys(one.gate.network for one in studies):
+        verdicts |= {(network, question): [] for question in QUESTIONS}
+    for asked, verdict in _once(studies):
+        verdicts[asked].append(verdict)
+    rows = [["network", "a sparse method is", *VERDICTS]]
+    for (network, question), found in verdicts.items():
         number = lambda start, found=found: sum(verdict.startswith(start) for verdict in found)
         held, failed, undecided = (number(start) for start in VERDICTS)
         worse = "" if QUESTIONS[question][0] == "as good as" else f" ({number(effects.WORSE)} worse)"
-        rows.append([question, f"{held}", f"{failed}{worse if failed else ''}", f"{undecided}"])
+        if found:
+            rows.append([network, question, f"{held}", f"{failed}{worse if failed else ''}", f"{undecided}"])
     return markdown_table(rows)
 
 
-def _once(studies: list[Judged]) -> Iterator[tuple[str, str]]:
-    """Yield the questions and verdicts of `_counts`.
+def _once(studies: list[Judged]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield the verdicts of `_counts`, each with its network and its question.
 
     Several studies may judge a method in the same layers of the same network. Then only the one with the most seeds
     counts. Random masks do not count: they are there to compare with.
     """
-    found: dict[Hashable, tuple[str, Judgement]] = {}
+    found: dict[tuple[str, Hashable, str], Judgement] = {}
     for one in studies:
         for judgement in one.judgements:
             claim = judgement.claim
@@ -85,9 +88,9 @@ def _once(studies: list[Judged]) -> Iterator[tuple[str, str]]:
             for question, (kind, second) in QUESTIONS.items():
                 if claim.kind == kind and claim.second.startswith(second):
                     key = (one.gate.network, recipe_of(one.study, one.arms[claim.first].changes), question)
-                    if key not in found or judgement.seeds > found[key][1].seeds:
-                        found[key] = question, judgement
-    return ((question, judgement.verdict) for question, judgement in found.values())
+                    if key not in found or judgement.seeds > found[key].seeds:
+                        found[key] = judgement
+    return (((network, question), judgement.verdict) for (network, _, question), judgement in found.items())
 
 
 def _networks(studies: list[Judged], results: Path) -> list[str]:

@@ -71,7 +71,7 @@ class Network(NamedTuple):
 
 
 MDGF_2_4, MDGF_1_16 = "MdGf (70 %)", "MdGf 1:16 (70 %)"
-FADING, FADING_1_16 = "MdGf (30 %, autodiff) + MVUE(dw)", "MdGf 1:16 (70 %, autodiff)"  # gradients fade, too
+FADING, FADING_1_16 = "MdGf (30 %, autodiff) + MVUE(dw)", "MdGf 1:16 (70 %, autodiff)"  # gradients fade too
 FADING_TEXT = "mdgf(2,4,linear(1,0,30%),'autodiff'); drhs_g=mvue(2,4)"
 VIT = WHOLE | {MDGF_2_4: "mdgf(2,4,linear(1,0,70%))"}
 GPT = WHOLE | {
@@ -135,11 +135,11 @@ def claims(variant: str = "") -> list[Claim]:
     found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE"))
     for method in its_network.methods:
         verb = "are" if method.endswith("weights") else "is"
-        found.append(Claim(f"{method} {verb} as good as dense", method, "as good as", "dense"))
+        found.append(Claim(f"{method} {verb} as good as dense", method, "as good as", "dense", method == FADING))
     for method in its_network.rivals:
         found += over_rivals(method, first_screen=("narrower",) if of_text else ())
     if of_text:
-        found += over_rivals(FADING, rivals_of=RECIPE)
+        found += over_rivals(FADING, rivals_of=RECIPE, first_screen=("narrower",))
         found += over_rivals(MVUE, rivals_of=RECIPE, at="slightly more FLOPs")
     text = "The dense network is better than one of half the width"
     return [*found, Claim(text, "dense", "better than", HALF)]
