@@ -1,4 +1,4 @@
-"""A mixture of experts with 2:4 weights by progressive gradient flow, and 2:4 gradients in dw by MVUE.
+"""A mixture of experts with 2:4 weights by S-STE (arXiv 2409.09099), and 2:4 gradients in dw by MVUE.
 
     python launch.py --config=configs/moe_24.py
 
@@ -14,5 +14,5 @@ def get_config(variant=""):
     c = moe_dense.get_config(variant)
     c.twin = "configs/moe_dense.py"
     c.rules = ((r".*/router", "dense"), (r"blocks/.*", "blocks"), (r".*", "dense"))
-    c.sparsity = dict(blocks="mdgf(2,4,linear(1,0,30%),'autodiff'); drhs_g=mvue(2,4)")
+    c.sparsity = dict(blocks="s_ste(2,4)")
     return c

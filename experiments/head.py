@@ -24,7 +24,7 @@ def summary(results: Path) -> str:
       results: The folder of the results.
     """
     studies = [one for one in _with_results(results) if has_gate_runs(one)]
-    return "\n\n".join([*([_counts(studies)] if studies else []), *_networks(studies, results)])
+    return "\n\n".join([*_counts(studies), *_networks(studies, results)])
 
 
 def main_claims(results: Path) -> str:
@@ -56,8 +56,11 @@ def _with_results(results: Path) -> list[Judged]:
     return [judged(name, results) for name in STUDIES if (results / f"{name}.jsonl").exists()]
 
 
-def _counts(studies: list[Judged]) -> str:
-    """Return a table of how many sparse methods are as good as dense training, and better than their rivals."""
+def _counts(studies: list[Judged]) -> list[str]:
+    """Return a table of how many sparse methods are as good as dense training, and better than their rivals.
+
+    Without a verdict there is no table.
+    """
     verdicts: dict[tuple[str, str], list[str]] = {}
     for network in dict.fromkeys(one.gate.network for one in studies):
         verdicts |= {(network, question): [] for question in QUESTIONS}
@@ -70,7 +73,7 @@ def _counts(studies: list[Judged]) -> str:
         worse = "" if QUESTIONS[question][0] == "as good as" else f" ({number(effects.WORSE)} worse)"
         if found:
             rows.append([network, question, f"{held}", f"{failed}{worse if failed else ''}", f"{undecided}"])
-    return markdown_table(rows)
+    return [markdown_table(rows)] if rows[1:] else []
 
 
 def _once(studies: list[Judged]) -> Iterator[tuple[tuple[str, str], str]]:

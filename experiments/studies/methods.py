@@ -135,12 +135,12 @@ def claims(variant: str = "") -> list[Claim]:
     found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE"))
     for method in its_network.methods:
         verb = "are" if method.endswith("weights") else "is"
-        found.append(Claim(f"{method} {verb} as good as dense", method, "as good as", "dense", method == FADING))
+        found.append(Claim(f"{method} {verb} as good as dense", method, "as good as", "dense"))
     for method in its_network.rivals:
         found += over_rivals(method, first_screen=("narrower",) if of_text else ())
     if of_text:
-        found += over_rivals(FADING, rivals_of=RECIPE, first_screen=("narrower",))
-        found += over_rivals(MVUE, rivals_of=RECIPE, at="slightly more FLOPs")
+        found += over_rivals(FADING, rivals_of=RECIPE)
+        found += over_rivals(MVUE, rivals_of=RECIPE, at="slightly more FLOPs", first_screen=("narrower",))
     text = "The dense network is better than one of half the width"
     return [*found, Claim(text, "dense", "better than", HALF)]
 
