@@ -1,11 +1,11 @@
-"""A GPT whose products for y and dw are 2:4 from the first step on: weights by S-STE, gradients in dw by MVUE.
+"""A GPT with 2:4 weights by S-STE, and 2:4 gradients in dw by MVUE, from the first step on.
 
     python launch.py --config=configs/gpt_24.py
 
-docs/evidence/method.md (Changes) says how this method was chosen, and experiments/REPRODUCTION.md has the study of
-it. To prune gradients in dx too: --config.sparsity.blocks='s_ste(2,4); dlhs_g=mvue(2,4)'.
+docs/evidence/method.md (Changes) says how this method was chosen, and experiments/REPRODUCTION.md has its
+results. To prune gradients in dx too: --config.sparsity.blocks='s_ste(2,4); dlhs_g=mvue(2,4)'. No study tests this.
 
-Bytes of the help topics of Python, two CPU cores: four minutes; 1.499 nats a byte on the test text (one seed).
+Bytes of the help topics of Python, two CPU cores: five minutes; 1.499 nats a byte on the test text (one seed).
 Its dense twin, configs/gpt_dense.py, has 1.468 with the same seed, and 1.453 ± 0.009 over three seeds (± is the
 standard error), so one run tells little. configs/gpt_sste.py prunes only the feed-forward layers. Any text:
 --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.

@@ -1,4 +1,4 @@
-"""A GPT with 2:4 feed-forward layers by S-STE (arXiv 2409.09099), as in its paper, and 2:4 gradients in dw by MVUE.
+"""A GPT with 2:4 feed-forward layers by S-STE and MVUE in dw, as in the paper of S-STE (arXiv 2409.09099).
 
     python launch.py --config=configs/gpt_sste.py
 

@@ -33,7 +33,7 @@ def main_claims(results: Path) -> str:
     Args:
       results: The folder of the results.
     """
-    rows, begun, found = [[*HEAD[:4], "seeds", "network"]], [], _with_results(results)
+    head, rows, begun, found = ["network", *HEAD[:4], "seeds"], [], [], _with_results(results)
     for one in found:
         if not has_gate_runs(one):
             begun.append(f"`{one.name}` ({done(one)})")
@@ -41,13 +41,14 @@ def main_claims(results: Path) -> str:
         for judgement in one.judgements:
             if judgement.claim.first_screen:
                 *shown, _, seeds = cells(judgement, one)
-                rows.append([*shown, seeds, one.gate.network])
-    parts = [markdown_table(rows)]
+                rows.append([one.gate.network, *shown, seeds])
+    networks = list(dict.fromkeys(row[0] for row in rows))
+    parts = [markdown_table([head, *sorted(rows, key=lambda row: networks.index(row[0]))])]
     if begun:
         parts.append(f"Not finished, and not judged yet: {', '.join(begun)}.")
     if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
         parts.append(
-            f"Not run yet: {', '.join(missing)}. Their claims are in the files of [experiments/studies](studies)."
+            f"Not run yet: {', '.join(missing)}. The files of [experiments/studies](studies) have their claims."
         )
     return "\n\n".join(parts)
 
@@ -57,9 +58,9 @@ def _with_results(results: Path) -> list[Judged]:
 
 
 def _counts(studies: list[Judged]) -> list[str]:
-    """Return a table of how many sparse methods are as good as dense training, and better than their rivals.
+    """Return a table of how many sparse methods are as good as dense training, or better than their rivals.
 
-    Without a verdict there is no table.
+    It is the only element of the list. Without verdicts the list is empty.
     """
     verdicts: dict[tuple[str, str], list[str]] = {}
     for network in dict.fromkeys(one.gate.network for one in studies):
@@ -77,7 +78,7 @@ def _counts(studies: list[Judged]) -> list[str]:
 
 
 def _once(studies: list[Judged]) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield the verdicts of `_counts`, each with its network and its question.
+    """Yield the verdicts of `_counts`, each with its network and its question, a key of `QUESTIONS`.
 
     Several studies may judge a method in the same layers of the same network. Then only the one with the most seeds
     counts. Random masks do not count: they are there to compare with.
@@ -109,12 +110,14 @@ def _networks(studies: list[Judged], results: Path) -> list[str]:
     parts = []
     for network, ones in of_network.items():
         gate, scores = ones[0].gate, sorted({dense(one) for one in ones} - {""})
-        reaches = f"Dense training reaches {' to '.join(dict.fromkeys((scores[0], scores[-1])))}, " if scores else ""
+        metric = "an accuracy" if gate.metric == "accuracy" else "a loss"
+        spread = " to ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else ""
+        reaches = f"Dense training reaches {metric} of {spread}, " if scores else ""
         count = "one study" if len(ones) == 1 else f"{len(ones)} studies"
         failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in ones if one.failed)
         passed = "It passes its gate" if len(ones) == 1 else "All pass their gate"
         halves = [one.over_dense[methods.HALF] for one in ones if methods.HALF in one.over_dense]
-        scale = f" Half the width costs dense training {interval(halves[0], 4)}." if halves else ""
+        scale = f" Half the width changes the loss of dense training by {interval(halves[0], 4)}." if halves else ""
         parts.append(
             f"**{network}**, {count}. {reaches}{', '.join(simple_methods(gate, results))}. {failed or passed}. "
             f"The margin is {gate.margin:g} {gate.unit}.{scale}"

@@ -10,8 +10,9 @@ import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,8 @@ def run(
     sweep = _Sweep(runs, workdir, make, train)
     if results is not None:
         sweep.reuse(runs if index is None else [runs[index]], results)
-    for number, member in enumerate(runs):
-        if index not in (None, number) or member.name in sweep.begun or member.name in sweep.reused:
-            continue
-        group, stopped_by = [], None
+    for number in sweep.numbers(index):
+        member, group, stopped_by = runs[number], [], None
         if not processes.agreed(partial(record.is_done, workdir / member.folder)):
             group, stopped_by = sweep.train_from(number, at_once, alone=index is not None)
         elif processes.first():
@@ -102,6 +101,21 @@ class _Sweep:
         self._program: Any = None
         self._made_for: Member | None = None
 
+    def numbers(self, index: int | None) -> Iterator[int]:
+        """Yield the numbers of the runs to do: first all, then those that another process had and did not finish.
+
+        Args:
+          index: The number of the only run to do, or None for all.
+        """
+        for number, member in enumerate(self.runs):
+            if index in (None, number) and member.name not in self.begun and member.name not in self.reused:
+                yield number
+        for member in tuple(self.left):
+            directory = self.workdir / member.folder
+            if not record.is_done(directory) and not lock.is_taken(directory):
+                self.left.remove(member)
+                yield self.runs.index(member)
+
     def train_from(self, number: int, at_once: int, alone: bool) -> tuple[list[Member], signal.Signals | None]:
         """Train the run of a number, and those that may be trained beside it. If it fails, the sweep goes on.
 
@@ -115,7 +129,7 @@ class _Sweep:
         """
         group, earlier = [self.runs[number]], bool(self.begun)
         try:
-            if processes.count() == 1:  # before its program is made, which takes seconds
+            if processes.count() == 1 and not alone:  # now, because it takes seconds to make a program
                 lock.refuse_taken(self.workdir / group[0].folder)
             group = self.group(number, at_once)
             return group, self.train(group)
@@ -179,7 +193,7 @@ class _Sweep:
                 )
         if at_once == 1 or self._program.task.streamed:
             return [member]
-        return [member, *_beside(member, self._left_from(number + 1), self.workdir)[: at_once - 1]]
+        return [member, *islice(_beside(member, self._left_from(number + 1), self.workdir), at_once - 1)]
 
     def _left_from(self, number: int) -> list[Member]:
         """Return the runs from a number on that are neither begun nor done."""
@@ -216,12 +230,17 @@ class _Sweep:
         return f", about {duration(left * statistics.mean(self.took))} left"
 
 
-def _beside(member: Member, later: list[Member], workdir: Path) -> list[Member]:
-    """Return those that can be trained beside a run: free ones at the same step that differ in their seed alone."""
+def _beside(member: Member, later: list[Member], workdir: Path) -> Iterator[Member]:
+    """Yield those that can be trained beside a run.
+
+    They differ in their seed alone, they are at the same step, and no other process trains them.
+    """
     alike = [other for other in later if _but_for_seed(other) == _but_for_seed(member)]
     step = _step(workdir / member.folder) if alike else None
-    same = [other for other in alike if step is not None and _step(workdir / other.folder) == step]
-    return [other for other in same if not lock.is_taken(workdir / other.folder)]
+    for other in alike:
+        directory = workdir / other.folder
+        if step is not None and _step(directory) == step and not lock.is_taken(directory):
+            yield other
 
 
 def _but_for_seed(member: Member) -> dict:

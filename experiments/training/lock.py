@@ -75,14 +75,14 @@ def held(workdir: Path) -> Iterator[None]:
 
 
 def refuse_taken(workdir: Path) -> None:
-    """Raise `Taken` if another process holds the lock of a directory, which may not be there yet."""
-    with contextlib.suppress(FileNotFoundError, PermissionError), (workdir / NAME).open("rb+") as file:
-        if not _locked(file):
-            raise Taken(_taken(file, workdir))
+    """Raise `Taken` if another process holds the lock of a directory. It may not exist yet."""
+    with contextlib.suppress(OSError), (workdir / NAME).open("rb+") as file:  # `held` says why it cannot be opened
+        if not _locked(file, fcntl.LOCK_SH):  # several processes may look at once
+            raise Taken(_message(file, workdir))
 
 
 def is_taken(workdir: Path) -> bool:
-    """Return whether another process holds the lock of a directory, which may not be there yet."""
+    """Return whether another process holds the lock of a directory. It may not exist yet."""
     try:
         refuse_taken(workdir)
     except Taken:
@@ -101,14 +101,14 @@ def _opened(path: Path) -> BinaryIO:
                 opened.pop_all()  # it stays open
                 return file
             if not locked and time.monotonic() >= until:
-                raise Taken(_taken(file, path.parent))
+                raise Taken(_message(file, path.parent))
         time.sleep(0.05)
 
 
-def _locked(file: BinaryIO) -> bool:
+def _locked(file: BinaryIO, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock a file, and return whether this process may write: it has the lock, or there are no locks."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -125,7 +125,7 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def _taken(file: BinaryIO, workdir: Path) -> str:
+def _message(file: BinaryIO, workdir: Path) -> str:
     file.seek(0)
     owner = " ".join(file.read(200).decode(errors="replace").split()) or "another process"
     return f"--workdir={workdir} is being written by {owner}. Wait until it ends, or give this run another --workdir."

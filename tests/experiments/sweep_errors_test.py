@@ -101,10 +101,25 @@ def test_a_taken_run_leaves_those_beside_it(tmp_path, capsys):
     with pytest.raises(Failed, match="other processes are writing to these runs.*: seed=3$"):
         runs.sweep(of_seeds(4), at_once=4)
     assert sorted(seed for group in runs.trained for seed in group) == [0, 1, 2]
-    assert capsys.readouterr().out.count("another process writes to seed=3") == 1
+    assert capsys.readouterr().out.count("another process writes to seed=3") == 2  # it is tried again at the end
 
 
-def test_runs_that_another_process_writes_make_no_program(tmp_path, capsys):
+def test_a_run_that_another_process_had_and_did_not_finish_is_trained_at_the_end(tmp_path):
+    runs, all_runs = Runs(tmp_path), of_seeds(3)
+    (place := tmp_path / all_runs[0].folder).mkdir()
+    train, other = runs.train, contextlib.ExitStack()
+    other.enter_context(lock.held(place))
+
+    def and_the_other_ends(group, program):
+        train(group, program)
+        other.close()
+
+    runs.train = and_the_other_ends
+    runs.sweep(all_runs)
+    assert runs.trained == [[1], [2], [0]]
+
+
+def test_no_program_is_made_for_runs_that_another_process_trains(tmp_path, capsys):
     made, runs = [], Runs(tmp_path)
     make = runs.make
     runs.make = lambda member: made.append(member.config.batch) or make(member)
@@ -113,7 +128,7 @@ def test_runs_that_another_process_writes_make_no_program(tmp_path, capsys):
         member.config.unlock()
         member.config.batch = 32
     with contextlib.ExitStack() as other:
-        for number in (0, 1, 3):  # all of one program, and one of two runs of the other
+        for number in (0, 1, 3):  # both runs with a batch of 32, and one of the two others
             (place := tmp_path / all_runs[number].folder).mkdir()
             other.enter_context(lock.held(place))
         with pytest.raises(Failed, match="other processes are writing to these runs.*: seed=0, seed=1, seed=3$"):

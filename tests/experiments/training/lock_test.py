@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -311,3 +312,13 @@ def test_finished_is_written_last_and_a_report_that_is_gone_is_made(tmp_path, mo
     command.main([*PAGE, f"--workdir={tmp_path}"], "")
     assert capsys.readouterr().out.startswith("finished already: ")
     assert (tmp_path / "report.html").read_bytes() == page
+
+
+def test_two_processes_may_look_at_a_lock_that_nobody_holds(tmp_path):
+    (tmp_path / lock.NAME).write_text("process 1 on x, since 2026")  # of a process that was killed
+    with (tmp_path / lock.NAME).open("rb+") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert not lock.is_taken(tmp_path)
+    assert not lock.is_taken(tmp_path / "absent")
+    with lock.held(tmp_path):
+        assert lock.is_taken(tmp_path)
