@@ -2,9 +2,9 @@
 
     python launch.py --config=configs/moe_24.py
 
-The method is that of configs/gpt_24.py. No study tests it in a mixture of experts. In dw, a group of four tokens has tokens of one expert: the last group of an
-expert is filled up with zeros. The routers stay dense. Its dense twin is configs/moe_dense.py. Any text:
---config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
+The method is that of configs/gpt_24.py. No study tests it in a mixture of experts. In dw, a group of four tokens has
+tokens of one expert: the last group of an expert is filled up with zeros. The routers stay dense. Its dense twin is
+configs/moe_dense.py. Any text: --config.data.name=tinyshakespeare.txt --config.data.dir=DIR.
 """
 
 from configs import moe_dense
