@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import signal
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from experiments import collected, command, files, members, pages, sweep
-from experiments.errors import Failed, Mistake, Taken
+from experiments.errors import Failed, Mistake, Stopped, Taken
 from experiments.training import lock
 from tests.experiments.sweep_test import PAGE, page
 
@@ -117,6 +118,23 @@ def test_a_run_that_another_process_had_and_did_not_finish_is_trained_at_the_end
     runs.train = and_the_other_ends
     runs.sweep(all_runs)
     assert runs.trained == [[1], [2], [0]]
+
+
+def test_a_sweep_that_was_told_to_stop_does_not_try_again_what_others_left(tmp_path):
+    runs, all_runs = Runs(tmp_path), of_seeds(2)
+    (place := tmp_path / all_runs[0].folder).mkdir()
+    train, other = runs.train, contextlib.ExitStack()
+    other.enter_context(lock.held(place))
+
+    def last(group, program):
+        train(group, program)
+        other.close()
+        return signal.SIGTERM
+
+    runs.train = last
+    with pytest.raises(Stopped, match="interrupted by SIGTERM after the last step of seed=1"):
+        runs.sweep(all_runs)
+    assert runs.trained == [[1]]
 
 
 def test_no_program_is_made_for_runs_that_another_process_trains(tmp_path, capsys):
