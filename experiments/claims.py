@@ -79,7 +79,7 @@ class Judged(NamedTuple):
       gate: Its gate.
       failed: Why the study does not pass its gate; "" if it passes.
       judgements: The judged claims.
-      over_dense: The differences of the losses to dense, by arm, as far as they can be told.
+      over_dense: The differences of the losses to dense, by arm, as far as they are known.
       scattered: The arms whose losses or accuracies scatter too much to share their variance.
     """
 
@@ -273,7 +273,7 @@ def _failed(arms: dict[str, Arm], gate: Gate, results: Path) -> str:
     if math.isnan(reached):
         return "no dense network finished"
     if reached < needed if gate.metric == "accuracy" else reached > needed:
-        return f"the dense network reaches {score(gate, reached)}, and the gate is {score(gate, needed)}"
+        return f"the dense network reaches {score(gate, reached)}, and needs {score(gate, needed)}"
     pair = {arm: arms[arm].losses for arm in (gate.worse, "dense")}
     if _shared(pair, gate.worse, "dense") < 2:
         lost = f": {_count(arms[gate.worse].lost)} of it diverged" if arms[gate.worse].lost else ""

@@ -206,14 +206,13 @@ def legend(gate: Gate) -> str:
         "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
         f"second. A lower loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. "
         "FLOPs, time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that "
-        "all arms take in turn (`python -m experiments.studies times`). A step of a shorter dense run is that of "
-        "dense, so the difference between its time and its FLOPs shows the noise of the times. The temporary memory "
-        "is what a step needs besides its arguments and results. *No difference that matters*: the interval contains "
-        "0 and lies within the margin. This verdict is not corrected for the number of claims, so some of these "
-        f"verdicts may be chance. *{effects.OPEN.capitalize()}*: the difference is not significantly above or below "
-        "the value that is tested, and it may matter. This value is 0 for *better*, and the margin for *as good*. "
-        "p-values are corrected for the number of claims, and intervals are not. So an interval may exclude the "
-        f"value, and the verdict can still be *{effects.OPEN}*."
+        "all arms take in turn (`python -m experiments.studies times`). A shorter dense run takes the same steps as "
+        "dense. Where its time and its FLOPs differ, the times are noisy. The temporary memory is what a step needs "
+        "besides its arguments and results. *No difference that matters*: the interval contains 0 and lies within ± "
+        "the margin. This verdict is not corrected for the number of claims, so some of these verdicts may be chance. "
+        f"*{effects.OPEN.capitalize()}*: the difference may matter, and it is not significantly above or below 0 (for "
+        "*better*) or the margin (for *as good*). p-values are corrected for the number of claims, and intervals are "
+        f"not. So an interval may exclude 0 or the margin, and the verdict can still be *{effects.OPEN}*."
     )
 
 
@@ -240,7 +239,7 @@ def remarks(one: Judged, results: Path) -> list[str]:
         found.append(f"Lines of runs that were repeated: {repeated}. The last line of each run counts.")
     dirty = sum((line.get("git") or {}).get("dirty", False) for line in one.lines)
     if dirty:
-        found.append(f"Runs of code that was not committed: {dirty}.")
+        found.append(f"Runs with uncommitted code: {dirty}.")
     made = [(line.get("machine") or {}) | line["versions"] for line in one.lines]
     for field in dict.fromkeys(field for each in made for field in each):
         kinds = dict.fromkeys(str(each.get(field, "not recorded")) for each in made)

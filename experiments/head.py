@@ -117,7 +117,7 @@ def _networks(studies: list[Judged], results: Path) -> list[str]:
         failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in ones if one.failed)
         passed = "It passes its gate" if len(ones) == 1 else "All pass their gate"
         halves = [one.over_dense[methods.HALF] for one in ones if methods.HALF in one.over_dense]
-        scale = f" Half the width changes the loss of dense training by {interval(halves[0], 4)}." if halves else ""
+        scale = f" Half the width adds {interval(halves[0], 4)} to the loss of dense training." if halves else ""
         parts.append(
             f"**{network}**, {count}. {reaches}{', '.join(simple_methods(gate, results))}. {failed or passed}. "
             f"The margin is {gate.margin:g} {gate.unit}.{scale}"

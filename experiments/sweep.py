@@ -83,8 +83,7 @@ def run(
         raise Failed(f"{sweep.unwritten} Run the same command again: it adds the lines, and repeats no run.")
     left = [member.name for member in sweep.left if not record.is_done(workdir / member.folder)]
     if left:
-        which = "these runs, or to runs that are trained together with them"
-        raise Failed(f"other processes are writing to {which}: {', '.join(left)}")
+        raise Failed(f"not done: {', '.join(left)}. Other processes are training these runs, or runs beside them.")
 
 
 class _Sweep:

@@ -184,10 +184,10 @@ def holm(ps: Sequence[float]) -> list[float]:
 # ---- verdicts ----
 
 HOLDS, SMALL = "holds", "holds: better by less than the margin"
-SLIGHTLY = "holds: slightly worse, by less than the margin"
+SLIGHTLY = "holds: worse by less than the margin"
 WORSE, NO_DIFFERENCE = "does not hold: worse", "does not hold: no difference that matters"
 SLIGHTLY_WORSE = "does not hold: worse by less than the margin"
-OPEN = "cannot be told"
+OPEN = "undecided"
 
 
 def verdict_better(effect: Effect, margin: float) -> str:
@@ -205,12 +205,12 @@ def verdict_better(effect: Effect, margin: float) -> str:
     If the difference is not significant, but its interval excludes 0, nothing is said:
 
     >>> verdict_better(Effect(0.2, 0.08, 40, 0.2), 0.5), verdict_better(Effect(-0.2, 0.08, 40, 0.2), 0.5)
-    ('cannot be told', 'cannot be told')
+    ('undecided', 'undecided')
 
     Nor is anything said if the interval does not lie within the margin:
 
     >>> verdict_better(Effect(0.4, 0.5, 20, 0.4), 0.5)
-    'cannot be told'
+    'undecided'
     """
     low, high = effect.interval()
     within = -margin < low and high < margin
@@ -229,9 +229,9 @@ def verdict_as_good(effect: Effect, margin: float) -> str:
       margin: The largest difference that does not matter.
 
     >>> verdict_as_good(Effect(-0.1, 0.1, 20, 0.001), 0.5), verdict_as_good(Effect(-0.3, 0.05, 20, 0.002), 0.5)
-    ('holds', 'holds: slightly worse, by less than the margin')
+    ('holds', 'holds: worse by less than the margin')
     >>> verdict_as_good(Effect(-1.5, 0.2, 20, 0.0), 0.5), verdict_as_good(Effect(-0.4, 0.2, 20, 0.9), 0.5)
-    ('does not hold: worse', 'cannot be told')
+    ('does not hold: worse', 'undecided')
     """
     if effect.p >= LEVEL:
         return OPEN

@@ -77,7 +77,7 @@ class Gate(NamedTuple):
     unit: str
 
 
-WORSE = "random 1:16 weights"  # the arm that has to be worse
+WORSE = "random 1:16 mask"  # the arm that has to be worse
 RANDOM = "fwd_rhs=ste(hold(uniform(1,16,rescale=False)))"  # its method: one random mask for the whole run
 RANDOM_2_4 = "fwd_rhs=ste(hold(uniform(2,4,rescale=False)))"  # the same at 2:4, to compare ways to choose a mask with
 FASHION = Gate("ViT, Fashion-MNIST", "fashion_mnist", "accuracy", 0.87, worse=WORSE, margin=0.01, unit="nats")

@@ -66,7 +66,7 @@ def claims(variant: str = "") -> list[Claim]:
         found.append(Claim(f"{mdgf} is as good as dense{where}", mdgf, "as good as", "dense"))
     exponential = (EXPONENTIAL, rival("SR-STE 1:16, more steps", "MdGf 1:16"))
     for first, second in (exponential, ("MdGf 1:16", rival("STE 1:16, more steps", "MdGf 1:16"))):
-        subject = first.replace(", exponential", " with exponential decay")
+        subject = first.replace(", exponential", " with exponential fading")
         other = second.partition(",")[0]
         text = f"{subject} is better than {other} with more steps, at the same FLOPs{where}"
         found.append(Claim(text, first, "better than", second))

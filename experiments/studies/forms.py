@@ -56,7 +56,9 @@ def claims(variant: str = "") -> list[Claim]:
         Claim(f"S-STE {in_fp8}", FP8, "as good as", S_STE),
         Claim(f"{WITH_MVUE} {in_fp8}", MVUE_FP8, "as good as", WITH_MVUE),
         Claim("S-STE + MVUE(dw) is as good with two-draw MVUE as with exact MVUE", TWO_DRAWS, "as good as", WITH_MVUE),
-        Claim("MdGf 1:16 with exponential decay is better than with linear decay", EXPONENTIAL, "better than", LINEAR),
+        Claim(
+            "MdGf 1:16 is better with exponential fading than with linear fading", EXPONENTIAL, "better than", LINEAR
+        ),
         Claim(
             "MdGf 1:16 with the straight-through gradient is better than with autodiff", LINEAR, "better than", AUTODIFF
         ),

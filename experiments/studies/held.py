@@ -22,7 +22,7 @@ gate, seeds, get_config = methods.gate, five_seeds, methods.vit_config
 
 def name(kind: str, every: int) -> str:
     """Return the name of an arm: the axes along which its masks are 2:4, and the number of steps that one is held."""
-    return f"{kind}, mask held for {every} steps" if every > 1 else f"{kind}, new mask at every step"
+    return f"STE along {kind}, " + (f"mask held for {every} steps" if every > 1 else "new mask at every step")
 
 
 def arms(variant: str = "") -> dict[str, dict[str, Any]]:

@@ -3,9 +3,9 @@
     python -m experiments.studies noise
 
 The study measures three scalars of the feed-forward weights: the variance of the absolute gradient before clipping, and
-the norm and the variance of Adam's second moment. The paper's text speaks of one of the last two, and its figure shows
-the other. The paper shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of methods.py. All
-layers of its blocks are pruned.
+the norm and the variance of Adam's second moment. The paper does not make clear which of the last
+two it means. It shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of methods.py. All layers of
+its blocks are pruned.
 """
 
 import jax
@@ -70,14 +70,15 @@ MEASURES = {  # what a look returns, and the titles of its pictures
     "second moment": "Norm of Adam's second moment",
     "variance of the second moment": "Variance of Adam's second moment",
 }
+SHORT = {"gradient variance": "variance of \\|dw\\|"}  # in the head of the table
 ALL = "gradient variance"  # the table has its mean over all steps too
 DRAWN = ("gradient variance", "second moment")  # the measures with a picture; the table has all
 
 
 def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     """Return a table relative to dense, of all steps and of the last tenth of them, and pictures over all steps."""
-    heads = [f"{name} / dense, last tenth" for name in MEASURES]
-    heads.insert(0, f"{ALL} / dense, all steps")
+    heads = [f"{SHORT.get(name, name)} / dense, last tenth" for name in MEASURES]
+    heads.insert(0, f"{SHORT[ALL]} / dense, all steps")
     table = [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     curves: dict[str, list[cv.Curve]] = {name: [] for name in MEASURES}
     dense: dict[str, dict[int, float]] = {}

@@ -31,6 +31,7 @@ from experiments.data.find import find
 from nmjax.oneshot import texts
 
 METHODS = ("dense", "magnitude", "wanda", "ria", "sparsegpt")
+NAMES = {"wanda": "Wanda", "ria": "RIA", "sparsegpt": "SparseGPT"}  # in the table
 WINDOWS, LENGTH, LINES = 32, 512, 128
 CASES = [{"method": method} for method in METHODS]
 _JOINED = {
@@ -119,5 +120,6 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
     rows = ["| Gemma 3 270M, 2:4 in one shot | perplexity | mean relative error of a layer |", "|---|---|---|"]
     for line in lines:
         perplexity, error = (line["rows"][name][0] for name in ("perplexity", "error"))
-        rows.append(f"| {line['case']['method']} | {perplexity:.1f} | {error:.3f} |")
+        method = line["case"]["method"]
+        rows.append(f"| {NAMES.get(method, method)} | {perplexity:.1f} | {error:.3f} |")
     return "\n".join(rows), {}

@@ -276,7 +276,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         rows = [line for line in lines if line["case"]["task"] == task and line["outcome"] == "finished"]
         if rows:
             tables += [*_table(task, rows), ""]
-    scale = "FLOPs are relative to the dense arm, which has no pattern and no teacher."
+    scale = "FLOPs are shares of those of the dense arm, which has no pattern and no teacher."
     return "\n".join([*tables, scale, PLUS_MINUS]), {}
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from experiments.studies import RANDOM, WORSE, Claim, five_seeds, methods, runs
 
 METHODS = {
-    "single values 2:4": "drhs_g=mvue(2,4)",
-    "single values 1:4": "drhs_g=mvue(1,4)",
+    "MVUE(dw) 2:4, single values": "drhs_g=mvue(2,4)",
+    "MVUE(dw) 1:4, single values": "drhs_g=mvue(1,4)",
     "rows by g 2:4": "drhs_g=rows(mvue(2,4))",
     "rows by g 1:4": "drhs_g=rows(mvue(1,4))",
     "rows by x 2:4": "drhs_lhs=rows(mvue(2,4))",
@@ -41,7 +41,7 @@ def claims(variant: str = "") -> list[Claim]:
     found = []
     for pattern in ("2:4", "1:4"):
         for by in ("g", "x"):
-            rows, values = f"rows by {by} {pattern}", f"single values {pattern}"
+            rows, values = f"rows by {by} {pattern}", f"MVUE(dw) {pattern}, single values"
             text = f"Whole rows in dw ({pattern}, chosen by {by}) are as good as"
             found.append(Claim(f"{text} single values at the same FLOPs", rows, "as good as", values))
             found.append(Claim(f"{text} dense", rows, "as good as", "dense"))
@@ -49,7 +49,7 @@ def claims(variant: str = "") -> list[Claim]:
     text = "Whole rows in dw (1:4) that are chosen by g and x are better than those chosen by g"
     found.append(Claim(text, both, "better than", RIVAL))
     text = "Whole rows in dw (1:4, chosen by g and x) are as good as single values at the same FLOPs"
-    found.append(Claim(text, both, "as good as", "single values 1:4"))
+    found.append(Claim(text, both, "as good as", "MVUE(dw) 1:4, single values"))
     subject = "Training with whole rows in dw (1:4, chosen by g) is"
     return [*found, *methods.over_rivals(RIVAL, first_screen=("narrower",), subject=subject)]
 

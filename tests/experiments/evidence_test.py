@@ -18,7 +18,7 @@ from experiments.studies import BOOKS, STUDIES, __main__ as looks, times
 from experiments.training import digest, settings
 
 NAME = "recipe_vit_cpu"
-FLOOR = "random 1:16 weights"
+FLOOR = "random 1:16 mask"
 DW = "MdGf (30 %) + MVUE(dw)"
 
 
@@ -133,13 +133,13 @@ def test_claims_whose_runs_are_missing_count_too(tmp_path):
 
 def test_runs_of_code_that_was_not_committed_are_counted(tmp_path):
     text, _ = reproduce.block(NAME, written(tmp_path, [*GOOD[1:], GOOD[0] | {"git": {"dirty": True}}]))
-    assert "Runs of code that was not committed: 1." in text
+    assert "Runs with uncommitted code: 1." in text
 
 
 def test_a_run_that_diverged_is_no_good_run(tmp_path):
     diverged = line(DW, 13, 0.0, outcome="diverged: the loss is nan at step 3")
     text, _ = reproduce.block(NAME, written(tmp_path, [*GOOD, *runs(DW, DENSE[:3]), diverged]))
-    assert f"| {DW} is as good as dense | cannot be told: 1 run of “{DW}” diverged |" in text
+    assert f"| {DW} is as good as dense | undecided: 1 run of “{DW}” diverged |" in text
     assert "| 3 of 4 | seed 13 diverged: the loss is nan at step 3 |" in text
 
 
@@ -237,7 +237,7 @@ DIVERGED = "diverged: the loss is nan at step 3"
     [
         (
             [*runs("dense", DENSE, accuracy=0.869), *runs(FLOOR, DENSE)],
-            "the dense network reaches 86.9 %, and the gate is 87.0 %",
+            "the dense network reaches 86.9 %, and needs 87.0 %",
         ),
         (
             [*runs("dense", DENSE), *(line(FLOOR, seed, 0.0, outcome=DIVERGED) for seed in (10, 11))],

@@ -99,7 +99,7 @@ def test_the_error_of_the_only_run_is_raised(tmp_path):
 
 def test_a_taken_run_leaves_those_beside_it(tmp_path, capsys):
     runs = Runs(tmp_path, {3: Taken("another process writes to seed=3")})
-    with pytest.raises(Failed, match="other processes are writing to these runs.*: seed=3$"):
+    with pytest.raises(Failed, match="not done: seed=3. Other processes"):
         runs.sweep(of_seeds(4), at_once=4)
     assert sorted(seed for group in runs.trained for seed in group) == [0, 1, 2]
     assert capsys.readouterr().out.count("another process writes to seed=3") == 2  # it is tried again at the end
@@ -149,7 +149,7 @@ def test_no_program_is_made_for_runs_that_another_process_trains(tmp_path, capsy
         for number in (0, 1, 3):  # both runs with a batch of 32, and one of the two others
             (place := tmp_path / all_runs[number].folder).mkdir()
             other.enter_context(lock.held(place))
-        with pytest.raises(Failed, match="other processes are writing to these runs.*: seed=0, seed=1, seed=3$"):
+        with pytest.raises(Failed, match="not done: seed=0, seed=1, seed=3. Other processes"):
             runs.sweep(all_runs, at_once=4)
     assert made == [all_runs[2].config.batch]
     assert runs.trained == [[2]]

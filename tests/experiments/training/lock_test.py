@@ -221,7 +221,7 @@ def test_a_sweep_leaves_a_run_to_the_process_that_writes_it(tmp_path, capsys):
     with lock.held(tmp_path / "seed=1"):
         with pytest.raises(
             Failed,
-            match="other processes are writing to these runs, or to runs that are trained together with them: seed=1",
+            match="not done: seed=1. Other processes are training these runs, or runs beside them.",
         ):
             swept(tmp_path)
         assert (
