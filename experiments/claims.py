@@ -25,6 +25,7 @@ class Arm(NamedTuple):
     Attributes:
       changes: What the arm changes, without the seed.
       losses: The test loss of each finished run by seed, of the hardened network.
+      validation: The same loss on the validation data.
       accuracies: The accuracies, if the runs have any.
       flops: The effective FLOPs of a run.
       steps: The steps of a run.
@@ -37,6 +38,7 @@ class Arm(NamedTuple):
 
     changes: dict[str, Any]
     losses: dict[int, float]
+    validation: dict[int, float]
     accuracies: dict[int, float]
     flops: float
     steps: float
@@ -56,6 +58,8 @@ class Judgement(NamedTuple):
       loss: The difference of the losses, the first arm minus the second. None if there are too few runs.
       accuracy: The difference of the accuracies. None if there are too few runs, or no accuracies.
       by_accuracy: The verdict by the accuracy; "" if there is none.
+      validation: The difference of the losses on the validation data. None if there are too few runs.
+      by_validation: The verdict by the loss on the validation data; "" if there is none.
       seeds: The number of seeds that both arms have.
     """
 
@@ -64,6 +68,8 @@ class Judgement(NamedTuple):
     loss: Effect | None
     accuracy: Effect | None
     by_accuracy: str
+    validation: Effect | None
+    by_validation: str
     seeds: int
 
 
@@ -78,6 +84,7 @@ class Judged(NamedTuple):
       seeds: The seeds that each arm should have.
       gate: Its gate.
       failed: Why the study does not pass its gate; "" if it passes.
+      harm: The difference of the losses of the arm that has to be worse and dense; None if there are too few runs.
       judgements: The judged claims.
       over_dense: The differences of the losses to dense, by arm, as far as they are known.
       scattered: The arms whose losses or accuracies scatter too much to share their variance.
@@ -90,6 +97,7 @@ class Judged(NamedTuple):
     seeds: Sequence[int]
     gate: Gate
     failed: str
+    harm: Effect | None
     judgements: list[Judgement]
     over_dense: dict[str, Effect]
     scattered: list[str]
@@ -117,9 +125,24 @@ def judged(name: str, results: Path) -> Judged:
         if arm is None or line["changes"]["seed"] not in wanted:
             raise Mistake(f"{path}: the run {line['run']} is not in the study. Delete its line.")
         runs[arm].append(line)
+    for arm, of in runs.items():
+        _check(path, arm, of)
     arms = {arm: arm_of(changes[arm], of) for arm, of in runs.items()}
     gate = module.gate(variant)
     return judge(name, its_study, lines, arms, wanted, gate, module.claims(variant), step_times(name, results), results)
+
+
+def _check(path: Path, arm: str, lines: list[dict]) -> None:
+    """Refuse the runs of an arm if a loss is no number, or if only some runs have a hardened network."""
+    done = {line["changes"]["seed"]: line["figures"] for line in lines if line["outcome"] == "finished"}
+    where = lambda seed: f"{path}: the run of “{arm}” with seed {seed}"
+    for seed, figures in done.items():
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                raise Mistake(f"{where(seed)} finished, but its {name} is {value}. Delete its line.")
+    without = [seed for seed, figures in done.items() if "hardened_loss" not in figures]
+    if 0 < len(without) < len(done):
+        raise Mistake(f"{where(without[0])} has no hardened_loss, but other runs of it have one. Delete its line.")
 
 
 def step_times(name: str, results: Path) -> dict[str, float]:
@@ -147,13 +170,18 @@ def arm_of(changes: dict[str, Any], lines: list[dict]) -> Arm:
     """Return the arm of some changes, made of the lines of its runs."""
     done = [line for line in lines if line["outcome"] == "finished"]
     figures = {line["changes"]["seed"]: line["figures"] for line in done}
-    of = lambda name: {seed: of.get(f"hardened_{name}", of.get(name)) for seed, of in figures.items() if name in of}
+    of = lambda name, split="": {
+        seed: of.get(f"{split}hardened_{name}", of.get(split + name))
+        for seed, of in figures.items()
+        if split + name in of
+    }
     middle = lambda values: statistics.median(values) if values else math.nan
     measured = [line | line["measured"] for line in done if line.get("measured")]
     sparsity = [line.get("curves", {}).get("sparsity", {}) for line in done]
     return Arm(
         changes,
         of("loss"),
+        of("loss", "validation_"),
         of("accuracy"),
         middle([line["flops"][1] * line["steps"] for line in done]),
         middle([line["steps"] for line in done]),
@@ -173,12 +201,15 @@ def judge(
     steps = arms["dense"].steps
     arms = {arm: of._replace(time=times_of.get(arm, math.nan) * of.steps / steps) for arm, of in arms.items()}
     used = {arm: of for arm, of in arms.items() if arm != gate.worse}
-    losses = {arm: {seed: -loss for seed, loss in of.losses.items()} for arm, of in used.items()}
+    minus = lambda values: {seed: -value for seed, value in values.items()}
+    losses = {arm: minus(of.losses) for arm, of in used.items()}
     accuracies = {arm: of.accuracies for arm, of in used.items()}
     by_loss, by_accuracy = _effects(losses, claims, gate.margin), _effects(accuracies, claims, POINTS)
-    failed, judgements = _failed(arms, gate, results), []
+    by_validation = _effects({arm: minus(of.validation) for arm, of in used.items()}, claims, gate.margin)
+    harm = _harm(arms, gate)
+    failed, judgements = _failed(arms, gate, harm, results), []
     for claim in claims:
-        loss, accuracy = by_loss.get(claim), by_accuracy.get(claim)
+        loss, accuracy, validation = (of.get(claim) for of in (by_loss, by_accuracy, by_validation))
         none = NO_COUNT if failed else _unfinished(arms, claim, seeds)  # then neither metric has a verdict
         judgements.append(
             Judgement(
@@ -187,6 +218,8 @@ def judge(
                 loss and loss._replace(difference=-loss.difference),
                 accuracy,
                 _verdict(claim, accuracy, POINTS) if accuracy and not none else "",
+                validation and validation._replace(difference=-validation.difference),
+                _verdict(claim, validation, gate.margin) if validation and not none else "",
                 len({*arms[claim.first].losses} & {*arms[claim.second].losses}),
             )
         )
@@ -194,7 +227,7 @@ def judge(
     found = effects.effects(losses, [(arm, "dense") for arm in over])
     over_dense = {arm: e._replace(difference=-e.difference) for arm, e in zip(over, found, strict=True)}
     scattered = sorted(effects.scattered(losses) | effects.scattered(accuracies))
-    return Judged(name, its_study, lines, arms, seeds, gate, failed, judgements, over_dense, scattered)
+    return Judged(name, its_study, lines, arms, seeds, gate, failed, harm, judgements, over_dense, scattered)
 
 
 def _effects(values: dict[str, dict[int, float]], claims: list[Claim], margin: float) -> dict[Claim, Effect]:
@@ -267,19 +300,23 @@ def mean(arm: Arm, metric: str) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-def _failed(arms: dict[str, Arm], gate: Gate, results: Path) -> str:
+def _harm(arms: dict[str, Arm], gate: Gate) -> Effect | None:
+    """Return how much worse the arm is that has to be worse than dense; None if there are too few runs."""
+    pair = {arm: arms[arm].losses for arm in (gate.worse, "dense")}
+    return effects.effects(pair, [(gate.worse, "dense")])[0] if _shared(pair, gate.worse, "dense") > 1 else None
+
+
+def _failed(arms: dict[str, Arm], gate: Gate, harm: Effect | None, results: Path) -> str:
     """Return why a study does not pass its gate, or ""."""
     reached, needed = mean(arms["dense"], gate.metric), limit(gate, results)
     if math.isnan(reached):
         return "no dense network finished"
     if reached < needed if gate.metric == "accuracy" else reached > needed:
         return f"the dense network reaches {score(gate, reached)}, and needs {score(gate, needed)}"
-    pair = {arm: arms[arm].losses for arm in (gate.worse, "dense")}
-    if _shared(pair, gate.worse, "dense") < 2:
+    if harm is None:
         lost = f": {_count(arms[gate.worse].lost)} of it diverged" if arms[gate.worse].lost else ""
         return f"dense and “{gate.worse}”, which has to be worse, have fewer than two seeds in common{lost}"
-    low, _ = effects.effects(pair, [(gate.worse, "dense")])[0].interval()
-    return "" if low > gate.margin else f"“{gate.worse}” is not worse than dense by more than the margin"
+    return "" if harm.interval()[0] > gate.margin else f"“{gate.worse}” is not worse than dense by more than the margin"
 
 
 def score(gate: Gate, value: float) -> str:

@@ -17,7 +17,8 @@ from experiments.studies import Gate
 
 HEAD = [
     "claim", "verdict by the loss", "difference of the loss, 95 % interval",
-    "verdict by the accuracy", "difference of the accuracy, points", "seeds",
+    "verdict by the accuracy", "difference of the accuracy, points",
+    "validation loss, if its verdict is another", "seeds",
 ]  # fmt: skip
 
 
@@ -47,12 +48,13 @@ def simple_methods(gate: Gate, results: Path) -> list[str]:
 
 def reached(one: Judged, results: Path) -> str:
     """Return a sentence on what the dense network and simple methods reach, and on the gate."""
-    outcome = f"The study does not pass its gate: {one.failed}." if one.failed else "The study passes its gate."
+    passed = f"The study passes its gate: “{one.gate.worse}” minus dense is {interval(one.harm, 4)}."
+    outcome = f"The study does not pass its gate: {one.failed}." if one.failed else passed
     if not one.arms["dense"].losses:
         return f"`{one.name}` ({one.gate.network}). {outcome}"
     others = ", ".join(simple_methods(one.gate, results))
-    seeds = f"seeds {one.seeds[0]} to {one.seeds[-1]}"
-    return f"`{one.name}` ({one.gate.network}, {seeds}): the dense network reaches {dense(one)} ({others}). {outcome}"
+    numbers = f"seeds {one.seeds[0]} to {one.seeds[-1]}"
+    return f"`{one.name}` ({one.gate.network}, {numbers}): the dense network reaches {dense(one)} ({others}). {outcome}"
 
 
 def claims_table(one: Judged) -> str:
@@ -66,9 +68,28 @@ def claim_rows(one: Judged) -> list[list[str]]:
 
 
 def cells(judgement: Judgement, one: Judged) -> list[str]:
-    seeds = f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
-    differences = interval(judgement.loss, 4), interval(judgement.accuracy, 2, 100.0)
-    return [judgement.claim.text, judgement.verdict, differences[0], judgement.by_accuracy, differences[1], seeds]
+    """Return the row of a claim in the table of its study."""
+    other = f"{judgement.by_validation}, {interval(judgement.validation, 4)}"
+    return [
+        judgement.claim.text,
+        judgement.verdict,
+        interval(judgement.loss, 4),
+        judgement.by_accuracy,
+        interval(judgement.accuracy, 2, 100.0),
+        other if differs(judgement, judgement.by_validation) else "",
+        seeds(judgement, one),
+    ]
+
+
+def differs(judgement: Judgement, verdict: str) -> bool:
+    """Return whether a verdict by other scores is of another kind than that by the loss. Both have to be verdicts."""
+    both = effects.kind(verdict), effects.kind(judgement.verdict)
+    return all(both) and both[0] != both[1]
+
+
+def seeds(judgement: Judgement, one: Judged) -> str:
+    """Return the number of seeds of a claim as text."""
+    return f"{judgement.seeds}" if judgement.seeds == len(one.seeds) else f"{judgement.seeds} of {len(one.seeds)}"
 
 
 def interval(effect: Effect | None, digits: int, factor: float = 1.0) -> str:
@@ -103,7 +124,8 @@ def arm_rows(one: Judged) -> list[list[str]]:
             f"{len(arm.losses)} of {len(one.seeds)}",
             "; ".join(marks),
         ])  # fmt: skip
-    return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
+    filled = [any(cells) for cells in zip(*rows[1:], strict=True)]
+    return [[cell for cell, keep in zip(row, filled, strict=True) if keep] for row in rows]
 
 
 # ---- pictures ----
@@ -205,10 +227,11 @@ def legend(gate: Gate) -> str:
     return (
         "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
         f"second. A lower loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. "
-        "FLOPs, time and memory are given as shares of dense. FLOPs are counted. The time is measured by steps that "
-        "all arms take in turn (`python -m experiments.studies times`). A shorter dense run takes the same steps as "
-        "dense. Where its time and its FLOPs differ, the times are noisy. The temporary memory is what a step needs "
-        "besides its arguments and results. *No difference that matters*: the interval contains 0 and lies within ± "
+        "FLOPs, time and memory are given as shares of dense. FLOPs are counted. For the time, all arms take steps in "
+        "turn, in rounds (`python -m experiments.studies times`). It is the median of the rounds' ratios to dense. A "
+        "shorter dense run takes the same steps as dense. Where its time and its FLOPs differ, the times are noisy. "
+        "The temporary memory is what a step needs besides its arguments and results. *No difference that matters*: "
+        "the interval contains 0 and lies within ± "
         "the margin. This verdict is not corrected for the number of claims, so some of these verdicts may be chance. "
         f"*{effects.OPEN.capitalize()}*: the difference may matter, and it is not significantly above or below 0 (for "
         "*better*) or the margin (for *as good*). p-values are corrected for the number of claims, and intervals are "

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 from experiments.claims import Judged, Judgement, judged, recipe_of
-from experiments.evidence import HEAD, cells, dense, done, has_gate_runs, interval, simple_methods
+from experiments.evidence import HEAD, dense, differs, done, has_gate_runs, interval, seeds, simple_methods
 from experiments.report import effects
 from experiments.report.words import markdown_table
 from experiments.studies import STUDIES, methods
@@ -14,43 +14,51 @@ QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the nam
     "better than a narrower dense network": ("better than", "narrower dense"),
     "better than a shorter dense run": ("better than", "shorter dense"),
 }
-VERDICTS = ("holds", "does not hold", effects.OPEN)
 
 
 def summary(results: Path) -> str:
-    """Return a table of how many claims hold, and what the networks reach.
+    """Return what the networks reach, and a table of how many claims hold.
 
     Args:
       results: The folder of the results.
     """
     studies = [one for one in _with_results(results) if has_gate_runs(one)]
-    return "\n\n".join([*_counts(studies), *_networks(studies, results)])
+    return "\n\n".join([*_networks(studies, results), *_counts(studies), *_otherwise(studies)])
 
 
 def main_claims(results: Path) -> str:
-    """Return the table of the main claims of all studies, and which studies are not in it.
+    """Return the table of the main claims of all studies, and which studies are not in it, or not finished.
 
     Args:
       results: The folder of the results.
     """
-    head, rows, begun, found = ["network", *HEAD[:4], "seeds"], [], [], _with_results(results)
+    rows, begun, found = [], [], _with_results(results)
     for one in found:
         if not has_gate_runs(one):
             begun.append(f"`{one.name}` ({done(one)})")
             continue
-        for judgement in one.judgements:
-            if judgement.claim.first_screen:
-                *shown, _, seeds = cells(judgement, one)
-                rows.append([one.gate.network, *shown, seeds])
+        if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
+            begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
+        rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.first_screen]
     networks = list(dict.fromkeys(row[0] for row in rows))
+    head = ["network", *HEAD[:3], "another verdict", "seeds", "gate"]
     parts = [markdown_table([head, *sorted(rows, key=lambda row: networks.index(row[0]))])]
     if begun:
-        parts.append(f"Not finished, and not judged yet: {', '.join(begun)}.")
+        parts.append(f"Not finished: {', '.join(begun)}.")
     if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
         parts.append(
             f"Not run yet: {', '.join(missing)}. The files of [experiments/studies](studies) have their claims."
         )
     return "\n\n".join(parts)
+
+
+def _row(judgement: Judgement, one: Judged) -> list[str]:
+    """Return the row of a main claim."""
+    by = {"accuracy": judgement.by_accuracy, "validation loss": judgement.by_validation}
+    others = [f"{effects.kind(verdict)} by the {name}" for name, verdict in by.items() if differs(judgement, verdict)]
+    passed = "not passed" if one.failed else "passed"
+    shown = [judgement.claim.text, judgement.verdict, interval(judgement.loss, 4), "; ".join(others)]
+    return [one.gate.network, *shown, seeds(judgement, one), passed]
 
 
 def _with_results(results: Path) -> list[Judged]:
@@ -67,14 +75,30 @@ def _counts(studies: list[Judged]) -> list[str]:
         verdicts |= {(network, question): [] for question in QUESTIONS}
     for asked, verdict in _once(studies):
         verdicts[asked].append(verdict)
-    rows = [["network", "a sparse method is", *VERDICTS]]
+    rows = [["network", "a sparse method is", *effects.KINDS]]
     for (network, question), found in verdicts.items():
-        number = lambda start, found=found: sum(verdict.startswith(start) for verdict in found)
-        held, failed, undecided = (number(start) for start in VERDICTS)
-        worse = "" if QUESTIONS[question][0] == "as good as" else f" ({number(effects.WORSE)} worse)"
+        counts = [f"{sum(effects.kind(verdict) == kind for verdict in found)}" for kind in effects.KINDS]
+        if QUESTIONS[question][0] == "as good as":
+            counts[list(effects.KINDS).index(effects.NO_DIFFERENCE)] = ""  # is not a verdict on these claims
         if found:
-            rows.append([network, question, f"{held}", f"{failed}{worse if failed else ''}", f"{undecided}"])
+            rows.append([network, question, *counts])
     return [markdown_table(rows)] if rows[1:] else []
+
+
+def _otherwise(studies: list[Judged]) -> list[str]:
+    """Return a sentence on how many verdicts would be others by other scores, if there are verdicts."""
+    judgements = [judgement for one in studies if not one.failed for judgement in one.judgements]
+    judgements = [judgement for judgement in judgements if effects.kind(judgement.verdict)]
+    by_validation = sum(differs(judgement, judgement.by_validation) for judgement in judgements)
+    accuracies = [judgement for judgement in judgements if judgement.by_accuracy]
+    by_accuracy = sum(differs(judgement, judgement.by_accuracy) for judgement in accuracies)
+    if not judgements:
+        return []
+    return [
+        f"All studies together have {len(judgements)} verdicts by the test loss. By the validation loss "
+        f"{by_validation} of them are others. Of the {len(accuracies)} verdicts that exist by the accuracy too, "
+        f"{by_accuracy} are others by the accuracy. The tables of the studies name them."
+    ]
 
 
 def _once(studies: list[Judged]) -> Iterator[tuple[tuple[str, str], str]]:
@@ -87,7 +111,7 @@ def _once(studies: list[Judged]) -> Iterator[tuple[tuple[str, str], str]]:
     for one in studies:
         for judgement in one.judgements:
             claim = judgement.claim
-            if one.failed or claim.first.startswith("random") or not judgement.verdict.startswith(VERDICTS):
+            if one.failed or claim.first.startswith("random") or not effects.kind(judgement.verdict):
                 continue
             for question, (kind, second) in QUESTIONS.items():
                 if claim.kind == kind and claim.second.startswith(second):
@@ -116,10 +140,27 @@ def _networks(studies: list[Judged], results: Path) -> list[str]:
         count = "one study" if len(ones) == 1 else f"{len(ones)} studies"
         failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in ones if one.failed)
         passed = "It passes its gate" if len(ones) == 1 else "All pass their gate"
-        halves = [one.over_dense[methods.HALF] for one in ones if methods.HALF in one.over_dense]
-        scale = f" Half the width adds {interval(halves[0], 4)} to the loss of dense training." if halves else ""
         parts.append(
-            f"**{network}**, {count}. {reaches}{', '.join(simple_methods(gate, results))}. {failed or passed}. "
-            f"The margin is {gate.margin:g} {gate.unit}.{scale}"
+            f"**{network}**, {count}, {_devices(ones)}. {reaches}{', '.join(simple_methods(gate, results))}. "
+            f"{failed or passed}. The margin is {gate.margin:g} {gate.unit}.{_scale(ones)}"
         )
     return parts
+
+
+def _devices(studies: list[Judged]) -> str:
+    """Return in words on what the runs of studies were made."""
+    devices = dict.fromkeys(line["devices"] for one in studies for line in one.lines)
+    return "run on " + " and ".join("a CPU" if name == "1 x cpu" else name for name in devices)
+
+
+def _scale(studies: list[Judged]) -> str:
+    """Return sentences on what a difference is worth: what narrower dense networks add to the loss."""
+    narrower = {}
+    for one in studies:
+        base = one.arms["dense"].flops
+        for name, effect in one.over_dense.items():
+            if name == methods.HALF or name.startswith("narrower dense"):
+                narrower.setdefault(f"{one.arms[name].flops / base:.2f}", f"{interval(effect, 4)}")
+    shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
+    parts = [f"with {share} of the FLOPs adds {added}" for share, added in shown.items()]
+    return f" A narrower dense network {' and one '.join(parts)} to the loss." if parts else ""

@@ -185,9 +185,19 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 HOLDS, SMALL = "holds", "holds: better by less than the margin"
 SLIGHTLY = "holds: worse by less than the margin"
-WORSE, NO_DIFFERENCE = "does not hold: worse", "does not hold: no difference that matters"
+WORSE, NO_DIFFERENCE = "does not hold: worse", "no difference that matters"
 SLIGHTLY_WORSE = "does not hold: worse by less than the margin"
 OPEN = "undecided"
+KINDS = {"holds": HOLDS, NO_DIFFERENCE: NO_DIFFERENCE, "worse": "does not hold", OPEN: OPEN}  # how verdicts begin
+
+
+def kind(verdict: str) -> str:
+    """Return the kind of a verdict, a key of `KINDS`; "" for a text that is no verdict.
+
+    >>> kind("does not hold: worse by less than the margin"), kind("not run")
+    ('worse', '')
+    """
+    return next((name for name, start in KINDS.items() if verdict.startswith(start)), "")
 
 
 def verdict_better(effect: Effect, margin: float) -> str:
@@ -200,7 +210,7 @@ def verdict_better(effect: Effect, margin: float) -> str:
     >>> verdict_better(Effect(1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.2, 0.05, 20, 0.001), 0.5)
     ('holds', 'holds: better by less than the margin')
     >>> verdict_better(Effect(-1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.1, 0.1, 20, 0.3), 0.5)
-    ('does not hold: worse', 'does not hold: no difference that matters')
+    ('does not hold: worse', 'no difference that matters')
 
     If the difference is not significant, but its interval excludes 0, nothing is said:
 
