@@ -5,7 +5,7 @@ r"""Progressive gradient flow (arXiv 2402.04744) at equal FLOPs: MdGf against SR
 
 MdGf's weights are dense for most of the run, so its step costs more than one of SR-STE. The paper claims that MdGf is
 better at equal FLOPs of training. Here SR-STE trains for more steps, until its FLOPs equal those of MdGf, with the λ
-of its paper and with ten times this λ. At 1:16 there is also an exponential decay, which leaves 2e-5 before it ends at
+of its paper and with ten times this λ. At 1:16 there is also exponential fading, which leaves 2e-5 before it ends at
 70 % of the run, and STE with more steps. The dense rivals have a narrower feed-forward layer, or end sooner. The
 variants cpu and qk_cpu train the ViT of methods.py: cpu prunes its feed-forward layers, and qk_cpu its queries and
 keys too.
