@@ -41,7 +41,7 @@ def main_claims(results: Path) -> str:
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
         rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.first_screen]
     networks = list(dict.fromkeys(row[0] for row in rows))
-    head = ["network", *HEAD[:3], "another verdict", "seeds", "gate"]
+    head = ["network", *HEAD[:3], "other verdicts", "seeds", "gate"]
     parts = [markdown_table([head, *sorted(rows, key=lambda row: networks.index(row[0]))])]
     if begun:
         parts.append(f"Not finished: {', '.join(begun)}.")
@@ -55,10 +55,20 @@ def main_claims(results: Path) -> str:
 def _row(judgement: Judgement, one: Judged) -> list[str]:
     """Return the row of a main claim."""
     by = {"accuracy": judgement.by_accuracy, "validation loss": judgement.by_validation}
-    others = [f"{effects.kind(verdict)} by the {name}" for name, verdict in by.items() if differs(judgement, verdict)]
+    own = _plain(judgement.verdict)
+    others = [f"{name}: {_plain(verdict)}" for name, verdict in by.items() if verdict and _plain(verdict) != own]
     passed = "not passed" if one.failed else "passed"
     shown = [judgement.claim.text, judgement.verdict, interval(judgement.loss, 4), "; ".join(others)]
     return [one.gate.network, *shown, seeds(judgement, one), passed]
+
+
+def _plain(verdict: str) -> str:
+    """Return a verdict without the words that its kind adds.
+
+    >>> _plain("does not hold: worse"), _plain("holds: better by less than the margin"), _plain("holds")
+    ('worse', 'better by less than the margin', 'holds')
+    """
+    return verdict.removeprefix("does not hold: ").removeprefix("holds: ")
 
 
 def _with_results(results: Path) -> list[Judged]:
@@ -75,11 +85,11 @@ def _counts(studies: list[Judged]) -> list[str]:
         verdicts |= {(network, question): [] for question in QUESTIONS}
     for asked, verdict in _once(studies):
         verdicts[asked].append(verdict)
-    rows = [["network", "a sparse method is", *effects.KINDS]]
+    rows = [["network", "claim: a sparse method is", *effects.KINDS]]
     for (network, question), found in verdicts.items():
         counts = [f"{sum(effects.kind(verdict) == kind for verdict in found)}" for kind in effects.KINDS]
         if QUESTIONS[question][0] == "as good as":
-            counts[list(effects.KINDS).index(effects.NO_DIFFERENCE)] = ""  # is not a verdict on these claims
+            counts[list(effects.KINDS).index(effects.NO_DIFFERENCE)] = "–"  # is not a verdict on these claims
         if found:
             rows.append([network, question, *counts])
     return [markdown_table(rows)] if rows[1:] else []
@@ -95,9 +105,9 @@ def _otherwise(studies: list[Judged]) -> list[str]:
     if not judgements:
         return []
     return [
-        f"All studies together have {len(judgements)} verdicts by the test loss. By the validation loss "
-        f"{by_validation} of them are others. Of the {len(accuracies)} verdicts that exist by the accuracy too, "
-        f"{by_accuracy} are others by the accuracy. The tables of the studies name them."
+        f"The studies have {len(judgements)} verdicts by the test loss. By the validation loss {by_validation} of them "
+        f"are of another kind. By the accuracy {by_accuracy} of {len(accuracies)} are. The tables of the studies have "
+        "these verdicts."
     ]
 
 
@@ -162,5 +172,5 @@ def _scale(studies: list[Judged]) -> str:
             if name == methods.HALF or name.startswith("narrower dense"):
                 narrower.setdefault(f"{one.arms[name].flops / base:.2f}", f"{interval(effect, 4)}")
     shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
-    parts = [f"with {share} of the FLOPs adds {added}" for share, added in shown.items()]
-    return f" A narrower dense network {' and one '.join(parts)} to the loss." if parts else ""
+    parts = [f"with {share} of the FLOPs by {more}" for share, more in shown.items()]
+    return f" The loss of narrower dense networks differs from that of dense: {', '.join(parts)}." if parts else ""

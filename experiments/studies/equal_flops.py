@@ -51,7 +51,7 @@ def arms(variant: str = "") -> dict[str, dict[str, Any]]:
 def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
     too = one_of(variant, STEPS) == "qk_cpu"
-    where = " (queries and keys pruned too)" if too else ""
+    where = " (queries and keys pruned too)" if too else " (feed-forward layers)"
     layers = "queries, keys and feed-forward layers" if too else "feed-forward layers"
     found = []
     for pattern in PATTERNS:

@@ -131,7 +131,7 @@ def claims(variant: str = "") -> list[Claim]:
     better = (("S-STE", "STE", True), gradual, ("SR-STE", "STE", False), ("S-STE", "SR-STE", False))
     if of_text:
         better += ((FADING_1_16, "SR-STE 1:16", True), (FADING, RECIPE, False), (FADING_1_16, MDGF_1_16, False))
-    steps = lambda a, b: " after the same number of steps" if "MdGf" in a and "SR-STE" in b else ""  # FLOPs differ
+    steps = lambda a, b: " after the same number of steps, with more FLOPs" if "MdGf" in a and "SR-STE" in b else ""
     found = [Claim(f"{a} is better than {b}{steps(a, b)}", a, "better than", b, main) for a, b, main in better]
     found.append(Claim("STE is better than a random 2:4 mask", "STE", "better than", RANDOM_MASK, True))
     found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE"))

@@ -168,7 +168,7 @@ def test_the_first_screen_has_the_main_claims(tmp_path):
 
 def test_the_summary_counts_claims_and_says_what_networks_reach(tmp_path):
     text, pictures = reproduce.block("summary", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
-    assert "| ViT, Fashion-MNIST | as good as dense training | 1 |  | 0 | 0 |" in text  # the others have no runs
+    assert "| ViT, Fashion-MNIST | as good as dense training | 1 | – | 0 | 0 |" in text  # the others have no runs
     assert "better than a narrower dense network" not in text  # that network has no runs
     simple = "88.0 %, ridge regression 81.2 %, k nearest neighbours 85.5 %"
     assert (
@@ -177,7 +177,7 @@ def test_the_summary_counts_claims_and_says_what_networks_reach(tmp_path):
     )
     assert not pictures
     worse = reproduce.block("summary", written(tmp_path, [*GOOD, *runs(DW, [0.4, 0.401, 0.399, 0.402])]))[0]
-    assert "| ViT, Fashion-MNIST | as good as dense training | 0 |  | 1 | 0 |" in worse
+    assert "| ViT, Fashion-MNIST | as good as dense training | 0 | – | 1 | 0 |" in worse
 
 
 def test_the_summary_counts_each_network_separately(tmp_path):
@@ -187,8 +187,8 @@ def test_the_summary_counts_each_network_separately(tmp_path):
     lines = [line(arm, seed, loss, name=other) for arm, of in losses.items() for seed, loss in enumerate(of)]
     rows = reproduce.block("summary", written(results, lines, other))[0].splitlines()
     assert [row for row in rows if "as good as dense training" in row] == [
-        "| ViT, Fashion-MNIST | as good as dense training | 1 |  | 0 | 0 |",
-        "| MiniLM, fine-tuned on SST-2 | as good as dense training | 0 |  | 1 | 0 |",
+        "| ViT, Fashion-MNIST | as good as dense training | 1 | – | 0 | 0 |",
+        "| MiniLM, fine-tuned on SST-2 | as good as dense training | 0 | – | 1 | 0 |",
     ]
 
 
@@ -198,11 +198,11 @@ def test_a_method_of_two_studies_counts_once_with_the_most_seeds(tmp_path):
     table = lambda results: reproduce.block("summary", results)[0].partition("| --- |")[2].splitlines()
     count = lambda results: table(results)[1]
     row_of = "| ViT, Fashion-MNIST | as good as dense training |"
-    assert count(written(tmp_path, worse)) == f"{row_of} 0 |  | 1 | 0 |"
+    assert count(written(tmp_path, worse)) == f"{row_of} 0 | – | 1 | 0 |"
     ten = np.resize(DENSE, 10).tolist()
     for name, method, row in (
-        ("methods_vit_cpu", DW, "1 |  | 0 | 0"),
-        ("equal_flops_cpu", "MdGf 1:16", "2 |  | 0 | 0"),
+        ("methods_vit_cpu", DW, "1 | – | 0 | 0"),
+        ("equal_flops_cpu", "MdGf 1:16", "2 | – | 0 | 0"),
     ):
         losses = {"dense": ten, method: ten, FLOOR: np.add(ten, 0.1).tolist()}
         lines = [line(arm, seed, loss, name=name) for arm, of in losses.items() for seed, loss in enumerate(of)]
@@ -318,8 +318,8 @@ def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
     row = next(row for row in reproduce.block(NAME, results)[0].splitlines() if "as good as dense | holds" in row)
     assert "| does not hold: worse, +0.0501 [+0.0" in row
     screen = reproduce.block("claims", results)[0]
-    assert "| worse by the accuracy; worse by the validation loss | 4 | passed |" in screen
-    said = "1 verdicts by the test loss. By the validation loss 1 of them are others. Of the 1 verdicts"
+    assert "| accuracy: worse; validation loss: worse | 4 | passed |" in screen
+    said = "1 verdicts by the test loss. By the validation loss 1 of them are of another kind. By the accuracy 1 of 1"
     assert said in reproduce.block("summary", results)[0]
 
 
