@@ -231,11 +231,12 @@ def legend(gate: Gate) -> str:
         "turn, in rounds (`python -m experiments.studies times`). It is the median of the rounds' ratios to dense. A "
         "step of a shorter dense run costs what a dense step costs. Where its time and its FLOPs differ, the times are "
         "noisy. The temporary memory is what a step needs besides its arguments and results. *No difference that "
-        "matters*: the interval contains 0 and lies within ± "
-        "the margin. This verdict is not corrected for the number of claims, so some of these verdicts may be chance. "
-        f"*{effects.OPEN.capitalize()}*: the difference may matter, and it is not significantly above or below 0 (for "
-        "*better*) or the margin (for *as good*). p-values are corrected for the number of claims, and intervals are "
-        f"not. So an interval may exclude 0 or the margin, and the verdict can still be *{effects.OPEN}*."
+        "matters*: the interval contains 0 and lies within ± the margin. This verdict is not corrected for the "
+        "number of claims, so some of these verdicts may be chance. "
+        f"*{effects.OPEN.capitalize()}*: the difference may matter, and it is not significantly above or below 0 "
+        "(for *better*) or the margin (for *as good*). p-values are corrected for the number of claims, and "
+        "intervals are not. So an interval may exclude 0 or the margin, and the verdict can still be "
+        f"*{effects.OPEN}*."
     )
 
 

@@ -3,9 +3,9 @@
     python -m experiments.studies noise
 
 The study measures three scalars of the feed-forward weights: the variance of the absolute gradient before clipping, and
-the norm and the variance of Adam's second moment. The paper does not make clear which of the last
-two it means. It shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of methods.py. All layers of
-its blocks are pruned.
+the norm and the variance of Adam's second moment. The paper does not make clear which of the last two
+it means. It shows SR-STE and MdGf at 1:16, single runs of each. The network is the ViT of methods.py. All layers of its
+blocks are pruned.
 """
 
 import jax
