@@ -7,8 +7,8 @@ experiments/REPRODUCTION.md tests this method on a smaller ViT and Fashion-MNIST
 training, and better than that of a shorter dense run at the same FLOPs. Compared with a narrower dense network at the
 same FLOPs, its loss shows no difference that matters. Its accuracy is slightly worse than that of the narrower network
 and of dense training, by less than half a point. In that ViT a random 2:4 mask does no harm either, so results on
-harder tasks may differ. Use this page if you want a 2:4 network. If gradients in dx are pruned too, the loss is
-slightly worse than that of a narrower network:
+harder tasks may differ. docs/tutorials/which_method.md says which method to start from. If gradients in dx are pruned
+too, the loss is slightly worse than that of a narrower network:
 --config.sparsity.blocks='mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4); dlhs_g=mvue(2,4)'.
 
 Digits, 8x8, two CPU cores: about 95 seconds; 97.5 % of the 360 test images (one seed). Its dense twin,

@@ -87,7 +87,7 @@ class Judged(NamedTuple):
       harm: The difference of the losses of the arm that has to be worse and dense; None if there are too few runs.
       judgements: The judged claims.
       over_dense: The differences of the losses to dense, by arm, as far as they are known.
-      scattered: The arms whose losses or accuracies scatter too much to share their variance.
+      scattered: For each score, the arms whose results scatter too much to share their variance.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Judged(NamedTuple):
     harm: Effect | None
     judgements: list[Judgement]
     over_dense: dict[str, Effect]
-    scattered: list[str]
+    scattered: dict[str, list[str]]
 
 
 def judged(name: str, results: Path) -> Judged:
@@ -133,16 +133,17 @@ def judged(name: str, results: Path) -> Judged:
 
 
 def _check(path: Path, arm: str, lines: list[dict]) -> None:
-    """Refuse the runs of an arm if a loss is no number, or if only some runs have a hardened network."""
+    """Refuse the runs of an arm if a figure is not finite, or if not all runs have the same figures."""
     done = {line["changes"]["seed"]: line["figures"] for line in lines if line["outcome"] == "finished"}
     where = lambda seed: f"{path}: the run of “{arm}” with seed {seed}"
     for seed, figures in done.items():
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise Mistake(f"{where(seed)} finished, but its {name} is {value}. Delete its line.")
-    without = [seed for seed, figures in done.items() if "hardened_loss" not in figures]
-    if 0 < len(without) < len(done):
-        raise Mistake(f"{where(without[0])} has no hardened_loss, but other runs of it have one. Delete its line.")
+    known = dict.fromkeys(name for figures in done.values() for name in figures)
+    for seed, figures in done.items():
+        if missing := [name for name in known if name not in figures]:
+            raise Mistake(f"{where(seed)} has no {missing[0]}, but other runs of it have one. Delete its line.")
 
 
 def step_times(name: str, results: Path) -> dict[str, float]:
@@ -198,18 +199,20 @@ def judge(
     claims: list[Claim], times_of: dict[str, float], results: Path,
 ) -> Judged:  # fmt: skip
     """Return the study with its verdicts. All arms share in the variance but the one that has to be worse."""
-    steps = arms["dense"].steps
+    same = {arm: 1.0 for arm, of in arms.items() if times_of and list(of.changes) == ["steps"]}  # a step of dense
+    steps, times_of = arms["dense"].steps, times_of | same
     arms = {arm: of._replace(time=times_of.get(arm, math.nan) * of.steps / steps) for arm, of in arms.items()}
     used = {arm: of for arm, of in arms.items() if arm != gate.worse}
     minus = lambda values: {seed: -value for seed, value in values.items()}
     losses = {arm: minus(of.losses) for arm, of in used.items()}
     accuracies = {arm: of.accuracies for arm, of in used.items()}
+    validation = {arm: minus(of.validation) for arm, of in used.items()}
     by_loss, by_accuracy = _effects(losses, claims, gate.margin), _effects(accuracies, claims, POINTS)
-    by_validation = _effects({arm: minus(of.validation) for arm, of in used.items()}, claims, gate.margin)
+    by_validation = _effects(validation, claims, gate.margin)
     harm = _harm(arms, gate)
     failed, judgements = _failed(arms, gate, harm, results), []
     for claim in claims:
-        loss, accuracy, validation = (of.get(claim) for of in (by_loss, by_accuracy, by_validation))
+        loss, accuracy, other = (of.get(claim) for of in (by_loss, by_accuracy, by_validation))
         none = NO_COUNT if failed else _unfinished(arms, claim, seeds)  # then neither metric has a verdict
         judgements.append(
             Judgement(
@@ -218,15 +221,16 @@ def judge(
                 loss and loss._replace(difference=-loss.difference),
                 accuracy,
                 _verdict(claim, accuracy, POINTS) if accuracy and not none else "",
-                validation and validation._replace(difference=-validation.difference),
-                _verdict(claim, validation, gate.margin) if validation and not none else "",
+                other and other._replace(difference=-other.difference),
+                _verdict(claim, other, gate.margin) if other and not none else "",
                 len({*arms[claim.first].losses} & {*arms[claim.second].losses}),
             )
         )
     over = [arm for arm in used if arm != "dense" and _shared(losses, arm, "dense") > 1]
     found = effects.effects(losses, [(arm, "dense") for arm in over])
     over_dense = {arm: e._replace(difference=-e.difference) for arm, e in zip(over, found, strict=True)}
-    scattered = sorted(effects.scattered(losses) | effects.scattered(accuracies))
+    scores = {"test loss": losses, "accuracy": accuracies, "validation loss": validation}
+    scattered = {score: found for score, values in scores.items() if (found := sorted(effects.scattered(values)))}
     return Judged(name, its_study, lines, arms, seeds, gate, failed, harm, judgements, over_dense, scattered)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.claims import POINTS, Judged, Judgement, judged, mean, of_seeds, score, simple
+from experiments.recorded import study
 from experiments.report import curves as cv, dots, effects
 from experiments.report.effects import Effect
 from experiments.report.words import markdown_table, percent
@@ -228,14 +229,13 @@ def legend(gate: Gate) -> str:
         "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
         f"second. A lower loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. "
         "FLOPs, time and memory are given as shares of dense. FLOPs are counted. For the time, all arms take steps in "
-        "turn, in rounds (`python -m experiments.studies times`). It is the median of the rounds' ratios to dense. A "
-        "step of a shorter dense run costs what a dense step costs. Where its time and its FLOPs differ, the times are "
-        "noisy. The temporary memory is what a step needs besides its arguments and results. *No difference that "
-        "matters*: the interval contains 0 and lies within ± the margin. This verdict is not corrected for the "
-        "number of claims, so some of these verdicts may be chance. "
-        f"*{effects.OPEN.capitalize()}*: the difference may matter, and it is not significantly above or below 0 "
-        "(for *better*) or the margin (for *as good*). p-values are corrected for the number of claims, and "
-        "intervals are not. So an interval may exclude 0 or the margin, and the verdict can still be "
+        "turn, in rounds (`python -m experiments.studies times`). It is the median of the rounds' ratios to dense. The "
+        "steps of a shorter dense run are counted as dense steps. The temporary memory is what a step needs besides "
+        "its arguments and results. *No difference that matters*: the interval contains 0 and lies within ± the "
+        "margin. This verdict is not corrected for the number of claims, so some of these verdicts may be chance. "
+        f"*{effects.OPEN.capitalize()}*: the difference is not significantly above or below 0 (for *better*) or the "
+        "margin (for *as good*). p-values are corrected for the number of claims, and intervals are not. So the "
+        f"interval may exclude 0 or the margin, or lie within ± the margin, and the verdict can still be "
         f"*{effects.OPEN}*."
     )
 
@@ -249,11 +249,14 @@ def remarks(one: Judged, results: Path) -> list[str]:
             f"Arms without a hardened network: {'; '.join(drawn)}. They draw weights or activations at random. Their "
             "loss is that of the network in training."
         )
-    if one.scattered:
+    for of, arms in one.scattered.items():
         found.append(
-            "The runs of these arms scatter much more than the others, so each has its own variance: "
-            f"{'; '.join(one.scattered)}."
+            f"By the {of}, the runs of these arms scatter much more than the others, so each has its own variance: "
+            f"{'; '.join(arms)}."
         )
+    if math.isnan(one.arms["dense"].time):
+        timed = study(f"times_{one.name.rpartition('_')[2]}")
+        found.append(f"The times of this study have not been measured. Measure them with: `{timed.command}`.")
     missing = [arm for arm in one.arms if arm not in (*one.over_dense, "dense", one.gate.worse)]
     if missing:
         found.append(f"Not in the pictures, because fewer than two seeds were run: {', '.join(missing)}.")
@@ -264,7 +267,7 @@ def remarks(one: Judged, results: Path) -> list[str]:
     dirty = sum((line.get("git") or {}).get("dirty", False) for line in one.lines)
     if dirty:
         found.append(f"Runs with uncommitted code: {dirty}.")
-    made = [(line.get("machine") or {}) | line["versions"] for line in one.lines]
+    made = [{"devices": line["devices"]} | (line.get("machine") or {}) | line["versions"] for line in one.lines]
     for field in dict.fromkeys(field for each in made for field in each):
         kinds = dict.fromkeys(str(each.get(field, "not recorded")) for each in made)
         if len(kinds) > 1:

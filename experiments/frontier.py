@@ -15,6 +15,8 @@ import statistics
 import sys
 from pathlib import Path
 
+import jax
+
 from experiments import claims, command, evidence, members, pages
 from experiments.claims import Judged, arm_of, judge, judged, recipe_of
 from experiments.errors import Failed, Mistake, Stopped
@@ -99,11 +101,22 @@ def estimate(one: Judged, count: int) -> str:
     if not took:
         return f"{count} runs. How long they take is not known: no run of the study has finished."
     seconds = statistics.median(each.total_seconds() for each in took)
+    theirs, here = devices(one.lines), f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    if theirs != here:
+        return (
+            f"{count} runs. How long they take on {here} is not known. The study was made on {theirs}. There a run "
+            f"took {duration(seconds)}, with several runs at once."
+        )
     machine = next((line["machine"] for line in one.lines if "machine" in line), {})
     where = f"{machine.get('processor', 'an unknown processor')}, threads: {machine.get('threads', '?')}"
     return (
         f"{count} runs, about {duration(count * seconds)} if a run takes {duration(seconds)} as in the study ({where})."
     )
+
+
+def devices(lines: list[dict]) -> str:
+    """Return on which devices runs were made, as text."""
+    return " and ".join(dict.fromkeys(line["devices"] for line in lines))
 
 
 def compared(one: Judged, method: str, lines: list[dict], count: int, share: float) -> Judged:
@@ -145,8 +158,14 @@ def timed(one: Judged, method: str, workdir: Path) -> float:
 def notes(one: Judged, lines: list[dict]) -> list[str]:
     """Return what a reader should know: the gate, and machines or versions that differ."""
     found = []
-    ours = one.lines[len(lines) :]
-    if {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in ours}:
+    ours = one.lines[len(lines) :]  # those of the study
+    if devices(lines) != devices(ours):
+        found.append(
+            f"Your runs were made on {devices(lines)}, and those of the study on {devices(ours)}, which may round "
+            "products in another way. Draw no conclusions from small differences: when the GPT was trained on a CPU "
+            "and on a GPU, differences between arms changed by up to 0.012."
+        )
+    elif {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in ours}:
         found.append(
             "Your runs were made on a machine whose processor or number of threads differs from that of the study."
         )
@@ -188,7 +207,11 @@ def run(method: str, page: str, count: int | None, workdir: Path | None) -> Path
         )
     if one.failed:
         print(f"The study does not pass its gate: {one.failed}. Draw no conclusions from it.")
-    count = min(count or len(one.seeds), len(one.seeds))
+    count = count or len(one.seeds)
+    if count > len(one.seeds):
+        raise Mistake(
+            f"--seeds={count}: the study has {len(one.seeds)} seeds. Write --seeds={len(one.seeds)} or fewer."
+        )
     workdir = workdir or Path("runs") / f"frontier-{name}-{members.folder(method)}"
     of_page = f"{written(method, name, count, workdir)}:{one.study.variant}"
     runs = members.listed(pages.load(of_page), pages.sweep(of_page))

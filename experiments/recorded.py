@@ -51,7 +51,11 @@ def read(path: Path) -> list[dict]:
     if not path.exists():
         raise Mistake(f"there is no {path}. Make it with: {its_study.command}")
     last_of_run = {}
-    for number, text in enumerate(path.read_text().splitlines(), 1):
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise Mistake(f"{path} is not text: {error}. Delete it, and make it with: {its_study.command}") from error
+    for number, text in enumerate(texts, 1):
         line = _checked(text, f"{path}, line {number}", its_study)
         last_of_run[str(line["changes"]) if its_study.page else line["run"]] = line
     return list(last_of_run.values())
@@ -65,7 +69,11 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
         if form == collected.FORMAT and "config" in line:
             for field in SWEPT if its_study.page else LOOKED:
                 line[field]
-    except (ValueError, TypeError, KeyError) as error:
+            if its_study.page:
+                numbers = [*line["figures"].values(), *line["flops"], line["steps"]]
+                if not all(isinstance(number, int | float) for number in numbers):
+                    raise TypeError("one of figures, flops and steps is not a number")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Mistake(f"{where} is not a line of results ({type(error).__name__}: {error}). {again}") from error
     if form != collected.FORMAT:
         raise Mistake(f"{where} has format {form}, but only format {collected.FORMAT} can be read. {again}")

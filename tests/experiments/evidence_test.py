@@ -101,14 +101,15 @@ def test_the_tables_say_what_was_measured(tmp_path):
 
 
 def test_times_are_those_of_steps_in_turn(tmp_path):
-    """By hand: steps take 1.5 of the time of dense steps, and the shorter run has 4,401 of 6,000 steps."""
+    """By hand: steps take 1.5 of the time of dense steps. The shorter run has 4,401 of 6,000 steps, which are dense."""
     shorter = f"shorter dense, FLOPs of “{DW}”"
-    seconds = {"dense": [9.0, 1.0, 2.0, 3.0], DW: [9.0, 1.5, 3.0, 30.0], shorter: [9.0, 1.0, 2.0, 3.0]}
+    seconds = {"dense": [9.0, 1.0, 2.0, 3.0], DW: [9.0, 1.5, 3.0, 30.0], shorter: [9.0, 7.0, 7.0, 7.0]}
     times_of = {"format": 1, "run": f"study={NAME}", "case": {"study": NAME}, "outcome": "finished", "rows": seconds}
     times_of |= {"config": digest.identity(times.config(NAME)).digest, "command": looks.command("times"), "notes": []}
     times_of |= {"began": "", "ended": "", "versions": {}}
     results = written(tmp_path, [*GOOD, *runs(DW, DENSE), *runs(shorter, DENSE)])
-    assert math.isnan(claims.judged(NAME, results).arms[DW].time)
+    assert {str(arm.time) for arm in claims.judged(NAME, results).arms.values()} == {"nan"}
+    assert "The times of this study have not been measured. Measure them with: " in reproduce.block(NAME, results)[0]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of) + "\n")
     arms = claims.judged(NAME, results).arms
     assert (arms["dense"].time, arms[DW].time) == (1.0, 1.5)
@@ -337,8 +338,33 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path):
 
 def test_an_arm_of_which_only_some_runs_have_hardened_networks_is_refused(tmp_path):
     lines = [*GOOD, *runs(DW, [0.33]), line(DW, 11, 0.0, figures={"accuracy": 0.88, "loss": 0.35})]
-    with pytest.raises(Mistake, match=r"“MdGf .*” with seed 11 has no hardened_loss, but other runs of it have one"):
+    with pytest.raises(
+        Mistake, match=r"“MdGf .*” with seed 11 has no hardened_accuracy, but other runs of it have one"
+    ):
         claims.judged(NAME, written(tmp_path, lines))
+
+
+def test_an_arm_of_which_only_some_runs_have_a_validation_loss_is_refused(tmp_path):
+    figures = line(DW, 11, 0.33)["figures"] | {"validation_loss": 0.3}
+    lines = [*GOOD, *runs(DW, [0.33]), line(DW, 11, 0.33, figures=figures)]
+    with pytest.raises(Mistake, match=r"“MdGf .*” with seed 10 has no validation_loss, but other runs of it have one"):
+        claims.judged(NAME, written(tmp_path, lines))
+
+
+@pytest.mark.parametrize(
+    "change", [{"figures": None}, {"figures": {"loss": "0.3"}}, {"flops": None}, {"flops": [None, 1.0]}, {"steps": "9"}]
+)
+def test_a_figure_that_is_no_number_is_refused(change, tmp_path):
+    lines = [*GOOD, line("dense", 10, 0.3, **change)]
+    with pytest.raises(Mistake, match=r"line 9 is not a line of results \(\w+Error: .*\). Delete the line"):
+        claims.judged(NAME, written(tmp_path, lines))
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    written(tmp_path, GOOD)
+    (tmp_path / f"{NAME}.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(Mistake, match=rf"{NAME}.jsonl is not text: .* Delete it, and make it with: python launch.py"):
+        claims.judged(NAME, tmp_path)
 
 
 def test_studies_share_runs_of_the_same_config(tmp_path):
@@ -377,6 +403,8 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
     lines += runs(DW, (0.33 + 0.02 * draw.standard_normal(8)).tolist()) + runs(FLOOR, [0.5] * 8)
     text, _ = reproduce.block(NAME, written(tmp_path, lines))
     assert f"scatter much more than the others, so each has its own variance: {DW}." in text
+    assert "By the test loss, the runs of these arms scatter" in text
+    assert "By the validation loss" not in text
 
 
 @pytest.mark.parametrize("name", STUDIES)

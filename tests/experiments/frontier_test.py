@@ -123,6 +123,23 @@ def test_a_page_that_is_no_study_is_refused(capsys):
     assert "--config=configs/vit_24.py is not the page of a study with results. " in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_other_devices_are_told(study, tmp_path, capsys):
+    results = tmp_path / "results" / "toy_cpu.jsonl"
+    results.write_text(results.read_text().replace('"devices": "', '"devices": "2 x H100, not '))
+    words = ["--method", "sr_ste(2,4)", "--config", f"{study}:cpu", f"--workdir={tmp_path / 'mine'}", "--seeds=2"]
+    assert frontier.main(words) == 0
+    said = capsys.readouterr().out
+    assert "2 runs. How long they take on " in said
+    assert "The study was made on 2 x H100, not " in said
+    assert "Draw no conclusions from small differences" in said
+
+
+def test_more_seeds_than_the_study_has_are_refused(capsys):
+    assert frontier.main(["--method", "ste(2,4); drhs_g=mvue(1,4)", "--seeds=21"]) == 2
+    assert "--seeds=21: the study has 20 seeds. Write --seeds=20 or fewer." in capsys.readouterr().err
+
+
 def test_one_seed_is_refused(capsys):
     assert frontier.main(["--method", "ste(2,4)", "--seeds=1"]) == 2
     assert "--seeds=1: a comparison needs two seeds. Write --seeds=2 or more." in capsys.readouterr().err

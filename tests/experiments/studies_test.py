@@ -269,11 +269,9 @@ def test_figures_of_what_was_looked_into(tmp_path):
     assert "| dense | 50 ± 0 % | 0.5 | 0 ± 0 % | " in text
     assert "| 20 ± 5.8 % |" in text
     assert pictures.keys() == {"descent_cpu_flips", "descent_cpu_amount_of_descent"}
-    with pytest.raises(
-        Mistake,
-        match=r"lack 1 of 12 cases, such as method=dense,seed=0. Make them with: python -m experiments.studies descent",
-    ):
-        reproduce.block("descent_cpu", written(tmp_path, *lines[1:], name="descent_cpu"))
+    text, pictures = reproduce.block("descent_cpu", written(tmp_path, *lines[1:], name="descent_cpu"))
+    others = "Make the others with: `python -m experiments.studies descent`"
+    assert (text, pictures) == (f"Not finished: 11 of 12 cases are done. {others}.\n", {})
 
 
 def test_what_is_there_is_not_looked_into_again(tmp_path, monkeypatch, capsys):
