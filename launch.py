@@ -12,7 +12,7 @@ try:
     from experiments import command
     from experiments.errors import Failed, Mistake, Stopped
 except ModuleNotFoundError as error:
-    sys.exit(f"launch.py: the package {error.name} is missing: make run, then .venv/bin/python launch.py ...")
+    sys.exit(f"launch.py: the package {error.name} is missing: pip install -r requirements.txt")
 
 if __name__ == "__main__":
     try:

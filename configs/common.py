@@ -27,7 +27,7 @@ def run() -> ConfigDict:
         peak=1e-3,  # the rate after the warm-up
         warmup="5%",  # duration of the linear warm-up
         shape="cosine",  # after the warm-up: cosine, linear or constant
-        end=0.0,  # the rate at the last step
+        end=0.0,  # the rate that a linear or cosine shape reaches after the last step
     )
     c.masked_decay = 0.0  # strength of the decay of dropped weights (nm.optim.masked_decay)
     c.model = dict(  # an argument of the model's class
@@ -176,7 +176,8 @@ def finetune(data: str) -> ConfigDict:
 def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
     """Return the data fields for images streamed from train/CLASS/*.jpg and val/CLASS/*.jpg, cut to ``size``.
 
-    If a number is 0, it is counted. If ``skip`` is True, files that cannot be read are skipped.
+    If ``examples`` or ``classes`` is 0, it is counted. The field ``skip`` is False: a file that cannot be read stops
+    the run.
     """
     c = ConfigDict()
     c.data = dict(name="folder", dir="", validation=0.1, crop=0, flip=True, mixup=0.0, smoothing=0.1)
@@ -187,8 +188,8 @@ def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
     return c.data
 
 
-def full_size(variant: str) -> None:
-    """Refuse a variant of the papers' settings, except "smoke"."""
+def refuse_variant(variant: str) -> None:
+    """Refuse any variant except "smoke", on a page with the settings of a paper."""
     if variant not in ("", "smoke"):
         raise ValueError(f"there is no variant {variant!r}: the full-size settings have only smoke")
 

@@ -10,7 +10,7 @@ from configs import common
 
 
 def get_config(variant=""):
-    common.full_size(variant)
+    common.refuse_variant(variant)
     c = common.resnet(variant)
     c.model = dict(name="resnet", size="50", stem="imagenet")
     if variant != "smoke":

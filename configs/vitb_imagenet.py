@@ -10,7 +10,7 @@ from configs import common
 
 
 def get_config(variant=""):
-    common.full_size(variant)
+    common.refuse_variant(variant)
     c = common.vit(variant)
     c.model = dict(name="vit", size="B", patch=16, pool="cls", scan=True, remat=True)
     if variant == "smoke":

@@ -159,7 +159,7 @@ def step_times(name: str, results: Path) -> dict[str, float]:
 
 
 def recipe_of(one: Study, changes: dict[str, Any]) -> nm.Recipe:
-    """Return what some changes of a study's config prune, with schedules as for a run of 1,000 steps.
+    """Return the recipe of a study's config with some changes. Shares of a run are taken of 1,000 steps.
 
     Two arms that prune the same values in the same way have the same recipe.
     """

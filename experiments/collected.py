@@ -72,7 +72,7 @@ def reused(runs: list[Member], workdir: Path, results: Path) -> dict[str, str]:
     Returns:
       The file that has the line, by the name of the run.
     """
-    times = Counter(member.identity.digest for member in runs)  # two runs may differ in a field such as model.lean
+    times = Counter(member.identity.digest for member in runs)  # the digest leaves out fields such as model.lean
     own = [member for member in runs if times[member.identity.digest] == 1]
     left = {member.identity.digest: member for member in own if not record.is_done(workdir / member.folder)}
     found: dict[str, tuple[Path, dict]] = {}

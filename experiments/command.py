@@ -152,7 +152,7 @@ def _check_results(asked: "Asked") -> None:
 
 
 def _cache_programs() -> None:
-    """Keep compiled programs on disk, unless the environment says where, or "" for nowhere."""
+    """Keep compiled programs in the folder `cache()`, unless JAX_COMPILATION_CACHE_DIR is set; "" keeps none."""
     import jax
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -49,7 +49,7 @@ def results_of(page: str) -> str:
     return known[page]
 
 
-def checked(method: str, one: Judged) -> None:
+def refuse(method: str, one: Judged) -> None:
     """Refuse a method that cannot be read, or that the study has already.
 
     Args:
@@ -158,18 +158,18 @@ def timed(one: Judged, method: str, workdir: Path) -> float:
 def notes(one: Judged, lines: list[dict]) -> list[str]:
     """Return what a reader should know: the gate, and machines or versions that differ."""
     found = []
-    ours = one.lines[len(lines) :]  # those of the study
-    if devices(lines) != devices(ours):
+    of_study = one.lines[len(lines) :]  # those of the study
+    if devices(lines) != devices(of_study):
         found.append(
-            f"Your runs were made on {devices(lines)}, and those of the study on {devices(ours)}, which may round "
+            f"Your runs were made on {devices(lines)}, and those of the study on {devices(of_study)}, which may round "
             "products in another way. Draw no conclusions from small differences: when the GPT was trained on a CPU "
             "and on a GPU, differences between arms changed by up to 0.012."
         )
-    elif {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in ours}:
+    elif {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in of_study}:
         found.append(
             "Your runs were made on a machine whose processor or number of threads differs from that of the study."
         )
-    if {str(line["versions"]) for line in lines} - {str(line["versions"]) for line in ours}:
+    if {str(line["versions"]) for line in lines} - {str(line["versions"]) for line in of_study}:
         found.append("Your runs were made with other versions of packages than those of the study.")
     found += [f"Seed {seed} {outcome}." for seed, outcome in one.arms[YOURS].lost.items()]
     tries = "Each try scores the test data. If you tried several methods, say how many when you report the best."
@@ -200,7 +200,7 @@ def run(method: str, page: str, count: int | None, workdir: Path | None) -> Path
     """
     name = results_of(page)
     one = judged(name, RESULTS)
-    checked(method, one)
+    refuse(method, one)
     if not evidence.has_gate_runs(one):
         raise Mistake(
             f"{page} is not finished: {evidence.done(one)} are done. Make the others with: {one.study.command}"
@@ -243,7 +243,7 @@ def main(args: list[str] | None = None) -> int:
     )
     parser.add_argument("--method", required=True, help="the text of the method, as nm.parse reads it")
     parser.add_argument("--config", default=PAGE, help=f"the page of the study, FILE:VARIANT (default: {PAGE})")
-    parser.add_argument("--seeds", type=int, help="use only so many of the study's seeds")
+    parser.add_argument("--seeds", type=int, help="use only the first N seeds of the study")
     parser.add_argument("--workdir", type=Path, help="the directory of the runs (default: runs/frontier-STUDY-METHOD)")
     asked = parser.parse_args(args)
     try:

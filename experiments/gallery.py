@@ -3,8 +3,8 @@
     python -m experiments.gallery [--to=DIR] [--keep]
 
 trains the pages that DIR (runs/gallery) does not have, one after another, and writes DIR/index.html: half an hour on
-two CPU cores. A page that has finished is not trained again; remove its folder to do so. With --keep the runs also
-replace those of experiments/results/gallery, which the site shows.
+two CPU cores. A page that has finished is not trained again; remove its folder to train it again. With --keep the
+runs also replace those of experiments/results/gallery, which the site shows.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def markdown(source: Path, link: str, shelves: tuple[Shelf, ...] = SHELVES) -> s
     for shelf in shelves:
         runs, comparison = compared(shelf, source)
         rows = [heads(shelf, comparison)]
-        for page, cells in zip(runs, table(shelf, runs, comparison), strict=True):
+        for page, cells in zip(runs, table(runs, comparison), strict=True):
             rows.append([f'<a href="{link}{page}.html">{page}</a>', *cells])
         more = f'<a href="{link}compare-{shelf.key}.html">{COMPARISON}</a>'
         parts += [f"## {shelf.title}", markdown_table(rows), more]
@@ -154,10 +154,10 @@ def compared(shelf: Shelf, source: Path) -> tuple[dict[str, Run], compare.Compar
 def heads(shelf: Shelf, comparison: compare.Comparison) -> list[str]:
     """Return the head of a shelf's table."""
     score = comparison.metric.replace("_", " ")
-    return ["page", "what it is", score, f"difference to {shelf.pages[0]}", "effective FLOPs", "time"]
+    return ["page", "what it is", score, f"difference from {shelf.pages[0]}", "effective FLOPs", "time"]
 
 
-def table(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
+def table(runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
     """Return the cells of a shelf's table, without the first column."""
     rows = []
     for row, (page, run) in zip(comparison.rows, runs.items(), strict=True):
@@ -179,7 +179,7 @@ def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -
     titles = f'<th scope="col">{first}</th><th scope="col" class="words">{about}</th>'
     titles += "".join(f'<th scope="col">{title}</th>' for title in rest)
     body = ""
-    for page, (about, *cells) in zip(runs, table(shelf, runs, comparison), strict=True):
+    for page, (about, *cells) in zip(runs, table(runs, comparison), strict=True):
         values = "".join(f"<td>{safe(cell)}</td>" for cell in cells)
         link = f'<a href="{page}.html">{page}</a>'
         body += f'<tr><th scope="row">{link}</th><td class="words">{safe(about)}</td>{values}</tr>'

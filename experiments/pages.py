@@ -28,9 +28,9 @@ def load(page: str) -> ConfigDict:
     if not Path(file).is_file():
         near = difflib.get_close_matches(file, names(), 1, 0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise Mistake(f"--config={page}: there is no file {file}.{hint} There are {', '.join(names())}.")
+        raise Mistake(f"--config={page}: there is no file {file}.{hint} Write one of {', '.join(names())}.")
     if not file.endswith(".py"):
-        raise Mistake(f"--config={page}: a page of settings is a .py file. There are {', '.join(names())}.")
+        raise Mistake(f"--config={page}: a page of settings is a .py file. Write one of {', '.join(names())}.")
     importable(Path(file).parent.resolve())
     module = _module(file)
     if not hasattr(module, "get_config"):

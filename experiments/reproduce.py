@@ -81,6 +81,8 @@ def _source(its_study: Study, lines: list[dict]) -> str:
     text = f"Command: `{its_study.command}`. Made with {text}."
     if total:
         text += f" The {len(lines)} runs took {duration(total)}."
+    if not all("machine" in line for line in lines):
+        text += " The processor and the number of threads were not recorded."
     return text
 
 

@@ -18,8 +18,8 @@ COMMON = ROOT / "configs" / "common.py"
 KINDS = {
     "text": ("run", "gpt"),
     "finetune": ("run", "finetune"),
-}  # which functions of common.py make the config of an experiment; of any other:
-OTHERS = ("run", "image", "folder")
+}  # experiment -> the functions of common.py that make its config
+OTHERS = ("run", "image", "folder")  # those of any other experiment
 
 FLAGS = {  # flag -> (its values, what it does)
     "workdir": ("DIR", "the run's directory; without it runs/PAGE-TIME"),

@@ -35,7 +35,7 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
     if env := os.environ.get("NMJAX_DATA"):
         places.append((f"{env} ($NMJAX_DATA)", _folder(env, "$NMJAX_DATA")))
     else:
-        places.append(("$NMJAX_DATA (a folder of data; not set)", None))
+        places.append(("$NMJAX_DATA (not set)", None))
     places += [(str(folder), Path(folder)) for folder in system]
     names = [Path(name).expanduser() for name in names]
     for _, folder in places:

@@ -75,7 +75,9 @@ def load(name: str, dir: str | Path = "") -> Images:
         guess = f" Did you mean {near[0]}?" if near else ""
         if Path(name).is_dir():
             guess = f" It is a folder: write --config=PAGE:folder --config.data.dir={name}."
-        raise Mistake(f"no image set is called {name!r}.{guess} There are {', '.join(_SETS)}, a .npz file, and folder.")
+        raise Mistake(
+            f"no image set is called {name!r}.{guess} Write one of {', '.join(_SETS)}, a .npz file, or folder."
+        )
     return _SETS[name](dir)
 
 

@@ -62,7 +62,7 @@ class Gate(NamedTuple):
       network: The network and its data, as "ViT, Fashion-MNIST".
       data: The data of `baselines` with which simple methods are scored.
       metric: The dense network is judged by its "accuracy" or its "loss" on the test data.
-      limit: The accuracy that dense must reach; or the name of the simple method whose loss dense must stay below.
+      limit: The score that the dense network has to reach; or the name of a simple method, for the score of it.
       worse: The name of the arm that has to be worse than dense by more than the margin.
       margin: The largest difference of the loss that does not matter.
       unit: The unit of the loss.

@@ -1,4 +1,4 @@
-"""Simple methods on the data of the studies. The network of a study has to be better than these.
+"""Simple methods on the data of the studies. The dense network of a study has to be better than these.
 
     python -m experiments.studies baselines
 

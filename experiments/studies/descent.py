@@ -117,7 +117,7 @@ def figure(lines: list[dict]) -> tuple[str, dict[str, str]]:
         amount.append(cv.Curve(method, flips[-1].steps, medians, f"s{n}"))
     words = "The share of mask entries that a step flips, by step."
     pictures = {"flips": cv.draw("descent-flips", flips, alt=words, say=percent, bounds=(0,))}
-    words = "By how much the loss fell, of what was predicted: medians of the steps of a bin."
+    words = "Actual descent as a share of the predicted descent: medians of the steps of a bin."
     pictures["amount_of_descent"] = cv.draw("descent-amount", amount, alt=words, say=percent, bounds=(0, 1))
     note = f"{PLUS_MINUS} The greatest rise is that of all seeds. For the curves, the steps are divided into {BINS} "
     note += "bins. Each point is the mean of a bin, or the median for the amount of descent."

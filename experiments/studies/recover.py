@@ -111,7 +111,7 @@ def _weights() -> Path:
 def config(
     task: str, pattern: str, method: str, teacher: bool, seed: int, *changes: str, weights: str = ""
 ) -> ConfigDict:  # fmt: skip
-    """Return the config of a case. Without ``weights`` they are not searched, which is enough to tell cases apart."""
+    """Return the config of a case. Without ``weights`` it only names the checkpoint, which is enough for a digest."""
     own = task == "docstrings"
     values = {
         "weights": weights or ("dense" if method in RECOVERED else "minilm"),

@@ -22,7 +22,7 @@ from experiments.training import tasks
 from experiments.training.program import Program
 
 PLACES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the run
-STEPS, ROUNDS = 8, 5  # at each place in each round. These 40 steps follow each other: a mask is held as long
+STEPS, ROUNDS = 8, 5  # steps at each place in each round: over all rounds 40 in a row, as many as FST holds a mask
 CASES = [{"study": name} for name in STUDIES]
 
 
@@ -65,7 +65,7 @@ class _Arm:
         self.state = self.program.init(jnp.uint32(0))
         self.arrays = next(iter(self.program.task.feed(0, 0, self.program.mesh)))
         for place in PLACES:
-            self._steps(place, 0, 2)  # compiles twice: `_steps` sets the first step's number, and a program the next
+            self._steps(place, 0, 2)  # compiles for both kinds of `step`: set by `_steps`, and returned by `train`
 
     def take(self, number: int) -> float:
         """Return the mean seconds of a step in a round."""

@@ -298,8 +298,9 @@ class Language(_Finetune, language.Task):
         vocabulary, length = model.tokens.num_embeddings, model.length
         if self.set.vocabulary > vocabulary or config.data.length > length:
             raise Mistake(
-                f"config.weights={config.weights!r} has {vocabulary:,} tokens and a length of {length:,}; its "
-                f"tokenizer has {self.set.vocabulary:,}, and config.data.length={config.data.length:,}."
+                f"config.weights={config.weights!r} is a model of {vocabulary:,} tokens with windows of at most "
+                f"{length:,}, but tokenizer.json has {self.set.vocabulary:,} tokens and config.data.length is "
+                f"{config.data.length:,}. Write a smaller config.data.length, or use the tokenizer of the model."
             )
         self.sizes = {"vocabulary": vocabulary}
         self._begin(None)

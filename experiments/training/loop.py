@@ -249,7 +249,7 @@ class Loop:
 
     def flops(self, step: int) -> list[float]:
         """Return the average FLOPs of a step, dense and effective, over so many steps."""
-        if step == self.total or self.program.steps_since:
+        if step == self.total or self.program.starts_late:
             return self.program.step_flops()
         return [flops * self.config.accumulate for flops in self.program.plan.over(step, data_gradients=False)]
 

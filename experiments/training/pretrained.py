@@ -55,7 +55,8 @@ def start(config: ConfigDict, classes: int | None, values: bool = True) -> Start
     Args:
       config: The settings of a run. If ``config.model.name`` is ``module:name``, that class is called with the
         checkpoint's model, the keyword arguments ``classes`` and ``rngs``, and the fields of ``config.model`` that it
-        has parameters for. Its parameters keep their values wherever it puts the model.
+        has parameters for. The other fields are arguments of the checkpoint's model. Fields that are 0, False or empty
+        are left out. The model's parameters keep their values wherever the class puts the model.
       classes: The number of classes; None for a language model.
       values: False to leave out the values.
 
@@ -142,7 +143,8 @@ class Teacher:
 
     Args:
       config: The settings of a run: ``config.teacher``.
-      run: A function (model, batch, key) that returns the hidden states, or None, and the logits.
+      run: A function (model, batch, key, hidden) that returns the hidden states, or None if ``hidden`` is False, and
+        the logits.
     """
 
     def __init__(self, config: ConfigDict, run: Callable[..., tuple[jax.Array | None, jax.Array]]):
@@ -246,7 +248,7 @@ def divergence(logits: jax.Array, teacher: jax.Array, temperature: float) -> jax
 
 
 def distance(hidden: jax.Array, teacher: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Return the mean over layers and texts of the squared distance of hidden states, over the teacher's squares.
+    """Return the squared distance of hidden states divided by the teacher's squared norm: the mean of layers and texts.
 
     If the models have different depths, each state is compared with the teacher's at the same share of the depth.
 

@@ -69,11 +69,11 @@ class Program:
         self._set_model()
         self._refuse_plan()
         self.flops = self.plan.over(self.total, data_gradients=False)
-        if self.steps_since:  # the steps at which STEP is sparse are known in the run only: take its sparsest step
+        if self.starts_late:  # the first sparse step is known only during the run: count the sparsest step
             free = [(layer.flops or 0, layer.shares[1]) for layer in self.plan.layers if layer.reads_data]
             dense, effective = self.plan.training
             self.flops = (dense - sum(cost for cost, _ in free), effective - sum(cost * share for cost, share in free))
-        self.phases = () if self.steps_since else changes(self.plan, self.total)
+        self.phases = () if self.starts_late else changes(self.plan, self.total)
         if all(layer.sparsity == nm.Sparsity() for layer in self.plan.layers):
             self.measures = 0
         places = self._set_state()
@@ -93,7 +93,7 @@ class Program:
         self.recipe = settings.recipe(config, self.total)
         self.rate = settings.learning_rate(config, self.total)
         optimizer, _ = settings.call(settings.in_steps(config.optimizer, self.total), "config.optimizer")
-        self.steps_since = optimizer == "step_adam"  # it says in the run from when on weights are sparse
+        self.starts_late = optimizer == "step_adam"  # which decides during the run when the weights become sparse
         self.tx = settings.optimizer(config, self.rate, self.total)
 
     def _set_mesh(self) -> None:
@@ -188,7 +188,7 @@ class Program:
     # ---- several runs ----
 
     def beside(self, count: int) -> "Program":
-        """Return the program of so many runs at once. Their states are one state with an axis more (`RUNS`)."""
+        """Return the program of so many runs at once. Their states are one state with one more axis (`RUNS`)."""
         if count not in self._programs:
             self._programs[count] = self._made_for(count)
         return self._programs[count]
@@ -251,8 +251,8 @@ class Program:
         return State(state.step + 1, state.seed, params, rest, opt, ema), figures
 
     def _now(self, state: State) -> jax.Array:
-        """Return the time of the methods: the step, or for STEP the number of steps since its weights are sparse."""
-        return nm.optim.since(state.opt) if self.steps_since else state.step
+        """Return the step that methods read: the run's, or for STEP the steps since its weights are sparse."""
+        return nm.optim.since(state.opt) if self.starts_late else state.step
 
     def _gradients(self, params: Any, now: jax.Array, forms: dict, rest: Any, numbered: tuple) -> tuple[Any, tuple]:
         """Return the new `rest` of a micro-batch, its gradients and its figures.
@@ -374,7 +374,13 @@ class Program:
         return tables
 
     def export(self, state: State, directory: Path, which: str = "the last step") -> str:
-        """Write the model of a step as the task writes it, if it does. Return a sentence about it, or ""."""
+        """Write the hardened model with the task's `export`, if it has one. Return a sentence about it, or "".
+
+        Args:
+          state: The state of one run.
+          directory: The folder to write.
+          which: The step of the model, in words.
+        """
         if (export := getattr(self.task, "export", None)) is None:
             return ""
         if self.hardened_graph is None:

@@ -136,7 +136,8 @@ class Record:
         Args:
           summary: Rows (label, text).
           about: What run.json says of the end: "figures", the scores by name, with "validation_" in front of those of
-            the validation split; "comparison", a text that compares the run with its twin; "steps" and "flops".
+            the validation split; "comparison", a text that compares the run with its twin; "steps", "flops" and
+            "measured".
           pictures: Arrays and texts, as the task's `pictures` returns them.
         """
         self.about |= {"summary": summary, **about}

@@ -44,7 +44,7 @@ def one_of(name: str, known: Iterable[str], what: str) -> str:
         return name
     near = difflib.get_close_matches(name, known, 1, 0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise Mistake(f"{what}={name!r} is not known.{hint} There are {', '.join(known)}.")
+    raise Mistake(f"{what}={name!r} is not known.{hint} Write one of {', '.join(known)}.")
 
 
 def foreign_names(config: ConfigDict) -> list[str]:
@@ -154,8 +154,8 @@ def steps(config: ConfigDict, examples: int) -> int:
         )
     if not 0 <= config.epochs < math.inf or config.steps < 0 or config.steps == config.epochs == 0:
         raise Mistake(
-            f"config.steps={config.steps} and config.epochs={config.epochs:g}: one of them says how long the run is, "
-            "and neither is negative or infinite."
+            f"config.steps={config.steps} and config.epochs={config.epochs:g}: set one of them to a positive number, "
+            "and leave the other at 0 or above."
         )
     return config.steps or max(1, round(config.epochs * examples / config.batch))
 
@@ -254,7 +254,7 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
     gradient.
     """
     name, options = call(in_steps(config.optimizer, total), "config.optimizer")
-    makers = {n: f for n, f in vars(optax).items() if inspect.isfunction(f) and _rates(f)}
+    makers = {n: f for n, f in vars(optax).items() if inspect.isfunction(f) and _takes_rate(f)}
     makers = {n: f for n, f in makers.items() if not n.startswith("_") and "scale_by" not in n}
     makers["step_adam"] = nm.optim.step_adam
     makers.pop("lbfgs")  # it needs the loss as a function
@@ -274,9 +274,11 @@ def optimizer(config: ConfigDict, rate: Callable, total: int) -> optax.GradientT
     if "learning_rate" in options:
         raise Mistake(f"config.optimizer={config.optimizer!r}: set the rate with config.learning_rate.peak, not here.")
     for option in options:
-        one_of(
-            option, [each for each in parameters if each != "learning_rate"], f"config.optimizer: an option of {name}"
-        )
+        known = [each for each in parameters if each != "learning_rate"]
+        if option not in known:
+            near = difflib.get_close_matches(option, known, 1, 0.4)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise Mistake(f"config.optimizer: {name} has no option {option!r}.{hint} It has {', '.join(known)}.")
     with as_mistake("config.optimizer"):
         chain.append(make(rate, **options))
     if config.get("rates", ()):
@@ -304,8 +306,8 @@ def factors(config: ConfigDict, params: Any) -> dict[str, float]:
         if not any(pattern.fullmatch(path) for path in paths):
             near = difflib.get_close_matches(pattern.pattern, paths, 3, 0.0)
             raise Mistake(
-                f"config.rates: {pattern.pattern!r} matches no parameter as a whole. There are {', '.join(near)}, and "
-                f"{max(0, len(paths) - len(near))} more."
+                f"config.rates: {pattern.pattern!r} matches no parameter as a whole. Parameters are {', '.join(near)}, "
+                f"and {max(0, len(paths) - len(near))} more."
             )
     return {path: next((factor for pattern, factor in rates if pattern.fullmatch(path)), 1.0) for path in paths}
 
@@ -358,5 +360,6 @@ def call(text: str, what: str) -> tuple[str, dict[str, Any]]:
         raise Mistake(f"{what}={text!r} is no call with named options, as 'sgd(momentum=0.9)'.") from None
 
 
-def _rates(function: Callable) -> bool:
+def _takes_rate(function: Callable) -> bool:
+    """Return True if the first parameter of a function is the learning rate."""
     return next(iter(inspect.signature(function).parameters), "") == "learning_rate"

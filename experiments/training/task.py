@@ -11,8 +11,12 @@ from jax.sharding import Mesh
 class Task(Protocol):
     """A model, its data, its loss and its scores.
 
-    A task is made from a run's config: `Task(config)`. The loop reads its attributes and calls its methods; it knows
-    nothing else of the model and the data. `experiments/training/image.py` and `experiments/training/text.py` are two.
+    A task is made from a run's config: `Task(config)`. The program and the loop read its attributes and call its
+    methods. Examples are `experiments/training/image.py` and `experiments/training/text.py`.
+
+    A task may also have these members: `pretrained`, values of parameters by path with which a run begins; `sizes`,
+    what run.json records of the data; and `export(model, directory, which)`, which writes the hardened model and
+    returns a sentence about it.
 
     Attributes:
       examples: Number of training examples in one epoch.

@@ -109,7 +109,7 @@ def path(keys: tuple[Any, ...]) -> str:
       keys: The key path. A last attribute ``value``, which is the inside of a boxed variable, is left out.
 
     Returns:
-      The keys, parted by "/".
+      The keys, separated by "/".
 
     >>> [path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path({"layers": [{"kernel": 1}]})]
     ['layers/0/kernel']

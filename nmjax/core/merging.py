@@ -38,7 +38,7 @@ class Merged(NamedTuple):
 
     Args:
       array: The array with the axes merged.
-      axis, axes, restore: As of `Merging`.
+      axis, axes, restore: As in `Merging`.
 
     >>> merged = merge(jnp.ones((2, 3, 4)), (0, 2), 8)
     >>> merged.array.shape, merged.axis, merged.restore(merged.array).shape
@@ -74,7 +74,7 @@ def merging_of(shape: tuple[int, ...], axes: tuple[int, ...], block: int) -> Mer
 
     Args:
       shape: The shape of the array.
-      axes, block: As of `merge`.
+      axes, block: As in `merge`.
     """
     count = innermost(shape, axes, block)
     if count is None:

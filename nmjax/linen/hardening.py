@@ -53,7 +53,7 @@ def reset_state(variables: Variables) -> Variables:
     """Return the variables with scales and held masks made again from the current weights.
 
     Args:
-      variables: As of `set_step`.
+      variables: As in `set_step`.
 
     >>> from flax import linen as nn
     >>> import nmjax as nm
@@ -72,7 +72,7 @@ def harden(variables: Variables) -> Variables:
     A weight is pruned in the dtype that its layer computed in at ``init``, and is stored in its own.
 
     Args:
-      variables: As of `set_step`.
+      variables: As in `set_step`.
 
     Raises:
       ValueError: A weight has no final form: it is drawn again at every step, or the layer uses it elsewhere too; or
@@ -170,7 +170,7 @@ def patterns(variables: Mapping[str, Any]) -> dict[str, Pattern | None]:
     """Return the pattern that every layer's weight has after `harden`.
 
     Args:
-      variables: As of `set_step`, or what `harden` returned.
+      variables: As in `set_step`, or what `harden` returned.
 
     Returns:
       A dict from the weight's path to its `Pattern`: n:m along the axes that the product contracts. None is dense.
@@ -209,7 +209,7 @@ def violations(variables: Mapping[str, Any]) -> dict[str, jax.Array | None]:
     """Return the number of groups of each weight that break the pattern which `harden` promises.
 
     Args:
-      variables: As of `set_step`, or what `harden` returned.
+      variables: As in `set_step`, or what `harden` returned.
 
     Returns:
       A dict from the weight's path to a count. None: nothing was checked, because the final form is dense.
@@ -243,7 +243,7 @@ def masks(variables: Mapping[str, Any]) -> Any:
     """Return the masks of the weights at this step.
 
     Args:
-      variables: As of `set_step`.
+      variables: As in `set_step`.
 
     Returns:
       A tree like ``variables["params"]``. A parameter without a mask has True.
@@ -305,7 +305,7 @@ def scales(variables: Mapping[str, Any]) -> dict[str, Float[Array, "*stack"]]:
     """Return the frozen scales of S-STE.
 
     Args:
-      variables: As of `set_step`.
+      variables: As in `set_step`.
 
     Returns:
       A dict from the layer's path to its scale; a stack has one scale for every layer. Layers without a scale are left

@@ -201,7 +201,7 @@ class Call(NamedTuple):
         Args:
           rewriter: What stands in the place of products with the weights.
           sites: The arrays of the weights, by their names.
-          initializing: As of `pruned`.
+          initializing: As in `pruned`.
         """
         y, written = self._run(rewriter, sites, initializing)
         for collection, variables in written.items():

@@ -59,7 +59,7 @@ class _View(NamedTuple):
     Attributes:
       array: The operand, with groups on ``axis`` and members on ``axis + 1``.
       axis: The axis of groups.
-      order: The axes of a choice but for the last one, as axes of the array.
+      order: The axes of a choice except the last, as axes of the merged operand before its groups are split.
       restore: Gives an array with a shorter contraction the axes of the operand.
     """
 
@@ -84,7 +84,7 @@ def choose(label: str, p: rows, x: jax.Array, operand: Operand, ctx: Ctx) -> Cho
     n, m = p.pattern
     view = _view(x, operand, m)
     rest = tuple(a for a in range(scales.ndim) if a not in _unsplit(view))
-    scales = jnp.squeeze(scales, rest)  # the axes that are left rise
+    scales = jnp.squeeze(scales, rest)  # the remaining axes are in ascending order
     scales = groups.split(jnp.transpose(scales, _ranks(view.order)), len(view.order) - 1, m)
     kept = scales != 0
     number = jnp.cumsum(kept, -1, dtype=jnp.int32)[..., None, :]
@@ -165,7 +165,7 @@ def operation_refusal(op: Operation, lhs: Shaped, rhs: Shaped, product: str, ope
 
 
 def tokens_refusal(op: Operation, lhs: Shaped, rhs: Shaped, operand: str) -> Refusal | None:
-    """Return why a row of x is not what dw multiplies with one row of g; None if it is.
+    """Return why dw does not multiply each row of x with exactly one row of g; None if it does.
 
     Args:
       op: The operation.
@@ -202,7 +202,7 @@ def without_strides(op: Operation, x: jax.Array) -> tuple[Operation, jax.Array]:
     """Return an operation without strides, and the rows of x that the operation does not skip.
 
     Args:
-      op: An operation without `tokens_refusal`.
+      op: An operation that `tokens_refusal` does not refuse.
       x: Its left operand.
     """
     if not isinstance(op, Conv) or set(op.window_strides) == {1}:
@@ -217,7 +217,7 @@ FLOPS_PER_BYTE = {"cpu": 14.0, "gpu": 300.0, "tpu": 300.0}
 """The FLOPs of a dense product that take as long as moving one byte.
 
 On a CPU it was fitted to the times of single products, which ``experiments.bench compaction`` measures. On other
-devices it is the ratio of their data sheets.
+devices it is the ratio of peak FLOPs to memory bandwidth in their data sheets.
 """
 
 
@@ -225,9 +225,9 @@ def expected(
     op: Operation, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, slots: Mapping[str, Slot], operand: str,
     platform: str,
 ) -> float:  # fmt: skip
-    """Return the time of a compacted product that is expected, as a share of the dense product's.
+    """Return the expected time of a compacted product, as a share of the dense product's.
 
-    It is n/m of the dense product, plus the bytes that choosing and gathering move.
+    It is n/m, plus the time to move the bytes that choosing and gathering rows read and write.
 
     Args:
       op: The operation.
@@ -282,5 +282,5 @@ def _unsplit(view: _View) -> list[int]:
 
 
 def _ranks(order: tuple[int, ...]) -> list[int]:
-    """Return the transposition that gives axes that rise the given order."""
+    """Return the permutation that brings axes in ascending order into the given order."""
     return np.argsort(np.argsort(order)).tolist()

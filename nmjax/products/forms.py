@@ -139,8 +139,8 @@ def _packed_before(
         shape = (form[0] if isinstance(form, tuple) else form).shape
         if len(shape) != 3 or math.prod(shape) != layout.size("B") * layout.size("I") * layout.size("O"):
             raise ValueError(
-                f"{routes.name or 'a product'}: its weight of shape {layout.w.shape} was packed before as one of "
-                f"{shape}. The forms of a stack of layers are sliced as its kernels are: "
+                f"{routes.name or 'a product'}: its weight has shape {layout.w.shape}, but its packed form has shape "
+                f"{shape}. If layers are stacked, slice the packed forms with the kernels: "
                 "nnx.StateAxes({nnx.Param: 0, nm.nnx.NM: 0, ...: None})."
             )
         forms[product] = form
@@ -167,9 +167,9 @@ def _want(
 ) -> Want:  # fmt: skip
     """Return the form that a product needs of an operand, and the array that it is made from.
 
-    If the kernel can apply the pruner, the form is made from the unpruned operand; otherwise from the operand pruned by
-    XLA. The kernel rounds an FP8 form. If the slot ends in `fp8` but the form has 16 bits, XLA simulates the
-    rounding."""
+    If the kernel can apply the pruner, the form is made from the array that the slot prunes; otherwise from the array
+    that XLA pruned. The kernel rounds an FP8 form. If the slot ends in `fp8` but the form has 16 bits, XLA simulates
+    the rounding."""
     route, slot = routes[product], sparsity.slots[OPERANDS[product][operand.name]]
     packed = route.how == "packed" and route.operand == operand.name
     format = dict(route.formats).get(operand.name)

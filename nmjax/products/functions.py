@@ -28,7 +28,7 @@ def dot_general(
     Args:
       lhs: The left operand, x.
       rhs: The right operand, the weight.
-      dimension_numbers, precision, preferred_element_type, out_sharding: As of `jax.lax.dot_general`.
+      dimension_numbers, precision, preferred_element_type, out_sharding: As in `jax.lax.dot_general`.
       sparsity: What is pruned, as ``nm.parse("s_ste(2,4)")`` returns it.
       ctx: The key, if something is drawn; the step, if something changes with it; the state, if the method keeps one.
       backend: One of `nmjax.kernels.targets.BACKENDS`. "auto" packs or compacts what is expected to win on the device,
@@ -89,8 +89,8 @@ def ragged_dot(
       lhs: The tokens, of shape [tokens, in], sorted by expert.
       rhs: The weights, of shape [experts, in, out].
       group_sizes: The number of tokens of each expert, integers of shape [experts].
-      precision, preferred_element_type: As of `jax.lax.ragged_dot`.
-      sparsity, ctx, backend, name, packed: As of `dot_general`. No kernel computes grouped products.
+      precision, preferred_element_type: As in `jax.lax.ragged_dot`.
+      sparsity, ctx, backend, name, packed: As in `dot_general`. No kernel computes grouped products.
 
     Raises:
       TypeError: If an operand that is pruned is not of floating-point values.
@@ -118,8 +118,8 @@ def einsum(
       spec: The subscripts, of two operands.
       lhs: The left operand, x.
       rhs: The right operand, the weight.
-      precision, preferred_element_type, out_sharding: As of `jnp.einsum`.
-      sparsity, ctx, backend, name, packed: As of `dot_general`.
+      precision, preferred_element_type, out_sharding: As in `jnp.einsum`.
+      sparsity, ctx, backend, name, packed: As in `dot_general`.
 
     Raises:
       ValueError: If it is not a product of two operands, or groups do not fit, or a key or a state is missing.

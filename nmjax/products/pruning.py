@@ -77,7 +77,7 @@ def _pruned(label: str, p: Pruner, x: jax.Array, operand: Operand, ctx: Ctx) -> 
 
 @partial(jax.jit, static_argnames=("p", "operand"), inline=True)
 def _traced(x: jax.Array, ctx: Ctx, *, p: Pruner, operand: Operand) -> jax.Array:
-    """Prune once traced for all layers that are alike. Inlined, so that compiled programs do not show it."""
+    """Prune an operand. It is traced once for all layers that are alike, and inlined in compiled programs."""
     return _pruned(str(p), p, x, operand, ctx)
 
 
@@ -196,9 +196,9 @@ def _misfit(label: str, p: Pruner, x: Any, operand: Operand, tokens: bool) -> st
 
 
 def check_shards(label: str, p: Pruner, x: Any, operand: Operand) -> None:
-    """Refuse groups that lie on two devices, as far as the sharding can be seen.
+    """Refuse groups that lie on two devices, and a reordering across devices, if the sharding is known.
 
-    It can be seen of a concrete array, of a shape that has one, and of what is traced on a mesh of explicit axes.
+    It is known for a concrete array, for a shape with a sharding, and for an array traced on a mesh of explicit axes.
     """
     sharding = _sharding(x)
     if sharding is None:
@@ -207,8 +207,8 @@ def check_shards(label: str, p: Pruner, x: Any, operand: Operand) -> None:
     names, parts = _parts(sharding, len(x.shape))
     if p.reorders and max(parts) > 1 and AxisType.Explicit in sharding.mesh.axis_types:
         raise ValueError(
-            f"{subject}: its order gathers values of other devices, and on a mesh of explicit axes it would have to "
-            "say so. Use automatic axes, or another method here."
+            f"{subject}: its order gathers values from other devices, which a mesh of explicit axes does not allow. "
+            "Use a mesh with AxisType.Auto, or a pruner that does not reorder, such as mse(2,4)."
         )
     for run in (operand.contract, operand.other[-1:] if p.tiles else ()):
         axis = _cut_axis(x.shape, parts, run, p.block, operand.runs)
@@ -269,11 +269,11 @@ def prune(
     """Return ``x`` pruned in groups along ``axis``, with everything checked.
 
     Args:
-      pruner: What prunes, such as ``mse(2, 4)``.
+      pruner: The pruner, such as ``mse(2, 4)``.
       x: An array of floating-point values.
       axis: The axis along which groups lie. ``pruner.block`` must divide its length.
       key: A `jax.random.key` or an int seed, if the pruner is stochastic.
-      step: The step of training. Schedules read it, and noise is another at every step.
+      step: The step of training. Schedules read it, and random numbers depend on it.
       state: The state that ``pruner.init`` returned, if the pruner keeps one.
 
     Returns:

@@ -40,11 +40,12 @@ class Route(NamedTuple):
 
     Attributes:
       how: "compacted", "packed", "fp8", "emulated" or "dense".
-      why: For messages: the operand and device of a kernel, or the reason why there is no kernel.
+      why: For messages: how the product runs (the operand and the device, the FP8 formats, or the n:m of the rows), or
+        the reason why it is emulated.
       operand: The operand that is packed, or whose rows are chosen: x, w or g.
       shape: The product of one device, if it is packed: its key in the tables of tiles.
       formats: Pairs (operand, FP8 format). Empty if the product does not run in FP8.
-      share: The time that is expected of a compacted product, as a share of the dense one's.
+      share: The expected time of a compacted product, as a share of the time of the dense product.
 
     >>> route = Route("emulated", "cpu has no sparse tensor cores")
     >>> route.how, route.uses_forms
@@ -288,7 +289,7 @@ def _unpacked(slots: Mapping[str, Slot], patterns: Mapping[str, Pattern | None])
         if slot.pruner.block > 1:
             return Route("emulated", f"{slot} is not 2:4 at every step")
         if not slot.empty:
-            return Route("emulated", f"{slot} leaves it dense")
+            return Route("emulated", f"{slot} leaves {operand} dense")
     return Route("dense")
 
 

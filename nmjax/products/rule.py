@@ -7,8 +7,8 @@ operand. An `fp8` at the end of a slot is its storage format. Each product round
 
 `jax.jvp` works if all backward slots are empty, no slot ends in `fp8`, and no kernel computes dx or dw. A kernel may
 compute y. Otherwise the products have a custom_vjp, and `jax.jvp` raises an error. Second derivatives then raise an
-error too, if any backward slot is filled or a kernel computes any of the products. `sr_ste` always has a custom_vjp of
-its own.
+error too, if any backward slot is filled, if a kernel computes any of the products, or if one is compacted. `sr_ste`
+always has a custom_vjp of its own.
 
 Random numbers depend on key, step, slot and group. The same key gives new numbers at another step. A product that is
 traced once and run many times with one key and step, under `jax.vmap` or as a tied layer, uses the same numbers each
@@ -64,7 +64,8 @@ class Inputs(NamedTuple):
     """The inputs of a layer besides its pruned operands.
 
     Attributes:
-      lhs, rhs: The unpruned operands. None if neither the backward pass nor a kernel needs them.
+      lhs, rhs: The unpruned operands. Each is None unless a `raw` slot, a kernel that prunes, or a choice of rows in
+        the forward product reads it.
       ctx: Key, step and state.
       packed: The result of `nmjax.products.weights.packed_weight`, or None.
       extra: The operands of the operation after the first two.
@@ -252,8 +253,8 @@ class Residuals(NamedTuple):
 
     Attributes:
       x: The left operand as the forward product uses it; only its type, if dw does not need it.
-      w: The weight, likewise.
-      kept: The part of x that dw needs in its place; None if it needs x.
+      w: The weight as the forward product uses it.
+      kept: The part of x that dw needs in place of x; None if dw needs x itself or a form of x.
       inputs: The other inputs.
       forms: The forms of x and w.
     """

@@ -111,7 +111,7 @@ def warn_unfinished(distances: Iterable[tuple[str, int, float | None]], stacklev
 
     Args:
       distances: (path, step, `distance`) of every weight whose pruner `has_schedule`.
-      stacklevel: As of `warnings.warn`.
+      stacklevel: As in `warnings.warn`.
     """
     far = [(path, step, d) for path, step, d in distances if d is not None and d > UNFINISHED]
     if not far:

@@ -137,10 +137,9 @@ def _check_slot(slot: Slot) -> None:
         )
     if p.has_gradient_rule and not forward:
         rule = slot.form.rule
-        instead = "the pruner itself" if rule is None else rule.parts[0]
+        instead = "Write the rows without ste or sr_ste." if rule is None else f"Write {slot.name}={rule.parts[0]}."
         raise ValueError(
-            f"{slot}: a gradient rule has no meaning in a backward slot, which is never differentiated. "
-            f"Write {slot.name}={instead}."
+            f"{slot}: a gradient rule has no meaning in a backward slot, which is never differentiated. {instead}"
         )
     if forward and p.reads_partner:
         raise ValueError(
@@ -160,8 +159,8 @@ def _check_slot(slot: Slot) -> None:
         raise ValueError(f"{slot}: autodiff gives a random choice no useful gradient. Write {slot.name}=ste({p}).")
     if p.needs_state and slot.name not in WEIGHT:
         raise ValueError(
-            f"{slot}: only a weight keeps state between steps, in fwd_rhs or dlhs_rhs. Here write a pruner without "
-            "hold or permute."
+            f"{slot}: {p} keeps state between steps, and only the slots of the weight can: fwd_rhs and dlhs_rhs. Write "
+            "a pruner without state here, such as mse(2,4)."
         )
 
 

@@ -80,7 +80,7 @@ class Sparsity(Value):
         return "; ".join(parts + [ELSE.strip()] * (self.else_dense is True)) or "dense"
 
     def only(self, **slots: Pruner) -> "Sparsity":
-        """Return a sparsity of these slots alone. Those that may be dense here may be dense there.
+        """Return a sparsity with only these slots. A slot that ``else_dense`` names here is named in the result too.
 
         Args:
           **slots: Pruners by the names of their slots. All other slots are empty.
@@ -190,7 +190,7 @@ class Sparsity(Value):
 
 
 def _slot_at(slot: Slot, step: int) -> Pruner:
-    """Return `Pruner.at` for a slot; the pruner itself if the slot would use the other one in another way."""
+    """Return `Pruner.at` for a slot. Return the pruner itself if the new one would round or draw differently."""
     whole = slot.pruner
     now = whole.at(step) if slot.name in FORWARD else inner_at(whole, step)
     try:
@@ -203,7 +203,7 @@ def _slot_at(slot: Slot, step: int) -> Pruner:
 
 
 def _fits_alike(whole: Pruner, now: Pruner, of_layer: bool) -> bool:
-    """Return True if a slot is left dense for the same shapes. ``of_layer``: the whole layer is dense if it is."""
+    """Return True if both pruners fit the same shapes. ``of_layer``: a misfit makes the whole layer dense."""
     if now == identity and not of_layer:
         return True
     return (now.block, now.tiles, now.reads_partner) == (whole.block, whole.tiles, whole.reads_partner)

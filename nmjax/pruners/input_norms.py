@@ -40,7 +40,7 @@ class ByNorms(Grouped, Remembering):
         return groups.top(self.scores(x.astype(jnp.float32), axis, norms.reshape(shape)), axis, self.n, self.m)
 
     def scores(self, x: jax.Array, axis: int, norms: jax.Array) -> jax.Array:
-        """Return the scores. The n largest of each group are kept.
+        """Return the scores. The n of largest magnitude in each group are kept.
 
         Args:
           x: The weight in float32.
@@ -82,7 +82,7 @@ class wanda(ByNorms):
     """
 
     def scores(self, x: jax.Array, axis: int, norms: jax.Array) -> jax.Array:
-        """Return magnitude times norm."""
+        """Return the weight times the norm."""
         del axis
         return x * norms
 

@@ -1,4 +1,4 @@
-"""Random pruning: the baseline that every rule must beat.
+"""Random pruning: the baseline for every other choice of values.
 
 McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning" (arXiv 2202.00774), prune at random
 without a scale (``rescale=False``): the mean of a product is then n/m of the exact one. With the scale it is exact.

@@ -8,7 +8,7 @@ probability::
 
 The result is unbiased. For 2:4, its variance is 3 % above that of `mvue` if magnitudes are uniformly distributed, 6 %
 if values are Gaussian, and 15 % or more if magnitudes are log-normal; at worst it is twice as large. In gradients of
-small networks it was 9 to 27 % above (``python -m experiments.studies dw``). Each group needs two uniforms. The
+small networks it was 9 to 24 % above (``python -m experiments.studies dw``). Each group needs two uniforms. The
 published code adds 1.2e-7 to every magnitude, which biases small gradients; this code adds nothing.
 """
 

@@ -129,15 +129,15 @@ def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over
     """Return SDGP: the gradient is pruned in dx alone, and the L1 norm of its feature maps is restored.
 
     Paper: McDanel et al., "Accelerating DNN Training with Structured Data Gradient Pruning", arXiv:2202.00774.
-    Without rescaling it is the paper's Magnitude, with random choice its Random.
+    With ``rescale=False`` it is the paper's Magnitude. With ``select="random"`` too, it is the paper's Random.
 
     Args:
       n: Number of values kept in each group.
       m: Size of a group.
-      rescale: Whether the norm is restored.
-      select: "top" keeps the largest magnitudes, "random" keeps any.
-      over: What is rescaled together: "spatial" is a feature map, "group" is a group. "auto" is "spatial" in layers
-        whose gradient has axes of space, and "group" in all others.
+      rescale: Whether the norm is restored. If ``select`` is "random", whether kept values are multiplied by m/n.
+      select: "top" keeps the largest magnitudes, "random" keeps any n values.
+      over: The values that share a norm: "spatial" is a feature map, "group" is a group. "auto" is "spatial" in layers
+        whose gradient has axes of space, and "group" in all others. If ``select`` is "random", it is not used.
 
     Returns:
       A sparsity with ``dlhs_g`` set.

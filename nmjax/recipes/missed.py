@@ -28,7 +28,7 @@ def report(missed: list[Missed], door: str, paths: list[str], strict: bool, stac
       door: The function that declares a door, such as "nm.nnx.door".
       paths: The paths of the layers that have a door.
       strict: True to raise an error.
-      stacklevel: As of `warnings.warn`, for the caller of this function.
+      stacklevel: As in `warnings.warn`, for the caller of this function.
 
     Raises:
       ValueError: There are such parameters, and ``strict`` is True.
@@ -46,11 +46,11 @@ def tell(lead: str, missed: list[Missed], paths: list[str], why: str, strict: bo
 
     Args:
       lead: The first line.
-      missed: They, each on a line.
+      missed: The parameters or layers. Those that are alike share a line.
       paths: The paths that rules may match.
       why: The reason or the remedy.
       strict: True to raise an error.
-      stacklevel: As of `warnings.warn`, for the caller of this function.
+      stacklevel: As in `warnings.warn`, for the caller of this function.
     """
     lines = [
         f"  {layer_paths.short([one.path for one in same])} {same[0].shape}, of {same[0].kind}"

@@ -42,7 +42,7 @@ class Recipe(Value):
     rules: tuple[tuple[str, Sparsity], ...]
     backend: str = "auto"
 
-    if TYPE_CHECKING:  # it takes more than it keeps
+    if TYPE_CHECKING:  # the constructor accepts more types than the fields hold
 
         def __init__(self, rules: Rules, backend: str = "auto") -> None: ...
 
@@ -80,7 +80,7 @@ class Recipe(Value):
 
         Args:
           paths: The paths of all layers of a model.
-          unreached: Paths that no door reaches. A rule that leaves one of them dense is not unused.
+          unreached: Paths that no door reaches. A rule counts as used if it leaves one of them dense.
 
         Returns:
           Patterns in their order. A last ``.*`` is never one of them, because earlier rules may leave nothing to it.
@@ -96,14 +96,14 @@ class Recipe(Value):
         return [i for i, (p, _) in enumerate(self.rules) if i not in used and not (p == ".*" and i == last)]
 
     def check(self, paths: Iterable[str], unreached: Iterable[str] = ()) -> None:
-        """Refuse rules that decide for no layer.
+        """Refuse rules that apply to no layer.
 
         Args:
           paths: The paths of all layers of a model.
-          unreached: As of `unused`.
+          unreached: As in `unused`.
 
         Raises:
-          ValueError: A rule decides for no layer. The error lists the layers whose paths are most like its pattern.
+          ValueError: A rule applies to no layer. The error lists the layers whose paths are most like its pattern.
         """
         paths = list(paths)
         idle = self._idle(paths, unreached)
@@ -111,7 +111,7 @@ class Recipe(Value):
             return
         patterns = [self.rules[i][0] for i in idle]
         nearest = sorted(paths, key=lambda path: _likeness(path, patterns), reverse=True)[:20]
-        lines = ["These rules of the recipe decide for no layer:"]
+        lines = ["These rules of the recipe apply to no layer:"]
         lines += [f"  {pattern!r}{self._earlier(pattern, paths)}" for pattern in patterns]
         lines.append("A pattern is a regular expression for a layer's whole path. The layers are:")
         lines += [f"  {path}" if path else "  '', the model itself" for path in nearest] or ["  none"]
@@ -129,7 +129,7 @@ class Recipe(Value):
 
     @classmethod
     def named(cls, rules: Any, sparsity: Mapping[str, str], backend: str = "auto") -> "Recipe":
-        """Return the recipe of a config, whose rules name their sparsity in a table of texts, or are texts themselves.
+        """Return the recipe of a config. A rule names its sparsity in a table of texts, or holds it.
 
         Args:
           rules: Pairs of a regular expression and a name in the table, a text or a `Sparsity`.
@@ -140,7 +140,7 @@ class Recipe(Value):
           The recipe.
 
         Raises:
-          TypeError: The rules are not pairs of texts.
+          TypeError: The rules are not pairs of a text and a sparsity.
           ValueError: A pattern is no regular expression, or a text is neither a name in the table nor a sparsity.
 
         >>> Recipe.named(((r".*/mlp/.*", "mlp"), (r".*", "dense")), {"mlp": "ste(2,4)"})
@@ -152,11 +152,11 @@ class Recipe(Value):
 def unused_rules(
     recipe: Recipe, paths: Iterable[str], unreached: Iterable[str] = (), of: str = "layer"
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return (where, reason) of each rule that decides for none of the paths, as a plan lists refusals.
+    """Return (where, reason) of each rule that applies to none of the paths, as a plan lists refusals.
 
     Args:
       recipe: The recipe.
-      paths, unreached: As of `Recipe.unused`.
+      paths, unreached: As in `Recipe.unused`.
       of: The thing that has the paths: a layer, or a parameter.
 
     >>> unused_rules(Recipe({"head": "ste()", ".*": "dense"}), ["up"])

@@ -83,7 +83,7 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
     """Return the `Sparsity` that a text describes. ``parse(str(sparsity)) == sparsity``.
 
     Args:
-      text: A method, slots, or a method and then the slots that replace its own, parted by ";". A method is one of
+      text: A method, slots, or a method and then the slots that replace its own, separated by ";". A method is one of
         `nmjax.methods`, or ``module:name(...)`` of a function that returns a `Sparsity`. A slot is ``slot=pruner``
         with a pruner as in `parse_pruner`. The empty text and "dense" prune nothing.
       foreign: Whether the text may name other modules. They are imported, and importing a module runs it: pass False
@@ -243,7 +243,7 @@ def _tree(source: _Source, kind: str) -> tuple[ast.expr, _Source]:
         if pattern:
             hint = f" {pattern[0]} is written ({pattern[1]},{pattern[2]})."
         elif re.search(r"\)\s*,\s*\w+\s*=", source.text):
-            hint = " Slots are parted by ';'."
+            hint = " Slots are separated by ';'."
         elif source.text.count("(") > source.text.count(")"):
             hint = " A bracket is not closed."
         elif "%" in source.text:
@@ -277,7 +277,7 @@ def _build(node: ast.expr, kind: str, source: _Source) -> Any:
     name = _name(node.func if called else node, source)
     if not name:
         shown = re.sub(r"_foreign_\d+", lambda match: source.marks.get(match[0], match[0]), ast.unparse(node))
-        raise ValueError(f"{source.text!r}: {shown!r} is not a {kind}. Known are {', '.join(sorted(_KNOWN[kind]))}.")
+        raise ValueError(f"{source.text!r}: {shown!r} is not a {kind}. Known: {', '.join(sorted(_KNOWN[kind]))}.")
     args = [build(a) for a in node.args] if called else []
     keywords = _keywords(node.keywords, name, build, source.text) if called else {}
     if names.is_foreign(name):
@@ -300,7 +300,7 @@ def _known(name: str, kind: str, text: str) -> Any:
     known = _KNOWN[kind]
     if name not in known:
         near = _nearest(name, [*known, *PRUNERS, *METHODS])
-        raise ValueError(f"{text!r}: no {kind} is called {name!r}{near} Known are {', '.join(sorted(known))}.")
+        raise ValueError(f"{text!r}: no {kind} is called {name!r}{near} Known: {', '.join(sorted(known))}.")
     return known[name]
 
 
@@ -321,8 +321,8 @@ def _foreign(name: str, kind: str, arguments: tuple[list[Any], dict[str, Any]] |
     text = source.text
     if not source.foreign:
         raise ValueError(
-            f"{text!r} names {name}, which is not part of nmjax. Only a name that you wrote yourself is imported, "
-            "not one that was read from a file."
+            f"{text!r} names {name}, which is not part of nmjax. A text that was read from a file, or parsed with "
+            "foreign=False, may not name other modules. If you trust it, pass it to nm.parse yourself."
         )
     try:
         value = names.load(name)

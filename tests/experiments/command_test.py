@@ -134,7 +134,7 @@ def test_one_reading_does_not_change_the_next():
         ([f"--config={PAGE}", "--mode=plan", "--tag=x"], "--tag and --note need a run that trains. With --mode=plan"),
         (
             [f"--config={PAGE}", "--config.experiment=imgae"],
-            r"config.experiment='imgae' is not known. Did you mean 'image'\? There are finetune, image, text",
+            r"config.experiment='imgae' is not known. Did you mean 'image'\? Write one of finetune, image, text",
         ),
         ([f"--config={PAGE}", "--config.seed=-1"], "config.seed=-1 is not from 0"),
         (["--config=README.md"], "a page of settings is a .py file"),

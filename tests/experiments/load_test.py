@@ -308,7 +308,7 @@ def test_what_is_no_run_is_refused_in_one_line(trained, tmp_path):
     workdir = tmp_path / "none"
     refused("none is not a run directory: it has no run.json")
     workdir = shutil.copytree(trained("averaged"), tmp_path / "run")
-    refused("checkpoint='first' is not known. .*There are best, last", checkpoint="first")
+    refused("checkpoint='first' is not known. .*Write one of best, last", checkpoint="first")
     for seal in (workdir / "checkpoints").glob("*.json"):
         seal.write_text(json.dumps(json.loads(seal.read_text()) | {"best": False}))
     refused(r"run holds no best checkpoint: .* Write checkpoint='last'", checkpoint="best")

@@ -230,7 +230,7 @@ def test_a_model_gets_the_fields_of_the_page_and_what_the_task_fixes(outside):
             "config.model.name='mixer:Block': missing a required argument: 'tokens'. It is called with rngs",
         ),
         ("model.name=mixer:no_model", "config.model.name='mixer:no_model' makes a dict, not an nnx.Module"),
-        ("model.name=mixer", r"config.model.name='mixer' is not known. There are resnet, vit"),
+        ("model.name=mixer", r"config.model.name='mixer' is not known. Write one of resnet, vit"),
         ("data.name=spiral:load", "config.data.name: there is no module 'spiral'"),
         ("data.name=spirals:np", "config.data.name='spirals:np' is a module, not a function of a folder"),
         (

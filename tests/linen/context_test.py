@@ -425,7 +425,7 @@ def test_nested_contexts_are_refused():
             pass
         with pytest.raises(ValueError, match="plan is called inside sparsify"):
             linen.plan(nn.Dense(8), jnp.ones((4, 8)))
-    with pytest.raises(ValueError, match=r"(?s)These rules of the recipe decide for no layer:.*'mlp'.*layer"):
+    with pytest.raises(ValueError, match=r"(?s)These rules of the recipe apply to no layer:.*'mlp'.*layer"):
         init(Named(functools.partial(nn.Dense, 8)), normal(1, 8, 16), nm.Recipe({"mlp": "ste(2,4)"}))
     variables = init(nn.Dense(8), normal(1, 8, 16), recipe("ste(2,4)"))  # the error has left nothing behind
     with (

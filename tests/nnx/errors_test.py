@@ -23,7 +23,7 @@ def test_a_rule_that_matches_nothing():
     with pytest.raises(ValueError) as error:
         nm.nnx.sparsify(model, rules)
     assert str(error.value) == (
-        "These rules of the recipe decide for no layer:\n  'mlp/.*'\n"
+        "These rules of the recipe apply to no layer:\n  'mlp/.*'\n"
         "A pattern is a regular expression for a layer's whole path. The layers are:\n"
         + "\n".join(sorted(["  up", "  down"], key=str(error.value).index))  # the nearest first
     )

@@ -423,7 +423,7 @@ def test_a_left_weight_on_an_explicit_mesh():
             lambda: nm.transform(MATMUL, nm.Recipe((("v", "ste(2,4)"),))).init(
                 {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
             ),
-            ValueError, "These rules of the recipe decide for no layer",
+            ValueError, "These rules of the recipe apply to no layer",
         ),
         (
             lambda: nm.transform(lambda p, x: x @ p["w"] @ p["w"].T, every("s_ste(2,4)")).init(

@@ -110,14 +110,14 @@ def test_a_config_names_its_sparsities(table, rules):
     )
 
 
-# ---- rules that decide for no layer ----
+# ---- rules that apply to no layer ----
 
 
 def unused(rules, paths):
     recipe = nm.Recipe(tuple((pattern, "dense") for pattern in rules))
     found = recipe.unused(iter(paths))
     if found:
-        with pytest.raises(ValueError, match="^These rules of the recipe decide for no layer:") as error:
+        with pytest.raises(ValueError, match="^These rules of the recipe apply to no layer:") as error:
             recipe.check(iter(paths))
         return found, str(error.value).split("\n")
     recipe.check(iter(paths))
@@ -128,7 +128,7 @@ def test_rules_that_decide_for_no_layer_are_listed_and_so_are_the_layers():
     found, lines = unused(("blocks/mpl/.*", "head", "up"), ["head", "blocks/mlp/up", "blocks/mlp/down"])
     assert found == ("blocks/mpl/.*", "up")
     assert lines == [
-        "These rules of the recipe decide for no layer:",
+        "These rules of the recipe apply to no layer:",
         "  'blocks/mpl/.*'",
         "  'up'",
         "A pattern is a regular expression for a layer's whole path. The layers are:",
@@ -172,7 +172,7 @@ def test_a_model_is_refused_before_anything_is_changed():
     model = nnx.eval_shape(lambda: GPT(rngs=nnx.Rngs(0)))
     graph = nnx.graphdef(model)
     for last in ("blocks/mlp/dwn", "blocks/mlp/up"):
-        with pytest.raises(ValueError, match=f"decide for no layer:\n  '{last}'.*\n.*\n  blocks/mlp/"):
+        with pytest.raises(ValueError, match=f"apply to no layer:\n  '{last}'.*\n.*\n  blocks/mlp/"):
             nm.nnx.sparsify(model, nm.Recipe((("blocks/.*", "mvue(2,4)"), (last, "ste(2,4)"))))
     assert nnx.graphdef(model) == graph
     with pytest.warns(UserWarning, match=r"no door reaches(.*\n)*  positions \(16, 32\), of GPT"):

@@ -146,7 +146,7 @@ def test_parse_pruner(text, value):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ss_te(2,4)", "no method is called 'ss_te'; did you mean 's_ste'.*Known are activation"),
+        ("ss_te(2,4)", "no method is called 'ss_te'; did you mean 's_ste'.*Known: activation"),
         ("mes(2,4)", "no method is called 'mes'; did you mean 'mse'"),
         ("ste(mse(2,4))", r"is a pruner, which stands in a slot: 'fwd_rhs=ste\(mse\(2,4\)\)'"),
         ("2", "is 2: neither a method"),
@@ -213,7 +213,7 @@ def test_numbers_print_as_python_writes_them():
     [
         ("s_ste(2:4)", r"2:4 is written \(2,4\)"),
         ("2:4", r"2:4 is written \(2,4\)"),
-        ("s_ste(2,4), dlhs_g=mse(2,4)", "Slots are parted by ';'"),
+        ("s_ste(2,4), dlhs_g=mse(2,4)", "Slots are separated by ';'"),
     ],
 )
 def test_slips_are_seen(text, hint):

@@ -63,7 +63,7 @@ def test_find_says_what_where_and_how(monkeypatch, tmp_path):
         find(("a", "b"), tmp_path, ("/nowhere",), "Buy it.")
     assert str(e.value) == (
         f"found none of a, b in {tmp_path} (--config.data.dir), the current folder, "
-        "$NMJAX_DATA (a folder of data; not set), /nowhere. Buy it."
+        "$NMJAX_DATA (not set), /nowhere. Buy it."
     )
     with pytest.raises(Mistake, match="found no a in the current folder"):
         find(("a",))
@@ -133,7 +133,9 @@ def test_digits():
 
 
 def test_an_unknown_set():
-    with pytest.raises(Mistake, match="no image set is called 'cifar-10'. Did you mean cifar10[?] There are digits, "):
+    with pytest.raises(
+        Mistake, match="no image set is called 'cifar-10'. Did you mean cifar10[?] Write one of digits, "
+    ):
         images.load("cifar-10")
 
 

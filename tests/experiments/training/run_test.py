@@ -242,7 +242,7 @@ def test_weights_that_are_drawn_have_no_flips():
 @pytest.mark.parametrize(
     ("page", "change", "said"),
     [
-        ("vit_24", "rules=(('mlp','blocks'),)", "decide for no layer.*The layers are: blocks/0"),
+        ("vit_24", "rules=(('mlp','blocks'),)", "apply to no layer.*The layers are: blocks/0"),
         ("vit_24", "rules=(('patches','blocks'),)", "patches: .* where it has one value, and a group has 4"),
         ("vit_24", "batch=6", "4 devices"),
         ("vit_24", "model.size=tine", r"config.model.size='tine' is not known. Did you mean 'tiny'\?"),
