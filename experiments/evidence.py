@@ -19,7 +19,7 @@ from experiments.studies import Gate
 HEAD = [
     "claim", "verdict by the loss", "difference of the loss, 95 % interval",
     "verdict by the accuracy", "difference of the accuracy, points",
-    "validation loss, if its verdict is another", "seeds",
+    "validation loss, if its verdict differs", "seeds",
 ]  # fmt: skip
 
 

@@ -106,8 +106,8 @@ def _otherwise(studies: list[Judged]) -> list[str]:
         return []
     return [
         f"The studies have {len(judgements)} verdicts by the test loss. By the validation loss {by_validation} of them "
-        f"are of another kind. By the accuracy {by_accuracy} of {len(accuracies)} are. The tables of the studies have "
-        "these verdicts."
+        f"are different. By the accuracy {by_accuracy} of {len(accuracies)} are different. The tables of the studies "
+        "have these verdicts."
     ]
 
 

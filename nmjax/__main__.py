@@ -1,4 +1,4 @@
-"""The command ``nmjax``: converts, prunes and verifies checkpoints, and plans what a recipe would prune in them."""
+"""The command ``nmjax``: converts, verifies, prunes and exports checkpoints, and plans what a recipe would prune."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from flax import nnx
 
 from nmjax import checkpoints, models, oneshot
 from nmjax.checkpoints import packing
-from nmjax.checkpoints.verifying import CONSUMERS
+from nmjax.checkpoints.verifying import PROGRAMS
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.hardening import harden, patterns
 from nmjax.nnx.layers import layers
@@ -76,7 +76,9 @@ def _whole(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nmjax", description="Convert, prune and verify N:M sparse checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="nmjax", description="Convert, verify, prune and export N:M sparse checkpoints, and plan recipes for them."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -93,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
     verify.add_argument("--n", type=_whole, default=2, help="the non-zeros allowed in a group (2)")
     verify.add_argument("--m", type=_whole, default=4, help="the size of a group (4)")
-    text = f"comma-separated programs to check: {','.join(CONSUMERS)}"
+    text = f"comma-separated programs to check: {','.join(PROGRAMS)}"
     verify.add_argument("--for", dest="programs", default="", metavar="PROGRAMS", help=text)
     text = "check only tensors whose whole name matches; all of them must be n:m"
     verify.add_argument("--every", metavar="REGEX", help=text)
@@ -272,7 +274,7 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
         images = _images(Path(asked.data), model)[: asked.examples]
         batches: list[Any] = [jnp.asarray(images[i : i + 16]) for i in range(0, len(images), 16)]
         rows = len(images) * model.positions.shape[-2]
-        return batches, rows, f"{len(images)} images, {rows:,} patches"
+        return batches, rows, f"{len(images)} images, {rows:,} tokens"
     if not hasattr(model, "length"):
         raise ValueError(f"{source}: only models of texts and ViT can be calibrated here. Use nm.nnx.prune in Python.")
     vocabulary, length = model.tokens.num_embeddings, min(model.length, asked.length)
@@ -360,7 +362,7 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
 
 
 def _callable(model: Any, batch: int, length: int) -> tuple[Any, list[jax.ShapeDtypeStruct], list[str]]:
-    """Return a model for ONNX with the names of transformers, and shapes of its inputs."""
+    """Return a model for ONNX, the shapes of its inputs, and the names that transformers has for them."""
     if isinstance(model, models.ViT):
         return model, [jax.ShapeDtypeStruct((batch, *model.shape), jnp.float32)], ["images"]
     tokens = jax.ShapeDtypeStruct((batch, min(length, model.length)), jnp.int32)

@@ -74,7 +74,7 @@ def masked_decay(lam: float | Schedule) -> optax.GradientTransformationExtraArgs
 
 
 def _decayed(g: jax.Array, w: jax.Array, keep: jax.Array, rate: Any) -> jax.Array:
-    """Decay a dropped weight. Kept ones are selected, not multiplied by 0, so that no NaN in them comes through."""
+    """Return the gradient, plus the decay where a weight is dropped. A NaN in a kept weight has no effect."""
     total = _wide(g)
     rate = jnp.asarray(rate, total.dtype)
     return jnp.where(keep | (rate == 0), g, (total + rate * w.astype(total.dtype)).astype(g.dtype))
@@ -173,7 +173,7 @@ def step_adam(
     mean: str = "arithmetic",
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return AdamW for dense weights until its variance has settled, then with that variance for sparse ones.
+    """Return AdamW that trains dense weights until its variance settles, and then sparse weights with that variance.
 
     Lu et al., "STEP: Learning N:M Structured Sparsity Masks from Scratch with Precondition" (arXiv 2302.01172):
     gradients of masked weights spoil Adam's estimate of their variance. With its moments m and v, at update t from 1::
@@ -196,10 +196,10 @@ def step_adam(
       b2: Decay of the second moment.
       eps: Term in the denominator, and the threshold of the switch.
       weight_decay: Strength of the weight decay.
-      after: The switch comes after this update at the earliest; 10 % of all updates in published runs.
-      before: The switch comes after this update at the latest; 50 % of all updates in published runs.
-      mean: The mean over the weights: "arithmetic", or "geometric", which is 0 as soon as one weight has never had a
-        gradient. Over the updates the mean is of as many as there were.
+      after: The switch comes after update ``after + 1`` at the earliest. Published runs have 10 % of all updates.
+      before: The switch comes after update ``before + 1`` at the latest. Published runs have 50 % of all updates.
+      mean: The mean over the weights: "arithmetic", or "geometric", which is 0 as long as one weight has never had a
+        gradient. The mean over the updates is arithmetic. At the beginning it is over the updates that there are.
       mask: Weights that decay, a tree of bools or a function from parameters to one, as in `optax.adamw`. All decay
         without it.
 
@@ -207,8 +207,8 @@ def step_adam(
       The optimizer.
 
     Raises:
-      TypeError: B2, after or before is no plain number.
-      ValueError: A number is out of its range.
+      TypeError: ``b2``, ``after`` or ``before`` is not a plain number, but for example traced.
+      ValueError: A number is out of its range, or ``mean`` is unknown. In ``update``: there are no parameters.
 
     >>> w = jnp.ones(4)
     >>> tx = step_adam(.1, after=1, before=2)
@@ -292,7 +292,7 @@ def _mean_change(change: PyTree, mean: str) -> jax.Array:
     leaves = jax.tree.leaves(change)
     size = sum(x.size for x in leaves)
     if not size:
-        raise ValueError("step_adam watches the variance of parameters, and has none. Check the labels or the mask.")
+        raise ValueError("step_adam got no parameters, so it has no variance to watch. Check the labels or the mask.")
     if mean == "geometric":
         return jnp.exp(sum(jnp.sum(jnp.log(x)).astype(jnp.float32) for x in leaves) / float(size))
     total: Any = sum(jnp.sum(x).astype(jnp.float32) for x in leaves)

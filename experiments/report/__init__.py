@@ -7,7 +7,7 @@
 RUN is the folder of a run. A page can be made at any time, also while the run continues or after it failed. These are
 the files:
 
-``run.json``. Without it, a folder is not a run directory. Only the name is required::
+``run.json``. Without it, a folder is not a run directory. Any of its fields may be missing::
 
     {"name": "vit_24", "command": "python launch.py ...",
      "outcome": "finished" | "running" | "interrupted" | "failed: why" | "diverged: why",
@@ -15,11 +15,12 @@ the files:
      "summary": [[label, text], ...],       # the first figures are shown large
      "header": [[label, text], ...],        # devices, precision, batch, steps, parameters, FLOPs, ...
      "notes": [text, ...],                  # what a reader of the numbers must know
+     "comparison": text,                    # of the scores with those of the twin, if the run has one
      "machine": {"processor": text, "threads": int},  # the processor, and XLA's threads on it
      "versions": {"python": ..., "jax": ...}, "git": {"commit": ..., "dirty": bool} or null,
      "unit": "images" | "tokens",           # what per_second counts
      "metric": "accuracy" | "loss",         # selects the best checkpoint: the highest accuracy, or the lowest loss
-     "figures": {name: number, ...},        # of the test split; "validation_...": of that one
+     "figures": {name: number, ...},        # scores of the test split; "validation_NAME": of the validation split
      "trained_with": [name, ...],                 # runs that were trained in one program with it, if there were any
      "tags": [text, ...], "note": text,     # as the command line gave them
      "parameters": int,
@@ -49,6 +50,9 @@ hardest_predictions, hardest_confidence and hardest_loss, of the test images wit
 
 ``text.json``: {"prompt": text, "samples": [text, ...], "hardest": [{"loss": number, "pieces": [[text, number or null],
 ...]}, ...]}: windows with the greatest loss, as pieces of text with their losses.
+
+``profile/breakdown.json``: the seconds of each part of a traced step, of each slot and of each pruned layer. Its fields
+are on the page docs/reference/run_directory.md.
 
 While the outcome is "running", the page reloads itself.
 """

@@ -135,7 +135,7 @@ class Row(NamedTuple):
     apart: bool | None  # True if the 95 % interval of the difference does not contain 0; None if that cannot be told
     paired: bool  # True if the difference is over seeds that both have
     cost: float | None  # effective FLOPs, relative to the baseline's
-    seconds: float | None  # time of all steps, relative to the baseline's
+    steps_time: float | None  # time of all steps, relative to the baseline's
     temporary: float | None  # temporary memory of a step, relative to the baseline's
     time: float | None  # the mean duration of a run, in seconds
     memory: float | None  # the most bytes that were in use at one time
@@ -311,7 +311,7 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
         apart=_apart(difference, error, freedom),
         paired=bool(gaps),
         cost=_ratio(group.cost and group.cost[1], base.cost and base.cost[1]),
-        seconds=_ratio(group.seconds, base.seconds),
+        steps_time=_ratio(group.seconds, base.seconds),
         temporary=_ratio(group.measured("step_bytes"), base.measured("step_bytes")),
         time=group.time,
         memory=None,

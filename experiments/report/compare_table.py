@@ -7,7 +7,7 @@ TEST = "Scores are from the test split"
 VALIDATION = ". Columns named validation are from the validation split. Use those to choose a config"
 RELATIVE = {  # fields of rows that are shares of the baseline's: the titles of their columns
     "cost": "effective FLOPs",
-    "seconds": "time of all steps",
+    "steps_time": "time of all steps",
     "temporary": "temporary memory",
 }
 SHARES = (

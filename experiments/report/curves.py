@@ -112,7 +112,7 @@ def draw(
       name: A name of the picture that is unique on its page.
       curves: The curves.
       alt: The description for readers who do not see the picture.
-      until: The least last step of the axis.
+      until: A step that the axis reaches at least.
       say: Writes a value at the axis.
       say_step: Writes a step at the axis.
       log: Use a logarithmic axis if the values span decades.

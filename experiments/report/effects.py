@@ -212,12 +212,12 @@ def verdict_better(effect: Effect, margin: float) -> str:
     >>> verdict_better(Effect(-1.0, 0.2, 20, 0.001), 0.5), verdict_better(Effect(0.1, 0.1, 20, 0.3), 0.5)
     ('does not hold: worse', 'no difference that matters')
 
-    If the difference is not significant, but its interval excludes 0, nothing is said:
+    If the difference is not significant, but its interval excludes 0, the claim is undecided:
 
     >>> verdict_better(Effect(0.2, 0.08, 40, 0.2), 0.5), verdict_better(Effect(-0.2, 0.08, 40, 0.2), 0.5)
     ('undecided', 'undecided')
 
-    Nor is anything said if the interval does not lie within the margin:
+    It is undecided, too, if the interval does not lie within the margin:
 
     >>> verdict_better(Effect(0.4, 0.5, 20, 0.4), 0.5)
     'undecided'
@@ -232,7 +232,9 @@ def verdict_better(effect: Effect, margin: float) -> str:
 
 
 def verdict_as_good(effect: Effect, margin: float) -> str:
-    """Return the verdict on the claim that the first method is not worse by the margin. Larger results are better.
+    """Return the verdict on the claim that the first method is not worse by the margin or more.
+
+    Larger results are better.
 
     Args:
       effect: The difference. Its p-value tests minus the margin.

@@ -20,7 +20,7 @@ from experiments.report.terms import explained
 from experiments.report.words import duration, large, moment, number, percent, safe
 
 MARKS = {"run.json", "metrics.jsonl", "run.lock"}  # a folder with one of these files is that of a run
-TWIN = "twin"  # the folder in a run's in which --with_twin trains its twin
+TWIN = "twin"  # the folder, in the folder of a run, of the twin that --with_twin trains
 FIRST = ' aria-sort="descending"'  # the column by which rows are sorted at first
 FIELDS = 6  # how many of the fields that differ are shown
 SO_FAR = '<small title="of the last evaluation">so far</small>'

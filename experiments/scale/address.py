@@ -62,10 +62,12 @@ class Address(NamedTuple):
     def refuse_other_counts(self, seconds: int) -> None:
         """Raise if process 0 has another number of processes. Process 0 compares its number with all others.
 
+        Processes that disagree would wait for each other's devices.
+
         Args:
           seconds: How long to wait for an answer.
         """
-        from jax._src import distributed  # processes that disagree would wait for each other's devices
+        from jax._src import distributed  # the client that exchanges values is not public
 
         client = distributed.global_state.client
         client.key_value_set(f"nmjax/count/{self.index}", str(self.count))

@@ -125,7 +125,7 @@ def _refuse_unjoined() -> None:
     launchers = [launcher for launcher, variable in _LAUNCHERS.items() if int(os.environ.get(variable) or 1) > 1]
     if launchers:
         raise Mistake(
-            f"{launchers[0]} has started several of this command, and each would do the same. Write --distributed=auto "
+            f"{launchers[0]} has started several processes, and each would do the same. Write --distributed=auto "
             "to make them one run, or --distributed=off if each is to be a run of its own."
         )
 

@@ -29,7 +29,7 @@ SMALL = 2**12  # numbers: parameters with fewer lie whole on every device
 
 
 def mesh(sizes: Any) -> Mesh:
-    """Arrange the devices.
+    """Return the mesh of all devices of a run.
 
     Args:
       sizes: The settings `config.mesh`: how many devices `fsdp` and `tensor` take. `data` takes the others.
@@ -64,13 +64,13 @@ def whole(mesh: Mesh) -> NamedSharding:
 
 
 def rows(mesh: Mesh, size: int) -> np.ndarray:
-    """Return the rows of a batch of so many that lie on devices of this process."""
+    """Return which rows of a batch of ``size`` rows lie on devices of this process."""
     indices = batch(mesh).addressable_devices_indices_map((size,)).values()
     return np.unique(np.concatenate([np.arange(size)[index] for index in indices]))
 
 
 def gathered(arrays: Any, mesh: Mesh, size: int) -> Any:
-    """Return batches of so many rows. Every process gives its own part of the rows, `rows`."""
+    """Return batches of ``size`` rows. Every process gives its own part of the rows, as `rows` says."""
     put = lambda x: jax.make_array_from_process_local_data(batch(mesh), x, (size, *x.shape[1:]))
     return jax.tree.map(put, arrays)
 
@@ -119,7 +119,7 @@ def in_use(places: Any, mesh: Mesh) -> Any:
 
 
 def stacked(count: int, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape of so many arrays along a new first axis. Each is cut as one array is."""
+    """Return the shape of ``count`` arrays along a new first axis. Each is cut as one array is."""
     cut = NamedSharding(one.sharding.mesh, PartitionSpec(None, *one.sharding.spec))
     return jax.ShapeDtypeStruct((count, *one.shape), one.dtype, sharding=cut)
 

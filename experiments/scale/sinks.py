@@ -1,4 +1,4 @@
-"""Sinks: Weights & Biases, Trackio or MLflow as a second place for a run's numbers, whichever is installed.
+"""Sinks: Weights & Biases, Trackio or MLflow, as a second place for a run's numbers. The flag --sink chooses one.
 
 Each package's own settings say where the numbers go, and to whom they belong: WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR,
 TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 class Sink(Protocol):
-    """A service that is sent numbers. It is made with a `Run`."""
+    """A service that receives the numbers of a run. It is made with a `Run`."""
 
     place: str
     """The address at which a person finds the run."""

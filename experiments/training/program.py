@@ -105,8 +105,8 @@ class Program:
         parts = shards.parts(self.mesh)
         if self.micro_batch % parts:
             raise Mistake(
-                f"config.batch={config.batch} in {config.accumulate} micro-batches gives each {self.micro_batch} "
-                f"examples, which {parts} devices cannot share evenly. Write a multiple of {parts * config.accumulate}."
+                f"config.batch={config.batch} and config.accumulate={config.accumulate}: {parts} devices cannot share "
+                f"a micro-batch of {self.micro_batch}. Write a config.batch that {parts * config.accumulate} divides."
             )
 
     def _set_model(self) -> None:
@@ -374,13 +374,7 @@ class Program:
         return tables
 
     def export(self, state: State, directory: Path, which: str = "the last step") -> str:
-        """Write the hardened model with the task's `export`, if it has one. Return a sentence about it, or "".
-
-        Args:
-          state: The state of one run.
-          directory: The folder to write.
-          which: The step of the model, in words.
-        """
+        """Write the hardened model of a step to a folder, if the task can. Return a sentence about it, or ""."""
         if (export := getattr(self.task, "export", None)) is None:
             return ""
         if self.hardened_graph is None:

@@ -113,7 +113,7 @@ class Record:
         if self._sender is not None:
             self._sender.write(step, numbers)
         if not on_disk and self._lines.late == 1:
-            self._tell(f"{self.metrics} cannot be written: {self._lines.reason}. Its lines are kept until it can.")
+            self._tell(f"{self.metrics} cannot be written: {self._lines.reason}. New lines are kept in memory.")
 
     def best(self, metric: str, higher: bool) -> tuple[int, float] | None:
         """Return the step and the score of the best evaluation so far; of equal ones the first. None: there is none.

@@ -190,7 +190,7 @@ def duration(text: str, total: int, what: str) -> int:
     if text.endswith("%"):
         number *= total / 100
     if not (math.isfinite(number) and number >= 0):
-        raise Mistake(f'{what}={text!r} is no duration: write steps, as "200", or a share of the run, as "5%".')
+        raise Mistake(f'{what}={text!r} is not a duration: write steps, as "200", or a share of the run, as "5%".')
     return round(number)
 
 

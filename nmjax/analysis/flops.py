@@ -60,7 +60,7 @@ def kept(p: Pruner, step: int | None = None) -> float:
 
 
 def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float, float]:
-    """Return the share of its dense FLOPs that is left of each product: (fwd, dlhs, drhs).
+    """Return the share of the dense FLOPs of each product that is left: (fwd, dlhs, drhs).
 
     Args:
       sparsity: The slots and their pruners.
@@ -72,7 +72,7 @@ def effective(sparsity: Sparsity, step: int | None = None) -> tuple[float, float
     """
     slots = sparsity.slots
     share = {name: slot.pruner.kept(step) for name, slot in slots.items()}
-    # dx has the forward product's weight, or prunes it again. If that is n:m along both axes, it stays so.
+    # The product for dx uses the pruned weight of the forward product. If this is n:m along both axes, dx has n:m too.
     reused = 1.0 if slots["dlhs_rhs"].raw else slots["fwd_rhs"].pruner.kept_across(step)
     return (
         min(share["fwd_lhs"], share["fwd_rhs"]),
@@ -161,7 +161,7 @@ def reading_data(jaxpr: core.Jaxpr, learned: Sequence[bool], mark: str) -> set[s
 def _follow(
     jaxpr: core.Jaxpr, learned: Sequence[bool], mark: str, name: str | None, layers: dict[str, bool]
 ) -> None:  # fmt: skip
-    """Note in `layers` of each layer whether both operands of a product depend on parameters."""
+    """For each layer, note in ``layers`` whether both operands of a product depend on parameters."""
     depends = {v for v, is_learned in zip(jaxpr.invars, learned, strict=True) if is_learned}
     for equation in jaxpr.eqns:
         scope = re.search(rf"{re.escape(mark)}\w*", str(equation.source_info.name_stack))

@@ -62,7 +62,8 @@ def sad(before: PyTree[Bool[Array, "..."]], after: PyTree[Bool[Array, "..."]]) -
 
     def flips(m: Bool[Array, "..."], new: Bool[Array, "..."]) -> Float[Array, ""]:
         if m.shape != new.shape or not m.dtype == new.dtype == bool:
-            raise ValueError(f"masks are bool, of one shape, as w != 0: got {jax.typeof(m)} and {jax.typeof(new)}.")
+            got = f"{jax.typeof(m)} and {jax.typeof(new)}"
+            raise ValueError(f"two masks must be bool and of one shape, got {got}. Write w != 0 for a mask.")
         return _f32(count(m != new))
 
     return jax.tree.map(flips, before, after)
@@ -246,8 +247,8 @@ def pruned_error(
     Args:
       p: The pruner.
       x: The exact value.
-      axis: The axis that is pruned along.
-      key: The first of the keys.
+      axis: The axis that groups lie along.
+      key: The key from which the keys of the draws are computed.
       draws: Number of draws, each by another key. A pruner that draws nothing is called once.
       step: The step.
       state: The pruner's state.
@@ -282,8 +283,8 @@ def gradient_error(
       sparsity: The sparsity. Its forward slots must not draw.
       x: The input of the product.
       w: The weight.
-      g: The gradient of ``y = x w``.
-      key: The first of the keys.
+      g: The gradient of the loss with respect to ``y = x w``.
+      key: The key from which the keys of the draws are computed.
       draws: Number of draws, each by another key. Slots that draw nothing are computed once.
       step: The step.
       state: The state of the product, a dict from slot to state.

@@ -83,9 +83,9 @@ def violations(weights: PyTree, patterns: Pattern | Mapping[str, Pattern | None]
         return _violations(*named[0], patterns)
     arrays = dict(named)
     if len(arrays) < len(named):
-        raise ValueError(
-            f"two arrays have the same path, of {', '.join(sorted(name for name, _ in named))}: rename one."
-        )
+        names = [name for name, _ in named]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two arrays have the same path, {twice!r}: rename one.")
     chosen: dict[str, Pattern | None] = {}
     for text, pattern in patterns.items():
         if not isinstance(pattern, Pattern | None):

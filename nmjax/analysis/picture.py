@@ -93,7 +93,7 @@ class Picture:
 def show(
     what: Pruner | Any, x: Any = None, *, axis: int = -1, m: int = 0, key: Any = None, step: Any = 0, state: Any = None
 ) -> Picture:
-    """Return a picture of what a pruner keeps of an array, or of an array or mask.
+    """Return a picture of an array, of a mask, or of what a pruner keeps of an array.
 
     A terminal shows it as text, and a notebook as SVG. Large arrays are cut to their first rows and columns; an array
     of more than two axes to its first matrix.

@@ -94,8 +94,8 @@ class LayerPlan(NamedTuple):
       runs: The routes of fwd, dlhs and drhs; empty if no example was given. ``how`` is "refused" if the backend
         refuses the product.
       else_dense: (slot, reason) of the slots that its rule leaves empty, because they do not fit.
-      phases: (first step, routes) of each phase of its method (`Sparsity.phases`), from step 0 on; empty if it has
-        one, if no example was given, or if the model is in a phase.
+      phases: (first step, routes) of each phase of its method (`Sparsity.phases`), from step 0 on; empty if the method
+        has only one phase, if no example was given, or if the model is in a phase.
       phase: The first step of the phase that the model is in (`nmjax.nnx.phase`); None if it is in none.
       kept: The bytes of its input x, and those that the backward pass keeps of it; (0, 0) if ``drhs_lhs`` is empty.
       reads_data: Whether its input depends on no parameter, so that training of the model needs no dx.
@@ -167,7 +167,7 @@ def _operand(name: str, use: Use) -> tuple[tuple[int, ...], Operand]:
 
 
 def _norms(name: str, p: Pruner, uses: list[Use], tokens_known: bool) -> tuple[str, ...]:
-    """Return `SlotPlan.norms`. Before a call, only a convolution says whether x and g have axes of space."""
+    """Return `SlotPlan.norms`. Before a call, only a convolution says whether x and g have spatial axes."""
     found = _auto_rescale(p)
     if found is None:
         return ()
@@ -260,7 +260,7 @@ class Plan:
 
     @property
     def saved(self) -> dict[str, tuple[float | None, int]]:
-        """(seconds, bytes of inputs) that each layer saves in a step, by path. None if `speed` is not known."""
+        """(seconds, bytes of inputs) that each layer saves in a step, by path. Seconds are None without `speed`."""
         time = lambda layer: savings.seconds_of(layer.flops, layer.runs, self.speed)
         return {layer.path: (time(layer), layer.kept[0] - layer.kept[1]) for layer in self.layers}
 

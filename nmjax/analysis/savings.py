@@ -83,6 +83,8 @@ def _measured() -> float:
 def kept_of(sparsity: Sparsity, uses: list[Use], backend: str) -> tuple[int, int]:
     """Return the bytes of a layer's inputs, and those that the backward pass keeps of them.
 
+    Both are 0 if ``drhs_lhs`` is empty or refused. If a kernel keeps its own form of an input, the whole input counts.
+
     Args:
       sparsity: The pruner of each slot.
       uses: The products that a call asks the layer for.
@@ -100,7 +102,7 @@ def _kept_bytes(use: Use, sparsity: Sparsity, backend: str) -> tuple[int, int]:
     x = jax.ShapeDtypeStruct(use.lhs.shape, use.lhs.dtype)
     dense, routes = x.size * x.dtype.itemsize, explain(use.op, use.lhs, use.rhs, sparsity, backend)
     if routes["drhs"].takes("x"):
-        return dense, dense  # a kernel keeps a form of its own
+        return dense, dense  # the kernel's own form of x is smaller, but it is not counted
     product = StaticProduct(use.op, sparsity, None, None, compacted_in(routes))
     kept = jax.eval_shape(lambda x: kept_of_x(product, x, use.rhs, x, Ctx(random.words(0))), x)
     return dense, sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(kept)) if kept is not None else dense

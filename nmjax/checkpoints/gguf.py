@@ -205,7 +205,7 @@ class _Header:
         return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
 
     def count(self, count: int, least: int, what: str) -> int:
-        """Return a count, if the rest of the file can hold as many things of a least size."""
+        """Return ``count``. Refuse it if the rest of the file is too short for things of at least ``least`` bytes."""
         if count * least > len(self.content) - self.at:
             raise CheckpointError(f"{self.path}: the header says {count:,} {what}, but the file is too short for them.")
         return count

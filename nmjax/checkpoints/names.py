@@ -184,7 +184,7 @@ class Table:
           Tensors by name. Each is made when numpy asks for it.
 
         Raises:
-          CheckpointError: The other checkpoint lacks a tensor.
+          CheckpointError: The other checkpoint lacks a tensor, or is of a model of other shapes.
         """
         made: dict[str, Later] = {}
         for part in self._parts(list(parameters)):

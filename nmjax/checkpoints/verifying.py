@@ -27,7 +27,7 @@ LEAST: dict[str, dict[str, tuple[int, int]]] = {
 
 They are those of torch 2.13, `torch.sparse.semi_structured`: "torch" is its CUTLASS form.
 """
-CONSUMERS = ("torch", "cusparselt", "tensorrt")
+PROGRAMS = ("torch", "cusparselt", "tensorrt")
 
 
 class Checked(NamedTuple):
@@ -187,8 +187,8 @@ def verify(
         raise ValueError(f"n must be at least 1 and less than m, got n={n} and m={m}.")
     programs = tuple(programs)
     for program in programs:
-        if program not in CONSUMERS:
-            raise CheckpointError(f"the programs are {', '.join(CONSUMERS)}, got {program!r}.")
+        if program not in PROGRAMS:
+            raise CheckpointError(f"the programs are {', '.join(PROGRAMS)}, got {program!r}.")
     opened = read(path)
     tensors = read_packed(path) if ENTRY in opened.metadata else opened
     names = [name for name in tensors if every is None or _matches(every, name)]

@@ -88,7 +88,7 @@ class ByParts(Pruner):
 
 
 def inner_at(p: Pruner, step: int) -> Pruner:
-    """Return ``p.at(step)`` for a part of another pruner; ``p`` itself if a gradient rule would have to be inside.
+    """Return ``p.at(step)`` for a part of another pruner; ``p`` itself if only ``p.at(step)`` has a gradient rule.
 
     Args:
       p: The part.

@@ -35,9 +35,9 @@ class Ctx:
     as it is.
 
     Args:
-      key: A `jax.random.key`, an int seed, or two uint32 words. Only stochastic pruners need one.
+      key: A `jax.random.key`, an int seed, or two uint32 words. Needed only for calls that draw random numbers.
       step: The training step, which schedules and noise read.
-      state: The state that ``init`` returned; for a product, a dict from slot to state.
+      state: The state that ``init`` or ``refresh`` returned; for a product, a dict from slot to state.
       axes: The other axes of the operand. If None, an array is read as ``(batch, *space, features)``.
       partner: The norms of the rows of the product's other operand, of a shape that is broadcast with the array.
         Products set it for a pruner with ``reads_partner``.

@@ -112,7 +112,7 @@ def bits(key_words: Words, index: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Return one random word for every index.
 
     Args:
-      key_words: A key, as `words` returns it, or its two words.
+      key_words: A key, as `words` returns it.
       index: Positions, as `counter` returns them.
 
     Returns:

@@ -52,7 +52,7 @@ class dot_cls(Value):
 
 @dataclass(frozen=True, repr=False)
 class conv_cls(dot_cls):
-    """A value for ``conv_general_dilated_cls`` of Conv. Arguments as of `dot_cls`.
+    """A value for ``conv_general_dilated_cls`` of Conv. The arguments are those of `dot_cls`.
 
     >>> import jax.numpy as jnp
     >>> from flax import linen as nn
@@ -73,7 +73,7 @@ class Product(nn.Module):
 
     recipe: Recipe
     seed: int
-    as_op: Callable[..., Operation]  # makes a value of the arguments of a call
+    as_op: Callable[..., Operation]  # makes an operation from the arguments of a call
 
     @nn.compact
     def __call__(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
@@ -99,7 +99,7 @@ class Product(nn.Module):
         plain = isinstance(layer, nn.Module) and layer.has_variable("params", "kernel") and self.name == origin.name
         if sparsity != Sparsity() and (not plain or getattr(layer, "mask", None) is not None):
             raise ValueError(
-                f"set_step and harden prune the parameter 'kernel' by {sparsity}. The layer must use it unchanged, "
-                f"without a mask of its own, in one product, Product_0; this one is {self.name}. Give each weight a "
-                f'layer such as nn.Dense, or leave this layer dense: (r"{origin.path}", "dense").'
+                f"set_step and harden read the parameter 'kernel' for {sparsity}. The layer must have this parameter, "
+                f"and use it unchanged, without a mask of its own, in one product, Product_0; this one is {self.name}. "
+                f'Give each weight a layer such as nn.Dense, or leave this layer dense: (r"{origin.path}", "dense").'
             )

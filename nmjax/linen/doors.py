@@ -50,8 +50,8 @@ def door(kind: type | str, weight: str | tuple[str, ...]) -> None:
         names: rules then match "path/name".
 
     Raises:
-      TypeError: ``kind`` is not a class of flax.linen.
-      ValueError: The class has another door already.
+      TypeError: ``kind`` is not a subclass of `flax.linen.Module`.
+      ValueError: ``kind`` is a text of another form, or the class has another door already.
 
     >>> import jax, jax.numpy as jnp
     >>> import nmjax as nm

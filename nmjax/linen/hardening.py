@@ -67,7 +67,7 @@ def reset_state(variables: Variables) -> Variables:
 
 
 def harden(variables: Variables) -> Variables:
-    """Return the variables with every weight in its final form, as inference uses it. The model prunes it no more.
+    """Return the variables with every weight in its final form, as inference uses it. The model no longer prunes it.
 
     A weight is pruned in the dtype that its layer computed in at ``init``, and is stored in its own.
 
@@ -75,8 +75,8 @@ def harden(variables: Variables) -> Variables:
       variables: As in `set_step`.
 
     Raises:
-      ValueError: A weight has no final form: it is drawn again at every step, or the layer uses it elsewhere too; or
-        as of `set_step`.
+      ValueError: A weight has no final form, because it is drawn again at every step, or because the layer uses it
+        elsewhere too; or an error of `set_step`.
 
     Warns:
       UserWarning: The schedule of a method has not ended, so the hardened weights are not those of this step. Inside
@@ -156,7 +156,7 @@ def _with_layers(
         if layer.site.sparsity == Sparsity():
             continue
         if change is _hardened:
-            _ = layer.final
+            _ = layer.final  # it raises an error if the weight has no single final form
         with named(layer.path):
             by_name[layer.name], weight = layer.over(change)
         by_name[layer.where] = meta.replace_boxed(by_name[layer.where], weight)

@@ -17,7 +17,7 @@ from nmjax.analysis.scopes import Costs
 from nmjax.core import layer_paths
 from nmjax.linen.arguments import Product
 from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Path, Reached
-from nmjax.linen.doors import Weight, has_argument, weights_of
+from nmjax.linen.doors import has_argument, weights_of
 from nmjax.linen.layer import Call
 from nmjax.products.pruning import shape_of
 from nmjax.products.slot import SLOTS
@@ -115,10 +115,10 @@ class Planner:
         finally:
             del self.copies[before:]
         for weight in call.weights:
-            self._note(rows[weight.name], weight, uses[weight.name], call.method)
+            self._note(rows[weight.name], uses[weight.name], call.method)
         return y
 
-    def _note(self, row: Planned, weight: Weight, uses: Any, method: str) -> None:
+    def _note(self, row: Planned, uses: Any, method: str) -> None:
         row.uses.update(dict.fromkeys((one.product.op, one.lhs, one.rhs) for one in uses.products))
         if row.sparsity != Sparsity() and (uses.products or method == "__call__"):
             try:

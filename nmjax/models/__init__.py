@@ -6,7 +6,7 @@ Each file has ``SIZES``, the arguments of common sizes. Layers compute in ``dtyp
 bfloat16. Parameters, norms, softmax and logits are float32 in any case. The blocks of a transformer are a list, with
 paths such as ``blocks/0/attention/query`` and ``blocks/0/mlp/up``. With ``scan=True`` they are one stack,
 ``blocks/attention/query``, which compiles once for all blocks. With ``remat=True`` the backward pass computes each
-block again, which saves memory.
+block again, which saves memory. `MoE` has neither option.
 
 >>> from flax import nnx
 >>> import nmjax as nm

@@ -148,7 +148,7 @@ def generate(
     Nothing is cached between tokens, so each one costs a call of the model. That is enough for samples.
 
     Args:
-      model: The model.
+      model: A causal model with an attribute ``length``, such as GPT or MoE.
       tokens: The beginning of each text.
       key: The key of the draws.
       count: The number of tokens to draw.

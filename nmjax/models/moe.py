@@ -183,7 +183,7 @@ class MoE(nnx.Module):
           rngs: The random numbers of the parameters.
 
         Raises:
-          ValueError: ``heads`` does not divide ``width``, or ``top`` is greater than ``experts``.
+          ValueError: ``heads`` does not divide ``width``, or ``top`` is not from 1 to ``experts``.
         """
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)

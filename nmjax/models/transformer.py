@@ -1,4 +1,4 @@
-"""The parts that the three transformers share: attention, the two-layer perceptron, the block, and stacks of blocks."""
+"""The parts that the transformers share: attention, the two-layer perceptron, the block, and stacks of blocks."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ def dropped(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def keys_of(key: jax.Array | None, count: int) -> Any:
-    """Return as many keys, or as many None."""
+    """Return ``count`` keys made from a key; without a key, ``count`` times None."""
     return [None] * count if key is None else jax.random.split(key, count)
 
 
@@ -316,6 +316,9 @@ def through(
       remat: True to keep only the inputs of blocks, and to compute the rest again in the backward pass.
       lean: True to compute again only what `nmjax.policies.keep_sparse` does not keep.
       every: True to return ``x`` and the outputs of all blocks, stacked along a leading axis.
+
+    Raises:
+      ValueError: ``remat`` and ``lean`` are both True.
     """
     # Blocks write no Variable. Saying so spares a scan from returning all their parameters. A scan's body is compiled
     # apart from its transpose, so there nothing need keep XLA from merging the two.

@@ -78,7 +78,7 @@ class ViT(nnx.Module):
           hidden: The number of hidden features of the perceptrons.
           pool: "cls" to classify by a token of its own; "mean" by the mean of all patches, without that token.
           epsilon: The epsilon of the norms.
-          dropout: The rate of dropout: of the embedding, and after each layer but query, key and value.
+          dropout: The rate of dropout: of the embedding, and in blocks after each layer except query, key and value.
           scores: True to make the product of attention's scores and values a layer, ``blocks/0/attention/scores``.
           dtype: The dtype that layers compute in; None is float32.
           scan: True to stack the blocks, which compile once for all.

@@ -5,8 +5,9 @@
 site holds what its method needs in variables of type `NM`: noise words, the time, and state such as held masks. A dense
 layer has no site. A method without noise, schedule or memory adds no arrays.
 
-Time is data: one compiled program serves all steps. Only `set_step`, `reset_state` and `reseed` write these variables.
-The noise of a step is a function of seed, layer, place in the stack, step, micro-step and slot, and of nothing else.
+Time is data: one compiled program serves all steps. Only `set_step`, `reset_state`, `reseed` and `set_norms` write
+these variables. The noise of a step is a function of seed, layer, place in the stack, step, micro-step and slot, and of
+nothing else.
 
 >>> from flax import nnx
 >>> import nmjax as nm

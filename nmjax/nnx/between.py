@@ -67,7 +67,7 @@ def _stand_in(kind: type) -> type:
 
 
 def _own_call(block: Any, call: Call) -> Any:
-    """Return what a block returns whose class is a `_stand_in`."""
+    """Return the result of a block's own call. The class of the block is a `_stand_in`."""
     return type(block).__bases__[0].__call__(block, *call.args, **call.options)
 
 

@@ -124,7 +124,7 @@ class Blocks:
         return modules_of(self.model)[self.paths[number]]
 
     def calls(self, number: int) -> list[Call]:
-        """Return the calls of a block, one for each batch. The outputs of the blocks that it needs were computed."""
+        """Return the calls of a block, one for each batch. Before, `run` must have run the blocks that it needs."""
         state = jax.tree.leaves(nnx.split(self.model)[1])
         return [
             ways[number].call([*chain(*outputs), *state, *batch.split()[0]])

@@ -79,12 +79,12 @@ def calibrate(
 def calibrated(
     model: Any, calls: list[Call], measured: Any, *, moments: bool, only: str, progress: bool = False
 ) -> dict[str, Inputs]:  # fmt: skip
-    """Return what `calibrate` does, by a compiled function that several models can share.
+    """Return what `calibrate` returns, by a compiled function that several models can share.
 
     Args:
       model, moments, only, progress: As in `calibrate`.
       calls: The calls of the model.
-      measured: The function of `statistics`.
+      measured: The function that `statistics` returned.
 
     Raises:
       ValueError: As `calibrate`.
@@ -152,7 +152,7 @@ def axes_in(layer: Layer) -> Axes:
     try:
         return axes_of(product.op, product.rhs.ndim)
     except ValueError as error:
-        raise ValueError(f"{layer.path}: {error} Leave the layer out of the recipe.") from None
+        raise ValueError(f"{layer.path}: {error} Leave the layer out.") from None
 
 
 def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:

@@ -72,7 +72,7 @@ def _refusals(
 def layer_refusal(
     layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None, in_norm: bool
 ) -> Refusal | None:  # fmt: skip
-    """Return the reason why a layer cannot be made sparse, whatever its slots prune; None if it can.
+    """Return the reason why a layer cannot be made sparse, apart from slots that do not fit its shapes; None if it can.
 
     Args:
       layer: The layer.
@@ -85,8 +85,8 @@ def layer_refusal(
         return Refusal(f"its {layer.door.name} is the model's own, {layer.foreign}, and would be lost.")
     if multiplies_another_weight(layer):
         return Refusal(
-            "its call computes with its kernel before it multiplies by it, so the pruned kernel is not the one "
-            "multiplied. Change the input or the output in its place, or leave the layer dense."
+            "its __call__ changes the kernel before the product, so the product would not use the pruned kernel. "
+            "Change the input or the output instead, or leave the layer dense."
         )
     if in_norm:
         return Refusal("a module around it normalises its kernel, so the pruned kernel is not the one multiplied.")
@@ -132,8 +132,10 @@ def layer_refusal(
 def fitted(
     layer: Layer, sparsity: Sparsity, axes: tuple[int, ...] | None
 ) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:  # fmt: skip
-    """Return what a layer prunes if ``else dense`` leaves empty what does not fit its shapes, and (slot, reason) of
-    what it leaves empty. A call may leave more: its number of tokens is not known here."""
+    """Return a sparsity without the slots that ``else dense`` makes empty in a layer, and (slot, reason) of these.
+
+    The number of tokens is not known before a call. So a call may make more slots empty.
+    """
     if not sparsity.else_dense or layer_refusal(layer, sparsity, axes, in_norm=False) is not None:
         return sparsity, ()
     product = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))

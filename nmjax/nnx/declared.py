@@ -64,9 +64,10 @@ def door(
       method: The name of the method.
 
     Raises:
-      TypeError: ``kind`` is not a class of flax.nnx, or another argument is of the wrong type.
-      ValueError: The class has no such method, the weight has a door already, or the class has a door for another
-        single weight.
+      TypeError: ``kind`` is not a subclass of `flax.nnx.Module`, the class refuses to have a subclass, or another
+        argument is of the wrong type.
+      ValueError: ``kind`` is a text of another form, the class has no such method, the weight has a door already, or
+        the class has a door for another single weight.
 
     >>> import jax.numpy as jnp, nmjax as nm
     >>> class Projection(nnx.Module):
@@ -167,7 +168,7 @@ def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
 
 @cache
 def _picklable(meta: type) -> type:
-    """Return a metaclass whose classes `pickle` makes again by `sparse_class`, as it does not find them by name."""
+    """Return a metaclass. `pickle` cannot find its classes by name, so it makes them again with `sparse_class`."""
     made = type(meta.__name__, (meta,), {})
     own = lambda kind: "_nm_dense" in vars(kind)  # a subclass of a sparse class is found by its name
     copyreg.pickle(

@@ -47,8 +47,8 @@ def sparsify(
         and in stacks of layers, and layers of classes that have a door (`nmjax.nnx.door`).
       recipe: The sparsity of each layer, by its path.
       *inputs: Examples of the model's inputs: arrays or their shapes. The model is traced once on their shapes, and
-        layers that the call does not use are told. They are needed if the product of some layer is known from a call
-        alone, as of an nnx.Einsum without einsum_str.
+        there is a warning for layers that the call does not use. Inputs are needed if only a call says what the product
+        of a layer is, as for an nnx.Einsum without einsum_str.
       seed: The seed of all random numbers: an int, a `jax.random.key` or two uint32 words.
       stack: The stacking axis or axes of the weights. Needed only if a weight's shape is ambiguous.
       strict: True to raise an error in place of the warnings.
@@ -86,7 +86,7 @@ def sparsify(
             with_doors, unused = with_calls(model, with_doors, recipe, inputs, options)
         except Exception as error:  # of the model's own call, perhaps
             error.add_note(
-                f"sparsify called {type(model).__name__} on the examples of its inputs. The seed is seed=..."
+                f"sparsify called {type(model).__name__} on the examples of its inputs. To pass a seed, write seed=..."
             )
             raise
     else:
@@ -227,7 +227,8 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
 
     Raises:
       TypeError: ``step`` or ``micro`` is not an integer.
-      ValueError: The model was made outside the current trace, as when the loss calls this.
+      ValueError: The model is in a phase that does not contain ``step``; or the model was made outside the current
+        trace, as when the loss function calls `set_step`.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "mvue(2,4)"),)))

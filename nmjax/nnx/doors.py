@@ -173,7 +173,7 @@ class Layer:
         if not fitting:
             raise ValueError(
                 f"{self.path or 'the model'}: the kernel has shape {shape}, which is not {declared}, the shape that "
-                "the layer declares, nor a stack of such kernels. Give the layer a kernel of its own shape."
+                f"the layer declares, nor a stack of such kernels. Give the layer a kernel of shape {declared}."
             )
         return fitting
 
@@ -196,7 +196,7 @@ class Layer:
     def example(self, tokens: int) -> Example | None:
         """Return one layer's product on so many tokens; None if only a call says which product it is.
 
-        The tokens of a linear layer are positions of one sequence, because pruners may use axes of space.
+        The tokens of a linear layer are positions of one sequence, because pruners may use spatial axes.
         """
         m, shape, dtype = self.module, self.declared, self.dtype
         if isinstance(m, nnx.Linear):
@@ -317,7 +317,7 @@ def _einsum(spec: str, shape: Shape, tokens: int) -> tuple[Operation, Shape]:
 
 
 def _conv(m: nnx.Conv, shape: Shape, tokens: int) -> tuple[Operation, Shape]:
-    """Return the operation of a convolution, and the shape of its input: as many images of one kernel's size."""
+    """Return the operation of a convolution, and the shape of its input: an image of the kernel's size per token."""
     ndim = len(shape)
     images, kernels = (0, ndim - 1, *range(1, ndim - 1)), (ndim - 1, ndim - 2, *range(ndim - 2))
     numbers, once = lax.ConvDimensionNumbers(images, kernels, images), (1,) * (ndim - 2)

@@ -248,7 +248,7 @@ def _uses(graph: Any, flat: Shapes, declaration: Declared, weight: str, tokens: 
       graph: The graph of the layer.
       flat: The shapes of its variables, by their paths.
       declaration: Its door.
-      weight: The name of the weight that the caller looks for, for errors.
+      weight: The name of the weight that the caller looks for. The input has its dtype, and errors name it.
       tokens: The number of tokens in the input.
     """
     assert declaration.input is not None

@@ -43,8 +43,8 @@ def harden(model: Model) -> Model:
     """Return a copy of a model with every weight in its final form, as inference uses it.
 
     The copy prunes activations only. Each layer that was sparse has an attribute ``hardened``: its `Pattern`, or None
-    if its weight ends dense. A weight is pruned in the dtype that its layer computes in, and is stored in its own. A
-    bfloat16 weight therefore cannot hold the values that float32 inputs would have given it.
+    if its weight ends dense. A weight is pruned in the dtype that its layer computes in, and is stored in its own. So
+    if float32 inputs widen a bfloat16 weight in training, the hardened weight differs from it by rounding.
 
     Args:
       model: A sparse model.
@@ -136,13 +136,15 @@ def _check_shared(layer: Layer, users: list[User]) -> None:
         if other is None or other.site is None:
             use = "as it is"
         elif not _same_form(other, layer):
-            use = f"by {other.sparsity.fwd_rhs}"
+            use = f"pruned by {other.sparsity.fwd_rhs}"
+            if other.sparsity.fwd_rhs == layer.sparsity.fwd_rhs:
+                use += " along other axes, in another dtype, with another mask or with other state"
         else:
             continue
         raise ValueError(
             f"{layer.path}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape {layer.kernel.shape} that "
-            f"{'/'.join(map(str, path))} uses too, {use}, along other axes or with other state. It has no single final "
-            f'form. Give both one rule, or leave this layer dense: (r"{re.escape(layer.path)}", "dense").'
+            f"{'/'.join(map(str, path))} uses too, {use}. It has no single final form. "
+            f'Give both one rule, or leave this layer dense: (r"{re.escape(layer.path)}", "dense").'
         )
 
 

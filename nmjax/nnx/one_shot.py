@@ -65,9 +65,9 @@ def prune(
       batches: Batches of inputs, as in `calibrate`.
       solver: A function (weight, moments, n, m) such as `nmjax.oneshot.sparsegpt`, ``wanda`` or ``admm``.
       in_turn: True to calibrate each block on the outputs of the pruned blocks before it, which are kept. The blocks
-        are called one after another, unless they are in a scan or a checkpoint, for example: then the whole model is
-        called for each, and the progress bar says why. Blocks that are one stack are pruned together. The second
-        moments of one block are in memory.
+        are called one after another. If that is not possible, for example in a scan or a checkpoint, the whole model is
+        called for each block, and the progress bar says why. Blocks that are one stack are pruned together. Only the
+        second moments of one block are in memory. False to calibrate all layers on the model before pruning, at once.
       progress: True to show progress bars.
 
     Returns:

@@ -12,7 +12,7 @@ Model = TypeVar("Model")
 
 
 def phase(model: Model, step: int | None) -> Model:
-    """Make a model that of the phase of training that contains a step.
+    """Put a model into the phase of training that contains a step.
 
     The steps at which `decay` has faded and at which `stages` change are known before training. A program for one phase
     may use a sparse kernel or fewer rows where a program for all steps cannot. Values, gradients and state stay the
@@ -29,7 +29,8 @@ def phase(model: Model, step: int | None) -> Model:
 
     Raises:
       TypeError: ``step`` is not an integer that is known before the call.
-      ValueError: ``step`` is negative, no method in the model has phases, or it is called inside of `jit`.
+      ValueError: The model has no sparse layers, no method in it has phases, ``step`` is negative, or the call is
+        inside of `jit`.
 
     >>> from flax import nnx
     >>> import nmjax as nm

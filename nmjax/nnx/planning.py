@@ -107,6 +107,7 @@ def plan(
 
     Raises:
       TypeError: The model is not one of flax.nnx, ``recipe`` is not a Recipe, or ``stack`` comes without a recipe.
+      ValueError: There is a recipe, and the call asks a layer for products along different axes of its weight.
 
     >>> from flax import nnx
     >>> import jax.numpy as jnp, nmjax as nm
@@ -174,7 +175,7 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
     stacked = math.prod(layer.kernel.shape[a] for a in planned.stack)
     uses = [Use(product.op, product.lhs, product.rhs, stacked) for product in products]
     sparsity, of_call = fitting_all(sparsity, uses, tokens_known=bool(notes))
-    slots, shares = slots_of(sparsity, uses, bool(notes)), flops.effective(sparsity)
+    slots = slots_of(sparsity, uses, bool(notes))
     reasons = {name: refusal.reason for name, refusal in planned.refused_slots.items()}
     slots = tuple(slot._replace(refused=slot.refused or reasons.get(slot.name)) for slot in slots)
     runs, kept, phases = (), (0, 0), ()

@@ -234,7 +234,7 @@ LAYOUT += ("name", "optimization_barrier", "reshard", "sharding_constraint")  # 
 
 
 def multiplies_another_weight(layer: Layer) -> bool:
-    """Return whether the own ``__call__`` of a Flax layer computes with its kernel before it multiplies by it.
+    """Return whether the own ``__call__`` of a Flax layer changes the kernel before the product.
 
     The layer is called alone, on shapes. A layer that cannot be called so, such as one of a stack, is not checked.
     """

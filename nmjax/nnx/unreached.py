@@ -15,9 +15,9 @@ from nmjax.recipes.table import Recipe
 
 
 def unreached(model: Any, with_doors: list[Layer]) -> tuple[list[Missed], int]:
-    """Return the parameters that no door reaches, and the number of values in all parameters.
+    """Return the parameters of two axes or more that no door reaches, and the number of values in all parameters.
 
-    Axes of size 1 do not count, nor do axes that stack layers. A bias is not listed.
+    Axes of size 1 and axes that stack layers do not count as axes. The bias of a layer with a door is left out.
 
     Args:
       model: The model.

@@ -23,8 +23,8 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
       count: The greatest number of texts. The file is not read beyond them.
 
     Raises:
-      ValueError: A line is not such an object, or the file has no texts.
-      OSError: The file cannot be read.
+      ValueError: A line is not such an object; or the file has no texts, is damaged, or is not in UTF-8.
+      OSError: The file cannot be opened.
     """
     path = Path(path)
     opened: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)

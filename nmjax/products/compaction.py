@@ -184,7 +184,7 @@ def tokens_refusal(op: Operation, lhs: Shaped, rhs: Shaped, operand: str) -> Ref
     if any(map(any, padding)) or dilated or op.feature_group_count * op.batch_group_count > 1:
         return Refusal("it is a convolution with padding, dilation or groups")
     if np.argsort(op.dims.lhs_spec[2:]).tolist() != np.argsort(op.dims.out_spec[2:]).tolist():
-        return Refusal("it is a convolution whose x and y have their axes of space in different orders")
+        return Refusal("it is a convolution whose x and y have their spatial axes in different orders")
     if operand == "x" and set(op.window_strides) != {1}:
         return Refusal("it is a convolution with strides, which skip rows of x")
     return None

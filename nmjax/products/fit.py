@@ -33,7 +33,7 @@ def fitting(
       op: The operation.
       lhs: x, or its shape.
       rhs: The weight, or its shape.
-      sparsity: What may have slots in its ``else_dense``.
+      sparsity: The sparsity. Its ``else_dense`` says which slots may become empty.
       tokens_known: False if the number of tokens is not known, as before a call.
     """
     if sparsity.else_dense is False:

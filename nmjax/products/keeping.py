@@ -27,8 +27,8 @@ class Entries(NamedTuple):
     """An n:m operand in its packed form.
 
     Attributes:
-      values: The n values of each group, with n in place of m along the axis of groups.
-      bits: One bit for each entry, eight in a byte along the axis of groups. 1 if the entry is kept.
+      values: n values for each group: its non-zeros in their order, then zeros. The axis of groups has n in place of m.
+      bits: One bit for each entry, eight in a byte along the axis of groups. 1 if the entry is not zero.
     """
 
     values: Float[Array, "..."]

@@ -169,6 +169,7 @@ def as_ragged_dot(
     """Return the arguments of `jax.lax.ragged_dot` as a value.
 
     Raises:
+      TypeError: The group sizes are not an array.
       ValueError: The operands do not have the axes of a grouped product.
     """
     if not hasattr(group_sizes, "shape"):

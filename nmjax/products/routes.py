@@ -40,8 +40,7 @@ class Route(NamedTuple):
 
     Attributes:
       how: "compacted", "packed", "fp8", "emulated" or "dense".
-      why: For messages: how the product runs (the operand and the device, the FP8 formats, or the n:m of the rows), or
-        the reason why it is emulated.
+      why: For messages: details, such as the operand and the device, or the reason why the product is emulated.
       operand: The operand that is packed, or whose rows are chosen: x, w or g.
       shape: The product of one device, if it is packed: its key in the tables of tiles.
       formats: Pairs (operand, FP8 format). Empty if the product does not run in FP8.

@@ -77,9 +77,10 @@ def final_weight(sparsity: Sparsity, w: jax.Array, operand: Operand, state: Any 
     """Return a weight as inference uses it.
 
     Args:
-      sparsity: The layer's sparsity. w: the weight, in the dtype in which its product computes: ranks of rounded
-        values differ from ranks before rounding. operand: where its axes lie. state: the state of the layer, if it
-        keeps one.
+      sparsity: The layer's sparsity.
+      w: The weight, in the dtype in which its product computes. Rounding can change which values are the largest.
+      operand: Where its axes lie.
+      state: The state of the layer, if it keeps one.
     """
     p = sparsity.fwd_rhs.final
     if p == identity:
@@ -102,7 +103,7 @@ def distance(now: Any, hard: Any) -> float | None:
 
 
 def has_schedule(p: Pruner) -> bool:
-    """Return True if a pruner changes with the step, and not only because it draws random numbers."""
+    """Return True if a pruner depends on the step and draws no random numbers."""
     return p.depends_on_step and not p.needs_key
 
 

@@ -132,9 +132,7 @@ def _check_slot(slot: Slot) -> None:
     """Raise an error if the pruner is not allowed in this slot."""
     p, forward = slot.pruner, slot.name in FORWARD
     if slot.raw and slot.name not in RAW:
-        raise ValueError(
-            f"{slot}: raw prunes an operand itself, in dlhs_rhs or drhs_lhs. Here write {slot.name}={p.parts[0]}."
-        )
+        raise ValueError(f"{slot}: raw is only for dlhs_rhs and drhs_lhs. Here write {slot.name}={p.parts[0]}.")
     if p.has_gradient_rule and not forward:
         rule = slot.form.rule
         instead = "Write the rows without ste or sr_ste." if rule is None else f"Write {slot.name}={rule.parts[0]}."

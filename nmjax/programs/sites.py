@@ -94,9 +94,8 @@ def hardened(path: str, value: Any, site: ProgramSite) -> tuple[Any, ProgramSite
     origin, (p, rest) = site.origin, final_form(path, site)
     if p != identity:
         if origin.several or origin.elsewhere:
-            by = (
-                f"{', '.join(origin.elsewhere)} takes it too" if origin.elsewhere else "products take it in two layouts"
-            )
+            others = ", ".join(origin.elsewhere)
+            by = f"{others} takes it too" if others else "products take it in several layouts"
             raise ValueError(
                 f"{path}: fwd_rhs={origin.sparsity.fwd_rhs} prunes a parameter of shape {np.shape(value)} that has no "
                 f'single final form, because {by}. Leave it dense: (r"{path}", "dense").'

@@ -193,7 +193,8 @@ class transform(Value):
           **options: Keyword arguments of the function.
 
         Raises:
-          ValueError: A rule is not used by any parameter, or a product cannot be pruned. All such products are listed.
+          ValueError: A rule applies to no parameter; products cannot be pruned, and all are listed; or ``strict`` is
+            True and a matrix would stay dense.
         """
         products, others, _ = self._traced(params, args, options)
         self.recipe.check(_ruled(params, products))
@@ -242,7 +243,7 @@ class transform(Value):
         stacks = {one.product.parameter.stack(np.shape(value)) for one in products}
         if (len(layouts) > 1 and has_state(sparsity)) or (len(stacks) > 1 and needs_arrays(sparsity)):
             raise ValueError(
-                f"{path}: {sparsity} keeps arrays for this parameter, and {len(layouts)} products take it in different "
+                f"{path}: {sparsity} keeps arrays for this parameter, and products take it in {len(layouts)} different "
                 "layouts. Give it a method without state, noise and schedule, such as ste(2,4)."
             )
         origin = ParameterOrigin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))

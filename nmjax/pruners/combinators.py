@@ -159,18 +159,18 @@ class rescale(ByParts, SamePattern):
 
         ||x||_1 / ||p(x)||_1
 
-    An array without axes of space, such as a linear layer's with one axis of samples, has one norm for each group
+    An array without spatial axes, such as a linear layer's with one axis of samples, has one norm for each group
     instead. If a norm or a product overflows, the result is infinite or NaN.
 
     Args:
       p: The pruner.
-      over: The values that share a norm. "spatial": one norm per sample and channel, over the axes of space. "group":
-        one per group. "auto": "spatial" if the array has axes of space, else "group". A plan says which one.
+      over: The values that share a norm. "spatial": one norm per sample and channel, over the spatial axes. "group":
+        one per group. "auto": "spatial" if the array has spatial axes, else "group". A plan says which one.
 
     Raises:
       TypeError: ``p`` is not a pruner.
       ValueError: ``over`` is none of the three, or ``p`` must be outermost, as `ste` must. A call raises it if
-        ``over`` is "spatial" and the array has no axes of space.
+        ``over`` is "spatial" and the array has no spatial axes.
 
     >>> from nmjax.pruners import mse
     >>> rescale(mse(2, 4))(jnp.array([1., 2., 3., 4.]))  # without space: one norm per group
@@ -188,7 +188,7 @@ class rescale(ByParts, SamePattern):
             raise ValueError(f"{self}: over must be 'auto', 'spatial' or 'group'.")
 
     def over_in(self, space: tuple[int, ...]) -> str:
-        """Return the values that share a norm in an array with these axes of space: "spatial" or "group".
+        """Return the values that share a norm in an array with these spatial axes: "spatial" or "group".
 
         >>> from nmjax.pruners import mse
         >>> rescale(mse(2, 4)).over_in((1, 2)), rescale(mse(2, 4)).over_in(())
@@ -196,7 +196,7 @@ class rescale(ByParts, SamePattern):
         """
         if self.over == "spatial" and not space:
             raise ValueError(
-                f"{self} needs axes of space, but the array has none apart from those that groups lie along. Write "
+                f"{self} needs spatial axes, but the array has none apart from those that groups lie along. Write "
                 "over='group', or leave over out: it then chooses by the array."
             )
         if self.over != "auto":

@@ -137,7 +137,7 @@ def sdgp(n: int = 2, m: int = 4, rescale: bool = True, select: str = "top", over
       rescale: Whether the norm is restored. If ``select`` is "random", whether kept values are multiplied by m/n.
       select: "top" keeps the largest magnitudes, "random" keeps any n values.
       over: The values that share a norm: "spatial" is a feature map, "group" is a group. "auto" is "spatial" in layers
-        whose gradient has axes of space, and "group" in all others. If ``select`` is "random", it is not used.
+        whose gradient has spatial axes, and "group" in all others. If ``select`` is "random", it is not used.
 
     Returns:
       A sparsity with ``dlhs_g`` set.

@@ -124,10 +124,7 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
         elif i == 0:
             method = _method(part, source)
         else:
-            raise ValueError(
-                f"{text!r}: a method comes first and once, then slots that replace its own: "
-                "'s_ste(2,4); dlhs_g=mse(2,4)'."
-            )
+            raise ValueError(f"{text!r}: write at most one method, before the slots: 's_ste(2,4); dlhs_g=mse(2,4)'.")
     return _replaced(method, slots, whole or tuple(alone))
 
 
@@ -218,7 +215,7 @@ def _read(part: str, kind: str, source: _Source) -> Any:
     if kind == "method" and name in PRUNERS and name not in METHODS:
         raise ValueError(f"{part!r}: {name} is a pruner, which stands in a slot: 'drhs_g=...'.")
     if kind == "pruner" and name in METHODS and name not in PRUNERS:
-        raise ValueError(f"{part!r}: {name} is a method, which stands alone.")
+        raise ValueError(f"{part!r}: {name} is a method, but a slot takes a pruner.")
     if kind == "method" and isinstance(tree, ast.Call) and any(_names_pruner(a, source) for a in tree.args):
         raise ValueError(f"{part!r} is a pruner, which stands in a slot: 'fwd_rhs={part}'.")
     return _build(tree, kind, source)

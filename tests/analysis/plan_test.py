@@ -481,7 +481,7 @@ def test_the_norm_that_a_plan_names_is_the_one_of_the_product(name):
             assert chosen != computed(slot, "group")[0]
             assert str(planned).endswith("\n  norm over space")
         else:
-            with pytest.raises(ValueError, match=f"{slot}=.*needs axes of space"):
+            with pytest.raises(ValueError, match=f"{slot}=.*needs spatial axes"):
                 computed(slot, "spatial")
             assert str(planned).endswith("\n  norm of each group")
         found += norm[0]

@@ -80,7 +80,7 @@ def test_a_dense_file_holds_nothing(tmp_path):
 
 def test_alike_tensors_share_a_line(tmp_path):
     tensors = {f"layer.{i}.up.weight": pruned((32, 64), 1) for i in range(3)} | {"head": np.ones((5, 7), np.float32)}
-    lines = str(found(tmp_path, tensors, programs=verifying.CONSUMERS)).splitlines()
+    lines = str(found(tmp_path, tensors, programs=verifying.PROGRAMS)).splitlines()
     assert re.search(
         r"layer.0-2.up.weight +32 x 64 \(3 tensors\) +float32 +0.500 +along axis 1 +yes +yes +yes", lines[2]
     )

@@ -320,7 +320,7 @@ def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
     assert "| does not hold: worse, +0.0501 [+0.0" in row
     screen = reproduce.block("claims", results)[0]
     assert "| accuracy: worse; validation loss: worse | 4 | passed |" in screen
-    said = "1 verdicts by the test loss. By the validation loss 1 of them are of another kind. By the accuracy 1 of 1"
+    said = "1 verdicts by the test loss. By the validation loss 1 of them are different. By the accuracy 1 of 1"
     assert said in reproduce.block("summary", results)[0]
 
 

@@ -173,7 +173,8 @@ def test_the_data_set_is_not_needed(trained, name, monkeypatch):
     assert load_run(workdir).weights
 
 
-def test_a_run_that_recorded_no_sizes_needs_its_data_set(trained, tmp_path):
+def test_a_run_that_recorded_no_sizes_needs_its_data_set(trained, tmp_path, monkeypatch):
+    monkeypatch.delenv("NMJAX_DATA", raising=False)
     workdir = shutil.copytree(trained("averaged"), tmp_path / "run")
     wanted = load_run(workdir).weights
     about = json.loads((workdir / "run.json").read_text())

@@ -737,7 +737,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(("names", "words"), [(("w",), "Product_0"), (("kernel", "w"), "Product_1")])
 def test_a_weight_that_could_not_be_found_again_is_refused(names, words):
     x = jnp.ones((8, 16))
-    with pytest.raises(ValueError, match=rf"the layer: set_step and harden prune .* 'kernel' .* this one is {words}"):
+    with pytest.raises(ValueError, match=rf"the layer: set_step and harden read .* 'kernel' .* this one is {words}"):
         Odd(linen.dot_cls(recipe("ste(2,4)")), names).init(jax.random.key(0), x)
     Odd(linen.dot_cls(recipe("dense")), names).init(jax.random.key(0), x)
     Odd(linen.dot_cls(recipe("ste(2,4)")), ("kernel",)).init(jax.random.key(0), x)

@@ -759,9 +759,9 @@ class Cast(OwnLinear):
 @pytest.mark.parametrize("inputs", [(), (jnp.ones((4, 8)),), (jnp.ones((2, 4, 8)),)])
 def test_a_call_that_computes_with_its_kernel_is_refused(inputs):
     rules = nm.Recipe({".*": "ste(2,4)"})
-    with pytest.raises(ValueError, match="scaled: its call computes with its kernel before it multiplies by it"):
+    with pytest.raises(ValueError, match="scaled: its __call__ changes the kernel before the product"):
         nm.nnx.sparsify(nnx.Dict(scaled=Scaled(rngs=nnx.Rngs(0))), rules)
-    with pytest.raises(ValueError, match=r"\(the model\): its call computes with its kernel"):
+    with pytest.raises(ValueError, match=r"\(the model\): its __call__ changes the kernel"):
         nm.nnx.sparsify(Scaled(rngs=nnx.Rngs(0)), rules, *inputs)
     nm.nnx.sparsify(Scaled(rngs=nnx.Rngs(0)), nm.Recipe({".*": "dense"}), *inputs)
     model, x = nm.nnx.sparsify(Cast(rngs=nnx.Rngs(0)), rules, *inputs), jnp.ones((4, 8))

@@ -337,7 +337,7 @@ def test_axes_of_space_are_those_of_the_call(layer):
 
     assert gradient("auto", x) == gradient("spatial", x) != gradient("group", x)
     assert gradient("auto", x[0]) == gradient("group", x[0])
-    with pytest.raises(ValueError, match=r"needs axes of space, but the array has none .* Write over='group'"):
+    with pytest.raises(ValueError, match=r"needs spatial axes, but the array has none .* Write over='group'"):
         gradient("spatial", x[0])
 
 

@@ -180,6 +180,6 @@ def test_orders_that_gather_from_other_devices():
     model.kernel.set_value(jax.device_put(model.kernel[...], NamedSharding(mesh, P("d", None))))
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="dlhs_rhs=permute.*: its order gathers values of other devices"),
+        pytest.raises(ValueError, match="dlhs_rhs=permute.*: its order gathers values from other devices"),
     ):
         nm.nnx.sparsify(model, nm.Recipe(((".*", "bi_mask()"),)))

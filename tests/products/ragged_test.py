@@ -256,7 +256,7 @@ def test_zeros_that_fill_a_group_add_no_bias(text):
 
 
 def test_norms_are_those_of_groups():
-    """Sorted tokens have no axes of space, so SDGP takes the norm of each group. Its products are not whole numbers."""
+    """Sorted tokens have no spatial axes, so SDGP takes the norm of each group. Its products are not whole numbers."""
     x, w, g = operands()
     for name in ("uneven", "tokens without an expert"):
         ours = grouped(x, w, g, SIZES[name], nm.parse("sdgp(2,4); drhs_g=rescale(mse(2,4))"))
@@ -362,7 +362,7 @@ def test_shapes_that_do_not_fit_are_refused():
         nm.ragged_dot(x, w, sizes, sparsity=nm.parse("ste(3,5)"), name="up")
     with pytest.raises(ValueError, match="drhs_g=mvue.* pass a key"):
         jax.grad(lambda x: nm.ragged_dot(x, w, sizes, sparsity=nm.parse("mvue(2,4)")).sum())(x)
-    with pytest.raises(ValueError, match="needs axes of space.*over='group'"):
+    with pytest.raises(ValueError, match="needs spatial axes.*over='group'"):
         jax.grad(lambda x: nm.ragged_dot(x, w, sizes, sparsity=nm.parse("dlhs_g=rescale(mse(2,4),'spatial')")).sum())(x)
 
 

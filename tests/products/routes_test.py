@@ -376,7 +376,7 @@ def test_the_recipes_run_packed_in_vit_b(sizes):
         ("ste(2,4)", {"rhs": (4096, 1000)}, "M, N, K = 1000, 8192, 4096 do not divide into tiles of 64 x 8 x 64"),
         ("ste(2,4)", {"dims": (((0,), (0,)), ((), ())), "lhs": (64, 2, 64), "rhs": (64, 128)}, None),
         ("ste(2,4)", {"dims": (((1,), (0,)), ((), ())), "lhs": (64, 64, 64), "rhs": (64, 128)}, "the axes of x (64, 64, 64) are not in an order that reads as a matrix without moving them"),
-        ("fwd_rhs=ste(fp8('e4m3'))", {}, "fwd_rhs=ste(fp8('e4m3')) leaves the weight dense"),
+        ("fwd_rhs=ste(fp8('e4m3'))", {}, "fwd_rhs=ste(fp8('e4m3')) leaves w dense"),
         ("s_ste(fp8=True)", {"lhs": (96, 4096)}, "FP8 forms of 96 x 4096: the first side must divide by 128 and the second by 64"),
         ("ste(2,4)", {"out_sharding": PartitionSpec()}, "out_sharding is given, and kernels do not support it"),
     ],

@@ -348,7 +348,7 @@ def test_a_stack_that_is_also_used_whole():
     f = lambda p, x: stacked(p, x) + jnp.einsum("lbi,lio->bo", jnp.stack([x] * 3), p["w"])
     params, x = {"w": draw(0, 3, 16, 16)}, draw(1, 8, 16)
     with pytest.raises(
-        ValueError, match="keeps arrays for this parameter, and 2 products take it in different layouts"
+        ValueError, match="keeps arrays for this parameter, and products take it in 2 different layouts"
     ):
         nm.transform(f, every("mvue(2,4)")).init(params, x)
     nm.transform(f, every("ste(2,4)")).init(params, x)
@@ -429,7 +429,7 @@ def test_a_left_weight_on_an_explicit_mesh():
             lambda: nm.transform(lambda p, x: x @ p["w"] @ p["w"].T, every("s_ste(2,4)")).init(
                 {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
             ),
-            ValueError, "keeps arrays for this parameter, and 2 products take it in different layouts",
+            ValueError, "keeps arrays for this parameter, and products take it in 2 different layouts",
         ),
     ],
 )  # fmt: skip

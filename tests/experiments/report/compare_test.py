@@ -310,7 +310,7 @@ def test_what_a_step_takes_is_a_share_of_the_baselines(tmp_path):
         taken = {"step_seconds": 0.15, "step_bytes": 3000}
         edit(run(tmp_path / f"b{seed}", "rows", seed, 0.8), measured=taken)
     comparison = compare.compare_folders([tmp_path])
-    assert [row.seconds for row in comparison.rows] == pytest.approx([1, 0.5])  # of the means 0.3 and 0.15
+    assert [row.steps_time for row in comparison.rows] == pytest.approx([1, 0.5])  # of the means 0.3 and 0.15
     assert [row.temporary for row in comparison.rows] == [None, None]  # the baseline's is not known
     assert [group.seconds for group in comparison.groups] == pytest.approx([30, 15])  # of 100 steps
     table = compare_table.markdown(comparison)

@@ -233,7 +233,7 @@ def test_what_cannot_be_meant_is_refused(asked, why):
 @pytest.mark.parametrize("who", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_several_of_one_command_that_do_not_know_of_each_other_are_refused(who, monkeypatch):
     monkeypatch.setenv(who, "2")
-    with pytest.raises(Mistake, match="has started several of this command.* --distributed=auto"):
+    with pytest.raises(Mistake, match="has started several processes.* --distributed=auto"):
         command.main(["launch.py", "--config=configs/vit_24.py:smoke", "--mode=plan"], "")
     with processes.joined("off"):  # each a run of its own
         assert processes.count() == 1

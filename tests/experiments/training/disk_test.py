@@ -132,7 +132,7 @@ def test_run_json_says_the_outcome_though_lines_are_lost(tmp_path):
     size = run.metrics.stat().st_size
     with largest(size):  # which run.json may not have either
         run.write("train", 1, loss=1.0)
-        assert "metrics.jsonl cannot be written: File too large. Its lines are kept until it can." in told[0]
+        assert "metrics.jsonl cannot be written: File too large. New lines are kept in memory." in told[0]
         with pytest.raises(Failed, match=r"1 lines of .*metrics.jsonl could not be written: File too large"):
             run.close("finished")
     assert outcome(tmp_path) == "running"

@@ -27,7 +27,7 @@ def test_durations(text, steps):
 
 @pytest.mark.parametrize("text", ["", "5 %%", "-1", "often", "nan", "inf%"])
 def test_no_durations(text):
-    with pytest.raises(Mistake, match="config.evaluate.*is no duration"):
+    with pytest.raises(Mistake, match="config.evaluate.*is not a duration"):
         settings.duration(text, 2000, "config.evaluate")
 
 
@@ -43,7 +43,7 @@ def test_lengths():
     with pytest.raises(Mistake, match="one of them"):
         settings.steps(c, 1437)
     c.steps, c.epochs = -5, 1.0
-    with pytest.raises(Mistake, match="neither is negative"):
+    with pytest.raises(Mistake, match="leave the other at 0 or above"):
         settings.steps(c, 1437)
     c.steps, c.epochs = 0, math.inf
     with pytest.raises(Mistake, match="infinite"):
