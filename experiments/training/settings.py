@@ -154,7 +154,7 @@ def steps(config: ConfigDict, examples: int) -> int:
         )
     if not 0 <= config.epochs < math.inf or config.steps < 0 or config.steps == config.epochs == 0:
         raise Mistake(
-            f"config.steps={config.steps} and config.epochs={config.epochs:g}: set one of them to a positive number, "
+            f"config.steps={config.steps} and config.epochs={config.epochs:g}: set one of them to a positive, finite number, "
             "and leave the other at 0 or above."
         )
     return config.steps or max(1, round(config.epochs * examples / config.batch))

@@ -164,7 +164,6 @@ def verify(
       m: The size of a group.
       programs: Programs for which to check the tensors: "torch", "cusparselt" and "tensorrt". They take 2:4 along the
         last axis of a matrix [outputs, inputs], and tensorrt also along the second axis of a convolution.
-
       every: A regular expression. Only tensors whose whole name matches are looked at, and all of them have to be n:m.
 
     Raises:

@@ -46,7 +46,7 @@ def test_lengths():
     with pytest.raises(Mistake, match="leave the other at 0 or above"):
         settings.steps(c, 1437)
     c.steps, c.epochs = 0, math.inf
-    with pytest.raises(Mistake, match="infinite"):
+    with pytest.raises(Mistake, match="positive, finite"):
         settings.steps(c, 1437)
     c.epochs, c.accumulate = 1.0, 3
     with pytest.raises(Mistake, match="multiple"):
