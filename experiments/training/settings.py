@@ -154,8 +154,8 @@ def steps(config: ConfigDict, examples: int) -> int:
         )
     if not 0 <= config.epochs < math.inf or config.steps < 0 or config.steps == config.epochs == 0:
         raise Mistake(
-            f"config.steps={config.steps} and config.epochs={config.epochs:g}: set one of them to a positive, finite number, "
-            "and leave the other at 0 or above."
+            f"config.steps={config.steps} and config.epochs={config.epochs:g}: set one of them to a positive, finite "
+            "number, and leave the other at 0 or above."
         )
     return config.steps or max(1, round(config.epochs * examples / config.batch))
 
