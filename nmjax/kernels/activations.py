@@ -26,7 +26,7 @@ def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the square of ReLU. Half of its results or more are zeros.
+    """Return the square of ReLU, which is zero where x is not positive.
 
     >>> squared_relu(jnp.array([-1., 3.]))
     Array([0., 9.], dtype=float32)

@@ -1,9 +1,9 @@
-"""Packed 2:4 times dense by Ampere's sparse ``mma``: the API of `nmjax.kernels.hopper`, for 16-bit values.
+"""Packed 2:4 times dense by Ampere's sparse ``mma``, for 16-bit values.
 
 A thread block of one warpgroup copies blocks of A, of its words and of B into shared memory (cp.async), and multiplies
-out of registers. The words are Hopper's: a warp has 16 rows of the 64. Mosaic's register layouts for ``mma`` are
-required (`nmjax.core.versions.has_warp_products`). It is compiled for sm_80 and sm_90, and its speed has not been
-worked on.
+out of registers. The words are in the same order as on Hopper: each warp has the words of 16 of 64 rows. The kernel
+needs Mosaic's register layouts for ``mma`` (`nmjax.core.versions.has_warp_products`). It has been compiled for sm_80
+and sm_90. Its speed has not been tuned.
 
 `spmm` launches `_kernel`, in which a pipeline feeds the steps along K, and `Instructions` multiply and store: those of
 the hardware, or their emulation on a CPU.

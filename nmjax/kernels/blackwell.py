@@ -38,8 +38,9 @@ _LOADS, _MULTIPLIES = 0, 1  # the warps of the first warpgroup
 def words_of(packed: Packed) -> UInt[Array, "batch m k 128 4"]:
     """Return the words of a batch of packed matrices in the order of tensor memory: blocks of 128 rows and 128 k.
 
-    A line of tensor memory has four words. In 8 bits a line is a row. In 16 bits line (w, p, g) has the words of rows
-    (w, 0, g) and (w, 1, g), with 16 k of each, and its word i has those of the 16 k of number 2 i + p.
+    A line of tensor memory has four words. For 8-bit values, a line is a row. For 16-bit values, a row is (w, half, g)
+    and a line is (w, p, g). Word i of line (w, p, g) holds the nibbles of rows (w, 0, g) and (w, 1, g) for the 16
+    values from k = 16 (2 i + p) on.
     """
     words = packed.indices
     if packed.order == "words8":

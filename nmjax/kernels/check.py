@@ -1,4 +1,4 @@
-"""The check before use: kernels work on small known arrays on a device before anything else runs there.
+"""The check before use: kernels are run on small arrays with known results before a program uses them.
 
 If positions are in a wrong order, a network trains on wrong values, and no error appears. The check reports each kind
 of kernel separately: products in FP8 may be wrong where those of 16 bits are right. It runs in a process of its own,

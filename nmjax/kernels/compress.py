@@ -39,7 +39,7 @@ def compress(
     Args:
       x: 16-bit values, with sides that divide by 64.
       words: Scrambled keys of the noise, two words for each random number of a group. Row i serves arrays i * batch/S
-        to (i + 1) * batch/S of the whole batch.
+        to (i + 1) * batch/S - 1 of the whole batch.
       scale: Scales of `soft`, like ``words``.
       origin: Where x begins in the whole array: [batch, row, column]. Zeros if x is the whole one.
       axis: The axis of the groups, -1 or -2.
@@ -256,14 +256,14 @@ def where(origin: Ref, axis: int, block: int = 1, group: int = 1) -> jax.Array:
     Args:
       origin: Where this part of the array begins, in values.
       axis: The axis.
-      block: The groups of a program.
-      group: The values of a group.
+      block: The number of groups along the axis that a program takes.
+      group: The number of values along the axis in a group.
     """
     return origin[axis] // group + pl.program_id(axis) * block
 
 
 def crowded(pruner: Pruner, dtype: jnp.dtype) -> jax.Array | None:
-    """Return NaN for groups that must be 2:4 already, and None if a pruner makes them so."""
+    """Return what a group with over two non-zeros stores: NaN with `identity`, else None, as none occurs."""
     return jnp.array(jnp.nan, dtype) if pruner == identity else None
 
 
@@ -288,7 +288,7 @@ def uniform(
       words: Scrambled keys. Each row serves ``share`` arrays of the batch.
       index: The array's index in the batch.
       share: The number of consecutive arrays that share a key.
-      whole: The shape of an array's groups.
+      whole: The numbers of groups along the rows and along the columns of the whole array.
       row: The rows of the groups.
       column: Their columns.
       first: The column of a key's first word.
@@ -324,7 +324,7 @@ def together(first: Float[Array, "r c"], second: Float[Array, "r c"]) -> UInt[Ar
 
 
 def _words_of(blocks: tuple[int, ...], turned: bool) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-    """Return the words of all blocks as Triton computes them: signed, with q on an axis of its own."""
+    """Return the shape and the blocks of the words as Triton writes them: signed, with q on an axis of its own."""
     batch, i, j = blocks
     shape = (batch, j, i, 32, 4) if turned else (batch, i, j, 32, 4)
     index = (lambda b, i, j: (b, j, i, 0, 0)) if turned else (lambda b, i, j: (b, i, j, 0, 0))
@@ -337,7 +337,10 @@ def as_words16(places: Int[Array, "batch i j 32 4"]) -> UInt[Array, "batch i j 1
 
 
 def _block_of_words(nibble: UInt[Array, "rows 16"]) -> Int[Array, "lines 4"]:
-    """Put nibbles of 64 rows, or of every fourth row, into words: row (w, half, g), group 4 q + t to line (w, g), q."""
+    """Put nibbles of 64 rows, or of every fourth row, into words.
+
+    The nibble of row (w, half, g) and group 4 q + t goes to the word at line (w, g) and column q.
+    """
     rows, of_g = nibble.shape[0], nibble.shape[0] // 8
     row, group = (lax.broadcasted_iota(jnp.int32, nibble.shape, d) for d in range(2))
     shifted = nibble.astype(jnp.int32) << (group % 4 * 4 + row // of_g % 2 * 16)
@@ -346,7 +349,7 @@ def _block_of_words(nibble: UInt[Array, "rows 16"]) -> Int[Array, "lines 4"]:
 
 
 def _block_of_words_down(nibble: UInt[Array, "16 columns"]) -> Int[Array, "lines 4"]:
-    """Do the same for groups along rows, where the columns are the packed matrix's rows."""
+    """Do what `_block_of_words` does for groups along axis -2. The columns are the packed matrix's rows."""
     columns, of_g = nibble.shape[1], nibble.shape[1] // 8
     group, column = (lax.broadcasted_iota(jnp.int32, nibble.shape, d) for d in range(2))
     shifted = nibble.astype(jnp.int32) << (group % 4 * 4 + column // of_g % 2 * 16)

@@ -39,7 +39,7 @@ def copies(
     Args:
       x: 16-bit values. R divides by 128 and C by 64.
       words: Scrambled keys: two words for each random number of the pruners, and two for the roundings. Row i serves
-        arrays i * batch/S to (i + 1) * batch/S of the whole batch, which also have one scale in common.
+        arrays i * batch/S to (i + 1) * batch/S - 1 of the whole batch, which also share one scale.
       factors: What `factors_of` returns.
       origin: Where x begins in the whole array: [batch, row, column]. Zeros if x is the whole one.
       wanted: The forms.
@@ -70,7 +70,7 @@ def factors_of(
 
 
 def _parts(copy: Copy, shape: tuple[int, ...]) -> list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]:
-    """Return the arrays of a copy and their blocks.
+    """Return the shapes of the arrays of a copy, and their blocks.
 
     They are words of four bytes; for a packed copy, words of two bytes, and words of eight nibbles.
     """
@@ -85,7 +85,7 @@ def _parts(copy: Copy, shape: tuple[int, ...]) -> list[tuple[jax.ShapeDtypeStruc
 
 
 def form_of(copy: Copy, arrays: list[jax.Array]) -> jax.Array | Packed:
-    """Return the copy that its arrays hold, which are other views of the same memory."""
+    """Return a copy, given the arrays of words that the kernel wrote: their bits are viewed as FP8 values."""
     dtype = float8.FORMATS[copy.format]
     flat = lambda v: lax.bitcast_convert_type(v, dtype).reshape(*v.shape[:-1], -1)
     if not copy.packed:

@@ -44,7 +44,7 @@ class Packed:
 
     Attributes:
       values: The kept values, n of every m.
-      indices: The places of the values in their groups, in bits of words.
+      indices: The places of the values in their groups: bytes in the plain order, else bits of words.
       axis: The axis of the groups, counted from the end.
       n: The number of values that are kept in each group.
       m: The size of a group.

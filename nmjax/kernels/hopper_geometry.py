@@ -42,7 +42,7 @@ class Block(NamedTuple):
         Args:
           operand: The operand.
           batch: The matrix of the batch.
-          at: The row index of the tile.
+          at: The row index of the tile for A and its words, or the column index for B.
           part: The index of its part of K.
           steps: The steps of a part.
         """

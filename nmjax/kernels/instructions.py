@@ -199,7 +199,7 @@ def loaded_words(words: fa.FragmentedArray) -> list[Operand]:
 def row_words(words: Operand) -> list[Operand]:
     """Load a thread's words out of ``words8`` rows in shared memory.
 
-    Thread 32 w + 4 g + 2 b + a has those of row 16 w + g + 8 a, and of every second column from b on.
+    Thread 32 w + 4 g + 2 b + a has every second word, from column b on, of row 16 w + g + 8 a.
     """
     rows, columns = ir.MemRefType(words.type).shape
     thread = arith.remui(utils.thread_idx(), _constant(128))

@@ -19,9 +19,9 @@ from nmjax.kernels.format import Packed
 from nmjax.kernels.targets import Target
 from nmjax.pruners import identity
 
-HOPPER_SHARED = 227 * 1024  # bytes of shared memory that a thread block may have
+HOPPER_SHARED = 227 * 1024  # bytes of shared memory that a thread block of Hopper or Blackwell may have
 AMPERE_SHARED = 99 * 1024  # of sm_86 and sm_89, which have the least
-BARRIERS = 1024  # bytes that a Hopper kernel's barriers take at most
+BARRIERS = 1024  # bytes that the barriers of a Hopper or Blackwell kernel take at most
 COPY_ROWS, COPY_COLUMNS = 128, 64  # the block that a program of `nmjax.kernels.copies` takes
 
 # ---- products ----
@@ -127,7 +127,7 @@ class BlackwellConfig(Value):
     stages: int = 2
 
     def step(self, itemsize: int) -> int:
-        """Return the number of values along K that a step takes: as many as the words of a line of tensor memory."""
+        """Return the number of values along K that a step takes: 128 of 16 bits, or 256 of 8 bits."""
         return 256 // itemsize
 
 

@@ -27,8 +27,8 @@ def spmm(
 ) -> Float[Array, "*batch m n"]:  # fmt: skip
     """Multiply a packed array by a dense one.
 
-    It computes ``scale * unpack(packed) @ b``, matrix by matrix of a batch. Sums are float32. Where no kernel serves
-    the product, XLA computes it.
+    It computes ``scale * A @ B`` for every matrix of a batch, where A is ``[M, K]`` and B is ``[K, N]``. Sums are
+    float32, or float64 for a float64 A. Where no kernel serves the product, XLA computes it.
 
     It has no derivative. A product with a `nmjax.Sparsity`, such as `nmjax.einsum`, has one.
 

@@ -35,14 +35,14 @@ from nmjax.pruners import identity
 Ref = Any  # a reference to a block of an array, inside a kernel
 
 _GROUPS = BLOCK // 4
-# Of rows x words, and of rows x groups: w, a half, g, q, and what a thread has of a row.
+# The layouts of [rows, words] and of [rows, groups]. A row is (w, half, g), and q is the part of it that a thread has.
 _ROW_WORDS = plgpu.Layout.TILED(
     fa.Tiling(((64, 32), (16, 32), (8, 32), (8,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
 )
 _ACROSS = plgpu.Layout.TILED(
     fa.Tiling(((64, 16), (16, 16), (8, 16), (4,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
 )
-# Of groups x columns: w and the half are of columns, q and a thread's four groups of rows.
+# The layout of [groups, columns]. A column is (w, half, g), and q tells which four groups a thread has.
 _DOWN = plgpu.Layout.TILED(
     fa.Tiling(((16, 64), (16, 16), (16, 8), (4, 8), (1,))), warp_dims=(-8,), lane_dims=(-2, -5), vector_dim=-1
 )
@@ -54,7 +54,7 @@ def compress(
     x: Float[Array, "batch r c"], words: UInt[Array, "s n"], scale: Float[Array, " s"], origin: Int[Array, "3"], *,
     axis: int, whole: tuple[int, int, int], pruner: Pruner = identity, interpret: bool = False,
 ) -> Packed:  # fmt: skip
-    """Prune arrays along one of their axes, and pack them. The arguments are those of `compress` in the other file."""
+    """Prune arrays along one axis, and pack them. The arguments are those of `nmjax.kernels.compress.compress`."""
     batch, rows, columns = x.shape
     i, j = rows // BLOCK, columns // BLOCK
     like = lambda shape, dtype: result(shape, dtype, x, words, scale)

@@ -34,10 +34,11 @@ def product(
 ) -> Callable[..., jax.Array]:
     """Return a function of (values, words, B, scales) that multiplies the parts on every device.
 
-    Rows of A and columns of B stay cut. If both are cut along K, the sums of the devices are added up in float32.
+    Rows of A and columns of B stay cut. If A and B are cut alike along K, the sums of the devices are added up in
+    float32.
 
     Args:
-      multiply: Returns the function for a shape, on whole arrays.
+      multiply: Returns the product of this shape on one device, as a function of the same four arrays.
       shape: The product of whole arrays.
       wide: True if the words are ``words16``, False for ``words8``.
       target: The device.
@@ -81,7 +82,11 @@ def product(
 
 
 def _fitting(shape: Shape, batch: int, cuts: Cuts, mesh: Mesh, target: Target) -> tuple[Cuts, Shape]:
-    """Return the cuts without the fewest that do not fit a kernel, and the product of the parts."""
+    """Undo as few cuts as possible so that a kernel fits the parts, or all if none fits.
+
+    Returns:
+      The cuts that are left, and the product of one part.
+    """
     for count in range(len(cuts) + 1):
         for gathered in itertools.combinations("nkmb", count):
             left = cuts | dict.fromkeys(gathered, ())

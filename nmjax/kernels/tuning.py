@@ -27,9 +27,9 @@ from nmjax.kernels.targets import Target
 # sparse: sparse ones have twice the K. That and the rate of shared memory are of the H100's white paper. The rest is
 # assumed until a table says it.
 _SHARED = 128  # bytes that shared memory reads or writes in a cycle
-EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # of these bounds that a kernel reaches: assumed
+EFFICIENCY = {"dense": 0.8, "sparse": 0.85}  # the share of these bounds that a kernel reaches: assumed
 BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}  # bytes per second of a large copy; for other devices that of the H200
-REACHED = 0.6  # of it by pruning and packing: on an H100 0.44 for mvue, 0.63 to 0.69 for mse
+REACHED = 0.6  # the share of it that pruning and packing reach: on an H100 0.44 for mvue, 0.63 to 0.69 for mse
 PACKING, PRUNING = 3.125, 4.0  # bytes of a 16-bit value: read, and written packed; read, and written
 _CLOCK = 1.83e9 * 132  # cycles per second of all multiprocessors
 _LAUNCH = 4000  # cycles of one kernel more: assumed
@@ -84,7 +84,7 @@ def _splits(shape: Shape, tile: int, target: Target) -> tuple[int, ...]:
 def chosen(shape: Shape, target: Target) -> Tiling | None:
     """Return the tiling for a product, or None if none fits.
 
-    It is that of the same product in a table, else of the nearest one, else the likeliest of `candidates`.
+    It is that of the same product in a table, else of the nearest one at a distance below 1, else the first candidate.
     """
     return _chosen(shape, target, table(target.kind))
 
@@ -170,7 +170,7 @@ def _tiled(shape: Shape, dtype: str, tile: tuple[int, int], split: int, packed: 
     """Return the cycles of a product that one multiprocessor's tiles take, one after the other.
 
     In a tile, instructions of 64 rows follow each other along K, as fast as the tensor cores multiply or as shared
-    memory is read and filled. Then the sums are stored, while no product runs. Sums of parts of K are added up at last.
+    memory is read and filled. Then the sums are stored, while no product runs. XLA then adds the sums of parts of K.
 
     Args:
       shape: The product.

@@ -1,7 +1,8 @@
 """Pruners, one idea per file, with the paper of each; combinators, gradient rules and schedules.
 
-A new pruner is one file here, and its name in this file and in ``nmjax/__init__.py``. Texts know what this file
-exports. A pruner outside this repository needs none of these: texts name it as ``module:name``."""
+A new pruner is one file here, and its name in this file and in ``nmjax/__init__.py``. `nmjax.parse` knows the
+names that this file exports. A pruner outside this repository needs none of these: a text has it as ``module:name``.
+"""
 
 from nmjax.pruners.combinators import chain as chain, raw as raw, rescale as rescale
 from nmjax.pruners.estimators import decay as decay, sr_ste as sr_ste, ste as ste

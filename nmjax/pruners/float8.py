@@ -53,7 +53,9 @@ def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
 
 
 def cast(x: Float[Array, "..."], format: str, u: Float[Array, "..."] | None = None) -> Float[Array, "..."]:
-    """Round wide numbers to an 8-bit format. Too large ones become the largest one; infinities and NaN become NaN.
+    """Round numbers to an 8-bit format. Values beyond its range become its largest value, with their sign.
+
+    Infinities and NaN become NaN.
 
     Args:
       x: An array of float32 or float64.

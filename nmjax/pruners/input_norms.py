@@ -67,7 +67,7 @@ class ByNorms(Grouped, Remembering):
 
 @dataclass(frozen=True, repr=False)
 class wanda(ByNorms):
-    """Keep the n largest of every m by magnitude times the norm of the feature that it multiplies.
+    """Keep the n largest of every m by magnitude times the norm of the feature that the weight multiplies.
 
     Paper: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", arXiv:2306.11695.
 
@@ -92,7 +92,7 @@ class ria(ByNorms):
     """Keep the n largest of every m by relative importance times a power of the norm.
 
     Paper: Zhang et al., "Plug-and-Play: An Efficient Post-training Pruning Method for Large Language Models" (ICLR
-    2024). Its permutation of the inputs is left out::
+    2024). Its permutation of the inputs is left out. The score is::
 
         score = (|w| / sum of |w| over inputs + |w| / sum of |w| over outputs) * norm ** power
 

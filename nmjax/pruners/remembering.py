@@ -87,9 +87,9 @@ class permute(Remembering):
 
     Paper: Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", arXiv:2302.06058.
 
-    The best order is the one in which most non-zeros are kept. It is Bi-Mask's backward mask: applied to a weight that
-    is already pruned, it loses few of the remaining values. The order is state: `init` chooses it, and `refresh` renews
-    it. The orders that are tried depend on the step alone.
+    The best order is the one in which the most non-zeros are kept. The mask in that order is Bi-Mask's backward mask:
+    if the weight is already pruned, few of the remaining values are lost. The order is state: `init` chooses it, and
+    `refresh` renews it. The orders that are tried depend on the step alone.
 
     Args:
       p: A pruner without noise and without state, such as ``mse(2, 4)``.

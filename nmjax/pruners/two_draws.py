@@ -120,7 +120,7 @@ class mvue_approx(Grouped):
 def _chosen(
     size: list[jax.Array], first: jax.Array, second: jax.Array
 ) -> tuple[list[jax.Array], list[jax.Array]]:  # fmt: skip
-    """Return the members that two draws keep, and the probability of each to be kept, or 0.
+    """Return the members that two draws keep, and the probability of each, or 0 in groups of at most two non-zeros.
 
     Args:
       size: The magnitudes of the members, one array for each of the m positions.

@@ -270,5 +270,5 @@ def _value(x: jax.Array, tau: jax.Array) -> jax.Array:
 
 
 def _as_stored(tau: jax.Array, g: jax.Array) -> jax.Array:
-    """Return tau rounded to the dtype of the result: once per group instead of once per value."""
+    """Return tau, rounded if the result is bfloat16: once per group instead of once per value."""
     return lax.reduce_precision(tau, 8, 7) if g.dtype == jnp.bfloat16 else tau

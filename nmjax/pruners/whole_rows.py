@@ -44,8 +44,8 @@ class rows(ByParts):
 
     Args:
       p: A pruner of the norms, such as ``mvue(1, 4)``.
-      by: The weights that ``p`` prunes. "own": the norms of the rows. "both": these times the norms of the rows that
-        the product multiplies them with. Only backward slots allow "both".
+      by: The weights that ``p`` prunes. "own": the norms of the rows. "both": these times the norms of the rows of
+        the product's other operand. Only backward slots allow "both".
 
     Raises:
       TypeError: ``p`` is not a pruner.
