@@ -3,7 +3,7 @@
 #
 #   launchers/ssh.sh node1 node2 -- --config=configs/gpt2_124m.py --workdir=/shared/runs/gpt2
 #
-# Start it in the repository's root, which has its .venv (make run once) and the same path on every machine; --workdir is on
+# Start it in the repository's root, which has its .venv (`make run` makes it) and the same path on every machine; --workdir is on
 # a file system that they share. The first machine listens on port 8476 (PORT=... for another one). The machines also talk
 # over ports that the system chooses, so all ports between them have to be open.
 # It prints the lines of the first machine, and errors of the others, each after its machine's name. Ctrl-C makes all save

@@ -6,7 +6,7 @@
     python -m experiments.bench delivery [--rounds 9] [--save NAME]
     # products with fewer rows, one by one
     python -m experiments.bench compaction [--rounds 9] [--save NAME]
-    # the time and memory of training steps, as they are felt
+    # the measured time and memory of training steps
     python -m experiments.bench savings [--method TEXT ...] [--model GPT] [--rounds 9] [--save NAME]
     # runs, against a plain loop
     python -m experiments.bench train [--config PAGE ...] [--rounds 9] [--save NAME]
@@ -14,6 +14,8 @@
     python -m experiments.bench runs [--rounds 9] [--save NAME]
     # many devices, saving, and starting again
     python -m experiments.bench scale [--config PAGE ...] [--rounds 9] [--save NAME]
+    # reading a checkpoint, and pruning it in one shot
+    python -m experiments.bench pretrained [--rounds 9] [--save NAME]
     # what sparse tensor cores can bring to a step, computed from plans
     python -m experiments.bench expected [--save NAME]
     # the kernels of a step, and what they read and write, counted in its program
@@ -27,9 +29,10 @@
     # the fastest tiles, for the library
     python -m experiments.bench tune [--shapes TEXT] [--ship] [--minutes 8]
 
-Machines are noisy, so every figure is a ratio within one run. The functions are timed in turn, round after round. The
-best time of each is divided by the best time of a *copy*, ``x * 1.0001`` of the same array, or by the dense model's.
-For kernels it is the median of the rounds' ratios, beside milliseconds and rates.
+Machines are noisy, so most figures are ratios within one run. The functions are timed in turn, round after round.
+``transforms`` and ``delivery`` divide the best time of each by the best time of a *copy*, ``x * 1.0001`` of the same
+array, or by the dense model's. ``compaction``, ``savings``, ``train`` and ``kernels`` give the median of the rounds'
+ratios.
 
 ``--save`` writes the tables to experiments/results/NAME.md, with the machine, the versions and the command. ``kernels``
 writes it after every row, and NAME.json too. ``tune`` writes the table from which products choose their tiles.

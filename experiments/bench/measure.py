@@ -73,12 +73,12 @@ def _seconds(call: Callable, count: int, wait: Callable) -> float:
 
 
 def speedup(times: list[float], base: list[float]) -> float:
-    """Return how many times faster than the base it is: the median of the rounds' ratios."""
+    """Return how many times as fast as the base a function is: the median of the rounds' ratios."""
     return statistics.median(b / t for t, b in zip(times, base, strict=True))
 
 
 def over(times: list[float], base: list[float]) -> str:
-    """Return what it costs over the base: the median of the rounds' ratios, with the quartiles, as a text."""
+    """Return the ratio of some times to those of a base: the median over the rounds, with the quartiles, as a text."""
     ratios = [t / b for t, b in zip(times, base, strict=True)]
     low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
@@ -90,7 +90,7 @@ def cublas_only() -> dict[str, bool] | None:
 
 
 def compiled(programs: dict) -> dict:
-    """Compile programs side by side. In the place of a program that fails stands its exception.
+    """Compile programs side by side. If a program fails, its exception is returned in its place.
 
     Args:
       programs: For each name a jitted function and its arguments.
@@ -133,7 +133,7 @@ def in_short(error: BaseException) -> str:
 
 
 def in_copies(functions: dict[str, Callable], x: jax.Array, rounds: int) -> dict[str, float]:
-    """Return what each function of x costs, in copies of x."""
+    """Return the time of each function of x, divided by that of a copy, ``x * 1.0001``."""
     calls = {name: partial(jax.jit(f), x) for name, f in {"copy": lambda x: x * 1.0001, **functions}.items()}
     times = best_times(calls, rounds)
     return {name: times[name] / times["copy"] for name in functions}

@@ -36,7 +36,7 @@ print(json.dumps([time.perf_counter() - began, status("VmHWM") - before]))
 
 
 def pretrained(rounds: int) -> str:
-    """Return the tables of a checkpoint, which is searched as the folder ``minilm``.
+    """Return the tables of a checkpoint, which is read from the folder ``minilm``.
 
     Args:
       rounds: How often reading is timed. The best time counts.

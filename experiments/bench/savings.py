@@ -1,4 +1,4 @@
-"""The time and memory of a training step as they are felt: sparse, dense, and with what blocks keep."""
+"""The measured time and memory of training steps: sparse and dense, and of models that are lean or use remat."""
 
 import statistics
 import sys
@@ -149,7 +149,7 @@ def step(
       layers: A pattern of the paths of the layers that the method prunes.
       backend: Their backend.
     """
-    sparsity = replace(nm.parse(text), else_dense=True)  # rows of both operands are not those of larger kernels
+    sparsity = replace(nm.parse(text), else_dense=True)  # by='both' fits no kernel larger than 1
     recipe = nm.Recipe(((layers, sparsity), (r".*", "dense")), backend)
     plan = nm.nnx.plan(model, jax.tree.leaves(batch)[0], recipe=recipe)
     dense = sum(bool(layer.else_dense) for layer in plan.layers)

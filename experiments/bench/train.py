@@ -25,7 +25,7 @@ from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 
 PAGES = ["configs/vit_24.py", "configs/resnet_24.py", "configs/gpt_24.py"]
-SHORT = 4  # steps of the runs that are started; of fewer, 30 % would be none
+SHORT = 4  # steps of each run that is started: enough for 30 % of them to be a step
 
 
 def train(pages: list[str], directory: str, rounds: int) -> str:
@@ -93,7 +93,7 @@ class copied(Pruner):
     """A copy in the place of pruning."""
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        # XLA would leave out a copy of equal values, and would compute other values with what made x
+        # XLA would remove a copy of equal values, and would fuse one of other values into the operation that made x
         return jax.lax.optimization_barrier(x * jnp.asarray(1.0001, x.dtype))
 
 

@@ -182,7 +182,7 @@ def packed(shape: Shape, device: Target, config: Config) -> Callable:
 def several(f: Callable, compiler_options: dict | None = None) -> Callable:
     """Return a program that calls a function once for each tuple of arguments in a list.
 
-    So a short function takes longer than its dispatch, and no cache keeps its operands.
+    The program then takes longer than its dispatch even if the function is short, and no cache keeps the operands.
 
     Args:
       f: The function.
@@ -241,7 +241,7 @@ def best(shape: Shape, device: Target, pool: Pool, timer: Callable = in_turn, mo
       device: Where it runs.
       pool: Its operands.
       timer: Times calls in turn, as `in_turn` does.
-      most: How many tiles are tried, and how many variations of the best ones.
+      most: How many tiles are tried at most, and how many variations of the best one.
     """
     refusal = product_refusal(shape, device)
     if refusal is not None:

@@ -58,7 +58,7 @@ def kept(name: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.n
 
 
 def checksum(*paths: str | Path) -> str:
-    """Return the first 16 hex digits of a SHA-256 of all bytes of some files, in their order."""
+    """Return 16 hex digits that depend on all bytes of some files, and on the order of the files."""
     digests = []
     for path in paths:
         with reading.opened(path) as file:

@@ -129,7 +129,7 @@ def _md5(file: BinaryIO) -> str:
 
 
 def _fill(addresses: list[str], file: File, out: BinaryIO, show: Show) -> None:
-    """Append the missing bytes of a file. Try one address after another, as long as bytes arrive."""
+    """Append the missing bytes of a file. Try the next address if no byte arrives, and give up after some tries."""
     stuck = 0
     while (before := out.seek(0, os.SEEK_END)) != file.size:
         address = addresses[stuck % len(addresses)]

@@ -12,8 +12,8 @@ ABSENT = "the data are missing; a plan does not need them"  # a note of tasks
 def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str | Path] = (), how: str = "") -> Path:
     """Return the first file or folder that exists.
 
-    An earlier place wins over a later one, and in a place an earlier name: ``dir``, the current folder,
-    ``$NMJAX_DATA``, the ``system`` folders.
+    The places are searched in this order: ``dir``, the current folder, ``$NMJAX_DATA``, the ``system`` folders. In each
+    place the names are tried in their order.
 
     Args:
       names: Names of files or folders. An absolute name is taken as it is.
@@ -25,8 +25,8 @@ def find(names: Iterable[str | Path], dir: str | Path = "", system: Iterable[str
       The path.
 
     Raises:
-      Missing: None exists, or ``dir`` does not exist.
-      Mistake: ``dir`` is a file.
+      Missing: None exists, or ``dir`` or ``$NMJAX_DATA`` does not exist.
+      Mistake: ``dir`` or ``$NMJAX_DATA`` is a file.
     """
     places: list[tuple[str, Path | None]] = []
     if dir:

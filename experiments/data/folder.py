@@ -18,7 +18,7 @@ from experiments.data.order import positions
 from experiments.errors import Missing, Mistake
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp")
-_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # what files of these names hold; Pillow knows others, with programs
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP")  # of these suffixes; for other formats Pillow may start programs
 _ROW = 100  # so many unreadable files in a row are refused, because more than a few are broken
 
 
@@ -134,8 +134,8 @@ def stream(
 
     In training they never end, in the order of `positions`, and each is a function of (seed, step) alone: a random part
     of each image, 8 to 100 % of its area and 3:4 to 4:3 in shape, resized (Szegedy et al., arXiv 1409.4842). In
-    evaluation every file comes once, in order, as the centre of the image whose short side is size * 256 / 224. The
-    last batch is filled up with black images of label -1.
+    evaluation every file comes once, in order: the middle square of the image, 224 / 256 of its short side, resized.
+    The last batch is filled up with black images of label -1.
 
     Args:
       files: The files.
@@ -152,7 +152,8 @@ def stream(
         black image of label -1. Without ``skipped`` such a file is an error.
 
     Raises:
-      Unreadable: A file cannot be read, or 100 in a row cannot.
+      Unreadable: A file cannot be read, and ``skipped`` is None.
+      Mistake: 100 files in a row cannot be read.
     """
     import grain
 

@@ -50,11 +50,11 @@ def load(name: str, dir: str | Path = "") -> Images:
 
         - ``digits``: scikit-learn's, 8x8 pixels of 16 greys, 1,437 to train and 360 to test.
         - ``cifar10``: the folder ``cifar-10-batches-py``, the archive ``cifar-10-python.tar.gz`` as it is, or the
-        pack ``cifar10_jpegscan.npz``.
+          pack ``cifar10_jpegscan.npz``.
         - ``mnist``, ``fashion_mnist``: the four IDX files, gzipped or not, in a folder of the set's name
-        (``mnist``, ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``), or an ``.npz`` of that name with
-        x_train, y_train, x_test and y_test. The two sets give their files the same names, so files in no such
-        folder are read from ``dir`` only, and neither set is accepted as the other.
+          (``mnist``, ``MNIST/raw``, ``fashion-mnist``, ``FashionMNIST/raw``), or an ``.npz`` of that name with
+          x_train, y_train, x_test and y_test. The files of the two sets have the same names. So files in no such
+          folder are read from ``dir`` only, and neither set is accepted as the other.
         - a file ``.npz`` with x and y, as `npz.read` describes it.
       dir: The folder that is searched first. `find` lists the others.
 

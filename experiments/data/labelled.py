@@ -117,7 +117,7 @@ def _divided(name: str, examples: Sequence[Example], classes: tuple[str, ...], n
 
 
 def _docstrings() -> list[Example]:
-    """Return the first paragraphs of docstrings with at least six words, without the names of the packages."""
+    """Return the first paragraphs of docstrings, if they have six words. "it" replaces the name of the package."""
     found = {}
     root = Path(sysconfig.get_path("stdlib"))
     for label, module in enumerate(_MODULES):
@@ -214,7 +214,8 @@ def encode(words: Any, examples: Sequence[Example], length: int) -> Tokens:
     Args:
       words: A tokenizer.
       examples: The examples.
-      length: The greatest number of tokens. The arrays are as long as the longest example, rounded up to 8.
+      length: The greatest number of tokens. The arrays are as long as the longest example needs,
+        rounded up to a multiple of 8, but not longer than ``length``.
     """
     words.enable_truncation(length, strategy="longest_first")
     pairs = [one.text if one.text_b is None else (one.text, one.text_b) for one in examples]

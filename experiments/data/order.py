@@ -6,7 +6,8 @@ it is applied until the index is below n (Black and Rogaway, "Ciphers with Arbit
     high <- high ^ F(low),  low <- low ^ F(high),  F(x) = mix(x ^ key),  a key for each (seed, epoch, round)
 
 The two parts may differ in width, so the power of two is the smallest that holds n, and at most half of its indices
-need another pass. Four rounds suffice for many samples; for as few as five it takes sixteen. `mix` is that of
+need another pass. Four rounds suffice for many samples, but a set of
+five needs sixteen, so there are always sixteen. `mix` is that of
 nmjax.random. The work is that of one batch, wherever the batch is in the run.
 """
 

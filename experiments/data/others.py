@@ -15,7 +15,7 @@ def load(name: str, dir: str | Path, kind: type[Set]) -> Set:
     Args:
       name: ``module:name`` of the function, as in "mylab.data:spirals".
       dir: The one argument that the function is called with: ``config.data.dir``, which may be empty.
-      kind: What the function has to return: `images.Images` or `text.Text`.
+      kind: What the function has to return: `images.Images`, `text.Text` or `labelled.Labelled`.
 
     Returns:
       What the function returns.

@@ -319,8 +319,8 @@ def _pieces(part: _Part) -> Iterator[_Part]:
 def windows(n: int, length: int) -> int:
     """Return the number of windows of ``length`` inputs that an epoch of n tokens has.
 
-    The windows follow one another from a place below ``length``, which each epoch draws again, so there is one window
-    less than fits. The last target of a window is the first input of the next.
+    Each epoch draws a start below ``length``, and the windows follow one another from there. So there is one window
+    less than would fit from 0. The last target of a window is the first input of the next.
     """
     if length < 1:
         raise Mistake(f"a window has at least 1 token, got length={length}.")
@@ -333,7 +333,7 @@ def windows(n: int, length: int) -> int:
 
 
 def rows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Return the tokens as `take` reads them, (n, length). So no place in a long text is a number above 32 bits."""
+    """Return the tokens as `take` reads them, (n, length). So 32 bits suffice for any index."""
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 

@@ -125,7 +125,7 @@ def events(trace: Any, program: str) -> tuple[list[Op], list[Span]]:
                 name, begin, end = event.name, event.start_ns, event.start_ns + event.duration_ns
                 if name in ("input", UNTIMED):
                     spans.append(Span(name, begin, end))
-                elif name.startswith("end: "):  # on a CPU: when an operation that other threads ran was done
+                elif name.startswith("end: "):  # on a CPU: the end of an operation that ran in other threads
                     ends[dict(event.stats).get("_c")] = end
                 else:
                     stats = dict(event.stats)

@@ -171,7 +171,7 @@ class Checkpoints:
         return [step for step in steps if seals.was_best(self.directory, step)] if best else steps
 
     def last(self, best: bool = False) -> int:
-        """Return the step of the last valid checkpoint, or 0; with `best`, of those that were the best when saved."""
+        """Return the step of the last valid checkpoint, or 0. With `best`, only those count that were the best."""
         return self._last_valid(best, rename_damaged=False)[0]
 
     def restore(self, shapes: Any, best: bool = False, rename_damaged: bool = True) -> Restored:

@@ -54,7 +54,7 @@ def _read(text: str) -> Identity:
 
 
 def refuse_another(workdir: Path, own: Identity) -> None:
-    """Refuse a directory that holds the run of another config. Another mesh is no other config.
+    """Refuse a directory that holds the run of another config. Only the fields in `Identity.lasting` are compared.
 
     Args:
       workdir: The directory of a run that has begun.

@@ -6,7 +6,7 @@ FAST = ("packed", "compacted", "fp8")
 
 
 def gains(plan: Plan, step: int) -> bool:
-    """Return whether the phase that contains a step has such products.
+    """Return whether more products run in a fast way in the phase of a step than in one program for all steps.
 
     Args:
       plan: The plan.

@@ -203,7 +203,7 @@ class Task:
         return errors | {name: value[some][:24] for name, value in shown.items()}
 
     def _counts(self) -> tuple[int, int]:
-        """Return the numbers of images and classes in the folder. Refuse others than the page has, if it has any."""
+        """Return the numbers of training images and classes. If the config states them, refuse other numbers."""
         c = self.config.data
         if self.files is None:
             return c.examples, c.classes

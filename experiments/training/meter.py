@@ -103,7 +103,7 @@ class Meter:
         self.settle(AHEAD)
 
     def settle(self, leave: int = 0) -> None:
-        """Take in the steps that are done. Wait until at most `leave` steps are not."""
+        """Take in the steps that are done. Wait until at most `leave` steps are left."""
         while self._waiting and (len(self._waiting) > leave or self._next_is_done()):
             self._take(*self._waiting.popleft())
 

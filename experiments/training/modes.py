@@ -28,7 +28,7 @@ def make_program(config: ConfigDict) -> Program:
 
 
 def check(config: ConfigDict, name: str) -> None:
-    """Refuse a config whose methods, learning rate or optimizer cannot be read, before its data are.
+    """Check that the methods, the learning rate and the optimizer of a config can be read. The data are not read.
 
     Args:
       config: The config of a run of a sweep.
@@ -60,7 +60,7 @@ def carry_out(
       again: Words for the command that continues the runs, if they are interrupted.
 
     Returns:
-      The signal that came when no step was left to be stopped, if one came.
+      The signal that arrived after the last step, too late to interrupt the training; None if there was none.
     """
     began, config = time.monotonic(), runs[0].config
     task = tasks.task(config, plan=mode == "plan") if program is None else program.task
@@ -175,7 +175,7 @@ def train(
 ) -> signal.Signals | None:  # fmt: skip
     """Train runs side by side: open their directories, run the loop, and close them with their reports.
 
-    A run that fails is ended and told while the others go on. With the last one its error is raised.
+    If one of several runs fails by itself, it is closed and reported, and the others go on (`Loop.remove`).
     """
     going = dict(enumerate(runs))  # the loop takes out those that fail
     with Stop() as stop:
@@ -219,7 +219,7 @@ def _close_failed(going: dict[int, Run], reason: str) -> None:
 
 
 def _refuse_unshared(workdir: Path) -> None:
-    """Refuse a directory that is another one on another machine: all processes write their parts of a checkpoint."""
+    """Refuse a directory that the processes do not share. All of them write their parts of a checkpoint there."""
     began = processes.agreed(lambda: _began(workdir))
     for _ in range(20):  # a file system of many machines may show a file late
         if _began(workdir) == began:

@@ -44,7 +44,7 @@ class Phases:
         return program, _memory(train)
 
     def change(self, step: int) -> tuple[Program, int | None]:
-        """Return what `begin` does for the phase that begins at a step, and begin to compile the next one."""
+        """Return the same as `begin` for the phase that begins at a step, and start to compile the phase after it."""
         memory = None
         if self.next is not None and not self.next.exception():  # if it failed, the step compiles again and raises
             memory = _memory(self.next.result())
@@ -52,7 +52,7 @@ class Phases:
         return self.whole.in_phase(step), memory
 
     def _prepare(self, step: int) -> None:
-        """Compile the training step of the phase after that of a step, in a thread."""
+        """Start to compile, in a thread, the training step of the first phase that begins after a step."""
         later = [start for start in self.whole.phases if start > step]
         if not later:
             return

@@ -83,7 +83,7 @@ class Profile:
                 self.screen.line(f"--profile: {error}. The run goes on without a breakdown.")
 
     def _choose(self, start: int) -> None:
-        """Choose the traced steps: after the warm ones if there are enough, else the last ones."""
+        """Choose the traced steps: those after `WARM` steps, or the last ones if the run has too few."""
         total = self.program.total
         self.steps = min(self.steps, total - start)
         self.first = min(start + WARM, total - self.steps)

@@ -17,7 +17,7 @@ class State(NamedTuple):
     params: Any
     rest: Any  # all that is no parameter: means of BatchNorm; noise, time, masks and scales of nmjax
     opt: Any
-    ema: Any  # averages of params and of rest's statistics (means of BatchNorm), and the rest itself; or ()
+    ema: Any  # averages of params and of statistics such as means of BatchNorm, and a copy of the other rest; or ()
 
 
 RUNS: Any = State(None, 0, 0, 0, 0, 0)  # the axis of the runs in a state of several; they are all at one step

@@ -1,8 +1,8 @@
 """The twin of a run: the run that it is compared with, such as the same run without pruning.
 
 A page names the page of its twin (``config.twin``). The figures of a twin are taken from finished runs of its config:
-from the run that --with_twin trained in the folder of the run, from the results in this repository, and from the runs
-next to it.
+from the run that --with_twin trained in the folder of the run, from the results in this repository, and from other runs
+in the parent folder of the run.
 """
 
 import contextlib
