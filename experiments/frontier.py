@@ -15,8 +15,6 @@ import statistics
 import sys
 from pathlib import Path
 
-import jax
-
 from experiments import claims, command, evidence, members, pages
 from experiments.claims import Judged, arm_of, judge, judged, recipe_of
 from experiments.errors import Failed, Mistake, Stopped
@@ -26,7 +24,7 @@ from experiments.report.compare_page import html_table
 from experiments.report.page import LOGO, document, notes_list
 from experiments.report.words import duration, safe
 from experiments.studies import STUDIES, Claim, times
-from experiments.training import record
+from experiments.training import device, record
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = "experiments/studies/recipe.py:vit_cpu"
@@ -101,11 +99,11 @@ def estimate(one: Judged, count: int) -> str:
     if not took:
         return f"{count} runs. How long they take is not known: no run of the study has finished."
     seconds = statistics.median(each.total_seconds() for each in took)
-    theirs, here = devices(one.lines), f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    theirs, here = devices(one.lines), device.named()
     if theirs != here:
         return (
             f"{count} runs. How long they take on {here} is not known. The study was made on {theirs}. There a run "
-            f"took {duration(seconds)}, with several runs at once."
+            f"took {duration(seconds)}. Several runs may have shared the devices."
         )
     machine = next((line["machine"] for line in one.lines if "machine" in line), {})
     where = f"{machine.get('processor', 'an unknown processor')}, threads: {machine.get('threads', '?')}"
@@ -158,12 +156,12 @@ def timed(one: Judged, method: str, workdir: Path) -> float:
 def notes(one: Judged, lines: list[dict]) -> list[str]:
     """Return what a reader should know: the gate, and machines or versions that differ."""
     found = []
-    of_study = one.lines[len(lines) :]  # those of the study
+    of_study = one.lines[len(lines) :]
     if devices(lines) != devices(of_study):
         found.append(
             f"Your runs were made on {devices(lines)}, and those of the study on {devices(of_study)}, which may round "
-            "products in another way. Draw no conclusions from small differences: when the GPT was trained on a CPU "
-            "and on a GPU, differences between arms changed by up to 0.012."
+            "products in another way. Draw no conclusions from small differences: in the study of the GPT, some "
+            "verdicts of a CPU and of a GPU differ (docs/evidence/method.md, Changes)."
         )
     elif {str(line.get("machine")) for line in lines} - {str(line.get("machine")) for line in of_study}:
         found.append(

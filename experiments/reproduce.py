@@ -101,6 +101,12 @@ def page(text: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     return BLOCK.sub(renew, text), pictures
 
 
+def unplaced(text: str, results: Path = RESULTS) -> list[Path]:
+    """Return the files of results that the page has no block for. Times and scores of twins need none."""
+    known = {*BLOCK.findall(text), *(f"times_{name.rpartition('_')[2]}" for name in STUDIES), "twins"}
+    return [path for path in sorted(results.glob("*.jsonl")) if path.stem not in known]
+
+
 def main(args: list[str] | None = None) -> int:
     """Write the page and its pictures, and return the exit code."""
     argparse.ArgumentParser("python -m experiments.reproduce", description=__doc__.split("\n")[0]).parse_args(args)
@@ -109,12 +115,8 @@ def main(args: list[str] | None = None) -> int:
     except Mistake as mistake:
         print(mistake, file=sys.stderr)
         return 2
-    shown = {*BLOCK.findall(text), *(f"times_{name.rpartition('_')[2]}" for name in STUDIES), "twins"}
-    for path in sorted(RESULTS.glob("*.jsonl")):
-        if path.stem not in shown:
-            print(
-                f"{path}: the page has no place for these results. Write <!-- {path.stem} --> and <!-- end --> there."
-            )
+    for path in unplaced(text, RESULTS):
+        print(f"{path}: the page has no place for these results. Write <!-- {path.stem} --> and <!-- end --> there.")
     for name, svg in pictures.items():
         replace(RESULTS / f"{name}.svg", svg)
     replace(PAGE, text)

@@ -66,7 +66,7 @@ def add(name: str, results: Path = RESULTS) -> None:
         line |= {"began": began, "ended": provenance.now(), "command": command(name)}
         line |= {"versions": provenance.versions(), "machine": provenance.machine()}
         line |= {"git": provenance.git(), "notes": notes}
-        line["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        line["devices"] = device.named()
         files.append(path, lambda known, line=line: [line])
         print(f"{run}: {study.describe(line)}", flush=True)
 

@@ -45,6 +45,11 @@ PEAKS = {  # pattern of the whole device_kind -> (bfloat16, float32)
 }
 
 
+def named(count: int = 0) -> str:
+    """Return a number of devices with their kind, as "1 x cpu". Without a number all devices are meant."""
+    return f"{count or jax.device_count()} x {jax.devices()[0].device_kind}"
+
+
 def peak_flops(kind: str, dtype: str) -> float | None:
     """Return the peak FLOP per second of a device for dense products, or None if it is not known.
 

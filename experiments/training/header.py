@@ -2,11 +2,10 @@
 
 from collections import Counter
 
-import jax
 from ml_collections import ConfigDict
 
 from experiments.scale import processes, shards
-from experiments.training import settings
+from experiments.training import device, settings
 from experiments.training.gains import gains
 from experiments.training.program import Program
 from experiments.training.screen import number
@@ -74,7 +73,7 @@ def _devices(program: Program) -> str:
     """Return the number and the kind of the devices, and how they are arranged."""
     count = program.mesh.size
     axes = [f"{name} {size}" for name, size in program.mesh.shape.items() if size > 1]
-    text = f"{count} x {jax.devices()[0].device_kind}"
+    text = device.named(count)
     if axes and axes != [f"data {count}"]:
         text += f" as {' x '.join(axes)}"
     if processes.count() > 1:

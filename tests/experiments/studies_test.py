@@ -274,6 +274,14 @@ def test_figures_of_what_was_looked_into(tmp_path):
     assert (text, pictures) == (f"Not finished: 11 of 12 cases are done. {others}.\n", {})
 
 
+def test_results_that_the_page_has_no_place_for_are_found(tmp_path):
+    text = reproduce.PAGE.read_text()
+    assert reproduce.unplaced(text) == []
+    for name in ("held_vit_cpu", "times_cpu", "residual_gpu"):
+        (tmp_path / f"{name}.jsonl").write_text("")
+    assert reproduce.unplaced(text, tmp_path) == [tmp_path / "residual_gpu.jsonl"]
+
+
 def test_what_is_there_is_not_looked_into_again(tmp_path, monkeypatch, capsys):
     flips = lambda seed: math.inf if seed == 1 else 0.5
     monkeypatch.setattr(descent, "run", lambda method, seed: ({"step": [0], "flips": [flips(seed)]}, ["A note."]))
