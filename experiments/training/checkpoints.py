@@ -16,6 +16,7 @@ import logging
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -293,8 +294,9 @@ def _silence_threads() -> None:
     """Leave the reports of failed writes to `Checkpoints._failed`.
 
     When a write fails, Orbax closes its event loop without waiting for the other writes. Each of them would then print
-    a traceback, and asyncio would log errors that nothing handles.
+    a traceback, asyncio would log errors that nothing handles, and Python would warn of writes that never began.
     """
+    warnings.filterwarnings("ignore", r"coroutine '.*(write|serialize)\w*' was never awaited", RuntimeWarning)
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     show = sys.unraisablehook

@@ -2,18 +2,20 @@
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import resource
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from experiments import files, pages
 from experiments.errors import Failed, Mistake
-from experiments.training import record
+from experiments.training import checkpoints as checkpoints_module, record
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, start
 from tests.experiments.training.record_test import begun
@@ -116,6 +118,23 @@ def test_a_save_that_failed_is_not_the_failure_of_the_next_one(tmp_path, capfd):
     assert checkpoints.lost is None
     assert Checkpoints(tmp_path).restore(shapes()).step == 3
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_python_does_not_warn_of_writes_of_orbax_that_never_began(monkeypatch):
+    async def write_fragment():
+        """Stands for a write that Orbax never began."""
+
+    async def another():
+        """Stands for a coroutine that is not Orbax's."""
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        checkpoints_module._silence_threads.__wrapped__()  # called once in a process
+        for coroutine in (write_fragment, another):
+            coroutine()
+        gc.collect()
+    assert [str(one.message).rpartition(".")[2] for one in told] == ["another' was never awaited"]
 
 
 def test_closing_after_a_save_that_failed_raises_nothing(tmp_path):
