@@ -325,6 +325,16 @@ def test_the_stem_for_large_images():
     np.testing.assert_allclose(model(IMAGES), sum(map(sum, pooled)) / 4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("stem", "stride"), [("cifar", 1), ("half", 2)])
+def test_the_stems_for_small_images(stem, stride):
+    """The stem is a 3x3 convolution without pooling."""
+    model = ResNet(blocks=(), width=8, stem=stem, classes=8, rngs=nnx.Rngs(0))
+    model.head.kernel[...] = jnp.eye(8)
+    x = jax.nn.relu(batch_norm(convolved(IMAGES, model.stem, stride, 1)))
+    assert x.shape == (4, 8 // stride, 8 // stride, 8)
+    np.testing.assert_allclose(model(IMAGES), x.mean((1, 2)), atol=1e-5)
+
+
 def test_batch_norm_learns_and_uses():
     model = ResNet(blocks=(), width=8, stem="cifar", classes=4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     batch = model.stem(IMAGES).astype(jnp.float32)
@@ -423,7 +433,7 @@ BAD = {
     "pool is 'cls' or 'mean', got 'max'":
         lambda: ViT(**SMALL, image=8, patch=4, classes=2, pool="max", rngs=nnx.Rngs(0)),
     r"images are of shape \[batch, 8, 8, 3\], got \(8, 8, 3\)": lambda: MAKE["vit"]()(IMAGES[0]),
-    "stem is 'imagenet', .* or 'cifar', .* got 'small'": lambda: ResNet(stem="small", classes=2, rngs=nnx.Rngs(0)),
+    "stem is 'imagenet', .* 'cifar', .* or 'half', .* got 'small'": lambda: ResNet(stem="small", classes=2, rngs=nnx.Rngs(0)),
     r"images are of shape \[batch, height, width, 3\], got \(4, 8, 8, 1\)": lambda: MAKE["resnet"]()(IMAGES[..., :1]),
     r"from 1 to length=8, got \(4, 16\).* tokens\[:, :8\]": lambda: MAKE["gpt"]()(jnp.tile(TOKENS, 2)),
     r"from 1 to length=8, got \(8,\)": lambda: MAKE["bert"]()(TOKENS[0]),

@@ -13,6 +13,7 @@ SIZES = {
     "18": {"blocks": (2, 2, 2, 2)},
     "50": {"blocks": (3, 4, 6, 3), "bottleneck": True},
 }
+STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "half": (3, 2)}  # the size of the first convolution, and its stride
 
 
 def conv(
@@ -116,8 +117,8 @@ class ResNet(nnx.Module):
         """Make the model.
 
         Args:
-          stem: "imagenet" for a 7x7 convolution of stride 2 and pooling; "cifar" for a 3x3 of stride 1 without
-            pooling.
+          stem: "imagenet" for a 7x7 convolution of stride 2 and pooling; "cifar" for a 3x3 convolution of stride 1
+            without pooling; "half" for a 3x3 convolution of stride 2 without pooling.
           blocks: The number of blocks of each stage.
           bottleneck: True for bottleneck blocks.
           width: The number of channels of the first stage.
@@ -127,11 +128,14 @@ class ResNet(nnx.Module):
           rngs: The random numbers of the parameters.
 
         Raises:
-          ValueError: ``stem`` is neither.
+          ValueError: ``stem`` is none of them.
         """
-        if stem not in ("imagenet", "cifar"):
-            raise ValueError(f"stem is 'imagenet', for large images, or 'cifar', for small ones, got {stem!r}.")
-        size, stride = (7, 2) if stem == "imagenet" else (3, 1)
+        if stem not in STEMS:
+            raise ValueError(
+                "stem is 'imagenet', for large images, 'cifar', for small ones, or 'half', for small ones at half "
+                f"their height and width, got {stem!r}."
+            )
+        size, stride = STEMS[stem]
         self.stem, self.norm = conv(channels, width, size, stride, dtype=dtype, rngs=rngs), norm(width, rngs=rngs)
         stages: list[nnx.List[Block]] = []
         inputs = width
