@@ -433,7 +433,8 @@ BAD = {
     "pool is 'cls' or 'mean', got 'max'":
         lambda: ViT(**SMALL, image=8, patch=4, classes=2, pool="max", rngs=nnx.Rngs(0)),
     r"images are of shape \[batch, 8, 8, 3\], got \(8, 8, 3\)": lambda: MAKE["vit"]()(IMAGES[0]),
-    "stem is 'imagenet', .* 'cifar', .* or 'half', .* got 'small'": lambda: ResNet(stem="small", classes=2, rngs=nnx.Rngs(0)),
+    "stem is 'imagenet', .* 'cifar', .* or 'half', .* got 'small'":
+        lambda: ResNet(stem="small", classes=2, rngs=nnx.Rngs(0)),
     r"images are of shape \[batch, height, width, 3\], got \(4, 8, 8, 1\)": lambda: MAKE["resnet"]()(IMAGES[..., :1]),
     r"from 1 to length=8, got \(4, 16\).* tokens\[:, :8\]": lambda: MAKE["gpt"]()(jnp.tile(TOKENS, 2)),
     r"from 1 to length=8, got \(8,\)": lambda: MAKE["bert"]()(TOKENS[0]),
