@@ -98,7 +98,7 @@ class Sited(NamedTuple):
             if final[0] != identity and origin.elsewhere:
                 raise ValueError(
                     f"fwd_rhs={origin.sparsity.fwd_rhs} prunes {origin.weight} of shape {origin.shape}, which has no "
-                    f"single final form, because {', '.join(origin.elsewhere)} takes it too. Leave the layer dense: "
-                    f'(r"{origin.path}", "dense").'
+                    f"single final form, because it also goes into {', '.join(origin.elsewhere)}. "
+                    f'Leave the layer dense: (r"{origin.path}", "dense").'
                 )
             return final

@@ -95,7 +95,7 @@ def hardened(path: str, value: Any, site: ProgramSite) -> tuple[Any, ProgramSite
     if p != identity:
         if origin.several or origin.elsewhere:
             others = ", ".join(origin.elsewhere)
-            by = f"{others} takes it too" if others else "products take it in several layouts"
+            by = f"it also goes into {others}" if others else "products take it in several layouts"
             raise ValueError(
                 f"{path}: fwd_rhs={origin.sparsity.fwd_rhs} prunes a parameter of shape {np.shape(value)} that has no "
                 f'single final form, because {by}. Leave it dense: (r"{path}", "dense").'

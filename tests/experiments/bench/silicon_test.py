@@ -313,7 +313,7 @@ def test_killed_at_ten_random_moments_it_comes_to_its_end(tmp_path):
         time.sleep(random.uniform(4, 25))
         run.kill()  # it alone: the process of its row has to end by itself
         run.wait()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while rows_running(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not rows_running(tmp_path)
