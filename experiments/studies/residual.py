@@ -6,7 +6,7 @@ r"""Pruned gradients in a residual network: SDGP (arXiv 2202.00774) and MVUE (ar
 SDGP keeps the largest gradients in dx, and rescales them. MVUE prunes the gradients in dw without bias. Other arms
 prune gradients in dx without rescaling, at random or without bias, or keep the largest gradients in dw. Each dense
 rival costs as many FLOPs as SDGP 1:4, and as MVUE(dw) 1:4. The variants are cpu, a network of three blocks whose stem
-halves the images, and gpu, a ResNet-18. Both are trained on CIFAR-10 for ten epochs.
+halves the height and the width of the images, and gpu, a ResNet-18. Both are trained on CIFAR-10 for ten epochs.
 """
 
 from typing import Any
