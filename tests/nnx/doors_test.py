@@ -633,7 +633,9 @@ def test_a_method_under_remat():
     dense.w[...] = nm.nnx.harden(nnx.clone(sparse)).w[...]
     loss = lambda layer: (layer(X) ** 2).sum()
     np.testing.assert_array_equal(dense(X), sparse(X))
-    np.testing.assert_allclose(nnx.grad(loss)(dense).w[...], nnx.grad(loss)(sparse).w[...], rtol=1e-6)
+    wanted = nnx.grad(loss)(dense).w[...]
+    atol = 1e-6 * np.abs(wanted).max()  # an entry that nearly cancels rounds as the largest one does
+    np.testing.assert_allclose(nnx.grad(loss)(sparse).w[...], wanted, rtol=0, atol=atol)
 
 
 def test_a_sparse_model_can_be_pickled_and_copied():
@@ -802,7 +804,8 @@ def test_a_stack_of_declared_layers_without_an_input(text, size):
     hard = nm.nnx.harden(sparse)
     weight = hard.layers.w[...]
     assert nm.groups.is_nm(weight, 2, 4, axis=2)  # transposed in the call
-    np.testing.assert_allclose(sparse(x), hard(x), rtol=1e-6)
+    wanted = hard(x)  # entries that nearly cancel round as the largest ones do: 8 layers of sums of 8 terms
+    np.testing.assert_allclose(sparse(x), wanted, rtol=0, atol=64 * np.finfo(np.float32).eps * np.abs(wanted).max())
     alone = [
         nm.prune(nm.transposable(2, 4) if "fst" in text else nm.mse(2, 4), w.T, axis=0).T for w in model.layers.w[...]
     ]
