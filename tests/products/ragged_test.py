@@ -277,7 +277,7 @@ def test_scales_of_a_whole_tensor_are_shared_by_experts():
     y, _, dw = grouped(x, w, g, SIZES["uneven"], fp8)
     rounded = lambda v: nm.prune(nm.fp8("e4m3"), v)
     wanted = grouped(rounded(x), rounded(w), g, SIZES["uneven"], nm.Sparsity())
-    np.testing.assert_allclose(y, wanted[0], rtol=1e-4)
+    np.testing.assert_allclose(y, wanted[0], rtol=0, atol=1e-6 * float(jnp.abs(wanted[0]).max()))
     assert jnp.isfinite(dw).all()
 
 
@@ -300,7 +300,8 @@ def test_jit_vmap_scan_and_remat(text):
     for way in (jax.vmap(single), lambda *all_: lax.map(lambda one: single(*one), all_)):
         found = jax.jit(way)(xs, ws, sizes)
         for i, wanted in enumerate(eager):
-            jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5), found, wanted)
+            for a, b in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(a[i], b, rtol=0, atol=1e-6 * float(jnp.abs(b).max()))
 
     def through(body, x, ws):
         return lax.scan(lambda x, w_and_s: (jnp.tanh(body(x, *w_and_s) / 64), None), x, (ws, sizes))[0].sum()

@@ -203,7 +203,8 @@ def test_a_while_loop_is_followed_forward():
     f = lambda p, x: lax.while_loop(lambda h: jnp.abs(h).sum() > 1, lambda h: 0.1 * h @ p["w"], x)
     params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
     sparse = nm.transform(f, every("ste(2,4)"))
-    np.testing.assert_allclose(sparse(params, x), f({"w": pruned(params["w"], 0)}, x), rtol=1e-5)
+    wanted = f({"w": pruned(params["w"], 0)}, x)
+    np.testing.assert_allclose(sparse(params, x), wanted, rtol=0, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
 def test_a_weight_is_pruned_in_the_dtype_of_its_product():
@@ -375,7 +376,7 @@ def test_effects_names_and_leaves_that_are_no_arrays(capsys):
 
     params, x = {"w": draw(0, 16, 8), "act": jnp.tanh}, draw(1, 8, 16)
     sparse = nm.transform(f, every("ste(2,4)"))
-    np.testing.assert_allclose(sparse(params, x), jnp.tanh(x @ pruned(params["w"], 0)), rtol=1e-5)
+    np.testing.assert_allclose(sparse(params, x), jnp.tanh(x @ pruned(params["w"], 0)), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="two parameters have the path 'a/b'"):
         sparse({"a/b": x, "a": {"b": x}}, x)
 
@@ -399,7 +400,8 @@ def test_a_left_weight_on_an_explicit_mesh():
         assert list(sparse.init({"w": w}, x)) == ["w"]
         got = jax.jit(sparse)({"w": w}, x)
     assert got.sharding.spec == spec(None, "a")
-    np.testing.assert_allclose(got, (draw(1, 8, 16) @ pruned(draw(0, 16, 8), 0)).T, rtol=1e-5)
+    wanted = (draw(1, 8, 16) @ pruned(draw(0, 16, 8), 0)).T
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * float(jnp.abs(wanted).max()))
 
 
 @pytest.mark.parametrize(
