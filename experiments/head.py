@@ -56,7 +56,7 @@ def _row(judgement: Judgement, one: Judged) -> list[str]:
     """Return the row of a main claim."""
     by = {"accuracy": judgement.by_accuracy, "validation loss": judgement.by_validation}
     own = _plain(judgement.verdict)
-    others = [f"{name}: {_plain(verdict)}" for name, verdict in by.items() if verdict and _plain(verdict) != own]
+    others = [f"{name}: {verdict}" for name, verdict in by.items() if verdict and _plain(verdict) != own]
     passed = "not passed" if one.failed else "passed"
     shown = [judgement.claim.text, judgement.verdict, interval(judgement.loss, 4), "; ".join(others)]
     return [one.gate.network, *shown, seeds(judgement, one), passed]
@@ -172,5 +172,5 @@ def _scale(studies: list[Judged]) -> str:
             if name == methods.HALF or name.startswith("narrower dense"):
                 narrower.setdefault(f"{one.arms[name].flops / base:.2f}", f"{interval(effect, 4)}")
     shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
-    parts = [f"with {share} of the FLOPs by {more}" for share, more in shown.items()]
-    return f" The loss of narrower dense networks differs from that of dense: {', '.join(parts)}." if parts else ""
+    parts = [f"with {share} of the FLOPs {more}" for share, more in shown.items()]
+    return f" The loss of narrower dense networks minus that of dense is: {', '.join(parts)}." if parts else ""
