@@ -7,7 +7,7 @@
 #   make test-docs  the tests of the site, which need Sphinx
 #   make test-thirdparty  trains 2:4 layers of Tunix, MaxText and gemma; MiniLM. Needs Python 3.12; installs 410 MB
 #   make bench      what pruning costs on this machine: of arrays, in copies; of models and runs, against dense ones
-#   make gallery    runs most pages that need no download, and makes one index of their reports (half an hour on two)
+#   make gallery    runs most config files that need no download, and makes one index of their reports (half an hour on two)
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error
 #   make dist       builds the wheel, and installs it into an empty environment; TAG=v0.1.0 must be its version

@@ -1,9 +1,9 @@
-"""The fields of every run, with their defaults. A page may change them. The command line sets only these fields.
+"""The fields of every run, with their defaults. A config file may change them. The command line sets only these fields.
 
 Durations are steps, as "200", or a share of the run, as "5%". So are the steps inside a method, as in
 "mdgf(2,4,linear(1,0,75%))". Where a comment says "or module:name", you can write the name of a class or a function of
-your own, as in "mylab.models:Mixer": its module is searched in the page's folder, in the current one and on Python's
-path.
+your own, as in "mylab.models:Mixer": its module is searched in the folder of the config file, in the current one and on
+Python's path.
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +13,7 @@ def run() -> ConfigDict:
     """Return the fields of every run."""
     c = ConfigDict()
     c.experiment = ""  # image, text, finetune, or module:name of a task (experiments/training/task.py)
-    c.twin = ""  # page of the run with which this one is compared, such as configs/vit_dense.py; empty: none
+    c.twin = ""  # config file of the run with which this one is compared, such as configs/vit_dense.py; empty: none
     c.seed = 0  # seed of weights, data order, augmentation and pruning noise
     c.epochs = 0.0  # length of the run in epochs; used only if steps is 0
     c.steps = 0  # length of the run in optimizer steps
@@ -189,7 +189,7 @@ def folder(size: int, examples: int = 0, classes: int = 0) -> ConfigDict:
 
 
 def refuse_variant(variant: str) -> None:
-    """Refuse any variant except "smoke", on a page with the settings of a paper."""
+    """Refuse any variant except "smoke", in a config file with the settings of a paper."""
     if variant not in ("", "smoke"):
         raise ValueError(f"there is no variant {variant!r}: the full-size settings have only smoke")
 

@@ -31,6 +31,6 @@ def get_config(variant=""):
 
 
 def get_sweep(variant=""):
-    """Return the changes of nine runs: dense, S-STE and this page's method, with three seeds each."""
+    """Return the changes of nine runs: dense, S-STE and the method of this file, with three seeds each."""
     methods = ("dense", "s_ste(2,4)", "mdgf(2,4,linear(1,0,30%)); drhs_g=mvue(2,4)")
     return [{"sparsity.blocks": method, "seed": seed} for method in methods for seed in range(3)]

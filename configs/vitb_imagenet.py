@@ -3,7 +3,7 @@
     python launch.py --config=configs/vitb_imagenet.py --config.data.dir=DIR
 
 DIR holds train/ and val/, each with a folder of JPEGs for every class. 350 epochs took 44 hours on sixteen A100 in the
-paper, which also uses RandAugment and drops paths; this page does not. Not run here.
+paper, which also uses RandAugment and drops paths; this config does not. Not run here.
 """
 
 from configs import common

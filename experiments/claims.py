@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import nmjax as nm
-from experiments import members, pages
+from experiments import config_files, members
 from experiments.errors import Mistake
 from experiments.recorded import Study, read, study
 from experiments.report import effects
@@ -163,7 +163,7 @@ def recipe_of(one: Study, changes: dict[str, Any]) -> nm.Recipe:
 
     Two arms that prune the same values in the same way have the same recipe.
     """
-    (member,) = members.listed(pages.load(one.page), [{"seed": 0} | changes])
+    (member,) = members.listed(config_files.load(one.config_file), [{"seed": 0} | changes])
     return settings.recipe(member.config, 1000)
 
 

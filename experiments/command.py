@@ -1,4 +1,4 @@
-"""The command line: flags, a page of settings and changes to it. What is wrong with them is refused in one line."""
+"""The command line: flags, a config file and changes to it. What is wrong with them is refused in one line."""
 
 import contextlib
 import difflib
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments import members, pages, sweep, usage
+from experiments import config_files, members, sweep, usage
 from experiments.errors import Mistake, Stopped
 from experiments.scale import processes, sinks
 from experiments.training import digest, lock, provenance, record
@@ -29,10 +29,10 @@ def main(argv: list[str], head: str) -> None:
       argv: The command line.
       head: The usage, with which --help begins.
     """
-    pages.importable(Path.cwd())
+    config_files.importable(Path.cwd())
     if {"-h", "--help", "-help"} & set(argv):
-        page = _split(argv)[1] or "configs/vit_24.py"
-        print(usage.text(head, page, pages.load(page), pages.listing()))
+        config_file = _split(argv)[1] or "configs/vit_24.py"
+        print(usage.text(head, config_file, config_files.load(config_file), config_files.listing()))
         return
     asked = read(argv)
     if asked.mode == "config":
@@ -86,14 +86,14 @@ def carry_out(asked: "Asked", words: str) -> None:
 
 
 def _twin(asked: "Asked", config: ConfigDict) -> Any:
-    """Return the twin of a run, or None if its page names none."""
+    """Return the twin of a run, or None if its config file names none."""
     if not config.get("twin"):
         return None
     from experiments.training import twin
 
-    variant = pages.split(asked.page)[1]
-    page = f"{config.twin}:{variant}" if variant and ":" not in config.twin else config.twin
-    return twin.Twin(page, twin.of(config, pages.load(asked.page), pages.load(page)))
+    variant = config_files.split(asked.config_file)[1]
+    config_file = f"{config.twin}:{variant}" if variant and ":" not in config.twin else config.twin
+    return twin.Twin(config_file, twin.of(config, config_files.load(asked.config_file), config_files.load(config_file)))
 
 
 def _check(asked: "Asked") -> None:
@@ -112,7 +112,7 @@ def _check(asked: "Asked") -> None:
     if asked.with_twin and (mode != "train" or asked.sweeping):
         raise Mistake("--with_twin trains one run and its twin: leave out --sweep, --sweep_index and --mode.")
     if asked.with_twin and not asked.config.get("twin"):
-        raise Mistake(f"--with_twin: {asked.page} names no twin. Write --config.twin=PAGE.")
+        raise Mistake(f"--with_twin: {asked.config_file} names no twin. Write --config.twin=FILE.")
     if asked.sink:
         if mode != "train":
             raise Mistake(f"--sink needs a run that trains. With --mode={mode}, leave it out.")
@@ -184,13 +184,13 @@ class Asked(NamedTuple):
     """A command line, read.
 
     Attributes:
-      config: The settings of the page, with the changes of the command line.
-      page: FILE or FILE:VARIANT.
+      config: The settings of the config file, with the changes of the command line.
+      config_file: FILE or FILE:VARIANT.
       workdir: The run's directory, or "".
       mode: "train", "eval", "plan" or "config".
       origin: The directory of the run that this one begins with, or "".
       distributed: "auto", "off", HOST:PORT,N,I, or "".
-      sweep: Whether all runs of the page's sweep are trained.
+      sweep: Whether all runs of the config file's sweep are trained.
       index: The one run of the sweep that is, or None.
       at_once: How many runs that differ in their seed alone are trained side by side.
       sink: The service that gets the numbers too, or "".
@@ -201,7 +201,7 @@ class Asked(NamedTuple):
     """
 
     config: ConfigDict
-    page: str
+    config_file: str
     workdir: str
     mode: str
     origin: str
@@ -217,7 +217,7 @@ class Asked(NamedTuple):
 
     @property
     def sweeping(self) -> bool:
-        """Return True if the command is about the page's sweep."""
+        """Return True if the command is about the config file's sweep."""
         return self.sweep or self.index is not None
 
     @property
@@ -227,8 +227,8 @@ class Asked(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return a name of the page and its variant."""
-        file, *variant = self.page.split(":", 1)
+        """Return a name of the config file and its variant."""
+        file, *variant = self.config_file.split(":", 1)
         return Path(file).stem + "".join(f"_{part}" for part in variant if part)
 
     def alike(self) -> dict[str, Any]:
@@ -237,11 +237,11 @@ class Asked(NamedTuple):
             f"--{name}": getattr(self, name)
             for name in ("workdir", "mode", "sweep", "sink", "profile", "with_twin", "results")
         }
-        return {"--config": self.page, "--from": self.origin, "--sweep_index": self.index} | own
+        return {"--config": self.config_file, "--from": self.origin, "--sweep_index": self.index} | own
 
     def changes(self) -> list[dict]:
-        """Return what every run of the page's sweep changes."""
-        changes = pages.sweep(self.page)
+        """Return what every run of the config file's sweep changes."""
+        changes = config_files.sweep(self.config_file)
         if isinstance(changes, list) and all(isinstance(change, dict) for change in changes):
             for field in (field for change in changes for field in change):
                 _exists(self.config, field)
@@ -257,19 +257,19 @@ def read(argv: list[str]) -> Asked:
     """Read a command line.
 
     Without --config, --mode=eval reads the settings of the run in --workdir. They may not name other modules: only a
-    page or a command line that a person gives may have Python import anything.
+    config file or a command line that a person gives may have Python import anything.
     """
-    words, page = _split(argv)
-    if page:
-        config = pages.load(page)
+    words, config_file = _split(argv)
+    if config_file:
+        config = config_files.load(config_file)
     else:
         workdir = next((w.removeprefix("--workdir=") for w in words if w.startswith("--workdir=")), "")
         if "--mode=eval" in words and not workdir:
             raise Mistake("--mode=eval needs --workdir=DIR, the directory of a run.")
         if "--mode=eval" not in words:
-            usage.check_flags(words, pages.load(pages.names()[0]))
-            raise Mistake(f"--config=PAGE is missing: one of {', '.join(pages.names())}.")
-        config, page = _recorded(Path(workdir) / "config.json"), Path(workdir).name
+            usage.check_flags(words, config_files.load(config_files.names()[0]))
+            raise Mistake(f"--config=FILE is missing: one of {', '.join(config_files.names())}.")
+        config, config_file = _recorded(Path(workdir) / "config.json"), Path(workdir).name
     fields = [word.removeprefix("--config.").partition("=")[0] for word in words[1:] if word.startswith("--config.")]
     new = [field for field in fields if _adds_method(config, field)]
     for field in fields:
@@ -296,7 +296,7 @@ def read(argv: list[str]) -> Asked:
             )
     return Asked(
         config=config,
-        page=page,
+        config_file=config_file,
         workdir=values.workdir,
         mode=values.mode,
         origin=values["from"].value,
@@ -313,8 +313,8 @@ def read(argv: list[str]) -> Asked:
 
 
 def _split(argv: list[str]) -> tuple[list[str], str | None]:
-    """Return the words of a command line without --config=PAGE, and the page. Flags get the form --NAME=VALUE."""
-    words, page, given = argv[:1], None, iter(argv[1:])
+    """Return the words of a command line without --config=FILE, and this FILE. Flags get the form --NAME=VALUE."""
+    words, config_file, given = argv[:1], None, iter(argv[1:])
     for word in given:
         flag = re.fullmatch(r"--?(\w+)((?:[.=].*)?)", word, re.DOTALL)
         if flag is None or flag[1] not in ("config", *usage.FLAGS):
@@ -324,10 +324,10 @@ def _split(argv: list[str]) -> tuple[list[str], str | None]:
         if not rest and (name == "config" or usage.FLAGS[name][0]):  # its value is the next word
             rest = "".join(f"={value}" for value in itertools.islice(given, 1))
         if name == "config" and rest.startswith("="):
-            page = rest[1:]
+            config_file = rest[1:]
         else:
             words.append(f"--{name}{rest}")
-    return words, page
+    return words, config_file
 
 
 def _adds_method(config: ConfigDict, field: str) -> bool:
@@ -361,25 +361,25 @@ def _recorded(path: Path) -> ConfigDict:
     if not path.is_file():
         has = "it has no config.json" if path.parent.is_dir() else "there is no such directory"
         raise Mistake(
-            f"--workdir={path.parent} holds no run: {has}. Give the directory of a run, or add --config=PAGE."
+            f"--workdir={path.parent} holds no run: {has}. Give the directory of a run, or add --config=FILE."
         )
     from experiments.training import settings  # with all of JAX, which another command line does without
 
     try:
         config = ConfigDict(json.loads(path.read_text()))
     except ValueError as error:
-        raise Mistake(f"{path} is damaged: {error}. Add the --config=PAGE that the run was trained with.") from error
+        raise Mistake(f"{path} is damaged: {error}. Add the --config=FILE that the run was trained with.") from error
     foreign = settings.foreign_names(config)
     if foreign:
         raise Mistake(
             f"{path} names {', '.join(foreign)}, and only names that you write yourself are imported, not those read "
-            "from a file. Add the --config=PAGE and the --config.FIELD=VALUE that the run was trained with."
+            "from a file. Add the --config=FILE and the --config.FIELD=VALUE that the run was trained with."
         )
     return config
 
 
 def _exists(config: ConfigDict, field: str) -> None:
-    """Refuse a change to a field that the page does not have."""
+    """Refuse a change to a field that the config does not have."""
     value, path = config, "config"
     for part in field.split("."):
         if not isinstance(value, ConfigDict):

@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from experiments import claims, command, evidence, members, pages
+from experiments import claims, command, config_files, evidence, members
 from experiments.claims import Judged, arm_of, judge, judged, recipe_of
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.files import lines as lines_of, replace, writable
@@ -27,24 +27,24 @@ from experiments.studies import STUDIES, Claim, times
 from experiments.training import device, record
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = "experiments/studies/recipe.py:vit_cpu"
+CONFIG_FILE = "experiments/studies/recipe.py:vit_cpu"
 YOURS = "your method"
 
 
-def results_of(page: str) -> str:
-    """Return the name of the results of a study's page.
+def results_of(config_file: str) -> str:
+    """Return the name of the results of a study.
 
     Args:
-      page: The page, such as "experiments/studies/recipe.py:vit_cpu".
+      config_file: The study's config file, such as "experiments/studies/recipe.py:vit_cpu".
 
     Raises:
-      Mistake: If it is not the page of a study with claims, or if it has no results.
+      Mistake: If it is not the config file of a study with claims, or if the study has no results.
     """
-    known = {study(one).page: one for one in STUDIES if (RESULTS / f"{one}.jsonl").exists()}
-    if page not in known:
+    known = {study(one).config_file: one for one in STUDIES if (RESULTS / f"{one}.jsonl").exists()}
+    if config_file not in known:
         others = f"Write one of {', '.join(known)}." if known else "No study with claims has results yet."
-        raise Mistake(f"--config={page} is not the page of a study with results. {others}")
-    return known[page]
+        raise Mistake(f"--config={config_file} is not the config file of a study with results. {others}")
+    return known[config_file]
 
 
 def refuse(method: str, one: Judged) -> None:
@@ -62,7 +62,7 @@ def refuse(method: str, one: Judged) -> None:
 
 
 def written(method: str, name: str, count: int, workdir: Path) -> Path:
-    """Write the page of the runs into a directory, and return it.
+    """Write the config file of the runs into a directory, and return it.
 
     Args:
       method: The method.
@@ -74,13 +74,13 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
     changes = [{field_of(name): method, "seed": seed} for seed in its_study.module.seeds(its_study.variant)[:count]]
     head = f'"""The runs of a method in the study {name}: {method}"""\n\n'
     head += f"from {its_study.module.__name__} import get_config as get_config\n\n\n"
-    page = workdir / "page.py"
+    config_file = workdir / "config.py"
     with writable(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
-        if page.exists() and not page.read_text().startswith(head):
-            raise Mistake(f"{page} belongs to another method or study. Give another --workdir=DIR.")
-        replace(page, f'{head}def get_sweep(variant=""):\n    """Return the runs."""\n    return {changes!r}\n')
-    return page
+        if config_file.exists() and not config_file.read_text().startswith(head):
+            raise Mistake(f"{config_file} belongs to another method or study. Give another --workdir=DIR.")
+        replace(config_file, f'{head}def get_sweep(variant=""):\n    """Return the runs."""\n    return {changes!r}\n')
+    return config_file
 
 
 def field_of(name: str) -> str:
@@ -149,7 +149,7 @@ def timed(one: Judged, method: str, workdir: Path) -> float:
         print("Timing steps of your method and of dense, in turn.", flush=True)
         field = field_of(one.name)
         arms = {"dense": {field: "dense"}, YOURS: {field: method}}
-        replace(path, json.dumps(times.measured(pages.load(one.study.page), arms)) + "\n")
+        replace(path, json.dumps(times.measured(config_files.load(one.study.config_file), arms)) + "\n")
     return times.shares(json.loads(path.read_text()))[YOURS]
 
 
@@ -187,21 +187,21 @@ def render(one: Judged, method: str, remarks: list[str]) -> str:
     return document(safe(method), header, sections)
 
 
-def run(method: str, page: str, count: int | None, workdir: Path | None) -> Path:
-    """Train a method with the seeds of a study, and write the comparison. Return the page.
+def run(method: str, config_file: str, count: int | None, workdir: Path | None) -> Path:
+    """Train a method with the seeds of a study, and write the comparison. Return its page.
 
     Args:
       method: The method.
-      page: The page of the study.
+      config_file: The config file of the study.
       count: The number of seeds; None for all.
       workdir: The directory of the runs; None for one in ``runs``.
     """
-    name = results_of(page)
+    name = results_of(config_file)
     one = judged(name, RESULTS)
     refuse(method, one)
     if not evidence.has_gate_runs(one):
         raise Mistake(
-            f"{page} is not finished: {evidence.done(one)} are done. Make the others with: {one.study.command}"
+            f"{config_file} is not finished: {evidence.done(one)} are done. Make the others with: {one.study.command}"
         )
     if one.failed:
         print(f"The study does not pass its gate: {one.failed}. Draw no conclusions from it.")
@@ -211,12 +211,12 @@ def run(method: str, page: str, count: int | None, workdir: Path | None) -> Path
             f"--seeds={count}: the study has {len(one.seeds)} seeds. Write --seeds={len(one.seeds)} or fewer."
         )
     workdir = workdir or Path("runs") / f"frontier-{name}-{members.folder(method)}"
-    of_page = f"{written(method, name, count, workdir)}:{one.study.variant}"
-    runs = members.listed(pages.load(of_page), pages.sweep(of_page))
+    of_runs = f"{written(method, name, count, workdir)}:{one.study.variant}"
+    runs = members.listed(config_files.load(of_runs), config_files.sweep(of_runs))
     left = [member for member in runs if not record.is_done(workdir / member.folder)]
     print(f"{estimate(one, len(left))} The runs are in {workdir}.", flush=True)
     try:
-        command.main(["launch.py", f"--config={of_page}", "--sweep", f"--workdir={workdir}"], "")
+        command.main(["launch.py", f"--config={of_runs}", "--sweep", f"--workdir={workdir}"], "")
     except Failed:
         if not all(record.is_done(workdir / member.folder) for member in runs):  # not only because runs diverged
             raise
@@ -240,14 +240,14 @@ def main(args: list[str] | None = None) -> int:
         "python -m experiments.frontier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--method", required=True, help="the text of the method, as nm.parse reads it")
-    parser.add_argument("--config", default=PAGE, help=f"the page of the study, FILE:VARIANT (default: {PAGE})")
+    parser.add_argument("--config", default=CONFIG_FILE, help=f"the study, FILE:VARIANT (default: {CONFIG_FILE})")
     parser.add_argument("--seeds", type=int, help="use only the first N seeds of the study")
     parser.add_argument("--workdir", type=Path, help="the directory of the runs (default: runs/frontier-STUDY-METHOD)")
     asked = parser.parse_args(args)
     try:
         if asked.seeds is not None and asked.seeds < 2:
             raise Mistake(f"--seeds={asked.seeds}: a comparison needs two seeds. Write --seeds=2 or more.")
-        pages.importable(Path.cwd())
+        config_files.importable(Path.cwd())
         print(run(asked.method, asked.config, asked.seeds, asked.workdir))
     except (Mistake, Failed, Stopped, KeyboardInterrupt) as error:
         print(f"experiments.frontier: {error or 'interrupted'}", file=sys.stderr)

@@ -1,10 +1,10 @@
-"""The gallery: a run of every page that needs no other data, their reports, and one index of all.
+"""The gallery: a run of every config file that needs no other data, their reports, and one index of all.
 
     python -m experiments.gallery [--to=DIR] [--keep]
 
-trains the pages that DIR (runs/gallery) does not have, one after another, and writes DIR/index.html: half an hour on
-two CPU cores. A page that has finished is not trained again; remove its folder to train it again. With --keep the
-runs also replace those of experiments/results/gallery, which the site shows.
+trains the config files that DIR (runs/gallery) has no run of, one after another, and writes DIR/index.html: half an
+hour on two CPU cores. A run that has finished is not trained again; remove its folder to train it again. With --keep
+the runs also replace those of experiments/results/gallery, which the site shows.
 """
 
 import argparse
@@ -28,17 +28,17 @@ FILES = ("config.json", "run.json", "metrics.jsonl", "plan.html", "pictures.npz"
 
 
 class Shelf(NamedTuple):
-    """Pages that share their model and their data. The first is dense, and the others are compared with it.
+    """Config files that share their model and their data. The first is dense, and the others are compared with it.
 
     Attributes:
       key: A short name.
       title: The model and the data.
-      pages: The names of pages in configs/.
+      names: The names of config files in configs/, without .py.
     """
 
     key: str
     title: str
-    pages: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 SHELVES = (
@@ -51,27 +51,29 @@ NOT_RUN = (
     "resnet50_imagenet", "vitb_imagenet", "gpt2_124m",
 )  # fmt: skip
 NEEDS = (
-    "The gallery has no runs of these pages. Pages with the settings of papers need other data and many hours of GPUs. "
-    "Fine-tuning needs a checkpoint. The other pages need no download, but are not part of the gallery."
+    "The gallery has no runs of these config files. Those with the settings of papers need other data and many hours "
+    "of GPUs. Fine-tuning needs a checkpoint. The others need no download, but are not part of the gallery."
 )
 COMPARISON = "The comparison: curves, and scores by effective FLOPs"
-ONE_RUN = "There is one run of each page, so small differences may be chance. To compare methods, train several seeds."
+ONE_RUN = (
+    "There is one run of each config file, so small differences may be chance. To compare methods, train several seeds."
+)
 
 
-def train(page: str, folder: Path) -> None:
-    """Train a page into a folder. A run that is there goes on, and one that has finished stays.
+def train(name: str, folder: Path) -> None:
+    """Train a config file into a folder. A run that is there goes on, and one that has finished stays.
 
     Args:
-      page: The page's name, with a variant if wanted, such as "vit_24" or "vit_24:smoke".
+      name: The name of the config file, with a variant if wanted, such as "vit_24" or "vit_24:smoke".
       folder: The folder of the run.
 
     Raises:
       RuntimeError: The run failed, or the folder has a run of other settings.
     """
-    name, colon, variant = page.partition(":")
+    stem, colon, variant = name.partition(":")
     home, folder = ROOT.resolve(), folder.resolve()
     workdir = f"--workdir={folder.relative_to(home) if folder.is_relative_to(home) else folder}"
-    config = f"--config=configs/{name}.py{colon}{variant}"
+    config = f"--config=configs/{stem}.py{colon}{variant}"
     if subprocess.run([sys.executable, "launch.py", config, workdir], cwd=ROOT).returncode:
         raise RuntimeError(f"{config} failed, so the gallery stops. The same command continues from here.")
 
@@ -80,7 +82,7 @@ def keep(source: Path, target: Path) -> None:
     """Copy the files of every run that its report is made from.
 
     Args:
-      source: The gallery's folder, with a folder for each page.
+      source: The gallery's folder, with a folder for each config file.
       target: The folder that gets them.
 
     Raises:
@@ -89,21 +91,21 @@ def keep(source: Path, target: Path) -> None:
     if source.resolve() == target.resolve():
         raise Mistake(f"--keep copies the runs to {target}, so --to must be another folder.")
     for shelf in SHELVES:
-        for page in shelf.pages:
-            shutil.rmtree(target / page, ignore_errors=True)
-            (target / page).mkdir(parents=True)
+        for name in shelf.names:
+            shutil.rmtree(target / name, ignore_errors=True)
+            (target / name).mkdir(parents=True)
             for file in FILES:
-                if (source / page / file).exists():
-                    shutil.copy(source / page / file, target / page)
+                if (source / name / file).exists():
+                    shutil.copy(source / name / file, target / name)
 
 
 def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> Path:
-    """Write the index, a report for every page, and a comparison for every shelf.
+    """Write the index, a report for every run, and a comparison for every shelf.
 
     Args:
-      source: The folder of the runs, one folder for each page.
-      target: The folder that gets index.html, PAGE.html and compare-SHELF.html.
-      shelves: The pages.
+      source: The folder of the runs, one folder for each config file.
+      target: The folder that gets index.html, NAME.html and compare-SHELF.html.
+      shelves: The config files.
 
     Returns:
       The path of index.html.
@@ -112,13 +114,13 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
     sections = []
     for shelf in shelves:
         runs, comparison = compared(shelf, source)
-        for page, run in runs.items():
-            replace(target / f"{page}.html", render(run, plan_page=""))
-        links = {run.path: f"{page}.html" for page, run in runs.items()}
+        for name, run in runs.items():
+            replace(target / f"{name}.html", render(run, plan_page=""))
+        links = {run.path: f"{name}.html" for name, run in runs.items()}
         replace(target / f"compare-{shelf.key}.html", compare_page.render(comparison, links))
         sections.append((shelf.key, safe(shelf.title), _shelf(shelf, runs, comparison)))
-    sections.append(("not-run", "Pages that were not run", _not_run()))
-    header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Runs of the pages</h1>{notes_list([ONE_RUN])}'
+    sections.append(("not-run", "Config files that were not run", _not_run()))
+    header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Runs of the config files</h1>{notes_list([ONE_RUN])}'
     replace(target / "index.html", document("nmjax: the gallery", header, sections))
     return target / "index.html"
 
@@ -127,61 +129,61 @@ def markdown(source: Path, link: str, shelves: tuple[Shelf, ...] = SHELVES) -> s
     """Return the tables of the index as Markdown.
 
     Args:
-      source: The folder of the runs, one folder for each page.
+      source: The folder of the runs, one folder for each config file.
       link: The address of the folder that `write` has written.
-      shelves: The pages.
+      shelves: The config files.
     """
     parts = []
     for shelf in shelves:
         runs, comparison = compared(shelf, source)
         rows = [heads(shelf, comparison)]
-        for page, cells in zip(runs, table(runs, comparison), strict=True):
-            rows.append([f'<a href="{link}{page}.html">{page}</a>', *cells])
+        for name, cells in zip(runs, table(runs, comparison), strict=True):
+            rows.append([f'<a href="{link}{name}.html">{name}</a>', *cells])
         more = f'<a href="{link}compare-{shelf.key}.html">{COMPARISON}</a>'
         parts += [f"## {shelf.title}", markdown_table(rows), more]
-    parts += ["## Pages that were not run", NEEDS, *(f"- `{page}`: {sentence(page)}" for page in NOT_RUN)]
+    parts += ["## Config files that were not run", NEEDS, *(f"- `{name}`: {sentence(name)}" for name in NOT_RUN)]
     return "\n\n".join(parts) + "\n"
 
 
 def compared(shelf: Shelf, source: Path) -> tuple[dict[str, Run], compare.Comparison]:
-    """Return the runs of a shelf's pages, and their comparison with the first."""
-    runs = {page: read(source / page) for page in shelf.pages}
+    """Return the runs of a shelf, and their comparison with the first."""
+    runs = {name: read(source / name) for name in shelf.names}
     comparison = compare.compare(list(runs.values()))
-    rows = [row._replace(name=page) for row, page in zip(comparison.rows, shelf.pages, strict=True)]
-    return runs, comparison._replace(names=list(shelf.pages), rows=rows)
+    rows = [row._replace(name=name) for row, name in zip(comparison.rows, shelf.names, strict=True)]
+    return runs, comparison._replace(names=list(shelf.names), rows=rows)
 
 
 def heads(shelf: Shelf, comparison: compare.Comparison) -> list[str]:
     """Return the head of a shelf's table."""
     score = comparison.metric.replace("_", " ")
-    return ["page", "what it is", score, f"difference from {shelf.pages[0]}", "effective FLOPs", "time"]
+    return ["config file", "what it is", score, f"difference from {shelf.names[0]}", "effective FLOPs", "time"]
 
 
 def table(runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
     """Return the cells of a shelf's table, without the first column."""
     rows = []
-    for row, (page, run) in zip(comparison.rows, runs.items(), strict=True):
+    for row, (name, run) in zip(comparison.rows, runs.items(), strict=True):
         cost = "" if row.cost is None else f"{row.cost:.3f}"
         less = comparison.say(row.difference, signed=True)
-        rows.append([sentence(page), comparison.say(row.mean), less, cost, lasted(run)])
+        rows.append([sentence(name), comparison.say(row.mean), less, cost, lasted(run)])
     return rows
 
 
-def sentence(page: str) -> str:
-    """Return the first sentence of a page's docstring."""
-    text = ast.get_docstring(ast.parse((ROOT / "configs" / f"{page}.py").read_text())) or ""
+def sentence(name: str) -> str:
+    """Return the first sentence of a config file's docstring."""
+    text = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text())) or ""
     return text.split("\n")[0].rstrip(".") + "."
 
 
 def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> str:
-    """Return a table of a shelf's pages, each with a link to its report."""
+    """Return a table of a shelf's runs, each with a link to its report."""
     first, about, *rest = (safe(title) for title in heads(shelf, comparison))
     titles = f'<th scope="col">{first}</th><th scope="col" class="words">{about}</th>'
     titles += "".join(f'<th scope="col">{title}</th>' for title in rest)
     body = ""
-    for page, (about, *cells) in zip(runs, table(runs, comparison), strict=True):
+    for name, (about, *cells) in zip(runs, table(runs, comparison), strict=True):
         values = "".join(f"<td>{safe(cell)}</td>" for cell in cells)
-        link = f'<a href="{page}.html">{page}</a>'
+        link = f'<a href="{name}.html">{name}</a>'
         body += f'<tr><th scope="row">{link}</th><td class="words">{safe(about)}</td>{values}</tr>'
     rows = f'<table class="values"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
     link = f'<p class="more"><a href="compare-{shelf.key}.html">{COMPARISON}</a></p>'
@@ -190,7 +192,7 @@ def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -
 
 
 def _not_run() -> str:
-    items = "".join(f"<li><b>{page}</b>: {safe(sentence(page))}</li>" for page in NOT_RUN)
+    items = "".join(f"<li><b>{name}</b>: {safe(sentence(name))}</li>" for name in NOT_RUN)
     return f"<p>{NEEDS}</p><ul>{items}</ul>"
 
 
@@ -202,11 +204,11 @@ def main(args: list[str] | None = None) -> int:
     options = parser.parse_args(args)
     if options.keep and options.to.resolve() == RESULTS.resolve():
         parser.error(f"--keep copies the runs to {RESULTS.relative_to(ROOT)}, so --to must be another folder")
-    pages = [page for shelf in SHELVES for page in shelf.pages]
+    names = [name for shelf in SHELVES for name in shelf.names]
     try:
-        for number, page in enumerate(pages, 1):
-            print(f"page {number} of {len(pages)}: {page}", flush=True)
-            train(page, options.to / page)
+        for number, name in enumerate(names, 1):
+            print(f"config file {number} of {len(names)}: {name}", flush=True)
+            train(name, options.to / name)
         print(write(options.to, options.to))
         if options.keep:
             keep(options.to, RESULTS)

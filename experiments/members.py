@@ -31,7 +31,7 @@ def listed(config: ConfigDict, changes: list[dict[str, Any]]) -> list[Member]:
     The same list gives the same names and the same folders, so that a sweep that is started again finds its runs.
 
     Args:
-      config: The page's settings.
+      config: The settings of the config file.
       changes: For each run the fields that it changes, by dotted names.
 
     Raises:

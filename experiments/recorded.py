@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from experiments import collected, members, pages
+from experiments import collected, config_files, members
 from experiments.errors import Mistake
 from experiments.studies import __main__ as looks, named
 from experiments.training import digest
@@ -21,7 +21,7 @@ class Study(NamedTuple):
 
     module: ModuleType
     variant: str
-    page: str  # its config; "" if the study is no sweep
+    config_file: str  # FILE:VARIANT; "" if the study is no sweep
     short: str  # a part of every command that made a line of its results
     command: str  # makes the results that are missing
 
@@ -36,9 +36,9 @@ def study(name: str) -> Study:
     stem = module.__name__.rpartition(".")[2]
     if stem in looks.NAMES:
         return Study(module, variant, "", looks.command(stem), looks.command(stem))
-    page = f"experiments/studies/{stem}.py:{variant}"
-    short = f"python launch.py --config={page} --sweep"
-    return Study(module, variant, page, short, f"{short} --results=experiments/results/{name}.jsonl")
+    config_file = f"experiments/studies/{stem}.py:{variant}"
+    short = f"python launch.py --config={config_file} --sweep"
+    return Study(module, variant, config_file, short, f"{short} --results=experiments/results/{name}.jsonl")
 
 
 def read(path: Path) -> list[dict]:
@@ -57,7 +57,7 @@ def read(path: Path) -> list[dict]:
         raise Mistake(f"{path} is not text: {error}. Delete it, and make it with: {its_study.command}") from error
     for number, text in enumerate(texts, 1):
         line = _checked(text, f"{path}, line {number}", its_study)
-        last_of_run[str(line["changes"]) if its_study.page else line["run"]] = line
+        last_of_run[str(line["changes"]) if its_study.config_file else line["run"]] = line
     return list(last_of_run.values())
 
 
@@ -67,9 +67,9 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
         line = json.loads(text)
         form, _, made_by = line["format"], line["run"], line.get("command", "")
         if form == collected.FORMAT and "config" in line:
-            for field in SWEPT if its_study.page else LOOKED:
+            for field in SWEPT if its_study.config_file else LOOKED:
                 line[field]
-            if its_study.page:
+            if its_study.config_file:
                 numbers = [*line["figures"].values(), *line["flops"], line["steps"]]
                 if not all(isinstance(number, int | float) for number in numbers):
                     raise TypeError("one of figures, flops and steps is not a number")
@@ -77,16 +77,16 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
         raise Mistake(f"{where} is not a line of results ({type(error).__name__}: {error}). {again}") from error
     if form != collected.FORMAT:
         raise Mistake(f"{where} has format {form}, but only format {collected.FORMAT} can be read. {again}")
-    by_a_sweep = bool(its_study.page) and SWEEP.search(made_by) is not None
+    by_a_sweep = bool(its_study.config_file) and SWEEP.search(made_by) is not None
     if "--config." in made_by or not (by_a_sweep or its_study.short in made_by):
         raise Mistake(f"{where} was made by another command: {made_by}. {again}")
     if line.get("config") != _digest(its_study, line):
-        raise Mistake(f"{where} was made with a config that differs from that of the page now. {again}")
+        raise Mistake(f"{where} was made with a config that differs from that of the config file now. {again}")
     return line
 
 
 def _digest(its_study: Study, line: dict) -> str:
     """Return the digest of the config that the run of a line would have now."""
-    if not its_study.page:
+    if not its_study.config_file:
         return digest.identity(its_study.module.config(**line["case"])).digest
-    return members.listed(pages.load(its_study.page), [line["changes"]])[0].identity.digest
+    return members.listed(config_files.load(its_study.config_file), [line["changes"]])[0].identity.digest

@@ -1,4 +1,4 @@
-"""Many runs of one page: those that its `get_sweep()` lists, each in a directory of its own.
+"""Many runs of one config file: those that its `get_sweep()` lists, each in a directory of its own.
 
 Finished runs are not done again, interrupted runs continue, and runs that another process writes are left to it. Runs
 that differ in their seed alone share one compiled program. Those of them that are at the same step may be trained side

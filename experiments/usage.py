@@ -1,4 +1,4 @@
-"""The flags, and the texts of --help and --mode=config: the fields of a page with their values and comments."""
+"""The flags, and the texts of --help and --mode=config: the fields of a config file with their values and comments."""
 
 import ast
 import difflib
@@ -22,10 +22,10 @@ KINDS = {
 OTHERS = ("run", "image", "folder")  # those of any other experiment
 
 FLAGS = {  # flag -> (its values, what it does)
-    "workdir": ("DIR", "the run's directory; without it runs/PAGE-TIME"),
+    "workdir": ("DIR", "the run's directory; without it runs/NAME-TIME"),
     "mode": ("train|eval|plan|config", "train, score a run, show the plan of the layers, or show the settings"),
     "from": ("DIR", "begin with the last state of this run"),
-    "sweep": ("", "train all runs of the page's get_sweep()"),
+    "sweep": ("", "train all runs of the config file's get_sweep()"),
     "sweep_index": ("I", "train only run number I of the sweep; with --mode=plan, show its plan"),
     "seeds_at_once": ("N", "train N runs of the sweep side by side, if they differ only in their seed"),
     "results": (
@@ -41,21 +41,22 @@ FLAGS = {  # flag -> (its values, what it does)
 }
 
 
-def text(head: str, page: str, config: ConfigDict, pages: str) -> str:
+def text(head: str, config_file: str, config: ConfigDict, config_files: str) -> str:
     """Return what --help prints.
 
     Args:
       head: The usage of the command.
-      page: The page whose fields are listed.
+      config_file: The config file whose fields are listed.
       config: Its settings.
-      pages: The list of all pages.
+      config_files: The list of all config files.
     """
     flags = {f"--{name}={values}".rstrip("="): words for name, (values, words) in FLAGS.items()}
-    flags = {"--config=PAGE": "the page of settings: FILE or FILE:VARIANT", "--config.FIELD=VALUE": "", **flags}
+    flags = {"--config=FILE": "the config file, also with a variant: FILE:VARIANT", "--config.FIELD=VALUE": "", **flags}
     flags["--config.FIELD=VALUE"] = "another value of a field; a value with brackets or spaces needs quotes"
     lines = "\n".join(f"  {flag:38}  {words}" for flag, words in flags.items())
-    other = "--config=PAGE --help lists those of another page"
-    return f"{head.strip()}\n\nflags:\n{lines}\n\nfields of {page} ({other}):\n{listing(config)}\n\npages:\n{pages}"
+    other = "--config=FILE --help lists those of another config file"
+    fields = f"fields of {config_file} ({other}):\n{listing(config)}"
+    return f"{head.strip()}\n\nflags:\n{lines}\n\n{fields}\n\nconfig files:\n{config_files}"
 
 
 def listing(config: ConfigDict) -> str:
@@ -117,8 +118,8 @@ def comments(source: str, functions: tuple[str, ...]) -> dict[str, str]:
       source: The text of a Python file.
       functions: The functions whose fields count. An earlier one has priority.
 
-    >>> page = "def run():\\n c.seed = 0  # of all\\n c.rate = dict(  # over time\\n  end=0,  # the last\\n )\\n"
-    >>> comments(page, ("run",))
+    >>> source = "def run():\\n c.seed = 0  # of all\\n c.rate = dict(  # over time\\n  end=0,  # the last\\n )\\n"
+    >>> comments(source, ("run",))
     {'seed': 'of all', 'rate': 'over time', 'rate.end': 'the last'}
     """
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)

@@ -13,7 +13,7 @@ set -uo pipefail
 hosts=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do hosts+=("$1"); shift; done
 if [ ${#hosts[@]} = 0 ] || [ $# -lt 2 ]; then
-  echo "launchers/ssh.sh HOST... -- --config=PAGE --workdir=DIR ..." >&2
+  echo "launchers/ssh.sh HOST... -- --config=FILE --workdir=DIR ..." >&2
   exit 2
 fi
 shift

@@ -519,7 +519,7 @@ def optim(found: Found) -> None:
         found.put(f"optim/groups {n}:{m}/is", nm.groups.is_nm(jnp.where(mask, 1.0, 0.0), n, m, 0))
 
 
-# ---- runs and pages ----
+# ---- runs and config files ----
 
 SMOKE = ("vit_24", "vit_sste", "vit_dense", "vit_pgf", "resnet_24", "resnet_sdgp", "resnet_mvue", "gpt_24", "gpt_sste")
 SMOKE += ("gpt_dense", "resnet50_imagenet", "vitb_imagenet", "gpt2_124m")
@@ -536,15 +536,22 @@ CLOCK = ("seconds", "per_second", "flops_per_second", "process_memory")
 def runs(found: Found) -> None:
     """Record what small runs write, and the digests of their configs. Each run is a process."""
     with tempfile.TemporaryDirectory() as place:
-        for page in SMOKE:
-            changes = [] if page in MEASURED else ["--config.measure=0"]
-            if found.wants(f"runs/{page}"):
-                _ran(found, page, f"configs/{page}.py:smoke", changes, Path(place))
+        for name in SMOKE:
+            changes = [] if name in MEASURED else ["--config.measure=0"]
+            if found.wants(f"runs/{name}"):
+                _ran(found, name, f"configs/{name}.py:smoke", changes, Path(place))
         _ran(found, "special", "configs/vit_24.py:smoke", SPECIAL, Path(place))
 
 
-def _ran(found, name, page, changes, place):
-    words = [sys.executable, "launch.py", f"--config={page}", f"--workdir={place / name}", "--config.steps=6", *changes]
+def _ran(found, name, config_file, changes, place):
+    words = [
+        sys.executable,
+        "launch.py",
+        f"--config={config_file}",
+        f"--workdir={place / name}",
+        "--config.steps=6",
+        *changes,
+    ]
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=1")
     env = {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(place / "compiled")}
     done = subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
@@ -572,33 +579,33 @@ def _flat(tree: dict, before: str = "") -> dict:
     return flat
 
 
-PAGES = {  # folders and the variants to try; a page without one refuses it
+CONFIG_FILES = {  # folders and the variants to try; a config file without one refuses it
     "configs": ("", "smoke", "digits", "mnist", "fashion_mnist", "cifar10", "folder"),
     "experiments/studies": ("", "cpu", "gpu", "qk_cpu", "vit_cpu", "vit_gpu", "gpt_cpu", "gpt_gpu", "sst2_cpu"),
 }
-LOOKING = ("descent", "dw", "noise")  # these studies have cases in the place of a page
+LOOKING = ("descent", "dw", "noise")  # these studies have cases in the place of a config file
 
 
 def configs(found: Found) -> None:
-    """Record the digests of every page and variant, and of every run of their sweeps."""
-    for folder, variants in PAGES.items():
+    """Record the digests of every config file and variant, and of every run of their sweeps."""
+    for folder, variants in CONFIG_FILES.items():
         for file in sorted((ROOT / folder).glob("[a-z]*.py")):
             if "get_config" in file.read_text():
                 for variant in variants:
-                    found.call(f"configs/{folder}/{file.stem}:{variant}", _page, file, variant)
+                    found.call(f"configs/{folder}/{file.stem}:{variant}", _config_file, file, variant)
     for name in LOOKING:
         study = importlib.import_module(f"experiments.studies.{name}")
         for case in study.CASES:
             found.put(f"configs/looking/{name}/{json.dumps(case)}", _of(study.config(**case)))
 
 
-def _page(file: Path, variant: str) -> dict:
-    spec = importlib.util.spec_from_file_location("page", file)
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    config = page.get_config(variant)
+def _config_file(file: Path, variant: str) -> dict:
+    spec = importlib.util.spec_from_file_location("config_file", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(variant)
     made = {"": _of(config)}
-    for change in page.get_sweep(variant) if hasattr(page, "get_sweep") else ():
+    for change in module.get_sweep(variant) if hasattr(module, "get_sweep") else ():
         other = config.copy_and_resolve_references()
         with other.unlocked():
             other.update_from_flattened_dict(change)

@@ -43,7 +43,7 @@ def test_there_are_commands():
 
 @pytest.mark.parametrize("where", COMMANDS)
 def test_a_command_is_understood(where):
-    """A page or a run that the reader is to make is replaced by one that is there, without its settings."""
+    """A config file or a run that the reader is to make is replaced by one that is there, without its settings."""
     words = COMMANDS[where]
     if not any(word.startswith("--config=configs/") for word in words):
         words = [word for word in words if not word.startswith("--config")] + ["--config=configs/vit_24.py"]

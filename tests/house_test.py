@@ -58,7 +58,7 @@ HOUSE = {
     "experiments": {
         "errors": (),
         "files": (),
-        "pages": (),
+        "config_files": (),
         "data": (
             "augment", "reading", "validation", "cache", "find", "order", "others", "cifar", "idx", "npz", "folder",
             "images", "text", "labelled", "fetch", "__main__",

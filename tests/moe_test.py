@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments import pages
+from experiments import config_files
 from experiments.training import text
 from nmjax.models import MoE, generate, moe
 from nmjax.models.moe import Mixture
@@ -134,8 +134,8 @@ def test_runs_of_several_seeds_are_those_of_each_seed():
         )
 
 
-def test_the_page_prunes_experts_and_attention():
-    config = pages.load("configs/moe_24.py:smoke")
+def test_the_config_file_prunes_experts_and_attention():
+    config = config_files.load("configs/moe_24.py:smoke")
     assert config.model.to_dict() == {"name": "moe", "size": "tiny", "depth": 1}
     assert text.MODELS["moe"] == (MoE, moe.SIZES)
     recipe = nm.Recipe(

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments import pages
+from experiments import config_files
 from nmjax.models import transformer
 
 SIZE = {"width": 16, "depth": 2, "heads": 2, "hidden": 16}
@@ -151,7 +151,7 @@ def test_every_transformer_has_the_option(make):
     assert {f"blocks/{i}/attention/scores" for i in range(2)} == {path for path in paths if "scores" in path}
 
 
-def test_the_config_page_sets_scores():
-    config = pages.load("configs/vit_scores.py:smoke")
+def test_the_config_file_sets_scores():
+    config = config_files.load("configs/vit_scores.py:smoke")
     assert config.model.scores
-    assert "scores" not in pages.load("configs/vit_dense.py:smoke").model
+    assert "scores" not in config_files.load("configs/vit_dense.py:smoke").model

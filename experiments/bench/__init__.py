@@ -9,11 +9,11 @@
     # the measured time and memory of training steps
     python -m experiments.bench savings [--method TEXT ...] [--model GPT] [--rounds 9] [--save NAME]
     # runs, against a plain loop
-    python -m experiments.bench train [--config PAGE ...] [--rounds 9] [--save NAME]
+    python -m experiments.bench train [--config FILE ...] [--rounds 9] [--save NAME]
     # reports of long runs and of many runs, and the memory of a run
     python -m experiments.bench runs [--rounds 9] [--save NAME]
     # many devices, saving, and starting again
-    python -m experiments.bench scale [--config PAGE ...] [--rounds 9] [--save NAME]
+    python -m experiments.bench scale [--config FILE ...] [--rounds 9] [--save NAME]
     # reading a checkpoint, and pruning it in one shot
     python -m experiments.bench pretrained [--rounds 9] [--save NAME]
     # what sparse tensor cores can bring to a step, computed from plans

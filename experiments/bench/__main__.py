@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("what", choices=TABLES)
     add("--size", type=int, default=4096, help="transforms: rows and columns of the arrays (default 4096)")
-    add("--config", action="append", help="train, scale: a page of configs/, with or without a variant")
+    add("--config", action="append", help="train, scale: a config file, with or without a variant")
     add("--dir", default="", help="train, scale: the folder of the data, as --config.data.dir")
     add("--method", action="append", help="savings: a method in place of those of the list")
     models = ("GPT", "ViT", "ResNet")
@@ -99,9 +99,9 @@ def main(argv: list[str]) -> int:
         "delivery": lambda: module.delivery(args.rounds),
         "compaction": lambda: module.compaction(args.rounds),
         "savings": lambda: module.savings(args.method or module.METHODS, args.rounds, args.model or module.MODELS),
-        "train": lambda: module.train(args.config or module.PAGES, args.dir, args.rounds),
+        "train": lambda: module.train(args.config or module.CONFIG_FILES, args.dir, args.rounds),
         "runs": lambda: module.runs(args.rounds),
-        "scale": lambda: module.scale(args.config or module.PAGES, args.dir, args.rounds),
+        "scale": lambda: module.scale(args.config or module.CONFIG_FILES, args.dir, args.rounds),
         "pretrained": lambda: module.pretrained(args.rounds),
         "expected": lambda: module.expected(),
         "counts": lambda: module.counts(args.rounds),

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import command, pages
+from experiments import command, config_files
 from experiments.bench.collectives import KINDS, Collective, collectives
 from experiments.bench.measure import markdown
 from experiments.errors import Mistake
@@ -25,7 +25,7 @@ from experiments.training import tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 
-PAGES = ["configs/vit_sste.py"]
+CONFIG_FILES = ["configs/vit_sste.py"]
 COUNTS = (1, 2, 4, 8)
 SAVES, EVERY = 4, (10, 100)  # so many checkpoints in a run, each after so many steps
 SHORT = [f"--config.{change}" for change in ("epochs=0", "steps=4", "evaluate=4", "measure=2")]
@@ -33,29 +33,29 @@ SHORT.append("--config.learning_rate.warmup=0")
 PARTS = ("imports", "data", "plan", "tracing", "lowering", "compiling", "first step")
 
 
-def scale(pages: list[str], directory: str, rounds: int) -> str:
+def scale(config_files: list[str], directory: str, rounds: int) -> str:
     """Return the tables of ``bench scale``."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the devices
     counts = COUNTS if jax.default_backend() == "cpu" else [n for n in COUNTS if n <= jax.device_count()]
     data, steps, stalls, starts, parts = f"--config.data.dir={directory}", {}, {}, {}, {}
-    for page in pages:
+    for config_file in config_files:
         for n in counts:
             for name, words in meshes(n).items():
-                steps[page, name] = apart(n, "step", page, str(rounds), data, *words)
+                steps[config_file, name] = apart(n, "step", config_file, str(rounds), data, *words)
         for every in EVERY:
-            stalls[f"{page}, every {every} steps"] = stall(make_program(page, data), every)
-        for variant in dict.fromkeys((page.partition(":")[0] + ":smoke", page)):
+            stalls[f"{config_file}, every {every} steps"] = stall(make_program(config_file, data), every)
+        for variant in dict.fromkeys((config_file.partition(":")[0] + ":smoke", config_file)):
             starts[variant], parts[variant] = _restarts(variant, data)
     return "\n".join([_steps(steps), _memory(steps), *_saving(stalls, starts, parts)])
 
 
-def _restarts(page: str, data: str) -> tuple[list, list[float]]:
-    """Return the row of cold and warm starts of a page, and the seconds of the parts of a warm one."""
+def _restarts(config_file: str, data: str) -> tuple[list, list[float]]:
+    """Return the row of cold and warm starts of a config file, and the seconds of the parts of a warm one."""
     pairs, parts = [], []
     for _ in range(2):  # in turn: machines are noisy
         with tempfile.TemporaryDirectory() as folder:
-            pairs.append([restart(page, data, folder) for _ in ("cold", "warm")])
-            parts = apart(1, "start", page, str(time.monotonic()), data, *SHORT, cache=folder)
+            pairs.append([restart(config_file, data, folder) for _ in ("cold", "warm")])
+            parts = apart(1, "start", config_file, str(time.monotonic()), data, *SHORT, cache=folder)
     cold, warm = map(min, zip(*pairs, strict=True))
     return [warm / cold, f"{cold:.1f} s", f"{warm:.1f} s"], parts
 
@@ -106,7 +106,7 @@ def apart(n: int, what: str, *words: str, cache: str = "") -> Any:
         devices = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-m", "experiments.bench.scale", what, *words],
-        cwd=pages.ROOT, env=os.environ | devices | _caching(cache), capture_output=True, text=True,
+        cwd=config_files.ROOT, env=os.environ | devices | _caching(cache), capture_output=True, text=True,
     )  # fmt: skip
     if ran.returncode:
         raise Mistake(f"{' '.join(words)} on {n} devices: {ran.stderr.strip()[-300:]}")
@@ -119,9 +119,9 @@ def _caching(folder: str) -> dict[str, str]:
     return {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
 
 
-def make_program(page: str, *words: str) -> Program:
-    """Return the program of a page, with changes as in a command."""
-    config = command.read(["launch.py", f"--config={page}", *words]).config
+def make_program(config_file: str, *words: str) -> Program:
+    """Return the program of a config file, with changes as in a command."""
+    config = command.read(["launch.py", f"--config={config_file}", *words]).config
     return Program(config, tasks.task(config))
 
 
@@ -154,9 +154,9 @@ def least(program: Program) -> dict[str, float]:
     return dict(sent)
 
 
-def step(page: str, rounds: str, *words: str) -> dict:
-    """Return the time, collectives, state and memory of a step of a page on all devices of this process."""
-    program = make_program(page, *words)
+def step(config_file: str, rounds: str, *words: str) -> dict:
+    """Return the time, collectives, state and memory of a step of a config file on all devices of this process."""
+    program = make_program(config_file, *words)
     arrays = next(iter(program.task.feed(0, 0, program.mesh)))
     compiled = program.train.lower(program.shapes, arrays).compile()
     state, best = program.init(jnp.uint32(0)), math.inf
@@ -184,7 +184,7 @@ def step(page: str, rounds: str, *words: str) -> dict:
 def _steps(steps: dict) -> str:
     """Return the table of the collectives. Kinds that send more than 1.1 of the least are listed below it."""
     rows, beyond = {}, []
-    for (page, name), result in steps.items():
+    for (config_file, name), result in steps.items():
         collected = [Collective(*row) for row in result["collectives"]]
         counts, moved = Counter(), Counter()
         for row in collected:
@@ -195,10 +195,10 @@ def _steps(steps: dict) -> str:
         ratios = [sent / wanted, (sent - spared) / wanted] if wanted else [None, None]
         cells = [f"{counts[kind]}: {moved[kind] / 1e6:.3f}" if counts[kind] else "" for kind in KINDS[:3]]
         cells.append(", ".join(f"{counts[kind]} {kind}: {moved[kind] / 1e6:.3f}" for kind in KINDS[3:] if counts[kind]))
-        slower = result["seconds"] / steps[page, "1 device"]["seconds"]
-        rows[f"{page} {name}"] = [*cells, f"{wanted / 1e6:.3f}", *ratios, slower]
+        slower = result["seconds"] / steps[config_file, "1 device"]["seconds"]
+        rows[f"{config_file} {name}"] = [*cells, f"{wanted / 1e6:.3f}", *ratios, slower]
         if wanted and sent - spared > 1.1 * wanted:
-            beyond += [f"- {page} {name}, {excess}" for excess in _excesses(collected, moved, result["least"])]
+            beyond += [f"- {config_file} {name}, {excess}" for excess in _excesses(collected, moved, result["least"])]
     table = markdown(
         "A step on several devices",
         "For each kind of collective: how many the compiled step has, and the megabytes that each device sends by "
@@ -225,8 +225,8 @@ def _excesses(collected: list[Collective], moved: Counter, least_bytes: dict[str
 
 def _memory(steps: dict) -> str:
     rows = {}
-    for (page, name), result in steps.items():
-        n, single = int(name.split()[0]), steps[page, "1 device"]
+    for (config_file, name), result in steps.items():
+        n, single = int(name.split()[0]), steps[config_file, "1 device"]
         if not name.endswith("fsdp") and n > 1:
             continue
         uncut = ", ".join(f"{name} {size:,} B" for size, name in result["whole"]) if n > 1 else ""
@@ -234,7 +234,7 @@ def _memory(steps: dict) -> str:
         if result["memory"]:
             over = [a / b for a, b in zip(result["memory"], single["memory"], strict=True)]
         state = f"{result['share'] / 1e6:.3f} MB"
-        rows[f"{page} {name}"] = [result["share"] / (result["total"] / n), state, *over, uncut]
+        rows[f"{config_file} {name}"] = [result["share"] / (result["total"] / n), state, *over, uncut]
     return markdown(
         "What a device holds",
         "*state over ideal*: the bytes of a run's state on each of n devices, divided by one n-th of the whole "
@@ -284,26 +284,26 @@ def stall(program: Program, every: int) -> list:
     return [max(*times, rest) / usual, share, f"{usual * 1e3:.1f} ms", f"{size / 1e6:.1f} MB"]
 
 
-def restart(page: str, data: str, cache: str) -> float:
+def restart(config_file: str, data: str, cache: str) -> float:
     """Return the seconds to the first step, as a run itself reports them."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [f"--config={page}", data, f"--workdir={folder}/run", *SHORT]
-        subprocess.run([sys.executable, "launch.py", *words], cwd=pages.ROOT, env=os.environ | _caching(cache),
+        words = [f"--config={config_file}", data, f"--workdir={folder}/run", *SHORT]
+        subprocess.run([sys.executable, "launch.py", *words], cwd=config_files.ROOT, env=os.environ | _caching(cache),
                        stdout=subprocess.DEVNULL, check=True)  # fmt: skip
         summary = dict(json.loads((Path(folder) / "run/run.json").read_text())["summary"])
     return float(summary["first step"].split()[1])
 
 
-def start(page: str, began: str, *words: str) -> list[float]:
+def start(config_file: str, began: str, *words: str) -> list[float]:
     """Return the seconds of each of PARTS of a start.
 
     Args:
-      page: The page.
+      config_file: FILE or FILE:VARIANT.
       began: The time at which the process began, of the monotonic clock.
       words: Changes as in a command.
     """
     importlib.import_module("experiments.training.modes")  # as launch.py does
-    config = command.read(["launch.py", f"--config={page}", *words]).config
+    config = command.read(["launch.py", f"--config={config_file}", *words]).config
     times, last = dict.fromkeys(PARTS, 0.0), float(began)
 
     def spent(part: str, value=None):

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 import nmjax as nm
-from experiments import pages
+from experiments import config_files
 from experiments.bench.measure import in_turn, markdown, over
 from experiments.errors import Mistake
 from experiments.training import settings, tasks
@@ -24,15 +24,15 @@ from experiments.training.program import Program
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 
-PAGES = ["configs/vit_24.py", "configs/resnet_24.py", "configs/gpt_24.py"]
+CONFIG_FILES = ["configs/vit_24.py", "configs/resnet_24.py", "configs/gpt_24.py"]
 SHORT = 4  # steps of each run that is started: enough for 30 % of them to be a step
 
 
-def train(pages: list[str], directory: str, rounds: int) -> str:
+def train(config_files: list[str], directory: str, rounds: int) -> str:
     """Return the tables of ``bench train``."""
     rows = {}
-    for page in pages:
-        rows |= one(page, directory, rounds)
+    for config_file in config_files:
+        rows |= one(config_file, directory, rounds)
     steps = markdown(
         "A training step",
         "Over the plain step: a training step written by hand in Flax and Optax, with the same model, batches and "
@@ -42,13 +42,14 @@ def train(pages: list[str], directory: str, rounds: int) -> str:
     )  # fmt: skip
     slots = markdown(
         "Slot by slot",
-        "Over the dense step of the same page: the median of the rounds' ratios, with the quartiles. In each row only "
-        "these slots are used. A copy reads the operand and writes it back. Pruning that is an operation of its own "
-        "takes at least this time.",
-        {name: row for page in pages for name, row in slot_by_slot(page, directory, 3 * rounds).items()}, ["", "time"],
+        "Over the dense step of the same config file: the median of the rounds' ratios, with the quartiles. In each "
+        "row only these slots are used. A copy reads the operand and writes it back. Pruning that is an operation of "
+        "its own takes at least this time.",
+        {name: row for each in config_files for name, row in slot_by_slot(each, directory, 3 * rounds).items()},
+        ["", "time"],
     )  # fmt: skip
     print(steps, slots, sep="\n", file=sys.stderr, flush=True)  # the starts take minutes
-    starts = {page: started(page, directory) for page in pages}
+    starts = {config_file: started(config_file, directory) for config_file in config_files}
     return steps + "\n" + slots + "\n" + markdown(
         "From start to first step",
         "Seconds from the start of the process: to the first step done and written; and to the end of a run of "
@@ -56,9 +57,9 @@ def train(pages: list[str], directory: str, rounds: int) -> str:
     )  # fmt: skip
 
 
-def one(page: str, directory: str, rounds: int) -> dict[str, list]:
-    """Return the rows of a page: its step, the same step dense, and the plain one."""
-    config = pages.load(page)
+def one(config_file: str, directory: str, rounds: int) -> dict[str, list]:
+    """Return the rows of a config file: its step, the same step dense, and the plain one."""
+    config = config_files.load(config_file)
     if jax.device_count() > 1 or config.accumulate > 1:
         raise Mistake("bench train needs one device and config.accumulate=1, because the plain step has no more.")
     config.data.dir = directory
@@ -79,7 +80,7 @@ def one(page: str, directory: str, rounds: int) -> dict[str, list]:
     rows = {}
     for name, times in seconds.items():
         middle = statistics.median(times)
-        rows[f"{page} {name}"] = [
+        rows[f"{config_file} {name}"] = [
             over(times, seconds["plain"]),
             memory[name] / memory["plain"],
             f"{config.batch * task.units / middle:,.0f} {task.unit}",
@@ -97,9 +98,9 @@ class copied(Pruner):
         return jax.lax.optimization_barrier(x * jnp.asarray(1.0001, x.dtype))
 
 
-def slot_by_slot(page: str, directory: str, rounds: int) -> dict[str, list]:
-    """Return the rows of a page: each slot of its first pruned layer alone, a copy in its place, and all slots."""
-    config = pages.load(page)
+def slot_by_slot(config_file: str, directory: str, rounds: int) -> dict[str, list]:
+    """Return the rows of a config file: each slot of its first pruned layer alone, a copy in its place, all slots."""
+    config = config_files.load(config_file)
     config.data.dir = directory
     task = tasks.task(config)
     program = Program(config, task)
@@ -118,7 +119,7 @@ def slot_by_slot(page: str, directory: str, rounds: int) -> dict[str, list]:
         arrays = next(iter(task.feed(0, 0, program.mesh)))
         calls[name] = _call(program.train, program.init(jnp.uint32(0)), arrays)
     seconds = in_turn(calls, rounds)
-    return {f"{page} `{name}`": [over(times, seconds["dense"])] for name, times in seconds.items()}
+    return {f"{config_file} `{name}`": [over(times, seconds["dense"])] for name, times in seconds.items()}
 
 
 def _call(step: Callable, state: Any, arrays: Any) -> Callable[[], Any]:
@@ -156,7 +157,7 @@ def plain(program: Program, task: Any) -> tuple[Callable, tuple]:
     return jax.jit(step, donate_argnums=0), (jnp.int32(0), params, rest, tx.init(params))
 
 
-def started(page: str, directory: str) -> list[float]:
+def started(config_file: str, directory: str) -> list[float]:
     """Run a few steps in a process of its own. Return the seconds to the first step and to the end of the run."""
     with tempfile.TemporaryDirectory() as folder:
         options = [
@@ -165,13 +166,15 @@ def started(page: str, directory: str) -> list[float]:
             "--config.measure=0",
             "--config.learning_rate.warmup=0",
         ]
-        words = [f"--config={page}", f"--config.data.dir={directory}", f"--workdir={folder}/run", *options]
+        words = [f"--config={config_file}", f"--config.data.dir={directory}", f"--workdir={folder}/run", *options]
         start = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "launch.py", *words], stdout=subprocess.DEVNULL, cwd=pages.ROOT)
+        process = subprocess.Popen(
+            [sys.executable, "launch.py", *words], stdout=subprocess.DEVNULL, cwd=config_files.ROOT
+        )
         metrics = Path(folder) / "run" / "metrics.jsonl"
         while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.02)
         first = time.perf_counter() - start
         if process.wait():
-            raise Mistake(f"{page} failed. See: python launch.py {' '.join(words)}")
+            raise Mistake(f"{config_file} failed. See: python launch.py {' '.join(words)}")
         return [first, time.perf_counter() - start]

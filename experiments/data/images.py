@@ -74,7 +74,7 @@ def load(name: str, dir: str | Path = "") -> Images:
         near = difflib.get_close_matches(name, _SETS, n=1)
         guess = f" Did you mean {near[0]}?" if near else ""
         if Path(name).is_dir():
-            guess = f" It is a folder: write --config=PAGE:folder --config.data.dir={name}."
+            guess = f" It is a folder: write --config=FILE:folder --config.data.dir={name}."
         raise Mistake(
             f"no image set is called {name!r}.{guess} Write one of {', '.join(_SETS)}, a .npz file, or folder."
         )

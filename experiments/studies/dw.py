@@ -35,7 +35,7 @@ PRUNERS = ("mse(2,4)", "mvue(2,4)", "mvue_approx(2,4)", "mvue(1,2)", "uniform(2,
 class Network(NamedTuple):
     """A network of methods.py, and the batches on which its dw is computed."""
 
-    variant: str  # of the page
+    variant: str  # of the config file
     tokens: int  # of each example
     batches: tuple[int, ...]  # their numbers of examples
 

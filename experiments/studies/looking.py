@@ -19,7 +19,7 @@ def config(network: str, *changes: str) -> ConfigDict:
     """Return the config of a network of methods.py.
 
     Args:
-      network: The variant of the page.
+      network: The variant of the config file.
       changes: Changes as in a command: "seed=1".
     """
     words = [f"--config.{change}" for change in changes]

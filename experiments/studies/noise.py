@@ -25,7 +25,7 @@ NETWORK = "vit_cpu"
 NAMES = (forms.SR_STE, forms.LINEAR, forms.AUTODIFF, forms.EXPONENTIAL, forms.GEOMETRIC)
 METHODS = {"dense": "dense"} | {name: forms.FORMS[name] for name in NAMES}
 EVERY = 10
-B1 = 0.9  # of Adam, in the page's config
+B1 = 0.9  # of Adam, in the config of the study
 CASES = [{"method": method, "seed": seed} for method in METHODS for seed in range(3)]
 
 

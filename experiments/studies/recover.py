@@ -125,9 +125,9 @@ def config(
         values["sparsity.blocks"] = text.format(n=n, m=m)
     if teacher:
         values["teacher.weights"] = weights or "dense"
-    page = "configs/finetune_dense.py" if not text else "configs/finetune_24.py"
+    config_file = "configs/finetune_dense.py" if not text else "configs/finetune_24.py"
     words = [f"--config.{name}={value}" for name, value in values.items()] + [f"--config.{one}" for one in changes]
-    return command.read(["launch.py", f"--config={page}", *words]).config
+    return command.read(["launch.py", f"--config={config_file}", *words]).config
 
 
 @functools.lru_cache(maxsize=2)

@@ -48,8 +48,8 @@ class Task:
         self.streamed, self.skipped = c.name == "folder", None
         if self.streamed and "skip" not in c:
             raise Mistake(
-                "config.data.name='folder' needs settings that this page does not have. Use the variant of a page: "
-                "--config=configs/vit_24.py:folder --config.data.dir=DIR."
+                "config.data.name='folder' needs settings that this config does not have. Use the variant of a config "
+                "file: --config=configs/vit_24.py:folder --config.data.dir=DIR."
             )
         if self.streamed:
             self._open_folder()

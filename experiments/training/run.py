@@ -25,7 +25,7 @@ class Run:
       config: All settings of the run.
       workdir: The run's directory.
       labels: The tags and the note that it gets.
-      twin: The run that it is compared with, if its page names one.
+      twin: The run that it is compared with, if its config file names one.
     """
 
     record: Record | Silent

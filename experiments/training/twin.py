@@ -1,8 +1,8 @@
 """The twin of a run: the run that it is compared with, such as the same run without pruning.
 
-A page names the page of its twin (``config.twin``). The figures of a twin are taken from finished runs of its config:
-from the run that --with_twin trained in the folder of the run, from the results in this repository, and from other runs
-in the parent folder of the run.
+A config file names that of its twin (``config.twin``). The figures of a twin are taken from finished runs of its
+config: from the run that --with_twin trained in the folder of the run, from the results in this repository, and from
+other runs in the parent folder of the run.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from experiments.files import lines
 from experiments.training import digest, record
 from experiments.training.screen import form
 
-RESULTS = Path(__file__).parent.parent / "results" / "twins.jsonl"  # lines of sweeps of the dense pages
+RESULTS = Path(__file__).parent.parent / "results" / "twins.jsonl"  # lines of sweeps of the dense config files
 MEASURED = {"step_seconds": "time", "step_bytes": "temporary memory"}  # of a step, in run.json
 FOLDER = "twin"  # where --with_twin trains the twin, in the folder of the run
 _OWN = ("rules", "sparsity", "backend", "masked_decay", "twin")  # fields that a twin does not take from the run
@@ -28,14 +28,14 @@ _OWN = ("rules", "sparsity", "backend", "masked_decay", "twin")  # fields that a
 class Twin(NamedTuple):
     """The run that another run is compared with."""
 
-    page: str
+    config_file: str
     config: ConfigDict
 
     @property
     def label(self) -> str:
-        """Return "dense" if the twin prunes nothing, else the name of its page."""
+        """Return "dense" if the twin prunes nothing, else the name of its config file."""
         dense = _dense(digest.identity(self.config).fields)
-        return "dense" if dense else Path(self.page.partition(":")[0]).stem
+        return "dense" if dense else Path(self.config_file.partition(":")[0]).stem
 
 
 class Figure(NamedTuple):
@@ -47,30 +47,31 @@ class Figure(NamedTuple):
     recorded: bool = False  # True if it comes from the repository's results
 
 
-def of(config: ConfigDict, page: ConfigDict, twin: ConfigDict) -> ConfigDict:
-    """Return the config of a run's twin: the page of the twin, with the changes that the run makes to its own page.
+def of(config: ConfigDict, unchanged: ConfigDict, twin: ConfigDict) -> ConfigDict:
+    """Return the config of a twin: that of its config file, with the changes that the run makes to its own config file.
 
     Args:
       config: The settings of the run.
-      page: The run's page, without changes.
-      twin: The page of the twin.
+      unchanged: The config of the run's config file, without changes.
+      twin: The config of the twin's config file.
 
     Raises:
       Mistake: The twin is of another kind of experiment, or has no field that the run changes.
     """
-    if twin.experiment != page.experiment:
+    if twin.experiment != unchanged.experiment:
         raise Mistake(
-            f"config.twin={config.twin!r} is a page of the experiment {twin.experiment!r}, but this run is of "
-            f"{page.experiment!r}. Name a page of the same experiment, or write --config.twin= to do without a twin."
+            f"config.twin={config.twin!r} is a config file of the experiment {twin.experiment!r}, but this run is of "
+            f"{unchanged.experiment!r}. Name a config file of the same experiment, or write --config.twin= to do "
+            "without a twin."
         )
     twin = twin.copy_and_resolve_references()
-    own, before, fields = (digest.identity(each).fields for each in (config, page, twin))
+    own, before, fields = (digest.identity(each).fields for each in (config, unchanged, twin))
     changed = {name: own[name] for name in own if name.partition(".")[0] not in _OWN and own[name] != before.get(name)}
     lacking = next((name for name in changed if name not in fields), None)
     if lacking:
         raise Mistake(
-            f"config.twin={config.twin!r}: that page has no field {lacking}, so the twin cannot have your value of it. "
-            "Add the field to the page of the twin, or write --config.twin= to do without a twin."
+            f"config.twin={config.twin!r}: that config file has no field {lacking}, so the twin cannot have your value "
+            "of it. Add the field to the config file of the twin, or write --config.twin= to do without a twin."
         )
     twin.update_from_flattened_dict(changed)
     return twin
@@ -142,7 +143,7 @@ def comparison(
     twin: Twin | None, workdir: Path, metric: str, scores: dict[str, float], flops: list[float],
     measured: Mapping[str, float],
 ) -> str:  # fmt: skip
-    """Return a text that compares a run's score with its twin's, or "" if its page names no twin.
+    """Return a text that compares a run's score with its twin's, or "" if its config file names no twin.
 
     Args:
       twin: The twin of the run, if it has one.
@@ -165,8 +166,8 @@ def comparison(
     if not found and _compared(digest.recorded(workdir)) == _compared(digest.identity(twin.config)):
         return text  # the run is its own twin, as a dense run of a sweep
     if not found:
-        how = "train that page too, with the same changes, or use --with_twin"
-        return f"{text}; no run of {twin.page} to compare with: {how}"
+        how = "train that config file too, with the same changes, or use --with_twin"
+        return f"{text}; no run of {twin.config_file} to compare with: {how}"
     beside = next((each.measured for each in found if each.measured), {})
     both = {name: word for name, word in MEASURED.items() if measured.get(name) and beside.get(name)}
     if both:

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from experiments import pages
+from experiments import config_files
 from tests.experiments.runs import xla_flags
 
-HOW_TO = pages.ROOT / "docs" / "how_to"
+HOW_TO = config_files.ROOT / "docs" / "how_to"
 
 
 def definitions(page: str, name: str) -> str:
@@ -52,7 +52,7 @@ def test_what_a_page_says_works_outside_the_repository(name, file, defined, said
         plan = "--mode=plan" in words
         shorter = [] if plan else ["--config.steps=4", "--config.measure=0"]  # instead of the page's 200 and more
         done = subprocess.run(
-            [sys.executable, pages.ROOT / "launch.py", *words, *shorter],
+            [sys.executable, config_files.ROOT / "launch.py", *words, *shorter],
             cwd=tmp_path, env=env, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, (words, done.stdout, done.stderr)

@@ -12,7 +12,7 @@ from flax import nnx
 from scipy import stats
 
 import nmjax as nm
-from experiments import claims, members, pages, recorded, reproduce
+from experiments import claims, config_files, members, recorded, reproduce
 from experiments.errors import Mistake
 from experiments.report import effects
 from experiments.studies import BOOKS, STUDIES, __main__ as looks, times
@@ -26,7 +26,7 @@ DW = "MdGf (30 %) + MVUE(dw)"
 def line(arm, seed, loss, accuracy=0.88, name=NAME, **more):
     study = recorded.study(name)
     changes = study.module.arms(study.variant)[arm] | {"seed": seed}
-    (member,) = members.listed(pages.load(study.page), [changes])
+    (member,) = members.listed(config_files.load(study.config_file), [changes])
     return {
         "format": 1, "run": member.name, "changes": changes, "outcome": "finished", "metric": "accuracy",
         "figures": {"accuracy": 0.1, "hardened_accuracy": accuracy, "hardened_loss": loss, "loss": 9.0},
@@ -118,7 +118,7 @@ def test_times_are_those_of_steps_in_turn(tmp_path):
     assert f"{NAME}_time" in reproduce.block(NAME, results)[1]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of | {"config": "0123456789ab"}) + "\n")
     with pytest.raises(
-        Mistake, match=r"times_cpu.jsonl, line 1 was made with a config that differs from that of the page now"
+        Mistake, match=r"times_cpu.jsonl, line 1 was made with a config that differs from that of the config file now"
     ):
         claims.judged(NAME, results)
 
@@ -295,7 +295,7 @@ def test_arms_without_a_hardened_network_are_named(tmp_path):
 def test_results_of_no_arm_are_refused(tmp_path):
     other = line("dense", 10, 0.3)
     other["changes"] = {"sparsity.blocks": "ste(2,4)", "seed": 10}
-    (member,) = members.listed(pages.load(recorded.study(NAME).page), [other["changes"]])
+    (member,) = members.listed(config_files.load(recorded.study(NAME).config_file), [other["changes"]])
     other["config"] = digest.identity(member.config).digest
     for strange in (other, line("dense", 3, 0.3)):
         with pytest.raises(Mistake, match=r"recipe_vit_cpu.jsonl: the run .* is not in the study. Delete its line"):
@@ -435,7 +435,7 @@ ON_GPUS = ("methods_vit_gpu", "methods_gpt_gpu", "recipe_vit_gpu", "residual_gpu
 def test_rivals_have_as_many_flops(name):
     """The narrower and the shorter network cost what the method costs, to within 1 %."""
     study = recorded.study(name)
-    base, arms = pages.load(study.page), study.module.arms(study.variant)
+    base, arms = config_files.load(study.config_file), study.module.arms(study.variant)
     config = lambda arm: members.listed(base, [arms[arm] | {"seed": 0}])[0].config
     found = 0
     for rival in arms:

@@ -10,7 +10,7 @@ import pytest
 from experiments import claims, command, frontier, recorded, reproduce
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
-PAGE = '''
+CONFIG_FILE = '''
 """A study of a few steps on digits."""
 
 from configs import common
@@ -49,25 +49,25 @@ def get_sweep(variant=""):
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
-    """Return the page of a study that was run, with its results in the place of the repository's."""
-    page, results = tmp_path / "toy.py", tmp_path / "results"
-    page.write_text(PAGE)
+    """Return the config file of a study that was run, with its results in the place of the repository's."""
+    config_file, results = tmp_path / "toy.py", tmp_path / "results"
+    config_file.write_text(CONFIG_FILE)
     results.mkdir()
-    spec = importlib.util.spec_from_file_location("toy", page)
+    spec = importlib.util.spec_from_file_location("toy", config_file)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "toy", module)
     spec.loader.exec_module(module)
-    short = f"python launch.py --config={page}:cpu --sweep"
-    toy = recorded.Study(module, "cpu", f"{page}:cpu", short, short)
+    short = f"python launch.py --config={config_file}:cpu --sweep"
+    toy = recorded.Study(module, "cpu", f"{config_file}:cpu", short, short)
     shutil.copy(reproduce.RESULTS / "baselines_cpu.jsonl", results)
     found = recorded.study
     for where in (recorded, claims, frontier):
         monkeypatch.setattr(where, "study", lambda name: toy if name == "toy_cpu" else found(name))
     monkeypatch.setattr(frontier, "STUDIES", ("toy_cpu",))
     monkeypatch.setattr(frontier, "RESULTS", results)
-    words = ["launch.py", f"--config={page}:cpu", "--sweep", f"--results={results / 'toy_cpu.jsonl'}"]
+    words = ["launch.py", f"--config={config_file}:cpu", "--sweep", f"--results={results / 'toy_cpu.jsonl'}"]
     command.main([*words, f"--workdir={tmp_path / 'study'}"], "")
-    return page
+    return config_file
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_method_is_trained_and_judged_among_others(study, tmp_path, capsys):
     assert [line["changes"]["seed"] for line in lines] == [0, 1, 2]
     assert "| your method | " in (workdir / "frontier.md").read_text()
     assert frontier.main([*words[:1], "sr_ste(2,4)", *words[2:]]) == 2
-    assert "page.py belongs to another method or study. Give another --workdir=DIR." in capsys.readouterr().err
+    assert "config.py belongs to another method or study. Give another --workdir=DIR." in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -118,9 +118,9 @@ def test_what_a_study_refuses(study, tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_page_that_is_no_study_is_refused(capsys):
+def test_a_config_file_that_is_no_study_is_refused(capsys):
     assert frontier.main(["--method", "ste(2,4)", "--config", "configs/vit_24.py"]) == 2
-    assert "--config=configs/vit_24.py is not the page of a study with results. " in capsys.readouterr().err
+    assert "--config=configs/vit_24.py is not the config file of a study with results. " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The gallery: which pages it shows, and what its index links to."""
+"""The gallery: which config files it shows, and what its index links to."""
 
 import json
 import re
@@ -36,11 +36,11 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-def test_every_page_is_shown_or_said_not_to_be():
-    shown = [page for shelf in gallery.SHELVES for page in shelf.pages]
-    pages = {path.stem for path in CONFIGS.glob("*.py")} - {"common"}
-    assert sorted([*shown, *gallery.NOT_RUN]) == sorted(pages)
-    assert all(shelf.pages[0].endswith("_dense") for shelf in gallery.SHELVES)
+def test_every_config_file_is_shown_or_said_not_to_be():
+    shown = [name for shelf in gallery.SHELVES for name in shelf.names]
+    names = {path.stem for path in CONFIGS.glob("*.py")} - {"common"}
+    assert sorted([*shown, *gallery.NOT_RUN]) == sorted(names)
+    assert all(shelf.names[0].endswith("_dense") for shelf in gallery.SHELVES)
 
 
 def test_the_index_links_to_reports_and_comparisons_that_are_there(runs, tmp_path):
@@ -72,29 +72,29 @@ def test_what_a_report_needs_is_kept(runs, tmp_path, monkeypatch):
     assert {p.name for p in (tmp_path / "kept" / "vit_24").iterdir()} == set(gallery.FILES)
     with pytest.raises(gallery.Mistake, match="must be another folder"):
         gallery.keep(runs, tmp_path / "kept" / ".." / "runs")
-    pages = ("vit_24.html", "vit_dense.html", "compare-small.html", "index.html")
+    reports = ("vit_24.html", "vit_dense.html", "compare-small.html", "index.html")
     for folder in (runs, tmp_path / "kept"):
         gallery.write(folder, tmp_path / folder.name / "out", SHELVES)
-    for page in pages:
-        text = (runs / "out" / page).read_text()
-        assert (tmp_path / "kept" / "out" / page).read_text() == text
+    for name in reports:
+        text = (runs / "out" / name).read_text()
+        assert (tmp_path / "kept" / "out" / name).read_text() == text
     for words in ("plan.html of vit_24", "mask of vit_24"):
         assert words in (runs / "out" / "vit_24.html").read_text()
 
 
-def test_the_committed_runs_have_finished_and_are_those_of_the_pages():
+def test_the_committed_runs_have_finished_and_are_those_of_the_config_files():
     for shelf in gallery.SHELVES:
-        for page in shelf.pages:
-            about = json.loads((gallery.RESULTS / page / "run.json").read_text())
+        for name in shelf.names:
+            about = json.loads((gallery.RESULTS / name / "run.json").read_text())
             assert (about["outcome"], about["git"]["dirty"]) == ("finished", False)
-            assert about["command"] == f"python launch.py --config=configs/{page}.py --workdir=runs/gallery/{page}"
-            # `make gallery` and `python -m experiments.gallery --keep` renew them after a change of a page
-            now = digest.identity(command.read(["launch.py", f"--config=configs/{page}.py"]).config)
-            assert digest.recorded(gallery.RESULTS / page).lasting == now.lasting
+            assert about["command"] == f"python launch.py --config=configs/{name}.py --workdir=runs/gallery/{name}"
+            # `make gallery` and `python -m experiments.gallery --keep` renew them after a change of a config file
+            now = digest.identity(command.read(["launch.py", f"--config=configs/{name}.py"]).config)
+            assert digest.recorded(gallery.RESULTS / name).lasting == now.lasting
 
 
 @pytest.mark.processes
-def test_a_page_is_trained_once(tmp_path, capfd):
+def test_a_config_file_is_trained_once(tmp_path, capfd):
     gallery.train("resnet_dense:smoke", tmp_path / "run")
     first = (tmp_path / "run" / "run.json").read_text()
     assert json.loads(first)["outcome"] == "finished"

@@ -3,7 +3,7 @@
 import itertools
 import re
 
-from experiments import claims, pages, reproduce
+from experiments import claims, config_files, reproduce
 from experiments.report import effects
 from experiments.studies import STUDIES, WORSE
 
@@ -22,7 +22,7 @@ def test_every_interval_of_a_page_is_one_of_the_results():
         bounds = [effect.interval() for effect in effects.effects(losses, pairs)]
         known |= {tuple(f"{bound + 0.0:+.{digits}f}" for bound in each) for each in bounds for digits in (3, 4)}
     signed = lambda text: text.replace("−", "-") if text[0] in "+−" else f"+{text}"
-    texts = [*(pages.ROOT / "docs").rglob("*.md"), pages.ROOT / "README.md"]
+    texts = [*(config_files.ROOT / "docs").rglob("*.md"), config_files.ROOT / "README.md"]
     found = [
         (path.name, tuple(map(signed, match.groups())))
         for path in texts

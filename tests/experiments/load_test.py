@@ -15,7 +15,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
-from experiments import command, files, pages
+from experiments import command, config_files, files
 from experiments.data import images, text
 from experiments.errors import Failed, Mistake
 from experiments.load import LoadedRun, load_run
@@ -25,7 +25,7 @@ from tests.experiments.outside_test import TASK
 from tests.experiments.runs import as_people_run_it as as_people_run_it, once, xla_flags
 
 SMALL = ["--config.steps=12", "--config.evaluate=4", "--config.measure=0"]
-PAGES = {
+CONFIGS = {
     "averaged": [  # an image run on four devices that share its parameters, with averages, and state of a pruner
         "--config=configs/vit_24.py:smoke",
         "--config.model.depth=1",
@@ -54,7 +54,7 @@ def trained(tmp_path_factory):
     """Return the directory of a run, which is trained when it is first asked for."""
 
     def run(name: str) -> Path:
-        make = lambda folder: train(folder, *PAGES[name], *SMALL)
+        make = lambda folder: train(folder, *CONFIGS[name], *SMALL)
         return once(tmp_path_factory, f"load_{name}", make) / "run"
 
     made = {}
@@ -114,7 +114,7 @@ def test_texts_are_scored_as_by_the_program(trained):
         np.testing.assert_allclose(nats(logits, windows[:, 1:]), wanted[f"{prefix}loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_those_that_the_evaluation_uses(trained, name):
     workdir, found = trained(name), {}
     for checkpoint in ("last", "best"):
@@ -149,13 +149,13 @@ def test_a_run_of_several_devices_lies_on_one_and_starts_no_mesh(trained, monkey
 @pytest.mark.processes
 def test_a_run_of_several_devices_is_loaded_on_a_machine_of_one(trained):
     """This is the code of docs/how_to/weights.md."""
-    page = (pages.ROOT / "docs/how_to/weights.md").read_text()
+    page = (config_files.ROOT / "docs/how_to/weights.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     assert code.count("\n") <= 6
     workdir = trained("averaged")
     code = code.replace("runs/first", str(workdir)) + "import jax; print(jax.device_count(), kernel[0, 0].item())"
     env = {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu", "PATH": "", "HOME": str(workdir)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=pages.ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=config_files.ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     count, value = done.stdout.split()
     assert count == "1"
@@ -365,6 +365,6 @@ def test_packed_products_are_not_demanded_of_this_machine(trained, tmp_path):
 
 
 def test_tasks_record_what_their_models_are_made_with():
-    for page in ("vit_24", "gpt_24"):
-        task = tasks.task(command.read(["launch.py", f"--config=configs/{page}.py:smoke"]).config)
+    for name in ("vit_24", "gpt_24"):
+        task = tasks.task(command.read(["launch.py", f"--config=configs/{name}.py:smoke"]).config)
         assert json.loads(json.dumps(task.sizes)) == task.sizes

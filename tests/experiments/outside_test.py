@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from experiments import command, pages, recorded, report
+from experiments import command, config_files, recorded, report
 from experiments.data import images, others, text
 from experiments.errors import Mistake
 from experiments.training import settings, tasks
@@ -39,7 +39,7 @@ class above(nm.Pruner):
         return jnp.where(jnp.abs(g) > bound, g, 0).reshape(x.shape)
 '''
 
-MIXER = '''"""An MLP-Mixer on digits, and its page of settings."""
+MIXER = '''"""An MLP-Mixer on digits, and its config file."""
 
 import jax
 from flax import nnx
@@ -115,7 +115,7 @@ def notes(dir):
     return Text("notes", ids[:300], ids[300:], 7, lambda ids: "".join(map(chr, ids)))
 '''
 
-TASK = '''"""A task of one's own, the regression of a sine, with its page of settings."""
+TASK = '''"""A task of one's own, the regression of a sine, with its config file."""
 
 import jax
 import jax.numpy as jnp
@@ -199,11 +199,11 @@ def outside(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def read(page: str, *changes: str):
-    return command.read(["launch.py", f"--config={page}", *(f"--config.{change}" for change in changes)]).config
+def read(config_file: str, *changes: str):
+    return command.read(["launch.py", f"--config={config_file}", *(f"--config.{change}" for change in changes)]).config
 
 
-def test_a_model_gets_the_fields_of_the_page_and_what_the_task_fixes(outside):
+def test_a_model_gets_the_fields_of_the_config_and_what_the_task_fixes(outside):
     config = read("mixer.py")
     assert settings.foreign_names(config) == ["mixer:Mixer"]
     model = tasks.task(config).model
@@ -277,7 +277,7 @@ def test_texts_are_checked(outside):
         text.load("spirals:notes", tokenizer="gpt2.json")
 
 
-def test_the_folder_of_a_page_and_the_current_folder_can_be_imported(outside, tmp_path_factory, monkeypatch):
+def test_the_folder_of_a_config_file_and_the_current_folder_can_be_imported(outside, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(outside)])
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     config = read(str(outside / "mixer.py"), "data.name=spirals:load")
@@ -297,7 +297,7 @@ def test_a_file_of_results_imports_nothing(outside, monkeypatch):
         (outside / "run").mkdir(exist_ok=True)
         (outside / "run" / "config.json").write_text(config.to_json_best_effort())
         with pytest.raises(
-            Mistake, match=r"config.json names .*evil:.*only names that you write yourself.*Add the --config=PAGE"
+            Mistake, match=r"config.json names .*evil:.*only names that you write yourself.*Add the --config=FILE"
         ):
             command.read(["launch.py", "--mode=eval", "--workdir=run"])
     rules = read("mixer.py", "model.name=vit", "rules=((r'.*', 'ste(evil:boom())'),)")
@@ -309,10 +309,10 @@ def test_a_file_of_results_imports_nothing(outside, monkeypatch):
 
 def test_results_and_reports_import_nothing(outside):
     (outside / "evil.py").write_text("raise SystemExit('it ran')\n")
-    line = json.loads((pages.ROOT / "experiments/results/held_vit_cpu.jsonl").read_text().partition("\n")[0])
+    line = json.loads((config_files.ROOT / "experiments/results/held_vit_cpu.jsonl").read_text().partition("\n")[0])
     line["changes"] |= {"sparsity.blocks": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
     (outside / "held_vit_cpu.jsonl").write_text(json.dumps(line))
-    with pytest.raises(Mistake, match="a config that differs from that of the page now"):
+    with pytest.raises(Mistake, match="a config that differs from that of the config file now"):
         recorded.read(outside / "held_vit_cpu.jsonl")
     (outside / "run").mkdir()
     (outside / "run" / "run.json").write_text(json.dumps({"name": "a run"}))
@@ -324,7 +324,7 @@ def test_results_and_reports_import_nothing(outside):
 def launch(folder: Path, *words: str) -> str:
     env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}  # or lines are folded
     done = subprocess.run(
-        [sys.executable, pages.ROOT / "launch.py", *words], cwd=folder, env=env, capture_output=True, text=True
+        [sys.executable, config_files.ROOT / "launch.py", *words], cwd=folder, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from experiments import command, files, pages
+from experiments import command, config_files, files
 from experiments.training import tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.program import Program
 
-PAGE = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=24", "--config.evaluate=4"]
-PAGE += ["--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=3)); drhs_g=mvue_approx(2,4)"]  # holds, and draws
-PAGE += ["--config.measure=0", "--config.ema=0.9", "--config.optimizer=sgd"]
+CONFIG = ["--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.steps=24", "--config.evaluate=4"]
+CONFIG += ["--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4),every=3)); drhs_g=mvue_approx(2,4)"]  # holds, and draws
+CONFIG += ["--config.measure=0", "--config.ema=0.9", "--config.optimizer=sgd"]
 
 
 @pytest.fixture(autouse=True)
 def as_people_run_it(monkeypatch):
-    monkeypatch.chdir(pages.ROOT)
+    monkeypatch.chdir(config_files.ROOT)
     with configured():
         yield
 
@@ -55,15 +55,15 @@ def configure(values):
 # ---- in this process ----
 
 
-def program(page: str, *changes: str, make=Program):
-    config = command.read(["launch.py", f"--config={page}", *changes]).config
+def program(config_file: str, *changes: str, make=Program):
+    config = command.read(["launch.py", f"--config={config_file}", *changes]).config
     return make(config, tasks.task(config, plan=True))
 
 
 @functools.cache
-def shared(page: str, *changes: str) -> Program:
+def shared(config_file: str, *changes: str) -> Program:
     """Return the one program of all tests that only call it. A test that patches or counts makes its own."""
-    return program(page, *changes)
+    return program(config_file, *changes)
 
 
 def steps(program: Program, count: int):
@@ -90,11 +90,11 @@ def xla_flags(devices: int) -> str:
 
 
 def start(
-    workdir: Path, cache: Path, *words: str, devices: int = 1, page=PAGE, cwd=pages.ROOT, **env: str
+    workdir: Path, cache: Path, *words: str, devices: int = 1, config=CONFIG, cwd=config_files.ROOT, **env: str
 ) -> subprocess.Popen:
     flags = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     flags |= {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
-    launch = [sys.executable, pages.ROOT / "launch.py", *page, f"--workdir={workdir}", *words]
+    launch = [sys.executable, config_files.ROOT / "launch.py", *config, f"--workdir={workdir}", *words]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(launch, env=os.environ | flags | env, cwd=cwd, **output)
 

@@ -1,4 +1,4 @@
-"""Studies: their pages, their results, and the tables made of them."""
+"""Studies: their config files, their results, and the tables made of them."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments import members, pages, recorded, reproduce
+from experiments import config_files, members, recorded, reproduce
 from experiments.errors import Mistake
 from experiments.report import dots
 from experiments.studies import __main__ as looks, descent, dw, looking, noise, times
@@ -34,7 +34,7 @@ HELD, NAME = "experiments/studies/held.py:vit_cpu", "held_vit_cpu"
 
 def line(method, seed, accuracy, **more):
     changes = {"sparsity.blocks": method, "seed": seed}
-    (member,) = members.listed(pages.load(HELD), [changes])
+    (member,) = members.listed(config_files.load(HELD), [changes])
     provenance = {
         "config": digest.identity(member.config).digest,
         "command": f"python launch.py --config={HELD} --sweep",
@@ -68,7 +68,7 @@ def written(tmp_path, *lines, name=NAME):
         ),
         (
             json.dumps(line("dense", 0, 0.9, config="0123456789ab")),
-            "line 1 was made with a config that differs from that of the page now",
+            "line 1 was made with a config that differs from that of the config file now",
         ),
         (
             json.dumps({k: v for k, v in LINE.items() if k != "command"}),

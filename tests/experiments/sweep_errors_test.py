@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import collected, command, files, members, pages, sweep
+from experiments import collected, command, config_files, files, members, sweep
 from experiments.errors import Failed, Mistake, Stopped, Taken
 from experiments.training import lock
-from tests.experiments.sweep_test import PAGE, page
+from tests.experiments.sweep_test import CONFIG_FILE, words_of
 
 
 def of_seeds(count=3):
-    return members.listed(pages.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(count)])
+    return members.listed(config_files.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(count)])
 
 
 def ended(workdir, member, outcome="finished", began="2026-01-01T00:00:00"):
@@ -157,7 +157,10 @@ def test_no_program_is_made_for_runs_that_another_process_trains(tmp_path, capsy
 
 
 def test_results_of_two_sweeps_that_began_in_the_same_second(tmp_path):
-    one, other = of_seeds(2), members.listed(pages.load("configs/vit_sste.py:smoke"), [{"seed": s} for s in range(2)])
+    one, other = (
+        of_seeds(2),
+        members.listed(config_files.load("configs/vit_sste.py:smoke"), [{"seed": s} for s in range(2)]),
+    )
     for folder, runs in (("one", one), ("other", other)):
         for member in runs:
             ended(tmp_path / folder, member)
@@ -201,8 +204,10 @@ def test_results_of_another_sweep_are_taken_under_the_names_of_this_one(tmp_path
     files.append(results, lambda old: [old[1] | {"config": "another"}, old[1] | {"format": 2, "figures": {}}])
     (tmp_path / "notes.jsonl").write_text('{"config": 1}\n[2]\ncut off')
     changes = [{"seed": seed, "batch": batch} for batch in (16, 48) for seed in (0, 1)]
-    found = members.listed(pages.load("configs/vit_24.py:smoke"), changes)
-    assert pages.load("configs/vit_24.py:smoke").batch == 16  # so the first two runs are those of the other sweep
+    found = members.listed(config_files.load("configs/vit_24.py:smoke"), changes)
+    assert (
+        config_files.load("configs/vit_24.py:smoke").batch == 16
+    )  # so the first two runs are those of the other sweep
     runs = Runs(tmp_path / "runs")
     runs.sweep(found, results=tmp_path / "other.jsonl")
     assert runs.trained == [[0], [1]]
@@ -226,9 +231,9 @@ def test_a_sweep_of_one_index_whose_results_are_known(tmp_path, capsys):
 
 def test_runs_of_one_config_are_each_trained(tmp_path):
     """Such as with and without model.lean, which changes what a step takes and not what it computes."""
-    page = pages.load("configs/vit_24.py:smoke")
-    Runs(tmp_path / "one").sweep(members.listed(page, [{"seed": 0}]), results=tmp_path / "all.jsonl")
-    both = members.listed(page, [{"model.lean": lean, "seed": 0} for lean in (False, True)])
+    config = config_files.load("configs/vit_24.py:smoke")
+    Runs(tmp_path / "one").sweep(members.listed(config, [{"seed": 0}]), results=tmp_path / "all.jsonl")
+    both = members.listed(config, [{"model.lean": lean, "seed": 0} for lean in (False, True)])
     assert both[0].identity.digest == both[1].identity.digest
     runs = Runs(tmp_path / "runs")
     runs.sweep(both, results=tmp_path / "all.jsonl")
@@ -246,14 +251,16 @@ LISTS = {
 
 @pytest.mark.parametrize("text", LISTS)
 def test_a_mistake_in_any_run_is_told_before_the_first(text, tmp_path):
-    words = page(tmp_path, PAGE[: PAGE.index("def get_sweep")] + f"def get_sweep():\n    return {text}\n")
+    words = words_of(
+        tmp_path, CONFIG_FILE[: CONFIG_FILE.index("def get_sweep")] + f"def get_sweep():\n    return {text}\n"
+    )
     with pytest.raises(Mistake, match=LISTS[text]):
         command.main([*words, "--sweep"], "")
     assert not (tmp_path / "runs").exists()
 
 
 def test_files_of_results_that_are_refused(tmp_path):
-    words = [*page(tmp_path), "--sweep"]
+    words = [*words_of(tmp_path), "--sweep"]
     with pytest.raises(Mistake, match=r"a sweep writes its own file of this name.* such as \S+all\.jsonl\."):
         command.main([*words, f"--results={tmp_path / 'results.jsonl'}"], "")
     with pytest.raises(Mistake, match=r"--results=/proc/all\.jsonl cannot be written"):
@@ -263,7 +270,7 @@ def test_files_of_results_that_are_refused(tmp_path):
 
 def test_a_sweep_that_got_a_field_finds_its_runs(tmp_path):
     """The folder "peak=0.1" of a sweep over the rate is "peak=0.1-seed=0" when seeds are added."""
-    config = pages.load("configs/vit_24.py:smoke")
+    config = config_files.load("configs/vit_24.py:smoke")
     rates = [{"learning_rate.peak": rate, "seed": 0} for rate in (0.1, 0.2)]
     runs = Runs(tmp_path)
     runs.sweep(members.listed(config, rates))
@@ -281,7 +288,7 @@ def test_a_sweep_that_got_a_field_finds_its_runs(tmp_path):
 
 
 def test_fields_with_one_last_part_are_named_in_full():
-    config = pages.load("configs/vit_24.py:smoke")
+    config = config_files.load("configs/vit_24.py:smoke")
     config.unlock()
     config.data.size = "S"
     changes = [{"model.size": "smoke"}, {"data.size": "T"}]

@@ -1,4 +1,4 @@
-"""Many runs of one page: named by what differs, done once, compiled once for all seeds, and trained side by side."""
+"""Many runs of one config file: named by what differs, done once, compiled once for all seeds, trained side by side."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import command, files, members, pages, sweep
+from experiments import command, config_files, files, members, sweep
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import signals
 from experiments.training import program, record
@@ -21,7 +21,7 @@ from tests.experiments.runs import as_people_run_it as as_people_run_it, once, p
 
 pytestmark = pytest.mark.sampled
 
-PAGE = """
+CONFIG_FILE = """
 from configs import common
 
 def get_config(variant=""):
@@ -36,9 +36,9 @@ def get_sweep(variant=""):
 """
 
 
-def page(tmp_path, text=PAGE):
-    (tmp_path / "page.py").write_text(text)
-    return ["launch.py", f"--config={tmp_path / 'page.py'}", f"--workdir={tmp_path / 'runs'}"]
+def words_of(tmp_path, text=CONFIG_FILE):
+    (tmp_path / "mine.py").write_text(text)
+    return ["launch.py", f"--config={tmp_path / 'mine.py'}", f"--workdir={tmp_path / 'runs'}"]
 
 
 def results(tmp_path):
@@ -50,7 +50,7 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
     made = []
     first = program.Program.__init__
     monkeypatch.setattr(program.Program, "__init__", lambda self, *args: (made.append(1), first(self, *args))[1])
-    words = [*page(tmp_path), f"--results={tmp_path / 'all.jsonl'}"]
+    words = [*words_of(tmp_path), f"--results={tmp_path / 'all.jsonl'}"]
     command.main([*words, "--sweep_index=3"], "")
     assert [line["run"] for line in results(tmp_path)] == ["blocks=s_ste(2,4),seed=1"]
     command.main([*words, "--sweep"], "")
@@ -88,10 +88,10 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
     text = (
-        PAGE[: PAGE.index("def get_sweep")]
+        CONFIG_FILE[: CONFIG_FILE.index("def get_sweep")]
         + "def get_sweep():\n    return [{'learning_rate.peak': p} for p in (1e38, 1e-3)]\n"
     )
-    words = page(tmp_path, text)
+    words = words_of(tmp_path, text)
     with pytest.raises(Failed, match=r"1 of the runs failed: peak=1e.38"):
         command.main([*words, "--sweep", "--config.optimizer=sgd", "--config.clip=0"], "")
     assert [line["outcome"].partition(":")[0] for line in results(tmp_path)] == ["diverged", "finished"]
@@ -132,13 +132,15 @@ WRONG = {
     "[{'batc': 3}]": "--config.batc: config has no field 'batc'. Did you mean config.batch",
     "[{'batch': 'x'}]": "batch='x'",
     "[{'seed': 1}, {'seed': 1}]": "has two runs named seed=1",
-    "1 / 0": r"page.py, line \d+: ZeroDivisionError",
+    "1 / 0": r"mine.py, line \d+: ZeroDivisionError",
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_sweep_that_is_wrong(text, tmp_path):
-    words = page(tmp_path, PAGE[: PAGE.index("def get_sweep")] + f"def get_sweep():\n    return {text}\n")
+    words = words_of(
+        tmp_path, CONFIG_FILE[: CONFIG_FILE.index("def get_sweep")] + f"def get_sweep():\n    return {text}\n"
+    )
     with pytest.raises(Mistake, match=WRONG[text]):
         command.main([*words, "--sweep"], "")
 
@@ -149,7 +151,7 @@ def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypat
     monkeypatch.setattr(
         record.Record, "keep", lambda self, *what: (signal.raise_signal(signal.SIGTERM), keep(self, *what))
     )
-    words = page(tmp_path)
+    words = words_of(tmp_path)
     with pytest.raises(
         Stopped, match=r"SIGTERM after the last step of blocks=ste\(2,4\),seed=0\. The same command continues"
     ):
@@ -159,14 +161,14 @@ def test_told_after_the_last_step_a_sweep_ends_with_that_run(tmp_path, monkeypat
 
 def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # narrower tables fold words
-    words = page(tmp_path)
+    words = words_of(tmp_path)
     command.main([*words, "--sweep_index=3", "--mode=plan"], "")
-    assert "ste(soft(2,4))" in capsys.readouterr().out  # the page itself has ste(mse(2,4))
+    assert "ste(soft(2,4))" in capsys.readouterr().out  # the config file itself has ste(mse(2,4))
     with pytest.raises(
         Mistake, match=r"--results=\S+ needs a sweep that trains\. Add --sweep or .* leave out --mode=plan"
     ):
         command.main([*words, "--sweep_index=3", "--mode=plan", f"--results={tmp_path / 'a.jsonl'}"], "")
-    assert [path.name for path in tmp_path.iterdir()] == ["page.py"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
     with pytest.raises(Mistake, match="--sweep_index=4: the sweep has 4 runs, from 0 to 3"):
         command.main([*words, "--sweep_index=4"], "")
     with pytest.raises(Mistake, match="--sweep and --sweep_index train: leave out --from and --mode"):
@@ -183,13 +185,15 @@ def test_words_of_a_sweep(tmp_path, capsys, monkeypatch):
             command.main([*words, *results], "")
     with pytest.raises(Mistake, match="has no function get_sweep"):
         command.main(["launch.py", "--config=configs/vit_pgf.py", "--sweep"], "")
-    assert [m.name for m in members.listed(pages.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == ["seed=3"]
+    assert [m.name for m in members.listed(config_files.load(words[1].removeprefix("--config=")), [{"seed": 3}])] == [
+        "seed=3"
+    ]
 
 
 # ---- side by side ----
 
 SEEDS = (
-    PAGE[: PAGE.index("def get_sweep")].replace('"0"', '"50%"')
+    CONFIG_FILE[: CONFIG_FILE.index("def get_sweep")].replace('"0"', '"50%"')
     + "def get_sweep():\n    return [{'seed': s} for s in range(4)]\n"
 )
 SEEDS = SEEDS.replace("return c.lock()", "c.optimizer = 'sgd'\n    return c.lock()")
@@ -200,8 +204,8 @@ def alone(tmp_path_factory):
     """Four runs, one after another."""
 
     def make(folder):
-        config = page(folder, SEEDS)[1]
-        process = start(folder / "runs", os.environ["JAX_COMPILATION_CACHE_DIR"], "--sweep", devices=4, page=[config])
+        config = words_of(folder, SEEDS)[1]
+        process = start(folder / "runs", os.environ["JAX_COMPILATION_CACHE_DIR"], "--sweep", devices=4, config=[config])
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 0, said
 
@@ -242,7 +246,7 @@ def alike(here, there, shapes, last=4):
 
 @pytest.mark.processes
 def test_side_by_side_every_run_is_as_it_would_be_alone(alone, programs, tmp_path, capsys):
-    command.main([*page(tmp_path, SEEDS), "--sweep", "--seeds_at_once=2"], "")
+    command.main([*words_of(tmp_path, SEEDS), "--sweep", "--seeds_at_once=2"], "")
     said = capsys.readouterr().out
     for part in (
         "seed=0, seed=1 (1, 2 of 4)",
@@ -282,7 +286,7 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
 
     monkeypatch.setattr(program.Program, "_train", poisoned)
     with pytest.raises(Failed, match="1 of the runs failed: seed=1"):
-        command.main([*page(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")
+        command.main([*words_of(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")
     said = capsys.readouterr().out
     assert "seed=1: the loss is nan at step 3 (step 2 was finite). The checkpoint of step 2 is kept in" in said
     assert "4 runs: 3 finished, 1 diverged." in said.replace(
@@ -296,7 +300,7 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
     assert Checkpoints(lost).steps() == [2]
     assert len(list((lost / "checkpoints").glob("failed-*"))) == 1
     assert (lost / "report.html").exists()
-    command.main([*page(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")  # it would diverge again
+    command.main([*words_of(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")  # it would diverge again
     assert len(programs) == 1
 
 
@@ -314,7 +318,7 @@ def stopping(monkeypatch):
 def test_begun_side_by_side_and_gone_on_with_alone_and_the_other_way_round(
     alone, programs, monkeypatch, tmp_path, capsys
 ):
-    words, runs = page(tmp_path, SEEDS), tmp_path / "runs"
+    words, runs = words_of(tmp_path, SEEDS), tmp_path / "runs"
     with monkeypatch.context() as told:
         stopping(told)
         with pytest.raises(
@@ -353,7 +357,7 @@ def grouped(workdir, changes, at_once, streamed=False):
             (workdir / m.folder).mkdir(parents=True)
             (workdir / m.folder / "run.json").write_text('{"outcome": "finished"}')
 
-    found = members.listed(pages.load("configs/vit_24.py:smoke"), changes)
+    found = members.listed(config_files.load("configs/vit_24.py:smoke"), changes)
     make = lambda member: SimpleNamespace(task=SimpleNamespace(streamed=streamed))
     sweep.run(found, workdir, None, at_once, make, train)
     return groups
@@ -366,8 +370,8 @@ def test_only_runs_that_differ_in_their_seed_alone_are_grouped(tmp_path, capsys)
     assert grouped(tmp_path / "9", changes, 9) == named((16, 0, 1, 2), (32, 0, 1, 2))
     (tmp_path / "3" / "batch=16-seed=0").mkdir(parents=True)
     (tmp_path / "3" / "batch=16-seed=0" / "run.json").write_text('{"name": "x", "outcome": "diverged: the loss"}')
-    page = pages.load("configs/vit_24.py:smoke")
-    own = members.listed(page, changes)[0].config
+    base = config_files.load("configs/vit_24.py:smoke")
+    own = members.listed(base, changes)[0].config
     (tmp_path / "3" / "batch=16-seed=0" / "config.json").write_text(own.to_json())
     assert grouped(tmp_path / "3", changes, 9) == named((32, 0, 1, 2), (16, 1, 2))
     with own.unlocked():
@@ -409,7 +413,7 @@ def test_a_step_side_by_side_is_that_of_each_alone(name):
 
 
 def test_words_of_runs_side_by_side(tmp_path, monkeypatch):
-    words = page(tmp_path)
+    words = words_of(tmp_path)
     for wrong in (["--seeds_at_once=2"], ["--sweep", "--seeds_at_once=0"], ["--sweep_index=1", "--seeds_at_once=2"]):
         said = "--seeds_at_once=.: write at least 1. A number above 1 needs --sweep, and cannot be combined"
         with pytest.raises(Mistake, match=said):

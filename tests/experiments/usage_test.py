@@ -6,12 +6,12 @@ import shlex
 
 import pytest
 
-from experiments import command, pages, usage
+from experiments import command, config_files, usage
 
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch):
-    monkeypatch.chdir(pages.ROOT)
+    monkeypatch.chdir(config_files.ROOT)
 
 
 def settings(printed):
@@ -28,23 +28,25 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("page", [*pages.names(), *VARIANTS])
-def test_the_settings_that_are_printed_give_the_config_again(page):
-    """A page of the same fields with other values, changed by the printed words, is the page."""
-    config = command.read(["launch.py", f"--config={page}"]).config
+@pytest.mark.parametrize("config_file", [*config_files.names(), *VARIANTS])
+def test_the_settings_that_are_printed_give_the_config_again(config_file):
+    """A config of the same fields with other values, changed by the printed words, is the same config."""
+    config = command.read(["launch.py", f"--config={config_file}"]).config
     words, comments = settings(usage.listing(config))
     assert all(comments)
     assert not any("an argument of" in comment for comment in comments)  # that is for models of others
-    changed = command.read(["launch.py", f"--config={page}", *words]).config
+    changed = command.read(["launch.py", f"--config={config_file}", *words]).config
     assert changed.to_dict() == config.to_dict()
     assert len(words) == len(usage.flat(config.to_dict()))
-    blank = command.read(["launch.py", f"--config={page}", "--config.seed=7", "--config.batch=3", "--config.clip=2.0"])
+    blank = command.read(
+        ["launch.py", f"--config={config_file}", "--config.seed=7", "--config.batch=3", "--config.clip=2.0"]
+    )
     assert blank.config.to_dict() != config.to_dict()
-    again = command.read(["launch.py", f"--config={page}", "--config.seed=7", "--config.batch=3", *words]).config
+    again = command.read(["launch.py", f"--config={config_file}", "--config.seed=7", "--config.batch=3", *words]).config
     assert again.to_dict() == config.to_dict()
 
 
-def test_help_has_every_flag_and_the_fields_of_the_page(capsys):
+def test_help_has_every_flag_and_the_fields_of_the_config(capsys):
     command.main(["launch.py", "--help", "--config=configs/gpt_24.py"], "The usage.")
     said = capsys.readouterr().out
     assert said.startswith("The usage.\n\nflags:\n")
@@ -53,7 +55,7 @@ def test_help_has_every_flag_and_the_fields_of_the_page(capsys):
             assert re.search(rf"^  --{flag}\b", said, re.MULTILINE), flag
     assert "fields of configs/gpt_24.py" in said
     assert re.search(r"^  --config.data.tokenizer=bytes +bytes, or a JSON file", said, re.MULTILINE)
-    assert all(page in said for page in pages.names())
+    assert all(name in said for name in config_files.names())
 
 
 def test_help_says_what_arguments_of_models_mean():
@@ -69,7 +71,7 @@ def test_help_says_what_arguments_of_models_mean():
 
 
 def test_the_usage_of_the_command_has_every_flag():
-    usage_lines = ast.get_docstring(ast.parse((pages.ROOT / "launch.py").read_text()))
+    usage_lines = ast.get_docstring(ast.parse((config_files.ROOT / "launch.py").read_text()))
     for flag in usage.FLAGS:
         assert re.search(rf"--{flag}\b", usage_lines), flag
 
@@ -81,6 +83,6 @@ def test_the_mode_config_prints_the_settings_with_the_changes(capsys):
 
 
 def test_every_flag_is_on_the_page_of_commands():
-    text = (pages.ROOT / "docs" / "reference" / "commands.md").read_text()
+    text = (config_files.ROOT / "docs" / "reference" / "commands.md").read_text()
     for flag in usage.FLAGS:
         assert f"`--{flag}" in text, flag

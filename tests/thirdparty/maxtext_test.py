@@ -26,8 +26,8 @@ def test_a_decoder_layer_of_maxtext():
     from maxtext.configs import pyconfig
     from maxtext.models.llama2 import LlamaDecoderLayer
 
-    page = Path(maxtext.__file__).parent / "configs" / "base.yml"
-    config = pyconfig.initialize(["", str(page), *SETTINGS])
+    config_file = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    config = pyconfig.initialize(["", str(config_file), *SETTINGS])
     devices = np.array(jax.devices()[:1]).reshape((1,) * len(config.mesh_axes))
     mesh = jax.sharding.Mesh(devices, config.mesh_axes)
     make = lambda: LlamaDecoderLayer(config=config, mesh=mesh, model_mode="train", rngs=nnx.Rngs(0))

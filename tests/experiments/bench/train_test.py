@@ -1,4 +1,4 @@
-"""The benchmark of steps: its rows are the slots that a page uses."""
+"""The benchmark of steps: its rows are the slots that a config file uses."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.bench import train
-from experiments.pages import ROOT
+from experiments.config_files import ROOT
 from tests.experiments.runs import as_people_run_it as as_people_run_it, xla_flags
 
 
@@ -19,30 +19,30 @@ def test_a_copy_is_written_and_nearly_equal():
 
 
 @pytest.mark.slow
-def test_every_slot_of_a_page_has_a_row_and_a_copy_in_its_place():
-    page = "configs/vit_24.py:smoke"
-    rows = train.slot_by_slot(page, "", 2)
+def test_every_slot_of_a_config_file_has_a_row_and_a_copy_in_its_place():
+    config_file = "configs/vit_24.py:smoke"
+    rows = train.slot_by_slot(config_file, "", 2)
     wanted = ["dense", "fwd_rhs=.*", "fwd_rhs, a copy", r"drhs_g=mvue\(2,4\)", "drhs_g, a copy", "all"]
     assert len(rows) == len(wanted)
     for name, text in zip(rows, wanted, strict=True):
-        assert re.fullmatch(f"{page} `{text}`", name)
+        assert re.fullmatch(f"{config_file} `{text}`", name)
     assert all(re.fullmatch(r"\d\.\d\d \(\d+\.\d\d to \d+\.\d\d\)", cell) for (cell,) in rows.values())
-    assert rows[f"{page} `dense`"] == ["1.00 (1.00 to 1.00)"]
+    assert rows[f"{config_file} `dense`"] == ["1.00 (1.00 to 1.00)"]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_tables_as_they_are_printed():
-    page = "configs/vit_24.py:smoke"
-    command = [sys.executable, "-m", "experiments.bench", "train", f"--config={page}", "--rounds=1"]
+    config_file = "configs/vit_24.py:smoke"
+    command = [sys.executable, "-m", "experiments.bench", "train", f"--config={config_file}", "--rounds=1"]
     env = os.environ | {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     said = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
     rows = {cells[1]: cells[2:-1] for cells in (re.split(r" *\| *", line) for line in said.splitlines()) if cells[2:]}
-    assert rows[f"{page} plain"][:2] == ["1.00 (1.00 to 1.00)", "1.00"]
+    assert rows[f"{config_file} plain"][:2] == ["1.00 (1.00 to 1.00)", "1.00"]
     for name in ("sparse", "dense", "plain"):
-        _, memory, rate, time = rows[f"{page} {name}"]
+        _, memory, rate, time = rows[f"{config_file} {name}"]
         images, milliseconds = float(rate.removesuffix(" images").replace(",", "")), float(time.removesuffix(" ms"))
         assert images * milliseconds / 1e3 == pytest.approx(16, rel=0.02)  # a step is 16 images
         assert float(memory) >= 0.99
-    first, whole = map(float, rows[page])
+    first, whole = map(float, rows[config_file])
     assert 0 < first < whole

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import command, pages
+from experiments import command, config_files
 from experiments.data import folder, idx, images, reading, text
 from experiments.errors import Missing, Mistake
 from experiments.training import tasks
@@ -113,22 +113,22 @@ def test_an_npz_that_is_not_clear(name):
 def test_images_that_are_not_square_are_refused_for_a_vit():
     """A ResNet takes them."""
     np.savez("wide.npz", x=np.repeat(X, 2, axis=2), y=Y)
-    page = lambda name: command.read(
-        ["launch.py", f"--config={pages.ROOT}/configs/{name}", "--config.data.name=wide.npz"]
+    config_of = lambda name: command.read(
+        ["launch.py", f"--config={config_files.ROOT}/configs/{name}", "--config.data.name=wide.npz"]
     )
     why = (
         "config.data.name='wide.npz' holds images of 6 x 12 pixels, and a ViT takes square images. Pad, crop or resize"
     )
     with pytest.raises(Mistake, match=why):
-        tasks.task(page("vit_24.py").config)
-    assert tasks.task(page("resnet_24.py:smoke").config).shape == (6, 12, 3)
+        tasks.task(config_of("vit_24.py").config)
+    assert tasks.task(config_of("resnet_24.py:smoke").config).shape == (6, 12, 3)
 
 
 def test_names_that_are_no_npz(tmp_path):
     with pytest.raises(Missing, match="found no b.npz in the current folder.* Give the path of the file"):
         images.load("b.npz")
     (tmp_path / "pictures").mkdir()
-    with pytest.raises(Mistake, match="'pictures'. It is a folder: write --config=PAGE:folder --config.data.dir=pic"):
+    with pytest.raises(Mistake, match="'pictures'. It is a folder: write --config=FILE:folder --config.data.dir=pic"):
         images.load("pictures")
 
 

@@ -1,4 +1,4 @@
-"""The launch pages: with stand-ins for ssh, srun and scontrol, and with the real run behind them."""
+"""The launchers: with stand-ins for ssh, srun and scontrol, and with the real run behind them."""
 
 import os
 import signal
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import command, pages
+from experiments import command, config_files
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import free, xla_flags
 
-PAGES = pages.ROOT / "launchers"
+LAUNCHERS = config_files.ROOT / "launchers"
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:
@@ -41,8 +41,8 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "PORT": str(free())}
     env |= {"XLA_FLAGS": xla_flags(1), "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
-        [sys.executable, "-c", HEARS, PAGES / "ssh.sh", "localhost", "127.0.0.1", "--", *words], env=os.environ | env,
-        cwd=pages.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, "-c", HEARS, LAUNCHERS / "ssh.sh", "localhost", "127.0.0.1", "--", *words],
+        env=os.environ | env, cwd=config_files.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
         head = []
@@ -61,9 +61,9 @@ def test_ssh_starts_a_process_a_machine_and_hands_on_that_they_are_to_stop(tmp_p
 
 @pytest.mark.processes
 def test_ssh_says_what_it_wants():
-    done = subprocess.run([PAGES / "ssh.sh", "node1", "--config=x"], capture_output=True, text=True)
+    done = subprocess.run([LAUNCHERS / "ssh.sh", "node1", "--config=x"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "ssh.sh HOST... -- --config=PAGE" in done.stderr
+    assert "ssh.sh HOST... -- --config=FILE" in done.stderr
 
 
 @pytest.mark.processes
@@ -77,7 +77,7 @@ def test_slurm_queues_again_what_was_told_to_stop_alone(code, again, tmp_path):
         "SLURM_JOB_ID": "77",
         "SLURM_CPUS_PER_TASK": "8",
     }
-    words = ["bash", PAGES / "slurm.sbatch", "--config=configs/vit_24.py", "--sweep_index=ARRAY"]
+    words = ["bash", LAUNCHERS / "slurm.sbatch", "--config=configs/vit_24.py", "--sweep_index=ARRAY"]
     done = subprocess.run(words, env=os.environ | env, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     srun, *rest = done.stdout.splitlines()
@@ -89,13 +89,13 @@ def test_slurm_queues_again_what_was_told_to_stop_alone(code, again, tmp_path):
 
 
 def test_the_jobset_agrees_with_itself():
-    page = yaml.safe_load((PAGES / "jobset.yaml").read_text())
-    (group,) = page["spec"]["replicatedJobs"]
+    jobset = yaml.safe_load((LAUNCHERS / "jobset.yaml").read_text())
+    (group,) = jobset["spec"]["replicatedJobs"]
     job = group["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     asked = command.read(["launch.py", *container["args"]])
     host, count, index = asked.distributed.split(",")
-    name = page["metadata"]["name"]
+    name = jobset["metadata"]["name"]
     assert (
         host.partition(":")[0] == f"{name}-{group['name']}-0-0.{name}"
     )  # the first pod of the first job, in its domain

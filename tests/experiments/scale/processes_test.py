@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments import command, pages
+from experiments import command, config_files
 from experiments.errors import Mistake
 from experiments.scale import address, processes
 from experiments.scale.address import Address
 from experiments.training.checkpoints import Checkpoints
-from tests.experiments.runs import PAGE, arrays, as_people_run_it as as_people_run_it, free, once, start, timeless
+from tests.experiments.runs import CONFIG, arrays, as_people_run_it as as_people_run_it, free, once, start, timeless
 
 CUT = "--config.mesh.fsdp=4"  # over all devices of both
 
 
-def together(workdir, cache, *words, own=((), ()), page=PAGE) -> list[subprocess.Popen]:
+def together(workdir, cache, *words, own=((), ()), config=CONFIG) -> list[subprocess.Popen]:
     """Start a process of two devices for each of ``own`` words."""
     port = free()
     told = [f"--distributed=127.0.0.1:{port},{len(own)},{index}" for index in range(len(own))]
     return [
-        start(workdir, cache, *words, *mine, how, devices=2, page=page) for mine, how in zip(own, told, strict=True)
+        start(workdir, cache, *words, *mine, how, devices=2, config=config) for mine, how in zip(own, told, strict=True)
     ]
 
 
@@ -160,7 +160,7 @@ def test_a_directory_that_others_do_not_see_is_refused(tmp_path, alone):
     both, port = [], free()
     for index in range(2):
         (place := tmp_path / f"machine{index}").mkdir()
-        (place / "configs").symlink_to(pages.ROOT / "configs")
+        (place / "configs").symlink_to(config_files.ROOT / "configs")
         how = f"--distributed=127.0.0.1:{port},2,{index}"
         both.append(start(Path("run"), alone[1], how, devices=2, cwd=place))
     refused(
@@ -185,9 +185,9 @@ def test_of_files_every_process_reads_its_part(alone, tmp_path):
             Image.fromarray(draw.integers(0, 256, (40, 48, 3), np.uint8)).save(into / f"{i}.png")
     words = [f"--config.data.dir={tmp_path}", "--config.data.size=16", "--config.steps=4", "--config.batch=4"]
     words += ["--config.epochs=0", "--config.model.size=tiny", "--config.dtype=float32", "--config.measure=0"]
-    page = ["--config=configs/resnet_24.py:folder"]
-    both = together(tmp_path / "both", alone[1], *words, page=page)
-    command.main(["launch.py", *page, *words, f"--workdir={tmp_path / 'one'}"], "")
+    config = ["--config=configs/resnet_24.py:folder"]
+    both = together(tmp_path / "both", alone[1], *words, config=config)
+    command.main(["launch.py", *config, *words, f"--workdir={tmp_path / 'one'}"], "")
     texts = said(both)
     assert [process.returncode for process in both] == [0, 0], texts
     for ours, theirs in zip(timeless(tmp_path / "both"), timeless(tmp_path / "one"), strict=True):
@@ -252,10 +252,12 @@ def test_what_is_left_to_do_at_another_ones_end_stays_known_until_its_cause_is(m
 
 @pytest.mark.processes
 def test_one_that_nobody_meets_says_so_and_gives_up():
-    words = ["launch.py", *PAGE, f"--distributed=127.0.0.1:{free()},2,1"]
+    words = ["launch.py", *CONFIG, f"--distributed=127.0.0.1:{free()},2,1"]
     text = "from experiments import command; from experiments.scale import processes; processes.MEETING_TIMEOUT = 12; "
     text += f"command.main({words}, '')"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=pages.ROOT, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, cwd=config_files.ROOT, timeout=100
+    )
     assert done.returncode == 1
     (waits, ended) = [line for line in done.stderr.splitlines() if "process 1 of 2" in line]
     assert re.fullmatch(r"process 1 of 2 at 127.0.0.1:\d+ waits for the others, up to 12 s", waits)

@@ -25,8 +25,8 @@ METHOD = (
 )
 
 
-def made(fsdp, tensor, *changes, page="configs/vit_24.py:smoke"):
-    return program(page, f"--config.mesh.fsdp={fsdp}", f"--config.mesh.tensor={tensor}", METHOD, *changes)
+def made(fsdp, tensor, *changes, config_file="configs/vit_24.py:smoke"):
+    return program(config_file, f"--config.mesh.fsdp={fsdp}", f"--config.mesh.tensor={tensor}", METHOD, *changes)
 
 
 @functools.cache

@@ -10,13 +10,13 @@ from importlib.util import find_spec
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import command, files, pages
+from experiments import command, config_files, files
 from experiments.errors import Mistake
 from experiments.scale import sinks
 from experiments.training import digest, record
 from nmjax.analysis.plan import Plan
 from tests.experiments.runs import as_people_run_it as as_people_run_it
-from tests.experiments.sweep_test import PAGE
+from tests.experiments.sweep_test import CONFIG_FILE
 
 KEEPS = """
 import json, os, time
@@ -110,9 +110,9 @@ def test_a_run_that_goes_on_does_so_where_it_was(tmp_path, sent):
 
 @pytest.mark.slow
 def test_every_run_of_a_sweep_is_sent_as_it_is_written(tmp_path, sent, monkeypatch):
-    (tmp_path / "page.py").write_text(PAGE.replace('("ste(2,4)", "s_ste(2,4)")', '("ste(2,4)",)'))
-    page = [f"--config={tmp_path / 'page.py'}", f"--workdir={tmp_path / 'runs'}", "--config.measure=50%"]
-    command.main(["launch.py", *page, "--sweep", "--sink=wandb"], "")
+    (tmp_path / "mine.py").write_text(CONFIG_FILE.replace('("ste(2,4)", "s_ste(2,4)")', '("ste(2,4)",)'))
+    words = [f"--config={tmp_path / 'mine.py'}", f"--workdir={tmp_path / 'runs'}", "--config.measure=50%"]
+    command.main(["launch.py", *words, "--sweep", "--sink=wandb"], "")
     lines, runs = sent(), {}
     for what, *values in lines:
         if what == "init":
@@ -189,12 +189,12 @@ def test_a_package_that_is_missing_is_told_before_anything_begins(name, tmp_path
 
 
 def test_words_of_a_sink(tmp_path):
-    page = ["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'run'}"]
-    assert command.read(page).sink == ""
+    words = ["launch.py", "--config=configs/vit_24.py:smoke", f"--workdir={tmp_path / 'run'}"]
+    assert command.read(words).sink == ""
     with pytest.raises(Mistake, match="--sink=wandbb: value should be one of <wandb.trackio.mlflow>"):
-        command.main([*page, "--sink=wandbb"], "")
+        command.main([*words, "--sink=wandbb"], "")
     with pytest.raises(Mistake, match="--sink needs a run that trains. With --mode=plan, leave it out."):
-        command.main([*page, "--sink=wandb", "--mode=plan"], "")
+        command.main([*words, "--sink=wandb", "--mode=plan"], "")
 
 
 # ---- the real ones ----
@@ -288,7 +288,7 @@ def test_the_real_package_keeps_what_it_is_sent(name, tmp_path):
 
     def python(*words):
         return subprocess.run(
-            [sys.executable, "-c", *words], env=os.environ | kept, capture_output=True, text=True, cwd=pages.ROOT
+            [sys.executable, "-c", *words], env=os.environ | kept, capture_output=True, text=True, cwd=config_files.ROOT
         )
 
     done = python(TWICE, str(tmp_path / "mine"), name)

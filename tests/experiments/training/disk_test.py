@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import files, pages
+from experiments import config_files, files
 from experiments.errors import Failed, Mistake
 from experiments.training import checkpoints as checkpoints_module, record
 from experiments.training.checkpoints import Checkpoints
@@ -21,7 +21,7 @@ from tests.experiments.runs import as_people_run_it as as_people_run_it, start
 from tests.experiments.training.record_test import begun
 from tests.experiments.training.resume_test import shapes, small
 
-PAGE = ["--config=configs/vit_24.py:smoke", "--config.steps=6", "--config.evaluate=2", "--config.measure=0"]
+CONFIG = ["--config=configs/vit_24.py:smoke", "--config.steps=6", "--config.evaluate=2", "--config.measure=0"]
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def disk(tmp_path):
 @pytest.mark.parametrize("size", [60, 1000])  # in the first checkpoint, and in the second
 def test_on_a_full_disk_a_run_ends_in_a_sentence_and_the_same_command_completes_it(size, disk, tmp_path):
     for room, code in ((size, 1), (30_000, 0)):
-        process = start(disk(room) / "run", tmp_path / "cache", page=PAGE)
+        process = start(disk(room) / "run", tmp_path / "cache", config=CONFIG)
         said = process.communicate(timeout=500)[0]
         if code:
             ends_in_a_sentence(said, process.returncode)
@@ -84,14 +84,14 @@ def test_on_a_full_disk_a_run_ends_in_a_sentence_and_the_same_command_completes_
 @pytest.mark.slow
 def test_a_run_whose_large_files_are_refused_ends_in_a_sentence(tmp_path):
     """As `disk`, without a mount: no file may have more than 20 kB, so checkpoints and reports cannot be written."""
-    words = ["launch.py", *PAGE, f"--workdir={tmp_path}/run"]
+    words = ["launch.py", *CONFIG, f"--workdir={tmp_path}/run"]
     text = f"import resource, runpy, sys; sys.argv = {words}; sys.path.insert(0, '')\n"
     text += (
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); runpy.run_path('launch.py', run_name='__main__')"
     )
     process = subprocess.run(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=pages.ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}, timeout=500,
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=config_files.ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}, timeout=500,
     )  # fmt: skip
     ends_in_a_sentence(process.stdout, process.returncode)
     assert "step 6/6" in process.stdout
@@ -184,7 +184,7 @@ def test_two_processes_append_whole_lines(tmp_path):
     text += "for i in range(40): files.append(Path(sys.argv[1]), lambda _: [{'i': i, 'x': 'x' * 9000}, {'i': i}])"
     path = tmp_path / "results.jsonl"
     words = [sys.executable, "-c", text, path]
-    both = [subprocess.Popen(words, cwd=pages.ROOT) for _ in range(2)]
+    both = [subprocess.Popen(words, cwd=config_files.ROOT) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(found) == 160

@@ -21,7 +21,7 @@ from experiments.training import pretrained, settings
 from nmjax import checkpoints
 from tests.experiments.runs import as_people_run_it, program, start, steps  # noqa: F401
 
-PAGE = "configs/finetune_24.py:smoke"
+CONFIG_FILE = "configs/finetune_24.py:smoke"
 BERT = Path("tests/checkpoints/golden/bert")
 
 
@@ -102,7 +102,7 @@ def test_tokens_of_pairs():
 
 
 def test_it_begins_with_the_checkpoint_and_a_new_head_of_the_seed():
-    made = program(PAGE)
+    made = program(CONFIG_FILE)
     first, other = made.init(jnp.uint32(0)), made.init(jnp.uint32(1))
     wanted = checkpoints.parameters(BERT, classes=9)
     held = {"/".join(map(str, path)): value for path, value in nnx.to_flat_state(first.params)}
@@ -116,7 +116,7 @@ def test_it_begins_with_the_checkpoint_and_a_new_head_of_the_seed():
 def test_a_held_mask_is_that_of_the_pruned_checkpoint(tmp_path):
     pruned = nm.nnx.harden(nm.nnx.sparsify(checkpoints.load(BERT), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"})))
     checkpoints.save(tmp_path, pruned, like=BERT)
-    made = program(PAGE, f"--config.weights={tmp_path}", "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4)))")
+    made = program(CONFIG_FILE, f"--config.weights={tmp_path}", "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4)))")
     state, _ = steps(made, 3)
     hard = nnx.merge(made.hardened_graph, made.harden(state))
     assert_held(checkpoints.parameters(tmp_path), pretrained.variables(hard))
@@ -141,7 +141,7 @@ def test_a_held_mask_is_in_the_file_whatever_else_a_run_does(tmp_path):
     checkpoints.save(tmp_path / "pruned", pruned.model, like=BERT)
     words = [f"--config.weights={tmp_path}/pruned", "--config.sparsity.blocks=fwd_rhs=ste(hold(mse(2,4)))"]
     words += ["--config.masked_decay=0.01", "--config.rates=(('blocks/.*',0.5),('tokens/.*',0.0))", "--config.ema=0.5"]
-    made = program(PAGE, *words, "--config.accumulate=4", "--config.model.scan=True")
+    made = program(CONFIG_FILE, *words, "--config.accumulate=4", "--config.model.scan=True")
     state, _ = steps(made, 3)
     made.export(state, tmp_path / "out")
     before, after = checkpoints.parameters(tmp_path / "pruned"), checkpoints.parameters(tmp_path / "out")
@@ -153,7 +153,7 @@ def test_a_held_mask_is_in_the_file_whatever_else_a_run_does(tmp_path):
 
 @pytest.mark.processes
 def test_a_run_writes_a_verified_checkpoint_that_load_run_equals(tmp_path):
-    process = start(tmp_path, tmp_path / "cache", page=[f"--config={PAGE}"])
+    process = start(tmp_path, tmp_path / "cache", config=[f"--config={CONFIG_FILE}"])
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert f"the best evaluation: {tmp_path}/model" in out
@@ -172,7 +172,7 @@ def test_a_run_writes_a_verified_checkpoint_that_load_run_equals(tmp_path):
 def test_without_a_validation_split_the_best_model_is_written_too(tmp_path):
     """A rate that is too large makes an early evaluation the best one."""
     words = ["--config.data.validation=0", "--config.learning_rate.peak=3.0", "--config.evaluate=1", "--config.steps=6"]
-    process = start(tmp_path, tmp_path / "cache", *words, page=[f"--config={PAGE}"])
+    process = start(tmp_path, tmp_path / "cache", *words, config=[f"--config={CONFIG_FILE}"])
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     best = load.load_run(tmp_path, "best")
@@ -214,7 +214,7 @@ def teacher_of(folder, seed):
 
 def test_a_teacher_without_a_head_is_refused():
     with pytest.raises(Mistake, match=r"gives logits \(0,\) and the model \(9,\)"):
-        program(PAGE, f"--config.teacher.weights={BERT}")
+        program(CONFIG_FILE, f"--config.teacher.weights={BERT}")
 
 
 @pytest.mark.slow
@@ -253,16 +253,16 @@ def test_a_teacher_of_other_classes_or_tokens_is_refused(tmp_path):
     config["id2label"] = {str(i): name for i, name in enumerate(names[::-1])}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(Mistake, match="has the classes xml, urllib, .*, and the data asyncio, email"):
-        program(PAGE, f"--config.teacher.weights={folder}")
+        program(CONFIG_FILE, f"--config.teacher.weights={folder}")
     config["id2label"] = {str(i): f"LABEL_{i}" for i in range(9)}
     (folder / "config.json").write_text(json.dumps(config))
-    program(PAGE, f"--config.teacher.weights={folder}")
+    program(CONFIG_FILE, f"--config.teacher.weights={folder}")
     about = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = about["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(about))
     with pytest.raises(Mistake, match="has another tokenizer than config.weights"):
-        program(PAGE, f"--config.teacher.weights={folder}")
+        program(CONFIG_FILE, f"--config.teacher.weights={folder}")
 
 
 def test_divergence_is_that_of_the_definition():
@@ -306,7 +306,7 @@ def test_mistakes_are_told(change, message):
     if change.startswith(("teacher.logits", "teacher.temp")):
         words.append(f"--config.teacher.weights={BERT}")
     with pytest.raises(Mistake, match=message):
-        program(PAGE, *words)
+        program(CONFIG_FILE, *words)
 
 
 def test_a_tokenizer_with_far_fewer_tokens_is_refused(tmp_path):
@@ -315,7 +315,7 @@ def test_a_tokenizer_with_far_fewer_tokens_is_refused(tmp_path):
     about["model"]["vocab"] = {word: i for word, i in about["model"]["vocab"].items() if i < 25}
     (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
     with pytest.raises(Mistake, match="has 25 tokens, but the model has 40. The tokenizer is that of another model"):
-        program(PAGE, f"--config.weights={tmp_path}/b")
+        program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
 
 
 def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
@@ -326,7 +326,7 @@ def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
     with pytest.raises(
         Mistake, match="gives the token 40, but the model has 40. The tokenizer is that of another model"
     ):
-        program(PAGE, f"--config.weights={tmp_path}/b")
+        program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
 
 
 # ---- rates ----
@@ -334,8 +334,8 @@ def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_frozen_parameters_stay_and_do_not_count_in_the_clipped_norm():
-    frozen = program(PAGE, "--config.rates=(('tokens/.*|positions/.*|types/.*|norm/.*',0.0),('head/.*',2.0))")
-    plain = program(PAGE)
+    frozen = program(CONFIG_FILE, "--config.rates=(('tokens/.*|positions/.*|types/.*|norm/.*',0.0),('head/.*',2.0))")
+    plain = program(CONFIG_FILE)
     (state, shown), (other, all_shown) = steps(frozen, 2), steps(plain, 2)
     first = frozen.init(jnp.uint32(0))
     assert np.array_equal(state.params["tokens"]["embedding"], first.params["tokens"]["embedding"])
@@ -374,13 +374,13 @@ def test_a_damaged_config_is_told(tmp_path):
     shutil.copytree(BERT, tmp_path / "b")
     (tmp_path / "b/config.json").write_text("{")
     with pytest.raises(Mistake, match="config.weights: .*this is not JSON"):
-        program(PAGE, f"--config.weights={tmp_path}/b")
+        program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
 
 
 def test_a_head_of_ones_own(tmp_path):
     words = ["--config.model.name=tests.experiments.training.finetune_test:Pairs"]
     words += ["--config.sparsity.blocks=ste(2,4)", "--config.rules=(('encoder/blocks/.*','blocks'),('.*','dense'))"]
-    made = program(PAGE, *words)
+    made = program(CONFIG_FILE, *words)
     state, shown = steps(made, 2)
     first = made.init(jnp.uint32(0))
     wanted = checkpoints.parameters(BERT)["blocks/0/mlp/up/kernel"]

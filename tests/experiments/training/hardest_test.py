@@ -8,7 +8,7 @@ import pytest
 from experiments.training import hardest
 from tests.experiments.runs import program, shared
 
-PAGE = "configs/vit_24.py:smoke"
+CONFIG_FILE = "configs/vit_24.py:smoke"
 
 
 def softmax(logits):
@@ -93,7 +93,7 @@ def test_a_decoder_that_drops_the_first_space_keeps_it_within():
 
 def test_the_pictures_of_a_run_have_the_errors_of_its_evaluation():
     """The share of the diagonal is the accuracy of the hardened weights on the test split."""
-    run = shared(PAGE)
+    run = shared(CONFIG_FILE)
     state = run.init(np.uint32(0))
     found, scores = run.pictures(state), run.evaluate(state, "test")
     confusion = found["confusion"]
@@ -106,9 +106,9 @@ def test_the_pictures_of_a_run_have_the_errors_of_its_evaluation():
 
 
 def test_devices_and_runs_side_by_side_show_the_same_errors():
-    one = shared(PAGE)
+    one = shared(CONFIG_FILE)
     wanted = one.pictures(one.init(np.uint32(1)))
-    many = program(PAGE, "--config.mesh.fsdp=2")
+    many = program(CONFIG_FILE, "--config.mesh.fsdp=2")
     assert many.mesh.size == jax.device_count() > 1
     both = many.beside(2)
     states = both.together([many.init(np.uint32(seed)) for seed in (0, 1)])

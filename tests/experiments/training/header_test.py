@@ -83,15 +83,15 @@ def _nowhere(monkeypatch, tmp_path):
     ],
 )
 def test_a_plan_does_without_the_data_and_a_run_does_not(words, data, tmp_path, capsys):
-    page, *changes = words
-    command.main(["launch.py", f"--config={page}", *changes, "--mode=plan"], "")
+    config_file, *changes = words
+    command.main(["launch.py", f"--config={config_file}", *changes, "--mode=plan"], "")
     said = capsys.readouterr().out
     assert data in said
     assert "the data are missing; a plan does not need them" in said
     assert "fwd_rhs=" in said
     assert "--mode=plan shows them" not in said
     with pytest.raises(Missing, match="found no|which does not exist"):
-        command.main(["launch.py", f"--config={page}", *changes, f"--workdir={tmp_path / 'run'}"], "")
+        command.main(["launch.py", f"--config={config_file}", *changes, f"--workdir={tmp_path / 'run'}"], "")
     assert not list(tmp_path.rglob("*.json"))
 
 

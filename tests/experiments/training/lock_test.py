@@ -15,13 +15,13 @@ from threading import Barrier, Lock
 
 import pytest
 
-from experiments import command, files, members, pages, report, sweep
+from experiments import command, config_files, files, members, report, sweep
 from experiments.errors import Failed, Mistake, Taken
 from experiments.training import lock, modes, record
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, start, timeless
 
-PAGE = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.measure=0"]
+COMMAND = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.measure=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_two_runs_of_the_same_second_have_two_directories(tmp_path, monkeypatch)
     monkeypatch.setattr(command.time, "strftime", lambda _: "20260131-120000")
     monkeypatch.setattr(modes, "carry_out", lambda mode, runs, *_, **__: places.append(str(runs[0].workdir)))
     for words in ([], [], ["--mode=plan"], ["--config.seed=1"]):
-        command.main([*PAGE, *words], "")
+        command.main([*COMMAND, *words], "")
     name = "runs/vit_24_smoke-20260131-120000"
     assert [*places[:2], places[3]] == [name, f"{name}-2", f"{name}-3"]
     assert len(list((tmp_path / "runs").iterdir())) == 3  # a plan takes none
@@ -61,7 +61,7 @@ def test_a_mistake_leaves_no_default_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for wrong in ("--config.dtype=float16", "--config.rules=(('mlp','blocks'),)"):
         with pytest.raises(Mistake):
-            command.main([*PAGE, wrong], "")
+            command.main([*COMMAND, wrong], "")
     assert not list((tmp_path / "runs").iterdir())
 
 
@@ -69,7 +69,7 @@ def test_a_default_directory_that_cannot_be_made_is_a_mistake(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("")
     with pytest.raises(Mistake, match=r"--workdir=runs/vit_24_smoke-\d+-\d+ cannot be written: File exists"):
-        command.main(PAGE, "")
+        command.main(COMMAND, "")
 
 
 # ---- the lock ----
@@ -123,7 +123,7 @@ HOLDS += "with lock.held(Path(sys.argv[1])):\n    print('held', flush=True)\n   
 
 @pytest.mark.processes
 def test_a_lock_dies_with_its_process(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, cwd=pages.ROOT)
+    child = subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdout=subprocess.PIPE, cwd=config_files.ROOT)
     try:
         assert child.stdout.readline() == b"held\n"
         with (
@@ -160,7 +160,7 @@ def test_a_broken_disk_is_not_one_without_locks(tmp_path, monkeypatch):
 
 
 def test_a_directory_that_is_written_is_refused_before_anything_is_done_and_read_all_the_same(tmp_path, capsys):
-    words = [*PAGE, f"--workdir={tmp_path}"]
+    words = [*COMMAND, f"--workdir={tmp_path}"]
     with lock.held(tmp_path):
         with pytest.raises(Taken, match="is being written by process"):
             command.main(words, "")
@@ -211,7 +211,7 @@ def swept(workdir, index=None, before=lambda name: None):
             (place / "run.json").write_text('{"name": "x", "outcome": "finished"}')
         done.append(member.name)
 
-    found = members.listed(pages.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(3)])
+    found = members.listed(config_files.load("configs/vit_24.py:smoke"), [{"seed": seed} for seed in range(3)])
     sweep.run(found, workdir, index, 1, lambda member: None, train)
     return done
 
@@ -243,7 +243,7 @@ def test_a_run_that_its_process_has_finished_is_not_named(tmp_path):
         def before(name):
             """The other process finishes seed 1 while this one trains seed 2."""
             if name == "seed=2":
-                member = members.listed(pages.load("configs/vit_24.py:smoke"), [{"seed": 0}, {"seed": 1}])[1]
+                member = members.listed(config_files.load("configs/vit_24.py:smoke"), [{"seed": 0}, {"seed": 1}])[1]
                 (place / "config.json").write_text(member.identity.text)
                 (place / "run.json").write_text('{"name": "x", "outcome": "finished"}')
                 other.close()
@@ -258,14 +258,14 @@ def test_a_run_that_its_process_has_finished_is_not_named(tmp_path):
 def cut(tmp_path_factory):
     """A run that was killed when it was about to write its report."""
     workdir = tmp_path_factory.mktemp("cut") / "run"
-    words = [*PAGE, f"--workdir={workdir}"]
+    words = [*COMMAND, f"--workdir={workdir}"]
     text = "import os, signal\nfrom experiments import command, report\n"
     text += "ended = lambda about: about is not None and about['outcome'] == 'finished'\n"
     text += "write = report.write\n"
     text += "kill = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
     text += "report.write = lambda path, about=None: kill() if ended(about) else write(path, about)\n"
     text += f"command.main({words}, '')"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=pages.ROOT)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=config_files.ROOT)
     assert done.returncode == -signal.SIGKILL, done.stderr
     return workdir
 
@@ -276,7 +276,7 @@ def test_killed_before_its_report_a_run_is_finished_by_the_next_start(cut, tmp_p
     assert "finished</span>" not in (workdir / "report.html").read_text()
     assert json.loads((workdir / "run.json").read_text())["outcome"] == "running"
     before = timeless(workdir)
-    command.main([*PAGE, f"--workdir={workdir}"], "")
+    command.main([*COMMAND, f"--workdir={workdir}"], "")
     assert "continuing from step 4 of 4" in capsys.readouterr().out
     assert json.loads((workdir / "run.json").read_text())["outcome"] == "finished"
     assert timeless(workdir) == before
@@ -301,7 +301,7 @@ def test_finished_is_written_last_and_a_report_that_is_gone_is_made(tmp_path, mo
         replace(path, text)
 
     monkeypatch.setattr(record, "replace", watched)
-    command.main([*PAGE, f"--workdir={tmp_path}"], "")
+    command.main([*COMMAND, f"--workdir={tmp_path}"], "")
     names = ["checkpoints", "config.json", "metrics.jsonl", "pictures.npz", "plan.html", "plan.txt", "report.html"]
     assert seen == [[*names, "run.json", lock.NAME, "tensorboard"]]
     assert sorted(p.name for p in tmp_path.iterdir()) == [*names, "run.json", "tensorboard"]
@@ -309,7 +309,7 @@ def test_finished_is_written_last_and_a_report_that_is_gone_is_made(tmp_path, mo
     page = (tmp_path / "report.html").read_bytes()
     (tmp_path / "report.html").unlink()
     capsys.readouterr()
-    command.main([*PAGE, f"--workdir={tmp_path}"], "")
+    command.main([*COMMAND, f"--workdir={tmp_path}"], "")
     assert capsys.readouterr().out.startswith("finished already: ")
     assert (tmp_path / "report.html").read_bytes() == page
 

@@ -16,7 +16,7 @@ METHOD = (
     "fwd_rhs=ste(stages(((0,identity),(2,mse(2,4))))); drhs_g=stages(((0,identity),(3,rows(mvue(1,4))),(5,mvue(2,4))))"
 )
 ROWS = (f"--config.sparsity.blocks={METHOD}", "--config.steps=7")
-PAGE = "configs/vit_sste.py:smoke"
+CONFIG_FILE = "configs/vit_sste.py:smoke"
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def rows_pay(monkeypatch):
 
 
 def test_programs_change_where_products_run_in_a_better_way():
-    made = program(PAGE, *ROWS)
+    made = program(CONFIG_FILE, *ROWS)
     assert made.plan.phases == (2, 3, 5)
     assert made.phases == (3, 5)  # fewer rows are multiplied from 3 on; at 2, weights are pruned in the same program
     assert made.in_phase(0) is made.in_phase(2) is made
@@ -37,16 +37,18 @@ def test_programs_change_where_products_run_in_a_better_way():
     assert made.in_phase(5) is made.in_phase(6) is made
     assert made.in_phase(3).in_phase(5) is made
     assert made.in_phase(3).score is made.score
-    assert program(PAGE, "--config.sparsity.blocks=s_ste(2,4)").in_phase(5).phases == ()
-    assert program(PAGE, "--config.sparsity.blocks=mdgf(2,4,linear(1,0,2,begin=2))").phases == ()  # no device gains
-    assert program(PAGE, ROWS[0], "--config.steps=4").phases == (3,)  # there is no step 5
+    assert program(CONFIG_FILE, "--config.sparsity.blocks=s_ste(2,4)").in_phase(5).phases == ()
+    assert (
+        program(CONFIG_FILE, "--config.sparsity.blocks=mdgf(2,4,linear(1,0,2,begin=2))").phases == ()
+    )  # no device gains
+    assert program(CONFIG_FILE, ROWS[0], "--config.steps=4").phases == (3,)  # there is no step 5
     words = dict(header.rows(made))["computing"]
     assert "from step 3 pruned products: 6 compacted to the chosen rows, 6 emulated" in words
 
 
 def test_a_compilation_that_fails_in_the_background_does_not_end_the_run(monkeypatch):
     """The first step of the phase compiles again, in the thread of the run, where an error is raised."""
-    made = program(PAGE, *ROWS)
+    made = program(CONFIG_FILE, *ROWS)
     arrays = next(iter(made.task.feed(0, 0, made.mesh)))
     of = phases.Phases(made, arrays)
     monkeypatch.setattr(phases, "_compiled", lambda *job: (_ for _ in ()).throw(MemoryError("no room")))
@@ -58,7 +60,7 @@ def test_a_compilation_that_fails_in_the_background_does_not_end_the_run(monkeyp
 
 
 def test_a_run_that_is_continued_begins_in_its_phase():
-    made = program(PAGE, *ROWS)
+    made = program(CONFIG_FILE, *ROWS)
     arrays = next(iter(made.task.feed(0, 4, made.mesh)))
     first, memory = phases.Phases(made, arrays).begin(4, measure=False)
     assert first is made.in_phase(3)
@@ -75,7 +77,7 @@ def test_a_run_is_that_of_one_program(tmp_path, monkeypatch):
     threads, compiled = [], phases._compiled
     note = lambda function, arguments: threads.append(threading.current_thread().name) or compiled(function, arguments)
     monkeypatch.setattr(phases, "_compiled", note)
-    run = lambda name: command.main(["launch.py", f"--config={PAGE}", *ROWS, f"--workdir={tmp_path / name}"], "")
+    run = lambda name: command.main(["launch.py", f"--config={CONFIG_FILE}", *ROWS, f"--workdir={tmp_path / name}"], "")
     run("phases")
     assert sum("the next phase" in name for name in threads) == 2
     monkeypatch.setattr(Program, "in_phase", lambda self, step: self)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from experiments import command, files, pages
+from experiments import command, config_files, files
 from experiments.errors import Mistake
 from experiments.training import breakdown, device
 from experiments.training.breakdown import Instruction, Op, Span
 from experiments.training.profile import Profile
 from experiments.training.screen import Screen
-from tests.experiments.runs import PAGE, arrays, as_people_run_it as as_people_run_it, configured, timeless
+from tests.experiments.runs import CONFIG, arrays, as_people_run_it as as_people_run_it, configured, timeless
 
 LAYERS = [f"blocks/0/{name}" for name in ("attention/key", "attention/out", "attention/query", "attention/value")]
 LAYERS += ["blocks/0/mlp/down", "blocks/0/mlp/up"]
@@ -30,9 +30,9 @@ LAYERS += ["blocks/0/mlp/down", "blocks/0/mlp/up"]
 def runs(tmp_path_factory):
     """The folders of two runs of 12 steps, the second with a profile, and what it printed."""
     folder, printed = tmp_path_factory.mktemp("profile"), []
-    words = ["launch.py", *PAGE, "--config.steps=12", "--config.evaluate=6", "--config.measure=6"]
+    words = ["launch.py", *CONFIG, "--config.steps=12", "--config.evaluate=6", "--config.measure=6"]
     with pytest.MonkeyPatch.context() as patch, configured():
-        patch.chdir(pages.ROOT)
+        patch.chdir(config_files.ROOT)
         command.main([*words, f"--workdir={folder / 'without'}"], "")
         patch.setattr(Screen, "line", lambda self, text: printed.append(text))
         command.main([*words, f"--workdir={folder / 'with'}", "--profile=3"], "")
@@ -106,7 +106,7 @@ def test_lines_of_metrics_tell_the_memory_and_no_share_of_an_unknown_peak(runs):
 
 def test_the_share_of_a_known_peak(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(device, "peak_flops", lambda kind, dtype: 1e11)
-    command.main(["launch.py", *PAGE, "--config.steps=8", "--config.evaluate=8", f"--workdir={tmp_path}"], "")
+    command.main(["launch.py", *CONFIG, "--config.steps=8", "--config.evaluate=8", f"--workdir={tmp_path}"], "")
     timed = [line for line in files.lines(tmp_path / "metrics.jsonl") if "per_second" in line]
     peak = 1e11 * jax.device_count()
     assert timed
@@ -135,7 +135,7 @@ def test_the_share_of_a_known_peak(tmp_path, monkeypatch, capsys):
 )
 def test_a_profile_that_makes_no_sense_is_refused(words, error, tmp_path):
     with pytest.raises(Mistake, match=error):
-        command.main(["launch.py", *PAGE, f"--workdir={tmp_path}", *words], "")
+        command.main(["launch.py", *CONFIG, f"--workdir={tmp_path}", *words], "")
     assert not (tmp_path / "run.json").exists()
 
 

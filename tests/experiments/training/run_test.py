@@ -1,4 +1,4 @@
-"""Runs, end to end and small: every page, the step against one written out by hand, what a run leaves behind."""
+"""Runs, end to end and small: every config file, the step against one written out by hand, what a run leaves behind."""
 
 import json
 import math
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import command, files, pages
+from experiments import command, config_files, files
 from experiments.bench import train as bench
 from experiments.errors import Failed, Mistake
 from experiments.training import image, settings, tasks
@@ -31,24 +31,24 @@ from tests.experiments.runs import (
 pytestmark = pytest.mark.sampled
 
 
-# ---- pages ----
+# ---- config files ----
 
 
-@pytest.mark.parametrize("page", pages.names())
+@pytest.mark.parametrize("config_file", config_files.names())
 @pytest.mark.slow
-def test_every_page_plans_and_takes_a_step(page):
-    made = shared(f"{page}:smoke")
+def test_every_config_file_plans_and_takes_a_step(config_file):
+    made = shared(f"{config_file}:smoke")
     state, shown = steps(made, 1)
     assert math.isfinite(shown[0]["loss"])
     assert shown[0]["gradient_norm"] > 0
     assert int(state.step) == 1
     dense, effective = made.plan.training
-    assert (effective < dense) == ("dense" not in page)
+    assert (effective < dense) == ("dense" not in config_file)
     assert not made.plan.refused
 
 
 @pytest.mark.parametrize(
-    ("page", "parameters"),
+    ("config_file", "parameters"),
     [
         ("configs/resnet50_imagenet.py", 25_557_032),
         ("configs/vitb_imagenet.py", 86_567_656),
@@ -56,9 +56,9 @@ def test_every_page_plans_and_takes_a_step(page):
     ],
 )
 @pytest.mark.slow
-def test_the_papers_sizes_plan(page, parameters):
+def test_the_papers_sizes_plan(config_file, parameters):
     """Their data need not be there."""
-    made = program(page)
+    made = program(config_file)
     assert made.plan.parameters == parameters
     assert 0.4 < made.plan.training[1] / made.plan.training[0] < 0.95
 
@@ -81,10 +81,10 @@ def test_a_dense_step_is_the_one_written_out_by_hand():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["vit_dense", "resnet_sdgp"])
-def test_the_step_is_sgds_and_micro_batches_make_the_whole_batchs(page):
+@pytest.mark.parametrize("name", ["vit_dense", "resnet_sdgp"])
+def test_the_step_is_sgds_and_micro_batches_make_the_whole_batchs(name):
     changes = ["--config.optimizer=sgd", "--config.clip=0", "--config.learning_rate.warmup=0"]
-    made = [program(f"configs/{page}.py:smoke", f"--config.accumulate={k}", *changes) for k in (1, 4)]
+    made = [program(f"configs/{name}.py:smoke", f"--config.accumulate={k}", *changes) for k in (1, 4)]
     first = jax.tree.map(np.asarray, made[0].init(jnp.uint32(0)).params)
     (whole, seen), (parts, also) = (steps(m, 1) for m in made)
     moved = [
@@ -93,7 +93,7 @@ def test_the_step_is_sgds_and_micro_batches_make_the_whole_batchs(page):
     ]
     norm = np.sqrt(sum((m.astype(np.float64) ** 2).sum() for m in moved[0]))
     np.testing.assert_allclose(norm, made[0].config.learning_rate.peak * seen[0]["gradient_norm"], rtol=1e-3)
-    if page == "vit_dense":  # statistics of a batch, and noise, are a micro-batch's own
+    if name == "vit_dense":  # statistics of a batch, and noise, are a micro-batch's own
         np.testing.assert_allclose(seen[0]["loss"], also[0]["loss"], rtol=1e-5)
         for a, b in zip(*moved, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max() + 1e-9)
@@ -240,7 +240,7 @@ def test_weights_that_are_drawn_have_no_flips():
 
 
 @pytest.mark.parametrize(
-    ("page", "change", "said"),
+    ("name", "change", "said"),
     [
         ("vit_24", "rules=(('mlp','blocks'),)", "apply to no layer.*The layers are: blocks/0"),
         ("vit_24", "rules=(('patches','blocks'),)", "patches: .* where it has one value, and a group has 4"),
@@ -252,9 +252,9 @@ def test_weights_that_are_drawn_have_no_flips():
         ("gpt_sste", "data.tokenizer=absent.json", "absent.json"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(page, change, said):
+def test_what_cannot_be_done_is_one_line(name, change, said):
     with pytest.raises(Mistake, match=said) as caught:
-        program(f"configs/{page}.py:smoke", f"--config.{change}")
+        program(f"configs/{name}.py:smoke", f"--config.{change}")
     assert "\n" not in str(caught.value)
 
 
@@ -272,7 +272,7 @@ def launch(*words: str, code: int = 0, **env: str):
         [sys.executable, "launch.py", *words],
         capture_output=True,
         text=True,
-        cwd=pages.ROOT,
+        cwd=config_files.ROOT,
         env=os.environ | {"COLUMNS": "120"} | env,
     )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
@@ -418,7 +418,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
         command.main([*words, f"--workdir={tmp_path / 'cut'}"], "")
     assert json.loads((tmp_path / "cut" / "run.json").read_text())["outcome"] == "interrupted"
     monkeypatch.undo()
-    monkeypatch.chdir(pages.ROOT)
+    monkeypatch.chdir(config_files.ROOT)
     command.main([*words, f"--workdir={tmp_path / 'cut'}"], "")
     assert timeless(tmp_path / "whole") == timeless(tmp_path / "cut")
 
@@ -475,10 +475,10 @@ def shades(tmp_path):
             (tmp_path / "data" / split / name).mkdir(parents=True, exist_ok=True)
             for k in range(4):
                 Image.new("RGB", (40, 30), (colour + k,) * 3).save(tmp_path / "data" / split / name / f"{i}{k}.jpg")
-    page = f"--config=configs/resnet_24.py:folder --config.data.dir={tmp_path / 'data'} --config.data.size=16".split()
+    config = f"--config=configs/resnet_24.py:folder --config.data.dir={tmp_path / 'data'} --config.data.size=16".split()
     few = ["--config.epochs=0", "--config.steps=6", "--config.batch=8", "--config.measure=0"]
     small = ["--config.model.size=tiny", "--config.dtype=float32"]
-    return tmp_path / "data", ["launch.py", *page, *few, *small, f"--workdir={tmp_path / 'run'}"]
+    return tmp_path / "data", ["launch.py", *config, *few, *small, f"--workdir={tmp_path / 'run'}"]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from experiments import command, files, pages
+from experiments import command, config_files, files
 from experiments.errors import Mistake
 from experiments.training import digest, twin
 from tests.experiments.runs import as_people_run_it as as_people_run_it
@@ -20,17 +20,17 @@ def read(*words: str):
 
 def of(*changes: str) -> twin.Twin:
     config = read(f"--config={VIT}", *(f"--config.{change}" for change in changes))
-    page = "configs/vit_dense.py:smoke"
-    return twin.Twin(page, twin.of(config, pages.load(VIT), pages.load(page)))
+    config_file = "configs/vit_dense.py:smoke"
+    return twin.Twin(config_file, twin.of(config, config_files.load(VIT), config_files.load(config_file)))
 
 
-@pytest.mark.parametrize("page", pages.names())
-def test_the_twin_of_a_page_is_the_page_without_pruning(page):
-    config = pages.load(page)
+@pytest.mark.parametrize("config_file", config_files.names())
+def test_the_twin_of_a_config_file_is_that_without_pruning(config_file):
+    config = config_files.load(config_file)
     if not config.twin:
-        assert "dense" in page or "imagenet" in page or "gpt2" in page
+        assert "dense" in config_file or "imagenet" in config_file or "gpt2" in config_file
         return
-    dense = twin.of(config, config, pages.load(config.twin))
+    dense = twin.of(config, config, config_files.load(config.twin))
     own, other = digest.identity(config).lasting, digest.identity(dense).lasting
     changed = {name.partition(".")[0] for name in own | other if own.get(name) != other.get(name)}
     assert changed == {"rules", "sparsity"} | ({"model"} if config.model.get("scores") else set())
@@ -76,7 +76,7 @@ def test_runs_of_the_twin_are_found_and_others_are_not(tmp_path, monkeypatch):
     assert found == [twin.Figure(0, 0.5), twin.Figure(1, 0.7, {"step_seconds": 0.5})]  # what was trained beside counts
 
 
-def test_a_run_of_the_page_without_pruning_is_a_dense_twin_too(tmp_path, monkeypatch):
+def test_a_run_of_the_config_file_without_pruning_is_a_dense_twin_too(tmp_path, monkeypatch):
     """The dense runs of a sweep over methods are such runs."""
     monkeypatch.setattr(twin, "RESULTS", tmp_path / "none.jsonl")
     config = read(f"--config={VIT}", "--config.sparsity.blocks=dense", "--config.seed=4")
@@ -86,21 +86,22 @@ def test_a_run_of_the_page_without_pruning_is_a_dense_twin_too(tmp_path, monkeyp
 
 
 def test_a_change_that_the_twin_cannot_have_is_refused():
-    config, page = read("--config=configs/gpt_24.py:smoke"), pages.load("configs/gpt_24.py:smoke")
+    config, unchanged = read("--config=configs/gpt_24.py:smoke"), config_files.load("configs/gpt_24.py:smoke")
     config.data.length = 64
-    dense = pages.load("configs/gpt_dense.py:smoke")
+    dense = config_files.load("configs/gpt_dense.py:smoke")
     with dense.unlocked():
         del dense.data["length"]
-    with pytest.raises(Mistake, match="that page has no field data.length, so the twin cannot have your value of it"):
-        twin.of(config, page, dense)
+    with pytest.raises(Mistake, match="that config file has no field data.length, so the twin cannot have your value"):
+        twin.of(config, unchanged, dense)
 
 
 def test_a_twin_of_another_experiment_is_refused():
-    config = pages.load("configs/gpt_24.py:smoke")
+    config = config_files.load("configs/gpt_24.py:smoke")
     with pytest.raises(
-        Mistake, match="is a page of the experiment 'image', but this run is of 'text'. Name a page of the same"
+        Mistake,
+        match="is a config file of the experiment 'image', but this run is of 'text'. Name a config file of the same",
     ):
-        twin.of(config, config, pages.load("configs/vit_dense.py:smoke"))
+        twin.of(config, config, config_files.load("configs/vit_dense.py:smoke"))
 
 
 def test_lines_of_results_are_found_by_their_digest(tmp_path, monkeypatch):
@@ -137,7 +138,7 @@ def test_the_sentence(tmp_path, monkeypatch):
     say = lambda **measured: twin.comparison(its_twin, own, "accuracy", scores, [200.0, 146.0], measured)
     assert say() == (
         "97.80% hardened, 0.73 of the dense FLOPs; no run of configs/vit_dense.py:smoke to compare with: train that "
-        "page too, with the same changes, or use --with_twin"
+        "config file too, with the same changes, or use --with_twin"
     )
     recorded(own / "twin", its_twin, 0, 0.98, measured={"step_seconds": 0.2, "step_bytes": 4000})
     sparse, dense = "97.80% hardened, 0.73 of the dense FLOPs", "; dense 98.00% (1 seed)"
@@ -163,7 +164,7 @@ def test_the_sentence(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--config=configs/vit_dense.py:smoke"], "names no twin. Write --config.twin=PAGE"),
+        (["--config=configs/vit_dense.py:smoke"], "names no twin. Write --config.twin=FILE"),
         ([f"--config={VIT}", "--mode=plan"], "leave out --sweep, --sweep_index and --mode"),
         ([f"--config={VIT}", "--sweep"], "leave out --sweep, --sweep_index and --mode"),
         ([f"--config={VIT}", "--config.twin=configs/vit_dens.py"], "Did you mean configs/vit_dense.py"),

@@ -41,7 +41,7 @@ def test_every_class_gives_its_share(share):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder of 120 images in 8 classes, and the words of a page for it."""
+    """A folder of 120 images in 8 classes, and the words of a command for it."""
     from PIL import Image
 
     for name, shade in ((f"class{i}", 30 * i) for i in range(8)):
@@ -77,10 +77,10 @@ def test_a_folder_with_another_share(pictures, share, said):
     assert [said in note for note in task.notes[1:]] == ([True] if said else [])
 
 
-@pytest.mark.parametrize(("page", "share"), [("vit_24.py:folder", 0.1), ("vitb_imagenet.py", 0.01)])
-def test_a_plan_without_the_folder_has_its_counts(page, share):
+@pytest.mark.parametrize(("config_file", "share"), [("vit_24.py:folder", 0.1), ("vitb_imagenet.py", 0.01)])
+def test_a_plan_without_the_folder_has_its_counts(config_file, share):
     sizes = ["--config.data.examples=1_281_167", "--config.data.classes=1000", "--config.data.dir=/nowhere"]
-    task = tasks.task(read(f"--config=configs/{page}", *sizes), plan=True)
+    task = tasks.task(read(f"--config=configs/{config_file}", *sizes), plan=True)
     count = round(1_281_167 * share)
     assert dict(task.facts)["data"].endswith(
         f": {1_281_167 - count:,} training images, {count:,} validation; 1,000 classes"

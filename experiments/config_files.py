@@ -1,4 +1,4 @@
-"""Pages of settings: Python files with a function get_config(). Their mistakes are reported in one line."""
+"""Config files: Python files with a function get_config(). Their mistakes are reported in one line."""
 
 import contextlib
 import difflib
@@ -22,26 +22,26 @@ def importable(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def load(page: str) -> ConfigDict:
-    """Return the settings of a page, FILE or FILE:VARIANT. The modules beside the page can be imported afterwards."""
-    file, variant = split(page)
+def load(config_file: str) -> ConfigDict:
+    """Return the settings of a config file, FILE or FILE:VARIANT. Afterwards the modules beside it can be imported."""
+    file, variant = split(config_file)
     if not Path(file).is_file():
         near = difflib.get_close_matches(file, names(), 1, 0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise Mistake(f"--config={page}: there is no file {file}.{hint} Write one of {', '.join(names())}.")
+        raise Mistake(f"--config={config_file}: there is no file {file}.{hint} Write one of {', '.join(names())}.")
     if not file.endswith(".py"):
-        raise Mistake(f"--config={page}: a page of settings is a .py file. Write one of {', '.join(names())}.")
+        raise Mistake(f"--config={config_file}: a config file is a .py file. Write one of {', '.join(names())}.")
     importable(Path(file).parent.resolve())
     module = _module(file)
     if not hasattr(module, "get_config"):
-        raise Mistake(f"{file} is not a page of settings: it has no function get_config(variant='').")
+        raise Mistake(f"{file} is not a config file: it has no function get_config(variant='').")
     with _its_own(file):
         return module.get_config(variant) if variant else module.get_config()
 
 
-def sweep(page: str) -> list[dict]:
-    """Return what the runs of a page's sweep change."""
-    file, variant = split(page)
+def sweep(config_file: str) -> list[dict]:
+    """Return what the runs of a config file's sweep change."""
+    file, variant = split(config_file)
     module = _module(file)
     if not hasattr(module, "get_sweep"):
         raise Mistake(f"--sweep: {file} has no function get_sweep(), which gives the changes of every run.")
@@ -49,16 +49,16 @@ def sweep(page: str) -> list[dict]:
         return module.get_sweep(variant) if variant else module.get_sweep()
 
 
-def split(page: str) -> tuple[str, str]:
-    """Return the file and the variant of a page; the file of this repository if the current folder has no such file."""
-    file, _, variant = page.partition(":")
+def split(config_file: str) -> tuple[str, str]:
+    """Return the path and the variant of a config file. A path that is not found may be one of this repository."""
+    file, _, variant = config_file.partition(":")
     if not Path(file).is_file() and (ROOT / file).is_file():
         file = str(ROOT / file)
     return file, variant
 
 
 def _module(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("page", file)
+    spec = importlib.util.spec_from_file_location("config_file", file)
     module = importlib.util.module_from_spec(spec)
     with _its_own(file):
         spec.loader.exec_module(module)
@@ -67,23 +67,23 @@ def _module(file: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _its_own(file: str) -> Iterator[None]:
-    """Turn an error in a page into a `Mistake` with the line of the page."""
+    """Turn an error in a config file into a `Mistake` with the line of the file."""
     try:
         yield
     except Mistake:
         raise
-    except Exception as error:  # a page is a program of its own, so it may raise anything
+    except Exception as error:  # a config file is a program of its own, so it may raise anything
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
         where = f"{file}, line {lines[-1]}" if lines else file
         raise Mistake(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def names() -> list[str]:
-    """Return the files of this repository's pages."""
+    """Return the paths of this repository's config files."""
     return sorted(f"configs/{p.name}" for p in (ROOT / "configs").glob("*.py") if p.stem not in ("common", "__init__"))
 
 
 def listing() -> str:
-    """Return every page with the first line of its docstring."""
-    first = lambda page: (ROOT / page).read_text().split('"""')[1].strip().partition("\n")[0]
-    return "\n".join(f"  {page:<32}{first(page)}" for page in names())
+    """Return every config file with the first line of its docstring."""
+    first = lambda name: (ROOT / name).read_text().split('"""')[1].strip().partition("\n")[0]
+    return "\n".join(f"  {name:<32}{first(name)}" for name in names())
