@@ -22,6 +22,18 @@ HEAD = [
     "validation loss, if its verdict differs", "seeds",
 ]  # fmt: skip
 
+LEGEND = (
+    "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the second. "
+    "A lower loss is better. FLOPs, time and memory are given as shares of dense. FLOPs are counted. For the time, all "
+    "arms take steps in turn, in rounds (`python -m experiments.studies times`). It is the median of the rounds' "
+    "ratios to dense. The steps of a shorter dense run are counted as dense steps. The temporary memory is what a step "
+    "needs besides its arguments and results. *No difference that matters*: the interval contains 0 and lies within ± "
+    "the margin. This verdict is not corrected for the number of claims, so some of these verdicts may be chance. "
+    f"*{effects.OPEN.capitalize()}*: the difference is not significantly above or below 0 (for *better*) or the margin "
+    "(for *as good*). p-values are corrected for the number of claims, and intervals are not. So the interval may "
+    f"exclude 0 or the margin, or lie within ± the margin, and the verdict can still be *{effects.OPEN}*."
+)
+
 
 def has_gate_runs(one: Judged) -> bool:
     """Return whether each of the two arms of the gate has two runs. Before that, a study is not judged."""
@@ -48,9 +60,10 @@ def simple_methods(gate: Gate, results: Path) -> list[str]:
 
 
 def reached(one: Judged, results: Path) -> str:
-    """Return a sentence on what the dense network and simple methods reach, and on the gate."""
+    """Return sentences on what the dense network and simple methods reach, on the gate and on the margin."""
     passed = f"The study passes its gate: “{one.gate.worse}” minus dense is {interval(one.harm, 4)}."
     outcome = f"The study does not pass its gate: {one.failed}." if one.failed else passed
+    outcome += f" The margin is {one.gate.margin:g} {one.gate.unit}, or {100 * POINTS:g} points."
     if not one.arms["dense"].losses:
         return f"`{one.name}` ({one.gate.network}). {outcome}"
     others = ", ".join(simple_methods(one.gate, results))
@@ -219,25 +232,8 @@ def section(name: str, results: Path) -> tuple[list[str], dict[str, str]]:
     if drawn := flips(one):
         pictures[f"{name}_flips"] = dots.standalone(drawn)
         parts.append(f"![{FLIPS}](results/{name}_flips.svg)")
-    parts += [reached(one, results), claims_table(one), arms_table(one), legend(one.gate), *remarks(one, results)]
+    parts += [reached(one, results), claims_table(one), arms_table(one), *remarks(one, results)]
     return parts, pictures
-
-
-def legend(gate: Gate) -> str:
-    """Return an explanation of the numbers of a study."""
-    return (
-        "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the "
-        f"second. A lower loss is better. The margin is {gate.margin:g} {gate.unit}, or {100 * POINTS:g} points. "
-        "FLOPs, time and memory are given as shares of dense. FLOPs are counted. For the time, all arms take steps in "
-        "turn, in rounds (`python -m experiments.studies times`). It is the median of the rounds' ratios to dense. The "
-        "steps of a shorter dense run are counted as dense steps. The temporary memory is what a step needs besides "
-        "its arguments and results. *No difference that matters*: the interval contains 0 and lies within ± the "
-        "margin. This verdict is not corrected for the number of claims, so some of these verdicts may be chance. "
-        f"*{effects.OPEN.capitalize()}*: the difference is not significantly above or below 0 (for *better*) or the "
-        "margin (for *as good*). p-values are corrected for the number of claims, and intervals are not. So the "
-        f"interval may exclude 0 or the margin, or lie within ± the margin, and the verdict can still be "
-        f"*{effects.OPEN}*."
-    )
 
 
 def remarks(one: Judged, results: Path) -> list[str]:

@@ -1,29 +1,60 @@
-"""The head of REPRODUCTION.md: how many claims hold, what the networks reach, and the table of the main claims."""
+"""The head of REPRODUCTION.md: how many sparse methods are as good as dense training, and the main claims."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from pathlib import Path
 
 from experiments.claims import Judged, Judgement, judged, recipe_of
 from experiments.evidence import HEAD, dense, differs, done, has_gate_runs, interval, seeds, simple_methods
 from experiments.report import effects
 from experiments.report.words import markdown_table
-from experiments.studies import STUDIES, methods
+from experiments.studies import ABOUT, STUDIES, methods
 
 QUESTIONS = {  # what a sparse method is: the kind of the claim, and how the name of the second arm begins
-    "as good as dense training": ("as good as", "dense"),
-    "better than a narrower dense network": ("better than", "narrower dense"),
-    "better than a shorter dense run": ("better than", "shorter dense"),
+    "as good as dense": ("as good as", "dense"),
+    "better than narrower dense": ("better than", "narrower dense"),
+    "better than shorter dense": ("better than", "shorter dense"),
 }
 
 
-def summary(results: Path) -> str:
-    """Return what the networks reach, and a table of how many claims hold.
+def counts(results: Path) -> str:
+    """Return the table of the networks: what dense training reaches, and how many sparse methods are as good or better.
 
     Args:
       results: The folder of the results.
     """
-    studies = [one for one in _with_results(results) if has_gate_runs(one)]
-    return "\n\n".join([*_networks(studies, results), *_counts(studies), *_otherwise(studies)])
+    studies = _judged(results)
+    verdicts = _once(studies)
+    rows = [["network", "dense training", "best simple method", *QUESTIONS]]
+    for network, ones in _networks(studies).items():
+        cells = [_counted(verdicts.get((network, question), [])) for question in QUESTIONS]
+        rows.append([network, _spread(ones), simple_methods(ones[0].gate, results)[-1], *cells])
+    return markdown_table(rows)
+
+
+def _counted(verdicts: list[str]) -> str:
+    """Return how many claims hold, and in brackets the other verdicts.
+
+    >>> _counted(["holds", "undecided", "holds", "does not hold: worse"])
+    '2 of 4 (1 worse, 1 undecided)'
+    >>> _counted(["holds"]), _counted([])
+    ('1 of 1', 'not compared')
+    """
+    if not verdicts:
+        return "not compared"
+    number = {kind: sum(effects.kind(verdict) == kind for verdict in verdicts) for kind in effects.KINDS}
+    others = [f"{count} {kind}" for kind, count in number.items() if count and kind != effects.HOLDS]
+    return f"{number[effects.HOLDS]} of {len(verdicts)}" + (f" ({', '.join(others)})" if others else "")
+
+
+def networks(results: Path) -> str:
+    """Return paragraphs on the networks and their gates, and how many verdicts would be others by other scores.
+
+    Args:
+      results: The folder of the results.
+    """
+    studies = _judged(results)
+    parts = [_network(name, ones) for name, ones in _networks(studies).items()]
+    return "\n\n".join([*parts, *_otherwise(studies)])
 
 
 def main_claims(results: Path) -> str:
@@ -39,10 +70,10 @@ def main_claims(results: Path) -> str:
             continue
         if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
-        rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.first_screen]
-    networks = list(dict.fromkeys(row[0] for row in rows))
-    head = ["network", *HEAD[:3], "other verdicts", "seeds", "gate"]
-    parts = [markdown_table([head, *sorted(rows, key=lambda row: networks.index(row[0]))])]
+        rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
+    head, known = ["about", "network", *HEAD[:3], "other verdicts", "seeds", "gate"], [*_networks(found)]
+    rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
+    parts = [markdown_table([head, *rows])]
     if begun:
         parts.append(f"Not finished: {', '.join(begun)}.")
     if missing := [f"`{name}`" for name in STUDIES if name not in {one.name for one in found}]:
@@ -59,7 +90,7 @@ def _row(judgement: Judgement, one: Judged) -> list[str]:
     others = [f"{name}: {verdict}" for name, verdict in by.items() if verdict and _plain(verdict) != own]
     passed = "not passed" if one.failed else "passed"
     shown = [judgement.claim.text, judgement.verdict, interval(judgement.loss, 4), "; ".join(others)]
-    return [one.gate.network, *shown, seeds(judgement, one), passed]
+    return [judgement.claim.about, one.gate.network, *shown, seeds(judgement, one), passed]
 
 
 def _plain(verdict: str) -> str:
@@ -75,24 +106,17 @@ def _with_results(results: Path) -> list[Judged]:
     return [judged(name, results) for name in STUDIES if (results / f"{name}.jsonl").exists()]
 
 
-def _counts(studies: list[Judged]) -> list[str]:
-    """Return a table of how many sparse methods are as good as dense training, or better than their rivals.
+def _judged(results: Path) -> list[Judged]:
+    """Return the studies that have the runs of their gates."""
+    return [one for one in _with_results(results) if has_gate_runs(one)]
 
-    It is the only element of the list. Without verdicts the list is empty.
-    """
-    verdicts: dict[tuple[str, str], list[str]] = {}
-    for network in dict.fromkeys(one.gate.network for one in studies):
-        verdicts |= {(network, question): [] for question in QUESTIONS}
-    for asked, verdict in _once(studies):
-        verdicts[asked].append(verdict)
-    rows = [["network", "claim: a sparse method is", *effects.KINDS]]
-    for (network, question), found in verdicts.items():
-        counts = [f"{sum(effects.kind(verdict) == kind for verdict in found)}" for kind in effects.KINDS]
-        if QUESTIONS[question][0] == "as good as":
-            counts[list(effects.KINDS).index(effects.NO_DIFFERENCE)] = "–"  # is not a verdict on these claims
-        if found:
-            rows.append([network, question, *counts])
-    return [markdown_table(rows)] if rows[1:] else []
+
+def _networks(studies: list[Judged]) -> dict[str, list[Judged]]:
+    """Return the studies by their networks."""
+    found: dict[str, list[Judged]] = {}
+    for one in studies:
+        found.setdefault(one.gate.network, []).append(one)
+    return found
 
 
 def _otherwise(studies: list[Judged]) -> list[str]:
@@ -111,8 +135,8 @@ def _otherwise(studies: list[Judged]) -> list[str]:
     ]
 
 
-def _once(studies: list[Judged]) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield the verdicts of `_counts`, each with its network and its question, a key of `QUESTIONS`.
+def _once(studies: list[Judged]) -> dict[tuple[str, str], list[str]]:
+    """Return the verdicts that are counted, by their network and their question, a key of `QUESTIONS`.
 
     Several studies may judge a method in the same layers of the same network. Then only the one with the most seeds
     counts. Random masks do not count: they are there to compare with.
@@ -128,33 +152,26 @@ def _once(studies: list[Judged]) -> Iterator[tuple[tuple[str, str], str]]:
                     key = (one.gate.network, recipe_of(one.study, one.arms[claim.first].changes), question)
                     if key not in found or judgement.seeds > found[key].seeds:
                         found[key] = judgement
-    return (((network, question), judgement.verdict) for (network, _, question), judgement in found.items())
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for (network, _, question), judgement in found.items():
+        verdicts.setdefault((network, question), []).append(judgement.verdict)
+    return verdicts
 
 
-def _networks(studies: list[Judged], results: Path) -> list[str]:
-    """Return a paragraph for each network: what it and simple methods reach, and which studies do not pass their gate.
+def _network(name: str, studies: list[Judged]) -> str:
+    """Return a paragraph on the studies of a network: their devices, gates and margin."""
+    count = "one study" if len(studies) == 1 else f"{len(studies)} studies"
+    failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in studies if one.failed)
+    passed = "It passes its gate" if len(studies) == 1 else "All pass their gate"
+    gate = studies[0].gate
+    margin = f"The margin is {gate.margin:g} {gate.unit}."
+    return f"**{name}**, {count}, {_devices(studies)}. {failed or passed}. {margin}{_scale(studies)}"
 
-    Args:
-      studies: The studies that are judged.
-      results: The folder of the results.
-    """
-    of_network: dict[str, list[Judged]] = {}
-    for one in studies:
-        of_network.setdefault(one.gate.network, []).append(one)
-    parts = []
-    for network, ones in of_network.items():
-        gate, scores = ones[0].gate, sorted({dense(one) for one in ones} - {""})
-        metric = "an accuracy" if gate.metric == "accuracy" else "a loss"
-        spread = " to ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else ""
-        reaches = f"Dense training reaches {metric} of {spread}, " if scores else ""
-        count = "one study" if len(ones) == 1 else f"{len(ones)} studies"
-        failed = "; ".join(f"`{one.name}` does not pass: {one.failed}" for one in ones if one.failed)
-        passed = "It passes its gate" if len(ones) == 1 else "All pass their gate"
-        parts.append(
-            f"**{network}**, {count}, {_devices(ones)}. {reaches}{', '.join(simple_methods(gate, results))}. "
-            f"{failed or passed}. The margin is {gate.margin:g} {gate.unit}.{_scale(ones)}"
-        )
-    return parts
+
+def _spread(studies: list[Judged]) -> str:
+    """Return what dense training reaches in studies, as text: the lowest and the highest score."""
+    scores = sorted({dense(one) for one in studies} - {""})
+    return " to ".join(dict.fromkeys((scores[0], scores[-1]))) if scores else ""
 
 
 def _devices(studies: list[Judged]) -> str:

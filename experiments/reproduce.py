@@ -4,7 +4,8 @@
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
 their verdicts, its arms and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
-pictures. ``summary`` and ``claims`` are about all studies. All other text is written by hand.
+pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains their tables. All other
+text is written by hand.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from experiments.studies import STUDIES
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
-HEAD = {"summary": head.summary, "claims": head.main_claims}  # of all studies together
+HEAD = {"counts": head.counts, "claims": head.main_claims, "networks": head.networks}  # of all studies together
 BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -32,6 +33,8 @@ BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Return the Markdown of the block of a name such as "recipe_vit_cpu", and its pictures as SVG by their names."""
+    if name == "legend":
+        return _text([evidence.LEGEND]), {}
     if name in HEAD:
         return _text([HEAD[name](results)]), {}
     its_study = study(name)

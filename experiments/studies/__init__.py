@@ -36,6 +36,16 @@ STUDIES = (  # those with claims, in the order of REPRODUCTION.md
     "finetuning_sst2_cpu",
 )
 
+ABOUT = (  # what the main claims are about, in their order: the methods of config files, and papers
+    "configs/vit_24.py",
+    "configs/gpt_24.py",
+    "configs/finetune_24.py",
+    "S-STE",
+    "PGF",
+    "SDGP",
+    "MVUE",
+)
+
 
 class Claim(NamedTuple):
     """A claim about two arms of a study.
@@ -45,14 +55,14 @@ class Claim(NamedTuple):
       first: The name of the arm that is said to be better, or as good.
       kind: What the claim says of the first arm and the second.
       second: The name of the other arm.
-      first_screen: Whether the claim is one of the few that stand at the top of the page.
+      about: What it is a main claim about, one of `ABOUT`; "" if it is not a main claim.
     """
 
     text: str
     first: str
     kind: Literal["better than", "as good as"]
     second: str
-    first_screen: bool = False
+    about: str = ""
 
 
 class Gate(NamedTuple):

@@ -55,14 +55,15 @@ def claims(variant: str = "") -> list[Claim]:
     layers = "queries, keys and feed-forward layers" if too else "feed-forward layers"
     found = []
     for pattern in PATTERNS:
-        shown, main = pattern.replace(",", ":"), pattern == "1,16"
+        shown = pattern.replace(",", ":")
         mdgf = f"MdGf {shown}"
         text = f"MdGf {shown} in {layers} is better than SR-STE {shown} after the same number of steps"
         found.append(Claim(text, mdgf, "better than", f"SR-STE {shown}"))
         for words in LONGER.values():
             text = f"{mdgf} is better than SR-STE {shown} with {words}, at the same FLOPs{where}"
             other = rival(f"SR-STE {shown}, {words}", mdgf)
-            found.append(Claim(text, mdgf, "better than", other, main and words == "more steps"))
+            about = methods.PGF if (pattern, words) == ("1,16", "more steps") else ""
+            found.append(Claim(text, mdgf, "better than", other, about))
         found.append(Claim(f"{mdgf} is as good as dense{where}", mdgf, "as good as", "dense"))
     exponential = (EXPONENTIAL, rival("SR-STE 1:16, more steps", "MdGf 1:16"))
     for first, second in (exponential, ("MdGf 1:16", rival("STE 1:16, more steps", "MdGf 1:16"))):

@@ -50,10 +50,12 @@ def claims(variant: str = "") -> list[Claim]:
         better = (("S-STE", "STE"), ("MdGf (30 %)", "STE"), ("SR-STE", "STE"))
         for first, other in better:
             text = f"{first} is better than {other} at {shown} in fine-tuning"
-            found.append(Claim(text, f"{first} {shown}", "better than", f"{other} {shown}"))
+            about = "S-STE" if (first, shown) == ("S-STE", "2:4") else ""
+            found.append(Claim(text, f"{first} {shown}", "better than", f"{other} {shown}", about))
         for name in METHODS:
-            arm, main = f"{name} {shown}", (name, shown) == ("MdGf (30 %) + MVUE(dw)", "2:4")
-            found.append(Claim(f"{arm} is as good as dense in fine-tuning", arm, "as good as", "dense", main))
+            arm = f"{name} {shown}"
+            about = "configs/finetune_24.py" if arm == "STE 2:4" else ""
+            found.append(Claim(f"{arm} is as good as dense in fine-tuning", arm, "as good as", "dense", about))
     text = f"{RECIPE} is better than a shorter dense run at the same FLOPs in fine-tuning"
     return [*found, Claim(text, RECIPE, "better than", SHORTER)]
 

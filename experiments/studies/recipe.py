@@ -44,8 +44,9 @@ def claims(variant: str = "") -> list[Claim]:
     """Return the claims that the study judges."""
     found = []
     for method in METHODS:
-        found.append(Claim(f"{method} is as good as dense", method, "as good as", "dense", first_screen=method == DW))
-        found += methods.over_rivals(method, first_screen=("narrower", "shorter") if method == DW else ())
+        about = "configs/vit_24.py" if method == DW else ""
+        found.append(Claim(f"{method} is as good as dense", method, "as good as", "dense", about))
+        found += methods.over_rivals(method, about=about)
     found.append(Claim(f"{DW_DX} is as good as {DW}", DW_DX, "as good as", DW))
     fading = methods.FADING
     found.append(Claim(f"{fading} is better than {DW}", fading, "better than", DW))

@@ -51,7 +51,7 @@ def claims(variant: str = "") -> list[Claim]:
     text = "Whole rows in dw (1:4, chosen by g and x) are as good as single values at the same FLOPs"
     found.append(Claim(text, both, "as good as", "MVUE(dw) 1:4, single values"))
     subject = "Training with whole rows in dw (1:4, chosen by g) is"
-    return [*found, *methods.over_rivals(RIVAL, first_screen=("narrower",), subject=subject)]
+    return [*found, *methods.over_rivals(RIVAL, subject=subject)]
 
 
 def get_sweep(variant: str = "") -> list[dict[str, Any]]:

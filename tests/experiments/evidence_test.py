@@ -15,7 +15,7 @@ import nmjax as nm
 from experiments import claims, config_files, members, recorded, reproduce
 from experiments.errors import Mistake
 from experiments.report import effects
-from experiments.studies import BOOKS, STUDIES, __main__ as looks, times
+from experiments.studies import ABOUT, BOOKS, STUDIES, __main__ as looks, times
 from experiments.training import digest, settings
 
 NAME = "recipe_vit_cpu"
@@ -157,70 +157,83 @@ def test_the_making_of_runs_is_told(tmp_path):
     assert text.count("A note.") == 1
 
 
-def test_the_first_screen_has_the_main_claims(tmp_path):
+def test_the_main_claims_say_what_they_are_about(tmp_path):
     text, pictures = reproduce.block("claims", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
-    (row,) = (
-        row for row in text.splitlines() if row.startswith(f"| ViT, Fashion-MNIST | {DW} is as good as dense | holds |")
-    )
+    begins = f"| configs/vit_24.py | ViT, Fashion-MNIST | {DW} is as good as dense | holds |"
+    (row,) = (row for row in text.splitlines() if row.startswith(begins))
     assert row.endswith("|  | 4 | passed |")
     assert "MVUE(dw, dx) is as good as MdGf" not in text
     assert "Not run yet: `methods_vit_cpu`, `methods_gpt_cpu`," in text
     assert not pictures
 
 
-def test_the_summary_counts_claims_and_says_what_networks_reach(tmp_path):
-    text, pictures = reproduce.block("summary", written(tmp_path, [*GOOD, *runs(DW, DENSE)]))
-    assert "| ViT, Fashion-MNIST | as good as dense training | 1 | – | 0 | 0 |" in text  # the others have no runs
-    assert "better than a narrower dense network" not in text  # that network has no runs
-    simple = "88.0 %, ridge regression 81.2 %, k nearest neighbours 85.5 %"
-    assert (
-        f"**ViT, Fashion-MNIST**, one study, run on a CPU. Dense training reaches an accuracy of {simple}. "
-        "It passes its gate. The margin is 0.01 nats." in text
-    )
+def counted(results):
+    """Return the cells of the table of counts by network: dense, a simple method, and three counts."""
+    table = reproduce.block("counts", results)[0].splitlines()
+    return {cells[0]: tuple(cells[1:]) for cells in (row.strip("| ").split(" | ") for row in table[2:])}
+
+
+def test_sparse_methods_are_counted_beside_what_the_networks_reach(tmp_path):
+    """The other methods and the rivals have no runs."""
+    results, rest = written(tmp_path, [*GOOD, *runs(DW, DENSE)]), ("not compared", "not compared")
+    assert counted(results) == {
+        "ViT, Fashion-MNIST": ("88.0 %", "k nearest neighbours 85.5 %", "1 of 1", *rest),
+    }
+    text, pictures = reproduce.block("networks", results)
+    said = "**ViT, Fashion-MNIST**, one study, run on a CPU. It passes its gate. The margin is 0.01 nats."
+    assert said in text
     assert not pictures
-    worse = reproduce.block("summary", written(tmp_path, [*GOOD, *runs(DW, [0.4, 0.401, 0.399, 0.402])]))[0]
-    assert "| ViT, Fashion-MNIST | as good as dense training | 0 | – | 1 | 0 |" in worse
+    results = written(tmp_path, [*GOOD, *runs(DW, [0.4, 0.401, 0.399, 0.402])])
+    assert counted(results)["ViT, Fashion-MNIST"][2:] == ("0 of 1 (1 worse)", *rest)
 
 
-def test_the_summary_counts_each_network_separately(tmp_path):
+def test_rivals_are_counted_in_columns_of_their_own(tmp_path):
+    """The method is better than the shorter run, and the narrower network is as good as the method."""
+    narrower, shorter = (f"{word} dense, FLOPs of “{DW}”" for word in ("narrower", "shorter"))
+    arms = {
+        DW: DENSE,
+        narrower: np.add(DENSE, [0.001, -0.001, 0.0, 0.0]),
+        shorter: np.add(DENSE, [0.05, 0.051, 0.049, 0.05]),
+    }
+    lines = [line for arm, losses in arms.items() for line in runs(arm, list(losses))]
+    counts = counted(written(tmp_path, [*GOOD, *lines]))["ViT, Fashion-MNIST"][2:]
+    assert counts == ("1 of 1", "0 of 1 (1 no difference that matters)", "1 of 1")
+
+
+def test_each_network_is_counted_separately(tmp_path):
     results = written(tmp_path, [*GOOD, *runs(DW, DENSE)])
     other, dense = "finetuning_sst2_cpu", np.resize(DENSE, 5)
     losses = {"dense": dense.tolist(), "STE 2:4": (dense + 0.05).tolist(), FLOOR: (dense + 0.5).tolist()}
     lines = [line(arm, seed, loss, name=other) for arm, of in losses.items() for seed, loss in enumerate(of)]
-    rows = reproduce.block("summary", written(results, lines, other))[0].splitlines()
-    assert [row for row in rows if "as good as dense training" in row] == [
-        "| ViT, Fashion-MNIST | as good as dense training | 1 | – | 0 | 0 |",
-        "| MiniLM, fine-tuned on SST-2 | as good as dense training | 0 | – | 1 | 0 |",
-    ]
+    counts = {network: cells[2] for network, cells in counted(written(results, lines, other)).items()}
+    assert counts == {"ViT, Fashion-MNIST": "1 of 1", "MiniLM, fine-tuned on SST-2": "0 of 1 (1 worse)"}
 
 
 def test_a_method_of_two_studies_counts_once_with_the_most_seeds(tmp_path):
     """It is worse than dense with four seeds, and as good with ten. Another method counts beside it."""
     worse = [*GOOD, *runs(DW, [0.4, 0.401, 0.399, 0.402])]
-    table = lambda results: reproduce.block("summary", results)[0].partition("| --- |")[2].splitlines()
-    count = lambda results: table(results)[1]
-    row_of = "| ViT, Fashion-MNIST | as good as dense training |"
-    assert count(written(tmp_path, worse)) == f"{row_of} 0 | – | 1 | 0 |"
+    count = lambda results: counted(results)["ViT, Fashion-MNIST"][2]
+    assert count(written(tmp_path, worse)) == "0 of 1 (1 worse)"
     ten = np.resize(DENSE, 10).tolist()
-    for name, method, row in (
-        ("methods_vit_cpu", DW, "1 | – | 0 | 0"),
-        ("equal_flops_cpu", "MdGf 1:16", "2 | – | 0 | 0"),
+    for name, method, of_both in (
+        ("methods_vit_cpu", DW, "1 of 1"),
+        ("equal_flops_cpu", "MdGf 1:16", "2 of 2"),
     ):
         losses = {"dense": ten, method: ten, FLOOR: np.add(ten, 0.1).tolist()}
         lines = [line(arm, seed, loss, name=name) for arm, of in losses.items() for seed, loss in enumerate(of)]
-        assert count(written(tmp_path, lines, name)) == f"{row_of} {row} |"
+        assert count(written(tmp_path, lines, name)) == of_both
 
 
-def test_the_summary_names_a_study_that_does_not_pass(tmp_path):
+def test_a_study_that_does_not_pass_is_named(tmp_path):
     results = written(tmp_path, [*runs("dense", DENSE, accuracy=0.8), *runs(FLOOR, [0.43, 0.44, 0.42, 0.43])])
     other = "methods_vit_cpu"
     written(results, [line(arm, seed, loss, name=other) for arm, losses in (("dense", DENSE), (FLOOR, [0.5, 0.51]))
                       for seed, loss in enumerate(losses)], other)  # fmt: skip
-    text = reproduce.block("summary", results)[0]
-    assert "2 studies, run on a CPU. Dense training reaches an accuracy of 80.0 % to 88.0 %, ridge" in text
-    assert f"`{NAME}` does not pass: " in text
+    text = reproduce.block("networks", results)[0]
+    assert f"2 studies, run on a CPU. `{NAME}` does not pass: " in text
     assert "pass their gate" not in text
-    assert "| as good as dense training |" not in text  # no claim of these studies counts
+    dense, _, *counts = counted(results)["ViT, Fashion-MNIST"]
+    assert (dense, {*counts}) == ("80.0 % to 88.0 %", {"not compared"})  # no claim of these studies counts
 
 
 @pytest.mark.parametrize("lines", [runs(FLOOR, DENSE), [*runs("dense", DENSE), *runs(FLOOR, DENSE[:1])]])
@@ -265,7 +278,7 @@ def test_a_gate_that_is_not_passed_is_told(lines, why, tmp_path):
     screen = reproduce.block("claims", results)[0]
     assert {judgement.by_accuracy for judgement in claims.judged(NAME, results).judgements} == {""}
     assert screen.count("| does not count |") == screen.count("| not passed |") == 3
-    assert f"`{NAME}` does not pass: {why}. The margin is 0.01 nats." in reproduce.block("summary", results)[0]
+    assert f"`{NAME}` does not pass: {why}. The margin is 0.01 nats." in reproduce.block("networks", results)[0]
     assert "nan" not in screen.replace("loss is nan", "")
 
 
@@ -322,10 +335,10 @@ def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
     screen = reproduce.block("claims", results)[0]
     assert "| accuracy: does not hold: worse; validation loss: does not hold: worse | 4 | passed |" in screen
     said = "1 verdicts by the test loss. By the validation loss 1 of them are different. By the accuracy 1 of 1"
-    assert said in reproduce.block("summary", results)[0]
+    assert said in reproduce.block("networks", results)[0]
 
 
-def test_missing_seeds_are_named_on_the_first_screen(tmp_path):
+def test_missing_seeds_are_named_below_the_main_claims(tmp_path):
     screen = reproduce.block("claims", written(tmp_path, [*GOOD[1:], *runs(DW, DENSE)]))[0]
     assert f"Not finished: `{NAME}` (11 of " in screen
     assert "; its claims with all runs are judged)." in screen
@@ -423,9 +436,31 @@ def test_claims_are_about_arms_of_the_study(name):
     assert len(module.get_sweep(variant)) == len(arms) * len(module.seeds(variant))
 
 
-def test_the_first_screen_is_short_enough_to_be_read_in_a_minute():
-    studies = [recorded.study(name) for name in STUDIES]
-    assert 9 <= sum(claim.first_screen for one in studies for claim in one.module.claims(one.variant)) <= 20
+def test_the_main_claims_follow_their_rule():
+    """A config file's method meets dense training and its rivals. A paper's method meets one other, once a network."""
+    found = {}
+    for one in map(recorded.study, STUDIES):
+        for claim in one.module.claims(one.variant):
+            if claim.about:
+                found.setdefault((claim.about, one.module.gate(one.variant).network), []).append((one.module, claim))
+    assert {about for about, _ in found} == {*ABOUT}
+    for (about, network), claims_of in found.items():
+        seconds = {claim.second.partition(",")[0] for _, claim in claims_of}
+        if about.startswith("configs/"):
+            assert "dense" in seconds, (about, network)
+            assert seconds <= {"dense", "narrower dense", "shorter dense"}, (about, network)
+        else:
+            assert len(seconds) == 1, (about, network, seconds)
+
+
+@pytest.mark.parametrize("about", [about for about in ABOUT if about.startswith("configs/")])
+def test_a_main_claim_about_a_config_is_about_its_method(about):
+    config = config_files.load(about)
+    for one in map(recorded.study, STUDIES):
+        for claim in one.module.claims(one.variant):
+            if claim.about == about:
+                method = claims.recipe_of(one, one.module.arms(one.variant)[claim.first])
+                assert method == settings.recipe(config, 1000)
 
 
 ON_GPUS = ("methods_vit_gpu", "methods_gpt_gpu", "recipe_vit_gpu", "residual_gpu")

@@ -31,7 +31,7 @@ def arms(variant=""):
 
 
 def claims(variant=""):
-    return [Claim("STE is as good as dense", "STE", "as good as", "dense", first_screen=True)]
+    return [Claim("STE is as good as dense", "STE", "as good as", "dense")]
 
 
 def gate(variant=""):
