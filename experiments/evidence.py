@@ -22,17 +22,30 @@ HEAD = [
     "validation loss, if its verdict differs", "seeds",
 ]  # fmt: skip
 
-LEGEND = (
-    "Losses and accuracies are of the hardened networks on test data. A difference is the first arm minus the second. "
-    "A lower loss is better. FLOPs, time and memory are given as shares of dense. FLOPs are counted. For the time, all "
-    "arms take steps in turn, in rounds (`python -m experiments.studies times`). It is the median of the rounds' "
-    "ratios to dense. The steps of a shorter dense run are counted as dense steps. The temporary memory is what a step "
-    "needs besides its arguments and results. *No difference that matters*: the interval contains 0 and lies within ± "
-    "the margin. This verdict is not corrected for the number of claims, so some of these verdicts may be chance. "
-    f"*{effects.OPEN.capitalize()}*: the difference is not significantly above or below 0 (for *better*) or the margin "
-    "(for *as good*). p-values are corrected for the number of claims, and intervals are not. So the interval may "
-    f"exclude 0 or the margin, or lie within ± the margin, and the verdict can still be *{effects.OPEN}*."
-)
+LEGEND = {  # the words of the tables
+    "Arm": "one setup that is trained with several seeds: a method, or dense training with a given width and number of "
+    "steps. Narrower dense networks and shorter dense runs have about the same FLOPs as a sparse method.",
+    "Loss and accuracy": "those of the hardened network, which is the one that is used after training, on test data. "
+    "The loss is the cross-entropy in nats; for text, in nats a byte. A lower loss is better.",
+    "Difference": "the first arm minus the second, with its 95 % interval. The interval shows how much the difference "
+    "varies between seeds. The test data is always the same.",
+    "Margin": "the largest difference that does not matter. Each study says what it is.",
+    "As good as": "“holds” if a test shows that the first arm is better, or worse by less than the margin. “Does not "
+    "hold: worse” if a test shows that it is worse by more than the margin.",
+    "Better than": "“holds” if a test shows that the first arm is better. “Does not hold: worse” if a test shows that "
+    "it is worse. “No difference that matters” if the interval contains 0 and lies within ± the margin.",
+    "Undecided": "none of these. p-values are corrected for the number of claims, and intervals are not. So a claim "
+    "can be undecided although its interval excludes 0, or lies within ± the margin. “No difference that matters” is "
+    "not corrected either, so some of these verdicts may be chance.",
+    "FLOPs, time and memory": "shares of dense. FLOPs are counted. For the time, the steps of all arms are measured in "
+    "turn, and the share is the median of several rounds. A step of a shorter dense run counts as a step of dense. The "
+    "temporary memory is what a step needs besides its arguments and results.",
+}
+
+
+def legend() -> str:
+    """Return an explanation of the words of the tables in Markdown."""
+    return "\n".join(f"- **{term}**: {text}" for term, text in LEGEND.items())
 
 
 def has_gate_runs(one: Judged) -> bool:

@@ -182,7 +182,8 @@ def render(one: Judged, method: str, remarks: list[str]) -> str:
     sections = [
         ("claims", "Your method and the others", tables[0]),
         ("frontier", "Against FLOPs, time and memory", pictures),
-        ("arms", "All arms", f"{tables[1]}<p>{safe(evidence.LEGEND)}</p>"),
+        ("arms", "All arms", tables[1]),
+        ("words", "The words of the tables", notes_list([f"{term}: {text}" for term, text in evidence.LEGEND.items()])),
     ]
     return document(safe(method), header, sections)
 
@@ -227,7 +228,7 @@ def run(method: str, config_file: str, count: int | None, workdir: Path | None) 
         raise Failed(f"{done} of {count} runs finished, and a comparison needs two. The reports are in {workdir}.")
     remarks = notes(found, lines)
     tables = [evidence.claims_table(found), evidence.arms_table(found)]
-    replace(workdir / "frontier.md", "\n\n".join([f"# {method}", *remarks, *tables, evidence.LEGEND]) + "\n")
+    replace(workdir / "frontier.md", "\n\n".join([f"# {method}", *remarks, *tables, evidence.legend()]) + "\n")
     target = workdir / "frontier.html"
     replace(target, render(found, method, remarks))
     print("\n".join(["", tables[0], "", *remarks, ""]))

@@ -24,7 +24,7 @@ def counts(results: Path) -> str:
     """
     studies = _judged(results)
     verdicts = _once(studies)
-    rows = [["network", "dense training", "best simple method", *QUESTIONS]]
+    rows = [["network", "dense training", "a simple method", *QUESTIONS]]
     for network, ones in _networks(studies).items():
         cells = [_counted(verdicts.get((network, question), [])) for question in QUESTIONS]
         rows.append([network, _spread(ones), simple_methods(ones[0].gate, results)[-1], *cells])
@@ -71,7 +71,7 @@ def main_claims(results: Path) -> str:
         if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
         rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
-    head, known = ["about", "network", *HEAD[:3], "other verdicts", "seeds", "gate"], [*_networks(found)]
+    head, known = ["method of", "network", *HEAD[:3], "other verdicts", "seeds", "gate"], [*_networks(found)]
     rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
     parts = [markdown_table([head, *rows])]
     if begun:
@@ -87,7 +87,7 @@ def _row(judgement: Judgement, one: Judged) -> list[str]:
     """Return the row of a main claim."""
     by = {"accuracy": judgement.by_accuracy, "validation loss": judgement.by_validation}
     own = _plain(judgement.verdict)
-    others = [f"{name}: {verdict}" for name, verdict in by.items() if verdict and _plain(verdict) != own]
+    others = [f"{verdict} ({name})" for name, verdict in by.items() if verdict and _plain(verdict) != own]
     passed = "not passed" if one.failed else "passed"
     shown = [judgement.claim.text, judgement.verdict, interval(judgement.loss, 4), "; ".join(others)]
     return [judgement.claim.about, one.gate.network, *shown, seeds(judgement, one), passed]
@@ -189,5 +189,5 @@ def _scale(studies: list[Judged]) -> str:
             if name == methods.HALF or name.startswith("narrower dense"):
                 narrower.setdefault(f"{one.arms[name].flops / base:.2f}", f"{interval(effect, 4)}")
     shown = dict(sorted(narrower.items())[:2])  # those with the fewest FLOPs
-    parts = [f"with {share} of the FLOPs {more}" for share, more in shown.items()]
-    return f" The loss of narrower dense networks minus that of dense is: {', '.join(parts)}." if parts else ""
+    parts = [f"{more} with {share} of the FLOPs" for share, more in shown.items()]
+    return f" The loss of a narrower dense network minus that of dense is {' and '.join(parts)}." if parts else ""

@@ -4,7 +4,7 @@
 
 The text between ``<!-- NAME -->`` and ``<!-- end -->`` is made from the results of that name: for a study with claims
 their verdicts, its arms and pictures (`experiments.evidence`). A study that looks into runs makes its own table and
-pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains their tables. All other
+pictures. ``counts``, ``claims`` and ``networks`` are about all studies, and ``legend`` explains the tables. All other
 text is written by hand.
 """
 
@@ -34,7 +34,7 @@ BLOCK = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 def block(name: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
     """Return the Markdown of the block of a name such as "recipe_vit_cpu", and its pictures as SVG by their names."""
     if name == "legend":
-        return _text([evidence.LEGEND]), {}
+        return _text([evidence.legend()]), {}
     if name in HEAD:
         return _text([HEAD[name](results)]), {}
     its_study = study(name)

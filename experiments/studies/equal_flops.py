@@ -60,7 +60,8 @@ def claims(variant: str = "") -> list[Claim]:
         text = f"MdGf {shown} in {layers} is better than SR-STE {shown} after the same number of steps"
         found.append(Claim(text, mdgf, "better than", f"SR-STE {shown}"))
         for words in LONGER.values():
-            text = f"{mdgf} is better than SR-STE {shown} with {words}, at the same FLOPs{where}"
+            strength = "ten times λ and " if "λ" in words else ""
+            text = f"{mdgf} is better than a longer run of SR-STE {shown} with {strength}the same FLOPs{where}"
             other = rival(f"SR-STE {shown}, {words}", mdgf)
             about = methods.PGF if (pattern, words) == ("1,16", "more steps") else ""
             found.append(Claim(text, mdgf, "better than", other, about))
@@ -69,7 +70,7 @@ def claims(variant: str = "") -> list[Claim]:
     for first, second in (exponential, ("MdGf 1:16", rival("STE 1:16, more steps", "MdGf 1:16"))):
         subject = first.replace(", exponential", " with exponential fading")
         other = second.partition(",")[0]
-        text = f"{subject} is better than {other} with more steps, at the same FLOPs{where}"
+        text = f"{subject} is better than a longer run of {other} with the same FLOPs{where}"
         found.append(Claim(text, first, "better than", second))
     for word, network in (
         ("narrower", "a dense network with narrower feed-forward layers"),

@@ -333,7 +333,7 @@ def test_a_verdict_by_other_scores_stands_beside_that_by_the_loss(tmp_path):
     row = next(row for row in reproduce.block(NAME, results)[0].splitlines() if "as good as dense | holds" in row)
     assert "| does not hold: worse, +0.0501 [+0.0" in row
     screen = reproduce.block("claims", results)[0]
-    assert "| accuracy: does not hold: worse; validation loss: does not hold: worse | 4 | passed |" in screen
+    assert "| does not hold: worse (accuracy); does not hold: worse (validation loss) | 4 | passed |" in screen
     said = "1 verdicts by the test loss. By the validation loss 1 of them are different. By the accuracy 1 of 1"
     assert said in reproduce.block("networks", results)[0]
 
