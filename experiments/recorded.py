@@ -81,7 +81,7 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
     if "--config." in made_by or not (by_a_sweep or its_study.short in made_by):
         raise Mistake(f"{where} was made by another command: {made_by}. {again}")
     if line.get("config") != _digest(its_study, line):
-        raise Mistake(f"{where} was made with a config that differs from that of the config file now. {again}")
+        raise Mistake(f"{where} was made with another config: the config file has changed since. {again}")
     return line
 
 

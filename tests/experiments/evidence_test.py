@@ -118,7 +118,7 @@ def test_times_are_those_of_steps_in_turn(tmp_path):
     assert f"{NAME}_time" in reproduce.block(NAME, results)[1]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of | {"config": "0123456789ab"}) + "\n")
     with pytest.raises(
-        Mistake, match=r"times_cpu.jsonl, line 1 was made with a config that differs from that of the config file now"
+        Mistake, match=r"times_cpu.jsonl, line 1 was made with another config: the config file has changed since"
     ):
         claims.judged(NAME, results)
 
@@ -389,7 +389,7 @@ def test_studies_share_runs_of_the_same_config(tmp_path):
     by_hand = [each | {"command": f"{command} --config.steps=6000"} for each in GOOD]
     with pytest.raises(Mistake, match="line 1 was made by another command"):
         claims.judged(NAME, written(tmp_path, by_hand))
-    with pytest.raises(Mistake, match="line 1 was made with a config that differs"):
+    with pytest.raises(Mistake, match="line 1 was made with another config"):
         claims.judged(NAME, written(tmp_path, [shared[0] | {"config": "0123456789ab"}]))
 
 

@@ -312,7 +312,7 @@ def test_results_and_reports_import_nothing(outside):
     line = json.loads((config_files.ROOT / "experiments/results/held_vit_cpu.jsonl").read_text().partition("\n")[0])
     line["changes"] |= {"sparsity.blocks": "drhs_g=evil:boom()", "experiment": "evil:Boom", "model.name": "evil:Boom"}
     (outside / "held_vit_cpu.jsonl").write_text(json.dumps(line))
-    with pytest.raises(Mistake, match="a config that differs from that of the config file now"):
+    with pytest.raises(Mistake, match="another config: the config file has changed since"):
         recorded.read(outside / "held_vit_cpu.jsonl")
     (outside / "run").mkdir()
     (outside / "run" / "run.json").write_text(json.dumps({"name": "a run"}))

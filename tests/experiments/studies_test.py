@@ -68,7 +68,7 @@ def written(tmp_path, *lines, name=NAME):
         ),
         (
             json.dumps(line("dense", 0, 0.9, config="0123456789ab")),
-            "line 1 was made with a config that differs from that of the config file now",
+            "line 1 was made with another config: the config file has changed since",
         ),
         (
             json.dumps({k: v for k, v in LINE.items() if k != "command"}),
