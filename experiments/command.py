@@ -360,15 +360,15 @@ def _recorded(path: Path) -> ConfigDict:
     """Return the config of a run's directory, if it names nothing that would have to be imported."""
     if not path.is_file():
         has = "it has no config.json" if path.parent.is_dir() else "there is no such directory"
-        raise Mistake(
-            f"--workdir={path.parent} holds no run: {has}. Give the directory of a run, or add --config=FILE."
-        )
+        raise Mistake(f"--workdir={path.parent} holds no run: {has}. Give the directory of a run.")
     from experiments.training import settings  # with all of JAX, which another command line does without
 
     try:
         config = ConfigDict(json.loads(path.read_text()))
     except ValueError as error:
-        raise Mistake(f"{path} is damaged: {error}. Add the --config=FILE that the run was trained with.") from error
+        raise Mistake(
+            f"{path} is damaged: {error}. Replace it by the config.json of a run with the same config and seed."
+        ) from error
     foreign = settings.foreign_names(config)
     if foreign:
         raise Mistake(

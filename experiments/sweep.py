@@ -78,12 +78,19 @@ def run(
     if own:
         _say(f"\n{_outcomes(own, workdir)}")
     if sweep.failed:
-        raise Failed(f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}")
+        raise Failed(
+            f"{len(sweep.failed)} of the runs failed: {', '.join(sweep.failed)}. The reasons are above, and in the "
+            "run.json of each."
+        )
     if sweep.unwritten:
         raise Failed(f"{sweep.unwritten} Run the same command again: it adds the lines, and repeats no run.")
     left = [member.name for member in sweep.left if not record.is_done(workdir / member.folder)]
     if left:
-        raise Failed(f"not done: {', '.join(left)}. Other processes are training these runs, or runs beside them.")
+        raise Failed(
+            f"not done: {', '.join(left)}. Other processes are training these runs, or runs beside them. Wait until "
+            "they "
+            "end, and give the same command again."
+        )
 
 
 class _Sweep:

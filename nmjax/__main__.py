@@ -209,7 +209,7 @@ def _verify(asked: argparse.Namespace) -> int:
     else:
         print(found)
         counts = f"{len(found.sparse)} of {len(found.tensors)} tensors are {asked.n}:{asked.m}"
-        print(f"\n{counts}, {len(found.broken)} are broken.")
+        print(f"\n{counts}, {len(found.broken)} are almost {asked.n}:{asked.m}.")
         unfit = [one for one in found.sparse if any(one.misfits.values())]
         if unfit:
             print(f"{len(unfit)} of the {asked.n}:{asked.m} tensors do not fit all programs.")
@@ -289,9 +289,10 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
         batches = [jnp.asarray(batch) for batch in texts.windows(tokens, length)]
     rows = sum(jax.tree.leaves(batch)[0].size for batch in batches)
     if rows < texts.LENGTHS[0]:
+        which = "each text has" if isinstance(model, models.BERT) else "the texts together have"
         raise ValueError(
-            f"{asked.data}: the texts have fewer than {texts.LENGTHS[0]} tokens. That is too short for calibration. "
-            "Give longer texts."
+            f"{asked.data}: {which} fewer than {texts.LENGTHS[0]} tokens. That is too short for calibration. Give "
+            "longer texts."
         )
     return batches, rows, f"{len(tokens)} texts, {rows:,} tokens"
 

@@ -66,7 +66,7 @@ def arrays(path: Path, needed: Iterable[str], others: Iterable[str] = ()) -> dic
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             if missing := [name for name in needed if name not in members]:
                 held = ", ".join(map(_shown, list(members)[:10])) or "nothing"
-                raise Mistake(f"{path} has no {', '.join(missing)}, but {held}. It is a different kind of file.")
+                raise Mistake(f"{path} has no {', '.join(missing)}. It has {held}, so it is a different kind of file.")
             wanted = {name: members[name] for name in (*needed, *others) if name in members}
             size = sum(info.file_size for info in wanted.values())
             if size > most(path):

@@ -362,7 +362,8 @@ def cut(tokens: np.ndarray, length: int, split: str = "test") -> np.ndarray:
     n = (len(tokens) - 1) // length if length > 0 else 0
     if n < 1:
         raise Mistake(
-            f"windows of {length} tokens need a {split} text of {length + 1} tokens, and this one has {len(tokens)}."
+            f"windows of {length} tokens need a {split} text of {length + 1} tokens, and this one has {len(tokens)}. "
+            "Take a longer text, or a smaller config.data.length."
         )
     left = len(tokens) - 1 - n * length
     if left:

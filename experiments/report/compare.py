@@ -85,7 +85,7 @@ def groups(runs: list[Run]) -> list[Group]:
         group = by_config.setdefault(json.dumps(config, sort_keys=True, default=str), Group(config, {}))
         if seed in group.runs:
             both = f"{run.path} and {group.runs[seed].path}"
-            raise Mistake(f"{both} are the same run: they have one config and one seed.")
+            raise Mistake(f"{both} are the same run: they have one config and one seed. Leave one of them out.")
         group.runs[seed] = run
     return list(by_config.values())
 
@@ -105,7 +105,8 @@ def folders(paths: list[Path]) -> list[Path]:
             runs += _ordered(path, inside)
         else:
             raise Mistake(
-                f"{path} is not the folder of a run or of runs: neither it nor a folder in it has a run.json."
+                f"{path} is not the folder of a run or of runs: neither it nor a folder in it has a run.json. Name the "
+                "--workdir of a run, or a folder that holds some."
             )
     return runs
 

@@ -28,7 +28,8 @@ def confusion(run: Run) -> str:
     if counts is None or counts.ndim != 2 or not counts.sum():
         return ""
     total, wrong = int(counts.sum()), int(counts.sum() - np.trace(counts))
-    lead = f"<p>{wrong:,} of {total:,} test images are classified wrongly ({percent(wrong / total)}).</p>"
+    unit = safe(run.about.get("unit") or "examples")
+    lead = f"<p>{wrong:,} of {total:,} test {unit} are classified wrongly ({percent(wrong / total)}).</p>"
     matrix = _matrix(run, counts) if len(counts) <= TABLE else ""
     return lead + matrix + _pairs(run, counts, hidden=bool(matrix))
 
@@ -103,22 +104,26 @@ def card(truth: str, predicted: str, confidence: float, image: np.ndarray, more:
 
 
 def windows(run: Run) -> str:
-    """Return the windows of the test split with the greatest loss. The shading shows the loss of every token."""
+    """Return the windows or texts of the test split with the greatest loss. Shades show the losses of tokens, if "
+    "any."""
     found = [window for window in run.text.get("hardest") or [] if isinstance(window, dict) and "pieces" in window]
     losses = [loss for window in found for _, loss in window["pieces"] if loss is not None]
-    if not losses:
+    if not found:
         return ""
-    limit = float(np.quantile(losses, 0.98)) or 1.0
+    limit = (float(np.quantile(losses, 0.98)) if losses else 0.0) or 1.0
     key = "".join(f'<span class="loss{level}"> </span>' for level in range(LEVELS + 1))
     lead = (
         "<p>The windows of the test split with the greatest mean loss. The stronger the shade of a token, the greater "
         "its loss: "
         f'<span class="scale" aria-hidden="true">{key}</span> 0 to {number(limit)} nats and more.</p>'
+        if losses
+        else "<p>The texts of the test split with the greatest loss. Brackets have the prediction and the class.</p>"
     )
+    unit = "nats per token" if losses else "nats"
     cards = ""
     for window in found:
         body = "".join(_shaded(window["pieces"], limit))
-        cards += f"<blockquote><small>{number(float(window['loss']))} nats per token</small>{body}</blockquote>"
+        cards += f"<blockquote><small>{number(float(window['loss']))} {unit}</small>{body}</blockquote>"
     return f'{lead}<div class="texts hardest">{cards}</div>'
 
 

@@ -80,7 +80,10 @@ def entries(folder: Path) -> list[Entry]:
     """
     runs = [glance(path) for path in find(folder)]
     if not runs:
-        raise Mistake(f"{folder} is not the folder of a run or of runs: neither it nor a folder in it has a run.json.")
+        raise Mistake(
+            f"{folder} is not the folder of a run or of runs: neither it nor a folder in it has a run.json. Name the "
+            "--workdir of a run, or a folder that holds some."
+        )
     runs.sort(key=lambda run: _began(run) or -math.inf, reverse=True)
     metrics = _metrics(runs)
     alike: dict[tuple[str, ...], list[Run]] = {}

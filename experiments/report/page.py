@@ -210,7 +210,10 @@ def samples(run: Run) -> str:
         return ""
     right = sum(truth == predicted for truth, predicted, _, _ in shown)
     cards = "".join(hardest.card(*sample) for sample in shown)
-    lead = f"{right} of these {len(shown)} test images are right. Each is shown with the confidence of the answer."
+    lead = (
+        f"{right} of these {len(shown)} test images are classified correctly. Each is shown with the confidence of its "
+        "prediction."
+    )
     return f'<p>{lead}</p><div class="samples">{cards}</div>'
 
 

@@ -189,7 +189,7 @@ def parse_metrics(text: str) -> tuple[dict[str, list[dict[str, Any]]], tuple[str
     complaints = []
     if unread and unread[-1] == lines[-1][0]:
         unread.pop()
-        complaints.append("The last line of metrics.jsonl is cut off: the run was stopped while it wrote it.")
+        complaints.append("The last line of metrics.jsonl is cut off: the run was stopped while it wrote this line.")
     if unread:
         complaints.append(f"metrics.jsonl: skipped lines that cannot be read: {', '.join(map(str, unread))}.")
     by_kind = {kind: [record for _, record in sorted(by_step.items())] for kind, by_step in records.items()}

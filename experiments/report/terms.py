@@ -26,7 +26,7 @@ TERMS = {  # a word as it stands in reports: its meaning. docs/glossary.md has e
     "emulated": "XLA multiplies the pruned operands, zeros included.",
     "packed": "A kernel multiplies a packed operand, which is 2:4 or sparser, by a dense one on sparse tensor cores.",
     "mask": "An array of booleans: True where a value is kept.",
-    "taken for": "A test image has one class, and the model predicts another: the first is taken for the second.",
+    "taken for": "A test example has one class, and the model predicts another: the first is taken for the second.",
     "confidence": "The probability that the model gives to its prediction.",
     "loss": "Mean cross-entropy in nats: per example for a classifier, per token for a language model.",
     "nats": "The unit of a loss with the natural logarithm. One nat is 1.44 bits.",

@@ -29,8 +29,11 @@ class Address(NamedTuple):
             )
         address = cls(match[1], int(match[2]), int(match[3]))
         if address.index >= address.count:
-            last = address.count - 1
-            raise Mistake(f"--distributed={option}: {address.count} processes are numbered from 0 to {last}.")
+            raise Mistake(
+                f"--distributed={option}: the number of this process is {address.index}, and must be less than the "
+                "number "
+                f"of processes, {address.count}. The first process is 0."
+            )
         return address
 
     def place(self) -> str:

@@ -149,7 +149,11 @@ def _limit_meeting(who: str, met: threading.Event) -> None:
     if not met.wait(10):
         print(f"{who} waits for the others, up to {MEETING_TIMEOUT} s", file=sys.stderr, flush=True)
         if not met.wait(MEETING_TIMEOUT - 10):
-            _end(f"{who} has waited {MEETING_TIMEOUT} s for the others", Failed.code)
+            _end(
+                f"{who} has waited {MEETING_TIMEOUT} s for the others. Start all processes with the same HOST:PORT "
+                "and N",
+                Failed.code,
+            )
 
 
 def _connect(place: str) -> None:
@@ -157,10 +161,9 @@ def _connect(place: str) -> None:
     from jax._src import distributed  # the only place that knows which address the cluster gave
 
     host = distributed.global_state.coordinator_address.rpartition(":")[0].strip("[]")
-    failure = (
-        f"no connection to process 0 on {host} within {HEARTBEAT_TIMEOUT} s. The machines of a run need open ports"
-    )
-    late = threading.Timer(HEARTBEAT_TIMEOUT, lambda: _end(f"{name()}: {failure}", 1))
+    failure = f"no connection to process 0 on {host}{{}}. The machines of a run must be able to connect on all ports"
+    too_late = f" within {HEARTBEAT_TIMEOUT} s"
+    late = threading.Timer(HEARTBEAT_TIMEOUT, lambda: _end(f"{name()}: {failure.format(too_late)}", 1))
     late.daemon = True
     late.start()
     if first():
@@ -190,7 +193,7 @@ def _call(host: str, failure: str) -> None:
         _connections[0] = Client((host, int.from_bytes(known[:_PORT_BYTES], "big")), authkey=known[_PORT_BYTES:])
         _connections[0].send(_index)
     except OSError as error:
-        raise Failed(f"{failure} ({error})") from error
+        raise Failed(failure.format(f" ({error})")) from error
 
 
 def _broadcast(own: bytes) -> bytes:
@@ -338,7 +341,10 @@ def _listen() -> None:
             try:
                 kind, content = connection.recv()
             except Exception:  # the connection was closed, perhaps within a message
-                kind, content = "failed", (f"process {who} of {_count} is gone, and had no time to say why", 1)
+                kind, content = (
+                    "failed",
+                    (f"process {who} of {_count} is gone, and gave no reason. Look at its own output", 1),
+                )
             if kind == "failed":
                 _end_with(*content)
             elif kind == "done":

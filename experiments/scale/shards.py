@@ -44,7 +44,10 @@ def mesh(sizes: Any) -> Mesh:
     count, needed = jax.device_count(), math.prod(shares.values())
     if count % needed:
         product = " x ".join(f"config.mesh.{name}={size}" for name, size in shares.items())
-        raise Mistake(f"{product} is {needed} devices, which do not divide the {count} devices of this run.")
+        raise Mistake(
+            f"{product} is {needed} devices, which do not divide the {count} devices of this run. Choose numbers whose "
+            f"product divides {count}."
+        )
     return jax.make_mesh((count // needed, *shares.values()), AXES, axis_types=(AxisType.Auto,) * 3)
 
 

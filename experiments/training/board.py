@@ -53,7 +53,9 @@ def texts(pictures: dict[str, Any]) -> dict[str, str]:
     elif pictures.get("hardest"):
         windows = pictures["hardest"]
         shown = [(window["loss"], "".join(piece for piece, _ in window["pieces"])) for window in windows]
-        found["hardest"] = "\n\n".join(f"{loss:.3f} nats per token\n\n{block(text)}" for loss, text in shown)
+        of_tokens = any(loss is not None for window in windows for _, loss in window["pieces"])
+        unit = "nats per token" if of_tokens else "nats"
+        found["hardest"] = "\n\n".join(f"{loss:.3f} {unit}\n\n{block(text)}" for loss, text in shown)
     return found
 
 

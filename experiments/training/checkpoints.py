@@ -241,8 +241,9 @@ class Checkpoints:
             moved = f" It was renamed to {self._rename_damaged(step)}." if rename_damaged else ""
             self._report(f"The checkpoint of step {step:,} is damaged: {damage}.{moved}")
         if steps:
-            hint = ". To start over, remove that directory, or give another --workdir" if rename_damaged else ""
-            raise Failed(f"None of the checkpoints in {self.directory} can be read{hint}")
+            renamed = "They were renamed, so the same command starts from the beginning. Or give another --workdir"
+            hint = renamed if rename_damaged else "Give the directory of another run"
+            raise Failed(f"None of the checkpoints in {self.directory} can be read. {hint}")
         return 0, []
 
     def _rename_damaged(self, step: int) -> Path:
@@ -261,7 +262,7 @@ class Checkpoints:
         """Return a sentence about which checkpoint is kept, for a person."""
         steps = self.steps()
         if not steps:
-            return "No checkpoint was written before."
+            return "There is no checkpoint to continue from."
         return f"The checkpoint of step {steps[-1]:,} is kept in {self.directory}."
 
 

@@ -46,7 +46,10 @@ def recorded(workdir: Path) -> Identity:
     try:
         return _read(path.read_text())
     except ValueError as error:
-        raise Mistake(f"{path} is damaged: {error}. Give another --workdir.") from error
+        raise Mistake(
+            f"{path} is damaged: {error}. Replace it by the config.json of a run with the same config and seed, or "
+            "give another directory."
+        ) from error
 
 
 def _read(text: str) -> Identity:

@@ -111,7 +111,10 @@ class _Finetune:
           which: The step of the model, in words.
         """
         if self.config.model.name:
-            return "the model has a head of its own, so it is not written as a checkpoint; load_run gives it"
+            return (
+                "the model has a head of its own, so it is not written as a checkpoint; experiments.load.load_run(DIR) "
+                "returns it"
+            )
         checkpoints.save(directory, model, like=self.config.weights)
         return f"the hardened model of {which}: {directory}"
 
@@ -296,11 +299,16 @@ class Language(_Finetune, language.Task):
         self.facts += [("note", note) for note in self.notes]
         model = _model(path)
         vocabulary, length = model.tokens.num_embeddings, model.length
-        if self.set.vocabulary > vocabulary or config.data.length > length:
+        if self.set.vocabulary > vocabulary:
             raise Mistake(
-                f"config.weights={config.weights!r} is a model of {vocabulary:,} tokens with windows of at most "
-                f"{length:,}, but tokenizer.json has {self.set.vocabulary:,} tokens and config.data.length is "
-                f"{config.data.length:,}. Write a smaller config.data.length, or use the tokenizer of the model."
+                f"config.weights={config.weights!r}: tokenizer.json has {self.set.vocabulary:,} tokens, but the model "
+                "has "
+                f"{vocabulary:,}. Use the tokenizer of the model."
+            )
+        if config.data.length > length:
+            raise Mistake(
+                f"config.data.length={config.data.length:,} is longer than the windows of "
+                f"config.weights={config.weights!r}, at most {length:,}. Write a smaller config.data.length."
             )
         self.sizes = {"vocabulary": vocabulary}
         self._begin(None)

@@ -196,7 +196,7 @@ class Teacher:
         if own.is_file() and labelled.vocabulary(own) != labelled.vocabulary(tokenizer):
             raise Mistake(
                 f"config.teacher.weights={self.settings.weights!r} has another tokenizer than config.weights, so it "
-                "would read other texts."
+                "would read other texts. Use a teacher that was fine-tuned from the same checkpoint."
             )
 
     def check(self, logits: jax.ShapeDtypeStruct, hidden: jax.ShapeDtypeStruct | None, batch: Any) -> None:

@@ -125,8 +125,8 @@ class Program:
         """Refuse a recipe that layers of the model cannot carry out."""
         refused = self.plan.refused
         if refused:
-            reasons = "; ".join(f"{path}: {reason}" for path, reason in refused[:3])
-            more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+            reasons = " ".join(f"{path or 'the model'}: {reason.rstrip('.')}." for path, reason in refused[:3])
+            more = f" And {len(refused) - 3} more." if len(refused) > 3 else ""
             raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}{more}")
 
     def _set_state(self) -> State:

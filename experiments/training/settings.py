@@ -229,7 +229,7 @@ def learning_rate(config: ConfigDict, total: int) -> Callable:
     """Return the learning rate as a function of the step: a linear warm-up to the peak, then ``shape`` to the end."""
     c = config.learning_rate
     if not 0 <= c.peak < math.inf:
-        raise Mistake(f"config.learning_rate.peak={c.peak} must be 0 or greater.")
+        raise Mistake(f"config.learning_rate.peak={c.peak} must be a finite number, at least 0.")
     warmup = duration(c.warmup, total, "config.learning_rate.warmup")
     if warmup >= total:
         raise Mistake(
@@ -306,8 +306,8 @@ def factors(config: ConfigDict, params: Any) -> dict[str, float]:
         if not any(pattern.fullmatch(path) for path in paths):
             near = difflib.get_close_matches(pattern.pattern, paths, 3, 0.0)
             raise Mistake(
-                f"config.rates: {pattern.pattern!r} matches no parameter as a whole. Parameters are {', '.join(near)}, "
-                f"and {max(0, len(paths) - len(near))} more."
+                f"config.rates: {pattern.pattern!r} matches no whole path of a parameter. The nearest of {len(paths)} "
+                f"paths are {', '.join(near)}."
             )
     return {path: next((factor for pattern, factor in rates if pattern.fullmatch(path)), 1.0) for path in paths}
 

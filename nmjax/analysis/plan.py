@@ -349,7 +349,7 @@ class Plan:
         for alike in layer_paths.alike((path, reason, (path, reason)) for path, reason in self.refused):
             lines.append(f"REFUSED in {layer_paths.short([path for path, _ in alike])}: {alike[0][1]}")
         if refused:
-            lines.append("The FLOPs and the hardened forms above are those of the plan without its refusals.")
+            lines.append("The FLOPs and the hardened forms above count the refused slots as if they pruned.")
         return lines
 
     def _route_notes(self) -> list[str]:

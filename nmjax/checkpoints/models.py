@@ -319,8 +319,11 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = Path(path)
     file = (folder if folder.is_dir() else folder.parent) / "config.json"
     if not file.is_file():
+        if not folder.exists():
+            raise CheckpointError(f"{path}: there is no such file or folder.")
         raise CheckpointError(
-            f"{path}: there is no config.json, so the kind of the model is unknown. See nm.checkpoints.Family."
+            f"{path}: there is no config.json, so the kind of the model is unknown. Add the config.json, or pass "
+            "family=nm.checkpoints.Family(...)."
         )
     try:
         config = json.loads(file.read_text())

@@ -62,7 +62,7 @@ def fault(target: Target, kinds: Iterable[str]) -> Refusal | None:
     said = [f"{kind} {wrong[kind]}" for kind in kinds if kind in wrong]
     if not said:
         return None
-    refusal = Refusal(f"on {target.kind}, {'; '.join(said)}: please report it")
+    refusal = Refusal(f"on {target.kind}, {'; '.join(said)}. Please report it")
     if jax.process_count() > 1:
         hint = "Until it is fixed, run all processes with backend='xla'."
         raise RuntimeError(f"process {jax.process_index()}: {refusal}. {hint}")

@@ -66,7 +66,7 @@ def table(kind: str) -> tuple[Row, ...]:
             try:
                 rows += read(path, kind)
             except Stale as stale:
-                warnings.warn(f"not used: {stale}", stacklevel=2)
+                warnings.warn(f"the table of tiles is not used: {stale}", stacklevel=2)
     return tuple(rows)
 
 

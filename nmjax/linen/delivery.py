@@ -136,7 +136,8 @@ class Delivery:
         if self.norms:
             path = next(w.path for w in call.weights if w.name in sites and sites[w.name].sparsity != Sparsity())
             raise ValueError(
-                f"{path}: a module around it normalises its kernel, so the pruned kernel is not the one multiplied. To "
+                f"{path or 'the model'}: a module around it normalises its kernel, so the pruned kernel is not the "
+                "one multiplied. To "
                 f'leave the layer dense, put this rule first: (r"{path}", "dense").'
             )
         with self._copying():
@@ -159,7 +160,8 @@ class Delivery:
                     value = module.variables["params"][one.name] if module.has_variable("params", one.name) else None
                     shape = tuple(jax.tree.leaves(value)[0].shape) if value is not None else "not known yet"
                     raise ValueError(
-                        f"{one.path}: two doors reach the parameter {one.name} of shape {shape}: {one}, and {twice[0]} "
+                        f"{one.path or 'the model'}: two doors reach the parameter {one.name} of shape {shape}: "
+                        f"{one}, and {twice[0]} "
                         f"of the layer around it. Declare one of them."
                     )
 

@@ -195,7 +195,8 @@ def _pattern(layer: Sited) -> Pattern | None:
     axes = origin.parameter.axes(origin.shape)
     if axes is None:
         raise ValueError(
-            f"{layer.path}: the layer reshapes {origin.weight} of shape {origin.shape} before its product, so that its "
+            f"{layer.path or 'the model'}: the layer reshapes {origin.weight} of shape {origin.shape} before its "
+            "product, so that its "
             "groups lie along no axes of it. Use violations(variables), which reshapes it too."
         )
     own = list(range(layer.weight.ndim))
@@ -281,7 +282,7 @@ def called(layer: Sited, p: Pruner, call: Callable[..., jax.Array], *, back: boo
       back: True for the result in the layout of the weight; else in that of the operand, with the axes of stacks first.
     """
     origin = layer.site.origin
-    label, operand = f"{layer.path}: fwd_rhs={p}", origin.operand
+    label, operand = f"{layer.path or 'the model'}: fwd_rhs={p}", origin.operand
 
     def one(site: SiteVariable, weight: jax.Array) -> jax.Array:
         ctx = slot_context(context_of(*site.own()), "fwd_rhs")

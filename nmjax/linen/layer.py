@@ -185,7 +185,8 @@ class Call(NamedTuple):
             made_for = (site.origin.operand, site.origin.steps)
             if site.origin.steps and made_for != _layout(ShapedProduct.of(product, x, w)):
                 raise ValueError(
-                    f"{path}: this call multiplies by {name} of shape {site.origin.shape} along other axes than the "
+                    f"{path or 'the model'}: this call multiplies by {name} of shape {site.origin.shape} along other "
+                    "axes than the "
                     f'call in init did. It has no single pattern, so leave the layer dense: (r"{path}", "dense").'
                 )
             ctx = context_of(*arrays)

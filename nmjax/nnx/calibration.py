@@ -146,13 +146,17 @@ def axes_in(layer: Layer) -> Axes:
     """
     stack, product = layer.stack, layer.product
     if product is None:
-        raise ValueError(f"{layer.path}: the call on the first batch does not use this layer. Leave it out.")
+        raise ValueError(
+            f"{layer.path or 'the model'}: the call on the first batch does not use this layer. Leave it out."
+        )
     if stack != tuple(range(len(stack))):
-        raise ValueError(f"{layer.path}: its layers are stacked along axes {stack}. Only leading axes are supported.")
+        raise ValueError(
+            f"{layer.path or 'the model'}: its layers are stacked along axes {stack}. Only leading axes are supported."
+        )
     try:
         return axes_of(product.op, product.rhs.ndim)
     except ValueError as error:
-        raise ValueError(f"{layer.path}: {error} Leave the layer out.") from None
+        raise ValueError(f"{layer.path or 'the model'}: {error} Leave the layer out.") from None
 
 
 def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
@@ -180,7 +184,11 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         raise ValueError("set_norms: no layer prunes its weight by norms. Write fwd_rhs=ste(wanda(2,4)) in the recipe.")
     missing = [path for path in chosen if path not in inputs]
     if missing:
-        raise ValueError(f"set_norms: {', '.join(missing[:5])}: calibrate has no statistics of these layers.")
+        shown = ", ".join(path or "the model" for path in missing)
+        raise ValueError(
+            f"set_norms: inputs has no statistics of {shown}. Calibrate these layers too: "
+            "nm.nnx.calibrate(model, batches) before sparsify."
+        )
     for path, site in chosen.items():
         norms = np.sqrt(inputs[path].squares)
         holders = jax.tree.leaves(slot_state(site.state, "fwd_rhs"), is_leaf=lambda v: isinstance(v, NM))

@@ -106,10 +106,9 @@ def layer_refusal(
     except ValueError as error:
         return Refusal(str(error).removeprefix(f"{layer.path or 'the model'}: "))
     if axes not in ways and len(ways) > 1:
-        choices = " or ".join(f"stack={way[0] if len(way) == 1 else way}" for way in ways)
+        choices = ", or ".join(f"sparsify(..., stack={way[0] if len(way) == 1 else way})" for way in ways)
         return Refusal(
-            f"its kernel has shape {kernel.shape}, which does not say which axes stack layers. Name them: "
-            f"sparsify(..., {choices})."
+            f"its kernel has shape {kernel.shape}, which does not say which axes stack layers. Name them: {choices}."
         )
     if product is None:
         if sparsity.fwd_rhs == sparsity.dlhs_rhs == identity:

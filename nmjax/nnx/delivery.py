@@ -127,7 +127,7 @@ def _report_unused(unused: list[Layer], called: bool, paths: list[str], strict: 
     gone = [missed.Missed(layer.path, tuple(layer.kernel.shape), type(layer.module).__name__) for layer in unused]
     if called:
         lead = "Rules of the recipe match these layers, but the call with these inputs does not use their products:"
-        why = "Where a program multiplies by their weights in another way, it is dense."
+        why = "If the program multiplies by their weights in another way, that product stays dense."
     else:
         lead = "Rules of the recipe match these layers, but their classes have a __call__ of their own:"
         why = (
@@ -247,7 +247,8 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
                     _write_state(site, _new_state(layer, site.states(), step))
         except errors.TraceContextError as error:
             raise ValueError(
-                f"{layer.path}: set_step was called in another trace than the one in which the model was made. Call it "
+                f"{layer.path or 'the model'}: set_step was called in another trace than the one in which the model "
+                "was made. Call it "
                 "outside the function that is differentiated, or merge a copy there: "
                 "nnx.merge(graphdef, state, copy=True)."
             ) from error

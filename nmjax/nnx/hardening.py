@@ -96,7 +96,7 @@ def _final(layer: Layer) -> tuple[Pruner, Sparsity]:
     try:
         return sites.final(layer.sparsity)
     except ValueError as error:
-        raise ValueError(f"{layer.path}: {error}") from error
+        raise ValueError(f"{layer.path or 'the model'}: {error}") from error
 
 
 def _final_weight(layer: Layer, site: Site) -> jax.Array:
@@ -142,7 +142,8 @@ def _check_shared(layer: Layer, users: list[User]) -> None:
         else:
             continue
         raise ValueError(
-            f"{layer.path}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape {layer.kernel.shape} that "
+            f"{layer.path or 'the model'}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape "
+            f"{layer.kernel.shape} that "
             f"{'/'.join(map(str, path))} uses too, {use}. It has no single final form. "
             f'Give both one rule, or leave this layer dense: (r"{re.escape(layer.path)}", "dense").'
         )
@@ -267,7 +268,7 @@ def called(layer: Layer, p: Pruner, call: Callable[..., jax.Array]) -> jax.Array
     Returns:
       An array of the weight's shape.
     """
-    label, operand, steps, site = f"{layer.path}: fwd_rhs={p}", layer.operand, layer.steps, layer.site
+    label, operand, steps, site = f"{layer.path or 'the model'}: fwd_rhs={p}", layer.operand, layer.steps, layer.site
     assert operand is not None
     assert site is not None
 

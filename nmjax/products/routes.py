@@ -397,4 +397,4 @@ def _gain(route: Route, device: Target, before: bool, slot: Slot) -> float:
 def _too_slow(route: Route, device: Target, before: bool, slot: Slot) -> str:
     m, n, k = route.packed_shape.sides
     gain = _gain(route, device, before, slot)
-    return f"packed, M, N, K = {m}, {n}, {k} is expected at {gain:.2f} of the emulated speed on {device.kind}"
+    return f"packed, with M, N, K = {m}, {n}, {k}, it is expected at {gain:.2f} of the emulated speed on {device.kind}"

@@ -121,6 +121,7 @@ def warn_unfinished(distances: Iterable[tuple[str, int, float | None]], stacklev
     paths = [layer_paths.short(same) for same in layer_paths.alike((path, None, path) for path, _, _ in far)]
     warnings.warn(
         f"harden at step {far[0][1]}: the schedules of {', '.join(layer_paths.gathered(paths))} have not ended. The "
-        f"hardened weights differ from those of this step, by up to {largest:.0%} of their norm.",
+        f"hardened weights differ from those of this step, by up to {largest:.0%} of their norm. Harden after the "
+        "schedules have ended. If they have, call set_step with the step of the training first.",
         stacklevel=stacklevel,
     )

@@ -222,11 +222,11 @@ class transform(Value):
             f"  {path} of shape {shape}" + (f", used by {', '.join(others[path])}" if others[path] else "")
             for path, shape in missed.items()
         ]
-        text = "\n".join(
-            ["Rules of the recipe match these parameters, but no product takes them, so they stay dense:", *lines]
-        )
+        said = "Rules of the recipe match these parameters, but no product takes them, so they stay dense:"
+        rules = ", ".join(f'(r"{path}", "dense")' for path in missed)
+        text = "\n".join([said, *lines, f"To say so in the recipe, put these rules first: {rules}."])
         if strict:
-            raise ValueError(f'{text}\nGive them a rule such as (r"{next(iter(missed))}", "dense").')
+            raise ValueError(text)
         warnings.warn(text, stacklevel=3)
 
     def _missed(self, params: Any, products: Any) -> dict[str, tuple[int, ...]]:

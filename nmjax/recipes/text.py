@@ -217,7 +217,11 @@ def _read(part: str, kind: str, source: _Source) -> Any:
     if kind == "pruner" and name in METHODS and name not in PRUNERS:
         raise ValueError(f"{part!r}: {name} is a method, but a slot takes a pruner.")
     if kind == "method" and isinstance(tree, ast.Call) and any(_names_pruner(a, source) for a in tree.args):
-        raise ValueError(f"{part!r} is a pruner, which stands in a slot: 'fwd_rhs={part}'.")
+        if name in PRUNERS:
+            raise ValueError(f"{part!r} is a pruner, which stands in a slot: 'fwd_rhs={part}'.")
+        if name in METHODS:
+            hint = f"Write numbers, as in {name}(2,4), or a pruner in a slot, as in 'fwd_rhs=mse(2,4)'."
+            raise ValueError(f"{part!r}: the method {name} takes no pruner. {hint}")
     return _build(tree, kind, source)
 
 

@@ -124,7 +124,7 @@ def test_one_reading_does_not_change_the_next():
         (["--mode=eval"], "--mode=eval needs --workdir=DIR"),
         (
             [f"--config={CONFIG_FILE}", "--config.learning_rate.peak=-1"],
-            "config.learning_rate.peak=-1.0 must be 0 or greater",
+            "config.learning_rate.peak=-1.0 must be a finite number, at least 0",
         ),
         (
             [f"--config={CONFIG_FILE}", "--config.optimizer=sgd(learning_rate=1)"],

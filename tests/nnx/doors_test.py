@@ -716,7 +716,7 @@ def test_layers_that_the_call_does_not_use_are_told():
     said = (
         "Rules of the recipe match these layers, but the call with these inputs does not use their products:\n"
         "  read (8, 8), of Linear\n"
-        "Where a program multiplies by their weights in another way, it is dense.\n"
+        "If the program multiplies by their weights in another way, that product stays dense.\n"
         'If they are to stay dense, write rules that come before the others: (r"read", "dense").'
     )
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -800,7 +800,9 @@ def test_a_stack_of_declared_layers_without_an_input(text, size):
     """The call shows which axis stacks the layers. If any axis could, the caller has to name it."""
     model, x, rules = StackOfSquares(size, rngs=nnx.Rngs(0)), jnp.ones((4, 8)), nm.Recipe({".*": text})
     if size == 8:
-        with pytest.raises(ValueError, match="which does not say which axes stack layers. Name them: .*stack=0 or "):
+        with pytest.raises(
+            ValueError, match="which does not say which axes stack layers. Name them: .*stack=0\\), or "
+        ):
             nm.nnx.sparsify(model, rules, x)
     sparse = nm.nnx.sparsify(model, rules, x, stack=0 if size == 8 else None)
     nm.nnx.set_step(sparse, 0)

@@ -232,7 +232,7 @@ def test_a_stack_whose_axis_the_shape_leaves_open():
     with pytest.raises(
         ValueError,
         match=r"has shape \(8, 8, 8\), which does not say which axes stack layers. Name them: "
-        r"sparsify\(..., stack=0 or stack=1 or",
+        r"sparsify\(..., stack=0\), or sparsify\(..., stack=1\), or",
     ):
         nm.nnx.sparsify(cells, recipe("ste(2,4)"))
     nm.nnx.sparsify(cells, recipe("ste(2,4)"), stack=1)

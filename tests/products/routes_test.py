@@ -611,7 +611,7 @@ def test_kernels_are_checked_wherever_their_device_is(monkeypatch):
     with on():
         products = choices("ste(2,4); drhs_g=mvue(2,4)")
         assert products["fwd"].how == "packed"
-        wrong = "on NVIDIA H200, multiplying (A along M, B along N, transposed) gives wrong numbers: please report it"
+        wrong = "on NVIDIA H200, multiplying (A along M, B along N, transposed) gives wrong numbers. Please report it"
         assert products["drhs"] == routes.Route("emulated", wrong)
         products = choices("s_ste(2,4,fp8=True)")
         assert {route.how for route in products.values()} == {"emulated"}

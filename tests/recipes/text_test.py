@@ -148,6 +148,8 @@ def test_parse_pruner(text, value):
     [
         ("ss_te(2,4)", "no method is called 'ss_te'; did you mean 's_ste'.*Known: activation"),
         ("mes(2,4)", "no method is called 'mes'; did you mean 'mse'"),
+        ("s_ste(mse(2,4))", r"the method s_ste takes no pruner. Write numbers, as in s_ste\(2,4\)"),
+        ("stee(mse(2,4))", r"no method is called 'stee'; did you mean 'ste'\?"),
         ("ste(mse(2,4))", r"is a pruner, which stands in a slot: 'fwd_rhs=ste\(mse\(2,4\)\)'"),
         ("2", "is 2: neither a method"),
         ("drhs_g=mse(2,inf)", "m must be a whole number, got inf"),

@@ -130,7 +130,7 @@ def test_a_run_of_images_is_shown_whole(tmp_path):
     known = """vit_24 | ✓ finished | 93.1 % | CIFAR-10 is a lossy JPEG copy here. | 1,024 = 4 x 256 | 1 h 54 min
         | Last, at step 2,000: train 0.142, eval 0.142, hardened 0.242. | Best, ringed: hardened | at step 1,800
         | 0.5 in all 2 layers | fwd_rhs=ste(soft(2,4)) | 2:4 along axis 1 | a corner of 32 × 96 values
-        | 2 of these 3 test images are right | ✕ cat | is ship | ebb196d, with uncommitted changes
+        | 2 of these 3 test images are classified correctly | ✕ cat | is ship | ebb196d, with uncommitted changes
         | sparsity.mlp | s_ste(2,4) | 3.11.2"""
     for said in map(str.strip, known.split("|")):
         assert said in text, said
@@ -367,7 +367,10 @@ def test_the_command_prints_where_the_page_is(tmp_path, capsys):
         assert main([str(wrong)]) == 2
         out, err = capsys.readouterr()
         assert not out
-        assert err == f"{wrong} is not the folder of a run or of runs: neither it nor a folder in it has a run.json.\n"
+        assert (
+            err == f"{wrong} is not the folder of a run or of runs: neither it nor a folder in it has a run.json. "
+            "Name the --workdir of a run, or a folder that holds some.\n"
+        )
     (run / "run.json").write_text("[1]")
     with pytest.raises(Mistake, match="does not hold a JSON object"):
         report.write(run)

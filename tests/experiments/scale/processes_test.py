@@ -69,7 +69,8 @@ def test_one_that_dies_ends_the_other(alone, killed, tmp_path):
     texts = said(both, timeout=30)
     left = 1 - killed
     assert both[left].returncode == 1
-    assert f"launch.py: process {killed} of 2 is gone, and had no time to say why. process {left} of 2" in texts[left]
+    gone = f"launch.py: process {killed} of 2 is gone, and gave no reason. Look at its own output"
+    assert f"{gone}. process {left} of 2" in texts[left]
     outcome = json.loads((tmp_path / "run" / "run.json").read_text())["outcome"]
     assert outcome == "running" if killed == 0 else outcome.startswith("failed: process 1 of 2 is gone")
     if killed == 0:
@@ -221,7 +222,7 @@ def test_slurm_is_found_by_itself(alone, tmp_path):
     ("asked", "why"),
     [
         ("two", "write auto, off, or HOST:PORT,N,I"),
-        ("localhost:1234,2,2", "2 processes are numbered from 0 to 1"),
+        ("localhost:1234,2,2", "the number of this process is 2, and must be less than the number of processes, 2"),
         ("localhost,2,0", "write auto, off, or HOST:PORT,N,I"),
     ],
 )
@@ -261,4 +262,6 @@ def test_one_that_nobody_meets_says_so_and_gives_up():
     assert done.returncode == 1
     (waits, ended) = [line for line in done.stderr.splitlines() if "process 1 of 2" in line]
     assert re.fullmatch(r"process 1 of 2 at 127.0.0.1:\d+ waits for the others, up to 12 s", waits)
-    assert re.fullmatch(r"launch.py: process 1 of 2 at 127.0.0.1:\d+ has waited 12 s for the others", ended)
+    assert re.fullmatch(
+        r"launch.py: process 1 of 2 at 127.0.0.1:\d+ has waited 12 s for the others. Start all .* and N", ended
+    )

@@ -386,5 +386,5 @@ def test_a_head_of_ones_own(tmp_path):
     wanted = checkpoints.parameters(BERT)["blocks/0/mlp/up/kernel"]
     assert np.array_equal(first.params["encoder"]["blocks"][0]["mlp"]["up"]["kernel"], wanted)
     assert made.plan.layers[0].path.startswith("encoder/")
-    assert "load_run gives it" in made.export(state, tmp_path)
+    assert "load_run(DIR) returns it" in made.export(state, tmp_path)
     assert shown[0]["loss"] > 0

@@ -245,9 +245,12 @@ def test_the_last_two_and_the_best_are_kept(tmp_path):
     for step in (3, 5, 6):
         (tmp_path / "checkpoints" / f"{step}.json").write_text("{")
     broken = f"None of the checkpoints in {tmp_path}/checkpoints can be read"
-    with pytest.raises(Failed, match=f"^{broken}$"):  # of load_run, --from and --mode=eval
+    with pytest.raises(
+        Failed, match=f"^{broken}. Give the directory of another run$"
+    ):  # of load_run, --from and --mode=eval
         Checkpoints(tmp_path, lambda text: None).restore(shapes(), rename_damaged=False)
-    with pytest.raises(Failed, match=f"^{broken}. To start over, remove that directory, or give another --workdir$"):
+    renamed = "They were renamed, so the same command starts from the beginning. Or give another --workdir"
+    with pytest.raises(Failed, match=f"^{broken}. {renamed}$"):
         Checkpoints(tmp_path, lambda text: None).restore(shapes())
 
 
