@@ -153,8 +153,7 @@ def step_times(name: str, results: Path) -> dict[str, float]:
       name: The name of the results of the study.
       results: The folder of the results.
     """
-    path = results / f"times_{name.rpartition('_')[2]}.jsonl"
-    lines = read(path) if path.exists() else []
+    lines = [line for path in sorted(results.glob("times_*.jsonl")) for line in read(path)]
     return next((times.shares(line["rows"]) for line in lines if line["case"]["study"] == name), {})
 
 

@@ -109,7 +109,7 @@ def add(runs: list[Member], workdir: Path, results: Path) -> None:
 
 
 def _new_lines(runs: list[Member], workdir: Path, old: list[dict]) -> Iterator[dict]:
-    key = lambda line: (line.get("run"), line.get("began"), line.get("config"))
+    key = lambda line: (line.get("config"), str(line.get("changes")))
     known = {key(line) for line in old}
     for line in lines(runs, workdir):
         if record.done(line) and key(line) not in known:

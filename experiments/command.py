@@ -250,7 +250,7 @@ class Asked(NamedTuple):
 
 def cache() -> Path:
     """Return the folder of compiled programs, which make the next start quick."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nmjax" / "compiled"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nmjax" / "compiled"
 
 
 def read(argv: list[str]) -> Asked:

@@ -164,9 +164,9 @@ def _described(config: ConfigDict, about: dict[str, Any]) -> tuple[Callable[...,
     known, sizes = MODELS.get(config.experiment), about.get("sizes")
     if config.experiment == "finetune" and sizes:  # the checkpoint that it began with says what model it is
         classes = len(sizes["classes"]) if "classes" in sizes else None
-        return pretrained.start(config, classes, values=False).make, about["steps"], {}
+        return pretrained.start(config, classes, values=False).make, about["planned_steps"], {}
     if known and sizes:
-        return settings.model(config, known, **sizes["model"]), about["steps"], sizes
+        return settings.model(config, known, **sizes["model"]), about["planned_steps"], sizes
     task = tasks.task(config)  # with its data: it is of another module, or the run recorded no sizes
     make = lambda rngs: task.make(rngs)
     return make, settings.steps(config, task.examples), task.sizes if known else {}

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ def refuse_other_names(runs: list[Member], workdir: Path) -> None:
         with contextlib.suppress(Mistake):  # it is damaged
             new = wanted.get(digest.recorded(path.parent).digest)
             if new and path.parent.name not in folders:
-                moves.append(f"mv {path.parent} {workdir / new}")
+                moves.append(shlex.join(["mv", str(path.parent), str(workdir / new)]))
     if moves:
         raise Mistake(
             "Some runs of this sweep are in folders with other names. The sweep would train them again. "

@@ -11,8 +11,8 @@ from experiments.errors import Mistake
 from experiments.studies import __main__ as looks, named
 from experiments.training import digest
 
-LOOKED = ("case", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
-SWEPT = ("changes", "outcome", "figures", "steps", "flops", "began", "ended", "versions", "notes")
+LOOKED = ("case", "rows", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
+SWEPT = ("changes", "devices", "outcome", "figures", "steps", "flops", "began", "ended", "versions", "notes")
 SWEEP = re.compile(r"launch\.py --config=experiments/studies/\w+\.py:\w+ --sweep\b")  # studies may share runs
 
 

@@ -20,7 +20,6 @@ from experiments.files import replace
 from experiments.recorded import Study, read, study
 from experiments.report import dots
 from experiments.report.words import duration
-from experiments.studies import STUDIES
 
 ROOT = Path(__file__).parent
 PAGE, RESULTS = ROOT / "REPRODUCTION.md", ROOT / "results"
@@ -106,8 +105,9 @@ def page(text: str, results: Path = RESULTS) -> tuple[str, dict[str, str]]:
 
 def unplaced(text: str, results: Path = RESULTS) -> list[Path]:
     """Return the files of results that the page has no block for. Times and scores of twins need none."""
-    known = {*BLOCK.findall(text), *(f"times_{name.rpartition('_')[2]}" for name in STUDIES), "twins"}
-    return [path for path in sorted(results.glob("*.jsonl")) if path.stem not in known]
+    known = {*BLOCK.findall(text), "twins"}
+    found = (path for path in sorted(results.glob("*.jsonl")) if not path.stem.startswith("times_"))
+    return [path for path in found if path.stem not in known]
 
 
 def main(args: list[str] | None = None) -> int:

@@ -70,7 +70,7 @@ def run(
                 collected.collect(runs, workdir)
             if results is not None:
                 sweep.add(results)
-        if stopped_by and index is None and (number + 1 < len(runs) or sweep.left):
+        if stopped_by and index is None and sweep.unfinished():
             names = ", ".join(member.name for member in group)
             text = f"interrupted by {stopped_by.name} after the last step of {names}."
             raise Stopped(f"{text} The same command continues with the others.", stopped_by)
@@ -88,8 +88,7 @@ def run(
     if left:
         raise Failed(
             f"not done: {', '.join(left)}. Other processes are training these runs, or runs beside them. Wait until "
-            "they "
-            "end, and give the same command again."
+            "they end, and give the same command again."
         )
 
 
@@ -121,6 +120,11 @@ class _Sweep:
             if not record.is_done(directory) and not lock.is_taken(directory):
                 self.left.remove(member)
                 yield self.runs.index(member)
+
+    def unfinished(self) -> bool:
+        """Return whether a run is left that neither finished nor failed."""
+        known = {*self.reused, *self.failed}
+        return any(m.name not in known and not record.is_done(self.workdir / m.folder) for m in self.runs)
 
     def train_from(self, number: int, at_once: int, alone: bool) -> tuple[list[Member], signal.Signals | None]:
         """Train the run of a number, and those that may be trained beside it. If it fails, the sweep goes on.

@@ -158,7 +158,10 @@ def _gguf(source: str, target: Path) -> checkpoints.Gguf | None:
     needed = [re.split(r"[^\w.-]", one)[0] for one in (metadata.requires(source) or [])] if _installed(source) else []
     packages = [one for one in (source, *needed) if _installed(one)]
     files = [Path(str(file.locate())) for one in packages for file in metadata.files(one) or []]
-    parts = sorted((file for file in files if re.search(r"\.gguf(\.part\d+)?$", file.name)), key=lambda file: file.name)
+    parts = sorted(
+        (file for file in files if re.search(r"\.gguf(\.part\d+)?$", file.name)),
+        key=lambda file: (len(file.name), file.name),
+    )
     if not parts:
         return None
     if len(parts) == 1:

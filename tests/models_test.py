@@ -452,3 +452,7 @@ BAD = {
 def test_errors(message):
     with pytest.raises(ValueError, match=message):
         BAD[message]()
+
+
+def test_a_scale_with_a_whole_offset_is_a_float():
+    assert nm.models.decoder.RMSNorm(8, 1e-6, offset=1).scale.dtype == jnp.float32

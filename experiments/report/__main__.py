@@ -50,6 +50,8 @@ def _pages(folders: list[Path], baseline: str, to: Path | None) -> tuple[dict[Pa
     """Return the pages by their paths, and what the command prints when they are written."""
     first = folders[0]
     if len(folders) == 1 and (first / "run.json").exists():
+        if baseline or to:
+            raise Mistake(f"{first} is one run. Leave out --baseline and --to: its report is {first / 'report.html'}.")
         return {first / "report.html": render(read(first))}, f"{first / 'report.html'}"
     if len(folders) == 1 and not baseline and not (first / "results.jsonl").exists():
         path = (to or first) / "index.html"
@@ -62,7 +64,7 @@ def _pages(folders: list[Path], baseline: str, to: Path | None) -> tuple[dict[Pa
     text = compare_table.markdown(comparison)
     runs = [run for group in comparison.groups for run in group.runs.values()]
     reports = {run.path: run.path / "report.html" for run in runs if (run.path / "report.html").exists()}
-    links = {path: Path(os.path.relpath(page, folder.resolve())).as_posix() for path, page in reports.items()}
+    links = {path: index.relative(page, folder) for path, page in reports.items()}
     pages = {folder / "compare.html": compare_page.render(comparison, links), folder / "compare.md": text}
     return pages, f"{text}\n{folder / 'compare.html'}"
 

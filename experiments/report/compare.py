@@ -166,23 +166,18 @@ class Comparison(NamedTuple):
         """Return a figure as text: a share in percent, a signed share in points without a unit."""
         return score(self.metric, value, signed)
 
-    def plain(self, value: float | None, signed: bool = False) -> str:
-        """Return a figure as text without its unit."""
-        return self.say(value, signed).removesuffix(" %")
-
     def plus_minus(self, error: float | None) -> str:
         """Return an error as it stands behind its figure: " ± 2.00"."""
         return plus_minus(self.metric, error)
 
 
-def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> Comparison:
+def compare(runs: list[Run], baseline: str = "") -> Comparison:
     """Return the comparison of runs with a baseline.
 
     Args:
       runs: The runs.
       baseline: The name of the baseline. If it is empty, the dense group with the best score is the baseline, or the
         first group if none is dense.
-      seeds: Seeds that every group should have, besides those of any run.
 
     Raises:
       Mistake: If no group has the baseline's name, if two runs are the same, or if the runs have different metrics.
@@ -198,7 +193,7 @@ def compare(runs: list[Run], baseline: str = "", seeds: Iterable[int] = ()) -> C
     hardened = all(f"hardened_{kind}" in run.about.get("figures", {}) for run in runs if finished(run))
     metric = f"hardened_{kind}" if hardened else kind
     base, why = (names.index(baseline), "from --baseline") if baseline else _baseline(by_config, metric)
-    wanted = sorted({seed for group in by_config for seed in group.runs} | {*seeds})
+    wanted = sorted({seed for group in by_config for seed in group.runs})
     others = _shared([run for run in runs if finished(run)], metric)
     memory = next((kind for kind in MEMORY if any(group.memory(kind) for group in by_config)), "")
     rows = [

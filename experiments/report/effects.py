@@ -32,14 +32,14 @@ class Effect(NamedTuple):
     degrees_of_freedom: int
     p: float
 
-    def interval(self, share: float = 0.95) -> tuple[float, float]:
-        """Return the limits of the confidence interval that covers this share.
+    def interval(self) -> tuple[float, float]:
+        """Return the limits of the 95 % confidence interval.
 
         >>> low, high = Effect(1.0, 0.5, 10, 0.1).interval()
         >>> round(low, 3), round(high, 3)
         (-0.114, 2.114)
         """
-        half = _quantile(self.degrees_of_freedom, (1 + share) / 2) * self.standard_error
+        half = _quantile(self.degrees_of_freedom, 0.975) * self.standard_error
         return self.difference - half, self.difference + half
 
 
@@ -101,10 +101,11 @@ def scattered(values: Mapping[str, Mapping[int, float]]) -> set[str]:
     found: set[str] = set()
     while True:
         left = {method: by_seed for method, by_seed in values.items() if method not in found}
-        worst = max(left, key=lambda method: _ratio(left, method)[0], default="")
-        if len(left) < 3 or not _ratio(left, worst)[1]:
+        ratios = {method: _ratio(left, method) for method in left} if len(left) > 2 else {}
+        wild = {method: ratio for method, (ratio, significant) in ratios.items() if significant}
+        if not wild:
             return found
-        found.add(worst)
+        found.add(max(wild, key=wild.__getitem__))
 
 
 def _ratio(values: Mapping[str, Mapping[int, float]], method: str) -> tuple[float, bool]:

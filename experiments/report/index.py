@@ -239,6 +239,11 @@ def _address(entry: Entry, folder: Path) -> str:
     page = entry.run.path / "report.html"
     if not page.exists():
         return ""
+    return relative(page, folder)
+
+
+def relative(page: Path, folder: Path) -> str:
+    """Return the address of a page from a folder, quoted as a link needs it."""
     return quote(os.fsencode(Path(os.path.relpath(page.resolve(), folder.resolve())).as_posix()), safe="/=,+")
 
 

@@ -29,7 +29,7 @@ def number(x: float) -> str:
     if math.isinf(x):
         return "∞" if x > 0 else "−∞"
     if x == 0 or 1e-3 <= abs(x) < 1e6:
-        shown = f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+        shown = f"{x:,.0f}" if abs(x) >= 999.5 else f"{x:.3g}"
     else:
         digits, power = f"{x:.2e}".split("e")
         raised = f"10{str(int(power)).translate(_RAISED)}"
@@ -63,9 +63,9 @@ def percent(x: float) -> str:
 
 def large(x: float) -> str:
     """Return a count with a unit prefix: 12k, 3.4M."""
-    if not math.isfinite(x) or abs(x) < 1000:
+    if not math.isfinite(x) or abs(x) < 999.5:
         return number(x)
-    power = min(int(math.log10(abs(x)) + 1e-9) // 3, 6)
+    power = min(int(math.log10(abs(x) / 0.9995)) // 3, 6)  # 999,700 has three digits as 1M
     return f"{x / 1000**power:.3g}{' kMGTPE'[power]}".replace("-", "−")
 
 

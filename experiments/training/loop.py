@@ -22,7 +22,7 @@ from experiments.training.profile import Profile
 from experiments.training.program import Program
 from experiments.training.run import Run
 from experiments.training.screen import Screen, clock, form, number
-from experiments.training.state import State
+from experiments.training.state import State, reseeded
 
 WINDOWS = 10  # timed windows of steps that the time of a step needs
 
@@ -67,6 +67,7 @@ class Loop:
             self.scores = self.score(self.split)
         self.profile.at(start, self.state, None, self.meter)
         with self.screen.progress(self.total, start):
+            done = start
             for step, arrays in zip(range(start, last), supplied(feed, self.warn_of_slow_feed), strict=False):
                 if step in self.program.phases and step > start:
                     with self.meter.untimed():
@@ -86,6 +87,10 @@ class Loop:
                     break
                 if self.stop.now():
                     self.stop_after(done, saved=evaluating)
+        if done < last:
+            raise Failed(
+                f"the feed of the task ended after step {done:,} of {last:,}. It has to go on until the last step."
+            )
         if last < self.total:
             self.screen.line(f"stopped early: no better evaluation for {self.program.patience:,} steps (config.stop)")
         self.finish(last)
@@ -336,7 +341,7 @@ class Loop:
         for i, figures in means.items():
             if rate is not None:
                 figures["per_second"] = rate * self.config.batch * self.task.units
-                figures["flops_per_second"] = rate * self.config.accumulate * self.program.plan.training[0]
+                figures["flops_per_second"] = rate * self.program.step_flops()[0]
                 if self.peak is not None:  # all runs side by side share the devices
                     figures["mfu"] = figures["flops_per_second"] * self.program.count / self.peak
             figures |= device.peak_memory()
@@ -384,6 +389,7 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
                 "larger --config.steps, or a larger --config.epochs."
             )
         seed = shards.placed(np.uint32(runs[0].config.seed), shards.whole(program.mesh))
-        restored = [Restored(other.step, other.state._replace(seed=seed), pending=[])]
+        fresh = jax.jit(lambda seed: program.one.init(seed).rest)(seed)
+        restored = [Restored(other.step, reseeded(other.state, seed, fresh, program.one.model), pending=[])]
         screen.line(f"continuing from step {other.step:,} of {program.total:,}, from {checkpoints.directory}")
     return restored

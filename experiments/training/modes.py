@@ -160,6 +160,7 @@ def _about(program: Program, command: str, facts: list[tuple[str, str]]) -> dict
         "metric": task.metric,
         "notes": task.notes,
         "steps": program.total,
+        "planned_steps": program.total,
         "flops": program.step_flops(),
         "parameters": program.plan.parameters,
         "sizes": getattr(task, "sizes", {}),  # with them the model can be made without the data

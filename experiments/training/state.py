@@ -34,6 +34,27 @@ def part(state: State, number: jax.Array) -> State:
     return jax.tree.map(lambda value: value[number], state._replace(step=()))._replace(step=state.step)
 
 
+def reseeded(state: State, seed: jax.Array, fresh: Any, model: nnx.Module) -> State:
+    """Return a state with the noise of another seed: in dropout and in random pruning.
+
+    Args:
+      state: The state.
+      seed: The other seed.
+      fresh: The rest of the first state of a run with that seed.
+      model: The sparse model, as shapes.
+    """
+    kinds = nnx.split(model, nnx.Param, ...)[2]
+
+    def chosen(path: tuple, variable: nnx.Variable, old: jax.Array, new: jax.Array) -> jax.Array:
+        words = isinstance(variable, nm.nnx.NM) and nm.metrics.path(path).endswith("words")
+        return new if words or isinstance(variable, nnx.RngKey) else old
+
+    is_leaf = lambda value: isinstance(value, nnx.Variable)
+    take = lambda rest: jax.tree_util.tree_map_with_path(chosen, kinds, rest, fresh, is_leaf=is_leaf)
+    ema = (state.ema[0], take(state.ema[1])) if state.ema else state.ema
+    return state._replace(seed=seed, rest=take(state.rest), ema=ema)
+
+
 def averaged(averages: Any, values: Any, model: nnx.Module, decay: float, step: jax.Array) -> Any:
     """Return the averages after a step. The first steps weigh more, so that the initial values are soon forgotten.
 

@@ -16,9 +16,9 @@ def task(config: Any, plan: bool = False) -> Task:
     """Return the task that ``config.experiment`` names, made from the config.
 
     Args:
-      config: The settings of a run. Its experiment is "image", "text", or ``module:name`` of a class with the members
-        of `experiments.training.task.Task`, as in ``mylab.tasks:Segmentation``. The class is called with the
-        config.
+      config: The settings of a run. Its experiment is "image", "text", "finetune", or ``module:name`` of a class with
+        the members of `experiments.training.task.Task`, as in ``mylab.tasks:Segmentation``. The class is called with
+        the config.
       plan: Whether the task is only planned. Then its data may be missing, if their sizes are known.
 
     Returns:

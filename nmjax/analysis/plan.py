@@ -20,6 +20,7 @@ from nmjax.analysis.refusals import Use, slot_refusal
 from nmjax.analysis.runs import Phases, Runs
 from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
+from nmjax.products.fit import of_sparse_layer
 from nmjax.products.operations import Conv, result_shape
 from nmjax.products.pruning import Operand, space_left
 from nmjax.products.slot import SLOTS, WEIGHT
@@ -276,7 +277,7 @@ class Plan:
     @property
     def phases(self) -> tuple[int, ...]:
         """The steps, rising and above 0, at which a phase of some layer's method begins. See `nmjax.nnx.phase`."""
-        return tuple(sorted({step for layer in self.layers for step in layer.sparsity.phases}))
+        return tuple(sorted({step for layer in self.layers for step in of_sparse_layer(layer.sparsity).phases}))
 
     def __repr__(self) -> str:
         table = Table(box=box.SIMPLE, pad_edge=False)
@@ -340,9 +341,8 @@ class Plan:
         if others:
             lead = "Other parameters" if self.missed else "Parameters"
             lines.append(f"{lead} that no door reaches: {_shapes(others)}")
-        left = [
-            (layer.path, reason) for layer in self.layers for reason in dict.fromkeys(r for _, r in layer.else_dense)
-        ]
+        reasons = lambda layer: dict.fromkeys(reason for _, reason in layer.else_dense)
+        left = [(layer.path, reason) for layer in self.layers for reason in reasons(layer)]
         lines += [f"Dense, as the rule says: {line}" for line in layer_paths.folded(left)]
         lines += self._route_notes()
         lines += savings.of_memory((layer.path, layer.kept) for layer in self.layers)

@@ -127,7 +127,8 @@ def _config(source: Gguf) -> dict[str, Any]:
     """Return the config in the form of transformers. What GGUF does not say is what all Gemma 3 have."""
     whole = lambda name: _field(source, f"gemma3.{name}", int)
     depth, features = whole("block_count"), whole("attention.key_length")
-    return {
+    scaled = whole("embedding_length") // whole("attention.head_count") if depth == 62 else features  # that of 27B
+    return _scaling(source) | {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
         "vocab_size": source.shape("token_embd.weight")[0] if "token_embd.weight" in source else 0,
         "hidden_size": whole("embedding_length"), "num_hidden_layers": depth,
@@ -137,11 +138,24 @@ def _config(source: Gguf) -> dict[str, Any]:
         "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(depth)],
         "rms_norm_eps": _field(source, "gemma3.attention.layer_norm_rms_epsilon", float),
         "rope_theta": _field(source, "gemma3.rope.freq_base", float), "rope_local_base_freq": 10000.0,
-        "query_pre_attn_scalar": features, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+        "query_pre_attn_scalar": scaled, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
         "tie_word_embeddings": True, "dtype": "float32",
         "bos_token_id": _field(source, "tokenizer.ggml.bos_token_id", int),
         "eos_token_id": _field(source, "tokenizer.ggml.eos_token_id", int),
     }  # fmt: skip
+
+
+def _scaling(source: Gguf) -> dict[str, Any]:
+    """Return how the positions of layers with full attention are scaled. Refuse what no Gemma 3 has."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if source.metadata.get(f"gemma3.{name}"):
+            raise CheckpointError(f"{source.path}: gemma3.{name} is set, and the Gemma 3 of nmjax does not have it.")
+    kind = source.metadata.get("gemma3.rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    if kind != "linear":
+        raise CheckpointError(f"{source.path}: gemma3.rope.scaling.type is {kind!r}. Only 'linear' is supported.")
+    return {"rope_scaling": {"rope_type": kind, "factor": _field(source, "gemma3.rope.scaling.factor", float)}}
 
 
 def _tokenizer(source: Gguf) -> dict[str, Any]:

@@ -329,6 +329,7 @@ def _scale(layer: Sited) -> jax.Array | None:
     state = layer.site.state
     if state is None or "fwd_rhs" not in state:
         return None
-    of_layer: Callable[..., Any] = lambda site, _: site.own()[2]["fwd_rhs"]
+    leaves = lambda site: jax.tree.leaves(site.own()[2]["fwd_rhs"])
+    of_layer: Callable[..., Any] = lambda site, _: [value for value in leaves(site) if value.ndim == 0]  # no norms
     scale = [v for v in jax.tree.leaves(layer.over(of_layer, 0)) if jnp.issubdtype(v.dtype, jnp.floating)]
     return scale[-1] if scale else None

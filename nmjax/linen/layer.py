@@ -25,6 +25,11 @@ def _layout(of: ShapedProduct) -> tuple[Operand, tuple[Step, ...]]:
     return of.operand, of.product.parameter.steps or (Step("dtype", of.rhs.dtype),)
 
 
+def _moves(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return the steps that move values: all but those to a dtype."""
+    return tuple(step for step in steps if step.kind != "dtype")
+
+
 class Uses(NamedTuple):
     """The products and other operations of a call of a layer that take a weight.
 
@@ -182,8 +187,9 @@ class Call(NamedTuple):
             site, path = sites[name], path_of[name]
             if site.sparsity == Sparsity():
                 return None
-            made_for = (site.origin.operand, site.origin.steps)
-            if site.origin.steps and made_for != _layout(ShapedProduct.of(product, x, w)):
+            made_for = (site.origin.operand, _moves(site.origin.steps))
+            operand, steps = _layout(ShapedProduct.of(product, x, w))
+            if site.origin.steps and made_for != (operand, _moves(steps)):
                 raise ValueError(
                     f"{path or 'the model'}: this call multiplies by {name} of shape {site.origin.shape} along other "
                     "axes than the "

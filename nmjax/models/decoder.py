@@ -80,7 +80,7 @@ class RMSNorm(nnx.Module):
           epsilon: The number that is added to the mean square.
           offset: The number that is added to the scale. Gemma's scales have an offset of 1.
         """
-        self.scale = nnx.Param(jnp.full(width, 1 - offset))
+        self.scale = nnx.Param(jnp.full(width, 1 - offset, jnp.float32))
         self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:

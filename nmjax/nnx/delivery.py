@@ -257,7 +257,8 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
 def reset_state(model: Model) -> Model:
     """Recompute scales and held masks from the current weights.
 
-    Call it after you load weights into a sparse model.
+    Call it after you load weights into a sparse model. The norms of inputs, for `wanda` and `ria`, are 1 again: call
+    `set_norms` afterwards.
 
     Args:
       model: The model.

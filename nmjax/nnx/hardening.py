@@ -1,5 +1,6 @@
 """Final forms, masks and scales of a model's weights."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -303,6 +304,7 @@ def scales(model: Any) -> dict[str, Float[Array, "*stack"]]:
     for layer in layers(model):
         if layer.site is not None and layer.site.state is not None:
             for value in jax.tree.leaves(layer.site.states().get("fwd_rhs")):
-                if jnp.issubdtype(value.dtype, jnp.floating):
-                    by_path[layer.path] = value.reshape([value.shape[a] for a in layer.stack])
+                stacked = [value.shape[a] for a in layer.stack]
+                if jnp.issubdtype(value.dtype, jnp.floating) and value.size == math.prod(stacked):  # norms are more
+                    by_path[layer.path] = value.reshape(stacked)
     return by_path

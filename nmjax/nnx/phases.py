@@ -7,6 +7,7 @@ import jax
 
 from nmjax.nnx.layers import layers
 from nmjax.nnx.variables import Site
+from nmjax.products.fit import of_sparse_layer
 
 Model = TypeVar("Model")
 
@@ -43,7 +44,7 @@ def phase(model: Model, step: int | None) -> Model:
     """
     step = None if step is None else _known_step(step)
     with_sites = [layer.site for layer in layers(model) if layer.site is not None]
-    changing = [(site, phases) for site in with_sites if (phases := site.sparsity.phases)]
+    changing = [(site, phases) for site in with_sites if (phases := of_sparse_layer(site.sparsity).phases)]
     if not with_sites:
         raise ValueError("phase: the model has no sparse layers. Call nm.nnx.sparsify first.")
     if not changing and step is not None:
@@ -84,7 +85,10 @@ def check_phase(site: Site, step: Any) -> None:
     """
     if site.phase is None or isinstance(step, jax.core.Tracer):
         return
-    if max((start for start in (0, *site.sparsity.phases) if start <= int(step)), default=0) != site.phase:
+    if (
+        max((start for start in (0, *of_sparse_layer(site.sparsity).phases) if start <= int(step)), default=0)
+        != site.phase
+    ):
         raise ValueError(
             f"{site.name}: set_step({int(step)}), but the model is in the phase that begins at step {site.phase}. Call "
             f"nm.nnx.phase(model, {int(step)}) first."

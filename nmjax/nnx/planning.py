@@ -18,7 +18,7 @@ from nmjax.nnx.doors import Example, Layer
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import Notes, recording, traced, with_calls
 from nmjax.nnx.unreached import rule_paths, stack_of, unreached, wanted
-from nmjax.products.fit import in_phase
+from nmjax.products.fit import of_sparse_layer
 from nmjax.products.forms import products_of
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
@@ -179,7 +179,7 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
     reasons = {name: refusal.reason for name, refusal in planned.refused_slots.items()}
     slots = tuple(slot._replace(refused=slot.refused or reasons.get(slot.name)) for slot in slots)
     runs, kept, phases = (), (0, 0), ()
-    now = sparsity if planned.phase is None else in_phase(sparsity, planned.phase)
+    now = sparsity if planned.phase is None else of_sparse_layer(sparsity).at(planned.phase)
     shares = flops.effective(now)
     if notes:
         how = uses, planned.backend, planned.packed_before

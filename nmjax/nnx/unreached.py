@@ -55,7 +55,8 @@ def _rank(names: tuple[str, ...], shape: tuple[int, ...], with_doors: list[Layer
     """
     long = sum(n > 1 for n in shape)
     shared = [len(os.path.commonprefix([names, tuple(layer.path.split("/"))])) for layer in with_doors]
-    nearest = [layer for layer, n in zip(with_doors, shared, strict=True) if n == max(shared)]
+    most = max(shared, default=0)
+    nearest = [layer for layer, n in zip(with_doors, shared, strict=True) if n == most]
     stacks: set[tuple[int, ...]] = set()
     for layer in nearest:
         stack, kernel = stack_of(layer), layer.kernel.shape

@@ -12,7 +12,7 @@ from flax.nnx import reprlib
 from nmjax.core.context import Ctx
 from nmjax.products import functions, rule, sites
 from nmjax.products.activated import activated_dot
-from nmjax.products.fit import in_phase
+from nmjax.products.fit import of_sparse_layer
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
@@ -113,7 +113,8 @@ class Site(nnx.Module):
         known = self.example and (
             self.example.op.operands(self.example.lhs.ndim, self.example.rhs.ndim)["fwd_rhs"], self.example.steps
         )  # fmt: skip
-        if known and asked != known:
+        layout = lambda operand, steps: (operand, [step for step in steps if step.kind != "dtype"])
+        if known and layout(*asked) != layout(*known):
             raise ValueError(
                 f"{self.name}: the call contracts axes {asked[0].contract} of an operand of shape {w.shape}, but for "
                 f"the input of the door it was axes {known[0].contract} of {self.example.rhs.shape}. Give the "
@@ -159,7 +160,7 @@ class Site(nnx.Module):
     @property
     def now(self) -> Sparsity:
         """The method of the layer's products: in the phase that `nmjax.nnx.phase` has set, or at all steps."""
-        return self.sparsity if self.phase is None else in_phase(self.sparsity, self.phase)
+        return self.sparsity if self.phase is None else of_sparse_layer(self.sparsity).at(self.phase)
 
     @property
     def name(self) -> str:

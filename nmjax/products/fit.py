@@ -56,17 +56,22 @@ def fitting(
     return replace(sparsity, **dict.fromkeys(dense, identity), else_dense=left), dense
 
 
-def in_phase(sparsity: Sparsity, step: int) -> Sparsity:
-    """Return ``sparsity.at(step)`` for a layer whose features are known to fit, as those of a sparse layer are.
+def of_sparse_layer(sparsity: Sparsity) -> Sparsity:
+    """Return the method of a layer whose features are known to fit, as those of a sparse layer are.
+
+    What ``else dense`` still decides there is the number of tokens. So the layer can have more phases than its method.
 
     Args:
       sparsity: The method of the layer.
-      step: A step of the phase.
+
+    >>> import nmjax as nm
+    >>> sparsity = nm.parse("mdgf(2,4,linear(1,0,60,begin=10)) else dense")
+    >>> sparsity.phases, of_sparse_layer(sparsity).phases
+    ((70,), (11, 70))
     """
-    if sparsity.else_dense is True:  # what is left to decide is the number of tokens
-        tokens = tuple(name for name in TOKENS if not sparsity.slots[name].empty)
-        sparsity = replace(sparsity, else_dense=tokens)
-    return sparsity.at(step)
+    if sparsity.else_dense is not True:
+        return sparsity
+    return replace(sparsity, else_dense=tuple(name for name in TOKENS if not sparsity.slots[name].empty))
 
 
 def backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: Any) -> dict[str, Any]:

@@ -38,5 +38,7 @@ def packed_weight(
     product = StaticProduct(op, sparsity, name, routes)
     by_xla = partial(prune_slot, product, axes=product.operands(lhs, rhs), ctx=ctx)
     w = by_xla(forward, forward.applied, rhs)
-    forms = make_forms(routes, sparsity, OperandValue("w", w, rhs), ctx, None, by_xla, fixed)
+    forms = make_forms(
+        routes, sparsity, OperandValue("w", w, rhs), ctx, None, by_xla, sorted(fixed, key=list(weight_slots).index)
+    )
     return {key_of_weight(routes, product): form for product, form in forms.items()}

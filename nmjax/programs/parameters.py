@@ -119,7 +119,7 @@ def _step(equation: core.JaxprEqn) -> tuple[Step, ...] | None:
         return (Step("dtype", after.dtype),) if both else None
     if name == "transpose":
         return (Step("transpose", tuple(to["permutation"])),)
-    if name in ("copy", "copy_p", "sharding_constraint", "optimization_barrier", "name"):
+    if name in ("copy", "copy_p", "sharding_constraint", "reshard", "optimization_barrier", "name"):
         return ()
     reshaped = name == "reshape" and to["dimensions"] is None
     if (reshaped or name in ("squeeze", "broadcast_in_dim")) and math.prod(before.shape) == math.prod(after.shape):

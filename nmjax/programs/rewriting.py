@@ -200,7 +200,7 @@ def _arrays(rewriter: Rewriter, results: Sequence[Value], by: str) -> list[Any]:
 
 def _jit(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:
     of = equation.params
-    program, consts = _opened(of["jaxpr"])
+    program, consts = _opened(of["jaxpr"] if "jaxpr" in of else of["call_jaxpr"])
     results = rewriter.run(program, consts, operands, sites)
     shardings = of.get("out_shardings", [None] * len(results))
     constrained: list[Value] = []
@@ -220,7 +220,9 @@ def _checkpoint(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Valu
         returned[:] = _parameters(results)
         return [y for y, _ in results]
 
-    again = jax.checkpoint(run, prevent_cse=of["prevent_cse"], policy=of["policy"])
+    prevent_cse = of["prevent_cse"]  # one for all operands, or one for each
+    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else (list(prevent_cse), True)
+    again = jax.checkpoint(run, prevent_cse=prevent_cse, policy=of["policy"])
     return list(zip(again([x for x, _ in operands], dict(sites)), returned, strict=True))
 
 
@@ -282,6 +284,7 @@ INSIDE: dict[str, Callable[..., list[Value]]] = {
     "jit": _jit,
     "pjit": _jit,
     "closed_call": _jit,
+    "eval_jaxpr": _jit,  # its name in newer versions of jax
     "remat2": _checkpoint,
     "checkpoint": _checkpoint,
     "scan": _scan,

@@ -197,7 +197,7 @@ class decay(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         if self.gradient == "ste":
-            return straight_through(replace(self, gradient="autodiff"), axis, x, ctx)
+            return straight_through(replace(self, gradient="autodiff"), axis, x, ctx.traceable())
         factor = jnp.asarray(self.schedule(ctx.step)).astype(x.dtype)
         faded = jnp.where(factor == 0, jnp.zeros((), x.dtype), factor * x)
         return jnp.where(self.p.mask(x, axis, ctx), x, faded)

@@ -135,7 +135,8 @@ class rows(ByParts):
 
     @property
     def final(self) -> Pruner:
-        return rows(self.p.final, self.by)
+        final = self.p.final
+        return final if final == identity else rows(final, self.by)
 
     def init(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
         return self._state(x, axis, ctx, "init")

@@ -188,7 +188,8 @@ def _replaced(method: Sparsity, slots: dict[str, Pruner], else_dense: bool | tup
     left = method.else_dense
     if isinstance(left, tuple):
         left = tuple(slot for slot in left if slots.get(slot) != identity)
-    sparsity, text = replace(method, **slots, else_dense=else_dense or left), written(method)
+    left = True in (left, else_dense) or tuple(dict.fromkeys([*(left or ()), *(else_dense or ())])) or False
+    sparsity, text = replace(method, **slots, else_dense=left), written(method)
     if text is None:
         return sparsity
     alone = () if isinstance(else_dense, bool) else else_dense

@@ -190,6 +190,19 @@ def test_gemma_is_converted(tmp_path, capsys):
     assert words.decode(words.encode("ab ab").ids) == "ab ab"
 
 
+def test_scaled_positions_of_gemma_are_in_the_config(tmp_path):
+    """Gemma 3 of 4B, 12B and 27B divides the positions of its layers with full attention by 8."""
+    scaling = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    made = {}
+    for name, changes in {"plain": {}, "scaled": scaling}.items():
+        path = small_gemma(tmp_path / f"{name}.gguf", **changes)
+        assert main(["convert", str(path), "--to", str(tmp_path / name)]) == 0
+        made[name] = json.loads((tmp_path / name / "config.json").read_text())
+    assert made["scaled"].pop("rope_scaling") == {"rope_type": "linear", "factor": 8.0}
+    assert made["scaled"] == made["plain"]
+    checkpoints.load(tmp_path / "scaled")
+
+
 INCONSISTENT = {
     "the checkpoint does not fit the model: missing: model.layers.": {"gemma3.block_count": 9},
     "unexpected: model.layers.": {"gemma3.block_count": 1},
@@ -253,6 +266,8 @@ def test_parts_that_cannot_be_converted_leave_nothing(cut, tmp_path, monkeypatch
         ({"general.architecture": "llama"}, "the architecture is 'llama', and only 'gemma3'"),
         ({"gemma3.block_count": "two"}, "gemma3.block_count is missing, or is not a whole number"),
         ({"tokenizer.ggml.scores": [0.0]}, "the tokenizer is not that of Gemma 3"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "gemma3.rope.scaling.type is 'yarn'. Only 'linear' is supported"),
+        ({"gemma3.final_logit_softcapping": 30.0}, "gemma3.final_logit_softcapping is set"),
     ],
 )
 def test_other_files_are_refused(tmp_path, capsys, changes, message):

@@ -116,6 +116,10 @@ def test_times_are_those_of_steps_in_turn(tmp_path):
     assert (arms["dense"].time, arms[DW].time) == (1.0, 1.5)
     assert arms[shorter].time == pytest.approx(4401 / 6000)
     assert f"{NAME}_time" in reproduce.block(NAME, results)[1]
+    shutil.copy(results / "times_cpu.jsonl", results / "times_gpu.jsonl")  # a GPU may time a study of a CPU
+    (results / "times_cpu.jsonl").unlink()
+    assert claims.judged(NAME, results).arms[DW].time == 1.5
+    assert not [path for path in reproduce.unplaced("", results) if "times" in path.name]
     (results / "times_cpu.jsonl").write_text(json.dumps(times_of | {"config": "0123456789ab"}) + "\n")
     with pytest.raises(
         Mistake, match=r"times_cpu.jsonl, line 1 was made with another config: the config file has changed since"
@@ -302,7 +306,7 @@ def test_arms_without_a_hardened_network_are_named(tmp_path):
     results = written(tmp_path, [*GOOD, *drawn])
     assert claims.judged(NAME, results).arms[DW].losses[11] == 0.351
     assert f"Arms without a hardened network: {DW}. They draw" in reproduce.block(NAME, results)[0]
-    assert "at random, so there is no hardened" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
+    assert "Arms without a hardened network" not in reproduce.block(NAME, written(tmp_path, GOOD))[0]
 
 
 def test_results_of_no_arm_are_refused(tmp_path):
@@ -393,7 +397,9 @@ def test_studies_share_runs_of_the_same_config(tmp_path):
         claims.judged(NAME, written(tmp_path, [shared[0] | {"config": "0123456789ab"}]))
 
 
-@pytest.mark.parametrize("field", ["figures", "flops", "outcome", "changes", "steps", "began", "ended", "versions"])
+@pytest.mark.parametrize(
+    "field", ["figures", "devices", "flops", "outcome", "changes", "steps", "began", "ended", "versions"]
+)
 def test_a_line_without_a_field_is_refused(field, tmp_path):
     cut = {name: value for name, value in line("dense", 10, 0.3).items() if name != field}
     with pytest.raises(Mistake, match=rf"line 9 is not a line of results \(KeyError: '{field}'\). Delete the line"):

@@ -15,7 +15,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
-from experiments import command, config_files, files
+from experiments import command, config_files, files, load
 from experiments.data import images, text
 from experiments.errors import Failed, Mistake
 from experiments.load import LoadedRun, load_run
@@ -368,3 +368,9 @@ def test_tasks_record_what_their_models_are_made_with():
     for name in ("vit_24", "gpt_24"):
         task = tasks.task(command.read(["launch.py", f"--config=configs/{name}.py:smoke"]).config)
         assert json.loads(json.dumps(task.sizes)) == task.sizes
+
+
+def test_the_schedules_of_a_run_that_stopped_early_are_those_of_its_whole_length(trained):
+    about = json.loads((trained("resnet") / "run.json").read_text())
+    config = ConfigDict(json.loads((trained("resnet") / "config.json").read_text()))
+    assert load._described(config, about | {"steps": 5})[1] == about["planned_steps"] == 12

@@ -11,7 +11,7 @@ from flax import nnx
 
 from experiments import command, config_files, recorded, report
 from experiments.data import images, others, text
-from experiments.errors import Mistake
+from experiments.errors import Failed, Mistake
 from experiments.training import settings, tasks
 from tests.experiments.runs import xla_flags
 
@@ -180,6 +180,18 @@ def get_config(variant=""):
     c.rules = ((r".*", "ste(2,4)"),)
     return c
 '''
+
+
+def test_a_feed_that_ends_too_early_is_told(tmp_path, monkeypatch):
+    source = TASK.replace("mytask", "short").replace("while True:", "for _ in range(start, 6):")
+    (tmp_path / "short.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Failed, match="the feed of the task ended after step 6 of 8. It has to go on"):
+        command.main(["launch.py", "--config=short.py", "--config.evaluate=4", "--workdir=run"], "")
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert about["outcome"].startswith("failed: the feed of the task ended")
+    sys.modules.pop("short", None)
 
 
 @pytest.fixture

@@ -485,3 +485,14 @@ def test_dir_lists_the_public_names():
     assert dir(nm.linen) == sorted(nm.linen.__all__, key=lambda name: (name[0].islower(), name))
     assert all(callable(getattr(nm.linen, name)) for name in dir(nm.linen))
     assert {"sparsify", "door", "plan", "violations"} <= set(dir(nm.linen))
+
+
+def test_a_call_in_another_dtype_than_that_of_init():
+    """Only the dtype of the product differs, and no axis. `dot_cls` takes such calls too."""
+    layer, x = nn.Dense(8, param_dtype=jnp.bfloat16), jnp.ones((4, 16))
+    with linen.sparsify(recipe("ste(2,4)")):
+        with jax.numpy_dtype_promotion("standard"):
+            variables = layer.init(jax.random.key(0), x)
+        y = layer.apply(variables, x.astype(jnp.bfloat16))
+    kernel = nm.prune(nm.mse(2, 4), variables["params"]["kernel"], axis=0)
+    chex.assert_trees_all_equal(y, layer.apply({"params": variables["params"] | {"kernel": kernel}}, x.astype(y.dtype)))

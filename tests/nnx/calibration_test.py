@@ -624,3 +624,17 @@ def test_norms_that_do_not_fit_are_told():
     other = nm.nnx.calibrate(nnx.Linear(12, 4, rngs=nnx.Rngs(0)), [jnp.ones((2, 12))])
     with pytest.raises(ValueError, match="the model: 12 features were measured"):
         nm.nnx.set_norms(sparse, other)
+
+
+def test_norms_survive_the_beginning_of_a_stage():
+    """`stages` initializes the state of a row at its first step. Norms are measured, so they are kept."""
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (64, 8)) * jnp.array([[10.0, 1, 1, 1, 1, 1, 1, 10]])
+    found = nm.nnx.calibrate(model, [x])
+    model = nm.nnx.sparsify(model, nm.Recipe({".*": "fwd_rhs=ste(stages(((0,identity),(5,wanda(2,4)))))"}))
+    nm.nnx.set_norms(model, found)
+    norms = [v for v in jax.tree.leaves(model.dot_general.states()) if v.size == 8]
+    for step in (5, 6):
+        nm.nnx.set_step(model, step)
+        np.testing.assert_array_equal([v for v in jax.tree.leaves(model.dot_general.states()) if v.size == 8], norms)
+    assert nm.nnx.scales(model) == {}  # norms are no scale

@@ -85,6 +85,24 @@ def test_a_layer_that_is_left_dense_stays_dense():
     assert nm.nnx.phase(fits, 0).dot_general.now.drhs_g == nm.parse(text).drhs_g
 
 
+@pytest.mark.parametrize(
+    ("method", "starts"),
+    [("sdgf(2,4,'geometric',steps=300,k=4)", (100, 200)), ("mdgf(2,4,linear(1,0,60,begin=10))", (11, 70))],
+)
+def test_a_method_that_may_be_dense_has_all_its_phases(method, starts):
+    """In each phase the layer prunes as without ``else dense``: a phase never lasts beyond its own steps."""
+    whole, either = (nm.parse(text).only(fwd_rhs=nm.parse(text).fwd_rhs) for text in (method, f"{method} else dense"))
+    made, alone = (model(str(sparsity)) for sparsity in (either, whole))
+    assert nm.nnx.plan(made, X).phases == nm.nnx.plan(alone, X).phases == starts
+    w = made.kernel[...]
+    for step in sorted({0, *starts, *(start - 1 for start in starts), starts[-1] + 50}):
+        now = nm.nnx.phase(made, step).dot_general.now
+        assert now.fwd_rhs == nm.nnx.phase(alone, step).dot_general.now.fwd_rhs
+        ctx = nm.Ctx(step=step)
+        pruned = [pruner(w, axis=0, ctx=ctx) for pruner in (now.fwd_rhs, whole.fwd_rhs)]
+        np.testing.assert_array_equal(*pruned)
+
+
 def test_a_model_in_a_phase_has_the_plan_of_the_phase():
     text = "drhs_lhs=rows(stages(((0,identity),(9,mvue(1,4)))))"
     made = model(text, "compact")

@@ -522,3 +522,17 @@ def test_another_seed_is_other_noise(seed):
     params, x = {"w": draw(0, 16, 8)}, draw(1, 8, 16)
     sites = [nm.transform(lambda p, x: x @ p["w"], every("mvue(2,4)"), s).init(params, x) for s in (seed, seed + 1)]
     assert (sites[0]["w"].words != sites[1]["w"].words).any()
+
+
+def test_products_of_a_scan_in_a_checkpoint_that_is_linearized():
+    """Its primal part becomes a call of a closed program, which has a name of its own in JAX."""
+    turn = lambda p: lambda c, _: (jnp.tanh(c @ p["w"]), None)
+    run = lambda p: jax.checkpoint(lambda x: lax.scan(turn(p), x, None, length=2)[0])
+    f = lambda p, x: jax.linearize(run(p), x)[0]
+    params, x = {"w": draw(0, 16, 16)}, draw(1, 8, 16)
+    names = {equation.primitive.name for equation in jax.make_jaxpr(f)(params, x).eqns}
+    assert names & {"closed_call", "eval_jaxpr"}
+    sparse = nm.transform(f, every("ste(2,4)"))
+    pruned = {"w": nm.prune(nm.mse(2, 4), params["w"], axis=0)}
+    wanted = f(pruned, x)
+    np.testing.assert_allclose(sparse(params, x), wanted, rtol=0, atol=1e-5 * float(jnp.abs(wanted).max()))

@@ -208,3 +208,8 @@ def test_products_of_both_norms_neither_vanish_nor_overflow(sizes):
     wanted = factors(nm.mvue(1, 4), 1.0, 1.0)
     assert np.count_nonzero(wanted) == 1
     np.testing.assert_allclose(factors(nm.mvue(1, 4), *sizes), wanted, rtol=1e-5)
+
+
+def test_rows_that_end_dense_have_a_final_form():
+    p = nm.rows(nm.stages(((0, nm.mse(2, 4)), (100, nm.identity))))
+    assert p.final == nm.identity

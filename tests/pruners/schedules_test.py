@@ -111,3 +111,10 @@ def test_the_order_of_keywords_does_not_matter():
     assert one == other
     assert hash(one) == hash(other)
     assert nm.parse(f"mdgf(2,4,{one})") == nm.parse(f"mdgf(2,4,{other})")
+
+
+def test_decay_of_a_random_pruner_takes_a_seed_that_is_traced():
+    p = nm.decay(nm.uniform(2, 4, rescale=False), nm.linear(1, 0, 10))
+    w = jnp.arange(1.0, 9.0)
+    inside = jax.jit(lambda w: p(w, ctx=nm.Ctx(key=0, step=5)))(w)
+    np.testing.assert_array_equal(inside, p(w, ctx=nm.Ctx(key=0, step=5)))

@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import time
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -465,3 +466,12 @@ def test_a_text_of_any_signs_is_refused_in_a_sentence_or_comes_back():
             assert nm.parse(str(found), foreign=False) == found
     assert len(said) > 1000
     assert not [sentence for sentence in said if "\n" in sentence]
+
+
+def test_else_dense_of_a_slot_keeps_that_of_the_method(monkeypatch):
+    lab = types.ModuleType("lab")
+    lab.m = lambda: nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), else_dense=True)
+    lab.n = lambda: nm.Sparsity(fwd_rhs=nm.ste(nm.mse(2, 4)), else_dense=("fwd_rhs",))
+    monkeypatch.setitem(sys.modules, "lab", lab)
+    assert nm.parse("lab:m(); drhs_g=mvue(2,4) else dense").else_dense is True
+    assert nm.parse("lab:n(); drhs_g=mvue(2,4) else dense").else_dense == ("fwd_rhs", "drhs_g")

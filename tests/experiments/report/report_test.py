@@ -326,6 +326,8 @@ def test_the_words_for_numbers():
     shown = [number(x) for x in (0, 0.31784, 12000, 1e-5, -2.5e-7, 3e9, float("nan"), -math.inf)]
     assert shown == ["0", "0.318", "12,000", "10⁻⁵", "−2.5·10⁻⁷", "3·10⁹", "NaN", "−∞"]
     assert [large(x) for x in (7, 1500, 1e6, 9.3e13)] == ["7", "1.5k", "1M", "93T"]
+    assert [number(999.7), number(-999.7), number(999.4)] == ["1,000", "−1,000", "999"]
+    assert [large(x) for x in (999.4, 999.6, 999_400, 999_700, 999.6e9)] == ["999", "1k", "999k", "1M", "1T"]
     assert [percent(x) for x in (0.931, 1)] == ["93.1 %", "100 %"]
     assert [duration(x) for x in (4.2, 61, 3600, 6878, 90061)] == ["4.2 s", "1 min 1 s", "1 h", "1 h 54 min", "1 d 1 h"]
     assert [milliseconds(x) for x in (0.0121, 0.999, 1.44, 75)] == ["12.1 ms", "999 ms", "1.44 s", "1 min 15 s"]

@@ -224,7 +224,6 @@ def test_of_another_model_nothing_is_read_and_nothing_is_renamed(params, said, t
 def test_a_damaged_checkpoint_of_another_directory_is_not_renamed(tmp_path):
     saved(tmp_path, 1, 2)
     before = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before
     (tmp_path / "checkpoints" / "2.json").write_text("{")
     assert Checkpoints(tmp_path, lambda text: None).restore(shapes(), rename_damaged=False).step == 1
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == before

@@ -1,0 +1,47 @@
+"""States of runs: the noise of another seed."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import nmjax as nm
+from experiments.training.state import State, reseeded
+
+
+class Net(nnx.Module):
+    """A sparse layer, dropout, and a count that training changes."""
+
+    def __init__(self, rngs):
+        self.layer, self.dropout = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+
+def model(seed):
+    key = jax.random.key(seed)
+    return nm.nnx.sparsify(Net(nnx.Rngs(key)), nm.Recipe({"layer": "s_ste(2,4)"}), seed=key)
+
+
+def state(seed):
+    _, params, rest = (nnx.as_pure(part) for part in nnx.split(model(seed), nnx.Param, ...))
+    return State(jnp.int32(7), jnp.uint32(seed), params, rest, (), (params, rest))
+
+
+def by_path(tree):
+    return {nm.metrics.path(path): value for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def test_a_state_with_the_noise_of_another_seed():
+    """The words of pruning noise and the keys of dropout are those of the other seed. All else stays."""
+    old, other = state(0), state(1)
+    new = reseeded(old, other.seed, other.rest, model(0))
+    assert (int(new.seed), int(new.step)) == (1, 7)
+    assert new.params is old.params
+    assert new.ema[0] is old.ema[0]
+    for rest in (new.rest, new.ema[1]):
+        before, wanted = by_path(old.rest), by_path(other.rest)
+        noise = {path for path in before if path.endswith(("words", "key"))}
+        assert len(noise) >= 2
+        for path, value in by_path(rest).items():
+            assert bool(jnp.all(value == (wanted if path in noise else before)[path]))
+        for path in noise:
+            assert bool(jnp.any(before[path] != wanted[path]))
