@@ -220,8 +220,8 @@ def _checkpoint(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Valu
         returned[:] = _parameters(results)
         return [y for y, _ in results]
 
-    prevent_cse = of["prevent_cse"]  # one for all operands, or one for each
-    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else (list(prevent_cse), True)
+    given = of["prevent_cse"]  # one for all operands, or one for each
+    prevent_cse: Any = given if isinstance(given, bool) else (list(given), True)
     again = jax.checkpoint(run, prevent_cse=prevent_cse, policy=of["policy"])
     return list(zip(again([x for x, _ in operands], dict(sites)), returned, strict=True))
 

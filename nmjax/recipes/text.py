@@ -185,10 +185,10 @@ def _replaced(method: Sparsity, slots: dict[str, Pruner], else_dense: bool | tup
     """Replace slots of a method; what a method of another module was written as stays in the text."""
     if not slots and not else_dense:
         return method
-    left = method.else_dense
-    if isinstance(left, tuple):
-        left = tuple(slot for slot in left if slots.get(slot) != identity)
-    left = True in (left, else_dense) or tuple(dict.fromkeys([*(left or ()), *(else_dense or ())])) or False
+    before = method.else_dense
+    kept = [slot for slot in before if slots.get(slot) != identity] if isinstance(before, tuple) else []
+    named = dict.fromkeys([*kept, *(else_dense if isinstance(else_dense, tuple) else ())])
+    left = True in (before, else_dense) or tuple(named) or False
     sparsity, text = replace(method, **slots, else_dense=left), written(method)
     if text is None:
         return sparsity
