@@ -153,7 +153,8 @@ def step_times(name: str, results: Path) -> dict[str, float]:
       name: The name of the results of the study.
       results: The folder of the results.
     """
-    lines = [line for path in sorted(results.glob("times_*.jsonl")) for line in read(path)]
+    paths = (results / f"times_{device}.jsonl" for device in ("cpu", "gpu"))
+    lines = [line for path in paths if path.exists() for line in read(path)]
     return next((times.shares(line["rows"]) for line in lines if line["case"]["study"] == name), {})
 
 

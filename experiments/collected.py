@@ -82,15 +82,20 @@ def reused(runs: list[Member], workdir: Path, results: Path) -> dict[str, str]:
                 found.setdefault(line["config"], (path, line))
 
     def copies(old: list[dict]) -> Iterator[dict]:
-        known = {(line["config"], str(line["changes"])) for line in _of_runs(old)}
+        known = {_key(line["config"], line["changes"]) for line in _of_runs(old)}
         for config, (_, line) in found.items():
             member = left[config]
-            if (config, str(member.changes)) not in known:
+            if _key(config, member.changes) not in known:
                 yield line | {"run": member.name, "folder": member.folder, "changes": member.changes}
 
     if found:
         files.append(results, copies)
     return {left[config].name: str(path) for config, (path, _) in found.items()}
+
+
+def _key(config: str, changes: Any) -> tuple[str, str]:
+    """Return what tells runs of a file apart. Changes are compared as JSON, because a file has no tuples."""
+    return config, json.dumps(changes, sort_keys=True, default=str)
 
 
 def _of_runs(lines: list[dict]) -> list[dict]:
@@ -109,8 +114,7 @@ def add(runs: list[Member], workdir: Path, results: Path) -> None:
 
 
 def _new_lines(runs: list[Member], workdir: Path, old: list[dict]) -> Iterator[dict]:
-    key = lambda line: (line.get("config"), str(line.get("changes")))
-    known = {key(line) for line in old}
+    known = {_key(line["config"], line["changes"]) for line in _of_runs(old)}
     for line in lines(runs, workdir):
-        if record.done(line) and key(line) not in known:
+        if record.done(line) and _key(line["config"], line["changes"]) not in known:
             yield line | {"curves": curves(workdir / line["folder"])}

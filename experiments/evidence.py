@@ -27,13 +27,15 @@ LEGEND = {  # the words of the tables
     "steps. Narrower dense networks and shorter dense runs have about the same FLOPs as a sparse method.",
     "Loss and accuracy": "those of the hardened network, which is the one that is used after training, on test data. "
     "The loss is the cross-entropy in nats; for text, in nats a byte. A lower loss is better.",
-    "Difference": "the first arm minus the second, with its 95 % interval. The interval shows how much the difference "
-    "varies between seeds. The test data is always the same.",
+    "Difference": "the first arm minus the second, with its 95 % interval. The interval says how uncertain the mean "
+    "over the seeds is. The test data is always the same.",
     "Margin": "the largest difference that does not matter. Each study says what it is.",
     "As good as": "“holds” if a test shows that the first arm is better, or worse by less than the margin. “Does not "
     "hold: worse” if a test shows that it is worse by more than the margin.",
     "Better than": "“holds” if a test shows that the first arm is better. “Does not hold: worse” if a test shows that "
     "it is worse. “No difference that matters” if the interval contains 0 and lies within ± the margin.",
+    "By less than the margin": "a test finds a difference, but the whole interval lies within ± the margin. For “as "
+    "good as”: the whole interval is on the worse side of 0.",
     "Undecided": "none of these. p-values are corrected for the number of claims, and intervals are not. So a claim "
     "can be undecided although its interval excludes 0, or lies within ± the margin. “No difference that matters” is "
     "not corrected either, so some of these verdicts may be chance.",

@@ -27,7 +27,7 @@ def counts(results: Path) -> str:
     rows = [["network", "dense training", "a simple method", *QUESTIONS]]
     for network, ones in _networks(studies).items():
         cells = [_counted(verdicts.get((network, question), [])) for question in QUESTIONS]
-        rows.append([network, _spread(ones), simple_methods(ones[0].gate, results)[-1], *cells])
+        rows.append([network, _spread(ones), next(reversed(simple_methods(ones[0].gate, results)), ""), *cells])
     return markdown_table(rows)
 
 
@@ -71,7 +71,10 @@ def main_claims(results: Path) -> str:
         if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
         rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
-    head, known = ["method of", "network", *HEAD[:3], "other verdicts", "seeds", "gate"], [*_networks(found)]
+    head, known = (
+        ["config or paper", "network", *HEAD[:3], "verdict by another score, if it differs", "seeds", "gate"],
+        [*_networks(found)],
+    )
     rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
     parts = [markdown_table([head, *rows])]
     if begun:

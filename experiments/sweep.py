@@ -70,7 +70,7 @@ def run(
                 collected.collect(runs, workdir)
             if results is not None:
                 sweep.add(results)
-        if stopped_by and index is None and sweep.unfinished():
+        if stopped_by and index is None and processes.agreed(sweep.unfinished):
             names = ", ".join(member.name for member in group)
             text = f"interrupted by {stopped_by.name} after the last step of {names}."
             raise Stopped(f"{text} The same command continues with the others.", stopped_by)

@@ -104,8 +104,7 @@ def card(truth: str, predicted: str, confidence: float, image: np.ndarray, more:
 
 
 def windows(run: Run) -> str:
-    """Return the windows or texts of the test split with the greatest loss. Shades show the losses of tokens, if "
-    "any."""
+    """Return the windows or texts of the test split with the greatest loss. Shades show the losses of tokens."""
     found = [window for window in run.text.get("hardest") or [] if isinstance(window, dict) and "pieces" in window]
     losses = [loss for window in found for _, loss in window["pieces"] if loss is not None]
     if not found:

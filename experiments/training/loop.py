@@ -88,9 +88,7 @@ class Loop:
                 if self.stop.now():
                     self.stop_after(done, saved=evaluating)
         if done < last:
-            raise Failed(
-                f"the feed of the task ended after step {done:,} of {last:,}. It has to go on until the last step."
-            )
+            raise Failed(_ended(done, last))
         if last < self.total:
             self.screen.line(f"stopped early: no better evaluation for {self.program.patience:,} steps (config.stop)")
         self.finish(last)
@@ -109,7 +107,9 @@ class Loop:
             run.best = processes.agreed(lambda run=run: run.record.best(self.task.metric, self.higher_is_better))
         if start < self.total and not self.stale(start):
             with self.screen.busy("compiling"):
-                arrays = next(feed)
+                arrays = next(feed, None)
+                if arrays is None:
+                    raise Failed(_ended(start, self.total))
                 feed = itertools.chain([arrays], feed)
                 self.phases = Phases(self.program, arrays)
                 self.program, self.temporary = self.phases.begin(start, self.program.measures > 0)
@@ -356,6 +356,10 @@ class Loop:
         )
 
 
+def _ended(done: int, last: int) -> str:
+    return f"the feed of the task ended after step {done:,} of {last:,}. It has to go on until the last step."
+
+
 def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | None) -> list[Restored]:
     """Return the initial state of each run: its own last one, the last one of another run, or none at step 0.
 
@@ -381,6 +385,8 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
         for run in runs:
             screen.line(f"continuing from step {steps[0]:,} of {program.total:,}, from {run.checkpoints.directory}")
     elif origin is not None:
+        seed = shards.placed(np.uint32(runs[0].config.seed), shards.whole(program.mesh))
+        fresh = program.one.init(seed).rest
         with contextlib.closing(Checkpoints(origin, screen.line)) as checkpoints:
             other = checkpoints.restore(shapes, rename_damaged=False)
         if other.step >= program.total:
@@ -388,8 +394,6 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
                 f"--from={origin} is at step {other.step:,}, and this run has only {program.total:,} steps. Write a "
                 "larger --config.steps, or a larger --config.epochs."
             )
-        seed = shards.placed(np.uint32(runs[0].config.seed), shards.whole(program.mesh))
-        fresh = jax.jit(lambda seed: program.one.init(seed).rest)(seed)
         restored = [Restored(other.step, reseeded(other.state, seed, fresh, program.one.model), pending=[])]
         screen.line(f"continuing from step {other.step:,} of {program.total:,}, from {checkpoints.directory}")
     return restored

@@ -150,7 +150,8 @@ def _scaling(source: Gguf) -> dict[str, Any]:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if source.metadata.get(f"gemma3.{name}"):
             raise CheckpointError(f"{source.path}: gemma3.{name} is set, and the Gemma 3 of nmjax does not have it.")
-    kind = source.metadata.get("gemma3.rope.scaling.type", "none")
+    scaled = "gemma3.rope.scaling.factor" in source.metadata
+    kind = source.metadata.get("gemma3.rope.scaling.type", "linear" if scaled else "none")
     if kind == "none":
         return {}
     if kind != "linear":

@@ -69,9 +69,10 @@ def of_sparse_layer(sparsity: Sparsity) -> Sparsity:
     >>> sparsity.phases, of_sparse_layer(sparsity).phases
     ((70,), (11, 70))
     """
-    if sparsity.else_dense is not True:
-        return sparsity
-    return replace(sparsity, else_dense=tuple(name for name in TOKENS if not sparsity.slots[name].empty))
+    given = sparsity.else_dense
+    left = SLOTS if given is True else given or ()
+    tokens = tuple(name for name in TOKENS if name in left and not sparsity.slots[name].empty)
+    return replace(sparsity, else_dense=tokens) if given else sparsity
 
 
 def backward_values(sparsity: Sparsity, x: Any, w: Any, lhs: Any, rhs: Any, g: Any) -> dict[str, Any]:

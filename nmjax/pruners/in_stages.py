@@ -14,7 +14,7 @@ from nmjax.core.bases import inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link
 from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, split_ctx
-from nmjax.pruners.input_norms import needs_norms
+from nmjax.pruners.input_norms import ByNorms
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import check_rows, row_at
@@ -240,7 +240,7 @@ def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
     if not p.has_state:
         return None
     refreshed = p.refresh(x, axis, ctx)
-    if start == 0 or needs_norms(p):  # norms are measured, and `init` does not know them
+    if start == 0 or isinstance(p, ByNorms):  # norms are measured, and `init` does not know them
         return refreshed
     fresh = lambda: p.init(x, axis, ctx.replace(state=None))
     return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: refreshed)

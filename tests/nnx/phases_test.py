@@ -89,9 +89,11 @@ def test_a_layer_that_is_left_dense_stays_dense():
     ("method", "starts"),
     [("sdgf(2,4,'geometric',steps=300,k=4)", (100, 200)), ("mdgf(2,4,linear(1,0,60,begin=10))", (11, 70))],
 )
-def test_a_method_that_may_be_dense_has_all_its_phases(method, starts):
+@pytest.mark.parametrize("slot", [False, True])
+def test_a_method_that_may_be_dense_has_all_its_phases(method, starts, slot):
     """In each phase the layer prunes as without ``else dense``: a phase never lasts beyond its own steps."""
-    whole, either = (nm.parse(text).only(fwd_rhs=nm.parse(text).fwd_rhs) for text in (method, f"{method} else dense"))
+    whole = nm.Sparsity(fwd_rhs=nm.parse(method).fwd_rhs)
+    either = nm.Sparsity(fwd_rhs=whole.fwd_rhs, else_dense=("fwd_rhs",) if slot else True)
     made, alone = (model(str(sparsity)) for sparsity in (either, whole))
     assert nm.nnx.plan(made, X).phases == nm.nnx.plan(alone, X).phases == starts
     w = made.kernel[...]

@@ -185,12 +185,13 @@ def test_a_noisy_method_does_not_share_the_variance():
 def test_a_method_with_few_seeds_does_not_hide_a_noisy_one():
     """With three seeds, a larger ratio of variances may be chance. The rule goes on to the next method."""
     values, _ = simulated(np.random.default_rng(14), 8, 20)
-    values["wild"] = dict(enumerate((5 * np.random.default_rng(15).standard_normal(20)).tolist()))
-    for spread in np.linspace(1, 40, 400):
+    values["wild"] = dict(enumerate((1.7 * np.random.default_rng(15).standard_normal(20)).tolist()))
+    for spread in np.linspace(0.1, 3, 400):
         values["few"] = {0: 0.0, 1: float(spread), 2: float(-spread)}
         of_few, of_wild = effects._ratio(values, "few"), effects._ratio(values, "wild")
         if of_few[0] > of_wild[0]:
             break
+    assert of_few[0] > of_wild[0]
     assert (of_few[1], of_wild[1]) == (False, True)
     assert effects.scattered(values) == {"wild"}
 

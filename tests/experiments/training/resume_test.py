@@ -1,5 +1,6 @@
 """Runs that are killed, told to stop, or find the disk full, and end as if nothing had happened."""
 
+import contextlib
 import gc
 import json
 import os
@@ -18,10 +19,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+import nmjax as nm
 from experiments import command, files
 from experiments.errors import Failed, Mistake
 from experiments.scale import signals
-from experiments.training import events, meter, settings
+from experiments.training import events, meter, modes, settings
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import arrays, as_people_run_it as as_people_run_it, once, start, timeless
 
@@ -376,3 +378,28 @@ def test_the_drafts_of_a_killed_process_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "run.json", ".writable", ".keep.it", "4.json.712c2ae1", ".folder.712c2ae1",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_from_another_has_the_noise_of_its_own_seed(tmp_path):
+    words = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.ema=0.9"]
+    words += ["--config.sparsity.blocks=ste(2,4); drhs_g=mvue(2,4)"]
+    command.main([*words, "--config.seed=0", f"--workdir={tmp_path / 'a'}"], "")
+    words += ["--config.seed=1", "--config.steps=6"]
+    command.main([*words, f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"], "")
+    made = modes.make_program(command.read(words).config)
+    with contextlib.closing(Checkpoints(tmp_path / "b", lambda text: None)) as checkpoints:
+        step, state, _ = checkpoints.restore(made.shapes)
+    own = made.init(np.uint32(1))
+    assert (step, int(state.seed)) == (6, 1)
+    for rest in (state.rest, state.ema[1]):
+        found, wanted = (
+            {name: v for name, v in flat(tree).items() if name.endswith("words")} for tree in (rest, own.rest)
+        )
+        assert found
+        for name, value in found.items():
+            np.testing.assert_array_equal(value, wanted[name])
+
+
+def flat(tree):
+    return {nm.metrics.path(path): value for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]}
