@@ -321,10 +321,8 @@ def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not file.is_file():
         if not folder.exists():
             raise CheckpointError(f"{path}: there is no such file or folder.")
-        raise CheckpointError(
-            f"{path}: there is no config.json, so the kind of the model is unknown. Add the config.json, or pass "
-            "family=nm.checkpoints.Family(...)."
-        )
+        hint = "Add the config.json, or pass family=nm.checkpoints.Family(...)."
+        raise CheckpointError(f"{path}: there is no config.json, so the kind of the model is unknown. {hint}")
     try:
         config = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:

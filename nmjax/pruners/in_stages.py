@@ -236,7 +236,7 @@ class stage(Pruner):
 
 
 def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
-    """Return the state of one row of `stages`, initialized at the first step of the row."""
+    """Return the state of one row of `stages`, initialized at the first step of the row, unless it is measured."""
     if not p.has_state:
         return None
     refreshed = p.refresh(x, axis, ctx)

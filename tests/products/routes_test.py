@@ -417,7 +417,7 @@ def test_a_mesh_whose_shards_xla_chooses():
         assert (found.how, found.why) == ("packed", "w by hopper's kernels, split over 4 devices")
         assert found.shape.n == 8192
     with on(axes=(("data", 8), ("model", 8))):
-        assert "N, K = 16384, 128, 4096 is expected at" in choices("ste(2,4)")["fwd"].why
+        assert "N, K = 16384, 128, 4096, it is expected at" in choices("ste(2,4)")["fwd"].why
     with on(axes=(("data", 2),)):
         dw = choices("mvue(2,4)", (8192 + 64, 4096))["drhs"]
         assert dw.why == ("M, N, K = 16384, 4096, 4128 do not divide into tiles of 64 x 64 x 64, on each of 2 devices")

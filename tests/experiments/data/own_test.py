@@ -181,7 +181,7 @@ def test_what_a_damaged_file_says_is_on_one_line():
     assert "\n" not in str(error.value)
     odd = {"a\nb": b"", "e\x1b[2J": b"", "long" * 200: b""} | {f"{'z' * 90}{i}": b"" for i in range(50)}
     archive("mnist.npz", odd)
-    with pytest.raises(Mistake, match=r"has no x_train, .*, but a b, e\\x1b\[2J, longlong") as error:
+    with pytest.raises(Mistake, match=r"has no x_train, .*. It has a b, e\\x1b\[2J, longlong") as error:
         images.load("mnist")
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 800
