@@ -297,7 +297,7 @@ def test_distance_skips_padding_and_compares_equal_depths():
         ("objective=translate", "config.objective='translate' is not known"),
         ("weights=tests/checkpoints/golden/gpt2", "tokenizer.json: there is no such file"),
         ("model.name=other", "config.model.name='other': write module:name"),
-        ("rates=(('embedding',0.0),)", "config.rates: 'embedding' matches no parameter"),
+        ("rates=(('embedding',0.0),)", "config.rates: 'embedding' matches no whole path of a parameter"),
         ("rates=(('.*',-1.0),)", "an entry is a pattern of paths and a factor of at least 0"),
     ],
 )
