@@ -158,10 +158,8 @@ def _gguf(source: str, target: Path) -> checkpoints.Gguf | None:
     needed = [re.split(r"[^\w.-]", one)[0] for one in (metadata.requires(source) or [])] if _installed(source) else []
     packages = [one for one in (source, *needed) if _installed(one)]
     files = [Path(str(file.locate())) for one in packages for file in metadata.files(one) or []]
-    parts = sorted(
-        (file for file in files if re.search(r"\.gguf(\.part\d+)?$", file.name)),
-        key=lambda file: (len(file.name), file.name),
-    )
+    parts = [file for file in files if re.search(r"\.gguf(\.part\d+)?$", file.name)]
+    parts.sort(key=lambda file: (len(file.name), file.name))
     if not parts:
         return None
     if len(parts) == 1:
@@ -293,10 +291,8 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
     rows = sum(jax.tree.leaves(batch)[0].size for batch in batches)
     if rows < texts.LENGTHS[0]:
         which = "each text has" if isinstance(model, models.BERT) else "the texts together have"
-        raise ValueError(
-            f"{asked.data}: {which} fewer than {texts.LENGTHS[0]} tokens. That is too short for calibration. Give "
-            "longer texts."
-        )
+        hint = "That is too short for calibration. Give longer texts."
+        raise ValueError(f"{asked.data}: {which} fewer than {texts.LENGTHS[0]} tokens. {hint}")
     return batches, rows, f"{len(tokens)} texts, {rows:,} tokens"
 
 

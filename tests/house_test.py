@@ -19,7 +19,7 @@ HOUSE = {
         ),
         "pruners": (
             "schedules", "nothing", "magnitude", "unbiased", "two_draws", "random_choice", "soft_threshold",
-            "transposable_mask", "estimators", "float8", "combinators", "in_stages", "remembering", "input_norms",
+            "transposable_mask", "estimators", "float8", "combinators", "input_norms", "in_stages", "remembering",
             "whole_rows", "__init__",
         ),
         "kernels": (
