@@ -71,10 +71,8 @@ def main_claims(results: Path) -> str:
         if any(seed not in arm.losses | arm.lost for arm in one.arms.values() for seed in one.seeds):
             begun.append(f"`{one.name}` ({done(one)}; its claims with all runs are judged)")
         rows += [_row(judgement, one) for judgement in one.judgements if judgement.claim.about]
-    head, known = (
-        ["config or paper", "network", *HEAD[:3], "verdict by another score, if it differs", "seeds", "gate"],
-        [*_networks(found)],
-    )
+    head = ["config or paper", "network", *HEAD[:3], "verdict by another score, if it differs", "seeds", "gate"]
+    known = [*_networks(found)]
     rows.sort(key=lambda row: (ABOUT.index(row[0]), known.index(row[1])))
     parts = [markdown_table([head, *rows])]
     if begun:

@@ -247,8 +247,7 @@ def _idx(name, folders, dir, classes, how) -> Images:
         if not fits or not np.isin(y, np.arange(10)).all():
             raise Mistake(
                 f"{path}: expected images of uint8 (n, 28, 28) and n labels of 0..9, got {x.dtype} {x.shape}, and "
-                "labels "
-                f"of {y.dtype} {y.shape} with the values {np.unique(y)[:11].tolist()}."
+                f"labels of {y.dtype} {y.shape} with the values {np.unique(y)[:11].tolist()}."
             )
     for other, first in _FIRST.items():
         if other != name and test[1][:10].tolist() == first:

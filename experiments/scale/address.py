@@ -31,8 +31,7 @@ class Address(NamedTuple):
         if address.index >= address.count:
             raise Mistake(
                 f"--distributed={option}: the number of this process is {address.index}, and must be less than the "
-                "number "
-                f"of processes, {address.count}. The first process is 0."
+                f"number of processes, {address.count}. The first process is 0."
             )
         return address
 

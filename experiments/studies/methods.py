@@ -132,12 +132,12 @@ def claims(variant: str = "") -> list[Claim]:
     better = (("S-STE", "STE", "S-STE"), gradual, ("SR-STE", "STE", ""), ("S-STE", "SR-STE", ""))
     if of_text:
         better += ((FADING_1_16, "SR-STE 1:16", PGF), (FADING, RECIPE, ""), (FADING_1_16, MDGF_1_16, ""))
-    said = {
-        True: "{}, with more FLOPs, is better than {} after the same number of steps",
-        False: "{} is better than {}",
-    }
-    text = lambda a, b: said["MdGf" in a and "SR-STE" in b].format(a, b)
-    found = [Claim(text(a, b), a, "better than", b, about) for a, b, about in better]
+    found = []
+    for first, second, about in better:
+        text = f"{first} is better than {second}"
+        if "MdGf" in first and "SR-STE" in second:
+            text = f"{first}, with more FLOPs, is better than {second} after the same number of steps"
+        found.append(Claim(text, first, "better than", second, about))
     found.append(Claim("STE is better than a random 2:4 mask", "STE", "better than", RANDOM_MASK))
     found.append(Claim(f"{MVUE} is as good as S-STE", MVUE, "as good as", "S-STE"))
     for method in its_network.methods:

@@ -302,8 +302,7 @@ class Language(_Finetune, language.Task):
         if self.set.vocabulary > vocabulary:
             raise Mistake(
                 f"config.weights={config.weights!r}: tokenizer.json has {self.set.vocabulary:,} tokens, but the model "
-                "has "
-                f"{vocabulary:,}. Use the tokenizer of the model."
+                f"has {vocabulary:,}. Use the tokenizer of the model."
             )
         if config.data.length > length:
             raise Mistake(

@@ -161,8 +161,7 @@ class Delivery:
                     shape = tuple(jax.tree.leaves(value)[0].shape) if value is not None else "not known yet"
                     raise ValueError(
                         f"{one.path or 'the model'}: two doors reach the parameter {one.name} of shape {shape}: "
-                        f"{one}, and {twice[0]} "
-                        f"of the layer around it. Declare one of them."
+                        f"{one}, and {twice[0]} of the layer around it. Declare one of them."
                     )
 
     def _report(self, model: nn.Module) -> None:

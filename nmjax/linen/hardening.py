@@ -196,8 +196,7 @@ def _pattern(layer: Sited) -> Pattern | None:
     if axes is None:
         raise ValueError(
             f"{layer.path or 'the model'}: the layer reshapes {origin.weight} of shape {origin.shape} before its "
-            "product, so that its "
-            "groups lie along no axes of it. Use violations(variables), which reshapes it too."
+            "product, so that its groups lie along no axes of it. Use violations(variables), which reshapes it too."
         )
     own = list(range(layer.weight.ndim))
     for axis in layer.site.stack:

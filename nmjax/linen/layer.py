@@ -14,7 +14,7 @@ from nmjax.linen.variables import SiteVariable, WeightOrigin, context_of, named,
 from nmjax.products import rule
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.parameters import Step
+from nmjax.programs.parameters import Step, moves
 from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import run
 from nmjax.recipes.table import Recipe
@@ -23,11 +23,6 @@ from nmjax.recipes.table import Recipe
 def _layout(of: ShapedProduct) -> tuple[Operand, tuple[Step, ...]]:
     """Return the roles of the axes of the operand, and the steps from the weight to it, at least that to its dtype."""
     return of.operand, of.product.parameter.steps or (Step("dtype", of.rhs.dtype),)
-
-
-def _moves(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the steps that move values: all but those to a dtype."""
-    return tuple(step for step in steps if step.kind != "dtype")
 
 
 class Uses(NamedTuple):
@@ -187,9 +182,9 @@ class Call(NamedTuple):
             site, path = sites[name], path_of[name]
             if site.sparsity == Sparsity():
                 return None
-            made_for = (site.origin.operand, _moves(site.origin.steps))
+            made_for = (site.origin.operand, moves(site.origin.steps))
             operand, steps = _layout(ShapedProduct.of(product, x, w))
-            if site.origin.steps and made_for != (operand, _moves(steps)):
+            if site.origin.steps and made_for != (operand, moves(steps)):
                 raise ValueError(
                     f"{path or 'the model'}: this call multiplies by {name} of shape {site.origin.shape} along other "
                     "axes than the "

@@ -132,8 +132,7 @@ class Box(SiteVariable, meta.AxisMetadata[SiteVariable]):
         if self.stack[:1] != (index,):
             raise ValueError(
                 f"{self.origin.path or 'the model'}: 'nm' is stacked along {self.stack or 'no axis'}, but the call "
-                "slices it along "
-                f"{index}. {PASS_NM}"
+                f"slices it along {index}. {PASS_NM}"
             )
         return self.replace(stack=self.stack[1:])
 

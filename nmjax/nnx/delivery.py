@@ -248,8 +248,7 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{layer.path or 'the model'}: set_step was called in another trace than the one in which the model "
-                "was made. Call it "
-                "outside the function that is differentiated, or merge a copy there: "
+                "was made. Call it outside the function that is differentiated, or merge a copy there: "
                 "nnx.merge(graphdef, state, copy=True)."
             ) from error
 

@@ -144,8 +144,7 @@ def _check_shared(layer: Layer, users: list[User]) -> None:
             continue
         raise ValueError(
             f"{layer.path or 'the model'}: fwd_rhs={layer.sparsity.fwd_rhs} prunes a weight of shape "
-            f"{layer.kernel.shape} that "
-            f"{'/'.join(map(str, path))} uses too, {use}. It has no single final form. "
+            f"{layer.kernel.shape} that {'/'.join(map(str, path))} uses too, {use}. It has no single final form. "
             f'Give both one rule, or leave this layer dense: (r"{re.escape(layer.path)}", "dense").'
         )
 

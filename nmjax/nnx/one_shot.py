@@ -129,8 +129,7 @@ def prune(
     if few:
         warnings.warn(
             f"prune: the calibration data has fewer rows than {len(few)} of the layers have inputs, so the errors of "
-            "their "
-            f"outputs would be larger on other data: {'; '.join(few[:3])}. Use more data for calibration.",
+            f"their outputs would be larger on other data: {'; '.join(few[:3])}. Use more data for calibration.",
             stacklevel=2,
         )
     return Pruned(hard, {path: errors[path] for path in sorted(errors, key=layer_paths.by_number)})

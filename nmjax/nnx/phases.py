@@ -85,10 +85,8 @@ def check_phase(site: Site, step: Any) -> None:
     """
     if site.phase is None or isinstance(step, jax.core.Tracer):
         return
-    if (
-        max((start for start in (0, *of_sparse_layer(site.sparsity).phases) if start <= int(step)), default=0)
-        != site.phase
-    ):
+    starts = (0, *of_sparse_layer(site.sparsity).phases)
+    if max((start for start in starts if start <= int(step)), default=0) != site.phase:
         raise ValueError(
             f"{site.name}: set_step({int(step)}), but the model is in the phase that begins at step {site.phase}. Call "
             f"nm.nnx.phase(model, {int(step)}) first."

@@ -16,6 +16,7 @@ from nmjax.products.fit import of_sparse_layer
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs.parameters import moves
 from nmjax.programs.rewriting import Product
 from nmjax.pruners import identity
 
@@ -113,8 +114,7 @@ class Site(nnx.Module):
         known = self.example and (
             self.example.op.operands(self.example.lhs.ndim, self.example.rhs.ndim)["fwd_rhs"], self.example.steps
         )  # fmt: skip
-        layout = lambda operand, steps: (operand, [step for step in steps if step.kind != "dtype"])
-        if known and layout(*asked) != layout(*known):
+        if known and (asked[0], moves(asked[1])) != (known[0], moves(known[1])):
             raise ValueError(
                 f"{self.name}: the call contracts axes {asked[0].contract} of an operand of shape {w.shape}, but for "
                 f"the input of the door it was axes {known[0].contract} of {self.example.rhs.shape}. Give the "

@@ -56,6 +56,7 @@ def fitting(
     return replace(sparsity, **dict.fromkeys(dense, identity), else_dense=left), dense
 
 
+@lru_cache
 def of_sparse_layer(sparsity: Sparsity) -> Sparsity:
     """Return the method of a layer whose features are known to fit, as those of a sparse layer are.
 

@@ -23,6 +23,11 @@ class Step(NamedTuple):
     to: Any = ()
 
 
+def moves(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return the steps that move values: all but those to a dtype."""
+    return tuple(step for step in steps if step.kind != "dtype")
+
+
 class Parameter(NamedTuple):
     """A parameter, and how a value of a program is made from it.
 
