@@ -13,7 +13,7 @@ from experiments.members import Member
 from experiments.training import record
 
 FORMAT = 1  # of a line of results: readers refuse lines of another format
-KEPT = ("outcome", "metric", "figures", "steps", "flops", "measured", "began", "ended")  # of run.json
+KEPT = ("outcome", "metric", "figures", "steps", "flops", "measured", "began", "ended", "seconds")  # of run.json
 KEPT += ("command", "versions", "machine", "git", "notes")
 
 

@@ -9,17 +9,15 @@ directory.
 """
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
 from pathlib import Path
 
-from experiments import claims, command, config_files, evidence, members
+from experiments import claims, command, config_files, evidence, members, recorded
 from experiments.claims import Judged, arm_of, judge, judged, recipe_of
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.files import lines as lines_of, replace, writable
-from experiments.recorded import study
 from experiments.report.compare_page import html_table
 from experiments.report.page import LOGO, document, notes_list
 from experiments.report.words import duration, safe
@@ -40,7 +38,7 @@ def results_of(config_file: str) -> str:
     Raises:
       Mistake: If it is not the config file of a study with claims, or if the study has no results.
     """
-    known = {study(one).config_file: one for one in STUDIES if (RESULTS / f"{one}.jsonl").exists()}
+    known = {recorded.study(one).config_file: one for one in STUDIES if (RESULTS / f"{one}.jsonl").exists()}
     if config_file not in known:
         others = f"Write one of {', '.join(known)}." if known else "No study with claims has results yet."
         raise Mistake(f"--config={config_file} is not the config file of a study with results. {others}")
@@ -70,7 +68,7 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
       count: The number of seeds. It may be another one when the command is run again.
       workdir: The directory.
     """
-    its_study = study(name)
+    its_study = recorded.study(name)
     changes = [{field_of(name): method, "seed": seed} for seed in its_study.module.seeds(its_study.variant)[:count]]
     head = f'"""The runs of a method in the study {name}: {method}"""\n\n'
     head += f"from {its_study.module.__name__} import get_config as get_config\n\n\n"
@@ -85,20 +83,20 @@ def written(method: str, name: str, count: int, workdir: Path) -> Path:
 
 def field_of(name: str) -> str:
     """Return the field of the config that holds the method in a study."""
-    of = study(name)
+    of = recorded.study(name)
     return next(iter(of.module.arms(of.variant)["dense"]))
 
 
 def estimate(one: Judged, count: int) -> str:
     """Return in words how long the runs will take, from the times of the study's runs."""
     took = [
-        datetime.datetime.fromisoformat(line["ended"]) - datetime.datetime.fromisoformat(line["began"])
+        recorded.seconds(line)
         for line in one.lines
         if field_of(one.name) in line["changes"] and line["outcome"] == "finished"
     ]
     if not took:
         return f"{count} runs. How long they take is not known: no run of the study has finished."
-    seconds = statistics.median(each.total_seconds() for each in took)
+    seconds = statistics.median(took)
     theirs, here = devices(one.lines), device.named()
     if theirs != here:
         return (

@@ -1,5 +1,6 @@
 """Results of studies, experiments/results/*.jsonl: read and checked."""
 
+import datetime
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from experiments.studies import __main__ as looks, named
 from experiments.training import digest
 
 LOOKED = ("case", "rows", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
-SWEPT = ("changes", "devices", "outcome", "figures", "steps", "flops", "began", "ended", "versions", "notes")
+SWEPT = ("changes", "devices", "outcome", "steps", "flops", "began", "ended", "versions", "notes")
 SWEEP = re.compile(r"launch\.py --config=experiments/studies/\w+\.py:\w+ --sweep\b")  # studies may share runs
 
 
@@ -24,6 +25,12 @@ class Study(NamedTuple):
     config_file: str  # FILE:VARIANT; "" if the study is no sweep
     short: str  # a part of every command that made a line of its results
     command: str  # makes the results that are missing
+
+
+def seconds(line: dict) -> float:
+    """Return how long the run of a line took, including the parts before it was continued."""
+    began, ended = (datetime.datetime.fromisoformat(line[at]) for at in ("began", "ended"))
+    return line.get("seconds", (ended - began).total_seconds())  # old lines have only the time of the last part
 
 
 def study(name: str) -> Study:
@@ -70,9 +77,10 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
             for field in SWEPT if its_study.config_file else LOOKED:
                 line[field]
             if its_study.config_file:
-                numbers = [*line["figures"].values(), *line["flops"], line["steps"]]
+                figures = line["figures"] if line["outcome"] == "finished" else {}  # only finished runs have some
+                numbers = [*figures.values(), *line["flops"], line["steps"], line.get("seconds", 0)]
                 if not all(isinstance(number, int | float) for number in numbers):
-                    raise TypeError("one of figures, flops and steps is not a number")
+                    raise TypeError("one of figures, flops, steps and seconds is not a number")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Mistake(f"{where} is not a line of results ({type(error).__name__}: {error}). {again}") from error
     if form != collected.FORMAT:

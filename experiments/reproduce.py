@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments import evidence, head
 from experiments.errors import Mistake
 from experiments.files import replace
-from experiments.recorded import Study, read, study
+from experiments.recorded import Study, read, seconds, study
 from experiments.report import dots
 from experiments.report.words import duration
 
@@ -76,9 +76,9 @@ def _source(its_study: Study, lines: list[dict]) -> str:
     text = " and ".join(dict.fromkeys(f"jax {line['versions']['jax']}" for line in lines))
     if devices:
         text += f" on {devices}"
-    spans = [[datetime.datetime.fromisoformat(line[at]).timestamp() for at in ("began", "ended")] for line in lines]
+    ends = [datetime.datetime.fromisoformat(line["ended"]).timestamp() for line in lines]
     total, until = 0.0, 0.0
-    for began, ended in sorted(spans):
+    for began, ended in sorted((end - seconds(line), end) for end, line in zip(ends, lines, strict=True)):
         total, until = total + max(ended - max(began, until), 0), max(until, ended)
     text = f"Command: `{its_study.command}`. Made with {text}."
     if total:

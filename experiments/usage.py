@@ -18,7 +18,8 @@ COMMON = ROOT / "configs" / "common.py"
 KINDS = {
     "text": ("run", "gpt"),
     "finetune": ("run", "finetune"),
-}  # experiment -> the functions of common.py that make its config
+    "language": ("run", "finetune", "gpt"),  # an objective of finetune, with the data of gpt
+}  # experiment or objective -> the functions of common.py whose comments describe its config
 OTHERS = ("run", "image", "folder")  # those of any other experiment
 
 FLAGS = {  # flag -> (its values, what it does)
@@ -61,7 +62,8 @@ def text(head: str, config_file: str, config: ConfigDict, config_files: str) -> 
 
 def listing(config: ConfigDict) -> str:
     """Return the fields of a config, a line each: as the command line writes them, and their comments."""
-    known = comments(COMMON.read_text(encoding="utf-8"), KINDS.get(config.experiment, OTHERS))
+    kind = "language" if config.get("objective") == "language" else config.experiment
+    known = comments(COMMON.read_text(encoding="utf-8"), KINDS.get(kind, OTHERS))
     order = list(known)
     meanings = known | arguments(config.get("model", {}).get("name", ""))
     rows = []
@@ -116,7 +118,7 @@ def comments(source: str, functions: tuple[str, ...]) -> dict[str, str]:
 
     Args:
       source: The text of a Python file.
-      functions: The functions whose fields count. An earlier one has priority.
+      functions: The functions whose fields count. A later one has priority.
 
     >>> source = "def run():\\n c.seed = 0  # of all\\n c.rate = dict(  # over time\\n  end=0,  # the last\\n )\\n"
     >>> comments(source, ("run",))
@@ -125,16 +127,17 @@ def comments(source: str, functions: tuple[str, ...]) -> dict[str, str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     on_line = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     bodies = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    lines: dict[str, int] = {}
+    known: dict[str, str] = {}
     for assigned in (node for name in functions for node in ast.walk(bodies[name]) if isinstance(node, ast.Assign)):
         target, value = assigned.targets[0], assigned.value
         if isinstance(target, ast.Attribute):
             name = ast.unparse(target).removeprefix("c.")
-            lines.setdefault(name, assigned.lineno)
+            found = [(name, assigned.lineno)]
             called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
             for keyword in value.keywords if called == "dict" else ():
-                lines.setdefault(f"{name}.{keyword.arg}", keyword.value.lineno)
-    return {name: on_line[line] for name, line in lines.items() if line in on_line}
+                found.append((f"{name}.{keyword.arg}", keyword.value.lineno))
+            known |= {each: on_line[line] for each, line in found if line in on_line}
+    return known
 
 
 def plain(error: str) -> str:

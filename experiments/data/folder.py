@@ -197,7 +197,8 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
                 image.draft("RGB", (math.ceil(full[0] * size / width), math.ceil(full[1] * size / height)))
             x, y = image.size[0] / full[0], image.size[1] / full[1]
             box = (left * x, top * y, (left + width) * x, (top + height) * y)
-            rgb = image if image.mode == "RGB" else image.convert("RGB")
+            eight = image if not image.mode.startswith("I") else Image.fromarray(np.uint8(np.asarray(image) // 257))
+            rgb = eight if eight.mode == "RGB" else eight.convert("RGB")
             return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
     except Exception as e:  # Pillow's decoders may raise any error
         raise Unreadable(

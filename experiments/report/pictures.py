@@ -51,10 +51,10 @@ def mask_svg(mask: np.ndarray, axis: int, m: int, name: str) -> tuple[str, str]:
 
 
 def image_uri(image: np.ndarray) -> str:
-    """Return an image uint8[H, W, C] as a data URI. Small images are exact."""
+    """Return an image uint8[H, W, C] as a data URI. Small images are exact. Of two channels the first is shown."""
     from PIL import Image
 
-    pixels = image[..., 0] if image.shape[-1] == 1 else image[..., :3]
+    pixels = image[..., 0] if image.shape[-1] < 3 else image[..., :3]
     picture, out = Image.fromarray(pixels), io.BytesIO()
     if max(picture.size) > LARGE:
         picture.thumbnail((2 * LARGE, 2 * LARGE))

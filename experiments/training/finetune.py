@@ -17,6 +17,7 @@ from experiments.scale import shards
 from experiments.training import pretrained, settings, text as language
 from experiments.training.pretrained import Teacher
 from nmjax import checkpoints
+from nmjax.core import names
 from nmjax.oneshot import texts
 
 OBJECTIVES = ("classify", "language")
@@ -293,7 +294,8 @@ class Language(_Finetune, language.Task):
 
     def __init__(self, config: ConfigDict):
         path = pretrained.folder(config.weights, "config.weights")
-        self.tokenizer = str((path / "tokenizer.json").absolute())
+        foreign = names.is_foreign(config.data.name)  # it returns tokens
+        self.tokenizer = "bytes" if foreign else str((path / "tokenizer.json").absolute())
         self.config, self.units, self.missing = config, config.data.length, None
         self._load()
         self.facts += [("note", note) for note in self.notes]

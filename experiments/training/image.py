@@ -22,12 +22,14 @@ MODELS = {"vit": (nm.models.ViT, nm.models.vit.SIZES), "resnet": (nm.models.ResN
 def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the standard deviation of every channel of uint8 images, as shares of 255.
 
-    They are exact, because the values are counted.
+    They are exact, because the values are counted. A channel in which all values are the same gets a deviation of 1, so
+    that it can be divided by it.
     """
     counts = np.stack([np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])])
     shares, values = counts / counts.sum(1, keepdims=True), np.arange(256) / 255
     mean = shares @ values
-    return np.float32(mean), np.float32(np.sqrt(shares @ values**2 - mean**2))
+    deviation = np.sqrt(np.maximum(shares @ values**2 - mean**2, 0))
+    return np.float32(mean), np.float32(np.where((shares == 1).any(1), 1, deviation))
 
 
 class Task:

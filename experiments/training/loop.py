@@ -230,7 +230,7 @@ class Loop:
             run.checkpoints.wait()
             if run.checkpoints.lost:
                 self.remove(i, Failed(run.checkpoints.lost))
-        tests = self.score("test") if self.task.validates else self.scores
+        tests = self.score("test") if self.task.validates else {i: self.scores[i] for i in self.runs}
         for i, scores in tests.items():
             self.remove_if_diverged(i, step, scores)
         for i, run in self.runs.items():

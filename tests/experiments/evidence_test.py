@@ -146,6 +146,7 @@ def test_runs_of_code_that_was_not_committed_are_counted(tmp_path):
 
 def test_a_run_that_diverged_is_no_good_run(tmp_path):
     diverged = line(DW, 13, 0.0, outcome="diverged: the loss is nan at step 3")
+    del diverged["figures"]  # only a finished run has figures
     text, _ = reproduce.block(NAME, written(tmp_path, [*GOOD, *runs(DW, DENSE[:3]), diverged]))
     assert f"| {DW} is as good as dense | undecided: 1 run of “{DW}” diverged |" in text
     assert "| 3 of 4 | seed 13 diverged: the loss is nan at step 3 |" in text
@@ -395,6 +396,12 @@ def test_studies_share_runs_of_the_same_config(tmp_path):
         claims.judged(NAME, written(tmp_path, by_hand))
     with pytest.raises(Mistake, match="line 1 was made with another config"):
         claims.judged(NAME, written(tmp_path, [shared[0] | {"config": "0123456789ab"}]))
+
+
+def test_a_run_that_was_continued_took_the_time_of_its_parts(tmp_path):
+    lines = [line("dense", 10, 0.33, seconds=3600.0), line("dense", 11, 0.33, seconds=1800.0), *GOOD[4:]]
+    assert [recorded.seconds(each) for each in lines[1:3]] == [1800, 30]
+    assert "The 6 runs took 1 h." in reproduce.block(NAME, written(tmp_path, lines))[0]
 
 
 @pytest.mark.parametrize(

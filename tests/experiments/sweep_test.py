@@ -1,6 +1,7 @@
 """Many runs of one config file: named by what differs, done once, compiled once for all seeds, trained side by side."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import pytest
 from experiments import command, config_files, files, members, sweep
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import signals
-from experiments.training import program, record
+from experiments.training import loop, program, record
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import as_people_run_it as as_people_run_it, once, program as made_of, start, timeless
 
@@ -302,6 +303,24 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
     assert (lost / "report.html").exists()
     command.main([*words_of(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")  # it would diverge again
     assert len(programs) == 1
+
+
+@pytest.mark.processes
+def test_one_that_diverges_at_the_end_leaves_the_others_as_they_are(monkeypatch, tmp_path):
+    """Without validation data, the last evaluation is the test."""
+    score = loop.Loop.score
+    bad = lambda i, scores: scores | {"loss": math.nan} if i == 1 else scores
+    monkeypatch.setattr(
+        loop.Loop, "score", lambda self, split: {i: bad(i, scores) for i, scores in score(self, split).items()}
+    )
+    words = [*words_of(tmp_path, SEEDS), "--config.data.validation=0", "--config.evaluate=100%", "--config.measure=0"]
+    with pytest.raises(Failed, match="1 of the runs failed: seed=1"):
+        command.main([*words, "--sweep", "--seeds_at_once=4"], "")
+    assert [line["outcome"].partition(":")[0] for line in results(tmp_path)] == [
+        "finished",
+        "diverged",
+        *2 * ["finished"],
+    ]
 
 
 def stopping(monkeypatch):

@@ -70,6 +70,16 @@ def test_help_says_what_arguments_of_models_mean():
     assert re.search("--config.model.patch=2 +an argument of the model's class\n", usage.listing(config))
 
 
+def test_help_says_what_fields_mean_for_the_objective():
+    """A language model reads a text. A classifier reads examples."""
+    said = usage.listing(config_files.load("configs/finetune_24.py:language"))
+    assert re.search("--config.data.length=128 +tokens in a window\n", said)
+    assert re.search("--config.data.windows=0 +windows of a text that are evaluated; 0: all", said)
+    said = usage.listing(config_files.load("configs/finetune_24.py"))
+    assert re.search(r"--config.data.length=\d+ +tokens to which longer texts are cut\n", said)
+    assert re.search("--config.model.name='' +module:name of a head that takes", said)
+
+
 def test_the_usage_of_the_command_has_every_flag():
     usage_lines = ast.get_docstring(ast.parse((config_files.ROOT / "launch.py").read_text()))
     for flag in usage.FLAGS:

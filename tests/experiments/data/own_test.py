@@ -346,6 +346,18 @@ def touch(root, *names):
         (root / name).touch()
 
 
+def test_an_image_of_16_bits_has_the_values_of_one_of_8(tmp_path):
+    pil = pytest.importorskip("PIL.Image")
+    pytest.importorskip("grain")
+    ramp = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    files = [tmp_path / "8.png", tmp_path / "16.png"]
+    pil.fromarray(ramp.astype(np.uint8)).save(files[0])
+    pil.fromarray(257 * ramp).save(files[1])
+    eight, sixteen = (folder._image(str(file), 16, None) for file in files)
+    assert eight.max() > 200
+    np.testing.assert_array_equal(eight, sixteen)
+
+
 def test_folders_of_every_layout(tmp_path):
     names = [f"{kind}/{i}.png" for kind in ("ant", "bee") for i in range(10, 20)]
     inside = lambda root, files: sorted(str(Path(file).relative_to(root)) for file in files)

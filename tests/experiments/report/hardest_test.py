@@ -10,6 +10,7 @@ import pytest
 from experiments import report
 from experiments.report import live, runs, terms
 from experiments.report.hardest import LEVELS, PAIRS
+from experiments.report.pictures import image_uri
 from tests.experiments.report.report_test import HOSTILE, Tags, image_run, lines, write_run, written
 
 ROOT = Path(report.__file__).parents[2]
@@ -61,6 +62,13 @@ def test_without_an_error_there_are_no_pairs(tmp_path):
     page, tags = written(with_pictures(tmp_path / "run", confusion=np.diag([3, 3, 3])))
     assert "0 of 9 test images are classified wrongly (0 %)." in tags.text
     assert "confused most" not in tags.text
+
+
+@pytest.mark.parametrize("size", [8, 128])
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_images_of_any_channels_are_shown(size, channels):
+    kind = "png" if size == 8 else "jpeg"
+    assert image_uri(np.zeros((size, size, channels), np.uint8)).startswith(f"data:image/{kind};base64,")
 
 
 def test_the_hardest_images_are_shown_with_their_losses(tmp_path):

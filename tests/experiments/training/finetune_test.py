@@ -199,6 +199,18 @@ def test_language_learns_with_a_teacher(tmp_path):
     assert 0 < scores["loss"] < 6
 
 
+def test_language_of_tokens_that_a_function_returns(tmp_path, monkeypatch):
+    """The tokenizer of the checkpoint is not used."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "tokens_of_mine.py").write_text(
+        "import numpy as np\nfrom experiments.data.text import Text\n"
+        "ids = np.arange(400, dtype=np.uint8) % 7\nnotes = lambda dir: Text('notes', ids[:300], ids[300:], 7, str)\n"
+    )
+    words = ["--config.weights=tests/checkpoints/golden/gpt2-alone", "--config.data.length=8"]
+    made = program("configs/finetune_dense.py:language", *words, "--config.data.name=tokens_of_mine:notes")
+    assert made.task.set.vocabulary == 7
+
+
 # ---- teachers ----
 
 

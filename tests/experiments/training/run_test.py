@@ -15,6 +15,7 @@ from flax import nnx
 
 from experiments import command, config_files, files
 from experiments.bench import train as bench
+from experiments.data import augment
 from experiments.errors import Failed, Mistake
 from experiments.training import image, settings, tasks
 from experiments.training.checkpoints import Checkpoints
@@ -204,6 +205,15 @@ def test_moments_are_exact_of_many_images():
     mean, std = image.moments(images)
     np.testing.assert_allclose(mean, [images[..., c].mean(dtype=np.float64) / 255 for c in range(3)], rtol=1e-6)
     np.testing.assert_allclose(std, [images[..., c].std(dtype=np.float64) / 255 for c in range(3)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0, 7, 100, 255])
+def test_a_channel_that_is_constant_has_a_deviation_of_one(value):
+    images = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 2), np.uint8)
+    images[..., 1] = value
+    mean, std = image.moments(images)
+    assert std[1] == 1
+    np.testing.assert_allclose(augment.normalise(images, mean, std)[..., 1], 0, atol=1e-7)
 
 
 @pytest.mark.slow
