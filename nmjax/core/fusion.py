@@ -79,7 +79,8 @@ def spread(choices: list[Bool[Array, "..."]], shape: tuple[int, ...], axis: int)
 def rounded(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     """Cast from the dtype of `groups.wide` to a narrower one, with the derivative of a cast.
 
-    A cast to bf16 takes the upper bits, because XLA on CPU does not fuse operations across its own conversion.
+    A cast from float32 to bf16 takes the upper bits, because XLA on CPU does not fuse operations across its own
+    conversion.
 
     Args:
       x: An array, as `groups.wide` returns it.
@@ -91,7 +92,7 @@ def rounded(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     >>> rounded(jnp.array([1.001, 2.0]), jnp.bfloat16)
     Array([1, 2], dtype=bfloat16)
     """
-    if dtype != jnp.bfloat16:
+    if dtype != jnp.bfloat16 or x.dtype != jnp.float32:
         return x.astype(dtype)
     high = lax.bitcast_convert_type(lax.reduce_precision(x, 8, 7), jnp.uint32) >> np.uint32(16)
     return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)

@@ -111,14 +111,15 @@ def layout_kind(shape: Shape) -> str:
 def findings(target: Target, device: jax.Device) -> Mapping[str, str]:
     """Return what is wrong with the kernels on a device of this machine, by kind."""
     path = _kept(device)
-    if path.exists():
+    with contextlib.suppress(OSError, ValueError):  # no file, or one that a full disk cut off
         return json.loads(path.read_text())
     wrong = check_apart(target, "pallas", device.local_hardware_id or 0)
     if not any(text.startswith(NOT_CHECKED) for text in wrong.values()):
         with contextlib.suppress(OSError):  # a cache folder that cannot be written
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".part").write_text(json.dumps(wrong))
-            path.with_suffix(".part").replace(path)
+            draft = path.with_suffix(f".{os.getpid()}.part")  # several processes may end at the same time
+            draft.write_text(json.dumps(wrong))
+            draft.replace(path)
     return wrong
 
 

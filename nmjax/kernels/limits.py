@@ -217,8 +217,12 @@ def config_refusal(shape: Shape, config: Config) -> Refusal | None:
 def _hopper_refusal(shape: Shape, config: HopperConfig) -> Refusal | None:
     step = config.step(shape.itemsize)
     sides = (config.tile_m, config.tile_n, config.tile_k)
-    if any(side < 64 or side % 64 for side in sides) or config.tile_n > 256 or config.tile_n % config.store_n:
-        return Refusal(f"{config}: the tile's sides are multiples of 64, store_n divides tile_n, and tile_n <= 256")
+    if any(side < 64 or side % 64 for side in sides) or config.tile_n > 256:
+        return Refusal(f"{config}: the tile's sides are multiples of 64, and tile_n <= 256")
+    if config.store_n < 32 or config.store_n % 32 or config.tile_n % config.store_n:
+        return Refusal(f"{config}: store_n is a multiple of 32 and divides tile_n")
+    if config.warpgroups < 1 or config.band < 1 or config.cluster not in ("", "m", "n"):
+        return Refusal(f'{config}: warpgroups and band are at least 1, and cluster is "m", "n" or empty')
     if config.tile_k > 128:
         return Refusal(f"{config}: tile_k <= 128, because a row of a block has at most 128 bytes in shared memory")
     if config.stages < 2:
@@ -246,11 +250,11 @@ def stored(shape: Shape, config: Config) -> str:
 def _ampere_refusal(shape: Shape, config: AmpereConfig) -> Refusal | None:
     if shape.itemsize != 2:
         return Refusal(f"{shape.dtype}: Ampere's sparse products take 16-bit values")
+    if any(side < 64 or side % 64 for side in (config.tile_m, config.tile_n, config.tile_k)) or config.stages < 2:
+        return Refusal(f"{config}: the tile's sides are multiples of 64, and stages must be at least 2")
     refusal = _division_refusal(shape, config.tile_m, config.tile_n, config.tile_k)
     if refusal is not None:
         return refusal
-    if any(side < 64 or side % 64 for side in (config.tile_m, config.tile_n, config.tile_k)):
-        return Refusal(f"{config}: the tile's sides are multiples of 64")
     ring = config.stages * (config.tile_m * config.tile_k * 9 // 8 + config.tile_n * config.tile_k * 2)
     store = config.tile_m * config.tile_n * jnp.dtype(shape.out).itemsize  # in the ring's memory, after the product
     return _memory_refusal(config, max(ring, store), AMPERE_SHARED)

@@ -109,7 +109,8 @@ def row_of(row: dict[str, Any]) -> Row:
 def write(folder: Path, kind: str, rows: Iterable[Row], origin: Mapping[str, str] | None = None) -> Path:
     """Write rows into the table of a kind of device, in place of those of the same products.
 
-    A table of other versions of the kernels is replaced.
+    A table of other versions of the kernels is replaced. A file that is not a table of this kind of device is
+    kept under another name, which ends in ``.broken``.
 
     Args:
       folder: The folder of the table.
@@ -125,12 +126,16 @@ def write(folder: Path, kind: str, rows: Iterable[Row], origin: Mapping[str, str
         known = read(path, kind) if path.exists() else ()
     except Stale:
         known = ()
+    except ValueError as error:
+        path.replace(path.with_suffix(".broken"))
+        warnings.warn(f"{error} The file is now {path.with_suffix('.broken')}.", stacklevel=2)
+        known = ()
     by_shape = {row.shape: row for row in (*known, *rows)}
     now = {"jax": jax.__version__, "date": f"{datetime.date.today()}"}
     head = {"device": kind, "kernels": KERNELS, **(now if origin is None else origin)}
     lines = ",\n".join(f"  {json.dumps(_as_json(row))}" for row in by_shape.values())
     folder.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
+    draft = path.with_suffix(f".{os.getpid()}.part")
     draft.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
     draft.replace(path)
     table.cache_clear()

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from nmjax.core.refusal import Refusal
-from nmjax.kernels import calls, check
+from nmjax.kernels import calls, check, tuning
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import (
     FAMILIES,
@@ -106,7 +106,11 @@ def _serving(packed: Packed, b: jax.Array, shape: Shape, backend: str, config: C
     if isinstance(target, Refusal):
         return target
     refusal = operands_refusal(packed, b) or product_refusal(shape, target, config)
-    return refusal or check.fault(target, check.kinds_of(shape)[:1]) or target
+    if refusal is not None:
+        return refusal
+    tiling = tuning.chosen(shape, target)
+    first, _packing, *others = check.kinds_of(shape, config=config or (None if tiling is None else tiling.config))
+    return check.fault(target, [first, *others]) or target
 
 
 @jax.custom_jvp

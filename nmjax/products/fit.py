@@ -126,7 +126,7 @@ def _first_use_refusal(label: str, p: Pruner, x: jax.ShapeDtypeStruct, operand: 
         ctx = Ctx(random.words(0), 0)
         if p.reads_partner:
             alone = (*operand.batch, *operand.contract)
-            ctx = ctx.replace(partner=jnp.ones([x.shape[a] if a in alone else 1 for a in range(x.ndim)]))
+            ctx = ctx.replace(partner=jnp.ones([x.shape[a] if a in alone else 1 for a in range(x.ndim)], jnp.float32))
         state = along(label, p, x, operand, ctx, p.init)[0] if p.has_state else None
         return pruned(label, p, x, operand, ctx.replace(state=state))
 

@@ -16,7 +16,7 @@ from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.kernels import calls, limits
 from nmjax.kernels.activations import Activation
-from nmjax.kernels.check import ACTIVATED, fault
+from nmjax.kernels.check import ACTIVATED, BOTH, fault
 from nmjax.kernels.format import Packed
 from nmjax.kernels.limits import Copy
 from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS
@@ -194,7 +194,7 @@ def _want(
     elif simulated and slot.storage is not None:
         with jax.named_scope(slot.name):
             value = slot.storage(value)
-    return Want(product, packed, format, Source(value, identity, along, None, None, *rounding))
+    return Want(product, packed, format, Source(value, identity, CONTRACTED[product], None, None, *rounding))
 
 
 def needs_unpruned(routes: Routes | None, sparsity: Sparsity, operand: str) -> bool:
@@ -234,7 +234,7 @@ def _axis(routes: Routes, operand: str, axis: str) -> int:
 
 
 def _in_16_bits(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:
-    if len(wants) == 2 and wants[0].source.array is wants[1].source.array and _one_mask(wants):
+    if _one_mask(wants) and fault(routes.device, (BOTH,)) is None:
         array = matrix(routes, operand, wants[0].source.array)
         with _scope(operand, wants):
             both = calls.compress_both(array, wants[0].source.pruner, target=routes.device)
@@ -257,8 +257,9 @@ def _scope(operand: str, wants: Iterable[Want]) -> Any:
 
 
 def _one_mask(wants: Sequence[Want]) -> bool:
-    """Return True if one mask, 2:4 along both axes, serves both forms."""
-    return all(want.source.pruner == identity or want.source.pruner.has_prune_tile for want in wants)
+    """Return True if there are two forms of one array, and one mask, 2:4 along both axes, serves both."""
+    two = len(wants) == 2 and wants[0].source.array is wants[1].source.array
+    return two and all(want.source.pruner == identity or want.source.pruner.has_prune_tile for want in wants)
 
 
 def _in_fp8(routes: Routes, operand: str, wants: Sequence[Want]) -> dict[str, Form]:

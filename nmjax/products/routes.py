@@ -22,7 +22,7 @@ from nmjax.core.refusal import Refusal
 from nmjax.kernels import limits, tuning
 from nmjax.kernels.check import fault, kinds_of, product_fault
 from nmjax.kernels.limits import Shape
-from nmjax.kernels.measured import table
+from nmjax.kernels.measured import Row, table
 from nmjax.kernels.targets import Target, platform, target
 from nmjax.products import compaction
 from nmjax.products.layout import CONTRACTED, LAID_AS, OPERANDS, RESULTS, Layout, layout_of
@@ -103,6 +103,7 @@ class Case(NamedTuple):
     device: Target | Refusal
     platform: str  # "cpu", "gpu" or "tpu"
     packed_before: frozenset[str]  # the products whose weight is already packed
+    tiles: tuple[Row, ...]  # that were measured on the device
 
 
 def routes_of(
@@ -184,7 +185,9 @@ def _case(
     op: Operation, lhs: Shaped, rhs: Shaped, sparsity: Sparsity, backend: str, packed_before: frozenset[str]
 ) -> Case:
     left, right = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (lhs, rhs))
-    return Case(op, left, right, sparsity, backend, target(backend), platform(), packed_before)
+    device = target(backend)
+    tiles = () if isinstance(device, Refusal) else table(device.kind)
+    return Case(op, left, right, sparsity, backend, device, platform(), packed_before, tiles)
 
 
 @lru_cache
@@ -317,7 +320,7 @@ def _refusal(case: Case, layout: Layout | Refusal) -> Refusal | None:
     """Return why no product of a layer runs in a kernel."""
     if isinstance(case.device, Refusal):
         return case.device
-    if case.backend == "auto" and case.device.family == "blackwell" and not table(case.device.kind):
+    if case.backend == "auto" and case.device.family == "blackwell" and not case.tiles:
         return Refusal(f"no tiles have been measured on {case.device.kind}: run python -m experiments.bench tune")
     return layout if isinstance(layout, Refusal) else None
 
@@ -354,16 +357,9 @@ def _packed(
     if sizes.get("T", 0) % device.devices:
         return Refusal(f"{sizes['T']} tokens do not split evenly over {device.devices} devices")
     sizes |= {axis: size // device.devices for axis, size in sizes.items() if axis == "T"}
-    shape = Shape(
-        sizes[m],
-        sizes[n],
-        sizes[contracted],
-        jnp.dtype(FORMATS[dict(formats)[operand]] if formats else case.lhs.dtype).name,
-        m_major,
-        n_major,
-        transpose=result_axes(product, layout) == n + m,
-        out=_result_dtype(product, case),
-    )
+    dtype = jnp.dtype(FORMATS[dict(formats)[operand]] if formats else case.lhs.dtype).name
+    turned, out = result_axes(product, layout) == n + m, _result_dtype(product, case)
+    shape = Shape(sizes[m], sizes[n], sizes[contracted], dtype, m_major, n_major, transpose=turned, out=out)
     refusal = _fp8_refusal(product, layout, device) if formats else None
     refusal = refusal or limits.product_refusal(shape, device)
     if refusal is not None:

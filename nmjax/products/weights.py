@@ -7,6 +7,7 @@ from jax import lax
 
 from nmjax.core.context import Ctx
 from nmjax.products.applying import StaticProduct, prune_slot
+from nmjax.products.fit import fitting
 from nmjax.products.forms import Form, FormKey, OperandValue, key_of_weight, make_forms
 from nmjax.products.operations import Operation
 from nmjax.products.routes import routes_of
@@ -28,6 +29,8 @@ def packed_weight(
       rhs: The weight.
       sparsity, ctx, backend, name: As in `nmjax.products.rule.bilinear`.
     """
+    if sparsity.else_dense:
+        sparsity, _ = fitting(op, lhs, rhs, sparsity)
     forward = sparsity.slots["fwd_rhs"]
     weight_slots = {"fwd": forward, "dlhs": sparsity.slots["dlhs_rhs"]}
     fixed = frozenset(p for p, slot in weight_slots.items() if not slot.pruner.needs_key)

@@ -156,7 +156,7 @@ def _product(equation: core.JaxprEqn, parameters: list[Parameter | None]) -> Pro
         op = Conv(
             tuple(of["window_strides"]), tuple(of["padding"]), tuple(of["lhs_dilation"]), tuple(of["rhs_dilation"]),
             of["dimension_numbers"], of["feature_group_count"], of["batch_group_count"], of["precision"],
-            of["preferred_element_type"], None,
+            of["preferred_element_type"], of.get("out_sharding"),
         )  # fmt: skip
         return Product(parameters[1], op, swapped=False)
     if name == "ragged_dot_general" and parameters[0] is None and parameters[1] is not None:
@@ -263,7 +263,12 @@ def _cond(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], si
 
     branches = [branch(*_opened(program)) for program in equation.params["branches"]]
     index, *arrays = [x for x, _ in operands]
-    return [(y, None) for y in lax.switch(index, branches, *arrays)]
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return [(y, None) for y in lax.switch(index, branches, *arrays)]
+    by_platform = {name: branch for names, branch in zip(platforms, branches, strict=True) for name in names or ()}
+    default = next((branch for names, branch in zip(platforms, branches, strict=True) if names is None), None)
+    return [(y, None) for y in lax.platform_dependent(*arrays, default=default, **by_platform)]
 
 
 def _while(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], sites: Sites) -> list[Value]:

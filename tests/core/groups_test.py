@@ -316,6 +316,11 @@ def test_wide_and_rounded():
             assert (np.signbit(got) == np.signbit(expected))[~np.isnan(x)].all()
 
 
+def test_float64_is_rounded_to_the_same_shape():
+    with jax.enable_x64(True):
+        assert fusion.rounded(jnp.array([1.001, 2.0], jnp.float64), jnp.bfloat16).tolist() == [1.0, 2.0]
+
+
 def test_rounded_has_the_derivative_of_a_cast():
     for dtype in (jnp.bfloat16, jnp.float32):
         f = lambda x: fusion.rounded(x, dtype)  # noqa: B023

@@ -122,3 +122,7 @@ def test_what_was_checked_is_not_checked_again(monkeypatch, tmp_path):
     wrong[check.FP8] = "gives wrong numbers"
     assert look(H200, device("1")) == look(H200, device("1")) == look(H200, device("2")) == wrong
     assert ran == [(H200, "pallas", 3)] * 3
+    for path in (tmp_path / "nmjax" / "checked").iterdir():
+        path.write_text("")  # a full disk cut it off
+    assert look(H200, device("1")) == wrong
+    assert len(ran) == 4

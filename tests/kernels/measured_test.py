@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import nmjax as nm
 from nmjax.kernels import calls, measured, tuning
 from nmjax.kernels.format import pack
 from nmjax.kernels.limits import AmpereConfig, HopperConfig, Shape
 from nmjax.kernels.measured import Row
 from nmjax.kernels.targets import Target
+from nmjax.products.operations import as_dot
+from nmjax.products.routes import explain
 
 H200 = Target("NVIDIA H200", "hopper", 132)
 SHAPE, CONFIG = Shape(4096, 4096, 4096, n_major=True), HopperConfig(tile_m=128, tile_n=128, cluster="n")
@@ -77,6 +80,16 @@ def test_a_choice_follows_a_table_that_is_written_after_it():
     assert tuning.gain(SHAPE, H200, True) == pytest.approx(1.31)
 
 
+def test_a_plan_follows_a_table_that_is_written_after_it():
+    x, s = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16), nm.parse("ste(2,4)")
+    how = lambda: explain(as_dot(x, x, (((1,), (0,)), ((), ()))), x, x, s, "auto")["fwd"]
+    with nm.kernels.on(H200.kind):
+        assert "of the emulated speed" in how().why
+        shape = Shape(512, 512, 512, m_major=True, transpose=True)
+        measured.write(measured.own_tables(), H200.kind, [Row(shape, CONFIG, 50.0)])
+        assert how().how == "packed"
+
+
 def test_products_follow_a_table_that_is_written_after_them(monkeypatch):
     """The kernel is faked. It notes its tiles."""
     seen = []
@@ -118,14 +131,16 @@ ROW = (
         ROW.format(k=64, speed="NaN"): "the speed is not a positive number",
     }.items(),
 )
-def test_a_file_that_is_not_a_table_of_the_device_is_refused(text, said):
+def test_a_file_that_is_not_a_table_of_the_device_is_refused_and_kept_when_another_is_written(text, said):
     folder = measured.own_tables()
     folder.mkdir(parents=True)
     (folder / "nvidia_h200.json").write_text(text)
     with pytest.raises(ValueError, match=said):
         tuning.chosen(SHAPE, H200)
-    with pytest.raises(ValueError, match=said):
-        measured.write(folder, H200.kind, [])
+    with pytest.warns(UserWarning, match=f"{said}.* The file is now .*nvidia_h200.broken"):
+        measured.write(folder, H200.kind, [Row(SHAPE, CONFIG, 1.31)])
+    assert (folder / "nvidia_h200.broken").read_text() == text
+    assert tuning.chosen(SHAPE, H200) == (CONFIG, 1.31)
 
 
 def test_a_table_of_other_kernels_is_left_out_and_replaced(monkeypatch):

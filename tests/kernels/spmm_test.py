@@ -337,9 +337,15 @@ def test_refusals_of_configs_say_why():
     assert why((128, 256, 64), HopperConfig(cluster="m"), m_major=True) == "M = 128 does not divide by 256"
     assert "of shared memory" in why((8192, 8192, 8192), config, out="float32")
     assert "16-bit" in why((128, 128, 128), AmpereConfig(), dtype="float8_e5m2")
-    odd = [HopperConfig(tile_n=40), HopperConfig(tile_m=96), HopperConfig(tile_n=512), HopperConfig(store_n=48)]
+    odd = [HopperConfig(tile_n=40), HopperConfig(tile_m=96), HopperConfig(tile_n=512), AmpereConfig(tile_m=0)]
     assert all("multiples of 64" in why((7680, 7680, 8192), c) for c in odd)
-    assert "stages must be at least 2" in why((8192, 8192, 8192), HopperConfig(stages=1))
+    odd = [HopperConfig(store_n=n) for n in (-64, 0, 1, 48, 512)]
+    assert all("store_n is a multiple of 32 and divides tile_n" in why((7680, 7680, 8192), c) for c in odd)
+    odd = [HopperConfig(warpgroups=0), HopperConfig(band=0), HopperConfig(cluster="M")]
+    assert all('cluster is "m", "n" or empty' in why((7680, 7680, 8192), c) for c in odd)
+    assert all(
+        "stages must be at least 2" in why((8192, 8192, 8192), c(stages=1)) for c in (HopperConfig, AmpereConfig)
+    )
     assert "of shared memory" in why((128, 128, 128), AmpereConfig(stages=4))
 
 

@@ -148,6 +148,16 @@ def test_what_was_packed_before_pays_sooner():
         assert packers(jax.make_jaxpr(gradient)(many, w).jaxpr)
 
 
+def test_a_slot_that_does_not_fit_is_no_reason_not_to_pack_the_weight():
+    """4,104 tokens are no whole groups of 16, so dw is dense. y is packed."""
+    x, w = jax.ShapeDtypeStruct((4104, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    s = nm.parse("ste(2,4); drhs_g=mvue(2,16) else dense")
+    with on():
+        forms = lambda w: packed_weight(as_dot(x, w, PLAIN), x, w, s, backend="pallas")
+        made = jax.eval_shape(lambda w: {key.product: form for key, form in forms(w).items()}, w)
+        assert list(made) == ["fwd"]
+
+
 def test_forms_of_another_model_are_refused():
     refused = pytest.raises(ValueError, match=r"no sparse layer 'layers/0', so the forms are another model's")
     with refused, nm.nnx.packed(sparse("dense", "auto"), {"layers/0": {}}):

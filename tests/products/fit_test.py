@@ -53,6 +53,13 @@ def test_a_product_prunes_what_fits(text, tokens, inward, outward, same_as):
     equal(gradients(x, w, text), gradients(x, w, same_as))
 
 
+def test_what_fits_does_not_depend_on_64_bits():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 6, 8), (8, 8)))
+    s = nm.parse("drhs_g=rows(mvue(1,4),by='both') else dense")
+    with jax.enable_x64(True):
+        assert fitting(as_dot(x, w, (((2,), (0,)), ((), ()))), x, w, s)[0].drhs_g == s.drhs_g
+
+
 def test_without_else_dense_misfits_are_refused():
     with pytest.raises(ValueError, match="fwd_rhs=ste.mse.2,4.. prunes an array of shape .6, 4."):
         gradients(whole(0, 8, 6), whole(1, 6, 4), "fwd_rhs=ste(mse(2,4)); drhs_g=mvue(2,4) else dense")

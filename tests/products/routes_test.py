@@ -553,6 +553,7 @@ def test_sparsities_with_one_product_each():
 
 HOSTILE = [
     "fwd_lhs=ste(fp8('e4m3')); fwd_rhs=ste(chain(mse(2,4),fp8('e4m3'))); dlhs_g=fp8('e5m2'); dlhs_rhs=raw(chain(soft(2,4),fp8('e5m2')))",
+    "fwd_lhs=ste(fp8('e4m3')); fwd_rhs=ste(chain(transposable(2,4),fp8('e4m3'))); dlhs_g=fp8('e5m2'); dlhs_rhs=fp8('e4m3')",
     "fwd_rhs=ste(chain(stages(((0,identity),(10,transposable(2,4)))),mse(2,4)))",
     "fwd_rhs=ste(chain(decay(transposable(2,4),constant(0.5)),mse(2,4)))",
     "drhs_g=chain(chain(mse(2,4),fp8('e5m2')),identity)",

@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas
 
 import nmjax as nm
 from nmjax.programs.sites import ProgramSite
@@ -403,6 +404,28 @@ def test_a_left_weight_on_an_explicit_mesh():
     assert got.sharding.spec == spec(None, "a")
     wanted = (draw(1, 8, 16) @ pruned(draw(0, 16, 8), 0)).T
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * float(jnp.abs(wanted).max()))
+
+
+def test_a_convolution_keeps_the_sharding_of_its_result():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec
+    with jax.sharding.set_mesh(mesh):
+        x, w = jax.device_put(draw(0, 4, 4, 8), jax.sharding.NamedSharding(mesh, spec("a"))), draw(1, 4, 4, 1)
+        conv = jax.lax.conv_general_dilated
+        f = lambda p, x: conv(x, p["w"], (1,), "SAME", out_sharding=spec("a"))
+        got = jax.jit(nm.transform(f, every("ste(2,4)")))({"w": w}, x)
+    assert got.sharding.spec == spec("a", None, None)
+
+
+def test_only_the_branch_of_the_platform_is_compiled():
+    """A kernel of a GPU does not compile on a CPU."""
+    kernel = lambda x, w: pallas.pallas_call(lambda *refs: None, jax.ShapeDtypeStruct((8, 8), x.dtype))(x, w)
+    f = lambda p, x: jax.lax.platform_dependent(x, p["w"], cpu=jnp.matmul, cuda=kernel)
+    x, w = draw(0, 8, 16), draw(1, 16, 8)
+    got = jax.jit(nm.transform(f, every("ste(2,4)")))({"w": w}, x)
+    np.testing.assert_allclose(got, x @ pruned(w, 0), rtol=1e-5)
+    f = lambda p, x: jax.lax.platform_dependent(x, p["w"], default=jnp.matmul, cuda=kernel)
+    np.testing.assert_array_equal(jax.jit(nm.transform(f, every("ste(2,4)")))({"w": w}, x), got)
 
 
 @pytest.mark.parametrize(
