@@ -160,10 +160,11 @@ def _gguf(source: str, target: Path) -> checkpoints.Gguf | None:
     files = [Path(str(file.locate())) for one in packages for file in metadata.files(one) or []]
     parts = [file for file in files if re.search(r"\.gguf(\.part\d+)?$", file.name)]
     parts.sort(key=lambda file: (len(file.name), file.name))
-    if not parts:
-        return None
-    if len(parts) == 1:
-        return checkpoints.Gguf(parts[0])
+    names = sorted({re.sub(r"\.part\d+$", "", file.name) for file in parts})
+    if len(names) > 1:
+        raise checkpoints.CheckpointError(f"{source} has several models: {', '.join(names)}. Write the path of a file.")
+    if len(parts) <= 1:
+        return checkpoints.Gguf(parts[0]) if parts else None
     place = next(folder for folder in (target, *target.absolute().parents) if folder.is_dir())
     with tempfile.NamedTemporaryFile(dir=place, suffix=".gguf") as whole:  # the open file stays readable
         for part in parts:

@@ -241,6 +241,12 @@ def test_damaged_texts_are_told_with_their_path(name, capsys, tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("name", "line"), [("a.txt", "w1 w2"), ("a.jsonl", '{"text": "w1 w2"}')])
+def test_a_byte_order_mark_is_no_text(name, line, tmp_path):
+    (tmp_path / name).write_text(f"\ufeff{line}\n", encoding="utf-8")
+    assert read_texts(tmp_path / name, 9) == [("w1 w2", None)]
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.gz", "a.xz"])
 def test_a_file_is_not_read_beyond_the_last_text(name, tmp_path):
     """The end of the file is no text, and lies 100 kB behind the last text that is asked for. It raises no error."""

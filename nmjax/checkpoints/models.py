@@ -59,10 +59,9 @@ def load(
     about = family or _family(path)
     make = architecture(path, family=about, **options)
     classes = options.get("classes", 0)
-    if classes and classes != about.options.get("classes") and rngs is None:
-        raise CheckpointError(
-            f"{path}: the checkpoint has no head with {classes} classes. Pass rngs=nnx.Rngs(0) for a new one."
-        )
+    if classes and classes != about.options.get("classes") and (rngs is None or not about.head):
+        advice = "Pass rngs=nnx.Rngs(0) for a new one." if about.head else "Leave out classes: its model takes none."
+        raise CheckpointError(f"{path}: the checkpoint has no head with {classes} classes. {advice}")
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     read_ones = parameters(path, family=about, **options)
 

@@ -193,10 +193,11 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         norms = np.sqrt(inputs[path].squares)
         holders = jax.tree.leaves(slot_state(site.state, "fwd_rhs"), is_leaf=lambda v: isinstance(v, NM))
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
-        if len(holders) != 1:
+        if not holders:
             raise ValueError(
                 f"set_norms: {path or 'the model'}: {norms.shape[-1]} features were measured, but the pruner does not "
                 "hold so many norms. It prunes along one axis: leave out layers that contract several, or calibrate "
                 "this model."
             )
-        write(holders[0], jnp.asarray(norms.reshape(holders[0].shape), holders[0].dtype))
+        for holder in holders:  # several parts of a pruner may read norms
+            write(holder, jnp.asarray(norms.reshape(holder.shape), holder.dtype))

@@ -87,7 +87,7 @@ def harden(model: Model) -> Model:
             hardened.add(id(kernel))
             layer.drop_mask()
         put_site(layer, rest, site.backend, 0, layer.stack)
-        layer.harden(pattern)
+        layer.harden(pattern if p != identity else layer.hardened)
     sites.warn_unfinished(distances, stacklevel=3)
     return hard
 

@@ -24,7 +24,7 @@ from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
 from nmjax.oneshot.solvers import Solved, sparsegpt
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import rows
+from nmjax.pruners.whole_rows import chooses_rows
 from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
@@ -95,7 +95,9 @@ def prune(
     args, options = calls[0]
     sparse = sparsify(nnx.clone(model), recipe, *args, **options)
     _check_pruners(sparse)
-    hard = harden(sparse)
+    with warnings.catch_warnings():  # its weights are replaced, so it does not matter that a schedule has not ended
+        warnings.filterwarnings("ignore", message="harden at step", category=UserWarning)
+        hard = harden(sparse)
     targets = {layer.path: layer for layer in layers(hard) if layer.hardened is not None}
     if not targets:
         raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
@@ -161,7 +163,7 @@ def _in_order(model: Any, groups: dict[str, list[str]], args: Any, options: Any)
 def _check_pruners(sparse: Any) -> None:
     """Refuse pruners that choose for several outputs of a layer at once, all in one message."""
     slots = {layer.path: layer.sparsity.slots["fwd_rhs"] for layer in layers(sparse) if layer.has_weight}
-    joint = lambda slot: isinstance(slot.core, rows) or slot.pruner.final.pattern_across is not None
+    joint = lambda slot: chooses_rows(slot.pruner.final) or slot.pruner.final.pattern_across is not None
     wrong = [f"{path}: {slot.pruner}" for path, slot in slots.items() if joint(slot)]
     if wrong:
         raise ValueError(

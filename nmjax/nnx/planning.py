@@ -193,6 +193,6 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
 
 def _hardened(layer: Layer, sparsity: Sparsity) -> str:
     pattern = layer.hardened
-    if pattern is not None and sparsity == Sparsity():
+    if pattern is not None and sparsity.fwd_rhs == identity:
         return f"{pattern.n}:{pattern.m}"
     return hardened(sparsity)

@@ -32,7 +32,7 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
     texts: list[tuple[str, str | None]] = []
     path.open("rb").close()
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
+        with opened(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     texts.append(_of_json(path, number, line) if jsonl else (line.strip(), None))

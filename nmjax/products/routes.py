@@ -30,7 +30,7 @@ from nmjax.products.operations import Operation
 from nmjax.products.pruning import Shaped
 from nmjax.products.slot import Slot
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import identity
+from nmjax.pruners import identity, whole_rows
 from nmjax.pruners.float8 import FORMATS
 from nmjax.pruners.whole_rows import rows
 
@@ -246,8 +246,7 @@ def _chosen(sparsity: Sparsity, product: str) -> dict[str, tuple[Slot, rows]]:
 
 def chooses_rows(sparsity: Sparsity, product: str) -> bool:
     """Return True if a pruner of a product's operands is a `rows`, or has one as a part."""
-    has = lambda p: isinstance(p, rows) or any(map(has, p.parts))
-    return any(has(sparsity.slots[name].pruner) for name in OPERANDS[product].values())
+    return any(whole_rows.chooses_rows(sparsity.slots[name].pruner) for name in OPERANDS[product].values())
 
 
 def _compacted(product: str, case: Case) -> Route | Refusal | None:

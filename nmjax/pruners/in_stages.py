@@ -14,7 +14,7 @@ from nmjax.core.bases import inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link
 from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, split_ctx
-from nmjax.pruners.input_norms import ByNorms
+from nmjax.pruners.input_norms import keep_norms
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
 from nmjax.pruners.schedules import check_rows, row_at
@@ -236,11 +236,11 @@ class stage(Pruner):
 
 
 def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
-    """Return the state of one row of `stages`, initialized at the first step of the row, unless it is measured."""
+    """Return the state of one row of `stages`, initialized at the first step of the row. Measured norms are kept."""
     if not p.has_state:
         return None
     refreshed = p.refresh(x, axis, ctx)
-    if start == 0 or isinstance(p, ByNorms):  # norms are measured, and `init` does not know them
+    if start == 0:
         return refreshed
-    fresh = lambda: p.init(x, axis, ctx.replace(state=None))
+    fresh = lambda: keep_norms(p, p.init(x, axis, ctx.replace(state=None)), refreshed)
     return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: refreshed)

@@ -1,6 +1,7 @@
 """Magnitudes and the norms of the inputs: `wanda` and `ria`, whose state holds the norms."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from nmjax.core import groups
 from nmjax.core.bases import Grouped, Remembering
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner
+from nmjax.core.pruner import Pruner, join_states, split_ctx
 
 
 @dataclass(frozen=True, repr=False)
@@ -16,7 +17,8 @@ class ByNorms(Grouped, Remembering):
     """The base of pruners that hold the norm of each feature that the weight multiplies.
 
     The norms are state. They begin as ones: measure a layer's inputs with `nmjax.nnx.calibrate`, and give them to the
-    model with `nmjax.nnx.set_norms`. The kept values stay as they are.
+    model with `nmjax.nnx.set_norms`. With `nmjax.linen` and `nmjax.transform`, replace the ones in the state by norms
+    of your own. The kept values stay as they are.
 
     Args:
       n: The number of values to keep in each group.
@@ -120,6 +122,22 @@ class ria(ByNorms):
         share = lambda axes: size / jnp.maximum(size.sum(axes, keepdims=True), tiny)
         importance = (share((axis,)) + share(others)) * norms**self.power
         return jnp.where(finite, importance, jnp.inf)
+
+
+def keep_norms(p: Pruner, state: Any, measured: Any) -> Any:
+    """Return a state of a pruner with the norms of another one.
+
+    Args:
+      p: The pruner.
+      state: Its state.
+      measured: The state whose norms are taken.
+    """
+    if isinstance(p, ByNorms):
+        return measured
+    if not needs_norms(p):
+        return state
+    parts = zip(p.parts, split_ctx(p, Ctx(state=state)), split_ctx(p, Ctx(state=measured)), strict=True)
+    return join_states(keep_norms(part, own.state, other.state) for part, own, other in parts)
 
 
 def needs_norms(p: Pruner) -> bool:

@@ -13,6 +13,7 @@ from nmjax.core import random
 from nmjax.core.bases import Remembering, SamePattern
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner, check_inner
+from nmjax.pruners.input_norms import needs_norms
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +28,8 @@ class hold(SamePattern, Remembering):
 
     Raises:
       TypeError: ``p`` is not a pruner.
-      ValueError: ``p`` also changes the values that it keeps, or ``every`` is not a number of steps.
+      ValueError: ``p`` also changes the values that it keeps or reads norms of inputs, or ``every`` is not a number of
+        steps.
 
     >>> from nmjax.pruners import mse
     >>> p = hold(mse(2, 4), every=40)
@@ -47,6 +49,11 @@ class hold(SamePattern, Remembering):
             raise ValueError(
                 f"{self} holds a mask, but {self.p} does not only keep or drop: it also changes kept values. Hold a "
                 "pruner that selects, as in chain(hold(mse(2,4)),...)."
+            )
+        if needs_norms(self.p):
+            raise ValueError(
+                f"{self} holds a mask, but no norms, which {self.p} reads. Prune the model by norms once, with "
+                "nm.nnx.prune and the solver nm.oneshot.wanda or ria, and write hold(mse(2,4)), which holds that mask."
             )
 
     @property

@@ -246,6 +246,16 @@ def test_parts_in_installed_packages_are_put_together(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def test_a_package_of_several_models_is_refused(tmp_path, monkeypatch, capsys):
+    install_parts(small_gemma(tmp_path / "g.gguf").read_bytes(), tmp_path / "site", monkeypatch)
+    for name in ("tiny_gguf_a", "tiny_gguf_b"):
+        record = tmp_path / "site" / f"{name}-1.0.dist-info" / "RECORD"
+        record.write_text(record.read_text().replace("/m.gguf", f"/{name}.gguf"))
+    assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "out")]) == 2
+    said = "tiny-gguf has several models: tiny_gguf_a.gguf, tiny_gguf_b.gguf. Write the path of a file."
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("cut", [0, 100])
 def test_parts_that_cannot_be_converted_leave_nothing(cut, tmp_path, monkeypatch, capsys):
     """Neither if the whole file is damaged, nor if it has another model. A folder that was there stays empty."""

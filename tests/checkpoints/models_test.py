@@ -100,6 +100,12 @@ def test_a_new_head(kind, tmp_path):
     assert (tmp_path / "same/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
+def test_a_model_that_takes_no_classes_has_no_head():
+    for rngs in (None, nnx.Rngs(0)):
+        with pytest.raises(CheckpointError, match="no head with 3 classes. Leave out classes: its model takes none."):
+            load(GOLDEN / "gpt2", classes=3, rngs=rngs)
+
+
 def test_options_in_place_of_those_of_the_config():
     model = load(GOLDEN / "bert", dtype=jnp.bfloat16, dropout=0.3, remat=True, scan=True, epsilon=1e-5)
     assert (model.dtype, model.dropout, model.remat) == (jnp.bfloat16, 0.3, True)

@@ -257,6 +257,15 @@ WRONG = {
         lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(transposable(2,4))", [jnp.ones((9, 8))]),
     r"choose for several outputs at once: : ste\(rows\(mse\(2,4\)\)\)":
         lambda: nm.nnx.prune(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(rows(mse(2,4)))", [jnp.ones((9, 8))]),
+    r"choose for several outputs at once: : ste\(hold\(rows\(mse\(2,4\)\)\)\)":
+        lambda: nm.nnx.prune(
+            nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=ste(hold(rows(mse(2,4))))", [jnp.ones((9, 8))]
+        ),
+    r"choose for several outputs at once: : stages":
+        lambda: nm.nnx.prune(
+            nnx.Linear(8, 4, rngs=nnx.Rngs(0)), "fwd_rhs=stages(((0,identity),(9,ste(rows(mse(2,4))))))",
+            [jnp.ones((9, 8))],
+        ),
     "neither an array nor hashable": lambda: blocks.Call((), {"how": [{1}]}).split(),
 }  # fmt: skip
 
@@ -626,17 +635,52 @@ def test_norms_that_do_not_fit_are_told():
         nm.nnx.set_norms(sparse, other)
 
 
-def test_norms_survive_the_beginning_of_a_stage():
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ste(stages(((0,identity),(5,wanda(2,4)))))",
+        "stages(((0,identity),(5,ste(wanda(2,4)))))",
+        "stages(((0,identity),(5,ste(chain(wanda(2,4),soft(2,4))))))",
+        "stages(((0,identity),(5,decay(wanda(2,4),constant(0.5)))))",
+        "stages(((0,identity),(5,stages(((0,identity),(6,ste(wanda(2,4))))))))",
+    ],
+)
+def test_norms_survive_the_beginning_of_a_stage(text):
     """`stages` initializes the state of a row at its first step. Norms are measured, so they are kept."""
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (64, 8)) * jnp.array([[10.0, 1, 1, 1, 1, 1, 1, 10]])
     found = nm.nnx.calibrate(model, [x])
-    model = nm.nnx.sparsify(model, nm.Recipe({".*": "fwd_rhs=ste(stages(((0,identity),(5,wanda(2,4)))))"}))
+    model = nm.nnx.sparsify(model, nm.Recipe({".*": f"fwd_rhs={text}"}))
     nm.nnx.set_norms(model, found)
     (norms,) = (v for v in jax.tree.leaves(model.dot_general.states()) if v.size == 8)
     assert float(jnp.max(norms)) > 2
-    for step in (5, 6):
+    for step in (4, 5, 6, 7):
         nm.nnx.set_step(model, step)
         (now,) = (v for v in jax.tree.leaves(model.dot_general.states()) if v.size == 8)
         np.testing.assert_array_equal(now, norms)
-    assert nm.nnx.scales(model) == {}  # norms are no scale
+    assert len(nm.nnx.scales(model)) == ("soft" in text)  # norms are no scale
+
+
+def test_a_scale_beside_norms_is_made_at_the_beginning_of_its_stage():
+    model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jnp.arange(1.0, 9.0)[None]
+    found = nm.nnx.calibrate(model, [x])
+    text = "fwd_rhs=stages(((0,identity),(5,ste(chain(wanda(2,4),soft(1,4))))))"
+    model = nm.nnx.sparsify(model, nm.Recipe({".*": text}))
+    nm.nnx.set_norms(model, found)
+    nm.nnx.set_step(model, 4)
+    (before,) = nm.nnx.scales(model).values()
+    model.kernel[...] = model.kernel[...] ** 3
+    nm.nnx.set_step(model, 5)
+    (after,) = nm.nnx.scales(model).values()
+    assert float(before) != float(after)
+
+
+def test_every_pruner_of_a_slot_gets_the_norms():
+    model = nnx.Linear(4, 1, kernel_init=lambda *_: jnp.array([[1.0], [-2.0], [3.0], [-4.0]]), rngs=nnx.Rngs(0))
+    found = nm.nnx.calibrate(model, [jnp.array([[10.0, 1.0, 1.0, 1.0]])])
+    model = nm.nnx.sparsify(model, nm.Recipe({".*": "fwd_rhs=ste(stages(((0,wanda(3,4)),(5,wanda(2,4)))))"}))
+    nm.nnx.set_norms(model, found)
+    for step, kept in ((0, [0, 2, 3]), (5, [0, 3])):
+        nm.nnx.set_step(model, step)
+        y = model(jnp.eye(4)).ravel()
+        assert np.flatnonzero(y).tolist() == kept

@@ -169,6 +169,24 @@ def test_activations_stay_pruned():
     assert not np.array_equal(dense(x), model(x))
 
 
+def test_hardened_again_it_keeps_its_pattern():
+    """A hardened layer may still prune activations."""
+    model = nm.nnx.sparsify(Mlp(16, 32, rngs=nnx.Rngs(0)), nm.Recipe({"down": "ste(2,4); fwd_lhs=mse(2,4)"}))
+    once = nm.nnx.harden(model)
+    twice = nm.nnx.harden(once)
+    assert nm.nnx.patterns(twice) == nm.nnx.patterns(once)
+    assert str(nm.nnx.patterns(twice)["down/kernel"]) == "2:4 along axis 0"
+    x = jnp.ones((4, 16))
+    assert [[layer.hardened for layer in nm.nnx.plan(m, x).layers] for m in (model, once)] == 2 * [["2:4", "dense"]]
+
+
+def test_one_shot_pruning_warns_of_no_schedule(recwarn):
+    model, x = Mlp(16, 32, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(1), (64, 16))
+    pruned = nm.nnx.prune(model, "mdgf(2,4,linear(1,0,80))", [x]).model
+    assert not [str(w.message) for w in recwarn if "harden" in str(w.message)]
+    assert str(pruned.up.hardened) == "2:4 along axis 0"
+
+
 def test_a_masked_convolution():
     mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (3, 3, 8, 8)), jnp.float32)
     model = nnx.Conv(8, 8, (3, 3), mask=mask, rngs=nnx.Rngs(0))
