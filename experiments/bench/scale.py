@@ -67,8 +67,9 @@ def _saving(stalls: dict, starts: dict, parts: dict) -> list[str]:
         "also waits for the loss of every step."
     )
     again = (
-        "The time from the start of launch.py to its first step. *warm*: compiled programs of an earlier start are "
-        "found in the cache. *cold*: the cache is empty. Each is the better of two. Aim for warm over cold: 0.40."
+        "The time from the beginning of a run, after the imports of launch.py, to its first step. *warm*: compiled "
+        "programs of an earlier start are found in the cache. *cold*: the cache is empty. Each is the better of two. "
+        "Aim for warm over cold: 0.40."
     )
     whole = (
         "The parts of a warm start in seconds, done one after another. A run of launch.py is faster, because it "

@@ -32,8 +32,11 @@ class Group(NamedTuple):
 
     @property
     def time(self) -> float | None:
-        """The mean duration of the finished runs in seconds."""
-        times = [took for run in self.runs.values() if finished(run) and (took := seconds(run)) is not None]
+        """The mean duration of the finished runs in seconds. Runs that were trained side by side share their time."""
+        beside = lambda run: 1 + len(run.about.get("trained_with", ()))
+        times = [
+            took / beside(run) for run in self.runs.values() if finished(run) and (took := seconds(run)) is not None
+        ]
         return statistics.fmean(times) if times else None
 
     def measured(self, name: str) -> float | None:
@@ -190,7 +193,9 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
     if len(kinds) > 1:
         raise Mistake("some of these runs are judged by accuracy and some by loss. Compare them separately.")
     kind = kinds.pop()
-    hardened = all(f"hardened_{kind}" in run.about.get("figures", {}) for run in runs if finished(run))
+    scores = [run.about.get("figures", {}) for run in runs if finished(run)]
+    scores = scores or [run.metrics["eval"][-1] for run in runs if run.metrics.get("eval")]
+    hardened = bool(scores) and all(f"hardened_{kind}" in of for of in scores)
     metric = f"hardened_{kind}" if hardened else kind
     base, why = (names.index(baseline), "from --baseline") if baseline else _baseline(by_config, metric)
     wanted = sorted({seed for group in by_config for seed in group.runs})

@@ -8,6 +8,7 @@ A run that was killed repeats the steps since its checkpoint. It then sends the 
 
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -110,8 +111,10 @@ class Mlflow:
             self._id = new.info.run_id
         self.place = f"run {self._id} of {name}, in {self._client.tracking_uri}"
         self._client.update_run(self._id, "RUNNING")
+        known = runs[0].data.params if runs else {}  # a value cannot be changed, as that of config.mesh may have been
         for field, value in run.config.items():
-            self._client.log_param(self._id, field, value)
+            if field not in known:
+                self._client.log_param(self._id, field, value)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         now = round(time.time() * 1000)
@@ -120,10 +123,12 @@ class Mlflow:
             self._client.log_batch(self._id, metrics[i : i + self.MOST])
 
     def close(self, outcome: str, summary: dict[str, str]) -> None:
-        for name, text in {"outcome": outcome, **summary}.items():
-            self._client.set_tag(self._id, name, text)
         status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(outcome, "FAILED")
-        self._client.set_terminated(self._id, status)
+        try:
+            for name, text in {"outcome": outcome, **summary}.items():
+                self._client.set_tag(self._id, re.sub(r"[^/\w.\- :]", "", name), text)  # it refuses other characters
+        finally:
+            self._client.set_terminated(self._id, status)
 
 
 SINKS: dict[str, Callable[[Run], Sink]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}

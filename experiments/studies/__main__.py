@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 
 from experiments import collected, files
-from experiments.errors import Mistake
+from experiments.errors import Failed, Mistake
 from experiments.training import device, digest, provenance
 
 NAMES = ("baselines", "descent", "dw", "noise", "one_shot", "recover", "times")
@@ -83,9 +83,9 @@ def main(args: list[str] | None = None) -> int:
     device.keep_memory()
     try:
         add(options.study)
-    except Mistake as mistake:
-        print(mistake, file=sys.stderr)
-        return 2
+    except (Mistake, Failed) as error:
+        print(error, file=sys.stderr)
+        return error.code
     return 0
 
 

@@ -67,8 +67,8 @@ class Events:
         self._make, self._event, self._checksum = summary, event_pb2.Event, record_writer.masked_crc32c
         self._file = Pieces(directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}")
         self._put(0, file_version="brain.Event:2")
-        if step:  # tells TensorBoard to drop what an earlier file holds of later steps
-            self._put(step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        # tells TensorBoard to drop what an earlier file holds of later steps
+        self._put(step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         """Write the numbers of a step under their names."""

@@ -236,6 +236,16 @@ def test_without_a_dense_config_or_a_score_the_first_is_the_baseline(tmp_path):
     assert compare.compare_folders([tmp_path]).rows[0].cost is None
 
 
+def test_runs_that_go_on_are_compared_by_the_scores_that_they_have(tmp_path):
+    for name in ("a", "b"):
+        run(tmp_path / name, name, 0, 0.9, outcome="running")
+    assert compare.compare_folders([tmp_path]).metric == "hardened_accuracy"
+    for name in ("a", "b"):
+        path = tmp_path / name / "metrics.jsonl"
+        path.write_text(path.read_text().replace("hardened_", ""))
+    assert compare.compare_folders([tmp_path]).metric == "accuracy"
+
+
 def test_a_comparison_says_of_which_split_its_scores_are(tmp_path):
     run(tmp_path / "a", "dense", 0, 0.9, flops=(10, 10))
     run(tmp_path / "b", "mse", 0, 0.8)
@@ -266,6 +276,11 @@ def test_the_time_of_a_run(tmp_path):
         (tmp_path / str(seed) / "run.json").write_text(json.dumps(about))
     (row,) = compare.compare_folders([tmp_path]).rows
     assert row.time == 90
+    for seed in (0, 1):
+        edit(tmp_path / str(seed), trained_with=["a", "b"])  # three runs share the time
+    assert compare.compare_folders([tmp_path]).rows[0].time == 30
+    for seed in (0, 1):
+        edit(tmp_path / str(seed), trained_with=[])
     assert "| 1 min 30 s |" in compare_table.markdown(compare.compare_folders([tmp_path]))
 
 

@@ -158,3 +158,10 @@ def test_reports_take_a_small_share_of_the_time_of_a_run(tmp_path, monkeypatch, 
     share = record.SHOWING * run.elapsed() / (1 + beside)
     assert share / 2 <= len(written) * 2.0 <= share + 4.0  # the page of the beginning, and the last one
     run.close("interrupted")
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_run_that_begins_again_tells_tensorboard_to_drop_later_steps(step, tmp_path):
+    Events(tmp_path, step)
+    marks = [event for event in events(tmp_path) if event.HasField("session_log")]
+    assert [(mark.step, mark.session_log.status) for mark in marks] == [(step + 1, event_pb2.SessionLog.START)]
