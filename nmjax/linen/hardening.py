@@ -90,7 +90,9 @@ def harden(variables: Variables) -> Variables:
     True
     """
     hard = _with_layers(variables, _hardened)
-    sites.warn_unfinished(_distances(variables, hard), stacklevel=3)
+    before = Leaves.of(variables).sites()
+    inputs = [one.path for one in before if sites.inputs_unfinished(one.site.sparsity, one.site.time)]
+    sites.warn_unfinished(_distances(variables, hard), inputs, stacklevel=3)
     return hard
 
 

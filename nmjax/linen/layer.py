@@ -206,7 +206,7 @@ class Call(NamedTuple):
           initializing: As in `pruned`.
         """
         y, written = self._run(rewriter, sites, initializing)
-        for collection, variables in written.items():
+        for collection, variables in ({} if initializing else written).items():  # the first call has written them
             for name, value in variables.items():
                 if (collection, name) != ("intermediates", self.method):  # Flax writes it for the layer itself
                     self.scope.put_variable(collection, name, value)
@@ -216,7 +216,7 @@ class Call(NamedTuple):
         """Return the result of a copy of the layer, and the variables that it may write."""
         scope = self.scope
         frozen: Any = scope.variables()
-        mutable = False if initializing else subtract_filters(scope.mutable, ("params", "nm"))
+        mutable = subtract_filters(scope.mutable, ("params", "nm"))
 
         def call(values: dict[str, Any], *args: Any, **options: Any) -> tuple[Any, Any]:
             variables = unfreeze(frozen)

@@ -68,7 +68,9 @@ class Sited(NamedTuple):
     weight: Any
 
     def check(self) -> None:
-        """Refuse a weight that is not stacked as its variable is."""
+        """Refuse a weight that is missing, or not stacked as its variable is."""
+        if self.weight is None:
+            raise ValueError(f"{self.weight_path} is missing from 'params'. Pass the parameters of the whole model.")
         site, shape = self.site, self.site.origin.shape
         if self.weight.ndim != len(shape + site.stack) or site.unstacked(self.weight.shape)[1] != shape:
             stacked = f"{shape} stacked along {site.stack or 'no axis'}"

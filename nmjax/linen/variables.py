@@ -19,7 +19,8 @@ from nmjax.recipes.table import Recipe
 
 PASS_NM = (
     "Pass 'nm' wherever 'params' goes: model.apply({'params': params, 'nm': variables['nm']}, x), and in nn.scan and "
-    "nn.vmap variable_axes={'params': 0, 'nm': 0}, or the axis of 'params'. For a stack made by hand, write "
+    "nn.vmap variable_axes={'params': 0, 'nm': 0}, or the axis of 'params'. If a scan shares its weights, as nn.RNN "
+    "does, write variable_broadcast=('params', 'nm'). For a stack made by hand, write "
     "flax.core.meta.add_axis(variables['nm'], 0, {})."
 )
 

@@ -128,7 +128,8 @@ def statistics() -> Any:
 
         def total(taps: Any) -> jax.Array:
             y = nnx.merge(graph, taps, rest, copy=True)(*call.args, **call.options)
-            numbers = [v for v in jax.tree.leaves(y) if jnp.issubdtype(v.dtype, jnp.floating)]
+            arrays = [v for v in jax.tree.leaves(y) if isinstance(v, jax.Array)]
+            numbers = [v for v in arrays if jnp.issubdtype(v.dtype, jnp.floating)]
             return sum((jnp.sum(v.astype(jnp.float32)) for v in numbers), jnp.zeros(()))
 
         found = nnx.merge(graph, jax.grad(total)(taps), rest, copy=True)

@@ -303,7 +303,7 @@ def _with_sites(model: Any) -> list[tuple[Layer, Site]]:
 
 
 def _write_state(site: Site, state: Mapping[str, Any]) -> None:
-    for variable, value in zip(site.variables(), jax.tree.leaves(state), strict=True):
+    for variable, value in zip(site.variables, jax.tree.leaves(state), strict=True):
         write(variable, value)
 
 

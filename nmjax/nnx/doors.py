@@ -141,12 +141,14 @@ class Layer:
         """Write down the pattern of the hardened weight."""
         self.module.hardened = nnx.static(pattern)
 
-    def drop_mask(self) -> None:
-        """Drop the mask that a layer of Flax multiplies its kernel by, after `weight` was written into the kernel.
+    @property
+    def mask(self) -> Any:
+        """The mask that a convolution of Flax multiplies its kernel by, or None."""
+        return self.module.mask if isinstance(self.module, nnx.Conv) else None
 
-        Layers of declared doors have no such mask, so there it does nothing.
-        """
-        if getattr(self.module, "mask", None) is not None:
+    def drop_mask(self) -> None:
+        """Drop the mask of a convolution, after `weight` was written into the kernel."""
+        if self.mask is not None:
             self.module.mask = None
 
     @property
@@ -263,8 +265,7 @@ class Layer:
     def weight(self) -> jax.Array:
         """Return the kernel as the product gets it; of a declared layer, as `steps` takes it."""
         kernel = self.kernel[...]
-        mask = getattr(self.module, "mask", None)
-        return self._promoted(kernel if mask is None else kernel * mask)
+        return self._promoted(kernel if self.mask is None else kernel * self.mask)
 
     def _promoted(self, kernel: jax.Array) -> jax.Array:
         return self.module.promote_dtype((kernel, kernel, None), dtype=self.module.dtype)[1]

@@ -70,10 +70,12 @@ def harden(model: Model) -> Model:
     hard = nnx.clone(model)
     users, hardened = users_of(hard), set()
     distances: list[tuple[str, int, float | None]] = []
+    inputs: list[str] = []
     for layer in layers(hard):
         site = layer.site
         if site is None:
             continue
+        inputs += [layer.path or "the model"] * sites.inputs_unfinished(layer.sparsity, site.arrays()[1])
         p, rest = _final(layer)
         kernel, pattern = layer.kernel, _pattern(layer, p)
         if p != identity and id(kernel) not in hardened:
@@ -88,7 +90,7 @@ def harden(model: Model) -> Model:
             layer.drop_mask()
         put_site(layer, rest, site.backend, 0, layer.stack)
         layer.harden(pattern if p != identity else layer.hardened)
-    sites.warn_unfinished(distances, stacklevel=3)
+    sites.warn_unfinished(distances, inputs, stacklevel=3)
     return hard
 
 
@@ -157,8 +159,7 @@ def _same_form(a: Layer, b: Layer) -> bool:
         return False
     if a.steps.steps != b.steps.steps:
         return False
-    mask, other = getattr(a.module, "mask", None), getattr(b.module, "mask", None)
-    return mask is other and _same_values(a.site.states(), b.site.states())
+    return a.mask is b.mask and _same_values(a.site.states(), b.site.states())
 
 
 def _same_values(a: Any, b: Any) -> bool:

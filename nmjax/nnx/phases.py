@@ -52,9 +52,7 @@ def phase(model: Model, step: int | None) -> Model:
             "phase: no method in the model has a phase that ends at a step known before training, so there is nothing "
             "to change. Leave the call out."
         )
-    values = [
-        v.get_value() for site, _ in changing for v in (site.words, site.time, *site.variables()) if v is not None
-    ]
+    values = [v.get_value() for site, _ in changing for v in (site.words, site.time, *site.variables) if v is not None]
     if any(isinstance(value, jax.core.Tracer) for value in values):
         raise ValueError("phase was called inside of jit. Call it outside, where the step is a Python int.")
     for site, phases in changing:

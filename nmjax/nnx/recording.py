@@ -238,7 +238,7 @@ def multiplies_another_weight(layer: Layer) -> bool:
 
     The layer is called alone, on shapes. A layer that cannot be called so, such as one of a stack, is not checked.
     """
-    if not _has_own_call(layer) or getattr(layer.module, "mask", None) is not None:
+    if not _has_own_call(layer) or layer.mask is not None:
         return False
     for axes in (0, 1):  # as in `_asks`
         try:

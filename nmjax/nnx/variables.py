@@ -140,7 +140,7 @@ class Site(nnx.Module):
 
     def check_one_layer(self, kernel: tuple[int, ...]) -> None:
         """Raise an error if the layer is a stack of layers, or if its noise words or its time are not integers."""
-        ranked = [(self.words, 1), (self.time, 1), *zip(self.variables(), self.ranks, strict=True)]
+        ranked = [(self.words, 1), (self.time, 1), *zip(self.variables, self.ranks, strict=True)]
         stacked = [v.shape for v, rank in ranked if v is not None and v.ndim != max(self.rank, rank)]
         stacked += [v.shape for v in (self.words, self.time) if v is not None and math.prod(v.shape) != 2]
         if len(kernel) != self.rank or stacked:
@@ -185,8 +185,9 @@ class Site(nnx.Module):
         """Return the state as arrays, of one layer or of a stack; None if there is none."""
         return jax.tree.map(lambda v: v[...], self.state, is_leaf=_is_variable)
 
+    @property
     def variables(self) -> list[NM]:
-        """Return the variables of the state."""
+        """The variables of the state."""
         return jax.tree.leaves(self.state, is_leaf=_is_variable)
 
 

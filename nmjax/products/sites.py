@@ -107,13 +107,33 @@ def has_schedule(p: Pruner) -> bool:
     return p.depends_on_step and not p.needs_key
 
 
-def warn_unfinished(distances: Iterable[tuple[str, int, float | None]], stacklevel: int) -> None:
-    """Warn of weights that are hardened before their schedule has ended.
+def inputs_unfinished(sparsity: Sparsity, time: Any) -> bool:
+    """Return True if the pruner of x changes after a time. A traced time is not known, so then it returns False."""
+    p = sparsity.fwd_lhs
+    known = isinstance(time, jax.Array) and not isinstance(time, jax.core.Tracer)
+    if not known or not p.phases:
+        return False
+    step = int(time.reshape(-1)[0])
+    return p.at(step) != p.at(max(step, *p.phases))
+
+
+def warn_unfinished(
+    distances: Iterable[tuple[str, int, float | None]], inputs: Iterable[str], stacklevel: int
+) -> None:  # fmt: skip
+    """Warn of layers that are hardened before their schedule has ended.
 
     Args:
       distances: (path, step, `distance`) of every weight whose pruner `has_schedule`.
+      inputs: The paths of the layers whose `inputs_unfinished`.
       stacklevel: As in `warnings.warn`.
     """
+    if unfinished := list(inputs):
+        warnings.warn(
+            f"harden: the schedules of the inputs of {', '.join(unfinished[:5])} have not ended, so the hardened "
+            "layers prune them in another way than at this step. Harden after the schedules have ended. If they have, "
+            "call set_step with the step of the training first.",
+            stacklevel=stacklevel,
+        )
     far = [(path, step, d) for path, step, d in distances if d is not None and d > UNFINISHED]
     if not far:
         return

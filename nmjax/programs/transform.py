@@ -29,6 +29,7 @@ from nmjax.products.sites import (
     distance,
     has_schedule,
     has_state,
+    inputs_unfinished,
     needs_arrays,
     needs_key,
     site_key,
@@ -272,7 +273,7 @@ class transform(Value):
         values, now = _known(params, sites), jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
         renewed: Sites = {}
         for path, site in sites.items():
-            time = None if site.time is None else jnp.broadcast_to(now, site.time.shape)
+            time = None if site.time is None else now + jnp.zeros(site.time.shape, jnp.int32)  # a buffer of its own
             state = None if site.state is None else state_of(site, values[path], now[0])
             renewed[path] = replace(site, time=time, state=state)
         return renewed
@@ -298,7 +299,8 @@ class transform(Value):
                 step = int(site.time.reshape(-1)[0])
                 distances.append((path, step, distance(of_step(site, values[path]), final)))
             values[path] = final
-        warn_unfinished(distances, stacklevel=3)
+        inputs = [path for path, site in sites.items() if inputs_unfinished(site.origin.sparsity, site.time)]
+        warn_unfinished(distances, inputs, stacklevel=3)
         return jax.tree.unflatten(jax.tree.structure(params), values.values()), left
 
     def violations(self, params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, jax.Array | None]:

@@ -487,6 +487,34 @@ def test_dir_lists_the_public_names():
     assert {"sparsify", "door", "plan", "violations"} <= set(dir(nm.linen))
 
 
+class Counting(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("stats", "count", lambda: jnp.zeros(()))
+        count.value = count.value + 1
+        return x @ self.param("w", nn.initializers.normal(), (16, 8))
+
+
+def test_a_layer_that_writes_a_variable_in_init():
+    x = jnp.ones((4, 16))
+    dense = Counting().init(jax.random.key(0), x)
+    linen.door(Counting, weight="w")
+    with linen.sparsify(recipe("ste(2,4)")):
+        variables = Counting().init(jax.random.key(0), x)
+        chex.assert_trees_all_equal(variables["stats"], dense["stats"])
+        _, written = Counting().apply(variables, x, mutable="stats")
+    assert float(written["stats"]["count"]) == float(dense["stats"]["count"]) + 1
+
+
+def test_a_step_of_a_part_of_the_parameters_is_refused():
+    model = nn.Sequential([nn.Dense(8), nn.Dense(8)])
+    with linen.sparsify(recipe("drhs_g=mvue(2,4)")):
+        variables = model.init(jax.random.key(0), jnp.ones((4, 8)))
+    part = {"params": {"layers_0": variables["params"]["layers_0"]}, "nm": variables["nm"]}
+    with pytest.raises(ValueError, match="layers_1/kernel is missing from 'params'. Pass the parameters of the whole"):
+        linen.set_step(part, 3)
+
+
 def test_a_call_in_another_dtype_than_that_of_init():
     """Only the dtype of the product differs, and no axis. `dot_cls` takes such calls too."""
     layer, x = nn.Dense(8, param_dtype=jnp.bfloat16), jnp.ones((4, 16))

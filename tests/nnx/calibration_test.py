@@ -675,6 +675,16 @@ def test_a_scale_beside_norms_is_made_at_the_beginning_of_its_stage():
     assert float(before) != float(after)
 
 
+def test_a_model_may_return_values_of_python():
+    class Told(nnx.Linear):
+        def __call__(self, x):
+            return {"y": super().__call__(x), "count": 3, "known": True}
+
+    x = jnp.arange(1.0, 9.0)[None]
+    found = nm.nnx.calibrate(Told(8, 4, rngs=nnx.Rngs(0)), [x])
+    np.testing.assert_allclose(found[""].squares, x[0] ** 2, rtol=1e-6)
+
+
 def test_every_pruner_of_a_slot_gets_the_norms():
     model = nnx.Linear(4, 1, kernel_init=lambda *_: jnp.array([[1.0], [-2.0], [3.0], [-4.0]]), rngs=nnx.Rngs(0))
     found = nm.nnx.calibrate(model, [jnp.array([[10.0, 1.0, 1.0, 1.0]])])

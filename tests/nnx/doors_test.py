@@ -857,3 +857,23 @@ def test_a_door_with_an_input_serves_every_dtype():
     made = nm.nnx.sparsify(InTheDtypeOfX(nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}))
     x = jnp.ones((4, 8), jnp.bfloat16)
     np.testing.assert_array_equal(made(x), x @ nm.prune(nm.mse(2, 4), made.w[...].astype(x.dtype), axis=0))
+
+
+def test_a_class_that_is_no_pytree_keeps_its_parameters():
+    class Expand(nnx.Module, pytree=False):
+        def __init__(self, rngs):
+            self.w = nnx.Param(nnx.initializers.normal()(rngs.params(), (8, 16)))
+
+        def __call__(self, x):
+            return x @ self.w
+
+    nm.nnx.door(Expand, weight="w")
+    model = nm.nnx.sparsify(Expand(nnx.Rngs(0)), recipe("ste(2,4)"), jnp.ones((4, 8)))
+    assert list(nnx.state(model, nnx.Param)) == ["w"]
+    gradient = nnx.grad(lambda model: model(jnp.ones((4, 8))).sum())(model)
+    assert jnp.abs(gradient.w[...]).max() > 0
+
+
+def test_a_model_with_state_can_be_tabulated():
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe("s_ste(2,4)"))
+    assert "kernel" in nnx.tabulate(model, jnp.ones((2, 8)))

@@ -406,6 +406,15 @@ def test_a_left_weight_on_an_explicit_mesh():
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6 * float(jnp.abs(wanted).max()))
 
 
+def test_sites_can_be_donated_after_a_step_is_set():
+    params = {"a": draw(0, 16, 16), "b": draw(1, 16, 16)}
+    sparse = nm.transform(lambda p, x: x @ p["a"] @ p["b"], every("ste(2,4); drhs_g=mvue(2,4)"))
+    x = draw(2, 8, 16)
+    sites = sparse.set_step(params, sparse.init(params, x), 3)
+    step = jax.jit(lambda sites, p, x: (sites, sparse(p, x, sites=sites).sum()), donate_argnums=0)
+    assert jnp.isfinite(step(sites, params, x)[1])
+
+
 def test_a_convolution_keeps_the_sharding_of_its_result():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = jax.sharding.PartitionSpec
