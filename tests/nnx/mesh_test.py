@@ -46,7 +46,7 @@ def sparse(model, text):
     """Make a model sparse, with scales of 1 for S-STE, so that whole numbers stay whole."""
     nm.nnx.sparsify(model, nm.Recipe(((".*", text),)), seed=3)
     for layer in (model.up.dot_general, getattr(model.down, "dot_general", None) or model.down.einsum_op):
-        for variable in layer.variables():
+        for variable in layer.variables:
             if variable.dtype == jnp.float32:
                 variable.set_value(jnp.ones_like(variable[...]))
     return model
