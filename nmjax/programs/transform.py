@@ -273,7 +273,7 @@ class transform(Value):
         values, now = _known(params, sites), jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
         renewed: Sites = {}
         for path, site in sites.items():
-            time = None if site.time is None else now + jnp.zeros(site.time.shape, jnp.int32)  # a buffer of its own
+            time = None if site.time is None else jnp.array(jnp.broadcast_to(now, site.time.shape))  # its own buffer
             state = None if site.state is None else state_of(site, values[path], now[0])
             renewed[path] = replace(site, time=time, state=state)
         return renewed
