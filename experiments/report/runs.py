@@ -70,6 +70,7 @@ ABOUT: Fields = {  # run.json
     "summary": ("a list of pairs", _are_pairs),
     "header": ("a list of pairs", _are_pairs),
     "notes": ("a list of texts", lambda v: _is_list(v) and all(map(_is_text, v))),
+    "trained_with": ("a list of texts", lambda v: _is_list(v) and all(map(_is_text, v))),
     "versions": ("an object", _is_object),
     "machine": ("an object", _is_object),
     "git": ("an object or null", lambda v: v is None or _is_object(v)),

@@ -111,7 +111,7 @@ class Mlflow:
             self._id = new.info.run_id
         self.place = f"run {self._id} of {name}, in {self._client.tracking_uri}"
         self._client.update_run(self._id, "RUNNING")
-        known = runs[0].data.params if runs else {}  # a value cannot be changed, as that of config.mesh may have been
+        known = runs[0].data.params if runs else {}  # MLflow refuses another value, such as that of config.mesh
         for field, value in run.config.items():
             if field not in known:
                 self._client.log_param(self._id, field, value)

@@ -68,7 +68,7 @@ class Events:
         self._file = Pieces(directory / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}")
         self._put(0, file_version="brain.Event:2")
         # tells TensorBoard to drop what an earlier file holds of later steps
-        self._put(step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+        self._put(step + 1 if step else 0, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         """Write the numbers of a step under their names."""

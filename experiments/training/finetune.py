@@ -290,7 +290,7 @@ def _check_tokens(splits: dict[str, labelled.Tokens], model: Any, path: Path) ->
 
 
 class Language(_Finetune, language.Task):
-    """Predict the next token, with the checkpoint's own tokenizer."""
+    """Predict the next token, with the checkpoint's own tokenizer, or of tokens that a function returns."""
 
     def __init__(self, config: ConfigDict):
         path = pretrained.folder(config.weights, "config.weights")
@@ -303,8 +303,8 @@ class Language(_Finetune, language.Task):
         vocabulary, length = model.tokens.num_embeddings, model.length
         if self.set.vocabulary > vocabulary:
             raise Mistake(
-                f"config.weights={config.weights!r}: tokenizer.json has {self.set.vocabulary:,} tokens, but the model "
-                f"has {vocabulary:,}. Use the tokenizer of the model."
+                f"config.weights={config.weights!r}: {config.data.name if foreign else 'tokenizer.json'} has "
+                f"{self.set.vocabulary:,} tokens, but the model has {vocabulary:,}. Use the tokenizer of the model."
             )
         if config.data.length > length:
             raise Mistake(

@@ -115,7 +115,7 @@ class Run:
         text = f"{reason.rstrip('.')}. {self.checkpoints.kept_message()}"
         if isinstance(error, Diverged) and self.checkpoints.steps():
             text += (
-                " To continue from it with other settings, start a run of its own, with --workdir=ANOTHER "
+                " To continue from it with other settings, start another run, with --workdir=ANOTHER "
                 f"--from={self.workdir} and a change, such as a smaller --config.learning_rate.peak."
             )
         return text

@@ -1,5 +1,6 @@
 """Loads models from checkpoints, and saves them as checkpoints of the same form."""
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -58,9 +59,9 @@ def load(
     """
     about = family or _family(path)
     make = architecture(path, family=about, **options)
-    classes = options.get("classes", 0)
-    if classes and classes != about.options.get("classes") and (rngs is None or not about.head):
-        advice = "Pass rngs=nnx.Rngs(0) for a new one." if about.head else "Leave out classes: its model takes none."
+    classes, takes = options.get("classes", 0), "classes" in inspect.signature(about.model).parameters
+    if classes and classes != about.options.get("classes") and (rngs is None or not takes):
+        advice = "Pass rngs=nnx.Rngs(0) for a new one." if takes else "Leave out classes: its model takes none."
         raise CheckpointError(f"{path}: the checkpoint has no head with {classes} classes. {advice}")
     graph, abstract = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     read_ones = parameters(path, family=about, **options)

@@ -111,7 +111,7 @@ def layout_kind(shape: Shape) -> str:
 def findings(target: Target, device: jax.Device) -> Mapping[str, str]:
     """Return what is wrong with the kernels on a device of this machine, by kind."""
     path = _kept(device)
-    with contextlib.suppress(OSError, ValueError):  # no file, or one that a full disk cut off
+    with contextlib.suppress(OSError, ValueError):  # there is no file, or it is cut off
         return json.loads(path.read_text())
     wrong = check_apart(target, "pallas", device.local_hardware_id or 0)
     if not any(text.startswith(NOT_CHECKED) for text in wrong.values()):

@@ -108,8 +108,9 @@ def _serving(packed: Packed, b: jax.Array, shape: Shape, backend: str, config: C
     refusal = operands_refusal(packed, b) or product_refusal(shape, target, config)
     if refusal is not None:
         return refusal
-    tiling = tuning.chosen(shape, target)
-    first, _packing, *others = check.kinds_of(shape, config=config or (None if tiling is None else tiling.config))
+    if config is None and (tiling := tuning.chosen(shape, target)) is not None:
+        config = tiling.config
+    first, _packing, *others = check.kinds_of(shape, config=config)
     return check.fault(target, [first, *others]) or target
 
 

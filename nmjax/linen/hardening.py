@@ -79,8 +79,8 @@ def harden(variables: Variables) -> Variables:
         elsewhere too; or an error of `set_step`.
 
     Warns:
-      UserWarning: The schedule of a method has not ended, so the hardened weights are not those of this step. Inside
-        `jit` nothing is compared.
+      UserWarning: The schedule of a method has not ended, so the hardened layers compute something else than at
+        this step. Inside `jit` nothing is compared.
 
     >>> from flax import linen as nn
     >>> import nmjax as nm
@@ -91,7 +91,7 @@ def harden(variables: Variables) -> Variables:
     """
     hard = _with_layers(variables, _hardened)
     before = Leaves.of(variables).sites()
-    inputs = [one.path for one in before if sites.inputs_unfinished(one.site.sparsity, one.site.time)]
+    inputs = [(one.path, one.site.time) for one in before if sites.inputs_unfinished(one.site.sparsity, one.site.time)]
     sites.warn_unfinished(_distances(variables, hard), inputs, stacklevel=3)
     return hard
 

@@ -158,7 +158,8 @@ def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
     members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     members |= {"_nm_dense": kind, "_nm_methods": methods}
     try:
-        options = {} if kind._pytree__is_pytree else {"pytree": False}  # a subclass does not inherit it
+        pytree = getattr(kind, "_pytree__is_pytree", True)
+        options = {} if pytree else {"pytree": False}  # a subclass does not inherit this option
         return _picklable(type(kind))(kind.__name__, (kind,), members, **options)
     except TypeError as error:
         raise TypeError(

@@ -144,7 +144,7 @@ class Layer:
     @property
     def mask(self) -> Any:
         """The mask that a convolution of Flax multiplies its kernel by, or None."""
-        return self.module.mask if isinstance(self.module, nnx.Conv) else None
+        return getattr(self.module, "mask", None) if isinstance(self.module, nnx.Conv) else None
 
     def drop_mask(self) -> None:
         """Drop the mask of a convolution, after `weight` was written into the kernel."""

@@ -58,8 +58,8 @@ def harden(model: Model) -> Model:
         prune it differently.
 
     Warns:
-      UserWarning: The schedule of a method has not ended, so the hardened weights are not those of this step. Inside
-        `jit` nothing is compared.
+      UserWarning: The schedule of a method has not ended, so the hardened layers compute something else than at
+        this step. Inside `jit` nothing is compared.
 
     >>> import nmjax as nm
     >>> model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe(((".*", "s_ste(2,4)"),)))
@@ -70,12 +70,13 @@ def harden(model: Model) -> Model:
     hard = nnx.clone(model)
     users, hardened = users_of(hard), set()
     distances: list[tuple[str, int, float | None]] = []
-    inputs: list[str] = []
+    inputs: list[tuple[str, Any]] = []
     for layer in layers(hard):
         site = layer.site
         if site is None:
             continue
-        inputs += [layer.path or "the model"] * sites.inputs_unfinished(layer.sparsity, site.arrays()[1])
+        if sites.inputs_unfinished(layer.sparsity, site.arrays()[1]):
+            inputs.append((layer.path, site.arrays()[1]))
         p, rest = _final(layer)
         kernel, pattern = layer.kernel, _pattern(layer, p)
         if p != identity and id(kernel) not in hardened:

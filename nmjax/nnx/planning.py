@@ -193,6 +193,7 @@ def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> Lay
 
 def _hardened(layer: Layer, sparsity: Sparsity) -> str:
     pattern = layer.hardened
-    if pattern is not None and sparsity.fwd_rhs == identity:
+    own = layer.sparsity == sparsity  # a recipe would clear the pattern of another method
+    if pattern is not None and own and sparsity.fwd_rhs == identity:
         return f"{pattern.n}:{pattern.m}"
     return hardened(sparsity)

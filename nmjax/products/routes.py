@@ -103,7 +103,7 @@ class Case(NamedTuple):
     device: Target | Refusal
     platform: str  # "cpu", "gpu" or "tpu"
     packed_before: frozenset[str]  # the products whose weight is already packed
-    tiles: tuple[Row, ...]  # that were measured on the device
+    tiles: tuple[Row, ...]  # the rows of the table of the device
 
 
 def routes_of(

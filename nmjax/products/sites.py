@@ -108,40 +108,43 @@ def has_schedule(p: Pruner) -> bool:
 
 
 def inputs_unfinished(sparsity: Sparsity, time: Any) -> bool:
-    """Return True if the pruner of x changes after a time. A traced time is not known, so then it returns False."""
+    """Return True if the pruner of x changes after a time. If the time is traced, return False."""
     p = sparsity.fwd_lhs
-    known = isinstance(time, jax.Array) and not isinstance(time, jax.core.Tracer)
-    if not known or not p.phases:
+    if time is None or not p.phases:
         return False
-    step = int(time.reshape(-1)[0])
-    return p.at(step) != p.at(max(step, *p.phases))
+    first = time.reshape(-1)[0]  # traced inside `jit`, also of a time that is not
+    return not isinstance(first, jax.core.Tracer) and p.at(int(first)) != p.at(max(int(first), *p.phases))
 
 
 def warn_unfinished(
-    distances: Iterable[tuple[str, int, float | None]], inputs: Iterable[str], stacklevel: int
+    distances: Iterable[tuple[str, int, float | None]], inputs: Iterable[tuple[str, Any]], stacklevel: int
 ) -> None:  # fmt: skip
     """Warn of layers that are hardened before their schedule has ended.
 
     Args:
       distances: (path, step, `distance`) of every weight whose pruner `has_schedule`.
-      inputs: The paths of the layers whose `inputs_unfinished`.
+      inputs: (path, time) of the layers whose `inputs_unfinished`.
       stacklevel: As in `warnings.warn`.
     """
+    advice = "Harden after the schedules have ended. If they have, call set_step with the step of the training first."
     if unfinished := list(inputs):
         warnings.warn(
-            f"harden: the schedules of the inputs of {', '.join(unfinished[:5])} have not ended, so the hardened "
-            "layers prune them in another way than at this step. Harden after the schedules have ended. If they have, "
-            "call set_step with the step of the training first.",
+            f"harden at step {int(unfinished[0][1].reshape(-1)[0])}: the schedules of the inputs of "
+            f"{_shown(path for path, _ in unfinished)} have not ended. The hardened layers prune their inputs "
+            f"differently from this step. {advice}",
             stacklevel=stacklevel,
         )
     far = [(path, step, d) for path, step, d in distances if d is not None and d > UNFINISHED]
     if not far:
         return
     largest = max(d for _, _, d in far)
-    paths = [layer_paths.short(same) for same in layer_paths.alike((path, None, path) for path, _, _ in far)]
     warnings.warn(
-        f"harden at step {far[0][1]}: the schedules of {', '.join(layer_paths.gathered(paths))} have not ended. The "
-        f"hardened weights differ from those of this step, by up to {largest:.0%} of their norm. Harden after the "
-        "schedules have ended. If they have, call set_step with the step of the training first.",
+        f"harden at step {far[0][1]}: the schedules of {_shown(path for path, _, _ in far)} have not ended. The "
+        f"hardened weights differ from those of this step, by up to {largest:.0%} of their norm. {advice}",
         stacklevel=stacklevel,
     )
+
+
+def _shown(paths: Iterable[str]) -> str:
+    short = [layer_paths.short(same) for same in layer_paths.alike((path, None, path) for path in paths)]
+    return ", ".join(layer_paths.gathered(short))

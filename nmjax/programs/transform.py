@@ -289,7 +289,8 @@ class transform(Value):
           ValueError: A weight is drawn again at every step, or something else uses it too, so it has no final form.
 
         Warns:
-          UserWarning: The schedule of a method has not ended, so the hardened weights are not those of this step.
+          UserWarning: The schedule of a method has not ended, so the hardened layers compute something else than at
+          this step.
         """
         values, left = _known(params, sites), dict(sites)
         distances: list[tuple[str, int, float | None]] = []
@@ -299,8 +300,8 @@ class transform(Value):
                 step = int(site.time.reshape(-1)[0])
                 distances.append((path, step, distance(of_step(site, values[path]), final)))
             values[path] = final
-        inputs = [path for path, site in sites.items() if inputs_unfinished(site.origin.sparsity, site.time)]
-        warn_unfinished(distances, inputs, stacklevel=3)
+        pruned = {path: site.time for path, site in sites.items() if inputs_unfinished(site.origin.sparsity, site.time)}
+        warn_unfinished(distances, pruned.items(), stacklevel=3)
         return jax.tree.unflatten(jax.tree.structure(params), values.values()), left
 
     def violations(self, params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, jax.Array | None]:

@@ -17,8 +17,8 @@ class ByNorms(Grouped, Remembering):
     """The base of pruners that hold the norm of each feature that the weight multiplies.
 
     The norms are state. They begin as ones: measure a layer's inputs with `nmjax.nnx.calibrate`, and give them to the
-    model with `nmjax.nnx.set_norms`. With `nmjax.linen` and `nmjax.transform`, replace the ones in the state by norms
-    of your own. The kept values stay as they are.
+    model with `nmjax.nnx.set_norms`. With `nmjax.linen` and `nmjax.transform`, replace these first values in the
+    state by your own norms. The kept values stay as they are.
 
     Args:
       n: The number of values to keep in each group.
@@ -125,7 +125,7 @@ class ria(ByNorms):
 
 
 def keep_norms(p: Pruner, state: Any, measured: Any) -> Any:
-    """Return a state of a pruner with the norms of another one.
+    """Return a state with the norms of another state of the same pruner.
 
     Args:
       p: The pruner.

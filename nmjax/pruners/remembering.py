@@ -51,9 +51,11 @@ class hold(SamePattern, Remembering):
                 "pruner that selects, as in chain(hold(mse(2,4)),...)."
             )
         if needs_norms(self.p):
+            n, m = self.p.pattern or (2, 4)
             raise ValueError(
                 f"{self} holds a mask, but no norms, which {self.p} reads. Prune the model by norms once, with "
-                "nm.nnx.prune and the solver nm.oneshot.wanda or ria, and write hold(mse(2,4)), which holds that mask."
+                "nm.nnx.prune and the solver nm.oneshot.wanda or ria. Then write "
+                f"hold(mse({n},{m})): it holds that mask."
             )
 
     @property

@@ -61,7 +61,7 @@ def study(tmp_path, monkeypatch):
     toy = recorded.Study(module, "cpu", f"{config_file}:cpu", short, short)
     shutil.copy(reproduce.RESULTS / "baselines_cpu.jsonl", results)
     found = recorded.study
-    for where in (recorded, claims, frontier):
+    for where in (recorded, claims):
         monkeypatch.setattr(where, "study", lambda name: toy if name == "toy_cpu" else found(name))
     monkeypatch.setattr(frontier, "STUDIES", ("toy_cpu",))
     monkeypatch.setattr(frontier, "RESULTS", results)

@@ -211,7 +211,9 @@ def test_a_harden_before_the_schedule_of_the_inputs_has_ended_says_so(recwarn):
     layer, x = nn.Dense(8), jnp.ones((4, 16))
     with nm.linen.sparsify(nm.Recipe({".*": "fwd_lhs=ste(stages(((0,identity),(8,mse(2,4)))))"})):
         variables = layer.init(jax.random.key(0), x)
-    with pytest.warns(UserWarning, match=r"^harden: the schedules of the inputs of .* have not ended"):
+    with pytest.warns(
+        UserWarning, match=r"^harden at step 4: the schedules of the inputs of \(the model\) have not ended"
+    ):
         linen.harden(linen.set_step(variables, 4))
     recwarn.clear()
     linen.harden(linen.set_step(variables, 8))

@@ -174,7 +174,7 @@ def test_by_both_has_the_least_variance():
         ("rows(permute(mse(2,4)))", "permute(mse(2,4)) changes the order of the groups"),
         ("rows(chain(mse(2,4),fp8('e4m3')))", "Round the rows: chain(rows(mse(2,4)),fp8('e4m3'))"),
         ("rows(wanda(2,4))", "norms of the inputs"),
-        ("hold(wanda(2,4))", "and write hold(mse(2,4)), which holds that mask"),
+        ("hold(wanda(2,4))", "Then write hold(mse(2,4)): it holds that mask"),
         ("rows(rows(mse(2,4)))", "rows cannot stand inside rows"),
         ("rows(identity)", "rows needs a pruner with groups, such as mse(2,4)"),
         ("rows(ste(mse(2,4)))", "ste(rows(...))"),

@@ -164,4 +164,6 @@ def test_reports_take_a_small_share_of_the_time_of_a_run(tmp_path, monkeypatch, 
 def test_a_run_that_begins_again_tells_tensorboard_to_drop_later_steps(step, tmp_path):
     Events(tmp_path, step).close()
     marks = [event for event in events(tmp_path) if event.HasField("session_log")]
-    assert [(mark.step, mark.session_log.status) for mark in marks] == [(step + 1, event_pb2.SessionLog.START)]
+    assert [(mark.step, mark.session_log.status) for mark in marks] == [
+        (step + 1 if step else 0, event_pb2.SessionLog.START)
+    ]

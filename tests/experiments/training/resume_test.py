@@ -351,7 +351,7 @@ def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, m
         settings, "learning_rate", lambda config, total: lambda step: jnp.where(step < 2, 0.01, jnp.nan)
     )
     with pytest.raises(
-        Failed, match=rf"settings, start a run of its own, with --workdir=ANOTHER --from={tmp_path / 'a'} and a change"
+        Failed, match=rf"settings, start another run, with --workdir=ANOTHER --from={tmp_path / 'a'} and a change"
     ) as error:
         command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
     assert "is in" in " ".join(capsys.readouterr().out.split())
