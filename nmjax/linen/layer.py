@@ -206,7 +206,9 @@ class Call(NamedTuple):
           initializing: As in `pruned`.
         """
         y, written = self._run(rewriter, sites, initializing)
-        for collection, variables in ({} if initializing else written).items():  # the layer's own call has written them
+        if initializing:
+            return y  # the layer's own call has written them
+        for collection, variables in written.items():
             for name, value in variables.items():
                 if (collection, name) != ("intermediates", self.method):  # Flax writes it for the layer itself
                     self.scope.put_variable(collection, name, value)

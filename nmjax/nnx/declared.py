@@ -159,7 +159,7 @@ def sparse_class(kind: type, methods: tuple[str, ...]) -> type:
     members |= {"_nm_dense": kind, "_nm_methods": methods}
     try:
         pytree = getattr(kind, "_pytree__is_pytree", True)
-        options = {} if pytree else {"pytree": False}  # a subclass does not inherit this option
+        options: dict[str, Any] = {} if pytree else {"pytree": False}  # a subclass does not inherit this option
         return _picklable(type(kind))(kind.__name__, (kind,), members, **options)
     except TypeError as error:
         raise TypeError(
