@@ -57,9 +57,9 @@ def load(
     ...     except CheckpointError as error: print(str(error).partition("model: ")[2][:31])
     missing: h.0.attn.c_attn.bias,
     """
-    about = family or _family(path)
+    about, classes = family or _family(path), options.get("classes", 0)
     make = architecture(path, family=about, **options)
-    classes, takes = options.get("classes", 0), "classes" in inspect.signature(about.model).parameters
+    takes = bool(about.head) or "classes" in inspect.signature(about.model).parameters
     if classes and classes != about.options.get("classes") and (rngs is None or not takes):
         advice = "Pass rngs=nnx.Rngs(0) for a new one." if takes else "Leave out classes: its model takes none."
         raise CheckpointError(f"{path}: the checkpoint has no head with {classes} classes. {advice}")
