@@ -22,8 +22,8 @@ MODELS = {"vit": (nm.models.ViT, nm.models.vit.SIZES), "resnet": (nm.models.ResN
 def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the standard deviation of every channel of uint8 images, as shares of 255.
 
-    They are exact, because the values are counted. A channel in which all values are the same gets a deviation of 1, so
-    that it can be divided by it.
+    They are exact, because the values are counted. A channel in which all values are the same gets the
+    deviation 1, because images are divided by it.
     """
     counts = np.stack([np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])])
     shares, values = counts / counts.sum(1, keepdims=True), np.arange(256) / 255

@@ -290,7 +290,7 @@ class transform(Value):
 
         Warns:
           UserWarning: The schedule of a method has not ended, so the hardened layers compute something else than at
-          this step.
+            this step.
         """
         values, left = _known(params, sites), dict(sites)
         distances: list[tuple[str, int, float | None]] = []
