@@ -151,7 +151,7 @@ def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[S
         shape, operand = _operand(name, uses[0])
         along = tuple(shape[a] for a in operand.contract)
         counted = name in WEIGHT or (tokens_known and not operand.ragged)  # the sizes of a call fix the ragged groups
-        of_rows = whole_rows.chooses_rows(p)  # all columns share the groups
+        of_rows = whole_rows.has_rows(p)  # all columns share the groups
         axes = (*operand.contract, *operand.batch) if of_rows else range(len(shape))
         groups = uses[0].stacked * math.prod(shape[a] for a in axes) // p.block if counted else None
         refusal = slot_refusal(name, sparsity, uses, tokens_known)

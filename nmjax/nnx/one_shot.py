@@ -24,7 +24,7 @@ from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
 from nmjax.oneshot.solvers import Solved, sparsegpt
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners.whole_rows import chooses_rows, rows
+from nmjax.pruners.whole_rows import has_rows, rows
 from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
@@ -163,7 +163,7 @@ def _in_order(model: Any, groups: dict[str, list[str]], args: Any, options: Any)
 def _check_pruners(sparse: Any) -> None:
     """Refuse pruners that choose for several outputs of a layer at once, all in one message."""
     slots = {layer.path: layer.sparsity.slots["fwd_rhs"] for layer in layers(sparse) if layer.has_weight}
-    of_rows = lambda slot: isinstance(slot.core, rows) or chooses_rows(slot.pruner.final)
+    of_rows = lambda slot: isinstance(slot.core, rows) or has_rows(slot.pruner.final)
     joint = lambda slot: of_rows(slot) or slot.pruner.final.pattern_across is not None
     wrong = [f"{path}: {slot.pruner}" for path, slot in slots.items() if joint(slot)]
     if wrong:

@@ -246,7 +246,7 @@ def _chosen(sparsity: Sparsity, product: str) -> dict[str, tuple[Slot, rows]]:
 
 def chooses_rows(sparsity: Sparsity, product: str) -> bool:
     """Return True if a pruner of a product's operands is a `rows`, or has one as a part."""
-    return any(whole_rows.chooses_rows(sparsity.slots[name].pruner) for name in OPERANDS[product].values())
+    return any(whole_rows.has_rows(sparsity.slots[name].pruner) for name in OPERANDS[product].values())
 
 
 def _compacted(product: str, case: Case) -> Route | Refusal | None:

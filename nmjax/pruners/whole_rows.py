@@ -171,19 +171,19 @@ def _meaningless(p: Pruner) -> str | None:
         return "fp8 rounds values, and norms are not rounded. Round the rows: chain(rows(mse(2,4)),fp8('e4m3'))."
     if needs_norms(p):
         return f"{p} reads norms of the inputs, which rows has not. Write rows(mse(2,4))."
-    if chooses_rows(p):
+    if has_rows(p):
         return "rows cannot stand inside rows. Write rows(mse(2,4))."
     return None
 
 
-def chooses_rows(p: Pruner) -> bool:
+def has_rows(p: Pruner) -> bool:
     """Return True if a pruner is a `rows`, or a part of it is one.
 
     >>> from nmjax.pruners import hold, mse
-    >>> chooses_rows(hold(rows(mse(2, 4)))), chooses_rows(mse(2, 4))
+    >>> has_rows(hold(rows(mse(2, 4)))), has_rows(mse(2, 4))
     (True, False)
     """
-    return isinstance(p, rows) or any(map(chooses_rows, p.parts))
+    return isinstance(p, rows) or any(map(has_rows, p.parts))
 
 
 def scaled(x: Float[Array, "..."], scales: Float[Array, "..."]) -> Float[Array, "..."]:
