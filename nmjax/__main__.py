@@ -339,7 +339,7 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
     """Write a checkpoint as packed tensors."""
     tensors = checkpoints.read(source)
     own = any(target.exists() and target.samefile(file) for file in tensors.files)
-    if own or (source.is_dir() and target.parent.resolve() == source.resolve()):
+    if own or target.parent.resolve() == (source if source.is_dir() else source.parent).resolve():
         raise ValueError(
             f"{target} lies in the folder of the checkpoint, which has its own tensors. Name another folder."
         )

@@ -328,6 +328,10 @@ def test_export_packs_and_refuses_its_own_source(capsys, tmp_path):
     assert (status, err.count("\n")) == (2, 1)
     assert "lies in the folder of the checkpoint" in err
     assert (folder / "model.safetensors").read_bytes() == before
+    for source in (folder, folder / "model.safetensors"):
+        status, _, err = run(capsys, "export", source, "--to", folder / "packed.safetensors")
+        assert status == 2
+        assert "lies in the folder of the checkpoint" in err
     status, out, _ = run(capsys, "export", folder, "--to", tmp_path / "packed.safetensors")
     assert status == 0
     assert "12 of 39 tensors packed" in out

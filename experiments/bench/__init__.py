@@ -30,7 +30,7 @@
     python -m experiments.bench tune [--shapes TEXT] [--ship] [--minutes 8]
 
 Machines are noisy, so most figures are ratios within one run. The functions are timed in turn, round after round.
-``transforms`` and ``delivery`` divide the best time of each by the best time of a *copy*, ``x * 1.0001`` of the same
+``transforms`` and ``delivery`` divide the best time of each by the best time of a *copy*, ``x * 1.0078125`` of the same
 array, or by the dense model's. ``compaction``, ``savings``, ``train`` and ``kernels`` give the median of the rounds'
 ratios.
 

@@ -5,9 +5,13 @@ import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import nmjax as nm
 from experiments import bench
 from experiments.bench.measure import machine
+from experiments.errors import Failed, Mistake
 
 RESULTS = Path(__file__).parent.parent / "results"
 TABLES = (
@@ -70,6 +74,13 @@ def main(argv: list[str]) -> int:
         shapes = module.of_text(args.shapes) if args.shapes else None
     except ValueError as error:
         parser.error(f"--sizes={args.sizes} and --shapes={args.shapes}: {error}")
+    if args.size < 1 or args.size % 128:
+        parser.error(f"--size={args.size}: write a multiple of 128.")
+    for method in args.method or ():
+        try:
+            nm.parse(method)
+        except ValueError as error:
+            parser.error(f"--method: {error}")
     if args.what == "kernels":
         only = args.only.replace(",", " ").split()
         unknown = sorted(set(only) - set(module.STAGES))
@@ -94,7 +105,24 @@ def main(argv: list[str]) -> int:
             parser.error("silicon: write --out DIR, the folder of its results.")
         print(module.silicon(args.out, args.minutes, parts))
         return 0
-    tables = {
+    try:
+        tables = _tables(args, module, shapes)
+    except (Mistake, Failed) as error:
+        print(error, file=sys.stderr)
+        return error.code
+    if tables is None:
+        return 1
+    text = f"# {args.what}\n\n{machine()}  \n`{command}`\n\n" + tables
+    print(text)
+    if path:
+        path.parent.mkdir(exist_ok=True)
+        path.with_name(f"{path.name}.md").write_text(text)
+    return 0
+
+
+def _tables(args: argparse.Namespace, module: ModuleType, shapes: Any) -> str | None:
+    """Return the tables of a benchmark that has no files of its own; None if it cannot be run here."""
+    return {
         "transforms": lambda: module.transforms(args.size, args.rounds),
         "delivery": lambda: module.delivery(args.rounds),
         "compaction": lambda: module.compaction(args.rounds),
@@ -107,14 +135,6 @@ def main(argv: list[str]) -> int:
         "counts": lambda: module.counts(args.rounds),
         "tune": lambda: module.tune(shapes or module.default(), args.ship is not None, args.minutes),
     }[args.what]()
-    if tables is None:
-        return 1
-    text = f"# {args.what}\n\n{machine()}  \n`{command}`\n\n" + tables
-    print(text)
-    if path:
-        path.parent.mkdir(exist_ok=True)
-        path.with_name(f"{path.name}.md").write_text(text)
-    return 0
 
 
 if __name__ == "__main__":

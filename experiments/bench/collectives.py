@@ -37,7 +37,9 @@ def collectives(text: str) -> list[Collective]:
             computation = header[1]
             continue
         trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-        for inner in re.findall(r"(?:body|condition|calls|to_apply|\w+_computation)=%?([\w.-]+)", line):
+        branches = re.findall(r"branch_computations=\{([^}]*)\}", line)
+        called = re.findall(r"(?:body|condition|calls|to_apply|\w+_computation)=%?([\w.-]+)", line)
+        for inner in (*called, *(name.strip().lstrip("%") for names in branches for name in names.split(","))):
             calls.setdefault(inner, []).append((computation, int(trips[1]) if trips else 1))
         instruction = re.match(rf"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
         if instruction:

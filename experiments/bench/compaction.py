@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import nmjax as nm
 from experiments.bench.measure import in_turn, markdown, over
 from nmjax.analysis.flops import flops
+from nmjax.kernels.targets import platform
 from nmjax.products.compaction import FLOPS_PER_BYTE, expected, moved_bytes
 from nmjax.products.layout import OPERANDS
 from nmjax.products.operations import as_dot
@@ -32,7 +33,7 @@ def compaction(rounds: int) -> str:
         seconds = in_turn(calls, rounds)
         for pattern, text in texts.items():
             slots = {operand: nm.parse(text).slots[name] for operand, name in OPERANDS["drhs"].items()}
-            given = op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)), slots, "g", "cpu"
+            given = op, *(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, w)), slots, "g", platform()
             ratio = statistics.median(t / d for t, d in zip(seconds[text], seconds["dense"], strict=True))
             beyond = (ratio - pattern[0] / pattern[1]) * flops(op, x.shape, w.shape)
             factors.append(beyond / moved_bytes(*given))
@@ -44,8 +45,8 @@ def compaction(rounds: int) -> str:
     note = (
         "The product for dw, over the dense one in the same process: the median of the rounds' ratios, with the "
         'quartiles. Choosing and gathering rows is included. Expected is what "auto" decides by. It takes moving a '
-        f"byte to cost as much as {FLOPS_PER_BYTE['cpu']:.0f} FLOPs of the dense product. In these rows it costs "
-        f"{middle:.1f} ({low:.1f} to {high:.1f})."
+        f"byte to cost as much as {FLOPS_PER_BYTE.get(platform(), 300.0):.0f} FLOPs of the dense product. In these "
+        f"rows it costs {middle:.1f} ({low:.1f} to {high:.1f})."
     )
     return markdown("Compacted products", note, rows, ["tokens x in x out", "expected", "measured", "dense"])
 

@@ -55,7 +55,7 @@ def _restarts(config_file: str, data: str) -> tuple[list, list[float]]:
     for _ in range(2):  # in turn: machines are noisy
         with tempfile.TemporaryDirectory() as folder:
             pairs.append([restart(config_file, data, folder) for _ in ("cold", "warm")])
-            parts = apart(1, "start", config_file, str(time.monotonic()), data, *SHORT, cache=folder)
+            parts = apart(jax.device_count(), "start", config_file, str(time.monotonic()), data, *SHORT, cache=folder)
     cold, warm = map(min, zip(*pairs, strict=True))
     return [warm / cold, f"{cold:.1f} s", f"{warm:.1f} s"], parts
 
@@ -101,7 +101,8 @@ def apart(n: int, what: str, *words: str, cache: str = "") -> Any:
       words: Its arguments.
       cache: A folder for compiled programs; "" for none.
     """
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(n)))}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(n)))
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:n])}
     if jax.default_backend() == "cpu":
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n}"
         devices = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
@@ -279,7 +280,8 @@ def stall(program: Program, every: int) -> list:
         checkpoints.wait()
         state, times, rest = steps(state, save)
         checkpoints.close()
-        size = sum(p.stat().st_size for p in (checkpoints.directory / str(SAVES * every)).rglob("*"))
+        files = (checkpoints.directory / str(SAVES * every)).rglob("*")
+        size = sum(file.stat().st_size for file in files if file.is_file())
     usual = statistics.median(alone)
     share = sum(waited) / (sum(times) + rest)
     return [max(*times, rest) / usual, share, f"{usual * 1e3:.1f} ms", f"{size / 1e6:.1f} MB"]

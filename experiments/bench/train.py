@@ -17,7 +17,7 @@ from flax import nnx
 
 import nmjax as nm
 from experiments import config_files
-from experiments.bench.measure import in_turn, markdown, over
+from experiments.bench.measure import NEAR_ONE, in_turn, markdown, over
 from experiments.errors import Mistake
 from experiments.training import settings, tasks
 from experiments.training.program import Program
@@ -95,7 +95,7 @@ class copied(Pruner):
 
     def __call__(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
         # XLA would remove a copy of equal values, and would fuse one of other values into the operation that made x
-        return jax.lax.optimization_barrier(x * jnp.asarray(1.0001, x.dtype))
+        return jax.lax.optimization_barrier(x * jnp.asarray(NEAR_ONE, x.dtype))
 
 
 def slot_by_slot(config_file: str, directory: str, rounds: int) -> dict[str, list]:
@@ -104,7 +104,7 @@ def slot_by_slot(config_file: str, directory: str, rounds: int) -> dict[str, lis
     config.data.dir = directory
     task = tasks.task(config)
     program = Program(config, task)
-    method = next(layer.sparsity for layer in program.plan.layers if layer.sparsity != nm.Sparsity())
+    method = next((layer.sparsity for layer in program.plan.layers if layer.sparsity != nm.Sparsity()), nm.Sparsity())
     used = {name: slot for name, slot in method.slots.items() if not slot.empty}
     copy = f"{__name__}:copied()"
     texts = {"dense": "dense"}
@@ -113,8 +113,10 @@ def slot_by_slot(config_file: str, directory: str, rounds: int) -> dict[str, lis
         texts[f"{name}, a copy"] = f"{name}={f'ste({copy})' if name.startswith('fwd') else copy}"
     texts["all"] = str(method)
     calls = {}
+    given, rules = tuple(config.sparsity), config.rules
     for name, text in texts.items():
-        config.sparsity = dict.fromkeys(config.sparsity, text)
+        config.sparsity = dict.fromkeys(given, text)
+        config.rules = tuple((pattern, of if of in (*given, "dense") else text) for pattern, of in rules)
         program = Program(config.copy_and_resolve_references(), task)
         arrays = next(iter(task.feed(0, 0, program.mesh)))
         calls[name] = _call(program.train, program.init(jnp.uint32(0)), arrays)

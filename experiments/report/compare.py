@@ -11,7 +11,7 @@ from experiments.errors import Mistake
 from experiments.files import lines
 from experiments.report.curves import BEYOND
 from experiments.report.page import flat
-from experiments.report.runs import Run, is_number, read, seconds
+from experiments.report.runs import Run, at_once, is_number, read, seconds
 from experiments.report.words import is_share, plus_minus, score
 
 DATA_DIFFER = "The runs have different data sets, so their scores cannot be compared."
@@ -33,10 +33,8 @@ class Group(NamedTuple):
     @property
     def time(self) -> float | None:
         """The mean duration of the finished runs in seconds. Runs that were trained side by side share their time."""
-        beside = lambda run: 1 + len(run.about.get("trained_with", ()))
-        times = [
-            took / beside(run) for run in self.runs.values() if finished(run) and (took := seconds(run)) is not None
-        ]
+        ended = [run for run in self.runs.values() if finished(run)]
+        times = [took / at_once(run.about) for run in ended if (took := seconds(run)) is not None]
         return statistics.fmean(times) if times else None
 
     def measured(self, name: str) -> float | None:

@@ -5,7 +5,7 @@ import io
 import json
 import operator
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,6 +233,11 @@ def split(run: Run) -> str:
     share = data.get("validation") if isinstance(data, dict) else None
     scored = isinstance(figures, dict) and any(name.startswith("validation_") for name in figures)
     return "validation" if scored or (is_number(share) and share > 0) else "test"
+
+
+def at_once(about: Mapping[str, Any]) -> int:
+    """Return how many runs were trained side by side with a run, itself included: they share its time."""
+    return 1 + len(about.get("trained_with", ()))
 
 
 def seconds(run: Run) -> float | None:

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from experiments.data import labelled, order, text, validation
 from experiments.errors import Missing, Mistake
+from experiments.files import replace
 from experiments.scale import shards
 from experiments.training import pretrained, settings, text as language
 from experiments.training.pretrained import Teacher
@@ -246,11 +247,8 @@ class Classify(_Finetune):
         file = directory / "config.json"
         if file.is_file():
             named = {str(i): name for i, name in enumerate(self.set.classes)}
-            about = json.loads(file.read_text()) | {
-                "id2label": named,
-                "label2id": {v: int(k) for k, v in named.items()},
-            }
-            file.write_text(json.dumps(about, indent=2) + "\n")
+            labels = {"id2label": named, "label2id": {v: int(k) for k, v in named.items()}}
+            replace(file, json.dumps(json.loads(file.read_text()) | labels, indent=2) + "\n")
         return told
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from experiments import report
 from experiments.errors import Failed, Mistake
 from experiments.files import lines, remove_drafts, replace, writable
+from experiments.report.runs import at_once
 from experiments.scale import sinks
 from experiments.training import board, digest, provenance
 from experiments.training.digest import Identity
@@ -44,7 +45,7 @@ class Record:
     ):  # fmt: skip
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
-            for folder in (workdir, workdir / "checkpoints"):
+            for folder in (workdir, workdir / "checkpoints", workdir / "model"):
                 remove_drafts(folder)
             replace(workdir / "config.json", identity.text)
             replace(workdir / "plan.txt", f"{plan}\n")
@@ -202,8 +203,7 @@ class Record:
 
         An error does not end the run. It is reported once.
         """
-        at_once = 1 + len(self.about.get("trained_with", ()))  # runs that share the time
-        if self._showing * at_once > SHOWING * self.elapsed():
+        if self._showing * at_once(self.about) > SHOWING * self.elapsed():
             return
         began = time.monotonic()
         try:

@@ -222,8 +222,8 @@ def _timm(config: Config, names: Collection[str]) -> Family:
             f"config.json has architecture={architecture!r}. Of timm's models, only vit_SIZE_patchN_N is supported, "
             "with SIZE tiny, small, base or large."
         )
-    pool = str(config.get("global_pool", "token"))
-    _refuse({"global_pool": pool}, global_pool="token")
+    pool = {"global_pool": str(config.get("global_pool", "token"))}
+    _refuse(given | pool, global_pool="token", act_layer="gelu", norm_layer=(), pos_embed="learn", pre_norm=False)
     width = int(given.get("embed_dim", {"tiny": 192, "small": 384, "base": 768, "large": 1024}[size[1]]))
     image = (config.get("pretrained_cfg") or {}).get("input_size", [3, int(size[3]), int(size[3])])
     theirs, ours = "blocks.{n}", "blocks/{n}"
@@ -372,7 +372,8 @@ def _rotaries(config: Config) -> tuple[Rotary, Rotary]:
         return _rotary(about), _rotary(local)
     if "full_attention" in about:
         return _rotary(about["full_attention"]), _rotary(about.get("sliding_attention", about["full_attention"]))
-    return _rotary(about), _rotary(about)
+    both = _rotary({"rope_theta": config.get("rope_theta", 1e4), **about})
+    return both, both
 
 
 def _rotary(about: Mapping[str, Any]) -> Rotary:

@@ -175,8 +175,8 @@ def save(
       family: The kind of the checkpoint, as in `load`.
 
     Raises:
-      CheckpointError: The other checkpoint is of another model; the model is not hardened; or the folder has other
-        files of tensors.
+      CheckpointError: The other checkpoint is of another model, or of a part of this one; the model is not hardened;
+        or the folder has other files of tensors.
       OSError: A file cannot be written. If a disk is full, no file is changed.
 
     >>> import nmjax as nm
@@ -184,8 +184,7 @@ def save(
     ...     model = nm.nnx.sparsify(load(source), nm.Recipe({"blocks/.*": "ste(2,4)", ".*": "dense"}))
     ...     save(target, nm.nnx.harden(model), like=source)
     """
-    site = unhardened(model)
-    if site is not None:
+    if (site := unhardened(model)) is not None:
         raise CheckpointError(f"the model is sparse: it prunes at {site}. Save nm.nnx.harden(model).")
     about, tensors, folder = family or _family(like), _read(like), Path(path)
     home = Path(like) if Path(like).is_dir() else Path(like).parent
@@ -193,7 +192,7 @@ def save(
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     values = Blocks({"/".join(map(str, key)): v.get_value() for key, v in flat if 0 not in v.shape})
     classes = values.shape(HEAD[1])[0] if HEAD[1] in values else 0
-    new = bool(about.head) and classes != about.options["classes"]
+    new = bool(about.head) and "classes" in about.options and classes != about.options["classes"]
     held = {name: tensors[name] for name in tensors if not (new and name in about.head)}
     try:
         made = _table(about, new=False).write(values, held, about.head if new else ())
@@ -239,7 +238,7 @@ def refuse_others(folder: Path, own: set[str]) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: this is a file. Name a folder.")
-    others = sorted({file.name for file in folder.glob("*.safetensors*")} - own)
+    others = sorted({file.name for file in folder.glob("[!.]*.safetensors*")} - own)  # drafts begin with a dot
     if others:
         raise CheckpointError(
             f"{folder}: the folder has other files of tensors, {', '.join(others[:5])}. Name an empty folder."
@@ -296,6 +295,7 @@ def _read(path: str | os.PathLike[str]) -> Tensors:
     if place.suffix in SUFFIXES:
         return TorchTensors(place)
     of_torch = [file for suffix in SUFFIXES for file in place.glob(f"*{suffix}")] if place.is_dir() else []
+    of_torch = [file for file in of_torch if file.name == "pytorch_model.bin"] or of_torch  # of a trainer's folder
     if len(of_torch) == 1 and not any(place.glob("*.safetensors*")):
         return TorchTensors(of_torch[0])
     return read_safetensors(place)

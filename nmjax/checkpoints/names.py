@@ -184,10 +184,14 @@ class Table:
           Tensors by name. Each is made when numpy asks for it.
 
         Raises:
-          CheckpointError: The other checkpoint lacks a tensor, or is of a model of other shapes.
+          CheckpointError: The other checkpoint lacks a tensor, has one that no parameter is for, or is of a model of
+            other shapes; or the table does not name a parameter.
         """
         made: dict[str, Later] = {}
-        for part in self._parts(list(parameters)):
+        parts = self._parts(list(parameters))
+        if unknown := sorted(set(parameters) - {path for part in parts for path in part.ours}):
+            raise CheckpointError(f"parameters that the table does not name would not be saved: {_listed(unknown)}.")
+        for part in parts:
             begin = 0
             sizes = [math.prod(like[name].shape) for name in part.theirs if name in like]
             if len(sizes) == len(part.theirs) and sum(sizes) != sum(math.prod(parameters[p].shape) for p in part.ours):
@@ -206,6 +210,8 @@ class Table:
                     made[name] = Later(shape, np.dtype(value.dtype), part, parameters, begin)
                 else:
                     raise CheckpointError(f"{', '.join(part.ours)}: the checkpoint `like` has no tensor {name!r}.")
+        if left := [name for name in like if name not in made and not self._keeps(name)]:
+            raise CheckpointError(f"the model has no parameters for these tensors: {_listed(left)}.")
         return {name: made[name] if name in made else like[name] for name in like} | made
 
     def _keeps(self, name: str) -> bool:

@@ -44,7 +44,8 @@ def write_onnx(
         from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"the package {error.name} is missing. The extra onnx brings it: pip install 'nmjax[onnx]'."
+            f"the package {error.name} is missing. The extra onnx brings it: in the checkout of nmjax, write "
+            "pip install '.[onnx]'."
         ) from None
     path = Path(path)
     try:

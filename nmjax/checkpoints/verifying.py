@@ -87,10 +87,11 @@ class Verified:
     def holds(self) -> bool:
         """True if a tensor is n:m, the programs can use all n:m tensors, and no tensor is broken.
 
-        If every tensor must be n:m, it is False as well if a tensor is dense.
+        If every tensor must be n:m, it is False as well if a tensor is dense or zero.
         """
         fits = all(reason is None for one in self.sparse for reason in one.misfits.values())
-        return bool(self.sparse) and fits and not self.broken and not (self.every and self.dense)
+        all_sparse = len(self.sparse) == len(self.tensors)
+        return bool(self.sparse) and fits and not self.broken and (all_sparse or not self.every)
 
     @property
     def sparse(self) -> tuple[Checked, ...]:
@@ -207,6 +208,8 @@ def verify(
         raise CheckpointError(
             f"{path}: only floating-point numbers and int8 can be verified, not {', '.join(unread[:5])}."
         )
+    if every is not None and not rows:
+        raise CheckpointError(f"{path}: the tensors that match {every!r} have fewer than two axes, so none can be n:m.")
     return Verified(n, m, tuple(rows), every is not None)
 
 

@@ -91,7 +91,7 @@ def harden(variables: Variables) -> Variables:
     """
     hard = _with_layers(variables, _hardened)
     before = Leaves.of(variables).sites()
-    inputs = [(one.path, one.site.time) for one in before if sites.inputs_unfinished(one.site.sparsity, one.site.time)]
+    inputs = [(one.path, sites.inputs_unfinished(one.site.sparsity, one.site.time)) for one in before]
     sites.warn_unfinished(_distances(variables, hard), inputs, stacklevel=3)
     return hard
 

@@ -26,6 +26,7 @@ from nmjax.programs.parameters import Parameter
 from nmjax.pruners import identity
 
 Model = TypeVar("Model")
+Unfinished = tuple[list[tuple[str, int, float | None]], list[tuple[str, int | None]]]  # for `sites.warn_unfinished`
 
 
 class User(NamedTuple):
@@ -67,19 +68,25 @@ def harden(model: Model) -> Model:
     >>> bool(nm.groups.is_nm(hard.kernel[...], 2, 4, axis=0)), hard.hardened
     (True, 2:4 along axis 0)
     """
+    hard, unfinished = hardened(model)
+    sites.warn_unfinished(*unfinished, stacklevel=3)
+    return hard
+
+
+def hardened(model: Model) -> tuple[Model, Unfinished]:
+    """Return `harden` of a model without warnings, and what `sites.warn_unfinished` takes."""
     hard = nnx.clone(model)
-    users, hardened = users_of(hard), set()
+    users, done = users_of(hard), set()
     distances: list[tuple[str, int, float | None]] = []
-    inputs: list[tuple[str, Any]] = []
+    inputs: list[tuple[str, int | None]] = []
     for layer in layers(hard):
         site = layer.site
         if site is None:
             continue
-        if sites.inputs_unfinished(layer.sparsity, site.arrays()[1]):
-            inputs.append((layer.path, site.arrays()[1]))
+        inputs.append((layer.path, sites.inputs_unfinished(layer.sparsity, site.arrays()[1])))
         p, rest = _final(layer)
         kernel, pattern = layer.kernel, _pattern(layer, p)
-        if p != identity and id(kernel) not in hardened:
+        if p != identity and id(kernel) not in done:
             _check_shared(layer, users[id(kernel)])
             final, slot = _final_weight(layer, site), layer.sparsity.fwd_rhs
             time = site.arrays()[1]
@@ -87,12 +94,11 @@ def harden(model: Model) -> Model:
                 step = int(time.reshape(-1)[0])
                 distances.append((layer.path, step, sites.distance(called(layer, slot, slot), final)))
             write(kernel, final)
-            hardened.add(id(kernel))
+            done.add(id(kernel))
             layer.drop_mask()
         put_site(layer, rest, site.backend, 0, layer.stack)
         layer.harden(pattern if p != identity else layer.hardened)
-    sites.warn_unfinished(distances, inputs, stacklevel=3)
-    return hard
+    return hard, (distances, inputs)
 
 
 def _final(layer: Layer) -> tuple[Pruner, Sparsity]:

@@ -131,7 +131,8 @@ def batches(tokens: list[list[int]], longest: int, size: int = 16) -> Iterator[n
 def windows(tokens: list[list[int]], length: int, size: int = 8) -> Iterator[np.ndarray]:
     """Return tokens in batches of windows, for models that see only what is before a token. The texts are joined.
 
-    All batches have one shape, so a model compiles once. What is left at the end is dropped.
+    All batches have one shape, so a model compiles once. What is left at the end is dropped: less than a window of
+    tokens, and fewer windows than there are batches.
 
     Args:
       tokens: The tokens of each text.
@@ -140,10 +141,12 @@ def windows(tokens: list[list[int]], length: int, size: int = 8) -> Iterator[np.
 
     >>> [batch.tolist() for batch in windows([[1, 2, 3], [4, 5], [6, 7]], length=3, size=2)]
     [[[1, 2, 3], [4, 5, 6]]]
+    >>> [len(batch) for batch in windows([[0] * 45], length=3)]  # of 15 windows
+    [7, 7]
     """
     joined = np.asarray([token for one in tokens for token in one], np.int32)
     length = min(length, len(joined))
     count = len(joined) // max(length, 1)
-    size = min(size, count)
+    size = count // max(-(-count // size), 1)  # of as many batches, so few windows are left
     for begin in range(0, count - size + 1, max(size, 1)):
         yield joined[begin * length : (begin + size) * length].reshape(size, length)

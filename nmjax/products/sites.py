@@ -107,29 +107,32 @@ def has_schedule(p: Pruner) -> bool:
     return p.depends_on_step and not p.needs_key
 
 
-def inputs_unfinished(sparsity: Sparsity, time: Any) -> bool:
-    """Return True if the pruner of x changes after a time. If the time is traced, return False."""
+def inputs_unfinished(sparsity: Sparsity, time: Any) -> int | None:
+    """Return the step of a time if the pruner of x changes after it; None if it does not, or if the time is traced."""
     p = sparsity.fwd_lhs
     if time is None or not p.phases:
-        return False
+        return None
     first = time.reshape(-1)[0]  # traced inside `jit`, also of a time that is not
-    return not isinstance(first, jax.core.Tracer) and p.at(int(first)) != p.at(max(int(first), *p.phases))
+    if isinstance(first, jax.core.Tracer):
+        return None
+    step = int(first)
+    return step if p.at(step) != p.at(max(step, *p.phases)) else None
 
 
 def warn_unfinished(
-    distances: Iterable[tuple[str, int, float | None]], inputs: Iterable[tuple[str, Any]], stacklevel: int
+    distances: Iterable[tuple[str, int, float | None]], inputs: Iterable[tuple[str, int | None]], stacklevel: int
 ) -> None:  # fmt: skip
     """Warn of layers that are hardened before their schedule has ended.
 
     Args:
       distances: (path, step, `distance`) of every weight whose pruner `has_schedule`.
-      inputs: (path, time) of the layers whose `inputs_unfinished`.
+      inputs: (path, `inputs_unfinished`) of every layer.
       stacklevel: As in `warnings.warn`.
     """
     advice = "Harden after the schedules have ended. If they have, call set_step with the step of the training first."
-    if unfinished := list(inputs):
+    if unfinished := [(path, step) for path, step in inputs if step is not None]:
         warnings.warn(
-            f"harden at step {int(unfinished[0][1].reshape(-1)[0])}: the schedules of the inputs of "
+            f"harden at step {unfinished[0][1]}: the schedules of the inputs of "
             f"{_shown(path for path, _ in unfinished)} have not ended. The hardened layers prune their inputs "
             f"differently from this step. {advice}",
             stacklevel=stacklevel,

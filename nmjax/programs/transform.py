@@ -300,8 +300,8 @@ class transform(Value):
                 step = int(site.time.reshape(-1)[0])
                 distances.append((path, step, distance(of_step(site, values[path]), final)))
             values[path] = final
-        pruned = {path: site.time for path, site in sites.items() if inputs_unfinished(site.origin.sparsity, site.time)}
-        warn_unfinished(distances, pruned.items(), stacklevel=3)
+        inputs = [(path, inputs_unfinished(site.origin.sparsity, site.time)) for path, site in sites.items()]
+        warn_unfinished(distances, inputs, stacklevel=3)
         return jax.tree.unflatten(jax.tree.structure(params), values.values()), left
 
     def violations(self, params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, jax.Array | None]:

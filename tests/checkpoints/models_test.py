@@ -171,6 +171,7 @@ REFUSED = {
     "config.json has rope_type='yarn', but nmjax supports only":
         ("llama", {"rope_parameters": {"rope_type": "yarn"}}, {}),
     "config.json has no field 'n_embd'": ("gpt2", {"n_embd": None}, {}),
+    "config.json has act_layer='relu'. nmjax supports only 'gelu'": ("timm", {"model_args": {"act_layer": "relu"}}, {}),
     "config.json has global_pool='avg'. nmjax supports only 'token'": ("timm", {"global_pool": "avg"}, {}),
     "architecture='resnet50'. Of timm's models, only vit_SIZE": ("timm", {"architecture": "resnet50"}, {}),
 }  # fmt: skip
@@ -212,6 +213,42 @@ def test_configs_of_older_versions(tmp_path):
     shutil.copyfile(GOLDEN / "gemma3/model.safetensors", tmp_path / "model.safetensors")
     tokens = jnp.arange(10)[None]
     np.testing.assert_array_equal(load(tmp_path)(tokens), load(GOLDEN / "gemma3")(tokens))
+
+
+def test_a_base_of_rotary_positions_beside_their_other_parameters(tmp_path):
+    """transformers 5 takes it from the config if `rope_parameters` does not have it."""
+    beside = {"rope_parameters": {"rope_type": "default"}, "rope_theta": 500.0}
+    inside = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    thetas = []
+    for name, config in {"beside": beside, "inside": inside}.items():
+        (tmp_path / name).mkdir()
+        thetas.append(load(changed(tmp_path / name, "llama", config)).rotaries[0].theta)
+    assert thetas == [500.0, 500.0]
+
+
+class Wrapped(nnx.Module):
+    def __init__(self, model):
+        self.encoder = model
+
+
+def test_a_model_is_not_saved_in_part(tmp_path):
+    with pytest.raises(CheckpointError, match="parameters that the table does not name would not be saved: encoder/bl"):
+        save(tmp_path, Wrapped(load(GOLDEN / "bert")), like=GOLDEN / "bert")
+    model = load(GOLDEN / "llama")
+    model.head = None
+    with pytest.raises(CheckpointError, match="the model has no parameters for these tensors: lm_head.weight"):
+        save(tmp_path, model, like=GOLDEN / "llama")
+    shallow = load(GOLDEN / "gpt2")
+    shallow.blocks = nnx.List(shallow.blocks[:1])
+    with pytest.raises(CheckpointError, match=r"the model has no parameters for these tensors: .*h\.1\.ln_1\.weight"):
+        save(tmp_path, shallow, like=GOLDEN / "gpt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_draft_of_a_killed_process_does_not_block_a_folder(tmp_path):
+    (tmp_path / ".model.safetensors.0123abcd").write_bytes(b"half")
+    save(tmp_path, load(GOLDEN / "bert"), like=GOLDEN / "bert")
+    assert load(tmp_path).hidden(jnp.ones((1, 4), int))[-1].shape == (1, 4, 16)
 
 
 def test_a_folder_without_a_config(tmp_path):

@@ -94,6 +94,9 @@ def test_every_tensor_of_a_name_has_to_be_sparse(tmp_path):
     assert not report.holds
     assert [one.name for one in report.dense] == ["down"]
     assert verify(tmp_path, every="u.*").holds
+    with pytest.raises(CheckpointError, match="the tensors that match 'b.*' have fewer than two axes"):
+        verify(tmp_path, every="b.*")
+    assert not found(tmp_path, {"up": pruned((32, 64), 1), "us": np.zeros((8, 8), np.float32)}, every="u.*").holds
 
 
 def test_a_tensor_that_cannot_be_verified_is_not_passed_by(tmp_path):

@@ -6,7 +6,15 @@ import pytest
 
 from experiments import claims, config_files, reproduce
 from experiments.report.effects import HOLDS, KINDS, NO_DIFFERENCE, OPEN
-from tests.experiments.sentences import SAYS, WORSE, most, none, only, some, with_results
+from tests.experiments import sentences_of_papers, sentences_of_reproduction, sentences_of_which_method
+from tests.experiments.verdicts import WORSE, most, none, only, some, with_results
+
+PAGES = {
+    "experiments/REPRODUCTION.md": sentences_of_reproduction,
+    "docs/tutorials/which_method.md": sentences_of_which_method,
+    "docs/explained/papers.md": sentences_of_papers,
+}
+SAYS = [(page, *row) for page, of in PAGES.items() for row in of.SENTENCES]
 
 
 @functools.cache

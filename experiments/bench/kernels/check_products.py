@@ -15,7 +15,7 @@ from experiments.bench.kernels.report import Report, Setting, shown
 from experiments.bench.measure import compiled, in_short
 from nmjax.core import versions
 from nmjax.kernels import calls
-from nmjax.kernels.limits import AmpereConfig, Config, HopperConfig, Shape, config_refusal
+from nmjax.kernels.limits import AmpereConfig, BlackwellConfig, Config, HopperConfig, Shape, config_refusal
 from nmjax.kernels.targets import Target
 
 
@@ -79,6 +79,8 @@ def _cases(device: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
     """Return every layout of every kind of operands, each with all configs, or with one of them in turn."""
     if device.family == "ampere":
         configs = [AmpereConfig(), AmpereConfig(64, 128), AmpereConfig(128, 64), AmpereConfig(64, 64)]
+    elif device.family == "blackwell":
+        configs = [BlackwellConfig(), BlackwellConfig(128), BlackwellConfig(64)]
     elif device.interpret:
         clusters = ("", "m", "n") if versions.interprets_clusters() else ("",)
         configs = [*(HopperConfig(tile_n=64, cluster=c) for c in clusters), HopperConfig(128, 128)]
@@ -99,7 +101,7 @@ def _cases(device: Target, m: int, n: int, k: int, quick: bool) -> list[Case]:
         for config in [next(c for c in turn if c in fitting)] if quick or device.interpret else fitting:
             cases.append(Case(shape, b, config, (3,) if m_major and turned and not quick else ()))
     if not quick:
-        wide = configs[0] if device.family == "ampere" or device.interpret else HopperConfig(tile_n=128)
+        wide = HopperConfig(tile_n=128) if device.family == "hopper" and not device.interpret else configs[0]
         cases += [
             Case(replace(c.shape, out="float32"), c.other, wide, c.batch) for c in cases if c.config == configs[0]
         ]
@@ -111,6 +113,8 @@ def _many_tiles(device: Target) -> list[Case]:
     wide = [Shape(4096, 4096, 512, m_major=True, n_major=True, transpose=True), Shape(4096, 4096, 512)]
     if device.family == "ampere":
         return [Case(shape, shape.dtype, AmpereConfig()) for shape in wide]
+    if device.family == "blackwell":
+        return [Case(shape, shape.dtype, BlackwellConfig()) for shape in wide]
     small = Shape(4096, 4096, 512, "float8_e4m3fn", transpose=True)
     configs = [*(HopperConfig(cluster=c) for c in ("", "m", "n")), HopperConfig(128, 128, band=1)]
     return [Case(shape, shape.dtype, config) for shape in (*wide, small) for config in configs]

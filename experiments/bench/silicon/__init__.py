@@ -119,14 +119,14 @@ def ship(out: Path) -> list[Path]:
       ValueError: If the folder has none, or if a file is not a table of the present kernels.
     """
     found = sorted((out / "nmjax" / "tables").glob("*.json"))
+    of_devices = [path for path in found if path.stem != "interpreter"]
     if not found:
         command = f"python -m experiments.bench silicon --out {out} --parts tiles"
         raise ValueError(f"{out} has no table of tiles (nmjax/tables/*.json): run {command}.")
-    tables = [(measured.read(path), path) for path in found]
-    if any(path.stem == "interpreter" for path in found):
+    if not of_devices:
         raise ValueError(f"{out} has tiles of the interpreter: run silicon on a GPU.")
     shipped = []
-    for rows, path in tables:
+    for rows, path in [(measured.read(path), path) for path in of_devices]:
         head = json.loads(path.read_text())
         shipped.append(
             measured.write(measured.SHIPPED, head["device"], rows, {key: head[key] for key in ("jax", "date")})

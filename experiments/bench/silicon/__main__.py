@@ -52,7 +52,9 @@ def _end_with(parent: int) -> None:
 
 def clock() -> dict[str, str]:
     """Return the clock, the highest clock and the temperature of the first GPU; nothing if nvidia-smi tells none."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu", "--format=csv,noheader,nounits"]
+    query = "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu"
+    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    command = ["nvidia-smi", f"--id={first}", query, "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout
         now, most, warm = (float(field) for field in said.splitlines()[0].split(","))

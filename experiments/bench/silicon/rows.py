@@ -308,7 +308,7 @@ ROWS: dict[str, Row] = {
         "primitives", partial(multiply, Shape(128, 64, 256, "float8_e4m3fn", transpose=True), _TILE), ("FP8",),
         family="hopper",
     ),
-    "the check before use": Row("check", _check, seconds=600),
+    "the check before use": Row("check", _check, seconds=360),
     **{
         f"slots of {text}": Row("numerics", partial(_slots, text), (), needs, 120)
         for text, needs in {

@@ -9,6 +9,7 @@ from flax import nnx
 
 import nmjax as nm
 from experiments.bench import expected
+from nmjax.kernels import tuning
 from tests.experiments.runs import as_people_run_it as as_people_run_it
 
 
@@ -22,6 +23,14 @@ def test_a_row_by_hand():
     assert share == "0.33"
     assert emulated == pytest.approx(dense / (dense + 4 * weights / 2.58e12))
     assert at[2] == pytest.approx(dense / (5 * product / rate + 3.125 * weights / 2.58e12))
+
+
+def test_the_tiles_of_the_user_change_nothing(monkeypatch):
+    model = nnx.eval_shape(lambda: expected.Block(4096, nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
+    before = expected._row(model, x, "ste(2,4)")
+    monkeypatch.setattr(tuning, "gain", lambda *_, **__: 0.7)  # as if a table said that packing is slower
+    assert expected._row(model, x, "ste(2,4)") == before
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ import pytest
 
 import nmjax as nm
 from experiments.bench import __main__ as command, kernels, tune
+from experiments.bench.kernels import check_products
 from experiments.bench.kernels.check_packing import FORMS
 from experiments.bench.kernels.times import Program, built, timed
 from experiments.bench.measure import speedup
 from nmjax.kernels import calls, measured, tuning
-from nmjax.kernels.limits import HopperConfig, Shape, config_refusal
-from nmjax.kernels.targets import target
+from nmjax.kernels.limits import FAMILIES, HopperConfig, Shape, config_refusal
+from nmjax.kernels.targets import Target, target
 from nmjax.products import operations, routes
 
 DEVICE = target("interpret")
@@ -98,6 +99,13 @@ def test_a_program_that_fails_leaves_the_others_their_times():
     assert times.ms("bad") is times.over("sum", "bad") is times.over("sum", "absent") is None
 
 
+def test_products_of_each_family_have_its_configs():
+    for family, kind in FAMILIES.items():
+        device = Target("some device", family, 132)
+        cases = [*check_products._cases(device, 256, 256, 512, quick=False), *check_products._many_tiles(device)]
+        assert {type(case.config) for case in cases} == {kind}
+
+
 def test_speedups_are_of_rounds():
     assert speedup([1.0, 2.0, 9.0], [2.0, 4.0, 9.0]) == 2
 
@@ -107,12 +115,19 @@ def test_speedups_are_of_rounds():
     [
         (["kernels", "--only", "a,x"], "--only: x is none of the stages a, b, c, d, e, f"),
         (["tune", "--shapes", "512x512"], "'512x512' is no layer. Write tokens x in x out"),
+        (["savings", "--method", "nonsense(2,4)"], "--method: "),
+        (["transforms", "--size", "1000"], "--size=1000: write a multiple of 128."),
     ],
 )
 def test_mistakes(words, match, capsys):
     with pytest.raises(SystemExit):
         command.main(words)
     assert match in capsys.readouterr().err
+
+
+def test_a_config_file_that_is_missing_is_one_line(capsys):
+    assert command.main(["train", "--config=configs/nope.py"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 # ---- the products that are timed ----

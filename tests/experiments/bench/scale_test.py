@@ -39,6 +39,15 @@ def test_loops_count_as_often_as_they_go_round():
     assert [(row.kind, row.times, row.moved) for row in rows] == [("all-reduce", 5, 2 * B * 3 / 4)]
 
 
+def test_branches_in_loops_count_too():
+    """XLA knows the rounds of a scan, and not which branch it takes."""
+    send = lambda x: jax.lax.psum(x * 0.5, "x")
+    body = lambda x, take: (jax.lax.cond(take, send, lambda x: x, x), None)
+    taken = jnp.array([True, False, True, False, True])
+    rows = sent(lambda x: jax.lax.scan(body, x, jnp.roll(taken, jnp.int32(x[0, 0])))[0], P())
+    assert [(row.kind, row.times) for row in rows] == [("all-reduce", 5)]
+
+
 def test_only_those_that_take_part_are_counted():
     (row,) = sent(lambda x: jax.lax.psum(x, "x"), P(), devices=2)
     assert row.moved == 2 * B * 1 / 2

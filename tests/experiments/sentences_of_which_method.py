@@ -1,169 +1,38 @@
-"""Sentences on results that are written by hand, and the verdicts that they report."""
+"""Sentences of docs/tutorials/which_method.md, and the verdicts that they report."""
 
-import functools
-import re
-from typing import NamedTuple
+from experiments.report.effects import HOLDS, NO_DIFFERENCE, OPEN
+from tests.experiments.verdicts import (
+    ACCURACY,
+    ALL,
+    AS_GOOD,
+    AUTODIFF_DW,
+    BETTER,
+    BOTH,
+    FORMS,
+    GPT,
+    HELD,
+    MDGF_DW,
+    MVUE_14,
+    NARROWER,
+    PGF,
+    QK,
+    RECIPE,
+    RESIDUAL,
+    ROWS,
+    S_MVUE,
+    SHORTER,
+    SPARSE,
+    TUNED,
+    UNBIASED,
+    VALIDATION,
+    VIT,
+    WORSE,
+    Verdicts,
+    none,
+    only,
+)
 
-from experiments import claims, reproduce
-from experiments.report.effects import HOLDS, NO_DIFFERENCE, OPEN, kind
-from experiments.studies import STUDIES
-
-WORSE = "worse"
-BETTER, AS_GOOD = "better than", "as good as"
-LOSS, ACCURACY, VALIDATION = "verdict", "by_accuracy", "by_validation"
-
-
-@functools.cache
-def judged(name):
-    return claims.judged(name, reproduce.RESULTS)
-
-
-def with_results():
-    return [name for name in STUDIES if (reproduce.RESULTS / f"{name}.jsonl").exists()]
-
-
-class Verdicts(NamedTuple):
-    """The kinds of the verdicts on the claims whose study and arms match."""
-
-    study: str
-    first: str
-    claim: str
-    second: str
-    by: str = LOSS
-
-    def kinds(self):
-        return [
-            kind(getattr(judgement, self.by))
-            for name in with_results()
-            if re.fullmatch(self.study, name)
-            for judgement in judged(name).judgements
-            if judgement.claim.kind == self.claim
-            and re.fullmatch(self.first, judgement.claim.first)
-            and re.fullmatch(self.second, judgement.claim.second)
-            and kind(judgement.verdict)
-        ]
-
-
-def only(wanted):
-    return lambda kinds: kinds and {*kinds} == {wanted}
-
-
-def none(unwanted):
-    return lambda kinds: kinds and unwanted not in kinds
-
-
-def some(*wanted):
-    return lambda kinds: {*kinds} >= {*wanted}
-
-
-def most(wanted):
-    return lambda kinds: kinds.count(wanted) > len(kinds) / 2
-
-
-VIT, GPT, TUNED = "methods_vit_cpu", "methods_gpt_cpu", "finetuning_sst2_cpu"
-VITS, ALL = ".*_vit_cpu|equal_flops.*", ".*"
-RECIPE, PGF, QK, FORMS = "recipe_vit_cpu", "equal_flops_cpu", "equal_flops_qk_cpu", "forms_vit_cpu"
-UNBIASED, HELD, ROWS = "unbiased_vit_cpu", "held_vit_cpu", "whole_rows_vit_cpu"
-SPARSE = "(?!dense|random).*"
-S_MVUE, MDGF_DW = r"S-STE \+ MVUE\(dw\)", r"MdGf \(30 %\) \+ MVUE\(dw\)"
-BOTH, AUTODIFF_DW = r"MdGf \(30 %\) \+ MVUE\(dw, dx\)", r"MdGf \(30 %, autodiff\) \+ MVUE\(dw\)"
-NARROWER, SHORTER = "narrower dense.*", "shorter dense.*"
-LONGER = "SR-STE 1:16, more steps, .*"  # with the λ that is better for it
-REPRODUCTION = [
-    ("In the GPT, S-STE is better than STE.", only(HOLDS), Verdicts(GPT, "S-STE", BETTER, "STE")),
-    ("In the ViT there is no difference that matters, and", only(NO_DIFFERENCE), Verdicts(VIT, "S-STE", BETTER, "STE")),
-    ("and in fine-tuning S-STE is worse.", only(WORSE), Verdicts(TUNED, "S-STE .*", BETTER, "STE .*")),
-    (
-        "At 1:16 and with the same FLOPs, MdGf is not shown to be better than SR-STE in the ViT.",
-        none(HOLDS),
-        Verdicts("equal_flops.*", "MdGf 1:16.*", BETTER, LONGER),
-    ),
-    (
-        "In the GPT, MdGf has more FLOPs, and is better or worse, depending on its gradient.",
-        some(HOLDS, WORSE),
-        Verdicts(GPT, "MdGf 1:16.*", BETTER, "SR-STE 1:16"),
-    ),
-    (
-        "It is undecided whether MVUE is better than keeping the largest gradients.",
-        only(OPEN),
-        Verdicts(ALL, "MVUE.*", BETTER, "largest.*|least-squares g.*"),
-    ),
-    (
-        "At 2:4, STE, SR-STE, S-STE and MdGf are as good as dense training in the ViT.",
-        only(HOLDS),
-        Verdicts(VIT, "STE|SR-STE|S-STE|MdGf .*", AS_GOOD, "dense"),
-    ),
-    ("By the validation loss, STE is undecided.", only(OPEN), Verdicts(VIT, "STE", AS_GOOD, "dense", VALIDATION)),
-    (
-        "A random choice of weights that never changes is as good, too.",
-        only(HOLDS),
-        Verdicts(VIT, "random 2:4 mask", AS_GOOD, "dense"),
-    ),
-    (
-        "In the GPT, most methods are worse than dense training.",
-        most(WORSE),
-        Verdicts(GPT, SPARSE, AS_GOOD, "dense"),
-    ),
-    ("By the validation loss, all of them are.", only(WORSE), Verdicts(GPT, SPARSE, AS_GOOD, "dense", VALIDATION)),
-    ("In fine-tuning on SST-2, all methods are worse.", only(WORSE), Verdicts(TUNED, SPARSE, AS_GOOD, "dense")),
-    (
-        "No sparse method is shown to be better than a narrower dense network.",
-        none(HOLDS),
-        Verdicts(ALL, SPARSE, BETTER, NARROWER),
-    ),
-    (
-        "Some methods are better than a shorter dense run in the ViT, and some are worse.",
-        some(HOLDS, WORSE),
-        Verdicts(VITS, SPARSE, BETTER, SHORTER),
-    ),
-    (
-        "In the GPT and in fine-tuning, none is shown to be better.",
-        none(HOLDS),
-        Verdicts(f"{GPT}|{TUNED}", SPARSE, BETTER, SHORTER),
-    ),
-    (
-        "By the validation loss, STE is worse than a random 2:4 mask in the ViT and in the GPT,",
-        only(WORSE),
-        Verdicts(f"{VIT}|{GPT}", "STE", BETTER, "random 2:4 mask", VALIDATION),
-    ),
-    (
-        "and it is undecided in the ViT whether STE is as good as dense training.",
-        only(OPEN),
-        Verdicts(VIT, "STE", AS_GOOD, "dense", VALIDATION),
-    ),
-    (
-        "In the GPT, MdGf (30 %) + MVUE(dw) is worse than dense training, a narrower network and a shorter run.",
-        only(WORSE),
-        Verdicts(GPT, MDGF_DW, AS_GOOD, "dense"),
-    ),
-    (
-        "In the GPT, MdGf (30 %) + MVUE(dw) is worse than dense training, a narrower network and a shorter run.",
-        only(WORSE),
-        Verdicts(GPT, MDGF_DW, BETTER, f"{NARROWER}|{SHORTER}"),
-    ),
-    (
-        "In fine-tuning it is worse than dense training.",
-        only(WORSE),
-        Verdicts(TUNED, r"MdGf \(30 %\) \+ MVUE\(dw\).*", AS_GOOD, "dense"),
-    ),
-    (
-        "In the ViT, MdGf at 1:16 is worse than a dense network with narrower feed-forward layers, and than a shorter "
-        "dense run.",
-        only(WORSE),
-        Verdicts("equal_flops.*", "MdGf 1:16", BETTER, f"{NARROWER}|{SHORTER}"),
-    ),
-    (
-        "In the ViT, FST and pruned activations are worse than dense training by the test loss.",
-        only(WORSE),
-        Verdicts(VITS, "FST|least-squares activations", AS_GOOD, "dense"),
-    ),
-    (
-        "Whole rows in dw, at 1:4 and chosen by g, are worse than a narrower network.",
-        only(WORSE),
-        Verdicts(VITS, "rows by g 1:4", BETTER, NARROWER),
-    ),
-]
-WHICH_METHOD = [
+SENTENCES = [
     ("| as good as dense training in a ViT; a higher loss", only(HOLDS), Verdicts(VIT, S_MVUE, AS_GOOD, "dense")),
     ("| as good as dense training in a ViT; in a GPT,", only(HOLDS), Verdicts(RECIPE, MDGF_DW, AS_GOOD, "dense")),
     ("| worse than dense fine-tuning;", only(WORSE), Verdicts(TUNED, "STE 2:4", AS_GOOD, "dense")),
@@ -385,6 +254,48 @@ WHICH_METHOD = [
         only(OPEN),
         Verdicts(TUNED, "MdGf.*", BETTER, SHORTER),
     ),
+    # the residual network
+    ("At 2:4 it is undecided: the loss of `sdgp(2,4)` is", only(OPEN), Verdicts(RESIDUAL, ".* 2:4", AS_GOOD, "dense")),
+    ("At 1:4 and at 1:8 both are worse: `sdgp` by", only(WORSE), Verdicts(RESIDUAL, ".* 1:.*", AS_GOOD, "dense")),
+    (
+        "By `mvue`. The loss is lower than with the largest values, by",
+        only(HOLDS),
+        Verdicts(RESIDUAL, "MVUE.*", BETTER, "largest.* in dw"),
+    ),
+    (
+        "In a residual network MVUE is better: by",
+        only(HOLDS),
+        Verdicts(RESIDUAL, "MVUE.* 2:4", BETTER, "largest.* in dw"),
+    ),
+    (
+        "At 2:4, rescaling makes `sdgp` better, by",
+        only(HOLDS),
+        Verdicts(RESIDUAL, "SDGP 2:4", BETTER, "largest 2:4 in dx"),
+    ),
+    (
+        "By accuracy this is undecided. Without rescaling,",
+        only(OPEN),
+        Verdicts(RESIDUAL, "SDGP 2:4", BETTER, "largest 2:4 in dx", ACCURACY),
+    ),
+    (
+        "Without rescaling, the largest values are better than random ones, by",
+        only(HOLDS),
+        Verdicts(RESIDUAL, "largest 2:4 in dx", BETTER, "random.* in dx"),
+    ),
+    (
+        "At 1:8, `sdgp` is worse than unbiased pruning, by",
+        only(WORSE),
+        Verdicts(RESIDUAL, "SDGP 1:8", BETTER, "unbiased.*"),
+    ),
+    (
+        "No. `sdgp(1,4)` is worse than a narrower network, by",
+        only(WORSE),
+        Verdicts(RESIDUAL, "SDGP 1:4", BETTER, f"{NARROWER}|{SHORTER}"),
+    ),
+    ("`mvue(1,4)` is worse than a narrower network, by", only(WORSE), Verdicts(RESIDUAL, MVUE_14, BETTER, NARROWER)),
+    (
+        "Whether it is better than a shorter run is undecided |",
+        only(OPEN),
+        Verdicts(RESIDUAL, MVUE_14, BETTER, SHORTER),
+    ),
 ]
-SAYS = [("experiments/REPRODUCTION.md", *row) for row in REPRODUCTION]
-SAYS += [("docs/tutorials/which_method.md", *row) for row in WHICH_METHOD]
