@@ -339,10 +339,9 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
     """Write a checkpoint as packed tensors."""
     tensors = checkpoints.read(source)
     own = any(target.exists() and target.samefile(file) for file in tensors.files)
-    if own or target.parent.resolve() == (source if source.is_dir() else source.parent).resolve():
-        raise ValueError(
-            f"{target} lies in the folder of the checkpoint, which has its own tensors. Name another folder."
-        )
+    home = source if source.is_dir() or not (source.parent / "config.json").is_file() else source.parent
+    if own or target.parent.resolve() == home.resolve():
+        raise ValueError(f"{target} lies in the folder of the checkpoint, which has its own tensors. Name another.")
     metadata = dict(ChainMap(*tensors.texts.values()))  # of all files; if they differ, the first decides
     if packing.ENTRY in metadata:
         raise ValueError(f"{source}: the tensors are packed already.")
