@@ -111,9 +111,9 @@ def cells(judgement: Judgement, one: Judged) -> list[str]:
 
 
 def differs(judgement: Judgement, verdict: str) -> bool:
-    """Return whether a verdict by other scores is of another kind than that by the loss. Both have to be verdicts."""
-    both = effects.kind(verdict), effects.kind(judgement.verdict)
-    return all(both) and both[0] != both[1]
+    """Return whether a verdict by another score differs from that by the loss. Both have to be verdicts."""
+    both = verdict, judgement.verdict
+    return all(map(effects.kind, both)) and effects.plain(both[0]) != effects.plain(both[1])
 
 
 def seeds(judgement: Judgement, one: Judged) -> str:
@@ -260,10 +260,11 @@ def remarks(one: Judged, results: Path) -> list[str]:
             f"Arms without a hardened network: {'; '.join(drawn)}. They draw weights or activations at random. Their "
             "loss is that of the network in training."
         )
-    for of, arms in one.scattered.items():
+    for arms in dict.fromkeys(map(tuple, one.scattered.values())):
+        scores = " and the ".join(score for score, theirs in one.scattered.items() if tuple(theirs) == arms)
         found.append(
-            f"By the {of}, the runs of these arms scatter much more than the others, so each has its own variance: "
-            f"{'; '.join(arms)}."
+            f"By the {scores}, the runs of {'; '.join(arms)} scatter much more than those of other arms. Each such arm "
+            "has its own variance."
         )
     if math.isnan(one.arms["dense"].time):
         timed = study(f"times_{one.name.rpartition('_')[2]}")
@@ -283,4 +284,4 @@ def remarks(one: Judged, results: Path) -> list[str]:
         kinds = dict.fromkeys(str(each.get(field, "not recorded")) for each in made)
         if len(kinds) > 1:
             found.append(f"The runs differ in {field}: {' and '.join(kinds)}.")
-    return [*found, *dict.fromkeys(note for line in one.lines for note in line["notes"])]
+    return [*found, *(f"Note: {note}." for note in dict.fromkeys(note for line in one.lines for note in line["notes"]))]

@@ -87,20 +87,10 @@ def main_claims(results: Path) -> str:
 def _row(judgement: Judgement, one: Judged) -> list[str]:
     """Return the row of a main claim."""
     by = {"accuracy": judgement.by_accuracy, "validation loss": judgement.by_validation}
-    own = _plain(judgement.verdict)
-    others = [f"{verdict} ({name})" for name, verdict in by.items() if verdict and _plain(verdict) != own]
+    others = [f"{verdict} ({name})" for name, verdict in by.items() if differs(judgement, verdict)]
     passed = "not passed" if one.failed else "passed"
     shown = [judgement.claim.text, judgement.verdict, interval(judgement.loss, 4), "; ".join(others)]
     return [judgement.claim.about, one.gate.network, *shown, seeds(judgement, one), passed]
-
-
-def _plain(verdict: str) -> str:
-    """Return a verdict without the words that its kind adds.
-
-    >>> _plain("does not hold: worse"), _plain("holds: better by less than the margin"), _plain("holds")
-    ('worse', 'better by less than the margin', 'holds')
-    """
-    return verdict.removeprefix("does not hold: ").removeprefix("holds: ")
 
 
 def _with_results(results: Path) -> list[Judged]:

@@ -38,8 +38,8 @@ SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return its exit status.
 
-    It is 0 for success; 1 if `verify` finds no n:m tensor, a broken one or one that does not fit, or if `plan` finds a
-    refusal; 2 for an error.
+    It is 0 for success; 1 if `verify` finds no n:m tensor, a broken one or one that does not fit, or with ``--every``
+    one that is not n:m; 1 if `plan` finds a refusal; 2 for an error.
 
     >>> main(["verify", "nowhere.safetensors"])  # the error goes to stderr
     2
@@ -341,7 +341,7 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
     own = any(target.exists() and target.samefile(file) for file in tensors.files)
     home = source if source.is_dir() or not (source.parent / "config.json").is_file() else source.parent
     if own or target.parent.resolve() == home.resolve():
-        raise ValueError(f"{target} lies in the folder of the checkpoint, which has its own tensors. Name another.")
+        raise ValueError(f"{target} lies in the folder of the checkpoint. Name another folder.")
     metadata = dict(ChainMap(*tensors.texts.values()))  # of all files; if they differ, the first decides
     if packing.ENTRY in metadata:
         raise ValueError(f"{source}: the tensors are packed already.")

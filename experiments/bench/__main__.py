@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
 
 
 def _tables(args: argparse.Namespace, module: ModuleType, shapes: Any) -> str | None:
-    """Return the tables of a benchmark that has no files of its own; None if it cannot be run here."""
+    """Return the tables of a benchmark; None if it cannot run on this machine."""
     return {
         "transforms": lambda: module.transforms(args.size, args.rounds),
         "delivery": lambda: module.delivery(args.rounds),

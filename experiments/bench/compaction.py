@@ -44,8 +44,8 @@ def compaction(rounds: int) -> str:
     low, middle, high = statistics.quantiles(factors, n=4)
     note = (
         "The product for dw, over the dense one in the same process: the median of the rounds' ratios, with the "
-        'quartiles. Choosing and gathering rows is included. Expected is what "auto" decides by. It takes moving a '
-        f"byte to cost as much as {FLOPS_PER_BYTE.get(platform(), 300.0):.0f} FLOPs of the dense product. In these "
+        'quartiles. Choosing and gathering rows is included. "auto" decides by the expected ratio. It assumes that '
+        f"moving a byte costs as much as {FLOPS_PER_BYTE[platform()]:.0f} FLOPs of the dense product. In these "
         f"rows it costs {middle:.1f} ({low:.1f} to {high:.1f})."
     )
     return markdown("Compacted products", note, rows, ["tokens x in x out", "expected", "measured", "dense"])

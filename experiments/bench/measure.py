@@ -18,7 +18,7 @@ import numpy as np
 from experiments.bench import turns
 from experiments.training.provenance import processor
 
-NEAR_ONE = 1 + 1 / 128  # exact in bfloat16, where 1.0001 is 1 and the product is removed
+NEAR_ONE = 1 + 1 / 128  # exact in bfloat16. There 1.0001 rounds to 1, and XLA removes the product
 
 
 def best_times(calls: dict[str, Callable], rounds: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from experiments import command, config_files
 from experiments.bench.collectives import KINDS, Collective, collectives
 from experiments.bench.measure import markdown
-from experiments.errors import Mistake
+from experiments.errors import Failed
 from experiments.scale.shards import CUT
 from experiments.training import tasks
 from experiments.training.checkpoints import Checkpoints
@@ -111,7 +111,7 @@ def apart(n: int, what: str, *words: str, cache: str = "") -> Any:
         cwd=config_files.ROOT, env=os.environ | devices | _caching(cache), capture_output=True, text=True,
     )  # fmt: skip
     if ran.returncode:
-        raise Mistake(f"{' '.join(words)} on {n} devices: {ran.stderr.strip()[-300:]}")
+        raise Failed(f"{' '.join(words)} on {n} devices: {ran.stderr.strip()[-300:]}")
     return json.loads(ran.stdout.splitlines()[-1])
 
 

@@ -18,7 +18,7 @@ from flax import nnx
 import nmjax as nm
 from experiments import config_files
 from experiments.bench.measure import NEAR_ONE, in_turn, markdown, over
-from experiments.errors import Mistake
+from experiments.errors import Failed, Mistake
 from experiments.training import settings, tasks
 from experiments.training.program import Program
 from nmjax.core.context import Ctx
@@ -116,7 +116,7 @@ def slot_by_slot(config_file: str, directory: str, rounds: int) -> dict[str, lis
     given, rules = tuple(config.sparsity), config.rules
     for name, text in texts.items():
         config.sparsity = dict.fromkeys(given, text)
-        config.rules = tuple((pattern, of if of in (*given, "dense") else text) for pattern, of in rules)
+        config.rules = tuple((pattern, rule if rule in (*given, "dense") else text) for pattern, rule in rules)
         program = Program(config.copy_and_resolve_references(), task)
         arrays = next(iter(task.feed(0, 0, program.mesh)))
         calls[name] = _call(program.train, program.init(jnp.uint32(0)), arrays)
@@ -178,5 +178,5 @@ def started(config_file: str, directory: str) -> list[float]:
             time.sleep(0.02)
         first = time.perf_counter() - start
         if process.wait():
-            raise Mistake(f"{config_file} failed. See: python launch.py {' '.join(words)}")
+            raise Failed(f"{config_file} failed. See: python launch.py {' '.join(words)}")
         return [first, time.perf_counter() - start]

@@ -192,6 +192,15 @@ OPEN = "undecided"
 KINDS = {"holds": HOLDS, NO_DIFFERENCE: NO_DIFFERENCE, "worse": "does not hold", OPEN: OPEN}  # how verdicts begin
 
 
+def plain(verdict: str) -> str:
+    """Return a verdict without the words that its kind adds.
+
+    >>> plain("does not hold: worse"), plain("holds: better by less than the margin"), plain("holds")
+    ('worse', 'better by less than the margin', 'holds')
+    """
+    return verdict.removeprefix("does not hold: ").removeprefix("holds: ")
+
+
 def kind(verdict: str) -> str:
     """Return the kind of a verdict, a key of `KINDS`; "" for a text that is no verdict.
 

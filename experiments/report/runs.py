@@ -236,7 +236,7 @@ def split(run: Run) -> str:
 
 
 def at_once(about: Mapping[str, Any]) -> int:
-    """Return how many runs were trained side by side with a run, itself included: they share its time."""
+    """Return the number of runs that were trained side by side, this one included. They share the time."""
     return 1 + len(about.get("trained_with", ()))
 
 

@@ -56,9 +56,9 @@ def claims(variant: str = "") -> list[Claim]:
             about = "SDGP" if arm == "SDGP 2:4" else ""
             found.append(Claim(f"{arm} is as good as dense", arm, "as good as", "dense", about))
     better = (
-        ("SDGP 2:4", "largest 2:4 in dx", "SDGP 2:4 without rescaling", ""),
-        ("largest 2:4 in dx", "random 2:4 in dx", "random 2:4 gradients in dx, both not rescaled", ""),
-        ("SDGP 1:8", "unbiased 1:8 in dx", "unbiased 1:8 gradients in dx", ""),
+        ("SDGP 2:4", "largest 2:4 in dx", "largest 2:4 in dx, which is SDGP without rescaling", ""),
+        ("largest 2:4 in dx", "random 2:4 in dx", "random 2:4 in dx, both without rescaling", ""),
+        ("SDGP 1:8", "unbiased 1:8 in dx", "unbiased 1:8 in dx", ""),
         ("MVUE(dw) 2:4", "largest 2:4 in dw", "keeping the largest 2:4 values of g in dw", "MVUE"),
         ("MVUE(dw) 1:8", "largest 1:8 in dw", "keeping the largest 1:8 values of g in dw", ""),
     )

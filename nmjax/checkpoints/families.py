@@ -222,8 +222,8 @@ def _timm(config: Config, names: Collection[str]) -> Family:
             f"config.json has architecture={architecture!r}. Of timm's models, only vit_SIZE_patchN_N is supported, "
             "with SIZE tiny, small, base or large."
         )
-    pool = {"global_pool": str(config.get("global_pool", "token"))}
-    _refuse(given | pool, global_pool="token", act_layer="gelu", norm_layer=(), pos_embed="learn", pre_norm=False)
+    _refuse({"global_pool": str(config.get("global_pool", "token"))}, global_pool="token")
+    _refuse(given, global_pool="token", act_layer="gelu", norm_layer=(), pos_embed="learn", pre_norm=False)
     width = int(given.get("embed_dim", {"tiny": 192, "small": 384, "base": 768, "large": 1024}[size[1]]))
     image = (config.get("pretrained_cfg") or {}).get("input_size", [3, int(size[3]), int(size[3])])
     theirs, ours = "blocks.{n}", "blocks/{n}"
@@ -363,17 +363,15 @@ def _windows(config: Config, depth: int) -> dict[str, Any]:
 
 def _rotaries(config: Config) -> tuple[Rotary, Rotary]:
     """Return the rotary positions of global and of local blocks. Configs before transformers 5 have other fields."""
+    theta = config.get("rope_theta", 1e6 if config["model_type"] == "gemma3_text" else 1e4)
+    local = {"rope_theta": config.get("rope_local_base_freq", 1e4), "rope_type": "default"}
     about = config.get("rope_parameters")
     if about is None:
         scaling = config.get("rope_scaling") or {}
-        theta = config.get("rope_theta", 1e6 if config["model_type"] == "gemma3_text" else 1e4)
-        about = {"rope_theta": theta, **scaling, "rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
-        local = {"rope_theta": config.get("rope_local_base_freq", 1e4), "rope_type": "default"}
-        return _rotary(about), _rotary(local)
-    if "full_attention" in about:
-        return _rotary(about["full_attention"]), _rotary(about.get("sliding_attention", about["full_attention"]))
-    both = _rotary({"rope_theta": config.get("rope_theta", 1e4), **about})
-    return both, both
+        about = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
+        return _rotary({"rope_theta": theta, **about}), _rotary(local)
+    whole, sliding = {"rope_theta": theta, **about.get("full_attention", about)}, about.get("sliding_attention")
+    return _rotary(whole), _rotary({**local, **sliding} if sliding else whole)
 
 
 def _rotary(about: Mapping[str, Any]) -> Rotary:

@@ -175,7 +175,7 @@ def save(
       family: The kind of the checkpoint, as in `load`.
 
     Raises:
-      CheckpointError: The other checkpoint is of another model, or of a part of this one; the model is not hardened;
+      CheckpointError: The other checkpoint and the model do not have the same parameters; the model is not hardened;
         or the folder has other files of tensors.
       OSError: A file cannot be written. If a disk is full, no file is changed.
 
@@ -295,8 +295,8 @@ def _read(path: str | os.PathLike[str]) -> Tensors:
     if place.suffix in SUFFIXES:
         return TorchTensors(place)
     of_torch = [file for suffix in SUFFIXES for file in place.glob(f"*{suffix}")] if place.is_dir() else []
-    of_torch = [file for file in of_torch if file.name == "pytorch_model.bin"] or of_torch  # of a trainer's folder
-    if len(of_torch) == 1 and not any(place.glob("*.safetensors*")):
+    of_torch = [file for file in of_torch if file.name == "pytorch_model.bin"] or of_torch  # there may be others
+    if len(of_torch) == 1 and not any(place.glob("[!.]*.safetensors*")):
         return TorchTensors(of_torch[0])
     return read_safetensors(place)
 
@@ -311,7 +311,7 @@ def _others(source: Path, folders: bool) -> Iterator[Path]:
             continue
         if file.is_file() and (file.suffix in TEXTS or file.name in ("LICENSE", "NOTICE")):
             yield file
-        elif folders and file.is_dir() and not file.is_symlink() and not any(file.glob("*.safetensors*")):
+        elif folders and file.is_dir() and not file.is_symlink() and not any(file.glob("[!.]*.safetensors*")):
             yield from _others(file, folders)  # a folder with tensors is a checkpoint of its own
 
 

@@ -184,13 +184,12 @@ class Table:
           Tensors by name. Each is made when numpy asks for it.
 
         Raises:
-          CheckpointError: The other checkpoint lacks a tensor, has one that no parameter is for, or is of a model of
-            other shapes; or the table does not name a parameter.
+          CheckpointError: A tensor has no parameter, a parameter has no tensor, or the shapes differ.
         """
         made: dict[str, Later] = {}
         parts = self._parts(list(parameters))
         if unknown := sorted(set(parameters) - {path for part in parts for path in part.ours}):
-            raise CheckpointError(f"parameters that the table does not name would not be saved: {_listed(unknown)}.")
+            raise CheckpointError(f"the checkpoint has no tensors for these parameters: {_listed(unknown)}.")
         for part in parts:
             begin = 0
             sizes = [math.prod(like[name].shape) for name in part.theirs if name in like]

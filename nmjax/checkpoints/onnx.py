@@ -44,8 +44,7 @@ def write_onnx(
         from jax2onnx import to_onnx  # pyrefly: ignore[missing-import]
     except ModuleNotFoundError as error:
         raise CheckpointError(
-            f"the package {error.name} is missing. The extra onnx brings it: in the checkout of nmjax, write "
-            "pip install '.[onnx]'."
+            f"the package {error.name} is missing. Run pip install '.[onnx]' in the checkout of nmjax."
         ) from None
     path = Path(path)
     try:

@@ -87,7 +87,7 @@ class Verified:
     def holds(self) -> bool:
         """True if a tensor is n:m, the programs can use all n:m tensors, and no tensor is broken.
 
-        If every tensor must be n:m, it is False as well if a tensor is dense or zero.
+        If every tensor must be n:m, it is also False if a tensor is dense or all zeros.
         """
         fits = all(reason is None for one in self.sparse for reason in one.misfits.values())
         all_sparse = len(self.sparse) == len(self.tensors)
@@ -168,7 +168,7 @@ def verify(
       every: A regular expression. Only tensors whose whole name matches are looked at, and all of them have to be n:m.
 
     Raises:
-      CheckpointError: The file is damaged, a program is not known, or no name matches.
+      CheckpointError: The file is damaged, a program is not known, or no name of a matrix matches.
       ValueError: ``n`` is not at least 1 and less than ``m``.
       OSError: The file cannot be read.
 
@@ -209,7 +209,7 @@ def verify(
             f"{path}: only floating-point numbers and int8 can be verified, not {', '.join(unread[:5])}."
         )
     if every is not None and not rows:
-        raise CheckpointError(f"{path}: the tensors that match {every!r} have fewer than two axes, so none can be n:m.")
+        raise CheckpointError(f"{path}: the tensors that match {every!r} are empty or have one axis, so none is n:m.")
     return Verified(n, m, tuple(rows), every is not None)
 
 

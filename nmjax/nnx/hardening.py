@@ -68,13 +68,13 @@ def harden(model: Model) -> Model:
     >>> bool(nm.groups.is_nm(hard.kernel[...], 2, 4, axis=0)), hard.hardened
     (True, 2:4 along axis 0)
     """
-    hard, unfinished = hardened(model)
+    hard, unfinished = harden_without_warning(model)
     sites.warn_unfinished(*unfinished, stacklevel=3)
     return hard
 
 
-def hardened(model: Model) -> tuple[Model, Unfinished]:
-    """Return `harden` of a model without warnings, and what `sites.warn_unfinished` takes."""
+def harden_without_warning(model: Model) -> tuple[Model, Unfinished]:
+    """Return the hardened copy of a model, and the arguments of `sites.warn_unfinished`."""
     hard = nnx.clone(model)
     users, done = users_of(hard), set()
     distances: list[tuple[str, int, float | None]] = []

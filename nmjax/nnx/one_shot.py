@@ -18,7 +18,7 @@ from nmjax.nnx.blocks import Blocks, blocks_of
 from nmjax.nnx.calibration import Inputs, axes_in, calibrated, statistics
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
-from nmjax.nnx.hardening import hardened
+from nmjax.nnx.hardening import harden_without_warning
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
@@ -95,7 +95,7 @@ def prune(
     args, options = calls[0]
     sparse = sparsify(nnx.clone(model), recipe, *args, **options)
     _check_pruners(sparse)
-    hard, _ = hardened(sparse)  # its weights are replaced, so it does not matter that a schedule has not ended
+    hard, _ = harden_without_warning(sparse)  # its weights are replaced: a schedule that goes on does not matter
     targets = {layer.path: layer for layer in layers(hard) if layer.hardened is not None}
     if not targets:
         raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")

@@ -131,8 +131,8 @@ def batches(tokens: list[list[int]], longest: int, size: int = 16) -> Iterator[n
 def windows(tokens: list[list[int]], length: int, size: int = 8) -> Iterator[np.ndarray]:
     """Return tokens in batches of windows, for models that see only what is before a token. The texts are joined.
 
-    All batches have one shape, so a model compiles once. What is left at the end is dropped: less than a window of
-    tokens, and fewer windows than there are batches.
+    All batches have one shape, so a model compiles once. What is left at the end is dropped. The number of windows in
+    a batch is chosen so that few are left.
 
     Args:
       tokens: The tokens of each text.
@@ -142,11 +142,13 @@ def windows(tokens: list[list[int]], length: int, size: int = 8) -> Iterator[np.
     >>> [batch.tolist() for batch in windows([[1, 2, 3], [4, 5], [6, 7]], length=3, size=2)]
     [[[1, 2, 3], [4, 5, 6]]]
     >>> [len(batch) for batch in windows([[0] * 45], length=3)]  # of 15 windows
-    [7, 7]
+    [5, 5, 5]
     """
     joined = np.asarray([token for one in tokens for token in one], np.int32)
     length = min(length, len(joined))
     count = len(joined) // max(length, 1)
-    size = count // max(-(-count // size), 1)  # of as many batches, so few windows are left
+    most = min(size, count)
+    sizes = range(-(-most // 2) or 1, most + 1)  # not smaller than half, because larger batches are faster
+    size = max(sizes, key=lambda one: (count - count % one, one), default=0)
     for begin in range(0, count - size + 1, max(size, 1)):
         yield joined[begin * length : (begin + size) * length].reshape(size, length)

@@ -108,11 +108,11 @@ def has_schedule(p: Pruner) -> bool:
 
 
 def inputs_unfinished(sparsity: Sparsity, time: Any) -> int | None:
-    """Return the step of a time if the pruner of x changes after it; None if it does not, or if the time is traced."""
+    """Return the step if the pruner of x still changes after it; None if it does not, or if the time is traced."""
     p = sparsity.fwd_lhs
     if time is None or not p.phases:
         return None
-    first = time.reshape(-1)[0]  # traced inside `jit`, also of a time that is not
+    first = time.reshape(-1)[0]  # inside `jit` this is traced, even if the time is not
     if isinstance(first, jax.core.Tracer):
         return None
     step = int(first)
@@ -126,7 +126,7 @@ def warn_unfinished(
 
     Args:
       distances: (path, step, `distance`) of every weight whose pruner `has_schedule`.
-      inputs: (path, `inputs_unfinished`) of every layer.
+      inputs: (path, what `inputs_unfinished` returns) of every layer.
       stacklevel: As in `warnings.warn`.
     """
     advice = "Harden after the schedules have ended. If they have, call set_step with the step of the training first."

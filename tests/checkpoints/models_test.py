@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from nmjax.checkpoints import CheckpointError, load, read, save, write
+from nmjax.checkpoints import CheckpointError, Family, Rename, Table, load, read, save, write
 from nmjax.checkpoints.models import Blocks
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -173,6 +173,9 @@ REFUSED = {
     "config.json has no field 'n_embd'": ("gpt2", {"n_embd": None}, {}),
     "config.json has act_layer='relu'. nmjax supports only 'gelu'": ("timm", {"model_args": {"act_layer": "relu"}}, {}),
     "config.json has global_pool='avg'. nmjax supports only 'token'": ("timm", {"global_pool": "avg"}, {}),
+    "config.json has global_pool='map'. nmjax supports only 'token'":
+        ("timm", {"model_args": {"global_pool": "map"}}, {}),
+    "config.json has norm_layer='rms'. nmjax does not support": ("timm", {"model_args": {"norm_layer": "rms"}}, {}),
     "architecture='resnet50'. Of timm's models, only vit_SIZE": ("timm", {"architecture": "resnet50"}, {}),
 }  # fmt: skip
 
@@ -215,15 +218,22 @@ def test_configs_of_older_versions(tmp_path):
     np.testing.assert_array_equal(load(tmp_path)(tokens), load(GOLDEN / "gemma3")(tokens))
 
 
-def test_a_base_of_rotary_positions_beside_their_other_parameters(tmp_path):
-    """transformers 5 takes it from the config if `rope_parameters` does not have it."""
+def test_rope_theta_outside_rope_parameters(tmp_path):
+    """If `rope_parameters` has no `rope_theta`, transformers 5 reads it from the config."""
     beside = {"rope_parameters": {"rope_type": "default"}, "rope_theta": 500.0}
     inside = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    kinds = {"rope_parameters": {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}}
     thetas = []
-    for name, config in {"beside": beside, "inside": inside}.items():
+    for name, (kind, config) in {
+        "beside": ("llama", beside),
+        "inside": ("llama", inside),
+        "absent": ("gemma3", {"rope_parameters": {"rope_type": "default"}}),
+        "of kinds": ("gemma3", kinds),
+        "of kinds, beside": ("gemma3", kinds | {"rope_theta": 500.0, "rope_local_base_freq": 30.0}),
+    }.items():
         (tmp_path / name).mkdir()
-        thetas.append(load(changed(tmp_path / name, "llama", config)).rotaries[0].theta)
-    assert thetas == [500.0, 500.0]
+        thetas.append(tuple(rotary.theta for rotary in load(changed(tmp_path / name, kind, config)).rotaries))
+    assert thetas == [(500.0, 500.0), (500.0, 500.0), (1e6, 1e6), (1e6, 1e4), (500.0, 30.0)]
 
 
 class Wrapped(nnx.Module):
@@ -232,7 +242,7 @@ class Wrapped(nnx.Module):
 
 
 def test_a_model_is_not_saved_in_part(tmp_path):
-    with pytest.raises(CheckpointError, match="parameters that the table does not name would not be saved: encoder/bl"):
+    with pytest.raises(CheckpointError, match="the checkpoint has no tensors for these parameters: encoder/blocks"):
         save(tmp_path, Wrapped(load(GOLDEN / "bert")), like=GOLDEN / "bert")
     model = load(GOLDEN / "llama")
     model.head = None
@@ -249,6 +259,21 @@ def test_a_draft_of_a_killed_process_does_not_block_a_folder(tmp_path):
     (tmp_path / ".model.safetensors.0123abcd").write_bytes(b"half")
     save(tmp_path, load(GOLDEN / "bert"), like=GOLDEN / "bert")
     assert load(tmp_path).hidden(jnp.ones((1, 4), int))[-1].shape == (1, 4, 16)
+
+
+def test_a_head_whose_classes_are_not_an_option(tmp_path):
+    """The model has a number of classes of its own, so the head is never new."""
+    table = Table((Rename("fc.weight", "head/kernel", (1, 0)), Rename("fc.bias", "head/bias")))
+    tensors = {"fc.weight": np.ones((3, 4), np.float32), "fc.bias": np.zeros(3, np.float32)}
+    write(tmp_path / "model.safetensors", tensors)
+    family = Family(Headed, {}, table, ("fc.weight", "fc.bias"))
+    save(tmp_path / "again", load(tmp_path, family=family), like=tmp_path, family=family)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+class Headed(nnx.Module):
+    def __init__(self, *, rngs):
+        self.head = nnx.Linear(4, 3, rngs=rngs)
 
 
 def test_a_folder_without_a_config(tmp_path):

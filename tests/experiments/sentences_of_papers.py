@@ -43,17 +43,17 @@ SENTENCES = [
         Verdicts(UNBIASED, "MVUE.*", BETTER, "least-squares g.*"),
     ),
     (
-        "In a small residual network, MVUE is better than least squares:",
+        "in a small residual network. MVUE is better than least squares:",
         only(HOLDS),
         Verdicts(RESIDUAL, "MVUE.*", BETTER, "largest.* in dw"),
     ),
     (
-        "higher, and it is undecided whether this is more than the margin. At 1:4",
+        "higher, and it is undecided whether this is more than the margin. MVUE is",
         only(OPEN),
         Verdicts(RESIDUAL, "MVUE.* 2:4", AS_GOOD, "dense"),
     ),
     (
-        "At 1:4 and at 1:8 MVUE is worse than dense,",
+        "MVUE is worse than dense at 1:4, by",
         only(WORSE),
         Verdicts(RESIDUAL, "MVUE.* 1:(4|8)", AS_GOOD, "dense"),
     ),
@@ -63,7 +63,7 @@ SENTENCES = [
         only(OPEN),
         Verdicts(RESIDUAL, "SDGP 2:4", AS_GOOD, "dense"),
     ),
-    ("At 1:4 and at 1:8 it is worse, by", only(WORSE), Verdicts(RESIDUAL, "SDGP 1:(4|8)", AS_GOOD, "dense")),
+    ("It is worse at 1:4, by 0.077", only(WORSE), Verdicts(RESIDUAL, "SDGP 1:(4|8)", AS_GOOD, "dense")),
     (
         "At 2:4, rescaling makes SDGP better, by",
         only(HOLDS),
@@ -75,7 +75,7 @@ SENTENCES = [
         Verdicts(RESIDUAL, "largest 2:4 in dx", BETTER, "random.* in dx"),
     ),
     (
-        "At 1:8, SDGP is worse than unbiased pruning of dx,",
+        "At 1:8, SDGP is worse than MVUE of g in the product for dx,",
         only(WORSE),
         Verdicts(RESIDUAL, "SDGP 1:8", BETTER, "unbiased.*"),
     ),

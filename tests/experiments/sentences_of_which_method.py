@@ -256,19 +256,23 @@ SENTENCES = [
     ),
     # the residual network
     ("At 2:4 it is undecided: the loss of `sdgp(2,4)` is", only(OPEN), Verdicts(RESIDUAL, ".* 2:4", AS_GOOD, "dense")),
-    ("At 1:4 and at 1:8 both are worse: `sdgp` by", only(WORSE), Verdicts(RESIDUAL, ".* 1:.*", AS_GOOD, "dense")),
     (
-        "By `mvue`. The loss is lower than with the largest values, by",
+        "At 1:4 and at 1:8 both are worse: at 1:4, `sdgp` by",
+        only(WORSE),
+        Verdicts(RESIDUAL, ".* 1:.*", AS_GOOD, "dense"),
+    ),
+    (
+        "By `mvue`. Its loss is lower than that of `top_gradient`, which keeps the largest values, by",
         only(HOLDS),
         Verdicts(RESIDUAL, "MVUE.*", BETTER, "largest.* in dw"),
     ),
     (
-        "In a residual network MVUE is better: by",
+        "In a residual network at 2:4, `mvue` is better, by",
         only(HOLDS),
         Verdicts(RESIDUAL, "MVUE.* 2:4", BETTER, "largest.* in dw"),
     ),
     (
-        "At 2:4, rescaling makes `sdgp` better, by",
+        "There, rescaling makes `sdgp` better, by",
         only(HOLDS),
         Verdicts(RESIDUAL, "SDGP 2:4", BETTER, "largest 2:4 in dx"),
     ),
@@ -283,18 +287,33 @@ SENTENCES = [
         Verdicts(RESIDUAL, "largest 2:4 in dx", BETTER, "random.* in dx"),
     ),
     (
-        "At 1:8, `sdgp` is worse than unbiased pruning, by",
+        "| At 1:8, `sdgp(1,8)` is worse than `dlhs_g=mvue(1,8)`, by",
         only(WORSE),
         Verdicts(RESIDUAL, "SDGP 1:8", BETTER, "unbiased.*"),
     ),
     (
-        "No. `sdgp(1,4)` is worse than a narrower network, by",
+        "| `sdgp(1,4)` is worse than a narrower network, by",
         only(WORSE),
         Verdicts(RESIDUAL, "SDGP 1:4", BETTER, f"{NARROWER}|{SHORTER}"),
     ),
+    (
+        "of `mvue(2,4)` is 0.014 nats [0.005, 0.022] above dense, and it is undecided",
+        only(OPEN),
+        Verdicts(RESIDUAL, "MVUE.* 2:4", AS_GOOD, "dense"),
+    ),
+    (
+        "At 1:8, in a residual network, `dlhs_g=mvue(1,8)` is better than `sdgp(1,8)`, by",
+        only(WORSE),
+        Verdicts(RESIDUAL, "SDGP 1:8", BETTER, "unbiased.*"),
+    ),
+    (
+        "At 2:4, `sdgp(2,4)` is better than `sdgp(2,4,rescale=False)`, by",
+        only(HOLDS),
+        Verdicts(RESIDUAL, "SDGP 2:4", BETTER, "largest 2:4 in dx"),
+    ),
     ("`mvue(1,4)` is worse than a narrower network, by", only(WORSE), Verdicts(RESIDUAL, MVUE_14, BETTER, NARROWER)),
     (
-        "Whether it is better than a shorter run is undecided |",
+        "It is undecided whether `mvue(1,4)` is better than a shorter run |",
         only(OPEN),
         Verdicts(RESIDUAL, MVUE_14, BETTER, SHORTER),
     ),

@@ -14,7 +14,7 @@ PAGES = {
     "docs/tutorials/which_method.md": sentences_of_which_method,
     "docs/explained/papers.md": sentences_of_papers,
 }
-SAYS = [(page, *row) for page, of in PAGES.items() for row in of.SENTENCES]
+SAYS = [(page, *row) for page, module in PAGES.items() for row in module.SENTENCES]
 
 
 @functools.cache

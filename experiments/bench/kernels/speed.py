@@ -11,6 +11,7 @@ from experiments.bench import tune
 from experiments.bench.kernels.check_packing import BETA, FORMS, KEY, PRUNERS, ROUNDING
 from experiments.bench.kernels.report import Report, Setting
 from experiments.bench.kernels.times import built, repeated, timed
+from experiments.bench.measure import NEAR_ONE
 from nmjax.kernels import calls, tuning
 from nmjax.kernels.limits import Shape, product_refusal
 
@@ -110,4 +111,4 @@ def packing_speed(setting: Setting, report: Report) -> None:
 
 
 def _copied(x):
-    return x * jnp.bfloat16(1.0078125)  # the next bf16 above 1: 1.0001 would be rounded to 1
+    return x * jnp.bfloat16(NEAR_ONE)

@@ -116,7 +116,7 @@ def ship(out: Path) -> list[Path]:
     """Put the tables of tiles that a run found into the package, and return their paths.
 
     Raises:
-      ValueError: If the folder has none, or if a file is not a table of the present kernels.
+      ValueError: If the folder has no table of a GPU, or if a file is not a table of the present kernels.
     """
     found = sorted((out / "nmjax" / "tables").glob("*.json"))
     of_devices = [path for path in found if path.stem != "interpreter"]
@@ -124,7 +124,7 @@ def ship(out: Path) -> list[Path]:
         command = f"python -m experiments.bench silicon --out {out} --parts tiles"
         raise ValueError(f"{out} has no table of tiles (nmjax/tables/*.json): run {command}.")
     if not of_devices:
-        raise ValueError(f"{out} has tiles of the interpreter: run silicon on a GPU.")
+        raise ValueError(f"{out} has only tiles of the interpreter: run silicon on a GPU.")
     shipped = []
     for rows, path in [(measured.read(path), path) for path in of_devices]:
         head = json.loads(path.read_text())

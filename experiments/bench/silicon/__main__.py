@@ -51,7 +51,7 @@ def _end_with(parent: int) -> None:
 
 
 def clock() -> dict[str, str]:
-    """Return the clock, the highest clock and the temperature of the first GPU; nothing if nvidia-smi tells none."""
+    """Return the clock and the temperature of the first visible GPU; an empty dict if nvidia-smi does not say them."""
     query = "--query-gpu=clocks.sm,clocks.max.sm,temperature.gpu"
     first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     command = ["nvidia-smi", f"--id={first}", query, "--format=csv,noheader,nounits"]

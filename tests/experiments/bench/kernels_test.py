@@ -99,7 +99,7 @@ def test_a_program_that_fails_leaves_the_others_their_times():
     assert times.ms("bad") is times.over("sum", "bad") is times.over("sum", "absent") is None
 
 
-def test_products_of_each_family_have_its_configs():
+def test_each_family_is_checked_with_its_own_configs():
     for family, kind in FAMILIES.items():
         device = Target("some device", family, 132)
         cases = [*check_products._cases(device, 256, 256, 512, quick=False), *check_products._many_tiles(device)]
@@ -125,7 +125,7 @@ def test_mistakes(words, match, capsys):
     assert match in capsys.readouterr().err
 
 
-def test_a_config_file_that_is_missing_is_one_line(capsys):
+def test_the_message_on_a_missing_config_file_is_one_line(capsys):
     assert command.main(["train", "--config=configs/nope.py"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -40,7 +40,7 @@ def test_loops_count_as_often_as_they_go_round():
 
 
 def test_branches_in_loops_count_too():
-    """XLA knows the rounds of a scan, and not which branch it takes."""
+    """The branch that an iteration takes is not known, so every iteration counts."""
     send = lambda x: jax.lax.psum(x * 0.5, "x")
     body = lambda x, take: (jax.lax.cond(take, send, lambda x: x, x), None)
     taken = jnp.array([True, False, True, False, True])

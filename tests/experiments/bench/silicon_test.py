@@ -156,7 +156,7 @@ def test_tables_of_tiles_are_shipped(tmp_path, monkeypatch, capsys):
     row = measured.Row(Shape(128, 64, 64), HopperConfig(tile_n=64, store_n=32), 1.2)
     origin = {"jax": "0.1", "date": "2026-01-01"}  # of the machine that measured
     measured.write(tmp_path / "run" / "nmjax" / "tables", "NVIDIA H200", [row], origin)
-    measured.write(tmp_path / "run" / "nmjax" / "tables", "interpreter", [row], origin)  # of a try on a CPU
+    measured.write(tmp_path / "run" / "nmjax" / "tables", "interpreter", [row], origin)  # from a trial on a CPU
     assert main(["silicon", "--ship", str(tmp_path / "run")]) == 0
     path = tmp_path / "package" / "nvidia_h200.json"
     assert capsys.readouterr().out == f"{path}\n"
@@ -171,7 +171,7 @@ def test_tables_of_tiles_are_shipped(tmp_path, monkeypatch, capsys):
         '{"rows": []}': "is not a table of tiles",
         '{"device": "NVIDIA A100", "kernels": 1, "rows": []}': "Rename it to nvidia_a100.json",
         '{"device": "NVIDIA H200", "kernels": 0, "rows": []}': "is of version 0 of the kernels",
-        '{"device": "interpreter", "kernels": 1, "rows": []}': "has tiles of the interpreter",
+        '{"device": "interpreter", "kernels": 1, "rows": []}': "has only tiles of the interpreter",
     }.items(),
 )
 def test_ship_refuses_other_files_and_old_tables(tmp_path, monkeypatch, capsys, text, said):

@@ -21,7 +21,7 @@ def test_a_copy_is_written_and_nearly_equal():
 
 
 def test_a_copy_is_not_removed_in_16_bits():
-    """A product with 1 would be, and a copy by the system is faster than a product."""
+    """XLA removes a product with 1, and a plain copy is faster than a product."""
     x, programs = jnp.ones((64, 64), jnp.bfloat16), []
     in_turn = lambda calls, rounds: programs.append(calls["copy"].func.lower(x).compile().as_text()) or {"copy": 1.0}
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def test_every_slot_of_a_config_file_has_a_row_and_a_copy_in_its_place():
 
 
 @pytest.mark.slow
-def test_slots_of_methods_that_stand_in_the_rules(monkeypatch):
+def test_slots_of_methods_that_are_written_in_the_rules(monkeypatch):
     monkeypatch.setattr(train, "in_turn", lambda calls, rounds: dict.fromkeys(calls, [1.0]))
     texts, program = [], train.Program
 
