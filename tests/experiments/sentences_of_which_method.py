@@ -8,6 +8,7 @@ from tests.experiments.verdicts import (
     AUTODIFF_DW,
     BETTER,
     BOTH,
+    BOTH_AXES,
     FORMS,
     GPT,
     HELD,
@@ -316,5 +317,49 @@ SENTENCES = [
         "It is undecided whether `mvue(1,4)` is better than a shorter run |",
         only(OPEN),
         Verdicts(RESIDUAL, MVUE_14, BETTER, SHORTER),
+    ),
+    # three decisions
+    (
+        "This is better in the study of the GPT, but not in a few shorter runs",
+        only(HOLDS),
+        Verdicts(GPT, AUTODIFF_DW, BETTER, MDGF_DW),
+    ),
+    (
+        "In the ViT it makes no difference that matters. `s_ste`, S-STE",
+        only(NO_DIFFERENCE),
+        Verdicts(RECIPE, AUTODIFF_DW, BETTER, MDGF_DW),
+    ),
+    ("In fine-tuning it is worse than STE.", only(WORSE), Verdicts(TUNED, "S-STE .*", BETTER, "STE .*")),
+    (
+        "In the ViT at 1:16 there is no difference that matters between it and",
+        only(NO_DIFFERENCE),
+        Verdicts(FORMS, "SdGf.*", BETTER, "SR-STE 1:16"),
+    ),
+    (
+        "that are chosen at every step are as good in test loss as masks along one axis.",
+        only(HOLDS),
+        Verdicts(HELD, BOTH_AXES, AS_GOOD, ".*one axis.*"),
+    ),
+    (
+        "By accuracy and by the validation loss this is undecided. By loss,",
+        only(OPEN),
+        Verdicts(HELD, BOTH_AXES, AS_GOOD, ".*one axis.*", ACCURACY),
+    ),
+    (
+        "By accuracy and by the validation loss this is undecided. By loss,",
+        only(OPEN),
+        Verdicts(HELD, BOTH_AXES, AS_GOOD, ".*one axis.*", VALIDATION),
+    ),
+    (
+        "By loss, it is undecided whether they are better than a narrower dense network.",
+        only(OPEN),
+        Verdicts(HELD, BOTH_AXES, BETTER, NARROWER),
+    ),
+    ("By accuracy they are worse.", only(WORSE), Verdicts(HELD, BOTH_AXES, BETTER, NARROWER, ACCURACY)),
+    ("`fst` is worse than dense in test loss, by 0.0175", only(WORSE), Verdicts(HELD, "FST.*", AS_GOOD, "dense")),
+    (
+        "By accuracy and by the validation loss, it is undecided whether `fst` is as good as dense",
+        only(OPEN),
+        Verdicts(HELD, "FST.*", AS_GOOD, "dense", VALIDATION),
     ),
 ]

@@ -67,6 +67,7 @@ UNBIASED, HELD, ROWS = "unbiased_vit_cpu", "held_vit_cpu", "whole_rows_vit_cpu"
 SPARSE = "(?!dense|random).*"
 S_MVUE, MDGF_DW = r"S-STE \+ MVUE\(dw\)", r"MdGf \(30 %\) \+ MVUE\(dw\)"
 BOTH, AUTODIFF_DW = r"MdGf \(30 %\) \+ MVUE\(dw, dx\)", r"MdGf \(30 %, autodiff\) \+ MVUE\(dw\)"
+BOTH_AXES = "STE along both axes, new mask.*"
 MVUE_14 = r"MVUE\(dw\) 1:4"
 NARROWER, SHORTER = "narrower dense.*", "shorter dense.*"
 LONGER = "SR-STE 1:16, more steps, .*"  # with the λ that is better for it
