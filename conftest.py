@@ -81,8 +81,11 @@ def _programs_are_freed():
 
 
 @pytest.fixture(autouse=True)
-def _names_for_doctests(doctest_namespace):
-    doctest_namespace.update(jax=jax, jnp=jnp, np=np)
+def _names_for_doctests(request, doctest_namespace):
+    """Give jax, jnp and np to the examples of docstrings. Pages import what they use."""
+    doctest_namespace.clear()
+    if request.path.suffix == ".py":
+        doctest_namespace.update(jax=jax, jnp=jnp, np=np)
 
 
 def pytest_unconfigure():

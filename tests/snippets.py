@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("[!_]*/*.md"))]
-GIVEN = "import jax, jax.numpy as jnp, numpy as np"  # to each page of docs/, as conftest.py gives them
 
 
 class Finding(NamedTuple):
@@ -31,9 +30,9 @@ class Finding(NamedTuple):
     message: str
 
 
-def code(text: str, given: str = "") -> str:
-    """Return the snippets of a page as a module that has them on the same lines. Its heading makes room for imports."""
-    lines = [given, *[""] * text.count("\n")]
+def code(text: str) -> str:
+    """Return the snippets of a page as a module that has them on the same lines."""
+    lines = [""] * (text.count("\n") + 1)
     for example in doctest.DocTestParser().get_examples(text):
         if example.exc_msg is None:
             _put(lines, example.lineno, example.source)
@@ -92,7 +91,7 @@ def findings(pages: Iterable[Path]) -> list[Finding]:
         for page in pages:
             where = page.relative_to(ROOT)
             module = Path(name, "__".join(where.with_suffix("").parts) + ".py")
-            module.write_text(code(page.read_text(), "" if page.name == "README.md" else GIVEN))
+            module.write_text(code(page.read_text()))
             names[module.name] = str(where)
         return [found._replace(file=names[found.file]) for found in checked(Path(name))]
 
