@@ -27,11 +27,11 @@ from tests.experiments.verdicts import (
 )
 
 SENTENCES = [
-    ("In the GPT, S-STE is better than STE.", only(HOLDS), Verdicts(GPT, "S-STE", BETTER, "STE")),
+    ("S-STE is better than STE in the GPT.", only(HOLDS), Verdicts(GPT, "S-STE", BETTER, "STE")),
     ("In the ViT there is no difference that matters, and", only(NO_DIFFERENCE), Verdicts(VIT, "S-STE", BETTER, "STE")),
     ("and in fine-tuning S-STE is worse.", only(WORSE), Verdicts(TUNED, "S-STE .*", BETTER, "STE .*")),
     (
-        "at 1:16 and with the same FLOPs, MdGf is not shown to be better than SR-STE with its published λ.",
+        "MdGf at 1:16, with the same FLOPs, is not shown to be better in the ViT than SR-STE with its published λ.",
         none(HOLDS),
         Verdicts("equal_flops.*", "MdGf 1:16.*", BETTER, LONGER),
     ),
@@ -41,7 +41,7 @@ SENTENCES = [
         Verdicts(GPT, "MdGf 1:16.*", BETTER, "SR-STE 1:16"),
     ),
     (
-        "In the residual network (ResNet), MVUE is better than keeping the largest values of g.",
+        "MVUE is better than keeping the largest values of g in the residual network (ResNet).",
         only(HOLDS),
         Verdicts(RESIDUAL, "MVUE.*", BETTER, "largest.*"),
     ),
