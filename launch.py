@@ -12,7 +12,8 @@ try:
     from experiments import command
     from experiments.errors import Failed, Mistake, Stopped
 except ModuleNotFoundError as error:
-    sys.exit(f"launch.py: the package {error.name} is missing: pip install -r requirements.txt")
+    print(f"launch.py: the package {error.name} is missing: pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 if __name__ == "__main__":
     try:
