@@ -241,6 +241,9 @@ BAD = {
     "kv_heads must divide heads, got kv_heads=3 and heads=2": {"kv_heads": 3},
     "heads must divide width, got heads=3 and width=16": {"heads": 3},
     "features of a head must be even, .* got 5": {"features": 5},
+    "features of a head must be even, .* got 0": {"features": 0},
+    "kv_heads must divide heads, got kv_heads=1 and heads=0": {"heads": 0},
+    "window must be at least 1; .* and window=0": {"local": (True, False, False), "window": 0},
     r"got local=\(True,\) for depth=3, and window=4": {"local": (True,), "window": 4},
     "for depth=3, and window=None": {"local": (True, False, False)},
 }
@@ -250,3 +253,17 @@ BAD = {
 def test_sizes_that_do_not_fit(message):
     with pytest.raises(ValueError, match=message):
         MAKE["decoder"](**BAD[message])
+
+
+def test_a_mask_of_another_shape_is_refused():
+    model = MAKE["decoder"]()
+    for shape in ((TOKENS.shape[1],), (TOKENS.shape[0], 1)):
+        with pytest.raises(ValueError, match="mask has the shape of tokens"):
+            model(TOKENS, jnp.ones(shape, bool))
+
+
+def test_logits_of_a_head_of_its_own_are_not_rounded():
+    """In bfloat16 the operands are rounded, and the sums are not."""
+    logits = MAKE["decoder"](tied=False, dtype=jnp.bfloat16)(TOKENS)
+    assert logits.dtype == jnp.float32
+    assert (logits != logits.astype(jnp.bfloat16).astype(jnp.float32)).any()

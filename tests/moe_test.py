@@ -144,3 +144,10 @@ def test_the_config_file_prunes_experts_and_attention():
     assert recipe("blocks/0/moe/router") == recipe("tokens") == nm.Sparsity()
     for path in ("blocks/0/moe/up", "blocks/3/moe/down", "blocks/0/attention/query"):
         assert recipe(path).drhs_g == nm.mvue(2, 4)
+
+
+def test_a_model_has_a_block():
+    with pytest.raises(ValueError, match="depth is the number of blocks, at least 1, got 0"):
+        nm.models.MoE(
+            vocabulary=65, length=16, width=8, depth=0, heads=2, hidden=16, experts=4, top=2, rngs=nnx.Rngs(0)
+        )

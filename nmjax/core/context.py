@@ -19,11 +19,13 @@ class Axes(NamedTuple):
       space: The axes of positions: height and width of an image, or the tokens of a sequence.
       apart: The axes along which rows differ, beside the axis of groups: those of a batch, and outer axes of a
         contraction over several axes.
+      others: All axes that the transposed use contracts. ``other`` is the last of them.
     """
 
     other: int | None
     space: tuple[int, ...]
     apart: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,12 @@ class Ctx:
           The axes that were set, or those of an array ``(batch, *space, features)``.
 
         >>> Ctx().axes_of(4, 3)
-        Axes(other=2, space=(1, 2), apart=())
+        Axes(other=2, space=(1, 2), apart=(), others=(0, 1, 2))
         """
         if self.axes is not None:
             return self.axes
-        others = [a for a in range(ndim) if a != axis]
-        return Axes(others[-1] if others else None, tuple(a for a in others if 0 < a < ndim - 1))
+        others = tuple(a for a in range(ndim) if a != axis)
+        return Axes(others[-1] if others else None, tuple(a for a in others if 0 < a < ndim - 1), others=others)
 
 
 jax.tree_util.register_dataclass(Ctx, data_fields=["key", "step", "state", "partner"], meta_fields=["axes"])

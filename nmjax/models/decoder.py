@@ -281,16 +281,18 @@ class Decoder(nnx.Module):
         Raises:
           ValueError: Sizes do not fit each other.
         """
-        if kv_heads < 1 or heads % kv_heads:
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"kv_heads must divide heads, got kv_heads={kv_heads} and heads={heads}.")
         if features is None and width % heads:
             raise ValueError(f"heads must divide width, got heads={heads} and width={width}. Or write features=...")
         features = width // heads if features is None else features
-        if features % 2:
-            raise ValueError(f"features of a head must be even, since rotary positions rotate pairs, got {features}.")
-        if local is not None and (len(local) != depth or (any(local) and window is None)):
+        if features < 1 or features % 2:
             raise ValueError(
-                "local needs one value per block, and window is needed if any is True; "
+                f"features of a head must be even, since rotary positions rotate pairs, and at least 2; got {features}."
+            )
+        if local is not None and (len(local) != depth or (any(local) and (window is None or window < 1))):
+            raise ValueError(
+                "local needs one value per block, and if any is True, window must be at least 1; "
                 f"got local={local} for depth={depth}, and window={window}."
             )
         if vocabulary < 1:
@@ -303,8 +305,8 @@ class Decoder(nnx.Module):
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.blocks = repeat(lambda rngs: Block(shape, rngs=rngs), depth, scan=scan, rngs=rngs)
         self.norm = RMSNorm(width, epsilon, offset=norm_offset)
-        head = lambda: nnx.Linear(width, vocabulary, use_bias=False, kernel_init=INIT, dtype=dtype, rngs=rngs)
-        self.head = None if tied else head()
+        options = {"use_bias": False, "kernel_init": INIT, "dtype": dtype, "preferred_element_type": jnp.float32}
+        self.head = None if tied else nnx.Linear(width, vocabulary, **options, rngs=rngs)
         self.rotaries = (rotary, local_rotary)
         self.local = local if local is not None and any(local) else None
         self.length, self.features, self.embedding_scale = length, features, embedding_scale
@@ -320,7 +322,7 @@ class Decoder(nnx.Module):
           mask: True for tokens, False for padding; None if there is none.
 
         Raises:
-          ValueError: Texts are longer than ``length``, or the shape is not [batch, time].
+          ValueError: Texts are longer than ``length``, or a shape is not [batch, time].
         """
         return self.logits(self._blocks(tokens, mask, every=False))
 
@@ -334,12 +336,14 @@ class Decoder(nnx.Module):
         """Return the logits of every next token from the last hidden state."""
         x = self.norm(x)
         if self.head is not None:
-            return self.head(x).astype(jnp.float32)
+            return self.head(x)
         return wide_einsum("btw,vw->btv", x, self.tokens.embedding[...], self.dtype)
 
     def _blocks(self, tokens: jax.Array, mask: jax.Array | None, every: bool) -> jax.Array:
         """Return the output of the last block, or all hidden states."""
         check_tokens(tokens, self.length)
+        if mask is not None and mask.shape != tokens.shape:
+            raise ValueError(f"mask has the shape of tokens, {tokens.shape}, got {mask.shape}.")
         x = (self.tokens(tokens) * self.embedding_scale).astype(self.dtype)
         positions = jnp.arange(tokens.shape[1])
         tables = tuple(rotary.tables(positions, self.features) for rotary in self.rotaries)

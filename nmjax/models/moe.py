@@ -183,8 +183,11 @@ class MoE(nnx.Module):
           rngs: The random numbers of the parameters.
 
         Raises:
-          ValueError: ``heads`` does not divide ``width``, or ``top`` is not from 1 to ``experts``.
+          ValueError: ``heads`` does not divide ``width``, ``depth`` is less than 1, or ``top`` is not from 1 to
+            ``experts``.
         """
+        if depth < 1:
+            raise ValueError(f"depth is the number of blocks, at least 1, got {depth}.")
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.positions = nnx.Embed(length, width, embedding_init=INIT, rngs=rngs)
         inits = INIT, jax.nn.initializers.normal(0.02 / (2 * depth) ** 0.5)

@@ -196,9 +196,9 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
         if not holders:
             raise ValueError(
-                f"set_norms: {path or 'the model'}: {norms.shape[-1]} features were measured, but the pruner does not "
-                "hold so many norms. It prunes along one axis: leave out layers that contract several, or calibrate "
-                "this model."
+                f"set_norms: {path or 'the model'}: norms of shape {norms.shape} were measured, but the pruner does not "
+                "hold so many. It holds one vector of norms. Leave out layers that contract several axes, and prune "
+                "experts with nm.nnx.prune and nm.oneshot.wanda. Or calibrate this model."
             )
         for holder in holders:  # several parts of a pruner may read norms
             write(holder, jnp.asarray(norms.reshape(holder.shape), holder.dtype))

@@ -92,7 +92,7 @@ def along(
       What ``call(x, axis, ctx)`` returns, and a function that restores the operand's shape.
     """
     merged = merged_operand(label, p, x, operand, ctx)
-    others = [axis for old in operand.other if (axis := merged.axes[old]) is not None]
+    others = tuple(axis for old in operand.other if (axis := merged.axes[old]) is not None)
     space = tuple(axis for old in space_left(x.shape, p, operand) if (axis := merged.axes[old]) is not None)
     alone = (*operand.contract, *operand.batch)
     apart = tuple(axis for old in alone if (axis := merged.axes[old]) is not None and axis != merged.axis)
@@ -101,7 +101,8 @@ def along(
         assert partner is not None
         ctx = ctx.replace(partner=partner.array)
     try:
-        result = call(merged.array, merged.axis, ctx.replace(axes=Axes(others[-1] if others else None, space, apart)))
+        axes = Axes(others[-1] if others else None, space, apart, others)
+        result = call(merged.array, merged.axis, ctx.replace(axes=axes))
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{label}: {error}") from error

@@ -39,14 +39,17 @@ class ByNorms(Grouped, Remembering):
             )
         shape = [1] * x.ndim
         shape[axis] = x.shape[axis]
-        return groups.top(self.scores(x.astype(jnp.float32), axis, norms.reshape(shape)), axis, self.n, self.m)
+        axes = ctx.axes_of(x.ndim, axis % x.ndim)
+        outputs = tuple({*axes.others, *axes.space})
+        return groups.top(self.scores(x.astype(jnp.float32), axis, outputs, norms.reshape(shape)), axis, self.n, self.m)
 
-    def scores(self, x: jax.Array, axis: int, norms: jax.Array) -> jax.Array:
+    def scores(self, x: jax.Array, axis: int, outputs: tuple[int, ...], norms: jax.Array) -> jax.Array:
         """Return the scores. The n of largest magnitude in each group are kept.
 
         Args:
           x: The weight in float32.
           axis: The axis of the groups.
+          outputs: The axes of outputs: the out-features, and the positions of a convolution's kernel.
           norms: The norms, of a shape that is broadcast with ``x``.
         """
         raise NotImplementedError
@@ -83,9 +86,9 @@ class wanda(ByNorms):
     Array([ 1.,  0.,  0., -4.], dtype=float32)
     """
 
-    def scores(self, x: jax.Array, axis: int, norms: jax.Array) -> jax.Array:
+    def scores(self, x: jax.Array, axis: int, outputs: tuple[int, ...], norms: jax.Array) -> jax.Array:
         """Return the weight times the norm."""
-        del axis
+        del axis, outputs
         return x * norms
 
 
@@ -114,13 +117,12 @@ class ria(ByNorms):
 
     power: float = 0.5
 
-    def scores(self, x: jax.Array, axis: int, norms: jax.Array) -> jax.Array:
+    def scores(self, x: jax.Array, axis: int, outputs: tuple[int, ...], norms: jax.Array) -> jax.Array:
         """Return relative importance times a power of the norm."""
         finite, tiny = jnp.isfinite(x), jnp.finfo(jnp.float32).tiny
         size = jnp.where(finite, jnp.abs(x), 0)
-        others = tuple(a for a in range(x.ndim) if a != axis % x.ndim)
         share = lambda axes: size / jnp.maximum(size.sum(axes, keepdims=True), tiny)
-        importance = (share((axis,)) + share(others)) * norms**self.power
+        importance = (share((axis,)) + share(outputs)) * norms**self.power
         return jnp.where(finite, importance, jnp.inf)
 
 

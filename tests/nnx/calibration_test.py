@@ -612,7 +612,7 @@ def test_norms_of_several_contracted_axes():
     model, batches = Net(nnx.Rngs(0)), inputs()
     found = nm.nnx.calibrate(model, batches)
     sparse = nm.nnx.sparsify(nnx.clone(model), nm.Recipe({".*": "fwd_rhs=ste(wanda(2,4))"}), batches[0])
-    with pytest.raises(ValueError, match="swapped: 16 features were measured"):
+    with pytest.raises(ValueError, match="swapped: norms of shape .* were measured"):
         nm.nnx.set_norms(sparse, found)
     wanted = nm.nnx.prune(model, nm.Recipe({".*": "ste(2,4)"}), batches, oneshot.wanda, in_turn=False).model
     sparse = nm.nnx.sparsify(model, nm.Recipe({"swapped": "dense", ".*": "fwd_rhs=ste(wanda(2,4))"}), batches[0])
@@ -620,6 +620,15 @@ def test_norms_of_several_contracted_axes():
     for path in ("attention.out", "attention.query", "up"):
         part = lambda m, path=path: functools.reduce(getattr, path.split("."), m).kernel[...] != 0
         np.testing.assert_array_equal(part(nm.nnx.harden(sparse)), part(wanted), err_msg=path)
+
+
+def test_norms_of_experts_are_refused():
+    """The pruner holds one vector of norms, and each expert has norms of its own."""
+    model, x = nm.models.moe.Mixture(8, 16, 4, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 6, 8))
+    found = nm.nnx.calibrate(model, [x])
+    recipe = nm.Recipe({"up|down": "fwd_rhs=ste(wanda(2,4))", ".*": "dense"})
+    with pytest.raises(ValueError, match="prune experts with nm.nnx.prune and nm.oneshot.wanda"):
+        nm.nnx.set_norms(nm.nnx.sparsify(model, recipe, x), found)
 
 
 def test_norms_that_do_not_fit_are_told():
@@ -631,7 +640,7 @@ def test_norms_that_do_not_fit_are_told():
     with pytest.raises(ValueError, match="inputs has no statistics of .* Calibrate these layers too"):
         nm.nnx.set_norms(sparse, {})
     other = nm.nnx.calibrate(nnx.Linear(12, 4, rngs=nnx.Rngs(0)), [jnp.ones((2, 12))])
-    with pytest.raises(ValueError, match="the model: 12 features were measured"):
+    with pytest.raises(ValueError, match=r"the model: norms of shape \(12,\) were measured"):
         nm.nnx.set_norms(sparse, other)
 
 

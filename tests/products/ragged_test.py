@@ -94,6 +94,15 @@ def same(ours, wanted):
         np.testing.assert_array_equal(a, b, name)
 
 
+@pytest.mark.parametrize("text", ["wanda(2,4)", "ria(2,4)"])
+def test_pruners_with_norms_look_at_one_expert_at_a_time(text):
+    """Also if the weights of one expert are much larger than those of the others."""
+    x, w, g = operands()
+    w = w * jnp.array([1.0, 100.0, 1.0, 1.0])[:, None, None] + whole(3, *w.shape)
+    sparsity, ctx = nm.parse(f"fwd_rhs=ste({text})"), nm.Ctx(state={"fwd_rhs": whole(4, IN) ** 2 + 1})
+    same(grouped(x, w, g, SIZES["uneven"], sparsity, ctx), by_loop(x, w, g, SIZES["uneven"], sparsity, ctx))
+
+
 # ---- where the tokens are laid ----
 
 
