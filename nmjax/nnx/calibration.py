@@ -29,15 +29,17 @@ class Inputs(NamedTuple):
         and for experts their axis. The features of a convolution are the places of its window, each with all channels.
       moments: The second moments X'X, in float64; None if they were not asked for.
       tokens: The number of rows of the input, each with all features. For experts, the largest number of one expert.
+      fewest: The same number; for experts, the smallest number of one expert.
 
     >>> import nmjax as nm
     >>> nm.nnx.calibrate(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), [jnp.ones((3, 2))])[""]
-    Inputs(squares=array([3., 3.]), moments=None, tokens=3)
+    Inputs(squares=array([3., 3.]), moments=None, tokens=3, fewest=3)
     """
 
     squares: np.ndarray
     moments: np.ndarray | None
     tokens: int
+    fewest: int
 
 
 def calibrate(
@@ -116,7 +118,7 @@ def calibrated(
     found = {}
     for path, (statistic, tokens) in sums.items():
         squares = np.diagonal(statistic, axis1=-2, axis2=-1).copy() if moments else statistic
-        found[path] = Inputs(squares, statistic if moments else None, int(tokens.max()))
+        found[path] = Inputs(squares, statistic if moments else None, int(tokens.max()), int(tokens.min()))
     return found
 
 
@@ -196,8 +198,8 @@ def set_norms(model: Any, inputs: Mapping[str, Inputs]) -> None:
         holders = [v for v in holders if jnp.issubdtype(v.dtype, jnp.floating) and v.size == norms.size]
         if not holders:
             raise ValueError(
-                f"set_norms: {path or 'the model'}: norms of shape {norms.shape} were measured, but the pruner does not "
-                "hold so many. It holds one vector of norms. Leave out layers that contract several axes, and prune "
+                f"set_norms: {path or 'the model'}: norms of shape {norms.shape} were measured, but the pruner does "
+                "not hold so many. It holds one vector. Leave out layers that contract several axes, and prune "
                 "experts with nm.nnx.prune and nm.oneshot.wanda. Or calibrate this model."
             )
         for holder in holders:  # several parts of a pruner may read norms

@@ -19,10 +19,10 @@ from nmjax.nnx.calibration import Inputs, axes_in, calibrated, statistics
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden_without_warning
-from nmjax.nnx.layers import layers
+from nmjax.nnx.layers import layers, over
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
-from nmjax.oneshot.solvers import Solved, sparsegpt
+from nmjax.oneshot.solvers import Solved, relative_error, sparsegpt
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners.whole_rows import has_rows, rows
 from nmjax.recipes.table import Recipe
@@ -122,8 +122,8 @@ def prune(
             weight = _solve(now[path], inputs, targets[path].hardened, solver, errors)
             write(now[path].kernel, weight)
             write(targets[path].kernel, weight)
-            if inputs.tokens < inputs.squares.shape[-1]:
-                few.append(f"{path or 'the model'}: {inputs.tokens:,} rows for {inputs.squares.shape[-1]:,} inputs")
+            if inputs.fewest < inputs.squares.shape[-1]:
+                few.append(f"{path or 'the model'}: {inputs.fewest:,} rows for {inputs.squares.shape[-1]:,} inputs")
         if blocks is not None:
             blocks.run(number, asked)
     if few:
@@ -195,16 +195,23 @@ def _solve(
     """Return the pruned kernel of a layer or of a stack, and write down the errors."""
     assert inputs.moments is not None
     weight, stack, axes = layer.weight(), len(layer.stack), axes_in(layer)
-    values = np.asarray(layer.steps.apply(lambda w: w, weight) if not stack else weight, np.float64)
+    operand = over(layer.stack, lambda w: layer.steps.apply(lambda v: v, w))
+    values = np.asarray(operand(weight), np.float64)
     order = [*range(stack), *(a + stack for part in axes for a in part)]
     moved = values.transpose(order)
     lead = moved.shape[: stack + len(axes.batch)]
     matrices = moved.reshape(*lead, inputs.moments.shape[-1], -1)
+    allowed = np.ones((), bool) if layer.mask is None else np.asarray(layer.mask, bool)  # of a masked convolution
+    allowed = np.broadcast_to(allowed, values.shape).transpose(order).reshape(matrices.shape)
     pruned = np.empty_like(matrices)
     for index in np.ndindex(lead):
-        result = solver(matrices[index], inputs.moments[index], pattern.n, pattern.m)
-        errors[layer.path + (f"[{','.join(map(str, index))}]" if lead else "")] = result.error, result.magnitude_error
-        pruned[index] = result.weight
+        name, w = layer.path + (f"[{','.join(map(str, index))}]" if lead else ""), matrices[index]
+        try:
+            result = solver(w, inputs.moments[index], pattern.n, pattern.m)
+        except ValueError as error:
+            raise ValueError(f"{name or 'the model'}: {error}") from error
+        pruned[index] = np.where(allowed[index], result.weight, 0)
+        errors[name] = relative_error(w, pruned[index], inputs.moments[index]), result.magnitude_error
     made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(order)), weight.dtype)
-    back = made if stack else layer.steps.apply(lambda w, p: p.astype(w.dtype), weight, made, back=True)
-    return back.astype(layer.kernel.dtype)
+    put = lambda w, p: layer.steps.apply(lambda v, q: q.astype(v.dtype), w, p, back=True)
+    return over(layer.stack, put)(weight, made).astype(layer.kernel.dtype)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK = 128  # inputs that are pruned before all later inputs are updated
+LEAST = 1e-30  # a norm that is smaller counts as this: weights of inputs that are always zero are kept by magnitude
 
 
 class Solved(NamedTuple):
@@ -61,7 +62,7 @@ def wanda(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4) -> Solved:
     [True, False, False, True]
     """
     w, moments = _checked(w, moments, n, m)
-    return _solved(w, _largest(np.abs(w) * np.sqrt(np.diag(moments))[:, None], n, m), moments, n, m)
+    return _solved(w, _largest(np.abs(w) * _norms(moments), n, m), moments, n, m)
 
 
 def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float = 0.5) -> Solved:
@@ -81,7 +82,7 @@ def ria(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, power: float
     size = np.abs(w)
     tiny = np.finfo(np.float64).tiny
     shares = size / np.maximum(size.sum(0, keepdims=True), tiny) + size / np.maximum(size.sum(1, keepdims=True), tiny)
-    return _solved(w, _largest(shares * (np.diag(moments) ** (power / 2))[:, None], n, m), moments, n, m)
+    return _solved(w, _largest(shares * _norms(moments) ** power, n, m), moments, n, m)
 
 
 def sparsegpt(w: np.ndarray, moments: np.ndarray, n: int = 2, m: int = 4, damping: float = 0.01) -> Solved:
@@ -193,11 +194,21 @@ def _largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
     return (rank < n).reshape(scores.shape)
 
 
+def _norms(moments: np.ndarray) -> np.ndarray:
+    """Return the norms of the inputs as a column."""
+    return np.maximum(np.sqrt(np.diag(moments)), LEAST)[:, None]
+
+
 def _damped(moments: np.ndarray, damping: float) -> np.ndarray:
-    """Return second moments that have an inverse. An input that is always zero gets the mean moment."""
+    """Return second moments that have an inverse. Those of inputs that are always zero are the smallest."""
     diagonal = np.diag(moments)
-    added = damping * diagonal.mean() + (diagonal == 0) * (diagonal.mean() or 1.0)
-    return moments + np.diag(added)
+    mean = diagonal.mean() or 1.0
+    return moments + np.diag(np.where(diagonal == 0, 1e-6, damping) * mean)
+
+
+def relative_error(w: np.ndarray, pruned: np.ndarray, moments: np.ndarray) -> float:
+    """Return ||XW - XP||^2 / ||XW||^2 of a weight and a pruned weight, for inputs with these second moments."""
+    return float(np.vdot(w - pruned, moments @ (w - pruned)) / (np.vdot(w, moments @ w) or 1.0))
 
 
 def _solved(
@@ -213,5 +224,5 @@ def _solved(
     """
     w = kept if w is None else w
     weight = np.where(mask, kept, 0)
-    error = lambda p: float(np.vdot(w - p, moments @ (w - p)) / (np.vdot(w, moments @ w) or 1.0))
-    return Solved(weight, mask, error(weight), error(np.where(_largest(np.abs(w), n, m), w, 0)))
+    by_magnitude = np.where(_largest(np.abs(w), n, m), w, 0)
+    return Solved(weight, mask, relative_error(w, weight, moments), relative_error(w, by_magnitude, moments))

@@ -11,6 +11,8 @@ from nmjax.core.bases import Grouped, Remembering
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner, join_states, split_ctx
 
+LEAST = 1e-30  # a norm that is smaller counts as this: weights of inputs that are always zero are kept by magnitude
+
 
 @dataclass(frozen=True, repr=False)
 class ByNorms(Grouped, Remembering):
@@ -31,7 +33,7 @@ class ByNorms(Grouped, Remembering):
         return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        norms = self._norms(ctx)
+        norms = jnp.maximum(self._norms(ctx), LEAST)
         if jnp.shape(norms) != (x.shape[axis],):
             raise ValueError(
                 f"{self} holds norms of shape {jnp.shape(norms)}, but axis {axis} of an array of shape {x.shape} has "

@@ -164,6 +164,14 @@ def test_inputs_that_are_always_zero(name):
     assert SOLVERS[name](np.zeros((16, 4)), x.T @ x).error == 0
 
 
+@pytest.mark.parametrize("name", [name for name in SOLVERS if name != "magnitude"])
+def test_inputs_that_are_always_zero_take_no_place(name):
+    """Their weights are large, and do nothing."""
+    solved = SOLVERS[name](np.array([[10.0], [9.0], [1.0], [1.0]]), np.diag([0.0, 0.0, 100.0, 100.0]))
+    assert solved.mask[:, 0].tolist() == [False, False, True, True]
+    assert solved.error == 0
+
+
 BAD = {
     r"got \(8,\) and \(8, 8\)": (np.ones(8), np.eye(8), 2, 4),
     r"got \(8, 2\) and \(7, 7\)": (np.ones((8, 2)), np.eye(7), 2, 4),
