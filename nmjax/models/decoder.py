@@ -287,9 +287,7 @@ class Decoder(nnx.Module):
             raise ValueError(f"heads must divide width, got heads={heads} and width={width}. Or write features=...")
         features = width // heads if features is None else features
         if features < 1 or features % 2:
-            raise ValueError(
-                f"features of a head must be even, since rotary positions rotate pairs, and at least 2; got {features}."
-            )
+            raise ValueError(f"features of a head must be even, because positions rotate pairs, got {features}.")
         if local is not None and (len(local) != depth or (any(local) and (window is None or window < 1))):
             raise ValueError(
                 "local needs one value per block, and if any is True, window must be at least 1; "

@@ -429,7 +429,7 @@ def test_runs_that_scatter_are_named(tmp_path, monkeypatch):
     lines = [each for arm in ("dense", *arms[1:]) for each in runs(arm, quiet())]
     lines += runs(DW, (0.33 + 0.02 * draw.standard_normal(8)).tolist()) + runs(FLOOR, [0.5] * 8)
     text, _ = reproduce.block(NAME, written(tmp_path, lines))
-    assert f"scatter much more than the others, so each has its own variance: {DW}." in text
+    assert f"the runs of {DW} scatter much more than those of other arms. Each such arm has its own variance." in text
     assert "By the test loss, the runs of these arms scatter" in text
     for each in lines:  # now they scatter by the validation loss only
         figures = each["figures"]
