@@ -261,10 +261,10 @@ def remarks(one: Judged, results: Path) -> list[str]:
             "loss is that of the network in training."
         )
     for arms in dict.fromkeys(map(tuple, one.scattered.values())):
-        scores = " and the ".join(score for score, theirs in one.scattered.items() if tuple(theirs) == arms)
+        scores = ", by the ".join(score for score, theirs in one.scattered.items() if tuple(theirs) == arms)
         found.append(
-            f"By the {scores}, the runs of {'; '.join(arms)} scatter much more than those of other arms. Each such arm "
-            "has its own variance."
+            f"Arms whose runs scatter much more than those of others, by the {scores}, so that each has its own "
+            f"variance: {'; '.join(arms)}."
         )
     if math.isnan(one.arms["dense"].time):
         timed = study(f"times_{one.name.rpartition('_')[2]}")

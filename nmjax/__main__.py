@@ -341,7 +341,7 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
     own = any(target.exists() and target.samefile(file) for file in tensors.files)
     home = source if source.is_dir() or not (source.parent / "config.json").is_file() else source.parent
     if own or target.parent.resolve() == home.resolve():
-        raise ValueError(f"{target} lies in the folder of the checkpoint. Name another folder.")
+        raise ValueError(f"{target} lies in the folder of the checkpoint. Name a file in another folder.")
     metadata = dict(ChainMap(*tensors.texts.values()))  # of all files; if they differ, the first decides
     if packing.ENTRY in metadata:
         raise ValueError(f"{source}: the tensors are packed already.")

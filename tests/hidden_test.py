@@ -238,11 +238,11 @@ def test_a_sparse_decoder_trains_in_a_scan():
 
 
 BAD = {
-    "kv_heads must divide heads, got kv_heads=3 and heads=2": {"kv_heads": 3},
+    "kv_heads must divide heads, both at least 1, got kv_heads=3 and heads=2": {"kv_heads": 3},
     "heads must divide width, got heads=3 and width=16": {"heads": 3},
-    "features of a head must be even, .* got 5": {"features": 5},
-    "features of a head must be even, .* got 0": {"features": 0},
-    "kv_heads must divide heads, got kv_heads=1 and heads=0": {"heads": 0},
+    "features of a head must be even and at least 2, .* got 5": {"features": 5},
+    "features of a head must be even and at least 2, .* got 0": {"features": 0},
+    "kv_heads must divide heads, both at least 1, got kv_heads=1 and heads=0": {"heads": 0},
     "window must be at least 1; .* and window=0": {"local": (True, False, False), "window": 0},
     r"got local=\(True,\) for depth=3, and window=4": {"local": (True,), "window": 4},
     "for depth=3, and window=None": {"local": (True, False, False)},
@@ -267,3 +267,7 @@ def test_logits_of_a_head_of_its_own_are_not_rounded():
     logits = MAKE["decoder"](tied=False, dtype=jnp.bfloat16)(TOKENS)
     assert logits.dtype == jnp.float32
     assert (logits != logits.astype(jnp.bfloat16).astype(jnp.float32)).any()
+    tied = MAKE["decoder"](dtype=jnp.bfloat16)
+    for model in (MAKE["decoder"](tied=False, dtype=jnp.bfloat16), tied):
+        grads = nnx.grad(lambda model: jnp.square(model(TOKENS)).mean())(model)
+        assert all(jnp.isfinite(v).all() for v in jax.tree.leaves(grads))

@@ -363,7 +363,8 @@ def _windows(config: Config, depth: int) -> dict[str, Any]:
 
 def _rotaries(config: Config) -> tuple[Rotary, Rotary]:
     """Return the rotary positions of global and of local blocks. Configs before transformers 5 have other fields."""
-    theta = config.get("rope_theta", 1e6 if config["model_type"] == "gemma3_text" else 1e4)
+    gemma = config["model_type"] == "gemma3_text"
+    theta = config.get("rope_theta", 1e6 if gemma else 1e4)
     local = {"rope_theta": config.get("rope_local_base_freq", 1e4), "rope_type": "default"}
     about = config.get("rope_parameters")
     if about is None:
@@ -371,7 +372,7 @@ def _rotaries(config: Config) -> tuple[Rotary, Rotary]:
         about = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
         return _rotary({"rope_theta": theta, **about}), _rotary(local)
     whole, sliding = {"rope_theta": theta, **about.get("full_attention", about)}, about.get("sliding_attention")
-    return _rotary(whole), _rotary({**local, **sliding} if sliding else whole)
+    return _rotary(whole), _rotary({**local, **(sliding or {})} if gemma or sliding else whole)
 
 
 def _rotary(about: Mapping[str, Any]) -> Rotary:

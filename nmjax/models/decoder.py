@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from nmjax.fusing import fused
-from nmjax.models.transformer import INIT, Scores, check_tokens, repeat, through, wide_einsum
+from nmjax.models.transformer import INIT, Scores, check_tokens, repeat, through, wide_einsum, wide_precision
 
 SIZES = {  # sizes only; checkpoints.load also sets the norms and positions of each kind
     "tiny": {"width": 128, "depth": 4, "heads": 4, "kv_heads": 2, "hidden": 384},
@@ -282,12 +282,12 @@ class Decoder(nnx.Module):
           ValueError: Sizes do not fit each other.
         """
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"kv_heads must divide heads, got kv_heads={kv_heads} and heads={heads}.")
+            raise ValueError(f"kv_heads must divide heads, both at least 1, got kv_heads={kv_heads} and heads={heads}.")
         if features is None and width % heads:
             raise ValueError(f"heads must divide width, got heads={heads} and width={width}. Or write features=...")
         features = width // heads if features is None else features
         if features < 1 or features % 2:
-            raise ValueError(f"features of a head must be even, because positions rotate pairs, got {features}.")
+            raise ValueError(f"features of a head must be even and at least 2, to rotate pairs, got {features}.")
         if local is not None and (len(local) != depth or (any(local) and (window is None or window < 1))):
             raise ValueError(
                 "local needs one value per block, and if any is True, window must be at least 1; "
@@ -303,8 +303,8 @@ class Decoder(nnx.Module):
         self.tokens = nnx.Embed(vocabulary, width, embedding_init=INIT, rngs=rngs)
         self.blocks = repeat(lambda rngs: Block(shape, rngs=rngs), depth, scan=scan, rngs=rngs)
         self.norm = RMSNorm(width, epsilon, offset=norm_offset)
-        options = {"use_bias": False, "kernel_init": INIT, "dtype": dtype, "preferred_element_type": jnp.float32}
-        self.head = None if tied else nnx.Linear(width, vocabulary, **options, rngs=rngs)
+        wide = {"use_bias": False, "dtype": jnp.float32, "precision": wide_precision(dtype)}
+        self.head = None if tied else nnx.Linear(width, vocabulary, kernel_init=INIT, **wide, rngs=rngs)
         self.rotaries = (rotary, local_rotary)
         self.local = local if local is not None and any(local) else None
         self.length, self.features, self.embedding_scale = length, features, embedding_scale

@@ -31,8 +31,12 @@ def wide_einsum(spec: str, x: jax.Array, y: jax.Array, dtype: DTypeLike) -> jax.
     `jax.nn.dot_product_attention` takes bfloat16 operands and a wider result instead. The products of its gradients
     then have operands of two dtypes, which strict promotion refuses.
     """
-    precision = lax.DotAlgorithmPreset.BF16_BF16_F32 if dtype == jnp.bfloat16 else None
-    return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=precision)
+    return jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=wide_precision(dtype))
+
+
+def wide_precision(dtype: DTypeLike | None) -> Any:
+    """Return the precision of a float32 product whose operands the hardware may round to bfloat16, if that is dtype."""
+    return lax.DotAlgorithmPreset.BF16_BF16_F32 if dtype == jnp.bfloat16 else None
 
 
 class Dropout(NamedTuple):

@@ -79,8 +79,8 @@ def prune(
         layer is a convolution in groups.
 
     Warns:
-      UserWarning: Layers have fewer rows than inputs to calibrate with; or the model raises an error when its blocks
-        are called one after another, so the whole model is called for each.
+      UserWarning: Layers, or one of their experts, have fewer rows than inputs to calibrate with; or the model raises
+        an error when its blocks are called one after another, so the whole model is called for each.
 
     >>> import nmjax as nm
     >>> model, batches = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), [jax.random.normal(jax.random.key(0), (100, 8))]
@@ -123,7 +123,8 @@ def prune(
             write(now[path].kernel, weight)
             write(targets[path].kernel, weight)
             if inputs.fewest < inputs.squares.shape[-1]:
-                few.append(f"{path or 'the model'}: {inputs.fewest:,} rows for {inputs.squares.shape[-1]:,} inputs")
+                of = "" if inputs.fewest == inputs.tokens else " of an expert"
+                few.append(f"{path or 'the model'}: {inputs.fewest:,} rows{of} for {inputs.squares.shape[-1]:,} inputs")
         if blocks is not None:
             blocks.run(number, asked)
     if few:

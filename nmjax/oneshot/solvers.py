@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 BLOCK = 128  # inputs that are pruned before all later inputs are updated
-LEAST = 1e-30  # a norm that is smaller counts as this: weights of inputs that are always zero are kept by magnitude
+LEAST = 1e-12  # the norm of an input that is always zero, as a share of the largest norm: its weights are kept last
 
 
 class Solved(NamedTuple):
@@ -196,7 +196,8 @@ def _largest(scores: np.ndarray, n: int, m: int) -> np.ndarray:
 
 def _norms(moments: np.ndarray) -> np.ndarray:
     """Return the norms of the inputs as a column."""
-    return np.maximum(np.sqrt(np.diag(moments)), LEAST)[:, None]
+    norms = np.sqrt(np.diag(moments))
+    return np.where(norms > 0, norms, LEAST * norms.max() or 1.0)[:, None]
 
 
 def _damped(moments: np.ndarray, damping: float) -> np.ndarray:

@@ -297,5 +297,4 @@ def prune(
     axis = groups.position(x.ndim, axis)
     ctx = Ctx(None if key is None else random.fold(random.words(key), step), step, state)
     axes = ctx.axes_of(x.ndim, axis)
-    other = () if axes.other is None else (axes.other,)
-    return pruned(str(pruner), pruner, x, Operand((axis,), other, axes.space), ctx)
+    return pruned(str(pruner), pruner, x, Operand((axis,), axes.others, axes.space), ctx)

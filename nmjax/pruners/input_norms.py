@@ -11,7 +11,7 @@ from nmjax.core.bases import Grouped, Remembering
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner, join_states, split_ctx
 
-LEAST = 1e-30  # a norm that is smaller counts as this: weights of inputs that are always zero are kept by magnitude
+LEAST = 1e-12  # the norm of an input that is always zero, as a share of the largest norm: its weights are kept last
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +33,7 @@ class ByNorms(Grouped, Remembering):
         return jnp.where(self.mask(x, axis, ctx), x, jnp.zeros((), x.dtype))
 
     def mask(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> jax.Array:
-        norms = jnp.maximum(self._norms(ctx), LEAST)
+        norms = self._norms(ctx)
         if jnp.shape(norms) != (x.shape[axis],):
             raise ValueError(
                 f"{self} holds norms of shape {jnp.shape(norms)}, but axis {axis} of an array of shape {x.shape} has "
@@ -41,6 +41,8 @@ class ByNorms(Grouped, Remembering):
             )
         shape = [1] * x.ndim
         shape[axis] = x.shape[axis]
+        largest = norms.max()
+        norms = jnp.where(norms > 0, norms, jnp.where(largest > 0, LEAST * largest, 1))
         axes = ctx.axes_of(x.ndim, axis % x.ndim)
         outputs = tuple({*axes.others, *axes.space})
         return groups.top(self.scores(x.astype(jnp.float32), axis, outputs, norms.reshape(shape)), axis, self.n, self.m)

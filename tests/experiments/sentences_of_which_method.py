@@ -362,4 +362,9 @@ SENTENCES = [
         only(OPEN),
         Verdicts(HELD, "FST.*", AS_GOOD, "dense", VALIDATION),
     ),
+    (
+        "By accuracy and by the validation loss, it is undecided whether `fst` is as good as dense",
+        only(OPEN),
+        Verdicts(HELD, "FST.*", AS_GOOD, "dense", ACCURACY),
+    ),
 ]
