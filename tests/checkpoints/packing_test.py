@@ -164,7 +164,7 @@ def test_a_model_that_prunes_gradients_alone_is_saved_and_not_exported(text, tmp
 def test_without_jax2onnx_the_message_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jax2onnx", None)
     assert main(["export", str(GOLDEN / "bert"), "--to", str(tmp_path / "m.onnx")]) == 2
-    assert "the package jax2onnx is missing. The extra onnx brings it" in capsys.readouterr().err
+    assert "the package jax2onnx is missing. Run pip install '.[onnx]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 8)])
