@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nmjax.pruners.input_norms import LEAST
+
 BLOCK = 128  # inputs that are pruned before all later inputs are updated
-LEAST = 1e-12  # the norm of an input that is always zero, as a share of the largest norm: its weights are kept last
 
 
 class Solved(NamedTuple):
