@@ -22,7 +22,7 @@ def gradient(sparsity, x=X, w=None, **ctx):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nm.mse(3, 2), r"mse\(3,2\): n must lie between 1 and m.*Did you mean mse\(2,3\)\?"),
+        (lambda: nm.mse(3, 2), r"mse\(3,2\): n must lie between 1 and m.*Did you mean 2 of 3, as in \(2,3\)\?"),
         (lambda: nm.mse(0, 4), r"mse\(0,4\): n must lie between 1 and m"),
         (lambda: nm.mse(-1, 4), "n must lie between"),
         (lambda: nm.mse(2, 4.5), "mse: m must be a whole number, got 4.5"),
@@ -56,6 +56,7 @@ def gradient(sparsity, x=X, w=None, **ctx):
         (lambda: nm.methods.sdgf(1, 8, kind="geometric", k=6), "k is a power of two"),
         (lambda: nm.methods.sdgp(select="largest"), "select is 'top' or 'random'"),
         (lambda: nm.methods.activation(layer="middle"), "layer is 'down' or 'up'"),
+        (lambda: nm.methods.s_ste(3, 2), r"n must lie between 1 and m.*Did you mean 2 of 3, as in \(2,3\)\?"),
     ],
 )  # fmt: skip
 def test_values_that_make_no_sense(make, message):
@@ -75,8 +76,11 @@ def test_values_that_make_no_sense(make, message):
         ({"fwd_lhs": nm.stages(((0, nm.identity), (5, nm.mvue(2, 4))))}, "random choice"),
         ({"fwd_lhs": nm.ste(nm.hold(nm.mse(2, 4)))}, "only the slots of the weight can"),
         ({"drhs_g": nm.hold(nm.mse(2, 4))}, "only the slots of the weight can"),
-        ({"drhs_g": "mvue(2,4)"}, r"drhs_g takes a pruner, got str: parse it first, nm.parse_pruner"),
-        ({"fwd_rhs": None}, "fwd_rhs takes a pruner, got NoneType"),
+        ({"drhs_g": "mvue(2,4)"}, r"drhs_g takes a pruner, such as mse\(2,4\), got str: parse it first, .*nm.parse_pruner"),
+        ({"fwd_rhs": nm.mse}, r"got mse itself: call it first, as in mse\(2,4\)"),
+        ({"fwd_rhs": nm.methods.ste}, r"got ste itself: call it first, as in ste\(2,4\)"),
+        ({"fwd_rhs": nm.methods.ste(2, 4)}, r"got fwd_rhs=ste\(mse\(2,4\)\): pass the pruner of one of its slots, such as sparsity.fwd_rhs"),
+        ({"fwd_rhs": None}, r"fwd_rhs takes a pruner, such as mse\(2,4\), got None"),
     ],
 )  # fmt: skip
 def test_slots_where_a_pruner_has_no_meaning(slots, message):
@@ -100,6 +104,8 @@ def test_slots_where_a_pruner_has_no_meaning(slots, message):
         (lambda: nm.prune(nm.mvue(2, 4), X, key=0.5), "key must be a jax.random.key, an int seed or two uint32 words, got 0.5"),
         (lambda: jax.jit(lambda s: nm.prune(nm.mvue(2, 4), X, key=s))(1), r"got int32\[\]. If the seed is .* traced, pass jax.random.key\(seed\)"),
         (lambda: nm.prune(nm.mvue(2, 4), X, key=jax.random.split(jax.random.key(0), 3)), r"must be one key, got an array of keys of shape \(3,\)"),
+        (lambda: nm.prune(nm.methods.ste(2, 4), X), r"prune takes a pruner .* got fwd_rhs=ste\(mse\(2,4\)\): pass the pruner of one of its slots"),
+        (lambda: nm.prune(nm.mse, X), "prune takes a pruner .* got mse itself: call it first"),
         (lambda: nm.prune("mse(2,4)", X), r"prune takes a pruner such as mse\(2,4\), got str: parse it first"),
         (lambda: nm.prune(nm.hold(nm.mse(2, 4)), X), "keeps state between steps and was given none"),
         (lambda: nm.prune(nm.hold(nm.mse(2, 4)), X, state=jnp.ones((4, 4), bool)), r"holds a mask of shape \(4, 4\).* \(4, 8\)"),

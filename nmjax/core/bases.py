@@ -32,8 +32,7 @@ class Grouped(Pruner):
             return
         problem = f"{self}: n must lie between 1 and m, because at most n of every m values are kept"
         if 1 <= self.m < self.n:
-            meant = f"{type(self).__name__}({self.m},{self.n})" if len(fields(self)) == 2 else f"n={self.m}, m={self.n}"
-            raise ValueError(f"{problem}. Did you mean {meant}?")
+            raise ValueError(f"{problem}. Did you mean {self.m} of {self.n}, as in ({self.m},{self.n})?")
         raise ValueError(f"{problem}.")
 
     @property
@@ -43,9 +42,6 @@ class Grouped(Pruner):
     @property
     def pattern(self) -> Pattern | None:
         return (self.n, self.m) if self.n < self.m else None
-
-    def kept(self, step: int | None = None) -> float:
-        return self.n / self.m
 
 
 @dataclass(frozen=True, repr=False)

@@ -32,7 +32,7 @@ class Axes(NamedTuple):
 class Ctx:
     """The context of a call: everything a pruner reads beside its array.
 
-    ``key``, ``step``, ``state`` and ``partner`` are data and may be traced. ``axes`` is static, and products set it.
+    All but ``axes`` are data and may be traced. ``axes`` is static, and products set it.
     Products and `nmjax.prune` derive the noise from key, step and slot. A pruner that is called directly uses the key
     as it is.
 
@@ -41,6 +41,7 @@ class Ctx:
       step: The training step, which schedules and noise read.
       state: The state that ``init`` or ``refresh`` returned; for a product, a dict from slot to state.
       axes: The other axes of the operand. If None, an array is read as ``(batch, *space, features)``.
+      since: The step of the earlier ``refresh`` that returned the state. If None, it is the step before.
       partner: The norms of the rows of the product's other operand, of a shape that is broadcast with the array.
         Products set it for a pruner with ``reads_partner``.
 
@@ -53,13 +54,14 @@ class Ctx:
     step: Any = 0
     state: Any = None
     axes: Axes | None = None
+    since: Any = None
     partner: jax.Array | None = None
 
     def replace(self, **changes: Any) -> "Ctx":
         """Return this context with some fields changed.
 
         >>> Ctx(key=0).replace(step=5)
-        Ctx(key=0, step=5, state=None, axes=None, partner=None)
+        Ctx(key=0, step=5, state=None, axes=None, since=None, partner=None)
         """
         return dataclasses.replace(self, **changes)
 
@@ -91,4 +93,4 @@ class Ctx:
         return Axes(others[-1] if others else None, tuple(a for a in others if 0 < a < ndim - 1), others=others)
 
 
-jax.tree_util.register_dataclass(Ctx, data_fields=["key", "step", "state", "partner"], meta_fields=["axes"])
+jax.tree_util.register_dataclass(Ctx, data_fields=["key", "step", "state", "since", "partner"], meta_fields=["axes"])

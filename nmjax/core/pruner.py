@@ -211,12 +211,14 @@ class Pruner(Value):
         raise TypeError(f"{self} has no mask: {type(self).__name__} does not define mask(x, axis, ctx).")
 
     def kept(self, step: int | None = None) -> float:
-        """Return the share of values that a call keeps.
+        """Return the share of values that a call keeps in groups of the `pattern`.
 
         Args:
           step: A training step. If None, return the smallest share over all steps.
         """
-        return min((p.kept(step) for p in self.parts), default=1.0)
+        if self.parts or self.pattern is None:
+            return min((kept_in_groups(p, step) for p in self.parts), default=1.0)
+        return self.pattern[0] / self.pattern[1]
 
     def kept_across(self, step: int | None = None) -> float:
         """Return the share of values that a call keeps in groups along the other axis of a weight, as `kept` does."""
@@ -309,6 +311,11 @@ class Pruner(Value):
     def refresh(self, x: jax.Array, axis: int = -1, ctx: Ctx = Ctx()) -> Any:
         """Return the state for step ``ctx.step``, given the array at that step and an earlier state, ``ctx.state``."""
         return join_states(p.refresh(x, axis, part) for p, part in zip(self.parts, split_ctx(self, ctx), strict=True))
+
+
+def kept_in_groups(p: Pruner, step: int | None = None) -> float:
+    """Return `Pruner.kept`; 1 if the pruner has neither parts nor a pattern, because zeros without n:m save nothing."""
+    return p.kept(step) if p.parts or p.pattern is not None else 1.0
 
 
 def join_states(states: Iterable[Any]) -> Any:

@@ -51,6 +51,26 @@ def show(value: Any) -> str:
     return repr(value)
 
 
+def told(value: Any) -> str:
+    """Return what a value is that was given in the place of another, for errors.
+
+    >>> import nmjax as nm
+    >>> told(nm.mse)
+    'mse itself: call it first, as in mse(2,4)'
+    >>> told(nm.methods.ste(2, 4))
+    'fwd_rhs=ste(mse(2,4)): pass the pruner of one of its slots, such as sparsity.fwd_rhs'
+    """
+    if isinstance(value, str):
+        return f"str: parse it first, nm.parse({value!r}) or nm.parse_pruner({value!r})"
+    name = getattr(value, "__name__", None)
+    if name is not None and callable(value):
+        return f"{name} itself: call it first, as in {name}(2,4)"
+    if isinstance(value, Value):
+        slot = ": pass the pruner of one of its slots, such as sparsity.fwd_rhs" if hasattr(value, "fwd_rhs") else ""
+        return f"{value!r}{slot}"
+    return repr(value) if isinstance(value, (int, float, type(None))) else type(value).__name__
+
+
 def written(value: Any) -> str | None:
     """Return the text that a value of another module was parsed from, or None if it was made in Python."""
     return getattr(value, "_written", None)

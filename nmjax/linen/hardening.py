@@ -46,7 +46,7 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
     """
     sites.check_time(step, micro)
     now = jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
-    return _with_layers(variables, partial(_renewed, now=now))
+    return _with_layers(variables, lambda layer: layer.over(partial(_renewed, now=now, since=_step(layer))))
 
 
 def reset_state(variables: Variables) -> Variables:
@@ -63,7 +63,7 @@ def reset_state(variables: Variables) -> Variables:
     >>> print(nm.linen.reset_state(variables)["nm"]["Product_0"]["site"].state["fwd_rhs"].ravel())
     [2.2]
     """
-    return _with_layers(variables, partial(_renewed, now=None))
+    return _with_layers(variables, lambda layer: layer.over(partial(_renewed, now=None, since=None)))
 
 
 def harden(variables: Variables) -> Variables:
@@ -89,7 +89,7 @@ def harden(variables: Variables) -> Variables:
     >>> bool(nm.groups.is_nm(hard["params"]["kernel"], 2, 4, axis=0))
     True
     """
-    hard = _with_layers(variables, _hardened)
+    hard = _with_layers(variables, _hard)
     before = Leaves.of(variables).sites()
     inputs = [(one.path, sites.inputs_unfinished(one.site.sparsity, one.site.time)) for one in before]
     sites.warn_unfinished(_distances(variables, hard), inputs, stacklevel=3)
@@ -123,7 +123,14 @@ def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(site.origin.path for site in jax.tree.leaves(variables.get("nm"), is_leaf=is_site))
 
 
-def _renewed(site: SiteVariable, weight: jax.Array, now: jax.Array | None) -> tuple[SiteVariable, jax.Array]:
+def _step(layer: Sited) -> Any:
+    """Return the step of a layer: one for a whole stack. None if it keeps no time."""
+    return None if layer.site.time is None else layer.over(lambda site, _: site.own()[1][0], out=0).max()
+
+
+def _renewed(
+    site: SiteVariable, weight: jax.Array, now: jax.Array | None, since: Any
+) -> tuple[SiteVariable, jax.Array]:
     """Return a layer at another time; without a time, with new state at its own."""
     words, time, state = site.own()
     step: Any = 0
@@ -133,10 +140,15 @@ def _renewed(site: SiteVariable, weight: jax.Array, now: jax.Array | None) -> tu
         step = time[0]
     if state is not None:
         make = site.sparsity.init if now is None else site.sparsity.refresh
-        state = states(site.origin, make, weight, Ctx(words, step, state))
+        state = states(site.origin, make, weight, Ctx(words, step, state, since=since))
     if now is not None and time is not None:
         time = now
     return site.holding(words, time, state), weight
+
+
+def _hard(layer: Sited) -> tuple[SiteVariable, jax.Array]:
+    _ = layer.final  # it raises an error if the weight has no single final form
+    return layer.over(_hardened)
 
 
 def _hardened(site: SiteVariable, weight: jax.Array) -> tuple[SiteVariable, jax.Array]:
@@ -148,19 +160,15 @@ def _hardened(site: SiteVariable, weight: jax.Array) -> tuple[SiteVariable, jax.
     return site.replace(sparsity=rest, words=None, time=None, state=None), weight
 
 
-def _with_layers(
-    variables: Variables, change: Callable[[SiteVariable, jax.Array], tuple[SiteVariable, jax.Array]]
-) -> Variables:
+def _with_layers(variables: Variables, change: Callable[[Sited], tuple[SiteVariable, jax.Array]]) -> Variables:
     """Return the variables with the variable and the weight of every sparse layer as ``change`` makes them."""
     leaves = Leaves.of(variables)
     by_name = dict(leaves.by_name)
     for layer in leaves.sites():
         if layer.site.sparsity == Sparsity():
             continue
-        if change is _hardened:
-            _ = layer.final  # it raises an error if the weight has no single final form
         with named(layer.path):
-            by_name[layer.name], weight = layer.over(change)
+            by_name[layer.name], weight = change(layer)
         by_name[layer.where] = meta.replace_boxed(by_name[layer.where], weight)
     return leaves.tree.unflatten(by_name.values())
 

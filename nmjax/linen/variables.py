@@ -183,7 +183,7 @@ def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array, sparsity: Sparsi
     """Return a new variable of one layer."""
     origin = origin._replace(sparsity=sparsity, asked=origin.sparsity)
     words = sites.site_words(origin.seed, origin.path) if sites.needs_key(sparsity) else None
-    time = jnp.zeros(2, jnp.int32) if sites.depends_on_step(sparsity) or words is not None else None
+    time = jnp.zeros(2, jnp.int32) if sites.needs_arrays(sparsity) else None
     state = None
     if sites.has_state(sparsity):
         # Draw by init's key, as the weight is drawn. Layers that are stacked later have one path, so by their words

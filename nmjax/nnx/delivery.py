@@ -159,7 +159,7 @@ def put_site(
     layer.put(site)
     if sites.needs_key(sparsity):
         site.words = nnx.data(_variable(layer, _words(layer, seed), state=False))
-    if sites.depends_on_step(sparsity) or sites.needs_key(sparsity):
+    if sites.needs_arrays(sparsity):
         site.time = nnx.data(_variable(layer, times(layer, 0, 0), state=False))
     if sites.has_state(sparsity):
         product, operand = layer.product, layer.operand
@@ -240,11 +240,11 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
     for layer, site in _with_sites(model):
         check_phase(site, step)
         try:
-            if site.time is not None:
-                write(site.time, times(layer, step, micro))
             if site.state is not None:
                 with jax.named_scope(site.name):
-                    _write_state(site, _new_state(layer, site.states(), step))
+                    _write_state(site, _new_state(layer, site.states(), step, site.step))
+            if site.time is not None:
+                write(site.time, times(layer, step, micro))
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{layer.path or 'the model'}: set_step was called in another trace than the one in which the model "
@@ -274,8 +274,7 @@ def reset_state(model: Model) -> Model:
     """
     for layer, site in _with_sites(model):
         if site.state is not None:
-            time = site.arrays()[1]
-            _write_state(site, _new_state(layer, step=0 if time is None else time.reshape(-1)[0]))
+            _write_state(site, _new_state(layer, step=site.step))
     return model
 
 
@@ -307,25 +306,32 @@ def _write_state(site: Site, state: Mapping[str, Any]) -> None:
         write(variable, value)
 
 
-def _new_state(layer: Layer, state: Any = None, step: Any = 0) -> Any:
-    """Return the state of a layer or a stack at a step: updated from ``state``, or initialised if that is None."""
+def _new_state(layer: Layer, state: Any = None, step: Any = 0, since: Any = None) -> Any:
+    """Return the state of a layer or a stack at a step.
+
+    Args:
+      layer: The layer.
+      state: The state of an earlier step, which is updated; None to make a new one.
+      step: The step.
+      since: The earlier step.
+    """
     site, operand = layer.site, layer.operand
     assert site is not None
     assert operand is not None
     static = {"sparsity": site.sparsity, "operand": operand, "stack": layer.stack, "ranks": site.ranks}
-    return _states(layer.weight(), site.arrays()[0], state, step, steps=layer.steps, **static)
+    return _states(layer.weight(), site.arrays()[0], state, step, since, steps=layer.steps, **static)
 
 
 # Jitted so that eager calls compile once per layer shape.
 @partial(jax.jit, static_argnames=("steps", "sparsity", "operand", "stack", "ranks"))
 def _states(
-    weight: jax.Array, words: jax.Array | None, state: Any, step: Any,
+    weight: jax.Array, words: jax.Array | None, state: Any, step: Any, since: Any,
     *, steps: Parameter, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
 ) -> Any:  # fmt: skip
     def one(weight: jax.Array, words: jax.Array | None, state: Any) -> Any:
         make = sparsity.init if state is None else sparsity.refresh
         own = None if state is None else unpadded(state, ranks)
-        ctx = Ctx(None if words is None else words.reshape(2), step, own)
+        ctx = Ctx(None if words is None else words.reshape(2), step, own, since=since)
         axes = {"contract": operand.contract, "out": operand.other, "batch": operand.batch}
         states = steps.apply(lambda w: make(w, **axes, ctx=ctx), weight)
         return jax.tree.map(lambda v: v.reshape(*v.shape, *(1,) * (weight.ndim - v.ndim)), states)

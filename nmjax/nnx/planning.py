@@ -127,6 +127,8 @@ def plan(
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"plan takes a Recipe, such as Recipe(((r'.*', 's_ste(2,4)'),)), got {type(recipe).__name__}.")
+    if any(isinstance(one, Recipe) for one in inputs):
+        raise TypeError("plan takes a recipe by its name: nm.nnx.plan(model, x, recipe=recipe).")
     if recipe is None and stack is not None:
         raise TypeError("plan takes stack only together with a recipe: a sparse model knows which axes stack layers.")
     axes = (stack,) if isinstance(stack, int) else stack

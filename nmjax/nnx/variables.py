@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
+from jax import lax
 
 from nmjax.core.context import Ctx
 from nmjax.products import functions, rule, sites
@@ -180,6 +181,14 @@ class Site(nnx.Module):
         words = None if self.words is None else self.words[...]
         time = None if self.time is None else self.time[...]
         return words, time, self.states()
+
+    @property
+    def step(self) -> Any:
+        """The step at which `set_step` has put the layer: one for a whole stack. 0 if it keeps no time."""
+        if self.time is None:
+            return 0
+        axis = next(a for a in range(self.time.ndim) if a not in self.stack)
+        return lax.index_in_dim(self.time[...], 0, axis).max()
 
     def states(self) -> Any:
         """Return the state as arrays, of one layer or of a stack; None if there is none."""

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from nmjax.core import groups, merging, random
 from nmjax.core.context import Axes, Ctx
 from nmjax.core.pruner import Pruner
+from nmjax.core.value import told
 from nmjax.pruners import identity
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -289,8 +290,7 @@ def prune(
     Array([ 0.,  0.,  3., -4.], dtype=float32)
     """
     if not isinstance(pruner, Pruner):
-        hint = f": parse it first, nm.parse_pruner({pruner!r})" if isinstance(pruner, str) else ""
-        raise TypeError(f"prune takes a pruner such as mse(2,4), got {type(pruner).__name__}{hint}.")
+        raise TypeError(f"prune takes a pruner such as mse(2,4), got {told(pruner)}.")
     x = jnp.asarray(x)
     if x.ndim == 0:
         raise ValueError(f"{pruner} prunes along an axis, and a 0-d array has none.")

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
+from nmjax.core.value import told
 from nmjax.kernels import calls
 from nmjax.kernels.targets import as_varying, check_backend, varying
 from nmjax.products.applying import (
@@ -130,9 +131,8 @@ def prepare(
     """Apply the forward slots, and choose how the products are computed. The arguments are those of `bilinear`."""
     check_backend(backend)
     if not isinstance(sparsity, Sparsity) or not isinstance(ctx, Ctx):
-        raise TypeError(
-            f"a product takes sparsity=nm.parse('s_ste(2,4)') and ctx=nm.Ctx(...), got {sparsity!r}, {ctx!r}."
-        )
+        wrong = told(ctx if isinstance(sparsity, Sparsity) else sparsity)
+        raise TypeError(f"a product takes sparsity=nm.parse('s_ste(2,4)') and ctx=nm.Ctx(...), got {wrong}.")
     if ctx.key is not None:
         ctx = ctx.replace(key=random.words(ctx.key))
     if sparsity.else_dense:

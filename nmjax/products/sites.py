@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nmjax.core import groups, layer_paths, random
 from nmjax.core.context import Ctx
@@ -57,15 +58,18 @@ def has_state(sparsity: Sparsity) -> bool:
 
 
 def needs_arrays(sparsity: Sparsity) -> bool:
-    """Return True if a layer keeps noise words, a time or state."""
+    """Return True if a layer keeps the time, which tells when state was renewed, and perhaps words and state."""
     return needs_key(sparsity) or depends_on_step(sparsity) or has_state(sparsity)
 
 
 def check_time(step: Any, micro: Any) -> None:
-    """Refuse a step or a micro-step that is not an integer."""
+    """Refuse a step or a micro-step that is not an integer, or, if its value is known, is negative or too large."""
     for name, value in (("step", step), ("micro", micro)):
-        if not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        known = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not known and not jnp.issubdtype(jnp.result_type(value), jnp.integer):
             raise TypeError(f"set_step: {name} must be an integer, got {value!r}.")
+        if known and not 0 <= value < 2**31:
+            raise ValueError(f"set_step: {name} must be at least 0 and less than 2**31, got {value}.")
 
 
 def final(sparsity: Sparsity) -> tuple[Pruner, Sparsity]:

@@ -34,6 +34,7 @@ from nmjax.core import random
 from nmjax.core.context import Ctx
 from nmjax.core.paths import follow
 from nmjax.core.pruner import NormalForm, Pattern, Pruner
+from nmjax.core.value import told
 from nmjax.pruners import identity
 from nmjax.pruners.float8 import fp8
 
@@ -124,8 +125,7 @@ def as_slot(name: str, pruner: Any) -> Slot:
 def _check_pruner(name: str, pruner: Any) -> None:
     if isinstance(pruner, Pruner):
         return
-    hint = f": parse it first, nm.parse_pruner({pruner!r})" if isinstance(pruner, str) else ""
-    raise TypeError(f"{name} takes a pruner, got {type(pruner).__name__}{hint}.")
+    raise TypeError(f"{name} takes a pruner, such as mse(2,4), got {told(pruner)}.")
 
 
 def _check_slot(slot: Slot) -> None:
@@ -167,7 +167,7 @@ def slot_context(ctx: Ctx, name: str) -> Ctx:
     state, key = slot_state(ctx.state, name), None
     if ctx.key is not None:
         key = random.fold(random.fold(random.words(ctx.key), ctx.step), SLOTS.index(name))
-    return Ctx(key, ctx.step, state)
+    return Ctx(key, ctx.step, state, since=ctx.since)
 
 
 def slot_state(state: Any, name: str) -> Any:

@@ -65,16 +65,17 @@ def _alike(origin: ParameterOrigin) -> ParameterOrigin:
 
 def state_of(site: ProgramSite, value: Any, step: Any = None) -> Any:
     """Return the state of a parameter at a step, renewed if it is due; without a step, a new state."""
-    return _states(value, site.words, site.state, step, origin=_alike(site.origin))
+    since = None if step is None or site.time is None else site.time[..., 0].max()  # one step for a whole stack
+    return _states(value, site.words, site.state, step, since, origin=_alike(site.origin))
 
 
 # Compiled, so that divisions round as in a compiled program.
 @partial(jax.jit, static_argnames="origin")
-def _states(value: jax.Array, words: Any, state: Any, step: Any, *, origin: ParameterOrigin) -> Any:
+def _states(value: jax.Array, words: Any, state: Any, step: Any, since: Any, *, origin: ParameterOrigin) -> Any:
     make: Callable[..., Any] = origin.sparsity.init if step is None else origin.sparsity.refresh
 
     def one(w: jax.Array, words: Any, state: Any) -> Any:
-        ctx = Ctx(words, 0 if step is None else step, state)
+        ctx = Ctx(words, 0 if step is None else step, state, since=since)
         operand = origin.operand
         return make(w, contract=operand.contract, out=operand.other, batch=operand.batch, ctx=ctx)
 

@@ -25,7 +25,6 @@ from nmjax.products.fit import fitting
 from nmjax.products.pruning import shape_of
 from nmjax.products.sites import (
     check_time,
-    depends_on_step,
     distance,
     has_schedule,
     has_state,
@@ -250,8 +249,7 @@ class transform(Value):
         origin = ParameterOrigin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
         stack = first.product.parameter.stack(np.shape(value))
         words = site_words(self.seed, path, stack) if needs_key(sparsity) else None
-        timed = words is not None or depends_on_step(sparsity)
-        time = jnp.zeros((*stack, 2), jnp.int32) if timed else None
+        time = jnp.zeros((*stack, 2), jnp.int32) if needs_arrays(sparsity) else None
         site = ProgramSite(origin, words, time)
         return replace(site, state=state_of(site, value)) if has_state(sparsity) else site
 

@@ -11,7 +11,7 @@ from nmjax.core import fusion, groups
 from nmjax.core.bases import ByParts, SamePattern, inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link, with_part_key
-from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, split_ctx
+from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, kept_in_groups, split_ctx
 from nmjax.core.value import show
 from nmjax.pruners.nothing import identity
 
@@ -70,7 +70,7 @@ class chain(ByParts):
         return _sparsest(p.pattern_across for p in self._deciding)
 
     def kept(self, step: int | None = None) -> float:
-        return min((p.kept(step) for p in self._deciding), default=1.0)
+        return min((kept_in_groups(p, step) for p in self._deciding), default=1.0)
 
     def kept_across(self, step: int | None = None) -> float:
         return min((p.kept_across(step) for p in self._deciding), default=1.0)

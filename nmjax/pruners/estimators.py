@@ -14,9 +14,11 @@ import jax.numpy as jnp
 
 from nmjax.core.bases import ByParts, SamePattern, inner_at
 from nmjax.core.context import Ctx
-from nmjax.core.pruner import NormalForm, Pruner, check_inner
+from nmjax.core.pruner import NormalForm, Pruner, check_inner, kept_in_groups
 from nmjax.pruners.nothing import identity
-from nmjax.pruners.schedules import Schedule, constant, cosine, exponential, linear, stairs
+from nmjax.pruners.schedules import LAST_STEP, Schedule, constant, cosine, exponential, linear, stairs
+
+MOVING = (constant, linear, cosine, exponential, stairs)  # schedules with `moves`; a subclass may compute other values
 
 
 @dataclass(frozen=True, repr=False)
@@ -203,13 +205,17 @@ class decay(Pruner):
         return jnp.where(self.p.mask(x, axis, ctx), x, faded)
 
     def kept(self, step: int | None = None) -> float:
-        return 1.0 if self._fades(step) else self.p.kept(step)
+        return 1.0 if self._fades(step) else kept_in_groups(self.p, step)
 
     def kept_across(self, step: int | None = None) -> float:
         return 1.0 if self._fades(step) else self.p.kept_across(step)
 
     def _fades(self, step: int | None) -> bool:
-        return step is not None and float(self.schedule(step)) != 0
+        """Return True if dropped values are not zero at a step; without a step, if they never are."""
+        if step is None and type(self.schedule) in MOVING:
+            return self._ends[1] is None
+        with jax.ensure_compile_time_eval():
+            return float(self.schedule(LAST_STEP if step is None else step)) != 0
 
     @property
     def phases(self) -> tuple[int, ...]:
@@ -219,8 +225,7 @@ class decay(Pruner):
     def _ends(self) -> tuple[int | None, int | None]:
         """The steps at which values begin to fade, and from which they have faded; None where that is not known."""
         schedule: Any = self.schedule
-        known = (constant, linear, cosine, exponential, stairs)  # a subclass may compute other values
-        first, last = schedule.moves if type(schedule) in known else (None, None)
+        first, last = schedule.moves if type(schedule) in MOVING else (None, None)
         with jax.ensure_compile_time_eval():
             whole = first is not None and float(self.schedule(first - 1)) == 1 and not self.p.has_state
             gone = last is not None and float(self.schedule(last)) == 0

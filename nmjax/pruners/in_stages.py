@@ -13,7 +13,7 @@ from nmjax.core import groups
 from nmjax.core.bases import inner_at
 from nmjax.core.context import Ctx
 from nmjax.core.paths import Link
-from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, split_ctx
+from nmjax.core.pruner import NormalForm, Pattern, Pruner, check_inner, join_states, kept_in_groups, split_ctx
 from nmjax.pruners.input_norms import keep_norms
 from nmjax.pruners.magnitude import mse
 from nmjax.pruners.nothing import identity
@@ -28,7 +28,8 @@ class stages(Pruner):
     Training in Transformers", arXiv:2402.04744.
 
     Examples are the structure decay of this paper (SdGf) and a dense phase at the end. Step t uses
-    the last row whose first step is <= t. Each row's state is initialized at its first step. If every row is `identity`
+    the last row whose first step is <= t. Each row's state is initialized at its first step, or at
+    the first one after it that is not left out. If every row is `identity`
     or `mse` with the same m, one call with a traced n serves all rows. Otherwise `lax.switch` selects the row.
 
     Args:
@@ -89,7 +90,7 @@ class stages(Pruner):
         return any(p.noise_without_rule for p in self.parts)
 
     def kept(self, step: int | None = None) -> float:
-        return super().kept(step) if step is None else self._row(step).kept(step)
+        return super().kept(step) if step is None else kept_in_groups(self._row(step), step)
 
     def kept_across(self, step: int | None = None) -> float:
         return super().kept_across(step) if step is None else self._row(step).kept_across(step)
@@ -236,11 +237,15 @@ class stage(Pruner):
 
 
 def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
-    """Return the state of one row of `stages`, initialized at the first step of the row. Measured norms are kept."""
+    """Return the state of one row of `stages`, initialized when its first step is reached. Measured norms are kept."""
     if not p.has_state:
         return None
     refreshed = p.refresh(x, axis, ctx)
     if start == 0:
         return refreshed
     fresh = lambda: keep_norms(p, p.init(x, axis, ctx.replace(state=None)), refreshed)
-    return lax.cond(jnp.asarray(ctx.step) == start, fresh, lambda: refreshed)
+    step = jnp.asarray(ctx.step)
+    begins = step == start
+    if ctx.since is not None:
+        begins |= (step > start) & (jnp.asarray(ctx.since) < start)
+    return lax.cond(begins, fresh, lambda: refreshed)

@@ -24,7 +24,8 @@ class hold(SamePattern, Remembering):
 
     Args:
       p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
-      every: The number of steps between renewals. If None, the first mask stays.
+      every: The mask is renewed at multiples of this step. If steps are left out, it is renewed at the first step after
+        a multiple. If None, the first mask stays.
 
     Raises:
       TypeError: ``p`` is not a pruner.
@@ -102,7 +103,7 @@ class permute(Remembering):
 
     Args:
       p: A pruner without noise and without state, such as ``mse(2, 4)``.
-      every: The number of steps between renewals. If None, the first order stays.
+      every: As for `hold`. If None, the first order stays.
       draws: The number of random orders to try.
 
     Raises:
@@ -190,10 +191,11 @@ def _state(owner: hold | permute, ctx: Ctx) -> Any:
 
 
 def _renewed(owner: hold | permute, ctx: Ctx, new: Callable[[], jax.Array]) -> jax.Array:
-    """Return a new state every ``every`` steps, else the old one."""
+    """Return a new state if a multiple of ``every`` was reached since the last refresh, else the old one."""
     if owner.every is None:
         return _state(owner, ctx)
-    old = jnp.asarray(_state(owner, ctx))
-    return lax.cond(
-        jnp.asarray(ctx.step) % np.int32(owner.every) == 0, lambda: jnp.asarray(new(), old.dtype), lambda: old
-    )
+    old, step, every = jnp.asarray(_state(owner, ctx)), jnp.asarray(ctx.step), np.int32(owner.every)
+    due = step % every == 0
+    if ctx.since is not None:
+        due |= step // every > jnp.asarray(ctx.since) // every
+    return lax.cond(due, lambda: jnp.asarray(new(), old.dtype), lambda: old)

@@ -21,6 +21,11 @@ Schedule = Callable[[Any], Any]
 """A function from a step to a scalar."""
 
 
+LAST_STEP = 2**31 - 1
+"""The last step that there is: steps are int32."""
+
+_BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
+
 Moves = tuple[int, int | None]
 """(first, last): a schedule is constant before step first, and from step last on. last is None if it never ends."""
 
@@ -65,7 +70,9 @@ class _Ramp(Value):
         return self.begin + 1, self.begin + self.steps
 
     def __call__(self, step: Step) -> Float32[Array, ""]:
-        share = self._share(jnp.clip((jnp.asarray(step).astype(jnp.float32) - self.begin) / self.steps, 0, 1))
+        time = jnp.clip(_since(self.begin, step) / self.steps, 0, 1)
+        before = _since(self.begin + self.steps, step) < 0  # then it has not ended, though the division may round to 1
+        share = self._share(jnp.where(before, jnp.minimum(time, _BELOW_ONE), time))
         return (1 - share) * self.start + share * self.end
 
     def _share(self, time: Float32[Array, ""]) -> Float32[Array, ""]:
@@ -137,9 +144,8 @@ class exponential(Value):
         return self.begin + 1, self.end
 
     def __call__(self, step: Step) -> Float32[Array, ""]:
-        step = jnp.asarray(step).astype(jnp.float32)
-        decayed = jnp.exp(-self.rate * jnp.maximum(step - self.begin, 0))
-        return decayed if self.end is None else jnp.where(step < self.end, decayed, 0)
+        decayed = jnp.exp(-self.rate * jnp.maximum(_since(self.begin, step), 0))
+        return decayed if self.end is None else jnp.where(_since(self.end, step) < 0, decayed, 0)
 
 
 @dataclass(frozen=True, repr=False)
@@ -224,6 +230,14 @@ class optax_schedule(Value):
     def __call__(self, step: Step) -> Float32[Array, ""]:
         # optax multiplies the step with floats, which strict dtype promotion allows for a float step only
         return jnp.asarray(self._schedule()(jnp.asarray(step).astype(jnp.float32))).astype(jnp.float32)
+
+
+def _since(begin: int, step: Step) -> Float32[Array, ""]:
+    """Return ``step - begin``. An integer step is subtracted as an integer: float32 counts to 2**24 only."""
+    step = jnp.asarray(step)
+    if jnp.issubdtype(step.dtype, jnp.integer):
+        return (step.astype(jnp.int32) - np.int32(min(begin, LAST_STEP))).astype(jnp.float32)
+    return step.astype(jnp.float32) - begin
 
 
 def row_at(rows: tuple[tuple[int, Any], ...], step: Step) -> Int[Array, ""]:

@@ -8,6 +8,7 @@ from nmjax.core.pruner import Pruner
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import (
     decay,
+    hold,
     identity,
     mse,
     mvue as unbiased,
@@ -18,9 +19,7 @@ from nmjax.pruners import (
     transposable,
     uniform,
 )
-from nmjax.pruners.schedules import Schedule, exponential
-
-_EXPONENTIAL = exponential(1e-4)
+from nmjax.pruners.schedules import Schedule
 
 
 def dense() -> Sparsity:
@@ -54,6 +53,27 @@ def ste(n: int = 2, m: int = 4) -> Sparsity:
     fwd_rhs=ste(mse(2,4))
     """
     return Sparsity(fwd_rhs=straight(mse(n, m)))
+
+
+def random_mask(n: int = 2, m: int = 4) -> Sparsity:
+    """Return a random mask of the weights that stays: the baseline of all methods that choose a mask.
+
+    The mask is drawn once, by the seed of `nmjax.nnx.sparsify`. The gradients are straight through.
+
+    Args:
+      n: Number of values kept in each group.
+      m: Size of a group.
+
+    Returns:
+      A sparsity with ``fwd_rhs`` set.
+
+    Raises:
+      ValueError: ``n`` does not lie between 1 and ``m``.
+
+    >>> random_mask(2, 4)
+    fwd_rhs=ste(hold(uniform(2,4,rescale=False)))
+    """
+    return Sparsity(fwd_rhs=straight(hold(uniform(n, m, rescale=False))))
 
 
 def sr_ste(n: int = 2, m: int = 4, lam: float | Schedule = 2e-4) -> Sparsity:
@@ -178,7 +198,7 @@ def mvue(n: int = 2, m: int = 4) -> Sparsity:
     return Sparsity(drhs_g=unbiased(n, m))
 
 
-def mdgf(n: int = 2, m: int = 4, schedule: Schedule = _EXPONENTIAL, gradient: str = "ste") -> Sparsity:
+def mdgf(n: int, m: int, schedule: Schedule, gradient: str = "ste") -> Sparsity:
     """Return mask decay gradient flow: dropped weights fade by a schedule.
 
     Paper: Bambhaniya et al., "Progressive Gradient Flow for Robust N:M Sparsity

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nmjax.core.value import Value
+from nmjax.core.pruner import Pruner
+from nmjax.core.value import Value, told
 from nmjax.kernels.targets import check_backend
 from nmjax.products.sparsity import Sparsity
 from nmjax.recipes.text import parse
@@ -199,5 +200,10 @@ def _rule(rule: tuple[Any, Any], table: Mapping[str, str] | None = None) -> tupl
         except ValueError as error:
             raise ValueError(f"rule {pattern!r}: {error}{hint}") from None
     if not isinstance(sparsity, Sparsity):
-        raise TypeError(f"rule {pattern!r} takes a Sparsity or its text, as 's_ste(2,4)', got {sparsity!r}.")
+        in_slot = (
+            f" A pruner stands in a slot: nm.Sparsity(fwd_rhs={sparsity!r})." if isinstance(sparsity, Pruner) else ""
+        )
+        raise TypeError(
+            f"rule {pattern!r} takes a Sparsity or its text, as 's_ste(2,4)', got {told(sparsity)}.{in_slot}"
+        )
     return pattern, sparsity

@@ -109,6 +109,9 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
         part = re.sub(r"(^|\s+)else\s+dense$", "", given)
         slot, equals, value = part.partition("=")
         slot = slot.strip()
+        if equals and _with_underscores(slot) in SLOTS:
+            slot = _with_underscores(slot)
+            raise ValueError(f"{text!r}: the slot is written {slot!r}, with an underscore.")
         if equals and slot.isidentifier():
             if slot not in SLOTS:
                 raise ValueError(
@@ -279,7 +282,10 @@ def _build(node: ast.expr, kind: str, source: _Source) -> Any:
     name = _name(node.func if called else node, source)
     if not name:
         shown = re.sub(r"_foreign_\d+", lambda match: source.marks.get(match[0], match[0]), ast.unparse(node))
-        raise ValueError(f"{source.text!r}: {shown!r} is not a {kind}. Known: {', '.join(sorted(_KNOWN[kind]))}.")
+        begins = re.match(r"[\w-]*", source.text.strip())
+        near = _with_underscores(begins[0]) if begins else ""
+        hint = f"; did you mean {near!r}?" if near in _KNOWN[kind] else "."
+        raise ValueError(f"{source.text!r}: {shown!r} is not a {kind}{hint} Known: {', '.join(sorted(_KNOWN[kind]))}.")
     args = [build(a) for a in node.args] if called else []
     keywords = _keywords(node.keywords, name, build, source.text) if called else {}
     if names.is_foreign(name):
@@ -304,6 +310,11 @@ def _known(name: str, kind: str, text: str) -> Any:
         near = _nearest(name, [*known, *PRUNERS, *METHODS])
         raise ValueError(f"{text!r}: no {kind} is called {name!r}{near} Known: {', '.join(sorted(known))}.")
     return known[name]
+
+
+def _with_underscores(name: str) -> str:
+    """Return a name as Python has it, if it was written with hyphens, as in "sr-ste" or "SR-STE"."""
+    return name.replace("-", "_").lower() if "-" in name else ""
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """FLOPs of products, against closed forms and a paper's table."""
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -264,9 +265,44 @@ def test_a_layer_used_twice_costs_twice():
 
 # ---- what is left ----
 
+
+@dataclass(frozen=True, repr=False)
+class above(nm.Pruner):
+    """Unstructured: it says that it keeps half of the values, and has no n:m pattern."""
+
+    @property
+    def keeps_zeros(self):
+        return True
+
+    def kept(self, step=None):
+        return 0.5
+
+    def __call__(self, x, axis=-1, ctx=nm.Ctx()):
+        return jnp.where(jnp.abs(x) > 1, x, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("p", "share"),
+    [
+        (above(), 1),
+        (nm.ste(above()), 1),
+        (nm.chain(above(), nm.fp8("e4m3")), 1),
+        (nm.chain(nm.mse(3, 4), above()), 3 / 4),  # 3:4 is a pattern that its other zeros leave
+        (nm.stages(((0, nm.identity), (10, above()))), 1),
+        (nm.stages(((0, above()), (10, nm.mse(2, 4)))), 1 / 2),
+    ],
+    ids=str,
+)
+def test_zeros_without_a_pattern_save_nothing(p, share):
+    assert nm.flops.kept(p) == share
+    assert nm.flops.effective(nm.Sparsity(drhs_g=p) if not p.has_gradient_rule else nm.Sparsity(fwd_rhs=p)).count(share)
+    assert nm.flops.kept(p, step=9) in (share, 1)
+
+
 LEFT = {
     "dense()": (1, 1, 1),
     "ste(1,8)": (1 / 8, 1, 1),
+    "random_mask(1,4)": (1 / 4, 1, 1),
     "sr_ste(2,4)": (1 / 2, 1, 1),
     "s_ste(2,4)": (1 / 2, 1, 1 / 2),
     "s_ste(2,4,gradient='mvue_approx')": (1 / 2, 1, 1 / 2),
@@ -277,7 +313,13 @@ LEFT = {
     "sdgp(1,4,rescale=False)": (1, 1 / 4, 1),
     "sdgp(1,4,rescale=False,select='random')": (1, 1 / 4, 1),
     "mvue(1,2)": (1, 1, 1 / 2),
-    "mdgf(1,8)": (1 / 8, 1, 1),
+    "mdgf(1,8,exponential(1e-3,end=900))": (1 / 8, 1, 1),
+    # weights that never fade to zero are not n:m at any step
+    "mdgf(1,8,exponential(1e-4))": (1, 1, 1),
+    "mdgf(2,4,linear(1,0.1,300))": (1, 1, 1),
+    "mdgf(2,4,constant(0.5))": (1, 1, 1),
+    "mdgf(2,4,optax_schedule('cosine_decay_schedule',1.0,100))": (1 / 2, 1, 1),
+    "mdgf(2,4,optax_schedule('cosine_decay_schedule',1.0,100,0.1))": (1, 1, 1),
     "mdgf(1,8,linear(1,0,9),'autodiff')": (1 / 8, 1, 1),
     "sdgf(1,8)": (1 / 8, 1, 1),
     "sdgf(1,8,kind='geometric',dense=10)": (1 / 8, 1, 1),

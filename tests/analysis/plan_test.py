@@ -288,6 +288,10 @@ def test_a_plan_takes_a_recipe_only():
         nm.nnx.plan(mlp("dense"), stack=0)
     with pytest.raises(TypeError, match=r"plan takes a Recipe, such as .*, got str"):
         nm.nnx.plan(mlp("dense"), recipe="s_ste(2,4)")
+    recipe = nm.Recipe({".*": "s_ste(2,4)"})
+    for given in ((recipe,), (recipe, shape(4, 16)), (shape(4, 16), recipe)):
+        with pytest.raises(TypeError, match=r"plan takes a recipe by its name: nm.nnx.plan\(model, x, recipe=recipe\)"):
+            nm.nnx.plan(mlp("dense"), *given)
 
 
 # ---- what would be refused ----

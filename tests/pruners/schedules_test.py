@@ -44,6 +44,29 @@ def test_exact_ends():
     assert nm.exponential(1e-4, end=9)(9) == 0
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("begin", [0, 2**24 + 1, 2**30 + 7])
+def test_steps_that_float32_cannot_count(wrap, begin):
+    """Steps beyond 2**24 differ by one. The factor is that of the difference, and the end is not a step early."""
+    for shape in (nm.linear, nm.cosine):
+        at = wrap(shape(1, 0, 3, begin=begin))
+        near = wrap(shape(1, 0, 3))
+        assert [float(at(jnp.int32(begin + i))) for i in range(5)] == [float(near(jnp.int32(i))) for i in range(5)]
+    fading = wrap(nm.exponential(0.5, begin=begin, end=begin + 3))
+    got = [float(fading(jnp.int32(begin + i))) for i in range(4)]
+    np.testing.assert_allclose(got, [1, np.exp(-0.5), np.exp(-1), 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [2**24 + 1, 20_000_001, 2**31 - 1])
+def test_a_long_ramp_ends_at_its_end_alone(steps):
+    """The step at which `decay` says that its weights are n:m (`phases`) is the first one with the factor 0."""
+    ramp = nm.linear(1, 0, steps)
+    assert nm.decay(nm.mse(2, 4), ramp).phases[-1] == steps
+    assert float(ramp(jnp.int32(steps))) == 0
+    assert 0 < float(ramp(jnp.int32(steps - 1))) < 1e-6
+    np.testing.assert_allclose(float(ramp(jnp.int32(steps // 2))), 0.5, rtol=1e-6)
+
+
 def test_decay_table_of_the_released_config():
     """D has the published values at 10, 25, 50, 70 and 100 % of ViT-B's 109,200 steps, with rate 1e-4."""
     got = [float(nm.exponential(1e-4)(int(109_200 * part))) for part in (0.1, 0.25, 0.5, 0.7, 1)]

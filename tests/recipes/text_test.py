@@ -93,7 +93,7 @@ def test_schedules_come_back(schedule):
     assert nm.parse_pruner(f"decay(mse(2,4),{schedule})").schedule == schedule
 
 
-@pytest.mark.parametrize("name", spec.METHODS)
+@pytest.mark.parametrize("name", sorted(set(spec.METHODS) - {"mdgf"}))  # it has no default schedule
 def test_methods_come_back(name):
     value = spec.METHODS[name]()
     assert nm.parse(name) == nm.parse(f"{name}()") == nm.parse(str(value)) == value
@@ -165,9 +165,14 @@ def test_parse_pruner(text, value):
         ("s_ste(2,4", "is not a method: expected a call such as"),
         ("s_ste(2,4,6,8,10)", r"s_ste\(n=2, m=4, gradient='mvue', fp8=False\), got 5 values"),
         ("s_ste(n=2,n=2)", "n is given twice|expected a call"),
+        ("sr-ste(2,4)", "is not a method; did you mean 'sr_ste'"),
+        ("SR-STE(2,4)", "is not a method; did you mean 'sr_ste'"),
+        ("fwd_rhs=sr-ste(mse(2,4))", "is not a pruner; did you mean 'sr_ste'"),
+        ("fwd-rhs=mse(2,4)", "the slot is written 'fwd_rhs', with an underscore"),
+        ("mdgf(2,4)", "missing a required argument: 'schedule'"),
         ("s_ste(k=2)", "unexpected keyword argument 'k'"),
         ("drhs_g=mvue(2)", r"mvue\(n, m\), missing a required argument: 'm'"),
-        ("drhs_g=mvue(4,2)", r"mvue\(4,2\): n must lie between 1 and m.*mean mvue\(2,4\)"),
+        ("drhs_g=mvue(4,2)", r"mvue\(4,2\): n must lie between 1 and m.*mean 2 of 4, as in \(2,4\)"),
         ("drhs_g=mvue(2,nan)", "no pruner or schedule is called 'nan'"),
         ("drhs_g=2", "is 2, not a pruner"),
         ("drhs_g=linear(1,0,5)", "no pruner is called 'linear'"),
