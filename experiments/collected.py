@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import files
+from experiments.errors import Mistake
 from experiments.members import Member
 from experiments.training import record
 
@@ -47,9 +48,25 @@ def _short(value: Any) -> float | None:
     return float(f"{math.fsum(values) / len(values):.5g}")
 
 
+def refuse_foreign(workdir: Path) -> None:
+    """Refuse the directory of a sweep whose results.jsonl is not of a sweep: it would be replaced."""
+    path = workdir / "results.jsonl"
+    if not path.exists() and not path.is_symlink():
+        return
+    ours = lambda line: isinstance(line, dict) and line.get("format") == FORMAT and {"run", "config"} <= line.keys()
+    if not path.is_file() or path.is_symlink() or not all(map(ours, files.lines(path))) or _cut(path):
+        raise Mistake(f"{path} is not the results of a sweep, which would replace it. Give another --workdir.")
+
+
+def _cut(path: Path) -> bool:
+    """Return whether a file has lines that are not JSON. `collect` writes it whole."""
+    return len(files.lines(path)) < len([line for line in path.read_bytes().splitlines() if line.strip()])
+
+
 def collect(runs: list[Member], workdir: Path) -> None:
     """Write results.jsonl. If several commands share a sweep, each writes again until nothing changes any more."""
     written = None
+    workdir.mkdir(parents=True, exist_ok=True)  # a run that failed early has made none
     while True:
         text = "".join(json.dumps(line, default=str) + "\n" for line in lines(runs, workdir))
         if text == written:

@@ -47,10 +47,15 @@ def replace(path: Path, content: str | bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
-def remove_drafts(folder: Path) -> None:
-    """Remove what `replace` left in a folder when its process was killed. No process may be writing there."""
+def remove_drafts(folder: Path, names: str) -> None:
+    """Remove what `replace` left in a folder when its process was killed. No process may be writing there.
+
+    Args:
+      folder: The folder.
+      names: A regular expression of the names that were to be written. Other hidden files stay.
+    """
     for path in folder.glob(".*"):
-        if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) and path.is_file():
+        if re.fullmatch(rf"\.({names})\.[0-9a-f]{{8}}", path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 

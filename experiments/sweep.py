@@ -56,6 +56,7 @@ def run(
         if record.is_done(workdir / member.folder):
             digest.refuse_another(workdir / member.folder, member.identity)
     refuse_other_names(runs, workdir)
+    collected.refuse_foreign(workdir)
     sweep = _Sweep(runs, workdir, make, train)
     if results is not None:
         sweep.reuse(runs if index is None else [runs[index]], results)
@@ -151,7 +152,7 @@ class _Sweep:
                 return self.train_from(number, 1, alone)
             _say(str(error))
             self.left += group
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # SystemExit: of a user's own code
             earlier = earlier or any(record.is_done(self.workdir / member.folder) for member in self.runs)
             if (
                 alone
@@ -164,7 +165,8 @@ class _Sweep:
             if not isinstance(error, Mistake):
                 traceback.print_exc()
             names = [member.name for member in group]
-            _say(f"{', '.join(names)}: {error if isinstance(error, Mistake) else type(error).__name__}")
+            said = error if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
+            _say(f"{', '.join(names)}: {said}")
             self._program = self._made_for = None
             self.begun.update(names)
             self.failed += [name for name in names if name not in self.failed]

@@ -50,13 +50,13 @@ def whole(file: BinaryIO, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def arrays(path: Path, needed: Iterable[str], others: Iterable[str] = ()) -> dict[str, np.ndarray]:
+def arrays(path: Path, needed: Iterable[str], others: Iterable[str] | None = ()) -> dict[str, np.ndarray]:
     """Return arrays of an ``.npz`` by name. They are read-only.
 
     Args:
       path: The file.
       needed: Names of arrays that it has to hold.
-      others: Names of arrays that it may hold.
+      others: Names of arrays that it may hold. If None, all that it holds are read.
 
     Raises:
       Mistake: It cannot be read, lacks an array, or an array is not what its header says.
@@ -67,7 +67,9 @@ def arrays(path: Path, needed: Iterable[str], others: Iterable[str] = ()) -> dic
             if missing := [name for name in needed if name not in members]:
                 held = ", ".join(map(_shown, list(members)[:10])) or "nothing"
                 raise Mistake(f"{path} has no {', '.join(missing)}. It has {held}, so it is a different kind of file.")
-            wanted = {name: members[name] for name in (*needed, *others) if name in members}
+            wanted = {
+                name: members[name] for name in (*needed, *(members if others is None else others)) if name in members
+            }
             size = sum(info.file_size for info in wanted.values())
             if size > most(path):
                 raise ValueError(f"it unpacks to {size:,} bytes, and is {path.stat().st_size:,} bytes long")

@@ -1,10 +1,9 @@
 """Reading a run's folder. Missing files stay empty, and broken ones are reported."""
 
 import datetime
-import io
 import json
 import operator
-import zipfile
+import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.data import reading
 from experiments.errors import Mistake
 
 PLAN = ("<!-- plan -->", "<!-- end of plan -->")  # around the plan in plan.html
@@ -181,11 +181,11 @@ def parse_metrics(text: str) -> tuple[dict[str, list[dict[str, Any]]], tuple[str
     for number, line in lines:
         try:
             record = json.loads(line)
-            kind, step = str(record["kind"]), operator.index(record["step"])
-            if abs(step) >= LARGEST:
-                raise ValueError("not the number of a step")
-            records.setdefault(kind, {})[step] = record
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, RecursionError):
+            record = None
+        if is_line(record):
+            records.setdefault(record["kind"], {})[record["step"]] = record
+        else:
             unread.append(number)
     complaints = []
     if unread and unread[-1] == lines[-1][0]:
@@ -195,6 +195,17 @@ def parse_metrics(text: str) -> tuple[dict[str, list[dict[str, Any]]], tuple[str
         complaints.append(f"metrics.jsonl: skipped lines that cannot be read: {', '.join(map(str, unread))}.")
     by_kind = {kind: [record for _, record in sorted(by_step.items())] for kind, by_step in records.items()}
     return by_kind, tuple(complaints)
+
+
+def is_line(record: Any) -> bool:
+    """Return whether a value of JSON is a line of metrics, as a run writes it."""
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("kind"), str)
+        and _is_count(record.get("step"))
+        and record["step"] >= 0
+        and is_number(record.get("seconds", 0))
+    )
 
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -294,10 +305,9 @@ def _checked(path: Path, fields: Fields) -> Any:
 
 
 def _arrays(path: Path) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            return dict(arrays), ()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}, ()
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        return {}, (f"pictures.npz could not be read: {error}",)
+    try:
+        return reading.arrays(path, (), None), ()
+    except Mistake as error:
+        return {}, (str(error),)

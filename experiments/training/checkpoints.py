@@ -4,6 +4,7 @@
 
     checkpoints/40/         the state after 40 steps
     checkpoints/40.json     its seal (`seals.py`), with checksums of its files
+    checkpoints/41.begun    while the next one is written: a folder of that step is the run's own
 
 A checkpoint is valid if its files match its seal. The last two checkpoints and the best one are kept. The docstring of
 `Checkpoints.save` gives the order of writes. A damaged checkpoint is renamed to `unreadable-40`, and the run continues
@@ -12,6 +13,7 @@ from the last valid one.
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import shutil
@@ -98,6 +100,8 @@ class Checkpoints:
         self.wait()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if processes.first():
+                self._begin(step)
             self._orbax.save(self._path(step), state._asdict(), force=True)
         except (OSError, ValueError) as error:
             self._failed(step, error)
@@ -105,26 +109,41 @@ class Checkpoints:
         pending = list(pending)  # later steps append to it while the seal waits
         self._writing = self._thread.submit(self._finish, step, pending, best)
 
+    def _begin(self, step: int) -> None:
+        """Mark a checkpoint as begun by this run. Refuse a folder that is none of its own."""
+        mark, seal = seals.begun(self.directory, step), seals.path(self.directory, step)
+        if seals.read(self.directory, step) is not None:
+            os.replace(seal, mark)  # the checkpoint that it seals is about to be written again
+        elif not mark.exists():
+            for path in (self._path(step), seal):
+                if os.path.lexists(path):
+                    raise OSError(f"{path} is there, and is not of this run")
+            mark.touch()
+
     def _finish(self, step: int, pending: list[dict], best: bool) -> None:
         try:
             self._orbax.wait_until_finished()  # waits for all processes
             self.lost = None
             if processes.first():
                 seals.write(self.directory, step, best, pending)
+                seals.begun(self.directory, step).unlink()
                 self._remove_old()
         except Exception as error:  # Orbax raises many types of errors when the disk is full
             self._failed(step, error)
 
     def _remove_old(self) -> None:
-        """Remove checkpoints that are not kept, seals first, and folders that were never finished."""
+        """Remove this run's checkpoints that are not kept, seals first, and those that it began and never finished."""
         steps, best = self.steps(), self.steps(best=True)
         kept = {*steps[-2:], *best[-1:]}
         for step in set(steps) - kept:
-            seals.path(self.directory, step).unlink()
-        for path in self.directory.iterdir():
-            name = path.name.partition(".")[0]  # Orbax writes to 40.orbax-checkpoint-tmp first
-            if path.is_dir() and name.isdigit() and (int(name) not in kept or path.name != name):
-                shutil.rmtree(path, ignore_errors=True)
+            if seals.read(self.directory, step) is not None:  # otherwise it is damaged, or somebody else's
+                os.replace(seals.path(self.directory, step), seals.begun(self.directory, step))
+        for step in seals.begun_steps(self.directory):
+            if step not in kept:
+                for path in (self._path(step), *self.directory.glob(f"{step}.orbax-checkpoint-tmp*")):
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path, ignore_errors=True)
+            seals.begun(self.directory, step).unlink(missing_ok=True)
 
     def _failed(self, step: int, error: Exception) -> None:
         """Report a failed save, and remove its files.
@@ -138,7 +157,6 @@ class Checkpoints:
             self._drop_orbax()  # otherwise the next save raises what is left of these errors
         if processes.first():
             with contextlib.suppress(OSError):
-                seals.path(self.directory, step).unlink(missing_ok=True)
                 self._remove_old()
         if processes.count() > 1:
             raise Failed(self.lost.rstrip("."))
@@ -247,11 +265,14 @@ class Checkpoints:
         return 0, []
 
     def _rename_damaged(self, step: int) -> Path:
-        """Rename a damaged checkpoint, and return its new name."""
-        aside = self.directory / f"unreadable-{step}"
-        shutil.rmtree(aside, ignore_errors=True)
-        seals.path(self.directory, step).unlink()
-        if self._path(step).exists():
+        """Rename a damaged checkpoint and its seal, and return its new name."""
+        names = itertools.chain(
+            [f"unreadable-{step}"], (f"unreadable-{step}-{number}" for number in itertools.count(2))
+        )
+        places = (self.directory / name for name in names)
+        aside = next(p for p in places if not os.path.lexists(p) and not os.path.lexists(p.with_suffix(".json")))
+        os.replace(seals.path(self.directory, step), aside.with_suffix(".json"))
+        if os.path.lexists(self._path(step)):
             os.replace(self._path(step), aside)
         return aside
 

@@ -53,7 +53,10 @@ def recorded(workdir: Path) -> Identity:
 
 
 def _read(text: str) -> Identity:
-    return Identity(text, flat(json.loads(text)))
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError("it holds no object")
+    return Identity(text, flat(content))
 
 
 def refuse_another(workdir: Path, own: Identity) -> None:

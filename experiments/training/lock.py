@@ -1,6 +1,7 @@
 """The directory of a run, which is its own: a new one, and the lock by which one process writes there at a time."""
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -95,7 +96,7 @@ def _opened(path: Path) -> BinaryIO:
     until = time.monotonic() + PATIENCE
     while True:
         with contextlib.ExitStack() as opened:
-            file = opened.enter_context(path.open("ab+", buffering=0))
+            file = opened.enter_context(open(path, "ab+", buffering=0, opener=_unlinked))
             locked = _locked(file)
             if locked and _is_at(file, path):
                 opened.pop_all()  # it stays open
@@ -103,6 +104,16 @@ def _opened(path: Path) -> BinaryIO:
             if not locked and time.monotonic() >= until:
                 raise Taken(_message(file, path.parent))
         time.sleep(0.05)
+
+
+def _unlinked(path: str, flags: int) -> int:
+    """Open a file that is no link: the lock is written to, and a link may lead to a file of somebody else."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{NAME} in it is a link. Remove it") from error
+        raise
 
 
 def _locked(file: BinaryIO, kind: int = fcntl.LOCK_EX) -> bool:

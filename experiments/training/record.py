@@ -3,8 +3,10 @@
 import contextlib
 import io
 import json
+import re
 import secrets
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +17,17 @@ import numpy as np
 from experiments import report
 from experiments.errors import Failed, Mistake
 from experiments.files import lines, remove_drafts, replace, writable
-from experiments.report.runs import at_once
+from experiments.report.runs import at_once, is_line
 from experiments.scale import sinks
-from experiments.training import board, digest, provenance
+from experiments.training import board, digest, lock, provenance
 from experiments.training.digest import Identity
 from experiments.training.events import Events, Pieces
 
+FOLDERS = ("checkpoints", "model", "profile", "tensorboard", "twin")  # of a run's directory
+FILES = (  # likewise
+    "config.json", "metrics.jsonl", "pictures.npz", "plan.html", "plan.txt", "report.html", "run.json", "run.lock",
+    "text.json",
+)  # fmt: skip
 LABELS = ("tags", "note")  # of run.json: a run that continues keeps them, unless they are given again
 SHOWING = 0.05  # the share of a run's time that reports may take while it goes on
 
@@ -45,8 +52,9 @@ class Record:
     ):  # fmt: skip
         self.dir, self.metrics = workdir, workdir / "metrics.jsonl"
         with writable(workdir):
-            for folder in (workdir, workdir / "checkpoints", workdir / "model"):
-                remove_drafts(folder)
+            remove_drafts(workdir, "|".join(map(re.escape, FILES)))
+            remove_drafts(workdir / "checkpoints", r"\d+\.json")
+            remove_drafts(workdir / "model", ".+")
             replace(workdir / "config.json", identity.text)
             replace(workdir / "plan.txt", f"{plan}\n")
             replace(workdir / "plan.html", report.plan_page(about["name"], plan._repr_html_()))
@@ -74,7 +82,14 @@ class Record:
 
     def begin(self, step: int) -> None:
         """Open the files of numbers at a step. Lines of later steps are dropped, and a line that was cut off."""
-        kept = [line for line in lines(self.metrics) if _reached(line) <= step and line["kind"] != "test"]
+        found = _lines(self.metrics)
+        if len(found) < len(whole := lines(self.metrics)):
+            copy = self.dir / "unreadable-metrics.jsonl"
+            replace(copy, self.metrics.read_bytes())
+            self._tell(
+                f"{len(whole) - len(found)} lines of {self.metrics} are not of a run: left out. {copy} has them."
+            )
+        kept = [line for line in found if _reached(line) <= step and line["kind"] != "test"]
         replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         self._lines = Pieces(self.metrics)
         self._events = Events(self.dir / "tensorboard", step)
@@ -121,14 +136,14 @@ class Record:
 
         Scores of hardened weights count where there are any.
         """
-        evaluations = [line for line in lines(self.metrics) if line["kind"] == "eval"]
+        evaluations = [line for line in _lines(self.metrics) if line["kind"] == "eval"]
         scores = [(line["step"], line.get(f"hardened_{metric}", line.get(metric))) for line in evaluations]
         finite = [(step, score) for step, score in scores if score is not None and np.isfinite(score)]
         return min(finite, key=lambda found: -found[1] if higher else found[1], default=None)
 
     def median(self, name: str, least: int = 1) -> float | None:
         """Return the median of a figure over the lines of training that have it; None if fewer than `least` have it."""
-        values = [line[name] for line in lines(self.metrics) if line["kind"] == "train" and name in line]
+        values = [line[name] for line in _lines(self.metrics) if line["kind"] == "train" and name in line]
         return statistics.median(values) if len(values) >= least else None
 
     def keep(self, summary: list, about: dict[str, Any], pictures: dict) -> None:
@@ -227,17 +242,37 @@ class Silent:
 
 
 def check(workdir: Path, identity: Identity) -> None:
-    """Refuse, before anything is done, a directory that cannot be written or that holds a run of another config."""
+    """Refuse, before anything is done, a directory that cannot be written or that holds something else."""
     if workdir.exists() and not workdir.is_dir():
         raise Mistake(f"--workdir={workdir} is a file, not a directory.")
     with writable(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
-        draft = workdir / ".writable"
-        draft.touch()
-        draft.unlink(missing_ok=True)  # another process may have checked at the same time
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    links = [name for name in FOLDERS if (workdir / name).is_symlink()]
+    if links:
+        raise Mistake(
+            f"--workdir={workdir}: {links[0]} in it is a link, and a run follows no links, because it removes files. "
+            "Give another --workdir, which may itself be a link."
+        )
+    if read(workdir) is None:
+        _refuse_foreign(workdir, identity)
     begun = any((workdir / "checkpoints").glob("*.json")) or lines(workdir / "metrics.jsonl")
     if begun:
         digest.refuse_another(workdir, identity)
+
+
+def _refuse_foreign(workdir: Path, identity: Identity) -> None:
+    """Refuse a directory that holds more than what a process leaves that was killed before it wrote run.json."""
+    begun = (workdir / "config.json").is_file() and digest.recorded(workdir).lasting == identity.lasting
+    known = {*FILES, *FOLDERS} if begun else {lock.NAME, "twin"}  # a twin is trained first
+    draft = re.compile(rf"\.({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{8}}")
+    foreign = sorted(p.name for p in workdir.iterdir() if p.name not in known and not draft.fullmatch(p.name))
+    if foreign:
+        raise Mistake(
+            f"--workdir={workdir} holds {foreign[0]!r}, which is not of a run. A run replaces and removes files in its "
+            "directory, so give it a new or an empty one."
+        )
 
 
 def read(workdir: Path) -> dict | None:
@@ -246,7 +281,7 @@ def read(workdir: Path) -> dict | None:
         about = json.loads((workdir / "run.json").read_text())
     except (OSError, ValueError):
         return None
-    return about if isinstance(about, dict) and "outcome" in about else None
+    return about if isinstance(about, dict) and isinstance(about.get("outcome"), str) else None
 
 
 def finished(workdir: Path) -> bool:
@@ -291,6 +326,11 @@ def is_done(directory: Path) -> bool:
     """Return whether the run of a directory finished or diverged."""
     about = read(directory)
     return about is not None and done(about)
+
+
+def _lines(metrics: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl that are of a run."""
+    return [line for line in lines(metrics) if is_line(line)]
 
 
 def _reached(line: dict) -> int:

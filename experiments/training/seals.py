@@ -1,13 +1,15 @@
 """Seals: the small files that make checkpoints valid.
 
-`checkpoints/40.json` is the seal of `checkpoints/40/`. It is written last, and holds checksums of all files. A folder
-without a seal was never finished, and is no checkpoint.
+`checkpoints/40.json` is the seal of `checkpoints/40/`. It is written last, and holds checksums of all files and of
+itself. A folder without a seal was never finished, and is no checkpoint. While a folder is written, `40.begun` is
+beside it: it tells which unfinished folders are the run's own, and may be removed.
 """
 
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.files import replace
 
@@ -25,24 +27,42 @@ def path(directory: Path, step: int) -> Path:
     return directory / f"{step}.json"
 
 
+def begun(directory: Path, step: int) -> Path:
+    """Return the mark of a checkpoint that this run began to write."""
+    return directory / f"{step}.begun"
+
+
+def begun_steps(directory: Path) -> list[int]:
+    """Return the steps of all checkpoints that were begun, and whose seal was not written."""
+    return sorted(int(mark.stem) for mark in directory.glob("*.begun") if mark.stem.isdecimal())
+
+
 def write(directory: Path, step: int, best: bool, pending: list[dict]) -> None:
     """Seal the finished checkpoint of a step."""
     seal = Seal(best, pending, _checksums(directory / str(step)))
-    replace(path(directory, step), json.dumps(seal._asdict()))
+    replace(path(directory, step), json.dumps({**seal._asdict(), "own": _own(seal._asdict())}))
+
+
+def _own(content: Mapping[str, Any]) -> int:
+    """Return the checksum of a seal itself."""
+    return zlib.crc32(json.dumps([content[name] for name in Seal._fields]).encode())
 
 
 def read(directory: Path, step: int) -> Seal | None:
     """Return the seal of a step, or None if it cannot be read."""
     try:
         content = json.loads(path(directory, step).read_text())
-        return Seal(content["best"], content["pending"], content["checksums"])
-    except (OSError, ValueError, KeyError, TypeError):
+        whole = content["own"] == _own(content) and content["checksums"]
+        return Seal(*(content[name] for name in Seal._fields)) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def sealed_steps(directory: Path) -> list[int]:
     """Return the steps of all checkpoints that have a seal, in order."""
-    return sorted(int(seal.stem) for seal in directory.glob("*.json") if seal.stem.isdigit())
+    return sorted(
+        int(seal.stem) for seal in directory.glob("*.json") if seal.stem.isdecimal() and not seal.is_symlink()
+    )
 
 
 def was_best(directory: Path, step: int) -> bool:

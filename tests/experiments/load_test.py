@@ -19,7 +19,7 @@ from experiments import command, config_files, files, load
 from experiments.data import images, text
 from experiments.errors import Failed, Mistake
 from experiments.load import LoadedRun, load_run
-from experiments.training import modes, tasks
+from experiments.training import modes, seals, tasks
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.outside_test import TASK
 from tests.experiments.runs import as_people_run_it as as_people_run_it, once, xla_flags
@@ -45,7 +45,7 @@ def train(folder: Path, *words: str) -> Path:
     for step, best in {4: False, 8: True, 12: False}.items():
         path = folder / "run" / "checkpoints" / f"{step}.json"
         if path.exists():
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"best": best}))
+            seals.write(path.parent, step, best, [])
     return folder / "run"
 
 
@@ -311,7 +311,7 @@ def test_what_is_no_run_is_refused_in_one_line(trained, tmp_path):
     workdir = shutil.copytree(trained("averaged"), tmp_path / "run")
     refused("checkpoint='first' is not known. .*Write one of best, last", checkpoint="first")
     for seal in (workdir / "checkpoints").glob("*.json"):
-        seal.write_text(json.dumps(json.loads(seal.read_text()) | {"best": False}))
+        seals.write(seal.parent, int(seal.stem), False, [])
     refused(r"run holds no best checkpoint: .* Write checkpoint='last'", checkpoint="best")
     config = (workdir / "config.json").read_text()
     change(workdir, "model", {"depth": 2})

@@ -199,7 +199,11 @@ def test_what_needs_nothing_adds_no_array():
     assert needs("ste(2,4)") == (None, None, None)
     assert needs("mvue(2,4)") == ((2,), (2,), None)
     assert needs("mdgf(2,4,linear(1,0,9))") == (None, (2,), None)
-    assert needs("fwd_rhs=ste(hold(mse(2,4),every=3))") == (None, None, {"fwd_rhs": (16, 8)})
+    assert needs("fwd_rhs=ste(hold(mse(2,4),every=3))") == (
+        None,
+        (2,),
+        {"fwd_rhs": (16, 8)},
+    )  # it says when the mask was renewed
 
 
 def of(text, shape=(8, 16), seed=0, pattern=".*"):

@@ -239,7 +239,7 @@ def test_only_run_json_is_needed(tmp_path):
 def test_broken_pictures_are_said(tmp_path):
     run = write_run(tmp_path / "run")
     (run / "pictures.npz").write_bytes(b"PK\x03\x04 cut")
-    assert "pictures.npz could not be read" in written(run)[1].text
+    assert "pictures.npz cannot be read" in written(run)[1].text
 
 
 def test_a_layer_and_its_parameter_share_a_row(tmp_path):

@@ -22,8 +22,9 @@ import pytest
 import nmjax as nm
 from experiments import command, files
 from experiments.errors import Failed, Mistake
+from experiments.report.runs import parse_metrics
 from experiments.scale import signals
-from experiments.training import events, meter, modes, settings
+from experiments.training import events, meter, modes, seals, settings
 from experiments.training.checkpoints import Checkpoints
 from tests.experiments.runs import arrays, as_people_run_it as as_people_run_it, once, start, timeless
 
@@ -186,10 +187,81 @@ def test_a_checkpoint_that_cannot_be_read_is_renamed(how, tmp_path):
 def test_what_was_never_sealed_is_no_checkpoint(tmp_path):
     saved(tmp_path, 1, 2)
     (tmp_path / "checkpoints" / "2.json").unlink()
+    (tmp_path / "checkpoints" / "2.begun").touch()  # a process was killed while it wrote this step
+    (tmp_path / "checkpoints" / "3.begun").touch()
     (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()
     assert Checkpoints(tmp_path).restore(shapes()).step == 1
     saved(tmp_path, 2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["1", "1.json", "2", "2.json"]
+
+
+def test_what_the_run_did_not_make_stays(tmp_path):
+    """Folders and files of others beside the checkpoints, whatever their names, and where a link leads to."""
+    saved(tmp_path, 1, 2)
+    folder, away = tmp_path / "checkpoints", tmp_path / "away"
+    for path in (folder / "1000", folder / "2023.holiday", folder / "4", away):
+        path.mkdir()
+        (path / "photo.jpg").write_text("mine")
+    (folder / "2024.json").write_text('{"mine": 1}')
+    (folder / "3").symlink_to(away)
+    told = []
+    with contextlib.closing(Checkpoints(tmp_path, told.append)) as checkpoints:
+        for step in (3, 4, 5, 6):
+            checkpoints.save(step, small(step), [], best=False)
+    assert [line.partition(":")[0] for line in told] == [
+        f"The checkpoint of step {step} could not be written" for step in (3, 4)
+    ]
+    assert all("is there, and is not of this run" in line for line in told)
+    for path in (folder / "1000", folder / "2023.holiday", folder / "3", folder / "4", away):
+        assert (path / "photo.jpg").read_text() == "mine"
+    assert (folder / "2024.json").read_text() == '{"mine": 1}'
+    assert Checkpoints(tmp_path, told.append).restore(shapes()).step == 6
+    assert '{"mine": 1}' in {path.read_text() for path in folder.glob("*.json")}  # renamed, and told
+    assert "step 2,024 is damaged" in told[-1]
+
+
+def test_no_flipped_bit_of_a_seal_alters_what_is_read(tmp_path):
+    """A seal with figures of steps that have no line yet: all its bits, one at a time."""
+    saved(tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    pending = [{"step": 1, "loss": 0.12345678901, "accuracy": 0.5}]
+    seals.write(folder, 1, True, pending)
+    path, right = folder / "1.json", seals.read(folder, 1)
+    whole = path.read_bytes()
+    assert right.pending == pending
+    refused = 0
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        assert (found := seals.read(folder, 1)) in (None, right)
+        refused += found is None
+    assert refused > 7 * len(whole)
+    path.write_text(json.dumps(json.loads(whole) | {"checksums": {}}))
+    assert seals.read(folder, 1) is None
+
+
+def test_lines_that_are_json_and_no_lines_of_a_run(tmp_path):
+    """A run goes on without them, says so, and keeps the file; a report says which they are."""
+    words = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.measure=0"]
+    command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
+    path = tmp_path / "a" / "metrics.jsonl"
+    good = path.read_text()
+    first, rest = good.split("\n", 1)
+    wrong = ['{"step": 3}', "[1, 2]", '{"kind": "eval", "step": "3"}', '{"kind": "eval", "step": -1}', "7"]
+    wrong += ['{"kind": "train", "step": 1, "seconds": "x"}', '{"kind": "train", "step": true}']
+    path.write_text("\n".join([first, *wrong, rest]))
+    metrics, complaints = parse_metrics(path.read_text())
+    assert complaints == ("metrics.jsonl: skipped lines that cannot be read: 2, 3, 4, 5, 6, 7, 8.",)
+    about = json.loads((tmp_path / "a" / "run.json").read_text())
+    (tmp_path / "a" / "run.json").write_text(json.dumps(about | {"outcome": "interrupted"}))
+    damaged = path.read_text()
+    command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
+    assert (tmp_path / "a" / "unreadable-metrics.jsonl").read_text() == damaged
+    strip = lambda text: [json.loads(line) | {"seconds": 0} for line in text.splitlines()]
+    assert [line for line in strip(path.read_text()) if line["kind"] != "test"] == [
+        line for line in strip(good) if line["kind"] != "test"
+    ]
 
 
 def array(*shape, dtype=jnp.float32):
@@ -372,11 +444,12 @@ def test_what_diverged_is_dumped_and_another_run_goes_on_from_before(tmp_path, m
 def test_the_drafts_of_a_killed_process_are_removed(tmp_path):
     for name in (".4.json.712c2ae1", ".run.json.00ff00ff", "run.json", ".writable", ".keep.it", "4.json.712c2ae1"):
         (tmp_path / name).write_text("")
-    (tmp_path / ".folder.712c2ae1").mkdir()
-    files.remove_drafts(tmp_path)
-    files.remove_drafts(tmp_path / "missing")
+    (tmp_path / ".cache.deadbeef").write_text("of another program")
+    (tmp_path / ".run.json.712c2ae1").mkdir()
+    files.remove_drafts(tmp_path, r"run\.json|\d+\.json")
+    files.remove_drafts(tmp_path / "missing", ".+")
     assert {path.name for path in tmp_path.iterdir()} == {
-        "run.json", ".writable", ".keep.it", "4.json.712c2ae1", ".folder.712c2ae1",
+        "run.json", ".writable", ".keep.it", "4.json.712c2ae1", ".run.json.712c2ae1", ".cache.deadbeef",
     }  # fmt: skip
 
 
