@@ -77,6 +77,9 @@ class Uses(NamedTuple):
                 f"{self.weight}: {self.weight.kind} multiplies by {self.weight.name} of shape {shape} along different "
                 f"axes, or by slices of it. It has no single pattern, so {dense}."
             )
+        refusals = [one.product.refusal(one.rhs) for one in self.products if one.product.derived]
+        if refusals and sparsity != Sparsity():
+            raise ValueError(f"{self.weight}: {refusals[0]}. Take the derivative outside {self.weight.kind}, or {dense}.")
         (operand, steps), others = layouts[0], tuple(dict.fromkeys(self.others))
         return WeightOrigin(self.weight.path, sparsity, seed, operand, shape, steps, self.weight.name, others)
 
@@ -182,6 +185,9 @@ class Call(NamedTuple):
             site, path = sites[name], path_of[name]
             if site.sparsity == Sparsity():
                 return None
+            refusal = product.refusal(w)
+            if refusal is not None:
+                raise ValueError(f"{path or 'the model'}: {refusal}. Take the derivative outside the layer.")
             made_for = (site.origin.operand, moves(site.origin.steps))
             operand, steps = _layout(ShapedProduct.of(product, x, w))
             if site.origin.steps and made_for != (operand, moves(steps)):
