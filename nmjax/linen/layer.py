@@ -72,14 +72,14 @@ class Uses(NamedTuple):
                 f"{self.weight}: {self.weight.kind} multiplies no input by {self.weight.name} of shape {shape}{by}. "
                 f"Name the parameter that is an operand of a product, or {dense}."
             )
+        refusals = [one.product.refusal(one.rhs) for one in self.products if one.product.derived]
+        if refusals and sparsity != Sparsity():
+            raise ValueError(f"{self.weight}: {refusals[0]}. Take the derivative outside the layer, or {dense}.")
         if not self.has_one_layout:
             raise ValueError(
                 f"{self.weight}: {self.weight.kind} multiplies by {self.weight.name} of shape {shape} along different "
                 f"axes, or by slices of it. It has no single pattern, so {dense}."
             )
-        refusals = [one.product.refusal(one.rhs) for one in self.products if one.product.derived]
-        if refusals and sparsity != Sparsity():
-            raise ValueError(f"{self.weight}: {refusals[0]}. Take the derivative outside {self.weight.kind}, or {dense}.")
         (operand, steps), others = layouts[0], tuple(dict.fromkeys(self.others))
         return WeightOrigin(self.weight.path, sparsity, seed, operand, shape, steps, self.weight.name, others)
 

@@ -112,8 +112,8 @@ def einsum(
 ) -> jax.Array:  # fmt: skip
     """Return `jnp.einsum` of two arrays, with its three products pruned as ``sparsity`` says.
 
-    Contracted labels are ordered as the right operand, the weight, has them. An axis of length 1 is repeated as often as
-    the other operand needs it, before anything is pruned.
+    Contracted labels are ordered as the right operand, the weight, has them. An axis of length 1 is repeated as often
+    as the other operand needs it, before anything is pruned.
 
     Args:
       spec: The subscripts, of two operands.

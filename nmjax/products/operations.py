@@ -152,8 +152,8 @@ def plain_vmap_error() -> Iterator[None]:
     except NotImplementedError as error:
         raise NotImplementedError(
             "jax.vmap of ragged_dot must map the tokens, the weights and the group sizes, all three; JAX has not "
-            "implemented the rest. A step or a key that vmap maps also maps what is pruned with it. Write jax.lax.map in "
-            "the place of jax.vmap."
+            "implemented the rest. A step or a key that vmap maps also maps what is pruned with it. Write jax.lax.map "
+            "in the place of jax.vmap."
         ) from error
 
 

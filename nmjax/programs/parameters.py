@@ -83,13 +83,15 @@ class Parameter(NamedTuple):
           contract: The axes of the operand that the product contracts.
 
         Returns:
-          The axes. If a step mixes axes, the steps and ``contract``: such products compare equal only if they are alike.
+          The axes. If a step mixes axes, the steps and ``contract``: such products are equal only if they are alike.
 
         >>> Parameter("w", (Step("slice"), Step("transpose", (1, 0)))).contracted((3, 8, 4), (0,))
         (2,)
         """
         axes = _axes(self.steps, shape)
-        return (moves(self.steps), contract) if axes is None else tuple(a for i in contract if (a := axes[i]) is not None)
+        if axes is None:
+            return moves(self.steps), contract
+        return tuple(axis for i in contract if (axis := axes[i]) is not None)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of the operand. If a step mixes axes, None.
@@ -136,7 +138,7 @@ def _step(equation: core.JaxprEqn) -> tuple[Step, ...] | None:
 
 
 def _axes(steps: tuple[Step, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """Return the axes of the parameter that those of the operand are, as `Parameter.axes` does, in one layer of a stack."""
+    """Return what `Parameter.axes` returns, also for the operand of one layer of a stack."""
     axes: list[int | None] = list(range(len(shape)))
     for step in steps:
         if step.kind == "transpose" and len(step.to) != len(shape):

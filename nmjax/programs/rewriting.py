@@ -49,8 +49,8 @@ class Product(NamedTuple):
         if not self.derived:
             return None
         return (
-            f"a product with this parameter, of shape {tuple(w.shape)}, is part of a derivative that the function takes "
-            "itself, such as jax.grad, and the products of a derivative cannot be pruned"
+            f"a product with this parameter, of shape {tuple(w.shape)}, is part of a derivative that the function "
+            "takes itself, such as jax.grad, and the products of a derivative cannot be pruned"
         )
 
 

@@ -270,20 +270,24 @@ class transform(Value):
 
     def _refusals(self, path: str, value: Any, sparsity: Sparsity, products: list[ShapedProduct]) -> list[str]:
         """Return the reasons why the products of a parameter cannot be pruned: one for all slots, or one for each."""
-        if sparsity == Sparsity():
-            return []
-        derived = (reason for one in products if (reason := _derived(path, one.product, one.rhs)) is not None)
-        ways = {(one.product.parameter, one.operand) for one in products}
-        whole = next(derived, None) or self._conflict(path, np.shape(value), sparsity, ways)
+        whole = self._refused(path, value, sparsity, products)
         if whole is not None:
             return [whole]
         refusals = (_refusal(slot, sparsity, products) for slot in SLOTS)
         return list(dict.fromkeys(refusal.reason for refusal in refusals if refusal is not None))
 
+    def _refused(self, path: str, value: Any, sparsity: Sparsity, products: list[ShapedProduct]) -> str | None:
+        """Return the reason why the products of a parameter cannot be pruned at all; None if they can."""
+        if sparsity == Sparsity():
+            return None
+        derived = (reason for one in products if (reason := _derived(path, one.product, one.rhs)) is not None)
+        ways = {(one.product.parameter, one.operand) for one in products}
+        return next(derived, None) or self._conflict(path, np.shape(value), sparsity, ways)
+
     def _conflict(
         self, path: str, shape: tuple[int, ...], sparsity: Sparsity, ways: Iterable[tuple[Parameter, Operand]]
     ) -> str | None:
-        """Return the reason why the ways in which products take a parameter contradict each other; None if they do not."""
+        """Return the reason why the ways in which products take a parameter exclude each other; None if they do not."""
         axes = {parameter.contracted(shape, operand.contract) for parameter, operand in ways}
         if len(axes) > 1 and sparsity.fwd_rhs != identity and not self.mask_per_product:
             meant = "" if has_state(sparsity) else ". If each shall have a mask of its own, set mask_per_product=True"
@@ -410,10 +414,10 @@ class transform(Value):
         layers = math.prod(products[0].product.parameter.stack(shape))
         uses = [one.use(layers) for one in products]
         sparsity, dense = fitting_all(self.recipe(path), uses)
-        refused = self._refusals(path, value, sparsity, products)
         slots, runs = slots_of(sparsity, uses, True), runs_of(sparsity, uses, self.recipe.backend)
-        if refused and not any(slot.refused for slot in slots):  # the reason holds for all slots
-            slots = tuple(slot._replace(refused=refused[0]) for slot in slots)
+        refused = self._refused(path, value, sparsity, products)
+        if refused is not None:
+            slots = tuple(slot._replace(refused=refused) for slot in slots)
         form, shares = hardened(sparsity), flops.effective(sparsity)
         kept = kept_of(sparsity, uses, self.recipe.backend)
         return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs, dense, kept)

@@ -322,7 +322,9 @@ def test_jit_vmap_scan_and_remat(text):
     for body in (layer, jax.checkpoint(layer)):
         found = jax.jit(jax.grad(functools.partial(through, body), (0, 1)))(xs[0], ws)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
-    with pytest.raises(NotImplementedError, match=r"must map the tokens, the weights and the group sizes.*jax\.lax\.map"):
+    with pytest.raises(
+        NotImplementedError, match=r"must map the tokens, the weights and the group sizes.*jax\.lax\.map"
+    ):
         jax.vmap(layer, (0, None, 0))(xs, ws[0], sizes)
     with pytest.raises(NotImplementedError, match="NYI"):
         jax.vmap(lax.ragged_dot, (0, None, 0))(xs, ws[0], sizes)

@@ -1,8 +1,8 @@
 """Random programs against pruning by hand: a program is refused, or its value and its gradients are right.
 
 A program is a chain of products with weights. Each product has a form, such as a transposed weight or the weight on the
-left, and stands inside something: `jax.jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, `jax.vmap`, or a derivative that the
-program takes itself. The same program runs with products that are pruned here, by sorting.
+left, and stands inside something: `jax.jit`, `jax.checkpoint`, `lax.scan`, `lax.cond`, or a derivative that the program
+takes itself. The same program runs with products that are pruned here, by sorting.
 """
 
 import random
@@ -49,9 +49,7 @@ def pruned_gradient(x, w):
     return x @ w
 
 
-pruned_gradient.defvjp(
-    lambda x, w: (x @ w, (x, w)), lambda xw, g: (g @ xw[1].T, xw[0].T @ jnp.where(kept(g, 0), g, 0))
-)
+pruned_gradient.defvjp(lambda x, w: (x @ w, (x, w)), lambda xw, g: (g @ xw[1].T, xw[0].T @ jnp.where(kept(g, 0), g, 0)))
 
 ste = lambda v, axis: straight(v, jnp.where(kept(v, axis), v, 0))
 BY_HAND = {
@@ -118,10 +116,6 @@ INSIDE = {
     "jvp of grad": lambda f, x: jax.jvp(jax.grad(energy(f)), (x,), (jnp.sin(x),))[1],
 }
 """Derivatives that a program takes itself."""
-
-
-def stacked(multiply, x):
-    return multiply(x, "stack", "plain")
 
 
 class Drawn:
@@ -198,10 +192,6 @@ REFUSALS = r"takes itself, such as jax.grad|contract different axes|no derivativ
 
 def used(program):
     return {name for name, _, _ in program.parts if name}
-
-
-def recipe_of(names, method):
-    return nm.Recipe({name: method for name in sorted(names)} | {".*": "dense"})
 
 
 # ---- three ways to prune ----
