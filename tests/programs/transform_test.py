@@ -646,6 +646,50 @@ def test_a_transformed_function_may_be_differentiated_anywhere():
         )  # fmt: skip
 
 
+def energy(p, x):
+    return jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]).sum()
+
+
+ENERGIES = {
+    "ste(2,4)": (0.0, 1),
+    "sr_ste(2,4,lam=0.5)": (0.0, 1),
+    "mdgf(2,4,linear(1,0,10))": (0.5, 1),
+    'mdgf(2,4,linear(1,0,10),gradient="autodiff")': (0.5, 0.5),
+}
+"""By method: what is left of a dropped value at step 5, and of its gradient."""
+
+
+@pytest.mark.parametrize("text", ENERGIES)
+def test_the_gradient_of_a_transformed_energy(text):
+    """The force, a loss on it, and the gradient of that loss are those of an energy of weights pruned by hand."""
+    params, x, target = {"a": draw(0, 16, 8) / 2, "b": draw(1, 8, 4)}, draw(2, 8, 16), draw(3, 8, 16)
+    sparse = nm.transform(energy, every(text))
+    sites = sparse.set_step(params, sparse.init(params, x), 5)
+    value, gradient = ENERGIES[text]
+    masks = {name: mask(w, 0) for name, w in params.items()}
+    left = lambda name, factor: jnp.where(masks[name], 1, factor)
+    hard = {name: w * left(name, value) for name, w in params.items()}
+    loss = lambda force: lambda p: ((force(p, x) - target) ** 2).mean()
+    ours, by_hand = jax.grad(lambda p, x: sparse(p, x, sites=sites), 1), jax.grad(energy, 1)
+    np.testing.assert_allclose(ours(params, x), by_hand(hard, x), rtol=0, atol=1e-5)
+    found = jax.jit(jax.value_and_grad(loss(ours)))(params)
+    wanted, grads = jax.value_and_grad(loss(by_hand))(hard)
+    decay = 0.5 if text.startswith("sr_ste") else 0
+    grads = {n: g * left(n, gradient) + decay * jnp.where(masks[n], 0, params[n]) for n, g in grads.items()}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), found, (wanted, grads))
+
+
+@pytest.mark.parametrize("text", ["s_ste(2,4)", "drhs_g=mvue(2,4)", "sdgp(2,4)", "bdwp(2,4)"])
+def test_a_loss_on_the_gradient_of_an_energy_needs_empty_backward_slots(text):
+    params, x = {"a": draw(0, 16, 8), "b": draw(1, 8, 4)}, draw(2, 8, 16)
+    sparse = nm.transform(energy, every(text))
+    sites = sparse.set_step(params, sparse.init(params, x), 5)
+    force = lambda p: jax.grad(lambda x: sparse(p, x, sites=sites))(x)
+    assert jnp.isfinite(force(params)).all()
+    with pytest.raises(TypeError, match="has no derivative beyond the gradient of its layer"):
+        jax.grad(lambda p: (force(p) ** 2).sum())(params)
+
+
 def test_vectors_of_a_scanned_stack_are_no_matrices():
     def f(p, x):
         layer = lambda h, w: (jnp.tanh((h * w["scale"][None]) @ w["kernel"]) + w["bias"][None], None)
