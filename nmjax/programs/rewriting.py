@@ -295,11 +295,10 @@ def _while(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], s
     of_condition, of_body = of["cond_nconsts"], of["body_nconsts"]
     condition, body = _opened(of["cond_jaxpr"]), _opened(of["body_jaxpr"])
     asked, used, first = operands[:of_condition], operands[of_condition:][:of_body], operands[of_condition + of_body :]
-    for parameter in filter(None, _parameters([*asked, *first])):
+    for parameter in filter(None, _parameters(first)):
         rewriter.seen(parameter, "while")
     as_values: Callable[[Sequence[Any]], list[Value]] = lambda carry: [(x, None) for x in carry]
-    plain = as_values([x for x, _ in asked])
-    again = lambda carry: rewriter.run(*condition, [*plain, *as_values(carry)], sites)[0][0]
+    again = lambda carry: rewriter.run(*condition, [*asked, *as_values(carry)], sites)[0][0]
     turn = lambda carry: _arrays(rewriter, rewriter.run(*body, [*used, *as_values(carry)], sites), "while")
     return as_values(lax.while_loop(again, turn, [x for x, _ in first]))
 

@@ -208,6 +208,22 @@ def test_a_while_loop_is_followed_forward():
     np.testing.assert_allclose(sparse(params, x), wanted, rtol=0, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
+def test_the_condition_of_a_while_loop_is_pruned_too():
+    """A fixed point of the pruned function, not of the dense one."""
+    solve = lambda p, x: lax.while_loop(
+        lambda h: jnp.abs(jnp.tanh(h @ p["w"] + x) - h).max() > 1e-3,
+        lambda h: jnp.tanh(h @ p["w"] + x),
+        jnp.zeros_like(x),
+    )
+    params, x = {"w": draw(0, 16, 16) / 8}, draw(1, 8, 16)
+    sparse, hard = nm.transform(solve, every("ste(2,4)")), {"w": pruned(params["w"], 0)}
+    got, wanted = sparse(params, x), solve(hard, x)
+    assert float(jnp.abs(jnp.tanh(wanted @ hard["w"] + x) - wanted).max()) < 1e-3
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+    made, _ = sparse.harden(params, sparse.init(params, x))
+    np.testing.assert_array_equal(made["w"], hard["w"])
+
+
 def test_a_weight_is_pruned_in_the_dtype_of_its_product():
     """Ranks of rounded values differ from ranks before rounding."""
     w = jnp.tile(jnp.array([1.0, 1.001, 1.002, 0.5]), 4)[:, None] * jnp.ones((1, 4))
