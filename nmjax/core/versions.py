@@ -8,6 +8,7 @@ import importlib.util
 from typing import Any
 
 import jax
+from jax._src.source_info_util import Transform
 
 
 def interprets_clusters() -> bool:
@@ -86,8 +87,6 @@ def is_derived(equation: Any) -> bool:
     >>> names(jax.numpy.sin), names(jax.grad(jax.numpy.sin))
     ([('sin', False)], [('sin', True), ('cos', True), ('mul', True)])
     """
-    from jax._src.source_info_util import Transform
-
     stack = equation.source_info.name_stack.stack
     return any(isinstance(entry, Transform) and entry.name in ("jvp", "transpose") for entry in stack)
 
