@@ -8,6 +8,7 @@ import importlib.util
 from typing import Any
 
 import jax
+from jax._src.source_info_util import Transform
 
 
 def interprets_clusters() -> bool:
@@ -70,6 +71,24 @@ def has_triton() -> bool:
 def packs_in_interpreter() -> bool:
     """Return True if the interpreter of GPU kernels loads and stores parts of arrays, as it does from 0.11 on."""
     return jax.__version_info__ >= (0, 11)
+
+
+def is_derived(equation: Any) -> bool:
+    """Return True if an equation of a traced program comes from a derivative that the program takes itself.
+
+    JAX writes `jax.grad` and its relatives into the name stack of an equation. It has no public way to read the stack,
+    and its text also has names that users give by `jax.named_scope`. Inside the program of an equation, such as a scan,
+    the stack begins anew. So does the stack of a function that is traced while an outer function is differentiated.
+
+    Args:
+      equation: An equation of a jaxpr.
+
+    >>> names = lambda f: [(e.primitive.name, is_derived(e)) for e in jax.make_jaxpr(f)(1.0).eqns]
+    >>> names(jax.numpy.sin), names(jax.grad(jax.numpy.sin))
+    ([('sin', False)], [('sin', True), ('cos', True), ('mul', True)])
+    """
+    stack = equation.source_info.name_stack.stack
+    return any(isinstance(entry, Transform) and entry.name in ("jvp", "transpose") for entry in stack)
 
 
 def triton_params(**options: Any) -> Any:

@@ -72,6 +72,9 @@ class Uses(NamedTuple):
                 f"{self.weight}: {self.weight.kind} multiplies no input by {self.weight.name} of shape {shape}{by}. "
                 f"Name the parameter that is an operand of a product, or {dense}."
             )
+        refusals = [one.product.refusal(one.rhs) for one in self.products if one.product.derived]
+        if refusals and sparsity != Sparsity():
+            raise ValueError(f"{self.weight}: {refusals[0]}. Take the derivative outside the layer, or {dense}.")
         if not self.has_one_layout:
             raise ValueError(
                 f"{self.weight}: {self.weight.kind} multiplies by {self.weight.name} of shape {shape} along different "
@@ -182,6 +185,9 @@ class Call(NamedTuple):
             site, path = sites[name], path_of[name]
             if site.sparsity == Sparsity():
                 return None
+            refusal = product.refusal(w)
+            if refusal is not None:
+                raise ValueError(f"{path or 'the model'}: {refusal}. Take the derivative outside the layer.")
             made_for = (site.origin.operand, moves(site.origin.steps))
             operand, steps = _layout(ShapedProduct.of(product, x, w))
             if site.origin.steps and made_for != (operand, moves(steps)):

@@ -209,6 +209,7 @@ class Uses:
     def __init__(self) -> None:
         self.products: dict[str, list[Example]] = {}
         self.others: dict[str, list[str]] = {}
+        self.refusals: dict[str, str] = {}
 
     def rewriter(self) -> Rewriter:
         """Return a rewriter that writes down what it sees, and changes nothing."""
@@ -216,6 +217,9 @@ class Uses:
         def compute(product: Product, x: Any, w: Any, _: Any) -> None:
             example = Example(product.op, shape_of(x), shape_of(w), product.parameter.steps)
             self.products.setdefault(product.parameter.path, []).append(example)
+            refusal = product.refusal(w)
+            if refusal is not None:
+                self.refusals[product.parameter.path] = refusal
 
         return Rewriter(compute, lambda parameter, name: self.others.setdefault(parameter.path, []).append(name))
 
@@ -227,6 +231,8 @@ class Uses:
           path: The path of the weight in the traced function.
           weight: The weight in words.
         """
+        if path in self.refusals:
+            raise ValueError(f"{where}: {self.refusals[path]}. Take the derivative outside the method.")
         found, others = list(dict.fromkeys(self.products.get(path, []))), list(dict.fromkeys(self.others.get(path, [])))
         if not found or others:
             lead = "multiplies no input by it" if not found else "uses it in other operations too"

@@ -83,6 +83,7 @@ def example_of(product: Callable[..., Any], operands: Sequence[Any], options: Ma
     """Return the operation that a call of a product asks for."""
     if product is functions.einsum:
         spec, lhs, rhs = operands
+        lhs, rhs = jax.eval_shape(lambda x, w: operations.einsum_operands(spec, x, w), lhs, rhs)
         op = operations.as_dot(lhs, rhs, operations.einsum_dims(spec, lhs.ndim, rhs.ndim)[0])
     elif product is functions.ragged_dot:
         lhs, rhs, _ = operands

@@ -111,6 +111,9 @@ class Site(nnx.Module):
 
     def multiply(self, product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
         """Return the pruned product of an operand and the weight, in the method of a declared layer."""
+        refusal = product.refusal(w)
+        if refusal is not None:
+            raise ValueError(f"{self.name}: {refusal}. Take the derivative outside the method that the door names.")
         asked = (product.op.operands(x.ndim, w.ndim)["fwd_rhs"], product.parameter.steps)
         known = self.example and (
             self.example.op.operands(self.example.lhs.ndim, self.example.rhs.ndim)["fwd_rhs"], self.example.steps

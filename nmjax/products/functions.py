@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nmjax.core.context import Ctx
 from nmjax.products.forms import Form, FormKey
-from nmjax.products.operations import as_conv, as_dot, as_ragged_dot, einsum_dims
+from nmjax.products.operations import as_conv, as_dot, as_ragged_dot, einsum_dims, einsum_operands
 from nmjax.products.rule import bilinear
 from nmjax.products.sparsity import Sparsity
 
@@ -112,7 +112,8 @@ def einsum(
 ) -> jax.Array:  # fmt: skip
     """Return `jnp.einsum` of two arrays, with its three products pruned as ``sparsity`` says.
 
-    Contracted labels are ordered as the right operand, the weight, has them.
+    Contracted labels are ordered as the right operand, the weight, has them. An axis of length 1 is repeated as often
+    as the other operand needs it, before anything is pruned.
 
     Args:
       spec: The subscripts, of two operands.
@@ -128,6 +129,7 @@ def einsum(
     (2, 3, 5)
     """
     dims, order = einsum_dims(spec, lhs.ndim, rhs.ndim)
+    lhs, rhs = einsum_operands(spec, lhs, rhs)
     if out_sharding is not None:
         out_sharding = before_transpose(out_sharding, order)
     y = dot_general(

@@ -1,6 +1,7 @@
 """The linear operations as frozen values: which axes each operand contracts, and how an einsum is a dot."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,7 +130,8 @@ class RaggedDot:
         return None
 
     def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        return lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.preferred_element_type)
+        with plain_vmap_error():
+            return lax.ragged_dot(lhs, rhs, group_sizes, self.precision, self.preferred_element_type)
 
     def operands(self, lhs_ndim: int, rhs_ndim: int) -> dict[str, Operand]:
         return {
@@ -140,6 +142,21 @@ class RaggedDot:
             "drhs_g": Operand((0,), (1,), (), ragged=True),
             "drhs_lhs": Operand((0,), (1,), (), ragged=True),
         }
+
+
+@contextmanager
+def plain_vmap_error() -> Iterator[None]:
+    """Say in plain words that `jax.vmap` maps a part of the operands of a grouped product. JAX has no rule for that."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "vmap" not in str(error):
+            raise
+        raise NotImplementedError(
+            "jax.vmap of ragged_dot must map the tokens, the weights and the group sizes, all three; JAX has not "
+            "implemented the rest. A step or a key that vmap maps also maps what is pruned with it. Write jax.lax.map "
+            "in the place of jax.vmap."
+        ) from error
 
 
 def result_shape(op: Operation, lhs: Shaped, rhs: Shaped) -> jax.ShapeDtypeStruct:
@@ -220,6 +237,15 @@ def einsum_dims(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[DimensionNumbe
     batched = (positions(left, batch), positions(right, batch))
     labels = batch + [c for c in left if c not in right] + [c for c in right if c not in left]
     return (contract, batched), [labels.index(c) for c in out]
+
+
+def einsum_operands(spec: str, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the operands of an einsum with axes of length 1 as long as those of the other operand."""
+    left, right, _ = einsum_labels(spec, lhs.ndim, rhs.ndim)
+    sizes = [dict(zip(left, lhs.shape, strict=True)), dict(zip(right, rhs.shape, strict=True))]
+    longest = {c: max(of.get(c, 0) for of in sizes) for c in left + right}
+    wide = lambda labels, v: tuple(longest[c] if n == 1 else n for c, n in zip(labels, v.shape, strict=True))
+    return jnp.broadcast_to(lhs, wide(left, lhs)), jnp.broadcast_to(rhs, wide(right, rhs))
 
 
 def einsum_labels(spec: str, lhs_ndim: int, rhs_ndim: int) -> tuple[Labels, Labels, Labels]:

@@ -53,7 +53,7 @@ from nmjax.products.forms import (
 )
 from nmjax.products.keeping import KEPT, Entries, Like, like, unpack
 from nmjax.products.layout import CONTRACTED, OPERANDS
-from nmjax.products.operations import Conv, Dot, Operation
+from nmjax.products.operations import Conv, Dot, Operation, plain_vmap_error
 from nmjax.products.pruning import Shaped, merged_operand
 from nmjax.products.routes import compacted_of, routes_of
 from nmjax.products.slot import BACKWARD
@@ -346,7 +346,8 @@ def _transposed(
 ) -> jax.Array:
     """Return dx, the product of g and w, or dw, the product of g and x."""
     forward = (lambda v: op(v, other, *extra)) if name == "dlhs" else (lambda v: op(other, v, *extra))
-    return jax.linear_transpose(forward, like)(g)[0]
+    with plain_vmap_error():
+        return jax.linear_transpose(forward, like)(g)[0]
 
 
 ruled.defvjp(ruled_forward, ruled_backward)

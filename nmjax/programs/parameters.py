@@ -73,20 +73,25 @@ class Parameter(NamedTuple):
         >>> Parameter("w", (Step("transpose", (1, 0)), Step("reshape", (4, 1, 8)))).axes((8, 4))
         (1, None, 0)
         """
-        axes: list[int | None] = list(range(len(shape)))
-        for step in self.steps:
-            if step.kind == "transpose" and len(step.to) != len(shape):
-                return None
-            if step.kind == "transpose":
-                axes, shape = [axes[a] for a in step.to], tuple(shape[a] for a in step.to)
-            elif step.kind == "reshape":
-                if [n for n in shape if n > 1] != [n for n in step.to if n > 1]:
-                    return None
-                long = iter([axis for axis, n in zip(axes, shape, strict=True) if n > 1])
-                axes, shape = [next(long) if n > 1 else None for n in step.to], step.to
-            elif step.kind == "slice":
-                return None
-        return tuple(axes)
+        return None if any(step.kind == "slice" for step in self.steps) else _axes(self.steps, shape)
+
+    def contracted(self, shape: tuple[int, ...], contract: tuple[int, ...]) -> Any:
+        """Return the axes of the parameter that a product contracts, the innermost last.
+
+        Args:
+          shape: The shape of the parameter, or of the stack of layers that it is.
+          contract: The axes of the operand that the product contracts.
+
+        Returns:
+          The axes. If a step mixes axes, the steps and ``contract``: such products are equal only if they are alike.
+
+        >>> Parameter("w", (Step("slice"), Step("transpose", (1, 0)))).contracted((3, 8, 4), (0,))
+        (2,)
+        """
+        axes = _axes(self.steps, shape)
+        if axes is None:
+            return moves(self.steps), contract
+        return tuple(axis for i in contract if (axis := axes[i]) is not None)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape of the operand. If a step mixes axes, None.
@@ -130,6 +135,24 @@ def _step(equation: core.JaxprEqn) -> tuple[Step, ...] | None:
     if (reshaped or name in ("squeeze", "broadcast_in_dim")) and math.prod(before.shape) == math.prod(after.shape):
         return (Step("reshape", after.shape),)
     return None
+
+
+def _axes(steps: tuple[Step, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
+    """Return what `Parameter.axes` returns, also for the operand of one layer of a stack."""
+    axes: list[int | None] = list(range(len(shape)))
+    for step in steps:
+        if step.kind == "transpose" and len(step.to) != len(shape):
+            return None
+        if step.kind == "transpose":
+            axes, shape = [axes[a] for a in step.to], tuple(shape[a] for a in step.to)
+        elif step.kind == "reshape":
+            if [n for n in shape if n > 1] != [n for n in step.to if n > 1]:
+                return None
+            long = iter([axis for axis, n in zip(axes, shape, strict=True) if n > 1])
+            axes, shape = [next(long) if n > 1 else None for n in step.to], step.to
+        elif step.kind == "slice":
+            axes, shape = axes[1:], shape[1:]
+    return tuple(axes)
 
 
 def _apply(steps: tuple[Step, ...], f: Callable[..., Any], x: jax.Array, arrays: tuple[Any, ...], back: bool) -> Any:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend import core
 
 from nmjax.analysis.refusals import Use
+from nmjax.core import versions
 from nmjax.products.functions import before_transpose
 from nmjax.products.operations import Conv, DimensionNumbers, Dot, RaggedDot
 from nmjax.products.pruning import Operand, shape_of
@@ -29,13 +30,28 @@ class Product(NamedTuple):
       parameter: The parameter, in the layout of the operand.
       op: The operation, with the parameter as its right operand.
       swapped: True if the program has the parameter as its left operand.
+      derived: True if it belongs to a derivative that the program takes itself, such as `jax.grad` in it.
       extra: The operands of the operation after the first two: the group sizes of a `RaggedDot`.
     """
 
     parameter: Parameter
     op: Dot | Conv | RaggedDot
     swapped: bool
+    derived: bool = False
     extra: tuple[Any, ...] = ()
+
+    def refusal(self, w: Any) -> str | None:
+        """Return the reason why it cannot be pruned, whatever the method; None if it can.
+
+        In a derivative, x may be a gradient or a tangent, and a product of x and a gradient has no weight at all. A
+        pruner and its own gradient rule belong to the products as they were before JAX took the derivative.
+        """
+        if not self.derived:
+            return None
+        return (
+            f"a product with this parameter, of shape {tuple(w.shape)}, is part of a derivative that the function "
+            "takes itself, such as jax.grad, and the products of a derivative cannot be pruned"
+        )
 
 
 class ShapedProduct(NamedTuple):
@@ -67,10 +83,12 @@ class Rewriter(NamedTuple):
       compute: A function (product, x, w, site) of the operands and of the arrays of the parameter's site. It returns
         the value of the product, or None to leave it as it is.
       seen: A function (parameter, name) that is called for every other operation that takes a parameter.
+      derived: True inside of an equation that belongs to a derivative, as in `Product`.
     """
 
     compute: Callable[[Product, Any, Any, Any], Any]
     seen: Callable[[Parameter, str], None]
+    derived: bool = False
 
     def run(self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], sites: Sites) -> list[Value]:
         """Return the results of a program, each with its parameter, or with None if it was computed.
@@ -87,7 +105,8 @@ class Rewriter(NamedTuple):
         for equation in program.eqns:
             operands = [read(v) for v in equation.invars]
             if any(parameter is not None for _, parameter in operands):
-                results = self._rewritten(program, equation, operands, sites)
+                here = self._replace(derived=self.derived or versions.is_derived(equation))
+                results = here._rewritten(program, equation, operands, sites)
             else:
                 results = [(y, None) for y in _plain(program, equation, [x for x, _ in operands])]
             values |= dict(zip(equation.outvars, results, strict=True))
@@ -108,7 +127,7 @@ class Rewriter(NamedTuple):
         product = _product(equation, parameters)
         if product is not None:
             x, w = arrays[::-1] if product.swapped else arrays[:2]
-            product = product._replace(extra=tuple(arrays[2:]))
+            product = product._replace(derived=self.derived, extra=tuple(arrays[2:]))
             y = self.compute(product, x, w, sites.get(product.parameter.path))
             if y is None:
                 y = _plain(program, equation, arrays)[0]
@@ -276,11 +295,10 @@ def _while(rewriter: Rewriter, equation: core.JaxprEqn, operands: list[Value], s
     of_condition, of_body = of["cond_nconsts"], of["body_nconsts"]
     condition, body = _opened(of["cond_jaxpr"]), _opened(of["body_jaxpr"])
     asked, used, first = operands[:of_condition], operands[of_condition:][:of_body], operands[of_condition + of_body :]
-    for parameter in filter(None, _parameters([*asked, *first])):
+    for parameter in filter(None, _parameters(first)):
         rewriter.seen(parameter, "while")
     as_values: Callable[[Sequence[Any]], list[Value]] = lambda carry: [(x, None) for x in carry]
-    plain = as_values([x for x, _ in asked])
-    again = lambda carry: rewriter.run(*condition, [*plain, *as_values(carry)], sites)[0][0]
+    again = lambda carry: rewriter.run(*condition, [*asked, *as_values(carry)], sites)[0][0]
     turn = lambda carry: _arrays(rewriter, rewriter.run(*body, [*used, *as_values(carry)], sites), "while")
     return as_values(lax.while_loop(again, turn, [x for x, _ in first]))
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from nmjax.core.context import Ctx
 from nmjax.core.value import Value
 from nmjax.products import rule
 from nmjax.products.fit import fitting
-from nmjax.products.pruning import shape_of
+from nmjax.products.pruning import Operand, shape_of
 from nmjax.products.sites import (
     check_time,
     distance,
@@ -37,6 +37,7 @@ from nmjax.products.sites import (
 )
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs.parameters import Parameter, moves
 from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import is_array, leaves, run
 from nmjax.programs.sites import (
@@ -60,12 +61,19 @@ class _Traced(NamedTuple):
     Attributes:
       products: The products of every parameter, by its path.
       others: The names of other operations that use it, likewise.
+      unused: The shapes of the matrices that no product takes, likewise. A stack of vectors is no matrix.
       costs: The FLOPs by parameter, numbered as in ``products``.
     """
 
     products: dict[str, list[ShapedProduct]]
     others: dict[str, list[str]]
+    unused: dict[str, tuple[int, ...]]
     costs: Costs
+
+    @property
+    def ruled(self) -> list[str]:
+        """The paths that rules may match: of parameters that a product takes, and of matrices that none takes."""
+        return [path for path, own in self.products.items() if own or path in self.unused]
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,11 +90,17 @@ class transform(Value):
     The function is traced, and its program is run with other products. A compiled function has no cost for this.
     Outside `jax.jit` every call traces again.
 
+    The function may not differentiate these products itself: transform the function that it differentiates. So the
+    gradient of an energy is ``jax.grad(transform(energy, recipe), 1)``, and not a transformed ``jax.grad(energy, 1)``.
+
     Args:
       f: A function of a tree of parameters and other arguments. Arguments that are not arrays, such as flags, are
         given to it as they are.
       recipe: The sparsity of each parameter, by its path.
       seed: The seed of all random numbers, an int.
+      mask_per_product: True if products may contract different axes of a parameter, as ``h @ e`` and ``h @ e.T`` do.
+        Each of them then prunes it along its own axis, so the parameter has several masks and no final form. False to
+        refuse such a parameter.
 
     Raises:
       TypeError: ``f`` is not callable, ``recipe`` is not a Recipe, or ``seed`` is not an int.
@@ -108,6 +122,7 @@ class transform(Value):
     f: Callable[..., Any]
     recipe: Recipe
     seed: int = 0
+    mask_per_product: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.f):
@@ -130,7 +145,8 @@ class transform(Value):
           ValueError: A product cannot be pruned, or ``sites`` is missing.
         """
         known = {} if sites is None else dict(sites)
-        _known(params, known)
+        values = _known(params, known)
+        ways = {path: {_way(site.origin.parameter, site.origin.operand)} for path, site in known.items()}
 
         def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
             path = product.parameter.path
@@ -138,6 +154,11 @@ class transform(Value):
             sparsity, _ = fitting(product.op, x, w, sparsity, tokens_known=False)
             if sparsity == Sparsity():
                 return None
+            own = ways.setdefault(path, set())
+            own.add(_way(product.parameter, product.op.operands(x.ndim, w.ndim)["fwd_rhs"]))
+            refusal = _derived(path, product, w) or self._conflict(path, np.shape(values[path]), sparsity, own)
+            if refusal is not None:
+                raise ValueError(f"{path}: {refusal}")
             if arrays is None and needs_arrays(sparsity):
                 raise ValueError(
                     f"{path}: {sparsity} reads what init returns: write sites = f.init(params, ...), and call "
@@ -159,7 +180,7 @@ class transform(Value):
     def _traced(self, params: Any, args: Any, options: Any) -> _Traced:
         """Return what the program of a call does with the parameters. It is traced on shapes."""
         products: dict[str, list[ShapedProduct]] = {path: [] for path in leaves(params)}
-        others: dict[str, list[str]] = {path: [] for path in products}
+        others: dict[str, list[tuple[str, int]]] = {path: [] for path in products}
         numbers = {path: number for number, path in enumerate(products)}
 
         def compute(product: Product, x: Any, w: Any, arrays: Any) -> Any:
@@ -168,7 +189,9 @@ class transform(Value):
             with scopes.of_layer(numbers[path]):
                 return product.op(x, w, *product.extra)
 
-        rewriter = Rewriter(compute, lambda parameter, name: others[parameter.path].append(name))
+        stacked = lambda parameter: sum(step.kind == "slice" for step in parameter.steps)
+        seen = lambda parameter, name: others[parameter.path].append((name, stacked(parameter)))
+        rewriter = Rewriter(compute, seen)
         whole, tree = jax.tree.flatten((params, args, options))
         learned = [i < len(products) for i, v in enumerate(whole) if is_array(v)]
 
@@ -181,7 +204,14 @@ class transform(Value):
 
         program = jax.make_jaxpr(traced)([shape_of(v) for v in whole if is_array(v)]).jaxpr
         unique = lambda values: {path: list(dict.fromkeys(own)) for path, own in values.items()}
-        return _Traced(unique(products), unique(others), scopes.costs_of(program, learned, len(products)))
+        names = {path: [name for name, _ in own] for path, own in others.items()}
+        layers = {path: min((axes for _, axes in own), default=0) for path, own in others.items()}
+        unused = {
+            path: tuple(np.shape(v))
+            for path, v in leaves(params).items()
+            if np.ndim(v) - layers[path] > 1 and not products[path]
+        }
+        return _Traced(unique(products), unique(names), unused, scopes.costs_of(program, learned, len(products)))
 
     def init(self, params: Any, *args: Any, strict: bool = False, **options: Any) -> Sites:
         """Return what the methods keep: the sites of the parameters, by their paths.
@@ -196,26 +226,26 @@ class transform(Value):
           ValueError: A rule applies to no parameter; products cannot be pruned, and all are listed; or ``strict`` is
             True and a matrix would stay dense.
         """
-        products, others, _ = self._traced(params, args, options)
-        self.recipe.check(_ruled(params, products))
-        self._report_missed(params, products, others, strict)
+        traced, values = self._traced(params, args, options), leaves(params)
+        products, others = traced.products, traced.others
+        self.recipe.check(traced.ruled)
+        self._report_missed(traced, strict)
         refused = [
-            f"  {path}: {refusal.reason}"
+            f"  {path}: {reason}"
             for path, found in products.items()
-            for slot in SLOTS
-            if (refusal := _refusal(slot, self._fitted(path, found)[0], found)) is not None
+            for reason in self._refusals(path, values[path], self._fitted(path, found)[0], found)
         ]
         if refused:
-            raise ValueError("\n".join(["The recipe cannot be carried out:", *dict.fromkeys(refused)]))
+            raise ValueError("\n".join(["The recipe cannot be carried out:", *refused]))
         made: Sites = {}
-        for path, value in leaves(params).items():
+        for path, value in values.items():
             if products[path] and self._fitted(path, products[path])[0] != Sparsity():
                 made[path] = self._site(path, value, products[path], others[path])
         return made
 
-    def _report_missed(self, params: Any, products: Any, others: Any, strict: bool) -> None:
+    def _report_missed(self, traced: _Traced, strict: bool) -> None:
         """Warn of matrices that a rule would prune and that no product takes, or refuse them."""
-        missed = self._missed(params, products)
+        missed, others = self._missed(traced), traced.others
         if not missed:
             return
         lines = [
@@ -229,23 +259,53 @@ class transform(Value):
             raise ValueError(text)
         warnings.warn(text, stacklevel=3)
 
-    def _missed(self, params: Any, products: Any) -> dict[str, tuple[int, ...]]:
+    def _missed(self, traced: _Traced) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the matrices that a rule would prune and that no product takes, by their paths."""
-        return {path: shape for path, shape in _unused(params, products).items() if self.recipe(path) != Sparsity()}
+        return {path: shape for path, shape in traced.unused.items() if self.recipe(path) != Sparsity()}
 
     def _fitted(self, path: str, products: list[ShapedProduct]) -> tuple[Sparsity, tuple[tuple[str, str], ...]]:
         """Return what a parameter's products prune in any call, and (slot, reason) of what does not fit."""
         return fitting_all(self.recipe(path), [one.use() for one in products], tokens_known=False)
 
+    def _refusals(self, path: str, value: Any, sparsity: Sparsity, products: list[ShapedProduct]) -> list[str]:
+        """Return the reasons why the products of a parameter cannot be pruned: one for all slots, or one for each."""
+        whole = self._refused(path, value, sparsity, products)
+        if whole is not None:
+            return [whole]
+        refusals = (_refusal(slot, sparsity, products) for slot in SLOTS)
+        return list(dict.fromkeys(refusal.reason for refusal in refusals if refusal is not None))
+
+    def _refused(self, path: str, value: Any, sparsity: Sparsity, products: list[ShapedProduct]) -> str | None:
+        """Return the reason why the products of a parameter cannot be pruned at all; None if they can."""
+        if sparsity == Sparsity():
+            return None
+        derived = (reason for one in products if (reason := _derived(path, one.product, one.rhs)) is not None)
+        ways = {(one.product.parameter, one.operand) for one in products}
+        return next(derived, None) or self._conflict(path, np.shape(value), sparsity, ways)
+
+    def _conflict(
+        self, path: str, shape: tuple[int, ...], sparsity: Sparsity, ways: Iterable[tuple[Parameter, Operand]]
+    ) -> str | None:
+        """Return the reason why the ways in which products take a parameter exclude each other; None if they do not."""
+        axes = {parameter.contracted(shape, operand.contract) for parameter, operand in ways}
+        if len(axes) > 1 and sparsity.fwd_rhs != identity and not self.mask_per_product:
+            meant = "" if has_state(sparsity) else ". If each shall have a mask of its own, set mask_per_product=True"
+            return (
+                f"products contract different axes of this parameter, of shape {shape}, so each would prune it with "
+                f'another mask, and it would have no final form. Leave it dense: (r"{path}", "dense"){meant}.'
+            )
+        layouts = {(parameter.steps, operand) for parameter, operand in ways}
+        stacks = {parameter.stack(shape) for parameter, _ in ways}
+        if (len(layouts) > 1 and has_state(sparsity)) or (len(stacks) > 1 and needs_arrays(sparsity)):
+            return (
+                f"{sparsity} keeps arrays for this parameter, and products take it in {len(layouts)} different "
+                "layouts. Give it a method without state, noise and schedule, such as ste(2,4)."
+            )
+        return None
+
     def _site(self, path: str, value: Any, products: list[ShapedProduct], others: list[str]) -> ProgramSite:
         sparsity, first = self._fitted(path, products)[0], products[0]
         layouts = {(one.product.parameter.steps, one.operand) for one in products}
-        stacks = {one.product.parameter.stack(np.shape(value)) for one in products}
-        if (len(layouts) > 1 and has_state(sparsity)) or (len(stacks) > 1 and needs_arrays(sparsity)):
-            raise ValueError(
-                f"{path}: {sparsity} keeps arrays for this parameter, and products take it in {len(layouts)} different "
-                "layouts. Give it a method without state, noise and schedule, such as ste(2,4)."
-            )
         origin = ParameterOrigin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
         stack = first.product.parameter.stack(np.shape(value))
         words = site_words(self.seed, path, stack) if needs_key(sparsity) else None
@@ -335,15 +395,15 @@ class transform(Value):
         >>> plan.forward, plan.elsewhere  # FLOPs; x @ x.T and the product with its softmax are elsewhere
         ((1792, 1280.0), 768)
         """
-        products, _, costs = self._traced(params, args, options)
-        values = leaves(params)
+        traced, values = self._traced(params, args, options), leaves(params)
+        products, costs = traced.products, traced.costs
         rows = [
             self._row(path, values[path], own, costs.layers[i])._replace(reads_data=i in costs.reading_data)
             for i, (path, own) in enumerate(products.items())
             if own
         ]
-        refused = tuple(unused_rules(self.recipe, _ruled(params, products), of="parameter"))
-        uncovered, missed = tuple(_unused(params, products).items()), tuple(self._missed(params, products))
+        refused = tuple(unused_rules(self.recipe, traced.ruled, of="parameter"))
+        uncovered, missed = tuple(traced.unused.items()), tuple(self._missed(traced))
         count, speed = sum(int(np.size(v)) for v in values.values()), speed_of(row.runs for row in rows)
         return Plan(tuple(rows), costs.elsewhere, uncovered, count, refused, missed, speed)
 
@@ -353,21 +413,12 @@ class transform(Value):
         uses = [one.use(layers) for one in products]
         sparsity, dense = fitting_all(self.recipe(path), uses)
         slots, runs = slots_of(sparsity, uses, True), runs_of(sparsity, uses, self.recipe.backend)
+        refused = self._refused(path, value, sparsity, products)
+        if refused is not None:
+            slots = tuple(slot._replace(refused=refused) for slot in slots)
         form, shares = hardened(sparsity), flops.effective(sparsity)
         kept = kept_of(sparsity, uses, self.recipe.backend)
         return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs, dense, kept)
-
-
-def _unused(params: Any, products: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of two axes or more that no product takes, by their paths."""
-    values = leaves(params).items()
-    return {path: tuple(np.shape(v)) for path, v in values if np.ndim(v) > 1 and not products[path]}
-
-
-def _ruled(params: Any, products: Mapping[str, Any]) -> list[str]:
-    """Return the paths that rules may match: of parameters that a product takes, and of all that `_unused` returns."""
-    unused = _unused(params, products)
-    return [path for path, own in products.items() if own or path in unused]
 
 
 def _known(params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, Any]:
@@ -380,6 +431,22 @@ def _known(params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, Any]:
             "tree of parameters as to init."
         )
     return values
+
+
+def _way(parameter: Parameter, operand: Operand) -> tuple[Parameter, Operand]:
+    """Return how a product takes a parameter, whatever its dtype."""
+    return parameter._replace(steps=moves(parameter.steps)), operand
+
+
+def _derived(path: str, product: Product, w: Any) -> str | None:
+    """Return the reason why a product of a derivative cannot be pruned, and what to write instead; None for others."""
+    refusal = product.refusal(w)
+    if refusal is None:
+        return None
+    return (
+        f"{refusal}. Transform the function that it differentiates, sparse = nm.transform(inner, recipe), and write "
+        f'jax.grad(sparse) in the place of jax.grad(inner). Or leave the parameter dense: (r"{path}", "dense").'
+    )
 
 
 def _refusal(slot: str, sparsity: Sparsity, products: list[ShapedProduct]) -> Any:

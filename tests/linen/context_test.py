@@ -380,6 +380,33 @@ def test_a_door_that_does_not_fit_is_refused():
         init(Named(functools.partial(Odd)), x, recipe("ste(2,4)"))
 
 
+def test_a_layer_that_differentiates_its_own_product_is_refused():
+    """In init, in a call that takes the derivative only later, and in the plan; a dense layer may."""
+
+    class Energy(nn.Module):
+        @nn.compact
+        def __call__(self, x, force=True):
+            w = self.param("w", nn.initializers.lecun_normal(), (16, 16))
+            energy = lambda x: jnp.tanh(x @ w).sum()
+            return jax.grad(energy)(x) if force else x @ w
+
+    linen.door(Energy, weight="w")
+    model, x, said = (
+        Named(functools.partial(Energy)),
+        normal(1, 8, 16),
+        "layer: .*is part of a derivative that the func",
+    )
+    assert "is part of a derivative" in linen.plan(Energy(), x, recipe=recipe("ste(2,4)")).refused[0][1]
+    DOORS[Energy] = ("w",)
+    with pytest.raises(ValueError, match=said):
+        init(model, x, recipe("ste(2,4)"))
+    init(model, x, recipe("dense"))
+    with linen.sparsify(recipe("ste(2,4)")):
+        variables = Energy().init(jax.random.key(2), x, force=False)
+    with linen.sparsify(recipe("ste(2,4)")), pytest.raises(ValueError, match="the model: .*is part of a derivative"):
+        Energy().apply(variables, x)
+
+
 def test_a_declaration_of_something_else_is_refused():
     with pytest.raises(TypeError, match="takes a class of flax.linen, got .*int"):
         linen.door(int, weight="w")

@@ -525,6 +525,33 @@ def test_a_weight_in_two_layouts_or_another_shape():
         nm.nnx.sparsify(Mixing(), recipe("ste(2,4)"))
 
 
+def test_a_method_that_differentiates_its_own_product():
+    """A step of a layer on its own weight has no product of another axis, but a pruner has no part in its gradient."""
+
+    class Fast(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((16, 8)))
+
+        def __call__(self, x):
+            return x @ jax.grad(lambda w: jnp.tanh(x @ w).sum())(self.w[...])
+
+    said = "the model.*: a product with this parameter, of shape .16, 8., is part of a derivative"
+    nm.nnx.door(Fast, weight="w")
+    model = nm.nnx.sparsify(Fast(), recipe("drhs_g=mse(2,4)"))  # nothing was traced
+    with pytest.raises(ValueError, match=said):
+        model(whole(1, 8, 16))
+    nm.nnx.door(Fast, weight="w", input=lambda layer: (8, 16))
+    with pytest.raises(ValueError, match=said):
+        nm.nnx.sparsify(Fast(), recipe("drhs_g=mse(2,4)"))
+    plan = nm.nnx.plan(Fast(), whole(1, 8, 16), recipe=recipe("ste(2,4)"))
+    assert "part of a derivative" in plan.refused[0][1]
+    assert not nm.nnx.plan(Fast(), whole(1, 8, 16), recipe=recipe("dense")).refused
+    outside = nm.nnx.sparsify(ByMatmul(16, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"))
+    wanted = jax.grad(lambda x: jnp.tanh(x @ nm.prune(nm.mse(2, 4), outside.w[...], axis=0)).sum())(whole(1, 8, 16))
+    force = jax.grad(lambda x: jnp.tanh(outside(x)).sum())(whole(1, 8, 16))
+    np.testing.assert_allclose(force, wanted, rtol=0, atol=1e-5)
+
+
 def test_a_call_that_contracts_other_axes_than_the_door_says():
     model = Caller(OfCall((16, 16), rngs=nnx.Rngs(0)))
     nm.nnx.sparsify(model, recipe("ste(2,4)"), whole(1, 8, 16), spec="bi,io->bo")

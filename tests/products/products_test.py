@@ -203,6 +203,38 @@ def test_einsum_in_lax_order_is_jnp_einsum_bit_for_bit(spec):
     assert bits(jax.jit(ours)(x, w)) == bits(jax.jit(theirs)(x, w))
 
 
+ONES = [
+    ("bi,io->bo", (8, 1), (8, 4)),
+    ("bi,io->bo", (4, 8), (1, 4)),
+    ("bli,bio->blo", (1, 4, 8), (5, 8, 4)),
+    ("bli,bio->blo", (5, 4, 8), (1, 8, 4)),
+    ("...i,...io->...o", (4, 1, 8), (5, 8, 4)),
+    ("...i,...io->...o", (1, 8), (5, 1, 4)),
+]
+
+
+@pytest.mark.parametrize(("spec", "lhs", "rhs"), ONES)
+def test_einsum_repeats_axes_of_length_one(spec, lhs, rhs):
+    """As `jnp.einsum` does, with gradients of the shape of the operands."""
+    x, w = whole(0, *lhs, most=2), whole(1, *rhs, most=2)
+    theirs = lambda x, w: jnp.einsum(spec, x, w)
+    ours = lambda x, w: nm.einsum(spec, x, w, sparsity=nm.Sparsity())
+    g = whole(2, *jax.eval_shape(theirs, x, w).shape, most=2)
+    chex.assert_trees_all_equal(products(ours, x, w, g), products(theirs, x, w, g), strict=True)
+
+
+@pytest.mark.parametrize(("spec", "lhs", "rhs"), [one for one in ONES if one[1][-1] == one[2][-2]])
+def test_einsum_prunes_repeated_operands(spec, lhs, rhs):
+    """The weights grow along the contraction, so the last two of each group of four stay."""
+    x = whole(0, *lhs, most=2)
+    w = jnp.broadcast_to(jnp.arange(1.0, 9)[:, None], rhs)
+    hard = jnp.where((jnp.arange(8) % 4 >= 2)[:, None], w, 0)
+    theirs = lambda x, w: jnp.einsum(spec, x, w)
+    ours = lambda x, w: nm.einsum(spec, x, w, sparsity=nm.parse("ste(2,4)"))
+    g = whole(2, *jax.eval_shape(theirs, x, w).shape, most=2)
+    chex.assert_trees_all_equal(products(ours, x, w, g), products(theirs, x, hard, g), strict=True)
+
+
 @pytest.mark.parametrize(
     ("spec", "lhs", "rhs", "words"),
     [

@@ -322,10 +322,25 @@ def test_jit_vmap_scan_and_remat(text):
     for body in (layer, jax.checkpoint(layer)):
         found = jax.jit(jax.grad(functools.partial(through, body), (0, 1)))(xs[0], ws)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
-    with pytest.raises(NotImplementedError, match="NYI"):
+    with pytest.raises(
+        NotImplementedError, match=r"must map the tokens, the weights and the group sizes.*jax\.lax\.map"
+    ):
         jax.vmap(layer, (0, None, 0))(xs, ws[0], sizes)
     with pytest.raises(NotImplementedError, match="NYI"):
         jax.vmap(lax.ragged_dot, (0, None, 0))(xs, ws[0], sizes)
+
+
+@pytest.mark.parametrize("text", ["ste(2,4)", "mdgf(2,4,linear(1,0,10))", "drhs_g=mvue(2,4)"])
+def test_steps_are_mapped_by_lax_map_and_not_by_vmap(text):
+    x, w, _ = operands()
+    layer = lambda w, step: nm.ragged_dot(
+        x, w, jnp.array(SIZES["uneven"]), sparsity=nm.parse(text), ctx=nm.Ctx(key=2, step=step)
+    )
+    of_step = lambda step: jax.grad(lambda w: (layer(w, step) ** 2).sum())(w)
+    with pytest.raises(NotImplementedError, match="A step or a key that vmap maps also maps what is pruned"):
+        jax.vmap(of_step)(jnp.arange(3))
+    wanted = [jax.jit(of_step)(step) for step in range(3)]
+    np.testing.assert_allclose(lax.map(of_step, jnp.arange(3)), jnp.stack(wanted), rtol=1e-6, atol=1e-6)
 
 
 def test_forward_mode_and_second_derivatives():
