@@ -33,7 +33,7 @@ HOUSE = {
         ),
         "recipes": ("methods", "text", "table", "missed"),
         "analysis": ("flops", "scopes", "refusals", "savings", "runs", "plan", "patterns", "metrics", "picture"),
-        "programs": ("parameters", "rewriting", "running", "sites", "transform", "__init__"),
+        "programs": ("parameters", "uses", "rewriting", "running", "sites", "transform", "__init__"),
         "policies": (),
         "fusing": (),
         "optim": (),

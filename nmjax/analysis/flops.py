@@ -128,11 +128,11 @@ def counted(jaxpr: core.Jaxpr, mark: str, name: str | None = None) -> Iterator[t
         if cost is not None:
             yield own_name, cost
         elif kind == "cond":
-            branches = [list(counted(branch, mark, own_name)) for branch in _programs(parameters["branches"])]
+            branches = [list(counted(branch, mark, own_name)) for branch in programs(parameters["branches"])]
             yield from max(branches, key=lambda products: sum(cost for _, cost in products))
         else:
             times = _times(kind, parameters)
-            for program in _programs(parameters.values()):
+            for program in programs(parameters.values()):
                 for inner_name, inner_cost in counted(program, mark, own_name):
                     yield inner_name, times * inner_cost
 
@@ -170,7 +170,7 @@ def _follow(
         if any(given) and equation.primitive.name != "stop_gradient":
             depends.update(equation.outvars)
         if _product_cost(equation) is None:
-            for program in _programs(equation.params.values()):
+            for program in programs(equation.params.values()):
                 inner = given[-len(program.invars) :] if equation.primitive.name == "cond" else given
                 if equation.primitive.name in ("scan", "while") or len(inner) != len(program.invars):
                     inner = [any(given)] * len(program.invars)  # what a loop carries depends on all that goes into it
@@ -208,7 +208,7 @@ def _times(kind: str, parameters: Mapping[str, Any]) -> int:
     return 1
 
 
-def _programs(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
+def programs(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
     """Yield the programs among the parameters of an equation."""
     for value in values:
         if isinstance(value, core.ClosedJaxpr):
@@ -216,4 +216,4 @@ def _programs(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
         elif isinstance(value, core.Jaxpr):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _programs(value)
+            yield from programs(value)

@@ -60,5 +60,10 @@ def costs_of(program: core.Jaxpr, learned: Sequence[bool], count: int) -> Costs:
     return Costs(layers, elsewhere, set(map(_number, flops.reading_data(program, learned, _MARK))))
 
 
+def in_layer(equation: core.JaxprEqn) -> bool:
+    """Return True if an equation is in a scope of `of_layer`."""
+    return _MARK in str(equation.source_info.name_stack)
+
+
 def _number(name: str) -> int:
     return int(name.removeprefix(_MARK))

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax.core import meta
 from jaxtyping import Array, Float
 
@@ -13,6 +14,7 @@ from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.linen.leaves import Leaves, Names, Sited
+from nmjax.linen.planning import other_uses, refused_use
 from nmjax.linen.variables import SiteVariable, context_of, named, states
 from nmjax.products import sites
 from nmjax.products.pruning import along
@@ -66,17 +68,24 @@ def reset_state(variables: Variables) -> Variables:
     return _with_layers(variables, lambda layer: layer.over(partial(_renewed, now=None, since=None)))
 
 
-def harden(variables: Variables) -> Variables:
+def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, **options: Any) -> Variables:
     """Return the variables with every weight in its final form, as inference uses it. The model no longer prunes it.
 
     A weight is pruned in the dtype that its layer computed in at ``init``, and is stored in its own.
 
+    A model may use the weight of a sparse layer elsewhere too, as a tied head does, which multiplies by it without
+    pruning. Hardening would change that product. Without ``model`` this is not looked at: pass it if the model reads
+    weights of its layers.
+
     Args:
       variables: As in `set_step`.
+      model: The model. It is traced on ``inputs``.
+      *inputs: Examples of the model's inputs: arrays or their shapes.
+      **options: Keyword arguments of the model's call.
 
     Raises:
-      ValueError: A weight has no final form, because it is drawn again at every step, or because the layer uses it
-        elsewhere too; or an error of `set_step`.
+      ValueError: A weight has no final form, because it is drawn again at every step, or because the layer, or the
+        model on ``inputs``, uses it elsewhere too; or an error of `set_step`.
 
     Warns:
       UserWarning: The schedule of a method has not ended, so the hardened layers compute something else than at
@@ -89,8 +98,12 @@ def harden(variables: Variables) -> Variables:
     >>> bool(nm.groups.is_nm(hard["params"]["kernel"], 2, 4, axis=0))
     True
     """
-    hard = _with_layers(variables, _hard)
     before = Leaves.of(variables).sites()
+    others = {} if model is None else other_uses(model, inputs, options)
+    for layer in before:
+        if layer.site.sparsity.fwd_rhs != identity and layer.weight_path in others:
+            raise ValueError(refused_use(layer.path, layer.site.sparsity, others[layer.weight_path]))
+    hard = _with_layers(variables, _hard)
     inputs = [(one.path, sites.inputs_unfinished(one.site.sparsity, one.site.time)) for one in before]
     sites.warn_unfinished(_distances(variables, hard), inputs, stacklevel=3)
     return hard

@@ -22,6 +22,7 @@ from nmjax.linen.layer import Call
 from nmjax.products.pruning import shape_of
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs import running, uses
 from nmjax.programs.rewriting import Rewriter
 from nmjax.programs.running import is_array
 from nmjax.pruners import identity
@@ -50,6 +51,15 @@ class Planned(NamedTuple):
     size: int
     uses: dict[tuple[Any, Any, Any], None]
     refused: list[str]
+
+
+def refused_use(path: str, sparsity: Sparsity, operations: list[str]) -> str:
+    """Return the error for a weight that a layer prunes, and that these operations outside of the layer take too."""
+    return (
+        f"{path or 'the model'}: fwd_rhs={sparsity.fwd_rhs} prunes the weight in the layer only, but the model also "
+        f"uses it elsewhere, in {', '.join(operations)}, as a tied head does. It has no single final form, so leave it "
+        f'dense: (r"{path}", "dense").'
+    )
 
 
 class Planner:
@@ -164,7 +174,10 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
         raise ValueError("plan is called inside sparsify. Call it outside: plan(model, x, recipe=recipe).")
     planner = Planner(Recipe(()) if recipe is None else recipe)
     with RECIPE(object()), nn.intercept_methods(planner):  # what nn.jit has compiled before is traced again
-        shapes, costs = _traced(model, planner, inputs, options)
+        shapes, costs, others = _traced(model, planner, inputs, options)
+    for where, row in planner.planned.items():
+        if row.sparsity.fwd_rhs != identity and "/".join(where) in others:
+            row.refused.append(refused_use(row.path, row.sparsity, others["/".join(where)]))
     by_number = lambda path: layer_paths.by_number("/".join(path))
     rows = [_row_of(planner.planned[w], _shape(shapes, w), costs) for w in sorted(planner.planned, key=by_number)]
     reached = planner.reached
@@ -179,8 +192,10 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
     return Plan(tuple(rows), costs.elsewhere, left, count, tuple(refused), missed, speed_of(row.runs for row in rows))
 
 
-def _traced(model: nn.Module, planner: Planner, inputs: Any, options: Any) -> tuple[Any, Costs]:
-    """Return the shapes of the parameters, and the forward FLOPs by the numbers of the weights."""
+def _traced(
+    model: nn.Module, planner: Planner, inputs: Any, options: Any
+) -> tuple[Any, Costs, dict[str, list[str]]]:  # fmt: skip
+    """Return the shapes of the parameters, the forward FLOPs by the numbers of the weights, and `other_uses`."""
     leaves, tree = jax.tree.flatten((inputs, options))
     arrays = [shape_of(v) for v in leaves if is_array(v)]
     key = jax.random.key(0)
@@ -204,8 +219,17 @@ def _traced(model: nn.Module, planner: Planner, inputs: Any, options: Any) -> tu
         return [v for v in jax.tree.leaves(y) if isinstance(v, jax.Array)]
 
     program = jax.make_jaxpr(forward)(params, arrays).jaxpr
-    learned = [i < len(jax.tree.leaves(params)) for i in range(len(program.invars))]
-    return variables.get("params", {}), scopes.costs_of(program, learned, len(planner.planned))
+    leaves_of = list(running.leaves(params.get("params", {})))
+    names = [*leaves_of, *[None] * (len(program.invars) - len(leaves_of))]
+    costs = scopes.costs_of(program, [name is not None for name in names], len(planner.planned))
+    return variables.get("params", {}), costs, uses.other_uses(program, names)
+
+
+def other_uses(model: nn.Module, inputs: Any, options: Any) -> dict[str, list[str]]:
+    """Return what else than the products of its layers a call of a model does with their weights, by their paths."""
+    planner = Planner(Recipe(()))
+    with RECIPE(object()), nn.intercept_methods(planner):
+        return _traced(model, planner, inputs, options)[2]
 
 
 def _shape(shapes: Any, where: Path) -> tuple[int, ...]:

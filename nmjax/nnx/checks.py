@@ -8,6 +8,8 @@ Rules that match no layer are refused by ``Recipe.check``. A plan with a recipe 
 """
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,6 +37,30 @@ def normalised(model: Any) -> set[int]:
     """Return the ids of the layers that are wrapped in nnx.WeightNorm or nnx.SpectralNorm."""
     wrappers = [m for _, m in nnx.iter_modules(model) if isinstance(m, (nnx.WeightNorm, nnx.SpectralNorm))]
     return {id(m.layer_instance) for m in wrappers}
+
+
+def check_uses(sparse: list[tuple[Layer, Sparsity]], others: Mapping[int, list[str]]) -> None:
+    """Refuse weights that a recipe prunes and that a call uses in operations of its own too.
+
+    There they are not pruned, so the weight has no final form: a hardened model would be another function.
+
+    Args:
+      sparse: The layers, and what they prune.
+      others: The operations that take a weight elsewhere, by the id of its variable (`recording.other_uses`).
+    """
+    lines = [
+        f"  {layer.path or 'the model'}: {', '.join(others[id(layer.kernel)])} takes {layer.weight_name} of shape "
+        f"{tuple(layer.kernel.shape)}, which fwd_rhs={sparsity.fwd_rhs} prunes in the layer only"
+        for layer, sparsity in sparse
+        if sparsity.fwd_rhs != identity and layer.has_weight and layer.mask is None and id(layer.kernel) in others
+    ]
+    if lines:
+        rules = ", ".join(f'(r"{re.escape(layer.path)}", "dense")' for layer, _ in sparse if id(layer.kernel) in others)
+        raise ValueError(
+            "\n".join(["The call uses weights outside of their layers too, as a tied head does:", *lines])
+            + "\nSuch a weight has no single final form. To prune every product with it, use nm.transform(..., "
+            f"mask_per_product=True), or one layer that both places call. To leave it dense, put first: {rules}."
+        )
 
 
 def check_layers(

@@ -13,11 +13,11 @@ from jaxtyping import Array, Int32, UInt32
 
 from nmjax.core import random
 from nmjax.core.context import Ctx
-from nmjax.nnx.checks import NO_LAYERS, check_layers, fitted, normalised
+from nmjax.nnx.checks import NO_LAYERS, check_layers, check_uses, fitted, normalised
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.layers import layers, over
 from nmjax.nnx.phases import check_phase
-from nmjax.nnx.recording import never_asked, with_calls
+from nmjax.nnx.recording import never_asked, other_uses, with_calls
 from nmjax.nnx.unreached import rule_paths, unreached, wanted
 from nmjax.nnx.variables import NM, Site, unpadded, write
 from nmjax.products import sites
@@ -59,8 +59,8 @@ def sparsify(
 
     Raises:
       TypeError: ``recipe`` is not a Recipe, ``model`` is not a flax.nnx module, or its call does not take ``inputs``.
-      ValueError: A rule matches no layer; layers cannot follow their rules, and all are listed; or ``strict`` is True
-        and there would be a warning.
+      ValueError: A rule matches no layer; layers cannot follow their rules, and all are listed; the call with
+        ``inputs`` uses a pruned weight elsewhere too; or ``strict`` is True and there would be a warning.
 
     Warns:
       UserWarning: A rule matches a parameter of two axes or more that no door reaches, or a layer whose product the
@@ -99,6 +99,8 @@ def sparsify(
     missed.report(wanted(recipe, beyond), "nm.nnx.door", paths, strict, stacklevel=2)
     _report_unused(unused, bool(inputs or options), paths, strict)
     check_layers(sparse, axes, normalised(model), paths)
+    if inputs or options:
+        check_uses(sparse, other_uses(model, inputs, options))
     for layer, sparsity in chosen:
         if layer.hardened is not None:  # of an earlier recipe
             layer.harden(None)

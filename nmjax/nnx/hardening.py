@@ -14,9 +14,11 @@ from jaxtyping import Array, Float
 
 from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
 from nmjax.core.pruner import Pruner
+from nmjax.nnx.checks import check_uses
 from nmjax.nnx.delivery import put_site
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.layers import layers, over
+from nmjax.nnx.recording import other_uses
 from nmjax.nnx.variables import Site, layer_ctx, unpadded, write
 from nmjax.products import sites
 from nmjax.products.pruning import Operand, along
@@ -41,22 +43,28 @@ class User(NamedTuple):
     layer: Layer | None
 
 
-def harden(model: Model) -> Model:
+def harden(model: Model, *inputs: Any, **options: Any) -> Model:
     """Return a copy of a model with every weight in its final form, as inference uses it.
 
     The copy prunes activations only. Each layer that was sparse has an attribute ``hardened``: its `Pattern`, or None
     if its weight ends dense. A weight is pruned in the dtype that its layer computes in, and is stored in its own. So
     if float32 inputs widen a bfloat16 weight in training, the hardened weight differs from it by rounding.
 
+    A model may use the weight of a sparse layer elsewhere too, as a tied head does, which multiplies by it without
+    pruning. Hardening would change that product. Without ``inputs`` this is not looked at: pass them here, or to
+    `sparsify`, if the model reads weights of its layers.
+
     Args:
       model: A sparse model.
+      *inputs: Examples of the model's inputs: arrays or their shapes. The model is traced on them.
+      **options: Keyword arguments of the model's call.
 
     Returns:
       A copy. Parameters keep their paths. The model itself stays as it is.
 
     Raises:
-      ValueError: A weight is drawn again at every step, so it has no final form; or two layers share a weight and
-        prune it differently.
+      ValueError: A weight is drawn again at every step, so it has no final form; two layers share a weight and prune
+        it differently; or the call with ``inputs`` uses a pruned weight elsewhere too.
 
     Warns:
       UserWarning: The schedule of a method has not ended, so the hardened layers compute something else than at
@@ -68,6 +76,8 @@ def harden(model: Model) -> Model:
     >>> bool(nm.groups.is_nm(hard.kernel[...], 2, 4, axis=0)), hard.hardened
     (True, 2:4 along axis 0)
     """
+    if inputs or options:
+        check_uses([(one, one.sparsity) for one in layers(model)], other_uses(model, inputs, options))
     hard, unfinished = harden_without_warning(model)
     sites.warn_unfinished(*unfinished, stacklevel=3)
     return hard

@@ -13,10 +13,10 @@ from nmjax.analysis.refusals import Use, fitting_all
 from nmjax.analysis.runs import phases_of, runs_of
 from nmjax.analysis.savings import kept_of, speed_of
 from nmjax.core.refusal import Refusal
-from nmjax.nnx.checks import NO_LAYERS, fitted, layer_refusal, layer_slot_refusals, normalised
+from nmjax.nnx.checks import NO_LAYERS, check_uses, fitted, layer_refusal, layer_slot_refusals, normalised
 from nmjax.nnx.doors import Example, Layer
 from nmjax.nnx.layers import layers
-from nmjax.nnx.recording import Notes, recording, traced, with_calls
+from nmjax.nnx.recording import Notes, other_uses, recording, traced, with_calls
 from nmjax.nnx.unreached import rule_paths, stack_of, unreached, wanted
 from nmjax.products.fit import of_sparse_layer
 from nmjax.products.forms import products_of
@@ -139,15 +139,21 @@ def plan(
     copy, notes = recording(model, [one.noted for one in planned])
     beyond, parameters = unreached(model, with_doors)
     costs: Sequence[int | None] = [None] * len(notes)
-    elsewhere, of_data = 0, set()
+    elsewhere, of_data, of_weights = 0, set(), {}
     if inputs or options:
         costs, elsewhere, of_data = scopes.costs_of(*traced(copy, inputs, options), len(notes))
+        of_weights = other_uses(model, inputs, options) if recipe is not None else {}
     rows = tuple(_row(*row) for row in zip(with_doors, planned, notes, costs, strict=True))
     rows = tuple(row._replace(reads_data=i in of_data) for i, row in enumerate(rows))
     uncovered, speed = tuple((one.path, one.shape) for one in beyond), speed_of(row.runs for row in rows)
     if recipe is None:
         return Plan(rows, elsewhere, uncovered, parameters, speed=speed)
     refused = _recipe_refusals(model, recipe, [row.path for row in rows], rule_paths(beyond))
+    if inputs or options:
+        try:
+            check_uses([(layer, one.sparsity) for layer, one in zip(with_doors, planned, strict=True)], of_weights)
+        except ValueError as error:
+            refused += (("the model", str(error)),)
     missed = tuple(one.path for one in wanted(recipe, beyond))
     return Plan(rows, elsewhere, uncovered, parameters, refused, missed, speed)
 

@@ -16,6 +16,7 @@ from nmjax.nnx.layers import layers
 from nmjax.products import functions, operations
 from nmjax.products.pruning import shape_of
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs import uses
 from nmjax.programs.rewriting import Product
 from nmjax.recipes.table import Recipe
 
@@ -176,6 +177,24 @@ def with_calls(
             completed[i] = replace(with_doors[i], called=noted[0])
     wanted = [recipe(layer.path) != Sparsity() for layer in with_doors]
     return completed, [layer for layer, w, u in zip(completed, wanted, used, strict=True) if w and not u]
+
+
+def other_uses(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Return what else than the products of its layers a call does with their weights: operations by a variable's id.
+
+    Args:
+      model: The model.
+      inputs: Examples of its inputs.
+      options: Keyword arguments of the call.
+    """
+    copy, _ = recording(model, [False] * len(list(layers(model))))
+    program, learned = traced(copy, inputs, options)
+    params = nnx.split(copy, nnx.Param, ...)[1]
+    paths = ["/".join(map(str, path)) for path, v in nnx.to_flat_state(params) for _ in jax.tree.leaves(v)]
+    names = iter(paths)
+    found = uses.other_uses(program, [next(names) if is_param else None for is_param in learned])
+    at = {"/".join(map(str, path)): v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+    return {id(at[path]): operations for path, operations in found.items()}
 
 
 def order_of_calls(model: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> list[str]:

@@ -37,7 +37,10 @@ def report(missed: list[Missed], door: str, paths: list[str], strict: bool, stac
         return
     weight = missed[0].path.rpartition("/")[2]
     lead = "Rules of the recipe match these parameters, but no door reaches them, so they stay dense:"
-    why = f'If a layer multiplies by such a parameter, declare its door: {door}({missed[0].kind}, weight="{weight}").'
+    why = (
+        f'If a layer multiplies by such a parameter, declare its door: {door}({missed[0].kind}, weight="{weight}"). A '
+        "parameter that is used elsewhere too, as the table of a tied head is, stays dense."
+    )
     tell(lead, missed, paths, why, strict, stacklevel + 1)
 
 
