@@ -100,7 +100,7 @@ def for_the_site(app: Any, name: str, content: list[str]) -> None:
         return match.group() if copy == file else f"]({os.path.relpath(copy, page.parent)}{anchor})"
 
     content[0] = re.sub(r"\]\(([^#)\s:]+)(#[^)\s]*)?\)", link, content[0])
-    content[0] = re.sub(r"(?ms)^<!-- (\{\w+\}.*?)^-->$", r"```\1```", content[0])  # directives that GitHub does not know
+    content[0] = re.sub(r"(?ms)^<!-- (\{\w+\}.*?)^-->$", r"```\1```", content[0])
 
 
 def setup(app: Any) -> None:

@@ -205,7 +205,8 @@ def standalone(svg: str) -> str:
     """
     sheet = (Path(__file__).parent / "page.css").read_text()
     light, dark = (" ".join(re.findall(r"--(?!sans|serif|mono)\w+: #\w+;", part)) for part in _schemes(sheet))
-    style = f"svg{{{light} background: var(--paper)}}text{{font:11px system-ui,sans-serif}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    style = f"svg{{{light} background: var(--paper)}}text{{font:11px system-ui,sans-serif}}"
+    style += f"@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
         ">", f"><style>{visible(style)}</style>", 1
     )

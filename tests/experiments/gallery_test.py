@@ -53,7 +53,14 @@ def test_the_index_links_to_reports_and_comparisons_that_are_there(runs, tmp_pat
     assert all((index.parent / link).exists() for link in links)
     assert "Small &lt;runs&gt;" in text
     assert "To compare methods, train several seeds" in text
-    for cell in ("95.00 %", "dense 98.24% ± 0.09% (3 recorded seeds)", "0.600", "1 min 30 s", "of 8x8 digits", "dense Vision Transformer"):
+    for cell in (
+        "95.00 %",
+        "dense 98.24% ± 0.09% (3 recorded seeds)",
+        "0.600",
+        "1 min 30 s",
+        "of 8x8 digits",
+        "dense Vision Transformer",
+    ):
         assert cell in text, cell
     assert "vit_dense" in (index.parent / "compare-small.html").read_text()
 
