@@ -79,22 +79,33 @@ def in_site(file: Path) -> Path:
     return HERE / "notebooks" / file.name if file.parent == NOTEBOOKS else COPIED.get(file, file)
 
 
-def link_to_copies(app: Any, name: str, content: list[str]) -> None:
-    """Let the links of a page point to the site's copies. In the repository they point to the originals."""
+def for_the_site(app: Any, name: str, content: list[str]) -> None:
+    """Prepare a page for the site: its links point to the site's copies, and directives in comments come into force.
+
+    In the repository the links point to the originals, and GitHub shows no comments.
+    """
     page = Path(app.env.doc2path(name))
+    included: dict[str, str] = {}  # files that the site has in the page itself, each with the anchor of its heading
+    for path in re.findall(r"^<!-- \{include\} (\S+results\S+)", content[0], re.MULTILINE):
+        heading = (page.parent / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        anchor = heading.lower().replace(" ", "-")
+        included[path] = anchor if anchor not in included.values() else f"{anchor}-1"
 
     def link(match: re.Match[str]) -> str:
         path, anchor = match.groups("")
+        if path in included:
+            return f"](#{included[path]})"
         file = Path(os.path.normpath(page.parent / path))
         copy = in_site(file)
         return match.group() if copy == file else f"]({os.path.relpath(copy, page.parent)}{anchor})"
 
     content[0] = re.sub(r"\]\(([^#)\s:]+)(#[^)\s]*)?\)", link, content[0])
+    content[0] = re.sub(r"(?ms)^<!-- (\{\w+\}.*?)^-->$", r"```\1```", content[0])
 
 
 def setup(app: Any) -> None:
     """Sphinx calls this."""
-    app.connect("source-read", link_to_copies)
+    app.connect("source-read", for_the_site)
 
 
 def copy_page(source: Path, target: Path) -> None:

@@ -28,7 +28,7 @@ FILES = ("config.json", "run.json", "metrics.jsonl", "plan.html", "pictures.npz"
 
 
 class Shelf(NamedTuple):
-    """Config files that share their model and their data. The first is dense, and the others are compared with it.
+    """Config files that share their model and their data. The first is dense: its FLOPs are the whole of the others'.
 
     Attributes:
       key: A short name.
@@ -57,6 +57,10 @@ NEEDS = (
 COMPARISON = "The comparison: curves, and scores by effective FLOPs"
 ONE_RUN = (
     "There is one run of each config file, so small differences may be chance. To compare methods, train several seeds."
+)
+NO_DIFFERENCE = (
+    "This page states no difference of the scores, because there is one run of each config file. The report of a run "
+    "compares it with several seeds of its dense twin."
 )
 
 
@@ -117,7 +121,8 @@ def write(source: Path, target: Path, shelves: tuple[Shelf, ...] = SHELVES) -> P
         for name, run in runs.items():
             replace(target / f"{name}.html", render(run, plan_page=""))
         links = {run.path: f"{name}.html" for name, run in runs.items()}
-        replace(target / f"compare-{shelf.key}.html", compare_page.render(comparison, links))
+        noted = comparison._replace(notes=[*comparison.notes, NO_DIFFERENCE])
+        replace(target / f"compare-{shelf.key}.html", compare_page.render(noted, links))
         sections.append((shelf.key, safe(shelf.title), _shelf(shelf, runs, comparison)))
     sections.append(("not-run", "Config files that were not run", _not_run()))
     header = f'<p class="over">{LOGO} nmjax · the gallery</p><h1>Runs of the config files</h1>{notes_list([ONE_RUN])}'
@@ -136,7 +141,7 @@ def markdown(source: Path, link: str, shelves: tuple[Shelf, ...] = SHELVES) -> s
     parts = []
     for shelf in shelves:
         runs, comparison = compared(shelf, source)
-        rows = [heads(shelf, comparison)]
+        rows = [heads(comparison)]
         for name, cells in zip(runs, table(runs, comparison), strict=True):
             rows.append([f'<a href="{link}{name}.html">{name}</a>', *cells])
         more = f'<a href="{link}compare-{shelf.key}.html">{COMPARISON}</a>'
@@ -149,14 +154,15 @@ def compared(shelf: Shelf, source: Path) -> tuple[dict[str, Run], compare.Compar
     """Return the runs of a shelf, and their comparison with the first."""
     runs = {name: read(source / name) for name in shelf.names}
     comparison = compare.compare(list(runs.values()))
-    rows = [row._replace(name=name) for row, name in zip(comparison.rows, shelf.names, strict=True)]
+    named = zip(comparison.rows, shelf.names, strict=True)
+    rows = [row._replace(name=name, difference=None) for row, name in named]  # there is one seed of each
     return runs, comparison._replace(names=list(shelf.names), rows=rows)
 
 
-def heads(shelf: Shelf, comparison: compare.Comparison) -> list[str]:
+def heads(comparison: compare.Comparison) -> list[str]:
     """Return the head of a shelf's table."""
     score = comparison.metric.replace("_", " ")
-    return ["config file", "what it is", score, f"difference from {shelf.names[0]}", "effective FLOPs", "time"]
+    return ["config file", "what it is", score, "compared with", "effective FLOPs", "time"]
 
 
 def table(runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str]]:
@@ -164,8 +170,8 @@ def table(runs: dict[str, Run], comparison: compare.Comparison) -> list[list[str
     rows = []
     for row, (name, run) in zip(comparison.rows, runs.items(), strict=True):
         cost = "" if row.cost is None else f"{row.cost:.3f}"
-        less = comparison.say(row.difference, signed=True)
-        rows.append([sentence(name), comparison.say(row.mean), less, cost, lasted(run)])
+        twin = run.about.get("comparison", "").partition("; ")[2]  # as in the run's report: several seeds of the twin
+        rows.append([sentence(name), comparison.say(row.mean), twin, cost, lasted(run)])
     return rows
 
 
@@ -177,7 +183,7 @@ def sentence(name: str) -> str:
 
 def _shelf(shelf: Shelf, runs: dict[str, Run], comparison: compare.Comparison) -> str:
     """Return a table of a shelf's runs, each with a link to its report."""
-    first, about, *rest = (safe(title) for title in heads(shelf, comparison))
+    first, about, *rest = (safe(title) for title in heads(comparison))
     titles = f'<th scope="col">{first}</th><th scope="col" class="words">{about}</th>'
     titles += "".join(f'<th scope="col">{title}</th>' for title in rest)
     body = ""

@@ -178,6 +178,21 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["nothing.md", copy]
 
 
+def raw(text: str) -> list[str]:
+    """Return the directives of a page that GitHub would show as they are written. In a comment it shows none."""
+    return re.findall(r"(?m)^(?:```|:::)\{(?!glossary)\w[\w-]*\}", text)
+
+
+@pytest.mark.parametrize("page", OWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_have_no_directives_that_github_shows(page):
+    assert raw(page.read_text()) == []
+
+
+def test_a_raw_directive_is_found():
+    assert raw("```{toctree}\na\n```\n:::{list-table}\n:::\n") == ["```{toctree}", ":::{list-table}"]
+    assert raw("<!-- {toctree}\na\n-->\n```python\n{}\n```\n") == []
+
+
 # A measured figure: with an error, or in a unit of what is measured. "times" and "%" count with a decimal point only:
 # "30 % of the run" and "two times" are settings.
 FIGURE = re.compile(

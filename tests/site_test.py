@@ -13,6 +13,12 @@ PAGE = """# A page
 See [the other section](#here), $a < b$ and [the changes](../CHANGELOG.md).
 
 ## Here
+
+Also [the table](../experiments/results/gpu_silicon.md).
+
+<!-- {include} ../experiments/results/gpu_silicon.md
+:heading-offset: 1
+-->
 """
 BROKEN = {
     "a_link_to_no_page": "[gone](how_to/nothing.md)",
@@ -25,7 +31,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return a function that builds pages with the site's own settings, and returns the exit code and what it said."""
+    """Return a function that builds pages with the site's settings, to exit code and output, and where it does."""
     pytest.importorskip("sphinx", reason="the site needs the extra docs, which `make docs` installs")
     folder = tmp_path_factory.mktemp("site")
     for name in ("notebooks", "experiments", "configs", "nmjax", "CHANGELOG.md"):
@@ -50,13 +56,17 @@ def site(tmp_path_factory):
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         return done.returncode, done.stderr
 
-    return build
+    return build, folder / "html"
 
 
 @pytest.mark.processes
 def test_mistakes_in_pages_fail_the_build(site):
+    site, html = site
     code, output = site({"page": PAGE})
     assert code == 0, output
+    shown = (html / "page.html").read_text()
+    assert 'href="#silicon-on-an-h100"' in shown  # of the file that is included in a comment
+    assert 'id="silicon-on-an-h100"' in shown
     code, output = site({"page": PAGE} | {name: f"{PAGE}\n{text}\n" for name, text in BROKEN.items()})
     assert code != 0
     for name in BROKEN:

@@ -69,7 +69,7 @@ def frontier(
                 elinewidth=1.4, capsize=0, markeredgewidth=0,
             )  # fmt: skip
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.6g}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: say(y)))
         axes.set_ylim(axes.get_ylim())  # fixed now: matplotlib would compute them later, after the names are placed
         texts = [(p.name, x, y, p.colour, alignment) for p, x, y, alignment in _places(axes, shown, joined)]
@@ -199,10 +199,14 @@ def _beside(colour: str, alignment: str) -> dict:
 
 
 def standalone(svg: str) -> str:
-    """Return a drawing as the text of its own file, with the colours of light and of dark pages."""
+    """Return a drawing as the text of its own file, with the colours of light and of dark pages.
+
+    It paints its own ground: the page around it may be dark when the reader's system is light.
+    """
     sheet = (Path(__file__).parent / "page.css").read_text()
     light, dark = (" ".join(re.findall(r"--(?!sans|serif|mono)\w+: #\w+;", part)) for part in _schemes(sheet))
-    style = f"svg{{{light}}}text{{font:11px system-ui,sans-serif}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    style = f"svg{{{light} background: var(--paper)}}text{{font:11px system-ui,sans-serif}}"
+    style += f"@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
     return svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
         ">", f"><style>{visible(style)}</style>", 1
     )

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -355,3 +356,19 @@ def test_names_beside_points_are_apart():
     for n, (a, b, c, d) in enumerate(boxes):
         assert not any(a < right and left < b and c < top and low < d for left, right, low, top in boxes[:n])
         assert not any(a < x < b and c < y < d for x, y in spots)
+
+
+def test_a_tick_has_all_its_digits_and_a_picture_its_own_ground():
+    """A tick at 1.025 was labelled 1.02. A picture without a ground was dark text on a dark page, or light on light."""
+    points = [dots.Point("a", 1.001, 0.1, 0.1), dots.Point("b", 1.029, 0.2, 0.1)]
+    svg = dots.frontier("ticks", points, [], alt="", along="", up="", keys={}, say=str)
+    labels = [float(label) for label in re.findall(r">(1(?:\.[0-9]+)?)<", svg)]
+    steps = [round(b - a, 9) for a, b in itertools.pairwise(labels)]
+    assert len(labels) > 3
+    assert len(set(steps)) == 1, labels
+    style = re.search("<style>(.*?)</style>", dots.standalone(svg))[1]
+    assert "background: var(--paper)" in style
+    assert (
+        re.findall(r"--paper: (#\w+)", style)
+        == re.findall(r"--paper: (#\w+)", Path(dots.__file__).with_name("page.css").read_text())[:2]
+    )
