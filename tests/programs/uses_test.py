@@ -1,4 +1,4 @@
-"""A weight that a model uses outside of its layer too is not hardened: nnx and linen, with and without doors of Flax."""
+"""A weight that a model uses outside of its layer too is not hardened, in nnx and linen."""
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,7 @@ def test_a_tied_head_of_linen_is_refused():
 
 
 def test_uses_are_of_the_parameter_that_they_take():
-    """The constants of a while loop's condition and body, a scan's stack, and a carry are told apart by their places."""
+    """Constants of a while loop's condition and body, a stack and a carry are told apart by their places."""
 
     def f(a, b, c, d, x):
         with scopes.of_layer(0):
