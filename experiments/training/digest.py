@@ -17,6 +17,11 @@ class Identity(NamedTuple):
     fields: dict[str, Any]  # the values by dotted names, as "model.depth"
 
     @property
+    def methods(self) -> dict[str, Any]:
+        """The fields that say which layer is pruned by which method."""
+        return {name: value for name, value in self.fields.items() if name.partition(".")[0] in ("sparsity", "rules")}
+
+    @property
     def lasting(self) -> dict[str, Any]:
         """The fields that decide what a run computes: all but its twin, and what changes only rounding: the mesh, and
         whether the model is lean."""

@@ -14,7 +14,7 @@ from experiments.errors import Diverged, Failed, Mistake, Stopped
 from experiments.report.words import milliseconds
 from experiments.scale import processes, shards
 from experiments.scale.signals import Stop
-from experiments.training import device, settings, twin
+from experiments.training import device, digest, settings, twin
 from experiments.training.checkpoints import Checkpoints, Restored
 from experiments.training.meter import Meter, fetched, mean, supplied
 from experiments.training.phases import Phases
@@ -394,6 +394,10 @@ def restore(program: Program, runs: list[Run], screen: Screen, origin: Path | No
                 f"--from={origin} is at step {other.step:,}, and this run has only {program.total:,} steps. Write a "
                 "larger --config.steps, or a larger --config.epochs."
             )
-        restored = [Restored(other.step, reseeded(other.state, seed, fresh, program.one.model), pending=[])]
+        state = reseeded(other.state, seed, fresh, program.one.model)
+        if (origin / "config.json").is_file() and digest.recorded(origin).methods != runs[0].identity.methods:
+            state = program.one.renewed(state)
+            screen.line("the methods are others than there: scales and held masks are made again from the weights")
+        restored = [Restored(other.step, state, pending=[])]
         screen.line(f"continuing from step {other.step:,} of {program.total:,}, from {checkpoints.directory}")
     return restored

@@ -228,6 +228,20 @@ class Program:
         ema = jax.tree.map(jnp.copy, (params, rest)) if self.config.ema else ()
         return State(jnp.int32(0), seed, params, rest, self.tx.init(params), ema)
 
+    def renewed(self, state: State) -> State:
+        """Return a state whose scales and held masks are made again from its weights: it is of another method."""
+
+        def renew(state: State) -> State:
+            model = nnx.merge(self.graph, state.params, state.rest, copy=True)
+            rest = nnx.as_pure(nnx.split(nm.nnx.reset_state(model), nnx.Param, ...)[2])
+            kinds = nnx.split(self.model, nnx.Param, ...)[2]
+            is_variable = lambda v: isinstance(v, nnx.Variable)
+            own = lambda kind, old, new: new if isinstance(kind, nm.nnx.NM) else old
+            copied = lambda old: jax.tree.map(own, kinds, old, rest, is_leaf=is_variable)
+            return state._replace(rest=rest, ema=(state.ema[0], copied(state.ema[1])) if state.ema else state.ema)
+
+        return jax.jit(renew, out_shardings=jax.tree.map(lambda v: v.sharding, state))(state)
+
     # ---- the step ----
 
     def _train(self, state: State, arrays: Any) -> tuple[State, dict]:

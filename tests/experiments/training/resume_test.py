@@ -18,14 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 import nmjax as nm
 from experiments import command, files
 from experiments.errors import Failed, Mistake
 from experiments.report.runs import parse_metrics
 from experiments.scale import signals
-from experiments.training import events, meter, modes, seals, settings
+from experiments.training import events, loop, meter, modes, seals, settings
 from experiments.training.checkpoints import Checkpoints
+from experiments.training.screen import Screen
 from tests.experiments.runs import arrays, as_people_run_it as as_people_run_it, once, start, timeless
 
 
@@ -451,6 +453,35 @@ def test_the_drafts_of_a_killed_process_are_removed(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "run.json", ".writable", ".keep.it", "4.json.712c2ae1", ".run.json.712c2ae1", ".cache.deadbeef",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_of_another_method_makes_its_scales_again(tmp_path, capsys):
+    """The scale of S-STE at 1:4 is that of the restored weights: <w, s> / <s, s>, s = sign(w) max(|w| - t, 0)."""
+    words = ["launch.py", "--config=configs/vit_24.py:smoke", "--config.model.depth=1", "--config.ema=0.9"]
+    words += ["--config.measure=0"]
+    for name, method in {"a": "s_ste(2,4)", "b": "s_ste(1,4)", "c": "s_ste(2,4)"}.items():
+        words += [f"--config.sparsity.blocks={method}"]
+        start = [f"--from={tmp_path / 'a'}", "--config.steps=6"] if name != "a" else []
+        asked = command.read([*words, *start, f"--workdir={tmp_path / name}"])
+        if name == "a":
+            command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
+            continue
+        program, run = modes.make_program(asked.config), modes.Run(name, asked.config, tmp_path / name)
+        run.checkpoints = Checkpoints(tmp_path / name, lambda text: None)
+        (restored,) = loop.restore(program, [run], Screen("images"), tmp_path / "a")
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("scales and held masks are made again" in said) == (name == "b")
+        model = nnx.merge(program.graph, restored.state.params, restored.state.rest)
+        averages = nnx.merge(program.graph, *restored.state.ema)
+        for path, scale in nm.nnx.scales(model).items():
+            layer = dict(nnx.iter_modules(model))[tuple(int(n) if n.isdigit() else n for n in path.split("/"))]
+            w = np.asarray(layer.kernel[...]).reshape(-1, 4, layer.kernel.shape[-1])
+            size = np.abs(w)
+            s = np.sign(w) * np.maximum(size - np.sort(size, 1)[:, 2:3], 0)  # 1:4: the third smallest
+            right = np.isclose(scale, (w * s).sum() / (s * s).sum(), rtol=1e-5)
+            assert bool(right) == (name == "b")
+            assert nm.nnx.scales(averages)[path] == scale
 
 
 @pytest.mark.slow
