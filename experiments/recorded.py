@@ -1,7 +1,6 @@
 """Results of studies, experiments/results/*.jsonl: read and checked."""
 
 import datetime
-import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +8,7 @@ from typing import NamedTuple
 
 from experiments import collected, config_files, members
 from experiments.errors import Mistake
+from experiments.files import of_json
 from experiments.studies import __main__ as looks, named
 from experiments.training import digest
 
@@ -71,7 +71,7 @@ def read(path: Path) -> list[dict]:
 def _checked(text: str, where: str, its_study: Study) -> dict:
     again = f"Delete the line, and make it again with: {its_study.command}"
     try:
-        line = json.loads(text)
+        line = of_json(text)
         form, _, made_by = line["format"], line["run"], line.get("command", "")
         if form == collected.FORMAT and "config" in line:
             for field in SWEPT if its_study.config_file else LOOKED:

@@ -2,7 +2,6 @@
 
 import ast
 import gzip
-import json
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from experiments.data import others, reading, validation
 from experiments.data.find import find
 from experiments.errors import Mistake
+from experiments.files import of_json
 from nmjax.core import names
 from nmjax.oneshot import texts
 
@@ -155,9 +155,9 @@ def _read(name: str, dir: str | Path) -> list[tuple[str, str | None, Any]]:
 def _row(where: str, line: str) -> tuple[str, str | None, Any]:
     wanted = 'a JSON object with "text" and "label", and perhaps "text_b"'
     try:
-        found = json.loads(line)
+        found = of_json(line)
     except ValueError as error:
-        raise Mistake(f"{where}: this is not JSON. A line is {wanted}.") from error
+        raise Mistake(f"{where}: this is not JSON ({error}). A line is {wanted}.") from error
     if not isinstance(found, dict):
         raise Mistake(f"{where}: this is {type(found).__name__}. A line is {wanted}.")
     missing = [name for name in ("text", "label") if name not in found]

@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments import report
 from experiments.errors import Failed, Mistake
-from experiments.files import lines, remove_drafts, replace, writable
+from experiments.files import lines, of_json, remove_drafts, replace, text, writable
 from experiments.report.runs import at_once
 from experiments.scale import sinks
 from experiments.training import board, digest, provenance
@@ -243,7 +243,7 @@ def check(workdir: Path, identity: Identity) -> None:
 def read(workdir: Path) -> dict | None:
     """Return the run.json of a directory, or None if no run has begun there."""
     try:
-        about = json.loads((workdir / "run.json").read_text())
+        about = of_json(text(workdir / "run.json"))
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) and "outcome" in about else None

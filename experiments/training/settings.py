@@ -44,7 +44,7 @@ def one_of(name: str, known: Iterable[str], what: str) -> str:
         return name
     near = difflib.get_close_matches(name, known, 1, 0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise Mistake(f"{what}={name!r} is not known.{hint} Write one of {', '.join(known)}.")
+    raise Mistake(f"{what}={shortened(name)!r} is not known.{hint} Write one of {', '.join(known)}.")
 
 
 def foreign_names(config: ConfigDict) -> list[str]:
@@ -190,8 +190,14 @@ def duration(text: str, total: int, what: str) -> int:
     if text.endswith("%"):
         number *= total / 100
     if not (math.isfinite(number) and number >= 0):
-        raise Mistake(f'{what}={text!r} is not a duration: write steps, as "200", or a share of the run, as "5%".')
+        words = 'is not a duration: write steps, as "200", or a share of the run, as "5%".'
+        raise Mistake(f"{what}={shortened(text)!r} {words}")
     return round(number)
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a long text, for a message."""
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def in_steps(text: str, total: int) -> str:
@@ -200,7 +206,14 @@ def in_steps(text: str, total: int) -> str:
     >>> in_steps("mdgf(2,4,linear(1,0,75%))", 2000)
     'mdgf(2,4,linear(1,0,1500))'
     """
-    return re.sub(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)%", lambda share: str(round(float(share[1]) * total / 100)), text)
+
+    def steps_of(share: re.Match[str]) -> str:
+        number = float(share[1]) * total / 100
+        if not math.isfinite(number):
+            raise Mistake(f"{share[0][:20]}... is no share of a run: write a share such as 75%.")
+        return str(round(number))
+
+    return re.sub(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)%", steps_of, text)
 
 
 # ---- recipe, learning rate, optimizer ----
@@ -356,8 +369,8 @@ def call(text: str, what: str) -> tuple[str, dict[str, Any]]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
             return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
         raise ValueError
-    except (SyntaxError, ValueError):
-        raise Mistake(f"{what}={text!r} is no call with named options, as 'sgd(momentum=0.9)'.") from None
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):  # MemoryError: of Python's own parser
+        raise Mistake(f"{what}={shortened(text)!r} is no call with named options, as 'sgd(momentum=0.9)'.") from None
 
 
 def _takes_rate(function: Callable) -> bool:

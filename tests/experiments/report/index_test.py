@@ -279,10 +279,8 @@ def test_of_a_finished_run_two_files_are_read(tmp_path, monkeypatch):
     for n in range(20):
         make(tmp_path / f"run{n}", outcome="running" if n == 7 else "finished")
     opened, parsed = [], []
-    real, parse = io.open, runs.parse_metrics
-    monkeypatch.setattr(
-        io, "open", lambda path, *args, **options: (opened.append(path), real(path, *args, **options))[1]
-    )
+    real, parse = files.opened, runs.parse_metrics
+    monkeypatch.setattr(files, "opened", lambda path, links=True: (opened.append(path), real(path, links))[1])
     monkeypatch.setattr(runs, "parse_metrics", lambda line: (parsed.append(line), parse(line))[1])
     index.entries(tmp_path)
     names = [path.name for path in opened]
