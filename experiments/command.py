@@ -23,7 +23,7 @@ from experiments.scale import processes, sinks
 from experiments.training import digest, lock, provenance, record
 from nmjax.core import names
 
-KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", dict: "an object"}
+KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list"}
 OLDER = ("twin", "stop")  # fields of every run that runs of earlier versions lack
 
 
@@ -419,7 +419,7 @@ def _check_fields(held: dict, fields: dict, what: str = "") -> None:
             raise ValueError(f"it has no {what}{name}")
         value, kinds = held.get(name, like), {float: (int, float), tuple: (list, tuple)}.get(type(like), (type(like),))
         if type(value) not in kinds or (type(value) is int and abs(value) >= 2**63):
-            raise ValueError(f"{what}{name} is {str(value)[:40]}, not {KINDS[type(like)]}")
+            raise ValueError(f"{what}{name} is {str(value)[:40]}, not {KINDS.get(type(like), 'an object')}")
         if isinstance(like, dict):
             _check_fields(value, like, f"{what}{name}.")
 

@@ -60,7 +60,10 @@ class Entry(NamedTuple):
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the folders of runs below a folder, in order. Inside a run only its twin is searched. No link is followed."""
+    """Return the folders of runs below a folder, in order. Inside a run only its twin is searched.
+
+    Links are not followed.
+    """
     found = []
     for place, folders, files in os.walk(folder):
         if Path(place) != folder and not MARKS.isdisjoint(files):
