@@ -15,16 +15,11 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from configs import common
 from experiments import config_files, members, sweep, usage
 from experiments.errors import Mistake, Stopped
 from experiments.files import of_json, text
 from experiments.scale import processes, sinks
 from experiments.training import digest, lock, provenance, record
-from nmjax.core import names
-
-KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list"}
-OLDER = ("twin", "stop")  # fields of every run that runs of earlier versions lack
 
 
 def main(argv: list[str], head: str) -> None:
@@ -370,7 +365,7 @@ def _recorded(path: Path) -> ConfigDict:
 
     try:
         held = of_json(text(path))
-        _check_recorded(held)
+        settings.check_recorded(held)
         config = ConfigDict(held)
     except (OSError, ValueError) as error:
         raise Mistake(
@@ -383,45 +378,6 @@ def _recorded(path: Path) -> ConfigDict:
             "from a file. Add the --config=FILE and the --config.FIELD=VALUE that the run was trained with."
         )
     return config
-
-
-def _check_recorded(held: Any) -> None:
-    """Refuse a recorded config that no config file makes: its fields have the types that a command line gives them.
-
-    Raises:
-      ValueError: A field is missing, or is of another type.
-    """
-    if not isinstance(held, dict):
-        raise ValueError("it is not an object")
-    _check_fields(held, common.run().to_dict())
-    texts = [part for rule in held["rules"] for part in (rule if isinstance(rule, list) else [None])]
-    if not all(isinstance(part, str) for part in (*texts, *held["sparsity"].values())):
-        raise ValueError("rules is not a list of lists of texts, or sparsity holds what is not a text")
-    data, experiment = held.get("data", {}), held["experiment"]
-    if names.is_foreign(experiment):
-        return
-    _check_fields({"data": data, **data} if isinstance(data, dict) else {"data": data}, {"data": {}, "name": ""})
-    if names.is_foreign(data["name"]):
-        return
-    if experiment == "finetune":
-        like = common.finetune("language" if held.get("objective") == "language" else "")
-        _check_fields(held, {name: like[name] for name in ("objective", "weights", "teacher", "rates")})
-    else:
-        like = {"image": common.image, "text": common.gpt}.get(experiment, lambda _: ConfigDict({"data": {}}))("")
-    fields = common.folder(1) if experiment == "image" and data["name"] == "folder" else like.data
-    _check_fields(data, fields.to_dict(), "data.")
-
-
-def _check_fields(held: dict, fields: dict, what: str = "") -> None:
-    """Refuse an object of a recorded config that lacks a field, or has one of another type."""
-    for name, like in fields.items():
-        if name not in held and name not in OLDER:
-            raise ValueError(f"it has no {what}{name}")
-        value, kinds = held.get(name, like), {float: (int, float), tuple: (list, tuple)}.get(type(like), (type(like),))
-        if type(value) not in kinds or (type(value) is int and abs(value) >= 2**63):
-            raise ValueError(f"{what}{name} is {str(value)[:40]}, not {KINDS.get(type(like), 'an object')}")
-        if isinstance(like, dict):
-            _check_fields(value, like, f"{what}{name}.")
 
 
 def _exists(config: ConfigDict, field: str) -> None:

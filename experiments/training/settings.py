@@ -17,13 +17,17 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
+from configs import common
 from experiments.errors import Mistake
 from nmjax.core import names
 from nmjax.core.names import foreign_names as names_in
 from nmjax.products.slot import SLOTS
 from nmjax.pruners.input_norms import needs_norms
+from nmjax.recipes.text import LONGEST
 
 DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: the dtype of the parameters, which are float32
+KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list"}
+OLDER = ("twin", "stop")  # fields of every run that runs of earlier versions lack
 SHAPES = ("constant", "linear", "cosine")
 
 
@@ -49,12 +53,69 @@ def one_of(name: str, known: Iterable[str], what: str) -> str:
 
 def foreign_names(config: ConfigDict) -> list[str]:
     """Return every ``module:name`` that a run with this config would import."""
-    data = config.get("data", {})
-    fields = [config.get("experiment", ""), config.get("model", {}).get("name", ""), data.get("name", "")]
-    rules = [text for rule in config.get("rules", ()) for text in rule]
-    texts = [*rules, *config.get("sparsity", {}).values()]
-    named = [field for field in fields if names.is_foreign(str(field))]
-    return named + [name for text in texts for name in names_in(str(text))]
+    groups = [group for group in (config.get("model"), config.get("data")) if isinstance(group, ConfigDict)]
+    fields = [config.get("experiment", ""), *(group.get("name", "") for group in groups)]
+    named = [str(field) for field in fields if names.is_foreign(str(field))]
+    return named + [name for text in _texts([config.get("rules"), config.get("sparsity")]) for name in names_in(text)]
+
+
+def _texts(value: Any) -> list[str]:
+    """Return every text in a value of JSON."""
+    if isinstance(value, str):
+        return [value]
+    inside = (
+        value.values() if isinstance(value, dict | ConfigDict) else value if isinstance(value, list | tuple) else ()
+    )
+    return [text for part in inside for text in _texts(part)]
+
+
+# ---- a config in the directory of a run ----
+
+
+def check_recorded(held: Any, whole: bool = True) -> None:
+    """Refuse a recorded config that no config file makes: its fields have the types that a command line gives them.
+
+    Args:
+      held: What config.json holds.
+      whole: Whether every field has to be there.
+
+    Raises:
+      ValueError: A field is missing, or is of another type.
+    """
+    if not isinstance(held, dict):
+        raise ValueError("it is not an object")
+    if names.is_foreign(str(held.get("experiment", ""))):
+        return  # its module says which fields it has
+    _check_fields(held, common.run().to_dict(), whole)
+    pairs = all(isinstance(rule, list | tuple) and len(rule) == 2 for rule in held["rules"])
+    texts = [*(part for rule in held["rules"] for part in rule), *held["sparsity"].values()] if pairs else [None]
+    if not all(isinstance(part, str) and len(part) <= LONGEST for part in texts):
+        raise ValueError("rules is not a list of pairs of texts, or sparsity holds what is not a text")
+    data, experiment = held.get("data", {}), held["experiment"]
+    _check_fields({"data": data}, {"data": {"name": ""}}, whole)
+    if names.is_foreign(data.get("name", "")):
+        return
+    if experiment == "finetune":
+        like = common.finetune("language" if held.get("objective") == "language" else "")
+        _check_fields(held, {name: like[name] for name in ("objective", "weights", "teacher", "rates")}, whole)
+    else:
+        like = {"image": common.image, "text": common.gpt}.get(experiment, lambda _: ConfigDict({"data": {}}))("")
+    fields = common.folder(1) if experiment == "image" and data.get("name") == "folder" else like.data
+    _check_fields(data, fields.to_dict(), whole, "data.")
+
+
+def _check_fields(held: dict, fields: dict, whole: bool, what: str = "") -> None:
+    """Refuse an object of a recorded config that lacks a field, or has one of another type."""
+    for name, like in fields.items():
+        if name not in held:
+            if whole and name not in OLDER:
+                raise ValueError(f"it has no {what}{name}")
+            continue
+        value, kinds = held[name], {float: (int, float), tuple: (list, tuple)}.get(type(like), (type(like),))
+        if type(value) not in kinds or (type(value) is int and abs(value) >= 2**63):
+            raise ValueError(f"{what}{name} is {str(value)[:40]}, not {KINDS.get(type(like), 'an object')}")
+        if isinstance(like, dict):
+            _check_fields(value, like, whole, f"{what}{name}.")
 
 
 # ---- the model ----
