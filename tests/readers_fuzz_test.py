@@ -106,7 +106,7 @@ CHECKPOINT = (checkpoints.CheckpointError, OSError)
 READERS = {
     "methods": Reader(
         "a.txt",
-        of_text("s_ste(2,4); dlhs_g=chain(rescale(mse(2,4)),fp8('e4m3')); fwd_lhs=ste(hold(uniform(2,4),every=10)) else dense"),
+        of_text("s_ste(2,4); dlhs_g=chain(rescale(mse(2,4)),fp8('e4m3')); fwd_lhs=ste(hold(uniform(2,4,rescale=False),every=10)) else dense"),
         lambda path: nm.parse(path.read_text(errors="replace"), foreign=False),
         (ValueError,),
     ),

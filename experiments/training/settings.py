@@ -97,7 +97,8 @@ def check_recorded(held: Any, whole: bool = True) -> None:
         return
     if experiment == "finetune":
         like = common.finetune("language" if held.get("objective") == "language" else "")
-        _check_fields(held, {name: like[name] for name in ("objective", "weights", "teacher", "rates")}, whole)
+        own = like.to_dict()
+        _check_fields(held, {name: own[name] for name in ("objective", "weights", "teacher", "rates")}, whole)
     else:
         like = {"image": common.image, "text": common.gpt}.get(experiment, lambda _: ConfigDict({"data": {}}))("")
     fields = common.folder(1) if experiment == "image" and data.get("name") == "folder" else like.data
