@@ -106,7 +106,7 @@ CHECKPOINT = (checkpoints.CheckpointError, OSError)
 READERS = {
     "methods": Reader(
         "a.txt",
-        of_text("s_ste(2,4); dlhs_g=chain(rescale(mse(2,4)),fp8('e4m3')); fwd_lhs=ste(hold(uniform(2,4,rescale=False),every=10)) else dense"),
+        of_text("s_ste(2,4); dlhs_g=chain(rescale(mse(2,4)),fp8('e4m3')); fwd_lhs=ste(hold(mse(2,4),every=10)) else dense"),
         lambda path: nm.parse(path.read_text(errors="replace"), foreign=False),
         (ValueError,),
     ),
@@ -134,7 +134,7 @@ READERS = {
         kind: Reader("a.jpg", picture(kind), lambda path: folder._image(str(path), 16, None))
         for kind in ("JPEG", "PNG", "GIF", "BMP", "WEBP")
     },
-    "texts": Reader("a.txt", of_text("one text", "another"), lambda path: texts.read_texts(path, 9), (ValueError, OSError)),
+    "texts": Reader("a.txt", of_text("a text", "another"), lambda path: texts.read_texts(path, 9), (ValueError, OSError)),
     "json texts": Reader("a.jsonl", of_text(*LABELLED), lambda path: texts.read_texts(path, 9), (ValueError, OSError)),
     "tokenizers": Reader(
         "tokenizer.json", of_text((GOLDEN / "bert/tokenizer.json").read_text()), texts.tokenizer, (ValueError, OSError)
@@ -144,7 +144,7 @@ READERS = {
         lambda path: checkpoints.write(path, {"w": np.eye(8, dtype=np.float32), "b": np.zeros(8, np.float16)}),
         in_full(checkpoints.read), CHECKPOINT,
     ),
-    "GGUF": Reader("a.gguf", lambda path: write_gguf(path, {"a": [1, 2], "b": "c"}, GGUF), in_full(gguf.Gguf), CHECKPOINT),
+    "GGUF": Reader("a", lambda path: write_gguf(path, {"a": [1, 2], "b": "c"}, GGUF), in_full(gguf.Gguf), CHECKPOINT),
     "torch": Reader("a.bin", lambda path: path.write_bytes(b"\x80\x02}q\x00."), torch_files.TorchTensors, CHECKPOINT),
 }  # fmt: skip
 

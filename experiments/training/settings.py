@@ -63,10 +63,8 @@ def _texts(value: Any) -> list[str]:
     """Return every text in a value of JSON."""
     if isinstance(value, str):
         return [value]
-    inside = (
-        value.values() if isinstance(value, dict | ConfigDict) else value if isinstance(value, list | tuple) else ()
-    )
-    return [text for part in inside for text in _texts(part)]
+    inside = value.values() if isinstance(value, dict | ConfigDict) else value
+    return [text for part in inside for text in _texts(part)] if isinstance(inside, Iterable) else []
 
 
 # ---- a config in the directory of a run ----
@@ -86,23 +84,22 @@ def check_recorded(held: Any, whole: bool = True) -> None:
         raise ValueError("it is not an object")
     if names.is_foreign(str(held.get("experiment", ""))):
         return  # its module says which fields it has
-    _check_fields(held, common.run().to_dict(), whole)
+    like = common.run()
+    if held.get("experiment") == "finetune":
+        like = common.finetune("language" if held.get("objective") == "language" else "")
+    _check_fields(held, like.to_dict() | {"data": {"name": ""}}, whole)
     pairs = all(isinstance(rule, list | tuple) and len(rule) == 2 for rule in held["rules"])
     texts = [*(part for rule in held["rules"] for part in rule), *held["sparsity"].values()] if pairs else [None]
     if not all(isinstance(part, str) and len(part) <= LONGEST for part in texts):
         raise ValueError("rules is not a list of pairs of texts, or sparsity holds what is not a text")
     data, experiment = held.get("data", {}), held["experiment"]
-    _check_fields({"data": data}, {"data": {"name": ""}}, whole)
     if names.is_foreign(data.get("name", "")):
         return
-    if experiment == "finetune":
-        like = common.finetune("language" if held.get("objective") == "language" else "")
-        own = like.to_dict()
-        _check_fields(held, {name: own[name] for name in ("objective", "weights", "teacher", "rates")}, whole)
-    else:
-        like = {"image": common.image, "text": common.gpt}.get(experiment, lambda _: ConfigDict({"data": {}}))("")
-    fields = common.folder(1) if experiment == "image" and data.get("name") == "folder" else like.data
-    _check_fields(data, fields.to_dict(), whole, "data.")
+    if experiment == "image":
+        like.data = common.folder(1) if data.get("name") == "folder" else common.image("").data
+    elif experiment == "text":
+        like.data = common.gpt("").data
+    _check_fields(data, like.get("data", ConfigDict()).to_dict(), whole, "data.")
 
 
 def _check_fields(held: dict, fields: dict, whole: bool, what: str = "") -> None:

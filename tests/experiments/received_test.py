@@ -209,6 +209,13 @@ def test_every_odd_field_of_a_recorded_config_is_read_or_refused(tmp_path, file)
             command.read(["launch.py", "--mode=eval", f"--workdir={tmp_path}"])
 
 
+@pytest.mark.parametrize("file", config_files.names())
+def test_what_config_files_make_is_read_again(tmp_path, file):
+    (tmp_path / "config.json").write_text(config_files.load(file).to_json())
+    asked = command.read(["launch.py", "--mode=eval", f"--workdir={tmp_path}"])
+    assert digest.identity(asked.config).fields.keys() == digest.identity(config_files.load(file)).fields.keys()
+
+
 def test_a_terminal_gets_no_control_characters(tmp_path):
     assert visible("a\x1b[31mb\x07\x9b\td\n") == "a␛[31mb␇\ufffd\td\n"
     config = json.loads(config_files.load("configs/vit_24.py:smoke").to_json())
