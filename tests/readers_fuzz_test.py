@@ -106,7 +106,7 @@ CHECKPOINT = (checkpoints.CheckpointError, OSError)
 READERS = {
     "methods": Reader(
         "a.txt",
-        of_text("s_ste(2,4); dlhs_g=chain(rescale(mse(2,4)),fp8('e4m3')); fwd_lhs=ste(hold(mse(2,4),every=10)) else dense"),
+        of_text("s_ste(2,4); dlhs_g=chain(mse(2,4),fp8('e4m3')); fwd_rhs=ste(hold(mse(2,4),every=9)) else dense"),
         lambda path: nm.parse(path.read_text(errors="replace"), foreign=False),
         (ValueError,),
     ),
@@ -134,7 +134,7 @@ READERS = {
         kind: Reader("a.jpg", picture(kind), lambda path: folder._image(str(path), 16, None))
         for kind in ("JPEG", "PNG", "GIF", "BMP", "WEBP")
     },
-    "texts": Reader("a.txt", of_text("a text", "another"), lambda path: texts.read_texts(path, 9), (ValueError, OSError)),
+    "texts": Reader("a", of_text("a text", "another"), lambda path: texts.read_texts(path, 9), (ValueError, OSError)),
     "json texts": Reader("a.jsonl", of_text(*LABELLED), lambda path: texts.read_texts(path, 9), (ValueError, OSError)),
     "tokenizers": Reader(
         "tokenizer.json", of_text((GOLDEN / "bert/tokenizer.json").read_text()), texts.tokenizer, (ValueError, OSError)

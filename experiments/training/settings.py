@@ -23,10 +23,10 @@ from nmjax.core import names
 from nmjax.core.names import foreign_names as names_in
 from nmjax.products.slot import SLOTS
 from nmjax.pruners.input_norms import needs_norms
-from nmjax.recipes.text import LONGEST
 
 DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: the dtype of the parameters, which are float32
 KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list"}
+LONGEST = 1000  # characters of a method in a recorded config
 OLDER = ("twin", "stop")  # fields of every run that runs of earlier versions lack
 SHAPES = ("constant", "linear", "cosine")
 
@@ -90,8 +90,10 @@ def check_recorded(held: Any, whole: bool = True) -> None:
     _check_fields(held, like.to_dict() | {"data": {"name": ""}}, whole)
     pairs = all(isinstance(rule, list | tuple) and len(rule) == 2 for rule in held["rules"])
     texts = [*(part for rule in held["rules"] for part in rule), *held["sparsity"].values()] if pairs else [None]
-    if not all(isinstance(part, str) and len(part) <= LONGEST for part in texts):
-        raise ValueError("rules is not a list of pairs of texts, or sparsity holds what is not a text")
+    if not all(isinstance(part, str) and len(part) <= LONGEST for part in (*texts, *held["sparsity"])):
+        raise ValueError(
+            "rules is not a list of pairs of texts, or sparsity holds what is no text, or a text is too long"
+        )
     data, experiment = held.get("data", {}), held["experiment"]
     if names.is_foreign(data.get("name", "")):
         return
