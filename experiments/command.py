@@ -365,19 +365,19 @@ def _recorded(path: Path) -> ConfigDict:
 
     try:
         held = of_json(text(path))
-        settings.check_recorded(held)
-        config = ConfigDict(held)
+        foreign = settings.foreign_names(ConfigDict(held)) if isinstance(held, dict) else []
+        if not foreign:
+            settings.check_recorded(held)
     except (OSError, ValueError) as error:
         raise Mistake(
             f"{path} is damaged: {error}. Replace it by the config.json of a run with the same config and seed."
         ) from error
-    foreign = settings.foreign_names(config)
     if foreign:
         raise Mistake(
             f"{path} names {', '.join(foreign)}, and only names that you write yourself are imported, not those read "
             "from a file. Add the --config=FILE and the --config.FIELD=VALUE that the run was trained with."
         )
-    return config
+    return ConfigDict(held)
 
 
 def _exists(config: ConfigDict, field: str) -> None:
