@@ -11,6 +11,7 @@
 #   make notebooks  runs the notebooks again, and writes what they print and draw
 #   make docs       builds the site into docs/_build/html. A warning is an error
 #   make dist       builds the wheel, and installs it into an empty environment; TAG=v0.1.0 must be its version
+#   make check-dist  checks a wheel in dist that is built already
 #   make lint       formatting, lint, types, also of the snippets in pages, and the files of GitHub
 #   make lint-types   the types only
 #   make lint-snippets   the types of the snippets in README.md and docs/ only, as pyright and mypy see them
@@ -26,7 +27,7 @@ export TAG := $(value TAG)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 .DEFAULT_GOAL := run
-.PHONY: help run test test-all test-docs test-thirdparty bench gallery notebooks docs dist lint lint-types lint-snippets lint-github format clean
+.PHONY: help run test test-all test-docs test-thirdparty bench gallery notebooks docs dist check-dist lint lint-types lint-snippets lint-github format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +65,9 @@ docs: $(VENV)/docs-made
 dist: $(VENV)/made
 	rm -rf build dist
 	$(BIN)/python -m build --outdir dist
+	$(MAKE) check-dist
+
+check-dist: $(VENV)/made
 	$(BIN)/python -m tests.wheel_test dist "$$TAG"
 
 lint: lint-types lint-snippets lint-github

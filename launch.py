@@ -10,7 +10,7 @@ import sys
 
 try:
     from experiments import command
-    from experiments.errors import Failed, Mistake, Stopped
+    from experiments.errors import Failed, Mistake, Stopped, visible
 except ModuleNotFoundError as error:
     print(f"launch.py: the package {error.name} is missing: pip install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
@@ -19,5 +19,5 @@ if __name__ == "__main__":
     try:
         command.main(sys.argv, __doc__)
     except (Mistake, Failed, Stopped, KeyboardInterrupt) as error:
-        print(f"launch.py: {error or 'interrupted'}", file=sys.stderr)
+        print(visible(f"launch.py: {error or 'interrupted'}"), file=sys.stderr)
         sys.exit(getattr(error, "code", 130))

@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import gc
 import itertools
-import json
 import os
 import re
 import shlex
@@ -18,6 +17,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments import config_files, members, sweep, usage
 from experiments.errors import Mistake, Stopped
+from experiments.files import of_json, text
 from experiments.scale import processes, sinks
 from experiments.training import digest, lock, provenance, record
 
@@ -364,18 +364,20 @@ def _recorded(path: Path) -> ConfigDict:
     from experiments.training import settings  # with all of JAX, which another command line does without
 
     try:
-        config = ConfigDict(json.loads(path.read_text()))
-    except ValueError as error:
+        held = of_json(text(path))
+        foreign = settings.foreign_names(ConfigDict(held)) if isinstance(held, dict) else []
+        if not foreign:
+            settings.check_recorded(held)
+    except (OSError, ValueError) as error:
         raise Mistake(
             f"{path} is damaged: {error}. Replace it by the config.json of a run with the same config and seed."
         ) from error
-    foreign = settings.foreign_names(config)
     if foreign:
         raise Mistake(
             f"{path} names {', '.join(foreign)}, and only names that you write yourself are imported, not those read "
             "from a file. Add the --config=FILE and the --config.FIELD=VALUE that the run was trained with."
         )
-    return config
+    return ConfigDict(held)
 
 
 def _exists(config: ConfigDict, field: str) -> None:

@@ -1,5 +1,21 @@
 """Errors that end a command with one line on the screen. Each has the exit code of the process."""
 
+import re
+
+_NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+
+
+def visible(text: object) -> str:
+    """Return any value as text that a terminal and a page can show.
+
+    Visible signs take the place of control characters. A name in a file may hold some, and a terminal would obey them.
+
+    >>> visible("\x1b[31mred")
+    '␛[31mred'
+    """
+    text = str(text).replace("\r\n", "\n")
+    return _NO_TEXT.sub(lambda c: chr(0x2400 + ord(c[0])) if c[0] < " " else "\ufffd", text)
+
 
 class Mistake(Exception):
     """A person asked for something that cannot be done. It says what, where, and what to write instead."""

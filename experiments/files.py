@@ -7,14 +7,74 @@ import json
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from experiments.errors import Failed, Mistake
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the quota of the user is full
+DEEPEST = 64  # lists and objects inside each other: no file of ours has more than ten
+LARGEST = 1 << 26  # bytes of a file of JSON or of text, other than one of lines
+LONGEST = 1 << 30  # bytes of a file of lines
 UNSUPPORTED = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)  # some shared file systems have no locks
+
+
+def opened(path: str | Path, links: bool = True) -> BinaryIO:
+    """Open a file for reading. Named pipes, devices and folders are refused: reading them may never end.
+
+    Args:
+      path: The file.
+      links: Whether it may be a link to another file.
+
+    Raises:
+      OSError: It cannot be opened, or is not a regular file.
+    """
+    if not links and os.path.islink(path):
+        raise OSError("it is a link to another file, and in the folder of a run links are not followed")
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))  # never waits for a writer
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("it is not a regular file, but a folder, a named pipe or a device")
+    return os.fdopen(handle, "rb")
+
+
+def text(path: Path, limit: int = LARGEST, errors: str = "strict") -> str:
+    """Return the text of a file that a run wrote.
+
+    Raises:
+      OSError: It cannot be opened, is a link or no regular file, or has more than ``limit`` bytes.
+      UnicodeDecodeError: It is not UTF-8, and ``errors`` is "strict".
+    """
+    with opened(path, links=False) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(f"it has more than {limit:,} bytes")
+    return data.decode(errors=errors)
+
+
+def of_json(content: str | bytes) -> Any:
+    """Return a value of JSON.
+
+    Raises:
+      ValueError: It is not JSON, or is nested so deeply that no program of ours wrote it.
+    """
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    opening = ("[", "{") if isinstance(content, str) else (b"[", b"{")
+    level = [value] if sum(map(content.count, opening)) > DEEPEST else []
+    for _ in range(DEEPEST):
+        level = [one for each in level if isinstance(each, list | dict) for one in _parts(each)]
+    if level:
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def _parts(value: list | dict) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 @contextlib.contextmanager
@@ -113,11 +173,20 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def lines(path: Path) -> list[dict]:
-    """Return the JSON lines of a file, without those that were cut off. A file that is not there has none."""
+    """Return the JSON lines of a file, without those that were cut off. A file that is not there has none.
+
+    Raises:
+      Mistake: It cannot be read.
+    """
     if not path.exists():
         return []
+    try:
+        with opened(path) as file:
+            data = file.read()
+    except OSError as error:
+        raise Mistake(f"{path} cannot be read: {error.strerror or error}.") from error
     parsed = []
-    for line in path.read_bytes().splitlines():
+    for line in data.splitlines():
         with contextlib.suppress(ValueError):  # not JSON, not UTF-8, or an integer of thousands of digits
-            parsed.append(json.loads(line))
+            parsed.append(of_json(line))
     return parsed

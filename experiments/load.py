@@ -130,6 +130,10 @@ def load_run(directory: str | Path, checkpoint: Literal["last", "best"] = "last"
     record = report.read(directory)
     config = ConfigDict(record.config)
     _check(directory / "config.json", config, foreign)
+    try:
+        settings.check_recorded(record.config, whole=False)
+    except ValueError as error:
+        raise Mistake(f"{directory / 'config.json'} is damaged: {error}.") from error
     modes.refuse_without_checkpoints("", directory)
     make, total, sizes = _described(config, record.about)
     graph, params, rest = _split(make, settings.recipe(config, total))

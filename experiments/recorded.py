@@ -1,7 +1,6 @@
 """Results of studies, experiments/results/*.jsonl: read and checked."""
 
 import datetime
-import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -9,8 +8,10 @@ from typing import NamedTuple
 
 from experiments import collected, config_files, members
 from experiments.errors import Mistake
+from experiments.files import of_json
 from experiments.studies import __main__ as looks, named
 from experiments.training import digest
+from experiments.training.settings import shortened
 
 LOOKED = ("case", "rows", "outcome", "began", "ended", "versions", "notes")  # fields of a line that are read
 SWEPT = ("changes", "devices", "outcome", "steps", "flops", "began", "ended", "versions", "notes")
@@ -71,7 +72,7 @@ def read(path: Path) -> list[dict]:
 def _checked(text: str, where: str, its_study: Study) -> dict:
     again = f"Delete the line, and make it again with: {its_study.command}"
     try:
-        line = json.loads(text)
+        line = of_json(text)
         form, _, made_by = line["format"], line["run"], line.get("command", "")
         if form == collected.FORMAT and "config" in line:
             for field in SWEPT if its_study.config_file else LOOKED:
@@ -87,8 +88,12 @@ def _checked(text: str, where: str, its_study: Study) -> dict:
         raise Mistake(f"{where} has format {form}, but only format {collected.FORMAT} can be read. {again}")
     by_a_sweep = bool(its_study.config_file) and SWEEP.search(made_by) is not None
     if "--config." in made_by or not (by_a_sweep or its_study.short in made_by):
-        raise Mistake(f"{where} was made by another command: {made_by}. {again}")
-    if line.get("config") != _digest(its_study, line):
+        raise Mistake(f"{where} was made by another command: {shortened(made_by)}. {again}")
+    try:
+        made = _digest(its_study, line)
+    except Mistake as error:
+        raise Mistake(f"{where} has changes that no run can have ({shortened(str(error))}). {again}") from error
+    if line.get("config") != made:
         raise Mistake(f"{where} was made with another config: the config file has changed since. {again}")
     return line
 

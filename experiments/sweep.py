@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import collected
-from experiments.errors import Diverged, Failed, Mistake, Stopped, Taken
+from experiments.errors import Diverged, Failed, Mistake, Stopped, Taken, visible
 from experiments.files import writable
 from experiments.members import Member, at, refuse_other_names
 from experiments.report.words import duration
@@ -269,7 +269,7 @@ def _step(directory: Path) -> int | None:
 
 def _say(text: str) -> None:
     if processes.first():
-        print(text, flush=True)
+        print(visible(text), flush=True)
 
 
 def _outcomes(runs: list[Member], workdir: Path) -> str:

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import nmjax
 
@@ -142,6 +143,30 @@ def test_a_release_needs_addresses():
     without, relative = unfit_for_publishing("Name: nmjax\n\nSee [docs](docs/index.md).")
     assert "has no [project.urls]" in without
     assert relative.endswith("docs/index.md")
+
+
+def test_only_a_clean_job_and_pinned_actions_touch_a_release():
+    """The job that may publish runs nothing of its own, and what it publishes was built without other packages."""
+    release = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    jobs = release["jobs"]
+    for steps in (job["steps"] for job in jobs.values()):
+        for step in steps:
+            assert "uses" not in step or re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", step["uses"])
+    rights = {name: job.get("permissions") for name, job in jobs.items()}
+    assert release["permissions"] == {"contents": "read"}
+    assert rights == {"test": None, "build": None, "check": None, "publish": {"id-token": "write"}}
+    downloaded, published = jobs["publish"]["steps"]
+    assert jobs["publish"]["needs"] == ["test", "build", "check"]
+    assert downloaded["with"]["artifact-ids"] == "${{ needs.build.outputs.artifact }}"
+    assert published.keys() == {"uses"}
+    assert [step["run"] for step in jobs["build"]["steps"] if "run" in step] == [
+        "python -m pip install --require-hashes -r .github/build-requirements.txt",
+        "python -m build --no-isolation --outdir dist",
+    ]
+    assert "needs" not in jobs["build"]
+    pins = (ROOT / ".github/build-requirements.txt").read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"\w+==[\d.]+ --hash=sha256:[0-9a-f]{64}", pin) for pin in pins)
+    assert {"build", "setuptools"} <= {pin.partition("==")[0] for pin in pins}
 
 
 def test_the_citation_has_the_version():

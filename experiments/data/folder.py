@@ -3,6 +3,7 @@
 The files are ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg`` (or test/), or ``CLASS/*.jpg`` without a test split.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -38,6 +39,10 @@ class Folder(NamedTuple):
 
 class Unreadable(Mistake):
     """A file that is no image, or is not complete."""
+
+
+# Images with more pixels are decoded one at a time: sixteen threads would need sixteen times the memory.
+_LARGE, _alone = 1 << 24, threading.Lock()
 
 
 class Skipped:
@@ -197,9 +202,10 @@ def _image(file: str, size: int, rng: np.random.Generator | None) -> np.ndarray:
                 image.draft("RGB", (math.ceil(full[0] * size / width), math.ceil(full[1] * size / height)))
             x, y = image.size[0] / full[0], image.size[1] / full[1]
             box = (left * x, top * y, (left + width) * x, (top + height) * y)
-            eight = image if not image.mode.startswith("I") else Image.fromarray(np.uint8(np.asarray(image) // 257))
-            rgb = eight if eight.mode == "RGB" else eight.convert("RGB")
-            return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
+            with _alone if math.prod(image.size) > _LARGE else contextlib.nullcontext():
+                eight = image if not image.mode.startswith("I") else Image.fromarray(np.uint8(np.asarray(image) // 257))
+                rgb = eight if eight.mode == "RGB" else eight.convert("RGB")
+                return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR, box))
     except Exception as e:  # Pillow's decoders may raise any error
         raise Unreadable(
             f"{file} cannot be read as an image ({str(e)[:200]}). Replace or remove it, or skip such files by "

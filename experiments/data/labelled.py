@@ -2,7 +2,6 @@
 
 import ast
 import gzip
-import json
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from experiments.data import others, reading, validation
 from experiments.data.find import find
 from experiments.errors import Mistake
+from experiments.files import of_json
 from nmjax.core import names
 from nmjax.oneshot import texts
 
@@ -155,14 +155,14 @@ def _read(name: str, dir: str | Path) -> list[tuple[str, str | None, Any]]:
 def _row(where: str, line: str) -> tuple[str, str | None, Any]:
     wanted = 'a JSON object with "text" and "label", and perhaps "text_b"'
     try:
-        found = json.loads(line)
+        found = of_json(line)
     except ValueError as error:
-        raise Mistake(f"{where}: this is not JSON. A line is {wanted}.") from error
+        raise Mistake(f"{where}: this is not JSON ({error}). A line is {wanted}.") from error
     if not isinstance(found, dict):
         raise Mistake(f"{where}: this is {type(found).__name__}. A line is {wanted}.")
     missing = [name for name in ("text", "label") if name not in found]
     if missing:
-        held = ", ".join(map(repr, found)) or "nothing"
+        held = ", ".join(repr(name[:40]) for name in list(found)[:10]) or "nothing"
         verb = "is" if len(missing) == 1 else "are"
         raise Mistake(
             f"{where}: {' and '.join(map(repr, missing))} {verb} missing; the line has {held}. A line is {wanted}."
@@ -171,7 +171,7 @@ def _row(where: str, line: str) -> tuple[str, str | None, Any]:
     if not isinstance(text, str) or not isinstance(second, str | None):
         raise Mistake(f"{where}: text and text_b are strings.")
     if isinstance(label, bool) or not isinstance(label, int | str):
-        raise Mistake(f"{where}: a label is a whole number or a name, got {label!r}.")
+        raise Mistake(f"{where}: a label is a whole number or a name, got {str(label)[:40]!r}.")
     return text, second, label
 
 
@@ -182,9 +182,9 @@ def _classes(labels: Sequence[Any], name: str) -> list[Any]:
         raise Mistake(f"{name}: some labels are numbers and some are names. Write all of them in one way.")
     classes = sorted(set(labels))
     if kinds == {int} and classes != list(range(len(classes))):
-        raise Mistake(f"{name}: labels that are numbers are 0, 1, ..., classes - 1; got {classes[:9]}.")
+        raise Mistake(f"{name}: labels that are numbers are 0, 1, ..., classes - 1; got {str(classes[:9])[:200]}.")
     if len(classes) < 2:
-        raise Mistake(f"{name}: all labels are {classes[0]!r}, so there is nothing to learn.")
+        raise Mistake(f"{name}: all labels are {str(classes[0])[:40]!r}, so there is nothing to learn.")
     return classes
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import stat
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,23 +10,11 @@ from typing import BinaryIO
 import numpy as np
 
 from experiments.errors import Mistake
+from experiments.files import opened
 
 _UNPACKED = 1 << 30  # bytes that any file may unpack to; larger files may unpack to _RATIO times their size
 _RATIO = 100
 _KINDS = "biufSU"  # booleans, numbers and strings
-
-
-def opened(path: str | Path) -> BinaryIO:
-    """Open a file for reading. Named pipes, devices and folders are refused: reading them may never end.
-
-    Raises:
-      OSError: It cannot be opened, or is not a regular file.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is opened at once too
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError("it is not a regular file, but a folder, a named pipe or a device")
-    return os.fdopen(handle, "rb")
 
 
 def most(path: str | Path) -> int:

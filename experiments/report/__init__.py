@@ -40,8 +40,11 @@ All measures are optional:
 - eval: loss and accuracy of the weights in training form, hardened_loss and hardened_accuracy of the hardened weights;
 - sparsity: density, flip_rate, weight_error, gradient_variance, gradient_bias, gradient_cosine, each {layer: number}.
 
-``plan.html``, the plan as a page, made by `plan_page`. It is trusted. ``plan.txt`` is shown if it is missing. A file
-without the comments that `plan_page` puts around the plan is shown whole.
+``plan.html``, the plan as a page, made by `plan_page`. Its tables and paragraphs are shown, and no other tag and no
+attribute. ``plan.txt`` is shown if it is missing. A file without the comments that `plan_page` puts around the plan is
+shown whole.
+
+All these files are regular files, not links, and have at most 64 MiB; ``metrics.jsonl`` has at most 1 GiB.
 
 ``pictures.npz``: mask (bool, h x w, a corner of a weight's mask), mask_name, mask_axis (0 or 1, the axis of its
 groups), mask_m; samples (uint8, k x H x W x C), labels and predictions (int), confidence (float), classes (str);

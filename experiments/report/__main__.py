@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from experiments.errors import Failed, Mistake
-from experiments.files import FULL, replace
+from experiments.errors import Failed, Mistake, visible
+from experiments.files import FULL, replace, text
 from experiments.report import compare, compare_page, compare_table, index, read, render
 
 
@@ -37,12 +37,13 @@ def main(args: list[str] | None = None) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace(path, page)
     except Mistake as mistake:
-        print(mistake, file=sys.stderr)
+        print(visible(mistake), file=sys.stderr)
         return mistake.code
     except OSError as error:
-        print(f"{error.filename or options.run[0]} cannot be {doing}: {error.strerror or error}.", file=sys.stderr)
+        said = f"{error.filename or options.run[0]} cannot be {doing}: {error.strerror or error}."
+        print(visible(said), file=sys.stderr)
         return Failed.code if error.errno in (*FULL, errno.EIO) else Mistake.code
-    print(said)
+    print(visible(said))
     return 0
 
 
@@ -56,17 +57,17 @@ def _pages(folders: list[Path], baseline: str, to: Path | None) -> tuple[dict[Pa
     if len(folders) == 1 and not baseline and not (first / "results.jsonl").exists():
         path = (to or first) / "index.html"
         page = index.render(first, to or first)
-        if path.exists() and index.TITLE not in path.read_text(encoding="utf-8", errors="replace"):
+        if path.exists() and index.TITLE not in text(path, errors="replace"):
             raise Mistake(f"{path} is another page, not an index of runs. Name another folder for the index: --to=DIR.")
         return {path: page}, f"{path}"
     comparison = compare.compare_folders(folders, baseline)
     folder = to or _beside(folders)
-    text = compare_table.markdown(comparison)
+    table = compare_table.markdown(comparison)
     runs = [run for group in comparison.groups for run in group.runs.values()]
     reports = {run.path: run.path / "report.html" for run in runs if (run.path / "report.html").exists()}
     links = {path: index.relative(page, folder) for path, page in reports.items()}
-    pages = {folder / "compare.html": compare_page.render(comparison, links), folder / "compare.md": text}
-    return pages, f"{text}\n{folder / 'compare.html'}"
+    pages = {folder / "compare.html": compare_page.render(comparison, links), folder / "compare.md": table}
+    return pages, f"{table}\n{folder / 'compare.html'}"
 
 
 def _beside(folders: list[Path]) -> Path:

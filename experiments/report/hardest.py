@@ -1,5 +1,6 @@
 """The sections of a run's errors: what it confuses, and the examples with the greatest loss."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -106,10 +107,10 @@ def card(truth: str, predicted: str, confidence: float, image: np.ndarray, more:
 def windows(run: Run) -> str:
     """Return the windows or texts of the test split with the greatest loss. Shades show the losses of tokens."""
     found = [window for window in run.text.get("hardest") or [] if isinstance(window, dict) and "pieces" in window]
-    losses = [loss for window in found for _, loss in window["pieces"] if loss is not None]
+    losses = [loss for window in found for _, loss in window["pieces"] if loss is not None and math.isfinite(loss)]
     if not found:
         return ""
-    limit = (float(np.quantile(losses, 0.98)) if losses else 0.0) or 1.0
+    limit = max(float(np.quantile(losses, 0.98)) if losses else 0.0, 0.0) or 1.0
     key = "".join(f'<span class="loss{level}"> </span>' for level in range(LEVELS + 1))
     lead = (
         "<p>The windows of the test split with the greatest mean loss. The stronger the shade of a token, the greater "
@@ -130,7 +131,8 @@ def _shaded(pieces: list[Any], limit: float) -> list[str]:
     """Return pieces of text with their shading. Neighbours of one shade are one element."""
     joined: list[tuple[int, str]] = []
     for text, loss in pieces:
-        level = 0 if loss is None else round(LEVELS * min(max(float(loss), 0.0) / limit, 1.0))
+        share = 0.0 if loss is None else min(max(float(loss), 0.0) / limit, 1.0)
+        level = round(LEVELS * share) if math.isfinite(share) else LEVELS  # NaN
         if joined and joined[-1][0] == level:
             joined[-1] = level, joined[-1][1] + str(text)
         else:

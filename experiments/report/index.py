@@ -60,15 +60,16 @@ class Entry(NamedTuple):
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the folders of runs below a folder, in order. Inside a run only its twin is searched."""
-    found, seen = [], {os.path.realpath(folder)}
-    for place, folders, files in os.walk(folder, followlinks=True):
+    """Return the folders of runs below a folder, in order. Inside a run only its twin is searched.
+
+    Links are not followed.
+    """
+    found = []
+    for place, folders, files in os.walk(folder):
         if Path(place) != folder and not MARKS.isdisjoint(files):
             found.append(Path(place))
             folders[:] = [name for name in folders if name == TWIN]
-        real = {name: os.path.realpath(os.path.join(place, name)) for name in folders if not name.startswith(".")}
-        folders[:] = sorted(name for name, path in real.items() if path not in seen)
-        seen.update(real.values())
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
     return found
 
 

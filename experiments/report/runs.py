@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments import files
 from experiments.data import reading
 from experiments.errors import Mistake
+from experiments.report.words import only_tables
 
 PLAN = ("<!-- plan -->", "<!-- end of plan -->")  # around the plan in plan.html
 BLOCK = 2**16  # bytes of metrics.jsonl that are read at once, from the end
@@ -96,7 +98,7 @@ class Run(NamedTuple):
     about: dict[str, Any]  # run.json
     config: dict[str, Any]
     metrics: dict[str, list[dict[str, Any]]]  # the lines of each kind, by rising steps
-    plan_html: str  # trusted
+    plan_html: str  # tables and paragraphs only
     plan_text: str
     pictures: dict[str, np.ndarray]
     text: dict[str, Any]
@@ -114,14 +116,14 @@ def read(run_dir: Path) -> Run:
     about = _checked(run_dir / "run.json", ABOUT)
     if about is None:
         raise Mistake(f"{run_dir} is not a run directory: it has no run.json. Give the folder that a run wrote.")
-    metrics, complaints = parse_metrics(_text(run_dir / "metrics.jsonl"))
+    metrics, complaints = parse_metrics(_text(run_dir / "metrics.jsonl", files.LONGEST))
     pictures, broken = _arrays(run_dir / "pictures.npz")
     return Run(
         run_dir.resolve(),
         about,
         _json(run_dir / "config.json") or {},
         metrics,
-        _between(_text(run_dir / "plan.html"), *PLAN),
+        only_tables(_between(_text(run_dir / "plan.html"), *PLAN)),
         _text(run_dir / "plan.txt"),
         pictures,
         _checked(run_dir / "text.json", TEXT) or {},
@@ -142,7 +144,7 @@ def glance(run_dir: Path) -> Run:
             files[name] = {} if content is None else content
             if content is None:
                 complaints.append(f"There is no {name}.")
-        except (Mistake, OSError, RecursionError) as error:
+        except (Mistake, OSError) as error:
             files[name] = {}
             complaints.append(f"{name} cannot be read: {error.__cause__ or error}".rstrip(".") + ".")
     about = files["run.json"]
@@ -156,7 +158,7 @@ def glance(run_dir: Path) -> Run:
 def last_line(path: Path, kind: str) -> dict[str, Any] | None:
     """Return the last line of a kind in metrics.jsonl, read from the end; None if there is none."""
     try:
-        with path.open("rb") as file:
+        with files.opened(path, links=False) as file:
             end, size, rest = file.seek(0, 2), BLOCK, b""
             while end:
                 start = max(0, end - size)
@@ -266,9 +268,9 @@ def seconds(run: Run) -> float | None:
         return None
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, limit: int = files.LARGEST) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return files.text(path, limit, errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
@@ -282,12 +284,12 @@ def _between(text: str, begin: str, end: str) -> str:
 
 def _json(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = files.of_json(files.text(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise Mistake(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Mistake(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(content, dict):
         raise Mistake(f"{path} does not hold a JSON object. It holds {str(content)[:40]!r}.")

@@ -6,20 +6,38 @@ import math
 import os
 import re
 
+from experiments.errors import visible
+
 PLUS_MINUS = "± is the standard error of the number before it, over seeds."  # in all reports, comparisons and studies
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_NO_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
-
-
-def visible(text: object) -> str:
-    """Return any value as text. Control characters and the like are replaced by visible signs."""
-    text = str(text).replace("\r\n", "\n")
-    return _NO_TEXT.sub(lambda c: chr(0x2400 + ord(c[0])) if c[0] < " " else "\ufffd", text)
 
 
 def safe(text: object) -> str:
     """Return any value as text in HTML."""
     return html.escape(visible(text))
+
+
+def only_tables(text: str) -> str:
+    """Return the tables and paragraphs of a piece of HTML. Other tags and all attributes are left out, texts stay.
+
+    What is returned holds no link, no picture, no style and no script, whoever wrote the text.
+
+    >>> only_tables("<p onclick='x'>a &lt; b<meta http-equiv=refresh></table>")
+    '<p>a &lt; b</p>'
+    """
+    parts, opened = [], []
+    for piece in re.split(r"(<[^<>]*>)", text):
+        tag = re.fullmatch(r"<(/?)(table|thead|tbody|tr|th|td|p|br)\b[^<>]*>", piece)
+        if tag is None:
+            parts.append("" if re.fullmatch(r"<[^<>]*>", piece) else safe(html.unescape(piece)))
+        elif tag[2] == "br":
+            parts.append("<br>")
+        elif not tag[1] and tag[2] not in opened:
+            opened.append(tag[2])
+            parts.append(f"<{tag[2]}>")
+        while tag and tag[1] and tag[2] in opened:
+            parts.append(f"</{opened.pop()}>")
+    return "".join([*parts, *(f"</{name}>" for name in reversed(opened))])
 
 
 def number(x: float) -> str:

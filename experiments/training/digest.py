@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from experiments.errors import Mistake
+from experiments.files import of_json, text
 
 
 class Identity(NamedTuple):
@@ -49,19 +50,19 @@ def recorded(workdir: Path) -> Identity:
     """Return the identity of the config whose run a directory holds."""
     path = workdir / "config.json"
     try:
-        return _read(path.read_text())
-    except ValueError as error:
+        return _read(text(path))
+    except (OSError, ValueError) as error:
         raise Mistake(
             f"{path} is damaged: {error}. Replace it by the config.json of a run with the same config and seed, or "
             "give another directory."
         ) from error
 
 
-def _read(text: str) -> Identity:
-    content = json.loads(text)
-    if not isinstance(content, dict):
+def _read(content: str) -> Identity:
+    values = of_json(content)
+    if not isinstance(values, dict):
         raise ValueError("it holds no object")
-    return Identity(text, flat(content))
+    return Identity(content, flat(values))
 
 
 def refuse_another(workdir: Path, own: Identity) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments import report
 from experiments.errors import Failed, Mistake
-from experiments.files import lines, remove_drafts, replace, writable
+from experiments.files import lines, of_json, remove_drafts, replace, text, writable
 from experiments.report.runs import at_once, is_line
 from experiments.scale import sinks
 from experiments.training import board, digest, lock, provenance
@@ -278,7 +278,7 @@ def _refuse_foreign(workdir: Path, identity: Identity) -> None:
 def read(workdir: Path) -> dict | None:
     """Return the run.json of a directory, or None if no run has begun there."""
     try:
-        about = json.loads((workdir / "run.json").read_text())
+        about = of_json(text(workdir / "run.json"))
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) and isinstance(about.get("outcome"), str) else None

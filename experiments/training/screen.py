@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 import nmjax as nm
+from experiments.errors import visible
 from experiments.scale import processes
 from experiments.training.device import MEMORY
 
@@ -50,7 +51,7 @@ class Screen:
 
     def header(self, name: str, facts: list[tuple[str, str]]) -> None:
         """Show the names of the runs, and rows (label, text) about them."""
-        self.console.print(Text(name, "bold"), f" nmjax {nm.__version__}")
+        self.console.print(Text(visible(name), "bold"), f" nmjax {nm.__version__}")
         self.rows(facts)
 
     def rows(self, rows: list[tuple[str, str]]) -> None:
@@ -58,12 +59,12 @@ class Screen:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim")
         for label, text in rows:
-            grid.add_row(label, Text(text))  # Text: a data set's name may hold what Rich takes for markup
+            grid.add_row(label, Text(visible(text)))  # Text: a data set's name may hold what Rich takes for markup
         self.console.print(grid)
 
     def line(self, text: str) -> None:
         """Show a line."""
-        self.console.print(text, markup=False)
+        self.console.print(visible(text), markup=False)
 
     def busy(self, activity: str):
         """Return a context that shows an activity while it lasts."""

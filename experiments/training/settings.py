@@ -17,6 +17,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import nmjax as nm
+from configs import common
 from experiments.errors import Mistake
 from nmjax.core import names
 from nmjax.core.names import foreign_names as names_in
@@ -24,6 +25,9 @@ from nmjax.products.slot import SLOTS
 from nmjax.pruners.input_norms import needs_norms
 
 DTYPES = {"float32": None, "bfloat16": jnp.bfloat16}  # None: the dtype of the parameters, which are float32
+KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", tuple: "a list"}
+LONGEST = 1000  # characters of a method in a recorded config
+OLDER = ("twin", "stop")  # fields of every run that runs of earlier versions lack
 SHAPES = ("constant", "linear", "cosine")
 
 
@@ -44,17 +48,74 @@ def one_of(name: str, known: Iterable[str], what: str) -> str:
         return name
     near = difflib.get_close_matches(name, known, 1, 0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise Mistake(f"{what}={name!r} is not known.{hint} Write one of {', '.join(known)}.")
+    raise Mistake(f"{what}={shortened(name)!r} is not known.{hint} Write one of {', '.join(known)}.")
 
 
 def foreign_names(config: ConfigDict) -> list[str]:
     """Return every ``module:name`` that a run with this config would import."""
-    data = config.get("data", {})
-    fields = [config.get("experiment", ""), config.get("model", {}).get("name", ""), data.get("name", "")]
-    rules = [text for rule in config.get("rules", ()) for text in rule]
-    texts = [*rules, *config.get("sparsity", {}).values()]
-    named = [field for field in fields if names.is_foreign(str(field))]
-    return named + [name for text in texts for name in names_in(str(text))]
+    groups = [group for group in (config.get("model"), config.get("data")) if isinstance(group, ConfigDict)]
+    fields = [config.get("experiment", ""), *(group.get("name", "") for group in groups)]
+    named = [str(field) for field in fields if names.is_foreign(str(field))]
+    return named + [name for text in _texts([config.get("rules"), config.get("sparsity")]) for name in names_in(text)]
+
+
+def _texts(value: Any) -> list[str]:
+    """Return every text in a value of JSON."""
+    if isinstance(value, str):
+        return [value]
+    inside = value.values() if isinstance(value, dict | ConfigDict) else value
+    return [text for part in inside for text in _texts(part)] if isinstance(inside, Iterable) else []
+
+
+# ---- a config in the directory of a run ----
+
+
+def check_recorded(held: Any, whole: bool = True) -> None:
+    """Refuse a recorded config that no config file makes: its fields have the types that a command line gives them.
+
+    Args:
+      held: What config.json holds.
+      whole: Whether every field has to be there.
+
+    Raises:
+      ValueError: A field is missing, or is of another type.
+    """
+    if not isinstance(held, dict):
+        raise ValueError("it is not an object")
+    if names.is_foreign(str(held.get("experiment", ""))):
+        return  # its module says which fields it has
+    like = common.run()
+    if held.get("experiment") == "finetune":
+        like = common.finetune("language" if held.get("objective") == "language" else "")
+    _check_fields(held, like.to_dict() | {"data": {"name": ""}}, whole)
+    pairs = all(isinstance(rule, list | tuple) and len(rule) == 2 for rule in held["rules"])
+    texts = [*(part for rule in held["rules"] for part in rule), *held["sparsity"].values()] if pairs else [None]
+    if not all(isinstance(part, str) and len(part) <= LONGEST for part in (*texts, *held["sparsity"])):
+        raise ValueError(
+            "rules is not a list of pairs of texts, or sparsity holds what is no text, or a text is too long"
+        )
+    data, experiment = held.get("data", {}), held["experiment"]
+    if names.is_foreign(data.get("name", "")):
+        return
+    if experiment == "image":
+        like.data = common.folder(1) if data.get("name") == "folder" else common.image("").data
+    elif experiment == "text":
+        like.data = common.gpt("").data
+    _check_fields(data, like.get("data", ConfigDict()).to_dict(), whole, "data.")
+
+
+def _check_fields(held: dict, fields: dict, whole: bool, what: str = "") -> None:
+    """Refuse an object of a recorded config that lacks a field, or has one of another type."""
+    for name, like in fields.items():
+        if name not in held:
+            if whole and name not in OLDER:
+                raise ValueError(f"it has no {what}{name}")
+            continue
+        value, kinds = held[name], {float: (int, float), tuple: (list, tuple)}.get(type(like), (type(like),))
+        if type(value) not in kinds or (type(value) is int and abs(value) >= 2**63):
+            raise ValueError(f"{what}{name} is {str(value)[:40]}, not {KINDS.get(type(like), 'an object')}")
+        if isinstance(like, dict):
+            _check_fields(value, like, whole, f"{what}{name}.")
 
 
 # ---- the model ----
@@ -190,8 +251,14 @@ def duration(text: str, total: int, what: str) -> int:
     if text.endswith("%"):
         number *= total / 100
     if not (math.isfinite(number) and number >= 0):
-        raise Mistake(f'{what}={text!r} is not a duration: write steps, as "200", or a share of the run, as "5%".')
+        words = 'is not a duration: write steps, as "200", or a share of the run, as "5%".'
+        raise Mistake(f"{what}={shortened(text)!r} {words}")
     return round(number)
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a long text, for a message."""
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def in_steps(text: str, total: int) -> str:
@@ -200,7 +267,14 @@ def in_steps(text: str, total: int) -> str:
     >>> in_steps("mdgf(2,4,linear(1,0,75%))", 2000)
     'mdgf(2,4,linear(1,0,1500))'
     """
-    return re.sub(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)%", lambda share: str(round(float(share[1]) * total / 100)), text)
+
+    def steps_of(share: re.Match[str]) -> str:
+        number = float(share[1]) * total / 100
+        if not math.isfinite(number):
+            raise Mistake(f"{share[0][:20]}... is no share of a run: write a share such as 75%.")
+        return str(round(number))
+
+    return re.sub(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)%", steps_of, text)
 
 
 # ---- recipe, learning rate, optimizer ----
@@ -356,8 +430,8 @@ def call(text: str, what: str) -> tuple[str, dict[str, Any]]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
             return node.func.id, {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
         raise ValueError
-    except (SyntaxError, ValueError):
-        raise Mistake(f"{what}={text!r} is no call with named options, as 'sgd(momentum=0.9)'.") from None
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):  # MemoryError: of Python's own parser
+        raise Mistake(f"{what}={shortened(text)!r} is no call with named options, as 'sgd(momentum=0.9)'.") from None
 
 
 def _takes_rate(function: Callable) -> bool:

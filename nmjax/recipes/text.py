@@ -18,10 +18,11 @@ One thing is not Python's: ``module:name`` names a pruner, a schedule or a metho
 """
 
 import ast
+import contextlib
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -79,6 +80,20 @@ class Function(Value):
         return self.name
 
 
+@contextlib.contextmanager
+def _briefly() -> Iterator[None]:
+    """Cut the middle out of a long message: it repeats the text, which may have thousands of characters."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        said = str(error)
+        if len(said) <= 1000:
+            raise
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{said[:600]} ... {said[-300:]}") from error
+
+
+@_briefly()
 def parse(text: str, *, foreign: bool = True) -> Sparsity:
     """Return the `Sparsity` that a text describes. ``parse(str(sparsity)) == sparsity``.
 
@@ -131,6 +146,7 @@ def parse(text: str, *, foreign: bool = True) -> Sparsity:
     return _replaced(method, slots, whole or tuple(alone))
 
 
+@_briefly()
 def parse_pruner(text: str, *, foreign: bool = True) -> Pruner:
     """Return the `Pruner` that a text describes. ``parse_pruner(str(pruner)) == pruner``.
 

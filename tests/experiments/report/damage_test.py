@@ -100,7 +100,8 @@ def test_a_folder_in_place_of_a_file_is_named(tmp_path, capsys, file):
     (bad / file).unlink(missing_ok=True)
     (bad / file).mkdir()
     for args in ([bad], [good, bad]):
-        assert said(capsys, *args) == (2, f"{bad / file} cannot be read: Is a directory.")
+        why = "it is not a regular file, but a folder, a named pipe or a device."
+        assert said(capsys, *args) == (2, f"{bad / file} cannot be read: {why}")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -13,6 +12,7 @@ import urllib.parse
 
 import pytest
 
+from experiments import files
 from experiments.report import __main__ as command, curves as cv, index, runs
 from experiments.report.page import render
 from experiments.report.runs import glance, last_line, read
@@ -60,7 +60,8 @@ def test_every_run_below_the_folder_is_a_row(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "again").symlink_to(tmp_path / "sweep")
     rows = cells(index.render(tmp_path))
-    assert len(rows) == 4  # the sweep once, by whichever of its names
+    assert len(rows) == 4  # links are not followed
+    assert not [name for name in rows if name.startswith(("again", "loop"))]
     (name,) = (name for name in rows if name.endswith("mlp=ste-seed=1"))
     assert list(rows)[0] == name  # the only one that says when it began
     row = rows[name]
@@ -279,10 +280,8 @@ def test_of_a_finished_run_two_files_are_read(tmp_path, monkeypatch):
     for n in range(20):
         make(tmp_path / f"run{n}", outcome="running" if n == 7 else "finished")
     opened, parsed = [], []
-    real, parse = io.open, runs.parse_metrics
-    monkeypatch.setattr(
-        io, "open", lambda path, *args, **options: (opened.append(path), real(path, *args, **options))[1]
-    )
+    real, parse = files.opened, runs.parse_metrics
+    monkeypatch.setattr(files, "opened", lambda path, links=True: (opened.append(path), real(path, links))[1])
     monkeypatch.setattr(runs, "parse_metrics", lambda line: (parsed.append(line), parse(line))[1])
     index.entries(tmp_path)
     names = [path.name for path in opened]
