@@ -109,14 +109,15 @@ def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, *
     return hard
 
 
-def _distances(variables: Mapping[str, Any], hard: Mapping[str, Any]) -> Iterator[tuple[str, int, float | None]]:
-    """Yield (path, step, distance) of each weight with a schedule, as `warn_unfinished` takes them."""
+def _distances(variables: Mapping[str, Any], hard: Mapping[str, Any]) -> Iterator[sites.Distance]:
+    """Yield (path, pruner, step, distance) of each weight with a schedule, as `warn_unfinished` takes them."""
     final = {layer.where: layer.weight for layer in Leaves.of(hard).sites()}
     for layer in Leaves.of(variables).sites():
-        p, time = layer.site.sparsity.fwd_rhs, layer.site.time
-        if sites.has_schedule(p) and time is not None and not isinstance(final[layer.where], jax.core.Tracer):
+        p = layer.site.sparsity.fwd_rhs
+        step = sites.compared_at(p, layer.site.time)
+        if step is not None and not isinstance(final[layer.where], jax.core.Tracer):
             now = called(layer, p, p, back=True)
-            yield layer.path, int(time.reshape(-1)[0]), sites.distance(now, final[layer.where])
+            yield layer.path, p, step, sites.distance(now, final[layer.where])
 
 
 def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:

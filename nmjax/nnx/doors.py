@@ -142,6 +142,11 @@ class Layer:
         self.module.hardened = nnx.static(pattern)
 
     @property
+    def other_readers(self) -> list[str]:
+        """The methods of a class with a declared door that name the weight beside the method of the door."""
+        return []
+
+    @property
     def mask(self) -> Any:
         """The mask that a convolution of Flax multiplies its kernel by, or None."""
         return getattr(self.module, "mask", None) if isinstance(self.module, nnx.Conv) else None

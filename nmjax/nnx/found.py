@@ -180,6 +180,13 @@ class DeclaredLayer(Layer):
         return graph, tuple((path, shape_of(v.get_value())) for path, v in nnx.to_flat_state(state))
 
     @property
+    def other_readers(self) -> list[str]:
+        kind, door = dense_class(type(self.module)), self.declaration.method
+        members = {name: v for one in reversed(kind.__mro__) for name, v in vars(one).items()}
+        code = {name: getattr(v, "__code__", None) for name, v in members.items() if name not in ("__init__", door)}
+        return [name for name, one in code.items() if one is not None and self.weight_name in one.co_names]
+
+    @property
     def own_product(self) -> Example | None:
         return self.product
 

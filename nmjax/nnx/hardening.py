@@ -28,7 +28,7 @@ from nmjax.programs.parameters import Parameter
 from nmjax.pruners import identity
 
 Model = TypeVar("Model")
-Unfinished = tuple[list[tuple[str, int, float | None]], list[tuple[str, int | None]]]  # for `sites.warn_unfinished`
+Unfinished = tuple[list[sites.Distance], list[tuple[str, int | None]]]  # for `sites.warn_unfinished`
 
 
 class User(NamedTuple):
@@ -60,7 +60,9 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
       **options: Keyword arguments of the model's call.
 
     Returns:
-      A copy. Parameters keep their paths. The model itself stays as it is.
+      A copy. Parameters keep their paths. The model itself stays as it is. Arrays that do not change are shared. If
+      you donate the model to a compiled function afterwards, write first
+      ``nnx.update(hard, jax.tree.map(jnp.copy, nnx.state(hard)))``.
 
     Raises:
       ValueError: A weight is drawn again at every step, so it has no final form; two layers share a weight and prune
@@ -78,16 +80,31 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
     """
     if inputs or options:
         check_uses([(one, one.sparsity) for one in layers(model)], other_uses(model, inputs, options))
+    else:
+        _check_methods(model)
     hard, unfinished = harden_without_warning(model)
     sites.warn_unfinished(*unfinished, stacklevel=3)
     return hard
+
+
+def _check_methods(model: Any) -> None:
+    """Refuse weights of declared layers that another method of their class names, because no call was looked at."""
+    for layer in layers(model):
+        others = layer.other_readers if layer.site is not None and layer.sparsity.fwd_rhs != identity else []
+        if others:
+            raise ValueError(
+                f"{layer.path or 'the model'}: fwd_rhs={layer.sparsity.fwd_rhs} prunes {layer.weight_name} of shape "
+                f"{tuple(layer.kernel.shape)}, which {type(layer.module).__name__}.{others[0]} uses too, without "
+                "pruning. If the model's call uses it there, it has no single final form: leave the layer dense, "
+                f'(r"{re.escape(layer.path)}", "dense"). If not, pass examples of its inputs: harden(model, x).'
+            )
 
 
 def harden_without_warning(model: Model) -> tuple[Model, Unfinished]:
     """Return the hardened copy of a model, and the arguments of `sites.warn_unfinished`."""
     hard = nnx.clone(model)
     users, done = users_of(hard), set()
-    distances: list[tuple[str, int, float | None]] = []
+    distances: list[sites.Distance] = []
     inputs: list[tuple[str, int | None]] = []
     for layer in layers(hard):
         site = layer.site
@@ -99,10 +116,9 @@ def harden_without_warning(model: Model) -> tuple[Model, Unfinished]:
         if p != identity and id(kernel) not in done:
             _check_shared(layer, users[id(kernel)])
             final, slot = _final_weight(layer, site), layer.sparsity.fwd_rhs
-            time = site.arrays()[1]
-            if sites.has_schedule(slot) and time is not None and not isinstance(final, jax.core.Tracer):
-                step = int(time.reshape(-1)[0])
-                distances.append((layer.path, step, sites.distance(called(layer, slot, slot), final)))
+            step = sites.compared_at(slot, site.arrays()[1])
+            if step is not None and not isinstance(final, jax.core.Tracer):
+                distances.append((layer.path, slot, step, sites.distance(called(layer, slot, slot), final)))
             write(kernel, final)
             done.add(id(kernel))
             layer.drop_mask()

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -17,6 +18,9 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
 
 UNFINISHED = 0.01  # exponential decay never reaches its end: less than this share of the norm counts as the end
+
+
+Distance = tuple[str, Pruner, int, float | None]  # of a weight: its path, its pruner, a step, and its `distance` then
 
 
 def site_words(seed: Any, path: str, stack: tuple[int, ...] = ()) -> jax.Array:
@@ -106,9 +110,31 @@ def distance(now: Any, hard: Any) -> float | None:
     return float(difference / jnp.maximum(jnp.linalg.norm(groups.wide(hard).ravel()), jnp.finfo(jnp.float32).tiny))
 
 
-def has_schedule(p: Pruner) -> bool:
-    """Return True if a pruner depends on the step and draws no random numbers."""
-    return p.depends_on_step and not p.needs_key
+def compared_at(p: Pruner, time: Any) -> int | None:
+    """Return the step at which a weight is compared with its final form, to see whether its schedule has ended.
+
+    Args:
+      p: The pruner of the weight.
+      time: The step and the micro-step of its layer.
+
+    Returns:
+      None if there is no schedule, if all that is left of it are random numbers, or if the time is traced.
+    """
+    if time is None or not p.depends_on_step or (p.needs_key and not p.phases):
+        return None
+    first = time.reshape(-1)[0]  # inside `jit` this is traced, even if the time is not
+    if isinstance(first, jax.core.Tracer):
+        return None
+    step = int(first)
+    return None if p.needs_key and ended(p, step) else step
+
+
+def ended(p: Pruner, step: int) -> bool:
+    """Return True if nothing of a pruner changes after a step, as far as its schedules say when they end."""
+    values = [getattr(p, f.name) for f in fields(p)]
+    lasts = [getattr(v, "moves", (0, None))[1] for v in values if callable(v) and not isinstance(v, Pruner)]
+    own = all(last is not None and last <= step for last in lasts) and all(start <= step for start in p.phases)
+    return own and all(ended(part, step) for part in p.parts)
 
 
 def inputs_unfinished(sparsity: Sparsity, time: Any) -> int | None:
@@ -116,7 +142,7 @@ def inputs_unfinished(sparsity: Sparsity, time: Any) -> int | None:
     p = sparsity.fwd_lhs
     if time is None or not p.phases:
         return None
-    first = time.reshape(-1)[0]  # inside `jit` this is traced, even if the time is not
+    first = time.reshape(-1)[0]  # as above
     if isinstance(first, jax.core.Tracer):
         return None
     step = int(first)
@@ -124,12 +150,12 @@ def inputs_unfinished(sparsity: Sparsity, time: Any) -> int | None:
 
 
 def warn_unfinished(
-    distances: Iterable[tuple[str, int, float | None]], inputs: Iterable[tuple[str, int | None]], stacklevel: int
+    distances: Iterable[Distance], inputs: Iterable[tuple[str, int | None]], stacklevel: int
 ) -> None:  # fmt: skip
     """Warn of layers that are hardened before their schedule has ended.
 
     Args:
-      distances: (path, step, `distance`) of every weight whose pruner `has_schedule`.
+      distances: (path, pruner, step, `distance`) of every weight that is compared, see `compared_at`.
       inputs: (path, what `inputs_unfinished` returns) of every layer.
       stacklevel: As in `warnings.warn`.
     """
@@ -141,15 +167,19 @@ def warn_unfinished(
             f"differently from this step. {advice}",
             stacklevel=stacklevel,
         )
-    far = [(path, step, d) for path, step, d in distances if d is not None and d > UNFINISHED]
-    if not far:
-        return
-    largest = max(d for _, _, d in far)
-    warnings.warn(
-        f"harden at step {far[0][1]}: the schedules of {_shown(path for path, _, _ in far)} have not ended. The "
-        f"hardened weights differ from those of this step, by up to {largest:.0%} of their norm. {advice}",
-        stacklevel=stacklevel,
-    )
+    far = [(path, ended(p, step), step, d) for path, p, step, d in distances if d is not None and d > UNFINISHED]
+    for over in (False, True):
+        those = [(path, step, d) for path, done, step, d in far if done == over]
+        if not those:
+            continue
+        what = "have ended at values that are not those of the final form" if over else "have not ended"
+        remedy = "End the schedule at the final form: a factor of `decay` at 0." if over else advice
+        warnings.warn(
+            f"harden at step {those[0][1]}: the schedules of {_shown(path for path, _, _ in those)} {what}. The "
+            f"hardened weights differ from those of this step, by up to {max(d for _, _, d in those):.0%} of their "
+            f"norm. {remedy}",
+            stacklevel=stacklevel,
+        )
 
 
 def _shown(paths: Iterable[str]) -> str:

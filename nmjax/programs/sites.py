@@ -12,7 +12,7 @@ from nmjax.analysis.patterns import Pattern, violations
 from nmjax.core.context import Ctx
 from nmjax.core.pruner import Pruner
 from nmjax.products.pruning import Operand, pruned
-from nmjax.products.sites import final, final_weight
+from nmjax.products.sites import final, final_weight, site_key
 from nmjax.products.slot import slot_context
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter
@@ -112,14 +112,15 @@ def _final(value: jax.Array, state: Any, *, origin: ParameterOrigin) -> jax.Arra
 
 
 def of_step(site: ProgramSite, value: Any) -> jax.Array:
-    """Return a parameter as its forward product uses it at the step of its site. Its pruner draws nothing."""
+    """Return a parameter as its forward product uses it at the step of its site."""
     origin, p = site.origin, site.origin.sparsity.fwd_rhs
 
-    def one(w: jax.Array, time: Any, state: Any) -> jax.Array:
-        ctx = slot_context(Ctx(None, 0 if time is None else time[0], state), "fwd_rhs")
+    def one(w: jax.Array, words: Any, time: Any, state: Any) -> jax.Array:
+        key = None if words is None else site_key(words, time[1])
+        ctx = slot_context(Ctx(key, 0 if time is None else time[0], state), "fwd_rhs")
         return pruned(f"fwd_rhs={p}", p, w, origin.operand, ctx)
 
-    return origin.parameter.apply(one, value, site.time, site.state, back=True)
+    return origin.parameter.apply(one, value, site.words, site.time, site.state, back=True)
 
 
 def broken_groups(path: str, value: Any, site: ProgramSite) -> jax.Array | None:

@@ -24,9 +24,10 @@ from nmjax.products import rule
 from nmjax.products.fit import fitting
 from nmjax.products.pruning import Operand, shape_of
 from nmjax.products.sites import (
+    Distance,
     check_time,
+    compared_at,
     distance,
-    has_schedule,
     has_state,
     inputs_unfinished,
     needs_arrays,
@@ -351,12 +352,13 @@ class transform(Value):
             this step.
         """
         values, left = _known(params, sites), dict(sites)
-        distances: list[tuple[str, int, float | None]] = []
+        distances: list[Distance] = []
         for path, site in sites.items():
             final, left[path] = hardened_parameter(path, values[path], site)
-            if has_schedule(site.origin.sparsity.fwd_rhs) and not isinstance(site.time, (jax.core.Tracer, type(None))):
-                step = int(site.time.reshape(-1)[0])
-                distances.append((path, step, distance(of_step(site, values[path]), final)))
+            p = site.origin.sparsity.fwd_rhs
+            step = compared_at(p, site.time)
+            if step is not None:
+                distances.append((path, p, step, distance(of_step(site, values[path]), final)))
             values[path] = final
         inputs = [(path, inputs_unfinished(site.origin.sparsity, site.time)) for path, site in sites.items()]
         warn_unfinished(distances, inputs, stacklevel=3)

@@ -245,7 +245,5 @@ def _row_state(start: int, p: Pruner, x: jax.Array, axis: int, ctx: Ctx) -> Any:
         return refreshed
     fresh = lambda: keep_norms(p, p.init(x, axis, ctx.replace(state=None)), refreshed)
     step = jnp.asarray(ctx.step)
-    begins = step == start
-    if ctx.since is not None:
-        begins |= (step > start) & (jnp.asarray(ctx.since) < start)
+    begins = step == start if ctx.since is None else (step >= start) & (jnp.asarray(ctx.since) < start)
     return lax.cond(begins, fresh, lambda: refreshed)

@@ -25,7 +25,7 @@ class hold(SamePattern, Remembering):
     Args:
       p: A pruner that only keeps or drops, such as ``mse(2, 4)``.
       every: The mask is renewed at multiples of this step. If steps are left out, it is renewed at the first step after
-        a multiple. If None, the first mask stays.
+        a multiple. Going back to an earlier step keeps it. If None, the first mask stays.
 
     Raises:
       TypeError: ``p`` is not a pruner.
@@ -191,11 +191,10 @@ def _state(owner: hold | permute, ctx: Ctx) -> Any:
 
 
 def _renewed(owner: hold | permute, ctx: Ctx, new: Callable[[], jax.Array]) -> jax.Array:
-    """Return a new state if a multiple of ``every`` was reached since the last refresh, else the old one."""
+    """Return a new state at step 0 and if a multiple of ``every`` was reached since the last refresh, else the old."""
     if owner.every is None:
         return _state(owner, ctx)
     old, step, every = jnp.asarray(_state(owner, ctx)), jnp.asarray(ctx.step), np.int32(owner.every)
-    due = step % every == 0
-    if ctx.since is not None:
-        due |= step // every > jnp.asarray(ctx.since) // every
+    crossed = lambda since: (step == 0) | (step // every > jnp.asarray(since) // every)
+    due = step % every == 0 if ctx.since is None else crossed(ctx.since)
     return lax.cond(due, lambda: jnp.asarray(new(), old.dtype), lambda: old)

@@ -72,7 +72,8 @@ class _Ramp(Value):
     def __call__(self, step: Step) -> Float32[Array, ""]:
         time = jnp.clip(_since(self.begin, step) / self.steps, 0, 1)
         before = _since(self.begin + self.steps, step) < 0  # then it has not ended, though the division may round to 1
-        share = self._share(jnp.where(before, jnp.minimum(time, _BELOW_ONE), time))
+        share = self._share(time)
+        share = jnp.where(before, jnp.minimum(share, _BELOW_ONE), share)
         return (1 - share) * self.start + share * self.end
 
     def _share(self, time: Float32[Array, ""]) -> Float32[Array, ""]:

@@ -390,3 +390,32 @@ def test_a_mask_of_the_last_stage_keeps_the_layout_of_training():
 
     np.testing.assert_array_equal(hardened(nm.mse(1, 8)), hardened(nm.mse(2, 4)))
     assert np.count_nonzero(hardened(nm.mse(1, 8)).reshape(2, 4, 4), 1).max() == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "said"),
+    [
+        ("fwd_rhs=ste(stages(((0,uniform(2,4)),(100,mse(2,4)))))", 5, "have not ended"),
+        ("fwd_rhs=ste(stages(((0,uniform(2,4)),(100,mse(2,4)))))", 100, None),
+        ("mdgf(2,4,linear(1,0,300))", 100, "have not ended"),
+        ("mdgf(2,4,linear(1,0,300))", 300, None),
+        ("mdgf(2,4,linear(0,1,300))", 100, "have not ended"),
+        ("mdgf(2,4,linear(0,1,300))", 300, "have ended at values that are not those of the final form"),
+        ("fwd_rhs=ste(hold(uniform(2,4,rescale=False),every=4))", 5, None),
+    ],
+)
+def test_the_warning_says_whether_the_schedule_has_ended(text, step, said):
+    def warned(harden):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            harden()
+        assert len(caught) == (said is not None)
+        assert said is None or said in str(caught[0].message)
+
+    model = nm.nnx.sparsify(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), recipe(text))
+    nm.nnx.set_step(model, step)
+    warned(lambda: nm.nnx.harden(model))
+    params, x = {"w": model.kernel[...]}, jnp.ones((4, 16))
+    sparse = nm.transform(lambda p, x: x @ p["w"], recipe(text))
+    sites = sparse.set_step(params, sparse.init(params, x), step)
+    warned(lambda: sparse.harden(params, sites))

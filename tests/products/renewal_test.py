@@ -90,6 +90,16 @@ def test_a_stack_is_renewed_once_for_all_its_layers():
         np.testing.assert_array_equal(held[i], (size[None] > size[:, None]).sum(1) < 2)
 
 
+@pytest.mark.parametrize(("text", "step"), [(HELD, 40), (HELD, 42), (STAGED, 3), (STAGED, 5)])
+def test_the_same_step_twice_renews_once(text, step):
+    """As before an evaluation, when the weights have moved on."""
+    model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": text}))
+    for seed, now in enumerate((1, step, step), 7):
+        model.kernel[...] = jnp.asarray(weight(seed))
+        nm.nnx.set_step(model, now)
+    np.testing.assert_array_equal(np.asarray(nm.nnx.masks(model)["kernel"][...]), two_of_four(8))
+
+
 @pytest.mark.parametrize(("step", "micro"), [(-1, 0), (2**40, 0), (2**31, 0), (0, -1), (0, 2**31)])
 def test_a_time_that_does_not_exist_is_refused(step, micro):
     model = nm.nnx.sparsify(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": HELD}))

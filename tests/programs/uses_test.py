@@ -89,6 +89,11 @@ class Table(nnx.Module):
         return self.embed.attend(self.embed(tokens))
 
 
+class Head(Table):
+    def __call__(self, x):
+        return self.embed.attend(x)
+
+
 def test_a_tied_table_with_a_declared_door_is_refused(monkeypatch):
     from nmjax.nnx import declared
 
@@ -99,6 +104,10 @@ def test_a_tied_table_with_a_declared_door_is_refused(monkeypatch):
         nm.nnx.sparsify(Table(nnx.Rngs(0)), RECIPE, tokens)
     with pytest.raises(ValueError, match="embed: gather takes embedding of shape"):
         nm.nnx.harden(nm.nnx.sparsify(Table(nnx.Rngs(0)), RECIPE), tokens)
+    with pytest.raises(ValueError, match=r"embed: .* which \w*Embed.__call__ uses too, .* pass examples"):
+        nm.nnx.harden(nm.nnx.sparsify(Table(nnx.Rngs(0)), RECIPE))
+    head = Head(nnx.Rngs(0))  # it looks nothing up, so its table may be hardened if a call shows it
+    assert nm.nnx.violations(nm.nnx.harden(nm.nnx.sparsify(head, RECIPE, X), X))["embed/embedding"] == 0
 
 
 class TiedLinen(nn.Module):
