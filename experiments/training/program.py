@@ -125,9 +125,9 @@ class Program:
         """Refuse a recipe that layers of the model cannot carry out."""
         refused = self.plan.refused
         if refused:
-            reasons = " ".join(f"{path or 'the model'}: {reason.rstrip('.')}." for path, reason in refused[:3])
-            more = f" And {len(refused) - 3} more." if len(refused) > 3 else ""
-            raise Mistake(f"config.rules and config.sparsity cannot be carried out: {reasons}{more}")
+            lines = [f"  {path or 'the model'}: {reason.rstrip('.')}." for path, reason in refused[:3]]
+            lines += [f"  And {len(refused) - 3} more."] * (len(refused) > 3)
+            raise Mistake("\n".join(["config.rules and config.sparsity cannot be carried out:", *lines]))
 
     def _set_state(self) -> State:
         """Describe the state by its shapes. Return the shardings of its arrays."""

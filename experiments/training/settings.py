@@ -33,12 +33,11 @@ SHAPES = ("constant", "linear", "cosine")
 
 @contextmanager
 def as_mistake(about: str = "") -> Iterator[None]:
-    """Turn what the library refuses into a `Mistake` of one line that begins with the name of the setting."""
+    """Turn what the library refuses into a `Mistake` that begins with the name of the setting, and keeps its lines."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        text = re.sub(r"\s*\n\s*", " ", str(error))
-        raise Mistake(f"{about}: {text}" if about else text) from error
+        raise Mistake(f"{about}: {error}" if about else str(error)) from error
 
 
 def one_of(name: str, known: Iterable[str], what: str) -> str:

@@ -100,7 +100,8 @@ def sparsify(
     _report_unused(unused, bool(inputs or options), paths, strict)
     check_layers(sparse, axes, normalised(model), paths)
     if inputs or options:
-        check_uses(sparse, other_uses(model, inputs, options))
+        others, idle = other_uses(model, inputs, options), {layer.path for layer in unused}
+        check_uses([row for row in sparse if row[0].path not in idle], others)
     for layer, sparsity in chosen:
         if layer.hardened is not None:  # of an earlier recipe
             layer.harden(None)

@@ -151,7 +151,9 @@ def plan(
     refused = _recipe_refusals(model, recipe, [row.path for row in rows], rule_paths(beyond))
     if inputs or options:
         try:
-            check_uses([(layer, one.sparsity) for layer, one in zip(with_doors, planned, strict=True)], of_weights)
+            rows_of = zip(with_doors, planned, notes, strict=True)
+            called = [(layer, p.sparsity) for layer, p, n in rows_of if p.refused is None and n.asked is not None]
+            check_uses(called, of_weights)
         except ValueError as error:
             refused += (("the model", str(error)),)
     missed = tuple(one.path for one in wanted(recipe, beyond))

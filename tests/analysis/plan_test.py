@@ -727,7 +727,7 @@ FINAL = {
     "s_ste(2,4,fp8=True)": "2:4",
     "fst()": "2:4",
     "fst(dense_from=9)": "dense",
-    "mdgf(1,4)": "1:4",
+    "mdgf(1,4,linear(1,0,9))": "1:4",
     "sdgf(1,4,steps=8)": "1:4",
     "mvue(2,4)": "dense",
     "activation(2,4)": "dense",

@@ -74,6 +74,32 @@ def test_the_others_are_trained_if_the_first_fails(error, tmp_path, capsys):
     assert "seed=0" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("error", [ValueError("no such file"), SystemExit(3), SystemExit("no data")])
+def test_a_first_run_that_ends_before_its_folder_exists_leaves_the_others(error, tmp_path, capsys):
+    """Its code raises, or exits, while its program is made: the sweep has no directory yet."""
+    runs = Runs(tmp_path / "sweep", made={0: error})
+    all_runs = of_seeds()
+    all_runs[0].config.unlock()
+    all_runs[0].config.batch = 32  # a program of its own
+    with pytest.raises(Failed, match="1 of the runs failed: seed=0"):
+        runs.sweep(all_runs)
+    assert runs.trained == [[1], [2]]
+    assert f"seed=0: {type(error).__name__}: {error}" in capsys.readouterr().out
+    assert len(files.lines(tmp_path / "sweep" / "results.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ['{"mine": 1}\n', "notes\n", "[1]\n", '{"format": 1, "run": "a", "config": "b"}\nmine\n']
+)
+def test_results_of_somebody_else_are_not_replaced(text, tmp_path):
+    (tmp_path / "results.jsonl").write_text(text)
+    runs = Runs(tmp_path)
+    with pytest.raises(Mistake, match="results.jsonl is not the results of a sweep, which would replace it"):
+        runs.sweep(of_seeds())
+    assert not runs.trained
+    assert (tmp_path / "results.jsonl").read_text() == text
+
+
 def test_a_mistake_of_the_first_run_ends_the_sweep(tmp_path):
     runs = Runs(tmp_path, {0: Mistake("no data")})
     with pytest.raises(Mistake, match="no data"):

@@ -483,7 +483,8 @@ class Mixed(nn.Module):
 WARNING = """Rules of the recipe match these parameters, but no door reaches them, so they stay dense:
   embed/embedding (10, 16), of Embed
   block_0-1/w (16, 16), of Einsum
-If a layer multiplies by such a parameter, declare its door: nm.linen.door(Embed, weight="embedding").
+If a layer multiplies by such a parameter, declare its door: nm.linen.door(Embed, weight="embedding"). A parameter \
+that is used elsewhere too, as the table of a tied head is, stays dense.
 If they are to stay dense, write rules that come before the others: \
 (r"embed/embedding", "dense"), (r"block_\\d+/w", "dense")."""
 

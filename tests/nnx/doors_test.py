@@ -393,7 +393,8 @@ class Inner(nnx.Module):
 SAID = """Rules of the recipe match these parameters, but no door reaches them, so they stay dense:
   blocks/0-2/matrix (16, 4), of Inner
   table/embedding (32, 16), of Embed
-If a layer multiplies by such a parameter, declare its door: nm.nnx.door(Inner, weight="matrix").
+If a layer multiplies by such a parameter, declare its door: nm.nnx.door(Inner, weight="matrix"). A parameter that is \
+used elsewhere too, as the table of a tied head is, stays dense.
 If they are to stay dense, write rules that come before the others: \
 (r"blocks/\\d+/matrix", "dense"), (r"table/embedding", "dense")."""
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from experiments import files
 from experiments.errors import Failed, Mistake
-from experiments.training import digest, meter as meters, record, screen as show
+from experiments.training import digest, lock, meter as meters, record, screen as show
 from nmjax.analysis.plan import Plan
 
 PLAN = Plan((), 0, (), 0)
@@ -190,6 +191,69 @@ def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
     (tmp_path / "checkpoints" / "1.json").write_text("{}")  # told to stop before its first line of metrics
     with pytest.raises(Mistake, match="seed: 1 there, 2 here"):
         record.check(tmp_path, identity(seed=2))
+
+
+THEIRS = {  # what somebody may have in a directory that a command names by mistake
+    "a checkpoint of a hub": {"config.json": '{"model_type": "bert"}', "model.safetensors": "weights"},
+    "checkpoints of another program": {"checkpoints/1000/state.pt": "weights"},
+    "photos": {"checkpoints/2023.holiday/1.jpg": "photo", "checkpoints/2024/2.jpg": "photo"},
+    "a script": {"train.py": "print()"},
+    "results": {"metrics.jsonl": '{"loss": 1}\n'},
+    "hidden": {".cache.deadbeef": "of another program"},
+}
+
+
+@pytest.mark.parametrize("files", THEIRS.values(), ids=THEIRS)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_directory_that_holds_something_else_is_refused_and_left(files, linked, tmp_path):
+    place = tmp_path / "theirs"
+    for name, text in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+    workdir = place
+    if linked:
+        workdir = tmp_path / "link"
+        workdir.symlink_to(place)
+    first = sorted(name.partition("/")[0] for name in files)[0]
+    with pytest.raises(Mistake, match=f"holds '{re.escape(first)}', which is not of a run"):
+        record.check(workdir, identity())
+    left = {str(p.relative_to(place)): p.read_text() for p in place.rglob("*") if p.is_file()}
+    assert left == files
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "profile", "model", "twin"])
+def test_links_in_a_directory_are_refused(name, tmp_path):
+    away = tmp_path / "away"
+    away.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(away)
+    with pytest.raises(Mistake, match=f"{name} in it is a link, and a run follows no links"):
+        record.check(tmp_path / "run", identity())
+
+
+def test_a_lock_that_is_a_link_leaves_the_file_that_it_leads_to(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "thesis.tex")
+    with pytest.raises(Mistake, match="run.lock in it is a link"), lock.held(tmp_path / "run"):
+        pass
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_what_a_killed_process_leaves_before_its_run_json_is_no_obstacle(tmp_path):
+    """config.json, the plan, drafts and the lock, of the same config; and the directory of a twin."""
+    for name in ("run.lock", ".config.json.12ab34cd"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "twin").mkdir()
+    record.check(tmp_path, identity())
+    for name in ("plan.txt", ".plan.html.12ab34cd"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(Mistake, match=r"plan.txt"):
+        record.check(tmp_path, identity())
+    (tmp_path / "config.json").write_text(identity().text)
+    record.check(tmp_path, identity())
+    with pytest.raises(Mistake, match=r"config.json"):
+        record.check(tmp_path, identity(seed=3))
 
 
 def test_another_mesh_goes_on_with_the_same_run(tmp_path):
