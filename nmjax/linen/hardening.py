@@ -99,13 +99,13 @@ def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, *
     True
     """
     before = Leaves.of(variables).sites()
-    others = {} if model is None else other_uses(model, inputs, options)
+    others: Mapping[str, list[str]] = {} if model is None else other_uses(model, inputs, options)
     for layer in before:
         if layer.site.sparsity.fwd_rhs != identity and layer.weight_path in others:
             raise ValueError(refused_use(layer.path, layer.site.sparsity, others[layer.weight_path]))
     hard = _with_layers(variables, _hard)
-    inputs = [(one.path, sites.inputs_unfinished(one.site.sparsity, one.site.time)) for one in before]
-    sites.warn_unfinished(_distances(variables, hard), inputs, stacklevel=3)
+    unfinished = [(one.path, sites.inputs_unfinished(one.site.sparsity, one.site.time)) for one in before]
+    sites.warn_unfinished(_distances(variables, hard), unfinished, stacklevel=3)
     return hard
 
 

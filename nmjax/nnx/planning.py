@@ -139,7 +139,8 @@ def plan(
     copy, notes = recording(model, [one.noted for one in planned])
     beyond, parameters = unreached(model, with_doors)
     costs: Sequence[int | None] = [None] * len(notes)
-    elsewhere, of_data, of_weights = 0, set(), {}
+    elsewhere, of_data = 0, set()
+    of_weights: Mapping[int, list[str]] = {}
     if inputs or options:
         costs, elsewhere, of_data = scopes.costs_of(*traced(copy, inputs, options), len(notes))
         of_weights = other_uses(model, inputs, options) if recipe is not None else {}
