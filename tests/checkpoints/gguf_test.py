@@ -297,5 +297,5 @@ def test_a_folder_with_other_files_is_not_written_to(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/tokenizer.json").write_text("mine")
     assert main(["convert", str(small_gemma(tmp_path / "g.gguf")), "--to", str(tmp_path / "out")]) == 2
-    assert "the folder has other files, and is not a checkpoint" in capsys.readouterr().err
+    assert "the folder has files already: tokenizer.json. Name an empty folder, or" in capsys.readouterr().err
     assert [file.read_text() for file in (tmp_path / "out").iterdir()] == ["mine"]
