@@ -72,7 +72,7 @@ def replacing_all(folder: Path, names: Sequence[str | Path]) -> Iterator[list[Bi
                 os.rename(draft, whole)
                 _move(whole, place)
     except OSError as error:
-        if error.filename is None or Path(error.filename).is_relative_to(draft):
+        if error.filename is None or Path(str(error.filename)).is_relative_to(draft):
             error.filename = str(path)
         raise
     finally:

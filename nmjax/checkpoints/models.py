@@ -17,7 +17,7 @@ from flax import nnx
 from nmjax.checkpoints.drafts import finish, replacing_all
 from nmjax.checkpoints.families import Config, Family, family_of
 from nmjax.checkpoints.names import Table
-from nmjax.checkpoints.tensors import CheckpointError, Tensors, read as read_safetensors, write_into
+from nmjax.checkpoints.tensors import CheckpointError, Tensors, read as read_safetensors, refuse_unfinished, write_into
 from nmjax.checkpoints.torch_files import SUFFIXES, TorchTensors
 from nmjax.nnx.variables import Site
 from nmjax.pruners import identity
@@ -345,14 +345,10 @@ def _texts(source: Path, folders: bool) -> Iterator[Path]:
 def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = Path(path)
     file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    refuse_unfinished(file.parent)
     if not file.is_file():
         if not folder.exists():
             raise CheckpointError(f"{path}: there is no such file or folder.")
-        for rest in folder.glob(".*.whole"):
-            raise CheckpointError(
-                f"{path}: a process was killed while it replaced this checkpoint. Write it again as before, or move "
-                f"the files of {rest.name} into the folder."
-            )
         hint = "Add the config.json, or pass family=nm.checkpoints.Family(...)."
         raise CheckpointError(f"{path}: there is no config.json, so the kind of the model is unknown. {hint}")
     try:

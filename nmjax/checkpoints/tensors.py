@@ -236,11 +236,22 @@ def _found(path: Path) -> Path:
     """Return the file or the index that a path means."""
     if not path.is_dir():
         return path
+    refuse_unfinished(path)
     candidates = sorted({*path.glob(f"*{INDEX}")} or {*path.glob("*.safetensors")})
     if len(candidates) != 1:
         has = f"has {', '.join(one.name for one in candidates)}: name one" if candidates else "has no .safetensors file"
         raise CheckpointError(f"{path}: the folder {has}.")
     return candidates[0]
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Refuse a folder whose files are being replaced."""
+    for rest in folder.glob(".*.whole"):
+        if any(not file.is_dir() for file in rest.rglob("*")):
+            raise CheckpointError(
+                f"{folder}: a process replaces this checkpoint, or was killed while it did. Write it again as before, "
+                f"or move the files of {rest.name} into the folder."
+            )
 
 
 def _of_index(path: Path) -> Tensors:

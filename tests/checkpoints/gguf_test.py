@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -244,6 +245,21 @@ def test_parts_in_installed_packages_are_put_together(tmp_path, monkeypatch):
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "config.json", "model.safetensors", "tokenizer.json",
     ]  # fmt: skip
+
+
+def test_parts_are_put_together_in_a_file_without_a_name(tmp_path, monkeypatch):
+    """A kill while it is written leaves nothing in the folder."""
+    install_parts(small_gemma(tmp_path / "g.gguf").read_bytes(), tmp_path / "site", monkeypatch)
+    (tmp_path / "out").mkdir()
+    copied, seen = shutil.copyfileobj, []
+
+    def copy(file, whole):
+        copied(file, whole)
+        seen.append(list((tmp_path / "out").iterdir()))
+
+    monkeypatch.setattr(shutil, "copyfileobj", copy)
+    assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "out")]) == 0
+    assert seen == [[], []]
 
 
 def test_a_package_of_several_models_is_refused(tmp_path, monkeypatch, capsys):
