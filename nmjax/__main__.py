@@ -90,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     convert = command("convert", _convert, text)
     convert.add_argument("source", help="a folder, a file .safetensors or .gguf, or an installed package")
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
+    overwrite: dict[str, Any] = {"action": "store_true", "help": "replace the checkpoint in this folder"}
+    convert.add_argument("--overwrite", **overwrite)
     text = "Show which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken or does not fit."
     verify = command("verify", _verify, text)
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
@@ -116,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--length", type=_whole, default=512, help=text)
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
+    pruned.add_argument("--overwrite", **overwrite)
     text = "Export a checkpoint: .onnx for other programs, or a smaller .safetensors file that only nmjax reads."
     exported = command("export", _export, text)
     exported.add_argument("path", help="a folder with config.json and a .safetensors file")
@@ -135,16 +138,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _convert(asked: argparse.Namespace) -> int:
     target = Path(asked.to)
-    _check_others(target)
     source = _gguf(asked.source, target)
     if source is not None:
-        checkpoints.convert_gguf(source, target)
+        checkpoints.convert_gguf(source, target, overwrite=asked.overwrite)
         print(f"{target}: {len(source)} tensors in float32, the config and the tokenizer, from {asked.source}.")
         return 0
     folder = _folder(asked.source)
-    _check_target(target, folder)
+    _check_target(target, folder, asked.overwrite)
     model = checkpoints.load(folder)
-    checkpoints.save(target, model, like=folder)
+    checkpoints.save(target, model, like=folder, overwrite=asked.overwrite)
     count = sum(v.size for v in jax.tree.leaves(nnx.state(model, nnx.Param)))
     print(f"{target}: {type(model).__name__} with {count:,} parameters, from {folder}.")
     return 0
@@ -166,12 +168,12 @@ def _gguf(source: str, target: Path) -> checkpoints.Gguf | None:
     if len(parts) <= 1:
         return checkpoints.Gguf(parts[0]) if parts else None
     place = next(folder for folder in (target, *target.absolute().parents) if folder.is_dir())
-    with tempfile.NamedTemporaryFile(dir=place, suffix=".gguf") as whole:  # the open file stays readable
+    with tempfile.TemporaryFile(dir=place) as whole:  # without a name, so that a kill leaves nothing
         for part in parts:
             with part.open("rb") as file:
                 shutil.copyfileobj(file, whole)
-        whole.flush()
-        return checkpoints.Gguf(whole.name)
+        whole.seek(0)
+        return checkpoints.Gguf(f"/dev/fd/{whole.fileno()}")  # it stays readable
 
 
 def _installed(package: str) -> bool:
@@ -226,12 +228,12 @@ def _prune(asked: argparse.Namespace) -> int:
     if asked.data is None and asked.method != "magnitude":
         raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
     source = _folder(asked.path)
-    _check_target(Path(asked.out), source)
+    _check_target(Path(asked.out), source, asked.overwrite)
     model = checkpoints.load(source)
     recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
     if asked.data is None:
         hard = harden(sparsify(model, recipe))
-        checkpoints.save(asked.out, hard, like=source)
+        checkpoints.save(asked.out, hard, like=source, overwrite=asked.overwrite)
         count = sum(pattern is not None for pattern in patterns(hard).values())
         print(f"{asked.out}: {count} weight matrices are {asked.n}:{asked.m}, by magnitude.")
         return 0
@@ -241,7 +243,7 @@ def _prune(asked: argparse.Namespace) -> int:
     duration = estimate.in_words(estimate.seconds(sizes, rows, asked.method))
     print(f"{len(sizes)} weight matrices, {told}: this takes about {duration}.", file=sys.stderr, flush=True)
     found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())
-    checkpoints.save(asked.out, found.model, like=source)
+    checkpoints.save(asked.out, found.model, like=source, overwrite=asked.overwrite)
     errors = np.array(list(found.errors.values()))
     print(f"{asked.out}: {len(errors)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {told}.")
     print(
@@ -250,18 +252,12 @@ def _prune(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _check_target(target: Path, source: Path) -> None:
-    """Refuse a folder that is the source, that has other things, or in which a checkpoint could not be read."""
-    _check_others(target)
+def _check_target(target: Path, source: Path, overwrite: bool) -> None:
+    """Refuse a folder that is the source, or that has other things."""
     home = source if source.is_dir() else source.parent
     if target.is_dir() and target.samefile(home):
         raise ValueError(f"{target} is the checkpoint that is read. Name another folder.")
-    checkpoints.models.check_target(target, source)
-
-
-def _check_others(target: Path) -> None:
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ValueError(f"{target}: the folder has other files, and is not a checkpoint. Name an empty folder.")
+    checkpoints.models.check_target(target, source, overwrite)
 
 
 def _matrix(layer: Any) -> tuple[int, int]:

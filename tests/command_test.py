@@ -43,6 +43,37 @@ def test_convert_writes_the_same_tensors(capsys, tmp_path):
     assert status == 0
 
 
+@pytest.mark.parametrize("command", ["convert", "prune"])
+def test_a_checkpoint_is_replaced_only_where_that_is_asked_for(command, capsys, tmp_path):
+    """A BERT in the place of a ViT, whose files have the same names but one; and in the place of another BERT."""
+    target = tmp_path / "out"
+    argv = {
+        "convert": ["convert", GOLDEN / "bert", "--to", target],
+        "prune": ["prune", GOLDEN / "bert", "--method", "magnitude", "--out", target],
+    }[command]
+    for kind in ("vit", "bert-classifier"):
+        shutil.copytree(GOLDEN / kind, target, ignore=shutil.ignore_patterns("expected"))
+        if kind == "vit":
+            (target / "preprocessor_config.json").write_text("{}")
+        before = {file.name: file.read_bytes() for file in target.iterdir()}
+        status, out, err = run(capsys, *argv)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        other = (
+            "that are not of this checkpoint: preprocessor_config.json." if kind == "vit" else "already: config.json"
+        )
+        assert f"{target}: the folder has files {other}" in err
+        assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+        assert run(capsys, *argv, "--overwrite")[0] == (2 if kind == "vit" else 0)
+        if kind == "vit":  # a file of the other model would stay beside the new one
+            assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+            shutil.rmtree(target)
+    right = {file.name for file in (GOLDEN / "bert").iterdir()} - {"expected"}
+    assert {file.name for file in target.iterdir()} == right
+    assert (target / "config.json").read_bytes() == (GOLDEN / "bert/config.json").read_bytes()
+    same = (target / "model.safetensors").read_bytes() == (GOLDEN / "bert/model.safetensors").read_bytes()
+    assert same == (command == "convert")
+
+
 def test_convert_finds_an_installed_package(capsys, tmp_path, monkeypatch):
     """A package as pip installs it: its files beside a folder with a record of them."""
     place, about = tmp_path / "site/tiny_bert/files", tmp_path / "site/tiny_bert-1.0.dist-info"
@@ -194,7 +225,7 @@ MISTAKES = {
     "--n 4 --m 4 prunes nothing: n must be less than m": ["--n", 4, "--m", 4],
     "is the checkpoint that is read. Name another folder": ["--out", "SOURCE"],
     "this is a file. Name a folder": ["--out", "DATA"],
-    "the folder has other files, and is not a checkpoint": ["--out", "OLD"],
+    "the folder has files that are not of this checkpoint: old.safetensors. Name an empty": ["--out", "OLD"],
     "--length 4: calibration needs texts of at least 8 tokens": ["--length", 4],
     "--method ria measures the inputs of layers. Add --data FILE": ["--method", "ria", "--data", None],
 }

@@ -49,7 +49,8 @@ HOUSE = {
             "measures", "__init__",
         ),
         "checkpoints": (
-            "tensors", "torch_files", "packing", "gguf", "names", "families", "models", "gemma", "onnx", "verifying",
+            "drafts", "tensors", "torch_files", "packing", "gguf", "names", "families", "models", "gemma", "onnx",
+            "verifying",
             "__init__",
         ),
         "__init__": (),
@@ -101,6 +102,7 @@ HOUSE = {
 # Imports inside functions: file -> what it imports there. Each has its reason.
 LATE = {
     "nmjax/oneshot/texts.py": {"tokenizers"},  # an extra, which only texts need
+    "nmjax/checkpoints/drafts.py": {"fcntl"},  # not on Windows
     "nmjax/checkpoints/torch_files.py": {"torch"},  # where somebody installed it
     "nmjax/checkpoints/onnx.py": {"jax2onnx"},  # an extra
     "nmjax/kernels/calls.py": {"nmjax.kernels"},  # not every jaxlib has Mosaic, and plans do without kernels

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from nmjax.checkpoints.drafts import replacing_all
 from nmjax.checkpoints.gguf import Gguf
 from nmjax.checkpoints.models import check, refuse_others
-from nmjax.checkpoints.tensors import CheckpointError, replacing_all, write_into
+from nmjax.checkpoints.tensors import CheckpointError, write_into
 
 NAMES = {  # names of GGUF, of transformers, and what is subtracted: llama.cpp keeps 1 + the scale of a norm
     "token_embd.weight": ("model.embed_tokens.weight", 0),
@@ -79,15 +80,16 @@ class _Later:
         return value - np.float32(self.less) if self.less else value
 
 
-def convert_gguf(source: Gguf, folder: str | os.PathLike[str]) -> None:
+def convert_gguf(source: Gguf, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a Gemma 3 of a GGUF file as ``config.json``, ``model.safetensors`` in float32, and ``tokenizer.json``.
 
     Args:
       source: The file.
       folder: The folder to write to. It is made if it does not exist.
+      overwrite: Whether a checkpoint in the folder is replaced.
 
     Raises:
-      CheckpointError: The file has another model, or lacks a field.
+      CheckpointError: The file has another model, or lacks a field; or the folder has files.
       OSError: A file cannot be written.
 
     >>> def model_of(path, folder):
@@ -107,13 +109,12 @@ def convert_gguf(source: Gguf, folder: str | os.PathLike[str]) -> None:
         check(config, {name: tensors.shape(name) for name in tensors})
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
-    refuse_others(folder, {"model.safetensors"})
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / name for name in ("config.json", "tokenizer.json", "model.safetensors")]
-    with replacing_all(files) as (first, second, third):
+    names = ("config.json", "tokenizer.json", "model.safetensors")
+    refuse_others(folder, set(names), overwrite)
+    with replacing_all(folder, names) as (first, second, third):
         first.write((json.dumps(config, indent=2) + "\n").encode())
         second.write(json.dumps(tokenizer, ensure_ascii=False).encode())
-        write_into(third, files[-1], tensors, {"format": "pt"})
+        write_into(third, folder / names[-1], tensors, {"format": "pt"})
 
 
 def _field(source: Gguf, name: str, kind: type) -> Any:

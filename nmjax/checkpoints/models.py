@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from nmjax.checkpoints.drafts import finish, replacing_all
 from nmjax.checkpoints.families import Config, Family, family_of
 from nmjax.checkpoints.names import Table
-from nmjax.checkpoints.tensors import CheckpointError, Tensors, read as read_safetensors, replacing_all, write_into
+from nmjax.checkpoints.tensors import CheckpointError, Tensors, read as read_safetensors, refuse_unfinished, write_into
 from nmjax.checkpoints.torch_files import SUFFIXES, TorchTensors
 from nmjax.nnx.variables import Site
 from nmjax.pruners import identity
@@ -161,7 +162,8 @@ def check(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def save(
-    path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str], family: Family | None = None
+    path: str | os.PathLike[str], model: Any, *, like: str | os.PathLike[str], family: Family | None = None,
+    overwrite: bool = False,
 ) -> None:  # fmt: skip
     """Write the parameters of a model as a checkpoint, in the layout of the one from which it was loaded.
 
@@ -173,10 +175,11 @@ def save(
       model: The model. If it was sparse, pass ``nm.nnx.harden(model)``.
       like: The other checkpoint: a folder, or a file beside ``config.json``.
       family: The kind of the checkpoint, as in `load`.
+      overwrite: Whether a checkpoint in the folder is replaced. The one that `like` names is always replaced.
 
     Raises:
       CheckpointError: The other checkpoint and the model do not have the same parameters; the model is not hardened;
-        or the folder has other files of tensors.
+        or the folder has files.
       OSError: A file cannot be written. If a disk is full, no file is changed.
 
     >>> import nmjax as nm
@@ -203,45 +206,56 @@ def save(
         config |= {"num_classes": classes} if "architecture" in config else {
             "id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}, "num_labels": classes,
         }  # fmt: skip
-    check_target(folder, like)
-    folder.mkdir(parents=True, exist_ok=True)
-    others = (
-        {} if folder.samefile(home) else {file.relative_to(home): file for file in _others(home, Path(like).is_dir())}
-    )
+    check_target(folder, like, overwrite)
+    in_place = folder.exists() and folder.samefile(home)
+    others = {name: file for name, file in _others(like).items() if not in_place or str(name) == "config.json"}
     changed = {"config.json": config} if not family and config != _config(like) else {}
     _write_files(folder, tensors, made, changed, others)
 
 
-def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str]) -> None:
-    """Refuse a folder in which a checkpoint could not be read again once it is written.
+def check_target(path: str | os.PathLike[str], like: str | os.PathLike[str], overwrite: bool = False) -> None:
+    """Refuse a folder in which other things would be lost, or in which the checkpoint would lie beside other files.
 
     Args:
       path: The folder to write to.
       like: The checkpoint whose files it would have, as in `save`.
+      overwrite: Whether a checkpoint in the folder is replaced.
 
     Raises:
-      CheckpointError: It is a file, or has other files of tensors.
+      CheckpointError: It is a file, or has files; or the checkpoint has links to files of other folders.
     """
-    source = _read(like)
-    refuse_others(Path(path), {*map(_file_name, source.files), *([source.index] if source.index else [])})
+    source, folder, home = _read(like), Path(path), Path(like) if Path(like).is_dir() else Path(like).parent
+    own = {*map(_file_name, source.files), *([source.index] if source.index else []), "config.json"}
+    own |= {name.parts[0] for name in _others(like)}
+    if not folder.is_dir() or not folder.samefile(home):
+        refuse_others(folder, own, overwrite)
 
 
-def refuse_others(folder: Path, own: set[str]) -> None:
-    """Refuse a file in the place of a folder, and a folder with other files of tensors than its own.
+def refuse_others(folder: Path, own: set[str], overwrite: bool) -> None:
+    """Refuse a file in the place of a folder, and a folder with files. What a killed process left is taken away first.
 
     Args:
       folder: The folder to write to. It may be missing.
-      own: The names of the files of tensors that are written.
+      own: The names of what is written. Only these may be there if they are replaced.
+      overwrite: Whether they are replaced.
 
     Raises:
-      CheckpointError: It is a file, or has other files of tensors.
+      CheckpointError: It is a file, or has files.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: this is a file. Name a folder.")
-    others = sorted({file.name for file in folder.glob("[!.]*.safetensors*")} - own)  # drafts begin with a dot
+    finish(folder)
+    held = sorted(file.name for file in folder.iterdir() if file.name[0] != ".") if folder.is_dir() else []
+    others = [name for name in held if name not in own]
     if others:
         raise CheckpointError(
-            f"{folder}: the folder has other files of tensors, {', '.join(others[:5])}. Name an empty folder."
+            f"{folder}: the folder has files that are not of this checkpoint: {', '.join(others[:5])}. Name an empty "
+            "folder."
+        )
+    if held and not overwrite:
+        raise CheckpointError(
+            f"{folder}: the folder has files already: {', '.join(held[:5])}. Name an empty folder, or ask for "
+            "their replacement: --overwrite, or overwrite=True in Python."
         )
 
 
@@ -271,10 +285,7 @@ def _write_files(
         where = {name: _file_name(path) for path, names in files.items() for name in names}
         texts = {**texts, source.index: {"metadata": {**source.about, "total_size": size}, "weight_map": where}}
     others = {name: file for name, file in others.items() if str(name) not in texts}
-    names = [*map(_file_name, files), *texts, *others]
-    for name in others:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    with replacing_all([folder / name for name in names]) as opened:
+    with replacing_all(folder, [*map(_file_name, files), *texts, *others]) as opened:
         for (path, held), file in zip(files.items(), opened, strict=False):
             tensors = {name: made[name] for name in held}
             write_into(file, folder / _file_name(path), tensors, source.texts.get(path))
@@ -301,23 +312,40 @@ def _read(path: str | os.PathLike[str]) -> Tensors:
     return read_safetensors(place)
 
 
-def _others(source: Path, folders: bool) -> Iterator[Path]:
-    """Yield the texts of a checkpoint, such as the config and the tokenizer, and if asked those of its folders.
+def _others(like: str | os.PathLike[str]) -> dict[Path, Path]:
+    """Return the texts of a checkpoint, such as the config and the tokenizer, by their paths in its folder.
 
-    Files of other kinds, hidden files and links to folders are left out.
+    Files of other kinds, hidden files and links to folders are left out. A file beside a config has no folders.
+
+    Raises:
+      CheckpointError: A text is a link to a file of another folder, which might be private.
     """
+    home = Path(like) if Path(like).is_dir() else Path(like).parent
+    whole = home.resolve()
+    roots = (whole, whole.parents[1] / "blobs") if whole.parent.name == "snapshots" else (whole,)  # the hub's cache
+    found = {file.relative_to(home): file for file in _texts(home, Path(like).is_dir())}
+    for file in found.values():
+        if not any(file.resolve().is_relative_to(root) for root in roots):
+            raise CheckpointError(
+                f"{file}: this is a link to a file outside of the checkpoint. Copy the file, or remove it."
+            )
+    return found
+
+
+def _texts(source: Path, folders: bool) -> Iterator[Path]:
     for file in sorted(source.iterdir()):
         if file.name.startswith(".") or file.name.endswith(WEIGHTS):
             continue
         if file.is_file() and (file.suffix in TEXTS or file.name in ("LICENSE", "NOTICE")):
             yield file
         elif folders and file.is_dir() and not file.is_symlink() and not any(file.glob("[!.]*.safetensors*")):
-            yield from _others(file, folders)  # a folder with tensors is a checkpoint of its own
+            yield from _texts(file, folders)  # a folder with tensors is a checkpoint of its own
 
 
 def _config(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = Path(path)
     file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    refuse_unfinished(file.parent)
     if not file.is_file():
         if not folder.exists():
             raise CheckpointError(f"{path}: there is no such file or folder.")

@@ -7,7 +7,8 @@ from typing import Any
 
 from flax import nnx
 
-from nmjax.checkpoints.tensors import CheckpointError, replacing
+from nmjax.checkpoints.drafts import replacing
+from nmjax.checkpoints.tensors import CheckpointError
 from nmjax.nnx.variables import Site
 
 

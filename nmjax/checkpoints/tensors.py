@@ -7,20 +7,19 @@ says which tensor is in which file. The format is described at https://huggingfa
 Nothing in a file is executed, and every number of a header is checked before a byte is read.
 """
 
-import errno
 import json
 import math
 import mmap
 import os
-import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+
+from nmjax.checkpoints.drafts import replacing
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
@@ -230,41 +229,6 @@ def _write_values(file: BinaryIO, path: Path, tensors: Mapping[str, Any]) -> Non
         file.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a draft beside a file. If nothing fails, it replaces the file once it is on the disk."""
-    with replacing_all([path]) as (file,):
-        yield file
-
-
-@contextmanager
-def replacing_all(paths: Sequence[Path]) -> Iterator[list[BinaryIO]]:
-    """Open a draft beside each of several files. If nothing fails, all drafts are on the disk before one is renamed."""
-    folder = next((path for path in paths if path.is_dir()), None)
-    if folder is not None:
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder))
-    drafts = [path.with_name(f".{path.name}.{secrets.token_hex(4)}") for path in paths]
-    path = paths[0]
-    try:
-        with ExitStack() as stack:
-            files: list[BinaryIO] = []
-            for path, draft in zip(paths, drafts, strict=True):  # noqa: B007
-                files.append(stack.enter_context(draft.open("xb")))
-            yield files
-            for path, file in zip(paths, files, strict=True):  # noqa: B007  an error is of this path
-                file.flush()
-                os.fsync(file.fileno())
-        for path, draft in zip(paths, drafts, strict=True):
-            os.replace(draft, path)
-    except OSError as error:
-        if error.filename in (None, *map(str, drafts)):  # a full disk names no file
-            error.filename = str(path)
-        raise
-    finally:
-        for draft in drafts:
-            draft.unlink(missing_ok=True)
-
-
 # ---- which files ----
 
 
@@ -272,11 +236,22 @@ def _found(path: Path) -> Path:
     """Return the file or the index that a path means."""
     if not path.is_dir():
         return path
+    refuse_unfinished(path)
     candidates = sorted({*path.glob(f"*{INDEX}")} or {*path.glob("*.safetensors")})
     if len(candidates) != 1:
         has = f"has {', '.join(one.name for one in candidates)}: name one" if candidates else "has no .safetensors file"
         raise CheckpointError(f"{path}: the folder {has}.")
     return candidates[0]
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Refuse a folder whose files are being replaced."""
+    for rest in folder.glob(".*.whole"):
+        if any(not file.is_dir() for file in rest.rglob("*")):
+            raise CheckpointError(
+                f"{folder}: a process replaces this checkpoint, or was killed while it did. Write it again as before, "
+                f"or move the files of {rest.name} into the folder."
+            )
 
 
 def _of_index(path: Path) -> Tensors:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -228,7 +229,8 @@ def test_a_full_disk_changes_no_file(in_place, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_write_values", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*b-2.safetensors'"):
         save(target, model, like=tmp_path / "source")
-    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in target.glob("*")} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_folder_in_the_place_of_a_file_changes_no_file(tmp_path):
@@ -236,7 +238,7 @@ def test_a_folder_in_the_place_of_a_file_changes_no_file(tmp_path):
     (tmp_path / "target/b-2.safetensors").mkdir(parents=True)
     (tmp_path / "target/config.json").write_text("mine")
     with pytest.raises(IsADirectoryError, match=r"target/b-2.safetensors"):
-        save(tmp_path / "target", load(tmp_path / "source"), like=tmp_path / "source")
+        save(tmp_path / "target", load(tmp_path / "source"), like=tmp_path / "source", overwrite=True)
     assert sorted(file.name for file in (tmp_path / "target").iterdir()) == ["b-2.safetensors", "config.json"]
     assert (tmp_path / "target/config.json").read_text() == "mine"
 
@@ -246,7 +248,7 @@ def test_a_link_in_the_target_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "other.json").write_text("other")
     (tmp_path / "target").mkdir()
     (tmp_path / "target/config.json").symlink_to(tmp_path / "other.json")
-    save(tmp_path / "target", load(tmp_path / "source"), like=tmp_path / "source")
+    save(tmp_path / "target", load(tmp_path / "source"), like=tmp_path / "source", overwrite=True)
     assert (tmp_path / "other.json").read_text() == "other"
     assert (tmp_path / "target/config.json").read_bytes() == (tmp_path / "source/config.json").read_bytes()
 
@@ -257,10 +259,43 @@ def test_a_folder_with_other_tensors_is_refused(name, tmp_path):
     made("qwen3", tmp_path / "source")
     model = load(tmp_path / "source")
     save(tmp_path / "target", model, like=tmp_path / "source")
-    save(tmp_path / "target", model, like=tmp_path / "source")  # its own files are replaced
-    (tmp_path / "target" / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"the folder has other files of tensors, {name}. Name an empty folder"):
+    with pytest.raises(CheckpointError, match="the folder has files already: config.json, model.safetensors. Name an"):
         save(tmp_path / "target", model, like=tmp_path / "source")
+    save(tmp_path / "target", model, like=tmp_path / "source", overwrite=True)
+    (tmp_path / "target" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=f"files that are not of this checkpoint: {name}. Name an empty folder"):
+        save(tmp_path / "target", model, like=tmp_path / "source", overwrite=True)
+
+
+def test_a_text_of_another_folder_is_not_copied_through_a_link(tmp_path):
+    """Links inside of the checkpoint are followed, and those of the hub's cache to its folder `blobs`."""
+    made("qwen3", tmp_path / "source")
+    (tmp_path / "source/vocab.txt").write_text("words")
+    (tmp_path / "source/words.txt").symlink_to("vocab.txt")
+    save(tmp_path / "target", load(tmp_path / "source"), like=tmp_path / "source")
+    assert not (tmp_path / "target/words.txt").is_symlink()
+    assert (tmp_path / "target/words.txt").read_text() == "words"
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private/key.txt").write_text("secret")
+    (tmp_path / "source/notes").mkdir()
+    (tmp_path / "source/notes/README.md").symlink_to(tmp_path / "private/key.txt")
+    model = load(tmp_path / "source")
+    with pytest.raises(CheckpointError, match=r"notes/README.md: this is a link to a file outside of the checkpoint"):
+        save(tmp_path / "other", model, like=tmp_path / "source")
+    assert not (tmp_path / "other").exists()
+
+    cache = tmp_path / "models--x"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots/1234").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "vocab.txt"):
+        shutil.copyfile(tmp_path / "source" / name, cache / "blobs" / name)
+        (cache / "snapshots/1234" / name).symlink_to(f"../../blobs/{name}")
+    save(tmp_path / "cached", load(cache / "snapshots/1234"), like=cache / "snapshots/1234")
+    assert (tmp_path / "cached/vocab.txt").read_text() == "words"
+    shutil.move(cache / "blobs", tmp_path / "moved")
+    (cache / "blobs").symlink_to(tmp_path / "moved")  # a received cache may have any link
+    with pytest.raises(CheckpointError, match="this is a link to a file outside of the checkpoint"):
+        save(tmp_path / "more", model, like=cache / "snapshots/1234")
 
 
 def test_only_texts_are_copied(tmp_path):

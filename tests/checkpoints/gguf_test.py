@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -246,6 +247,21 @@ def test_parts_in_installed_packages_are_put_together(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
+def test_parts_are_put_together_in_a_file_without_a_name(tmp_path, monkeypatch):
+    """A kill while it is written leaves nothing in the folder."""
+    install_parts(small_gemma(tmp_path / "g.gguf").read_bytes(), tmp_path / "site", monkeypatch)
+    (tmp_path / "out").mkdir()
+    copied, seen = shutil.copyfileobj, []
+
+    def copy(file, whole):
+        copied(file, whole)
+        seen.append(list((tmp_path / "out").iterdir()))
+
+    monkeypatch.setattr(shutil, "copyfileobj", copy)
+    assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "out")]) == 0
+    assert seen == [[], []]
+
+
 def test_a_package_of_several_models_is_refused(tmp_path, monkeypatch, capsys):
     install_parts(small_gemma(tmp_path / "g.gguf").read_bytes(), tmp_path / "site", monkeypatch)
     for name in ("tiny_gguf_a", "tiny_gguf_b"):
@@ -297,5 +313,5 @@ def test_a_folder_with_other_files_is_not_written_to(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/tokenizer.json").write_text("mine")
     assert main(["convert", str(small_gemma(tmp_path / "g.gguf")), "--to", str(tmp_path / "out")]) == 2
-    assert "the folder has other files, and is not a checkpoint" in capsys.readouterr().err
+    assert "the folder has files already: tokenizer.json. Name an empty folder, or" in capsys.readouterr().err
     assert [file.read_text() for file in (tmp_path / "out").iterdir()] == ["mine"]

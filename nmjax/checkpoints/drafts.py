@@ -1,0 +1,155 @@
+"""Files and folders that are written whole or not at all. What a killed process left is taken away by the next one.
+
+Everything is written into a hidden draft beside its place. A draft is locked while its process lives.
+"""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a draft beside a file. If nothing fails, it replaces the file once it is on the disk."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    _remove(_dead(path.parent, path.name))
+    draft = _name(path.parent, path.name)
+    try:
+        with draft.open("xb") as file, _locked(draft):
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(draft, path)
+    except OSError as error:
+        if error.filename in (None, str(draft)):  # a full disk names no file
+            error.filename = str(path)
+        raise
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_all(folder: Path, names: Sequence[str | Path]) -> Iterator[list[BinaryIO]]:
+    """Open a draft of each of several files of a folder. If nothing fails, all are on the disk before one is in place.
+
+    A folder that did not exist appears whole. In one that did, the old config goes first and the new one comes last, so
+    that a mixture is no checkpoint. If the process is killed between, the next one puts the rest in place.
+    """
+    taken = next((folder / name for name in names if (folder / name).is_dir()), None)
+    if taken is not None:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(taken))
+    finish(folder)
+    place = folder.resolve()  # a link to a folder stays one
+    new = not place.exists()
+    draft = _name(place.parent if new else place, place.name)
+    path = folder
+    try:
+        draft.mkdir(parents=True)
+        with _locked(draft):
+            with ExitStack() as stack:
+                files: list[BinaryIO] = []
+                for name in names:
+                    path = folder / name
+                    for parent in (draft,) if new else (draft, place):
+                        (parent / name).parent.mkdir(parents=True, exist_ok=True)
+                    files.append(stack.enter_context((draft / name).open("xb")))
+                yield files
+                for name, file in zip(names, files, strict=True):
+                    path = folder / name  # an error is of this path
+                    file.flush()
+                    os.fsync(file.fileno())
+            if new:
+                os.rename(draft, place)
+            else:
+                whole = draft.with_suffix(".whole")
+                os.rename(draft, whole)
+                _move(whole, place)
+    except OSError as error:
+        if error.filename is None or Path(str(error.filename)).is_relative_to(draft):
+            error.filename = str(path)
+        raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def finish(folder: Path) -> None:
+    """Remove the drafts that killed processes left for a folder. Of a draft that was whole, put all files in place.
+
+    Args:
+      folder: The folder. It may be missing.
+
+    Raises:
+      OSError: A file cannot be moved.
+    """
+    place = folder.resolve()
+    for draft in _dead(place, place.name):
+        if draft.suffix == ".whole":
+            _move(draft, place)
+        else:
+            _remove([draft])
+    _remove(_dead(place.parent, place.name))
+
+
+def _move(whole: Path, folder: Path) -> None:
+    """Move the files of a draft into a folder. It can be called again if it was interrupted anywhere."""
+    files = sorted((file.relative_to(whole) for file in whole.rglob("*") if not file.is_dir()), key=_rank)
+    if len(files) > 1:
+        for file in filter(_rank, reversed(files)):
+            (folder / file).unlink(missing_ok=True)
+    for file in files:
+        os.replace(whole / file, folder / file)
+    shutil.rmtree(whole)
+
+
+def _rank(file: Path) -> int:
+    """Return 1 for an index, 2 for the config, without which nobody takes a folder for a checkpoint, and else 0."""
+    return 2 if str(file) == "config.json" else str(file).endswith(".safetensors.index.json")
+
+
+def _name(place: Path, name: str) -> Path:
+    return place / f".{name}.{secrets.token_hex(4)}.draft"
+
+
+def _dead(place: Path, name: str) -> Iterator[Path]:
+    """Yield the drafts of a file or a folder whose processes do not live, each while it is locked."""
+    form = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.(draft|whole)")
+    try:
+        paths = sorted(place.iterdir())
+    except OSError:  # it is missing, or may not be listed
+        return
+    for path in paths:
+        if form.fullmatch(path.name) and not path.is_symlink() and (path.is_dir() or path.is_file()):
+            with suppress(OSError, ImportError), _locked(path, strict=True):
+                yield path
+
+
+def _remove(drafts: Sequence[Path] | Iterator[Path]) -> None:
+    for draft in drafts:
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                draft.unlink()
+
+
+@contextmanager
+def _locked(draft: Path, strict: bool = False) -> Iterator[None]:
+    """Lock a draft. Where that cannot be done, it is an error if strict, and else the draft is not locked."""
+    with ExitStack() as stack:
+        try:
+            import fcntl
+
+            handle = os.open(draft, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (ImportError, OSError):
+            if strict:
+                raise
+        yield
