@@ -38,8 +38,8 @@ SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return its exit status.
 
-    It is 0 for success; 1 if `verify` finds no n:m tensor, a broken one or one that does not fit, or with ``--every``
-    one that is not n:m; 1 if `plan` finds a refusal; 2 for an error.
+    It is 0 for success; 1 if `verify` finds no n:m tensor, one that is broken, has NaN or infinity or does not fit, or
+    with ``--every`` one that is not n:m; 1 if `plan` finds a refusal; 2 for an error.
 
     >>> main(["verify", "nowhere.safetensors"])  # the error goes to stderr
     2
@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     convert = command("convert", _convert, text)
     convert.add_argument("source", help="a folder, a file .safetensors or .gguf, or an installed package")
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
-    text = "Show which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken or does not fit."
+    text = "Show which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken, "
+    text += "has NaN or infinity, or does not fit."
     verify = command("verify", _verify, text)
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
     verify.add_argument("--n", type=_whole, default=2, help="the non-zeros allowed in a group (2)")
@@ -228,6 +229,12 @@ def _prune(asked: argparse.Namespace) -> int:
     source = _folder(asked.path)
     _check_target(Path(asked.out), source)
     model = checkpoints.load(source)
+    for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if not bool(jnp.isfinite(v.get_value()).all()):
+            raise ValueError(
+                f"{source}: the weight {'/'.join(map(str, path))} has NaN or infinity, so the model is damaged. "
+                "`nmjax verify` lists all such tensors."
+            )
     recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
     if asked.data is None:
         hard = harden(sparsify(model, recipe))

@@ -217,6 +217,27 @@ def test_prune_refuses_before_it_begins(said, capsys, tmp_path):
     assert (source / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["encoder.layer.1.output.dense.weight", "embeddings.LayerNorm.bias"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_told(name, value, capsys, tmp_path):
+    """By `prune`, with data and without, before it begins; and by `verify`."""
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+    tensors = {one: np.array(v) for one, v in checkpoints.read(source).items()}
+    tensors[name].flat[-1] = value
+    checkpoints.write(source / "model.safetensors", tensors)
+    path = {"encoder": "blocks/1/mlp/down/kernel", "embeddings": "norm/bias"}[name.partition(".")[0]]
+    for options in (["--method", "magnitude"], ["--data", data]):
+        status, out, err = run(capsys, "prune", source, *options, "--out", tmp_path / "sparse")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert f"the weight {path} has NaN or infinity" in err
+    assert not (tmp_path / "sparse").exists()
+    tensors = dict(checkpoints.read(sparse(tmp_path / "sparse"))) | {"odd": np.full(3, value, np.float32)}
+    checkpoints.write(tmp_path / "sparse/model.safetensors", tensors)
+    status, out, _ = run(capsys, "verify", tmp_path / "sparse")
+    assert status == 1
+    assert "NaN or infinity in odd" in out
+
+
 @pytest.mark.parametrize("option", [["--examples", "0"], ["--length", "-5"], ["--n", "two"], ["--m", "0"]])
 def test_numbers_are_whole_and_above_0(option, capsys, tmp_path):
     with pytest.raises(SystemExit):
