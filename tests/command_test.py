@@ -130,6 +130,15 @@ def with_tokenizer(folder, kind="bert"):
     return folder
 
 
+def vocabulary(folder, size, added=()):
+    """Give the tokenizer this many words, and others that are added."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] = {"[UNK]": 0} | {f"w{i}": i for i in range(1, size)}
+    about = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"] = [{"id": size + i, "content": word, **about} for i, word in enumerate(added)]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
 def lines(file, count=40, length=12):
     rng = np.random.default_rng(0)
     texts = [" ".join(f"w{i}" for i in rng.integers(1, 40, length)) for _ in range(count)]
@@ -171,9 +180,9 @@ SPOILT = {
     "this is not text in UTF-8": lambda s, d: d.write_bytes(b"\xff\xfe\x00"),
     "each text has fewer than 8 tokens": lambda s, d: lines(d, length=7),
     "there is no such file or folder": lambda s, d: d.unlink(),
-    "tokenizer.json has 20 tokens, but the model has 40. The tokenizer is that of another model": lambda s, d: (
-        s / "tokenizer.json"
-    ).write_text(re.sub(r',"w[23]\d":\d+', "", (s / "tokenizer.json").read_text().replace(" ", "").replace("\n", ""))),
+    "tokenizer.json has 41 tokens, but the model has 40. The tokenizer is that of another model": lambda s, d: (
+        vocabulary(s, 41)
+    ),
     "the tokenizer has tokens beyond the model's 40": lambda s, d: (s / "tokenizer.json").write_text(
         (s / "tokenizer.json").read_text().replace('"w7": 7', '"w7": 77').replace('"w7":7', '"w7":77')
     ),
@@ -188,6 +197,18 @@ def test_prune_refuses_in_a_sentence(said, capsys, tmp_path):
     assert (status, out) == (2, "")
     assert said in err
     assert not (tmp_path / "sparse").exists()
+
+
+@pytest.mark.parametrize(("size", "added"), [(12, ()), (20, ()), (40, ("[IMAGE]",))])
+def test_a_vocabulary_may_be_padded(size, added, capsys, tmp_path):
+    """The model has 40 tokens. A token beyond them may have been added, if no text has it."""
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", length=16)
+    vocabulary(source, size, added)
+    status, _, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
+    assert status == 0, err
+    data.write_text(data.read_text().replace("w7", "[IMAGE]"))
+    status, _, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "other")
+    assert (status, "tokens beyond the model's 40" in err) == ((2, True) if added else (0, False))
 
 
 MISTAKES = {
