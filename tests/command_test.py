@@ -308,13 +308,38 @@ def test_layers_that_do_not_divide_are_told_in_one_line(capsys, tmp_path):
     assert "blocks/0-1/mlp/" in err
 
 
-def test_few_tokens_are_told(capsys, tmp_path):
+def test_few_tokens_are_told_before_it_begins(capsys, tmp_path):
+    """Once, and before the estimate: 8 rows for layers of 16 and of 32 inputs."""
     source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", count=1)
     status, _, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
     assert status == 0
-    assert re.search(
-        r"nmjax prune: warning: prune: the calibration data has fewer rows than 12 of the layers have inputs", err
-    )
+    first, second = err.splitlines()
+    width, hidden = checkpoints.load(source).blocks[0].mlp.up.kernel.shape
+    assert f"fewer rows (8) than 12 of the layers have inputs (up to {max(width, hidden)})" in first
+    assert "this takes about" in second
+
+
+def test_names_of_the_other_kind_are_told(capsys, tmp_path):
+    """`--layers` takes our paths and `--every` those of the file. The message shows which."""
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+    theirs, ours = r"encoder\.layer\..*", "blocks/.*"
+    status, _, err = run(capsys, "prune", source, "--data", data, "--layers", theirs, "--out", tmp_path / "sparse")
+    assert (status, "The layers are: blocks/0/attention/query" in err) == (2, True)
+    status, _, err = run(capsys, "verify", source, "--every", ours)
+    assert (status, f"such as {next(iter(checkpoints.read(source)))!r}, " in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "qwen3"])
+def test_a_length_that_the_model_does_not_take_is_refused(kind, capsys, tmp_path):
+    source, data = with_tokenizer(tmp_path / "dense", kind), lines(tmp_path / "data.txt")
+    longest = checkpoints.load(source).length
+    asked = ["prune", source, "--method", "wanda", "--data", data, "--out", tmp_path / "sparse", "--length"]
+    assert run(capsys, *asked, longest)[0] == 0
+    said = f"--length {longest + 1}: the model takes at most {longest} tokens."
+    status, _, err = run(capsys, *asked, longest + 1)
+    assert (status, said in err) == (2, True)
+    status, _, err = run(capsys, "export", source, "--to", tmp_path / "x.onnx", "--length", longest + 1)
+    assert (status, said in err) == (2, True)
 
 
 def test_the_second_text_of_a_pair_has_its_own_type(capsys, tmp_path):

@@ -198,7 +198,10 @@ def verify(
     tensors = read_packed(path) if ENTRY in opened.metadata else opened
     names = [name for name in tensors if every is None or _matches(every, name)]
     if every is not None and not names:
-        raise CheckpointError(f"{path}: no tensor has a name that matches {every!r}.")
+        raise CheckpointError(
+            f"{path}: no tensor has a name that matches {every!r}. Write a regular expression for whole names as the "
+            f"file has them, such as {', '.join(map(repr, [*tensors][:3]))}."
+        )
     rows: list[Checked] = []
     unread: list[str] = []
     not_finite: list[str] = []
