@@ -346,7 +346,8 @@ def _encoded(source: Path, vocabulary: int, found: list[tuple[str, str | None]])
     file = (source if source.is_dir() else source.parent) / "tokenizer.json"
     words = texts.tokenizer(file)
     texts.check_size(words, vocabulary, file)
-    return [words.encode(first, second) for first, second in found]
+    with texts.failing(f"{file} cannot encode the texts"):
+        return [words.encode(first, second) for first, second in found]
 
 
 def _export(asked: argparse.Namespace) -> int:

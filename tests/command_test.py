@@ -16,6 +16,7 @@ import pytest
 import nmjax as nm
 from nmjax import checkpoints
 from nmjax.__main__ import main
+from nmjax.oneshot import texts
 from nmjax.oneshot.texts import read_texts
 
 GOLDEN = Path(__file__).parent / "checkpoints/golden"
@@ -297,6 +298,42 @@ def test_a_file_is_not_read_beyond_the_last_text(name, tmp_path):
     assert read_texts(tmp_path / name, 2) == [("w1", None), ("w2", None)]
     with pytest.raises(ValueError, match="this is not text in UTF-8"):
         read_texts(tmp_path / name, 20_003)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl.xz"])
+@pytest.mark.parametrize("spoilt", ["a long line", "many lines", "blank lines"])
+def test_a_bomb_of_text_is_not_read_into_memory(spoilt, name, tmp_path, monkeypatch):
+    """A line is read up to its limit, and the file up to its own; the longest that is allowed is accepted."""
+    monkeypatch.setattr(texts, "LONGEST", 100)
+    monkeypatch.setattr(texts, "MOST", 1000)
+    text = lambda size: json.dumps({"text": "w" * (size - 12)}) if "jsonl" in name else "w" * size
+    lines = {"a long line": text(101), "many lines": (text(99) + "\n") * 11, "blank lines": "\n" * 1001}[spoilt]
+    said = {"a long line": "line 2 has more than 100", "many lines": "the first 11 lines have more than 1,000"}
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
+    first = "" if spoilt == "blank lines" else text(16) + "\n"
+    (tmp_path / name).write_bytes(pack((first + lines).encode()))
+    with pytest.raises(ValueError, match=said.get(spoilt, "the first 1,001 lines have more than 1,000 characters")):
+        read_texts(tmp_path / name, 99)
+    (tmp_path / name).write_bytes(pack((text(99) + "\n").encode() * 10))
+    assert [one for one, _ in read_texts(tmp_path / name, 99)] == ["w" * (87 if "jsonl" in name else 99)] * 10
+
+
+PANICS = {
+    "while it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+    "while it encodes": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}},
+    "an error of no class": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+}
+
+
+@pytest.mark.parametrize("when", PANICS)
+def test_a_tokenizer_that_panics_is_told(when, capsys, tmp_path):
+    """A panic of Rust is no Exception of Python."""
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+    file = source / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | PANICS[when]))
+    status, out, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"nmjax prune: {file} ")
 
 
 def test_layers_that_do_not_divide_are_told_in_one_line(capsys, tmp_path):
