@@ -330,7 +330,9 @@ def test_a_mistral_is_read_as_a_llama(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text()) | {"sliding_window": None}
     put = lambda **changes: (tmp_path / "config.json").write_text(json.dumps(config | changes))
     put(model_type="mistral")
-    with pytest.raises(CheckpointError, match="'mistral', which is not supported.*Its layout is that of 'llama': write"):
+    with pytest.raises(
+        CheckpointError, match="'mistral', which is not supported.*Its layout is that of 'llama': write"
+    ):
         load(tmp_path)
     put(model_type="llama")
     np.testing.assert_array_equal(load(tmp_path).norm.scale[...], tensors["model.norm.weight"])

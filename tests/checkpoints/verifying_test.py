@@ -193,7 +193,9 @@ def test_what_is_refused(tmp_path):
         found(tmp_path, {"w": np.ones((4, 4), np.float32)}, 5, 4)
     with pytest.raises(ValueError, match="less than m, got n=4 and m=4"):
         verify(tmp_path, 4, 4)
-    with pytest.raises(CheckpointError, match="no tensor has a name that matches 'v'.*as the file has them, such as 'w'"):
+    with pytest.raises(
+        CheckpointError, match="no tensor has a name that matches 'v'.*as the file has them, such as 'w'"
+    ):
         verify(tmp_path, every="v")
     with pytest.raises(CheckpointError, match="is not a regular expression"):
         verify(tmp_path, every="(")

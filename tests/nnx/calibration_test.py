@@ -180,7 +180,9 @@ def test_magnitudes_are_those_of_a_hardened_model(text):
 def test_the_error_by_magnitude_is_that_of_the_dense_model(remat):
     """By hand from the inputs that the dense model gives. So it is the same for all solvers."""
     model = gpt(remat=remat)
-    errors = {name: nm.nnx.prune(model, EVERY, TOKENS, getattr(oneshot, name)).errors for name in ("wanda", "sparsegpt")}
+    errors = {
+        name: nm.nnx.prune(model, EVERY, TOKENS, getattr(oneshot, name)).errors for name in ("wanda", "sparsegpt")
+    }
     dense = nm.nnx.calibrate(model, TOKENS, moments=True)
     assert len(errors["wanda"]) == 18
     for path, (_, by_magnitude) in errors["wanda"].items():
