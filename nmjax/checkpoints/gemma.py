@@ -31,7 +31,7 @@ NAMES = {  # names of GGUF, of transformers, and what is subtracted: llama.cpp k
     "blk.{n}.post_ffw_norm.weight": ("model.layers.{n}.post_feedforward_layernorm.weight", 1),
 }
 WORDS = {str: "a text", int: "a whole number", float: "a number", list: "a list"}
-LONGEST = 512  # characters of a token that is made of two others; those of Gemma 3 have fewer than 100
+LONGEST = 512  # characters of a token that may be made of two others
 CONTROL, OWN = 3, 4  # types of tokens: of the model, such as <bos>; and added whole, such as runs of spaces
 
 
