@@ -38,8 +38,8 @@ SOLVERS = ("magnitude", "wanda", "ria", "sparsegpt", "admm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, and return its exit status.
 
-    It is 0 for success; 1 if `verify` finds no n:m tensor, a broken one or one that does not fit, or with ``--every``
-    one that is not n:m; 1 if `plan` finds a refusal; 2 for an error.
+    It is 0 for success; 1 if `verify` finds no n:m tensor, one that is broken, has NaN or infinity or does not fit, or
+    with ``--every`` one that is not n:m; 1 if `plan` finds a refusal; 2 for an error.
 
     >>> main(["verify", "nowhere.safetensors"])  # the error goes to stderr
     2
@@ -92,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, metavar="DIR", help="the folder to write to")
     overwrite: dict[str, Any] = {"action": "store_true", "help": "replace the checkpoint in this folder"}
     convert.add_argument("--overwrite", **overwrite)
-    text = "Show which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken or does not fit."
+    text = "Show which tensors of a file are n:m. The exit status is 1 if none is, or if one is broken, "
+    text += "has NaN or infinity, or does not fit."
     verify = command("verify", _verify, text)
     verify.add_argument("path", help="a .safetensors file, an index, or a folder")
     verify.add_argument("--n", type=_whole, default=2, help="the non-zeros allowed in a group (2)")
@@ -114,9 +115,10 @@ def _parser() -> argparse.ArgumentParser:
         "height, width, channels], normalised as the model takes them. magnitude needs none",
     )
     pruned.add_argument("--examples", type=_whole, default=128, help="the greatest number of texts or images (128)")
-    text = "the most tokens of a text, or of a window for GPT and decoders (512)"
-    pruned.add_argument("--length", type=_whole, default=512, help=text)
-    pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help="the layers to prune (blocks/.*)")
+    text = "the most tokens of a text, or of a window for GPT and decoders (512, or the model's if it takes fewer)"
+    pruned.add_argument("--length", type=_whole, help=text)
+    text = "the layers to prune, by nmjax's paths, which `nmjax plan` shows (blocks/.*)"
+    pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help=text)
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     pruned.add_argument("--overwrite", **overwrite)
     text = "Export a checkpoint: .onnx for other programs, or a smaller .safetensors file that only nmjax reads."
@@ -126,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument("--n", type=_whole, default=2, help="the non-zeros in a group of a tensor to pack (2)")
     exported.add_argument("--m", type=_whole, default=4, help="the size of these groups (4)")
     exported.add_argument("--batch", type=_whole, default=1, help="the batch size of the ONNX inputs (1)")
-    exported.add_argument("--length", type=_whole, default=128, help="the number of tokens of the ONNX inputs (128)")
+    text = "the number of tokens of the ONNX inputs (128, or the model's if it takes fewer)"
+    exported.add_argument("--length", type=_whole, help=text)
     planned = command("plan", _plan, "Show what a recipe would prune in a checkpoint.")
     planned.add_argument("path", help="a folder with config.json and a .safetensors file")
     planned.add_argument(
@@ -223,13 +226,19 @@ def _verify(asked: argparse.Namespace) -> int:
 def _prune(asked: argparse.Namespace) -> int:
     if asked.n >= asked.m:
         raise ValueError(f"--n {asked.n} --m {asked.m} prunes nothing: n must be less than m.")
-    if asked.length < texts.LENGTHS[0]:
+    if asked.length is not None and asked.length < texts.LENGTHS[0]:
         raise ValueError(f"--length {asked.length}: calibration needs texts of at least {texts.LENGTHS[0]} tokens.")
     if asked.data is None and asked.method != "magnitude":
         raise ValueError(f"--method {asked.method} measures the inputs of layers. Add --data FILE.")
     source = _folder(asked.path)
     _check_target(Path(asked.out), source, asked.overwrite)
     model = checkpoints.load(source)
+    for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if not bool(jnp.isfinite(v.get_value()).all()):
+            raise ValueError(
+                f"{source}: the weight {'/'.join(map(str, path))} has NaN or infinity, so the model is damaged. "
+                "`nmjax verify` lists all such tensors."
+            )
     recipe = Recipe(((asked.layers, f"ste({asked.n},{asked.m})"), (".*", "dense")))
     if asked.data is None:
         hard = harden(sparsify(model, recipe))
@@ -240,9 +249,20 @@ def _prune(asked: argparse.Namespace) -> int:
     batches, rows, told = _batches(asked, model, source)
     sparsify(nnx.clone(model), recipe)  # it refuses what does not fit before the estimate is told
     sizes = [_matrix(layer) for layer in layers(model) if recipe(layer.path) != Sparsity() and layer.has_weight]
+    few = [inputs for inputs, _ in sizes if inputs > rows]
+    if few:
+        warnings.warn(
+            f"the calibration data has fewer rows ({rows:,}) than {len(few)} of the layers have inputs (up to "
+            f"{max(few):,}), so the errors of their outputs would be larger on other data. Use more data for "
+            "calibration.",
+            stacklevel=1,
+        )
     duration = estimate.in_words(estimate.seconds(sizes, rows, asked.method))
     print(f"{len(sizes)} weight matrices, {told}: this takes about {duration}.", file=sys.stderr, flush=True)
-    found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=sys.stderr.isatty())
+    with warnings.catch_warnings():
+        if few:  # it was told
+            warnings.filterwarnings("ignore", "prune: the calibration data has fewer rows")
+        found = prune(model, recipe, batches, getattr(oneshot, asked.method), progress=True)
     checkpoints.save(asked.out, found.model, like=source, overwrite=asked.overwrite)
     errors = np.array(list(found.errors.values()))
     print(f"{asked.out}: {len(errors)} weight matrices are {asked.n}:{asked.m}, by {asked.method} on {told}.")
@@ -275,7 +295,7 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
         return batches, rows, f"{len(images)} images, {rows:,} tokens"
     if not hasattr(model, "length"):
         raise ValueError(f"{source}: only models of texts and ViT can be calibrated here. Use nm.nnx.prune in Python.")
-    vocabulary, length = model.tokens.num_embeddings, min(model.length, asked.length)
+    vocabulary, length = model.tokens.num_embeddings, _length(asked, model, 512)
     encoded = _encoded(source, vocabulary, texts.read_texts(asked.data, asked.examples))
     tokens, types = [one.ids for one in encoded], [one.type_ids for one in encoded]
     if max(max(one, default=0) for one in tokens) >= vocabulary:
@@ -291,6 +311,13 @@ def _batches(asked: argparse.Namespace, model: Any, source: Path) -> tuple[list[
         hint = "That is too short for calibration. Give longer texts."
         raise ValueError(f"{asked.data}: {which} fewer than {texts.LENGTHS[0]} tokens. {hint}")
     return batches, rows, f"{len(tokens)} texts, {rows:,} tokens"
+
+
+def _length(asked: argparse.Namespace, model: Any, usual: int) -> int:
+    """Return the number of tokens that is asked for, or the usual one; refuse more than the model takes."""
+    if asked.length is not None and asked.length > model.length:
+        raise ValueError(f"--length {asked.length}: the model takes at most {model.length:,} tokens.")
+    return asked.length or min(model.length, usual)
 
 
 def _images(path: Path, model: Any) -> np.ndarray:
@@ -315,13 +342,14 @@ def _encoded(source: Path, vocabulary: int, found: list[tuple[str, str | None]])
     file = (source if source.is_dir() else source.parent) / "tokenizer.json"
     words = texts.tokenizer(file)
     texts.check_size(words, vocabulary, file)
-    return [words.encode(first, second) for first, second in found]
+    with texts.failing(f"{file} cannot encode the texts"):
+        return [words.encode(first, second) for first, second in found]
 
 
 def _export(asked: argparse.Namespace) -> int:
     source, target = _folder(asked.path), Path(asked.to)
     if target.suffix == ".onnx":
-        model, inputs, names = _callable(checkpoints.load(source), asked.batch, asked.length)
+        model, inputs, names = _callable(checkpoints.load(source), asked)
         checkpoints.write_onnx(target, model, *inputs, names=names)
         print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}.")
     elif target.suffix == ".safetensors":
@@ -357,11 +385,11 @@ def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
         print(f"{len(axes) - len(packed)} tensors have -0.0 in the place of zeros, and are stored as they are.")
 
 
-def _callable(model: Any, batch: int, length: int) -> tuple[Any, list[jax.ShapeDtypeStruct], list[str]]:
+def _callable(model: Any, asked: argparse.Namespace) -> tuple[Any, list[jax.ShapeDtypeStruct], list[str]]:
     """Return a model for ONNX, the shapes of its inputs, and the names that transformers has for them."""
     if isinstance(model, models.ViT):
-        return model, [jax.ShapeDtypeStruct((batch, *model.shape), jnp.float32)], ["images"]
-    tokens = jax.ShapeDtypeStruct((batch, min(length, model.length)), jnp.int32)
+        return model, [jax.ShapeDtypeStruct((asked.batch, *model.shape), jnp.float32)], ["images"]
+    tokens = jax.ShapeDtypeStruct((asked.batch, _length(asked, model, 128)), jnp.int32)
     if not isinstance(model, models.BERT):
         return model, [tokens], ["input_ids"]
     return _Encoder(model), [tokens] * 3, ["input_ids", "attention_mask", "token_type_ids"]

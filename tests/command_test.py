@@ -16,6 +16,7 @@ import pytest
 import nmjax as nm
 from nmjax import checkpoints
 from nmjax.__main__ import main
+from nmjax.oneshot import texts
 from nmjax.oneshot.texts import read_texts
 
 GOLDEN = Path(__file__).parent / "checkpoints/golden"
@@ -161,6 +162,15 @@ def with_tokenizer(folder, kind="bert"):
     return folder
 
 
+def vocabulary(folder, size, added=()):
+    """Give the tokenizer this many words, and others that are added."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] = {"[UNK]": 0} | {f"w{i}": i for i in range(1, size)}
+    about = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"] = [{"id": size + i, "content": word, **about} for i, word in enumerate(added)]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
 def lines(file, count=40, length=12):
     rng = np.random.default_rng(0)
     texts = [" ".join(f"w{i}" for i in rng.integers(1, 40, length)) for _ in range(count)]
@@ -202,9 +212,9 @@ SPOILT = {
     "this is not text in UTF-8": lambda s, d: d.write_bytes(b"\xff\xfe\x00"),
     "each text has fewer than 8 tokens": lambda s, d: lines(d, length=7),
     "there is no such file or folder": lambda s, d: d.unlink(),
-    "tokenizer.json has 20 tokens, but the model has 40. The tokenizer is that of another model": lambda s, d: (
-        s / "tokenizer.json"
-    ).write_text(re.sub(r',"w[23]\d":\d+', "", (s / "tokenizer.json").read_text().replace(" ", "").replace("\n", ""))),
+    "tokenizer.json has 41 tokens, but the model has 40. The tokenizer is that of another model": lambda s, d: (
+        vocabulary(s, 41)
+    ),
     "the tokenizer has tokens beyond the model's 40": lambda s, d: (s / "tokenizer.json").write_text(
         (s / "tokenizer.json").read_text().replace('"w7": 7', '"w7": 77').replace('"w7":7', '"w7":77')
     ),
@@ -219,6 +229,18 @@ def test_prune_refuses_in_a_sentence(said, capsys, tmp_path):
     assert (status, out) == (2, "")
     assert said in err
     assert not (tmp_path / "sparse").exists()
+
+
+@pytest.mark.parametrize(("size", "added"), [(12, ()), (20, ()), (40, ("[IMAGE]",))])
+def test_a_vocabulary_may_be_padded(size, added, capsys, tmp_path):
+    """The model has 40 tokens. A token beyond them may have been added, if no text has it."""
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", length=16)
+    vocabulary(source, size, added)
+    status, _, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
+    assert status == 0, err
+    data.write_text(data.read_text().replace("w7", "[IMAGE]"))
+    status, _, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "other")
+    assert (status, "tokens beyond the model's 40" in err) == ((2, True) if added else (0, False))
 
 
 MISTAKES = {
@@ -246,6 +268,27 @@ def test_prune_refuses_before_it_begins(said, capsys, tmp_path):
     assert said in err
     assert err.count("\n") == 1
     assert (source / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["encoder.layer.1.output.dense.weight", "embeddings.LayerNorm.bias"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_told(name, value, capsys, tmp_path):
+    """By `prune`, with data and without, before it begins; and by `verify`."""
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+    tensors = {one: np.array(v) for one, v in checkpoints.read(source).items()}
+    tensors[name].flat[-1] = value
+    checkpoints.write(source / "model.safetensors", tensors)
+    path = {"encoder": "blocks/1/mlp/down/kernel", "embeddings": "norm/bias"}[name.partition(".")[0]]
+    for options in (["--method", "magnitude"], ["--data", data]):
+        status, out, err = run(capsys, "prune", source, *options, "--out", tmp_path / "sparse")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert f"the weight {path} has NaN or infinity" in err
+    assert not (tmp_path / "sparse").exists()
+    tensors = dict(checkpoints.read(sparse(tmp_path / "sparse"))) | {"odd": np.full(3, value, np.float32)}
+    checkpoints.write(tmp_path / "sparse/model.safetensors", tensors)
+    status, out, _ = run(capsys, "verify", tmp_path / "sparse")
+    assert status == 1
+    assert "NaN or infinity in odd" in out
 
 
 @pytest.mark.parametrize("option", [["--examples", "0"], ["--length", "-5"], ["--n", "two"], ["--m", "0"]])
@@ -288,6 +331,42 @@ def test_a_file_is_not_read_beyond_the_last_text(name, tmp_path):
         read_texts(tmp_path / name, 20_003)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl.xz"])
+@pytest.mark.parametrize("spoilt", ["a long line", "many lines", "blank lines"])
+def test_a_bomb_of_text_is_not_read_into_memory(spoilt, name, tmp_path, monkeypatch):
+    """A line is read up to its limit, and the file up to its own; the longest that is allowed is accepted."""
+    monkeypatch.setattr(texts, "LONGEST", 100)
+    monkeypatch.setattr(texts, "MOST", 1000)
+    text = lambda size: json.dumps({"text": "w" * (size - 12)}) if "jsonl" in name else "w" * size
+    lines = {"a long line": text(101), "many lines": (text(99) + "\n") * 11, "blank lines": "\n" * 1001}[spoilt]
+    said = {"a long line": "line 2 has more than 100", "many lines": "the first 11 lines have more than 1,000"}
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(Path(name).suffix, bytes)
+    first = "" if spoilt == "blank lines" else text(16) + "\n"
+    (tmp_path / name).write_bytes(pack((first + lines).encode()))
+    with pytest.raises(ValueError, match=said.get(spoilt, "the first 1,001 lines have more than 1,000 characters")):
+        read_texts(tmp_path / name, 99)
+    (tmp_path / name).write_bytes(pack((text(99) + "\n").encode() * 10))
+    assert [one for one, _ in read_texts(tmp_path / name, 99)] == ["w" * (87 if "jsonl" in name else 99)] * 10
+
+
+PANICS = {
+    "while it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+    "while it encodes": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}},
+    "an error of no class": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+}
+
+
+@pytest.mark.parametrize("when", PANICS)
+def test_a_tokenizer_that_panics_is_told(when, capsys, tmp_path):
+    """A panic of Rust is no Exception of Python."""
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+    file = source / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | PANICS[when]))
+    status, out, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"nmjax prune: {file} ")
+
+
 def test_layers_that_do_not_divide_are_told_in_one_line(capsys, tmp_path):
     source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
     status, _, err = run(capsys, "prune", source, "--m", 7, "--data", data, "--out", tmp_path / "sparse")
@@ -297,13 +376,38 @@ def test_layers_that_do_not_divide_are_told_in_one_line(capsys, tmp_path):
     assert "blocks/0-1/mlp/" in err
 
 
-def test_few_tokens_are_told(capsys, tmp_path):
+def test_few_tokens_are_told_before_it_begins(capsys, tmp_path):
+    """Once, and before the estimate: 8 rows for layers of 16 and of 32 inputs."""
     source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt", count=1)
     status, _, err = run(capsys, "prune", source, "--data", data, "--out", tmp_path / "sparse")
     assert status == 0
-    assert re.search(
-        r"nmjax prune: warning: prune: the calibration data has fewer rows than 12 of the layers have inputs", err
-    )
+    first, second = err.splitlines()
+    width, hidden = checkpoints.load(source).blocks[0].mlp.up.kernel.shape
+    assert f"fewer rows (8) than 12 of the layers have inputs (up to {max(width, hidden)})" in first
+    assert "this takes about" in second
+
+
+def test_names_of_the_other_kind_are_told(capsys, tmp_path):
+    """`--layers` takes our paths and `--every` those of the file. The message shows which."""
+    source, data = with_tokenizer(tmp_path / "dense"), lines(tmp_path / "data.txt")
+    theirs, ours = r"encoder\.layer\..*", "blocks/.*"
+    status, _, err = run(capsys, "prune", source, "--data", data, "--layers", theirs, "--out", tmp_path / "sparse")
+    assert (status, "The layers are: blocks/0/attention/query" in err) == (2, True)
+    status, _, err = run(capsys, "verify", source, "--every", ours)
+    assert (status, f"such as {next(iter(checkpoints.read(source)))!r}, " in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "qwen3"])
+def test_a_length_that_the_model_does_not_take_is_refused(kind, capsys, tmp_path):
+    source, data = with_tokenizer(tmp_path / "dense", kind), lines(tmp_path / "data.txt")
+    longest = checkpoints.load(source).length
+    asked = ["prune", source, "--method", "wanda", "--data", data, "--out", tmp_path / "sparse", "--length"]
+    assert run(capsys, *asked, longest)[0] == 0
+    said = f"--length {longest + 1}: the model takes at most {longest} tokens."
+    status, _, err = run(capsys, *asked, longest + 1)
+    assert (status, said in err) == (2, True)
+    status, _, err = run(capsys, "export", source, "--to", tmp_path / "x.onnx", "--length", longest + 1)
+    assert (status, said in err) == (2, True)
 
 
 def test_the_second_text_of_a_pair_has_its_own_type(capsys, tmp_path):

@@ -219,7 +219,11 @@ def encode(words: Any, examples: Sequence[Example], length: int) -> Tokens:
     """
     words.enable_truncation(length, strategy="longest_first")
     pairs = [one.text if one.text_b is None else (one.text, one.text_b) for one in examples]
-    encoded = words.encode_batch(pairs)
+    try:
+        with texts.failing("the tokenizer of the checkpoint cannot encode the examples"):
+            encoded = words.encode_batch(pairs)
+    except ValueError as error:
+        raise Mistake(str(error)) from error
     longest = max((len(one.ids) for one in encoded), default=1)
     longest = min(length, -(-max(longest, 1) // 8) * 8)
     tokens = np.zeros((len(encoded), longest), np.int32)

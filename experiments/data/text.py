@@ -22,7 +22,7 @@ from experiments.data.find import find
 from experiments.errors import Mistake
 from nmjax.core import names
 from nmjax.core.random import bits
-from nmjax.oneshot.texts import tokenizer as open_tokenizer
+from nmjax.oneshot.texts import failing, tokenizer as open_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -291,9 +291,10 @@ def _encode(path: Path, words, parts: list[_Part], dtype: np.dtype) -> np.ndarra
     while group := list(itertools.islice(pieces, 64)):
         texts = [piece.data.decode() for piece in group]
         try:
-            found = words.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as e:  # the library raises no narrower class
-            raise Mistake(f"the tokenizer in {path} cannot encode {group[0].file}: {str(e)[:200]}.") from e
+            with failing(f"the tokenizer in {path} cannot encode {group[0].file}"):
+                found = words.encode_batch_fast(texts, add_special_tokens=False)
+        except ValueError as e:
+            raise Mistake(str(e)) from e
         for encoded in found:
             ids.append(np.array(encoded.ids, dtype))
         done += sum(len(piece.data) for piece in group)

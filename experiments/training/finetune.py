@@ -274,7 +274,7 @@ def _model(path: Path) -> Any:
 
 
 def _check_tokens(splits: dict[str, labelled.Tokens], model: Any, path: Path) -> None:
-    """Refuse a tokenizer with more tokens than the model has, or with far fewer."""
+    """Refuse a tokenizer with more tokens than the model has."""
     if not hasattr(model, "tokens"):
         return
     count, file = model.tokens.num_embeddings, path / "tokenizer.json"

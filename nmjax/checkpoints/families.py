@@ -3,7 +3,6 @@
 The names and the configs are those of Hugging Face's transformers, and those of timm for its vision transformers.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -57,11 +56,10 @@ def family_of(config: Config, names: Collection[str]) -> Family:
     """
     kind = config.get("model_type") or ("timm" if "architecture" in config else None)
     if kind not in FAMILIES:
-        near = difflib.get_close_matches(str(kind), FAMILIES, 1, 0.4)
         raise CheckpointError(
             f"config.json has model_type {kind!r}, which is not supported. Supported: "
             f"{', '.join(sorted(set(FAMILIES) - {'timm'}))}, and vit_* of timm."
-            + (f" The nearest is {near[0]!r}." if near else "")
+            + (" Its layout is that of 'llama': write this in its place." if kind == "mistral" else "")
             + " For another kind, pass family=nm.checkpoints.Family(...) with a table of your own."
         )
     _refuse(config, quantization_config=())
@@ -291,6 +289,8 @@ def _decoder(config: Config, names: Collection[str]) -> Family:
     kind = config["model_type"]
     gemma = kind == "gemma3_text"
     _refuse(config, attention_bias=False, mlp_bias=False, use_sliding_window=False, partial_rotary_factor=1)
+    if kind == "llama":
+        _refuse(config, sliding_window=())  # of a Mistral
     if not gemma and any(one != "full_attention" for one in config.get("layer_types") or ()):
         raise CheckpointError(
             f"config.json has layer_types other than 'full_attention', which {kind} does not support."

@@ -32,6 +32,7 @@ NAMES = {  # names of GGUF, of transformers, and what is subtracted: llama.cpp k
     "blk.{n}.post_ffw_norm.weight": ("model.layers.{n}.post_feedforward_layernorm.weight", 1),
 }
 WORDS = {str: "a text", int: "a whole number", float: "a number", list: "a list"}
+LONGEST = 512  # characters of a token that may be made of two others
 CONTROL, OWN = 3, 4  # types of tokens: of the model, such as <bos>; and added whole, such as runs of spaces
 
 
@@ -179,6 +180,8 @@ def _tokenizer(source: Gguf) -> dict[str, Any]:
     for word, score, kind in zip(words, scores, types, strict=True):
         if kind in (CONTROL, OWN):
             continue
+        if len(word) > LONGEST:  # the time for its parts grows with the square
+            raise CheckpointError(f"{source.path}: a token has {len(word):,} characters, more than {LONGEST}.")
         for cut in range(1, len(word)):
             left, right = word[:cut], word[cut:]
             if left in places and right in places:

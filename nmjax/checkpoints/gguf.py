@@ -244,6 +244,8 @@ class _Header:
         if coding is None:
             known = ", ".join(one.name for one in CODINGS.values())
             raise CheckpointError(f"{self.path}: the tensor {name!r} has the unknown type {kind}. Supported: {known}.")
+        if 0 in shape and math.prod(n for n in shape if n) >= 1 << 59:  # NumPy has no such array, even without values
+            raise CheckpointError(f"{self.path}: the tensor {name!r} of shape {shape} is too large.")
         row = shape[-1] if shape else 1
         if row % coding.numbers:
             raise CheckpointError(

@@ -31,7 +31,7 @@ DTYPES: dict[str, Any] = {
 OPAQUE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # bits; NumPy has no arrays of them, so their values are not read
 NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
 INDEX = ".safetensors.index.json"
-LARGEST_HEADER = 100_000_000  # bytes, as the format says
+LARGEST_JSON = 32_000_000  # bytes of a header or an index: half a million tensors. JSON takes 30 times that in memory
 
 
 class CheckpointError(ValueError):
@@ -256,7 +256,8 @@ def refuse_unfinished(folder: Path) -> None:
 
 def _of_index(path: Path) -> Tensors:
     """Open the files of an index, in the order in which it first names them."""
-    content = _json(path, path.read_bytes())
+    with path.open("rb") as file:
+        content = _json(path, file.read(LARGEST_JSON + 1))
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(f"{path}: an index has a table 'weight_map' from tensors to files; this one has none.")
@@ -287,12 +288,12 @@ def _opened(path: Path) -> tuple[dict[str, Entry], dict[str, str], mmap.mmap]:
         if size < 8:
             raise CheckpointError(f"{path}: a safetensors file has at least 8 bytes, and this one has {size}.")
         length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, LARGEST_HEADER):
+        if length > size - 8:
             raise CheckpointError(
                 f"{path}: the header would have {length:,} bytes, and the file has {size:,}. It is cut short, or not a "
                 "safetensors file."
             )
-        header = _json(path, file.read(length))
+        header = _json(path, file.read(min(length, LARGEST_JSON + 1)))
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is not a JSON object.")
@@ -337,7 +338,9 @@ def _range(path: Path, name: str, about: Any) -> tuple[str, int, int, str, tuple
 
 
 def _json(path: Path, text: bytes) -> Any:
-    """Return the content of a JSON text without duplicate names."""
+    """Return the content of a JSON text without duplicate names, whose texts are valid Unicode."""
+    if len(text) > LARGEST_JSON:
+        raise CheckpointError(f"{path}: the names and shapes of the tensors take more than {LARGEST_JSON:,} bytes.")
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         content = dict(pairs)
@@ -347,7 +350,12 @@ def _json(path: Path, text: bytes) -> Any:
         return content
 
     try:
-        return json.loads(text.decode(), object_pairs_hook=table)
+        content = json.loads(text.decode(), object_pairs_hook=table)
+        if rb"\u" in text:  # an escape may be half of a character
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path}: a name or a text is not valid Unicode.") from None
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:

@@ -71,6 +71,7 @@ class Verified:
       n, m: The pattern that was looked for.
       tensors: The tensors.
       every: True if each tensor has to be n:m.
+      not_finite: The names of tensors that have NaN or infinity, also of those with one axis.
 
     >>> groups = {"groups": 16, "broken": 1, "misfits": {}}
     >>> one = Checked("up", (8, 8), "float16", 0.5, axes=(), axis=1, **groups)
@@ -82,16 +83,18 @@ class Verified:
     m: int
     tensors: tuple[Checked, ...]
     every: bool = False
+    not_finite: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
-        """True if a tensor is n:m, the programs can use all n:m tensors, and no tensor is broken.
+        """True if a tensor is n:m, the programs can use all n:m tensors, and none is broken or has NaN or infinity.
 
         If every tensor must be n:m, it is also False if a tensor is dense or all zeros.
         """
         fits = all(reason is None for one in self.sparse for reason in one.misfits.values())
         all_sparse = len(self.sparse) == len(self.tensors)
-        return bool(self.sparse) and fits and not self.broken and (all_sparse or not self.every)
+        whole = not self.broken and not self.not_finite
+        return bool(self.sparse) and fits and whole and (all_sparse or not self.every)
 
     @property
     def sparse(self) -> tuple[Checked, ...]:
@@ -111,7 +114,8 @@ class Verified:
     def as_dict(self) -> dict[str, Any]:
         """Return the same as values for a JSON file."""
         rows = [{**one._asdict(), "state": one.state} for one in self.tensors]
-        return {"n": self.n, "m": self.m, "holds": self.holds, "tensors": rows}
+        about = {"n": self.n, "m": self.m, "holds": self.holds, "not_finite": list(self.not_finite)}
+        return about | {"tensors": rows}
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -125,16 +129,17 @@ class Verified:
             shape = " x ".join(map(str, one.shape)) + (f" ({len(same)} tensors)" if len(same) > 1 else "")
             density = f"{sum(each.density for each in same) / len(same):.3f}"
             reasons = [reason or "yes" for reason in one.misfits.values()]
-            table.add_row(_printable(names), shape, one.dtype, density, _said(same, self.n), *reasons)
+            table.add_row(escape(_shown(names)), shape, one.dtype, density, _said(same, self.n), *reasons)
         console = Console(width=160, color_system=None)
         with console.capture() as captured:
             console.print(table)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        lines = "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+        return "\n".join([lines, *(f"NaN or infinity in {_shown(name)}" for name in self.not_finite)])
 
 
-def _printable(name: str) -> str:
-    """Return a name without markup of rich and without control characters."""
-    return escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in name))
+def _shown(name: str) -> str:
+    """Return a name without control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def _said(same: Sequence[Checked], n: int) -> str:
@@ -156,8 +161,8 @@ def verify(
 ) -> Verified:  # fmt: skip
     """Look for an n:m pattern in the tensors of a checkpoint, whoever wrote it.
 
-    Tensors of floating-point numbers and int8 with two axes or more are looked at, one at a time. A file that
-    `write_packed` wrote is unpacked first.
+    Tensors of floating-point numbers and int8 with two axes or more are looked at, one at a time. Those with one axis
+    are searched for NaN and infinity only. A file that `write_packed` wrote is unpacked first.
 
     Args:
       path: A safetensors file, an index, or a folder that has one of them.
@@ -193,13 +198,19 @@ def verify(
     tensors = read_packed(path) if ENTRY in opened.metadata else opened
     names = [name for name in tensors if every is None or _matches(every, name)]
     if every is not None and not names:
-        raise CheckpointError(f"{path}: no tensor has a name that matches {every!r}.")
+        raise CheckpointError(
+            f"{path}: no tensor has a name that matches {every!r}. Write a regular expression for whole names as the "
+            f"file has them, such as {', '.join(map(repr, [*tensors][:3]))}."
+        )
     rows: list[Checked] = []
     unread: list[str] = []
+    not_finite: list[str] = []
     for name in names:
         shape, dtype = (
             (v.shape(name), v.dtype(name)) if isinstance(v := tensors, Tensors) else (v[name].shape, v[name].dtype)
         )
+        if "float" in str(dtype) and not _finite(tensors[name]):
+            not_finite.append(name)
         if len(shape) > 1 and 0 not in shape and ("float" in str(dtype) or dtype == "int8"):
             rows.append(_checked(name, tensors[name], n, m, programs))
         elif len(shape) > 1 and 0 not in shape:
@@ -210,7 +221,7 @@ def verify(
         )
     if every is not None and not rows:
         raise CheckpointError(f"{path}: the tensors that match {every!r} are empty or have one axis, so none is n:m.")
-    return Verified(n, m, tuple(rows), every is not None)
+    return Verified(n, m, tuple(rows), every is not None, tuple(not_finite))
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -218,6 +229,11 @@ def _matches(pattern: str, name: str) -> bool:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
         raise CheckpointError(f"{pattern!r} is not a regular expression: {error}.") from None
+
+
+def _finite(x: np.ndarray) -> bool:
+    flat = x.reshape(-1)
+    return all(np.isfinite(flat[i : i + CHUNK]).all() for i in range(0, flat.size, CHUNK))
 
 
 def _checked(name: str, x: np.ndarray, n: int, m: int, programs: tuple[str, ...]) -> Checked:

@@ -1,6 +1,7 @@
 """The blocks of a model, called one after another: each on the outputs of the blocks before it, which are kept."""
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -118,6 +119,12 @@ class Blocks:
         if len(set(owned)) < len(owned):
             return NotAlone("two of them share a variable")
         return cls(model, called, batches, [ways[batch.kind] for batch in batches])
+
+    def of(self, model: Any) -> "Blocks":
+        """Return the same blocks of a model that is alike. None has run, and what is compiled is shared."""
+        made = copy(self)
+        made.model, made.outputs = model, [[way.forgotten for way in own] for own in self.ways]
+        return made
 
     def module(self, number: int) -> Any:
         """Return a block."""

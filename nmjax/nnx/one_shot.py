@@ -1,14 +1,17 @@
 """One-shot pruning of a trained model, block after block."""
 
 import re
+import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from rich.console import Console
 from rich.progress import track
 
 from nmjax.core import layer_paths
@@ -22,12 +25,13 @@ from nmjax.nnx.hardening import harden_without_warning
 from nmjax.nnx.layers import layers, over
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
-from nmjax.oneshot.solvers import Solved, relative_error, sparsegpt
+from nmjax.oneshot.solvers import Solved, magnitude, relative_error, sparsegpt
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners.whole_rows import has_rows, rows
 from nmjax.recipes.table import Recipe
 
 Model = TypeVar("Model")
+EVERY = 30.0  # seconds between lines of progress where stderr is no terminal
 Solver = Callable[[np.ndarray, np.ndarray, int, int], Solved]
 
 
@@ -37,7 +41,8 @@ class Pruned(NamedTuple):
     Attributes:
       model: A copy of the model with the pruned weights.
       errors: For each layer, the relative error of its output on the batches: with the solver, and with magnitude
-        pruning. The layers of a stack are numbered, as "blocks/mlp/up[3]".
+        pruning. The second is that for the inputs that the dense model gives, so it does not depend on the solver. The
+        layers of a stack are numbered, as "blocks/mlp/up[3]".
 
     >>> import nmjax as nm
     >>> model, x = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (100, 8))
@@ -68,7 +73,7 @@ def prune(
         are called one after another. If that is not possible, for example in a scan or a checkpoint, the whole model is
         called for each block, and the progress bar says why. Blocks that are one stack are pruned together. Only the
         second moments of one block are in memory. False to calibrate all layers on the model before pruning, at once.
-      progress: True to show progress bars.
+      progress: True to show a progress bar on stderr; where that is no terminal, a line every 30 seconds.
 
     Returns:
       The pruned copy, and the errors of its layers on these batches. To train on with the masks as they are, use
@@ -100,6 +105,7 @@ def prune(
     if not targets:
         raise ValueError("prune: the recipe prunes no weight to n:m. Write ste(2,4) for the layers to prune.")
     current = sparsify(nnx.clone(model), Recipe({".*": "dense"}))  # layers are calibrated without an earlier recipe
+    dense = nnx.clone(current)
     now = {layer.path: layer for layer in with_calls(current, list(layers(current)), recipe, args, options)[0]}
     _check_layers([now[path] for path in targets])
     every = blocks_of(now, modules_of(current)) if in_turn else {"": list(now)}
@@ -108,14 +114,23 @@ def prune(
     }
     blocks, title = _blocks(current, list(every), list(groups), calls) if in_turn else (None, "Pruning")
     order = _in_order(current, groups, args, options) if blocks is None else blocks.paths
+    dense_blocks = None if blocks is None else blocks.of(dense)
     errors: dict[str, tuple[float, float]] = {}
+    by_magnitude: dict[str, tuple[float, float]] = {}
     few: list[str] = []
     measured = statistics()
-    for number, group in track(list(enumerate(order)), title, disable=not progress):
-        asked = calls if blocks is None else blocks.calls(number)
-        part, begin = (current, "") if blocks is None else (blocks.module(number), group)
+    for number, group in enumerate(_shown(order, title) if progress else order):
+        begin = "" if blocks is None else group
         own = {path: path[len(begin) :].lstrip("/") for path in groups.get(group, ())}
         only = "|".join(map(re.escape, own.values()))
+        if in_turn:  # otherwise the inputs below are those of the dense model
+            part, asked = _part(dense, calls, dense_blocks, number)
+            found = calibrated(part, asked, measured, moments=True, only=only) if own else {}
+            for path, inside in own.items():
+                _solve(now[path], found[inside], targets[path].hardened, magnitude, by_magnitude)
+            if dense_blocks is not None:
+                dense_blocks.run(number, asked)
+        part, asked = _part(current, calls, blocks, number)
         found = calibrated(part, asked, measured, moments=True, only=only) if own else {}
         for path, inside in own.items():
             inputs = found[inside]
@@ -133,7 +148,28 @@ def prune(
             f"their outputs would be larger on other data: {'; '.join(few[:3])}. Use more data for calibration.",
             stacklevel=2,
         )
+    errors |= {path: (error, by_magnitude[path][1]) for path, (error, _) in errors.items() if in_turn}
     return Pruned(hard, {path: errors[path] for path in sorted(errors, key=layer_paths.by_number)})
+
+
+def _shown(groups: list[str], title: str) -> Iterator[str]:
+    """Yield the blocks, and show the progress on stderr."""
+    console = Console(stderr=True)
+    if console.is_terminal or console.is_jupyter:
+        yield from track(groups, title, console=console)
+        return
+    began = told = time.monotonic()
+    for number, group in enumerate(groups, 1):
+        yield group
+        now = time.monotonic()
+        if now - told >= EVERY:
+            told = now
+            print(f"{title}: {number} of {len(groups)} blocks in {now - began:.0f} s.", file=sys.stderr, flush=True)
+
+
+def _part(model: Any, calls: list[Call], blocks: Blocks | None, number: int) -> tuple[Any, list[Call]]:
+    """Return what is called to calibrate a block, and its calls: the block, or else the whole model."""
+    return (model, calls) if blocks is None else (blocks.module(number), blocks.calls(number))
 
 
 def _blocks(

@@ -21,7 +21,8 @@ def seconds(sizes: Sequence[tuple[int, int]], tokens: int, method: str) -> float
     >>> seconds([(8, 8)], 100, "wanda") < seconds([(512, 512)], 100_000, "sparsegpt")
     True
     """
-    on_device = sum(4 * tokens * i * o + 2 * tokens * i * i for i, o in sizes)  # two forward passes, and X'X
+    on_device = 2 * sum(4 * tokens * i * o + 2 * tokens * i * i for i, o in sizes)  # two forward passes, and X'X, of
+    # the pruned model and of the dense one
     on_host = sum(6 * i * i * o + _solving(i, o, method) for i, o in sizes)  # the errors, and the solver
     return START + on_device / _speed_of_device() + on_host / _speed_of_host()
 

@@ -6,11 +6,14 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+LONGEST = 1 << 22  # characters of a line; more than a book has
+MOST = 1 << 28  # characters that are read of a file in all
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 
@@ -23,7 +26,8 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
       count: The greatest number of texts. The file is not read beyond them.
 
     Raises:
-      ValueError: A line is not such an object; or the file has no texts, is damaged, or is not in UTF-8.
+      ValueError: A line is not such an object, or is too long; or the file has no texts, is damaged, is not in UTF-8,
+        or has more characters before the last of these texts than memory may hold.
       OSError: The file cannot be opened.
     """
     path = Path(path)
@@ -33,7 +37,13 @@ def read_texts(path: str | os.PathLike[str], count: int) -> list[tuple[str, str 
     path.open("rb").close()
     try:
         with opened(path, "rt", encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
+            left = MOST
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), ""), 1):
+                left -= len(line)
+                if len(line) > LONGEST or left < 0:
+                    what = f"line {number} has" if len(line) > LONGEST else f"the first {number:,} lines have"
+                    most = LONGEST if len(line) > LONGEST else MOST
+                    raise ValueError(f"{path}: {what} more than {most:,} characters. Use shorter or fewer texts.")
                 if line.strip():
                     texts.append(_of_json(path, number, line) if jsonl else (line.strip(), None))
                 if len(texts) >= count:  # a large file is not read to its end
@@ -79,17 +89,40 @@ def tokenizer(file: str | os.PathLike[str]) -> Any:
         raise ValueError("the package tokenizers is missing: pip install tokenizers.") from error
     if not Path(file).is_file():
         raise ValueError(f"{file}: there is no such file, so texts cannot be read as the model reads them.")
-    try:
+    with failing(f"{file} is not a JSON file of Hugging Face's tokenizers"):
         found = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower class
-        raise ValueError(f"{file} is not a JSON file of Hugging Face's tokenizers: {str(error)[:200]}") from error
     found.no_padding()
     found.no_truncation()
     return found
 
 
+@contextmanager
+def failing(said: str) -> Iterator[None]:
+    """Turn every error of the library tokenizers into one that says this and why.
+
+    Args:
+      said: What could not be done.
+
+    Raises:
+      ValueError: The library raised an error, or its Rust side panicked.
+
+    >>> with failing("tokenizer.json cannot encode a text"):
+    ...     raise Exception("no token for unknown words")
+    Traceback (most recent call last):
+    ValueError: tokenizer.json cannot encode a text: no token for unknown words.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises no narrower class, and a panic is no Exception
+        raise ValueError(f"{said}: {str(error)[:200].rstrip('.')}.") from error
+
+
 def check_size(words: Any, vocabulary: int, file: str | os.PathLike[str]) -> None:
-    """Refuse a tokenizer with far fewer tokens than a model. A few may be missing, because models round up.
+    """Refuse a tokenizer with more tokens than a model. It may have fewer, because vocabularies are padded.
+
+    Tokens that were added to it do not count: some models have no row for one that their texts never use.
 
     Args:
       words: The tokenizer.
@@ -97,12 +130,12 @@ def check_size(words: Any, vocabulary: int, file: str | os.PathLike[str]) -> Non
       file: Its file, for the message.
 
     Raises:
-      ValueError: It has less than three quarters of the tokens.
+      ValueError: It has more tokens.
     """
-    if words.get_vocab_size() < 0.75 * vocabulary:
+    size = words.get_vocab_size(with_added_tokens=False)
+    if size > vocabulary:
         raise ValueError(
-            f"{file} has {words.get_vocab_size():,} tokens, but the model has {vocabulary:,}. The tokenizer is that of "
-            "another model."
+            f"{file} has {size:,} tokens, but the model has {vocabulary:,}. The tokenizer is that of another model."
         )
 
 

@@ -351,6 +351,31 @@ def test_windows_are_refused_where_the_model_has_none(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["t5", "swin", "roberta", "deberta", "gemma", "qwen3_moe", "deit", "gpt_neo"])
+def test_kinds_that_are_not_supported_have_no_hint(kind):
+    with pytest.raises(CheckpointError) as told:
+        family_of(DECODER | {"model_type": kind}, [])
+    said = "Supported: bert, gemma3_text, gpt2, llama, qwen2, qwen3, vit, and vit_* of timm. For another kind, pass"
+    assert said in str(told.value)
+
+
+def test_a_mistral_is_read_as_a_llama(tmp_path):
+    """The hint is right: with the other name its tensors are read. A window, which our llama lacks, is refused."""
+    tensors, _ = made("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"sliding_window": None}
+    put = lambda **changes: (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    put(model_type="mistral")
+    with pytest.raises(
+        CheckpointError, match="'mistral', which is not supported.*Its layout is that of 'llama': write"
+    ):
+        load(tmp_path)
+    put(model_type="llama")
+    np.testing.assert_array_equal(load(tmp_path).norm.scale[...], tensors["model.norm.weight"])
+    put(model_type="llama", sliding_window=4096)
+    with pytest.raises(CheckpointError, match="sliding_window=4096. nmjax does not support this field"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes", [{"pretrained_cfg": []}, {"model_args": [1]}, {"pretrained_cfg": {"input_size": [3]}}]
 )

@@ -103,6 +103,9 @@ def test_many_blocks_are_decoded_in_parts(tmp_path, monkeypatch):
         ({"shape": (1, 1, 1, 1, 32)}, "has 5 axes"),
         ({"alignment": 3}, "general.alignment is 3, not a power of two"),
         ({"shape": (1 << 40, 32)}, "'w' would lie at bytes"),
+        ({"shape": (0, 1 << 62)}, "the tensor 'w' of shape .* is too large"),
+        ({"shape": (1 << 62, 0)}, "the tensor 'w' of shape .* is too large"),
+        ({"shape": (1 << 40, 0, 1 << 40)}, "the tensor 'w' of shape .* is too large"),
     ],
 )
 def test_damage_is_told(tmp_path, changes, message):
@@ -212,6 +215,9 @@ INCONSISTENT = {
     "has query_pre_attn_scalar=0": {"gemma3.attention.key_length": 0},
     "bos_token_id is 999, but the tokenizer has 40 tokens": {"tokenizer.ggml.bos_token_id": 999},
     "the tokenizer has a token twice": {"tokenizer.ggml.tokens": ["a"] * 40},
+    "a token has 4,000,000 characters, more than 512": {  # all cuts of it would take hours
+        "tokenizer.ggml.tokens": [*(f"w{i}" for i in range(39)), "w" * 4_000_000]
+    },
     "or types that are not whole numbers": {"tokenizer.ggml.token_type": ["1"] * 40},
 }
 

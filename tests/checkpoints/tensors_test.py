@@ -127,6 +127,9 @@ REFUSED = [
     ("a list", [], "the header is not a JSON object"),
     ("not UTF-8", b'{"\xff": 1}', "this is not valid JSON"),
     ("deep", b"[" * 200_000, "this is not valid JSON"),
+    ("half a character", b'{"\\ud800": 1}', "a name or a text is not valid Unicode"),
+    ("half in a text", b'{"__metadata__": {"a": "\\uDC00"}}', "a name or a text is not valid Unicode"),
+    ("large", b"{" + b" " * 40_000_000 + b"}", "the names and shapes of the tensors take more than 32,000,000 bytes"),
     ("twice", b'{"a": 1, "a": 2}', "the name 'a' appears twice"),
     ("metadata", {"__metadata__": {"a": 1}}, "'__metadata__' in the header is not a table of texts"),
     ("no entry", {"a": 3}, "does not say dtype, shape and data_offsets of the tensor 'a'"),
@@ -183,6 +186,25 @@ def test_a_wrong_index_is_refused_with_a_sentence(index, said, tmp_path):
     write(tmp_path / "2.safetensors", {"c": some("U8", (2,))})
     (tmp_path / f"model{INDEX}").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=said):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("held", [r'{"\ud800": "1.safetensors"}', r'{"a": "\udc00.safetensors"}'])
+def test_an_index_of_names_that_cannot_be_encoded(held, tmp_path):
+    write(tmp_path / "1.safetensors", {"a": some("U8", (2,))})
+    (tmp_path / f"model{INDEX}").write_text(f'{{"weight_map": {held}}}')
+    with pytest.raises(CheckpointError, match="a name or a text is not valid Unicode"):
+        read(tmp_path)
+    (tmp_path / f"model{INDEX}").write_text(
+        r'{"weight_map": {"a": "1.safetensors"}, "metadata": {"b": "\ud83d\ude00"}}'
+    )
+    assert read(tmp_path).about == {"b": "\U0001f600"}  # two halves are one character
+
+
+def test_a_large_index_is_not_read_into_memory(tmp_path):
+    with (tmp_path / f"model{INDEX}").open("wb") as file:
+        file.truncate(1 << 40)  # zeros that take no place
+    with pytest.raises(CheckpointError, match="take more than 32,000,000 bytes"):
         read(tmp_path)
 
 

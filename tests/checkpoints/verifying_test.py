@@ -193,7 +193,9 @@ def test_what_is_refused(tmp_path):
         found(tmp_path, {"w": np.ones((4, 4), np.float32)}, 5, 4)
     with pytest.raises(ValueError, match="less than m, got n=4 and m=4"):
         verify(tmp_path, 4, 4)
-    with pytest.raises(CheckpointError, match="no tensor has a name that matches 'v'"):
+    with pytest.raises(
+        CheckpointError, match="no tensor has a name that matches 'v'.*as the file has them, such as 'w'"
+    ):
         verify(tmp_path, every="v")
     with pytest.raises(CheckpointError, match="is not a regular expression"):
         verify(tmp_path, every="(")
@@ -208,3 +210,20 @@ def test_the_share_of_groups_that_break_the_pattern_is_shown(tmp_path):
     assert "no: 12 % of groups have more than 2" in str(report)
     assert not report.broken
     assert "no: 100 % of groups have more than 2" in str(found(tmp_path, {"w": np.ones((8, 64), np.float32)}))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "float16", jnp.bfloat16])
+@pytest.mark.parametrize("name", ["up", "bias"])
+def test_numbers_that_are_not_finite_do_not_hold(name, dtype, value, tmp_path, monkeypatch):
+    """The value takes the place of one that is kept, so the pattern holds. It lies in the last chunk of three."""
+    monkeypatch.setattr(verifying, "CHUNK", 800)
+    tensors = {"up": pruned((32, 64), 1, dtype=jnp.dtype(dtype)), "bias": np.ones(2048, jnp.dtype(dtype))}
+    assert found(tmp_path, tensors).holds
+    flat = tensors[name].reshape(-1)
+    flat[np.flatnonzero(flat)[-1]] = value
+    report = found(tmp_path, tensors)
+    assert (report.holds, report.not_finite, report.tensors[0].state) == (False, (name,), "n:m")
+    assert str(report).endswith(f"\nNaN or infinity in {name}")
+    assert json.loads(json.dumps(report.as_dict()))["not_finite"] == [name]
+    assert verify(tmp_path, every="up").holds == (name == "bias")

@@ -172,8 +172,8 @@ def test_an_error_after_the_last_block_does_not_matter():
 @pytest.mark.parametrize("kind", ["", "jit"])
 def test_the_progress_bar_says_why(kind, monkeypatch):
     titles = []
-    monkeypatch.setattr(one_shot, "track", lambda steps, title, disable: titles.append(title) or steps)
-    nm.nnx.prune(Unusual(kind), "ste(2,4)", ARRAYS)
+    monkeypatch.setattr(one_shot, "_shown", lambda groups, title: titles.append(title) or groups)
+    nm.nnx.prune(Unusual(kind), "ste(2,4)", ARRAYS, progress=True)
     assert titles == ["Pruning" + (f", with the whole model for each block, because {INSIDE}" if kind else "")]
 
 

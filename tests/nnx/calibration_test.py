@@ -172,8 +172,27 @@ def test_magnitudes_are_those_of_a_hardened_model(text):
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (pruned.model, right)))
     assert nm.nnx.patterns(pruned.model) == nm.nnx.patterns(right)
     assert len(pruned.errors) == 7
-    for error, by_magnitude in pruned.errors.values():
+    for error, by_magnitude in nm.nnx.prune(model, recipe, batches, oneshot.magnitude, in_turn=False).errors.values():
         assert error == by_magnitude > 0
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_error_by_magnitude_is_that_of_the_dense_model(remat):
+    """By hand from the inputs that the dense model gives. So it is the same for all solvers."""
+    model = gpt(remat=remat)
+    errors = {
+        name: nm.nnx.prune(model, EVERY, TOKENS, getattr(oneshot, name)).errors for name in ("wanda", "sparsegpt")
+    }
+    dense = nm.nnx.calibrate(model, TOKENS, moments=True)
+    assert len(errors["wanda"]) == 18
+    for path, (_, by_magnitude) in errors["wanda"].items():
+        layer = functools.reduce(lambda m, s: m[int(s)] if s.isdigit() else getattr(m, s), path.split("/"), model)
+        w = np.asarray(layer.kernel[...], np.float64)
+        groups = np.abs(w).reshape(-1, 4, w.shape[1])
+        off = np.where((groups < np.sort(groups, 1)[:, 2:3]).reshape(w.shape), w, 0)
+        square = lambda v, path=path: np.einsum("io,ij,jo->", v, dense[path].moments, v)
+        assert by_magnitude == pytest.approx(square(off) / square(w), rel=1e-4)
+        assert by_magnitude == errors["sparsegpt"][path][1]
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -15,7 +15,7 @@ from flax import nnx
 
 import nmjax as nm
 from experiments import load
-from experiments.data import labelled
+from experiments.data import labelled, text
 from experiments.errors import Mistake
 from experiments.training import pretrained, settings
 from nmjax import checkpoints
@@ -321,13 +321,33 @@ def test_mistakes_are_told(change, message):
         program(CONFIG_FILE, *words)
 
 
-def test_a_tokenizer_with_far_fewer_tokens_is_refused(tmp_path):
+@pytest.mark.parametrize("size", [25, 41])
+def test_a_tokenizer_may_have_fewer_tokens_and_not_more(size, tmp_path):
+    """The model has 40."""
     shutil.copytree(BERT, tmp_path / "b")
     about = json.loads((BERT / "tokenizer.json").read_text())
-    about["model"]["vocab"] = {word: i for word, i in about["model"]["vocab"].items() if i < 25}
+    words = {word: i for word, i in about["model"]["vocab"].items() if i < size}
+    about["model"]["vocab"] = words | {f"more {i}": i for i in range(len(words), size)}
     (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
-    with pytest.raises(Mistake, match="has 25 tokens, but the model has 40. The tokenizer is that of another model"):
+    if size < 40:
         program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
+    else:
+        with pytest.raises(Mistake, match="has 41 tokens, but the model has 40. The tokenizer is that of another"):
+            program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
+
+
+def test_a_tokenizer_that_panics_is_told(tmp_path):
+    """A panic of the Rust side is no Exception of Python."""
+    shutil.copytree(BERT, tmp_path / "b")
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}  # an empty trie
+    about = json.loads((BERT / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    (tmp_path / "b/tokenizer.json").write_text(json.dumps(about))
+    with pytest.raises(
+        Mistake, match="the tokenizer of the checkpoint cannot encode the examples: index out of bounds"
+    ):
+        program(CONFIG_FILE, f"--config.weights={tmp_path}/b")
+    with pytest.raises(Mistake, match=r"the tokenizer in .*tokenizer.json cannot encode .*: index out of bounds"):
+        text.load("pydoc", tmp_path / "b", tokenizer="tokenizer")
 
 
 def test_a_tokenizer_with_more_tokens_is_refused(tmp_path):
