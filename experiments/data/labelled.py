@@ -171,7 +171,7 @@ def _row(where: str, line: str) -> tuple[str, str | None, Any]:
     if not isinstance(text, str) or not isinstance(second, str | None):
         raise Mistake(f"{where}: text and text_b are strings.")
     if isinstance(label, bool) or not isinstance(label, int | str):
-        raise Mistake(f"{where}: a label is a whole number or a name, got {str(label)[:40]!r}.")
+        raise Mistake(f"{where}: a label is a whole number or a name, got {repr(label)[:40]}.")
     return text, second, label
 
 
@@ -184,7 +184,7 @@ def _classes(labels: Sequence[Any], name: str) -> list[Any]:
     if kinds == {int} and classes != list(range(len(classes))):
         raise Mistake(f"{name}: labels that are numbers are 0, 1, ..., classes - 1; got {str(classes[:9])[:200]}.")
     if len(classes) < 2:
-        raise Mistake(f"{name}: all labels are {str(classes[0])[:40]!r}, so there is nothing to learn.")
+        raise Mistake(f"{name}: all labels are {repr(classes[0])[:40]}, so there is nothing to learn.")
     return classes
 
 

@@ -209,7 +209,15 @@ def _times(kind: str, parameters: Mapping[str, Any]) -> int:
 
 
 def programs(values: Iterable[Any]) -> Iterator[core.Jaxpr]:
-    """Yield the programs among the parameters of an equation."""
+    """Yield the programs among the parameters of an equation.
+
+    Args:
+      values: The parameters. Tuples and lists may hold programs too.
+
+    >>> [equation] = jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr.eqns
+    >>> [[inner.primitive.name for inner in program.eqns] for program in programs(equation.params.values())]
+    [['sin']]
+    """
     for value in values:
         if isinstance(value, core.ClosedJaxpr):
             yield value.jaxpr
