@@ -403,6 +403,7 @@ def test_a_length_that_the_model_does_not_take_is_refused(kind, capsys, tmp_path
     longest = checkpoints.load(source).length
     asked = ["prune", source, "--method", "wanda", "--data", data, "--out", tmp_path / "sparse", "--length"]
     assert run(capsys, *asked, longest)[0] == 0
+    asked[asked.index(tmp_path / "sparse")] = tmp_path / "other"
     said = f"--length {longest + 1}: the model takes at most {longest} tokens."
     status, _, err = run(capsys, *asked, longest + 1)
     assert (status, said in err) == (2, True)
