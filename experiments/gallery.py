@@ -96,9 +96,9 @@ def keep(source: Path, target: Path) -> None:
         raise Mistake(f"--keep copies the runs to {target}, so --to must be another folder.")
     for shelf in SHELVES:
         for name in shelf.names:
-            shutil.rmtree(target / name, ignore_errors=True)
-            (target / name).mkdir(parents=True)
+            (target / name).mkdir(parents=True, exist_ok=True)
             for file in FILES:
+                (target / name / file).unlink(missing_ok=True)
                 if (source / name / file).exists():
                     shutil.copy(source / name / file, target / name)
 

@@ -86,9 +86,11 @@ def test_the_pages_compare_a_run_with_the_seeds_of_its_report_only(runs, tmp_pat
 def test_what_a_report_needs_is_kept(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "SHELVES", SHELVES)
     (tmp_path / "kept" / "vit_24").mkdir(parents=True)
-    (tmp_path / "kept" / "vit_24" / "old.txt").write_text("of an earlier run")
+    (tmp_path / "kept" / "vit_24" / "mine.txt").write_text("of somebody")
+    (tmp_path / "kept" / "vit_24" / "run.json").write_text("of an earlier run")
     gallery.keep(runs, tmp_path / "kept")
-    assert {p.name for p in (tmp_path / "kept" / "vit_24").iterdir()} == set(gallery.FILES)
+    assert {p.name for p in (tmp_path / "kept" / "vit_24").iterdir()} == {*gallery.FILES, "mine.txt"}
+    assert (tmp_path / "kept" / "vit_24" / "run.json").read_text() == (runs / "vit_24" / "run.json").read_text()
     with pytest.raises(gallery.Mistake, match="must be another folder"):
         gallery.keep(runs, tmp_path / "kept" / ".." / "runs")
     reports = ("vit_24.html", "vit_dense.html", "compare-small.html", "index.html")
