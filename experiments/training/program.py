@@ -281,7 +281,7 @@ class Program:
         number, batch = numbered
         batch = jax.lax.with_sharding_constraint(batch, self.split)
         model = nnx.merge(self.graph, params, rest)
-        nm.nnx.set_step(model, now, number)
+        nm.nnx.set_step(model, now, number, since=now - 1)  # runs side by side have one step
         timed = nnx.as_pure(nnx.split(model, nnx.Param, ...)[2])
         loss = partial(self._loss, rest=timed, batch=batch, forms=forms)
         grads, (figures, new) = jax.grad(loss, has_aux=True)(params)
@@ -308,7 +308,7 @@ class Program:
             return {}
         model = nnx.merge(self.graph, params, rest, copy=True)
         model.train()
-        nm.nnx.set_step(model, now)
+        nm.nnx.set_step(model, now, since=now - 1)
         return nm.nnx.pack(model, *self.task.example(self.micro_batch))
 
     def _accumulated(self, micro_step: Callable, rest: Any, batch: Any) -> tuple[Any, tuple]:
@@ -375,7 +375,8 @@ class Program:
         batch = jax.tree.map(lambda v: v[: self.micro_batch], batch)
         model = nnx.merge(self.graph, state.params, state.rest, copy=True)
         model.train()
-        nm.nnx.set_step(model, self._now(state))
+        now = self._now(state)
+        nm.nnx.set_step(model, now, since=now - 1)
         weights = nm.nnx.weights(model)
         errors = nm.nnx.gradient_errors(model, lambda model: self.task.loss(model, batch)[0])
         tables = {}

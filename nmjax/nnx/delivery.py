@@ -217,7 +217,7 @@ def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:
 # ---- time and state ----
 
 
-def set_step(model: Any, step: Any, micro: Any = 0) -> None:
+def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
     """Set the step of every layer, and update its state if the schedule says so.
 
     Call it once for every (micro-)step, outside the loss. Inside `jit`, one program serves all steps.
@@ -227,6 +227,8 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
       step: The step of training, an integer. Schedules and random numbers depend on it.
       micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own random numbers; held
         masks stay.
+      since: The step of the last call, if it is known to be the same for all models of a `jax.vmap`. Then state is
+        computed only at steps at which it is due; otherwise at all. By default each model knows it.
 
     Raises:
       TypeError: ``step`` or ``micro`` is not an integer.
@@ -245,7 +247,7 @@ def set_step(model: Any, step: Any, micro: Any = 0) -> None:
         try:
             if site.state is not None:
                 with jax.named_scope(site.name):
-                    _write_state(site, _new_state(layer, site.states(), step, site.step))
+                    _write_state(site, _new_state(layer, site.states(), step, site.step if since is None else since))
             if site.time is not None:
                 write(site.time, times(layer, step, micro))
         except errors.TraceContextError as error:
