@@ -144,6 +144,71 @@ def test_a_tied_head_of_linen_is_refused():
     assert all(int(count) == 0 for count in nm.linen.violations(hard).values())
 
 
+@jax.custom_jvp
+def turned(w):
+    return w.T
+
+
+turned.defjvp(lambda primals, tangents: (primals[0].T, tangents[0].T))
+
+HEADS = {  # how a head of width 8 is made of the kernel, (8, 16)
+    "jit": lambda w, h: h @ jax.jit(lambda w: w.T)(w),
+    "checkpoint": lambda w, h: h @ jax.checkpoint(lambda w: w.T)(w),
+    "custom_jvp": lambda w, h: h @ turned(w),
+    "cond": lambda w, h: h @ lax.cond(h.sum() > 0, lambda: w.T, lambda: w.T),
+    "one branch": lambda w, h: h @ lax.cond(h.sum() > 0, lambda: w.T, lambda: jnp.ones((16, 8))),
+    "scatter-add": lambda w, h: h @ w.at[0].add(1.0).T,
+    "scatter-mul": lambda w, h: h @ w.at[0].multiply(2.0).T,
+    "carry": lambda w, h: lax.fori_loop(0, 2, lambda i, c: (w, h @ c[0].T), (jnp.zeros_like(w), h[:, :8]))[1],
+    "scanned": lambda w, h: lax.scan(lambda c, _: (w, h @ c.T), jnp.zeros_like(w), None, length=2)[1][1],
+    "through a scan": lambda w, h: h @ lax.scan(lambda c, x: (c, x), h, w[None])[1][0].T,
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_weight_is_followed_through_inner_programs(head):
+    class Model(Tied):
+        def __call__(self, x):
+            return head(self.up.kernel[...], jnp.tanh(self.up(x)))
+
+    with pytest.raises(ValueError, match="up: .* takes kernel"):
+        nm.nnx.sparsify(Model(nnx.Rngs(0)), RECIPE, X)
+    with pytest.raises(ValueError, match="up: .* takes kernel"):
+        nm.nnx.harden(nm.nnx.sparsify(Model(nnx.Rngs(0)), RECIPE), X)
+
+
+class MethodHead(Tied):
+    @nnx.jit
+    def head(self):
+        return self.up.kernel[...].T
+
+    def __call__(self, x):
+        return jnp.tanh(self.up(x)) @ self.head()
+
+
+def test_a_head_that_a_compiled_method_returns_is_refused():
+    with pytest.raises(ValueError, match="up: dot_general takes kernel"):
+        nm.nnx.sparsify(MethodHead(nnx.Rngs(0)), RECIPE, X)
+
+
+class Stack(nnx.Module):
+    """Layers that a scan slices: Flax returns their parameters from the scan, which is no use of them."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs), in_axes=0, out_axes=0)
+        self.layers = make(rngs.fork(split=3))
+
+    def __call__(self, x):
+        return nnx.scan(nnx.remat(lambda x, layer: jnp.tanh(layer(x))), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.layers
+        )
+
+
+def test_a_stack_of_layers_is_hardened():
+    model = nm.nnx.sparsify(Stack(nnx.Rngs(0)), RECIPE, X)
+    assert nm.nnx.violations(nm.nnx.harden(model, X))["layers/kernel"] == 0
+
+
 def test_uses_are_of_the_parameter_that_they_take():
     """Constants of a while loop's condition and body, a stack and a carry are told apart by their places."""
 
