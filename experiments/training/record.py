@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import json
+import os
 import re
 import secrets
 import statistics
@@ -28,6 +30,7 @@ FILES = (  # likewise
     "config.json", "metrics.jsonl", "pictures.npz", "plan.html", "plan.txt", "report.html", "run.json", "run.lock",
     "text.json",
 )  # fmt: skip
+ASIDE = "unreadable-metrics.jsonl"  # the end of the name of a copy of metrics.jsonl with lines that no run writes
 LABELS = ("tags", "note")  # of run.json: a run that continues keeps them, unless they are given again
 SHOWING = 0.05  # the share of a run's time that reports may take while it goes on
 
@@ -54,7 +57,7 @@ class Record:
         with writable(workdir):
             remove_drafts(workdir, "|".join(map(re.escape, FILES)))
             remove_drafts(workdir / "checkpoints", r"\d+\.json")
-            remove_drafts(workdir / "model", ".+")
+            remove_drafts(workdir / "model", r".+\.json")
             replace(workdir / "config.json", identity.text)
             replace(workdir / "plan.txt", f"{plan}\n")
             replace(workdir / "plan.html", report.plan_page(about["name"], plan._repr_html_()))
@@ -84,7 +87,8 @@ class Record:
         """Open the files of numbers at a step. Lines of later steps are dropped, and a line that was cut off."""
         found = _lines(self.metrics)
         if len(found) < len(whole := lines(self.metrics)):
-            copy = self.dir / "unreadable-metrics.jsonl"
+            names = itertools.chain([ASIDE], (f"{number}-{ASIDE}" for number in itertools.count(2)))
+            copy = next(path for name in names if not os.path.lexists(path := self.dir / name))
             replace(copy, self.metrics.read_bytes())
             self._tell(
                 f"{len(whole) - len(found)} lines of {self.metrics} are not of a run: left out. {copy} has them."
@@ -267,7 +271,10 @@ def _refuse_foreign(workdir: Path, identity: Identity) -> None:
     begun = (workdir / "config.json").is_file() and digest.recorded(workdir).lasting == identity.lasting
     known = {*FILES, *FOLDERS} if begun else {lock.NAME, "twin"}  # a twin is trained first
     draft = re.compile(rf"\.({'|'.join(map(re.escape, FILES))})\.[0-9a-f]{{8}}")
-    foreign = sorted(p.name for p in workdir.iterdir() if p.name not in known and not draft.fullmatch(p.name))
+    aside = lambda name: begun and name.endswith(ASIDE)
+    foreign = sorted(
+        p.name for p in workdir.iterdir() if p.name not in known and not draft.fullmatch(p.name) and not aside(p.name)
+    )
     if foreign:
         raise Mistake(
             f"--workdir={workdir} holds {foreign[0]!r}, which is not of a run. A run replaces and removes files in its "

@@ -196,7 +196,7 @@ class Stack(nnx.Module):
 
     def __init__(self, rngs):
         make = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs), in_axes=0, out_axes=0)
-        self.layers = make(rngs.fork(split=3))
+        self.layers = make(rngs.split(3))
 
     def __call__(self, x):
         return nnx.scan(nnx.remat(lambda x, layer: jnp.tanh(layer(x))), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
