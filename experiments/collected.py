@@ -11,6 +11,7 @@ from typing import Any
 from experiments import files
 from experiments.errors import Mistake
 from experiments.members import Member
+from experiments.report.runs import is_line
 from experiments.training import record
 
 FORMAT = 1  # of a line of results: readers refuse lines of another format
@@ -31,7 +32,7 @@ def lines(runs: list[Member], workdir: Path) -> Iterator[dict]:
 
 def curves(directory: Path) -> dict[str, dict[str, list]]:
     """Return what a run evaluated and measured over its steps, to five digits. Measures by layer become their mean."""
-    metrics = files.lines(directory / "metrics.jsonl")
+    metrics = [line for line in files.lines(directory / "metrics.jsonl") if is_line(line)]
     return {kind: _curves([line for line in metrics if line["kind"] == kind]) for kind in ("eval", "sparsity")}
 
 

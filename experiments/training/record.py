@@ -100,7 +100,7 @@ class Record:
         self._step = step
         self._events.text(step, "command", board.block(self.about.get("command", "")))
         self._events.text(step, "config", board.block(self._identity.text))
-        self._began -= max((line["seconds"] for line in kept), default=0.0)
+        self._began -= max((line.get("seconds", 0.0) for line in kept), default=0.0)
         if self._sink:
             self._open_sink(step)
         if not kept:  # without figures a page takes no time

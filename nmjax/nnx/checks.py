@@ -48,14 +48,18 @@ def check_uses(sparse: list[tuple[Layer, Sparsity]], others: Mapping[int, list[s
       sparse: The layers, and what they prune.
       others: The operations that take a weight elsewhere, by the id of its variable (`recording.other_uses`).
     """
-    lines = [
-        f"  {layer.path or 'the model'}: {', '.join(others[id(layer.kernel)])} takes {layer.weight_name} of shape "
-        f"{tuple(layer.kernel.shape)}, which fwd_rhs={sparsity.fwd_rhs} prunes in the layer only"
+    refused = [
+        (layer, sparsity)
         for layer, sparsity in sparse
         if sparsity.fwd_rhs != identity and layer.has_weight and layer.mask is None and id(layer.kernel) in others
     ]
-    if lines:
-        rules = ", ".join(f'(r"{re.escape(layer.path)}", "dense")' for layer, _ in sparse if id(layer.kernel) in others)
+    if refused:
+        lines = [
+            f"  {layer.path or 'the model'}: {', '.join(others[id(layer.kernel)])} takes {layer.weight_name} of shape "
+            f"{tuple(layer.kernel.shape)}, which fwd_rhs={sparsity.fwd_rhs} prunes in the layer only"
+            for layer, sparsity in refused
+        ]
+        rules = ", ".join(f'(r"{re.escape(layer.path)}", "dense")' for layer, _ in refused)
         raise ValueError(
             "\n".join(["The call uses weights outside of their layers too, as a tied head does:", *lines])
             + "\nSuch a weight has no single final form. To prune every product with it, use nm.transform(..., "

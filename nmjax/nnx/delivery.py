@@ -227,8 +227,8 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
       step: The step of training, an integer. Schedules and random numbers depend on it.
       micro: The micro-step of gradient accumulation, an integer. Every micro-step has its own random numbers; held
         masks stay.
-      since: The step of the last call, if it is known to be the same for all models of a `jax.vmap`. Then state is
-        computed only at steps at which it is due; otherwise at all. By default each model knows it.
+      since: The step of the last call. By default the model's own time says it. Under `jax.vmap` over models, pass
+        one number: then new masks are computed only at steps at which they are due, and not at every step.
 
     Raises:
       TypeError: ``step`` or ``micro`` is not an integer.

@@ -21,7 +21,7 @@ import pytest
 from flax import nnx
 
 import nmjax as nm
-from experiments import command, files
+from experiments import collected, command, files
 from experiments.errors import Failed, Mistake
 from experiments.report.runs import parse_metrics
 from experiments.scale import signals
@@ -252,7 +252,8 @@ def test_lines_that_are_json_and_no_lines_of_a_run(tmp_path):
     first, rest = good.split("\n", 1)
     wrong = ['{"step": 3}', "[1, 2]", '{"kind": "eval", "step": "3"}', '{"kind": "eval", "step": -1}', "7"]
     wrong += ['{"kind": "train", "step": 1, "seconds": "x"}', '{"kind": "train", "step": true}']
-    path.write_text("\n".join([first, *wrong, rest]))
+    no_time = '{"kind": "note", "step": 1}'  # a kind that this version does not write: it is kept
+    path.write_text("\n".join([first, *wrong, no_time, rest]))
     metrics, complaints = parse_metrics(path.read_text())
     assert complaints == ("metrics.jsonl: skipped lines that cannot be read: 2, 3, 4, 5, 6, 7, 8.",)
     about = json.loads((tmp_path / "a" / "run.json").read_text())
@@ -261,9 +262,11 @@ def test_lines_that_are_json_and_no_lines_of_a_run(tmp_path):
     command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
     assert (tmp_path / "a" / "unreadable-metrics.jsonl").read_text() == damaged
     strip = lambda text: [json.loads(line) | {"seconds": 0} for line in text.splitlines()]
-    assert [line for line in strip(path.read_text()) if line["kind"] != "test"] == [
+    assert [line for line in strip(path.read_text()) if line["kind"] not in ("test", "note")] == [
         line for line in strip(good) if line["kind"] != "test"
     ]
+    assert no_time in path.read_text()
+    assert set(collected.curves(tmp_path / "a")) == {"eval", "sparsity"}
 
 
 def array(*shape, dtype=jnp.float32):
