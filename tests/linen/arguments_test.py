@@ -137,7 +137,7 @@ def test_a_layer_is_its_product_by_hand(layer, text):
         sparsity, words = nm.parse(text), sites.site_words(SEED, "layer")
         axes = {"contract": contract, "out": out}
         state = sparsity.init(w, **axes, ctx=nm.Ctx(words))
-        state = sparsity.refresh(w, **axes, ctx=nm.Ctx(words, STEP, state))
+        state = sparsity.refresh(w, **axes, ctx=nm.Ctx(words, STEP, state, since=0))
         ctx = nm.Ctx(sites.site_key(words, MICRO), STEP, state)
         y, back = jax.vjp(lambda w, x: product(x, w, sparsity=sparsity, ctx=ctx), w, x)
         return y, *back(g)
@@ -373,7 +373,7 @@ def one_layer(text, w, words, x):
     """Return the output of one layer of a stack, computed by hand."""
     sparsity, plain = nm.parse(text), jax.lax.stop_gradient(w)
     state = sparsity.init(plain, contract=0, out=1)
-    state = sparsity.refresh(plain, contract=0, out=1, ctx=nm.Ctx(words, STEP, state))
+    state = sparsity.refresh(plain, contract=0, out=1, ctx=nm.Ctx(words, STEP, state, since=0))
     return nm.einsum("ti,io->to", x, w, sparsity=sparsity, ctx=nm.Ctx(sites.site_key(words, MICRO), STEP, state))
 
 

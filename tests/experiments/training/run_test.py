@@ -253,7 +253,11 @@ def test_weights_that_are_drawn_have_no_flips():
     ("name", "change", "said"),
     [
         ("vit_24", "rules=(('mlp','blocks'),)", r"(?s)apply to no layer.*The layers are:\n  blocks/0"),
-        ("vit_24", "rules=(('patches','blocks'),)", "patches: .* where it has one value, and a group has 4"),
+        (
+            "vit_24",
+            "rules=(('patches','blocks'),)",
+            r"(?s)patches: .* where it has one value, and a group has 4.*  \(r\"patches\", \"dense\"\),",
+        ),
         ("vit_24", "batch=6", "4 devices"),
         ("vit_24", "model.size=tine", r"config.model.size='tine' is not known. Did you mean 'tiny'\?"),
         ("vit_24", "model.patch=3", "the model: patch must divide image"),
