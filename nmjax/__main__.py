@@ -282,7 +282,8 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
 
 def _matrix(layer: Any) -> tuple[int, int]:
     """Return the inputs and outputs of a layer as a matrix."""
-    inputs = math.prod(layer.kernel.shape[a] for a in layer.contracted)
+    shape = layer.product.rhs.shape
+    inputs = math.prod(shape[axis] for axis in layer.operand.contract)
     return inputs, layer.kernel.size // inputs
 
 

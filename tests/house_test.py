@@ -29,7 +29,7 @@ HOUSE = {
         ),
         "products": (
             "slot", "pruning", "ragged", "sparsity", "operations", "compaction", "layout", "routes", "forms", "fit",
-            "keeping", "applying", "weights", "rule", "activated", "functions", "sites",
+            "keeping", "applying", "weights", "rule", "activated", "functions",
         ),
         "recipes": ("methods", "text", "table", "missed"),
         "analysis": ("flops", "scopes", "refusals", "savings", "runs", "plan", "patterns", "metrics", "picture"),

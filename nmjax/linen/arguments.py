@@ -8,12 +8,13 @@ import jax
 from flax import linen as nn
 
 from nmjax.core.value import Value
-from nmjax.linen.variables import SiteVariable, WeightOrigin, context_of, named, site_of
+from nmjax.linen.variables import SiteVariable, WeightOrigin, named, site_of
 from nmjax.products import operations, rule
 from nmjax.products.fit import fitting
 from nmjax.products.operations import Operation
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Step
+from nmjax.programs.sites import context
 from nmjax.recipes.table import Recipe
 
 
@@ -84,7 +85,7 @@ class Product(nn.Module):
             steps = (Step("dtype", rhs.dtype),)
             origin = WeightOrigin(path, self.recipe(path), self.seed, operand, rhs.shape, steps)
             site = self._site(origin, rhs, fitting(op, lhs, rhs, origin.sparsity, tokens_known=False)[0])
-            ctx = context_of(*site.own())
+            ctx = context(*site.site.arrays)
         return rule.bilinear(op, lhs, rhs, site.sparsity, ctx, self.recipe.backend, name=path or "the layer")
 
     def _site(self, origin: WeightOrigin, rhs: jax.Array, fitted: Sparsity) -> SiteVariable:

@@ -1,7 +1,7 @@
 """Time, state and final forms of the weights in a model's variables."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -10,16 +10,12 @@ from flax import linen as nn
 from flax.core import meta
 from jaxtyping import Array, Float
 
-from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
-from nmjax.core.context import Ctx
-from nmjax.core.pruner import Pruner
-from nmjax.linen.leaves import Leaves, Names, Sited
+from nmjax.analysis.patterns import Pattern, checked
+from nmjax.linen.leaves import Leaves, Sited
 from nmjax.linen.planning import other_uses, refused_use
-from nmjax.linen.variables import SiteVariable, context_of, named, states
-from nmjax.products import sites
-from nmjax.products.pruning import along
-from nmjax.products.slot import slot_context
+from nmjax.linen.variables import SiteVariable
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs.sites import Site, Unfinished, check_time, stored_axes, warn_unfinished
 from nmjax.pruners import identity
 
 Variables = TypeVar("Variables", bound=Mapping[str, Any])
@@ -46,9 +42,8 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
     >>> print(variables["nm"]["Product_0"]["site"].time.ravel())
     [3 0]
     """
-    sites.check_time(step, micro)
-    now = jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
-    return _with_layers(variables, lambda layer: layer.over(partial(_renewed, now=now, since=_step(layer))))
+    check_time(step, micro)
+    return _with_layers(variables, lambda layer: (layer.site.at(layer.value, step, micro), layer.weight))
 
 
 def reset_state(variables: Variables) -> Variables:
@@ -65,7 +60,7 @@ def reset_state(variables: Variables) -> Variables:
     >>> print(nm.linen.reset_state(variables)["nm"]["Product_0"]["site"].state["fwd_rhs"].ravel())
     [2.2]
     """
-    return _with_layers(variables, lambda layer: layer.over(partial(_renewed, now=None, since=None)))
+    return _with_layers(variables, lambda layer: (layer.site.renewed(layer.value), layer.weight))
 
 
 def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, **options: Any) -> Variables:
@@ -101,23 +96,18 @@ def harden(variables: Variables, model: nn.Module | None = None, *inputs: Any, *
     before = Leaves.of(variables).sites()
     others: Mapping[str, list[str]] = {} if model is None else other_uses(model, inputs, options)
     for layer in before:
-        if layer.site.sparsity.fwd_rhs != identity and layer.weight_path in others:
-            raise ValueError(refused_use(layer.path, layer.site.sparsity, others[layer.weight_path]))
-    hard = _with_layers(variables, _hard)
-    unfinished = [(one.path, sites.inputs_unfinished(one.site.sparsity, one.site.time)) for one in before]
-    sites.warn_unfinished(_distances(variables, hard), unfinished, stacklevel=3)
-    return hard
+        if layer.variable.sparsity.fwd_rhs != identity and layer.weight_path in others:
+            raise ValueError(refused_use(layer.path, layer.variable.sparsity, others[layer.weight_path]))
+    found: list[Unfinished] = []
 
+    def hard(layer: Sited) -> tuple[Site, jax.Array]:
+        final, site = layer.site.hardened(layer.value)
+        found.append(layer.site.unfinished(layer.value, final))
+        return site, layer.back(final)
 
-def _distances(variables: Mapping[str, Any], hard: Mapping[str, Any]) -> Iterator[sites.Distance]:
-    """Yield (path, pruner, step, distance) of each weight with a schedule, as `warn_unfinished` takes them."""
-    final = {layer.where: layer.weight for layer in Leaves.of(hard).sites()}
-    for layer in Leaves.of(variables).sites():
-        p = layer.site.sparsity.fwd_rhs
-        step = sites.compared_at(p, layer.site.time)
-        if step is not None and not isinstance(final[layer.where], jax.core.Tracer):
-            now = called(layer, p, p, back=True)
-            yield layer.path, p, step, sites.distance(now, final[layer.where])
+    hardened = _with_layers(variables, hard)
+    warn_unfinished(found, stacklevel=3)
+    return hardened
 
 
 def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:
@@ -137,52 +127,15 @@ def paths(variables: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(site.origin.path for site in jax.tree.leaves(variables.get("nm"), is_leaf=is_site))
 
 
-def _step(layer: Sited) -> Any:
-    """Return the step of a layer: one for a whole stack. None if it keeps no time."""
-    return None if layer.site.time is None else layer.over(lambda site, _: site.own()[1][0], out=0).max()
-
-
-def _renewed(
-    site: SiteVariable, weight: jax.Array, now: jax.Array | None, since: Any
-) -> tuple[SiteVariable, jax.Array]:
-    """Return a layer at another time; without a time, with new state at its own."""
-    words, time, state = site.own()
-    step: Any = 0
-    if now is not None:
-        step = now[0]
-    elif time is not None:
-        step = time[0]
-    if state is not None:
-        make = site.sparsity.init if now is None else site.sparsity.refresh
-        state = states(site.origin, make, weight, Ctx(words, step, state, since=since))
-    if now is not None and time is not None:
-        time = now
-    return site.holding(words, time, state), weight
-
-
-def _hard(layer: Sited) -> tuple[SiteVariable, jax.Array]:
-    _ = layer.final  # it raises an error if the weight has no single final form
-    return layer.over(_hardened)
-
-
-def _hardened(site: SiteVariable, weight: jax.Array) -> tuple[SiteVariable, jax.Array]:
-    origin, (p, rest) = site.origin, sites.final(site.sparsity)
-    if p != identity:
-        state = site.own()[2]
-        form = lambda w: sites.final_weight(site.sparsity, w, origin.operand, state)
-        weight = origin.parameter.apply(form, weight, back=True)
-    return site.replace(sparsity=rest, words=None, time=None, state=None), weight
-
-
-def _with_layers(variables: Variables, change: Callable[[Sited], tuple[SiteVariable, jax.Array]]) -> Variables:
-    """Return the variables with the variable and the weight of every sparse layer as ``change`` makes them."""
+def _with_layers(variables: Variables, change: Callable[[Sited], tuple[Site, jax.Array]]) -> Variables:
+    """Return the variables with the site and the weight of every sparse layer as ``change`` makes them."""
     leaves = Leaves.of(variables)
     by_name = dict(leaves.by_name)
     for layer in leaves.sites():
-        if layer.site.sparsity == Sparsity():
+        if layer.variable.sparsity == Sparsity():
             continue
-        with named(layer.path):
-            by_name[layer.name], weight = change(layer)
+        site, weight = change(layer)
+        by_name[layer.name] = layer.variable.holding(site)
         by_name[layer.where] = meta.replace_boxed(by_name[layer.where], weight)
     return leaves.tree.unflatten(by_name.values())
 
@@ -213,20 +166,9 @@ def patterns(variables: Mapping[str, Any]) -> dict[str, Pattern | None]:
 
 
 def _pattern(layer: Sited) -> Pattern | None:
-    pattern, origin = layer.final[0].pattern, layer.site.origin
-    if pattern is None:
-        return None
-    axes = origin.parameter.axes(origin.shape)
-    if axes is None:
-        raise ValueError(
-            f"{layer.path or 'the model'}: the layer reshapes {origin.weight} of shape {origin.shape} before its "
-            "product, so that its groups lie along no axes of it. Use violations(variables), which reshapes it too."
-        )
-    own = list(range(layer.weight.ndim))
-    for axis in layer.site.stack:
-        own.pop(axis)
-    contracted = (axes[a] for a in origin.operand.contract)
-    return Pattern(*pattern, tuple(own[a] for a in contracted if a is not None))
+    pattern = layer.before.pattern(layer.value)
+    axes = layer.variable.axes
+    return pattern and replace(pattern, axes=stored_axes(pattern.contracted, axes, layer.weight.ndim))
 
 
 def violations(variables: Mapping[str, Any]) -> dict[str, jax.Array | None]:
@@ -251,16 +193,7 @@ def violations(variables: Mapping[str, Any]) -> dict[str, jax.Array | None]:
     >>> nm.linen.violations(nm.linen.harden(variables))
     {'kernel': Array(0, dtype=int32)}
     """
-    return checked({layer.weight_path: _broken(layer) for layer in Leaves.of(variables).sites()})
-
-
-def _broken(layer: Sited) -> jax.Array | None:
-    pattern, origin = layer.final[0].pattern, layer.site.origin
-    if pattern is None:
-        return None
-    promised = Pattern(*pattern, origin.operand.contract)
-    count = lambda _, weight: origin.parameter.apply(lambda w: groups_that_break(w, promised), weight)
-    return layer.over(count, out=0).sum()
+    return checked({layer.weight_path: layer.before.broken(layer.value) for layer in Leaves.of(variables).sites()})
 
 
 def masks(variables: Mapping[str, Any]) -> Any:
@@ -283,46 +216,12 @@ def masks(variables: Mapping[str, Any]) -> Any:
     >>> masks["kernel"].shape, int(masks["kernel"].sum()), bool(masks["bias"])
     ((8, 4), 16, True)
     """
-    made: dict[Names, jax.Array] = {}
-    for layer in Leaves.of(variables).sites():
-        p = layer.site.sparsity.fwd_rhs
-        if p != identity:
-            layer.check()
-            made[layer.where] = called(layer, p, p.mask, back=True)
+    sparse = [one for one in Leaves.of(variables).sites() if one.variable.sparsity.fwd_rhs != identity]
+    made = {layer.where: layer.back(layer.site.mask(layer.value)) for layer in sparse}
     boxed = lambda v: isinstance(v, meta.AxisMetadata)
     flat, tree = jax.tree_util.tree_flatten_with_path(variables["params"], is_leaf=boxed)
     name = lambda keys: ("params", *(getattr(part, "key", part) for part in keys))
     return tree.unflatten([meta.replace_boxed(v, made.get(name(keys), jnp.array(True))) for keys, v in flat])
-
-
-def called(layer: Sited, p: Pruner, call: Callable[..., jax.Array], *, back: bool = False) -> jax.Array:
-    """Call a pruner, or its mask, on a layer's weight as the product gets it, with the layer's time, noise and state.
-
-    Args:
-      layer: The layer, or a stack.
-      p: The pruner of its weight.
-      call: The pruner itself, or its ``mask``.
-      back: True for the result in the layout of the weight; else in that of the operand, with the axes of stacks first.
-    """
-    origin = layer.site.origin
-    label, operand = f"{layer.path or 'the model'}: fwd_rhs={p}", origin.operand
-
-    def one(site: SiteVariable, weight: jax.Array) -> jax.Array:
-        ctx = slot_context(context_of(*site.own()), "fwd_rhs")
-
-        def of_operand(w: jax.Array) -> jax.Array:
-            result, restore = along(label, p, w, operand, ctx, call)
-            return restore(result)
-
-        return origin.parameter.apply(of_operand, weight, back=back)
-
-    return layer.over(one, None if back else 0)
-
-
-def operand_of(layer: Sited) -> jax.Array:
-    """Return the weight as the product gets it, with the axes of stacks first."""
-    parameter: Any = layer.site.origin.parameter
-    return layer.over(lambda site, weight: parameter.apply(lambda w: w, weight), 0)
 
 
 def scales(variables: Mapping[str, Any]) -> dict[str, Float[Array, "*stack"]]:
@@ -343,16 +242,5 @@ def scales(variables: Mapping[str, Any]) -> dict[str, Float[Array, "*stack"]]:
     >>> nm.linen.scales(nm.linen.reset_state(variables))
     {'': Array(2.2, dtype=float32)}
     """
-    by_path = {layer.path: _scale(layer) for layer in Leaves.of(variables).sites()}
+    by_path = {layer.path: layer.site.scale for layer in Leaves.of(variables).sites()}
     return {path: scale for path, scale in by_path.items() if scale is not None}
-
-
-def _scale(layer: Sited) -> jax.Array | None:
-    """Return the scale in the state of a layer, or None if there is none."""
-    state = layer.site.state
-    if state is None or "fwd_rhs" not in state:
-        return None
-    leaves = lambda site: jax.tree.leaves(site.own()[2]["fwd_rhs"])
-    of_layer: Callable[..., Any] = lambda site, _: [value for value in leaves(site) if value.ndim == 0]  # no norms
-    scale = [v for v in jax.tree.leaves(layer.over(of_layer, 0)) if jnp.issubdtype(v.dtype, jnp.floating)]
-    return scale[-1] if scale else None

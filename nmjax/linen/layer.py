@@ -10,13 +10,14 @@ from flax.core.scope import subtract_filters
 
 from nmjax.analysis.refusals import fitting_all
 from nmjax.linen.doors import Weight
-from nmjax.linen.variables import SiteVariable, WeightOrigin, context_of, named, site_of
+from nmjax.linen.variables import SiteVariable, WeightOrigin, named, site_of
 from nmjax.products import rule
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Step, moves
 from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import run
+from nmjax.programs.sites import context
 from nmjax.recipes.table import Recipe
 
 
@@ -178,7 +179,7 @@ class Call(NamedTuple):
         own: dict[str, Any] = {}
         for name, site in sites.items():
             with named(path_of[name]):
-                own[name] = site.own()
+                own[name] = site.site.arrays
 
         def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
             name = product.parameter.path
@@ -196,7 +197,7 @@ class Call(NamedTuple):
                     "axes than the "
                     f'call in init did. It has no single pattern, so leave the layer dense: (r"{path}", "dense").'
                 )
-            ctx = context_of(*arrays)
+            ctx = context(*arrays)
             return rule.bilinear(
                 product.op, x, w, site.sparsity, ctx, backend, name=path or "the layer", extra=product.extra
             )

@@ -1,16 +1,14 @@
 """The weights and the variables of layers, as leaves of a model's variables."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 from flax.core import meta
 
-from nmjax.core.pruner import Pruner
 from nmjax.linen.variables import PASS_NM, SiteVariable, named
-from nmjax.products import sites
 from nmjax.products.sparsity import Sparsity
-from nmjax.pruners import identity
+from nmjax.programs.sites import Site, first, stored
 
 Names = tuple[Any, ...]
 
@@ -56,7 +54,7 @@ class Sited(NamedTuple):
       path: The path of the layer in the model that ran init.
       name: The keys that lead to the variable.
       where: The keys that lead to the weight.
-      site: The variable.
+      variable: The variable.
       weight: The weight. None if a dense layer does not have it as a parameter.
     """
 
@@ -64,43 +62,35 @@ class Sited(NamedTuple):
     path: str
     name: Names
     where: Names
-    site: SiteVariable
+    variable: SiteVariable
     weight: Any
 
     def check(self) -> None:
         """Refuse a weight that is missing, or not stacked as its variable is."""
         if self.weight is None:
             raise ValueError(f"{self.weight_path} is missing from 'params'. Pass the parameters of the whole model.")
-        site, shape = self.site, self.site.origin.shape
+        site, shape = self.variable, self.variable.origin.shape
         if self.weight.ndim != len(shape + site.stack) or site.unstacked(self.weight.shape)[1] != shape:
             stacked = f"{shape} stacked along {site.stack or 'no axis'}"
             raise ValueError(f"its weight has shape {self.weight.shape}, but 'nm' is for {stacked}. {PASS_NM}")
 
-    def over(self, f: Callable[..., Any], out: int | None = None) -> Any:
-        """Return what ``f(site, weight)`` gives for each layer.
-
-        Args:
-          f: A function of the variable and the weight of one layer.
-          out: The axis of the results that stacks layers; if None, that which stacks the weights.
-        """
-        for axis in reversed(self.site.stack):
-            f = jax.vmap(f, axis, axis if out is None else out)
-        return f(self.site, self.weight)
+    @property
+    def value(self) -> jax.Array:
+        """The weight, as the verbs of a site take it."""
+        self.check()
+        return first(self.weight, self.variable.axes)
 
     @property
-    def final(self) -> tuple[Pruner, Sparsity]:
-        """The pruner that hardens the weight, and the sparsity after that.
-
-        Raises:
-          ValueError: The weight has no single final form.
-        """
-        origin = self.site.origin
+    def site(self) -> Site:
+        """The site of the weight."""
         with named(self.path):
-            final = sites.final(origin.sparsity)
-            if final[0] != identity and origin.elsewhere:
-                raise ValueError(
-                    f"fwd_rhs={origin.sparsity.fwd_rhs} prunes {origin.weight} of shape {origin.shape}, which has no "
-                    f"single final form, because it also goes into {', '.join(origin.elsewhere)}. "
-                    f'Leave the layer dense: (r"{origin.path}", "dense").'
-                )
-            return final
+            return self.variable.site
+
+    @property
+    def before(self) -> Site:
+        """The site of the weight with what its layer pruned before it was hardened."""
+        return Site(self.site.origin._replace(sparsity=self.variable.origin.sparsity))
+
+    def back(self, weight: jax.Array) -> jax.Array:
+        """Return a weight as it is stored, given one like `value`."""
+        return stored(weight, self.variable.axes, len(self.variable.origin.shape))

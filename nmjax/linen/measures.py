@@ -4,16 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax.core import meta
-from jax import lax
 
-from nmjax.analysis import metrics
 from nmjax.analysis.metrics import Error, Weight
-from nmjax.linen.hardening import called, operand_of
 from nmjax.linen.leaves import Leaves
 from nmjax.linen.variables import SiteVariable
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs import sites
+from nmjax.programs.sites import Site
 from nmjax.pruners import identity
 
 
@@ -33,14 +31,8 @@ def weights(variables: Mapping[str, Any]) -> dict[str, Weight]:
     >>> print(nm.linen.weights(variables)[""].density)
     0.5
     """
-    by_path: dict[str, Weight] = {}
-    for layer in Leaves.of(variables).sites():
-        p = layer.site.sparsity.fwd_rhs
-        if p == identity:
-            continue
-        contracted = tuple(len(layer.site.stack) + a for a in layer.site.origin.operand.contract)
-        by_path[layer.path] = metrics.weight(p, operand_of(layer), called(layer, p, p), contracted)
-    return by_path
+    sparse = [one for one in Leaves.of(variables).sites() if one.variable.sparsity.fwd_rhs != identity]
+    return {layer.path: layer.site.measure(layer.value) for layer in sparse}
 
 
 def gradient_errors(
@@ -73,30 +65,13 @@ def gradient_errors(
     >>> errors[""]._fields, bool(errors[""].variance > 0)
     (('bias', 'noise', 'variance', 'cosine'), True)
     """
-    paths = {layer.where: layer.path for layer in Leaves.of(variables).sites() if layer.site.sparsity != Sparsity()}
+    layers = [one for one in Leaves.of(variables).sites() if one.variable.sparsity != Sparsity()]
 
-    def gradients(change: Callable[[SiteVariable], SiteVariable]) -> dict[str, jax.Array]:
-        is_site = lambda v: isinstance(v, SiteVariable)
-        changed = lambda v: change(v) if is_site(v) else v
-        nm = jax.tree.map(changed, variables["nm"], is_leaf=is_site)
+    def gradients(change: Callable[[Site], Site]) -> dict[str, jax.Array]:
+        changed = lambda v: v.holding(change(v.site)) if isinstance(v, SiteVariable) else v
+        nm = jax.tree.map(changed, variables["nm"], is_leaf=lambda v: isinstance(v, SiteVariable))
         of = lambda params: loss({**variables, "params": params, "nm": nm}, *args)
         found = Leaves.of({"params": jax.grad(of)(variables["params"]), "nm": {}}).by_name
-        return {path: meta.unbox(found[where]) for where, path in paths.items()}
+        return {layer.path: meta.unbox(found[layer.where]) for layer in layers}
 
-    forward = lambda sparsity: sparsity.only(fwd_lhs=sparsity.fwd_lhs, fwd_rhs=sparsity.fwd_rhs)
-    exact = gradients(lambda site: site.replace(sparsity=forward(site.sparsity)))
-    drawn = lax.map(lambda draw: gradients(lambda site: _at_micro_step(site, draw)), jnp.arange(draws))
-    return {path: metrics.error(drawn[path], exact[path]) for path in paths.values()}
-
-
-def _at_micro_step(site: SiteVariable, micro: jax.Array) -> SiteVariable:
-    """Return a variable, perhaps of a stack, at another micro-step."""
-    if site.time is None:
-        return site
-
-    def one(time: jax.Array) -> jax.Array:
-        return jnp.stack([time.reshape(2)[0], micro.astype(time.dtype)]).reshape(time.shape)
-
-    for axis in reversed(site.stack):
-        one = jax.vmap(one, axis, axis)
-    return site.replace(time=one(site.time))
+    return sites.gradient_errors(gradients, draws)

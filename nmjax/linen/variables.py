@@ -1,6 +1,6 @@
 """The variable of a layer in the collection "nm": what it was made for, noise words, time and state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,11 +10,11 @@ from flax import struct
 from flax.core import Scope, meta
 
 from nmjax.core import groups, random
-from nmjax.core.context import Ctx
-from nmjax.products import sites
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs import sites
 from nmjax.programs.parameters import Parameter, Step
+from nmjax.programs.sites import Origin, Site, first, stored
 from nmjax.recipes.table import Recipe
 
 PASS_NM = (
@@ -53,11 +53,6 @@ class WeightOrigin(NamedTuple):
     asked: Sparsity = Sparsity()
 
     @property
-    def parameter(self) -> Parameter:
-        """The weight, in the layout in which its product takes it."""
-        return Parameter(self.weight, self.steps)
-
-    @property
     def name(self) -> str:
         """The name of the variable's scope in the layer's scope."""
         return "Product_0" if self.weight == "kernel" else f"Product_{self.weight}"
@@ -83,20 +78,36 @@ class SiteVariable(struct.PyTreeNode):
     time: Any = None
     state: Any = None
 
-    def own(self) -> tuple[Any, Any, Any]:
-        """Return one layer's words, time and state without padding."""
-        arrays, tree = jax.tree.flatten((self.words, self.time, self.state))
-        ranked = [*zip(arrays, self.origin.ranks, strict=False)]  # none after hardening
-        stacked = [v.shape for v, rank in ranked if v.ndim != max(rank, len(self.origin.shape))]
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes that stack layers, each as an axis of the whole array."""
+        own = list(range(len(self.stack) + len(self.origin.shape)))
+        return tuple(own.pop(axis) for axis in self.stack)
+
+    @property
+    def site(self) -> Site:
+        """The site, without padding.
+
+        Raises:
+          ValueError: The arrays are not stacked as ``stack`` says.
+        """
+        leaves, tree = jax.tree.flatten((self.words, self.time, self.state))
+        ranked = [*zip(leaves, self.origin.ranks, strict=False)]  # none after hardening
+        stacked = [v.shape for v, rank in ranked if v.ndim != len(self.stack) + max(rank, len(self.origin.shape))]
         if stacked:
             raise ValueError(f"one layer got the variables of a whole stack, of shape {stacked[0]}. {PASS_NM}")
-        return jax.tree.unflatten(tree, [v.reshape(v.shape[:rank]) for v, rank in ranked])
+        arrays = jax.tree.unflatten(tree, [first(v, self.axes, rank) for v, rank in ranked])
+        steps = (Step("slice"),) * len(self.stack) + self.origin.steps
+        origin = Origin(
+            Parameter(self.origin.path, steps), self.origin.operand, self.sparsity, elsewhere=self.origin.elsewhere
+        )  # fmt: skip
+        return Site(origin, *arrays)
 
-    def holding(self, words: Any, time: Any, state: Any) -> "SiteVariable":
-        """Return the variable with other words, time and state, as `own` returns them."""
-        padded = lambda v: v.reshape(*v.shape, *(1,) * (len(self.origin.shape) - v.ndim))
-        words, time, state = jax.tree.map(padded, (words, time, state))
-        return self.replace(words=words, time=time, state=state)
+    def holding(self, site: Site) -> "SiteVariable":
+        """Return the variable with what a site prunes, and with its arrays."""
+        rank = len(self.origin.shape)
+        words, time, state = jax.tree.map(lambda v: stored(v, self.axes, rank), site.arrays)
+        return self.replace(sparsity=site.origin.sparsity, words=words, time=time, state=state)
 
     def unstacked(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes of the stacking axes of an array, and the shape of one layer's array."""
@@ -182,6 +193,7 @@ def site_of(scope: Scope, origin: WeightOrigin, weight: Any, recipe: Recipe, fit
 def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array, sparsity: Sparsity) -> SiteVariable:
     """Return a new variable of one layer."""
     origin = origin._replace(sparsity=sparsity, asked=origin.sparsity)
+    variable = SiteVariable(origin, sparsity)
     words = sites.site_words(origin.seed, origin.path) if sites.needs_key(sparsity) else None
     time = jnp.zeros(2, jnp.int32) if sites.needs_arrays(sparsity) else None
     state = None
@@ -189,18 +201,6 @@ def _new(scope: Scope, origin: WeightOrigin, weight: jax.Array, sparsity: Sparsi
         # Draw by init's key, as the weight is drawn. Layers that are stacked later have one path, so by their words
         # all of them would get the same state.
         key = None if words is None else random.words(scope.make_rng("params"))
-        state = states(origin, sparsity.init, weight, Ctx(key))
+        state = Site(variable.site.origin, key).renewed(weight).state
     ranks = tuple(v.ndim for v in jax.tree.leaves((words, time, state)))
-    return Box(origin._replace(ranks=ranks), sparsity).holding(words, time, state)
-
-
-def states(origin: WeightOrigin, make: Callable[..., Any], weight: jax.Array, ctx: Ctx) -> Any:
-    """Return the state that ``make``, which is `Sparsity.init` or `Sparsity.refresh`, makes of one layer's weight."""
-    axes = {"contract": origin.operand.contract, "out": origin.operand.other, "batch": origin.operand.batch}
-    return origin.parameter.apply(lambda w: make(w, **axes, ctx=ctx), weight)
-
-
-def context_of(words: Any, time: Any, state: Any) -> Ctx:
-    """Return the context of one layer's product, given what `SiteVariable.own` returns."""
-    step, micro = (0, 0) if time is None else time
-    return Ctx(None if words is None else sites.site_key(words, micro), step, state)
+    return Box(origin._replace(ranks=ranks), sparsity).holding(Site(variable.site.origin, words, time, state))

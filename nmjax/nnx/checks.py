@@ -21,10 +21,10 @@ from nmjax.core import layer_paths
 from nmjax.core.refusal import Refusal
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.recording import multiplies_another_weight
-from nmjax.products import sites
 from nmjax.products.fit import slot_refusals
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs import sites
 from nmjax.pruners import identity
 
 NO_LAYERS = (

@@ -2,28 +2,22 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import errors, nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32, UInt32
 
-from nmjax.core import random
-from nmjax.core.context import Ctx
 from nmjax.nnx.checks import NO_LAYERS, check_layers, check_uses, fitted, normalised
 from nmjax.nnx.doors import Layer
-from nmjax.nnx.layers import layers, over
+from nmjax.nnx.layers import layers, read, shape, stacked, value
 from nmjax.nnx.phases import check_phase
 from nmjax.nnx.recording import never_asked, other_uses, with_calls
 from nmjax.nnx.unreached import rule_paths, unreached, wanted
-from nmjax.nnx.variables import NM, Site, unpadded, write
-from nmjax.products import sites
-from nmjax.products.pruning import Operand
+from nmjax.nnx.variables import NM, Site, write
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.parameters import Parameter
+from nmjax.programs import sites
 from nmjax.programs.running import is_array
 from nmjax.recipes import missed
 from nmjax.recipes.table import Recipe
@@ -157,43 +151,18 @@ def put_site(
             layer.put(None)
         return
     stack = axes if axes in layer.stacks else layer.stack
-    own, product = layer.own_product, layer.pruned_product
-    site = Site(layer.path, sparsity, product, backend, layer.rank, stack, own)
+    origin = layer.origin._replace(sparsity=sparsity)
+    site = Site(origin, layer.pruned_product, backend, layer.rank, stack, layer.own_product)
     layer.put(site)
-    if sites.needs_key(sparsity):
-        site.words = nnx.data(_variable(layer, _words(layer, seed), state=False))
-    if sites.needs_arrays(sparsity):
-        site.time = nnx.data(_variable(layer, times(layer, 0, 0), state=False))
-    if sites.has_state(sparsity):
-        product, operand = layer.product, layer.operand
-        assert product is not None
-        assert operand is not None
-        site.ranks = _ranks(sparsity, operand, product.rhs.shape, product.rhs.dtype)
-        site.state = nnx.data(jax.tree.map(partial(_variable, layer, state=True), _new_state(layer)))
-
-
-@cache  # layers that are alike are traced once
-def _ranks(sparsity: Sparsity, operand: Operand, shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
-    """Return the rank of each part of the state of one layer."""
-    axes = {"contract": operand.contract, "out": operand.other, "batch": operand.batch}
-    make = partial(sparsity.init, **axes, ctx=Ctx(random.words(0)))
-    return tuple(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(make, jax.ShapeDtypeStruct(shape, dtype))))
-
-
-def _words(layer: Layer, seed: Any) -> UInt32[Array, "..."]:
-    """Return the random words of every layer of a stack, two per layer, reshaped to the weight's rank."""
-    words = sites.site_words(seed, layer.path, tuple(layer.kernel.shape[a] for a in layer.stack))
-    words = words.reshape(*words.shape, *(1,) * (layer.rank - 1))
-    return jnp.moveaxis(words, range(len(layer.stack)), layer.stack)
-
-
-def times(layer: Layer, step: Any, micro: Any) -> Int32[Array, "..."]:
-    """Return step and micro-step for every layer of a stack, reshaped to the weight's rank."""
-    kernel, stack = layer.kernel, layer.stack
-    own = [a for a in range(kernel.ndim) if a not in stack]
-    now = jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
-    now = now.reshape([2 if a == own[0] else 1 for a in range(kernel.ndim)])
-    return jnp.broadcast_to(now, [kernel.shape[a] if a in stack else now.shape[a] for a in range(kernel.ndim)])
+    weight = value(layer) if sites.has_state(sparsity) else shape(layer)
+    made = sites.Site.new(stacked(layer, origin), weight, seed)
+    variable = lambda v, state: _variable(layer, sites.stored(v, stack, layer.rank), state)
+    if made.words is not None:
+        site.words = nnx.data(variable(made.words, state=False))
+    if made.time is not None:
+        site.time = nnx.data(variable(made.time, state=False))
+    site.ranks = tuple(v.ndim - len(stack) for v in jax.tree.leaves(made.state))
+    site.state = nnx.data(jax.tree.map(partial(variable, state=True), made.state))
 
 
 def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:
@@ -245,11 +214,9 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
     for layer, site in _with_sites(model):
         check_phase(site, step)
         try:
-            if site.state is not None:
-                with jax.named_scope(site.name):
-                    _write_state(site, _new_state(layer, site.states(), step, site.step if since is None else since))
-            if site.time is not None:
-                write(site.time, times(layer, step, micro))
+            with jax.named_scope(site.name):
+                weight = None if site.state is None else value(layer)
+                store(layer, read(layer).at(weight, step, micro, since))
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{layer.path or 'the model'}: set_step was called in another trace than the one in which the model "
@@ -279,7 +246,7 @@ def reset_state(model: Model) -> Model:
     """
     for layer, site in _with_sites(model):
         if site.state is not None:
-            _write_state(site, _new_state(layer, step=site.step))
+            store(layer, read(layer).renewed(value(layer)))
     return model
 
 
@@ -299,46 +266,19 @@ def reseed(model: Any, seed: Any) -> None:
     """
     for layer, site in _with_sites(model):
         if site.words is not None:
-            write(site.words, _words(layer, seed))
+            sizes = tuple(layer.kernel.shape[a] for a in layer.stack)
+            write(site.words, sites.stored(sites.site_words(seed, layer.path, sizes), layer.stack, layer.rank))
 
 
 def _with_sites(model: Any) -> list[tuple[Layer, Site]]:
     return [(layer, layer.site) for layer in layers(model) if layer.site is not None]
 
 
-def _write_state(site: Site, state: Mapping[str, Any]) -> None:
-    for variable, value in zip(site.variables, jax.tree.leaves(state), strict=True):
-        write(variable, value)
-
-
-def _new_state(layer: Layer, state: Any = None, step: Any = 0, since: Any = None) -> Any:
-    """Return the state of a layer or a stack at a step.
-
-    Args:
-      layer: The layer.
-      state: The state of an earlier step, which is updated; None to make a new one.
-      step: The step.
-      since: The earlier step.
-    """
-    site, operand = layer.site, layer.operand
+def store(layer: Layer, new: sites.Site) -> None:
+    """Write time and state of a layer's site, and what the layer prunes."""
+    site = layer.site
     assert site is not None
-    assert operand is not None
-    static = {"sparsity": site.sparsity, "operand": operand, "stack": layer.stack, "ranks": site.ranks}
-    return _states(layer.weight(), site.arrays()[0], state, step, since, steps=layer.steps, **static)
-
-
-# Jitted so that eager calls compile once per layer shape.
-@partial(jax.jit, static_argnames=("steps", "sparsity", "operand", "stack", "ranks"))
-def _states(
-    weight: jax.Array, words: jax.Array | None, state: Any, step: Any, since: Any,
-    *, steps: Parameter, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
-) -> Any:  # fmt: skip
-    def one(weight: jax.Array, words: jax.Array | None, state: Any) -> Any:
-        make = sparsity.init if state is None else sparsity.refresh
-        own = None if state is None else unpadded(state, ranks)
-        ctx = Ctx(None if words is None else words.reshape(2), step, own, since=since)
-        axes = {"contract": operand.contract, "out": operand.other, "batch": operand.batch}
-        states = steps.apply(lambda w: make(w, **axes, ctx=ctx), weight)
-        return jax.tree.map(lambda v: v.reshape(*v.shape, *(1,) * (weight.ndim - v.ndim)), states)
-
-    return over(stack, one)(weight, words, state)
+    site.origin = nnx.static(site.origin._replace(sparsity=new.origin.sparsity))
+    variables = [v for v in (site.time, *site.variables) if v is not None]
+    for variable, v in zip(variables, jax.tree.leaves((new.time, new.state)), strict=True):
+        write(variable, sites.stored(v, layer.stack, layer.rank))

@@ -19,6 +19,7 @@ from nmjax.products.operations import Conv, Dot, Operation, RaggedDot, einsum_di
 from nmjax.products.pruning import Operand
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter, Step
+from nmjax.programs.sites import Origin
 
 Shape = tuple[int, ...]
 
@@ -253,13 +254,9 @@ class Layer:
         return Parameter("", () if product is None else product.steps)
 
     @property
-    def contracted(self) -> tuple[int, ...]:
-        """The axes of the kernel, or of a stack of kernels, that its product contracts."""
-        own = [a for a in range(self.kernel.ndim) if a not in self.stack]
-        axes = self.steps.axes(tuple(self.kernel.shape[a] for a in own))
-        assert self.operand is not None
-        assert axes is not None
-        return tuple(own[axis] for a in self.operand.contract if (axis := axes[a]) is not None)
+    def origin(self) -> Origin:
+        """The weight of one layer, and what its products prune."""
+        return Origin(self.steps._replace(path=self.path), self.operand, self.sparsity)
 
     @property
     def dtype(self) -> Any:

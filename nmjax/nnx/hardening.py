@@ -1,10 +1,8 @@
 """Final forms, masks and scales of a model's weights."""
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,22 +11,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_break
-from nmjax.core.pruner import Pruner
 from nmjax.nnx.checks import check_uses
 from nmjax.nnx.delivery import put_site
 from nmjax.nnx.doors import Layer
-from nmjax.nnx.layers import layers, over
+from nmjax.nnx.layers import back, layers, read, shape, value
 from nmjax.nnx.recording import other_uses
-from nmjax.nnx.variables import Site, layer_ctx, unpadded, write
-from nmjax.products import sites
-from nmjax.products.pruning import Operand, along
-from nmjax.products.slot import slot_context
-from nmjax.products.sparsity import Sparsity
-from nmjax.programs.parameters import Parameter
+from nmjax.nnx.variables import write
+from nmjax.programs import sites
 from nmjax.pruners import identity
 
 Model = TypeVar("Model")
-Unfinished = tuple[list[sites.Distance], list[tuple[str, int | None]]]  # for `sites.warn_unfinished`
 
 
 class User(NamedTuple):
@@ -83,7 +75,7 @@ def harden(model: Model, *inputs: Any, **options: Any) -> Model:
     else:
         _check_methods(model)
     hard, unfinished = harden_without_warning(model)
-    sites.warn_unfinished(*unfinished, stacklevel=3)
+    sites.warn_unfinished(unfinished, stacklevel=3)
     return hard
 
 
@@ -100,58 +92,29 @@ def _check_methods(model: Any) -> None:
             )
 
 
-def harden_without_warning(model: Model) -> tuple[Model, Unfinished]:
-    """Return the hardened copy of a model, and the arguments of `sites.warn_unfinished`."""
+def harden_without_warning(model: Model) -> tuple[Model, list[sites.Unfinished]]:
+    """Return the hardened copy of a model, and what `sites.warn_unfinished` takes."""
     hard = nnx.clone(model)
     users, done = users_of(hard), set()
-    distances: list[sites.Distance] = []
-    inputs: list[tuple[str, int | None]] = []
+    found: list[sites.Unfinished] = []
     for layer in layers(hard):
-        site = layer.site
-        if site is None:
+        if layer.site is None:
             continue
-        inputs.append((layer.path, sites.inputs_unfinished(layer.sparsity, site.arrays()[1])))
-        p, rest = _final(layer)
-        kernel, pattern = layer.kernel, _pattern(layer, p)
-        if p != identity and id(kernel) not in done:
+        site, kernel, pattern = read(layer), layer.kernel, _pattern(layer)
+        p, rest = site.form(shape(layer))
+        if p == identity or id(kernel) in done:
+            found.append(([], (layer.path, sites.inputs_unfinished(layer.sparsity, site.time))))
+        else:
             _check_shared(layer, users[id(kernel)])
-            final, slot = _final_weight(layer, site), layer.sparsity.fwd_rhs
-            step = sites.compared_at(slot, site.arrays()[1])
-            if step is not None and not isinstance(final, jax.core.Tracer):
-                distances.append((layer.path, slot, step, sites.distance(called(layer, slot, slot), final)))
-            write(kernel, final)
+            weight = value(layer)
+            final, _ = site.hardened(weight)
+            found.append(site.unfinished(weight, final))
+            write(kernel, back(layer, final).astype(kernel.dtype))
             done.add(id(kernel))
             layer.drop_mask()
-        put_site(layer, rest, site.backend, 0, layer.stack)
+        put_site(layer, rest, layer.site.backend, 0, layer.stack)
         layer.harden(pattern if p != identity else layer.hardened)
-    return hard, (distances, inputs)
-
-
-def _final(layer: Layer) -> tuple[Pruner, Sparsity]:
-    """Return the pruner that hardens a layer's weight, and the sparsity after that."""
-    try:
-        return sites.final(layer.sparsity)
-    except ValueError as error:
-        raise ValueError(f"{layer.path or 'the model'}: {error}") from error
-
-
-def _final_weight(layer: Layer, site: Site) -> jax.Array:
-    static = {"sparsity": site.sparsity, "operand": layer.operand, "stack": layer.stack, "ranks": site.ranks}
-    weights = _final_weights(layer.weight(), site.states(), steps=layer.steps, **static)
-    return weights.astype(layer.kernel.dtype)
-
-
-# Compiled, so that divisions round as in a compiled model.
-@partial(jax.jit, static_argnames=("steps", "sparsity", "operand", "stack", "ranks"))
-def _final_weights(
-    weight: jax.Array, state: Any,
-    *, steps: Parameter, sparsity: Sparsity, operand: Operand, stack: tuple[int, ...], ranks: tuple[int, ...],
-) -> jax.Array:  # fmt: skip
-    def one(weight: jax.Array, state: Any) -> jax.Array:
-        own = None if state is None else unpadded(state, ranks)
-        return steps.apply(lambda w: sites.final_weight(sparsity, w, operand, own), weight, back=True)
-
-    return over(stack, one)(weight, state)
+    return hard, found
 
 
 def users_of(model: Any) -> dict[int, list[User]]:
@@ -159,8 +122,8 @@ def users_of(model: Any) -> dict[int, list[User]]:
     layer_of = {(id(layer.module), layer.weight_name): layer for layer in layers(model)}
     users: dict[int, list[User]] = defaultdict(list)
     for path, module in nnx.iter_modules(model):
-        for name, value in vars(module).items():
-            for leaf in jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Module))):
+        for name, held in vars(module).items():
+            for leaf in jax.tree.leaves(held, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Module))):
                 if isinstance(leaf, nnx.Variable):
                     users[id(leaf)].append(User((*path, name), layer_of.get((id(module), name))))
     return users
@@ -192,7 +155,7 @@ def _same_form(a: Layer, b: Layer) -> bool:
         return False
     if a.steps.steps != b.steps.steps:
         return False
-    return a.mask is b.mask and _same_values(a.site.states(), b.site.states())
+    return a.mask is b.mask and _same_values(read(a).state, read(b).state)
 
 
 def _same_values(a: Any, b: Any) -> bool:
@@ -203,9 +166,10 @@ def _same_values(a: Any, b: Any) -> bool:
     )
 
 
-def _pattern(layer: Layer, p: Pruner) -> Pattern | None:
-    """Return the pattern of a kernel along the axes that its product contracts; None if it is dense."""
-    return None if p.pattern is None else Pattern(*p.pattern, layer.contracted)
+def _pattern(layer: Layer) -> Pattern | None:
+    """Return the pattern of a sparse layer's hardened kernel along its axes; None if it is dense."""
+    pattern = read(layer).pattern(shape(layer))
+    return pattern and replace(pattern, axes=sites.stored_axes(pattern.contracted, layer.stack, layer.kernel.ndim))
 
 
 def patterns(model: Any) -> dict[str, Pattern | None]:
@@ -229,7 +193,7 @@ def patterns(model: Any) -> dict[str, Pattern | None]:
     for layer in layers(model):
         pattern = layer.hardened
         if layer.site is not None and not pattern:
-            pattern = _pattern(layer, _final(layer)[0])
+            pattern = _pattern(layer)
         if layer.has_weight:
             by_path[layer.kernel_path] = pattern
     return by_path
@@ -281,40 +245,11 @@ def masks(model: Any) -> nnx.State[Any, Any]:
     >>> masks["kernel"].shape, int(masks["kernel"][...].sum()), bool(masks["bias"][...])
     ((8, 4), 16, True)
     """
-    by_kernel: dict[int, jax.Array] = {}
-    for layer in layers(model):
-        p = layer.sparsity.fwd_rhs
-        if p != identity:
-            by_kernel[id(layer.kernel)] = called(layer, p, p.mask)
+    sparse = [layer for layer in layers(model) if layer.sparsity.fwd_rhs != identity]
+    by_kernel = {id(layer.kernel): back(layer, read(layer).mask(value(layer))) for layer in sparse}
     by_path = {user.path: by_kernel[i] for i, users in users_of(model).items() if i in by_kernel for user in users}
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return nnx.from_flat_state([(path, v.replace(by_path.get(path, jnp.array(True)))) for path, v in flat])
-
-
-def called(layer: Layer, p: Pruner, call: Callable[..., jax.Array]) -> jax.Array:
-    """Call a pruner, or its mask, on a layer's weight as the product gets it, with the layer's time, noise and state.
-
-    Args:
-      layer: The layer, or a stack.
-      p: The pruner of its weight.
-      call: The pruner itself, or its ``mask``.
-
-    Returns:
-      An array of the weight's shape.
-    """
-    label, operand, steps, site = f"{layer.path or 'the model'}: fwd_rhs={p}", layer.operand, layer.steps, layer.site
-    assert operand is not None
-    assert site is not None
-
-    def one(weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any) -> jax.Array:
-        return steps.apply(lambda w: of_operand(w, words, time, state), weight, back=True)
-
-    def of_operand(weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any) -> jax.Array:
-        ctx = layer_ctx((words, time, state), site.ranks)
-        result, restore = along(label, p, weight, operand, slot_context(ctx, "fwd_rhs"), call)
-        return restore(result)
-
-    return over(layer.stack, one)(layer.weight(), *site.arrays())
 
 
 def scales(model: Any) -> dict[str, Float[Array, "*stack"]]:
@@ -333,11 +268,5 @@ def scales(model: Any) -> dict[str, Float[Array, "*stack"]]:
     >>> nm.nnx.scales(nm.nnx.sparsify(model, nm.Recipe(((".*", "s_ste(2,4)"),))))
     {'': Array(2.2, dtype=float32)}
     """
-    by_path: dict[str, jax.Array] = {}
-    for layer in layers(model):
-        if layer.site is not None and layer.site.state is not None:
-            for value in jax.tree.leaves(layer.site.states().get("fwd_rhs")):
-                stacked = [value.shape[a] for a in layer.stack]
-                if jnp.issubdtype(value.dtype, jnp.floating) and value.size == math.prod(stacked):  # norms are more
-                    by_path[layer.path] = value.reshape(stacked)
-    return by_path
+    by_path = {layer.path: read(layer).scale for layer in layers(model) if layer.site is not None}
+    return {path: scale for path, scale in by_path.items() if scale is not None}

@@ -1,6 +1,6 @@
 """The layers of a model that have a door."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +11,8 @@ from nmjax.models.transformer import Scores
 from nmjax.nnx.declared import declared_doors
 from nmjax.nnx.doors import DOORS, Layer, ScoresLayer
 from nmjax.nnx.found import DeclaredLayer, Uses
+from nmjax.programs import sites
+from nmjax.programs.parameters import Parameter, Step
 
 
 def layers(model: Any) -> Iterator[Layer]:
@@ -55,13 +57,30 @@ def _of_module(path: str, module: Any, traced: dict[Any, Uses]) -> list[Layer]:
     ]  # fmt: skip
 
 
-def over(stack: tuple[int, ...], f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a whole stack's arrays.
+def read(layer: Layer) -> sites.Site:
+    """Return the site of a sparse layer, or of a stack of layers."""
+    assert layer.site is not None
+    return sites.Site(stacked(layer, layer.site.origin), *layer.site.arrays(layer.stack))
 
-    Args:
-      stack: The axes that stack layers.
-      f: A function of one layer's arrays, which have the kernel's rank.
-    """
-    for axis in stack:
-        f = jax.vmap(f, in_axes=axis, out_axes=axis)
-    return f
+
+def stacked(layer: Layer, origin: sites.Origin) -> sites.Origin:
+    """Return the origin of the weights of a whole stack, given that of one layer."""
+    steps = (Step("slice"),) * len(layer.stack) + origin.parameter.steps
+    return origin._replace(parameter=Parameter(layer.path, steps))
+
+
+def value(layer: Layer) -> jax.Array:
+    """Return the weight of a layer, in the dtype in which it computes, as the verbs of a site take it."""
+    return sites.first(layer.weight(), layer.stack)
+
+
+def shape(layer: Layer) -> jax.ShapeDtypeStruct:
+    """Return the shape of the weight, as `value` returns it, in the dtype in which it is stored."""
+    kernel = layer.kernel
+    order = sites.stored_axes(range(kernel.ndim), layer.stack, kernel.ndim)
+    return jax.ShapeDtypeStruct(tuple(kernel.shape[axis] for axis in order), kernel.dtype)
+
+
+def back(layer: Layer, weight: jax.Array) -> jax.Array:
+    """Return a weight as the layer stores it, given one like `value`."""
+    return sites.stored(weight, layer.stack, layer.rank)

@@ -4,16 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from nmjax.analysis import metrics
 from nmjax.analysis.metrics import Error, Weight
-from nmjax.nnx.delivery import times
-from nmjax.nnx.hardening import called, users_of
-from nmjax.nnx.layers import layers
-from nmjax.nnx.variables import write
+from nmjax.nnx.delivery import store
+from nmjax.nnx.hardening import users_of
+from nmjax.nnx.layers import layers, read, value
+from nmjax.programs import sites
+from nmjax.programs.sites import Site
 from nmjax.pruners import identity
 
 
@@ -33,11 +31,8 @@ def weights(model: Any) -> dict[str, Weight]:
     """
     by_path: dict[str, Weight] = {}
     for layer in layers(model):
-        p = layer.sparsity.fwd_rhs
-        if p == identity:
-            continue
-        pruned = called(layer, p, p)
-        by_path[layer.path] = metrics.weight(p, layer.weight(), pruned, layer.contracted)
+        if layer.sparsity.fwd_rhs != identity:
+            by_path[layer.path] = read(layer).measure(value(layer))
     return by_path
 
 
@@ -64,25 +59,19 @@ def gradient_errors(model: Any, loss: Callable[..., jax.Array], *args: Any, draw
     >>> errors[""]._fields, bool(errors[""].variance > 0)
     (('bias', 'noise', 'variance', 'cosine'), True)
     """
-    exact = nnx.clone(model)
-    for layer in layers(exact):
-        if layer.site is not None:
-            whole = layer.site.sparsity
-            layer.site.sparsity = whole.only(fwd_lhs=whole.fwd_lhs, fwd_rhs=whole.fwd_rhs)
     users = users_of(model)
     sparse = [layer for layer in layers(model) if layer.site and layer.has_weight]
     paths = {layer.path: [user.path for user in users[id(layer.kernel)]] for layer in sparse}
     graph, state = nnx.split(model)
 
-    def one(draw: jax.Array) -> dict[str, jax.Array]:
+    def gradients(change: Callable[[Site], Site]) -> dict[str, jax.Array]:
         copy = nnx.merge(graph, state, copy=True)
         for layer in layers(copy):
-            if layer.site is not None and layer.site.time is not None:
-                write(layer.site.time, times(layer, layer.site.time[...].reshape(-1)[0], draw))
+            if layer.site is not None:
+                store(layer, change(read(layer)))
         return _kernels(nnx.grad(loss)(copy, *args), paths)
 
-    drawn, wanted = lax.map(one, jnp.arange(draws)), _kernels(nnx.grad(loss)(exact, *args), paths)
-    return {path: metrics.error(drawn[path], wanted[path]) for path in drawn}
+    return sites.gradient_errors(gradients, draws)
 
 
 def _kernels(grads: nnx.State[Any, Any], paths: dict[str, list[tuple[Any, ...]]]) -> dict[str, jax.Array]:

@@ -22,11 +22,12 @@ from nmjax.nnx.calibration import Inputs, axes_in, calibrated, statistics
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.doors import Layer
 from nmjax.nnx.hardening import harden_without_warning
-from nmjax.nnx.layers import layers, over
+from nmjax.nnx.layers import back, layers, stacked, value
 from nmjax.nnx.recording import order_of_calls, with_calls
 from nmjax.nnx.variables import write
 from nmjax.oneshot.solvers import Solved, magnitude, relative_error, sparsegpt
 from nmjax.products.sparsity import Sparsity
+from nmjax.programs.sites import first
 from nmjax.pruners.whole_rows import has_rows, rows
 from nmjax.recipes.table import Recipe
 
@@ -231,14 +232,14 @@ def _solve(
 ) -> jax.Array:  # fmt: skip
     """Return the pruned kernel of a layer or of a stack, and write down the errors."""
     assert inputs.moments is not None
-    weight, stack, axes = layer.weight(), len(layer.stack), axes_in(layer)
-    operand = over(layer.stack, lambda w: layer.steps.apply(lambda v: v, w))
-    values = np.asarray(operand(weight), np.float64)
+    weight, stack, axes = value(layer), len(layer.stack), axes_in(layer)
+    parameter = stacked(layer, layer.origin).parameter
+    values = np.asarray(parameter.apply(lambda w: w, weight), np.float64)
     order = [*range(stack), *(a + stack for part in axes for a in part)]
     moved = values.transpose(order)
     lead = moved.shape[: stack + len(axes.batch)]
     matrices = moved.reshape(*lead, inputs.moments.shape[-1], -1)
-    allowed = np.ones((), bool) if layer.mask is None else np.asarray(layer.mask, bool)  # of a masked convolution
+    allowed = np.ones((), bool) if layer.mask is None else np.asarray(first(layer.mask, layer.stack), bool)  # of a conv
     allowed = np.broadcast_to(allowed, values.shape).transpose(order).reshape(matrices.shape)
     pruned = np.empty_like(matrices)
     for index in np.ndindex(lead):
@@ -250,5 +251,5 @@ def _solve(
         pruned[index] = np.where(allowed[index], result.weight, 0)
         errors[name] = relative_error(w, pruned[index], inputs.moments[index]), result.magnitude_error
     made = jnp.asarray(pruned.reshape(moved.shape).transpose(np.argsort(order)), weight.dtype)
-    put = lambda w, p: layer.steps.apply(lambda v, q: q.astype(v.dtype), w, p, back=True)
-    return over(layer.stack, put)(weight, made).astype(layer.kernel.dtype)
+    hard = parameter.apply(lambda w, made: made.astype(w.dtype), weight, made, back=True)
+    return back(layer, hard).astype(layer.kernel.dtype)

@@ -10,11 +10,12 @@ from flax import nnx
 from nmjax.core.refusal import Refusal
 from nmjax.kernels.targets import target
 from nmjax.nnx.doors import DOORS, Example, Layer
-from nmjax.nnx.layers import layers, over
+from nmjax.nnx.layers import layers, read, value
 from nmjax.nnx.recording import products_of_call
-from nmjax.nnx.variables import NM, Site, layer_ctx
+from nmjax.nnx.variables import NM, Site
 from nmjax.products.forms import Form, FormKey
 from nmjax.products.weights import packed_weight
+from nmjax.programs.sites import context
 
 FLAX_CALLS = {kind.__call__ for kind in DOORS}
 
@@ -61,16 +62,15 @@ def pack(model: Any, *inputs: Any, **options: Any) -> dict[str, dict[FormKey, Fo
 def _forms(layer: Layer, site: Site, products: Sequence[Example]) -> dict[FormKey, Form]:
     """Return the forms in which the products of a layer, or of a stack, take its weight."""
 
-    def one(
-        weight: jax.Array, words: jax.Array | None, time: jax.Array | None, state: Any
-    ) -> dict[FormKey, Form]:  # fmt: skip
-        ctx = layer_ctx((words, time, state), site.ranks)
+    def one(weight: jax.Array, words: Any, time: Any, state: Any) -> dict[FormKey, Form]:
+        ctx = context(words, time, state)
         forms: dict[FormKey, Form] = {}
         for op, lhs, rhs, _ in products:
             forms |= packed_weight(op, lhs, weight.astype(rhs.dtype), site.now, ctx, site.backend, name=site.name)
         return forms
 
-    return over(layer.stack, one)(layer.weight(), *site.arrays())
+    whole = read(layer)
+    return whole.origin.parameter.apply(one, value(layer), *whole.arrays)
 
 
 @contextmanager

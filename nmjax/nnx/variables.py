@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Callable, Generator
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
-from jax import lax
 
 from nmjax.core.context import Ctx
-from nmjax.products import functions, rule, sites
+from nmjax.products import functions, rule
 from nmjax.products.activated import activated_dot
 from nmjax.products.fit import of_sparse_layer
 from nmjax.products.forms import Form, FormKey
@@ -19,11 +18,8 @@ from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import moves
 from nmjax.programs.rewriting import Product
+from nmjax.programs.sites import Origin, context, first
 from nmjax.pruners import identity
-
-Arrays: TypeAlias = tuple[jax.Array | None, jax.Array | None, Any]
-"""(words, time, state). The words are the seed of the noise, two uint32. The time is (step, micro-step). The state is a
-tree of arrays. Each is None if the method needs none."""
 
 
 class NM(nnx.Variable[jax.Array]):
@@ -55,8 +51,7 @@ class Site(nnx.Module):
 
     def __init__(
         self,
-        path: str,
-        sparsity: Sparsity,
+        origin: Origin,
         product: Callable[..., jax.Array] | None,
         backend: str,
         rank: int,
@@ -66,17 +61,16 @@ class Site(nnx.Module):
         """Make a site without variables.
 
         Args:
-          path: The layer's path in the model.
-          sparsity: The pruner of each slot.
+          origin: The weight of one layer.
           product: The product, one of `nmjax.products.functions`; None if the layer's door was declared.
           backend: The backend, as in `Recipe`.
           rank: The number of axes of one layer's kernel.
           stack: The axes of the kernel that stack layers.
           example: The `Example` of the layer's product, if the layer itself does not say which it is.
         """
-        self.example = nnx.static(example)
+        self.origin, self.example = nnx.static(origin), nnx.static(example)
         self.phase: int | None = None  # the first step of the phase that `nmjax.nnx.phase` has set
-        self.path, self.sparsity, self.product, self.backend = path, sparsity, product, backend
+        self.product, self.backend = product, backend
         self.rank, self.stack = rank, stack
         self.words: NM | None = None
         self.time: NM | None = None
@@ -167,35 +161,28 @@ class Site(nnx.Module):
         return self.sparsity if self.phase is None else of_sparse_layer(self.sparsity).at(self.phase)
 
     @property
+    def sparsity(self) -> Sparsity:
+        """The pruner of each slot."""
+        return self.origin.sparsity
+
+    @property
     def name(self) -> str:
         """The layer's path, for errors."""
-        return self.path or "the model"
+        return self.origin.name
 
     def ctx(self) -> Ctx:
         """Return the context of one layer's product."""
-        return layer_ctx(self.arrays(), self.ranks)
+        return context(*self.arrays(()))
 
     def forms(self) -> dict[FormKey, Form] | None:
         """Return the weight's forms that `packed` gave, or None."""
         return jax.tree.map(lambda v: v[...], self.packed, is_leaf=_is_variable)
 
-    def arrays(self) -> Arrays:
-        """Return words, time and state as arrays, of one layer or of a stack."""
-        words = None if self.words is None else self.words[...]
-        time = None if self.time is None else self.time[...]
-        return words, time, self.states()
-
-    @property
-    def step(self) -> Any:
-        """The step at which `set_step` has put the layer: one for a whole stack. 0 if it keeps no time."""
-        if self.time is None:
-            return 0
-        axis = next(a for a in range(self.time.ndim) if a not in self.stack)
-        return lax.index_in_dim(self.time[...], 0, axis).max()
-
-    def states(self) -> Any:
-        """Return the state as arrays, of one layer or of a stack; None if there is none."""
-        return jax.tree.map(lambda v: v[...], self.state, is_leaf=_is_variable)
+    def arrays(self, stack: tuple[int, ...]) -> tuple[jax.Array | None, jax.Array | None, Any]:
+        """Return words, time and state of a layer or of a stack, without padding, the axes that stack layers first."""
+        ranks = iter(self.ranks)
+        words, time = (None if v is None else first(v[...], stack, 1) for v in (self.words, self.time))
+        return words, time, jax.tree.map(lambda v: first(v[...], stack, next(ranks)), self.state, is_leaf=_is_variable)
 
     @property
     def variables(self) -> list[NM]:
@@ -210,29 +197,6 @@ def _is_variable(v: Any) -> bool:
 def _short(value: Any) -> str:
     """Return an array as its dtype and shape, and any other value as it prints."""
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") and hasattr(value, "shape") else repr(value)
-
-
-def layer_ctx(arrays: Arrays, ranks: tuple[int, ...]) -> Ctx:
-    """Return the context of one layer.
-
-    Args:
-      arrays: The layer's words, time and state.
-      ranks: The rank of each part of the state before padding.
-    """
-    words, time, state = arrays
-    step, key = None, None
-    if time is not None:
-        time = time.reshape(2)
-        step = time[0]
-        if words is not None:
-            key = sites.site_key(words.reshape(2), time[1])
-    return Ctx(key, step, None if state is None else unpadded(state, ranks))
-
-
-def unpadded(state: Any, ranks: tuple[int, ...]) -> Any:
-    """Return the state of one layer without padding axes. ``ranks`` are the ranks of its parts."""
-    leaves, tree = jax.tree.flatten(state)
-    return jax.tree.unflatten(tree, [v.reshape(v.shape[:rank]) for v, rank in zip(leaves, ranks, strict=True)])
 
 
 def write(variable: nnx.Variable[jax.Array], value: jax.Array) -> None:

@@ -3,11 +3,10 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from nmjax.analysis import flops, scopes
@@ -18,42 +17,21 @@ from nmjax.analysis.runs import runs_of
 from nmjax.analysis.savings import kept_of, speed_of
 from nmjax.analysis.scopes import Costs
 from nmjax.core import random
-from nmjax.core.context import Ctx
 from nmjax.core.value import Value
 from nmjax.products import rule
 from nmjax.products.fit import fitting
 from nmjax.products.pruning import Operand, shape_of
-from nmjax.products.sites import (
-    Distance,
-    check_time,
-    compared_at,
-    distance,
-    has_state,
-    inputs_unfinished,
-    needs_arrays,
-    needs_key,
-    site_key,
-    site_words,
-    warn_unfinished,
-)
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter, moves
 from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import is_array, leaves, run
-from nmjax.programs.sites import (
-    ParameterOrigin,
-    ProgramSite,
-    broken_groups,
-    hardened as hardened_parameter,
-    of_step,
-    state_of,
-)
+from nmjax.programs.sites import Origin, Site, check_time, context, has_state, needs_arrays, warn_unfinished
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe, unused_rules
 
 Params = TypeVar("Params")
-Sites = dict[str, ProgramSite]
+Sites = dict[str, Site]
 
 
 class _Traced(NamedTuple):
@@ -133,7 +111,7 @@ class transform(Value):
         super().__post_init__()
         random.words(self.seed)
 
-    def __call__(self, params: Any, *args: Any, sites: Mapping[str, ProgramSite] | None = None, **options: Any) -> Any:
+    def __call__(self, params: Any, *args: Any, sites: Mapping[str, Site] | None = None, **options: Any) -> Any:
         """Return the function's result, computed with pruned products.
 
         Args:
@@ -165,12 +143,8 @@ class transform(Value):
                     f"{path}: {sparsity} reads what init returns: write sites = f.init(params, ...), and call "
                     "f(params, ..., sites=sites)."
                 )
-            words, time, state = arrays or (None, None, None)
-            step, micro = (0, 0) if time is None else time
-            key = None if words is None else site_key(words, micro)
-            ctx = Ctx(key, step, state)
             with jax.named_scope(path):
-                backend, extra = self.recipe.backend, product.extra
+                ctx, backend, extra = context(*(arrays or (None, None, None))), self.recipe.backend, product.extra
                 return rule.bilinear(product.op, x, w, sparsity, ctx, backend, name=path, extra=extra)
 
         arrays = {path: site.arrays for path, site in known.items()}
@@ -304,19 +278,15 @@ class transform(Value):
             )
         return None
 
-    def _site(self, path: str, value: Any, products: list[ShapedProduct], others: list[str]) -> ProgramSite:
+    def _site(self, path: str, value: Any, products: list[ShapedProduct], others: list[str]) -> Site:
         sparsity, first = self._fitted(path, products)[0], products[0]
         layouts = {(one.product.parameter.steps, one.operand) for one in products}
-        origin = ParameterOrigin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
-        stack = first.product.parameter.stack(np.shape(value))
-        words = site_words(self.seed, path, stack) if needs_key(sparsity) else None
-        time = jnp.zeros((*stack, 2), jnp.int32) if needs_arrays(sparsity) else None
-        site = ProgramSite(origin, words, time)
-        return replace(site, state=state_of(site, value)) if has_state(sparsity) else site
+        origin = Origin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
+        return Site.new(origin, value, self.seed)
 
     # ---- time and state ----
 
-    def set_step(self, params: Any, sites: Mapping[str, ProgramSite], step: Any, micro: Any = 0) -> Sites:
+    def set_step(self, params: Any, sites: Mapping[str, Site], step: Any, micro: Any = 0) -> Sites:
         """Return the sites for a step, and compute state that is due. Call it once a (micro-)step, outside the loss.
 
         Args:
@@ -329,15 +299,10 @@ class transform(Value):
           TypeError: ``step`` or ``micro`` is not an integer.
         """
         check_time(step, micro)
-        values, now = _known(params, sites), jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
-        renewed: Sites = {}
-        for path, site in sites.items():
-            time = None if site.time is None else jnp.array(jnp.broadcast_to(now, site.time.shape))  # its own buffer
-            state = None if site.state is None else state_of(site, values[path], now[0])
-            renewed[path] = replace(site, time=time, state=state)
-        return renewed
+        values = _known(params, sites)
+        return {path: site.at(values[path], step, micro) for path, site in sites.items()}
 
-    def harden(self, params: Params, sites: Mapping[str, ProgramSite]) -> tuple[Params, Sites]:
+    def harden(self, params: Params, sites: Mapping[str, Site]) -> tuple[Params, Sites]:
         """Return the parameters in their final form, as inference uses them, and sites that prune activations only.
 
         Args:
@@ -352,19 +317,15 @@ class transform(Value):
             this step.
         """
         values, left = _known(params, sites), dict(sites)
-        distances: list[Distance] = []
+        unfinished = []
         for path, site in sites.items():
-            final, left[path] = hardened_parameter(path, values[path], site)
-            p = site.origin.sparsity.fwd_rhs
-            step = compared_at(p, site.time)
-            if step is not None:
-                distances.append((path, p, step, distance(of_step(site, values[path]), final)))
+            final, left[path] = site.hardened(values[path])
+            unfinished.append(site.unfinished(values[path], final))
             values[path] = final
-        inputs = [(path, inputs_unfinished(site.origin.sparsity, site.time)) for path, site in sites.items()]
-        warn_unfinished(distances, inputs, stacklevel=3)
+        warn_unfinished(unfinished, stacklevel=3)
         return jax.tree.unflatten(jax.tree.structure(params), values.values()), left
 
-    def violations(self, params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, jax.Array | None]:
+    def violations(self, params: Any, sites: Mapping[str, Site]) -> dict[str, jax.Array | None]:
         """Return the number of groups of each parameter that break the pattern which `harden` promises.
 
         Args:
@@ -378,7 +339,7 @@ class transform(Value):
           UserWarning: No parameter has an n:m final form, so nothing was checked.
         """
         values = _known(params, sites)
-        return checked({path: broken_groups(path, values[path], site) for path, site in sites.items()})
+        return checked({path: site.broken(values[path]) for path, site in sites.items()})
 
     def plan(self, params: Any, *args: Any, **options: Any) -> Plan:
         """Return what every parameter will do, as `nmjax.nnx.plan` does for the layers of a model.
@@ -423,7 +384,7 @@ class transform(Value):
         return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs, dense, kept)
 
 
-def _known(params: Any, sites: Mapping[str, ProgramSite]) -> dict[str, Any]:
+def _known(params: Any, sites: Mapping[str, Site]) -> dict[str, Any]:
     """Return the leaves of a tree by their paths. Refuse sites of parameters that it does not have."""
     values = leaves(params)
     unknown = [path for path in sites if path not in values]

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import nmjax as nm
 from nmjax import linen
 from nmjax.linen.variables import SiteVariable
-from nmjax.products import sites
+from nmjax.programs import sites
 
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules
 

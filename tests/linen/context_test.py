@@ -251,7 +251,7 @@ def test_a_declared_layer_is_its_product_by_hand(eqn, shape, by_hand, text):
         g = normal(3, *y.shape)
         dw, dx = back(g)
     site = by_argument.the_site(variables)
-    ctx = nm.Ctx(None, STEP, site.own()[2])
+    ctx = nm.Ctx(None, STEP, site.site.state)
     if site.words is not None:
         ctx = ctx.replace(key=by_argument.sites.site_key(by_argument.sites.site_words(SEED, ""), 0))
     product = lambda w, x: nm.einsum(by_hand, x, w, sparsity=nm.parse(text), ctx=ctx)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 import nmjax as nm
-from nmjax.products import sites
+from nmjax.programs import sites
 from tests.networks import Mlp
 
 pytestmark = [pytest.mark.sampled, pytest.mark.filterwarnings("ignore:harden at step")]  # in the midst of schedules

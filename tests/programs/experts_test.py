@@ -12,7 +12,7 @@ from jax import lax
 import nmjax as nm
 from nmjax.models import MoE
 from nmjax.products.operations import RaggedDot
-from nmjax.products.sites import site_key
+from nmjax.programs.sites import site_key
 
 SIZES = jnp.array([5, 0, 9, 2])
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 
 import nmjax as nm
-from nmjax.programs.sites import ProgramSite
+from nmjax.programs.sites import Site
 from nmjax.programs.transform import leaves
 
 METHODS = [
@@ -83,7 +83,7 @@ def test_bit_for_bit_the_same_as_by_the_doors(text):
     words = {f"{layer.path}/kernel": layer.site.words for layer in nm.nnx.layers.layers(model)}
     for path, site in sites.items():
         own = None if site.words is None else words[path][...].reshape(2)
-        sites[path] = ProgramSite(site.origin, own, site.time, site.state)
+        sites[path] = Site(site.origin, own, site.time, site.state)
     for step in (0, 3):
         nm.nnx.set_step(model, step)
         sites = sparse.set_step(params, sites, step)

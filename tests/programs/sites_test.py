@@ -7,9 +7,9 @@ import pytest
 
 import nmjax as nm
 from nmjax.core import random
-from nmjax.products import sites
 from nmjax.products.fit import slot_refusals
 from nmjax.products.operations import Dot, as_conv, as_dot
+from nmjax.programs import sites
 
 SAID = {  # pattern, depends on the step, needs a key, has state
     "identity": (None, False, False, False),
