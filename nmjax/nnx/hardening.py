@@ -120,11 +120,27 @@ def harden_without_warning(model: Model) -> tuple[Model, Unfinished]:
             if step is not None and not isinstance(final, jax.core.Tracer):
                 distances.append((layer.path, slot, step, sites.distance(called(layer, slot, slot), final)))
             write(kernel, final)
+            _check_written(layer, final)
             done.add(id(kernel))
             layer.drop_mask()
         put_site(layer, rest, site.backend, 0, layer.stack)
         layer.harden(pattern if p != identity else layer.hardened)
     return hard, (distances, inputs)
+
+
+def _check_written(layer: Layer, final: jax.Array) -> None:
+    """Refuse a variable that is read as another value than was written, so that the layer would get another weight."""
+    seen = layer.kernel.get_value()
+    traced = isinstance(seen, jax.core.Tracer) or isinstance(final, jax.core.Tracer)
+    if traced or seen is final:
+        return
+    rounding = 4 * float(jnp.finfo(final.dtype).eps)  # of an inverse
+    if seen.shape != final.shape or not jnp.allclose(seen, final, rounding, 0, equal_nan=True):
+        raise ValueError(
+            f"{layer.path or 'the model'}: its weight of shape {layer.kernel.shape} is a {type(layer.kernel).__name__} "
+            "that is read as another value than was written to it. Give it the inverse too: set_value beside "
+            f'get_value, or on_set_value beside on_get_value; or leave the layer dense: (r"{layer.path}", "dense").'
+        )
 
 
 def _final(layer: Layer) -> tuple[Pruner, Sparsity]:
