@@ -16,7 +16,7 @@ from experiments.training import record
 
 FORMAT = 1  # of a line of results: readers refuse lines of another format
 KEPT = ("outcome", "metric", "figures", "steps", "flops", "measured", "began", "ended", "seconds")  # of run.json
-KEPT += ("command", "versions", "machine", "git", "notes")
+KEPT += ("command", "versions", "machine", "git", "notes", "origin")
 
 
 def lines(runs: list[Member], workdir: Path) -> Iterator[dict]:
@@ -66,10 +66,11 @@ def _cut(path: Path) -> bool:
 
 def collect(runs: list[Member], workdir: Path) -> None:
     """Write results.jsonl. If several commands share a sweep, each writes again until nothing changes any more."""
-    written = None
+    written, own = None, {member.folder for member in runs}
     workdir.mkdir(parents=True, exist_ok=True)  # a run that failed early has made none
+    others = [line for line in files.lines(workdir / "results.jsonl") if line.get("folder") not in own]
     while True:
-        text = "".join(json.dumps(line, default=str) + "\n" for line in lines(runs, workdir))
+        text = "".join(json.dumps(line, default=str) + "\n" for line in [*lines(runs, workdir), *others])
         if text == written:
             return
         files.replace(workdir / "results.jsonl", text)

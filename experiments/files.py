@@ -47,11 +47,15 @@ def text(path: Path, limit: int = LARGEST, errors: str = "strict") -> str:
       OSError: It cannot be opened, is a link or no regular file, or has more than ``limit`` bytes.
       UnicodeDecodeError: It is not UTF-8, and ``errors`` is "strict".
     """
+    return _bytes(path, limit).decode(errors=errors)
+
+
+def _bytes(path: Path, limit: int) -> bytes:
     with opened(path, links=False) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(f"it has more than {limit:,} bytes")
-    return data.decode(errors=errors)
+    return data
 
 
 def of_json(content: str | bytes) -> Any:
@@ -178,11 +182,10 @@ def lines(path: Path) -> list[dict]:
     Raises:
       Mistake: It cannot be read.
     """
-    if not path.exists():
-        return []
     try:
-        with opened(path) as file:
-            data = file.read()
+        data = _bytes(path, LONGEST)
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise Mistake(f"{path} cannot be read: {error.strerror or error}.") from error
     parsed = []

@@ -64,8 +64,11 @@ def run(
         member, group, stopped_by = runs[number], [], None
         if not processes.agreed(partial(record.is_done, workdir / member.folder)):
             group, stopped_by = sweep.train_from(number, at_once, alone=index is not None)
-        elif processes.first():
-            record.complete(workdir / member.folder, labels or {})
+        else:
+            if processes.first():
+                record.complete(workdir / member.folder, labels or {})
+            if not processes.agreed(partial(record.finished, workdir / member.folder)):
+                sweep.failed.append(member.name)  # it diverged, in an earlier command or in another process
         if processes.first():
             with writable(workdir):
                 collected.collect(runs, workdir)

@@ -62,6 +62,9 @@ def _pages(folders: list[Path], baseline: str, to: Path | None) -> tuple[dict[Pa
         return {path: page}, f"{path}"
     comparison = compare.compare_folders(folders, baseline)
     folder = to or _beside(folders)
+    for name, mark in (("compare.html", compare_page.TITLE), ("compare.md", compare_table.BASELINE)):
+        if (folder / name).exists() and mark not in text(folder / name, errors="replace"):
+            raise Mistake(f"{folder / name} is not a comparison of runs. Name another folder for this one: --to=DIR.")
     table = compare_table.markdown(comparison)
     runs = [run for group in comparison.groups for run in group.runs.values()]
     reports = {run.path: run.path / "report.html" for run in runs if (run.path / "report.html").exists()}

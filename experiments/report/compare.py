@@ -79,7 +79,7 @@ def groups(runs: list[Run]) -> list[Group]:
     """
     by_config: dict[str, Group] = {}
     for run in runs:
-        config = {name: value for name, value in flat(run.config) if name != "twin"}
+        config = {name: value for name, value in flat(run.config) if name != "twin"} | began_with(run)
         seed = config.pop("seed", 0)
         if not isinstance(seed, int):
             raise Mistake(f'{run.path / "config.json"} cannot be compared: "seed" has to be an integer.')
@@ -89,6 +89,14 @@ def groups(runs: list[Run]) -> list[Group]:
             raise Mistake(f"{both} are the same run: they have one config and one seed. Leave one of them out.")
         group.runs[seed] = run
     return list(by_config.values())
+
+
+def began_with(run: Run) -> dict[str, str]:
+    """Return, as a field beside those of its config, the run with whose state a run began; {} if with none."""
+    origin = run.about.get("origin")
+    if not isinstance(origin, dict):
+        return {}
+    return {"from": f"{origin.get('directory')} at step {origin.get('step')}"}
 
 
 def folders(paths: list[Path]) -> list[Path]:
@@ -191,7 +199,7 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
     if len(kinds) > 1:
         raise Mistake("some of these runs are judged by accuracy and some by loss. Compare them separately.")
     kind = kinds.pop()
-    scores = [run.about.get("figures", {}) for run in runs if finished(run)]
+    scores = [figures for run in runs if finished(run) and (figures := run.about.get("figures"))]
     scores = scores or [run.metrics["eval"][-1] for run in runs if run.metrics.get("eval")]
     hardened = bool(scores) and all(f"hardened_{kind}" in of for of in scores)
     metric = f"hardened_{kind}" if hardened else kind
@@ -204,7 +212,8 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
         for group, name in zip(by_config, names, strict=True)
     ]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
-    if len({data for run in runs if (data := data_of(run.config))}) > 1:
+    sets = [{data for run in runs if (data := of(run))} for of in (lambda r: data_of(r.config), lambda r: _checksum(r))]
+    if max(map(len, sets)) > 1:
         notes.insert(0, DATA_DIFFER)
     if len({devices for run in runs if (devices := dict(run.about.get("header", ())).get("devices"))}) > 1:
         notes.insert(0, DEVICES_DIFFER)
@@ -221,8 +230,17 @@ def data_of(config: dict[str, Any]) -> str:
     data = config.get("data")
     if not isinstance(data, dict) or not data.get("name"):
         return ""
-    parts = [data["name"], data.get("dir") if data["name"] == "folder" else "", data.get("tokenizer"), data.get("test")]
+    own = data["name"] == "folder" or "." in str(
+        data["name"]
+    )  # a file in the folder; of other names one copy is as another
+    parts = [data["name"], data.get("dir") if own else "", data.get("tokenizer"), data.get("test")]
+    parts += [f"{data['windows']} windows"] if data.get("windows") else []
     return ", ".join(str(part) for part in parts if part and part != "bytes")
+
+
+def _checksum(run: Run) -> str:
+    """Return the checksum of the data that a run read, or "" if its run.json has none."""
+    return str(run.about.get("data") or "")
 
 
 def _shared(runs: list[Run], metric: str) -> list[str]:
@@ -299,6 +317,9 @@ def _row(group: Group, name: str, base: Group, metric: str, others: list[str], s
     mean, mean_error = _mean(values.values())
     outcomes = {seed: run.about.get("outcome", "running").partition(":")[0] for seed, run in group.runs.items()}
     marks = [f"seed {seed} {outcome}" for seed, outcome in outcomes.items() if outcome != "finished"]
+    marks += [
+        f"seed {seed} without a score" for seed in outcomes if outcomes[seed] == "finished" and seed not in values
+    ]
     marks += [f"seed {seed} missing" for seed in seeds if seed not in outcomes]
     return Row(
         name,

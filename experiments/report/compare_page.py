@@ -13,6 +13,8 @@ from experiments.report.runs import series, split
 from experiments.report.terms import explained
 from experiments.report.words import distinct, large, number, percent, safe
 
+TITLE = "nmjax · a comparison"
+
 
 def render(comparison: compare.Comparison, reports: Mapping[Path, str] | None = None) -> str:
     """Return the whole page.
@@ -22,7 +24,7 @@ def render(comparison: compare.Comparison, reports: Mapping[Path, str] | None = 
       reports: The addresses of reports, by the folder of the run. Names and seeds link to them.
     """
     title = f"{len(comparison.groups)} configs, {sum(len(group.runs) for group in comparison.groups)} runs"
-    header = f'<p class="over">{LOGO} nmjax · a comparison</p><h1>{safe(title)}</h1>'
+    header = f'<p class="over">{LOGO} {TITLE}</p><h1>{safe(title)}</h1>'
     if comparison.notes:
         header += notes_list(comparison.notes)
     sections = [

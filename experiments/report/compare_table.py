@@ -3,6 +3,7 @@
 from experiments.report.compare import Comparison, Row
 from experiments.report.words import PLUS_MINUS, duration, large, markdown_table, plus_minus, score, visible
 
+BASELINE = "The baseline is"
 TEST = "Scores are from the test split"
 VALIDATION = ". Columns named validation are from the validation split. Use those to choose a config"
 RELATIVE = {  # fields of rows that are shares of the baseline's: the titles of their columns
@@ -28,7 +29,7 @@ SO_FAR = "If a process trains runs one after another, a later one shows at least
 
 def legend(comparison: Comparison) -> str:
     """Return an explanation of the numbers in the table."""
-    base = f"The baseline is {comparison.names[comparison.base]}: {comparison.why}."
+    base = f"{BASELINE} {comparison.names[comparison.base]}: {comparison.why}."
     validated = any(name.startswith("validation_") for name in comparison.others)
     splits = f"{TEST}{VALIDATION if validated else ''}."
     memory = [f"{MEMORY[comparison.memory]} {SO_FAR}"] if comparison.memory else []

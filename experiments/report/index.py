@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from experiments.errors import Mistake
 from experiments.report import dots
-from experiments.report.compare import data_of, labels
+from experiments.report.compare import began_with, data_of, labels
 from experiments.report.curves import BEYOND
 from experiments.report.dots import Point
 from experiments.report.page import LOGO, document, flat, marked, tags
@@ -121,7 +121,7 @@ def _fields(run: Run) -> dict[str, Any]:
     """Return the config of a run by dotted names, without the seed, the twin, and epochs that steps override."""
     unused = ("seed", "twin", "epochs") if run.config.get("steps") else ("seed", "twin")
     try:
-        return {name: value for name, value in flat(run.config) if name not in unused}
+        return {name: value for name, value in flat(run.config) if name not in unused} | began_with(run)
     except RecursionError:  # no run writes such a config
         return {}
 

@@ -42,6 +42,8 @@ class Stop:
             self.signal, self._since = signal.Signals(number), time.monotonic()
         elif time.monotonic() - self._since > 1:  # a terminal and a launcher may both send one Ctrl-C
             self._restore()
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
             signal.raise_signal(number)
 
     def __exit__(self, *_) -> None:

@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,6 +120,8 @@ class Checkpoints:
                 if os.path.lexists(path):
                     raise OSError(f"{path} is there, and is not of this run")
             mark.touch()
+        with tempfile.TemporaryDirectory(prefix=f"{step}.orbax-checkpoint-tmp-", dir=self.directory):
+            pass  # where no folder can be made, Orbax would wait for one for minutes
 
     def _finish(self, step: int, pending: list[dict], best: bool) -> None:
         try:
@@ -140,9 +143,12 @@ class Checkpoints:
                 os.replace(seals.path(self.directory, step), seals.begun(self.directory, step))
         for step in seals.begun_steps(self.directory):
             if step not in kept:
-                for path in (self._path(step), *self.directory.glob(f"{step}.orbax-checkpoint-tmp*")):
+                of_step = (self._path(step), *self.directory.glob(f"{step}.orbax-checkpoint-tmp*"))
+                for path in of_step:
                     if path.is_dir() and not path.is_symlink():
                         shutil.rmtree(path, ignore_errors=True)
+                if any(map(os.path.lexists, of_step)):
+                    continue  # Orbax's threads may still write there: the mark stays for the next time
             seals.begun(self.directory, step).unlink(missing_ok=True)
 
     def _failed(self, step: int, error: Exception) -> None:

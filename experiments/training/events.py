@@ -1,6 +1,7 @@
 """The numbers of a run as they come: lines of metrics.jsonl, and TensorBoard's events."""
 
 import contextlib
+import os
 import socket
 import struct
 import time
@@ -19,7 +20,7 @@ class Pieces:
     """
 
     def __init__(self, path: Path):
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
         self._size = path.stat().st_size
         self._waiting: list[bytes] = []
         self.reason = ""
@@ -34,6 +35,7 @@ class Pieces:
         self._waiting.append(piece)
         data = b"".join(self._waiting)
         try:
+            self._refuse_another()
             write_whole(self._file, data, self._size)  # a part of a piece would spoil the pieces after it
         except OSError as error:
             self.reason = error.strerror or str(error)
@@ -41,6 +43,15 @@ class Pieces:
         self._size += len(data)
         self._waiting = []
         return True
+
+    def _refuse_another(self) -> None:
+        """Refuse to write where nobody will read it: the file was removed, or another one is in its place."""
+        try:
+            same = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise OSError("the file was removed or replaced while the run was writing to it")
 
     def close(self) -> int:
         """Write what waits, close the file, and return how many pieces were lost."""

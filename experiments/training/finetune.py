@@ -117,7 +117,9 @@ class _Finetune:
                 "the model has a head of its own, so it is not written as a checkpoint; experiments.load.load_run(DIR) "
                 "returns it"
             )
-        checkpoints.save(directory, model, like=self.config.weights)
+        checkpoints.save(
+            directory, model, like=self.config.weights, overwrite=True
+        )  # a run may end twice: it may be killed
         return f"the hardened model of {which}: {directory}"
 
 
@@ -163,6 +165,7 @@ class Classify(_Finetune):
         self.facts = [("data", f"{self.set.name}: {counts}; {len(self.set.classes)} classes ({shown})")]
         self.facts += [("note", note) for note in self.notes]
         self.sizes = {"classes": list(self.set.classes), "length": self.length}
+        self.data = self.set.train, self.set.test
         self._begin(len(self.set.classes))
 
     @property

@@ -164,6 +164,8 @@ def _about(program: Program, command: str, facts: list[tuple[str, str]]) -> dict
         "flops": program.step_flops(),
         "parameters": program.plan.parameters,
         "sizes": getattr(task, "sizes", {}),  # with them the model can be made without the data
+        "data": digest.of_data(getattr(task, "data", ())),
+        "weights": digest.of_data(program.pretrained),
     }
 
 
@@ -179,8 +181,9 @@ def train(
     If one of several runs fails by itself, it is closed and reported, and the others go on (`Loop.remove`).
     """
     going = dict(enumerate(runs))  # the loop takes out those that fail
+    abouts = [about | _lasting(run, about, origin) for run in runs]
     with Stop() as stop:
-        _open(runs, program, screen, about, sink)
+        _open(runs, program, screen, abouts, sink)
         try:
             with processes.at_end(lambda reason: _close_failed(going, reason)), profile:
                 Loop(program, going, screen, stop, began, profile).run(origin)
@@ -205,13 +208,43 @@ def train(
     return processes.agreed(lambda: stop.signal)
 
 
-def _open(runs: list[Run], program: Program, screen: Screen, about: dict, sink: str) -> None:
+def _open(runs: list[Run], program: Program, screen: Screen, abouts: list[dict], sink: str) -> None:
     """Begin to write to the directories of the runs."""
-    for run in runs:
+    for run, about in zip(runs, abouts, strict=True):
         beside = [other.name for other in runs if other is not run]
         run.open(about | {"trained_with": beside} if beside else about, program, screen, sink)
     with processes.at_end(lambda reason: _close_failed(dict(enumerate(runs)), reason)):
         _refuse_unshared(runs[0].workdir)
+
+
+def _lasting(run: Run, about: dict, origin: Path | None) -> dict:
+    """Return what run.json says of the state with which a run began. Refuse to continue it with other data.
+
+    Args:
+      run: The run.
+      about: What run.json will say of it.
+      origin: Directory of a run whose last state is the first state of this one.
+    """
+    before, begun = record.read(run.workdir) or {}, bool(Checkpoints(run.workdir).steps())
+    changed = [name for name in ("data", "weights") if begun and before.get(name, about[name]) != about[name]]
+    if changed:
+        raise Mistake(
+            f"--workdir={run.workdir} holds a run that read other {changed[0]}: the files that its config names have "
+            "changed since. Put the former ones in their place, or give this run a directory of its own."
+        )
+    if begun or origin is None:
+        if "origin" in before and not begun:
+            raise Mistake(
+                f"--workdir={run.workdir} holds a run that began with the state of another, and has no checkpoint of "
+                f"its own yet. Write --from={before['origin']['directory']} again, or another --workdir."
+            )
+        first = before.get("origin")
+    else:
+        first = {"directory": str(origin), "step": Checkpoints(origin).steps()[-1]}
+    if first is None:
+        return {}
+    row = ("began with", f"the state of {first['directory']} at step {first['step']:,}")
+    return {"origin": first, "header": [*about["header"], row]}
 
 
 def _close_failed(going: dict[int, Run], reason: str) -> None:

@@ -262,7 +262,7 @@ def check(workdir: Path, identity: Identity) -> None:
     if read(workdir) is None:
         _refuse_foreign(workdir, identity)
     begun = any((workdir / "checkpoints").glob("*.json")) or lines(workdir / "metrics.jsonl")
-    if begun:
+    if begun or finished(workdir):
         digest.refuse_another(workdir, identity)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.files import replace
+from experiments.files import of_json, replace, text
 
 
 class Seal(NamedTuple):
@@ -51,10 +51,10 @@ def _own(content: Mapping[str, Any]) -> int:
 def read(directory: Path, step: int) -> Seal | None:
     """Return the seal of a step, or None if it cannot be read."""
     try:
-        content = json.loads(path(directory, step).read_text())
+        content = of_json(text(path(directory, step)))
         whole = content["own"] == _own(content) and content["checksums"]
         return Seal(*(content[name] for name in Seal._fields)) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

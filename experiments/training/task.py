@@ -15,8 +15,9 @@ class Task(Protocol):
     methods. Examples are `experiments/training/image.py` and `experiments/training/text.py`.
 
     A task may also have these members: `pretrained`, values of parameters by path with which a run begins; `sizes`,
-    what run.json records of the data; and `export(model, directory, which)`, which writes the hardened model and
-    returns a sentence about it.
+    what run.json records of the data; `data`, the arrays and texts that it reads, which a run that continues has to
+    find unchanged; and `export(model, directory, which)`, which writes the hardened model and returns a sentence about
+    it.
 
     Attributes:
       examples: Number of training examples in one epoch.

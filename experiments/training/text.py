@@ -48,6 +48,7 @@ class Task:
         counts = f"{len(self.train):,} training tokens, {others}, of {self.set.vocabulary:,}"
         self.facts = [("data", f"{self.set.name}: {counts}; windows of {c.length}")]
         self.sizes = {"model": {"vocabulary": self.set.vocabulary, "length": c.length}}
+        self.data = self.set.train, self.set.test
 
     def _do_without(self, missing: Missing) -> None:
         """Take the sizes that a plan needs from the config, or raise the error if it does not have them."""

@@ -109,7 +109,11 @@ def _recorded(twin: Twin) -> Iterator[tuple[int, dict[str, Any]]]:
         seed = line["changes"].get("seed", 0)
         config = twin.config.copy_and_resolve_references()
         config.seed = seed
-        if line["outcome"] == "finished" and line["config"] == digest.identity(config).digest:
+        if (
+            line["outcome"] == "finished"
+            and not line.get("origin")
+            and line["config"] == digest.identity(config).digest
+        ):
             yield seed, line
 
 
@@ -119,8 +123,8 @@ def _runs(twin: Twin, folders: list[Path]) -> Iterator[tuple[int, dict[str, Any]
     for folder in folders:
         with contextlib.suppress(Exception):  # files in other folders may be damaged, and must not stop the run
             about = record.read(folder)
-            if about is None or about["outcome"] != "finished":
-                continue
+            if about is None or about["outcome"] != "finished" or about.get("origin"):
+                continue  # a run that began with the state of another has learned for longer
             identity = digest.recorded(folder)
             if _compared(identity) == wanted and isinstance(about["figures"], dict) and about["versions"]["nmjax"]:
                 yield identity.fields["seed"], about

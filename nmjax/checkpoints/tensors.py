@@ -149,8 +149,16 @@ def read(path: str | os.PathLike[str]) -> Tensors:
     ...     read(folder)["w"].tolist()
     [[1.0, 0.0], [0.0, 2.0]]
     """
-    path = _found(Path(path))
-    return _of_index(path) if path.name.endswith(INDEX) else Tensors([path])
+    folder, path = Path(path), _found(Path(path))
+    if not path.name.endswith(INDEX):
+        return Tensors([path])
+    tensors, whole = _of_index(path), path.with_name(path.name.removesuffix(".index.json"))
+    if folder.is_dir() and whole.exists() and whole not in tensors.files:
+        raise CheckpointError(
+            f"{folder}: the folder has {path.name} and, of other tensors, {whole.name}, which other programs read in "
+            "its place. Name one of them, or remove one."
+        )
+    return tensors
 
 
 def write(

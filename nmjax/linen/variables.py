@@ -170,8 +170,14 @@ def site_of(scope: Scope, origin: WeightOrigin, weight: Any, recipe: Recipe, fit
       fitted: The sparsity of the origin, without what ``else dense`` leaves empty.
 
     Raises:
-      ValueError: It is missing and cannot be made, or was made for another recipe or seed.
+      ValueError: It is missing and cannot be made, or was made for another recipe or seed; or the layer does not
+        multiply by the weight that is stored.
     """
+    if fitted != Sparsity() and any("map_variables(" in part for part in scope.debug_path):
+        raise ValueError(
+            "nn.map_variables is around it, so it may multiply by another weight than the one that is stored, which "
+            f'set_step and harden read. Leave the layer dense: (r"{origin.path}", "dense").'
+        )
     known = scope.has_variable("nm", "site")
     if known or scope.get_flag("initializing", False):
         if not known and not scope.is_mutable_collection("nm"):

@@ -116,6 +116,13 @@ def test_several_files_and_an_index(tmp_path):
             ("model-2.safetensors", ("w2", "w3")), ("model-1.safetensors", ("w0", "w1")),
         ]  # fmt: skip
         assert got.metadata == {"format": "other"}
+    write(tmp_path / "model.safetensors", {"w0": values["w1"]})  # what other programs read in place of the index
+    with pytest.raises(
+        CheckpointError, match=r"has model.safetensors.index.json and, of other tensors, model.safetens"
+    ):
+        read(tmp_path)
+    assert set(read(tmp_path / f"model{INDEX}")) == set(values)
+    assert list(read(tmp_path / "model.safetensors")) == ["w0"]
 
 
 # ---- files that are wrong ----

@@ -84,6 +84,10 @@ def test_a_sweep_runs_what_is_not_done(tmp_path, monkeypatch, capsys):
     assert len(made) == 4
     assert (tmp_path / "runs" / "results.jsonl").read_text() == before
     assert len(files.lines(tmp_path / "all.jsonl")) == 4
+    words_of(tmp_path, CONFIG_FILE.replace('("ste(2,4)", "s_ste(2,4)")', '("s_ste(2,4)", "mvue(2,4)")'))
+    command.main([*words, "--sweep"], "")  # runs that are listed no longer keep their lines
+    assert [line["run"] for line in results(tmp_path)[2:4]] == [f"blocks=mvue(2,4),seed={seed}" for seed in (0, 1)]
+    assert results(tmp_path)[:2] + results(tmp_path)[4:] == found[2:] + found[:2]
 
 
 @pytest.mark.slow
@@ -97,7 +101,10 @@ def test_a_run_that_diverges_is_told_and_the_others_are_done(tmp_path, capsys):
         command.main([*words, "--sweep", "--config.optimizer=sgd", "--config.clip=0"], "")
     assert [line["outcome"].partition(":")[0] for line in results(tmp_path)] == ["diverged", "finished"]
     capsys.readouterr()
-    command.main([*words, "--sweep", "--config.optimizer=sgd", "--config.clip=0"], "")  # it would diverge again
+    with pytest.raises(
+        Failed, match=r"1 of the runs failed: peak=1e.38"
+    ):  # it would diverge again, and is not repeated
+        command.main([*words, "--sweep", "--config.optimizer=sgd", "--config.clip=0"], "")
     assert "2 runs: 1 diverged, 1 finished." in capsys.readouterr().out
 
 
@@ -301,7 +308,8 @@ def test_one_that_diverges_leaves_the_others_as_they_are(alone, programs, monkey
     assert Checkpoints(lost).steps() == [2]
     assert len(list((lost / "checkpoints").glob("failed-*"))) == 1
     assert (lost / "report.html").exists()
-    command.main([*words_of(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")  # it would diverge again
+    with pytest.raises(Failed, match="1 of the runs failed: seed=1"):  # it would diverge again, and is not repeated
+        command.main([*words_of(tmp_path, SEEDS), "--sweep", "--seeds_at_once=4"], "")
     assert len(programs) == 1
 
 

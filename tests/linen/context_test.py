@@ -1,5 +1,6 @@
 """The context `sparsify`: models without arguments, doors that others declare, and what is refused."""
 
+import contextlib
 import functools
 import warnings
 
@@ -552,3 +553,19 @@ def test_a_call_in_another_dtype_than_that_of_init():
         y = layer.apply(variables, x.astype(jnp.bfloat16))
     kernel = nm.prune(nm.mse(2, 4), variables["params"]["kernel"], axis=0)
     chex.assert_trees_all_equal(y, layer.apply({"params": variables["params"] | {"kernel": kernel}}, x.astype(y.dtype)))
+
+
+@pytest.mark.parametrize("delivered", ["sparsify", "dot_cls"])
+def test_a_layer_that_multiplies_by_a_changed_weight_is_refused(delivered):
+    """set_step and harden read the stored weight, and nn.map_variables gives the layer another one."""
+    own = {"dot_general_cls": nm.linen.dot_cls(recipe("ste(2,4)"))} if delivered == "dot_cls" else {}
+    within = nm.linen.sparsify(recipe("ste(2,4)")) if delivered == "sparsify" else contextlib.nullcontext()
+
+    class Stored(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            turn = lambda params: jax.tree.map(lambda w: w.T, params)
+            return nn.map_variables(nn.Dense, "params", turn, turn, init=True)(8, use_bias=False, name="up", **own)(x)
+
+    with within, pytest.raises(ValueError, match=r"^up: nn.map_variables is around it.*\(r\"up\", \"dense\"\)"):
+        Stored().init(jax.random.key(0), jnp.ones((2, 8)))

@@ -140,6 +140,8 @@ def test_a_note_says_that_data_sets_differ(tmp_path):
         (({"name": "digits"}, {"name": "mine.npz"}), True),
         (({"name": "folder", "dir": "/a"}, {"name": "folder", "dir": "/b"}), True),
         (({"name": "digits", "dir": "/a"}, {"name": "digits", "dir": "/b"}), False),
+        (({"name": "x.txt", "dir": "/a"}, {"name": "x.txt", "dir": "/b"}), True),
+        (({"name": "x.txt"}, {"name": "x.txt", "windows": 1}), True),
         (({"name": "x.txt", "tokenizer": "bytes"}, {"name": "x.txt", "tokenizer": "t.json"}), True),
         (({"name": "digits"}, None), False),  # not known
     ]):  # fmt: skip
@@ -148,6 +150,40 @@ def test_a_note_says_that_data_sets_differ(tmp_path):
             config = json.loads((path / "config.json").read_text()) | ({} if own is None else {"data": own})
             (path / "config.json").write_text(json.dumps(config))
         assert (sentence in compare_table.markdown(compare.compare_folders([tmp_path / str(n)]))) == differs
+
+
+def test_a_note_says_that_files_of_one_name_had_other_content(tmp_path):
+    for name, method, data in (("a", "dense", "00ff00ff"), ("b", "mse", "0000ffff")):
+        edit(run(tmp_path / name, method, 0, 0.9), data=data)
+    assert compare.DATA_DIFFER in compare.compare_folders([tmp_path]).notes
+    edit(tmp_path / "b", data="00ff00ff")
+    assert compare.DATA_DIFFER not in compare.compare_folders([tmp_path]).notes
+
+
+def test_a_run_that_began_with_another_is_a_row_of_its_own(tmp_path):
+    """Also if its config and its seed are those of a run from scratch."""
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(tmp_path / name, "dense", seed, 0.9)
+    edit(tmp_path / "b", origin={"directory": "pre/w", "step": 40})
+    scratch, warm = compare.compare_folders([tmp_path]).rows
+    assert (scratch.seeds, warm.seeds, warm.name) == ("2 of 2", "1 of 2", "from=pre/w at step 40")
+
+
+def test_a_finished_run_without_a_score_is_marked(tmp_path):
+    for seed, accuracy in enumerate((0.9, float("nan"))):
+        run(tmp_path / str(seed), "dense", seed, accuracy)
+    (row,) = compare.compare_folders([tmp_path]).rows
+    assert (row.seeds, row.marks) == ("1 of 2", "seed 1 without a score")
+
+
+@pytest.mark.parametrize("name", ["compare.md", "compare.html"])
+def test_a_page_of_somebody_is_not_replaced(study, name, capsys):
+    (study / name).write_text("my notes of a year")
+    assert command.main([str(study)]) == 2
+    assert f"{study / name} is not a comparison of runs" in capsys.readouterr().err
+    assert (study / name).read_text() == "my notes of a year"
+    (study / name).unlink()
+    assert command.main([str(study)]) == command.main([str(study)]) == 0  # its own are written anew
 
 
 def test_a_note_says_that_devices_differ(tmp_path):

@@ -145,6 +145,22 @@ def test_closing_after_a_save_that_failed_raises_nothing(tmp_path):
     assert checkpoints.lost is not None
 
 
+def test_where_no_folder_can_be_made_orbax_does_not_wait_for_one(monkeypatch, tmp_path):
+    """As on a file system that became read-only. Orbax's threads would wait for five minutes."""
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    told = []
+    checkpoints = Checkpoints(tmp_path, told.append)
+    monkeypatch.setattr(checkpoints_module.tempfile, "TemporaryDirectory", refused)
+    monkeypatch.setattr(checkpoints._orbax, "save", lambda *_, **__: pytest.fail("Orbax was asked to save"))
+    checkpoints.save(1, small(1), [], best=False)
+    checkpoints.close()
+    assert "The checkpoint of step 1 could not be written" in told[0]
+    assert not list(tmp_path.rglob("*orbax*"))
+
+
 def test_run_json_says_the_outcome_though_lines_are_lost(tmp_path):
     run, told = begun(tmp_path), []
     run._tell = told.append

@@ -166,6 +166,14 @@ def test_a_run_writes_a_verified_checkpoint_that_load_run_equals(tmp_path):
     np.testing.assert_allclose(run.predict(tokens), written(tokens), atol=1e-6)
     data = json.loads((tmp_path / "text.json").read_text())
     assert data["hardest"][0]["pieces"][0][0].startswith("[")
+    about = json.loads((tmp_path / "run.json").read_text())  # killed before its last word: the same command ends it
+    (tmp_path / "run.json").write_text(json.dumps(about | {"outcome": "running"}))
+    before = (tmp_path / "model/model.safetensors").read_bytes()
+    process = start(tmp_path, tmp_path / "cache", config=[f"--config={CONFIG_FILE}"])
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "finished"
+    assert (tmp_path / "model/model.safetensors").read_bytes() == before
 
 
 @pytest.mark.processes

@@ -181,6 +181,32 @@ def test_a_directory_of_another_config_is_left_as_it_is(tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
 
 
+def test_a_finished_run_of_another_config_is_told_though_its_numbers_are_gone(tmp_path):
+    begun(tmp_path).close("finished")
+    (tmp_path / "metrics.jsonl").unlink()
+    record.check(tmp_path, identity())
+    with pytest.raises(Mistake, match="seed: 0 there, 1 here"):
+        record.check(tmp_path, identity(seed=1))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_numbers_that_nobody_would_read_are_told(replaced, tmp_path):
+    """metrics.jsonl is removed, or another file is put in its place, while the run writes to it."""
+    run, told = begun(tmp_path), []
+    run._tell = told.append
+    run.write("train", 1, loss=1.0)
+    if replaced:
+        files.replace(run.metrics, run.metrics.read_text())
+    else:
+        run.metrics.unlink()
+    run.write("train", 2, loss=1.0)
+    assert "cannot be written: the file was removed or replaced while the run was writing to it" in told[0]
+    with pytest.raises(Failed, match="1 lines of .* could not be written: the file was removed or replaced"):
+        run.close("finished")
+    assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "running"
+    run.close("failed: lost")
+
+
 def test_a_run_that_wrote_nothing_leaves_its_directory_free(tmp_path):
     made(tmp_path).close("failed")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0

@@ -101,6 +101,18 @@ def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
     assert arrays(tmp_path / "run") == arrays(whole)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("seconds", [1.5, 2.5, 4, 5.5])
+def test_told_to_stop_while_it_begins_a_run_ends(whole, seconds, tmp_path):
+    """A KeyboardInterrupt would be lost in a callback of JAX, and the run would go on."""
+    process = start(tmp_path / "run", whole[1])
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, said
+    assert "launch.py: interrupted" in said
+
+
 def test_one_stop_told_twice_is_one_and_a_later_one_is_another(monkeypatch):
     """A terminal's Ctrl-C reaches a run and the launcher that hands it on."""
     now = [10.0]
@@ -494,6 +506,9 @@ def test_a_run_that_begins_from_another_has_the_noise_of_its_own_seed(tmp_path):
     command.main([*words, "--config.seed=0", f"--workdir={tmp_path / 'a'}"], "")
     words += ["--config.seed=1", "--config.steps=6"]
     command.main([*words, f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"], "")
+    about = json.loads((tmp_path / "b" / "run.json").read_text())
+    assert about["origin"] == {"directory": str(tmp_path / "a"), "step": 4}
+    assert about["header"][-1] == ["began with", f"the state of {tmp_path / 'a'} at step 4"]
     made = modes.make_program(command.read(words).config)
     with contextlib.closing(Checkpoints(tmp_path / "b", lambda text: None)) as checkpoints:
         step, state, _ = checkpoints.restore(made.shapes)
@@ -510,3 +525,33 @@ def test_a_run_that_begins_from_another_has_the_noise_of_its_own_seed(tmp_path):
 
 def flat(tree):
     return {nm.metrics.path(path): value for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_its_own_data_and_its_own_beginning(tmp_path):
+    """Files that its config names may have changed since, and a command may leave out what it began with."""
+    draw = random.Random(0)
+    text = " ".join("".join(draw.choices("abcdefgh", k=5)) for _ in range(3000))
+    (tmp_path / "notes.txt").write_text(text)
+    words = ["launch.py", "--config=configs/gpt_24.py:smoke", "--config.twin=", "--config.measure=0"]
+    words += [f"--config.data.name={tmp_path / 'notes.txt'}"]
+    command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
+    command.main([*words, "--config.steps=6", f"--from={tmp_path / 'a'}", f"--workdir={tmp_path / 'b'}"], "")
+    origin = json.loads((tmp_path / "b" / "run.json").read_text())["origin"]
+    for name in "ab":
+        about = json.loads((tmp_path / name / "run.json").read_text())
+        (tmp_path / name / "run.json").write_text(json.dumps(about | {"outcome": "interrupted"}))
+    (tmp_path / "notes.txt").write_text(text[::-1])
+    before = (tmp_path / "a" / "run.json").read_bytes()
+    with pytest.raises(Mistake, match="holds a run that read other data: the files that its config names have changed"):
+        command.main([*words, f"--workdir={tmp_path / 'a'}"], "")
+    assert (tmp_path / "a" / "run.json").read_bytes() == before
+    (tmp_path / "notes.txt").write_text(text)
+    again = [*words, "--config.steps=6", f"--workdir={tmp_path / 'b'}"]
+    command.main(again, "")
+    about = json.loads((tmp_path / "b" / "run.json").read_text())
+    assert (about["outcome"], about["origin"]) == ("finished", origin)
+    shutil.rmtree(tmp_path / "b" / "checkpoints")  # as if it had been killed before its first checkpoint
+    (tmp_path / "b" / "run.json").write_text(json.dumps(about | {"outcome": "running"}))
+    with pytest.raises(Mistake, match="began with the state of another, and has no checkpoint of its own yet"):
+        command.main(again, "")

@@ -62,6 +62,7 @@ def test_runs_of_the_twin_are_found_and_others_are_not(tmp_path, monkeypatch):
     recorded(tmp_path / "runs" / "other_batch", of("batch=32"), 2, 0.1)
     recorded(tmp_path / "runs" / "other_version", its_twin, 3, 0.1, version="0.0.1")
     recorded(tmp_path / "runs" / "running", its_twin, 4, 0.1, outcome="running")
+    recorded(tmp_path / "runs" / "from_another", its_twin, 8, 0.1, origin={"directory": "a", "step": 40})
     (tmp_path / "runs" / "notes").mkdir()
     (tmp_path / "runs" / "text.txt").write_text("no folder")
     recorded(tmp_path / "runs" / "broken", its_twin, 5, 0.1)
