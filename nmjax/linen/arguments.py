@@ -85,7 +85,7 @@ class Product(nn.Module):
             steps = (Step("dtype", rhs.dtype),)
             origin = WeightOrigin(path, self.recipe(path), self.seed, operand, rhs.shape, steps)
             site = self._site(origin, rhs, fitting(op, lhs, rhs, origin.sparsity, tokens_known=False)[0])
-            ctx = context(*site.site.arrays)
+            ctx = context(*site.of_one_layer.arrays)
         return rule.bilinear(op, lhs, rhs, site.sparsity, ctx, self.recipe.backend, name=path or "the layer")
 
     def _site(self, origin: WeightOrigin, rhs: jax.Array, fitted: Sparsity) -> SiteVariable:

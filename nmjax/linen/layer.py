@@ -179,7 +179,7 @@ class Call(NamedTuple):
         own: dict[str, Any] = {}
         for name, site in sites.items():
             with named(path_of[name]):
-                own[name] = site.site.arrays
+                own[name] = site.of_one_layer.arrays
 
         def compute(product: Product, x: jax.Array, w: jax.Array, arrays: Any) -> jax.Array | None:
             name = product.parameter.path

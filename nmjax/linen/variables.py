@@ -103,6 +103,11 @@ class SiteVariable(struct.PyTreeNode):
         )  # fmt: skip
         return Site(origin, *arrays)
 
+    @property
+    def of_one_layer(self) -> Site:
+        """The site of the layer that is called. A stack that was sliced by hand is not told of it."""
+        return self.replace(stack=()).site
+
     def holding(self, site: Site) -> "SiteVariable":
         """Return the variable with what a site prunes, and with its arrays."""
         rank = len(self.origin.shape)

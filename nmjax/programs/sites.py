@@ -62,7 +62,7 @@ class Origin(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["words", "time", "state"], meta_fields=["origin"])
 @dataclass(frozen=True)
 class Site:
-    """What a method keeps for a weight, or for a stack of weights. Each array is None if the method does without it.
+    """The arrays that a method keeps for a weight, or for a stack. Each is None if the method does without it.
 
     The axes that stack weights are the first axes of all arrays, and of every ``value`` that a verb takes.
 
@@ -217,8 +217,8 @@ class Site:
         axes = origin.parameter.contracted(np.shape(value), origin.operand.contract)
         if not all(isinstance(axis, int) for axis in axes):
             raise ValueError(
-                f"{origin.name}: a weight of shape {np.shape(value)} is reshaped before its product, so that its "
-                "groups lie along no axes of it. violations(...) reshapes it too."
+                f"{origin.name}: the layer reshapes its weight of shape {np.shape(value)} before its product, so that "
+                "its groups lie along no axes of it. Use violations, which reshapes it too."
             )
         return Pattern(*pattern, axes)
 

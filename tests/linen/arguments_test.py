@@ -195,7 +195,7 @@ def test_a_dense_layer_adds_no_array_and_changes_no_bit(layer):
 
 
 def test_what_needs_nothing_adds_no_array():
-    needs = lambda text: jax.tree.map(jnp.shape, the_site(of(text)[1]).own())
+    needs = lambda text: jax.tree.map(jnp.shape, the_site(of(text)[1]).site.arrays)
     assert needs("ste(2,4)") == (None, None, None)
     assert needs("mvue(2,4)") == ((2,), (2,), None)
     assert needs("mdgf(2,4,linear(1,0,9))") == (None, (2,), None)

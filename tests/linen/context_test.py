@@ -340,7 +340,7 @@ def test_a_reshaped_weight_is_pruned_and_has_no_axes():
     linen.door(Merging, weight="w")
     model, x = Merging(), normal(1, 5, 24)
     variables = init(model, x, recipe("fwd_rhs=ste(mse(2,8))"))
-    with pytest.raises(ValueError, match=r"reshapes w of shape \(4, 6, 10\)"):
+    with pytest.raises(ValueError, match=r"reshapes its weight of shape \(4, 6, 10\)"):
         linen.patterns(variables)
     hard = linen.harden(variables)
     w = variables["params"]["w"].reshape(24, 10)
@@ -372,7 +372,7 @@ def test_a_door_that_does_not_fit_is_refused():
         linen.door(Odd, weight="w")
     DOORS[Odd] = ("w",)
     variables = init(Named(functools.partial(Odd)), x, recipe("ste(2,4)"))  # once as it is
-    with pytest.raises(ValueError, match=r"layer: .*prunes w of shape \(16, 16\), .* because it also goes into tanh"):
+    with pytest.raises(ValueError, match=r"layer: .*prunes a weight of shape \(16, 16\) .* because it also goes into tanh"):
         linen.harden(variables)
     with pytest.raises(ValueError, match=r"layer: .*Odd multiplies by w of shape \(16, 16\) along different axes"):
         init(Named(functools.partial(Odd, True)), x, recipe("ste(2,4)"))
