@@ -272,6 +272,8 @@ def test_a_package_of_several_models_is_refused(tmp_path, monkeypatch, capsys):
     install_parts(small_gemma(tmp_path / "g.gguf").read_bytes(), tmp_path / "site", monkeypatch)
     for name in ("tiny_gguf_a", "tiny_gguf_b"):
         record = tmp_path / "site" / f"{name}-1.0.dist-info" / "RECORD"
+        part = tmp_path / "site" / record.read_text().partition(",")[0]
+        part.rename(part.with_name(part.name.replace("m.gguf", f"{name}.gguf")))
         record.write_text(record.read_text().replace("/m.gguf", f"/{name}.gguf"))
     assert main(["convert", "tiny-gguf", "--to", str(tmp_path / "out")]) == 2
     said = "tiny-gguf has several models: tiny_gguf_a.gguf, tiny_gguf_b.gguf. Write the path of a file."
