@@ -68,7 +68,6 @@ class Delivery:
         self.recipe, self.seed, self.strict = recipe, seed, strict
         self.depth = 0
         self.running: list[tuple[nn.Module, tuple[Weight, ...], Path]] = []  # layers with doors, and their copies
-        self.norms = 0  # the number of calls of nn.WeightNorm and nn.SpectralNorm that run
         self.copied = 0  # the number of these layers that run with other products
         self.reached = Reached()
 
@@ -99,12 +98,6 @@ class Delivery:
                 self.reached = Reached()
 
     def _result(self, next_fun: Callable[..., Any], args: Any, options: Any, module: nn.Module, method: str) -> Any:
-        if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
-            self.norms += 1
-            try:
-                return next_fun(*args, **options)
-            finally:
-                self.norms -= 1
         weights = () if any(module is other for other, _, _ in self.running) else weights_of(module)
         self.reached.by_door |= {(*module.path, weight.name) for weight in weights}
         if not weights or has_argument(module):
@@ -133,13 +126,6 @@ class Delivery:
         sites = call.sites(uses, self.recipe, self.seed)
         if all(site.sparsity == Sparsity() for site in sites.values()):
             return made if initializing else next_fun(*call.args, **call.options)
-        if self.norms:
-            path = next(w.path for w in call.weights if w.name in sites and sites[w.name].sparsity != Sparsity())
-            raise ValueError(
-                f"{path or 'the model'}: a module around it normalises its kernel, so the pruned kernel is not the "
-                "one multiplied. To "
-                f'leave the layer dense, put this rule first: (r"{path}", "dense").'
-            )
         with self._copying():
             return call.pruned(sites, self.recipe.backend, initializing)
 

@@ -180,8 +180,8 @@ def site_of(scope: Scope, origin: WeightOrigin, weight: Any, recipe: Recipe, fit
     """
     if fitted != Sparsity() and any("map_variables(" in part for part in scope.debug_path):
         raise ValueError(
-            "nn.map_variables is around it, so it may multiply by another weight than the one that is stored, which "
-            f'set_step and harden read. Leave the layer dense: (r"{origin.path}", "dense").'
+            "nn.map_variables, or a norm of weights, is around it, so it multiplies by another weight than the one "
+            f'that is stored, which set_step and harden read. Leave the layer dense: (r"{origin.path}", "dense").'
         )
     known = scope.has_variable("nm", "site")
     if known or scope.get_flag("initializing", False):

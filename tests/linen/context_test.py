@@ -567,5 +567,10 @@ def test_a_layer_that_multiplies_by_a_changed_weight_is_refused(delivered):
             turn = lambda params: jax.tree.map(lambda w: w.T, params)
             return nn.map_variables(nn.Dense, "params", turn, turn, init=True)(8, use_bias=False, name="up", **own)(x)
 
-    with within, pytest.raises(ValueError, match=r"^up: nn.map_variables is around it.*\(r\"up\", \"dense\"\)"):
+    with (
+        within,
+        pytest.raises(
+            ValueError, match=r"^up: nn.map_variables, or a norm of weights, is around it.*\(r\"up\", \"dense\"\)"
+        ),
+    ):
         Stored().init(jax.random.key(0), jnp.ones((2, 8)))

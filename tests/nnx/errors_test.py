@@ -358,7 +358,7 @@ def test_a_norm_of_linen_around_a_layer(norm):
     x = jnp.ones((4, 16))
     with (
         nm.linen.sparsify(recipe("ste(2,4)")),
-        pytest.raises(ValueError, match="Dense_1: a module around it normalises"),
+        pytest.raises(ValueError, match="Dense_1: nn.map_variables, or a norm of weights, is around it"),
     ):
         Normed().init(jax.random.key(0), x)
     with nm.linen.sparsify(nm.Recipe({"Dense_0": "ste(2,4)", ".*": "dense"})):
