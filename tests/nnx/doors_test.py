@@ -19,7 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import nmjax as nm
 from nmjax.analysis.patterns import violations
-from nmjax.nnx import declared, delivery, hardening
+from nmjax.nnx import declared
+from nmjax.programs import sites
 from tests.nnx.delivery_test import METHODS, exact, recipe, whole
 
 
@@ -351,13 +352,13 @@ def test_layers_that_are_alike_are_traced_and_compiled_once(make):
     nm.nnx.door(Counted, weight="w", input=lambda layer: (-1, 16))
     model = nnx.List([make(rngs=nnx.Rngs(i)) for i in range(5)])
     Counted.traces.clear()
-    delivery._states.clear_cache()
-    hardening._final_weights.clear_cache()
+    sites._states.clear_cache()
+    sites._final.clear_cache()
     nm.nnx.sparsify(model, recipe("s_ste(2,4)"))
-    assert delivery._states._cache_size() == 1
+    assert sites._states._cache_size() == 1
     assert Counted.traces == ([(1, 16), (4, 16)] if make is Counted else [])
     nm.nnx.harden(model)
-    assert hardening._final_weights._cache_size() == 1
+    assert sites._final._cache_size() == 1
 
 
 def test_an_abstract_model():
