@@ -256,7 +256,8 @@ class Layer:
     @property
     def origin(self) -> Origin:
         """The weight of one layer, and what its products prune."""
-        return Origin(self.steps._replace(path=self.path), self.operand, self.sparsity)
+        operand = self.operand or Operand((), (), ())  # if only a call says it, no weight is pruned
+        return Origin(self.steps._replace(path=self.path), operand, self.sparsity)
 
     @property
     def dtype(self) -> Any:
