@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections import ChainMap
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +20,6 @@ import numpy as np
 from flax import nnx
 
 from nmjax import checkpoints, models, oneshot
-from nmjax.checkpoints import packing
 from nmjax.checkpoints.verifying import PROGRAMS
 from nmjax.nnx.delivery import sparsify
 from nmjax.nnx.hardening import harden, patterns
@@ -121,12 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--layers", default="blocks/.*", metavar="REGEX", help=text)
     pruned.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
     pruned.add_argument("--overwrite", **overwrite)
-    text = "Export a checkpoint: .onnx for other programs, or a smaller .safetensors file that only nmjax reads."
-    exported = command("export", _export, text)
+    exported = command("export", _export, "Export a checkpoint as ONNX, for other programs.")
     exported.add_argument("path", help="a folder with config.json and a .safetensors file")
-    exported.add_argument("--to", required=True, metavar="FILE", help="the file to write: .onnx or .safetensors")
-    exported.add_argument("--n", type=_whole, default=2, help="the non-zeros in a group of a tensor to pack (2)")
-    exported.add_argument("--m", type=_whole, default=4, help="the size of these groups (4)")
+    exported.add_argument("--to", required=True, metavar="FILE", help="the file to write: .onnx")
     exported.add_argument("--batch", type=_whole, default=1, help="the batch size of the ONNX inputs (1)")
     text = "the number of tokens of the ONNX inputs (128, or the model's if it takes fewer)"
     exported.add_argument("--length", type=_whole, help=text)
@@ -349,41 +344,12 @@ def _encoded(source: Path, vocabulary: int, found: list[tuple[str, str | None]])
 
 def _export(asked: argparse.Namespace) -> int:
     source, target = _folder(asked.path), Path(asked.to)
-    if target.suffix == ".onnx":
-        model, inputs, names = _callable(checkpoints.load(source), asked)
-        checkpoints.write_onnx(target, model, *inputs, names=names)
-        print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}.")
-    elif target.suffix == ".safetensors":
-        _pack(asked, source, target)
-    else:
-        raise ValueError(f"--to {target}: the name of the file must end with .onnx or .safetensors.")
+    if target.suffix != ".onnx":
+        raise ValueError(f"--to {target}: the name of the file must end with .onnx.")
+    model, inputs, names = _callable(checkpoints.load(source), asked)
+    checkpoints.write_onnx(target, model, *inputs, names=names)
+    print(f"{target}: {target.stat().st_size:,} bytes, inputs {', '.join(names)}.")
     return 0
-
-
-def _pack(asked: argparse.Namespace, source: Path, target: Path) -> None:
-    """Write a checkpoint as packed tensors."""
-    tensors = checkpoints.read(source)
-    own = any(target.exists() and target.samefile(file) for file in tensors.files)
-    home = source if source.is_dir() or not (source.parent / "config.json").is_file() else source.parent
-    if own or target.parent.resolve() == home.resolve():
-        raise ValueError(f"{target} lies in the folder of the checkpoint. Name a file in another folder.")
-    metadata = dict(ChainMap(*tensors.texts.values()))  # of all files; if they differ, the first decides
-    if packing.ENTRY in metadata:
-        raise ValueError(f"{source}: the tensors are packed already.")
-    found = checkpoints.verify(source, asked.n, asked.m)
-    if not found.sparse:
-        raise ValueError(f"{source}: no tensor is {asked.n}:{asked.m}, so there is nothing to pack. See --n and --m.")
-    axes = {one.name: one.axes[-1] for one in found.sparse}
-    packed = {name: axis for name, axis in axes.items() if packing.packs(tensors[name], axis, asked.n, asked.m)}
-    checkpoints.write_packed(target, tensors, packed, asked.n, asked.m, metadata)
-    whole = sum(v.nbytes for v in tensors.values()) or 1
-    share = target.stat().st_size / whole
-    print(f"{target}: {len(packed)} of {len(tensors)} tensors packed, {share:.2f} of the bytes.")
-    differing = {name for one in tensors.texts.values() for name, text in one.items() if text != metadata[name]}
-    if differing:
-        print(f"The files differ in the metadata {', '.join(sorted(differing))}. Those of the first file are kept.")
-    if len(packed) < len(axes):
-        print(f"{len(axes) - len(packed)} tensors have -0.0 in the place of zeros, and are stored as they are.")
 
 
 def _callable(model: Any, asked: argparse.Namespace) -> tuple[Any, list[jax.ShapeDtypeStruct], list[str]]:

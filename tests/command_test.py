@@ -457,75 +457,11 @@ def test_images_calibrate_a_vit(capsys, tmp_path):
 # ---- export ----
 
 
-def test_export_packs_and_refuses_its_own_source(capsys, tmp_path):
+def test_export_writes_onnx_alone(capsys, tmp_path):
     folder = sparse(tmp_path / "sparse")
-    before = (folder / "model.safetensors").read_bytes()
-    status, _, err = run(capsys, "export", folder, "--to", folder / "model.safetensors")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "lies in the folder of the checkpoint" in err
-    assert (folder / "model.safetensors").read_bytes() == before
-    for source in (folder, folder / "model.safetensors"):
-        status, _, err = run(capsys, "export", source, "--to", folder / "packed.safetensors")
-        assert status == 2
-        assert "lies in the folder of the checkpoint" in err
-    status, out, _ = run(capsys, "export", folder, "--to", tmp_path / "packed.safetensors")
-    assert status == 0
-    assert "12 of 39 tensors packed" in out
-    status, _, err = run(capsys, "export", tmp_path / "packed.safetensors", "--to", tmp_path / "twice.safetensors")
-    assert status == 2
-    assert "packed already" in err
-    status, out, _ = run(capsys, "verify", tmp_path / "packed.safetensors")
-    assert status == 0
-    assert "12 of 16 tensors are 2:4" in out
-
-
-def test_export_leaves_what_cannot_be_packed(capsys, tmp_path):
-    folder = sparse(tmp_path / "sparse")
-    held = {name: np.array(value) for name, value in checkpoints.read(folder).items()}
-    name = "encoder.layer.0.output.dense.weight"
-    held[name] = np.where(held[name] == 0, np.float32(-0.0), held[name])
-    checkpoints.write(folder / "model.safetensors", held)
-    status, out, _ = run(capsys, "export", folder, "--to", tmp_path / "packed.safetensors")
-    assert status == 0
-    assert "11 of 39 tensors packed" in out
-    assert "1 tensors have -0.0 in the place of zeros" in out
-    restored = checkpoints.read_packed(tmp_path / "packed.safetensors")
-    assert all(restored[name].tobytes() == value.tobytes() for name, value in held.items())
-
-
-def test_export_keeps_the_metadata_of_all_files(capsys, tmp_path):
-    """If files differ, the first decides, and the command says so."""
-    folder, tensors = tmp_path / "cut", dict(checkpoints.read(sparse(tmp_path / "sparse")))
-    folder.mkdir()
-    names, files = list(tensors), {"a.safetensors": {"format": "pt", "of": "a"}, "b.safetensors": {"more": "b"}}
-    parts = dict(zip(files, (names[:9], names[9:]), strict=True))
-    for file, metadata in files.items():
-        checkpoints.write(folder / file, {name: tensors[name] for name in parts[file]}, metadata)
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    status, out, _ = run(capsys, "export", folder, "--to", tmp_path / "p.safetensors")
-    assert (status, "differ" in out) == (0, False)
-    metadata = checkpoints.read(tmp_path / "p.safetensors").metadata
-    assert {name: text for name, text in metadata.items() if name != "nmjax"} == {
-        "format": "pt", "of": "a", "more": "b"
-    }  # fmt: skip
-    part = {name: tensors[name] for name in parts["b.safetensors"]}
-    checkpoints.write(folder / "b.safetensors", part, {"format": "np", "more": "b"})
-    status, out, _ = run(capsys, "export", folder, "--to", tmp_path / "p.safetensors")
-    assert "The files differ in the metadata format. Those of the first file are kept." in out
-    assert checkpoints.read(tmp_path / "p.safetensors").metadata["format"] == "pt"
-    checkpoints.write(folder / "b.safetensors", part, {"nmjax": "{}"})
-    status, _, err = run(capsys, "export", folder, "--to", tmp_path / "p.safetensors")
-    assert (status, "packed already" in err) == (2, True)
-
-
-@pytest.mark.parametrize("tensors", [{}, {"w": np.ones((8, 8), np.float32)}])
-def test_export_of_a_file_without_sparse_tensors(tensors, capsys, tmp_path):
-    checkpoints.write(tmp_path / "dense.safetensors", tensors)
-    status, _, err = run(capsys, "export", tmp_path / "dense.safetensors", "--to", tmp_path / "x.safetensors")
-    assert status == 2
-    assert "no tensor is 2:4, so there is nothing to pack" in err
-    assert not (tmp_path / "x.safetensors").exists()
+    status, _, err = run(capsys, "export", folder, "--to", tmp_path / "other.safetensors")
+    assert (status, "the name of the file must end with .onnx" in err) == (2, True)
+    assert not (tmp_path / "other.safetensors").exists()
 
 
 def test_plan_tells_by_its_status_that_a_recipe_is_refused(capsys):

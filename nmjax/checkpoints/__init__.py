@@ -24,7 +24,6 @@ from nmjax.checkpoints.models import (
 )
 from nmjax.checkpoints.names import Rename as Rename, Table as Table
 from nmjax.checkpoints.onnx import write_onnx as write_onnx
-from nmjax.checkpoints.packing import read_packed as read_packed, write_packed as write_packed
 from nmjax.checkpoints.tensors import (
     CheckpointError as CheckpointError,
     Tensors as Tensors,

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nmjax.checkpoints.packing import ENTRY, read_packed
-from nmjax.checkpoints.tensors import CheckpointError, Tensors, read
+from nmjax.checkpoints.tensors import CheckpointError, read
 from nmjax.core import layer_paths
 
 CHUNK = 1 << 24  # values that are looked at together
@@ -162,7 +161,7 @@ def verify(
     """Look for an n:m pattern in the tensors of a checkpoint, whoever wrote it.
 
     Tensors of floating-point numbers and int8 with two axes or more are looked at, one at a time. Those with one axis
-    are searched for NaN and infinity only. A file that `write_packed` wrote is unpacked first.
+    are searched for NaN and infinity only.
 
     Args:
       path: A safetensors file, an index, or a folder that has one of them.
@@ -194,8 +193,7 @@ def verify(
     for program in programs:
         if program not in PROGRAMS:
             raise CheckpointError(f"the programs are {', '.join(PROGRAMS)}, got {program!r}.")
-    opened = read(path)
-    tensors = read_packed(path) if ENTRY in opened.metadata else opened
+    tensors = read(path)
     names = [name for name in tensors if every is None or _matches(every, name)]
     if every is not None and not names:
         raise CheckpointError(
@@ -206,9 +204,7 @@ def verify(
     unread: list[str] = []
     not_finite: list[str] = []
     for name in names:
-        shape, dtype = (
-            (v.shape(name), v.dtype(name)) if isinstance(v := tensors, Tensors) else (v[name].shape, v[name].dtype)
-        )
+        shape, dtype = tensors.shape(name), tensors.dtype(name)
         if "float" in str(dtype) and not _finite(tensors[name]):
             not_finite.append(name)
         if len(shape) > 1 and 0 not in shape and ("float" in str(dtype) or dtype == "int8"):

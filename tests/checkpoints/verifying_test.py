@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nmjax as nm
-from nmjax.checkpoints import CheckpointError, verify, verifying, write, write_packed
+from nmjax.checkpoints import CheckpointError, verify, verifying, write
 
 RNG = np.random.default_rng(0)
 
@@ -116,13 +116,6 @@ def test_a_file_that_no_program_can_use_does_not_hold(tmp_path):
     assert found(tmp_path, {"w": pruned((20, 20), 1)}).holds
     assert not verify(tmp_path, programs=["torch"]).holds
     assert verify(tmp_path, programs=["tensorrt"]).holds
-
-
-def test_a_packed_file_is_verified_as_what_it_holds(tmp_path):
-    x = pruned((32, 64), 1)
-    write_packed(tmp_path / "m.safetensors", {"w": x}, {"w": 1})
-    (one,) = verify(tmp_path).tensors
-    assert (one.name, one.axes, one.shape) == ("w", (1,), (32, 64))
 
 
 def test_a_causal_mask_is_not_a_damaged_weight(tmp_path):
