@@ -381,7 +381,7 @@ def _plan(asked: argparse.Namespace) -> int:
         if not equals:
             raise ValueError(f"a rule is PATTERN=SPARSITY, such as 'blocks/.*=s_ste(2,4)', got {rule!r}.")
         rules.append((pattern, sparsity))
-    found = plan(checkpoints.load(_folder(asked.path)), recipe=Recipe((*rules, (".*", "dense"))))
+    found = plan(checkpoints.load(_folder(asked.path)), Recipe((*rules, (".*", "dense"))))
     print(found)
     return 1 if found.refused else 0
 

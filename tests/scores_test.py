@@ -113,9 +113,7 @@ def test_a_method_of_weights_is_refused(method):
         ValueError, match=r"blocks/0-1/attention/scores: it multiplies scores by values, and no operand"
     ):
         nm.nnx.sparsify(model, nm.Recipe({"blocks/.*": method, ".*": "dense"}))
-    assert "it multiplies scores by values" in str(
-        nm.nnx.plan(model, recipe=nm.Recipe({"blocks/.*": method, ".*": "dense"}))
-    )
+    assert "it multiplies scores by values" in str(nm.nnx.plan(model, nm.Recipe({"blocks/.*": method, ".*": "dense"})))
 
 
 def test_keys_that_do_not_divide():

@@ -72,7 +72,7 @@ def expected() -> str:
 def _row(model: nnx.Module, example: Any, text: str) -> list[Any]:
     with nm.kernels.on(DEVICE):
         recipe = nm.Recipe(((LAYERS, text), (r".*", "dense")), "pallas")  # "auto" would look at the user's own tiles
-        plan = nm.nnx.plan(model, example, recipe=recipe)
+        plan = nm.nnx.plan(model, recipe, example)
     packed, packing, pruning = 0, 0.0, 0.0
     for layer in plan.layers:
         for product, route in layer.runs:

@@ -151,7 +151,7 @@ def step(
     """
     sparsity = replace(nm.parse(text), else_dense=True)  # by='both' fits no kernel larger than 1
     recipe = nm.Recipe(((layers, sparsity), (r".*", "dense")), backend)
-    plan = nm.nnx.plan(model, jax.tree.leaves(batch)[0], recipe=recipe)
+    plan = nm.nnx.plan(model, recipe, jax.tree.leaves(batch)[0])
     dense = sum(bool(layer.else_dense) for layer in plan.layers)
     packed = sum(route.how == "packed" for layer in plan.layers for _, route in layer.runs)
     nm.nnx.sparsify(model, recipe)

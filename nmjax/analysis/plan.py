@@ -8,6 +8,7 @@ import io
 import math
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nmjax.analysis import flops, runs, savings
-from nmjax.analysis.refusals import Use, slot_refusal
+from nmjax.analysis.refusals import Use, fitting_all, slot_refusal
 from nmjax.analysis.runs import Phases, Runs
 from nmjax.core import layer_paths
 from nmjax.core.pruner import Pruner
@@ -130,6 +131,58 @@ def hardened(sparsity: Sparsity) -> str:
     except ValueError:
         return "none"
     return "dense" if pattern is None else f"{pattern[0]}:{pattern[1]}"
+
+
+def layer_plan(
+    path: str,
+    kind: str,
+    kernel: tuple[int, ...],
+    sparsity: Sparsity,
+    uses: list[Use],
+    *,
+    backend: str = "auto",
+    called: bool = True,
+    cost: int | None = None,
+    reads_data: bool = False,
+    refused: str | None = None,
+    refused_slots: Mapping[str, str] = {},
+    packed_before: frozenset[str] = frozenset(),
+    phase: int | None = None,
+    in_phases: bool = False,
+) -> LayerPlan:
+    """Return the plan of a layer, whoever found its products.
+
+    Args:
+      path, kind, kernel, reads_data: As in `LayerPlan`.
+      sparsity: What the recipe or the layer says.
+      uses: The products of the layer. The first one gives the numbers.
+      backend: The layer's backend.
+      called: False if ``uses`` are not those of a call, so that their number of tokens is a placeholder.
+      cost: `LayerPlan.flops`.
+      refused: The reason why the layer cannot be pruned at all; None if it can.
+      refused_slots: Reasons of slots that are refused for more than the products in ``uses``.
+      packed_before: The products whose weight is already packed.
+      phase: The phase that the model is in.
+      in_phases: True if a program of its own can run in each phase of the method.
+    """
+    if refused is not None:
+        pruners = ((name, getattr(sparsity, name)) for name in SLOTS)
+        slots = tuple(SlotPlan(name, p, refused=refused) for name, p in pruners if p != identity)
+        shares, form = flops.effective(sparsity), hardened(sparsity)
+        return LayerPlan(path, kind, kernel, sparsity, slots, cost, shares, form, reads_data=reads_data)
+    sparsity, else_dense = fitting_all(sparsity, uses, tokens_known=called)
+    slots = slots_of(sparsity, uses, called)
+    slots = tuple(slot._replace(refused=slot.refused or refused_slots.get(slot.name)) for slot in slots)
+    now = sparsity if phase is None else of_sparse_layer(sparsity).at(phase)
+    plan = LayerPlan(
+        path, kind, kernel, sparsity, slots, cost, flops.effective(now), hardened(sparsity), else_dense=else_dense,
+        phase=phase, reads_data=reads_data,
+    )  # fmt: skip
+    if not called or sparsity == Sparsity():
+        return plan
+    how = uses, backend, packed_before
+    phases = runs.phases_of(sparsity, *how) if in_phases and phase is None else ()
+    return plan._replace(runs=runs.runs_of(now, *how), kept=savings.kept_of(now, uses, backend), phases=phases)
 
 
 def slots_of(sparsity: Sparsity, uses: list[Use], tokens_known: bool) -> tuple[SlotPlan, ...]:

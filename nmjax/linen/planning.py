@@ -8,11 +8,10 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from nmjax.analysis import flops, scopes
-from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, slots_of
-from nmjax.analysis.refusals import Use, fitting_all
-from nmjax.analysis.runs import runs_of
-from nmjax.analysis.savings import kept_of, speed_of
+from nmjax.analysis import scopes
+from nmjax.analysis.plan import LayerPlan, Plan, layer_plan
+from nmjax.analysis.refusals import Use
+from nmjax.analysis.savings import speed_of
 from nmjax.analysis.scopes import Costs
 from nmjax.core import layer_paths
 from nmjax.linen.arguments import Product
@@ -20,13 +19,12 @@ from nmjax.linen.delivery import ACTIVE, NO_LAYERS, RECIPE, Path, Reached
 from nmjax.linen.doors import has_argument, weights_of
 from nmjax.linen.layer import Call
 from nmjax.products.pruning import shape_of
-from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
 from nmjax.programs import running, uses
 from nmjax.programs.rewriting import Rewriter
 from nmjax.programs.running import is_array
 from nmjax.pruners import identity
-from nmjax.recipes.table import Recipe, unused_rules
+from nmjax.recipes.table import Recipe, recipe_of, unused_rules
 
 
 class Planned(NamedTuple):
@@ -137,7 +135,7 @@ class Planner:
                 row.refused.append(str(error))
 
 
-def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options: Any) -> Plan:
+def plan(model: nn.Module, *given: Any, **options: Any) -> Plan:
     """Return what every layer of a model will do, without doing it.
 
     The plan says, for each layer, what its slots prune, in how many groups, at how many FLOPs, who runs its products,
@@ -145,8 +143,8 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
 
     Args:
       model: A model. Nothing of it is computed.
-      *inputs: An example of the model's inputs: arrays or their shapes.
-      recipe: The recipe of `sparsify`. Without it, only layers that have `dot_cls` or `conv_cls` are pruned.
+      *given: First the recipe of `sparsify`. Without it, only layers that have `dot_cls` or `conv_cls` are pruned. Then
+        an example of the model's inputs: arrays or their shapes.
       **options: Keyword arguments of the call, such as ``train=False``.
 
     Returns:
@@ -159,7 +157,7 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
     >>> import jax.numpy as jnp
     >>> import nmjax as nm
     >>> recipe = nm.Recipe({".*": "s_ste(2,4)"})
-    >>> plan = nm.linen.plan(nn.Dense(4), jnp.ones((16, 8)), recipe=recipe)
+    >>> plan = nm.linen.plan(nn.Dense(4), recipe, jnp.ones((16, 8)))
     >>> print(plan.layers[0].slots[0])
     fwd_rhs=ste(soft(2,4))
       8 groups along 8
@@ -168,10 +166,9 @@ def plan(model: nn.Module, *inputs: Any, recipe: Recipe | None = None, **options
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan takes a model of flax.linen, got {type(model).__name__}. For flax.nnx use nm.nnx.plan.")
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"plan takes a Recipe, such as Recipe({{r'.*': 's_ste(2,4)'}}), got {type(recipe).__name__}.")
+    recipe, inputs = recipe_of("nm.linen.plan", given, options)
     if getattr(ACTIVE, "delivery", None) is not None:
-        raise ValueError("plan is called inside sparsify. Call it outside: plan(model, x, recipe=recipe).")
+        raise ValueError("plan is called inside sparsify. Call it outside: plan(model, recipe, x).")
     planner = Planner(Recipe(()) if recipe is None else recipe)
     with RECIPE(object()), nn.intercept_methods(planner):  # what nn.jit has compiled before is traced again
         shapes, costs, others = _traced(model, planner, inputs, options)
@@ -239,19 +236,9 @@ def _shape(shapes: Any, where: Path) -> tuple[int, ...]:
 
 
 def _row_of(planned: Planned, shape: tuple[int, ...], costs: Costs) -> LayerPlan:
-    sparsity, left = planned.sparsity, ()
     uses = [Use(op, lhs, rhs, math.prod(shape) // planned.size) for op, lhs, rhs in planned.uses]
-    if planned.refused:
-        pruners = ((name, getattr(sparsity, name)) for name in SLOTS)
-        slots = tuple(SlotPlan(name, p, refused=planned.refused[0]) for name, p in pruners if p != identity)
-    else:
-        sparsity, left = fitting_all(sparsity, uses)
-        slots = slots_of(sparsity, uses, True)
-    dense = planned.refused or sparsity == Sparsity()
-    runs = () if dense else runs_of(sparsity, uses, planned.backend)
-    cost, shares, form = costs.layers[planned.number], flops.effective(sparsity), hardened(sparsity)
-    kept = (0, 0) if dense else kept_of(sparsity, uses, planned.backend)
-    return LayerPlan(
-        planned.path, planned.kind, shape, sparsity, slots, cost, shares, form, runs, left, kept,
-        reads_data=planned.number in costs.reading_data,
+    return layer_plan(
+        planned.path, planned.kind, shape, planned.sparsity, uses, backend=planned.backend,
+        cost=costs.layers[planned.number], reads_data=planned.number in costs.reading_data,
+        refused=next(iter(planned.refused), None),
     )  # fmt: skip

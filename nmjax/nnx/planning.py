@@ -4,26 +4,24 @@ The plan's refusals are decided in `nmjax.analysis.refusals`.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from nmjax.analysis import flops, scopes
-from nmjax.analysis.plan import LayerPlan, Plan, SlotPlan, hardened, slots_of
-from nmjax.analysis.refusals import Use, fitting_all
-from nmjax.analysis.runs import phases_of, runs_of
-from nmjax.analysis.savings import kept_of, speed_of
+from nmjax.analysis import scopes
+from nmjax.analysis.plan import LayerPlan, Plan, layer_plan
+from nmjax.analysis.refusals import Use
+from nmjax.analysis.savings import speed_of
 from nmjax.core.refusal import Refusal
 from nmjax.nnx.checks import NO_LAYERS, check_uses, fitted, layer_refusal, layer_slot_refusals, normalised
-from nmjax.nnx.doors import Example, Layer
+from nmjax.nnx.doors import Layer
 from nmjax.nnx.layers import layers
 from nmjax.nnx.recording import Notes, other_uses, recording, traced, with_calls
 from nmjax.nnx.unreached import rule_paths, stack_of, unreached, wanted
-from nmjax.products.fit import of_sparse_layer
 from nmjax.products.forms import products_of
 from nmjax.products.slot import SLOTS
 from nmjax.products.sparsity import Sparsity
 from nmjax.pruners import identity
-from nmjax.recipes.table import Recipe, unused_rules
+from nmjax.recipes.table import Recipe, recipe_of, unused_rules
 
 
 class _Planned(NamedTuple):
@@ -85,9 +83,7 @@ def _by_recipe(layer: Layer, recipe: Recipe, axes: tuple[int, ...] | None, in_no
     )  # fmt: skip
 
 
-def plan(
-    model: Any, *inputs: Any, recipe: Recipe | None = None, stack: int | tuple[int, ...] | None = None, **options: Any
-) -> Plan:  # fmt: skip
+def plan(model: Any, *given: Any, stack: int | tuple[int, ...] | None = None, **options: Any) -> Plan:
     """Return what every layer of a model will do, without doing it.
 
     The plan says, for each layer, what its slots prune, in how many groups, at how many FLOPs, who runs its products,
@@ -95,10 +91,10 @@ def plan(
 
     Args:
       model: A model, sparse or dense. It may be abstract, as `nnx.eval_shape` returns it.
-      *inputs: An example of the model's inputs: arrays or their shapes. Without them, tokens and FLOPs are unknown.
-      recipe: If given, the plan is that of the model after ``sparsify(model, recipe, *inputs, stack=stack)``. The model
-        is not changed, and what `sparsify` would refuse is listed in the plan. An abstract model is planned as if it
-        had values.
+      *given: First a `Recipe`, if there is one: then the plan is that of the model after ``sparsify(model, recipe,
+        *inputs, stack=stack)``. The model is not changed, and what `sparsify` would refuse is listed in the plan. An
+        abstract model is planned as if it had values. Then an example of the model's inputs: arrays or their shapes.
+        Without them, tokens and FLOPs are unknown.
       stack: As in `sparsify`. Only for a plan with a recipe.
       **options: Keyword arguments of the call, such as ``train=False``.
 
@@ -121,14 +117,11 @@ def plan(
     A recipe can be tried before anything is changed:
 
     >>> recipe = nm.Recipe(((".*", "s_ste(2,4)"), ("head", "dense")))
-    >>> plan = nm.nnx.plan(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jnp.ones((16, 8)), recipe=recipe)
+    >>> plan = nm.nnx.plan(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), recipe, jnp.ones((16, 8)))
     >>> plan.forward, plan.refused
     ((1024, 512.0), (("the rule 'head'", "it matches no layer's whole path, or earlier rules decide for its layers."),))
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"plan takes a Recipe, such as Recipe(((r'.*', 's_ste(2,4)'),)), got {type(recipe).__name__}.")
-    if any(isinstance(one, Recipe) for one in inputs):
-        raise TypeError("plan takes a recipe by its name: nm.nnx.plan(model, x, recipe=recipe).")
+    recipe, inputs = recipe_of("nm.nnx.plan", given, options)
     if recipe is None and stack is not None:
         raise TypeError("plan takes stack only together with a recipe: a sparse model knows which axes stack layers.")
     axes = (stack,) if isinstance(stack, int) else stack
@@ -144,8 +137,9 @@ def plan(
     if inputs or options:
         costs, elsewhere, of_data = scopes.costs_of(*traced(copy, inputs, options), len(notes))
         of_weights = other_uses(model, inputs, options) if recipe is not None else {}
-    rows = tuple(_row(*row) for row in zip(with_doors, planned, notes, costs, strict=True))
-    rows = tuple(row._replace(reads_data=i in of_data) for i, row in enumerate(rows))
+    rows = tuple(
+        _row(*row, reads_data=i in of_data) for i, row in enumerate(zip(with_doors, planned, notes, costs, strict=True))
+    )
     uncovered, speed = tuple((one.path, one.shape) for one in beyond), speed_of(row.runs for row in rows)
     if recipe is None:
         return Plan(rows, elsewhere, uncovered, parameters, speed=speed)
@@ -171,40 +165,22 @@ def _recipe_refusals(
     return tuple(refused)
 
 
-def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None) -> LayerPlan:
-    sparsity = planned.sparsity
-    kernel, kind = tuple(layer.kernel.shape) if layer.has_weight else (), type(layer.module).__name__
-    shares = flops.effective(sparsity)
-    if planned.refused is not None:
-        pruners = ((name, getattr(sparsity, name)) for name in SLOTS)
-        slots = tuple(SlotPlan(name, p, refused=planned.refused.reason) for name, p in pruners if p != identity)
-        return LayerPlan(layer.path, kind, kernel, sparsity, slots, cost, shares, hardened(sparsity))
-    products: Iterable[Example] = dict.fromkeys(notes)
+def _row(layer: Layer, planned: _Planned, notes: Notes, cost: int | None, reads_data: bool) -> LayerPlan:
+    sparsity, products = planned.sparsity, list(dict.fromkeys(notes))
     if planned.noted and not notes:
         example = layer.example(tokens=math.lcm(*(getattr(sparsity, slot).block for slot in SLOTS)))
-        products = () if example is None else (example,)
+        products += [] if example is None else [example]
     stacked = math.prod(layer.kernel.shape[a] for a in planned.stack)
     uses = [Use(product.op, product.lhs, product.rhs, stacked) for product in products]
-    sparsity, of_call = fitting_all(sparsity, uses, tokens_known=bool(notes))
-    slots = slots_of(sparsity, uses, bool(notes))
-    reasons = {name: refusal.reason for name, refusal in planned.refused_slots.items()}
-    slots = tuple(slot._replace(refused=slot.refused or reasons.get(slot.name)) for slot in slots)
-    runs, kept, phases = (), (0, 0), ()
-    now = sparsity if planned.phase is None else of_sparse_layer(sparsity).at(planned.phase)
-    shares = flops.effective(now)
-    if notes:
-        how = uses, planned.backend, planned.packed_before
-        runs, kept = runs_of(now, *how), kept_of(now, uses, planned.backend)
-        phases = phases_of(sparsity, *how) if planned.phase is None else ()
-    return LayerPlan(
-        layer.path, kind, kernel, sparsity, slots, cost, shares, _hardened(layer, sparsity), runs,
-        (*planned.else_dense, *of_call), kept, phases, planned.phase,
+    kernel = tuple(layer.kernel.shape) if layer.has_weight else ()
+    row = layer_plan(
+        layer.path, type(layer.module).__name__, kernel, sparsity, uses, backend=planned.backend, called=bool(notes),
+        cost=cost, reads_data=reads_data, refused=None if planned.refused is None else planned.refused.reason,
+        refused_slots={name: refusal.reason for name, refusal in planned.refused_slots.items()},
+        packed_before=planned.packed_before, phase=planned.phase, in_phases=True,
     )  # fmt: skip
-
-
-def _hardened(layer: Layer, sparsity: Sparsity) -> str:
-    pattern = layer.hardened
-    own = layer.sparsity == sparsity  # a recipe would clear the pattern of another method
-    if pattern is not None and own and sparsity.fwd_rhs == identity:
-        return f"{pattern.n}:{pattern.m}"
-    return hardened(sparsity)
+    row = row._replace(else_dense=(*planned.else_dense, *row.else_dense))
+    pattern, own = layer.hardened, layer.sparsity == row.sparsity  # a recipe would clear the pattern of another method
+    if pattern is not None and own and row.sparsity.fwd_rhs == identity:
+        return row._replace(hardened=f"{pattern.n}:{pattern.m}")
+    return row

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from nmjax.analysis import flops, scopes
+from nmjax.analysis import scopes
 from nmjax.analysis.patterns import checked
-from nmjax.analysis.plan import LayerPlan, Plan, hardened, slots_of
+from nmjax.analysis.plan import LayerPlan, Plan, layer_plan
 from nmjax.analysis.refusals import fitting_all, slot_refusal
-from nmjax.analysis.runs import runs_of
-from nmjax.analysis.savings import kept_of, speed_of
+from nmjax.analysis.savings import speed_of
 from nmjax.analysis.scopes import Costs
 from nmjax.core import random
 from nmjax.core.value import Value
@@ -361,7 +360,7 @@ class transform(Value):
         traced, values = self._traced(params, args, options), leaves(params)
         products, costs = traced.products, traced.costs
         rows = [
-            self._row(path, values[path], own, costs.layers[i])._replace(reads_data=i in costs.reading_data)
+            self._row(path, values[path], own, costs.layers[i], i in costs.reading_data)
             for i, (path, own) in enumerate(products.items())
             if own
         ]
@@ -370,18 +369,17 @@ class transform(Value):
         count, speed = sum(int(np.size(v)) for v in values.values()), speed_of(row.runs for row in rows)
         return Plan(tuple(rows), costs.elsewhere, uncovered, count, refused, missed, speed)
 
-    def _row(self, path: str, value: Any, products: list[ShapedProduct], cost: int) -> LayerPlan:
+    def _row(
+        self, path: str, value: Any, products: list[ShapedProduct], cost: int, reads_data: bool
+    ) -> LayerPlan:  # fmt: skip
         shape = tuple(np.shape(value))
         layers = math.prod(products[0].product.parameter.stack(shape))
         uses = [one.use(layers) for one in products]
-        sparsity, dense = fitting_all(self.recipe(path), uses)
-        slots, runs = slots_of(sparsity, uses, True), runs_of(sparsity, uses, self.recipe.backend)
-        refused = self._refused(path, value, sparsity, products)
-        if refused is not None:
-            slots = tuple(slot._replace(refused=refused) for slot in slots)
-        form, shares = hardened(sparsity), flops.effective(sparsity)
-        kept = kept_of(sparsity, uses, self.recipe.backend)
-        return LayerPlan(path, "parameter", shape, sparsity, slots, cost, shares, form, runs, dense, kept)
+        refused = self._refused(path, value, fitting_all(self.recipe(path), uses)[0], products)
+        return layer_plan(
+            path, "parameter", shape, self.recipe(path), uses, backend=self.recipe.backend, cost=cost,
+            reads_data=reads_data, refused=refused,
+        )  # fmt: skip
 
 
 def _known(params: Any, sites: Mapping[str, Site]) -> dict[str, Any]:

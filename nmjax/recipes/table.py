@@ -207,3 +207,19 @@ def _rule(rule: tuple[Any, Any], table: Mapping[str, str] | None = None) -> tupl
             f"rule {pattern!r} takes a Sparsity or its text, as 's_ste(2,4)', got {told(sparsity)}.{in_slot}"
         )
     return pattern, sparsity
+
+
+def recipe_of(plan: str, given: Sequence[Any], options: Mapping[str, Any]) -> tuple[Recipe | None, tuple[Any, ...]]:
+    """Return the recipe and the inputs of ``plan(model, recipe, *inputs)``, where the recipe may be left out.
+
+    Args:
+      plan: The name of the function, for errors.
+      given: Its arguments after the model.
+      options: Its keyword arguments.
+    """
+    if "recipe" in options or any(isinstance(one, Recipe) for one in given[1:]):
+        raise TypeError(f"plan takes a recipe before the inputs: {plan}(model, recipe, x).")
+    if given and isinstance(given[0], (str, Sparsity)):
+        raise TypeError(f"plan takes a Recipe, such as Recipe({{r'.*': 's_ste(2,4)'}}), got {told(given[0])}.")
+    recipe = given[0] if given and isinstance(given[0], Recipe) else None
+    return recipe, tuple(given[recipe is not None :])

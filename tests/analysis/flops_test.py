@@ -455,7 +455,7 @@ def test_a_pruned_dx_that_is_not_computed_counts_nothing():
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_a_run_of_no_steps_is_refused(steps):
-    plan = nm.nnx.plan(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), shape(16, 8), recipe=nm.Recipe({".*": "ste(2,4)"}))
+    plan = nm.nnx.plan(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nm.Recipe({".*": "ste(2,4)"}), shape(16, 8))
     for call in (plan.over, lambda steps: over(nm.parse("ste(2,4)"), steps)):
         with pytest.raises(ValueError, match=f"^over: steps is the number of steps of a run, at least 1, got {steps}"):
             call(steps)

@@ -187,8 +187,8 @@ def test_a_recipe_gives_the_plan_of_the_model_that_sparsify_makes(name):
     make, size, dtype, rules = NETWORKS[name]
     model, recipe, x = make(), nm.Recipe(rules), shape(*size, dtype=dtype)
     before = nnx.split(model)
-    told = nm.nnx.plan(model, x, recipe=recipe)
-    without_inputs = nm.nnx.plan(model, recipe=recipe)
+    told = nm.nnx.plan(model, recipe, x)
+    without_inputs = nm.nnx.plan(model, recipe)
     assert nnx.split(model)[0] == before[0]
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (nnx.state(model), before[1])), strict=True))
     nm.nnx.sparsify(model, recipe)
@@ -200,8 +200,8 @@ def test_a_recipe_gives_the_plan_of_the_model_that_sparsify_makes(name):
 def test_a_recipe_replaces_the_sites_of_a_sparse_model():
     model, x = mlp("s_ste(2,4)"), shape(4, 16)
     dense, other = nm.Recipe(((".*", "dense"),)), nm.Recipe((("up", "mvue(2,4)"),), backend="xla")
-    assert nm.nnx.plan(model, x, recipe=dense) == nm.nnx.plan(nnx.eval_shape(lambda: Mlp(16, 32, rngs=nnx.Rngs(0))), x)
-    assert [layer.sparsity for layer in nm.nnx.plan(model, x, recipe=other).layers] == [
+    assert nm.nnx.plan(model, dense, x) == nm.nnx.plan(nnx.eval_shape(lambda: Mlp(16, 32, rngs=nnx.Rngs(0))), x)
+    assert [layer.sparsity for layer in nm.nnx.plan(model, other, x).layers] == [
         nm.Sparsity(),
         nm.parse("mvue(2,4)"),
     ]
@@ -225,7 +225,7 @@ def test_a_recipe_lists_what_sparsify_refuses():
     rules = ((r"odd|own|normed/.*", "dlhs_g=mse(2,4); fwd_rhs=ste(mse(2,4))"), (r"plain", "ste(2,4)"))
     with pytest.raises(ValueError, match="The recipe cannot be carried out") as refused:
         nm.nnx.sparsify(Model(nnx.Rngs(0)), nm.Recipe(rules))
-    plan = nm.nnx.plan(Model(nnx.Rngs(0)), shape(4, 16), recipe=nm.Recipe((*rules, ("plian", "ste(2,4)"))))
+    plan = nm.nnx.plan(Model(nnx.Rngs(0)), nm.Recipe((*rules, ("plian", "ste(2,4)"))), shape(4, 16))
     errors = [line for line in str(refused.value).splitlines() if line.startswith("  ") and not line.startswith("  (")]
     assert len(errors) == 3
     front = lambda line: line.split(" prunes an array")[0]  # the sizes of tokens differ
@@ -254,16 +254,16 @@ def test_a_recipe_lists_shards_stacks_and_models_that_cannot_be_pruned():
     with pytest.raises(ValueError, match=reason):
         nm.nnx.sparsify(model, recipe)
     for inputs in ((), (shape(4, 24),)):
-        ((path, refused),) = nm.nnx.plan(model, *inputs, recipe=recipe).refused
+        ((path, refused),) = nm.nnx.plan(model, recipe, *inputs).refused
         assert path == ""
         assert reason in refused
 
     stacked = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 8))
     with pytest.raises(ValueError, match="which does not say which axes stack layers"):
         nm.nnx.sparsify(stacked, recipe)
-    ((_, refused),) = nm.nnx.plan(stacked, recipe=recipe).refused
+    ((_, refused),) = nm.nnx.plan(stacked, recipe).refused
     assert "which does not say which axes stack layers" in refused
-    told = nm.nnx.plan(stacked, recipe=recipe, stack=0)
+    told = nm.nnx.plan(stacked, recipe, stack=0)
     assert told == nm.nnx.plan(nm.nnx.sparsify(stacked, recipe, stack=0))
     assert (told.refused, told.layers[0].slots[0].along) == ((), (8,))
 
@@ -272,14 +272,14 @@ def test_a_recipe_lists_shards_stacks_and_models_that_cannot_be_pruned():
 
     with pytest.raises(ValueError, match="Empty has no layer with a door"):
         nm.nnx.sparsify(Empty(), recipe)
-    ((where, refused),) = nm.nnx.plan(Empty(), recipe=recipe).refused
+    ((where, refused),) = nm.nnx.plan(Empty(), recipe).refused
     assert (where, refused.startswith("Empty has no layer with a door")) == ("the model", True)
-    assert nm.nnx.plan(Empty(), recipe=nm.Recipe(((".*", "dense"),))).refused == ()
+    assert nm.nnx.plan(Empty(), nm.Recipe(((".*", "dense"),))).refused == ()
 
 
 def test_a_recipe_of_an_abstract_model_is_that_of_the_model():
     recipe, make = nm.Recipe(((".*", "s_ste(2,4)"),)), lambda: Mlp(16, 32, rngs=nnx.Rngs(0))
-    told = nm.nnx.plan(nnx.eval_shape(make), shape(4, 16), recipe=recipe)
+    told = nm.nnx.plan(nnx.eval_shape(make), recipe, shape(4, 16))
     assert told == nm.nnx.plan(nm.nnx.sparsify(make(), recipe), shape(4, 16))
 
 
@@ -287,11 +287,11 @@ def test_a_plan_takes_a_recipe_only():
     with pytest.raises(TypeError, match="plan takes stack only together with a recipe"):
         nm.nnx.plan(mlp("dense"), stack=0)
     with pytest.raises(TypeError, match=r"plan takes a Recipe, such as .*, got str"):
-        nm.nnx.plan(mlp("dense"), recipe="s_ste(2,4)")
+        nm.nnx.plan(mlp("dense"), "s_ste(2,4)")
     recipe = nm.Recipe({".*": "s_ste(2,4)"})
-    for given in ((recipe,), (recipe, shape(4, 16)), (shape(4, 16), recipe)):
-        with pytest.raises(TypeError, match=r"plan takes a recipe by its name: nm.nnx.plan\(model, x, recipe=recipe\)"):
-            nm.nnx.plan(mlp("dense"), *given)
+    for given, options in (((shape(4, 16), recipe), {}), ((shape(4, 16),), {"recipe": recipe})):
+        with pytest.raises(TypeError, match=r"takes a recipe before the inputs: nm.nnx.plan\(model, recipe, x\)"):
+            nm.nnx.plan(mlp("dense"), *given, **options)
 
 
 # ---- what would be refused ----
@@ -521,7 +521,7 @@ def test_the_norm_of_a_slot_before_a_call_and_of_several_calls():
 def test_refusals_state_the_shape_of_a_call_only():
     """The example that stands for a call before there is one has a shape that no array of the user has."""
     recipe = nm.Recipe({".*": "dlhs_g=mse(2,5)"})
-    made, called = (nm.nnx.plan(mlp("dense"), *inputs, recipe=recipe) for inputs in ((), (shape(8, 17, 16),)))
+    made, called = (nm.nnx.plan(mlp("dense"), recipe, *inputs) for inputs in ((), (shape(8, 17, 16),)))
     said = "dlhs_g=mse(2,5) prunes an array {} 32 values do not divide into groups of 5."
     assert [dict(plan.refused)["up"].partition(" Choose")[0] for plan in (made, called)] == [
         said.format("along its features, whose"),

@@ -496,7 +496,7 @@ def test_rivals_have_as_many_flops(name):
 def flops(config):
     """Return the effective FLOPs of a run."""
     make, x = network(config)
-    plan = nm.nnx.plan(nnx.eval_shape(make), x, recipe=settings.recipe(config, config.steps))
+    plan = nm.nnx.plan(nnx.eval_shape(make), settings.recipe(config, config.steps), x)
     return plan.over(config.steps, data_gradients=False)[1] * config.steps
 
 

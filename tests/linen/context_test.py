@@ -397,7 +397,7 @@ def test_a_layer_that_differentiates_its_own_product_is_refused():
         normal(1, 8, 16),
         "layer: .*is part of a derivative that the func",
     )
-    assert "is part of a derivative" in linen.plan(Energy(), x, recipe=recipe("ste(2,4)")).refused[0][1]
+    assert "is part of a derivative" in linen.plan(Energy(), recipe("ste(2,4)"), x).refused[0][1]
     DOORS[Energy] = ("w",)
     with pytest.raises(ValueError, match=said):
         init(model, x, recipe("ste(2,4)"))

@@ -129,13 +129,13 @@ def rows(plan):
 
 def test_a_plan_is_that_of_nnx():
     model = Nnx(nnx.Rngs(0))
-    plan, expected = linen.plan(Linen(), X, recipe=RECIPE), nm.nnx.plan(model, X, recipe=RECIPE)
+    plan, expected = linen.plan(Linen(), RECIPE, X), nm.nnx.plan(model, RECIPE, X)
     assert rows(plan) == rows(expected)
     assert (plan.elsewhere, plan.uncovered, plan.parameters) == (0, (), expected.parameters)
     assert plan.forward == expected.forward
     assert {row.kind for row in plan.layers} == {"Dense"}
     shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    assert rows(linen.plan(Linen(), shape, recipe=RECIPE)) == rows(plan)
+    assert rows(linen.plan(Linen(), RECIPE, shape)) == rows(plan)
     dense = linen.plan(Linen(), X)
     assert dense.training == nm.nnx.plan(Nnx(nnx.Rngs(0)), X).training
 
@@ -164,7 +164,7 @@ def test_a_plan_reads_arguments_and_counts_stacks():
 
     tokens = jnp.arange(8) % 7
     for _ in range(2):  # what is compiled already is planned too
-        plan = linen.plan(Model(), tokens, recipe=recipe, train=True)
+        plan = linen.plan(Model(), recipe, tokens, train=True)
         assert [(row.path, row.kernel, row.flops) for row in plan.layers] == [
             ("blocks/down", (3, 32, 16), 3 * 2 * 8 * 32 * 16),
             ("blocks/up", (3, 16, 32), 3 * 2 * 8 * 32 * 16),
@@ -178,11 +178,11 @@ def test_a_plan_reads_arguments_and_counts_stacks():
 
 
 def test_a_plan_says_what_would_be_refused():
-    refused = lambda recipe, model=Linen(): dict(linen.plan(model, X, recipe=recipe).refused)
+    refused = lambda recipe, model=Linen(): dict(linen.plan(model, recipe, X).refused)
     assert "matches no layer's whole path" in refused(nm.Recipe({"mlp": "ste(2,4)"}))["the rule 'mlp'"]
     assert "do not divide into groups of 5" in refused(nm.Recipe({"up": "ste(2,5)"}))["up"]
     masked = nn.Conv(8, (3,), mask=jnp.ones((3, 16, 8)))
-    told = dict(linen.plan(masked, X[None], recipe=nm.Recipe({".*": "ste(2,4)"})).refused)
+    told = dict(linen.plan(masked, nm.Recipe({".*": "ste(2,4)"}), X[None]).refused)
     assert "multiplies no input by kernel of shape (3, 16, 8): mul takes it" in told[""]
     everything = nm.Recipe({".*": "ste(2,4)"})
     assert "has no layer with a door" in refused(everything, nn.LayerNorm())["the model"]
@@ -193,7 +193,7 @@ def test_a_plan_says_what_would_be_refused():
     with pytest.raises(TypeError, match="plan takes a model of flax.linen, got Nnx"):
         linen.plan(Nnx(nnx.Rngs(0)), X)
     with pytest.raises(TypeError, match="plan takes a Recipe"):
-        linen.plan(Linen(), X, recipe="ste(2,4)")
+        linen.plan(Linen(), "ste(2,4)", X)
 
 
 def test_a_harden_before_the_schedule_has_ended_says_so():

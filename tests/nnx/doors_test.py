@@ -266,8 +266,8 @@ def test_a_product_that_only_the_call_knows(make):
     model, x = Caller(make()), whole(1, 2, 4, 16)
     with pytest.raises(ValueError, match=r"pass examples of the model's inputs: sparsify\(model, recipe, x\)"):
         nm.nnx.sparsify(model, recipe("s_ste(2,4)"))
-    assert nm.nnx.plan(model, recipe=recipe("s_ste(2,4)")).refused
-    assert not nm.nnx.plan(model, x, recipe=recipe("s_ste(2,4)")).refused
+    assert nm.nnx.plan(model, recipe("s_ste(2,4)")).refused
+    assert not nm.nnx.plan(model, recipe("s_ste(2,4)"), x).refused
     nm.nnx.sparsify(model, recipe("s_ste(2,4)"), x)
     known = nnx.Einsum("bti,iho->btho", (16, 2, 4), rngs=nnx.Rngs(0))
     kernel = model.layer.w if isinstance(model.layer, OfCall) else model.layer.kernel
@@ -366,7 +366,7 @@ def test_an_abstract_model():
     shapes = nnx.eval_shape(make)
     assert isinstance(shapes.w.get_value(), jax.ShapeDtypeStruct)
     dense = nnx.eval_shape(lambda: ByMatmul(16, 8, rngs=nnx.Rngs(0)))
-    plan = nm.nnx.plan(dense, jax.ShapeDtypeStruct((4, 16), jnp.float32), recipe=recipe("ste(2,4)"))
+    plan = nm.nnx.plan(dense, recipe("ste(2,4)"), jax.ShapeDtypeStruct((4, 16), jnp.float32))
     assert (plan.forward, plan.refused, plan.uncovered) == ((1024, 512.0), (), ())
 
 
@@ -406,7 +406,7 @@ def test_what_no_door_reaches_is_said():
         nm.nnx.sparsify(model, recipe("ste(2,4)"), strict=True)
     assert str(error.value) == SAID
     assert model.up.dot_general is lax.dot_general
-    plan = nm.nnx.plan(model, x, recipe=recipe("ste(2,4)"))
+    plan = nm.nnx.plan(model, recipe("ste(2,4)"), x)
     assert plan.missed == ("blocks/0/matrix", "blocks/1/matrix", "blocks/2/matrix", "table/embedding")
     assert (
         "Parameters that a rule matches and no door reaches, so they stay dense: blocks/0-2/matrix 16x4, "
@@ -423,7 +423,7 @@ def test_dense_rules_silence_the_warning():
         warnings.simplefilter("error")
         rules = nm.Recipe({r"blocks/\d+/matrix": "dense", "table": "dense", ".*": "ste(2,4)"})
         model = nm.nnx.sparsify(Mixed(nnx.Rngs(0)), rules, strict=True)
-        assert not nm.nnx.plan(model, recipe=rules).refused
+        assert not nm.nnx.plan(model, rules).refused
         nm.nnx.sparsify(Mixed(nnx.Rngs(0)), recipe("ste(2,4)", "up"), strict=True)
 
 
@@ -545,9 +545,9 @@ def test_a_method_that_differentiates_its_own_product():
     nm.nnx.door(Fast, weight="w", input=lambda layer: (8, 16))
     with pytest.raises(ValueError, match=said):
         nm.nnx.sparsify(Fast(), recipe("drhs_g=mse(2,4)"))
-    plan = nm.nnx.plan(Fast(), whole(1, 8, 16), recipe=recipe("ste(2,4)"))
+    plan = nm.nnx.plan(Fast(), recipe("ste(2,4)"), whole(1, 8, 16))
     assert "part of a derivative" in plan.refused[0][1]
-    assert not nm.nnx.plan(Fast(), whole(1, 8, 16), recipe=recipe("dense")).refused
+    assert not nm.nnx.plan(Fast(), recipe("dense"), whole(1, 8, 16)).refused
     outside = nm.nnx.sparsify(ByMatmul(16, 8, rngs=nnx.Rngs(0)), recipe("ste(2,4)"))
     wanted = jax.grad(lambda x: jnp.tanh(x @ nm.prune(nm.mse(2, 4), outside.w[...], axis=0)).sum())(whole(1, 8, 16))
     force = jax.grad(lambda x: jnp.tanh(outside(x)).sum())(whole(1, 8, 16))
@@ -658,7 +658,7 @@ def test_what_a_method_changes_is_changed(jit):
 
 
 def test_a_plan_of_a_layer_with_dropout():
-    assert nm.nnx.plan(Stateful(nnx.Rngs(0)), X, recipe=recipe("ste(2,4)")).forward == (2 * 16 * 64, 16 * 64)
+    assert nm.nnx.plan(Stateful(nnx.Rngs(0)), recipe("ste(2,4)"), X).forward == (2 * 16 * 64, 16 * 64)
 
 
 def test_a_method_under_remat():

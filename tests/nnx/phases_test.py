@@ -60,7 +60,7 @@ def test_the_plan_tells_it_phase_by_phase():
     x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
     with nm.kernels.on("NVIDIA H200"):
         made = nnx.eval_shape(lambda: nnx.Linear(4096, 16384, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        plan = nm.nnx.plan(made, x, recipe=nm.Recipe(((".*", TEXT),)))
+        plan = nm.nnx.plan(made, nm.Recipe(((".*", TEXT),)), x)
     assert plan.phases == (4, 5, 7)
     said = " ".join(repr(plan).split())
     assert "In one program for all steps: Emulated (zeros are multiplied) y of (the model): fwd_rhs=decay" in said
@@ -76,7 +76,7 @@ def test_a_layer_that_is_left_dense_stays_dense():
         "fwd_rhs=ste(stages(((0,identity),(5,mse(2,4))))); dlhs_g=mse(1,2); drhs_g=stages(((0,mse(1,2)),(5,mse(2,4))))"
     )
     recipe = nm.Recipe(((".*", f"{text}; else dense"),))
-    plan = nm.nnx.plan(nnx.Linear(62, 64, rngs=nnx.Rngs(0)), X[:, :62], recipe=recipe)
+    plan = nm.nnx.plan(nnx.Linear(62, 64, rngs=nnx.Rngs(0)), recipe, X[:, :62])
     assert plan.layers[0].phases == ()
     assert plan.layers[0].sparsity == nm.Sparsity()
     fits = model(f"{text}; else dense")

@@ -124,7 +124,7 @@ def test_a_model_prunes_what_fits(text, tokens, first, others):
 
 def test_a_plan_lists_what_stays_dense():
     recipe, model = nm.Recipe({".*": "s_ste(2,4) else dense"}), Net(nnx.Rngs(0))
-    plan = nm.nnx.plan(model, whole(0, 6, 6), recipe=recipe)
+    plan = nm.nnx.plan(model, recipe, whole(0, 6, 6))
     assert not plan.refused
     by_path = {layer.path: (str(layer.sparsity), [slot for slot, _ in layer.else_dense]) for layer in plan.layers}
     assert by_path == {
@@ -178,7 +178,7 @@ def test_a_linen_model_prunes_what_fits():
         assert set(nm.linen.scales(variables)) == {"layers_2"}
         assert nm.linen.violations(nm.linen.harden(variables))["layers_2/kernel"] == 0
     equal(*results)
-    plan = nm.linen.plan(model, x, recipe=nm.Recipe({".*": "s_ste(2,4) else dense"}))
+    plan = nm.linen.plan(model, nm.Recipe({".*": "s_ste(2,4) else dense"}), x)
     assert [layer.path for layer in plan.layers if layer.else_dense] == ["layers_0"]
     assert not plan.refused
 

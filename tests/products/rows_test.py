@@ -386,7 +386,7 @@ def test_an_operand_of_one_row_is_refused():
 def test_the_plan_says_what_is_saved_here():
     model = nnx.Linear(384, 1536, rngs=nnx.Rngs(0))
     x = jax.ShapeDtypeStruct((8, 256, 384), jnp.float32)
-    plan = nm.nnx.plan(model, x, recipe=nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),)))
+    plan = nm.nnx.plan(model, nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),)), x)
     said = " ".join(repr(plan).split())
     assert "512 groups of rows along 8 x 256" in said
     assert "Compacted dw everywhere: 1:4 of its rows, 0.31 of the dense time; saves about " in said
@@ -399,15 +399,15 @@ def test_the_plan_says_what_is_saved_here():
     assert kept == 2048 * 384 * 4 - 512 * (384 + 1) * 4
     assert plan.layers[0].flops == 2 * 2048 * 384 * 1536
     with nm.kernels.on("NVIDIA H200"):
-        elsewhere = nm.nnx.plan(model, x, recipe=nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),)))
+        elsewhere = nm.nnx.plan(model, nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),)), x)
     assert " ms here" not in repr(elsewhere)
     assert list(elsewhere.saved.values()) == [(None, 0)]
     convolution = nnx.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
     demanding = nm.Recipe(((".*", "drhs_g=rows(mvue(1,4))"),), backend="compact")
-    refused = nm.nnx.plan(convolution, jnp.ones((1, 8, 8, 8)), recipe=demanding).refused
+    refused = nm.nnx.plan(convolution, demanding, jnp.ones((1, 8, 8, 8))).refused
     assert "dw cannot be compacted" in refused[0][1]
     demanding = nm.Recipe(((".*", "drhs_lhs=rows(mvue(1,4))"),), backend="compact")
-    refused = nm.nnx.plan(convolution, jnp.ones((1, 8, 8, 8)), recipe=demanding).refused
+    refused = nm.nnx.plan(convolution, demanding, jnp.ones((1, 8, 8, 8))).refused
     assert "dw cannot be compacted" in refused[0][1]
 
 

@@ -64,7 +64,7 @@ def test_a_tied_head_of_nnx_is_refused(kind):
     ):
         with pytest.raises(ValueError, match=SAID):
             call()
-    refused = nm.nnx.plan(kind(nnx.Rngs(0)), X, recipe=RECIPE).refused
+    refused = nm.nnx.plan(kind(nnx.Rngs(0)), RECIPE, X).refused
     assert len(refused) == 1
     assert "up: dot_general takes kernel" in refused[0][1]
 
@@ -137,7 +137,7 @@ def test_a_tied_head_of_linen_is_refused():
         stacked = StackedLinen().init(jax.random.key(0), X)
     with pytest.raises(ValueError, match=SAID):
         nm.linen.harden(variables, TiedLinen(), X)
-    ((where, why),) = nm.linen.plan(TiedLinen(), X, recipe=RECIPE).refused
+    ((where, why),) = nm.linen.plan(TiedLinen(), RECIPE, X).refused
     assert where == "up"
     assert "also uses it elsewhere, in dot_general" in why
     hard = nm.linen.harden(stacked, StackedLinen(), X)

@@ -24,7 +24,7 @@ def goes_sparse(make, call, method="s_ste(2,4)", inputs=(), options=None, stays_
       stays_dense: The paths of the parameters that no door reaches.
     """
     recipe, model, options = nm.Recipe({".*": method}), make(), options or {}
-    plan = nm.nnx.plan(model, *inputs, recipe=recipe, **options)
+    plan = nm.nnx.plan(model, recipe, *inputs, **options)
     assert plan.missed == tuple(stays_dense)
     assert not plan.refused
     with warnings.catch_warnings(record=True) as caught:

@@ -115,7 +115,7 @@ def test_a_plan_needs_sizes(tmp_path):
 
 def test_the_time_that_is_expected_of_chosen_rows():
     layer, x = nnx.Linear(384, 1536, use_bias=False, rngs=nnx.Rngs(0)), jax.ShapeDtypeStruct((2048, 384), jnp.float32)
-    plan = lambda text: nm.nnx.plan(layer, x, recipe=nm.Recipe(((".*", text),)))
+    plan = lambda text: nm.nnx.plan(layer, nm.Recipe(((".*", text),)), x)
     rows = plan("drhs_g=rows(mvue(1,4))")
     share = dict(rows.layers[0].runs)["drhs"].share
     said = f"; {(2 + share) / 3:.2f} of the dense time is expected of the products on this device"
