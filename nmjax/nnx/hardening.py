@@ -14,7 +14,7 @@ from nmjax.analysis.patterns import Pattern, checked, violations as groups_that_
 from nmjax.nnx.checks import check_uses
 from nmjax.nnx.delivery import put_site
 from nmjax.nnx.doors import Layer
-from nmjax.nnx.layers import back, layers, read, shape, value
+from nmjax.nnx.layers import back, layers, read, shape, stacked, value
 from nmjax.nnx.recording import other_uses
 from nmjax.nnx.variables import write
 from nmjax.programs import sites
@@ -185,7 +185,10 @@ def _same_values(a: Any, b: Any) -> bool:
 
 def _pattern(layer: Layer) -> Pattern | None:
     """Return the pattern of a sparse layer's hardened kernel along its axes; None if it is dense."""
-    pattern = read(layer).pattern(shape(layer))
+    assert layer.site is not None
+    pattern = sites.Site(stacked(layer, layer.site.origin)).pattern(
+        shape(layer)
+    )  # no array is read: they may be shapes
     return pattern and replace(pattern, axes=sites.stored_axes(pattern.contracted, layer.stack, layer.kernel.ndim))
 
 
