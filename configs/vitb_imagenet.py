@@ -3,8 +3,8 @@
     python launch.py --config=configs/vitb_imagenet.py --config.data.dir=DIR
 
 DIR holds train/ and val/, each with a folder of JPEGs for every class. 350 epochs took 44 hours on sixteen A100 in the
-paper, which also uses RandAugment and drops paths; this config does not. The last tenth of the steps trains with the 1:8
-weights. Not run here.
+paper, which also uses RandAugment and drops paths; this config does not. The last tenth of the steps trains with the
+1:8 weights. Not run here.
 """
 
 from configs import common
