@@ -21,6 +21,7 @@ class Pieces:
 
     def __init__(self, path: Path):
         self._path, self._file = path, path.open("ab", buffering=0)
+        self._opened = os.fstat(self._file.fileno())
         self._size = path.stat().st_size
         self._waiting: list[bytes] = []
         self.reason = ""
@@ -47,7 +48,7 @@ class Pieces:
     def _refuse_another(self) -> None:
         """Refuse to write where nobody will read it: the file was removed, or another one is in its place."""
         try:
-            same = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+            same = os.path.samestat(self._opened, self._path.stat())
         except FileNotFoundError:
             same = False
         if not same:

@@ -154,15 +154,16 @@ def put_site(
     origin = layer.origin._replace(sparsity=sparsity)
     site = Site(origin, layer.pruned_product, backend, layer.rank, stack, layer.own_product)
     layer.put(site)
-    weight = value(layer) if sites.has_state(sparsity) else shape(layer)
-    made = sites.Site.new(stacked(layer, origin), weight, seed)
+    made = sites.Site.new(stacked(layer, origin), shape(layer), seed)
     variable = lambda v, state: _variable(layer, sites.stored(v, stack, layer.rank), state)
     if made.words is not None:
         site.words = nnx.data(variable(made.words, state=False))
     if made.time is not None:
         site.time = nnx.data(variable(made.time, state=False))
-    site.ranks = tuple(v.ndim - len(stack) for v in jax.tree.leaves(made.state))
-    site.state = nnx.data(jax.tree.map(partial(variable, state=True), made.state))
+    if sites.has_state(sparsity):
+        state = read(layer).renewed(value(layer)).state
+        site.ranks = tuple(v.ndim - len(stack) for v in jax.tree.leaves(state))
+        site.state = nnx.data(jax.tree.map(partial(variable, state=True), state))
 
 
 def _variable(layer: Layer, value: jax.Array, state: bool) -> NM:

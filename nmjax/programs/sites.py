@@ -80,17 +80,17 @@ class Site:
 
     @classmethod
     def new(cls, origin: Origin, value: Any, seed: Any) -> "Site":
-        """Return the site of a weight at step 0.
+        """Return the site of a weight at step 0, without state. `renewed` makes it.
 
         Args:
           origin: What it is for.
-          value: The weight. Its shape is enough for a method without state.
+          value: The weight, or its shape.
           seed: The seed of its noise, as in `site_words`.
         """
         sparsity, stack = origin.sparsity, origin.parameter.stack(np.shape(value))
         words = site_words(seed, origin.parameter.path, stack) if needs_key(sparsity) else None
         time = jnp.zeros((*stack, 2), jnp.int32) if needs_arrays(sparsity) else None
-        return cls(origin, words, time).renewed(value)
+        return cls(origin, words, time)
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:

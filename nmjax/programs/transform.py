@@ -281,7 +281,7 @@ class transform(Value):
         sparsity, first = self._fitted(path, products)[0], products[0]
         layouts = {(one.product.parameter.steps, one.operand) for one in products}
         origin = Origin(first.product.parameter, first.operand, sparsity, len(layouts) > 1, tuple(others))
-        return Site.new(origin, value, self.seed)
+        return Site.new(origin, value, self.seed).renewed(value)
 
     # ---- time and state ----
 
