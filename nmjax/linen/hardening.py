@@ -15,7 +15,7 @@ from nmjax.linen.leaves import Leaves, Sited
 from nmjax.linen.planning import other_uses, refused_use
 from nmjax.linen.variables import SiteVariable
 from nmjax.products.sparsity import Sparsity
-from nmjax.programs.sites import Site, Unfinished, check_time, stored_axes, warn_unfinished
+from nmjax.programs.sites import Site, Unfinished, moment, stored_axes, warn_unfinished
 from nmjax.pruners import identity
 
 Variables = TypeVar("Variables", bound=Mapping[str, Any])
@@ -42,8 +42,8 @@ def set_step(variables: Variables, step: Any, micro: Any = 0) -> Variables:
     >>> print(variables["nm"]["Product_0"]["site"].time.ravel())
     [3 0]
     """
-    check_time(step, micro)
-    return _with_layers(variables, lambda layer: (layer.site.at(layer.value, step, micro), layer.weight))
+    now = moment(step, micro)
+    return _with_layers(variables, lambda layer: (layer.site.at(layer.value, now), layer.weight))
 
 
 def reset_state(variables: Variables) -> Variables:

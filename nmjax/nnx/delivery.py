@@ -211,13 +211,13 @@ def set_step(model: Any, step: Any, micro: Any = 0, since: Any = None) -> None:
     >>> print(model.dot_general.time[...].ravel())
     [3 0]
     """
-    sites.check_time(step, micro)
+    now = sites.moment(step, micro)
     for layer, site in _with_sites(model):
         check_phase(site, step)
         try:
             with jax.named_scope(site.name):
                 weight = None if site.state is None else value(layer)
-                store(layer, read(layer).at(weight, step, micro, since))
+                store(layer, read(layer).at(weight, now, since))
         except errors.TraceContextError as error:
             raise ValueError(
                 f"{layer.path or 'the model'}: set_step was called in another trace than the one in which the model "
@@ -279,7 +279,8 @@ def store(layer: Layer, new: sites.Site) -> None:
     """Write time and state of a layer's site, and what the layer prunes."""
     site = layer.site
     assert site is not None
-    site.origin = nnx.static(site.origin._replace(sparsity=new.origin.sparsity))
+    if new.origin.sparsity != site.sparsity:
+        site.origin = nnx.static(site.origin._replace(sparsity=new.origin.sparsity))
     variables = [v for v in (site.time, *site.variables) if v is not None]
     for variable, v in zip(variables, jax.tree.leaves((new.time, new.state)), strict=True):
         write(variable, sites.stored(v, layer.stack, layer.rank))

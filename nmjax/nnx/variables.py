@@ -181,8 +181,9 @@ class Site(nnx.Module):
     def arrays(self, stack: tuple[int, ...]) -> tuple[jax.Array | None, jax.Array | None, Any]:
         """Return words, time and state of a layer or of a stack, without padding, the axes that stack layers first."""
         ranks = iter(self.ranks)
-        words, time = (None if v is None else first(v[...], stack, 1) for v in (self.words, self.time))
-        return words, time, jax.tree.map(lambda v: first(v[...], stack, next(ranks)), self.state, is_leaf=_is_variable)
+        value = lambda v, rank: first(v.get_value(), stack, rank)  # v[...] would be an operation of its own
+        words, time = (None if v is None else value(v, 1) for v in (self.words, self.time))
+        return words, time, jax.tree.map(lambda v: value(v, next(ranks)), self.state, is_leaf=_is_variable)
 
     @property
     def variables(self) -> list[NM]:

@@ -104,18 +104,17 @@ class Site:
 
     # ---- time and state ----
 
-    def at(self, value: Any, step: Any, micro: Any = 0, since: Any = None) -> "Site":
+    def at(self, value: Any, now: jax.Array, since: Any = None) -> "Site":
         """Return the site at a step. State that is due is computed from the weight.
 
         Args:
           value: The weight. It is not read if there is no state.
-          step: The step.
-          micro: The micro-step.
+          now: The step and the micro-step, as `moment` returns them.
           since: The step of the last call; None if the site's own time says it.
         """
         if self.time is None:
             return self
-        now, state = jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)]), self.state
+        state = self.state
         if state is not None:
             since = self.step if since is None else since
             state = _states(value, self.words, state, now[0], since, origin=self.origin.unnamed)
@@ -296,7 +295,8 @@ def first(v: jax.Array, stack: tuple[int, ...], rank: int | None = None) -> jax.
       stack: Its axes that stack weights, the outermost first.
       rank: The rank of one weight's array before it was padded with axes of size 1.
     """
-    v = jnp.moveaxis(v, stack, range(len(stack)))
+    if stack != tuple(range(len(stack))):
+        v = jnp.moveaxis(v, stack, range(len(stack)))
     return v if rank is None else v.reshape(v.shape[: len(stack) + rank])
 
 
@@ -309,7 +309,7 @@ def stored(v: jax.Array, stack: tuple[int, ...], rank: int) -> jax.Array:
       rank: The rank of one weight, to which the array is padded with axes of size 1.
     """
     v = v.reshape(*v.shape, *(1,) * (len(stack) + rank - v.ndim))
-    return jnp.moveaxis(v, range(len(stack)), stack)
+    return v if stack == tuple(range(len(stack))) else jnp.moveaxis(v, range(len(stack)), stack)
 
 
 def stored_axes(axes: Iterable[int], stack: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -364,14 +364,20 @@ def needs_arrays(sparsity: Sparsity) -> bool:
     return needs_key(sparsity) or depends_on_step(sparsity) or has_state(sparsity)
 
 
-def check_time(step: Any, micro: Any) -> None:
-    """Refuse a step or a micro-step that is not an integer, or, if its value is known, is negative or too large."""
+def moment(step: Any, micro: Any) -> jax.Array:
+    """Return a step and a micro-step as an array.
+
+    Raises:
+      TypeError: One is not an integer.
+      ValueError: Its value is known, and is negative or too large.
+    """
     for name, value in (("step", step), ("micro", micro)):
         known = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not known and not jnp.issubdtype(jnp.result_type(value), jnp.integer):
             raise TypeError(f"set_step: {name} must be an integer, got {value!r}.")
         if known and not 0 <= value < 2**31:
             raise ValueError(f"set_step: {name} must be at least 0 and less than 2**31, got {value}.")
+    return jnp.stack([jnp.asarray(step, jnp.int32), jnp.asarray(micro, jnp.int32)])
 
 
 # ---- final forms ----

@@ -25,7 +25,7 @@ from nmjax.products.sparsity import Sparsity
 from nmjax.programs.parameters import Parameter, moves
 from nmjax.programs.rewriting import Product, Rewriter, ShapedProduct
 from nmjax.programs.running import is_array, leaves, run
-from nmjax.programs.sites import Origin, Site, check_time, context, has_state, needs_arrays, warn_unfinished
+from nmjax.programs.sites import Origin, Site, context, has_state, moment, needs_arrays, warn_unfinished
 from nmjax.pruners import identity
 from nmjax.recipes.table import Recipe, unused_rules
 
@@ -297,9 +297,8 @@ class transform(Value):
         Raises:
           TypeError: ``step`` or ``micro`` is not an integer.
         """
-        check_time(step, micro)
-        values = _known(params, sites)
-        return {path: site.at(values[path], step, micro) for path, site in sites.items()}
+        now, values = moment(step, micro), _known(params, sites)
+        return {path: site.at(values[path], now) for path, site in sites.items()}
 
     def harden(self, params: Params, sites: Mapping[str, Site]) -> tuple[Params, Sites]:
         """Return the parameters in their final form, as inference uses them, and sites that prune activations only.
