@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # The rooms of each package. A file imports from its own room and from earlier ones, and no file from itself by way of
-# others. A file inside a function may import what it likes.
+# others. Imports inside of functions do not count.
 ROOMS = {
     "nmjax": (
         "core pruners kernels products recipes analysis programs policies fusing optim oneshot models nnx linen "

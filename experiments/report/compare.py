@@ -212,8 +212,8 @@ def compare(runs: list[Run], baseline: str = "") -> Comparison:
         for group, name in zip(by_config, names, strict=True)
     ]
     notes = list(dict.fromkeys(note for run in runs for note in run.about.get("notes") or ()))
-    sets = [{data for run in runs if (data := of(run))} for of in (lambda r: data_of(r.config), lambda r: _checksum(r))]
-    if max(map(len, sets)) > 1:
+    named, read_by = ({of(run) for run in runs} - {""} for of in (lambda run: data_of(run.config), _checksum))
+    if len(named) > 1 or len(read_by) > 1:
         notes.insert(0, DATA_DIFFER)
     if len({devices for run in runs if (devices := dict(run.about.get("header", ())).get("devices"))}) > 1:
         notes.insert(0, DEVICES_DIFFER)
@@ -230,9 +230,7 @@ def data_of(config: dict[str, Any]) -> str:
     data = config.get("data")
     if not isinstance(data, dict) or not data.get("name"):
         return ""
-    own = data["name"] == "folder" or "." in str(
-        data["name"]
-    )  # a file in the folder; of other names one copy is as another
+    own = data["name"] == "folder" or "." in str(data["name"])  # a file of the folder. Of sets one copy is as another
     parts = [data["name"], data.get("dir") if own else "", data.get("tokenizer"), data.get("test")]
     parts += [f"{data['windows']} windows"] if data.get("windows") else []
     return ", ".join(str(part) for part in parts if part and part != "bytes")

@@ -53,10 +53,10 @@ def of_data(tree: Any) -> str:
     """Return eight hexadecimal digits that depend on every byte of arrays and every letter of texts in a pytree."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        of_text = isinstance(leaf, str)
-        total = zlib.crc32(
-            leaf.encode(errors="surrogatepass") if of_text else np.ascontiguousarray(leaf).view(np.uint8), total
+        data = (
+            leaf.encode(errors="surrogatepass") if isinstance(leaf, str) else np.ascontiguousarray(leaf).view(np.uint8)
         )
+        total = zlib.crc32(data, total)
     return f"{total:08x}"
 
 

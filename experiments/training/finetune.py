@@ -117,9 +117,8 @@ class _Finetune:
                 "the model has a head of its own, so it is not written as a checkpoint; experiments.load.load_run(DIR) "
                 "returns it"
             )
-        checkpoints.save(
-            directory, model, like=self.config.weights, overwrite=True
-        )  # a run may end twice: it may be killed
+        # The folder may have the files of this run already, if it was killed before its last word.
+        checkpoints.save(directory, model, like=self.config.weights, overwrite=True)
         return f"the hardened model of {which}: {directory}"
 
 

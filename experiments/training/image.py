@@ -59,7 +59,8 @@ class Task:
             self._load_set()
         fixed = {"image": self.shape[0], "channels": self.shape[-1], "classes": self.classes}
         self.model = settings.model(config, MODELS, **fixed)
-        self.data = self.files and self.files[:4] if self.streamed else (self.set.train, self.set.test)
+        if self.missing is None:
+            self.data = self.files[:4] if self.streamed else (self.set.train, self.set.test)
         self.sizes = {"model": fixed, "mean": self.mean.tolist(), "std": self.std.tolist()}
 
     def _load_set(self) -> None:

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from experiments.errors import Failed, Mistake, Stopped
 from experiments.scale import processes
 from experiments.scale.signals import Stop
-from experiments.training import digest, header, record, settings, tasks
+from experiments.training import digest, header, record, seals, settings, tasks
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.digest import Identity
 from experiments.training.loop import Loop
@@ -225,7 +225,8 @@ def _lasting(run: Run, about: dict, origin: Path | None) -> dict:
       about: What run.json will say of it.
       origin: Directory of a run whose last state is the first state of this one.
     """
-    before, begun = record.read(run.workdir) or {}, bool(Checkpoints(run.workdir).steps())
+    saved = lambda workdir: seals.sealed_steps(workdir / "checkpoints")
+    before, begun = record.read(run.workdir) or {}, bool(saved(run.workdir))
     changed = [name for name in ("data", "weights") if begun and before.get(name, about[name]) != about[name]]
     if changed:
         raise Mistake(
@@ -240,7 +241,7 @@ def _lasting(run: Run, about: dict, origin: Path | None) -> dict:
             )
         first = before.get("origin")
     else:
-        first = {"directory": str(origin), "step": Checkpoints(origin).steps()[-1]}
+        first = {"directory": str(origin), "step": saved(origin)[-1]}
     if first is None:
         return {}
     row = ("began with", f"the state of {first['directory']} at step {first['step']:,}")

@@ -105,7 +105,7 @@ def test_told_to_stop_a_run_saves_and_says_so(whole, told, tmp_path):
 @pytest.mark.parametrize("seconds", [1.5, 2.5, 4, 5.5])
 def test_told_to_stop_while_it_begins_a_run_ends(whole, seconds, tmp_path):
     """A KeyboardInterrupt would be lost in a callback of JAX, and the run would go on."""
-    process = start(tmp_path / "run", whole[1])
+    process = start(tmp_path / "run", whole[1], "--config.steps=1000000")  # it does not end before it is told to
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=120)[0]
